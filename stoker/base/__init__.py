@@ -1,0 +1,1 @@
+"""Words that everybody uses: errors, ids, clocks, registries, logs, configuration."""

@@ -1,0 +1,47 @@
+"""The engine's settings as a frozen tree. "auto" (None) is resolved once, at start, against the model and the hardware."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from stoker.base.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class KvSettings:
+    block_tokens: int | None = None
+    num_blocks: int | None = None  # None: what the memory holds
+    memory_gib: float | None = None  # on a CPU: how much RAM the cache may take
+
+
+@dataclass(frozen=True, slots=True)
+class SchedSettings:
+    step_tokens: int | None = None
+    max_rows: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    device: str | None = None  # cpu, cuda, cuda:1
+    dtype: str | None = None  # float32, bfloat16, float16, float64
+    max_model_tokens: int | None = None
+    num_threads: int | None = None  # CPU threads of one operation
+    steps_ahead: int | None = None  # plans launched before the oldest result is taken in
+    kv: KvSettings = field(default_factory=KvSettings)
+    sched: SchedSettings = field(default_factory=SchedSettings)
+
+    def __post_init__(self) -> None:
+        positive = {
+            "max_model_tokens": self.max_model_tokens,
+            "num_threads": self.num_threads,
+            "kv.block_tokens": self.kv.block_tokens,
+            "kv.num_blocks": self.kv.num_blocks,
+            "kv.memory_gib": self.kv.memory_gib,
+            "sched.step_tokens": self.sched.step_tokens,
+            "sched.max_rows": self.sched.max_rows,
+        }
+        for name, value in positive.items():
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name}={value}: it must be above zero")
+        if self.dtype not in (None, "float32", "float64", "bfloat16", "float16"):
+            raise ConfigError(f"dtype={self.dtype!r}: it must be float32, float64, bfloat16 or float16")

@@ -1,0 +1,52 @@
+"""Logs are events: one JSON line each, with an event name and its fields."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from typing import Any
+
+_HANDLED = "stoker"
+
+
+class _JsonLine(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line: dict[str, Any] = {
+            "time": f"{stamp}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "part": record.name.removeprefix("stoker."),
+            "event": record.getMessage(),
+        }
+        line.update(getattr(record, "fields", {}))
+        if record.exc_info:
+            line["trace"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+class EventLog:
+    """`log.event("kv_pulled", request=request_id, blocks=num_blocks)`"""
+
+    def __init__(self, part: str) -> None:
+        self._logger = logging.getLogger(f"{_HANDLED}.{part}")
+
+    def event(self, name: str, **fields: Any) -> None:
+        self._logger.info(name, extra={"fields": fields})
+
+    def warning(self, name: str, **fields: Any) -> None:
+        self._logger.warning(name, extra={"fields": fields})
+
+    def error(self, name: str, *, exc_info: bool = False, **fields: Any) -> None:
+        self._logger.error(name, exc_info=exc_info, extra={"fields": fields})
+
+
+def set_up(level: str = "info") -> None:
+    """Called once by a process's main: events at `level` and above go to stderr, one JSON line each."""
+    logger = logging.getLogger(_HANDLED)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonLine())
+    logger.handlers = [handler]
+    logger.setLevel(level.upper())
+    logger.propagate = False

@@ -1,0 +1,52 @@
+"""Registry(kind, package): a file of the package that registers a name is found; nothing else is edited."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+from stoker.base.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    def __init__(self, kind: str, package: str) -> None:
+        self._kind = kind
+        self._package = package
+        self._entries: dict[str, T] = {}
+        self._scanned = False
+
+    def register(self, *names: str) -> Callable[[T], T]:
+        def add(entry: T) -> T:
+            for name in names:
+                if name in self._entries:
+                    raise ConfigError(f"two {self._kind}s are called {name!r}")
+                self._entries[name] = entry
+            return entry
+
+        return add
+
+    def get(self, name: str) -> T:
+        self._scan()
+        if name not in self._entries:
+            raise ConfigError(f"no {self._kind} is called {name!r}; there are: {', '.join(sorted(self._entries))}")
+        return self._entries[name]
+
+    def __contains__(self, name: str) -> bool:
+        self._scan()
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        self._scan()
+        return iter(sorted(self._entries))
+
+    def _scan(self) -> None:
+        if self._scanned:
+            return
+        self._scanned = True
+        package = importlib.import_module(self._package)
+        for module in pkgutil.iter_modules(package.__path__):
+            importlib.import_module(f"{self._package}.{module.name}")

@@ -1,0 +1,1 @@
+"""One model on one device: token ids in, token ids out."""

@@ -1,0 +1,39 @@
+"""The engine's side of structured output: a matcher a row. Who makes matchers, and from what, is handed in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from stoker.base.errors import InvalidRequest
+from stoker.sched.request import GrammarSpec
+
+
+class Matcher(Protocol):
+    done: bool  # the output is complete, nothing may follow
+
+    def accept(self, token_id: int) -> bool:
+        """Go on by one token; False if the grammar has no such way."""
+
+    def fill(self, allowed: Tensor) -> None:
+        """Which tokens may come next, into [ceil(vocab / 32)] int32, a bit a token, lowest first."""
+
+
+class Grammars(Protocol):
+    def prepare(self, spec: GrammarSpec) -> None:
+        """The slow part, done on another thread before the request is added. InvalidRequest if `spec` is not a grammar."""
+
+    def matcher(self, spec: GrammarSpec, token_ids: Sequence[int]) -> Matcher:
+        """A matcher that has gone through `token_ids`; quick once prepared."""
+
+
+class NoGrammars:
+    """For engines that nobody gave a vocabulary."""
+
+    def prepare(self, spec: GrammarSpec) -> None:
+        raise InvalidRequest(f"this engine has no grammars, so no {spec.kind}", code="invalid_grammar")
+
+    def matcher(self, spec: GrammarSpec, token_ids: Sequence[int]) -> Matcher:
+        raise InvalidRequest(f"this engine has no grammars, so no {spec.kind}", code="invalid_grammar")

@@ -1,0 +1,93 @@
+"""How many KV blocks fit, and other settings that depend on model and hardware. Every "auto" ends here."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from stoker.base.config import EngineSettings
+from stoker.base.errors import ConfigError
+from stoker.kv.layout import KvLayout
+from stoker.models.contract import ModelShape
+
+_GIB = 1 << 30
+# On a card: what stays free for activations and the libraries' own use.
+_CUDA_RESERVE_BYTES = 6 * _GIB
+# In RAM: a worker shares the machine, so by default the cache takes a part of what is free, and no more than this.
+_CPU_SHARE = 0.25
+_CPU_MOST_BYTES = 4 * _GIB
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """Settings without "auto"."""
+
+    device: torch.device
+    dtype: torch.dtype
+    block_tokens: int
+    step_tokens: int
+    max_rows: int
+    num_threads: int
+    steps_ahead: int
+    max_model_tokens: int
+
+
+def resolve(settings: EngineSettings, shape: ModelShape) -> Resolved:
+    device = torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={settings.device}: this machine has no CUDA device that torch can use")
+    on_cpu = device.type == "cpu"
+    # fp32 is the fast dtype of CPUs without bf16 arithmetic.
+    dtype = getattr(torch, settings.dtype or ("float32" if on_cpu else "bfloat16"))
+    if settings.max_model_tokens is not None and settings.max_model_tokens > shape.max_positions:
+        raise ConfigError(
+            f"max_model_tokens={settings.max_model_tokens}: the model was made for at most {shape.max_positions}"
+        )
+    return Resolved(
+        device=device,
+        dtype=dtype,
+        block_tokens=settings.kv.block_tokens or (16 if on_cpu else 64),
+        step_tokens=settings.sched.step_tokens or (256 if on_cpu else 8192),
+        max_rows=settings.sched.max_rows or (64 if on_cpu else 256),
+        num_threads=settings.num_threads or default_threads(),
+        steps_ahead=(0 if on_cpu else 1) if settings.steps_ahead is None else settings.steps_ahead,
+        max_model_tokens=settings.max_model_tokens or shape.max_positions,
+    )
+
+
+def default_threads() -> int:
+    """The cores that this process may use."""
+    return max(1, len(os.sched_getaffinity(0)))
+
+
+def num_blocks(settings: EngineSettings, resolved: Resolved, layout: KvLayout) -> int:
+    """Called when the weights are loaded, so that free memory is what it seems."""
+    if settings.kv.num_blocks is not None:
+        return settings.kv.num_blocks
+    if resolved.device.type == "cuda":
+        free, _total = torch.cuda.mem_get_info(resolved.device)
+        budget = free - _CUDA_RESERVE_BYTES
+    else:
+        share = min(_CPU_MOST_BYTES, int(_available_ram() * _CPU_SHARE))
+        # No more than all rows can use: memory that nobody can fill is better left to the file cache.
+        most = resolved.max_rows * resolved.max_model_tokens * layout.block_bytes // layout.block_tokens
+        budget = min(most, share)
+    if settings.kv.memory_gib is not None:
+        budget = int(settings.kv.memory_gib * _GIB)
+    blocks = budget // layout.block_bytes
+    if blocks < 2:
+        raise ConfigError(
+            f"{max(0, budget) / _GIB:.2f} GiB are left for KV; one block of {layout.block_tokens} tokens needs "
+            f"{layout.block_bytes / _GIB:.4f}: free some memory, or set kv.memory_gib"
+        )
+    return int(blocks)
+
+
+def _available_ram() -> int:
+    with open("/proc/meminfo") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

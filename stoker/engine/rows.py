@@ -1,0 +1,64 @@
+"""RowTable: what the device side remembers of each running sequence, from its NewRow until its row is freed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stoker.base.ids import Row
+from stoker.engine.grammar import Grammars, Matcher
+from stoker.sched.plan import NewRow, StepPlan
+from stoker.sched.request import SamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class RowState:
+    sampling: SamplingParams
+    num_prompt: int
+    matcher: Matcher | None
+    output_counts: Tensor | None  # [vocab] for penalties, else None
+    in_prompt: Tensor | None  # [vocab] bool
+    bias: tuple[Tensor, Tensor] | None  # token ids, values
+    stop_ids: Tensor | None  # while min_tokens may forbid them
+
+
+class RowTable:
+    def __init__(self, max_rows: int, max_blocks: int, vocab_size: int, device: torch.device, grammars: Grammars) -> None:
+        self.blocks = np.zeros((max_rows, max_blocks), dtype=np.int64)
+        self.last_token = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self._states: dict[Row, RowState] = {}
+        self._vocab_size = vocab_size
+        self._device = device
+        self._grammars = grammars
+
+    def __getitem__(self, row: Row) -> RowState:
+        return self._states[row]
+
+    def apply(self, plan: StepPlan) -> None:
+        for row in plan.freed_rows:
+            del self._states[row]
+        for new in plan.new_rows:
+            self._states[new.row] = self._make(new)
+        for change in plan.block_table_changes:
+            self.blocks[change.row, change.first : change.first + len(change.blocks)] = change.blocks
+
+    def _make(self, new: NewRow) -> RowState:
+        sampling = new.sampling
+        output = new.token_ids[new.num_prompt :]
+        counts = in_prompt = bias = stop_ids = None
+        if sampling.frequency_penalty or sampling.presence_penalty or sampling.repetition_penalty != 1.0:
+            counts = self._tensor(output).bincount(minlength=self._vocab_size)
+            in_prompt = self._tensor(new.token_ids[: new.num_prompt]).bincount(minlength=self._vocab_size) > 0
+        if sampling.logit_bias:
+            values = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32, device=self._device)
+            bias = (self._tensor(list(sampling.logit_bias)), values)
+        if sampling.min_tokens:
+            stop_ids = self._tensor(sampling.stop_token_ids)
+        matcher = self._grammars.matcher(sampling.grammar, output) if sampling.grammar else None
+        return RowState(sampling, new.num_prompt, matcher, counts, in_prompt, bias, stop_ids)
+
+    def _tensor(self, values: list[int] | tuple[int, ...]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)

@@ -1,0 +1,96 @@
+"""Runner: apply a plan to the rows, forward, sample, copy out. It decides nothing.
+
+`launch` returns at once on a device that works on its own; `wait` gives the result. A grammar needs the token before to
+say what may come next: only then does a launch wait for the step before it, with its own forward already under way.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from stoker.engine.inputs import build_batch
+from stoker.engine.rows import RowState, RowTable
+from stoker.engine.sampler import Drawn, sample
+from stoker.kv.device import DeviceKv
+from stoker.sched.plan import SpanResult, StepPlan, StepResult
+
+
+@dataclass(slots=True, eq=False)
+class PendingStep:
+    """A launched step. The rows' states are those of its own time: a row may have another owner since."""
+
+    plan: StepPlan
+    drawn: Drawn | None
+    states: list[RowState]  # of the spans that sample, in their order
+    started_s: float
+    copied: torch.cuda.Event | None
+    _result: StepResult | None = None
+
+    def wait(self) -> StepResult:
+        if self._result is None:
+            if self.copied is not None:
+                self.copied.synchronize()
+            self._result = self._read()
+        return self._result
+
+    def _read(self) -> StepResult:
+        results: list[SpanResult | None] = []
+        token_ids = self.drawn.token_ids.tolist() if self.drawn is not None else []
+        i = 0
+        for span in self.plan.spans:
+            if not span.samples:
+                results.append(None)
+                continue
+            results.append(self._take(i, token_ids[i]))
+            i += 1
+        return StepResult(results, time.monotonic() - self.started_s)
+
+    def _take(self, i: int, token_id: int) -> SpanResult:
+        state = self.states[i]
+        assert self.drawn is not None
+        logprobs = self.drawn.token_logprobs(i, state.sampling.num_logprobs)
+        if state.matcher is None:
+            return SpanResult([token_id], logprobs)
+        if not state.matcher.done and not state.matcher.accept(token_id):
+            return SpanResult([], error=f"the grammar has no way on from here (token {token_id})")
+        return SpanResult([token_id], logprobs, grammar_done=state.matcher.done)
+
+
+class Runner:
+    def __init__(self, model: nn.Module, kv: DeviceKv, rows: RowTable) -> None:
+        self._model = model
+        self._kv = kv
+        self._rows = rows
+        self._last: PendingStep | None = None
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> PendingStep:
+        started_s = time.monotonic()
+        self._rows.apply(plan)
+        if plan.copies:
+            self._kv.copy([copy.src for copy in plan.copies], [copy.dst for copy in plan.copies])
+        batch = build_batch(plan, self._rows, self._kv)
+        hidden = self._model(batch)
+        ends, end = [], 0
+        sampling = [span for span in plan.spans if span.samples]
+        for span in plan.spans:
+            end += span.count
+            if span.samples:
+                ends.append(end - 1)
+        states = [self._rows[span.row] for span in sampling]
+        drawn = copied = None
+        if sampling:
+            if self._last is not None and any(state.matcher is not None for state in states):
+                self._last.wait()
+            logits = self._model.logits(hidden[torch.tensor(ends).to(hidden.device)])
+            lengths = [span.start + span.count for span in sampling]
+            drawn = sample(logits, [span.row for span in sampling], lengths, self._rows).to_host()
+            if logits.is_cuda:
+                copied = torch.cuda.Event(blocking=True)
+                copied.record()
+        self._last = PendingStep(plan, drawn, states, started_s, copied)
+        return self._last

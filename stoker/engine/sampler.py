@@ -1,0 +1,104 @@
+"""Logits -> tokens for the rows that sample: each row's settings, as data for the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stoker.base.ids import Row
+from stoker.engine.rows import RowState, RowTable
+from stoker.kernels.sample import draw, mask_tokens, penalise, uniform
+from stoker.sched.request import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """On the device. Log-probabilities are of the model's own distribution, for all rows if any asked."""
+
+    token_ids: Tensor  # [rows]
+    logprobs: Tensor | None  # [rows]
+    top_ids: Tensor | None  # [rows, k]
+    top_logprobs: Tensor | None  # [rows, k]
+
+    def token_logprobs(self, i: int, num: int | None) -> list[TokenLogprobs] | None:
+        if num is None or self.logprobs is None or self.top_ids is None or self.top_logprobs is None:
+            return None
+        top_ids, top_logprobs = self.top_ids[i, :num].tolist(), self.top_logprobs[i, :num].tolist()
+        return [TokenLogprobs(int(self.token_ids[i]), float(self.logprobs[i]), top_ids, top_logprobs)]
+
+    def to_host(self) -> Drawn:
+        parts = (self.token_ids, self.logprobs, self.top_ids, self.top_logprobs)
+        return Drawn(*(None if part is None else part.to("cpu", non_blocking=True) for part in parts))  # type: ignore[arg-type]
+
+
+def sample(logits: Tensor, rows: Sequence[Row], lengths: Sequence[int], table: RowTable) -> Drawn:
+    """`lengths[i]`: tokens before the one that row i draws, which is its position and half of its randomness."""
+    states = [table[row] for row in rows]
+    logits = logits.float() if logits.dtype != torch.float64 else logits
+    num_logprobs = [s.sampling.num_logprobs for s in states if s.sampling.num_logprobs is not None]
+    logprobs = torch.log_softmax(logits, -1) if num_logprobs else None
+    logits = _shape(logits, states, lengths)
+    warm = [i for i, s in enumerate(states) if s.sampling.temperature > 0]
+    token_ids = logits.argmax(-1)
+    if warm:
+        chosen = [states[i] for i in warm]
+        where = torch.tensor(warm, device=logits.device)
+        token_ids[where] = _draw(logits[where], chosen, [lengths[i] for i in warm])
+    index = torch.tensor(rows, device=logits.device)
+    table.last_token[index] = token_ids
+    for i, state in enumerate(states):
+        if state.output_counts is not None:
+            state.output_counts[token_ids[i]] += 1
+    if logprobs is None:
+        return Drawn(token_ids, None, None, None)
+    top = logprobs.topk(max(1, max(num_logprobs)), -1)
+    return Drawn(token_ids, logprobs.gather(1, token_ids[:, None]).squeeze(1), top.indices, top.values)
+
+
+def _draw(logits: Tensor, states: Sequence[RowState], lengths: Sequence[int]) -> Tensor:
+    def column(name: str, dtype: torch.dtype) -> Tensor:
+        return torch.tensor([getattr(s.sampling, name) for s in states], dtype=dtype, device=logits.device)
+
+    positions = torch.tensor(lengths, device=logits.device)
+    return draw(
+        logits,
+        column("temperature", logits.dtype),
+        column("top_k", torch.int64),
+        column("top_p", logits.dtype),
+        column("min_p", logits.dtype),
+        uniform(column("seed", torch.int64), positions),
+    )
+
+
+def _shape(logits: Tensor, states: Sequence[RowState], lengths: Sequence[int]) -> Tensor:
+    """Penalties, biases and masks, for the rows that have them."""
+    penalised = [i for i, s in enumerate(states) if s.output_counts is not None]
+    if penalised:
+        where = torch.tensor(penalised, device=logits.device)
+        logits[where] = _penalise(logits[where], [states[i] for i in penalised])
+    for i, state in enumerate(states):
+        if state.bias is not None:
+            logits[i, state.bias[0]] += state.bias[1].to(logits.dtype)
+        if state.stop_ids is not None and lengths[i] - state.num_prompt < state.sampling.min_tokens:
+            logits[i, state.stop_ids] = float("-inf")
+    ruled = [i for i, s in enumerate(states) if s.matcher is not None and not s.matcher.done]
+    if ruled:
+        allowed = torch.zeros(len(ruled), -(-logits.shape[1] // 32), dtype=torch.int32)
+        for number, i in enumerate(ruled):
+            states[i].matcher.fill(allowed[number])  # type: ignore[union-attr]
+        where = torch.tensor(ruled, device=logits.device)
+        logits[where] = mask_tokens(logits[where], allowed)
+    return logits
+
+
+def _penalise(logits: Tensor, states: Sequence[RowState]) -> Tensor:
+    def column(name: str) -> Tensor:
+        return torch.tensor([getattr(s.sampling, name) for s in states], dtype=logits.dtype, device=logits.device)
+
+    counts = torch.stack([s.output_counts for s in states])  # type: ignore[misc]
+    in_prompt = torch.stack([s.in_prompt for s in states])  # type: ignore[misc]
+    columns = (column("repetition_penalty"), column("frequency_penalty"), column("presence_penalty"))
+    return penalise(logits, counts, in_prompt, *columns)

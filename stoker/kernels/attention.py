@@ -1,0 +1,100 @@
+"""Attention over the paged cache.  q [tokens, heads, head_dim]   pages [pages, block_tokens * head_dim]   -> like q
+
+A page is one head's K or V of one block of one layer. The reference gathers each span's pages into a row of tokens and
+leaves the rest to torch; spans of one token with about as many blocks are taken together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+# Spans of one token are taken together while the shortest has at least this part of the longest one's blocks.
+_LEAST_FILL = 0.6
+
+
+@dataclass(frozen=True, slots=True)
+class SpanShape:
+    """`count` tokens from `start` on, at `first` in the batch; `pages` are the page numbers of its blocks' first head."""
+
+    first: int
+    start: int
+    count: int
+    pages: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class SpanGroup:
+    """Spans that one call computes: several of one token, or one of several."""
+
+    tokens: Tensor | slice  # which tokens of the batch
+    pages: Tensor  # [2 * spans * kv_heads * blocks]: K's pages, then V's
+    num_spans: int
+    num_keys: int  # of the longest span
+    mask: Tensor | None  # added to the scores; None: all keys are seen, or is_causal says which
+    is_causal: bool
+
+
+def group_spans(
+    spans: Sequence[SpanShape], num_kv_heads: int, block_tokens: int, device: torch.device, dtype: torch.dtype
+) -> list[SpanGroup]:
+    """Once a step, for all layers."""
+    heads = torch.arange(num_kv_heads)
+
+    def page_index(pages: list[list[int]]) -> Tensor:
+        keys = torch.tensor(pages)[:, None, :] + heads[None, :, None]  # [spans, heads, blocks]
+        return torch.stack([keys, keys + num_kv_heads]).flatten().to(device, non_blocking=True)
+
+    groups = []
+    single = sorted((span for span in spans if span.count == 1), key=lambda span: len(span.pages))
+    while single:
+        longest = len(single[-1].pages)
+        taken = [span for span in single if len(span.pages) >= _LEAST_FILL * longest]
+        single = single[: len(single) - len(taken)]
+        lengths = torch.tensor([span.start + 1 for span in taken])
+        num_keys = int(lengths.max())
+        mask = None
+        if len(taken) > 1:
+            hidden = torch.arange(num_keys)[None, :] >= lengths[:, None]
+            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))[:, None, None, :]
+            mask = mask.to(device, non_blocking=True)
+        padded = [span.pages + [0] * (longest - len(span.pages)) for span in taken]
+        tokens = torch.tensor([span.first for span in taken], device=device)
+        groups.append(SpanGroup(tokens, page_index(padded), len(taken), num_keys, mask, False))
+    for span in spans:
+        if span.count == 1:
+            continue
+        num_keys = span.start + span.count
+        mask = None
+        if span.start:
+            hidden = torch.arange(num_keys)[None, :] > torch.arange(span.start, num_keys)[:, None]
+            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf")).to(device, non_blocking=True)
+        tokens = slice(span.first, span.first + span.count)
+        groups.append(SpanGroup(tokens, page_index([span.pages]), 1, num_keys, mask, not span.start))
+    return groups
+
+
+def paged_attention(q: Tensor, pages: Tensor, groups: Sequence[SpanGroup], num_kv_heads: int, scale: float) -> Tensor:
+    out = torch.empty_like(q)
+    num_heads, head_dim = q.shape[1:]
+    shared = num_heads // num_kv_heads  # query heads that read one KV head
+    for group in groups:
+        gathered = pages.index_select(0, group.pages).view(2, group.num_spans, num_kv_heads, -1, head_dim)
+        key, value = gathered[:, :, :, : group.num_keys]
+        mine = q[group.tokens]
+        if isinstance(group.tokens, slice):
+            # The query heads of one KV head are a batch over the same keys: expanded, not copied.
+            query = mine.view(-1, num_kv_heads, shared, head_dim).permute(1, 2, 0, 3)
+            key, value = (part[0, :, None].expand(-1, shared, -1, -1) for part in (key, value))
+            found = scaled_dot_product_attention(query, key, value, group.mask, is_causal=group.is_causal, scale=scale)
+            out[group.tokens] = found.permute(2, 0, 1, 3).reshape(-1, num_heads, head_dim)
+        else:
+            # One token each: the query heads of one KV head stand where a longer span has its tokens.
+            query = mine.view(group.num_spans, num_kv_heads, shared, head_dim)
+            found = scaled_dot_product_attention(query, key, value, group.mask, scale=scale)
+            out[group.tokens] = found.reshape(-1, num_heads, head_dim)
+    return out

@@ -1,0 +1,9 @@
+"""Write new KV into the paged cache.  src [tokens, heads, head_dim]   slots [rows, head_dim]   index [tokens * heads]"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def kv_write(src: Tensor, slots: Tensor, index: Tensor) -> None:
+    slots.index_copy_(0, index, src.reshape(-1, src.shape[-1]))

@@ -1,0 +1,82 @@
+"""Logits to tokens.  logits [rows, vocab], float32 -> token ids [rows]
+
+Randomness is a function: `uniform(seed, position)` is the one number that decides a draw, whatever the batch, the schedule
+or the worker. Filters are thresholds on probability, so that no order of equal values matters.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_LOW_32 = 0xFFFFFFFF
+# How many of the most likely tokens are sorted first; the whole vocabulary only if these do not reach top_p.
+_FIRST_SORTED = 512
+
+
+def uniform(seed: Tensor, position: Tensor) -> Tensor:
+    """[rows] int64, [rows] int64 -> [rows] float64 in [0, 1). Two rounds of a 64-bit mixer; torch's integers wrap around."""
+    mixed = _mix(_mix(seed) + position * -7046029254386353131)
+    return ((mixed >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
+
+
+def _mix(x: Tensor) -> Tensor:
+    def down(value: Tensor, bits: int) -> Tensor:
+        return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+    x = (x ^ down(x, 30)) * -4658895280553007687
+    x = (x ^ down(x, 27)) * -7723592293110705685
+    return x ^ down(x, 31)
+
+
+def draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniforms: Tensor) -> Tensor:
+    """One token a row. temperature [rows] > 0; top_k 0, top_p 1 and min_p 0 keep all."""
+    probs = torch.softmax(logits / temperature[:, None], -1)
+    if bool((top_k > 0).any() | (top_p < 1).any() | (min_p > 0).any()):
+        probs = torch.where(probs < _threshold(probs, top_k, top_p, min_p)[:, None], 0.0, probs)
+    # Summed in float64: the tail of a large vocabulary must not vanish beside the head's rounding.
+    mass = probs.cumsum(-1, dtype=torch.float64)
+    target = uniforms.to(mass.device)[:, None] * mass[:, -1:]
+    # right=True: never a token without mass, also for a uniform of zero.
+    return torch.searchsorted(mass, target, right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
+
+
+def _threshold(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """The least probability that stays: min_p of the largest, and the last of top_p's mass within the top_k."""
+    vocab = probs.shape[1]
+    num_sorted = min(vocab, max(_FIRST_SORTED, int(top_k.max())))
+    ranked = probs.topk(num_sorted, -1).values
+    limit = torch.where(top_k > 0, top_k, vocab)
+    short = (limit > num_sorted) & (top_p < 1) & (ranked.sum(-1) < top_p)
+    if bool(short.any()):
+        ranked = probs.sort(-1, descending=True).values
+    inside = torch.arange(ranked.shape[1], device=probs.device)[None, :] < limit[:, None]
+    kept = torch.where(inside, ranked, 0.0)
+    # A row without top_k counts all of its mass, also what was not sorted.
+    total = torch.where(limit < vocab, kept.sum(-1), probs.sum(-1))
+    before = kept.cumsum(-1) - kept
+    keep = inside & (before < (top_p * total)[:, None])
+    keep[:, 0] = True
+    last = torch.where(keep, kept, torch.inf).min(-1).values
+    # Nothing but top_k and top_p can cut below what was sorted: without either, everything stays.
+    last = torch.where((limit >= vocab) & (top_p >= 1), 0.0, last)
+    return torch.maximum(last, min_p * ranked[:, 0])
+
+
+def penalise(
+    logits: Tensor, output_counts: Tensor, in_prompt: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
+) -> Tensor:
+    """output_counts [rows, vocab]; in_prompt [rows, vocab] bool; the penalties [rows]. Repetition counts the prompt too."""
+    seen = in_prompt | (output_counts > 0)
+    factor = torch.where(seen, repetition[:, None], 1.0)
+    logits = torch.where(logits > 0, logits / factor, logits * factor)
+    return logits - frequency[:, None] * output_counts - presence[:, None] * (output_counts > 0)
+
+
+def mask_tokens(logits: Tensor, allowed: Tensor) -> Tensor:
+    """allowed [rows, ceil(vocab / 32)] int32, a bit a token, lowest first; what is not allowed becomes -inf."""
+    bits = torch.arange(32, device=logits.device, dtype=torch.int32)
+    flags = ((allowed.to(logits.device)[:, :, None] >> bits) & 1).bool().flatten(1)[:, : logits.shape[1]]
+    if flags.shape[1] < logits.shape[1]:  # a padded vocabulary: what the grammar has no word for cannot come
+        flags = torch.nn.functional.pad(flags, (0, logits.shape[1] - flags.shape[1]))
+    return logits.masked_fill(~flags, float("-inf"))

@@ -1,0 +1,35 @@
+"""DeviceKv: the tensors of the device's KV blocks, as the kernels want to see them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from stoker.kv.layout import KvLayout
+
+
+class DeviceKv:
+    def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.blocks = torch.zeros(num_blocks, *layout.block_shape, dtype=getattr(torch, layout.dtype), device=device)
+        self._pages = self.blocks.view(-1, layout.block_tokens * layout.head_dim)
+        self._slots = self.blocks.view(-1, layout.head_dim)
+
+    @property
+    def pages_per_block(self) -> int:
+        return self.layout.num_layers * 2 * self.layout.num_heads
+
+    def pages(self, layer: int) -> Tensor:
+        """From the layer's first page on: page `block * pages_per_block + head` is K, `+ num_heads` is V."""
+        return self._pages[layer * 2 * self.layout.num_heads :]
+
+    def slots(self, layer: int, is_value: bool) -> Tensor:
+        """The same a row a token: slot `page * block_tokens + token`."""
+        return self._slots[(layer * 2 + is_value) * self.layout.num_heads * self.layout.block_tokens :]
+
+    def copy(self, src: Sequence[int], dst: Sequence[int]) -> None:
+        device = self.blocks.device
+        self.blocks.index_copy_(0, torch.tensor(dst, device=device), self.blocks[torch.tensor(src, device=device)])

@@ -1,0 +1,39 @@
+"""Block keys: the one identity of a block, in every pool, tier, event and router.
+
+A key is a chained hash, so that it names a block's tokens and all tokens before them. The root holds everything else that
+must agree before KV may be shared: model, tokenizer, KV layout, dtype and the tenant's salt.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from hashlib import sha256
+
+from stoker.base.ids import BlockKey
+
+_KEY_BYTES = 16
+
+
+def root_key(fingerprint: str, salt: str = "") -> BlockKey:
+    """`fingerprint` says model, tokenizer, layout and dtype; the lengths keep ("ab", "c") apart from ("a", "bc")."""
+    parts = (fingerprint.encode(), salt.encode())
+    framed = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+    return BlockKey(sha256(framed).digest()[:_KEY_BYTES])
+
+
+def next_key(parent: BlockKey, token_ids: Sequence[int]) -> BlockKey:
+    """The key of a full block of `token_ids` after `parent`."""
+    return BlockKey(sha256(parent + array("I", token_ids).tobytes()).digest()[:_KEY_BYTES])
+
+
+def block_keys(token_ids: Sequence[int], root: BlockKey, block_tokens: int) -> list[BlockKey]:
+    """Keys of all full blocks of `token_ids`."""
+    packed = array("I", token_ids).tobytes()
+    stride = 4 * block_tokens
+    keys: list[BlockKey] = []
+    parent = root
+    for start in range(0, len(packed) - stride + 1, stride):
+        parent = BlockKey(sha256(parent + packed[start : start + stride]).digest()[:_KEY_BYTES])
+        keys.append(parent)
+    return keys

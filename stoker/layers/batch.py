@@ -1,0 +1,19 @@
+"""ForwardBatch: the device tensors of one forward; an argument of every forward()."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from stoker.kernels.attention import SpanGroup
+from stoker.kv.device import DeviceKv
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    token_ids: Tensor  # [tokens]
+    positions: Tensor  # [tokens]
+    slots: Tensor  # [tokens * kv_heads] where each token's K lies in layer 0; V and the other layers lie at fixed distances
+    groups: list[SpanGroup]  # what attends to what
+    kv: DeviceKv

@@ -1,0 +1,84 @@
+"""A dense pre-norm decoder: embedding, blocks of attention and gated MLP, norm, head. Families say what theirs is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from stoker.layers.attention import Attention
+from stoker.layers.batch import ForwardBatch
+from stoker.layers.linear import Linear, TiedLinear
+from stoker.layers.mlp import GatedMlp
+from stoker.layers.norm import RMSNorm
+from stoker.layers.rope import Rope, RopeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rope: RopeConfig
+    max_positions: int
+    tie_embeddings: bool
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.attention = Attention(
+            config.hidden_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.attention_bias,
+            config.norm_eps if config.qk_norm else None,
+        )
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = GatedMlp(config.hidden_size, config.intermediate_size, config.mlp_bias)
+
+    def forward(self, x: Tensor, batch: ForwardBatch, layer: int, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), batch, layer, cos, sin)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Decoder(nn.Module):
+    """Built on the device and in the dtype that are torch's defaults at the time; empty until weights are loaded."""
+
+    def __init__(self, config: DecoderConfig, num_positions: int) -> None:
+        super().__init__()
+        self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size), requires_grad=False)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.head = (
+            TiedLinear(self.embedding) if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size)
+        )
+        self.rope = Rope(config.rope, config.head_dim, num_positions, self.embedding.device)
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """[tokens, hidden]: what the head, and a drafter, look at."""
+        x = torch.nn.functional.embedding(batch.token_ids, self.embedding)
+        cos, sin = self.rope(batch.positions, x.dtype)
+        for number, layer in enumerate(self.layers):
+            x = layer(x, batch, number, cos, sin)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, vocab]"""
+        return self.head(self.norm(hidden))
+
+    def pack(self) -> None:
+        for module in self.modules():
+            if isinstance(module, Linear | TiedLinear):
+                module.pack()

@@ -1,0 +1,18 @@
+"""Gated MLP, gate and up as one product."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from stoker.kernels.activation import silu_mul
+from stoker.layers.linear import Linear
+
+
+class GatedMlp(nn.Module):
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool) -> None:
+        super().__init__()
+        self.gate_up = Linear(hidden_size, 2 * intermediate_size, bias)
+        self.down = Linear(intermediate_size, hidden_size, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(silu_mul(self.gate_up(x)))

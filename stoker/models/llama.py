@@ -1,0 +1,29 @@
+"""The Llama family: Llama 2 and 3, SmolLM2, and others of the same shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from stoker.layers.decoder import Decoder
+from stoker.models.contract import MODELS, ModelShape
+from stoker.models.dense import decoder_ignored, decoder_rules, read_config
+
+
+@MODELS.register("LlamaForCausalLM")
+class Llama:
+    _qk_norm = False
+
+    def __init__(self, hf: Mapping[str, Any]) -> None:
+        config = read_config(hf, qk_norm=self._qk_norm)
+        self._config = config
+        self.shape = ModelShape(
+            config.vocab_size, config.max_positions, config.num_layers, config.num_kv_heads, config.head_dim
+        )
+        self.rules = decoder_rules(config)
+        self.ignored = decoder_ignored(config)
+
+    def build(self, num_positions: int) -> nn.Module:
+        return Decoder(self._config, num_positions)

@@ -1,0 +1,1 @@
+"""All that crosses a process border."""

@@ -1,0 +1,81 @@
+"""All that scheduler and runner say to each other: a step's plan, and what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from stoker.base.ids import BlockId, Row
+from stoker.sched.request import SamplingParams, TokenLogprobs
+
+# In StepPlan.token_ids: this token was sampled by an earlier step and is known on the device, maybe not yet here.
+ON_DEVICE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """`count` tokens of a row, from position `start` on. If `samples`, the token after them is drawn."""
+
+    row: Row
+    start: int
+    count: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NewRow:
+    """A sequence gets a place on the device. `token_ids` is all that it knows, `num_prompt` of them its prompt: penalties
+    and grammars start from there, also after a preemption or on another worker."""
+
+    row: Row
+    sampling: SamplingParams
+    token_ids: list[int]
+    num_prompt: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTableChange:
+    """From entry `first` on, the row's block table holds `blocks`."""
+
+    row: Row
+    first: int
+    blocks: list[BlockId]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    src: BlockId
+    dst: BlockId
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Carried out in this order: freed rows, new rows, table changes, copies, one forward over all spans."""
+
+    spans: list[Span]
+    token_ids: list[int]  # of all spans, one after the other
+    freed_rows: list[Row] = field(default_factory=list)
+    new_rows: list[NewRow] = field(default_factory=list)
+    block_table_changes: list[BlockTableChange] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class SpanResult:
+    """What a sampling span drew. `grammar_done`: the output is complete, nothing may follow. `error`: this row alone failed."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    grammar_done: bool = False
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """`spans[i]` belongs to the plan's i-th span; None where it did not sample."""
+
+    spans: list[SpanResult | None]
+    step_s: float

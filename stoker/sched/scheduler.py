@@ -1,0 +1,330 @@
+"""Scheduler: which tokens run in the next step, and what to make of what they brought.
+
+Pure: no device, no I/O; time is an argument. Plans may be made ahead of results: what a step under way will draw is
+counted (`num_drawing`), never guessed. The device carries plans out in order, so that a block given back and taken again
+is overwritten after its last use, whoever still had a step under way in it.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from dataclasses import dataclass, field
+
+from stoker.base.errors import InvalidRequest
+from stoker.base.ids import BlockId, BlockKey, RequestId, Row
+from stoker.kv.keys import block_keys, next_key, root_key
+from stoker.kv.pool import BlockPool
+from stoker.sched.plan import ON_DEVICE, BlockCopy, BlockTableChange, NewRow, Span, SpanResult, StepPlan, StepResult
+from stoker.sched.request import Finish, GenerateRequest, TokenChunk
+from stoker.sched.sequence import Sequence, State
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    block_tokens: int
+    step_tokens: int  # tokens computed in one step, over all sequences
+    max_rows: int  # sequences that run at a time
+    fingerprint: str = ""  # model, tokenizer, layout and dtype: the root of all block keys
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the start. prompt = cached + computed, but for prompts computed again after a preemption."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    partial_tokens: int = 0  # reused out of a block whose end differed; not reported as cached
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A plan being written. Kept by sequence, so that one preempted on the way leaves nothing behind."""
+
+    budget: int
+    counts: dict[Sequence, int] = field(default_factory=dict)
+    changes: dict[Sequence, BlockTableChange] = field(default_factory=dict)
+    new_rows: list[NewRow] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """A span of a launched plan: whose it is, and how far it computes. `run` tells whether `seq` was preempted since."""
+
+    seq: Sequence
+    run: int
+    end: int
+
+
+class Scheduler:
+    def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
+        self._config = config
+        self._pool = pool
+        self._by_id: dict[RequestId, Sequence] = {}
+        self._waiting: list[Sequence] = []  # by precedence
+        self._running: list[Sequence] = []  # by precedence
+        self._free_rows = [Row(row) for row in reversed(range(config.max_rows))]
+        self._freed_rows: list[Row] = []  # to be told to the runner with the next plan
+        self._under_way: deque[list[_UnderWay]] = deque()
+        self._computing: dict[BlockKey, Sequence] = {}  # prompt blocks that a running sequence has yet to finish
+        self._arrivals = 0
+        self.counters = Counters()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._by_id or self._under_way)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def waiting_tokens(self) -> int:
+        return sum(len(seq.token_ids) for seq in self._waiting)
+
+    def add(self, request: GenerateRequest) -> None:
+        total_tokens = request.num_prompt + request.max_new_tokens
+        kv_tokens = self._pool.num_blocks * self._config.block_tokens
+        if total_tokens > kv_tokens:
+            raise InvalidRequest(
+                f"{request.num_prompt} prompt tokens and {request.max_new_tokens} to come need KV for {total_tokens} tokens, "
+                f"the cache holds {kv_tokens}",
+                code="kv_too_small",
+            )
+        if request.request_id in self._by_id:
+            raise InvalidRequest(f"request id {request.request_id} is in use", code="duplicate_request_id")
+        if not 0 < request.num_prompt <= len(request.token_ids) < total_tokens:
+            raise InvalidRequest(
+                f"num_prompt {request.num_prompt}, {len(request.token_ids)} tokens known, at most {total_tokens}: nothing to do"
+            )
+        root = root_key(self._config.fingerprint, request.cache_salt)
+        seq = Sequence(request=request, arrival=self._arrivals, root=root, token_ids=list(request.token_ids))
+        seq.keys = block_keys(seq.token_ids, root, self._config.block_tokens)
+        self._arrivals += 1
+        self._by_id[request.request_id] = seq
+        insort(self._waiting, seq, key=lambda s: s.precedence)
+        self.counters.prompt_tokens += request.num_prompt
+
+    def cancel(self, request_id: RequestId) -> list[TokenChunk]:
+        seq = self._by_id.get(request_id)
+        return [] if seq is None else [self._end(seq, Finish("cancelled"))]
+
+    def expire(self, now: float) -> list[TokenChunk]:
+        late = [s for s in self._by_id.values() if s.request.deadline_s is not None and s.request.deadline_s <= now]
+        return [self._end(seq, Finish("deadline")) for seq in late]
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None if there is nothing to compute now."""
+        draft = _Draft(budget=self._config.step_tokens)
+        # One token to go comes before a prompt to go: a long prompt must not stop the others' answers.
+        for seq in sorted(self._running, key=lambda s: (s.num_to_compute > 1, s.precedence)):
+            count = min(seq.num_to_compute, draft.budget)
+            if count and seq.state is State.RUNNING and self._make_room(seq, count, draft):
+                self._give(seq, count, draft)
+        for seq in list(self._waiting):
+            if not draft.budget or not self._free_rows:
+                break
+            if seq.num_drawing:
+                continue  # preempted with a step under way: its next token is not known here yet
+            if self._waits_for_a_prefix(seq):
+                continue
+            if not self._admit(seq, draft):
+                break
+        return self._finish_plan(draft)
+
+    def commit(self, result: StepResult) -> list[TokenChunk]:
+        """Take in the oldest launched plan's result."""
+        chunks = []
+        for span, outcome in zip(self._under_way.popleft(), result.spans, strict=True):
+            seq = span.seq
+            if seq.state is State.DONE:
+                continue
+            if seq.run == span.run and seq.state is State.RUNNING:
+                self._name_blocks(seq, span.end)
+            if outcome is not None:
+                chunks.append(self._take_tokens(seq, outcome))
+        return chunks
+
+    def abandon(self, message: str) -> list[TokenChunk]:
+        """The device failed: everybody's last chunk."""
+        self._under_way.clear()
+        finish = Finish("error", error_code="engine_error", error_message=message)
+        return [self._end(seq, finish) for seq in list(self._by_id.values())]
+
+    def _take_tokens(self, seq: Sequence, outcome: SpanResult) -> TokenChunk:
+        seq.num_drawing -= 1
+        if outcome.error is not None:
+            return self._end(seq, Finish("error", error_code="generation_error", error_message=outcome.error))
+        seq.token_ids.extend(outcome.token_ids)
+        self.counters.generated_tokens += len(outcome.token_ids)
+        last = seq.token_ids[-1]
+        finish = None
+        if last in seq.request.sampling.stop_token_ids:
+            finish = Finish("stop", stop_token_id=last)
+        elif outcome.grammar_done:
+            finish = Finish("stop")
+        elif len(seq.token_ids) - seq.request.num_prompt >= seq.request.max_new_tokens:
+            finish = Finish("length")
+        if finish is not None:
+            self._leave(seq)
+        return TokenChunk(seq.request.request_id, outcome.token_ids, seq.usage, outcome.logprobs, finish)
+
+    def _make_room(self, seq: Sequence, count: int, draft: _Draft) -> bool:
+        """Blocks for `count` more tokens of a running sequence; the last comers give way, at worst itself."""
+        missing = self._blocks_for(seq.num_computed + count) - len(seq.blocks)
+        while self._pool.num_free < missing:
+            victim = self._running[-1]
+            self._preempt(victim, draft)
+            if victim is seq:
+                return False
+        if missing > 0:
+            blocks = self._pool.take(missing)
+            draft.changes[seq] = BlockTableChange(self._row(seq), len(seq.blocks), blocks)
+            seq.blocks += blocks
+        return True
+
+    def _waits_for_a_prefix(self, seq: Sequence) -> bool:
+        """Somebody is computing this very block right now: waiting for it is cheaper than doing it again."""
+        matched = self._match(seq)
+        return len(matched) < self._max_match(seq) and seq.keys[len(matched)] in self._computing
+
+    def _admit(self, seq: Sequence, draft: _Draft) -> bool:
+        matched = self._match(seq)
+        num_blocks = self._blocks_for(len(seq.token_ids) + 1)
+        while self._pool.num_free_after(matched) < num_blocks - len(matched):
+            victim = self._running[-1] if self._running else None
+            if victim is None or victim.request.priority <= seq.request.priority or victim in draft.counts:
+                return False
+            self._preempt(victim, draft)
+        num_matched = len(matched)
+        self._pool.hold(matched)
+        partial = self._match_partial(seq, num_matched)
+        blocks = matched + self._pool.take(num_blocks - num_matched)
+        seq.num_computed = num_matched * self._config.block_tokens
+        if partial is not None:
+            src, count = partial
+            draft.copies.append(BlockCopy(src, blocks[num_matched]))
+            seq.num_computed += count
+            self.counters.partial_tokens += count
+        self._waiting.remove(seq)
+        insort(self._running, seq, key=lambda s: s.precedence)
+        seq.state = State.RUNNING
+        seq.run += 1
+        seq.row = self._free_rows.pop()
+        seq.blocks = blocks
+        seq.num_named = num_matched
+        if seq.cached_tokens is None:
+            seq.cached_tokens = min(num_matched * self._config.block_tokens, seq.request.num_prompt)
+            self.counters.cached_tokens += seq.cached_tokens
+        for key in seq.keys[num_matched:]:
+            self._computing.setdefault(key, seq)
+        draft.new_rows.append(NewRow(seq.row, seq.request.sampling, list(seq.token_ids), seq.request.num_prompt))
+        draft.changes[seq] = BlockTableChange(seq.row, 0, list(blocks))
+        self._give(seq, min(seq.num_to_compute, draft.budget), draft)
+        return True
+
+    def _max_match(self, seq: Sequence) -> int:
+        # The last known token is always computed anew: its logits are what we sample from.
+        return (len(seq.token_ids) - 1) // self._config.block_tokens
+
+    def _match(self, seq: Sequence) -> list[BlockId]:
+        self._extend_keys(seq)
+        return self._pool.match(seq.keys[: self._max_match(seq)])
+
+    def _match_partial(self, seq: Sequence, num_matched: int) -> tuple[BlockId, int] | None:
+        parent = seq.keys[num_matched - 1] if num_matched else seq.root
+        start = num_matched * self._config.block_tokens
+        end = min(start + self._config.block_tokens, len(seq.token_ids) - 1)
+        return self._pool.match_partial(parent, seq.token_ids[start:end])
+
+    def _give(self, seq: Sequence, count: int, draft: _Draft) -> None:
+        draft.counts[seq] = count
+        draft.budget -= count
+
+    def _finish_plan(self, draft: _Draft) -> StepPlan | None:
+        if not draft.counts:
+            return None
+        spans, token_ids = [], []
+        for seq, count in draft.counts.items():
+            start = seq.num_computed
+            known = seq.token_ids[start : start + count]
+            token_ids += known
+            token_ids += [ON_DEVICE] * (count - len(known))
+            seq.num_computed += count
+            samples = seq.num_computed == seq.num_known
+            if samples:
+                seq.num_drawing += 1
+            spans.append(Span(self._row(seq), start, count, samples))
+            self.counters.computed_tokens += count
+        freed_rows, self._freed_rows = self._freed_rows, []
+        self._under_way.append([_UnderWay(seq, seq.run, seq.num_computed) for seq in draft.counts])
+        return StepPlan(spans, token_ids, freed_rows, draft.new_rows, list(draft.changes.values()), draft.copies)
+
+    def _name_blocks(self, seq: Sequence, num_computed: int) -> None:
+        self._extend_keys(seq)
+        size = self._config.block_tokens
+        for i in range(seq.num_named, num_computed // size):
+            parent = seq.keys[i - 1] if i else seq.root
+            self._pool.name(seq.blocks[i], seq.keys[i], parent, seq.token_ids[i * size : (i + 1) * size])
+            self._stop_computing(seq, seq.keys[i])
+            seq.num_named = i + 1
+
+    def _extend_keys(self, seq: Sequence) -> None:
+        """Keys for the blocks that filled up since: all but the prompt's first ones come one at a time."""
+        size = self._config.block_tokens
+        for i in range(len(seq.keys), len(seq.token_ids) // size):
+            parent = seq.keys[i - 1] if i else seq.root
+            seq.keys.append(next_key(parent, seq.token_ids[i * size : (i + 1) * size]))
+
+    def _stop_computing(self, seq: Sequence, key: BlockKey) -> None:
+        if self._computing.get(key) is seq:
+            del self._computing[key]
+
+    def _preempt(self, seq: Sequence, draft: _Draft) -> None:
+        """Back to waiting; what it computed stays findable until somebody needs the blocks."""
+        draft.budget += draft.counts.pop(seq, 0)
+        draft.changes.pop(seq, None)
+        self._give_back(seq)
+        seq.state = State.WAITING
+        seq.num_computed = 0
+        insort(self._waiting, seq, key=lambda s: s.precedence)
+        self.counters.preemptions += 1
+
+    def _end(self, seq: Sequence, finish: Finish) -> TokenChunk:
+        self._leave(seq)
+        return TokenChunk(seq.request.request_id, [], seq.usage, None, finish)
+
+    def _leave(self, seq: Sequence) -> None:
+        if seq.state is State.RUNNING:
+            self._give_back(seq)
+        else:
+            self._waiting.remove(seq)
+        seq.state = State.DONE
+        del self._by_id[seq.request.request_id]
+
+    def _give_back(self, seq: Sequence) -> None:
+        self._running.remove(seq)
+        for key in seq.keys[seq.num_named :]:
+            self._stop_computing(seq, key)
+        self._pool.release(seq.blocks)
+        seq.blocks = []
+        row = self._row(seq)
+        self._free_rows.append(row)
+        self._freed_rows.append(row)
+        seq.row = None
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._config.block_tokens)
+
+    @staticmethod
+    def _row(seq: Sequence) -> Row:
+        assert seq.row is not None, f"{seq.request.request_id} has no row"
+        return seq.row
