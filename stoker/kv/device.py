@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,7 +16,7 @@ class DeviceKv:
     def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        self.blocks = torch.zeros(num_blocks, *layout.block_shape, dtype=getattr(torch, layout.dtype), device=device)
+        self.blocks = _zeros((num_blocks, *layout.block_shape), getattr(torch, layout.dtype), device)
         self._pages = self.blocks.view(-1, layout.block_tokens * layout.head_dim)
         self._slots = self.blocks.view(-1, layout.head_dim)
 
@@ -33,3 +35,12 @@ class DeviceKv:
     def copy(self, src: Sequence[int], dst: Sequence[int]) -> None:
         device = self.blocks.device
         self.blocks.index_copy_(0, torch.tensor(dst, device=device), self.blocks[torch.tensor(src, device=device)])
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, since a padded read of a page never written must not meet a NaN. In RAM the kernel hands out zero pages as they
+    are first touched: memory that is not used is not taken, and a start does not wait for it."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    raw = np.zeros(prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(shape)

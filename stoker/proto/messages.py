@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import msgspec
 
+from stoker.base.config import EngineSettings
 from stoker.base.ids import RequestId
 from stoker.sched.request import GenerateRequest, TokenChunk
+
+
+class EngineArguments(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine process is started with."""
+
+    folder: str
+    settings: EngineSettings
+    log_level: str = "info"
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -18,6 +27,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     max_model_tokens: int  # prompt and answer together
     block_tokens: int
     num_blocks: int
+    max_rows: int
     load_s: float
 
     @property
@@ -37,8 +47,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     steps: int
     step_s: float
     prompt_tokens: int
-    computed_prompt_tokens: int
+    computed_tokens: int
     cached_tokens: int
+    partial_tokens: int
     generated_tokens: int
     preemptions: int
 

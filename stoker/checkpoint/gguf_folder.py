@@ -1,0 +1,49 @@
+"""A GGUF file as an HF folder: config.json, generation_config.json, tokenizer files and model.safetensors in float32.
+
+Everything is checked before the first byte is written; the folder that is written into is the caller's to publish.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from stoker.checkpoint.cache import disk_errors, require_space
+from stoker.checkpoint.gguf_config import generation_config, model_config, read_shape
+from stoker.checkpoint.gguf_file import damaged, open_gguf
+from stoker.checkpoint.gguf_tokenizer import build_tokenizer, tokenizer_config
+from stoker.checkpoint.gguf_weights import head_bytes, weights_of, write_weights
+from stoker.checkpoint.progress import Progress
+
+# Raise it when a conversion's outcome changes: folders of other versions are then made anew.
+FORMAT_VERSION = 1
+
+
+def convert_gguf(source: Path, folder: Path, progress: Progress) -> None:
+    """Fill the empty `folder` from `source`. Raises ModelFilesError for what is wrong with the file or the disk."""
+    file = open_gguf(source)
+    shape = read_shape(file)
+    weights = weights_of(file, shape)
+    tokenizer = build_tokenizer(file)
+    if tokenizer.get_vocab_size() > shape.vocab:
+        raise damaged(
+            source, f"its tokenizer has {tokenizer.get_vocab_size()} tokens, and its embedding {shape.vocab} rows"
+        )
+    texts = {
+        "config.json": _json(model_config(file, shape)),
+        "generation_config.json": _json(generation_config(file)),
+        "tokenizer_config.json": _json(tokenizer_config(file)),
+        "tokenizer.json": tokenizer.to_str().encode(),
+    }
+    weight_bytes = len(head_bytes(weights)) + sum(weight.num_bytes for weight in weights)
+    needed_bytes = weight_bytes + sum(len(text) for text in texts.values())
+    require_space(folder, needed_bytes)
+    with disk_errors(folder, needed_bytes):
+        for name, text in texts.items():
+            (folder / name).write_bytes(text)
+        write_weights(file, weights, folder / "model.safetensors", progress)
+
+
+def _json(content: dict[str, Any]) -> bytes:
+    return json.dumps({key: value for key, value in content.items() if value is not None}, indent=2).encode() + b"\n"

@@ -1,0 +1,1 @@
+"""The `stoker` command: a file for each of its commands."""

@@ -1,0 +1,230 @@
+"""`stoker bench serve`: load on a running server, measured from the client's side."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stoker.base.errors import ConfigError
+from stoker.loadgen.datasets import DATASETS, MADE_UP, DatasetSpec, load_dataset, num_turns
+from stoker.loadgen.load import ARRIVALS, Load
+from stoker.loadgen.prompts import random_tokens, random_words
+from stoker.loadgen.session import COMPLETIONS_PATH, Session, TokenRange
+from stoker.loadgen.traces import Replay
+
+if TYPE_CHECKING:
+    from stoker.loadgen.client import Target
+    from stoker.loadgen.stream import Record
+
+NAME = "bench"
+HELP = "put a running server under load and measure it"
+
+DEFAULT_CONCURRENCY = 8
+DEFAULT_REQUESTS = 100  # a trace is replayed whole
+DEFAULT_MAX_TOKENS = 256
+EXIT_FAILURES = 1  # the server answered some requests with an error, or not at all
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_subparsers(title="what to measure", metavar="KIND", required=True)
+    serve = kinds.add_parser("serve", help="an OpenAI-compatible server", description=__doc__)
+    serve.set_defaults(bench=_serve)
+    _add_server_arguments(serve.add_argument_group("server"))
+    _add_prompt_arguments(serve.add_argument_group("prompts"))
+    _add_load_arguments(serve.add_argument_group("load"))
+    serve.add_argument("--json", type=Path, metavar="OUT", help="write configuration, environment and figures there")
+
+
+def _add_server_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--url", default="http://127.0.0.1:8000", help="default: %(default)s")
+    group.add_argument("--model", help="default: the first that the server lists")
+    group.add_argument("--header", action="append", default=[], metavar="K:V", help="sent with every request")
+    group.add_argument("--session-header", action="store_true", help="send each session's id as x-session-affinity")
+    group.add_argument("--new-connections", action="store_true", help="a connection for each request")
+    group.add_argument("--timeout-s", type=float, default=600.0, help="for a whole answer (default: %(default)s)")
+
+
+def _add_prompt_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--dataset", choices=DATASETS, default="random", help="default: %(default)s")
+    group.add_argument("--data-dir", type=Path, help="folder of the data sets (default: data or ../shared/data)")
+    group.add_argument("--dataset-file", type=Path, help="sharegpt: the file")
+    group.add_argument("--max-turns", type=int, help="of each conversation, this many turns at most")
+    group.add_argument("--flatten-tools", action="store_true", help="send tool calls and results as plain text")
+    group.add_argument("--input-tokens", type=int, default=512, help="random: mean prompt (default: %(default)s)")
+    group.add_argument("--output-tokens", type=int, default=128, help="random: mean answer (default: %(default)s)")
+    group.add_argument(
+        "--range-ratio", type=float, default=0.0, help="random: lengths are uniform within mean*(1±this)"
+    )
+    group.add_argument("--vocab-size", type=int, help="random: send token ids below this; trace: draw them below this")
+    group.add_argument("--trace", type=Path, metavar="FILE", help="trace: Mooncake's format, or agent sessions")
+    group.add_argument(
+        "--block-tokens-scale", type=int, metavar="N", help="trace: N tokens stand for one block; lengths shrink alike"
+    )
+    group.add_argument("--speedup", type=float, default=1.0, help="trace: times and pauses run this much faster")
+    group.add_argument(
+        "--max-pause-s", type=float, default=120.0, help="trace: longest pause, before the speed-up (default: 120)"
+    )
+    group.add_argument(
+        "--max-tokens", type=int, help=f"longest answer (default: {DEFAULT_MAX_TOKENS}; random and trace: as drawn)"
+    )
+    group.add_argument("--temperature", type=float, default=0.0, help="default: 0")
+    group.add_argument(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        help="answer to the full length (default: with random and trace)",
+    )
+    group.add_argument("--seed", type=int, default=0, help="of prompts and arrivals (default: 0)")
+
+
+def _add_load_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--num-requests", type=int, help=f"default: {DEFAULT_REQUESTS}; of a trace all")
+    group.add_argument(
+        "--concurrency",
+        type=int,
+        help=f"closed loop: sessions at a time (default without --rate: {DEFAULT_CONCURRENCY}, or a trace's times)",
+    )
+    group.add_argument("--rate", type=float, help="open loop: sessions started a second; one turn each: requests")
+    group.add_argument("--arrival", choices=ARRIVALS, default="poisson", help="default: %(default)s")
+    group.add_argument("--burstiness", type=float, default=1.0, help="gamma arrivals: below 1 is burstier than poisson")
+    group.add_argument("--warmup", type=int, default=0, metavar="N", help="requests sent before, not measured")
+
+
+def run(args: argparse.Namespace) -> int:
+    return int(args.bench(args))
+
+
+def _serve(args: argparse.Namespace) -> int:
+    import uvloop
+    from rich.console import Console
+
+    from stoker.loadgen.report import figures, print_report, write_json
+
+    load, target, spec = _load(args), _target(args), _dataset(args)
+    sessions = load_dataset(spec)
+    if spec.num_requests is not None and num_turns(sessions) < spec.num_requests:
+        print(f"stoker: {spec.name} holds {num_turns(sessions)} requests, not {spec.num_requests}", file=sys.stderr)
+    records: list[Record] = []
+    interrupted = False
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        args.model = args.model or runner.run(_first_model(target))
+        try:
+            runner.run(_measure(target, load, _options(args), sessions, args.warmup, records))
+        except KeyboardInterrupt:
+            interrupted = True
+    result = figures(records)
+    console = Console(highlight=False)
+    if interrupted:
+        console.print("Interrupted: these are the requests that had ended.")
+    print_report(console, result)
+    if args.json is not None:
+        write_json(args.json, {**_config(args), "sessions": len(sessions), "interrupted": interrupted}, result)
+    if interrupted:
+        raise KeyboardInterrupt
+    return EXIT_FAILURES if result.failed else 0
+
+
+async def _first_model(target: Target) -> str:
+    from stoker.loadgen.client import Client
+
+    async with Client(target) as client:
+        return await client.first_model()
+
+
+async def _measure(
+    target: Target, load: Load, options: dict[str, Any], sessions: list[Session], warmup: int, records: list[Record]
+) -> None:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from stoker.base.clock import RealClock
+    from stoker.loadgen.client import Client
+    from stoker.loadgen.player import play
+
+    clock = RealClock()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    # Twice a second: drawing takes time from what is measured.
+    bar = Progress(
+        *columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True, refresh_per_second=2
+    )
+    async with Client(target, clock) as client:
+        await play(_warmup(warmup, sessions[0]), client, Load(slots=load.slots or 1), options, lambda _: None, clock)
+        with bar:
+            task = bar.add_task("requests", total=num_turns(sessions))
+
+            def observe(record: Record) -> None:
+                records.append(record)
+                bar.advance(task)
+
+            await play(sessions, client, load, options, observe, clock)
+
+
+def _warmup(num_requests: int, like: Session) -> list[Session]:
+    """Made-up prompts of the measured kind: the measured ones must not be in the server's cache."""
+    if like.turns[0].prompt.path == COMPLETIONS_PATH:
+        return random_tokens(num_requests, 64, 8, 0.0, seed=-1, token_range=TokenRange())
+    return random_words(num_requests, 64, 8, 0.0, seed=-1)
+
+
+def _target(args: argparse.Namespace) -> Target:
+    from stoker.loadgen.client import Target
+
+    headers = {}
+    for header in args.header:
+        name, colon, value = header.partition(":")
+        if not colon:
+            raise ConfigError(f"--header {header!r}: NAME:VALUE is wanted")
+        headers[name.strip()] = value.strip()
+    return Target(args.url, headers, args.timeout_s, args.new_connections, args.session_header)
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    """The part of the body that is the same in all requests."""
+    options = {
+        "model": args.model,
+        "temperature": args.temperature,
+        "max_tokens": args.max_tokens or DEFAULT_MAX_TOKENS,
+    }
+    ignore_eos = args.dataset in MADE_UP if args.ignore_eos is None else args.ignore_eos
+    # Not OpenAI's: sent only where it is wanted.
+    return {**options, "ignore_eos": True} if ignore_eos else options
+
+
+def _load(args: argparse.Namespace) -> Load:
+    replays_times = args.dataset == "trace" and args.concurrency is None
+    slots = args.concurrency
+    if slots is None and args.rate is None and not replays_times:
+        slots = DEFAULT_CONCURRENCY
+    return Load(slots, args.rate, args.arrival, args.burstiness, keep_trace_times=replays_times, seed=args.seed)
+
+
+def _dataset(args: argparse.Namespace) -> DatasetSpec:
+    token_range = TokenRange.below(args.vocab_size) if args.vocab_size else TokenRange()
+    default_requests = None if args.dataset == "trace" else DEFAULT_REQUESTS
+    return DatasetSpec(
+        name=args.dataset,
+        num_requests=default_requests if args.num_requests is None else args.num_requests,
+        data_dir=args.data_dir,
+        file=args.trace if args.dataset == "trace" else args.dataset_file,
+        max_turns=args.max_turns,
+        max_tokens=args.max_tokens,
+        flatten_tools=args.flatten_tools,
+        input_tokens=args.input_tokens,
+        output_tokens=args.output_tokens,
+        range_ratio=args.range_ratio,
+        vocab_size=args.vocab_size,
+        replay=Replay(args.block_tokens_scale, args.speedup, args.max_pause_s, token_range),
+        seed=args.seed,
+    )
+
+
+def _config(args: argparse.Namespace) -> dict[str, Any]:
+    """All that was asked for; of the headers only their names, for some hold keys."""
+    config = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in vars(args).items()
+        if name not in ("run", "bench", "header")
+    }
+    return {**config, "headers": [header.partition(":")[0] for header in args.header]}

@@ -1,0 +1,195 @@
+"""`stoker chat`: talk to any OpenAI-compatible server from a terminal, or from a pipe, a prompt a line."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from stoker.loadgen.client import Target
+    from stoker.loadgen.session import Message
+    from stoker.loadgen.stream import Delta, Record
+
+NAME = "chat"
+HELP = "talk to a running server"
+
+FENCE = '"""'
+COMMANDS = f"""/reset  forget the conversation
+/exit   leave (so does Ctrl-D)
+/help   this
+{FENCE}     begins and ends a message of several lines; pasted lines stay together without it
+Ctrl-C stops an answer"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
+    parser.add_argument("--model", help="default: the first that the server lists")
+    parser.add_argument("--system", help="a system message")
+    parser.add_argument("--temperature", type=float, help="default: the server's")
+    parser.add_argument("--max-tokens", type=int, help="longest answer (default: the server's)")
+    parser.add_argument(
+        "--api-key", default=os.environ.get("STOKER_API_KEY"), help="default: the environment's STOKER_API_KEY"
+    )
+    parser.add_argument("--timeout-s", type=float, default=600.0, help="for a whole answer (default: %(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from stoker.loadgen.client import Target
+
+    headers = {"authorization": f"Bearer {args.api_key}"} if args.api_key else {}
+    target = Target(args.url, headers=headers, timeout_s=args.timeout_s)
+    # One loop for the whole conversation. Ctrl-C during run() cancels what runs there, which closes its connection.
+    with asyncio.Runner() as runner:
+        options: dict[str, Any] = {"model": args.model or runner.run(_first_model(target))}
+        for name in ("temperature", "max_tokens"):
+            if getattr(args, name) is not None:
+                options[name] = getattr(args, name)
+        chat = Chat(target, options, args.system, runner, Console(highlight=False))
+        return _interactive(chat) if sys.stdin.isatty() else _piped(chat)
+
+
+async def _first_model(target: Target) -> str:
+    from stoker.loadgen.client import Client
+
+    async with Client(target) as client:
+        return await client.first_model()
+
+
+class Chat:
+    """The conversation so far and the server that continues it."""
+
+    def __init__(
+        self, target: Target, options: dict[str, Any], system: str | None, runner: asyncio.Runner, console: Console
+    ) -> None:
+        self.console = console
+        self.model = str(options["model"])
+        self._target = target
+        self._options = options
+        self._start: list[Message] = [{"role": "system", "content": system}] if system else []
+        self._messages = list(self._start)
+        self._runner = runner
+
+    def reset(self) -> None:
+        self._messages = list(self._start)
+
+    def ask(self, text: str) -> Record:
+        """Prints the answer as it comes. Only an answer that came whole enters the conversation."""
+        question: Message = {"role": "user", "content": text}
+        record = self._runner.run(self._answer([*self._messages, question]))
+        if record.error is None:
+            self._messages += [question, {"role": "assistant", "content": record.text}]
+        return record
+
+    async def _answer(self, messages: list[Message]) -> Record:
+        from stoker.loadgen.client import Client
+        from stoker.loadgen.session import Messages, Turn
+
+        turn = Turn(Messages(messages, len(messages)), session="chat")
+        async with Client(self._target) as client:
+            return await client.send(turn, self._options, on_delta=self._show)
+
+    def _show(self, delta: Delta) -> None:
+        if delta.reasoning_content:
+            self._write(delta.reasoning_content, "dim")
+        if delta.content:
+            self._write(delta.content)
+        for call in delta.tool_calls or ():
+            self._write(bytes(call).decode() + "\n", "dim")
+
+    def _write(self, text: str, style: str | None = None) -> None:
+        self.console.print(text, style=style, end="", markup=False, soft_wrap=True)
+
+
+def summary(record: Record) -> str:
+    """`42 tokens · 118 of 160 prompt tokens cached · first token after 90 ms · 35.1 tokens/s`"""
+    parts = [f"{record.completion_tokens} tokens"]
+    if record.cached_tokens is not None:
+        parts.append(f"{record.cached_tokens} of {record.prompt_tokens} prompt tokens cached")
+    elif record.prompt_tokens:
+        parts.append(f"{record.prompt_tokens} prompt tokens")
+    if record.ttft_s is not None:
+        parts.append(f"first token after {record.ttft_s * 1e3:.0f} ms")
+    if record.tpot_s:
+        parts.append(f"{1 / record.tpot_s:.1f} tokens/s")
+    return " · ".join(parts)
+
+
+def _interactive(chat: Chat) -> int:
+    _keep_pasted_lines_together()
+    chat.console.print(f"{chat.model}. /help lists what else can be typed.", style="dim", markup=False)
+    while True:
+        try:
+            text = _read_message()
+        except EOFError:
+            chat.console.print()
+            return 0
+        except KeyboardInterrupt:
+            chat.console.print()
+            continue
+        match text.strip():
+            case "":
+                continue
+            case "/exit":
+                return 0
+            case "/reset":
+                chat.reset()
+            case "/help":
+                chat.console.print(COMMANDS, style="dim", markup=False)
+            case _:
+                _ask_and_report(chat, text)
+
+
+def _ask_and_report(chat: Chat, text: str) -> None:
+    try:
+        record = chat.ask(text)
+    except KeyboardInterrupt:
+        chat.console.print("\n(stopped)", style="dim")
+        return
+    chat.console.print()
+    if record.error is None:
+        chat.console.print(summary(record), style="dim", markup=False)
+    else:
+        chat.console.print(f"{record.error}: {record.error_message}", style="red", markup=False)
+
+
+def _read_message() -> str:
+    line = input("> ")
+    if not line.lstrip().startswith(FENCE):
+        return line
+    lines = [line.lstrip().removeprefix(FENCE)]
+    while not lines[-1].rstrip().endswith(FENCE):
+        lines.append(input(". "))
+    lines[-1] = lines[-1].rstrip().removesuffix(FENCE)
+    return "\n".join(lines)
+
+
+def _keep_pasted_lines_together() -> None:
+    try:
+        import readline
+    except ImportError:  # input() works without it, a line at a time
+        return
+    readline.parse_and_bind("set enable-bracketed-paste on")
+
+
+def _piped(chat: Chat) -> int:
+    from stoker.base.errors import StokerError
+
+    for line in sys.stdin:
+        text = line.strip()
+        if text == "/exit":
+            break
+        if text == "/reset":
+            chat.reset()
+        elif text:
+            record = chat.ask(text)
+            chat.console.print()
+            if record.error is not None:
+                raise StokerError(f"{record.error}: {record.error_message}", code="answer_failed")
+    return 0

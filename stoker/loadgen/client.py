@@ -1,0 +1,135 @@
+"""One request to an OpenAI-compatible server: sent, streamed, and written down. It shares the machine with what it
+measures, so bytes are parsed as they come and nothing is built that nobody reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from stoker.base.clock import Clock, RealClock
+from stoker.base.errors import StokerError
+from stoker.loadgen.session import Turn
+from stoker.loadgen.stream import AnswerReader, Delta, Record, error_body
+
+SESSION_HEADER = "x-session-affinity"
+PARENT_HEADER = "x-parent-session-id"
+
+
+class ServerUnreachable(StokerError):
+    code = "server_unreachable"
+    retryable = True
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server and how it is spoken to."""
+
+    url: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+    timeout_s: float = 600.0
+    new_connections: bool = False  # one for each request
+    session_header: bool = False
+
+
+class _Model(msgspec.Struct, frozen=True):
+    id: str
+
+
+class _Models(msgspec.Struct, frozen=True):
+    data: list[_Model]
+
+
+class Client:
+    def __init__(self, target: Target, clock: Clock | None = None) -> None:
+        self._target = target
+        self._clock = clock or RealClock()
+        self._url = target.url.rstrip("/").removesuffix("/v1")
+        self._http: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Client:
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=self._target.new_connections),
+            timeout=aiohttp.ClientTimeout(total=self._target.timeout_s),
+            headers={**self._target.headers, "content-type": "application/json"},
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._http is not None
+        await self._http.close()
+
+    async def first_model(self) -> str:
+        assert self._http is not None
+        url = f"{self._url}/v1/models"
+        try:
+            async with self._http.get(url) as response:
+                body = await response.read()
+        except (TimeoutError, aiohttp.ClientError, OSError) as lost:
+            raise ServerUnreachable(f"no server answers at {self._url}: {lost or type(lost).__name__}") from lost
+        if response.status != 200:
+            raise ServerUnreachable(f"{url} answered {response.status}: {error_body(body).message}")
+        try:
+            models = msgspec.json.decode(body, type=_Models).data
+        except msgspec.DecodeError as wrong:
+            raise ServerUnreachable(f"{url} does not answer as an OpenAI-compatible server does: {wrong}") from wrong
+        if not models:
+            raise ServerUnreachable(f"{url} lists no model")
+        return models[0].id
+
+    async def send(
+        self,
+        turn: Turn,
+        options: Mapping[str, Any],
+        answers: Sequence[str] = (),
+        on_delta: Callable[[Delta], None] | None = None,
+    ) -> Record:
+        """What the server or the network did wrong is in the record, not raised. `options` is the rest of the body."""
+        assert self._http is not None
+        body: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}, **options}
+        body.update(turn.prompt.fields(answers))
+        if turn.max_tokens is not None:
+            body["max_tokens"] = turn.max_tokens
+        data = msgspec.json.encode(body)
+        record = Record(started_s=self._clock.now())
+        reader = AnswerReader(record)
+        try:
+            async with self._http.post(
+                self._url + turn.prompt.path, data=data, headers=self._session_headers(turn)
+            ) as response:
+                if response.status != 200:
+                    error = error_body(await response.read())
+                    record.fail(f"{response.status} {error.kind()}", error.message)
+                else:
+                    async for received in response.content.iter_any():
+                        for delta in reader.feed(received, self._clock.now()):
+                            if on_delta is not None:
+                                on_delta(delta)
+        except TimeoutError:  # aiohttp's own timeouts are TimeoutErrors and ClientErrors both
+            record.fail("timeout", f"no full answer within {self._target.timeout_s:g} s")
+        except aiohttp.ClientConnectorError as lost:
+            record.fail("connect", f"no server answers at {self._url}: {lost}")
+        except (aiohttp.ClientError, OSError) as lost:
+            record.fail("disconnected", str(lost) or type(lost).__name__)
+        except asyncio.CancelledError:
+            record.fail("cancelled")
+            raise
+        finally:
+            reader.end(self._clock.now())
+        return record
+
+    def _session_headers(self, turn: Turn) -> dict[str, str]:
+        if not self._target.session_header:
+            return {}
+        headers = {SESSION_HEADER: turn.session}
+        if turn.parent:
+            headers[PARENT_HEADER] = turn.parent
+        return headers

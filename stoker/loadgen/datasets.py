@@ -1,0 +1,109 @@
+"""Which sessions a named data set gives."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from stoker.base.errors import ConfigError
+from stoker.loadgen import prompts, traces
+from stoker.loadgen.session import Session, TokenRange, Turn, first_requests
+
+DATA_DIRS = (Path("data"), Path("../shared/data"))
+MADE_UP = ("random", "trace")  # they have lengths of their own
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetSpec:
+    name: str
+    num_requests: int | None = 100  # None: all there are
+    data_dir: Path | None = None
+    file: Path | None = None  # of sharegpt and trace
+    max_turns: int | None = None
+    max_tokens: int | None = None
+    flatten_tools: bool = False
+    input_tokens: int = 512
+    output_tokens: int = 128
+    range_ratio: float = 0.0
+    vocab_size: int | None = None
+    replay: traces.Replay = field(default_factory=traces.Replay)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.range_ratio <= 1:
+            raise ConfigError(f"range ratio={self.range_ratio:g}: must be within 0 and 1")
+        if self.num_requests is not None and self.num_requests < 1:
+            raise ConfigError(f"num_requests={self.num_requests}: must be above 0")
+
+
+def load_dataset(spec: DatasetSpec) -> list[Session]:
+    """At most `num_requests` requests; recordings in an order drawn from the seed, traces in their own."""
+    sessions = _LOADERS[spec.name](spec)
+    if spec.name not in MADE_UP:
+        random.Random(spec.seed).shuffle(sessions)
+    chosen = first_requests(sessions, spec.num_requests, spec.max_turns)
+    sessions = [replace(session, turns=_limited(session.turns, spec.max_tokens)) for session in chosen]
+    if not sessions:
+        raise ConfigError(f"the data set {spec.name} gave no request")
+    return sessions
+
+
+def num_turns(sessions: Sequence[Session]) -> int:
+    return sum(len(session.turns) for session in sessions)
+
+
+def _limited(turns: Sequence[Turn], max_tokens: int | None) -> Sequence[Turn]:
+    if max_tokens is None:
+        return turns
+    return [replace(turn, max_tokens=min(turn.max_tokens or max_tokens, max_tokens)) for turn in turns]
+
+
+def _random(spec: DatasetSpec) -> list[Session]:
+    shape = (spec.num_requests or 1, spec.input_tokens, spec.output_tokens, spec.range_ratio, spec.seed)
+    if spec.vocab_size is None:
+        return prompts.random_words(*shape)
+    return prompts.random_tokens(*shape, TokenRange.below(spec.vocab_size))
+
+
+def _sharegpt(spec: DatasetSpec) -> list[Session]:
+    return prompts.sharegpt_set(_file(spec, "--dataset-file"))
+
+
+def _trace(spec: DatasetSpec) -> list[Session]:
+    return traces.trace_sessions(_file(spec, "--trace"), spec.replay)
+
+
+def _prompts(spec: DatasetSpec) -> list[Session]:
+    return prompts.prompt_set(_data_dir(spec) / prompts.PROMPT_FILES[spec.name])
+
+
+def _conversations(spec: DatasetSpec) -> list[Session]:
+    folder = _data_dir(spec)
+    path = folder / prompts.CONVERSATION_FILES[spec.name]
+    return prompts.conversation_set(path, folder / prompts.TOOLS_FILE, spec.flatten_tools)
+
+
+def _file(spec: DatasetSpec, option: str) -> Path:
+    if spec.file is None:
+        raise ConfigError(f"the data set {spec.name} needs {option} FILE")
+    return spec.file
+
+
+def _data_dir(spec: DatasetSpec) -> Path:
+    folders = DATA_DIRS if spec.data_dir is None else (spec.data_dir,)
+    for folder in folders:
+        if folder.is_dir():
+            return folder
+    raise ConfigError(f"no folder of data sets at {' or '.join(map(str, folders))}; --data-dir names it")
+
+
+_LOADERS: dict[str, Callable[[DatasetSpec], list[Session]]] = {
+    "random": _random,
+    "sharegpt": _sharegpt,
+    **dict.fromkeys(prompts.PROMPT_FILES, _prompts),
+    **dict.fromkeys(prompts.CONVERSATION_FILES, _conversations),
+    "trace": _trace,
+}
+DATASETS = tuple(_LOADERS)

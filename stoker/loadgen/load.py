@@ -1,0 +1,54 @@
+"""When sessions start. Closed loop: as many at once as there are slots. Open loop: at their times."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Literal
+
+from stoker.base.errors import ConfigError
+
+Arrival = Literal["poisson", "constant", "gamma"]
+ARRIVALS: tuple[Arrival, ...] = ("poisson", "constant", "gamma")
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """`rate`: sessions a second (requests, where a session is one turn). With no rate a session starts when its trace
+    says, or at once; `slots` bounds how many run at a time, whatever started them.
+    """
+
+    slots: int | None = None
+    rate: float | None = None
+    arrival: Arrival = "poisson"
+    burstiness: float = 1.0  # of gamma arrivals: 1 is poisson, below 1 is burstier
+    keep_trace_times: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.slots is not None and self.slots < 1:
+            raise ConfigError(f"concurrency={self.slots}: no request could ever be sent")
+        if self.rate is not None and self.rate <= 0:
+            raise ConfigError(f"rate={self.rate:g} requests a second: must be above 0")
+        if self.burstiness <= 0:
+            raise ConfigError(f"burstiness={self.burstiness:g}: must be above 0")
+
+    def starts(self) -> Iterator[float | None]:
+        """A start time for each session; None: as its trace says."""
+        if self.rate is not None:
+            return _arrivals(self.rate, self.arrival, self.burstiness, random.Random(self.seed))
+        return repeat(None if self.keep_trace_times else 0.0)
+
+
+def _arrivals(rate: float, arrival: Arrival, burstiness: float, rng: random.Random) -> Iterator[float]:
+    gap_s: dict[Arrival, Callable[[], float]] = {
+        "constant": lambda: 1 / rate,
+        "poisson": lambda: rng.expovariate(rate),
+        "gamma": lambda: rng.gammavariate(burstiness, 1 / (rate * burstiness)),
+    }
+    start_s = 0.0
+    while True:
+        yield start_s
+        start_s += gap_s[arrival]()

@@ -1,0 +1,179 @@
+"""Records of requests -> figures, a table for people and JSON for machines."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from stoker.loadgen.stream import Record
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A quantity over many samples."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+    max: float
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Rates are over the time from the first request sent to the last one ended; what failed counts as errors alone."""
+
+    duration_s: float
+    requests: int  # answered in full
+    failed: int
+    errors: dict[str, int]  # by kind
+    peak_concurrency: int
+    requests_per_s: float
+    input_tokens_per_s: float
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    prompt_tokens: int
+    cached_tokens: int | None  # None: the server does not report them
+    hit_ratio: float | None
+    output_tokens: int
+    tokens_per_chunk: float | None  # above 1: gaps between chunks are not gaps between tokens
+    without_usage: int  # their tokens are counted as chunks
+    ttft_ms: Spread | None
+    itl_ms: Spread | None
+    tpot_ms: Spread | None
+    e2e_ms: Spread | None
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Linear between the two samples around it."""
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def spread_ms(samples_s: Iterable[float]) -> Spread | None:
+    ordered = sorted(sample * 1e3 for sample in samples_s)
+    if not ordered:
+        return None
+    return Spread(
+        count=len(ordered),
+        mean=sum(ordered) / len(ordered),
+        p50=quantile(ordered, 0.50),
+        p90=quantile(ordered, 0.90),
+        p95=quantile(ordered, 0.95),
+        p99=quantile(ordered, 0.99),
+        max=ordered[-1],
+    )
+
+
+def peak_concurrency(records: Sequence[Record]) -> int:
+    # At one and the same moment an end comes before a start: a slot handed on was not two requests.
+    moments = sorted([(record.started_s, 1) for record in records] + [(record.ended_s, -1) for record in records])
+    running = peak = 0
+    for _, change in moments:
+        running += change
+        peak = max(peak, running)
+    return peak
+
+
+def figures(records: Sequence[Record]) -> Figures:
+    good = [record for record in records if record.error is None]
+    errors = Counter(record.error for record in records if record.error is not None)
+    duration_s = max((r.ended_s for r in records), default=0.0) - min((r.started_s for r in records), default=0.0)
+    per_s = 1 / duration_s if duration_s > 0 else 0.0
+    prompt_tokens = sum(record.prompt_tokens for record in good)
+    output_tokens = sum(record.completion_tokens for record in good)
+    reported = [record for record in good if record.cached_tokens is not None]
+    cached_tokens = sum(record.cached_tokens or 0 for record in reported) if reported else None
+    reported_prompt = sum(record.prompt_tokens for record in reported)
+    num_chunks = sum(record.num_chunks for record in good)
+    return Figures(
+        duration_s=duration_s,
+        requests=len(good),
+        failed=len(records) - len(good),
+        errors=dict(sorted(errors.items())),
+        peak_concurrency=peak_concurrency(records),
+        requests_per_s=len(good) * per_s,
+        input_tokens_per_s=prompt_tokens * per_s,
+        output_tokens_per_s=output_tokens * per_s,
+        total_tokens_per_s=(prompt_tokens + output_tokens) * per_s,
+        prompt_tokens=prompt_tokens,
+        cached_tokens=cached_tokens,
+        hit_ratio=(cached_tokens or 0) / reported_prompt if reported_prompt else None,
+        output_tokens=output_tokens,
+        tokens_per_chunk=output_tokens / num_chunks if num_chunks else None,
+        without_usage=sum(not record.has_usage for record in good),
+        ttft_ms=spread_ms(record.ttft_s for record in good if record.ttft_s is not None),
+        itl_ms=spread_ms(gap_s for record in good for gap_s in record.gaps_s),
+        tpot_ms=spread_ms(record.tpot_s for record in good if record.tpot_s is not None),
+        e2e_ms=spread_ms(record.e2e_s for record in good),
+    )
+
+
+def environment() -> dict[str, str]:
+    return {
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def write_json(path: Path, config: Mapping[str, Any], result: Figures) -> None:
+    whole = {"config": config, "environment": environment(), "figures": asdict(result)}
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(whole), indent=2) + b"\n")
+
+
+def print_report(console: Console, result: Figures) -> None:
+    rates = Table(title="Load", show_header=False, title_justify="left")
+    rates.add_column()
+    rates.add_column(justify="right")
+    cached = "not reported" if result.cached_tokens is None else f"{result.cached_tokens:,}"
+    for name, value in [
+        ("requests answered", f"{result.requests:,}"),
+        ("requests failed", f"{result.failed:,}"),
+        ("duration", f"{result.duration_s:.2f} s"),
+        ("peak concurrency", f"{result.peak_concurrency:,}"),
+        ("requests / s", f"{result.requests_per_s:.2f}"),
+        ("output tokens / s", f"{result.output_tokens_per_s:,.1f}"),
+        ("input tokens / s", f"{result.input_tokens_per_s:,.1f}"),
+        ("output tokens", f"{result.output_tokens:,}"),
+        ("prompt tokens", f"{result.prompt_tokens:,}"),
+        ("  of them cached", cached),
+    ]:
+        rates.add_row(name, value)
+    if result.hit_ratio is not None:
+        rates.add_row("  hit ratio", f"{result.hit_ratio:.1%}")
+    console.print(rates)
+
+    times = Table(title="Latency, ms", title_justify="left")
+    times.add_column("", no_wrap=True)
+    columns = ("mean", "p50", "p90", "p95", "p99", "max")
+    for column in columns:
+        times.add_column(column, justify="right")
+    for name, spread in [
+        ("first token (TTFT)", result.ttft_ms),
+        ("gaps (ITL)", result.itl_ms),
+        ("per token (TPOT)", result.tpot_ms),
+        ("whole request", result.e2e_ms),
+    ]:
+        if spread is not None:
+            times.add_row(name, *(f"{getattr(spread, column):,.1f}" for column in columns))
+    console.print(times)
+
+    if result.without_usage:
+        console.print(f"{result.without_usage} answers came without usage: their output tokens are counted as chunks")
+    for kind, count in result.errors.items():
+        console.print(f"[red]{count} x {kind}[/red]")

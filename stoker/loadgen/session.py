@@ -1,0 +1,136 @@
+"""What a load is made of: sessions of turns, a turn being one request. Where the words come from and how they are sent
+is not known here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import chain, count
+from typing import Any, ClassVar, Protocol
+
+CHAT_PATH = "/v1/chat/completions"
+COMPLETIONS_PATH = "/v1/completions"
+
+Message = dict[str, Any]
+
+
+class Prompt(Protocol):
+    """A prompt is turned into a body when it is sent: a long trace would not fit in memory as tokens."""
+
+    path: ClassVar[str]
+
+    def fields(self, answers: Sequence[str]) -> dict[str, Any]:
+        """The prompt's part of the body; `answers` is what the server said to the session's earlier turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """The first `count` messages of a recorded conversation: its turns share the one list."""
+
+    conversation: Sequence[Message]
+    count: int
+    tools: Sequence[dict[str, Any]] = ()
+    path: ClassVar[str] = CHAT_PATH
+
+    def fields(self, answers: Sequence[str]) -> dict[str, Any]:
+        fields: dict[str, Any] = {"messages": self.conversation[: self.count]}
+        if self.tools:
+            fields["tools"] = self.tools
+        return fields
+
+
+@dataclass(frozen=True, slots=True)
+class FollowUp:
+    """The user's messages so far, with the server's own answers between them."""
+
+    user_messages: Sequence[str]
+    path: ClassVar[str] = CHAT_PATH
+
+    def fields(self, answers: Sequence[str]) -> dict[str, Any]:
+        messages: list[Message] = []
+        for index, text in enumerate(self.user_messages):
+            messages.append({"role": "user", "content": text})
+            if index < len(self.user_messages) - 1:
+                messages.append({"role": "assistant", "content": answers[index]})
+        return {"messages": messages}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRange:
+    """Ids that made-up prompts draw from. The lowest ids are left out: many tokenizers keep special tokens there."""
+
+    first: int = 1000
+    end: int = 32000
+
+    @classmethod
+    def below(cls, vocab_size: int) -> TokenRange:
+        return cls(min(cls().first, vocab_size // 2), vocab_size)
+
+    def draw(self, key: str, num_tokens: int) -> array[int]:
+        """The same tokens for the same key, on any machine."""
+        return _draw(self, key, num_tokens)
+
+
+@lru_cache(maxsize=1 << 16)  # a session's blocks come back with every turn
+def _draw(token_range: TokenRange, key: str, num_tokens: int) -> array[int]:
+    words = struct.unpack(f"<{num_tokens}I", hashlib.shake_128(key.encode()).digest(4 * num_tokens))
+    span = token_range.end - token_range.first
+    return array("I", [token_range.first + word % span for word in words])
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A prompt of `num_tokens` tokens. Each block's are made up from its name: equal names, equal tokens. What comes
+    after the last named block is made up from `tail`.
+    """
+
+    names: Iterable[str]
+    tail: str
+    block_tokens: int
+    num_tokens: int
+    token_range: TokenRange
+    path: ClassVar[str] = COMPLETIONS_PATH
+
+    def fields(self, answers: Sequence[str]) -> dict[str, Any]:
+        tokens: list[int] = []
+        for name in chain(self.names, (f"{self.tail}-{number}" for number in count())):
+            if len(tokens) >= self.num_tokens:
+                break
+            tokens += self.token_range.draw(name, self.block_tokens)
+        return {"prompt": tokens[: self.num_tokens]}
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    prompt: Prompt
+    session: str  # what an affinity header names: a sub-agent's turns have another one than those around them
+    parent: str = ""
+    max_tokens: int | None = None  # None: the load's own limit
+    pause_s: float = 0.0  # the client thinks before it sends
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """Turns that go out one after another, each when the one before it is answered."""
+
+    turns: Sequence[Turn]
+    start_s: float | None = None  # when a trace says so; None: by the load's arrivals
+
+
+def first_requests(sessions: Iterable[Session], num_requests: int | None, max_turns: int | None) -> Iterator[Session]:
+    """Sessions until they hold `num_requests` turns; the last one is cut to fit."""
+    left = num_requests
+    for session in sessions:
+        turns = session.turns[:max_turns]
+        if left is not None:
+            turns = turns[:left]
+            left -= len(turns)
+        if turns:
+            yield replace(session, turns=turns)
+        if left == 0:
+            return

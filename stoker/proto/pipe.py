@@ -1,0 +1,92 @@
+"""The pipe between a worker's server process and its engine process: length-prefixed msgpack frames over a socket pair.
+
+The engine's end is plain threads and blocking calls, the server's end is asyncio. Closing either end ends the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+
+import msgspec
+
+from stoker.base.errors import EngineDied
+from stoker.proto.messages import FromEngine, ToEngine
+
+_LENGTH = struct.Struct("<I")
+# Far above the longest prompt; a larger frame can only be a torn stream.
+_MAX_FRAME_BYTES = 1 << 30
+
+
+class FrameEnd(Exception):
+    """The other side closed the pipe."""
+
+
+def _frame(encoder: msgspec.msgpack.Encoder, message: object) -> bytes:
+    payload = encoder.encode(message)
+    return _LENGTH.pack(len(payload)) + payload
+
+
+class EngineEnd:
+    """In the engine process: `receive` is called by one thread, `send` by another."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._reader = sock.makefile("rb", buffering=1 << 16)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+
+    def receive(self) -> ToEngine:
+        """Waits. FrameEnd when the server has gone."""
+        head = self._read(_LENGTH.size)
+        return self._decoder.decode(self._read(_LENGTH.unpack(head)[0]))  # type: ignore[no-any-return]
+
+    def send(self, message: FromEngine) -> None:
+        try:
+            self._socket.sendall(_frame(self._encoder, message))
+        except OSError as error:
+            raise FrameEnd from error
+
+    def _read(self, count: int) -> bytes:
+        try:
+            data = self._reader.read(count)
+        except OSError as error:
+            raise FrameEnd from error
+        if len(data) < count:
+            raise FrameEnd
+        return data
+
+
+class ServerEnd:
+    """In the server process, on its event loop."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(FromEngine)
+
+    @classmethod
+    async def connect(cls, sock: socket.socket) -> ServerEnd:
+        reader, writer = await asyncio.open_connection(sock=sock)
+        return cls(reader, writer)
+
+    async def receive(self) -> FromEngine:
+        try:
+            head = await self._reader.readexactly(_LENGTH.size)
+            length = _LENGTH.unpack(head)[0]
+            if length > _MAX_FRAME_BYTES:
+                raise FrameEnd
+            return self._decoder.decode(await self._reader.readexactly(length))  # type: ignore[no-any-return]
+        except (asyncio.IncompleteReadError, OSError) as error:
+            raise FrameEnd from error
+
+    def send(self, message: ToEngine) -> None:
+        """The engine's mailbox always reads, so what waits here is bounded by the requests let in."""
+        if self._writer.is_closing():
+            raise EngineDied("the engine has ended")
+        self._writer.write(_frame(self._encoder, message))
+
+    def close(self) -> None:
+        self._writer.close()

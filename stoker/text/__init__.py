@@ -1,0 +1,1 @@
+"""Text to token ids and back: tokenizer, chat templates, detokenizer, stop strings, parsers. No engine, no HTTP."""

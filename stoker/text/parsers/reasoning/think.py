@@ -1,0 +1,78 @@
+"""`<think>…</think>` before the answer: DeepSeek R1, Qwen3, Kimi. It knows no other marks, and no tool calls.
+
+Only a block at the very beginning is reasoning: later, the mark is part of what the answer talks about.
+"""
+
+from __future__ import annotations
+
+from stoker.text.parsers.contract import REASONING_PARSERS, ReasoningDelta, ReasoningParser, TextDelta
+from stoker.text.stops import open_chars
+
+_OPEN = "<think>"
+_CLOSE = "</think>"
+
+
+@REASONING_PARSERS.register("think")
+class ThinkParser(ReasoningParser):
+    """White space around the marks belongs to the format and is dropped."""
+
+    name = "think"
+    needs_special_tokens = False
+
+    def __init__(self, starts_inside: bool) -> None:
+        self._buffer = ""
+        self._starts_inside = starts_inside
+        self._part = "beginning"  # -> reasoning -> gap -> text; or from the beginning straight to text
+        self._trim = starts_inside  # white space at the beginning of the reasoning is not its own
+
+    def push(self, text: str) -> list[ReasoningDelta | TextDelta]:
+        self._buffer += text
+        return self._run(final=False)
+
+    def flush(self) -> list[ReasoningDelta | TextDelta]:
+        return self._run(final=True)
+
+    @classmethod
+    def opened_by(cls, prompt: str) -> bool:
+        return prompt.rstrip().endswith(_OPEN)
+
+    def _run(self, final: bool) -> list[ReasoningDelta | TextDelta]:
+        out: list[ReasoningDelta | TextDelta] = []
+        if self._part == "beginning":
+            self._begin(final)
+        if self._part == "reasoning":
+            reasoning = self._take_reasoning(final)
+            if reasoning:
+                out.append(ReasoningDelta(reasoning))
+        if self._part == "gap":
+            self._buffer = self._buffer.lstrip()
+            self._part = "text" if self._buffer else "gap"
+        if self._part == "text" and self._buffer:
+            out.append(TextDelta(self._buffer))
+            self._buffer = ""
+        return out
+
+    def _begin(self, final: bool) -> None:
+        stripped = self._buffer.lstrip()
+        if stripped.startswith(_OPEN):
+            # Some models open the block again although the prompt did.
+            self._buffer = stripped[len(_OPEN) :]
+            self._part, self._trim = "reasoning", True
+        elif not _OPEN.startswith(stripped) or final:
+            self._part = "reasoning" if self._starts_inside else "text"
+
+    def _take_reasoning(self, final: bool) -> str:
+        if self._trim:
+            self._buffer = self._buffer.lstrip()
+            self._trim = not self._buffer
+        end = self._buffer.find(_CLOSE)
+        if end >= 0:
+            reasoning = self._buffer[:end].rstrip()
+            self._buffer = self._buffer[end + len(_CLOSE) :]
+            self._part = "gap"
+            return reasoning
+        held = 0 if final else open_chars(self._buffer, (_CLOSE,))
+        open_part = self._buffer[: len(self._buffer) - held]
+        reasoning = open_part if final else open_part.rstrip()
+        self._buffer = self._buffer[len(reasoning) :]
+        return reasoning

@@ -1,0 +1,80 @@
+"""DeepSeek: V3 and R1 fence a call's arguments as a code block, V3.1 writes them bare. One parser reads both.
+
+It knows no other format. The two names differ only in the grammar that forces a call.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from stoker.sched.request import GrammarSpec
+from stoker.text.parsers import grammar
+from stoker.text.parsers.contract import TOOL_PARSERS
+from stoker.text.parsers.streaming import HEADER_CHARS, HeaderCalls
+
+_SECTION_BEGIN = "<｜tool▁calls▁begin｜>"
+_SECTION_END = "<｜tool▁calls▁end｜>"
+_CALL_BEGIN = "<｜tool▁call▁begin｜>"
+_SEPARATOR = "<｜tool▁sep｜>"
+_CALL_END = "<｜tool▁call▁end｜>"
+_FENCED_HEADER = re.compile(r"\s*(?P<name>[^\n{]*?)\s*```(?:json)?\s*(?=\{)")
+
+
+@TOOL_PARSERS.register("deepseek_v3")
+class DeepseekV3Parser(HeaderCalls):
+    name = "deepseek_v3"
+    needs_special_tokens = True
+    openers = (_CALL_BEGIN,)
+    section_begins = (_SECTION_BEGIN,)
+    section_ends = (_SECTION_END,)
+    call_end = _CALL_END
+    arguments_trim = " \t\r\n`"  # arguments end with a brace: back-ticks after it are the fence
+
+    def _read_header(self) -> tuple[int, str, str | None] | None:
+        head = self._buffer[:HEADER_CHARS]
+        separator = head.find(_SEPARATOR)
+        # The arguments' brace ends the header: what stands before it decides which of the two formats this is.
+        brace = head.find("{", separator) if separator >= 0 else -1
+        ended = _CALL_END in head[: brace if brace >= 0 else None]
+        if ended or (brace < 0 and len(head) == HEADER_CHARS):
+            return 0, "", None
+        if brace < 0:
+            return None
+        after = separator + len(_SEPARATOR)
+        if not head[after:brace].strip():
+            return after, head[:separator].strip(), None
+        fenced = _FENCED_HEADER.match(head, after)
+        return (fenced.end(), fenced["name"], None) if fenced else (0, "", None)
+
+    @classmethod
+    def grammar(cls, tools: list[dict[str, Any]], *, parallel: bool) -> GrammarSpec:
+        return _grammar(
+            [
+                grammar.tag(f"{_CALL_BEGIN}function{_SEPARATOR}{name}\n```json\n", arguments, f"\n```{_CALL_END}")
+                for name, arguments in grammar.functions(tools)
+            ],
+            "\n",
+            parallel,
+        )
+
+
+@TOOL_PARSERS.register("deepseek_v31")
+class DeepseekV31Parser(DeepseekV3Parser):
+    name = "deepseek_v31"
+
+    @classmethod
+    def grammar(cls, tools: list[dict[str, Any]], *, parallel: bool) -> GrammarSpec:
+        return _grammar(
+            [
+                grammar.tag(f"{_CALL_BEGIN}{name}{_SEPARATOR}", arguments, _CALL_END)
+                for name, arguments in grammar.functions(tools)
+            ],
+            "",
+            parallel,
+        )
+
+
+def _grammar(tags: list[grammar.Format], separator: str, parallel: bool) -> GrammarSpec:
+    calls = grammar.calls(tags, separator, parallel)
+    return grammar.structural_tag(grammar.sequence(grammar.const(_SECTION_BEGIN), calls, grammar.const(_SECTION_END)))

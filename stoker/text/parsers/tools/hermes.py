@@ -1,0 +1,42 @@
+"""Hermes and Qwen: `<tool_call>` around a JSON object with `name` and `arguments`. It knows no other format."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from stoker.sched.request import GrammarSpec
+from stoker.text.parsers import grammar
+from stoker.text.parsers.contract import TOOL_PARSERS
+from stoker.text.parsers.streaming import ObjectCalls, Step
+
+_OPEN = "<tool_call>"
+_CLOSE = "</tool_call>"
+
+
+@TOOL_PARSERS.register("hermes")
+class HermesParser(ObjectCalls):
+    name = "hermes"
+    needs_special_tokens = False
+    openers = (_OPEN,)
+
+    def _end_object(self) -> Step:
+        return self._at_close
+
+    def _at_close(self) -> bool:
+        self._buffer = self._buffer.lstrip()
+        if self._buffer.startswith(_CLOSE):
+            self._buffer = self._buffer[len(_CLOSE) :]
+        elif _CLOSE.startswith(self._buffer) and not self._final:
+            return False
+        # Models forget the closing mark before the next call or at the end: the object was whole, so it was a call.
+        self._step = self._in_text
+        return True
+
+    @classmethod
+    def grammar(cls, tools: list[dict[str, Any]], *, parallel: bool) -> GrammarSpec:
+        tags = [
+            grammar.tag(f'{_OPEN}\n{{"name": {json.dumps(name)}, "arguments": ', arguments, f"}}\n{_CLOSE}")
+            for name, arguments in grammar.functions(tools)
+        ]
+        return grammar.structural_tag(grammar.calls(tags, "\n", parallel))

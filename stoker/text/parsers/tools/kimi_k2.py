@@ -1,0 +1,53 @@
+"""Kimi K2: a section of calls, each with an id `functions.name:number` before its arguments. It knows nothing else."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from stoker.sched.request import GrammarSpec
+from stoker.text.parsers import grammar
+from stoker.text.parsers.contract import TOOL_PARSERS
+from stoker.text.parsers.streaming import HEADER_CHARS, HeaderCalls
+
+_SECTION_BEGIN = "<|tool_calls_section_begin|>"
+_SECTION_END = "<|tool_calls_section_end|>"
+_CALL_BEGIN = "<|tool_call_begin|>"
+_ARGUMENTS_BEGIN = "<|tool_call_argument_begin|>"
+_CALL_END = "<|tool_call_end|>"
+_CALL_ID = re.compile(r"(?:functions\.)?(?P<name>.+?)(?::\d+)?", re.DOTALL)
+
+
+@TOOL_PARSERS.register("kimi_k2")
+class KimiK2Parser(HeaderCalls):
+    name = "kimi_k2"
+    needs_special_tokens = True
+    openers = (_CALL_BEGIN,)
+    section_begins = (_SECTION_BEGIN,)
+    section_ends = (_SECTION_END,)
+    call_end = _CALL_END
+
+    def _read_header(self) -> tuple[int, str, str | None] | None:
+        end = self._buffer.find(_ARGUMENTS_BEGIN, 0, HEADER_CHARS)
+        if end < 0:
+            return None if len(self._buffer) < HEADER_CHARS else (0, "", None)
+        # The id goes to the client as it is: the template prints it back, and the model counts on it.
+        call_id = self._buffer[:end].strip()
+        named = _CALL_ID.fullmatch(call_id)
+        return end + len(_ARGUMENTS_BEGIN), named["name"] if named else "", call_id
+
+    @classmethod
+    def grammar(cls, tools: list[dict[str, Any]], *, parallel: bool) -> GrammarSpec:
+        number = {"type": "regex", "pattern": "[0-9]+"}
+        tags = [
+            grammar.tag(
+                f"{_CALL_BEGIN}functions.{name}:",
+                grammar.sequence(number, grammar.const(_ARGUMENTS_BEGIN), arguments),
+                _CALL_END,
+            )
+            for name, arguments in grammar.functions(tools)
+        ]
+        calls = grammar.calls(tags, "", parallel)
+        return grammar.structural_tag(
+            grammar.sequence(grammar.const(_SECTION_BEGIN), calls, grammar.const(_SECTION_END))
+        )

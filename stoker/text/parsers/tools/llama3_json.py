@@ -1,0 +1,86 @@
+"""Llama 3: the whole answer is JSON objects with `name` and `parameters`, often after `<|python_tag|>`.
+
+An answer may be JSON without being a call: only objects that name one of the request's tools are calls.
+It knows no other format, and not Llama's code-interpreter calls, which it gives back as text.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from stoker.sched.request import GrammarSpec
+from stoker.text.parsers import grammar
+from stoker.text.parsers.contract import TOOL_PARSERS
+from stoker.text.parsers.streaming import ObjectCalls, Step
+
+_PYTHON_TAG = "<|python_tag|>"
+_BETWEEN = " \t\r\n;,"
+
+
+@TOOL_PARSERS.register("llama3_json")
+class Llama3JsonParser(ObjectCalls):
+    name = "llama3_json"
+    needs_special_tokens = True
+    openers = (_PYTHON_TAG,)
+
+    def __init__(self, tools: list[dict[str, Any]]) -> None:
+        super().__init__(tools)
+        self._names = frozenset(tool["function"]["name"] for tool in tools)
+        self._step = self._at_beginning
+
+    def _accepts(self, name: str) -> bool:
+        return name in self._names
+
+    def _end_object(self) -> Step:
+        return self._after_object
+
+    def _at_beginning(self) -> bool:
+        stripped = self._buffer.lstrip()
+        if not stripped and not self._final:
+            return False
+        self._step = self._in_text
+        if stripped.startswith("{"):
+            self._say(self._buffer[: len(self._buffer) - len(stripped)])
+            self._buffer = stripped
+            self._open_bare()
+        return True
+
+    def _after_object(self) -> bool:
+        stripped = self._buffer.lstrip(_BETWEEN)
+        if not stripped and not self._final:
+            return False
+        # Without another call behind them, the separators are text again.
+        self._step = self._in_text
+        if stripped.startswith(("{", _PYTHON_TAG)):
+            self._buffer = stripped
+            if stripped.startswith("{"):
+                self._open_bare()
+        elif not stripped:
+            self._buffer = ""
+        elif _PYTHON_TAG.startswith(stripped) and not self._final:
+            self._step = self._after_object
+            return False
+        return True
+
+    def _open_bare(self) -> None:
+        self._opener, self._seen = "", ""
+        self._step = self._begin_call()
+
+    def _give_back(self) -> bool:
+        if not self._opener:
+            # An object without a mark: the step that would look for one has had its turn.
+            text = self._seen + self._buffer
+            self._say(text[:1])
+            self._buffer, self._seen = text[1:], ""
+            self._step = self._in_text
+            return True
+        return super()._give_back()
+
+    @classmethod
+    def grammar(cls, tools: list[dict[str, Any]], *, parallel: bool) -> GrammarSpec:
+        tags = [
+            grammar.tag(f'{{"name": {json.dumps(name)}, "parameters": ', arguments, "}")
+            for name, arguments in grammar.functions(tools)
+        ]
+        return grammar.structural_tag(grammar.calls(tags, "; ", parallel))

@@ -1,0 +1,177 @@
+"""Cut a text where its tokens cannot notice, and remember the tokens of each cut.
+
+The rule that makes this exact: tokenizers first take out the added tokens (`<|im_end|>` and the like) from the raw
+text, and then normalize, pre-tokenize and merge each stretch between them by itself. So a text may be cut right before
+an added token, provided that nothing about that token looks to its left: it is matched in the raw text (`normalized` is
+false), it swallows no space (`lstrip`), and no token asks for word borders (`single_word`). A cut that cannot be proved
+is not made.
+This file knows the shape of tokenizer.json; it refuses to know token ids' meaning and never tokenizes anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+# Pre-tokenizer expressions in which no piece goes on after a newline between two printable ASCII characters: either
+# the newline is a piece of its own, or it ends one. (GPT-2 is what ByteLevel uses by itself.)
+_NEWLINE_ENDS_PIECE = frozenset(
+    {
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+        r"|\s+(?!\S)|\s+",
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+        r"|\s+(?!\S)|\s+",
+        r"\p{N}{1,3}",
+        r"[一-龥぀-ゟ゠-ヿ]+",
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+    }
+)
+_SETTLED_NEWLINE = re.compile(r"[!-~]\n(?=[!-~])")
+_LINES_CHARS = 2048  # a long stretch is cut at the first settled newline after so many characters
+
+
+@dataclass(frozen=True, slots=True)
+class AddedToken:
+    """What tokenizer.json says about one added token."""
+
+    content: str
+    normalized: bool
+    lstrip: bool
+    rstrip: bool
+    single_word: bool
+
+
+class Splitter:
+    """Cuts a text so that the pieces' token ids, one after the other, are the text's token ids."""
+
+    def __init__(self, added: Sequence[AddedToken], newline_settles: bool) -> None:
+        raw = [token for token in added if token.content and not token.normalized]
+        # Longest first: an alternation then takes the leftmost and, there, the longest match, as `tokenizers` does.
+        # Tokens that may not be cut at still take part, because they can cover the beginning of one that may.
+        contents = sorted({token.content for token in raw}, key=len, reverse=True)
+        exact = bool(contents) and not any(token.single_word for token in raw)
+        self._matches = re.compile("|".join(map(re.escape, contents))) if exact else None
+        self._cut_before = frozenset(token.content for token in raw if _is_plain(token))
+        spaced = any(t.lstrip or t.rstrip or t.single_word or "\n" in t.content for t in added)
+        self._cut_lines = newline_settles and not spaced
+
+    def split(self, text: str) -> list[str]:
+        borders = [0]
+        if self._matches is not None:
+            for match in self._matches.finditer(text):
+                if match.start() > borders[-1] and match.group() in self._cut_before:
+                    borders.append(match.start())
+        borders.append(len(text))
+        pieces: list[str] = []
+        for start, end in itertools.pairwise(borders):
+            if self._cut_lines and end - start > _LINES_CHARS:
+                pieces.extend(_lines(text, start, end))
+            elif end > start:
+                pieces.append(text[start:end])
+        return pieces
+
+
+class SegmentCache:
+    """Token ids by piece of text, least recently used out first. Bounded by bytes; safe to share between threads."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._used_bytes = 0
+        self._entries: OrderedDict[bytes, array[int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def key(piece: str) -> bytes:
+        return hashlib.blake2b(piece.encode(), digest_size=16).digest()
+
+    def get(self, keys: Sequence[bytes]) -> list[array[int] | None]:
+        found: list[array[int] | None] = []
+        with self._lock:
+            for key in keys:
+                ids = self._entries.get(key)
+                if ids is not None:
+                    self._entries.move_to_end(key)
+                found.append(ids)
+        return found
+
+    def put(self, key: bytes, ids: array[int]) -> None:
+        with self._lock:
+            if key in self._entries:
+                return
+            self._entries[key] = ids
+            self._used_bytes += _entry_bytes(ids)
+            while self._used_bytes > self._limit_bytes:
+                _, oldest = self._entries.popitem(last=False)
+                self._used_bytes -= _entry_bytes(oldest)
+
+    @property
+    def used_bytes(self) -> int:
+        return self._used_bytes
+
+
+def newline_settles(spec: dict[str, Any]) -> bool:
+    """Whether this tokenizer.json surely ends a piece at a newline between two printable ASCII characters."""
+    model = spec.get("model") or {}
+    if model.get("type") != "BPE" or model.get("dropout"):
+        return False
+    return all(_normalizer_is_local(part) for part in _parts(spec.get("normalizer"), "normalizers")) and (
+        _pre_tokenizer_settles(_parts(spec.get("pre_tokenizer"), "pretokenizers"))
+    )
+
+
+def _is_plain(token: AddedToken) -> bool:
+    # A token that begins with a space could be eaten into by an `rstrip` token on its left.
+    return not token.lstrip and not token.rstrip and not token.content[0].isspace()
+
+
+def _lines(text: str, start: int, end: int) -> list[str]:
+    # Where we cut depends only on what stands before: a text that grew at its end is cut at the same places again.
+    pieces = []
+    while end - start > _LINES_CHARS:
+        newline = _SETTLED_NEWLINE.search(text, start + _LINES_CHARS, end)
+        if newline is None:
+            break
+        pieces.append(text[start : newline.end()])
+        start = newline.end()
+    pieces.append(text[start:end])
+    return pieces
+
+
+def _entry_bytes(ids: array[int]) -> int:
+    return 200 + ids.itemsize * len(ids)  # key, array and their place in the dictionary
+
+
+def _parts(step: dict[str, Any] | None, list_name: str) -> list[dict[str, Any]]:
+    if step is None:
+        return []
+    if step.get("type") == "Sequence":
+        return [part for inner in step[list_name] for part in _parts(inner, list_name)]
+    return [step]
+
+
+def _normalizer_is_local(part: dict[str, Any]) -> bool:
+    return part.get("type") == "NFC"  # ASCII never composes with what stands next to a newline
+
+
+def _pre_tokenizer_settles(parts: list[dict[str, Any]]) -> bool:
+    if not parts or parts[-1].get("type") != "ByteLevel" or parts[-1].get("add_prefix_space"):
+        return False
+    splits = bool(parts[-1].get("use_regex", True))
+    for part in parts[:-1]:
+        if part.get("type") == "Split":
+            expression = (part.get("pattern") or {}).get("Regex")
+            if expression not in _NEWLINE_ENDS_PIECE or part.get("behavior") != "Isolated" or part.get("invert"):
+                return False
+            splits = splits or r"\s*[\r\n]+" in expression or r"\s+(?!\S)" in expression
+        elif part.get("type") != "Digits":
+            return False
+    return splits

@@ -1,0 +1,205 @@
+"""Chat templates: a conversation and its tools to the prompt's text, with the model's own template where it has one.
+
+It knows where templates are kept, which one fits a request, and what formats their texts give away. It refuses to know
+token ids, and how a template's output is sampled or parsed.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from stoker.base.errors import InvalidRequest, ModelFilesError
+from stoker.text.folder import read_object, read_text
+from stoker.text.messages import Habits, prepare, uses_tools
+from stoker.text.tokenizer import Tokenizer
+
+_RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "default_system"})
+_CHATML_SYSTEM = re.compile(r"<\|im_start\|>system\n(.*?)<\|im_end\|>", re.DOTALL)
+# Marks that give a format away, most telling first; a template's own text counts before the tokenizer's added tokens.
+_TOOL_MARKS = (
+    ("<|tool_calls_section_begin|>", "kimi_k2"),
+    ("<｜tool▁calls▁begin｜>", "deepseek_v3"),
+    ("<tool_call>", "hermes"),
+    ("<|python_tag|>", "llama3_json"),
+    ("<|start_header_id|>", "llama3_json"),
+)
+# What a template may stumble over when the conversation is not what it expects. All of it is the request's fault.
+_RENDER_ERRORS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    source: str
+    template: jinja2.Template
+    habits: Habits
+    knows_tools: bool
+
+
+class ChatTemplate:
+    """`render` is a pure function of its arguments and of the clock, for templates that print the date."""
+
+    def __init__(self, sources: Mapping[str, str], tokenizer: Tokenizer, origin: str = "chat template") -> None:
+        """`sources` has the templates by name ("default", "tool_use"); without any, ChatML is spoken."""
+        environment = _environment()
+        own_source = (importlib.resources.files("stoker.text") / "templates" / "chatml_tools.jinja").read_text("utf-8")
+        ours = _compile(environment, own_source, "chatml_tools.jinja")
+        compiled = {name: _compile(environment, source, f"{origin} ({name})") for name, source in sources.items()}
+        default = compiled.get("default") or next(iter(compiled.values()), ours)
+        self._bos_token = tokenizer.bos_token or ""
+        self._eos_token = tokenizer.eos_token or ""
+        self._default = default
+        # For tools: the model's template for them, its only template where that knows them, or ours where the model
+        # speaks ChatML. To any other model tools would be noise in a format that it has never seen.
+        self._with_tools = next(
+            (one for one in (compiled.get("tool_use"), default) if one is not None and one.knows_tools),
+            ours if "<|im_start|>" in default.source else None,
+        )
+        self.supports_tools = self._with_tools is not None
+        texts = "\n".join(one.source for one in compiled.values()) or own_source
+        self.tool_format = _tool_format(texts, tokenizer, self._with_tools is ours)
+        self.reasoning_format = "think" if "<think>" in texts or "<think>" in tokenizer.added_tokens else None
+        self.thinks = self.reasoning_format is not None
+        self._default_system = self._find_default_system()
+
+    @classmethod
+    def from_folder(cls, path: Path, tokenizer: Tokenizer) -> ChatTemplate:
+        return cls(_sources(path), tokenizer, origin=f"chat template of {path}")
+
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt's text. `kwargs` go to the template as they are (`enable_thinking` and the like)."""
+        taken = _RESERVED.intersection(kwargs)
+        if taken:
+            raise InvalidRequest(f"{sorted(taken)[0]!r} is no chat template setting", param="chat_template_kwargs")
+        chosen = self._default
+        if tools or uses_tools(messages):
+            if self._with_tools is None:
+                raise InvalidRequest(
+                    "this model's chat template knows no tools", param="tools" if tools else "messages"
+                )
+            chosen = self._with_tools
+        try:
+            return chosen.template.render(
+                messages=prepare(messages, chosen.habits),
+                tools=list(tools) if tools else None,
+                add_generation_prompt=add_generation_prompt,
+                bos_token=self._bos_token,
+                eos_token=self._eos_token,
+                default_system=self._default_system,
+                **kwargs,
+            )
+        except _RENDER_ERRORS as refused:
+            message = f"the model's chat template cannot render these messages: {type(refused).__name__}: {refused}"
+            raise InvalidRequest(message, param="messages") from refused
+
+    def _find_default_system(self) -> str | None:
+        # With tools our template stands in for the model's: the system message that the model's would have put in
+        # front of a conversation without one must not go missing.
+        self._default_system = None
+        try:
+            found = _CHATML_SYSTEM.search(self.render([{"role": "user", "content": ""}]))
+        except InvalidRequest:
+            return None
+        return found[1] if found else None
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}…{% endgeneration %}` marks what is trained on; for serving it is its content."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2's own declaration)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> jinja2.Environment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _compile(environment: jinja2.Environment, source: str, origin: str) -> _Compiled:
+    try:
+        names = jinja2.meta.find_undeclared_variables(environment.parse(source))
+        return _Compiled(source, environment.from_string(source), Habits.of(source), "tools" in names)
+    except jinja2.TemplateSyntaxError as broken:
+        raise ModelFilesError(f"{origin} is not valid Jinja at line {broken.lineno}: {broken.message}") from broken
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise InvalidRequest(message, param="messages")
+
+
+def _sources(path: Path) -> dict[str, str]:
+    """Templates by name. A file of its own counts before the same name inside a configuration file."""
+    sources: dict[str, str] = {}
+    for file in (path / "tokenizer_config.json", path / "chat_template.json"):
+        found = read_object(file).get("chat_template")
+        if isinstance(found, str):
+            sources["default"] = found
+        elif isinstance(found, list):
+            for entry in found:
+                if not isinstance(entry, dict) or not isinstance(entry.get("template"), str):
+                    raise ModelFilesError(f"{file}: an entry of chat_template has no template text")
+                sources[str(entry.get("name", "default"))] = entry["template"]
+        elif found is not None:
+            raise ModelFilesError(f"{file}: chat_template is a {type(found).__name__}, not a text or a list")
+    for file in sorted((path / "additional_chat_templates").glob("*.jinja")):
+        sources[file.stem] = file.read_text(encoding="utf-8")
+    alone = read_text(path / "chat_template.jinja")
+    if alone is not None:
+        sources["default"] = alone
+    return sources
+
+
+def _tool_format(texts: str, tokenizer: Tokenizer, ours: bool) -> str:
+    if ours:
+        return "hermes"
+    for known in (texts, tokenizer.added_tokens):
+        for mark, name in _TOOL_MARKS:
+            if mark in known:
+                # V3 and R1 fence a call's arguments as a JSON code block, V3.1 writes them bare.
+                return "deepseek_v31" if name == "deepseek_v3" and "```json" not in texts else name
+    return "hermes"

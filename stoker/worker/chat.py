@@ -1,0 +1,305 @@
+"""`/v1/chat/completions`: a body becomes choices, their pieces become OpenAI's chat completion or its chunks."""
+
+from __future__ import annotations
+
+import time
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import msgspec
+from aiohttp import web
+from msgspec import UNSET
+
+from stoker.base.errors import InvalidRequest
+from stoker.proto.openai import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatFinish,
+    ChatMessage,
+    ChatRequest,
+    FunctionCall,
+    FunctionDelta,
+    ToolCall,
+    ToolCallDelta,
+    UsageReport,
+    decode,
+)
+from stoker.proto.sse import DONE, encode_event
+from stoker.sched.request import TokenLogprobs
+from stoker.text.parsers.contract import ReasoningDelta, TextDelta, ToolArgumentsDelta, ToolCallStart
+from stoker.worker.context import CONTEXT, WorkerContext, read_body
+from stoker.worker.generate import Choice, Piece, pieces
+from stoker.worker.logprobs import chat_logprobs
+from stoker.worker.messages import template_messages
+from stoker.worker.prompt import (
+    Asked,
+    Conversation,
+    Prompt,
+    chat_parser,
+    forced_constraint,
+    make_choices,
+    needs_special_tokens,
+    new_id,
+    num_chars,
+    render,
+    thinking_kwargs,
+    usage_report,
+)
+from stoker.worker.record import RECORD, RequestRecord
+from stoker.worker.sampling import check_token_ids, resolve_constraint
+from stoker.worker.stream import open_stream
+from stoker.worker.tools import ToolPlan, chat_tools
+
+
+@dataclass(frozen=True, slots=True)
+class ChatAnswer:
+    """One chat request on its way: what every chunk and the whole answer repeat."""
+
+    context: WorkerContext
+    body: ChatRequest
+    id: str
+    model: str
+    created: int
+    fingerprint: str
+    prompt: Prompt
+    tools: ToolPlan
+    choices: list[Choice]
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.body.stream_options and self.body.stream_options.include_usage)
+
+    @property
+    def prompt_token_ids(self) -> list[int] | msgspec.UnsetType:
+        return self.prompt.token_ids if self.body.return_token_ids else UNSET
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    context = request.app[CONTEXT]
+    body = decode(ChatRequest, await read_body(request, context.config))
+    answer = await prepare_chat(context, body)
+    if body.stream:
+        return await _stream(request, answer)
+    completion = await _whole(answer, request[RECORD])
+    return web.Response(body=msgspec.json.encode(completion), content_type="application/json")
+
+
+async def prepare_chat(context: WorkerContext, body: ChatRequest) -> ChatAnswer:
+    model = context.served_model(body.model)
+    _refuse_unsupported(body)
+    tools = chat_tools(body, context.config.max_tools)
+    constraint = forced_constraint(context.text, resolve_constraint(body, body.response_format), tools)
+    prompt = await _prompt(context, body, tools, constrained=constraint is not None)
+    split = body.separate_reasoning is not False
+    answer_id = new_id("chatcmpl-")
+    choices = make_choices(
+        context,
+        body,
+        Asked(
+            n=body.n or 1,
+            max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+            max_tokens_param="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
+            num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            constraint=constraint,
+        ),
+        prompt,
+        lambda: chat_parser(context.text, prompt, tools, constraint is not None, split),
+        answer_id,
+        keep_special_tokens=needs_special_tokens(context.text, tools),
+    )
+    return ChatAnswer(context, body, answer_id, model, int(time.time()), context.fingerprint, prompt, tools, choices)
+
+
+def _refuse_unsupported(body: ChatRequest) -> None:
+    for name, instead in (
+        ("audio", "this model gives text alone"),
+        ("web_search_options", "this server searches nothing"),
+        ("functions", "use 'tools' instead"),
+        ("function_call", "use 'tool_choice' instead"),
+    ):
+        if getattr(body, name) is not None:
+            raise InvalidRequest(
+                f"Unsupported parameter: '{name}': {instead}.", param=name, code="unsupported_parameter"
+            )
+    if body.modalities is not None and body.modalities != ["text"]:
+        raise InvalidRequest("Invalid value for 'modalities': this model gives text alone.", param="modalities")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
+
+
+async def _prompt(context: WorkerContext, body: ChatRequest, tools: ToolPlan, constrained: bool) -> Prompt:
+    if body.prompt_token_ids is not None:
+        return Prompt(check_token_ids(body.prompt_token_ids, "prompt_token_ids", context.limits))
+    continued = bool(body.continue_final_message)
+    conversation = Conversation(
+        messages=template_messages(body.messages),
+        tools=tools,
+        template_kwargs=thinking_kwargs(body.chat_template_kwargs, body.reasoning_effort, constrained),
+        add_generation_prompt=not continued if body.add_generation_prompt is None else body.add_generation_prompt,
+        continue_final_message=continued,
+    )
+    return await context.off_loop(num_chars(conversation), lambda: render(context.text, conversation))
+
+
+# ---- the whole answer
+
+
+@dataclass(slots=True, eq=False)
+class _Gathered:
+    """One choice's pieces, joined."""
+
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    finish: ChatFinish = "stop"
+
+    def add(self, piece: Piece) -> None:
+        self.token_ids += piece.token_ids
+        self.logprobs += piece.logprobs
+        for delta in piece.deltas:
+            match delta:
+                case TextDelta():
+                    self.content.append(delta.text)
+                case ReasoningDelta():
+                    self.reasoning.append(delta.text)
+                case ToolCallStart():
+                    self.calls.append(ToolCall(id=delta.call_id, function=FunctionCall(name=delta.name)))
+                case ToolArgumentsDelta():
+                    self.calls[delta.index].function.arguments += delta.text
+
+
+async def _whole(answer: ChatAnswer, record: RequestRecord) -> ChatCompletion:
+    gathered = [_Gathered() for _ in answer.choices]
+    async with aclosing(pieces(answer.context.service, answer.choices, record)) as stream:
+        async for piece in stream:
+            gathered[piece.index].add(piece)
+            if piece.finish is not None:
+                gathered[piece.index].finish = _finish(piece.finish, bool(gathered[piece.index].calls), answer.tools)
+    return ChatCompletion(
+        id=answer.id,
+        created=answer.created,
+        model=answer.model,
+        choices=[_choice(answer, i, got) for i, got in enumerate(gathered)],
+        usage=usage_report(answer.choices),
+        system_fingerprint=answer.fingerprint,
+        prompt_token_ids=answer.prompt_token_ids,
+    )
+
+
+def _choice(answer: ChatAnswer, index: int, got: _Gathered) -> ChatChoice:
+    content, reasoning = "".join(got.content), "".join(got.reasoning) or UNSET
+    token_bytes = answer.context.text.tokenizer.token_bytes
+    return ChatChoice(
+        index=index,
+        message=ChatMessage(
+            content=content if content or not got.calls else None,
+            reasoning_content=reasoning,
+            reasoning=reasoning,
+            tool_calls=got.calls or UNSET,
+        ),
+        logprobs=chat_logprobs(got.logprobs, token_bytes) if answer.body.logprobs else None,
+        finish_reason=got.finish,
+        token_ids=got.token_ids if answer.body.return_token_ids else UNSET,
+    )
+
+
+def _finish(reason: ChatFinish, called: bool, tools: ToolPlan) -> ChatFinish:
+    """As OpenAI: a call that the client named itself ends with "stop", one that the model chose with "tool_calls"."""
+    return "tool_calls" if reason == "stop" and called and tools.mode != "named" else reason
+
+
+# ---- the stream
+
+
+async def _stream(request: web.Request, answer: ChatAnswer) -> web.StreamResponse:
+    record = request[RECORD]
+    called: set[int] = set()
+    started: set[int] = set()
+    resumed = bool(answer.body.resume_token_ids)
+    async with aclosing(pieces(answer.context.service, answer.choices, record)) as source:
+        stream = open_stream(request, answer.context.config.client_stall_s)
+        async for piece in source:
+            events = b""
+            if piece.index not in started:
+                started.add(piece.index)
+                if not resumed:
+                    events = _event(answer, _opening(piece.index), first=len(started) == 1)
+            if any(isinstance(delta, ToolCallStart) for delta in piece.deltas):
+                called.add(piece.index)
+            if piece.deltas or piece.finish is not None or piece.logprobs or answer.body.return_token_ids:
+                finish = piece.finish and _finish(piece.finish, piece.index in called, answer.tools)
+                events += _event(answer, _chunk_choice(answer, piece, finish))
+            if events:
+                await stream.send(events)
+    last = b""
+    if answer.include_usage:
+        last = _chunk(answer, [], usage_report(answer.choices))
+    await stream.send(last + DONE)
+    return await stream.end()
+
+
+def _opening(index: int) -> ChatChunkChoice:
+    return ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))
+
+
+def _chunk_choice(answer: ChatAnswer, piece: Piece, finish: ChatFinish | None) -> ChatChunkChoice:
+    token_bytes = answer.context.text.tokenizer.token_bytes
+    return ChatChunkChoice(
+        index=piece.index,
+        delta=_delta(piece),
+        logprobs=chat_logprobs(piece.logprobs, token_bytes) if piece.logprobs else None,
+        finish_reason=finish,
+        token_ids=piece.token_ids if answer.body.return_token_ids else UNSET,
+    )
+
+
+def _delta(piece: Piece) -> ChatDelta:
+    content, reasoning = "", ""
+    calls: list[ToolCallDelta] = []
+    for delta in piece.deltas:
+        match delta:
+            case TextDelta():
+                content += delta.text
+            case ReasoningDelta():
+                reasoning += delta.text
+            case ToolCallStart():
+                function = FunctionDelta(name=delta.name, arguments="")
+                calls.append(ToolCallDelta(index=delta.index, id=delta.call_id, type="function", function=function))
+            case ToolArgumentsDelta():
+                if calls and calls[-1].index == delta.index and calls[-1].id is UNSET:
+                    calls[-1].function.arguments += delta.text
+                    continue
+                calls.append(ToolCallDelta(index=delta.index, function=FunctionDelta(arguments=delta.text)))
+    return ChatDelta(
+        content=content or UNSET,
+        reasoning_content=reasoning or UNSET,
+        reasoning=reasoning or UNSET,
+        tool_calls=calls or UNSET,
+    )
+
+
+def _event(answer: ChatAnswer, choice: ChatChunkChoice, first: bool = False) -> bytes:
+    return _chunk(answer, [choice], None if answer.include_usage else UNSET, first)
+
+
+def _chunk(
+    answer: ChatAnswer,
+    choices: list[ChatChunkChoice],
+    usage: UsageReport | msgspec.UnsetType | None,
+    first: bool = False,
+) -> bytes:
+    chunk = ChatChunk(
+        id=answer.id,
+        created=answer.created,
+        model=answer.model,
+        system_fingerprint=answer.fingerprint,
+        choices=choices,
+        usage=usage,
+        prompt_token_ids=answer.prompt_token_ids if first else UNSET,
+    )
+    return encode_event(msgspec.json.encode(chunk))

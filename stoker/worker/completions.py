@@ -1,0 +1,201 @@
+"""`/v1/completions`: prompts as text or token ids, each answered `n` times; choices are numbered prompt by prompt."""
+
+from __future__ import annotations
+
+import time
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import msgspec
+from aiohttp import web
+from msgspec import UNSET
+
+from stoker.base.errors import InvalidRequest
+from stoker.proto.openai import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    UsageReport,
+    decode,
+)
+from stoker.proto.sse import DONE, encode_event
+from stoker.sched.request import TokenLogprobs
+from stoker.text.parsers.contract import TextDelta
+from stoker.worker.context import CONTEXT, WorkerContext, read_body
+from stoker.worker.generate import Choice, Piece, pieces
+from stoker.worker.logprobs import completion_logprobs
+from stoker.worker.output import OutputParser
+from stoker.worker.prompt import Asked, Prompt, make_choices, new_id, usage_report
+from stoker.worker.record import RECORD, RequestRecord
+from stoker.worker.sampling import check_token_ids, resolve_constraint
+from stoker.worker.stream import open_stream
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionAnswer:
+    """One request on its way: what every chunk and the whole answer repeat."""
+
+    context: WorkerContext
+    body: CompletionRequest
+    id: str
+    model: str
+    created: int
+    fingerprint: str
+    prompts: list[Prompt]
+    choices: list[Choice]
+
+    def prompt_of(self, index: int) -> Prompt:
+        return self.prompts[index // (len(self.choices) // len(self.prompts))]
+
+    def echoed(self, index: int) -> str:
+        return (self.prompt_of(index).text or "") if self.body.echo else ""
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    context = request.app[CONTEXT]
+    body = decode(CompletionRequest, await read_body(request, context.config))
+    answer = await prepare_completion(context, body)
+    if body.stream:
+        return await _stream(request, answer)
+    whole = await _whole(answer, request[RECORD])
+    return web.Response(body=msgspec.json.encode(whole), content_type="application/json")
+
+
+async def prepare_completion(context: WorkerContext, body: CompletionRequest) -> CompletionAnswer:
+    model = context.served_model(body.model)
+    n = body.n or 1
+    if body.suffix:
+        raise InvalidRequest("Unsupported parameter: 'suffix'.", param="suffix", code="unsupported_parameter")
+    if body.best_of is not None and body.best_of != n:
+        raise InvalidRequest(f"'best_of' must be 'n' ({n}): all choices are returned.", param="best_of")
+    if body.echo and body.logprobs is not None:
+        raise InvalidRequest("'logprobs' of an echoed prompt are not available.", param="echo")
+    prompts = await _prompts(context, body)
+    if len(prompts) * n > context.config.max_choices:
+        raise InvalidRequest(
+            f"{len(prompts)} prompts with n={n} are {len(prompts) * n} choices, more than the "
+            f"{context.config.max_choices} allowed.",
+            param="n" if n > 1 else "prompt",
+        )
+    if body.resume_token_ids and len(prompts) > 1:
+        raise InvalidRequest("'resume_token_ids' continues one choice: give one prompt.", param="resume_token_ids")
+    asked = Asked(
+        n=n,
+        max_tokens=body.max_tokens,
+        num_logprobs=body.logprobs,
+        constraint=resolve_constraint(body, body.response_format),
+    )
+    answer_id = new_id("cmpl-")
+    choices: list[Choice] = []
+    for prompt in prompts:
+        choices += make_choices(context, body, asked, prompt, OutputParser, answer_id, first_index=len(choices))
+    created = int(time.time())
+    return CompletionAnswer(context, body, answer_id, model, created, context.fingerprint, prompts, choices)
+
+
+async def _prompts(context: WorkerContext, body: CompletionRequest) -> list[Prompt]:
+    given = _listed(body)
+    tokenizer = context.text.tokenizer
+
+    def encode() -> list[Prompt]:
+        prompts = []
+        for param, prompt in given:
+            if isinstance(prompt, str):
+                prompts.append(Prompt(tokenizer.encode(prompt, add_special_tokens=True), prompt))
+            else:
+                ids = check_token_ids(prompt, param, context.limits)
+                prompts.append(Prompt(ids, tokenizer.decode(ids) if body.echo else None))
+        return prompts
+
+    return await context.off_loop(sum(len(prompt) for _, prompt in given), encode)
+
+
+def _listed(body: CompletionRequest) -> list[tuple[str, str | list[int]]]:
+    """The prompts one by one, whatever of the four forms they came in, each with its place in the body."""
+    prompt = body.prompt
+    if body.prompt_token_ids is not None:
+        return [("prompt_token_ids", body.prompt_token_ids)]
+    if prompt is None:
+        raise InvalidRequest("Missing required parameter: 'prompt'.", param="prompt", code="missing_required_parameter")
+    if isinstance(prompt, str):
+        return [("prompt", prompt)]
+    if not prompt:
+        raise InvalidRequest("Invalid 'prompt': empty array. Expected at least one element.", param="prompt")
+    ids = [item for item in prompt if isinstance(item, int)]
+    if ids:
+        if len(ids) != len(prompt):
+            raise InvalidRequest("Invalid 'prompt': token ids and other items in one array.", param="prompt")
+        return [("prompt", ids)]
+    return [(f"prompt[{i}]", item) for i, item in enumerate(prompt) if not isinstance(item, int)]
+
+
+def _text(piece: Piece) -> str:
+    return "".join(delta.text for delta in piece.deltas if isinstance(delta, TextDelta))
+
+
+async def _whole(answer: CompletionAnswer, record: RequestRecord) -> Completion:
+    texts = [answer.echoed(choice.index) for choice in answer.choices]
+    results = [CompletionChoice(index=choice.index, text="", finish_reason="stop") for choice in answer.choices]
+    logprobs: list[list[TokenLogprobs]] = [[] for _ in answer.choices]
+    token_ids: list[list[int]] = [[] for _ in answer.choices]
+    async with aclosing(pieces(answer.context.service, answer.choices, record)) as stream:
+        async for piece in stream:
+            texts[piece.index] += _text(piece)
+            logprobs[piece.index] += piece.logprobs
+            token_ids[piece.index] += piece.token_ids
+            results[piece.index].finish_reason = piece.finish
+    for i, result in enumerate(results):
+        result.text = texts[i]
+        result.logprobs = _logprobs(answer, logprobs[i], 0)
+        if answer.body.return_token_ids:
+            result.token_ids = token_ids[i]
+            result.prompt_token_ids = answer.prompt_of(i).token_ids
+    return _completion(answer, results, usage_report(answer.choices))
+
+
+async def _stream(request: web.Request, answer: CompletionAnswer) -> web.StreamResponse:
+    include_usage = bool(answer.body.stream_options and answer.body.stream_options.include_usage)
+    usage = None if include_usage else UNSET
+    offsets = [0] * len(answer.choices)
+    started: set[int] = set()
+    async with aclosing(pieces(answer.context.service, answer.choices, request[RECORD])) as source:
+        stream = open_stream(request, answer.context.config.client_stall_s)
+        async for piece in source:
+            i, text = piece.index, _text(piece)
+            result = CompletionChoice(index=i, text=text, finish_reason=piece.finish)
+            result.logprobs = _logprobs(answer, piece.logprobs, offsets[i]) if piece.logprobs else None
+            offsets[i] += sum(map(len, result.logprobs.tokens)) if result.logprobs else 0
+            if answer.body.return_token_ids:
+                result.token_ids = piece.token_ids
+            if i not in started:
+                started.add(i)
+                result.text = answer.echoed(i) + text
+                if answer.body.return_token_ids:
+                    result.prompt_token_ids = answer.prompt_of(i).token_ids
+            if result.text or piece.finish or answer.body.return_token_ids or result.logprobs:
+                await stream.send(encode_event(msgspec.json.encode(_completion(answer, [result], usage))))
+    last = b""
+    if include_usage:
+        last = encode_event(msgspec.json.encode(_completion(answer, [], usage_report(answer.choices))))
+    await stream.send(last + DONE)
+    return await stream.end()
+
+
+def _completion(
+    answer: CompletionAnswer, choices: list[CompletionChoice], usage: UsageReport | msgspec.UnsetType | None
+) -> Completion:
+    return Completion(
+        id=answer.id,
+        created=answer.created,
+        model=answer.model,
+        system_fingerprint=answer.fingerprint,
+        choices=choices,
+        usage=usage,
+    )
+
+
+def _logprobs(answer: CompletionAnswer, entries: list[TokenLogprobs], offset: int) -> CompletionLogprobs | None:
+    if answer.body.logprobs is None:
+        return None
+    return completion_logprobs(entries, answer.body.logprobs, offset, answer.context.text.tokenizer.token_bytes)

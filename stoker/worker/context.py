@@ -1,0 +1,135 @@
+"""What the endpoints share: the engine's streams, the model's text side, settings, counters. Built once, by the app."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from aiohttp import web
+
+import stoker
+from stoker.base.errors import InvalidRequest, NotFound
+from stoker.base.log import EventLog
+from stoker.proto.messages import EngineInfo, EngineStats
+from stoker.sched.request import GenerateRequest, TokenChunk
+from stoker.text.parsers.contract import REASONING_PARSERS, TOOL_PARSERS, ReasoningParser, ToolParser
+from stoker.text.template import ChatTemplate
+from stoker.text.tokenizer import Tokenizer
+from stoker.worker.config import HttpConfig
+from stoker.worker.errors import BodyTooSlow
+from stoker.worker.metrics import WorkerMetrics
+from stoker.worker.sampling import ModelLimits
+from stoker.worker.state import ServerState
+
+T = TypeVar("T")
+
+
+class Service(Protocol):
+    """What of EngineService the HTTP side uses."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def ready(self) -> bool: ...
+
+    @property
+    def stats(self) -> EngineStats | None: ...
+
+    @property
+    def num_restarts(self) -> int: ...
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    def open(self, request: GenerateRequest) -> AbstractAsyncContextManager[AsyncIterator[TokenChunk]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelText:
+    """The model's text side: tokenizer, template, and the formats of its tool calls and its reasoning."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    tool_parser: type[ToolParser]
+    reasoning_parser: type[ReasoningParser] | None
+
+    @classmethod
+    def from_folder(cls, path: Path, tool_format: str | None = None, reasoning_format: str | None = None) -> ModelText:
+        """Formats that are not named are the template's own; reasoning "none" leaves thinking in the content."""
+        tokenizer = Tokenizer.from_folder(path)
+        return cls.of(tokenizer, ChatTemplate.from_folder(path, tokenizer), tool_format, reasoning_format)
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        tool_format: str | None = None,
+        reasoning_format: str | None = None,
+    ) -> ModelText:
+        reasoning = reasoning_format or template.reasoning_format
+        return cls(
+            tokenizer=tokenizer,
+            template=template,
+            tool_parser=TOOL_PARSERS.get(tool_format or template.tool_format),
+            reasoning_parser=None if reasoning in (None, "none") else REASONING_PARSERS.get(reasoning),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerContext:
+    service: Service
+    text: ModelText
+    config: HttpConfig
+    state: ServerState
+    metrics: WorkerMetrics
+    log: EventLog
+    text_threads: ThreadPoolExecutor
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def limits(self) -> ModelLimits:
+        info = self.service.info
+        return ModelLimits(info.vocab_size, info.max_model_tokens, tuple(self.text.tokenizer.eos_token_ids))
+
+    @property
+    def fingerprint(self) -> str:
+        return f"fp_{self.service.info.model_fingerprint[:12]}_{stoker.__version__}"
+
+    def served_model(self, asked: str | None) -> str:
+        """The name that the answer carries; a request without one means the model that is here."""
+        if asked is not None and asked not in self.config.served_names:
+            raise NotFound(f"The model '{asked}' does not exist.", param="model", code="model_not_found")
+        return self.config.served_names[0]
+
+    async def off_loop(self, num_chars: int, work: Callable[[], T]) -> T:
+        """Text work on the loop where it is short, else in a thread: a long prompt must not hold up other streams."""
+        if num_chars <= self.config.inline_chars:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self.text_threads, work)
+
+
+CONTEXT = web.AppKey("context", WorkerContext)
+
+
+async def read_body(request: web.Request, config: HttpConfig) -> bytes:
+    """The whole body, bounded in size (by aiohttp, 413) and in time."""
+    if (request.content_length or 0) > config.max_body_bytes:
+        raise web.HTTPRequestEntityTooLarge(config.max_body_bytes, request.content_length or 0)
+    if request.content_type.startswith("multipart/"):
+        raise web.HTTPUnsupportedMediaType(text="The request's body must be JSON.")
+    try:
+        async with asyncio.timeout(config.body_read_s):
+            return await request.read()
+    except TimeoutError:
+        raise BodyTooSlow(f"The request's body did not arrive within {config.body_read_s:g} s.") from None
+    except web.RequestPayloadError as broken:
+        raise InvalidRequest(f"The request's body could not be read: {broken}") from None

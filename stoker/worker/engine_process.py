@@ -1,0 +1,206 @@
+"""The engine's process: a mailbox in front of one Engine. Started by service.py with a socket and its settings."""
+
+from __future__ import annotations
+
+import gc
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from stoker.base import log as logs
+from stoker.base.errors import InvalidRequest, StokerError
+from stoker.base.ids import RequestId
+from stoker.engine.build import BuiltEngine, build_engine, read_hf_config
+from stoker.models.contract import family_of
+from stoker.proto.messages import (
+    Add,
+    Cancel,
+    Chunks,
+    EngineArguments,
+    EngineInfo,
+    EngineStats,
+    LoadProgress,
+    Shutdown,
+    StartFailed,
+    ToEngine,
+)
+from stoker.proto.pipe import EngineEnd, FrameEnd
+from stoker.sched.request import GenerateRequest
+from stoker.text.tokenizer import Tokenizer
+from stoker.worker.grammar import XGrammars
+
+_STATS_EVERY_S = 0.25
+_PROGRESS_EVERY_S = 0.1
+
+log = logs.EventLog("engine")
+
+
+class Prepared(msgspec.Struct, frozen=True):
+    """A request whose grammar has been compiled, or could not be."""
+
+    request: GenerateRequest
+    error: InvalidRequest | None
+
+
+class Mailbox:
+    """Reads the pipe on a thread, so that the server never waits for a step; grammars are compiled on another."""
+
+    def __init__(self, pipe: EngineEnd, grammars: XGrammars) -> None:
+        self._pipe = pipe
+        self._grammars = grammars
+        self._messages: queue.SimpleQueue[ToEngine | Prepared] = queue.SimpleQueue()
+        self._compilers = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._compilers.submit(grammars.warm_up)
+        threading.Thread(target=self._read, name="mailbox", daemon=True).start()
+
+    def take(self, wait: bool) -> list[ToEngine | Prepared]:
+        messages = []
+        if wait:
+            messages.append(self._messages.get())
+        while not self._messages.empty():
+            messages.append(self._messages.get())
+        return messages
+
+    def prepare(self, request: GenerateRequest) -> None:
+        self._compilers.submit(self._prepare, request)
+
+    def _prepare(self, request: GenerateRequest) -> None:
+        assert request.sampling.grammar is not None
+        try:
+            self._grammars.prepare(request.sampling.grammar)
+        except InvalidRequest as error:
+            self._messages.put(Prepared(request, error))
+        else:
+            self._messages.put(Prepared(request, None))
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._messages.put(self._pipe.receive())
+        except FrameEnd:
+            os._exit(0)  # the server has gone; nobody is left to answer
+
+
+class EngineLoop:
+    def __init__(self, built: BuiltEngine, mailbox: Mailbox, pipe: EngineEnd) -> None:
+        self._built = built
+        self._engine = built.engine
+        self._mailbox = mailbox
+        self._pipe = pipe
+        self._preparing: set[RequestId] = set()
+        self._stats_at_s = 0.0
+
+    def run(self) -> None:
+        while True:
+            idle = not self._engine.has_work
+            if idle:
+                self._pipe.send(self._stats())
+            for message in self._mailbox.take(wait=idle):
+                if isinstance(message, Shutdown):
+                    return
+                self._handle(message)
+            chunks = self._engine.step()
+            if chunks:
+                self._pipe.send(Chunks(chunks=chunks))
+            now = time.monotonic()
+            if now - self._stats_at_s >= _STATS_EVERY_S:
+                self._stats_at_s = now
+                self._pipe.send(self._stats())
+
+    def _handle(self, message: ToEngine | Prepared) -> None:
+        match message:
+            case Add(request=request) if request.sampling.grammar is not None:
+                self._preparing.add(request.request_id)
+                self._mailbox.prepare(request)
+            case Add(request=request):
+                self._engine.add(request)
+            case Prepared(request=request, error=error) if request.request_id in self._preparing:
+                self._preparing.remove(request.request_id)
+                if error is None:
+                    self._engine.add(request)
+                else:
+                    self._engine.refuse(request, error)
+            case Cancel(request_id=request_id):
+                self._preparing.discard(request_id)
+                self._engine.cancel(request_id)
+
+    def _stats(self) -> EngineStats:
+        scheduler, pool, counters = self._built.scheduler, self._built.pool, self._built.scheduler.counters
+        return EngineStats(
+            waiting_sequences=scheduler.num_waiting + len(self._preparing),
+            waiting_tokens=scheduler.waiting_tokens,
+            running_sequences=scheduler.num_running,
+            free_blocks=pool.num_free,
+            cached_blocks=pool.num_named,
+            num_blocks=pool.num_blocks,
+            steps=self._engine.num_steps,
+            step_s=self._engine.step_s,
+            prompt_tokens=counters.prompt_tokens,
+            computed_tokens=counters.computed_tokens,
+            cached_tokens=counters.cached_tokens,
+            partial_tokens=counters.partial_tokens,
+            generated_tokens=counters.generated_tokens,
+            preemptions=counters.preemptions,
+        )
+
+
+def serve(pipe: EngineEnd, arguments: EngineArguments) -> None:
+    folder = Path(arguments.folder)
+    reported_s = 0.0
+
+    def progress(stage: str, done: int, total: int) -> None:
+        nonlocal reported_s
+        now = time.monotonic()
+        if done == total or now - reported_s > _PROGRESS_EVERY_S:
+            reported_s = now
+            pipe.send(LoadProgress(stage=stage, done=done, total=total))
+
+    try:
+        family = family_of(read_hf_config(folder), str(folder))
+        grammars = XGrammars(Tokenizer.from_folder(folder), family.shape.vocab_size)
+        built = build_engine(folder, arguments.settings, grammars=grammars, progress=progress)
+    except StokerError as error:
+        pipe.send(StartFailed(code=error.code, message=error.message))
+        return
+    settings = built.settings
+    # Everything made so far lives as long as the process: the collector need never look at it again.
+    gc.collect()
+    gc.freeze()
+    pipe.send(
+        EngineInfo(
+            model_fingerprint=built.fingerprint,
+            device=str(settings.device),
+            dtype=built.layout.dtype,
+            vocab_size=built.vocab_size,
+            max_model_tokens=built.max_model_tokens,
+            block_tokens=built.layout.block_tokens,
+            num_blocks=built.pool.num_blocks,
+            max_rows=settings.max_rows,
+            load_s=built.load_s,
+        )
+    )
+    EngineLoop(built, Mailbox(pipe, grammars), pipe).run()
+
+
+def main() -> None:
+    # Ctrl-C reaches the whole process group; the server decides when the engine ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    arguments = msgspec.json.decode(sys.argv[2].encode(), type=EngineArguments)
+    logs.set_up(arguments.log_level)
+    pipe = EngineEnd(socket.socket(fileno=int(sys.argv[1])))
+    try:
+        serve(pipe, arguments)
+    except FrameEnd:
+        return
+
+
+if __name__ == "__main__":
+    main()

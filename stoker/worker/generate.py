@@ -1,0 +1,198 @@
+"""Sequences of one request, run together: token chunks in, pieces of text, reasoning and tool calls out.
+
+A `Choice` is one sequence with its text machinery. Leaving `pieces` by any road cancels every sequence that still runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from stoker.base.errors import EngineDied, InvalidRequest
+from stoker.sched.request import Finish, GenerateRequest, TokenChunk, TokenLogprobs, Usage
+from stoker.text.detokenizer import Detokenizer
+from stoker.text.parsers.contract import ReasoningDelta, TextDelta
+from stoker.text.stops import StopStrings
+from stoker.worker.errors import error_of
+from stoker.worker.output import AnswerDelta, OutputParser
+from stoker.worker.record import RequestRecord
+
+_QUEUED_PIECES = 2  # a choice; more would only grow behind a client that reads slowly
+
+
+class ChunkSource(Protocol):
+    """What of EngineService is needed here."""
+
+    def open(self, request: GenerateRequest) -> AbstractAsyncContextManager[AsyncIterator[TokenChunk]]: ...
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one chunk brought to one choice."""
+
+    index: int
+    token_ids: list[int] = field(default_factory=list)
+    deltas: list[AnswerDelta] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of tokens that became content
+    finish: Literal["stop", "length"] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """One sequence: its tokens, in order, through detokenizer, stop strings and parsers.
+
+    What comes out depends on the tokens so far alone, not on how they were cut into chunks: that is what lets another
+    worker replay the tokens that a client has seen, and go on.
+    """
+
+    index: int
+    request: GenerateRequest
+    detokenizer: Detokenizer
+    stops: StopStrings
+    parser: OutputParser
+    counts_prompt: bool = True  # the first of its prompt's choices: a prompt is paid for once
+    keep_stop_token: bool = False
+    grammar_param: str | None = None
+    usage: Usage = field(init=False)
+    reasoning_tokens: int = 0
+    _held_tokens: int = 0  # pushed, and no delta has come of them yet
+    _held_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        num_prompt = self.request.num_prompt
+        self.usage = Usage(num_prompt, 0, len(self.request.token_ids) - num_prompt)
+
+    def replay(self) -> Piece | None:
+        """Take in what was sampled before (resume), giving nothing out; a piece if that was all there will be."""
+        sampled = self.request.token_ids[self.request.num_prompt :]
+        if not sampled:
+            return None
+        last_stops = sampled[-1] in self.request.sampling.stop_token_ids
+        piece = Piece(self.index)
+        for token_id in sampled[:-1] if last_stops and not self.keep_stop_token else sampled:
+            self._take(token_id, None, piece)
+            if self.stops.stopped:
+                break
+        end = Piece(self.index)
+        if self.stops.stopped or last_stops:
+            end.finish = "stop"
+        elif len(sampled) >= self.request.max_new_tokens:
+            end.finish = "length"
+        else:
+            return None
+        self._flush(end)
+        return end
+
+    def push(self, chunk: TokenChunk) -> Piece:
+        if chunk.finish is not None and (error := error_of(chunk.finish)) is not None:
+            if isinstance(error, InvalidRequest) and error.code == "invalid_grammar":
+                error.param = self.grammar_param
+            raise error
+        piece = Piece(self.index)
+        self.usage = chunk.usage
+        num_text = len(chunk.token_ids) - self._stop_tokens(chunk.finish)
+        for i, token_id in enumerate(chunk.token_ids):
+            piece.token_ids.append(token_id)
+            if i < num_text:
+                self._take(token_id, chunk.logprobs[i] if chunk.logprobs else None, piece)
+            if self.stops.stopped:
+                unread = len(chunk.token_ids) - i - 1
+                self.usage = Usage(
+                    chunk.usage.prompt_tokens, chunk.usage.cached_tokens, chunk.usage.completion_tokens - unread
+                )
+                piece.finish = "stop"
+                break
+        else:
+            if chunk.finish is not None:
+                piece.finish = "length" if chunk.finish.reason == "length" else "stop"
+        if piece.finish is not None:
+            self._flush(piece)
+        return piece
+
+    def _stop_tokens(self, finish: Finish | None) -> int:
+        return int(finish is not None and finish.stop_token_id is not None and not self.keep_stop_token)
+
+    def _take(self, token_id: int, logprobs: TokenLogprobs | None, piece: Piece) -> None:
+        text = self.stops.push(self.detokenizer.push([token_id]))
+        self._held_tokens += 1
+        if logprobs is not None:
+            self._held_logprobs.append(logprobs)
+        if text:
+            self._settle(self.parser.push(text), piece)
+
+    def _settle(self, deltas: list[AnswerDelta], piece: Piece) -> None:
+        """Tokens that had shown nothing so far go with what they turned out to be a part of."""
+        if not deltas:
+            return
+        piece.deltas += deltas
+        if any(isinstance(delta, TextDelta) for delta in deltas):
+            piece.logprobs += self._held_logprobs
+        elif all(isinstance(delta, ReasoningDelta) for delta in deltas):
+            self.reasoning_tokens += self._held_tokens
+        self._held_tokens = 0
+        self._held_logprobs = []
+
+    def _flush(self, piece: Piece) -> None:
+        text = "" if self.stops.stopped else self.stops.push(self.detokenizer.flush())
+        text += self.stops.flush()
+        self._settle((self.parser.push(text) if text else []) + self.parser.flush(), piece)
+
+
+async def pieces(source: ChunkSource, choices: Sequence[Choice], record: RequestRecord) -> AsyncGenerator[Piece, None]:
+    """All choices' pieces as they come, each choice's in order, the last with `finish`. Close it (`aclosing`)."""
+    try:
+        running = []
+        for choice in choices:
+            if (ended := choice.replay()) is not None:
+                yield ended
+            else:
+                running.append(choice)
+        async with aclosing(_one(source, running[0]) if len(running) == 1 else _merged(source, running)) as stream:
+            async for piece in stream:
+                record.saw_chunk(piece.index)
+                yield piece
+    finally:
+        for choice in choices:
+            record.count_tokens(choice.usage, with_prompt=choice.counts_prompt)
+
+
+async def _one(source: ChunkSource, choice: Choice) -> AsyncGenerator[Piece, None]:
+    async with source.open(choice.request) as chunks:
+        async for chunk in chunks:
+            piece = choice.push(chunk)
+            yield piece
+            if piece.finish is not None:
+                return
+    raise EngineDied("The engine's stream ended before the answer did.")
+
+
+async def _merged(source: ChunkSource, choices: Sequence[Choice]) -> AsyncGenerator[Piece, None]:
+    arrived: asyncio.Queue[Piece | asyncio.Task[None]] = asyncio.Queue()
+    room = asyncio.Semaphore(_QUEUED_PIECES * len(choices))
+
+    async def pump(choice: Choice) -> None:
+        async with aclosing(_one(source, choice)) as stream:
+            async for piece in stream:
+                await room.acquire()
+                arrived.put_nowait(piece)
+
+    tasks = [asyncio.create_task(pump(choice)) for choice in choices]
+    for task in tasks:
+        task.add_done_callback(arrived.put_nowait)
+    try:
+        num_running = len(tasks)
+        while num_running:
+            item = await arrived.get()
+            if isinstance(item, asyncio.Task):
+                num_running -= 1
+                item.result()  # raises what ended the pump, if not the choice's end did
+            else:
+                room.release()
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,117 @@
+"""The endpoints that generate nothing: models, tokens, health, readiness, metrics."""
+
+from __future__ import annotations
+
+import msgspec
+from aiohttp import web
+
+from stoker.base.errors import InvalidRequest, Overloaded
+from stoker.proto.openai import (
+    DetokenizeAnswer,
+    DetokenizeRequest,
+    ModelCard,
+    ModelList,
+    TokenizeAnswer,
+    TokenizeRequest,
+    decode,
+)
+from stoker.worker.context import CONTEXT, WorkerContext, read_body
+from stoker.worker.messages import template_messages
+from stoker.worker.metrics import CONTENT_TYPE
+from stoker.worker.prompt import Conversation, num_chars, render
+from stoker.worker.sampling import check_token_ids
+from stoker.worker.tools import offered_tools
+
+
+class Health(msgspec.Struct, kw_only=True):
+    status: str
+    engine: str
+    draining: bool
+    running_requests: int
+    restarts: int
+
+
+async def health(request: web.Request) -> web.Response:
+    """200 while this process lives, whatever the engine does."""
+    context = request.app[CONTEXT]
+    return _json(
+        Health(
+            status="ok",
+            engine="ready" if context.service.ready else "starting",
+            draining=context.state.draining,
+            running_requests=context.state.num_running,
+            restarts=context.service.num_restarts,
+        )
+    )
+
+
+async def ready(request: web.Request) -> web.Response:
+    """200 while a request sent now would be taken."""
+    context = request.app[CONTEXT]
+    if context.state.draining:
+        raise Overloaded("Draining.", retry_after_s=context.config.drain_retry_after_s, code="draining")
+    if not context.service.ready:
+        raise Overloaded("The engine is starting.", code="engine_starting")
+    return _json({"status": "ready"})
+
+
+async def metrics(request: web.Request) -> web.Response:
+    return web.Response(body=request.app[CONTEXT].metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+
+
+async def list_models(request: web.Request) -> web.Response:
+    context = request.app[CONTEXT]
+    return _json(ModelList(data=[_card(context, name) for name in context.config.served_names]))
+
+
+async def show_model(request: web.Request) -> web.Response:
+    context = request.app[CONTEXT]
+    name = request.match_info["model"]
+    context.served_model(name)
+    return _json(_card(context, name))
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    context = request.app[CONTEXT]
+    body = decode(TokenizeRequest, await read_body(request, context.config))
+    context.served_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("Give either 'prompt' or 'messages'.", param="prompt")
+    tokenizer = context.text.tokenizer
+    if body.prompt is not None:
+        text = body.prompt
+        ids = await context.off_loop(len(text), lambda: tokenizer.encode(text, body.add_special_tokens))
+    else:
+        conversation = Conversation(
+            messages=template_messages(body.messages),
+            tools=offered_tools(body.tools, context.config.max_tools),
+            template_kwargs=body.chat_template_kwargs or {},
+            add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+            continue_final_message=body.continue_final_message,
+        )
+        ids = (await context.off_loop(num_chars(conversation), lambda: render(context.text, conversation))).token_ids
+    spelled = [tokenizer.token_bytes(id_).decode("utf-8", "replace") for id_ in ids] if body.return_token_strs else None
+    limit = context.limits.max_model_tokens
+    return _json(TokenizeAnswer(count=len(ids), max_model_len=limit, tokens=ids, token_strs=spelled))
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    context = request.app[CONTEXT]
+    body = decode(DetokenizeRequest, await read_body(request, context.config))
+    context.served_model(body.model)
+    ids = check_token_ids(body.tokens, "tokens", context.limits)
+    text = await context.off_loop(len(ids), lambda: context.text.tokenizer.decode(ids, skip_special_tokens=False))
+    return _json(DetokenizeAnswer(text))
+
+
+def _card(context: WorkerContext, name: str) -> ModelCard:
+    return ModelCard(
+        id=name,
+        created=context.created,
+        root=context.config.served_names[0],
+        max_model_len=context.limits.max_model_tokens,
+    )
+
+
+def _json(answer: object) -> web.Response:
+    return web.Response(body=msgspec.json.encode(answer), content_type="application/json")

@@ -1,0 +1,64 @@
+"""Log-probabilities in OpenAI's two shapes: chat's, a list of objects, and the older one of completions, four lists."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from stoker.proto.openai import ChoiceLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+from stoker.sched.request import TokenLogprobs
+
+_LOWEST = -9999.0  # JSON has no -inf
+
+TokenBytes = Callable[[int], bytes]
+
+
+def chat_logprobs(entries: list[TokenLogprobs], token_bytes: TokenBytes) -> ChoiceLogprobs:
+    return ChoiceLogprobs(content_logprobs(entries, token_bytes))
+
+
+def content_logprobs(entries: list[TokenLogprobs], token_bytes: TokenBytes) -> list[TokenLogprob]:
+    content = []
+    for entry in entries:
+        spelled = token_bytes(entry.token_id)
+        top = [
+            TopLogprob(token=_text(other), logprob=_finite(logprob), bytes=list(other))
+            for other, logprob in zip(map(token_bytes, entry.top_ids), entry.top_logprobs, strict=True)
+        ]
+        content.append(
+            TokenLogprob(token=_text(spelled), logprob=_finite(entry.logprob), bytes=list(spelled), top_logprobs=top)
+        )
+    return content
+
+
+def completion_logprobs(
+    entries: list[TokenLogprobs], num_logprobs: int, offset: int, token_bytes: TokenBytes
+) -> CompletionLogprobs:
+    """`offset`: where in the choice's text the first of these tokens begins."""
+    tokens = [_text(token_bytes(entry.token_id)) for entry in entries]
+    offsets = []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token)
+    tops: list[dict[str, float] | None] = []
+    for token, entry in zip(tokens, entries, strict=True):
+        top = {
+            _text(token_bytes(id_)): _finite(logprob)
+            for id_, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
+        }
+        top.setdefault(token, _finite(entry.logprob))
+        tops.append(top)
+    return CompletionLogprobs(
+        tokens=tokens,
+        token_logprobs=[_finite(entry.logprob) for entry in entries],
+        top_logprobs=tops if num_logprobs else None,
+        text_offset=offsets,
+    )
+
+
+def _text(spelled: bytes) -> str:
+    return spelled.decode("utf-8", "replace")
+
+
+def _finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else _LOWEST

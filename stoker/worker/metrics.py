@@ -1,0 +1,86 @@
+"""The worker's Prometheus metrics, in a registry of their own: no process-wide state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from stoker.proto.messages import EngineStats
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_TTFT_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_ITL_S = (0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5)
+_E2E_S = (0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300, 600, 1800)
+
+# EngineStats' field, our name, help.
+_GAUGES = (
+    ("waiting_sequences", "stoker_waiting_sequences", "Sequences that wait to run"),
+    ("waiting_tokens", "stoker_waiting_tokens", "Tokens not yet computed of waiting sequences"),
+    ("running_sequences", "stoker_running_sequences", "Sequences that run"),
+    ("free_blocks", "stoker_kv_blocks_free", "KV blocks that nobody holds"),
+    ("cached_blocks", "stoker_kv_blocks_cached", "KV blocks that a prefix may still find"),
+    ("num_blocks", "stoker_kv_blocks", "KV blocks in all"),
+)
+_COUNTERS = (
+    ("steps", "stoker_steps", "Engine steps"),
+    ("step_s", "stoker_step_seconds", "Time spent in engine steps"),
+    ("computed_tokens", "stoker_computed_tokens", "Tokens that were run through the model"),
+    ("preemptions", "stoker_preemptions", "Sequences put back to waiting for want of blocks"),
+)
+
+
+class _EngineCollector(Collector):
+    """The engine's last report, as it stands when somebody scrapes."""
+
+    def __init__(self, stats: Callable[[], EngineStats | None], num_restarts: Callable[[], int]) -> None:
+        self._stats = stats
+        self._num_restarts = num_restarts
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily("stoker_engine_restarts", "Restarts of the engine", value=self._num_restarts())
+        stats = self._stats()
+        if stats is None:
+            return
+        for field, name, text in _GAUGES:
+            yield GaugeMetricFamily(name, text, value=getattr(stats, field))
+        for field, name, text in _COUNTERS:
+            yield CounterMetricFamily(name, text, value=getattr(stats, field))
+
+
+class WorkerMetrics:
+    def __init__(
+        self,
+        model: str,
+        stats: Callable[[], EngineStats | None],
+        ready: Callable[[], bool],
+        num_restarts: Callable[[], int],
+        num_running: Callable[[], int],
+    ) -> None:
+        self._registry = registry = CollectorRegistry()
+        self.requests = Counter("stoker_requests", "Requests ended", ["endpoint", "status"], registry=registry)
+        self.prompt_tokens = Counter("stoker_prompt_tokens", "Prompt tokens of answered requests", registry=registry)
+        self.cached_tokens = Counter("stoker_cached_tokens", "Prompt tokens found in the cache", registry=registry)
+        self.generated_tokens = Counter("stoker_generated_tokens", "Tokens generated", registry=registry)
+        self.ttft_s = Histogram(
+            "stoker_ttft_seconds", "Request's arrival to its first token", buckets=_TTFT_S, registry=registry
+        )
+        self.itl_s = Histogram(
+            "stoker_itl_seconds", "Between two chunks of a choice", buckets=_ITL_S, registry=registry
+        )
+        self.e2e_s = Histogram(
+            "stoker_e2e_seconds", "Request's arrival to its end", ["endpoint"], buckets=_E2E_S, registry=registry
+        )
+        Gauge("stoker_model_info", "The model that is served", ["model"], registry=registry).labels(model).set(1)
+        self._call("stoker_engine_ready", "1 while the engine takes requests", lambda: float(ready()))
+        self._call("stoker_running_requests", "HTTP requests being answered", lambda: float(num_running()))
+        registry.register(_EngineCollector(stats, num_restarts))
+
+    def _call(self, name: str, text: str, value: Callable[[], float]) -> None:
+        Gauge(name, text, registry=self._registry).set_function(value)
+
+    def render(self) -> bytes:
+        return generate_latest(self._registry)

@@ -1,0 +1,63 @@
+"""An answer's text -> reasoning, content and tool calls: the two kinds of parsers as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias
+
+from stoker.text.parsers.contract import Delta, ReasoningDelta, TextDelta
+
+AnswerDelta: TypeAlias = Delta | ReasoningDelta
+
+
+class _ToolSide(Protocol):
+    def push(self, text: str) -> list[Delta]: ...
+
+    def flush(self) -> list[Delta]: ...
+
+
+class _ReasoningSide(Protocol):
+    def push(self, text: str) -> list[ReasoningDelta | TextDelta]: ...
+
+    def flush(self) -> list[ReasoningDelta | TextDelta]: ...
+
+
+class NoTools:
+    """All is text."""
+
+    def push(self, text: str) -> list[Delta]:
+        return [TextDelta(text)]
+
+    def flush(self) -> list[Delta]:
+        return []
+
+
+class NoReasoning:
+    """All is the answer itself."""
+
+    def push(self, text: str) -> list[ReasoningDelta | TextDelta]:
+        return [TextDelta(text)]
+
+    def flush(self) -> list[ReasoningDelta | TextDelta]:
+        return []
+
+
+class OutputParser:
+    def __init__(self, reasoning: _ReasoningSide | None = None, tools: _ToolSide | None = None) -> None:
+        self._reasoning = reasoning or NoReasoning()
+        self._tools = tools or NoTools()
+
+    def push(self, text: str) -> list[AnswerDelta]:
+        return self._route(self._reasoning.push(text))
+
+    def flush(self) -> list[AnswerDelta]:
+        return [*self._route(self._reasoning.flush()), *self._tools.flush()]
+
+    def _route(self, split: Sequence[ReasoningDelta | TextDelta]) -> list[AnswerDelta]:
+        deltas: list[AnswerDelta] = []
+        for delta in split:
+            if isinstance(delta, ReasoningDelta):
+                deltas.append(delta)
+            else:
+                deltas += self._tools.push(delta.text)
+        return deltas

@@ -1,0 +1,65 @@
+"""What is known of one HTTP request when it ends: a line in the log, a few numbers in the metrics."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from stoker.sched.request import Usage
+from stoker.worker.metrics import WorkerMetrics
+
+
+@dataclass(slots=True, eq=False)
+class RequestRecord:
+    request_id: str
+    endpoint: str
+    metrics: WorkerMetrics
+    started_s: float = field(default_factory=time.monotonic)
+    first_token_s: float | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    _last_chunk_s: dict[int, float] = field(default_factory=dict)
+
+    def saw_chunk(self, choice: int) -> None:
+        now_s = time.monotonic()
+        if self.first_token_s is None:
+            self.first_token_s = now_s
+            self.metrics.ttft_s.observe(now_s - self.started_s)
+        last_s = self._last_chunk_s.get(choice)
+        if last_s is not None:
+            self.metrics.itl_s.observe(now_s - last_s)
+        self._last_chunk_s[choice] = now_s
+
+    def count_tokens(self, usage: Usage, with_prompt: bool) -> None:
+        self.generated_tokens += usage.completion_tokens
+        if with_prompt:
+            self.prompt_tokens += usage.prompt_tokens
+            self.cached_tokens += usage.cached_tokens
+
+    def close(self, status: int) -> dict[str, object]:
+        """Count it; the fields of its log line."""
+        elapsed_s = time.monotonic() - self.started_s
+        self.metrics.requests.labels(self.endpoint, str(status)).inc()
+        fields: dict[str, object] = {
+            "request": self.request_id,
+            "endpoint": self.endpoint,
+            "status": status,
+            "ms": round(elapsed_s * 1e3, 1),
+        }
+        if self.prompt_tokens:
+            self.metrics.e2e_s.labels(self.endpoint).observe(elapsed_s)
+            self.metrics.prompt_tokens.inc(self.prompt_tokens)
+            self.metrics.cached_tokens.inc(self.cached_tokens)
+            self.metrics.generated_tokens.inc(self.generated_tokens)
+            fields["prompt_tokens"] = self.prompt_tokens
+            fields["cached_tokens"] = self.cached_tokens
+            fields["generated_tokens"] = self.generated_tokens
+        if self.first_token_s is not None:
+            fields["ttft_ms"] = round((self.first_token_s - self.started_s) * 1e3, 1)
+        return fields
+
+
+RECORD = web.RequestKey("record", RequestRecord)

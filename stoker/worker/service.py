@@ -1,0 +1,209 @@
+"""EngineService: streams of token chunks <-> the engine process. Sees at once when the engine dies, and starts it again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+
+import msgspec
+
+from stoker.base import log as logs
+from stoker.base.errors import ConfigError, EngineDied, ModelFilesError, Overloaded, StokerError
+from stoker.base.ids import RequestId
+from stoker.proto.messages import (
+    Add,
+    Cancel,
+    Chunks,
+    EngineArguments,
+    EngineInfo,
+    EngineStats,
+    LoadProgress,
+    Shutdown,
+    StartFailed,
+)
+from stoker.proto.pipe import FrameEnd, ServerEnd
+from stoker.sched.request import GenerateRequest, TokenChunk
+
+_FIRST_BACKOFF_S = 0.5
+_MAX_BACKOFF_S = 30.0
+# An engine that has lived this long was healthy: its end starts the back-off anew.
+_HEALTHY_S = 60.0
+_STOP_S = 5.0
+
+log = logs.EventLog("service")
+Progress = Callable[[str, int, int], None]
+
+
+class _Stream:
+    """One request's chunks on their way from the pipe's reader to whoever iterates."""
+
+    def __init__(self) -> None:
+        self._chunks: asyncio.Queue[TokenChunk | EngineDied] = asyncio.Queue()  # bounded by the request's max_new_tokens
+        self.finished = False
+
+    def put(self, item: TokenChunk | EngineDied) -> None:
+        self._chunks.put_nowait(item)
+
+    async def __aiter__(self) -> AsyncIterator[TokenChunk]:
+        while not self.finished:
+            item = await self._chunks.get()
+            if isinstance(item, EngineDied):
+                self.finished = True
+                raise item
+            self.finished = item.finish is not None
+            yield item
+
+
+class EngineService:
+    def __init__(
+        self,
+        arguments: EngineArguments,
+        *,
+        max_open: int = 2048,
+        progress: Progress = lambda stage, done, total: None,
+    ) -> None:
+        self._arguments = arguments
+        self._max_open = max_open
+        self._progress = progress
+        self._streams: dict[RequestId, _Stream] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: ServerEnd | None = None
+        self._info: EngineInfo | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self.stats: EngineStats | None = None
+        self.ready = False
+        self.num_restarts = 0
+
+    @property
+    def info(self) -> EngineInfo:
+        assert self._info is not None, "info is known once the service has started"
+        return self._info
+
+    @property
+    def engine_pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    async def start(self) -> None:
+        """Returns when the engine is ready; raises what it could not start for."""
+        await self._launch()
+        self._keeper = asyncio.create_task(self._keep(), name="engine-keeper")
+
+    async def stop(self) -> None:
+        """What still runs ends with EngineDied: drain first."""
+        self.ready = False
+        if self._keeper is not None:
+            self._keeper.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._keeper
+        await self._end_process()
+        self._fail_streams("the worker is stopping")
+
+    @asynccontextmanager
+    async def open(self, request: GenerateRequest) -> AsyncIterator[AsyncIterator[TokenChunk]]:
+        if not self.ready or self._pipe is None:
+            raise Overloaded("the engine is starting", retry_after_s=2.0, code="engine_starting")
+        if len(self._streams) >= self._max_open:
+            raise Overloaded(f"{len(self._streams)} sequences are open, the most that this worker takes")
+        stream = _Stream()
+        pipe = self._pipe
+        self._streams[request.request_id] = stream
+        try:
+            pipe.send(Add(request=request))
+            yield aiter(stream)
+        finally:
+            del self._streams[request.request_id]
+            if not stream.finished and pipe is self._pipe:
+                with suppress(EngineDied):
+                    pipe.send(Cancel(request_id=request.request_id))
+
+    async def _keep(self) -> None:
+        """Pass on what the engine says; when it ends, start it again."""
+        backoff_s = _FIRST_BACKOFF_S
+        while True:
+            started_s = time.monotonic()
+            await self._pump()
+            self.ready = False
+            code = await self._end_process()
+            log.error("engine_died", exit_code=code, streams=len(self._streams))
+            self._fail_streams(f"the engine ended with code {code} while it worked on this request")
+            if time.monotonic() - started_s > _HEALTHY_S:
+                backoff_s = _FIRST_BACKOFF_S
+            while not self.ready:
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+                self.num_restarts += 1
+                try:
+                    await self._launch()
+                except StokerError as error:
+                    log.error("engine_restart_failed", code=error.code, message=error.message, next_try_s=backoff_s)
+                    await self._end_process()
+            log.event("engine_restarted", restarts=self.num_restarts)
+
+    async def _launch(self) -> None:
+        ours, theirs = socket.socketpair()
+        arguments = msgspec.json.encode(self._arguments).decode()
+        command = [sys.executable, "-m", "stoker.worker.engine_process", str(theirs.fileno()), arguments]
+        # OpenMP threads that spin at barriers take the core away from the very thread they wait for when the machine is
+        # busy: they sleep instead.
+        environment = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", **os.environ}
+        with theirs:
+            self._process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+            )
+        self._pipe = await ServerEnd.connect(ours)
+        while True:
+            try:
+                message = await self._pipe.receive()
+            except FrameEnd as error:
+                code = await self._end_process()
+                raise EngineDied(f"the engine ended with code {code} while it started") from error
+            match message:
+                case LoadProgress(stage=stage, done=done, total=total):
+                    self._progress(stage, done, total)
+                case StartFailed(code=error_code, message=text):
+                    await self._end_process()
+                    kind = ModelFilesError if error_code != ConfigError.code else ConfigError
+                    raise kind(text, code=error_code)
+                case EngineInfo():
+                    self._info = message
+                    self.ready = True
+                    return
+
+    async def _pump(self) -> None:
+        assert self._pipe is not None
+        with suppress(FrameEnd):
+            while True:
+                match await self._pipe.receive():
+                    case Chunks(chunks=chunks):
+                        for chunk in chunks:
+                            stream = self._streams.get(chunk.request_id)
+                            if stream is not None:
+                                stream.put(chunk)
+                    case EngineStats() as stats:
+                        self.stats = stats
+
+    def _fail_streams(self, message: str) -> None:
+        for stream in self._streams.values():
+            stream.put(EngineDied(message))
+
+    async def _end_process(self) -> int | None:
+        """Asked first, then told."""
+        process, self._process = self._process, None
+        pipe, self._pipe = self._pipe, None
+        if process is None:
+            return None
+        if pipe is not None:
+            with suppress(EngineDied):
+                pipe.send(Shutdown())
+            pipe.close()
+        try:
+            return await asyncio.to_thread(process.wait, _STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return await asyncio.to_thread(process.wait)

@@ -1,0 +1,85 @@
+"""One answer as server-sent events, to a client that may read slowly, stop reading, or leave."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+from aiohttp import web
+
+from stoker.proto.openai import ErrorAnswer
+from stoker.proto.sse import encode_event
+from stoker.worker.errors import ClientStalled, Problem
+
+_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # proxies that would gather events first: do not
+}
+
+
+def chat_error_event(problem: Problem) -> bytes:
+    return encode_event(msgspec.json.encode(ErrorAnswer(problem.body)))
+
+
+class SseStream:
+    """Starts with the first event: until then an error can still have a status of its own.
+
+    Nothing is buffered here: `send` waits once the transport's own buffer (64 KiB) is full, and gives up after
+    `stall_s`.
+    """
+
+    def __init__(
+        self,
+        request: web.Request,
+        stall_s: float,
+        error_event: Callable[[Problem], bytes] = chat_error_event,
+    ) -> None:
+        self._request = request
+        self._stall_s = stall_s
+        self._error_event = error_event
+        self.response = web.StreamResponse(headers=_HEADERS)
+
+    @property
+    def started(self) -> bool:
+        return self.response.prepared
+
+    async def send(self, events: bytes) -> None:
+        try:
+            async with asyncio.timeout(self._stall_s):
+                if not self.response.prepared:
+                    await self.response.prepare(self._request)
+                await self.response.write(events)
+        except TimeoutError:
+            raise ClientStalled(f"The client read nothing for {self._stall_s:g} s.") from None
+
+    async def end(self) -> web.StreamResponse:
+        try:
+            async with asyncio.timeout(self._stall_s):
+                await self.response.write_eof()
+        except TimeoutError:
+            raise ClientStalled(f"The client read nothing for {self._stall_s:g} s.") from None
+        return self.response
+
+    async def fail(self, problem: Problem) -> web.StreamResponse:
+        """The error as the stream's last event; no [DONE] follows, and the connection closes."""
+        self.response.force_close()
+        await self.send(self._error_event(problem))
+        return await self.end()
+
+    def abort(self) -> None:
+        """Cut the connection: what is still buffered for a client that does not read is thrown away."""
+        if self._request.transport is not None:
+            self._request.transport.abort()
+
+
+STREAM = web.RequestKey("stream", SseStream)
+
+
+def open_stream(
+    request: web.Request, stall_s: float, error_event: Callable[[Problem], bytes] = chat_error_event
+) -> SseStream:
+    """The request's stream, where the app's error handler finds it."""
+    stream = request[STREAM] = SseStream(request, stall_s, error_event)
+    return stream

@@ -1,0 +1,144 @@
+"""Which tools a request offers and whether it forces a call: checked, and the same for chat and the Responses API."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from stoker.base.errors import InvalidRequest
+from stoker.proto.openai import ChatRequest, Function, ResponsesRequest, Tool, ToolChoice, ToolReference
+
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+
+ToolMode = Literal["none", "auto", "required", "named"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolPlan:
+    """`offered` is what the prompt shows (always all, so that a choice does not change the cached prefix)."""
+
+    mode: ToolMode = "none"
+    offered: list[dict[str, Any]] = field(default_factory=list)
+    allowed: list[dict[str, Any]] = field(default_factory=list)
+    parallel: bool = True
+
+    @property
+    def forced(self) -> bool:
+        return self.mode in ("required", "named")
+
+    @property
+    def shown(self) -> list[dict[str, Any]] | None:
+        """What the template is given: nothing under tool_choice "none", lest the model call what it may not."""
+        return self.offered if self.mode != "none" and self.offered else None
+
+
+def chat_tools(request: ChatRequest, max_tools: int) -> ToolPlan:
+    return _plan(_chat_functions(request.tools), request.tool_choice, request.parallel_tool_calls, max_tools)
+
+
+def offered_tools(tools: list[Tool] | None, max_tools: int) -> ToolPlan:
+    """As a chat request that leaves the choice to the model."""
+    return _plan(_chat_functions(tools), None, None, max_tools)
+
+
+def _chat_functions(tools: list[Tool] | None) -> list[dict[str, Any]]:
+    functions = []
+    for i, tool in enumerate(tools or ()):
+        if tool.type != "function":
+            raise _unsupported(tool.type, f"tools[{i}].type")
+        if tool.function is None:
+            raise InvalidRequest(f"Missing required parameter: 'tools[{i}].function'.", param=f"tools[{i}].function")
+        functions.append(_checked(tool.function, f"tools[{i}].function"))
+    return functions
+
+
+def responses_tools(request: ResponsesRequest, max_tools: int) -> ToolPlan:
+    functions = []
+    for i, tool in enumerate(request.tools or ()):
+        if tool.type != "function":
+            raise _unsupported(tool.type, f"tools[{i}].type")
+        if tool.name is None:
+            raise InvalidRequest(f"Missing required parameter: 'tools[{i}].name'.", param=f"tools[{i}].name")
+        function = Function(
+            name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
+        )
+        functions.append(_checked(function, f"tools[{i}]"))
+    return _plan(functions, request.tool_choice, request.parallel_tool_calls, max_tools)
+
+
+def _checked(function: Function, place: str) -> dict[str, Any]:
+    if not _NAME.fullmatch(function.name):
+        raise InvalidRequest(
+            f"Invalid '{place}.name': {function.name[:80]!r}. Expected 1 to 64 letters, digits, '_', '-' or '.'.",
+            param=f"{place}.name",
+            code="invalid_value",
+        )
+    parameters = function.parameters
+    if parameters is not None and parameters.get("type", "object") != "object":
+        raise InvalidRequest(
+            f"Invalid schema for function '{function.name}': schema must be a JSON Schema of 'type: \"object\"', "
+            f"got 'type: {parameters['type']!r}'.",
+            param=f"{place}.parameters",
+            code="invalid_function_parameters",
+        )
+    shown: dict[str, Any] = {"name": function.name}
+    if function.description is not None:
+        shown["description"] = function.description
+    shown["parameters"] = parameters if parameters is not None else {"type": "object", "properties": {}}
+    return {"type": "function", "function": shown}
+
+
+def _plan(
+    offered: list[dict[str, Any]], choice: str | ToolChoice | None, parallel: bool | None, max_tools: int
+) -> ToolPlan:
+    if len(offered) > max_tools:
+        raise InvalidRequest(
+            f"Invalid 'tools': {len(offered)} were given, at most {max_tools} are allowed.", param="tools"
+        )
+    parallel = parallel is not False
+    mode: ToolMode
+    match choice:
+        case None | "auto":
+            mode, allowed = ("auto" if offered else "none"), offered
+        case "none":
+            mode, allowed = "none", []
+        case "required":
+            mode, allowed = "required", offered
+        case ToolChoice(type="function"):
+            name = choice.function.name if choice.function is not None else choice.name
+            place = "tool_choice.function.name" if choice.function is not None else "tool_choice.name"
+            mode, allowed, parallel = "named", [_named(offered, name, place)], False
+        case ToolChoice(type="allowed_tools"):
+            nested = choice.allowed_tools
+            references = nested.tools if nested is not None else choice.tools or []
+            mode = (nested.mode if nested is not None else choice.mode) or "auto"
+            allowed = [_named(offered, _name_of(tool), "tool_choice.tools") for tool in references]
+        case ToolChoice():
+            raise _unsupported(choice.type, "tool_choice.type")
+        case _:
+            raise InvalidRequest(f"Invalid value for 'tool_choice': '{choice}'.", param="tool_choice")
+    if mode in ("required", "named") and not allowed:
+        raise InvalidRequest("'tool_choice' is only allowed when 'tools' are specified.", param="tool_choice")
+    return ToolPlan(mode=mode, offered=offered, allowed=allowed, parallel=parallel)
+
+
+def _named(offered: list[dict[str, Any]], name: str | None, place: str) -> dict[str, Any]:
+    if name is None:
+        raise InvalidRequest(f"Missing required parameter: '{place}'.", param=place)
+    for tool in offered:
+        if tool["function"]["name"] == name:
+            return tool
+    raise InvalidRequest(f"Tool choice '{name}' not found in 'tools' parameter.", param="tool_choice")
+
+
+def _name_of(reference: ToolReference) -> str | None:
+    return reference.function.name if reference.function is not None else reference.name
+
+
+def _unsupported(kind: str, place: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"Invalid value for '{place}': '{kind}'. Only 'function' tools are supported.",
+        param=place,
+        code="unsupported_tool",
+    )

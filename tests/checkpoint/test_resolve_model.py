@@ -1,0 +1,170 @@
+"""MODEL in all its forms, and folders with something wrong: the message names the file."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import numpy as np
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors.numpy import save_file
+from tiny_gguf import TinyGguf
+
+from stoker.base.errors import ModelFilesError
+from stoker.checkpoint.hf_folder import INDEX
+from stoker.checkpoint.progress import silent
+from stoker.checkpoint.source import default_cache_dir, resolve_model
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with two shards."""
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "tokenizer.json").write_text("{}")
+    places = {}
+    for number in (1, 2):
+        shard = f"model-0000{number}-of-00002.safetensors"
+        save_file({f"w{number}": np.ones((4, 8), np.float32)}, folder / shard)
+        places[f"w{number}"] = shard
+    (folder / INDEX).write_text(json.dumps({"weight_map": places}))
+    return folder
+
+
+def test_a_whole_folder_is_used_as_it_is(folder: Path, cache_dir: Path) -> None:
+    found = resolve_model(str(folder), cache_dir, silent)
+    assert (found.path, found.name) == (folder, "my-model")
+    assert not cache_dir.exists()
+
+
+def test_a_folder_with_a_single_file_is_used(folder: Path, cache_dir: Path) -> None:
+    (folder / INDEX).unlink()
+    save_file({"w": np.ones(3, np.float32)}, folder / "model.safetensors")
+    assert resolve_model(str(folder), cache_dir, silent).path == folder
+
+
+def _cut(path: Path, num_bytes: int) -> None:
+    path.write_bytes(path.read_bytes()[:num_bytes])
+
+
+def _break(folder: Path, how: str) -> None:
+    second = folder / "model-00002-of-00002.safetensors"
+    first = folder / "model-00001-of-00002.safetensors"
+    if how == "no tokenizer":
+        (folder / "tokenizer.json").unlink()
+    elif how == "bad config":
+        (folder / "config.json").write_text("{")
+    elif how == "list config":
+        (folder / "config.json").write_text("[]")
+    elif how == "missing shard":
+        second.unlink()
+    elif how == "cut data":
+        _cut(second, -1)
+    elif how == "cut head":
+        _cut(second, 20)
+    elif how == "empty":
+        _cut(second, 0)
+    elif how == "too long":
+        second.write_bytes(second.read_bytes() + b"x")
+    elif how == "bad head":
+        second.write_bytes(struct.pack("<Q", 4) + b"nope")
+    elif how == "web page":
+        second.write_bytes(b"<html>" * 100)
+    elif how == "other shard":
+        second.write_bytes(first.read_bytes())
+    elif how == "no map":
+        (folder / INDEX).write_text("{}")
+    elif how == "no weights":
+        (folder / INDEX).unlink()
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("no tokenizer", r"tokenizer\.json is missing"),
+        ("bad config", r"config\.json is not JSON"),
+        ("list config", r"config\.json does not hold a JSON object"),
+        ("missing shard", r"lacks 1 of the 2 files .*: model-00002-of-00002\.safetensors"),
+        ("cut data", r"model-00002.* is cut off or damaged: it has \d+ bytes, and its head says \d+"),
+        ("cut head", r"model-00002.* hold no whole head"),
+        ("empty", r"model-00002.* hold no whole head"),
+        ("too long", r"model-00002.* is cut off or damaged"),
+        ("bad head", r"model-00002.* its head cannot be read"),
+        ("web page", r"model-00002.* hold no whole head"),
+        ("other shard", r"model-00002.* has no tensor w2"),
+        ("no map", r"index\.json has no weight_map"),
+        ("no weights", r"neither model\.safetensors nor"),
+    ],
+)
+def test_a_broken_folder_is_refused_with_the_files_name(folder: Path, cache_dir: Path, how: str, said: str) -> None:
+    _break(folder, how)
+    with pytest.raises(ModelFilesError, match=said):
+        resolve_model(str(folder), cache_dir, silent)
+
+
+def test_a_folder_with_one_gguf_is_converted(gguf_path: Path, cache_dir: Path) -> None:
+    TinyGguf().write(gguf_path)
+    assert resolve_model(str(gguf_path.parent), cache_dir, silent) == resolve_model(str(gguf_path), cache_dir, silent)
+
+
+def test_a_folder_with_two_ggufs_asks_which(gguf_path: Path, cache_dir: Path) -> None:
+    TinyGguf().write(gguf_path)
+    TinyGguf().write(gguf_path.with_name("other.gguf"))
+    with pytest.raises(ModelFilesError, match=r"2 GGUF files \(other\.gguf, tiny\.gguf\)"):
+        resolve_model(str(gguf_path.parent), cache_dir, silent)
+
+
+def test_an_empty_folder_is_no_model(tmp_path: Path, cache_dir: Path) -> None:
+    with pytest.raises(ModelFilesError, match=r"neither config\.json nor a \.gguf"):
+        resolve_model(str(tmp_path), cache_dir, silent)
+
+
+@pytest.mark.parametrize("model", ["no-such-thing", "a/b/c", "./missing/model", "org/model.gguf", "", "org/name@"])
+def test_anything_else_is_told_what_model_may_be(model: str, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(cache_dir.parent)
+    with pytest.raises(ModelFilesError, match=r"org/name@revision.*SmolLM2-135M-Instruct"):
+        resolve_model(model, cache_dir, silent)
+
+
+def test_a_repository_is_downloaded_and_checked(folder: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def snapshot_download(name: str, **options: Any) -> str:
+        asked.update(options, name=name)
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    found = resolve_model("org/name@v1.0", cache_dir, silent)
+    assert (found.path, found.name) == (folder, "org/name")
+    assert (asked["name"], asked["revision"], asked["local_files_only"]) == ("org/name", "v1.0", False)
+    assert "*.safetensors" in asked["allow_patterns"]
+    assert asked["ignore_patterns"] == ["original/*"]
+    (folder / "model-00001-of-00002.safetensors").unlink()
+    with pytest.raises(ModelFilesError, match="model-00001-of-00002"):
+        resolve_model("org/name@v1.0", cache_dir, silent)
+
+
+@pytest.mark.parametrize("error", [LocalEntryNotFoundError("no"), ConnectionError("no"), TimeoutError()])
+def test_no_network_says_what_to_do(error: Exception, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def snapshot_download(name: str, **options: Any) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(ModelFilesError, match=r"org/name.*pass its folder as MODEL"):
+        resolve_model("org/name", cache_dir, silent)
+
+
+def test_offline_asks_only_the_local_cache(cache_dir: Path) -> None:
+    with pytest.raises(ModelFilesError, match="stay offline"):
+        resolve_model("no-such-org-x/no-such-model-x", cache_dir, silent, offline=True)
+
+
+def test_the_cache_folder_follows_the_environment() -> None:
+    assert default_cache_dir({"STOKER_CACHE": "/a", "XDG_CACHE_HOME": "/b"}) == Path("/a")
+    assert default_cache_dir({"XDG_CACHE_HOME": "/b"}) == Path("/b/stoker")
+    assert default_cache_dir({}) == Path.home() / ".cache" / "stoker"

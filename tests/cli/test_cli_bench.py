@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from scripted_server import ScriptedServer, Seen, answer, failure
+
+from stoker.cli.main import main
+
+
+def bench(server: ScriptedServer, *argv: str) -> int:
+    return main(["bench", "serve", "--url", server.url, *argv])
+
+
+def test_figures_and_configuration_are_written(server: ScriptedServer, tmp_path: Path, capsys):
+    out = tmp_path / "out.json"
+    argv = [
+        "--num-requests",
+        "6",
+        "--concurrency",
+        "2",
+        "--input-tokens",
+        "20",
+        "--output-tokens",
+        "9",
+        "--warmup",
+        "2",
+    ]
+    assert bench(server, *argv, "--header", "authorization: secret", "--json", str(out)) == 0
+    whole = json.loads(out.read_text())
+    assert whole["config"]["concurrency"] == 2
+    assert whole["config"]["model"] == "scripted"
+    assert whole["config"]["headers"] == ["authorization"]
+    assert "secret" not in out.read_text()
+    assert set(whole["environment"]) == {"python", "platform", "date"}
+    figures = whole["figures"]
+    assert (figures["requests"], figures["failed"], figures["peak_concurrency"]) == (6, 0, 2)
+    assert (figures["prompt_tokens"], figures["cached_tokens"], figures["output_tokens"]) == (60, 24, 18)
+    assert figures["hit_ratio"] == 0.4
+    assert figures["ttft_ms"]["count"] == 6
+    assert figures["itl_ms"]["count"] == 12
+    assert "hit ratio" in capsys.readouterr().out
+    assert len(server.seen) == 8  # with the warm-up, whose prompts are others
+    assert len({seen.body["messages"][0]["content"] for seen in server.seen}) == 8
+    assert all(seen.headers["Authorization"] == "secret" for seen in server.seen)
+    measured = server.seen[2:]
+    assert {(seen.body["max_tokens"], seen.body["ignore_eos"], seen.body["temperature"]) for seen in measured} == {
+        (9, True, 0.0)
+    }
+
+
+def test_failures_are_told_and_change_the_exit_code(server: ScriptedServer, capsys):
+    def script(seen: Seen):
+        return failure(429, "overloaded") if len(server.seen) % 2 else answer("a")
+
+    server.script = script
+    assert bench(server, "--num-requests", "4", "--concurrency", "1", "--input-tokens", "3") == 1
+    assert "2 x 429 overloaded" in capsys.readouterr().out
+
+
+def test_a_trace_goes_out_as_token_ids(server: ScriptedServer, tmp_path: Path):
+    trace = tmp_path / "trace.jsonl"
+    rows = [
+        {"timestamp": 0, "input_length": 1024, "output_length": 128, "hash_ids": [0, 1]},
+        {"timestamp": 0, "input_length": 1536, "output_length": 128, "hash_ids": [0, 1, 2]},
+    ]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    argv = ["--dataset", "trace", "--trace", str(trace), "--block-tokens-scale", "8", "--speedup", "100"]
+    assert bench(server, *argv, "--vocab-size", "500", "--session-header") == 0
+    first, second = sorted(server.seen, key=lambda seen: len(seen.body["prompt"]))
+    assert second.body["prompt"][:16] == first.body["prompt"]
+    assert len(second.body["prompt"]) == 24
+    assert max(second.body["prompt"]) < 500
+    assert first.body["max_tokens"] == 2
+    assert first.headers["x-session-affinity"] == "mooncake-0"
+
+
+@pytest.mark.parametrize("name", ["mtbench", "tau", "mint"])
+def test_public_sets_are_played(server: ScriptedServer, data_dir: Path, name: str):
+    argv = ["--dataset", name, "--data-dir", str(data_dir), "--num-requests", "12", "--max-tokens", "7"]
+    assert bench(server, *argv) == 0
+    assert len(server.seen) == 12
+    assert all(seen.body["max_tokens"] == 7 and "ignore_eos" not in seen.body for seen in server.seen)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--rate", "0"], "rate=0"),
+        (["--concurrency", "0"], "concurrency=0"),
+        (["--dataset", "trace"], "needs --trace FILE"),
+        (["--dataset", "sharegpt"], "needs --dataset-file FILE"),
+        (["--dataset", "arena", "--data-dir", "absent"], "no folder of data sets"),
+        (["--header", "nonsense"], "NAME:VALUE"),
+        (["--range-ratio", "2"], "range ratio=2"),
+        (["--num-requests", "0"], "num_requests=0"),
+    ],
+)
+def test_settings_that_cannot_work_are_named(server: ScriptedServer, capsys, argv: list[str], message: str):
+    assert bench(server, *argv) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("stoker: ")
+    assert message in shown
+    assert not server.seen
+
+
+def test_a_server_that_is_not_there(unused_url: str, capsys):
+    assert main(["bench", "serve", "--url", unused_url]) == 2
+    assert f"stoker: no server answers at {unused_url}" in capsys.readouterr().err
+
+
+def test_ctrl_c_prints_what_was_seen_so_far(server: ScriptedServer, tmp_path: Path):
+    server.script = lambda seen: answer("a", "b") if len(server.seen) <= 5 else answer("a", pause_s=30.0)
+    out = tmp_path / "out.json"
+    argv = ["bench", "serve", "--url", server.url, "--concurrency", "1", "--num-requests", "50", "--json", str(out)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stoker.cli.main", *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline_s = time.monotonic() + 15
+    while len(server.seen) < 6 and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    shown, errors = process.communicate(timeout=15)
+    assert process.returncode == 130
+    assert errors == ""
+    assert "Interrupted" in shown
+    whole = json.loads(out.read_text())
+    assert whole["config"]["interrupted"] is True
+    assert (whole["figures"]["requests"], whole["figures"]["failed"]) == (5, 0)

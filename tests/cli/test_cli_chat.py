@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import io
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+from scripted_server import CUT, Reply, ScriptedServer, answer, delta, failure, finish
+
+from stoker.cli.main import main
+
+
+def contents(server: ScriptedServer, number: int) -> list[str]:
+    return [message["content"] for message in server.seen[number].body["messages"]]
+
+
+def piped(monkeypatch: pytest.MonkeyPatch, server_url: str, lines: str, *argv: str) -> int:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    return main(["chat", "--url", server_url, *argv])
+
+
+def test_a_pipe_gives_a_prompt_a_line_and_gets_plain_answers(server: ScriptedServer, monkeypatch, capsys):
+    argv = ["--system", "Be brief.", "--temperature", "0.5", "--max-tokens", "9", "--api-key", "k"]
+    assert piped(monkeypatch, server.url, "one\n\ntwo\n/reset\nthree\n/exit\nfour\n", *argv) == 0
+    assert capsys.readouterr().out == "Hello there.\n" * 3
+    assert contents(server, 0) == ["Be brief.", "one"]
+    assert contents(server, 1) == ["Be brief.", "one", "Hello there.", "two"]
+    assert contents(server, 2) == ["Be brief.", "three"]
+    assert len(server.seen) == 3
+    body = server.seen[0].body
+    assert (body["model"], body["temperature"], body["max_tokens"]) == ("scripted", 0.5, 9)
+    assert server.seen[0].headers["Authorization"] == "Bearer k"
+
+
+def test_a_server_that_is_not_there(unused_url: str, monkeypatch, capsys):
+    assert piped(monkeypatch, unused_url, "hello\n") == 2
+    assert capsys.readouterr().err.startswith(f"stoker: no server answers at {unused_url}")
+
+
+def test_an_error_ends_a_pipe(server: ScriptedServer, monkeypatch, capsys):
+    server.script = lambda seen: failure(429, "overloaded", "too many")
+    assert piped(monkeypatch, server.url, "hello\n") == 2
+    assert capsys.readouterr().err == "stoker: 429 overloaded: too many\n"
+
+
+class Terminal:
+    """`stoker chat` on a pseudo-terminal."""
+
+    def __init__(self, url: str) -> None:
+        self._master, slave = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "stoker.cli.main", "chat", "--url", url],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+            env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "200"},
+        )
+        os.close(slave)
+        self.shown = ""
+
+    def type(self, text: str) -> None:
+        os.write(self._master, text.encode())
+
+    def interrupt(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+
+    def wait_for(self, text: str, times: int = 1) -> None:
+        deadline_s = time.monotonic() + 15
+        while self.shown.count(text) < times:
+            assert time.monotonic() < deadline_s, f"{text!r} never came: {self.shown!r}"
+            if select.select([self._master], [], [], 0.1)[0]:
+                try:
+                    self.shown += os.read(self._master, 65536).decode(errors="replace")
+                except OSError:  # the other side is closed
+                    break
+        assert self.shown.count(text) >= times, self.shown
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self._master)
+
+
+@pytest.fixture
+def terminal(server: ScriptedServer) -> Iterator[Terminal]:
+    started = Terminal(server.url)
+    started.wait_for("> ")
+    yield started
+    started.close()
+
+
+def test_answers_come_with_their_figures_and_dim_reasoning(server: ScriptedServer, terminal: Terminal):
+    server.script = lambda seen: Reply(
+        [delta(reasoning_content="hmm"), delta(content="[b]Hi"), 0.05, delta(content=" you"), *finish(12, 3, 8)]
+    )
+    terminal.type("hello\n")
+    terminal.wait_for("8 of 12 prompt tokens cached")
+    assert "[b]Hi you" in terminal.shown  # the model's brackets are no markup
+    assert "\x1b[2mhmm" in terminal.shown
+    assert "3 tokens" in terminal.shown
+    assert "tokens/s" in terminal.shown
+    terminal.wait_for("> ", times=2)
+    terminal.type("\x04")
+    assert terminal.process.wait(10) == 0
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_chat(server: ScriptedServer, terminal: Terminal):
+    server.script = lambda seen: Reply([delta(content="thinking"), 30.0])
+    terminal.type("hello\n")
+    terminal.wait_for("thinking")
+    terminal.interrupt()
+    terminal.wait_for("(stopped)")
+    deadline_s = time.monotonic() + 5
+    while not server.dropped and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    assert server.dropped == 1
+    server.script = lambda seen: answer("fine", " again")
+    terminal.wait_for("> ", times=2)
+    time.sleep(0.2)  # readline shows its prompt a moment before it listens
+    terminal.interrupt()  # at the prompt it only begins a new line
+    terminal.wait_for("> ", times=3)
+    terminal.type("and now?\n")
+    terminal.wait_for("fine again")
+    assert contents(server, 1) == ["and now?"]  # what was stopped is no part of the conversation
+    terminal.wait_for("> ", times=4)
+    terminal.type("/exit\n")
+    assert terminal.process.wait(10) == 0
+
+
+def test_several_lines_are_one_message(server: ScriptedServer, terminal: Terminal):
+    terminal.type("\x1b[200~one\ntwo\x1b[201~\n")
+    terminal.wait_for("Hello there.")
+    terminal.wait_for("prompt tokens cached")
+    terminal.type('"""three\nfour"""\n')
+    terminal.wait_for("Hello there.", times=2)
+    assert contents(server, 0) == ["one\ntwo"]
+    assert contents(server, 1)[-1] == "three\nfour"
+
+
+def test_errors_do_not_end_the_chat(server: ScriptedServer, terminal: Terminal):
+    server.script = lambda seen: failure(503, "overloaded", "try later")
+    terminal.type("hello\n")
+    terminal.wait_for("503 overloaded: try later")
+    server.script = lambda seen: Reply([delta(content="half"), 0.05, CUT])
+    terminal.type("hello\n")
+    terminal.wait_for("disconnected")
+    server.script = lambda seen: answer("fine")
+    terminal.type("hello\n")
+    terminal.wait_for("fine")
+    assert contents(server, 2) == ["hello"]

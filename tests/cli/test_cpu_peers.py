@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from scripted_server import ScriptedServer
+
+ROOT = Path(__file__).parents[2]
+SCRIPTED = f"{sys.executable} {Path(__file__).with_name('scripted_server.py')} {{port}}"
+
+
+def cpu_peers(*argv: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "bench/cpu_peers.py"), *argv]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_servers_are_started_measured_and_stopped_in_alternating_order(server: ScriptedServer, tmp_path: Path):
+    load = ["--concurrency", "1", "2", "--requests-per-slot", "2", "--min-requests", "2", "--warmup", "2"]
+    ended = cpu_peers(
+        *("--server", f"ours={SCRIPTED}", "--target", f"other={server.url}"),
+        *(*load, "--log-dir", str(tmp_path), "--out", str(tmp_path / "result")),
+    )
+    assert ended.returncode == 0, ended.stderr
+    measurements = json.loads((tmp_path / "result.json").read_text())["measurements"]
+    assert [(m["round"], m["server"], m["concurrency"]) for m in measurements] == [
+        *((0, "other", 1), (0, "other", 2), (0, "ours", 1), (0, "ours", 2)),
+        *((1, "ours", 1), (1, "ours", 2), (1, "other", 1), (1, "other", 2)),
+    ]
+    assert [m["figures"]["requests"] for m in measurements] == [2, 4] * 4
+    assert all(m["start_s"] > 0 and m["cpu_s"] >= 0 for m in measurements if m["server"] == "ours")
+    sent = [seen.body["messages"][0]["content"] for seen in server.seen]
+    assert len(sent) == 16  # two rounds of 2 + 2 + 4
+    assert len(set(sent[:8])) == 8
+    assert all(seen.body["max_tokens"] == 32 and seen.body["ignore_eos"] for seen in server.seen)
+    table = (tmp_path / "result.md").read_text()
+    assert "| ours | 2 |" in table
+    assert "| other | 1 |" in table
+
+
+def test_a_server_that_ends_at_once_is_named(tmp_path: Path):
+    ended = cpu_peers("--server", "broken=false", "--log-dir", str(tmp_path), "--out", str(tmp_path / "result"))
+    assert ended.returncode == 2
+    assert "broken ended with 1 before it was ready" in ended.stderr

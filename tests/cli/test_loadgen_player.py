@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from scripted_server import CUT, Reply, ScriptedServer, Seen, answer, delta, failure, finish
+
+from stoker.base.clock import RealClock
+from stoker.base.errors import StokerError
+from stoker.loadgen.client import Client, Target
+from stoker.loadgen.load import Load
+from stoker.loadgen.player import play
+from stoker.loadgen.report import figures
+from stoker.loadgen.session import Blocks, FollowUp, Messages, Session, TokenRange, Turn
+from stoker.loadgen.stream import Record
+
+
+def chat(text: str, session: str = "s", **fields: Any) -> Turn:
+    return Turn(Messages([{"role": "user", "content": text}], 1), session, **fields)
+
+
+def run(target: Target, sessions: Sequence[Session], load: Load) -> list[Record]:
+    async def measure() -> list[Record]:
+        records: list[Record] = []
+        clock = RealClock()
+        async with Client(target, clock) as client:
+            await play(sessions, client, load, {"model": "m", "max_tokens": 5}, records.append, clock)
+        return records
+
+    return asyncio.run(measure())
+
+
+def test_a_request_asks_for_a_stream_with_usage(server: ScriptedServer):
+    [record] = run(Target(server.url, {"x-key": "k"}), [Session([chat("hi", max_tokens=3)])], Load(slots=1))
+    [seen] = server.seen
+    assert seen.path == "/v1/chat/completions"
+    assert seen.body == {
+        "model": "m",
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 3,
+    }
+    assert seen.headers["x-key"] == "k"
+    assert "x-session-affinity" not in seen.headers
+    assert (record.text, record.completion_tokens, record.cached_tokens, record.error) == ("Hello there.", 3, 4, None)
+    assert 0 < (record.ttft_s or 0) <= record.e2e_s
+
+
+def test_token_ids_go_to_completions(server: ScriptedServer):
+    turn = Turn(Blocks(["a"], "t", 4, 6, TokenRange()), "s")
+    run(Target(server.url + "/v1/"), [Session([turn])], Load(slots=1))
+    [seen] = server.seen
+    assert seen.path == "/v1/completions"
+    assert seen.body["prompt"] == turn.prompt.fields(())["prompt"]
+    assert len(seen.body["prompt"]) == 6
+
+
+def test_a_closed_loop_fills_its_slots_and_no_more(server: ScriptedServer):
+    server.script = lambda seen: answer("a", "b", pause_s=0.02)
+    records = run(Target(server.url), [Session([chat(str(n))]) for n in range(12)], Load(slots=3))
+    result = figures(records)
+    assert (result.requests, result.peak_concurrency) == (12, 3)
+
+
+def test_an_open_loop_does_not_wait_for_answers(server: ScriptedServer):
+    server.script = lambda seen: answer("a", pause_s=0.3)
+    sessions = [Session([chat(str(n))]) for n in range(8)]
+    records = run(Target(server.url), sessions, Load(rate=100, arrival="constant"))
+    starts = sorted(record.started_s for record in records)
+    assert figures(records).peak_concurrency == 8
+    assert 0.065 < starts[-1] - starts[0] < 0.25
+
+
+def test_a_trace_is_played_at_its_times(server: ScriptedServer):
+    sessions = [Session([chat(str(n))], start_s=0.1 * n) for n in range(3)]
+    starts = sorted(record.started_s for record in run(Target(server.url), sessions, Load()))
+    assert starts[2] - starts[0] == pytest.approx(0.2, abs=0.08)
+    starts = sorted(
+        record.started_s for record in run(Target(server.url), sessions, Load(slots=3, keep_trace_times=False))
+    )
+    assert starts[2] - starts[0] < 0.08
+
+
+def test_turns_follow_one_another_with_the_servers_own_answers_and_pauses(server: ScriptedServer):
+    turns = [Turn(FollowUp(["a"]), "s"), Turn(FollowUp(["a", "b"]), "s", pause_s=0.1)]
+    first, second = run(Target(server.url), [Session(turns)], Load(slots=4))
+    assert second.started_s - first.ended_s >= 0.1
+    assert [message["content"] for message in server.seen[1].body["messages"]] == ["a", "Hello there.", "b"]
+
+
+def test_sessions_and_their_parents_are_named_where_asked(server: ScriptedServer):
+    turns = [chat("a", "main"), chat("b", "main/sub", parent="main")]
+    run(Target(server.url, session_header=True), [Session(turns)], Load(slots=1))
+    main, sub = (seen.headers for seen in server.seen)
+    assert main["x-session-affinity"] == "main"
+    assert "x-parent-session-id" not in main
+    assert (sub["x-session-affinity"], sub["x-parent-session-id"]) == ("main/sub", "main")
+
+
+def test_errors_are_counted_by_kind_and_never_raised(server: ScriptedServer):
+    replies = {
+        "fine": answer("a"),
+        "busy": failure(429, "rate_limited"),
+        "wrong": failure(400, "bad_field"),
+        "cut": Reply([delta(content="a"), 0.05, CUT]),
+        "slow": Reply([delta(content="a"), 5.0]),
+        "short": Reply([delta(content="a")]),
+        "plain": Reply(status=502, body="bad gateway"),
+    }
+
+    def script(seen: Seen) -> Reply:
+        return replies[seen.body["messages"][0]["content"]]
+
+    server.script = script
+    names = [*replies, "busy", "fine"]
+    result = figures(run(Target(server.url, timeout_s=0.7), [Session([chat(name)]) for name in names], Load(slots=9)))
+    assert result.requests == 2
+    assert result.failed == 7
+    assert result.errors == {
+        "400 bad_field": 1,
+        "429 rate_limited": 2,
+        "502 unknown": 1,
+        "disconnected": 1,
+        "stream truncated": 1,
+        "timeout": 1,
+    }
+
+
+def test_a_server_that_is_not_there(server: ScriptedServer, unused_url: str):
+    [record] = run(Target(unused_url), [Session([chat("a")])], Load(slots=1))
+    assert record.error == "connect"
+
+    async def first_model(url: str) -> str:
+        async with Client(Target(url)) as client:
+            return await client.first_model()
+
+    assert asyncio.run(first_model(server.url)) == "scripted"
+    with pytest.raises(StokerError, match="no server answers at"):
+        asyncio.run(first_model(unused_url))
+    server.models = ()
+    with pytest.raises(StokerError, match="lists no model"):
+        asyncio.run(first_model(server.url))
+
+
+def test_chunks_are_read_wherever_the_network_cuts_them(server: ScriptedServer):
+    stream = b"".join([delta(content="grün"), delta(content="世界"), *finish(5, 2)])
+    pieces: list[bytes | float | str] = []
+    for place in range(0, len(stream), 7):
+        pieces += [stream[place : place + 7], 0.0005]
+    server.script = lambda seen: Reply(pieces)
+    [record] = run(Target(server.url), [Session([chat("a")])], Load(slots=1))
+    assert (record.error, record.text, record.num_chunks) == (None, "grün世界", 2)

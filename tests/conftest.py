@@ -1,0 +1,29 @@
+"""What all tests share: where shared helpers and optional data lie, and the real small model."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The folder of SmolLM2-135M-Instruct: fetched once, as `stoker serve` does it."""
+    from stoker.checkpoint.progress import silent
+    from stoker.checkpoint.source import default_cache_dir, resolve_model
+
+    return resolve_model(None, default_cache_dir(os.environ), silent).path
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """Public prompt sets and traces that are not part of the repository; tests that need them skip where they are absent."""
+    for folder in (Path("data"), Path(__file__).parents[2] / "shared" / "data"):
+        if (folder / "prompts").is_dir():
+            return folder
+    pytest.skip("the prompt sets are not here")

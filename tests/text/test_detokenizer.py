@@ -1,0 +1,70 @@
+"""Pushed in any portions, the text is the one that decoding everything gives, and it is never half a character."""
+
+from __future__ import annotations
+
+import functools
+
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from text_samples import sentence_piece
+
+from stoker.text.detokenizer import Detokenizer
+from stoker.text.tokenizer import Tokenizer
+
+
+def _portions(ids: list[int], sizes: list[int]) -> list[list[int]]:
+    portions, at = [], 0
+    for size in [*sizes, len(ids)]:
+        portions.append(ids[at : at + size])
+        at += size
+    return portions
+
+
+@settings(max_examples=300, deadline=None, print_blob=True)
+@given(data=st.data(), sizes=st.lists(st.integers(0, 4), max_size=40), skip=st.booleans())
+def test_portions_do_not_matter(raw: tokenizers.Tokenizer, data: st.DataObject, sizes: list[int], skip: bool) -> None:
+    tokenizer = _shared(raw)
+    # Any ids: most of them together are not valid UTF-8.
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=40))
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
+    text = "".join(detokenizer.push(portion) for portion in _portions(ids, sizes)) + detokenizer.flush()
+    assert text == raw.decode(ids, skip_special_tokens=skip)
+    assert text == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+@functools.cache
+def _shared(raw: tokenizers.Tokenizer) -> Tokenizer:
+    return Tokenizer(raw)
+
+
+def test_a_character_comes_out_whole(tokenizer: Tokenizer) -> None:
+    byte_ids = [
+        next(t for t in range(tokenizer.vocab_size) if tokenizer.token_bytes(t) == bytes([b])) for b in "🦊".encode()
+    ]
+    detokenizer = Detokenizer(tokenizer)
+    assert [detokenizer.push([token]) for token in byte_ids] == ["", "", "", "🦊"]
+    assert detokenizer.push(byte_ids[:2]) == ""
+    assert detokenizer.flush() == "\ufffd"
+
+
+def test_sentence_piece_drops_its_own_leading_space() -> None:
+    for scheme in ("always", "first", "never"):
+        raw = sentence_piece(scheme)
+        tokenizer = Tokenizer(raw)
+        for text in ("The quick brown fox", "quick  fox ", "狐 fox", " x"):
+            ids = tokenizer.encode(text)
+            detokenizer = Detokenizer(tokenizer)
+            pushed = "".join(detokenizer.push([token]) for token in ids) + detokenizer.flush()
+            assert pushed == raw.decode(ids) == tokenizer.decode(ids)
+
+
+def test_metaspace_decoder_drops_the_first_tokens_space() -> None:
+    for scheme in ("always", "first", "never"):
+        raw = sentence_piece(scheme)
+        raw.decoder = tokenizers.decoders.Metaspace(prepend_scheme=scheme)
+        tokenizer = Tokenizer(raw)
+        for text in ("The quick brown fox", " x", "   The"):
+            ids = tokenizer.encode(text)
+            detokenizer = Detokenizer(tokenizer)
+            assert "".join(detokenizer.push([token]) for token in ids) + detokenizer.flush() == raw.decode(ids)

@@ -1,0 +1,125 @@
+"""The worker's app on a real socket, in a thread of its own, over a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import openai
+from aiohttp import web
+from fake_engine import FakeService, Script
+
+from stoker.proto.sse import SseEvent, SseReader
+from stoker.worker.app import make_app, make_runner
+from stoker.worker.config import HttpConfig
+from stoker.worker.context import ModelText
+from stoker.worker.state import ServerState
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        assert set(self.json) == {"error"}
+        assert set(self.json["error"]) == {"message", "type", "param", "code"}
+        return self.json["error"]
+
+    @property
+    def events(self) -> list[SseEvent]:
+        return SseReader().push(self.body)
+
+    @property
+    def chunks(self) -> list[Any]:
+        return [json.loads(event.data) for event in self.events if not event.is_done]
+
+
+@dataclass
+class Server:
+    """A running worker. A test may change what its engine says at any time."""
+
+    service: FakeService
+    text: ModelText
+    config: HttpConfig
+    port: int = 0
+    state: ServerState = field(init=False)
+    loop: asyncio.AbstractEventLoop = field(init=False)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options)
+
+    def say(self, text: Any = "Hello, world", **options: Any) -> None:
+        self.service.script = Script(text, **options)
+
+    def send(self, path: str, body: Any = None, method: str | None = None, **headers: str) -> Answer:
+        """`body` is sent as it is where it is bytes, else as JSON."""
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        names = {"Content-Type": "application/json"} | {name.replace("_", "-"): text for name, text in headers.items()}
+        request = urllib.request.Request(self.url + path, data, names, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=20) as answer:
+                return Answer(answer.status, dict(answer.headers), answer.read())
+        except urllib.error.HTTPError as refused:
+            return Answer(refused.code, dict(refused.headers), refused.read())
+
+    def chat(self, content: str = "Say hello", **fields: Any) -> Answer:
+        """A field that is `...` is left out."""
+        body = {"model": "tiny", "messages": [{"role": "user", "content": content}]} | fields
+        return self.send("/v1/chat/completions", {name: value for name, value in body.items() if value is not ...})
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    until = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until, "it never came true"
+        time.sleep(0.005)
+
+
+def run_server(server: Server) -> Callable[[], None]:
+    """Start it; the function returned stops it."""
+    up = threading.Event()
+    down: asyncio.Event
+
+    async def main() -> None:
+        nonlocal down
+        down = asyncio.Event()
+        server.loop = asyncio.get_running_loop()
+        server.state = ServerState(server.config.drain_retry_after_s)
+        app = make_app(server.service, server.text, server.config, state=server.state)
+        runner = make_runner(app, shutdown_timeout_s=0.5)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        server.port = runner.addresses[0][1]
+        up.set()
+        await down.wait()
+        await runner.cleanup()
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()))
+    thread.start()
+    assert up.wait(10)
+
+    def stop() -> None:
+        server.loop.call_soon_threadsafe(down.set)
+        thread.join(10)
+        assert not thread.is_alive()
+
+    return stop
