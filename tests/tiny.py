@@ -10,7 +10,7 @@ import transformers
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 199,
-    "hidden_size": 64,
+    "hidden_size": 72,
     "intermediate_size": 96,
     "num_hidden_layers": 3,
     "num_attention_heads": 6,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,8 +103,9 @@ def _serve(args: argparse.Namespace) -> int:
 
     from stoker.loadgen.report import figures, print_report, write_json
 
-    load, target, spec = _load(args), _target(args), _dataset(args)
+    target, spec = _target(args), _dataset(args)
     sessions = load_dataset(spec)
+    load = _load(args, sessions)
     if spec.num_requests is not None and num_turns(sessions) < spec.num_requests:
         print(f"stoker: {spec.name} holds {num_turns(sessions)} requests, not {spec.num_requests}", file=sys.stderr)
     records: list[Record] = []
@@ -120,7 +122,8 @@ def _serve(args: argparse.Namespace) -> int:
         console.print("Interrupted: these are the requests that had ended.")
     print_report(console, result)
     if args.json is not None:
-        write_json(args.json, {**_config(args), "sessions": len(sessions), "interrupted": interrupted}, result)
+        outcome = {"load": asdict(load), "sessions": len(sessions), "interrupted": interrupted}
+        write_json(args.json, {**_config(args), **outcome}, result)
     if interrupted:
         raise KeyboardInterrupt
     return EXIT_FAILURES if result.failed else 0
@@ -192,8 +195,8 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     return {**options, "ignore_eos": True} if ignore_eos else options
 
 
-def _load(args: argparse.Namespace) -> Load:
-    replays_times = args.dataset == "trace" and args.concurrency is None
+def _load(args: argparse.Namespace, sessions: list[Session]) -> Load:
+    replays_times = args.concurrency is None and any(session.start_s is not None for session in sessions)
     slots = args.concurrency
     if slots is None and args.rate is None and not replays_times:
         slots = DEFAULT_CONCURRENCY

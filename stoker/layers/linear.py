@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from stoker.kernels.linear import linear, pack_weight
+from stoker.kernels.linear import PackedWeight, linear, pack_weight
 
 
 class Linear(nn.Module):
@@ -13,14 +13,13 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
-        self._packed: Tensor | None = None
+        self._packed: Tensor | PackedWeight | None = None
 
     def pack(self) -> None:
         """The packed copy takes the parameter's place, so that the weight is held once."""
-        packed = pack_weight(self.weight.data)
-        if packed is not self.weight.data:
+        self._packed = pack_weight(self.weight.data)
+        if isinstance(self._packed, PackedWeight):
             self.weight.data = torch.empty(0)
-        self._packed = packed
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight if self._packed is None else self._packed, self.bias)
@@ -32,7 +31,7 @@ class TiedLinear(nn.Module):
     def __init__(self, tied: nn.Parameter) -> None:
         super().__init__()
         self._tied = [tied]  # in a list: it is the embedding's parameter, not ours
-        self._packed: Tensor | None = None
+        self._packed: Tensor | PackedWeight | None = None
 
     def pack(self) -> None:
         self._packed = pack_weight(self._tied[0].data)

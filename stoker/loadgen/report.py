@@ -176,4 +176,4 @@ def print_report(console: Console, result: Figures) -> None:
     if result.without_usage:
         console.print(f"{result.without_usage} answers came without usage: their output tokens are counted as chunks")
     for kind, count in result.errors.items():
-        console.print(f"[red]{count} x {kind}[/red]")
+        console.print(f"{count} x {kind}", style="red", markup=False)

@@ -6,6 +6,7 @@ import re
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import msgspec
 from aiohttp import web
@@ -109,33 +110,36 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     context = request.app[CONTEXT]
     path = _known_path(request)
     record = request[RECORD] = RequestRecord(_request_id(request), path, context.metrics)
-    status, problem, unforeseen = CLIENT_GONE_STATUS, None, False
+    status, problem, logged = CLIENT_GONE_STATUS, None, False
     try:
-        try:
-            if path in _GENERATING:
-                with context.state.running():
-                    response = await handler(request)
-            else:
-                response = await handler(request)
-            status = response.status
-        except (ConnectionError, ClientStalled) as gone:
-            # Nobody is there to be answered: cut the connection, and with it what is still buffered.
-            problem = problem_of(gone) if isinstance(gone, ClientStalled) else None
-            response = _cut(request)
-        except Exception as error:
-            problem = problem_of(error)
-            unforeseen = problem.is_ours
-            status = problem.status
-            response = await _respond(request, problem)
+        with context.state.running() if path in _GENERATING else nullcontext():
+            response = await handler(request)
+        status = response.status
+        return response
+    except (ConnectionError, ClientStalled) as gone:
+        # Nobody is there to be answered: cut the connection, and with it what is still buffered.
+        problem = problem_of(gone) if isinstance(gone, ClientStalled) else None
+        return _cut(request)
+    except Exception as error:
+        problem = problem_of(error)
+        status = problem.status
+        response = await _respond(request, problem)
+        if problem.is_ours:
+            context.log.error("request_failed", exc_info=True, **_fields(record, status, problem))
+            logged = True
         return response
     finally:
-        fields = record.close(status)
-        if problem is not None:
-            fields |= {"code": problem.body.code, "param": problem.body.param, "message": problem.body.message}
-        if unforeseen:
-            context.log.error("request_failed", exc_info=True, **fields)
-        elif path not in _QUIET or status >= 500:
-            context.log.event("request", **fields)
+        if not logged:
+            fields = _fields(record, status, problem)
+            if path not in _QUIET or status >= 500:
+                context.log.event("request", **fields)
+
+
+def _fields(record: RequestRecord, status: int, problem: Problem | None) -> dict[str, object]:
+    fields = record.close(status)
+    if problem is not None:
+        fields |= {"code": problem.body.code, "param": problem.body.param, "message": problem.body.message}
+    return fields
 
 
 async def _respond(request: web.Request, problem: Problem) -> web.StreamResponse:

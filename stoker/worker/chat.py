@@ -45,7 +45,7 @@ from stoker.worker.prompt import (
     new_id,
     num_chars,
     render,
-    thinking_kwargs,
+    template_kwargs,
     usage_report,
 )
 from stoker.worker.record import RECORD, RequestRecord
@@ -137,11 +137,11 @@ async def _prompt(context: WorkerContext, body: ChatRequest, tools: ToolPlan, co
     conversation = Conversation(
         messages=template_messages(body.messages),
         tools=tools,
-        template_kwargs=thinking_kwargs(body.chat_template_kwargs, body.reasoning_effort, constrained),
+        template_kwargs=template_kwargs(body.chat_template_kwargs, body.reasoning_effort, constrained),
         add_generation_prompt=not continued if body.add_generation_prompt is None else body.add_generation_prompt,
         continue_final_message=continued,
     )
-    return await context.off_loop(num_chars(conversation), lambda: render(context.text, conversation))
+    return await context.off_loop(num_chars(conversation), lambda: render(context.text, conversation, context.limits))
 
 
 # ---- the whole answer
@@ -179,7 +179,7 @@ async def _whole(answer: ChatAnswer, record: RequestRecord) -> ChatCompletion:
         async for piece in stream:
             gathered[piece.index].add(piece)
             if piece.finish is not None:
-                gathered[piece.index].finish = _finish(piece.finish, bool(gathered[piece.index].calls), answer.tools)
+                gathered[piece.index].finish = _finish(answer, piece.index, piece.finish)
     return ChatCompletion(
         id=answer.id,
         created=answer.created,
@@ -208,9 +208,10 @@ def _choice(answer: ChatAnswer, index: int, got: _Gathered) -> ChatChoice:
     )
 
 
-def _finish(reason: ChatFinish, called: bool, tools: ToolPlan) -> ChatFinish:
+def _finish(answer: ChatAnswer, index: int, reason: ChatFinish) -> ChatFinish:
     """As OpenAI: a call that the client named itself ends with "stop", one that the model chose with "tool_calls"."""
-    return "tool_calls" if reason == "stop" and called and tools.mode != "named" else reason
+    called = answer.choices[index].has_called and answer.tools.mode != "named"
+    return "tool_calls" if reason == "stop" and called else reason
 
 
 # ---- the stream
@@ -218,7 +219,6 @@ def _finish(reason: ChatFinish, called: bool, tools: ToolPlan) -> ChatFinish:
 
 async def _stream(request: web.Request, answer: ChatAnswer) -> web.StreamResponse:
     record = request[RECORD]
-    called: set[int] = set()
     started: set[int] = set()
     resumed = bool(answer.body.resume_token_ids)
     async with aclosing(pieces(answer.context.service, answer.choices, record)) as source:
@@ -229,10 +229,8 @@ async def _stream(request: web.Request, answer: ChatAnswer) -> web.StreamRespons
                 started.add(piece.index)
                 if not resumed:
                     events = _event(answer, _opening(piece.index), first=len(started) == 1)
-            if any(isinstance(delta, ToolCallStart) for delta in piece.deltas):
-                called.add(piece.index)
             if piece.deltas or piece.finish is not None or piece.logprobs or answer.body.return_token_ids:
-                finish = piece.finish and _finish(piece.finish, piece.index in called, answer.tools)
+                finish = piece.finish and _finish(answer, piece.index, piece.finish)
                 events += _event(answer, _chunk_choice(answer, piece, finish))
             if events:
                 await stream.send(events)

@@ -26,7 +26,7 @@ from stoker.worker.context import CONTEXT, WorkerContext, read_body
 from stoker.worker.generate import Choice, Piece, pieces
 from stoker.worker.logprobs import completion_logprobs
 from stoker.worker.output import OutputParser
-from stoker.worker.prompt import Asked, Prompt, make_choices, new_id, usage_report
+from stoker.worker.prompt import Asked, Prompt, encode, make_choices, new_id, usage_report
 from stoker.worker.record import RECORD, RequestRecord
 from stoker.worker.sampling import check_token_ids, resolve_constraint
 from stoker.worker.stream import open_stream
@@ -98,17 +98,17 @@ async def _prompts(context: WorkerContext, body: CompletionRequest) -> list[Prom
     given = _listed(body)
     tokenizer = context.text.tokenizer
 
-    def encode() -> list[Prompt]:
+    def encode_all() -> list[Prompt]:
         prompts = []
         for param, prompt in given:
             if isinstance(prompt, str):
-                prompts.append(Prompt(tokenizer.encode(prompt, add_special_tokens=True), prompt))
+                prompts.append(Prompt(encode(context.text, prompt, context.limits, add_special_tokens=True), prompt))
             else:
                 ids = check_token_ids(prompt, param, context.limits)
                 prompts.append(Prompt(ids, tokenizer.decode(ids) if body.echo else None))
         return prompts
 
-    return await context.off_loop(sum(len(prompt) for _, prompt in given), encode)
+    return await context.off_loop(sum(len(prompt) for _, prompt in given), encode_all)
 
 
 def _listed(body: CompletionRequest) -> list[tuple[str, str | list[int]]]:

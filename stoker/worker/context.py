@@ -60,6 +60,7 @@ class ModelText:
     template: ChatTemplate
     tool_parser: type[ToolParser]
     reasoning_parser: type[ReasoningParser] | None
+    longest_token: int  # bytes
 
     @classmethod
     def from_folder(cls, path: Path, tool_format: str | None = None, reasoning_format: str | None = None) -> ModelText:
@@ -81,6 +82,7 @@ class ModelText:
             template=template,
             tool_parser=TOOL_PARSERS.get(tool_format or template.tool_format),
             reasoning_parser=None if reasoning in (None, "none") else REASONING_PARSERS.get(reasoning),
+            longest_token=max(len(tokenizer.token_bytes(id_)) for id_ in range(tokenizer.vocab_size)),
         )
 
 

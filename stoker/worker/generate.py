@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 from stoker.base.errors import EngineDied, InvalidRequest
 from stoker.sched.request import Finish, GenerateRequest, TokenChunk, TokenLogprobs, Usage
 from stoker.text.detokenizer import Detokenizer
-from stoker.text.parsers.contract import ReasoningDelta, TextDelta
+from stoker.text.parsers.contract import ReasoningDelta, TextDelta, ToolCallStart
 from stoker.text.stops import StopStrings
 from stoker.worker.errors import error_of
 from stoker.worker.output import AnswerDelta, OutputParser
@@ -58,6 +58,7 @@ class Choice:
     grammar_param: str | None = None
     usage: Usage = field(init=False)
     reasoning_tokens: int = 0
+    has_called: bool = False  # a tool, in what was replayed or since
     _held_tokens: int = 0  # pushed, and no delta has come of them yet
     _held_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
@@ -128,6 +129,7 @@ class Choice:
         if not deltas:
             return
         piece.deltas += deltas
+        self.has_called = self.has_called or any(isinstance(delta, ToolCallStart) for delta in deltas)
         if any(isinstance(delta, TextDelta) for delta in deltas):
             piece.logprobs += self._held_logprobs
         elif all(isinstance(delta, ReasoningDelta) for delta in deltas):

@@ -18,7 +18,7 @@ from stoker.proto.openai import (
 from stoker.worker.context import CONTEXT, WorkerContext, read_body
 from stoker.worker.messages import template_messages
 from stoker.worker.metrics import CONTENT_TYPE
-from stoker.worker.prompt import Conversation, num_chars, render
+from stoker.worker.prompt import Conversation, encode, num_chars, render, template_kwargs
 from stoker.worker.sampling import check_token_ids
 from stoker.worker.tools import offered_tools
 
@@ -80,16 +80,20 @@ async def tokenize(request: web.Request) -> web.Response:
     tokenizer = context.text.tokenizer
     if body.prompt is not None:
         text = body.prompt
-        ids = await context.off_loop(len(text), lambda: tokenizer.encode(text, body.add_special_tokens))
+        ids = await context.off_loop(
+            len(text), lambda: encode(context.text, text, context.limits, body.add_special_tokens)
+        )
     else:
         conversation = Conversation(
             messages=template_messages(body.messages),
             tools=offered_tools(body.tools, context.config.max_tools),
-            template_kwargs=body.chat_template_kwargs or {},
+            template_kwargs=template_kwargs(body.chat_template_kwargs),
             add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
             continue_final_message=body.continue_final_message,
         )
-        ids = (await context.off_loop(num_chars(conversation), lambda: render(context.text, conversation))).token_ids
+        ids = (
+            await context.off_loop(num_chars(conversation), lambda: render(context.text, conversation, context.limits))
+        ).token_ids
     spelled = [tokenizer.token_bytes(id_).decode("utf-8", "replace") for id_ in ids] if body.return_token_strs else None
     limit = context.limits.max_model_tokens
     return _json(TokenizeAnswer(count=len(ids), max_model_len=limit, tokens=ids, token_strs=spelled))

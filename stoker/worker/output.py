@@ -42,6 +42,29 @@ class NoReasoning:
         return []
 
 
+class WantedCalls:
+    """A tool parser's output without what the client does not want.
+
+    Not `parallel`: calls after the first. `forced`: text, which can only be what is left of a call that was cut short.
+    """
+
+    def __init__(self, tools: _ToolSide, parallel: bool, forced: bool) -> None:
+        self._tools = tools
+        self._parallel = parallel
+        self._forced = forced
+
+    def push(self, text: str) -> list[Delta]:
+        return [delta for delta in self._tools.push(text) if self._wanted(delta)]
+
+    def flush(self) -> list[Delta]:
+        return [delta for delta in self._tools.flush() if self._wanted(delta)]
+
+    def _wanted(self, delta: Delta) -> bool:
+        if isinstance(delta, TextDelta):
+            return not self._forced
+        return self._parallel or delta.index == 0
+
+
 class OutputParser:
     def __init__(self, reasoning: _ReasoningSide | None = None, tools: _ToolSide | None = None) -> None:
         self._reasoning = reasoning or NoReasoning()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from stoker.base.errors import InvalidRequest
+from stoker.base.errors import ContextTooLong, InvalidRequest
 from stoker.base.ids import RequestId
 from stoker.proto.openai import (
     CompletionTokensDetails,
@@ -22,15 +22,19 @@ from stoker.text.detokenizer import Detokenizer
 from stoker.text.stops import StopStrings
 from stoker.worker.context import ModelText, WorkerContext
 from stoker.worker.generate import Choice
-from stoker.worker.output import OutputParser
+from stoker.worker.output import OutputParser, WantedCalls
 from stoker.worker.sampling import (
     Constraint,
+    ModelLimits,
     check_token_ids,
     resolve_max_tokens,
     resolve_sampling,
     resolve_stops,
 )
 from stoker.worker.tools import ToolPlan
+
+_NORMALIZED_LENGTH = 4  # normalizing may shorten a text, never by this much
+_RENDERED = ("messages", "tools", "add_generation_prompt")  # a template gets these from the request itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,7 @@ def new_id(prefix: str) -> str:
     return f"{prefix}{uuid.uuid4().hex}"
 
 
-def render(text: ModelText, conversation: Conversation) -> Prompt:
+def render(text: ModelText, conversation: Conversation, limits: ModelLimits) -> Prompt:
     messages, continued = conversation.messages, conversation.continue_final_message
     if continued and (not messages or messages[-1]["role"] != "assistant" or not messages[-1].get("content")):
         raise InvalidRequest(
@@ -91,7 +95,18 @@ def render(text: ModelText, conversation: Conversation) -> Prompt:
                 param="continue_final_message",
             )
         rendered = rendered[: at + len(final)]
-    return Prompt(text.tokenizer.encode(rendered), rendered)
+    return Prompt(encode(text, rendered, limits), rendered)
+
+
+def encode(text: ModelText, prompt: str, limits: ModelLimits, add_special_tokens: bool = False) -> list[int]:
+    """Its token ids; what cannot fit however it is tokenized is refused before megabytes of it are."""
+    if len(prompt) > _NORMALIZED_LENGTH * text.longest_token * limits.max_model_tokens:
+        raise ContextTooLong(
+            f"This model's maximum context length is {limits.max_model_tokens} tokens. However, your prompt has "
+            f"{len(prompt)} characters, which are more tokens than that. Please reduce the length of the prompt.",
+            param="messages",
+        )
+    return text.tokenizer.encode(prompt, add_special_tokens)
 
 
 def num_chars(conversation: Conversation) -> int:
@@ -106,8 +121,9 @@ def chat_parser(text: ModelText, prompt: Prompt, tools: ToolPlan, constrained: b
     if text.reasoning_parser is not None and split and not constrained:
         opened = prompt.text is not None and text.reasoning_parser.opened_by(prompt.text)
         reasoning = text.reasoning_parser(opened)
-    tool_side = text.tool_parser(tools.allowed) if tools.mode != "none" else None
-    return OutputParser(reasoning, tool_side)
+    if tools.mode == "none":
+        return OutputParser(reasoning)
+    return OutputParser(reasoning, WantedCalls(text.tool_parser(tools.allowed), tools.parallel, tools.forced))
 
 
 def forced_constraint(text: ModelText, constraint: Constraint | None, tools: ToolPlan) -> Constraint | None:
@@ -122,9 +138,14 @@ def forced_constraint(text: ModelText, constraint: Constraint | None, tools: Too
     return Constraint(text.tool_parser.grammar(tools.allowed, parallel=tools.parallel), "tools")
 
 
-def thinking_kwargs(given: dict[str, Any] | None, effort: str | None, constrained: bool) -> dict[str, Any]:
+def template_kwargs(
+    given: dict[str, Any] | None, effort: str | None = None, constrained: bool = False
+) -> dict[str, Any]:
     """The client's own settings, its reasoning effort, and no thinking where a grammar leaves no room for it."""
     kwargs = dict(given or {})
+    for name in _RENDERED:
+        if name in kwargs:
+            raise InvalidRequest(f"'{name}' is no chat template setting.", param="chat_template_kwargs")
     if effort is not None:
         kwargs.setdefault("reasoning_effort", effort)
     if constrained or effort == "none":

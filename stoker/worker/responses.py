@@ -35,7 +35,7 @@ from stoker.worker.prompt import (
     new_id,
     num_chars,
     render,
-    thinking_kwargs,
+    template_kwargs,
     usage_report,
 )
 from stoker.worker.record import RECORD
@@ -136,9 +136,9 @@ async def _prompt(context: WorkerContext, body: ResponsesRequest, tools: ToolPla
     conversation = Conversation(
         messages=_messages(body),
         tools=tools,
-        template_kwargs=thinking_kwargs(body.chat_template_kwargs, effort, constrained),
+        template_kwargs=template_kwargs(body.chat_template_kwargs, effort, constrained),
     )
-    return await context.off_loop(num_chars(conversation), lambda: render(context.text, conversation))
+    return await context.off_loop(num_chars(conversation), lambda: render(context.text, conversation, context.limits))
 
 
 def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:

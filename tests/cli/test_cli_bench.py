@@ -80,6 +80,19 @@ def test_a_trace_goes_out_as_token_ids(server: ScriptedServer, tmp_path: Path):
     assert first.headers["x-session-affinity"] == "mooncake-0"
 
 
+def test_agent_sessions_without_times_of_their_own_do_not_start_all_at_once(server: ScriptedServer, tmp_path: Path):
+    trace, out = tmp_path / "sessions.jsonl", tmp_path / "out.json"
+    request = {"in": 128, "out": 64, "think_time": 0.0, "runs": [[1, 2]]}
+    agent = {"block_size": 64, "tool_tokens": 0, "system_tokens": 0, "requests": [request, request]}
+    trace.write_text("".join(json.dumps({"id": f"s{n}", **agent}) + "\n" for n in range(20)))
+    server.script = lambda seen: answer("a", pause_s=0.01)
+    argv = ["--dataset", "trace", "--trace", str(trace), "--block-tokens-scale", "4", "--json", str(out)]
+    assert bench(server, *argv) == 0
+    whole = json.loads(out.read_text())
+    assert whole["figures"]["requests"] == 40
+    assert whole["figures"]["peak_concurrency"] == whole["config"]["load"]["slots"] == 8
+
+
 @pytest.mark.parametrize("name", ["mtbench", "tau", "mint"])
 def test_public_sets_are_played(server: ScriptedServer, data_dir: Path, name: str):
     argv = ["--dataset", name, "--data-dir", str(data_dir), "--num-requests", "12", "--max-tokens", "7"]

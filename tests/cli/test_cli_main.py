@@ -44,7 +44,7 @@ def test_each_command_has_help_of_its_own(capsys):
         with pytest.raises(SystemExit) as ended:
             main([command.NAME, "--help"])
         assert ended.value.code == 0
-        assert command.HELP in " ".join(capsys.readouterr().out.split())
+        assert f"usage: stoker {command.NAME}" in capsys.readouterr().out
 
 
 def test_the_version(capsys):

@@ -50,7 +50,7 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
         {
             "messages": [
                 {"role": "assistant", "tool_calls": [CALL]},
-                {"role": "tool", "content": "", "tool_call_id": "2"},
+                {"role": "tool", "content": "", "tool_call_id": ""},
             ]
         },
         "messages[1].tool_call_id",
