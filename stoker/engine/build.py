@@ -57,8 +57,6 @@ def build_engine(
     hf = read_hf_config(folder)
     family = family_of(hf, str(folder / "config.json"))
     resolved = resolve(settings, family.shape)
-    if resolved.device.type == "cpu":
-        torch.set_num_threads(resolved.num_threads)
     model = _build_model(family, resolved)
     if random_weights_seed is None:
         load(model, family.rules, family.ignored, folder, lambda done, total: progress("loading weights", done, total))
@@ -78,7 +76,7 @@ def build_engine(
     pool = BlockPool(blocks)
     config = SchedulerConfig(layout.block_tokens, resolved.step_tokens, resolved.max_rows, fingerprint)
     scheduler = Scheduler(config, pool)
-    engine = Engine(scheduler, Runner(model, kv, rows), RealClock(), resolved.steps_ahead)
+    engine = Engine(scheduler, Runner(model, kv, rows, resolved.threads), RealClock(), resolved.steps_ahead)
     return BuiltEngine(
         engine,
         scheduler,

@@ -9,6 +9,7 @@ import torch
 
 from stoker.base.config import EngineSettings
 from stoker.base.errors import ConfigError
+from stoker.engine.threads import FixedThreads, Threads, ThreadTuner
 from stoker.kv.layout import KvLayout
 from stoker.models.contract import ModelShape
 
@@ -29,7 +30,7 @@ class Resolved:
     block_tokens: int
     step_tokens: int
     max_rows: int
-    num_threads: int
+    threads: Threads
     steps_ahead: int
     max_model_tokens: int
 
@@ -49,17 +50,19 @@ def resolve(settings: EngineSettings, shape: ModelShape) -> Resolved:
         device=device,
         dtype=dtype,
         block_tokens=settings.kv.block_tokens or (16 if on_cpu else 64),
-        step_tokens=settings.sched.step_tokens or (256 if on_cpu else 8192),
+        step_tokens=settings.sched.step_tokens or (512 if on_cpu else 8192),
         max_rows=settings.sched.max_rows or (64 if on_cpu else 256),
-        num_threads=settings.num_threads or default_threads(),
+        threads=_threads(settings, on_cpu),
         steps_ahead=(0 if on_cpu else 1) if settings.steps_ahead is None else settings.steps_ahead,
         max_model_tokens=settings.max_model_tokens or shape.max_positions,
     )
 
 
-def default_threads() -> int:
-    """The cores that this process may use."""
-    return max(1, len(os.sched_getaffinity(0)))
+def _threads(settings: EngineSettings, on_cpu: bool) -> Threads:
+    cores = max(1, len(os.sched_getaffinity(0)))
+    if settings.num_threads is not None:
+        return FixedThreads(settings.num_threads)
+    return ThreadTuner(cores) if on_cpu else FixedThreads(min(4, cores))
 
 
 def num_blocks(settings: EngineSettings, resolved: Resolved, layout: KvLayout) -> int:

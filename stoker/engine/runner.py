@@ -15,6 +15,7 @@ from torch import nn
 from stoker.engine.inputs import build_batch
 from stoker.engine.rows import RowState, RowTable
 from stoker.engine.sampler import Drawn, sample
+from stoker.engine.threads import Threads
 from stoker.kv.device import DeviceKv
 from stoker.sched.plan import SpanResult, StepPlan, StepResult
 
@@ -61,15 +62,24 @@ class PendingStep:
 
 
 class Runner:
-    def __init__(self, model: nn.Module, kv: DeviceKv, rows: RowTable) -> None:
+    def __init__(self, model: nn.Module, kv: DeviceKv, rows: RowTable, threads: Threads) -> None:
         self._model = model
         self._kv = kv
         self._rows = rows
+        self._threads = threads
         self._last: PendingStep | None = None
 
-    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
         started_s = time.monotonic()
+        threads = self._threads.choose(plan.num_tokens)
+        if threads != torch.get_num_threads():
+            torch.set_num_threads(threads)
+        self._last = self._launch(plan, started_s)
+        self._threads.note(plan.num_tokens, threads, time.monotonic() - started_s)
+        return self._last
+
+    @torch.inference_mode()
+    def _launch(self, plan: StepPlan, started_s: float) -> PendingStep:
         self._rows.apply(plan)
         if plan.copies:
             self._kv.copy([copy.src for copy in plan.copies], [copy.dst for copy in plan.copies])
@@ -92,5 +102,4 @@ class Runner:
             if logits.is_cuda:
                 copied = torch.cuda.Event(blocking=True)
                 copied.record()
-        self._last = PendingStep(plan, drawn, states, started_s, copied)
-        return self._last
+        return PendingStep(plan, drawn, states, started_s, copied)

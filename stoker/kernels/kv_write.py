@@ -6,4 +6,4 @@ from torch import Tensor
 
 
 def kv_write(src: Tensor, slots: Tensor, index: Tensor) -> None:
-    slots.index_copy_(0, index, src.reshape(-1, src.shape[-1]))
+    slots.index_put_((index,), src.reshape(-1, src.shape[-1]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 DONE = b"data: [DONE]\n\n"
@@ -24,12 +25,16 @@ class SseEvent:
         return self.data == b"[DONE]"
 
 
+_LINE_END = re.compile(rb"[\r\n]")
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
 class SseReader:
     """Bytes in pieces cut anywhere -> whole events. Lines may end in LF, CRLF or CR, as the standard allows."""
 
     def __init__(self, max_event_bytes: int = 64 << 20) -> None:
         self._max_event_bytes = max_event_bytes
-        self._rest = bytearray()
+        self._rest = bytearray()  # the beginning of a line whose end has not come
         self._data: list[bytes] = []
         self._event: str | None = None
         self._size = 0
@@ -38,36 +43,29 @@ class SseReader:
 
     def push(self, piece: bytes) -> list[SseEvent]:
         events: list[SseEvent] = []
+        searched = len(self._rest)
         self._rest += piece
-        if self._at_start and len(self._rest) >= 3:
+        if self._at_start:
+            if len(self._rest) < 3 and _BYTE_ORDER_MARK.startswith(self._rest):
+                return events
             self._at_start = False
-            if self._rest.startswith(b"\xef\xbb\xbf"):
+            searched = 0
+            if self._rest.startswith(_BYTE_ORDER_MARK):
                 del self._rest[:3]
-        elif self._at_start and b"\xef\xbb\xbf".startswith(self._rest):
-            return events
         start = 0
-        while (end := self._line_end(start)) >= 0:
-            line = bytes(self._rest[start:end])
-            start = end + 1
-            self._after_cr = self._rest[end] == 13
-            if (event := self._line(line)) is not None:
+        while (end := _LINE_END.search(self._rest, max(start, searched))) is not None:
+            at = end.start()
+            split_crlf = self._after_cr and at == start and self._rest[at] == 10
+            self._after_cr = self._rest[at] == 13
+            if not split_crlf and (event := self._line(bytes(self._rest[start:at]))) is not None:
                 events.append(event)
+            start = at + 1
+        if start < len(self._rest):
+            self._after_cr = False
         del self._rest[:start]
         if self._size + len(self._rest) > self._max_event_bytes:
             raise ValueError(f"an event of more than {self._max_event_bytes} bytes")
         return events
-
-    def _line_end(self, start: int) -> int:
-        """Where the line that begins at `start` ends, or -1; steps over the LF that belongs to a CR before it."""
-        if self._after_cr and start < len(self._rest):
-            self._after_cr = False
-            if self._rest[start] == 10:
-                # An empty "line" between CR and LF is no line: cut it out.
-                del self._rest[start]
-        lf, cr = self._rest.find(b"\n", start), self._rest.find(b"\r", start)
-        if lf < 0 or cr < 0:
-            return max(lf, cr)
-        return min(lf, cr)
 
     def _line(self, line: bytes) -> SseEvent | None:
         if not line:

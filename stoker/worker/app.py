@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -84,6 +85,7 @@ def make_runner(app: web.Application, shutdown_timeout_s: float = 5.0) -> web.Ap
         app,
         handler_cancellation=True,
         access_log=None,
+        logger=logging.getLogger("stoker.worker.http"),  # where aiohttp tells of bytes that are no HTTP at all
         keepalive_timeout=75.0,
         shutdown_timeout=shutdown_timeout_s,
     )

@@ -99,6 +99,7 @@ async def prepare_chat(context: WorkerContext, body: ChatRequest) -> ChatAnswer:
         context,
         body,
         Asked(
+            prompt_param="messages" if body.prompt_token_ids is None else "prompt_token_ids",
             n=body.n or 1,
             max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
             max_tokens_param="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",

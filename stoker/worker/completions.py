@@ -81,6 +81,7 @@ async def prepare_completion(context: WorkerContext, body: CompletionRequest) ->
     if body.resume_token_ids and len(prompts) > 1:
         raise InvalidRequest("'resume_token_ids' continues one choice: give one prompt.", param="resume_token_ids")
     asked = Asked(
+        prompt_param="prompt" if body.prompt_token_ids is None else "prompt_token_ids",
         n=n,
         max_tokens=body.max_tokens,
         num_logprobs=body.logprobs,
@@ -96,15 +97,17 @@ async def prepare_completion(context: WorkerContext, body: CompletionRequest) ->
 
 async def _prompts(context: WorkerContext, body: CompletionRequest) -> list[Prompt]:
     given = _listed(body)
-    tokenizer = context.text.tokenizer
+    tokenizer, limits = context.text.tokenizer, context.limits
 
     def encode_all() -> list[Prompt]:
         prompts = []
         for param, prompt in given:
             if isinstance(prompt, str):
-                prompts.append(Prompt(encode(context.text, prompt, context.limits, add_special_tokens=True), prompt))
+                prompts.append(
+                    Prompt(encode(context.text, prompt, context.limits, param, add_special_tokens=True), prompt)
+                )
             else:
-                ids = check_token_ids(prompt, param, context.limits)
+                ids = check_token_ids(prompt, param, limits)
                 prompts.append(Prompt(ids, tokenizer.decode(ids) if body.echo else None))
         return prompts
 

@@ -60,7 +60,7 @@ class Choice:
     reasoning_tokens: int = 0
     has_called: bool = False  # a tool, in what was replayed or since
     _held_tokens: int = 0  # pushed, and no delta has come of them yet
-    _held_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    _held_logprobs: list[tuple[str, TokenLogprobs]] = field(default_factory=list)  # with their tokens' texts
 
     def __post_init__(self) -> None:
         num_prompt = self.request.num_prompt
@@ -117,11 +117,11 @@ class Choice:
         return int(finish is not None and finish.stop_token_id is not None and not self.keep_stop_token)
 
     def _take(self, token_id: int, logprobs: TokenLogprobs | None, piece: Piece) -> None:
-        text = self.stops.push(self.detokenizer.push([token_id]))
+        spelled = self.detokenizer.push([token_id])
         self._held_tokens += 1
         if logprobs is not None:
-            self._held_logprobs.append(logprobs)
-        if text:
+            self._held_logprobs.append((spelled, logprobs))
+        if text := self.stops.push(spelled):
             self._settle(self.parser.push(text), piece)
 
     def _settle(self, deltas: list[AnswerDelta], piece: Piece) -> None:
@@ -130,12 +130,29 @@ class Choice:
             return
         piece.deltas += deltas
         self.has_called = self.has_called or any(isinstance(delta, ToolCallStart) for delta in deltas)
-        if any(isinstance(delta, TextDelta) for delta in deltas):
-            piece.logprobs += self._held_logprobs
-        elif all(isinstance(delta, ReasoningDelta) for delta in deltas):
+        if all(isinstance(delta, ReasoningDelta) for delta in deltas):
             self.reasoning_tokens += self._held_tokens
         self._held_tokens = 0
-        self._held_logprobs = []
+        if self._held_logprobs:
+            piece.logprobs += self._released("".join(delta.text for delta in deltas if isinstance(delta, TextDelta)))
+
+    def _released(self, content: str) -> list[TokenLogprobs]:
+        """The held entries whose tokens are in `content`. Those before it were marks and go; those after it wait on."""
+        held, self._held_logprobs = self._held_logprobs, []
+        if not content:
+            return []
+        text = "".join(spelled for spelled, _ in held)
+        start = 0 if text.startswith(content) else text.rfind(content)
+        if start < 0:  # it begins with the rest of a token that was released before
+            return [entry for _, entry in held]
+        end, at, released = start + len(content), 0, []
+        for spelled, entry in held:
+            if at >= end:
+                self._held_logprobs.append((spelled, entry))
+            elif at + len(spelled) > start or at == start:  # a part of a character spells nothing: its place decides
+                released.append(entry)
+            at += len(spelled)
+        return released
 
     def _flush(self, piece: Piece) -> None:
         text = "" if self.stops.stopped else self.stops.push(self.detokenizer.flush())

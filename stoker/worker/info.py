@@ -81,7 +81,7 @@ async def tokenize(request: web.Request) -> web.Response:
     if body.prompt is not None:
         text = body.prompt
         ids = await context.off_loop(
-            len(text), lambda: encode(context.text, text, context.limits, body.add_special_tokens)
+            len(text), lambda: encode(context.text, text, context.limits, "prompt", body.add_special_tokens)
         )
     else:
         conversation = Conversation(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from stoker.proto.messages import EngineStats
 
@@ -51,6 +54,26 @@ class _EngineCollector(Collector):
             yield CounterMetricFamily(name, text, value=getattr(stats, field))
 
 
+class FastHistogram(Collector):
+    """For what is observed at every token: prometheus_client's own takes several times as long."""
+
+    def __init__(self, name: str, text: str, bounds: tuple[float, ...]) -> None:
+        self._name = name
+        self._text = text
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterator[Metric]:
+        names = [*map(floatToGoString, self._bounds), "+Inf"]
+        buckets = list(zip(names, accumulate(self._counts), strict=True))
+        yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
+
+
 class WorkerMetrics:
     def __init__(
         self,
@@ -68,9 +91,8 @@ class WorkerMetrics:
         self.ttft_s = Histogram(
             "stoker_ttft_seconds", "Request's arrival to its first token", buckets=_TTFT_S, registry=registry
         )
-        self.itl_s = Histogram(
-            "stoker_itl_seconds", "Between two chunks of a choice", buckets=_ITL_S, registry=registry
-        )
+        self.itl_s = FastHistogram("stoker_itl_seconds", "Between two chunks of a choice", _ITL_S)
+        registry.register(self.itl_s)
         self.e2e_s = Histogram(
             "stoker_e2e_seconds", "Request's arrival to its end", ["endpoint"], buckets=_E2E_S, registry=registry
         )

@@ -46,6 +46,7 @@ class Conversation:
     template_kwargs: dict[str, Any]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    param: str = "messages"  # where in the body it came from
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class Prompt:
 class Asked:
     """How a prompt is to be answered, whatever the endpoint."""
 
+    prompt_param: str
     n: int = 1
     max_tokens: int | None = None
     max_tokens_param: str = "max_tokens"
@@ -95,16 +97,18 @@ def render(text: ModelText, conversation: Conversation, limits: ModelLimits) -> 
                 param="continue_final_message",
             )
         rendered = rendered[: at + len(final)]
-    return Prompt(encode(text, rendered, limits), rendered)
+    return Prompt(encode(text, rendered, limits, conversation.param), rendered)
 
 
-def encode(text: ModelText, prompt: str, limits: ModelLimits, add_special_tokens: bool = False) -> list[int]:
+def encode(
+    text: ModelText, prompt: str, limits: ModelLimits, param: str, add_special_tokens: bool = False
+) -> list[int]:
     """Its token ids; what cannot fit however it is tokenized is refused before megabytes of it are."""
     if len(prompt) > _NORMALIZED_LENGTH * text.longest_token * limits.max_model_tokens:
         raise ContextTooLong(
             f"This model's maximum context length is {limits.max_model_tokens} tokens. However, your prompt has "
             f"{len(prompt)} characters, which are more tokens than that. Please reduce the length of the prompt.",
-            param="messages",
+            param=param,
         )
     return text.tokenizer.encode(prompt, add_special_tokens)
 
@@ -181,7 +185,12 @@ def make_choices(
     sampling = resolve_sampling(fields, limits, config, asked.num_logprobs, grammar)
     stops = resolve_stops(fields.stop, config)
     max_tokens = resolve_max_tokens(
-        asked.max_tokens, asked.max_tokens_param, len(prompt.token_ids), limits, sampling.min_tokens
+        asked.max_tokens,
+        asked.max_tokens_param,
+        len(prompt.token_ids),
+        asked.prompt_param,
+        limits,
+        sampling.min_tokens,
     )
     resumed = check_token_ids(fields.resume_token_ids or (), "resume_token_ids", limits)
     if resumed and asked.n > 1:

@@ -102,6 +102,7 @@ async def prepare_response(context: WorkerContext, body: ResponsesRequest) -> Re
         context,
         body,
         Asked(
+            prompt_param="input" if body.prompt_token_ids is None else "prompt_token_ids",
             max_tokens=body.max_output_tokens,
             max_tokens_param="max_output_tokens",
             num_logprobs=(body.top_logprobs or 0) if with_logprobs else None,
@@ -137,6 +138,7 @@ async def _prompt(context: WorkerContext, body: ResponsesRequest, tools: ToolPla
         messages=_messages(body),
         tools=tools,
         template_kwargs=template_kwargs(body.chat_template_kwargs, effort, constrained),
+        param="input",
     )
     return await context.off_loop(num_chars(conversation), lambda: render(context.text, conversation, context.limits))
 

@@ -74,18 +74,20 @@ def resolve_stops(stop: str | list[str] | None, config: HttpConfig) -> tuple[str
     return stops
 
 
-def resolve_max_tokens(asked: int | None, param: str, num_prompt: int, limits: ModelLimits, min_tokens: int) -> int:
+def resolve_max_tokens(
+    asked: int | None, param: str, num_prompt: int, prompt_param: str, limits: ModelLimits, min_tokens: int
+) -> int:
     """How many tokens may be generated; by default all that the context has left."""
     context = limits.max_model_tokens
     if num_prompt == 0:
-        raise InvalidRequest("The prompt is empty: it must have at least one token.", param="prompt")
+        raise InvalidRequest("The prompt is empty: it must have at least one token.", param=prompt_param)
     if num_prompt + (asked or 1) > context:
         completion = f", {asked} in the completion" if asked is not None else " and no room for a completion"
         raise ContextTooLong(
             f"This model's maximum context length is {context} tokens. However, you requested "
             f"{num_prompt + (asked or 0)} tokens ({num_prompt} in the prompt{completion}). "
             "Please reduce the length of the prompt or completion.",
-            param=param if asked is not None and num_prompt < context else "messages",
+            param=param if asked is not None and num_prompt < context else prompt_param,
         )
     allowed = context - num_prompt if asked is None else asked
     if min_tokens > allowed:

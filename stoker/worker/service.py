@@ -149,9 +149,9 @@ class EngineService:
         ours, theirs = socket.socketpair()
         arguments = msgspec.json.encode(self._arguments).decode()
         command = [sys.executable, "-m", "stoker.worker.engine_process", str(theirs.fileno()), arguments]
-        # OpenMP threads that spin at barriers take the core away from the very thread they wait for when the machine is
-        # busy: they sleep instead.
-        environment = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", **os.environ}
+        # OpenMP's threads spin at barriers, by default for so long that on a busy machine they keep the thread they wait
+        # for from running. They spin for the time of a small operation, then sleep; the engine finds out how many pay.
+        environment = {"GOMP_SPINCOUNT": "10000", **os.environ}
         with theirs:
             self._process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment, start_new_session=True

@@ -17,6 +17,7 @@ _HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # proxies that would gather events first: do not
 }
+_HIGH_WATER_BYTES = 64 << 10  # asyncio's and uvloop's: a transport with less buffered makes no writer wait
 
 
 def chat_error_event(problem: Problem) -> bytes:
@@ -46,6 +47,9 @@ class SseStream:
         return self.response.prepared
 
     async def send(self, events: bytes) -> None:
+        if self.response.prepared and self._fits(len(events)):
+            await self.response.write(events)  # cannot wait: a timer for each token would cost more than its text
+            return
         try:
             async with asyncio.timeout(self._stall_s):
                 if not self.response.prepared:
@@ -53,6 +57,10 @@ class SseStream:
                 await self.response.write(events)
         except TimeoutError:
             raise ClientStalled(f"The client read nothing for {self._stall_s:g} s.") from None
+
+    def _fits(self, num_bytes: int) -> bool:
+        transport = self._request.transport
+        return transport is None or transport.get_write_buffer_size() + num_bytes < _HIGH_WATER_BYTES
 
     async def end(self) -> web.StreamResponse:
         try:
@@ -67,11 +75,6 @@ class SseStream:
         self.response.force_close()
         await self.send(self._error_event(problem))
         return await self.end()
-
-    def abort(self) -> None:
-        """Cut the connection: what is still buffered for a client that does not read is thrown away."""
-        if self._request.transport is not None:
-            self._request.transport.abort()
 
 
 STREAM = web.RequestKey("stream", SseStream)

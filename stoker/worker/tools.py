@@ -16,7 +16,7 @@ ToolMode = Literal["none", "auto", "required", "named"]
 
 @dataclass(frozen=True, slots=True)
 class ToolPlan:
-    """`offered` is what the prompt shows (always all, so that a choice does not change the cached prefix)."""
+    """`allowed` may be called; all `offered` are shown, so that forcing one does not change the cached prefix."""
 
     mode: ToolMode = "none"
     offered: list[dict[str, Any]] = field(default_factory=list)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import openai
+import uvloop
 from aiohttp import web
 from fake_engine import FakeService, Script
 
@@ -56,6 +57,7 @@ class Server:
     text: ModelText
     config: HttpConfig
     port: int = 0
+    clients: list[openai.OpenAI] = field(default_factory=list)
     state: ServerState = field(init=False)
     loop: asyncio.AbstractEventLoop = field(init=False)
 
@@ -64,7 +66,9 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def client(self, **options: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options)
+        client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options)
+        self.clients.append(client)
+        return client
 
     def say(self, text: Any = "Hello, world", **options: Any) -> None:
         self.service.script = Script(text, **options)
@@ -113,11 +117,13 @@ def run_server(server: Server) -> Callable[[], None]:
         await down.wait()
         await runner.cleanup()
 
-    thread = threading.Thread(target=lambda: asyncio.run(main()))
+    thread = threading.Thread(target=lambda: uvloop.run(main()))
     thread.start()
     assert up.wait(10)
 
     def stop() -> None:
+        for client in server.clients:
+            client.close()
         server.loop.call_soon_threadsafe(down.set)
         thread.join(10)
         assert not thread.is_alive()

@@ -9,6 +9,11 @@ from typing import Any
 
 import pytest
 from http_server import Server
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stoker.proto.openai import ChatRequest, CompletionRequest, ResponsesRequest
+from stoker.sched.request import Finish
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -205,7 +210,11 @@ def test_a_prompt_longer_than_the_context_is_told_both_numbers(shared: Server) -
     answer = shared.chat("x" * 3000)
     assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
     assert "2048" in answer.error["message"]
-    assert "30" in answer.error["message"]
+    prompt = shared.send("/tokenize", {"messages": [{"role": "user", "content": "x" * 3000}]}).json["count"]
+    assert f"{prompt} in the prompt" in answer.error["message"]
+    for path, field in ((COMPLETIONS, "prompt"), (RESPONSES, "input"), ("/tokenize", "prompt")):
+        answer = shared.send(path, {field: "x" * 3_000_000})
+        assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "context_length_exceeded", field)
     answer = shared.chat(max_tokens=2040)
     assert answer.error["code"] == "context_length_exceeded"
     assert "2040 in the completion" in answer.error["message"]
@@ -266,8 +275,6 @@ def test_what_openai_ignores_is_ignored(shared: Server) -> None:
 
 
 def test_a_bad_grammar_is_the_clients_fault(server: Server) -> None:
-    from stoker.sched.request import Finish
-
     server.say("", ends=Finish("error", error_code="invalid_grammar", error_message="unbalanced '('"))
     for stream in (False, True):
         answer = server.chat(response_format={"type": "regex", "regex": "("}, stream=stream)
@@ -280,3 +287,43 @@ def test_a_bad_grammar_is_the_clients_fault(server: Server) -> None:
     server.say("", ends=Finish("deadline"))
     answer = server.chat(timeout_s=0.5)
     assert (answer.status, answer.error["code"]) == (504, "deadline_exceeded")
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=6)
+    | st.sampled_from(["text", "function", "auto", "json_schema", "user", "tool", "assistant", 10**40, -1, 1e308, 0]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ["type", "role", "content", "function", "name", "parameters", "schema", "tool_calls", "text"]
+            ),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=8,
+)
+ENDPOINTS = {CHAT: ChatRequest, COMPLETIONS: CompletionRequest, RESPONSES: ResponsesRequest}
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), st.sampled_from(list(ENDPOINTS)))
+def test_no_body_is_a_servers_fault(shared: Server, data: st.DataObject, path: str) -> None:
+    names = ENDPOINTS[path].__struct_fields__
+    body = {"messages": [USER]} if path == CHAT else {"prompt": "a"} if path == COMPLETIONS else {"input": "a"}
+    body |= data.draw(st.dictionaries(st.sampled_from(names), VALUES, min_size=1, max_size=3))
+    answer = shared.send(path, body)
+    assert answer.status in (200, 400, 404), answer.body
+    assert answer.status == 200 or answer.error["message"]
+
+
+def test_bytes_that_are_no_http(shared: Server) -> None:
+    with socket.create_connection(("127.0.0.1", shared.port), timeout=10) as client:
+        client.sendall(b"\x16\x03\x01\x00\xff\r\n\r\n")
+        assert client.recv(4096).startswith(b"HTTP/1.")
+    assert shared.chat().status == 200

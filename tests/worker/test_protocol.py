@@ -91,7 +91,7 @@ def test_thinking_is_split_off(start_server: Callable[..., Server], chunk_tokens
     streamed = joined(server.chat(stream=True).chunks)
     assert (streamed["reasoning"], streamed["content"]) == ("Well…", "Yes")
     details = server.chat().json["usage"]["completion_tokens_details"]
-    assert details["reasoning_tokens"] == pytest.approx(len("Well…".encode()), abs=1 if chunk_tokens == 1 else 12)
+    assert details["reasoning_tokens"] == len("Well…".encode())
     whole = server.chat(separate_reasoning=False).json["choices"][0]["message"]
     assert whole["content"] == "Well…\n</think>\n\nYes"
     assert "reasoning_content" not in whole
@@ -200,11 +200,35 @@ def test_logprobs_of_a_stopped_stream_cover_what_was_sent(server: Server) -> Non
 
 
 def test_logprobs_leave_out_thinking_and_calls(start_server: Callable[..., Server]) -> None:
+    plain = start_server()
+    plain.say(f"Look.\n{CALL}")
+    called = plain.chat(logprobs=True, tools=TOOLS).json["choices"][0]["logprobs"]["content"]
+    assert "".join(entry["token"] for entry in called) == "Look."
     server = start_server(THINKING)
     server.say("Hm</think>Yes")
     content = server.chat(logprobs=True).json["choices"][0]["logprobs"]["content"]
-    assert "".join(entry["token"] for entry in content).endswith("Yes")
-    assert "Hm" not in "".join(entry["token"] for entry in content)
+    assert "".join(entry["token"] for entry in content) == "Yes"
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 1000])
+@pytest.mark.parametrize(
+    ("text", "stop", "content"),
+    [
+        ("yyyz", ["yyyy"], "yyyz"),
+        ("naïve ✓ 🦊 end", ["end"], "naïve ✓ 🦊 "),
+        ("a </too b <tool c", ["zz"], "a </too b <tool c"),
+        ("ab ab abc", ["abcd", "bb"], "ab ab abc"),
+        ("✓✓✗", ["✓✗"], "✓"),
+    ],
+)
+def test_logprobs_spell_the_content(
+    server: Server, text: str, stop: list[str], content: str, chunk_tokens: int
+) -> None:
+    server.say(text, chunk_tokens=chunk_tokens)
+    answer = server.chat(logprobs=True, stop=stop, tools=TOOLS).json["choices"][0]
+    assert answer["message"]["content"] == content
+    spelled = b"".join(bytes(entry["bytes"]) for entry in answer["logprobs"]["content"])
+    assert spelled.decode() == content
 
 
 def test_choices_of_a_stream_come_mixed_and_whole(server: Server) -> None:
