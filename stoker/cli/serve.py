@@ -7,12 +7,15 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from stoker.base import log as logs
 from stoker.base.config import EngineSettings, KvSettings, SchedSettings
 from stoker.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from stoker.checkpoint.progress import Progress
 
 NAME = "serve"
 HELP = "serve one model over an OpenAI-compatible API"
@@ -25,10 +28,17 @@ _DRAIN_S = 3600.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help="a model folder, a .gguf file, or a hub id such as org/name[@revision]"
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a model folder, a .gguf file, or a hub id such as org/name[@revision]",
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine only)")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default: %(default)s)")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine only)"
+    )
+    parser.add_argument(
+        "--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default: %(default)s)"
+    )
     parser.add_argument("--role", choices=["unified"], default="unified", help="unified: prompts and answers both")
     parser.add_argument(
         "--served-name", action="append", metavar="NAME", help="name clients ask for (repeatable; default: from MODEL)"
@@ -39,19 +49,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--max-model-tokens", type=int, metavar="N", help="longest prompt and answer together")
     engine.add_argument("--threads", type=int, metavar="N", help="CPU threads for one operation (default: all cores)")
     engine.add_argument("--steps-ahead", type=int, metavar="N", help="steps launched before the oldest result is read")
-    engine.add_argument("--block-tokens", type=int, metavar="N", help="tokens in a KV block (default: 64 on a GPU, 16 on a CPU)")
+    engine.add_argument(
+        "--block-tokens", type=int, metavar="N", help="tokens in a KV block (default: 64 on a GPU, 16 on a CPU)"
+    )
     engine.add_argument("--kv-blocks", type=int, metavar="N", help="KV blocks (default: what the memory holds)")
     engine.add_argument("--kv-memory-gib", type=float, metavar="GIB", help="memory for KV blocks")
     engine.add_argument("--step-tokens", type=int, metavar="N", help="tokens computed in one step over all requests")
     engine.add_argument("--max-rows", type=int, metavar="N", help="sequences that run at a time")
     text = parser.add_argument_group("text")
     text.add_argument("--tool-format", metavar="NAME", help="tool-call format (default: the chat template's own)")
-    text.add_argument("--reasoning-format", metavar="NAME", help="reasoning format, or none (default: the template's own)")
+    text.add_argument(
+        "--reasoning-format", metavar="NAME", help="reasoning format, or none (default: the template's own)"
+    )
     server = parser.add_argument_group("server")
     server.add_argument("--max-body-mib", type=float, default=32, help="largest request body (default: %(default)s)")
-    server.add_argument("--max-open", type=int, default=2048, help="sequences open at a time; more get 503 (default: %(default)s)")
+    server.add_argument(
+        "--max-open", type=int, default=2048, help="sequences open at a time; more get 503 (default: %(default)s)"
+    )
     server.add_argument("--drain-s", type=float, default=_DRAIN_S, help="longest wait for running requests at SIGTERM")
-    server.add_argument("--cache-dir", type=Path, help="where fetched and converted models are kept (default: ~/.cache/stoker)")
+    server.add_argument(
+        "--cache-dir", type=Path, help="where fetched and converted models are kept (default: ~/.cache/stoker)"
+    )
     server.add_argument("--offline", action="store_true", help="fetch nothing")
     server.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
 
@@ -108,7 +126,9 @@ async def _serve(args: argparse.Namespace) -> int:
         try:
             await site.start()
         except OSError as error:
-            raise ConfigError(f"cannot listen on {args.host}:{args.port}: {error.strerror}; choose another --port") from error
+            raise ConfigError(
+                f"cannot listen on {args.host}:{args.port}: {error.strerror}; choose another --port"
+            ) from error
         port = runner.addresses[0][1]
         _print_welcome(args.host, port, config.served_names[0], service.info.device, service.info.kv_tokens)
         await signals.wait()
@@ -152,7 +172,7 @@ class _Signals:
             await asyncio.wait({task})
 
 
-def _progress_line() -> Callable[[str, int, int], None]:
+def _progress_line() -> Progress:
     """On a terminal one line that is written over; elsewhere a line a stage."""
     last_stage = ""
 

@@ -23,7 +23,7 @@ from stoker.engine.runner import Runner
 from stoker.kv.device import DeviceKv
 from stoker.kv.layout import KvLayout
 from stoker.kv.pool import BlockPool
-from stoker.models.contract import ModelFamily, family_of
+from stoker.models.contract import Model, ModelFamily, family_of
 from stoker.models.weights import load, parameter_slices
 from stoker.sched.scheduler import Scheduler, SchedulerConfig
 
@@ -35,7 +35,7 @@ class BuiltEngine:
     engine: Engine
     scheduler: Scheduler
     pool: BlockPool
-    model: torch.nn.Module
+    model: Model
     settings: Resolved
     layout: KvLayout
     vocab_size: int
@@ -104,7 +104,7 @@ def read_hf_config(folder: Path) -> Mapping[str, Any]:
     return hf
 
 
-def _build_model(family: ModelFamily, resolved: Resolved) -> torch.nn.Module:
+def _build_model(family: ModelFamily, resolved: Resolved) -> Model:
     default = torch.get_default_dtype()
     torch.set_default_dtype(resolved.dtype)
     try:
@@ -114,11 +114,12 @@ def _build_model(family: ModelFamily, resolved: Resolved) -> torch.nn.Module:
         torch.set_default_dtype(default)
 
 
-def _randomise(model: torch.nn.Module, family: ModelFamily, seed: int) -> None:
+def _randomise(model: Model, family: ModelFamily, seed: int) -> None:
     """Norms are one, all else is small: the answers are noise, but finite, and the same for the same seed."""
-    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
+    places = [place for _name, place in parameter_slices(model, family.rules)]
+    generator = torch.Generator(places[0].device).manual_seed(seed)
     with torch.no_grad():
-        for _name, place in parameter_slices(model, family.rules):
+        for place in places:
             if place.dim() == 1:
                 place.fill_(1.0)
             else:

@@ -12,7 +12,9 @@ from stoker.sched.request import GrammarSpec
 
 
 class Matcher(Protocol):
-    done: bool  # the output is complete, nothing may follow
+    @property
+    def done(self) -> bool:
+        """The output is complete, nothing may follow."""
 
     def accept(self, token_id: int) -> bool:
         """Go on by one token; False if the grammar has no such way."""

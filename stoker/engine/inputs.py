@@ -7,6 +7,7 @@ from torch import Tensor
 
 from stoker.engine.rows import RowTable
 from stoker.kernels.attention import SpanShape, group_spans
+from stoker.kernels.transfer import to_device
 from stoker.kv.device import DeviceKv
 from stoker.layers.batch import ForwardBatch
 from stoker.sched.plan import ON_DEVICE, StepPlan
@@ -31,16 +32,16 @@ def build_batch(plan: StepPlan, rows: RowTable, kv: DeviceKv) -> ForwardBatch:
     slots = (where[0, :, None] + heads) * layout.block_tokens + (where[1, :, None] % layout.block_tokens)
     return ForwardBatch(
         token_ids=_token_ids(plan, rows.last_token, token_rows),
-        positions=where[1].to(device),
-        slots=slots.flatten().to(device),
+        positions=where[1].to(device, non_blocking=True),
+        slots=slots.flatten().to(device, non_blocking=True),
         groups=group_spans(shapes, layout.num_heads, layout.block_tokens, device, kv.blocks.dtype),
         kv=kv,
     )
 
 
 def _token_ids(plan: StepPlan, last_token: Tensor, token_rows: list[int]) -> Tensor:
-    token_ids = torch.tensor(plan.token_ids).to(last_token.device)
+    token_ids = to_device(plan.token_ids, last_token.device)
     if ON_DEVICE in plan.token_ids:
-        drawn = last_token[torch.tensor(token_rows).to(last_token.device)]
+        drawn = last_token[to_device(token_rows, last_token.device)]
         token_ids = torch.where(token_ids == ON_DEVICE, drawn, token_ids)
     return token_ids

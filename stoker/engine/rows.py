@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stoker.base.ids import Row
 from stoker.engine.grammar import Grammars, Matcher
+from stoker.kernels.transfer import to_device
 from stoker.sched.plan import NewRow, StepPlan
 from stoker.sched.request import SamplingParams
 
@@ -26,7 +27,9 @@ class RowState:
 
 
 class RowTable:
-    def __init__(self, max_rows: int, max_blocks: int, vocab_size: int, device: torch.device, grammars: Grammars) -> None:
+    def __init__(
+        self, max_rows: int, max_blocks: int, vocab_size: int, device: torch.device, grammars: Grammars
+    ) -> None:
         self.blocks = np.zeros((max_rows, max_blocks), dtype=np.int64)
         self.last_token = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._states: dict[Row, RowState] = {}
@@ -53,7 +56,7 @@ class RowTable:
             counts = self._tensor(output).bincount(minlength=self._vocab_size)
             in_prompt = self._tensor(new.token_ids[: new.num_prompt]).bincount(minlength=self._vocab_size) > 0
         if sampling.logit_bias:
-            values = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32, device=self._device)
+            values = to_device(list(sampling.logit_bias.values()), self._device, torch.float32)
             bias = (self._tensor(list(sampling.logit_bias)), values)
         if sampling.min_tokens:
             stop_ids = self._tensor(sampling.stop_token_ids)
@@ -61,4 +64,4 @@ class RowTable:
         return RowState(sampling, new.num_prompt, matcher, counts, in_prompt, bias, stop_ids)
 
     def _tensor(self, values: list[int] | tuple[int, ...]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+        return to_device(values, self._device)

@@ -10,13 +10,14 @@ import time
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from stoker.engine.inputs import build_batch
 from stoker.engine.rows import RowState, RowTable
 from stoker.engine.sampler import Drawn, sample
 from stoker.engine.threads import Threads
+from stoker.kernels.transfer import to_device
 from stoker.kv.device import DeviceKv
+from stoker.models.contract import Model
 from stoker.sched.plan import SpanResult, StepPlan, StepResult
 
 
@@ -62,7 +63,7 @@ class PendingStep:
 
 
 class Runner:
-    def __init__(self, model: nn.Module, kv: DeviceKv, rows: RowTable, threads: Threads) -> None:
+    def __init__(self, model: Model, kv: DeviceKv, rows: RowTable, threads: Threads) -> None:
         self._model = model
         self._kv = kv
         self._rows = rows
@@ -96,7 +97,7 @@ class Runner:
         if sampling:
             if self._last is not None and any(state.matcher is not None for state in states):
                 self._last.wait()
-            logits = self._model.logits(hidden[torch.tensor(ends).to(hidden.device)])
+            logits = self._model.logits(hidden[to_device(ends, hidden.device)])
             lengths = [span.start + span.count for span in sampling]
             drawn = sample(logits, [span.row for span in sampling], lengths, self._rows).to_host()
             if logits.is_cuda:

@@ -11,6 +11,7 @@ from torch import Tensor
 from stoker.base.ids import Row
 from stoker.engine.rows import RowState, RowTable
 from stoker.kernels.sample import draw, mask_tokens, penalise, uniform
+from stoker.kernels.transfer import to_device, to_host
 from stoker.sched.request import TokenLogprobs
 
 
@@ -30,8 +31,8 @@ class Drawn:
         return [TokenLogprobs(int(self.token_ids[i]), float(self.logprobs[i]), top_ids, top_logprobs)]
 
     def to_host(self) -> Drawn:
-        parts = (self.token_ids, self.logprobs, self.top_ids, self.top_logprobs)
-        return Drawn(*(None if part is None else part.to("cpu", non_blocking=True) for part in parts))  # type: ignore[arg-type]
+        rest = (self.logprobs, self.top_ids, self.top_logprobs)
+        return Drawn(to_host(self.token_ids), *(None if part is None else to_host(part) for part in rest))
 
 
 def sample(logits: Tensor, rows: Sequence[Row], lengths: Sequence[int], table: RowTable) -> Drawn:
@@ -45,13 +46,13 @@ def sample(logits: Tensor, rows: Sequence[Row], lengths: Sequence[int], table: R
     token_ids = logits.argmax(-1)
     if warm:
         chosen = [states[i] for i in warm]
-        where = torch.tensor(warm, device=logits.device)
+        where = to_device(warm, logits.device)
         token_ids[where] = _draw(logits[where], chosen, [lengths[i] for i in warm])
-    index = torch.tensor(rows, device=logits.device)
-    table.last_token[index] = token_ids
+    table.last_token[to_device(rows, logits.device)] = token_ids
     for i, state in enumerate(states):
         if state.output_counts is not None:
-            state.output_counts[token_ids[i]] += 1
+            drawn = token_ids[i : i + 1]
+            state.output_counts.scatter_add_(0, drawn, torch.ones_like(drawn))
     if logprobs is None:
         return Drawn(token_ids, None, None, None)
     top = logprobs.topk(max(1, max(num_logprobs)), -1)
@@ -60,9 +61,9 @@ def sample(logits: Tensor, rows: Sequence[Row], lengths: Sequence[int], table: R
 
 def _draw(logits: Tensor, states: Sequence[RowState], lengths: Sequence[int]) -> Tensor:
     def column(name: str, dtype: torch.dtype) -> Tensor:
-        return torch.tensor([getattr(s.sampling, name) for s in states], dtype=dtype, device=logits.device)
+        return to_device([getattr(s.sampling, name) for s in states], logits.device, dtype)
 
-    positions = torch.tensor(lengths, device=logits.device)
+    positions = to_device(lengths, logits.device)
     return draw(
         logits,
         column("temperature", logits.dtype),
@@ -77,7 +78,7 @@ def _shape(logits: Tensor, states: Sequence[RowState], lengths: Sequence[int]) -
     """Penalties, biases and masks, for the rows that have them."""
     penalised = [i for i, s in enumerate(states) if s.output_counts is not None]
     if penalised:
-        where = torch.tensor(penalised, device=logits.device)
+        where = to_device(penalised, logits.device)
         logits[where] = _penalise(logits[where], [states[i] for i in penalised])
     for i, state in enumerate(states):
         if state.bias is not None:
@@ -89,14 +90,14 @@ def _shape(logits: Tensor, states: Sequence[RowState], lengths: Sequence[int]) -
         allowed = torch.zeros(len(ruled), -(-logits.shape[1] // 32), dtype=torch.int32)
         for number, i in enumerate(ruled):
             states[i].matcher.fill(allowed[number])  # type: ignore[union-attr]
-        where = torch.tensor(ruled, device=logits.device)
+        where = to_device(ruled, logits.device)
         logits[where] = mask_tokens(logits[where], allowed)
     return logits
 
 
 def _penalise(logits: Tensor, states: Sequence[RowState]) -> Tensor:
     def column(name: str) -> Tensor:
-        return torch.tensor([getattr(s.sampling, name) for s in states], dtype=logits.dtype, device=logits.device)
+        return to_device([getattr(s.sampling, name) for s in states], logits.device, logits.dtype)
 
     counts = torch.stack([s.output_counts for s in states])  # type: ignore[misc]
     in_prompt = torch.stack([s.in_prompt for s in states])  # type: ignore[misc]

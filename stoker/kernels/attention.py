@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from stoker.kernels.transfer import to_device
+
 # Spans of one token are taken together while the shortest has at least this part of the longest one's blocks.
 _LEAST_FILL = 0.6
 
@@ -63,8 +65,8 @@ def group_spans(
             mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))[:, None, None, :]
             mask = mask.to(device, non_blocking=True)
         padded = [span.pages + [0] * (longest - len(span.pages)) for span in taken]
-        tokens = torch.tensor([span.first for span in taken], device=device)
-        groups.append(SpanGroup(tokens, page_index(padded), len(taken), num_keys, mask, False))
+        firsts = to_device([span.first for span in taken], device)
+        groups.append(SpanGroup(firsts, page_index(padded), len(taken), num_keys, mask, False))
     for span in spans:
         if span.count == 1:
             continue
@@ -72,7 +74,9 @@ def group_spans(
         mask = None
         if span.start:
             hidden = torch.arange(num_keys)[None, :] > torch.arange(span.start, num_keys)[:, None]
-            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf")).to(device, non_blocking=True)
+            mask = (
+                torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf")).to(device, non_blocking=True)
+            )
         tokens = slice(span.first, span.first + span.count)
         groups.append(SpanGroup(tokens, page_index([span.pages]), 1, num_keys, mask, not span.start))
     return groups

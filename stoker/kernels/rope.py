@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 
-def rope_tables(inverse_frequencies: Tensor, num_positions: int, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rope_tables(
+    inverse_frequencies: Tensor, num_positions: int, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """cos and sin for every position; sin carries the sign of the turned half, so that applying it is two products."""
     positions = torch.arange(num_positions, dtype=torch.float64, device=inverse_frequencies.device)
     angles = torch.outer(positions, inverse_frequencies.double())

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stoker.kernels.transfer import to_device
 from stoker.kv.layout import KvLayout
 
 
@@ -34,7 +35,7 @@ class DeviceKv:
 
     def copy(self, src: Sequence[int], dst: Sequence[int]) -> None:
         device = self.blocks.device
-        self.blocks.index_copy_(0, torch.tensor(dst, device=device), self.blocks[torch.tensor(src, device=device)])
+        self.blocks.index_copy_(0, to_device(dst, device), self.blocks[to_device(src, device)])
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,13 +35,18 @@ class ModelShape:
 
 
 class Model(Protocol):
-    """An nn.Module of one family. Its parameters are empty until `weights.load` has followed its rules."""
+    """An nn.Module of one family. Its parameters are empty until `weights.load` has followed the family's rules."""
 
-    def forward(self, batch: ForwardBatch) -> Tensor: ...
+    def __call__(self, batch: ForwardBatch) -> Tensor:
+        """[tokens, hidden]: what the head, and a drafter, look at."""
 
-    def logits(self, hidden: Tensor) -> Tensor: ...
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, vocab]"""
 
-    def pack(self) -> None: ...
+    def pack(self) -> None:
+        """Once, after loading: weights as the kernels want them."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
 
 class ModelFamily(Protocol):
@@ -53,7 +58,7 @@ class ModelFamily(Protocol):
 
     def __init__(self, hf: Mapping[str, Any]) -> None: ...
 
-    def build(self, num_positions: int) -> nn.Module:
+    def build(self, num_positions: int) -> Model:
         """The model with empty parameters; `num_positions` is the longest context that will be served."""
 
 

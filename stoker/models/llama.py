@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
-
 from stoker.layers.decoder import Decoder
-from stoker.models.contract import MODELS, ModelShape
+from stoker.models.contract import MODELS, Model, ModelShape
 from stoker.models.dense import decoder_ignored, decoder_rules, read_config
 
 
@@ -25,5 +23,5 @@ class Llama:
         self.rules = decoder_rules(config)
         self.ignored = decoder_ignored(config)
 
-    def build(self, num_positions: int) -> nn.Module:
+    def build(self, num_positions: int) -> Model:
         return Decoder(self._config, num_positions)

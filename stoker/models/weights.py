@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from stoker.base.errors import ModelFilesError
-from stoker.models.contract import Rule
+from stoker.models.contract import Model, Rule
 
 Progress = Callable[[int, int], None]
 
@@ -29,10 +29,10 @@ def safetensors_files(folder: Path) -> dict[str, Path]:
     if not single.exists():
         raise ModelFilesError(f"{folder}: neither model.safetensors nor model.safetensors.index.json is there")
     with _open(single) as tensors:
-        return {name: single for name in tensors.keys()}  # noqa: SIM118 (not a dict)
+        return dict.fromkeys(tensors.keys(), single)
 
 
-def load(model: nn.Module, rules: list[Rule], ignored: frozenset[str], folder: Path, progress: Progress) -> None:
+def load(model: Model, rules: list[Rule], ignored: frozenset[str], folder: Path, progress: Progress) -> None:
     files = safetensors_files(folder)
     wanted = {rule.source: rule for rule in rules}
     _check_names(set(files), set(wanted), ignored, folder)
@@ -48,7 +48,9 @@ def load(model: nn.Module, rules: list[Rule], ignored: frozenset[str], folder: P
                 try:
                     tensor = tensors.get_tensor(rule.source)
                 except SafetensorError as error:
-                    raise ModelFilesError(f"{file}: tensor {rule.source!r} cannot be read ({error}); fetch it again") from error
+                    raise ModelFilesError(
+                        f"{file}: tensor {rule.source!r} cannot be read ({error}); fetch it again"
+                    ) from error
                 _fill(parameters[rule.target], tensor, rule, file)
                 filled[rule.target] = filled.get(rule.target, 0) + tensor.numel()
                 done += 1
@@ -60,14 +62,14 @@ def load(model: nn.Module, rules: list[Rule], ignored: frozenset[str], folder: P
             )
 
 
-def load_tensors(model: nn.Module, rules: list[Rule], tensors: Mapping[str, Tensor]) -> None:
+def load_tensors(model: Model, rules: list[Rule], tensors: Mapping[str, Tensor]) -> None:
     """The same from memory: random weights for tests and benchmarks."""
     parameters = dict(model.named_parameters())
     for rule in rules:
         _fill(parameters[rule.target], tensors[rule.source], rule, Path("memory"))
 
 
-def parameter_slices(model: nn.Module, rules: list[Rule]) -> Iterator[tuple[str, Tensor]]:
+def parameter_slices(model: Model, rules: list[Rule]) -> Iterator[tuple[str, Tensor]]:
     """Each checkpoint tensor's place in the model, by the checkpoint's name."""
     parameters = dict(model.named_parameters())
     for rule in rules:

@@ -55,7 +55,7 @@ class EngineEnd:
             raise FrameEnd from error
         if len(data) < count:
             raise FrameEnd
-        return data
+        return bytes(data)
 
 
 class ServerEnd:

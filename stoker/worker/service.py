@@ -44,7 +44,9 @@ class _Stream:
     """One request's chunks on their way from the pipe's reader to whoever iterates."""
 
     def __init__(self) -> None:
-        self._chunks: asyncio.Queue[TokenChunk | EngineDied] = asyncio.Queue()  # bounded by the request's max_new_tokens
+        self._chunks: asyncio.Queue[TokenChunk | EngineDied] = (
+            asyncio.Queue()
+        )  # bounded by the request's max_new_tokens
         self.finished = False
 
     def put(self, item: TokenChunk | EngineDied) -> None:
@@ -153,8 +155,13 @@ class EngineService:
         # for from running. They spin for the time of a small operation, then sleep; the engine finds out how many pay.
         environment = {"GOMP_SPINCOUNT": "10000", **os.environ}
         with theirs:
-            self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+            self._process = await asyncio.to_thread(
+                subprocess.Popen,
+                command,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,
             )
         self._pipe = await ServerEnd.connect(ours)
         while True:

@@ -1,0 +1,25 @@
+"""Small host values to the device and back, without making the host wait for the device.
+
+A plain `torch.tensor(values, device="cuda")` waits until the card has done all that it was given: one of them a step, and
+running ahead of the device is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def to_device(
+    values: Sequence[float] | Sequence[int], device: torch.device, dtype: torch.dtype = torch.int64
+) -> Tensor:
+    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+
+
+def to_host(x: Tensor) -> Tensor:
+    """Complete once an event recorded after this call has come to pass."""
+    if not x.is_cuda:
+        return x
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)

@@ -1,0 +1,269 @@
+"""`stoker serve` as a process of its own, on a real socket; and a model small enough that it starts in seconds."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import openai
+import torch
+from safetensors.torch import save_file
+
+from stoker.proto.sse import SseEvent, SseReader
+
+STOKER = str(Path(sys.executable).parent / "stoker")
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+RESPONSES = "/v1/responses"
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+_HIDDEN, _MIDDLE, _LAYERS, _HEADS, _KV_HEADS, _HEAD_DIM = 32, 64, 2, 4, 2, 8
+
+
+def make_tiny_folder(folder: Path, tokenizer: Path, max_positions: int = 8192) -> Path:
+    """Random weights behind a real tokenizer: what it says is noise, but the same noise for the same tokens."""
+    config = json.loads((tokenizer / "config.json").read_text())
+    vocab_size = config["vocab_size"]
+    config |= {
+        "hidden_size": _HIDDEN,
+        "intermediate_size": _MIDDLE,
+        "num_hidden_layers": _LAYERS,
+        "num_attention_heads": _HEADS,
+        "num_key_value_heads": _KV_HEADS,
+        "head_dim": _HEAD_DIM,
+        "max_position_embeddings": max_positions,
+    }
+    shapes = {"model.embed_tokens.weight": (vocab_size, _HIDDEN), "model.norm.weight": (_HIDDEN,)}
+    for layer in range(_LAYERS):
+        at = f"model.layers.{layer}"
+        shapes |= {
+            f"{at}.self_attn.q_proj.weight": (_HEADS * _HEAD_DIM, _HIDDEN),
+            f"{at}.self_attn.k_proj.weight": (_KV_HEADS * _HEAD_DIM, _HIDDEN),
+            f"{at}.self_attn.v_proj.weight": (_KV_HEADS * _HEAD_DIM, _HIDDEN),
+            f"{at}.self_attn.o_proj.weight": (_HIDDEN, _HEADS * _HEAD_DIM),
+            f"{at}.mlp.gate_proj.weight": (_MIDDLE, _HIDDEN),
+            f"{at}.mlp.up_proj.weight": (_MIDDLE, _HIDDEN),
+            f"{at}.mlp.down_proj.weight": (_HIDDEN, _MIDDLE),
+            f"{at}.input_layernorm.weight": (_HIDDEN,),
+            f"{at}.post_attention_layernorm.weight": (_HIDDEN,),
+        }
+    folder.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(0)
+    # Large enough that what comes next depends on all that came before.
+    weights = {name: 0.5 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in _TOKENIZER_FILES:
+        shutil.copy(tokenizer / name, folder / name)
+    return folder
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        assert set(self.json) == {"error"}
+        assert set(self.json["error"]) == {"message", "type", "param", "code"}
+        return self.json["error"]  # type: ignore[no-any-return]
+
+    @property
+    def text(self) -> str:
+        """Of an answer to COMPLETIONS."""
+        assert self.status == 200, self.body
+        return self.json["choices"][0]["text"]  # type: ignore[no-any-return]
+
+
+@dataclass
+class Stream:
+    """A streamed answer, read by a thread as it comes."""
+
+    connection: http.client.HTTPConnection
+    response: http.client.HTTPResponse
+    events: list[SseEvent] = field(default_factory=list)
+    ended_s: float | None = None
+    _thread: threading.Thread = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        reader = SseReader()
+        with suppress(OSError, http.client.HTTPException, ValueError, AttributeError):
+            while part := self.response.read1(1 << 16):
+                self.events += reader.push(part)
+        self.ended_s = time.monotonic()
+
+    @property
+    def text(self) -> str:
+        """Of a stream from COMPLETIONS."""
+        chunks = [json.loads(event.data) for event in self.events if not event.is_done]
+        return "".join(choice["text"] for chunk in chunks for choice in chunk.get("choices", ()))
+
+    @property
+    def is_done(self) -> bool:
+        return any(event.is_done for event in self.events)
+
+    @property
+    def last_error(self) -> dict[str, Any]:
+        return json.loads(self.events[-1].data)["error"]  # type: ignore[no-any-return]
+
+    def wait_end(self, timeout_s: float = 30.0) -> None:
+        self._thread.join(timeout_s)
+        assert not self._thread.is_alive(), "the stream has no end"
+
+    def leave(self) -> None:
+        """As a client that vanishes."""
+        sock = self.connection.sock or self.response.fp.raw._sock  # type: ignore[attr-defined]
+        with suppress(OSError):
+            sock.shutdown(2)
+        self.wait_end()
+        self.connection.close()
+
+
+@dataclass
+class RealServer:
+    process: subprocess.Popen[str]
+    log_path: Path
+    url: str
+    model: str
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rsplit(":", 1)[1])
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text()
+
+    @property
+    def engine_pid(self) -> int:
+        (pid,) = children(self.process.pid)
+        return pid
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120, **options)
+
+    def send(self, path: str, body: Any = None, timeout_s: float = 60.0) -> Answer:
+        """`body` is sent as it is where it is bytes, else as JSON."""
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+                return Answer(answer.status, dict(answer.headers), answer.read())
+        except urllib.error.HTTPError as refused:
+            with refused:
+                return Answer(refused.code, dict(refused.headers), refused.read())
+
+    def complete(self, prompt: Any, **fields: Any) -> Answer:
+        return self.send(COMPLETIONS, {"model": self.model, "prompt": prompt} | fields)
+
+    def stream(self, path: str, body: dict[str, Any]) -> Stream:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request("POST", path, json.dumps({"stream": True} | body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        assert response.status == 200, response.read()
+        return Stream(connection, response)
+
+    def metrics(self) -> dict[str, float]:
+        lines = self.send("/metrics").body.decode().splitlines()
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing runs or waits, and every block is free."""
+        values = self.metrics()
+        return (
+            values["stoker_running_requests"] == 0
+            and values["stoker_running_sequences"] == 0
+            and values["stoker_waiting_sequences"] == 0
+            and values["stoker_kv_blocks_free"] == values["stoker_kv_blocks"]
+        )
+
+    @property
+    def is_ready(self) -> bool:
+        return self.send("/ready").status == 200
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 10.0) -> float:
+    """Seconds until it came true."""
+    started_s = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started_s < timeout_s, "it never came true"
+        time.sleep(0.01)
+    return time.monotonic() - started_s
+
+
+def children(pid: int) -> list[int]:
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    """Zombies are dead: who should bury them is not the question here."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+@contextmanager
+def serving(folder: Path | None, log_path: Path, *options: str, start_s: float = 120.0) -> Iterator[RealServer]:
+    """A server that takes requests; ended, whatever the test did to it, and with it its engine."""
+    command = [STOKER, "serve", *([str(folder)] if folder else []), "--port", "0", *options]
+    with log_path.open("w") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+    try:
+        assert process.stdout is not None
+        watchdog = threading.Timer(start_s, process.kill)
+        watchdog.start()
+        url = model = ""
+        for line in process.stdout:
+            if found := re.search(r"curl -s (http://\S+?)/v1/", line):
+                url = found[1]
+            if found := re.search(r'"model": "([^"]+)"', line):
+                model = found[1]
+                break
+        watchdog.cancel()
+        assert url, log_path.read_text()
+        yield RealServer(process, log_path, url, model)
+    finally:
+        engines = children(process.pid) if process.poll() is None else []
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(15)
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+        for pid in engines:
+            if is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
