@@ -43,5 +43,7 @@ class EngineSettings:
         for name, value in positive.items():
             if value is not None and value <= 0:
                 raise ConfigError(f"{name}={value}: it must be above zero")
+        if self.steps_ahead is not None and self.steps_ahead < 0:
+            raise ConfigError(f"steps_ahead={self.steps_ahead}: it must not be below zero")
         if self.dtype not in (None, "float32", "float64", "bfloat16", "float16"):
             raise ConfigError(f"dtype={self.dtype!r}: it must be float32, float64, bfloat16 or float16")

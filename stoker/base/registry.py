@@ -46,7 +46,7 @@ class Registry(Generic[T]):
     def _scan(self) -> None:
         if self._scanned:
             return
-        self._scanned = True
         package = importlib.import_module(self._package)
         for module in pkgutil.iter_modules(package.__path__):
             importlib.import_module(f"{self._package}.{module.name}")
+        self._scanned = True

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from stoker.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from stoker.checkpoint.progress import Progress
+    from stoker.worker.state import ServerState
 
 NAME = "serve"
 HELP = "serve one model over an OpenAI-compatible API"
@@ -47,7 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     engine.add_argument("--dtype", help="float32, bfloat16 or float16 (default: bfloat16 on a GPU, float32 on a CPU)")
     engine.add_argument("--max-model-tokens", type=int, metavar="N", help="longest prompt and answer together")
-    engine.add_argument("--threads", type=int, metavar="N", help="CPU threads for one operation (default: all cores)")
+    engine.add_argument(
+        "--threads", type=int, metavar="N", help="CPU threads for one operation (default: found by measuring)"
+    )
     engine.add_argument("--steps-ahead", type=int, metavar="N", help="steps launched before the oldest result is read")
     engine.add_argument(
         "--block-tokens", type=int, metavar="N", help="tokens in a KV block (default: 64 on a GPU, 16 on a CPU)"
@@ -108,6 +112,7 @@ async def _serve(args: argparse.Namespace) -> int:
 
     progress = _progress_line()
     settings = _settings(args)
+    listener = _listen(args.host, args.port)  # first: a taken port should not be noticed after the model is loaded
     cache_dir = args.cache_dir or default_cache_dir(os.environ)
     folder = await asyncio.to_thread(resolve_model, args.model, cache_dir, progress, args.offline)
     config = HttpConfig(tuple(args.served_name or [folder.name]), max_body_bytes=int(args.max_body_mib * (1 << 20)))
@@ -122,24 +127,37 @@ async def _serve(args: argparse.Namespace) -> int:
         await signals.first_of(start)
         if signals.count:
             return 130
-        site = web.TCPSite(runner, args.host, args.port)
-        try:
-            await site.start()
-        except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {args.host}:{args.port}: {error.strerror}; choose another --port"
-            ) from error
-        port = runner.addresses[0][1]
+        await web.SockSite(runner, listener).start()
+        port = listener.getsockname()[1]
         _print_welcome(args.host, port, config.served_names[0], service.info.device, service.info.kv_tokens)
         await signals.wait()
         state.begin_drain()
         if state.num_running:
             print(f"stoker: finishing {state.num_running} requests; once more to stop now", file=sys.stderr, flush=True)
-        idle = asyncio.create_task(asyncio.wait_for(state.wait_idle(), args.drain_s))
-        await signals.first_of(idle)
+        await signals.first_of(asyncio.create_task(_drained(state, args.drain_s)))
         return 0
     finally:
         await runner.cleanup()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(address[0], address[1])
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address[4])
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another --host or --port"
+        ) from error
+    return listener
+
+
+async def _drained(state: ServerState, seconds: float) -> None:
+    try:
+        await asyncio.wait_for(state.wait_idle(), seconds)
+    except TimeoutError:
+        print(f"stoker: {state.num_running} requests still run after {seconds:g} s; they are cut", file=sys.stderr)
 
 
 class _Signals:

@@ -29,6 +29,8 @@ from stoker.sched.scheduler import Scheduler, SchedulerConfig
 
 Progress = Callable[[str, int, int], None]
 
+_SAMPLES, _SAMPLE_BYTES = 16, 4096  # of each file of weights, for the fingerprint
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BuiltEngine:
@@ -57,6 +59,8 @@ def build_engine(
     hf = read_hf_config(folder)
     family = family_of(hf, str(folder / "config.json"))
     resolved = resolve(settings, family.shape)
+    # cuDNN's attention makes a plan for every new shape, which takes longer than the attention itself.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     model = _build_model(family, resolved)
     if random_weights_seed is None:
         load(model, family.rules, family.ignored, folder, lambda done, total: progress("loading weights", done, total))
@@ -139,7 +143,8 @@ def _kv_layout(family: ModelFamily, resolved: Resolved) -> KvLayout:
 
 
 def _fingerprint(folder: Path, hf: Mapping[str, Any], layout: KvLayout, seed: int | None) -> str:
-    """What must agree before KV is shared. Weights count by name and size: hashing hundreds of GB would delay every start."""
+    """What must agree before KV is shared. Of the weights a sample counts: hashing hundreds of GB would delay every start,
+    and two models of one shape differ nearly everywhere."""
     digest = hashlib.sha256(json.dumps(hf, sort_keys=True).encode())
     digest.update(layout.fingerprint.encode())
     digest.update(repr(seed).encode())
@@ -147,5 +152,10 @@ def _fingerprint(folder: Path, hf: Mapping[str, Any], layout: KvLayout, seed: in
     if tokenizer.exists():
         digest.update(tokenizer.read_bytes())
     for file in sorted(folder.glob("*.safetensors")):
-        digest.update(f"{file.name}:{file.stat().st_size}".encode())
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}".encode())
+        with file.open("rb") as weights:
+            for part in range(_SAMPLES):
+                weights.seek(part * size // _SAMPLES)
+                digest.update(weights.read(_SAMPLE_BYTES))
     return digest.hexdigest()[:16]

@@ -36,9 +36,7 @@ class Resolved:
 
 
 def resolve(settings: EngineSettings, shape: ModelShape) -> Resolved:
-    device = torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device={settings.device}: this machine has no CUDA device that torch can use")
+    device = _device(settings.device)
     on_cpu = device.type == "cpu"
     # fp32 is the fast dtype of CPUs without bf16 arithmetic.
     dtype = getattr(torch, settings.dtype or ("float32" if on_cpu else "bfloat16"))
@@ -56,6 +54,19 @@ def resolve(settings: EngineSettings, shape: ModelShape) -> Resolved:
         steps_ahead=(0 if on_cpu else 1) if settings.steps_ahead is None else settings.steps_ahead,
         max_model_tokens=settings.max_model_tokens or shape.max_positions,
     )
+
+
+def _device(name: str | None) -> torch.device:
+    num_cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    try:
+        device = torch.device(name or ("cuda" if num_cards else "cpu"))
+    except RuntimeError as error:
+        raise ConfigError(f"device={name!r}: it must be cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={name!r}: it must be cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= num_cards:
+        raise ConfigError(f"device={name!r}: torch sees {num_cards} CUDA devices on this machine")
+    return device
 
 
 def _threads(settings: EngineSettings, on_cpu: bool) -> Threads:
@@ -89,8 +100,22 @@ def num_blocks(settings: EngineSettings, resolved: Resolved, layout: KvLayout) -
 
 
 def _available_ram() -> int:
-    with open("/proc/meminfo") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    """What the machine has left, or the container this runs in, if that is less."""
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for line in _lines("/proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    for limit in _lines("/sys/fs/cgroup/memory.max"):
+        if limit.strip().isdigit():
+            used = sum(int(line) for line in _lines("/sys/fs/cgroup/memory.current"))
+            available = min(available, int(limit) - used)
+    return max(0, available)
+
+
+def _lines(path: str) -> list[str]:
+    """None where the system has no such file."""
+    try:
+        with open(path) as file:
+            return file.readlines()
+    except OSError:
+        return []

@@ -84,6 +84,8 @@ class Runner:
         self._rows.apply(plan)
         if plan.copies:
             self._kv.copy([copy.src for copy in plan.copies], [copy.dst for copy in plan.copies])
+        if plan.fresh_blocks:
+            self._kv.clear(plan.fresh_blocks)
         batch = build_batch(plan, self._rows, self._kv)
         hidden = self._model(batch)
         ends, end = [], 0

@@ -58,13 +58,15 @@ def group_spans(
         taken = [span for span in single if len(span.pages) >= _LEAST_FILL * longest]
         single = single[: len(single) - len(taken)]
         lengths = torch.tensor([span.start + 1 for span in taken])
-        num_keys = int(lengths.max())
+        # Whole blocks, so that the shapes change once a block and not with every token.
+        num_keys = longest * block_tokens
         mask = None
-        if len(taken) > 1:
+        if int(lengths.min()) < num_keys:
             hidden = torch.arange(num_keys)[None, :] >= lengths[:, None]
             mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))[:, None, None, :]
             mask = mask.to(device, non_blocking=True)
-        padded = [span.pages + [0] * (longest - len(span.pages)) for span in taken]
+        # Padded with pages of its own: what is masked must still be finite, and a stranger's may not be.
+        padded = [span.pages + span.pages[:1] * (longest - len(span.pages)) for span in taken]
         firsts = to_device([span.first for span in taken], device)
         groups.append(SpanGroup(firsts, page_index(padded), len(taken), num_keys, mask, False))
     for span in spans:

@@ -37,10 +37,13 @@ class DeviceKv:
         device = self.blocks.device
         self.blocks.index_copy_(0, to_device(dst, device), self.blocks[to_device(src, device)])
 
+    def clear(self, blocks: Sequence[int]) -> None:
+        self.blocks.index_fill_(0, to_device(blocks, self.blocks.device), 0)
+
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, since a padded read of a page never written must not meet a NaN. In RAM the kernel hands out zero pages as they
-    are first touched: memory that is not used is not taken, and a start does not wait for it."""
+    """In RAM the kernel hands out zero pages as they are first touched: memory that is not used is not taken, and a start
+    does not wait for it."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     raw = np.zeros(prod(shape) * dtype.itemsize, dtype=np.uint8)

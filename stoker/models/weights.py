@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -60,13 +60,6 @@ def load(model: Model, rules: list[Rule], ignored: frozenset[str], folder: Path,
             raise ModelFilesError(
                 f"{folder}: parameter {name} {tuple(parameter.shape)} got {filled.get(name, 0)} of {parameter.numel()} values"
             )
-
-
-def load_tensors(model: Model, rules: list[Rule], tensors: Mapping[str, Tensor]) -> None:
-    """The same from memory: random weights for tests and benchmarks."""
-    parameters = dict(model.named_parameters())
-    for rule in rules:
-        _fill(parameters[rule.target], tensors[rule.source], rule, Path("memory"))
 
 
 def parameter_slices(model: Model, rules: list[Rule]) -> Iterator[tuple[str, Tensor]]:

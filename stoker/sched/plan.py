@@ -49,7 +49,7 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Carried out in this order: freed rows, new rows, table changes, copies, one forward over all spans."""
+    """Carried out in this order: freed rows, new rows, table changes, copies, fresh blocks, one forward over all spans."""
 
     spans: list[Span]
     token_ids: list[int]  # of all spans, one after the other
@@ -57,6 +57,7 @@ class StepPlan:
     new_rows: list[NewRow] = field(default_factory=list)
     block_table_changes: list[BlockTableChange] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
+    fresh_blocks: list[BlockId] = field(default_factory=list)  # to be cleared: nothing of an earlier owner may be read
 
     @property
     def num_tokens(self) -> int:
@@ -65,7 +66,8 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class SpanResult:
-    """What a sampling span drew. `grammar_done`: the output is complete, nothing may follow. `error`: this row alone failed."""
+    """What a sampling span drew. `grammar_done`: the output is complete, nothing may follow. `error`: the row's grammar has no
+    way on."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None

@@ -48,6 +48,7 @@ class _Draft:
     counts: dict[Sequence, int] = field(default_factory=dict)
     changes: dict[Sequence, BlockTableChange] = field(default_factory=dict)
     new_rows: list[NewRow] = field(default_factory=list)
+    fresh_blocks: list[BlockId] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
 
 
@@ -130,7 +131,7 @@ class Scheduler:
             if count and seq.state is State.RUNNING and self._make_room(seq, count, draft):
                 self._give(seq, count, draft)
         for seq in list(self._waiting):
-            if not draft.budget or not self._free_rows:
+            if not draft.budget:
                 break
             if seq.num_drawing:
                 continue  # preempted with a step under way: its next token is not known here yet
@@ -153,16 +154,10 @@ class Scheduler:
                 chunks.append(self._take_tokens(seq, outcome))
         return chunks
 
-    def abandon(self, message: str) -> list[TokenChunk]:
-        """The device failed: everybody's last chunk."""
-        self._under_way.clear()
-        finish = Finish("error", error_code="engine_error", error_message=message)
-        return [self._end(seq, finish) for seq in list(self._by_id.values())]
-
     def _take_tokens(self, seq: Sequence, outcome: SpanResult) -> TokenChunk:
         seq.num_drawing -= 1
         if outcome.error is not None:
-            return self._end(seq, Finish("error", error_code="generation_error", error_message=outcome.error))
+            return self._end(seq, Finish("error", error_code="invalid_grammar", error_message=outcome.error))
         seq.token_ids.extend(outcome.token_ids)
         self.counters.generated_tokens += len(outcome.token_ids)
         last = seq.token_ids[-1]
@@ -186,10 +181,15 @@ class Scheduler:
             if victim is seq:
                 return False
         if missing > 0:
-            blocks = self._pool.take(missing)
+            blocks = self._take(missing, draft)
             draft.changes[seq] = BlockTableChange(self._row(seq), len(seq.blocks), blocks)
             seq.blocks += blocks
         return True
+
+    def _take(self, count: int, draft: _Draft) -> list[BlockId]:
+        blocks = self._pool.take(count)
+        draft.fresh_blocks += blocks
+        return blocks
 
     def _waits_for_a_prefix(self, seq: Sequence) -> bool:
         """Somebody is computing this very block right now: waiting for it is cheaper than doing it again."""
@@ -198,16 +198,22 @@ class Scheduler:
 
     def _admit(self, seq: Sequence, draft: _Draft) -> bool:
         matched = self._match(seq)
-        num_blocks = self._blocks_for(len(seq.token_ids) + 1)
-        while self._pool.num_free_after(matched) < num_blocks - len(matched):
-            victim = self._running[-1] if self._running else None
-            if victim is None or victim.request.priority <= seq.request.priority or victim in draft.counts:
-                return False
-            self._preempt(victim, draft)
         num_matched = len(matched)
+        num_blocks = self._blocks_for(len(seq.token_ids) + 1)
+        missing = num_blocks - num_matched
+        # Whoever runs at a worse priority can give way; nobody does if that would still not be enough.
+        lesser = [other for other in self._running if other.request.priority > seq.request.priority]
+        if not self._free_rows and not lesser:
+            return False
+        if self._pool.num_free_after(matched) + sum(len(other.blocks) for other in lesser) < missing:
+            return False
+        while lesser and (not self._free_rows or self._pool.num_free_after(matched) < missing):
+            self._preempt(lesser.pop(), draft)
+        if self._pool.num_free_after(matched) < missing:
+            return False  # what gave way shared its blocks with somebody
         self._pool.hold(matched)
         partial = self._match_partial(seq, num_matched)
-        blocks = matched + self._pool.take(num_blocks - num_matched)
+        blocks = matched + self._take(missing, draft)
         seq.num_computed = num_matched * self._config.block_tokens
         if partial is not None:
             src, count = partial
@@ -265,8 +271,17 @@ class Scheduler:
             spans.append(Span(self._row(seq), start, count, samples))
             self.counters.computed_tokens += count
         freed_rows, self._freed_rows = self._freed_rows, []
+        copied = {copy.dst for copy in draft.copies}
         self._under_way.append([_UnderWay(seq, seq.run, seq.num_computed) for seq in draft.counts])
-        return StepPlan(spans, token_ids, freed_rows, draft.new_rows, list(draft.changes.values()), draft.copies)
+        return StepPlan(
+            spans,
+            token_ids,
+            freed_rows,
+            draft.new_rows,
+            list(draft.changes.values()),
+            draft.copies,
+            [block for block in draft.fresh_blocks if block not in copied],
+        )
 
     def _name_blocks(self, seq: Sequence, num_computed: int) -> None:
         self._extend_keys(seq)

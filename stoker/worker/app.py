@@ -65,6 +65,7 @@ def make_app(
     app = web.Application(middlewares=[_answer], client_max_size=config.max_body_bytes)
     app[CONTEXT] = context
     app.on_response_prepare.append(_name_request)
+    app.on_shutdown.append(_end_streams)
     app.cleanup_ctx.append(_lifespan)
     app.router.add_post("/v1/chat/completions", chat_completions)
     app.router.add_post("/v1/completions", completions)
@@ -89,6 +90,11 @@ def make_runner(app: web.Application, shutdown_timeout_s: float = 5.0) -> web.Ap
         keepalive_timeout=75.0,
         shutdown_timeout=shutdown_timeout_s,
     )
+
+
+async def _end_streams(app: web.Application) -> None:
+    """Whoever still runs when the server stops is told so now, rather than cut off when aiohttp's patience ends."""
+    await app[CONTEXT].service.stop()
 
 
 async def _lifespan(app: web.Application) -> AsyncIterator[None]:

@@ -17,7 +17,6 @@ import msgspec
 
 from stoker.base import log as logs
 from stoker.base.errors import InvalidRequest, StokerError
-from stoker.base.ids import RequestId
 from stoker.engine.build import BuiltEngine, build_engine, read_hf_config
 from stoker.models.contract import family_of
 from stoker.proto.messages import (
@@ -33,31 +32,39 @@ from stoker.proto.messages import (
     ToEngine,
 )
 from stoker.proto.pipe import EngineEnd, FrameEnd
-from stoker.sched.request import GenerateRequest
+from stoker.sched.request import GenerateRequest, GrammarSpec
 from stoker.text.tokenizer import Tokenizer
 from stoker.worker.grammar import XGrammars
 
 _STATS_EVERY_S = 0.25
 _PROGRESS_EVERY_S = 0.1
+_COMPILERS = 4
 
 log = logs.EventLog("engine")
 
 
-class Prepared(msgspec.Struct, frozen=True):
-    """A request whose grammar has been compiled, or could not be."""
+def _give_way() -> None:
+    """This thread runs when the engine's own does not want the core. (On Linux a thread has a niceness of its own.)"""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
-    request: GenerateRequest
+
+class Prepared(msgspec.Struct, frozen=True):
+    """A grammar that has been compiled, or could not be."""
+
+    spec: GrammarSpec
     error: InvalidRequest | None
 
 
 class Mailbox:
-    """Reads the pipe on a thread, so that the server never waits for a step; grammars are compiled on another."""
+    """Reads the pipe on a thread, so that the server never waits for a step; grammars are compiled on others."""
 
     def __init__(self, pipe: EngineEnd, grammars: XGrammars) -> None:
         self._pipe = pipe
         self._grammars = grammars
         self._messages: queue.SimpleQueue[ToEngine | Prepared] = queue.SimpleQueue()
-        self._compilers = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        # Several, for a schema may take seconds and must not hold up the simple ones behind it.
+        self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="grammar", initializer=_give_way)
         self._compilers.submit(grammars.warm_up)
         threading.Thread(target=self._read, name="mailbox", daemon=True).start()
 
@@ -69,17 +76,17 @@ class Mailbox:
             messages.append(self._messages.get())
         return messages
 
-    def prepare(self, request: GenerateRequest) -> None:
-        self._compilers.submit(self._prepare, request)
+    def prepare(self, spec: GrammarSpec) -> None:
+        """A Prepared will follow."""
+        self._compilers.submit(self._prepare, spec)
 
-    def _prepare(self, request: GenerateRequest) -> None:
-        assert request.sampling.grammar is not None
+    def _prepare(self, spec: GrammarSpec) -> None:
         try:
-            self._grammars.prepare(request.sampling.grammar)
+            self._grammars.prepare(spec)
         except InvalidRequest as error:
-            self._messages.put(Prepared(request, error))
+            self._messages.put(Prepared(spec, error))
         else:
-            self._messages.put(Prepared(request, None))
+            self._messages.put(Prepared(spec, None))
 
     def _read(self) -> None:
         try:
@@ -95,7 +102,7 @@ class EngineLoop:
         self._engine = built.engine
         self._mailbox = mailbox
         self._pipe = pipe
-        self._preparing: set[RequestId] = set()
+        self._preparing: dict[GrammarSpec, list[GenerateRequest]] = {}  # who waits for it
         self._stats_at_s = 0.0
 
     def run(self) -> None:
@@ -117,25 +124,33 @@ class EngineLoop:
 
     def _handle(self, message: ToEngine | Prepared) -> None:
         match message:
-            case Add(request=request) if request.sampling.grammar is not None:
-                self._preparing.add(request.request_id)
-                self._mailbox.prepare(request)
             case Add(request=request):
-                self._engine.add(request)
-            case Prepared(request=request, error=error) if request.request_id in self._preparing:
-                self._preparing.remove(request.request_id)
-                if error is None:
-                    self._engine.add(request)
-                else:
-                    self._engine.refuse(request, error)
+                self._add(request)
+            case Prepared(spec=spec, error=error):
+                for request in self._preparing.pop(spec):
+                    if error is None:
+                        self._engine.add(request)
+                    else:
+                        self._engine.refuse(request, error)
             case Cancel(request_id=request_id):
-                self._preparing.discard(request_id)
+                for waiting in self._preparing.values():
+                    waiting[:] = [request for request in waiting if request.request_id != request_id]
                 self._engine.cancel(request_id)
+
+    def _add(self, request: GenerateRequest) -> None:
+        spec = request.sampling.grammar
+        if spec is None:
+            self._engine.add(request)
+        elif spec in self._preparing:
+            self._preparing[spec].append(request)
+        else:
+            self._preparing[spec] = [request]
+            self._mailbox.prepare(spec)
 
     def _stats(self) -> EngineStats:
         scheduler, pool, counters = self._built.scheduler, self._built.pool, self._built.scheduler.counters
         return EngineStats(
-            waiting_sequences=scheduler.num_waiting + len(self._preparing),
+            waiting_sequences=scheduler.num_waiting + sum(map(len, self._preparing.values())),
             waiting_tokens=scheduler.waiting_tokens,
             running_sequences=scheduler.num_running,
             free_blocks=pool.num_free,

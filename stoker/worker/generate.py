@@ -6,12 +6,13 @@ A `Choice` is one sequence with its text machinery. Leaving `pieces` by any road
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from stoker.base.errors import EngineDied, InvalidRequest
+from stoker.base.errors import DeadlineExceeded, EngineDied, InvalidRequest
 from stoker.sched.request import Finish, GenerateRequest, TokenChunk, TokenLogprobs, Usage
 from stoker.text.detokenizer import Detokenizer
 from stoker.text.parsers.contract import ReasoningDelta, TextDelta, ToolCallStart
@@ -20,6 +21,7 @@ from stoker.worker.errors import error_of
 from stoker.worker.output import AnswerDelta, OutputParser
 from stoker.worker.record import RequestRecord
 
+_ENGINE_FIRST_S = 0.25  # past its deadline a request is the engine's to end, and then ours
 _QUEUED_PIECES = 2  # a choice; more would only grow behind a client that reads slowly
 
 
@@ -180,12 +182,29 @@ async def pieces(source: ChunkSource, choices: Sequence[Choice], record: Request
 
 async def _one(source: ChunkSource, choice: Choice) -> AsyncGenerator[Piece, None]:
     async with source.open(choice.request) as chunks:
-        async for chunk in chunks:
+        async for chunk in _in_time(chunks, choice.request.deadline_s):
             piece = choice.push(chunk)
             yield piece
             if piece.finish is not None:
                 return
     raise EngineDied("The engine's stream ended before the answer did.")
+
+
+async def _in_time(chunks: AsyncIterator[TokenChunk], deadline_s: float | None) -> AsyncIterator[TokenChunk]:
+    """The engine keeps the deadline of what it runs; here it holds too while a grammar is compiled, or a step hangs."""
+    if deadline_s is None:
+        async for chunk in chunks:
+            yield chunk
+        return
+    while True:
+        try:
+            async with asyncio.timeout(deadline_s + _ENGINE_FIRST_S - time.monotonic()):
+                chunk = await anext(chunks)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            raise DeadlineExceeded("The request's deadline passed before its answer was complete.") from None
+        yield chunk
 
 
 async def _merged(source: ChunkSource, choices: Sequence[Choice]) -> AsyncGenerator[Piece, None]:

@@ -1,37 +1,179 @@
-"""Grammars for the engine, by xgrammar. Compiling is slow and happens on a thread of its own; matching is a few microseconds."""
+"""Grammars for the engine, by xgrammar. Compiling is slow and happens on a thread of its own; matching is a few microseconds.
+
+A matcher that knows how many tokens it may have ends in time: near the end nothing new is begun, and at the end the
+shortest way out that was found is taken. It refuses to know which schema keywords can be held to (schema_check.py).
+"""
 
 from __future__ import annotations
 
+import json
+import re
+import sys
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import xgrammar
 from torch import Tensor
 
 from stoker.base.errors import InvalidRequest
 from stoker.sched.request import GrammarSpec
 from stoker.text.tokenizer import Tokenizer
+from stoker.worker.schema_check import enforceable
 
 _MAX_COMPILED = 256
 # "a": 1 and no other white space: a model that may write any white space can do so for ever.
 _SEPARATORS = (", ", ": ")
+_ORIGIN = re.compile(r"^(\[[\d:]+\] )?\S+\.(cc|h):\d+: ")  # where in xgrammar's sources an error was raised, and when
+_LITERAL = re.compile(r'"((?:[^"\\]|\\.)*)"')
+
+_MAX_ENDING = 1024  # tokens; no shorter way out: there is none worth steering to
+_MARGIN = 6  # tokens that a way out may grow by at a token that begins nothing
+_OPENERS = frozenset(b"{[,")
+# What to go on with where nothing can be closed, the shortest first.
+_SHORTEST = (",", ":", '""', "0", "1", "[]", "{}", '"', "true", "null", "false", "[", "{", "-", ".", ">")
+
+
+class Endings:
+    """Short ways from a matcher's state to the end, for one vocabulary. Greedy: short, not always the shortest."""
+
+    def __init__(self, vocabulary: Sequence[bytes], vocab_size: int, stop_id: int) -> None:
+        self._ids: dict[bytes, int] = {}
+        for token_id, text in enumerate(vocabulary):
+            if text:
+                self._ids.setdefault(text, token_id)
+        self._longest = max(map(len, self._ids), default=1)
+        self._vocabulary = vocabulary
+        self._stop_id = stop_id
+        closers = sorted((text for text in self._ids if not text.strip(b'"}]')), key=len, reverse=True)
+        self._string_closers = self._known(text for text in closers if text[:1] == b'"' and b'"' not in text[1:])
+        self._closers = self._known(text for text in closers if b'"' not in text)
+        self._shortest = self._known(text.encode() for text in _SHORTEST)
+        self._single = self._known(bytes([byte]) for byte in [*range(0x20, 0x7F), 0x0A, *range(0x80, 0x100)])
+        begins = np.array([bool(_OPENERS.intersection(text)) for text in vocabulary], dtype=bool)
+        bits = np.ones(-(-vocab_size // 32) * 32, dtype=bool)
+        bits[: len(begins)] = ~begins
+        self.begin_nothing = np.packbits(bits, bitorder="little").view(np.int32)
+
+    def _known(self, texts: Any) -> list[int]:
+        return [self._ids[text] for text in texts if text in self._ids]
+
+    def find(self, matcher: xgrammar.GrammarMatcher) -> list[int] | None:
+        """Tokens that end the output, a stop token last; None if no way was found."""
+        ahead = matcher.fork()
+        mask = np.zeros(len(self.begin_nothing), dtype=np.int32)
+        used: Counter[int] = Counter()
+        ending: list[int] = []
+        while len(ending) < _MAX_ENDING:
+            if ahead.is_completed():
+                return [*ending, self._stop_id]
+            token_id = self._sure(ahead)
+            if token_id is None or not ahead.accept_token(token_id):
+                token_id = self._chosen(ahead, mask, used)
+                if token_id is None or not ahead.accept_token(token_id):
+                    return None
+            ending.append(token_id)
+        return None
+
+    def _sure(self, ahead: xgrammar.GrammarMatcher) -> int | None:
+        """The longest token of the text that must come next."""
+        try:
+            text = ahead.find_jump_forward_string().encode()[: self._longest]
+        except UnicodeDecodeError:  # it begins within a character
+            return None
+        for length in range(len(text), 0, -1):
+            if (token_id := self._ids.get(text[:length])) is not None:
+                return token_id
+        return None
+
+    def _chosen(self, ahead: xgrammar.GrammarMatcher, mask: np.ndarray[Any, Any], used: Counter[int]) -> int | None:
+        ahead.fill_next_token_bitmask(mask[None])
+
+        def allowed(token_id: int) -> bool:
+            return bool(mask[token_id >> 5] >> (token_id & 31) & 1)
+
+        brace, end_brace = self._ids.get(b"{"), self._ids.get(b"}")
+        # Both may come: then they are a string's content.
+        in_string = brace is not None and end_brace is not None and allowed(brace) and allowed(end_brace)
+        first = self._string_closers if in_string else [*self._closers, *self._shortest]
+        for token_id in first:
+            # An expression may want the same token many times, or may have a way on only past it.
+            if allowed(token_id) and used[token_id] < 32:
+                used[token_id] += 1
+                return token_id
+        candidates = [token_id for token_id in self._single if allowed(token_id)]
+        if not candidates:
+            candidates = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))[:1].tolist()
+        if not candidates:
+            return None
+        token_id = min(candidates, key=used.__getitem__)
+        used[token_id] += 1
+        return token_id
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    grammar: xgrammar.CompiledGrammar
+    endings: Endings
+    first_ending: int | None  # tokens of the shortest output that was found
+    reserve: int  # tokens before the last possible moment from which on nothing new is begun
 
 
 class XGrammarMatcher:
-    def __init__(self, compiled: xgrammar.CompiledGrammar) -> None:
-        self._matcher = xgrammar.GrammarMatcher(compiled)
+    """`max_tokens`: how many it will be given in all, a stop token among them; None: no end is steered to."""
+
+    def __init__(self, compiled: Compiled, max_tokens: int | None = None) -> None:
+        self._matcher = xgrammar.GrammarMatcher(compiled.grammar)
+        self._endings = compiled.endings
+        self._left = sys.maxsize if max_tokens is None else max_tokens
+        self._ending: list[int] | None = None  # from here on; None: not looked for at this token
+        # The number of tokens left at which an ending is looked for: ever closer together as the end comes near.
+        self._look_at = -1
+        self._reserve = 0
+        if max_tokens is not None and compiled.first_ending is not None:
+            self._reserve = _MARGIN + min(compiled.reserve, max_tokens // 4)
+            self._look_at = self._next_look(compiled.first_ending)
+            if self._left <= self._look_at:
+                self._look()
 
     @property
     def done(self) -> bool:
         return bool(self._matcher.is_terminated())
 
     def accept(self, token_id: int) -> bool:
-        return bool(self._matcher.accept_token(token_id))
+        if not self._matcher.accept_token(token_id):
+            return False
+        self._left -= 1
+        if self._ending is not None and self._ending[0] == token_id:
+            self._ending = self._ending[1:] or None
+        else:
+            self._ending = None
+            if self._left <= self._look_at and not self.done:
+                self._look()
+        return True
 
     def fill(self, allowed: Tensor) -> None:
         self._matcher.fill_next_token_bitmask(allowed[None])
+        if self._ending is None or (spare := self._left - len(self._ending)) > self._reserve:
+            return
+        mask = allowed.numpy()
+        if spare > _MARGIN:
+            mask &= self._endings.begin_nothing
+        else:
+            mask[:] = 0
+        token_id = self._ending[0]
+        mask.view(np.uint32)[token_id >> 5] |= np.uint32(1 << (token_id & 31))
+
+    def _look(self) -> None:
+        self._ending = self._endings.find(self._matcher)
+        self._look_at = self._next_look(len(self._ending)) if self._ending is not None else self._left // 2
+
+    def _next_look(self, ending: int) -> int:
+        spare = self._left - ending - self._reserve
+        return self._left - max(1, spare // 4)
 
 
 class XGrammars:
@@ -40,28 +182,16 @@ class XGrammars:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._compiled: OrderedDict[GrammarSpec, xgrammar.CompiledGrammar] = OrderedDict()
-        self._compilers: dict[frozenset[int], xgrammar.GrammarCompiler] = {}
+        self._compiled: OrderedDict[GrammarSpec, Compiled] = OrderedDict()
+        self._compilers: dict[frozenset[int], tuple[xgrammar.GrammarCompiler, Endings]] = {}
         self._lock = threading.Lock()
-        self._compiling = threading.Lock()
+        self._making_compiler = threading.Lock()
 
     def prepare(self, spec: GrammarSpec) -> None:
-        with self._lock:
-            if spec in self._compiled:
-                self._compiled.move_to_end(spec)
-                return
-        with self._compiling:
-            compiled = self._compile(spec)
-        with self._lock:
-            self._compiled[spec] = compiled
-            while len(self._compiled) > _MAX_COMPILED:
-                self._compiled.popitem(last=False)
+        self._prepared(spec)
 
-    def matcher(self, spec: GrammarSpec, token_ids: Sequence[int]) -> XGrammarMatcher:
-        self.prepare(spec)
-        with self._lock:
-            compiled = self._compiled[spec]
-        matcher = XGrammarMatcher(compiled)
+    def matcher(self, spec: GrammarSpec, token_ids: Sequence[int], max_tokens: int | None = None) -> XGrammarMatcher:
+        matcher = XGrammarMatcher(self._prepared(spec), max_tokens)
         for token_id in token_ids:
             matcher.accept(token_id)
         return matcher
@@ -70,24 +200,29 @@ class XGrammars:
         """Half a second of reading the vocabulary that the first request need not wait for."""
         self.prepare(GrammarSpec("json_object"))
 
-    def _compile(self, spec: GrammarSpec) -> xgrammar.CompiledGrammar:
-        compiler = self._compiler(self._spoken_specials(spec))
-        schema: dict[str, Any] = {"any_whitespace": False, "separators": _SEPARATORS}
+    def _prepared(self, spec: GrammarSpec) -> Compiled:
+        with self._lock:
+            if (found := self._compiled.get(spec)) is not None:
+                self._compiled.move_to_end(spec)
+                return found
+        compiled = self._compile(spec)
+        with self._lock:
+            self._compiled[spec] = compiled
+            while len(self._compiled) > _MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        return compiled
+
+    def _compile(self, spec: GrammarSpec) -> Compiled:
+        compiler, endings = self._compiler(self._spoken_specials(spec))
         try:
-            match spec.kind:
-                case "json_object":
-                    return compiler.compile_json_schema('{"type": "object"}', **schema)
-                case "json_schema":
-                    return compiler.compile_json_schema(spec.text, **schema)
-                case "regex":
-                    return compiler.compile_regex(spec.text)
-                case "ebnf":
-                    return compiler.compile_grammar(spec.text)
-                case "structural_tag":
-                    return compiler.compile_structural_tag(spec.text)
+            grammar = _compile(compiler, spec)
         except (RuntimeError, ValueError, TypeError) as error:
-            reason = " ".join(str(error).split())[:500]
+            reason = _ORIGIN.sub("", " ".join(str(error).split()))[:500]
             raise InvalidRequest(f"not a usable {spec.kind}: {reason}", code="invalid_grammar") from error
+        first = endings.find(xgrammar.GrammarMatcher(grammar))
+        # How much a single token can begin is not known; all that the grammar spells out is more, a token being 3 bytes.
+        spelled = sum(len(text) for text in _LITERAL.findall(str(grammar.grammar))) // 3
+        return Compiled(grammar, endings, None if first is None else len(first), min(64, spelled))
 
     def _spoken_specials(self, spec: GrammarSpec) -> frozenset[int]:
         """Special tokens never stand for their text, but where a tool format is written in them."""
@@ -100,14 +235,47 @@ class XGrammars:
             if token_id not in ends and self._tokenizer.token_bytes(token_id).decode("utf-8", "replace") in spec.text
         )
 
-    def _compiler(self, spoken: frozenset[int]) -> xgrammar.GrammarCompiler:
-        if spoken not in self._compilers:
-            vocabulary = [
-                b"" if i in self._tokenizer.special_ids and i not in spoken else self._tokenizer.token_bytes(i)
-                for i in range(self._tokenizer.vocab_size)
-            ]
-            info = xgrammar.TokenizerInfo(
-                vocabulary, vocab_size=self._vocab_size, stop_token_ids=list(self._tokenizer.eos_token_ids)
-            )
-            self._compilers[spoken] = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=256 << 20)
-        return self._compilers[spoken]
+    def _compiler(self, spoken: frozenset[int]) -> tuple[xgrammar.GrammarCompiler, Endings]:
+        with self._making_compiler:
+            if spoken not in self._compilers:
+                self._compilers[spoken] = self._make_compiler(spoken)
+            return self._compilers[spoken]
+
+    def _make_compiler(self, spoken: frozenset[int]) -> tuple[xgrammar.GrammarCompiler, Endings]:
+        vocabulary = [
+            b"" if i in self._tokenizer.special_ids and i not in spoken else self._tokenizer.token_bytes(i)
+            for i in range(self._tokenizer.vocab_size)
+        ]
+        stop_ids = list(self._tokenizer.eos_token_ids)
+        info = xgrammar.TokenizerInfo(vocabulary, vocab_size=self._vocab_size, stop_token_ids=stop_ids)
+        compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=256 << 20)
+        return compiler, Endings(vocabulary, self._vocab_size, stop_ids[0])
+
+
+def _compile(compiler: xgrammar.GrammarCompiler, spec: GrammarSpec) -> xgrammar.CompiledGrammar:
+    match spec.kind:
+        case "json_object":
+            return _compile_schema(compiler, {"type": "object"})
+        case "json_schema":
+            return _compile_schema(compiler, enforceable(json.loads(spec.text)))
+        case "regex":
+            return compiler.compile_regex(spec.text)
+        case "ebnf":
+            return compiler.compile_grammar(spec.text)
+        case "structural_tag":
+            return compiler.compile_structural_tag(json.dumps(_with_enforceable(json.loads(spec.text))))
+
+
+def _compile_schema(compiler: xgrammar.GrammarCompiler, schema: Any) -> xgrammar.CompiledGrammar:
+    return compiler.compile_json_schema(json.dumps(schema), any_whitespace=False, separators=_SEPARATORS)
+
+
+def _with_enforceable(node: Any) -> Any:
+    """A structural tag with the schemas in it checked."""
+    if isinstance(node, list):
+        return [_with_enforceable(part) for part in node]
+    if not isinstance(node, dict):
+        return node
+    if node.get("type") == "json_schema":
+        return node | {"json_schema": enforceable(node["json_schema"])}
+    return {name: _with_enforceable(part) for name, part in node.items()}

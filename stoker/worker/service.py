@@ -103,8 +103,8 @@ class EngineService:
             self._keeper.cancel()
             with suppress(asyncio.CancelledError):
                 await self._keeper
-        await self._end_process()
         self._fail_streams("the worker is stopping")
+        await self._end_process()
 
     @asynccontextmanager
     async def open(self, request: GenerateRequest) -> AsyncIterator[AsyncIterator[TokenChunk]]:
@@ -130,7 +130,7 @@ class EngineService:
         while True:
             started_s = time.monotonic()
             await self._pump()
-            self.ready = False
+            self.ready, self.stats = False, None
             code = await self._end_process()
             log.error("engine_died", exit_code=code, streams=len(self._streams))
             self._fail_streams(f"the engine ended with code {code} while it worked on this request")
@@ -148,6 +148,14 @@ class EngineService:
             log.event("engine_restarted", restarts=self.num_restarts)
 
     async def _launch(self) -> None:
+        try:
+            await self._start_process()
+        except asyncio.CancelledError:
+            if self._process is not None:
+                self._process.kill()  # while it loads it listens to nobody
+            raise
+
+    async def _start_process(self) -> None:
         ours, theirs = socket.socketpair()
         arguments = msgspec.json.encode(self._arguments).decode()
         command = [sys.executable, "-m", "stoker.worker.engine_process", str(theirs.fileno()), arguments]

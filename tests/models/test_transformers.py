@@ -24,11 +24,12 @@ def prompt_logits(built: BuiltEngine, token_ids: list[int], chunk: int) -> torch
     """Logits at every position, computed `chunk` tokens at a time through the paged cache, blocks in odd places."""
     layout = built.layout
     num_blocks = -(-len(token_ids) // layout.block_tokens)
+    blocks = [BlockId(2 * i + 1) for i in reversed(range(num_blocks))]
     kv = DeviceKv(layout, 2 * num_blocks + 1, torch.device("cpu"))
-    kv.blocks.uniform_(-9, 9)  # what was never written must never count
+    kv.blocks.fill_(float("nan"))  # a stranger's block may hold anything
+    kv.clear(blocks)
     rows = RowTable(4, num_blocks, built.vocab_size, torch.device("cpu"), NoGrammars())
     row = Row(2)
-    blocks = [BlockId(2 * i + 1) for i in reversed(range(num_blocks))]
     logits = []
     for start in range(0, len(token_ids), chunk):
         count = min(chunk, len(token_ids) - start)

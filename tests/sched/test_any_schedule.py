@@ -46,6 +46,8 @@ class FakeDevice:
             self._tables[change.row][change.first :] = change.blocks
         for copy in plan.copies:
             self._kv[copy.dst] = list(self._kv[copy.src])
+        for block in plan.fresh_blocks:
+            self._kv[block] = [None] * self._block_tokens
         at = 0
         writes = []
         for span in plan.spans:

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -104,9 +105,12 @@ class Stream:
     response: http.client.HTTPResponse
     events: list[SseEvent] = field(default_factory=list)
     ended_s: float | None = None
+    _socket: socket.socket = field(init=False)
     _thread: threading.Thread = field(init=False)
 
     def __post_init__(self) -> None:
+        assert self.connection.sock is not None, "a stream's end is not known before its connection ends"
+        self._socket = self.connection.sock
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
@@ -116,6 +120,8 @@ class Stream:
             while part := self.response.read1(1 << 16):
                 self.events += reader.push(part)
         self.ended_s = time.monotonic()
+        self.response.close()
+        self.connection.close()
 
     @property
     def text(self) -> str:
@@ -137,11 +143,9 @@ class Stream:
 
     def leave(self) -> None:
         """As a client that vanishes."""
-        sock = self.connection.sock or self.response.fp.raw._sock  # type: ignore[attr-defined]
         with suppress(OSError):
-            sock.shutdown(2)
+            self._socket.shutdown(socket.SHUT_RDWR)
         self.wait_end()
-        self.connection.close()
 
 
 @dataclass
@@ -196,10 +200,10 @@ class RealServer:
     def is_idle(self) -> bool:
         """Nothing runs or waits, and every block is free."""
         values = self.metrics()
+        nothing = ("stoker_running_requests", "stoker_running_sequences", "stoker_waiting_sequences")
         return (
-            values["stoker_running_requests"] == 0
-            and values["stoker_running_sequences"] == 0
-            and values["stoker_waiting_sequences"] == 0
+            "stoker_kv_blocks" in values  # an engine that has just started has yet to report
+            and not any(values[name] for name in nothing)
             and values["stoker_kv_blocks_free"] == values["stoker_kv_blocks"]
         )
 

@@ -1,0 +1,164 @@
+"""Any schedule gives the same answer, with the real engine: in float64 the tokens of every request are those of its lone run."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+
+import pytest
+from tiny import SHAPE, make_tiny
+
+from stoker.base.config import EngineSettings, KvSettings, SchedSettings
+from stoker.base.ids import RequestId
+from stoker.engine.llm import LLM, Completion
+from stoker.sched.request import GenerateRequest, SamplingParams
+
+VOCAB = SHAPE["vocab_size"]
+BLOCK_TOKENS = 4
+MOST_TOKENS = 60  # prompt and answer together; the smallest cache holds just one such sequence
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    make_tiny(folder, "llama")
+    return folder
+
+
+def settings(num_blocks: int, step_tokens: int, max_rows: int, steps_ahead: int) -> EngineSettings:
+    return EngineSettings(
+        dtype="float64",
+        device="cpu",
+        num_threads=1,
+        steps_ahead=steps_ahead,
+        kv=KvSettings(block_tokens=BLOCK_TOKENS, num_blocks=num_blocks),
+        sched=SchedSettings(step_tokens=step_tokens, max_rows=max_rows),
+    )
+
+
+def random_request(rng: random.Random, number: int, shared: list[int]) -> GenerateRequest:
+    num_prompt = rng.randint(1, 40)
+    head = shared[: rng.randint(0, num_prompt)] if rng.random() < 0.7 else []
+    token_ids = head + [rng.randrange(VOCAB) for _ in range(num_prompt - len(head))]
+    max_new = rng.randint(1, MOST_TOKENS - num_prompt)
+    penalised = rng.random() < 0.4
+    sampling = SamplingParams(
+        temperature=rng.choice([0.0, 1.0, 1.0, 0.7]),
+        top_p=rng.choice([1.0, 0.9]),
+        top_k=rng.choice([0, 0, 20]),
+        min_p=rng.choice([0.0, 0.01]),
+        frequency_penalty=rng.uniform(-1, 1) if penalised else 0.0,
+        presence_penalty=rng.uniform(-1, 1) if penalised else 0.0,
+        repetition_penalty=rng.uniform(0.8, 1.5) if penalised else 1.0,
+        logit_bias={rng.randrange(VOCAB): rng.uniform(-5, 5) for _ in range(rng.choice([0, 0, 3]))},
+        seed=rng.randrange(1 << 62),
+        num_logprobs=rng.choice([None, 0, 3]),
+        stop_token_ids=tuple(rng.sample(range(VOCAB), 6)),
+        min_tokens=rng.choice([0, 0, min(5, max_new)]),
+    )
+    return GenerateRequest(
+        request_id=RequestId(f"r{number}"),
+        token_ids=token_ids,
+        num_prompt=num_prompt,
+        sampling=sampling,
+        max_new_tokens=max_new,
+        cache_salt=rng.choice(["", "", "tenant"]),
+        priority=rng.choice([0, 0, 0, 1, -1]),
+    )
+
+
+def run(llm: LLM, arrivals: list[tuple[int, GenerateRequest]], cancels: dict[str, int]) -> dict[str, Completion]:
+    """Each request is added before its step, and cancelled where `cancels` says so."""
+    engine, pool = llm.built.engine, llm.built.pool
+    waiting = sorted(arrivals, key=lambda arrival: arrival[0])
+    answers: dict[str, Completion] = {request.request_id: Completion() for _, request in arrivals}
+    step = 0
+    while waiting or engine.has_work:
+        while waiting and (waiting[0][0] <= step or not engine.has_work):
+            engine.add(waiting.pop(0)[1])
+        for request_id, at in cancels.items():
+            if at == step:
+                engine.cancel(RequestId(request_id))
+        for chunk in engine.step():
+            answer = answers[chunk.request_id]
+            assert answer.finish is None, "a chunk after the last one"
+            answer.token_ids += chunk.token_ids
+            answer.logprobs += chunk.logprobs or []
+            answer.finish = chunk.finish
+            answer.usage = chunk.usage
+        pool.check()
+        step += 1
+        assert step < 20_000, "no end in sight"
+    assert pool.num_free == pool.num_blocks
+    return answers
+
+
+def assert_same(request: GenerateRequest, got: Completion, lone: Completion, cancelled: bool) -> None:
+    assert got.finish is not None
+    assert lone.finish is not None
+    if cancelled and got.finish.reason == "cancelled":
+        assert got.token_ids == lone.token_ids[: len(got.token_ids)]
+        return
+    assert got.token_ids == lone.token_ids
+    assert got.finish == lone.finish
+    assert len(got.logprobs) == (0 if request.sampling.num_logprobs is None else len(got.token_ids))
+    for ours, theirs in zip(got.logprobs, lone.logprobs, strict=True):
+        assert (ours.token_id, ours.top_ids) == (theirs.token_id, theirs.top_ids)
+        assert math.isclose(ours.logprob, theirs.logprob, abs_tol=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_schedule_gives_the_tokens_of_the_lone_run(folder: Path, seed: int) -> None:
+    print("seed", seed)
+    rng = random.Random(seed)
+    shared = [rng.randrange(VOCAB) for _ in range(40)]
+    requests = [random_request(rng, number, shared) for number in range(10)]
+    lone = {}
+    for request in requests:
+        # Of its own in every sense: an engine that has cached nothing, one request, whole prompts.
+        alone = LLM(folder, settings(100, 512, 1, 0))
+        lone[request.request_id] = run(alone, [(0, request)], {})[request.request_id]
+    assert {len(answer.token_ids) > 0 for answer in lone.values()} == {True}
+    preemptions = cached = 0
+    for steps_ahead in (0, 1, 2):
+        # One that is sure to preempt, and two that are anything.
+        schedules = [(MOST_TOKENS // BLOCK_TOKENS, 64, 16)]
+        schedules += [
+            (
+                rng.choice([MOST_TOKENS // BLOCK_TOKENS, 20, 40, 400]),
+                rng.choice([1, 3, 16, 64]),
+                rng.choice([1, 2, 5, 16]),
+            )
+            for _ in range(2)
+        ]
+        for num_blocks, step_tokens, max_rows in schedules:
+            arrivals = [(rng.choice([0, rng.randint(0, 20)]), request) for request in requests]
+            cancels = {request.request_id: rng.randint(0, 80) for request in requests if rng.random() < 0.15}
+            print(f"{num_blocks=} {step_tokens=} {max_rows=} {steps_ahead=}")
+            llm = LLM(folder, settings(num_blocks, step_tokens, max_rows, steps_ahead))
+            answers = run(llm, arrivals, cancels)
+            for request in requests:
+                is_cancelled = request.request_id in cancels
+                assert_same(request, answers[request.request_id], lone[request.request_id], is_cancelled)
+            preemptions += llm.built.scheduler.counters.preemptions
+            cached += llm.built.scheduler.counters.cached_tokens
+    print(f"{preemptions=} {cached=}")
+    assert preemptions
+    assert cached
+
+
+def test_min_tokens_and_penalties_start_from_the_output_after_a_preemption(folder: Path) -> None:
+    """A greedy answer that would repeat itself, with penalties that forbid it: a lost count would show."""
+    sampling = SamplingParams(
+        temperature=0.0, frequency_penalty=1.5, repetition_penalty=1.3, stop_token_ids=tuple(range(60)), min_tokens=30
+    )
+    prompts = [[number, 7, 11, 13, 17] for number in range(60, 64)]
+    alone = [LLM(folder, settings(20, 64, 1, 0)).generate([prompt], sampling, 40)[0] for prompt in prompts]
+    assert all(len(answer.token_ids) >= 30 for answer in alone)
+    for steps_ahead in (0, 1, 2):
+        llm = LLM(folder, settings(14, 64, 4, steps_ahead))
+        together = llm.generate(prompts, sampling, 40)
+        assert llm.built.scheduler.counters.preemptions
+        assert [answer.token_ids for answer in together] == [answer.token_ids for answer in alone]
+        assert llm.built.pool.num_free == llm.built.pool.num_blocks

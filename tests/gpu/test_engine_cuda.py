@@ -1,0 +1,106 @@
+"""The same engine on a CUDA device gives the CPU's answers. Runs under pytest (-m gpu) and, where there is none, as a script."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+else:
+    import pytest
+
+    pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+from stoker.base.config import EngineSettings, KvSettings, SchedSettings
+from stoker.engine.llm import LLM
+from stoker.sched.request import SamplingParams
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 997,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+
+
+def make_folder(path: Path) -> Path:
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    # CPU and CUDA draw different random weights from one seed: both load the same file instead.
+    from safetensors.torch import save_file
+
+    from stoker.models.contract import family_of
+    from stoker.models.weights import parameter_slices
+
+    family = family_of(CONFIG, "config.json")
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    model = family.build(64)
+    torch.set_default_dtype(torch.float32)
+    save_file({name: torch.randn(place.shape, dtype=torch.float64) * 0.2 for name, place in parameter_slices(model, family.rules)},
+              path / "model.safetensors")  # fmt: skip
+    return path
+
+
+def answers(folder: Path, device: str, steps_ahead: int, num_blocks: int, step_tokens: int) -> list[list[int]]:
+    rng = random.Random(5)
+    shared = [rng.randrange(997) for _ in range(100)]
+    prompts = [
+        shared[: rng.randint(0, 100)] + [rng.randrange(997) for _ in range(rng.randint(1, 60))] for _ in range(24)
+    ]
+    sampling = [
+        SamplingParams(
+            temperature=rng.choice([0.0, 0.8, 1.0]),
+            top_p=rng.choice([1.0, 0.9]),
+            top_k=rng.choice([0, 20]),
+            min_p=rng.choice([0.0, 0.02]),
+            frequency_penalty=rng.choice([0.0, 0.5]),
+            repetition_penalty=rng.choice([1.0, 1.1]),
+            logit_bias=rng.choice([{}, {5: 3.0}]),
+            seed=rng.randrange(1 << 62),
+            num_logprobs=rng.choice([None, 3]),
+            stop_token_ids=(7,),
+            min_tokens=rng.choice([0, 10]),
+        )
+        for _ in prompts
+    ]
+    settings = EngineSettings(
+        device=device,
+        dtype="float64",
+        steps_ahead=steps_ahead,
+        num_threads=2,
+        kv=KvSettings(block_tokens=16, num_blocks=num_blocks),
+        sched=SchedSettings(step_tokens=step_tokens, max_rows=16),
+    )
+    llm = LLM(folder, settings)
+    completions = llm.generate(prompts, sampling, max_new_tokens=40)
+    assert llm.built.pool.num_free == num_blocks
+    return [completion.token_ids for completion in completions]
+
+
+def test_cuda_gives_the_answers_of_the_cpu() -> None:
+    with tempfile.TemporaryDirectory() as path:
+        folder = make_folder(Path(path))
+        expected = answers(folder, "cpu", 0, 2000, 512)
+        for steps_ahead, num_blocks, step_tokens in [(0, 2000, 512), (1, 2000, 64), (1, 40, 512), (2, 16, 33)]:
+            found = answers(folder, DEVICE, steps_ahead, num_blocks, step_tokens)
+            assert found == expected, f"ahead {steps_ahead}, {num_blocks} blocks, {step_tokens} tokens a step"
+
+
+if __name__ == "__main__":
+    test_cuda_gives_the_answers_of_the_cpu()
+    print("cuda == cpu: ok")

@@ -1,0 +1,69 @@
+"""SmolLM2 itself: our logits are transformers', and our greedy text is what transformers would write."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from stoker.base.config import EngineSettings, KvSettings
+from stoker.engine.llm import LLM
+from stoker.sched.request import SamplingParams
+from stoker.text.template import ChatTemplate
+from stoker.text.tokenizer import Tokenizer
+
+NUM_PROMPTS = 100
+NEW_TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def reference(smollm2: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def prompts(smollm2: Path, data_dir: Path) -> list[list[int]]:
+    tokenizer = Tokenizer.from_folder(smollm2)
+    template = ChatTemplate.from_folder(smollm2, tokenizer)
+    found = []
+    for name in ("arena", "gsm8k", "humaneval", "mtbench", "specbench"):
+        with gzip.open(data_dir / "prompts" / f"{name}.jsonl.gz", "rt") as lines:
+            texts = [json.loads(line)["turns"][0] for line in lines]
+        rendered = [tokenizer.encode(template.render([{"role": "user", "content": text}])) for text in texts]
+        found += sorted(rendered, key=len)[: NUM_PROMPTS // 5]  # the shortest: a test has no time for the others
+    assert len(found) == NUM_PROMPTS
+    return found
+
+
+def test_greedy_text_is_what_transformers_would_write(smollm2: Path, reference: Any, prompts: list[list[int]]) -> None:
+    """Token by token: after the prompt and what we wrote so far, transformers' most likely token is our next one."""
+    llm = LLM(smollm2, EngineSettings(device="cpu", dtype="float32", kv=KvSettings(num_blocks=2000)))
+    completions = llm.generate(
+        prompts, SamplingParams(temperature=0.0, num_logprobs=0, stop_token_ids=(2,)), NEW_TOKENS
+    )
+    worst = 0.0
+    for prompt, completion in zip(prompts, completions, strict=True):
+        with torch.inference_mode():
+            logits = reference(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == completion.token_ids
+        logprobs = logits.log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None]).squeeze(1)
+        ours = torch.tensor([token.logprob for token in completion.logprobs])
+        worst = max(worst, float((logprobs - ours).abs().max()))
+    assert worst <= 1e-4
+
+
+def test_logits_are_those_of_transformers(smollm2: Path, reference: Any, prompts: list[list[int]]) -> None:
+    from test_transformers import prompt_logits
+
+    from stoker.engine.build import build_engine
+
+    built = build_engine(smollm2, EngineSettings(device="cpu", dtype="float32", kv=KvSettings(num_blocks=64)))
+    for token_ids in prompts[::25]:
+        with torch.inference_mode():
+            expected = reference(torch.tensor([token_ids])).logits[0]
+        assert (prompt_logits(built, token_ids, 50) - expected).abs().max() <= 1e-4

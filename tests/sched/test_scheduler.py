@@ -1,0 +1,175 @@
+"""What the scheduler promises beyond right answers: who comes first, what is shared, what is refused."""
+
+from __future__ import annotations
+
+import pytest
+from test_any_schedule import FakeDevice
+
+from stoker.base.errors import InvalidRequest
+from stoker.base.ids import RequestId
+from stoker.kv.pool import BlockPool
+from stoker.sched.request import GenerateRequest, SamplingParams, TokenChunk
+from stoker.sched.scheduler import Scheduler, SchedulerConfig
+
+BLOCK = 4
+
+
+class World:
+    """A scheduler on a fake device, driven a step at a time."""
+
+    def __init__(self, num_blocks: int = 100, step_tokens: int = 64, max_rows: int = 8) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.scheduler = Scheduler(SchedulerConfig(BLOCK, step_tokens, max_rows, "fake"), self.pool)
+        self._device = FakeDevice(num_blocks, BLOCK, max_rows)
+        self.chunks: dict[str, list[TokenChunk]] = {}
+
+    def add(self, name: str, token_ids: list[int], max_new: int = 4, **fields: object) -> None:
+        self.chunks[name] = []
+        request = GenerateRequest(RequestId(name), token_ids, len(token_ids), SamplingParams(), max_new, **fields)  # type: ignore[arg-type]
+        self.scheduler.add(request)
+
+    def step(self) -> list[str]:
+        """Who got a token."""
+        plan = self.scheduler.plan()
+        if plan is None:
+            return []
+        chunks = self.scheduler.commit(self._device.run(plan))
+        for chunk in chunks:
+            self.chunks[chunk.request_id].append(chunk)
+        self.pool.check()
+        return [chunk.request_id for chunk in chunks]
+
+    def run(self) -> None:
+        for _ in range(10_000):
+            if not self.scheduler.has_work:
+                return
+            self.step()
+        raise AssertionError("no end in sight")
+
+    def cached(self, name: str) -> int:
+        return self.chunks[name][-1].usage.cached_tokens
+
+
+def test_a_second_request_finds_all_full_blocks_of_the_common_prefix() -> None:
+    world = World()
+    world.add("first", list(range(30)))
+    world.run()
+    world.add("same", list(range(30)))
+    world.run()
+    assert world.cached("same") == 28
+
+
+@pytest.mark.parametrize("changed", range(30))
+def test_changing_a_token_invalidates_from_its_block_on_and_never_before(changed: int) -> None:
+    world = World()
+    world.add("first", list(range(30)))
+    world.run()
+    world.add("second", [*range(changed), 49, *range(changed + 1, 30)])
+    world.run()
+    assert world.cached("second") == min(changed // BLOCK * BLOCK, 28)
+
+
+def test_tenants_with_different_salts_never_share() -> None:
+    world = World()
+    world.add("first", list(range(30)), cache_salt="one")
+    world.run()
+    world.add("second", list(range(30)), cache_salt="two")
+    world.run()
+    world.add("third", list(range(30)), cache_salt="one")
+    world.run()
+    assert (world.cached("second"), world.cached("third")) == (0, 28)
+
+
+def test_what_one_sequence_generated_the_next_turn_finds() -> None:
+    world = World()
+    world.add("turn 1", list(range(10)), max_new=20)
+    world.run()
+    answer = [token for chunk in world.chunks["turn 1"] for token in chunk.token_ids]
+    world.add("turn 2", [*range(10), *answer, 1, 2, 3])
+    world.run()
+    # The last sampled token was never computed: 29 tokens have KV, 7 blocks are full.
+    assert world.cached("turn 2") == 28
+
+
+def test_several_that_share_a_prompt_compute_it_once() -> None:
+    world = World(step_tokens=1000)
+    for i in range(5):
+        world.add(f"choice {i}", list(range(40)))
+    world.run()
+    counters = world.scheduler.counters
+    assert [world.cached(f"choice {i}") for i in range(5)] == [0, 36, 36, 36, 36]
+    assert counters.cached_tokens == 4 * 36
+    # The last block is copied from the first one's as far as it is the same: only the last token is computed anew.
+    assert counters.partial_tokens == 4 * 3
+
+
+def test_a_better_priority_makes_the_worse_give_way_for_blocks_and_rows() -> None:
+    for world in (World(num_blocks=8), World(max_rows=1)):
+        world.add("low", list(range(20)), max_new=10, priority=5)
+        world.step()
+        world.add("high", list(range(30, 50)), max_new=5, priority=-5)
+        assert world.step() == ["high"]
+        world.run()
+        assert world.scheduler.counters.preemptions == 1
+        assert [len(world.chunks[name]) for name in ("low", "high")] == [10, 5]
+
+
+def test_equals_wait_for_each_other() -> None:
+    world = World(num_blocks=8)
+    world.add("first", list(range(20)), max_new=10)
+    world.step()
+    world.add("second", list(range(30, 50)), max_new=5)
+    assert world.step() == ["first"]
+    world.run()
+    assert world.scheduler.counters.preemptions == 0
+
+
+def test_a_long_prompt_does_not_stop_the_others_answers() -> None:
+    world = World(step_tokens=8)
+    world.add("short", [1, 2, 3], max_new=10)
+    world.step()
+    world.add("long", list(range(40)) * 2, max_new=1)
+    for _ in range(8):
+        assert "short" in world.step()
+
+
+def test_what_can_never_fit_is_refused_at_once() -> None:
+    world = World(num_blocks=5)
+    with pytest.raises(InvalidRequest) as refused:
+        world.add("large", list(range(10)), max_new=11)
+    assert refused.value.code == "kv_too_small"
+    assert "21" in refused.value.message
+    assert "20" in refused.value.message
+    assert not world.scheduler.has_work
+
+
+def test_a_cancelled_sequence_gives_back_its_blocks_at_once() -> None:
+    world = World()
+    world.add("gone", list(range(30)), max_new=50)
+    world.step()
+    (chunk,) = world.scheduler.cancel(RequestId("gone"))
+    assert chunk.finish is not None
+    assert chunk.finish.reason == "cancelled"
+    assert world.pool.num_free == world.pool.num_blocks
+    assert world.scheduler.cancel(RequestId("gone")) == []
+
+
+def test_the_least_recently_used_prefix_goes_first_and_its_end_before_its_beginning() -> None:
+    world = World(num_blocks=12)
+    world.add("old", list(range(16)), max_new=1)
+    world.run()
+    world.add("new", list(range(20, 36)), max_new=1)
+    world.run()
+    world.add("large", [40] * 23, max_new=1)  # 6 blocks of the 12, 8 of them named
+    world.run()
+    world.add("new again", list(range(20, 36)), max_new=1)
+    world.run()
+    assert world.cached("new again") == 12
+    world = World(num_blocks=6)
+    world.add("old", list(range(16)), max_new=1)
+    world.run()
+    world.add("other", [40] * 11, max_new=1)
+    world.run()
+    world.add("old again", list(range(16)), max_new=1)
+    world.run()
+    assert world.cached("old again") == 12

@@ -1,0 +1,192 @@
+"""Who may import what. Imports point down: this table is the layout, and anything that it does not say is an error.
+
+Every import counts, also those inside functions and under TYPE_CHECKING: what is needed to read a file is needed to
+understand it.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import stoker
+
+ROOT = Path(stoker.__file__).parent
+HEAVY = frozenset({"torch", "triton", "xgrammar"})  # slow to import, or importing something that is
+ENGINE_SIDE = "torch triton numpy safetensors"
+KV_LIGHT = "kv.keys kv.pool kv.layout"
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """`ours` are packages, modules or names below `stoker`, `others` are third-party modules. `light` never loads torch,
+    not even through others."""
+
+    ours: str = ""
+    others: str = ""
+    light: bool = False
+
+
+# A package may import itself, base and the standard library besides. A module's own line counts before its package's.
+TABLE = {
+    "base": Allowed(light=True),
+    "kv": Allowed("kernels", ENGINE_SIDE),
+    "kv.keys": Allowed(light=True),
+    "kv.pool": Allowed(light=True),
+    "kv.layout": Allowed(light=True),
+    "sched": Allowed(KV_LIGHT, light=True),
+    "kernels": Allowed("", ENGINE_SIDE),
+    "layers": Allowed("kernels kv", ENGINE_SIDE),
+    "models": Allowed(f"layers {KV_LIGHT}", ENGINE_SIDE),
+    "engine": Allowed("sched kv models layers kernels", ENGINE_SIDE),
+    "proto": Allowed(f"sched {KV_LIGHT}", "msgspec", light=True),
+    "text": Allowed("sched.request", "tokenizers jinja2", light=True),
+    "checkpoint": Allowed("", "numpy gguf tokenizers huggingface_hub safetensors", light=True),
+    "loadgen": Allowed("", "aiohttp msgspec rich", light=True),
+    # The server process is light. The engine process is these two modules, and the only way from here to the engine.
+    "worker": Allowed("text proto sched", "aiohttp msgspec prometheus_client", light=True),
+    "worker.engine_process": Allowed("engine kv text proto sched models.contract.family_of worker", "msgspec"),
+    "worker.grammar": Allowed("engine text sched worker", "xgrammar torch numpy"),
+    "cli": Allowed("worker engine proto text checkpoint loadgen", "aiohttp rich uvloop"),
+}
+
+
+@dataclass(frozen=True)
+class Import:
+    importer: str  # a module, below stoker: "kv.pool"
+    target: str  # "kv.keys.next_key" below stoker, else a third-party module's first name
+    is_ours: bool
+    line: int
+
+    def __str__(self) -> str:
+        target = f"stoker.{self.target}" if self.is_ours else self.target
+        return f"stoker/{self.importer.replace('.', '/')}.py:{self.line} imports {target}"
+
+
+def modules() -> list[str]:
+    """All modules below stoker, as "kv.pool"; a package's __init__ is the package: "kv"."""
+    paths = (path.relative_to(ROOT).with_suffix("") for path in sorted(ROOT.rglob("*.py")))
+    names = (".".join(part for part in path.parts if part != "__init__") for path in paths)
+    return [name for name in names if name]
+
+
+def source_of(module: str) -> Path:
+    path = ROOT.joinpath(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def imports_of(module: str) -> Iterator[Import]:
+    for node in ast.walk(ast.parse(source_of(module).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"stoker.{module}, line {node.lineno}: a relative import"
+            targets = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for target in targets:
+            first, _, rest = target.partition(".")
+            if first == "stoker":
+                yield Import(module, rest, True, node.lineno)
+            elif first not in sys.stdlib_module_names:
+                yield Import(module, first, False, node.lineno)
+
+
+def is_below(target: str, place: str) -> bool:
+    return target == place or target.startswith(f"{place}.")
+
+
+def package_of(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def rule_of(module: str) -> Allowed:
+    return TABLE[module] if module in TABLE else TABLE[package_of(module)]
+
+
+def is_allowed(found: Import) -> bool:
+    rule = rule_of(found.importer)
+    if not found.is_ours:
+        return found.target in rule.others.split()
+    if not found.target or found.target.startswith("__"):
+        return True  # stoker itself: its version
+    package = package_of(found.importer)
+    own = [] if found.importer in TABLE and "." in found.importer else [package]
+    return any(is_below(found.target, place) for place in ["base", *own, *rule.ours.split()])
+
+
+ALL_MODULES = modules()
+LIGHT_MODULES = [module for module in ALL_MODULES if rule_of(module).light]
+
+
+def test_the_table_has_every_package_and_no_other() -> None:
+    assert {package_of(module) for module in ALL_MODULES} == {package_of(line) for line in TABLE}
+    assert [line for line in TABLE if not source_of(line).exists()] == []
+
+
+@pytest.mark.parametrize("package", sorted({package_of(line) for line in TABLE}))
+def test_imports_are_those_of_the_table(package: str) -> None:
+    found = [one for module in ALL_MODULES if package_of(module) == package for one in imports_of(module)]
+    wrong = [str(one) for one in found if not is_allowed(one)]
+    assert wrong == [], "\n".join(["not in the table of tests/test_imports.py:", *wrong])
+
+
+def test_packages_have_no_cycle() -> None:
+    graph: dict[str, set[str]] = {}
+    for module in ALL_MODULES:
+        targets = {package_of(one.target) for one in imports_of(module) if one.is_ours}
+        graph.setdefault(package_of(module), set()).update(targets - {package_of(module)})
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as cycle:
+        pytest.fail(" <- ".join(cycle.args[1]))
+
+
+def reached_from(module: str) -> dict[str, list[str]]:
+    """Every module that importing this one may import, with the way there; packages on the way count too."""
+    known, ways, left = set(ALL_MODULES), {module: [module]}, [module]
+    while left:
+        here = left.pop()
+        for one in imports_of(here):
+            parts = one.target.split(".") if one.is_ours else []
+            for end in range(1, len(parts) + 1):
+                there = ".".join(parts[:end])
+                if there in known and there not in ways:
+                    ways[there] = [*ways[here], there]
+                    left.append(there)
+    return ways
+
+
+def test_light_modules_never_lead_to_torch() -> None:
+    wrong = []
+    for module in LIGHT_MODULES:
+        for there, way in reached_from(module).items():
+            heavy = {one.target for one in imports_of(there) if not one.is_ours} & HEAVY
+            if heavy:
+                wrong.append(f"{' -> '.join(way)} -> {min(heavy)}")
+    assert wrong == [], "\n".join(wrong)
+
+
+LOOK = """
+import importlib, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+    heavy = {"torch", "triton", "xgrammar"} & set(sys.modules)
+    if heavy:
+        sys.exit(f"{name} loads {min(heavy)}")
+"""
+
+
+def test_importing_light_modules_and_commands_loads_no_torch() -> None:
+    """What third-party modules import shows only when they are imported. `stoker --help` imports every command."""
+    commands = [module for module in ALL_MODULES if package_of(module) == "cli"]
+    names = [f"stoker.{module}" for module in (*LIGHT_MODULES, *commands)]
+    done = subprocess.run([sys.executable, "-c", LOOK, *names], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,493 @@
+"""Real processes that are killed, drained, starved and lied to: every request has its answer, and nothing is left over."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from real import (
+    CHAT,
+    COMPLETIONS,
+    RESPONSES,
+    STOKER,
+    Answer,
+    RealServer,
+    children,
+    is_alive,
+    make_tiny_folder,
+    serving,
+    wait_for,
+)
+
+# In float64 no batch changes a draw: answers can be compared to the letter.
+FAST = ("--threads", "1", "--dtype", "float64")
+LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 6000, "ignore_eos": True, "seed": 1}
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_folder(tmp_path_factory.mktemp("model") / "tiny", smollm2)
+
+
+@pytest.fixture(scope="module")
+def shared(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    """Two rows, so that a third request waits; tests leave it idle."""
+    log_path = tmp_path_factory.mktemp("log") / "shared"
+    with serving(tiny_folder, log_path, *FAST, "--max-rows", "2", "--kv-blocks", "2000") as server:
+        yield server
+    assert "Traceback" not in log_path.read_text()
+
+
+@pytest.fixture
+def server(shared: RealServer) -> Iterator[RealServer]:
+    wait_for(lambda: shared.is_ready and shared.is_idle, 30)
+    yield shared
+    wait_for(lambda: shared.is_idle)
+
+
+@pytest.fixture
+def own(tiny_folder: Path, tmp_path: Path) -> Iterator[RealServer]:
+    """To be ended by its test."""
+    with serving(tiny_folder, tmp_path / "log", *FAST, "--kv-blocks", "2000") as server:
+        yield server
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(64) as threads:
+        yield threads
+
+
+def post(server: RealServer, path: str, body: dict[str, Any]) -> socket.socket:
+    """A request on a bare socket; its answer is the caller's to read, or not."""
+    data = json.dumps(body).encode()
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect(("127.0.0.1", server.port))
+    client.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+    return client
+
+
+def num_waiting(server: RealServer) -> float:
+    return server.metrics()["stoker_waiting_sequences"]
+
+
+# ---- the engine dies
+
+
+def test_a_killed_engine_ends_every_request_at_once_and_comes_back(
+    server: RealServer, pool: ThreadPoolExecutor
+) -> None:
+    before = server.complete("Hello", max_tokens=20, seed=3, ignore_eos=True).text
+    restarts = server.metrics()["stoker_engine_restarts_total"]
+    chat = server.stream(COMPLETIONS, LONG)
+    responses = server.stream(
+        RESPONSES, {"input": "Tell me", "max_output_tokens": 6000, "temperature": 1, "ignore_eos": True}
+    )
+    queued: list[Future[Answer]] = [
+        pool.submit(server.complete, **LONG | {"prompt": "Me too", "stream": stream}) for stream in (False, True)
+    ]
+    wait_for(lambda: len(chat.events) > 5 and len(responses.events) > 8 and num_waiting(server) == 2)
+
+    killed_s = time.monotonic()
+    os.kill(server.engine_pid, signal.SIGKILL)
+    for stream in (chat, responses):
+        stream.wait_end(5)
+        assert stream.ended_s is not None
+        assert stream.ended_s - killed_s < 2
+        assert not stream.is_done
+    assert chat.last_error["code"] == "engine_died"
+    assert chat.last_error["type"] == "server_error"
+    assert responses.events[-1].event == "response.failed"
+    for answer in (future.result(5) for future in queued):
+        assert (answer.status, answer.error["code"]) == (503, "engine_died")
+        assert answer.headers["Retry-After"] == "1"
+    assert time.monotonic() - killed_s < 3
+
+    early = server.complete("Hello", max_tokens=5)
+    assert (early.status, early.error["code"]) == (503, "engine_starting")
+    assert int(early.headers["Retry-After"]) >= 1
+    assert server.send("/health").json["engine"] == "starting"
+    assert "stoker_running_sequences" not in server.metrics(), "what a dead engine said is no longer so"
+    wait_for(lambda: server.is_ready, 30)
+    assert server.complete("Hello", max_tokens=20, seed=3, ignore_eos=True).text == before
+    assert server.metrics()["stoker_engine_restarts_total"] == restarts + 1
+    assert server.log.count('"engine_died"') >= 1
+
+
+def test_no_engine_outlives_its_killed_server(own: RealServer) -> None:
+    engine = own.engine_pid
+    stream = own.stream(COMPLETIONS, LONG)
+    wait_for(lambda: len(stream.events) > 5)
+    own.process.kill()
+    assert wait_for(lambda: not is_alive(engine)) < 2
+    stream.wait_end(2)
+    assert not stream.is_done
+
+
+# ---- the server is asked to end
+
+
+def test_sigterm_finishes_what_runs_and_refuses_what_is_new(own: RealServer) -> None:
+    engine = own.engine_pid
+    lone = own.complete("Once", max_tokens=500, seed=5, ignore_eos=True).text
+    stream = own.stream(COMPLETIONS, {"prompt": "Once", "max_tokens": 500, "seed": 5, "ignore_eos": True})
+    wait_for(lambda: len(stream.events) > 5)
+    own.process.send_signal(signal.SIGTERM)
+    wait_for(lambda: own.send("/health").json["draining"])
+    refused = own.complete("Hello", max_tokens=5)
+    assert (refused.status, refused.error["code"]) == (503, "draining")
+    assert int(refused.headers["Retry-After"]) >= 1
+    assert own.send("/ready").status == 503
+    assert not stream.is_done, "too quick to have been refused while it ran"
+    stream.wait_end()
+    assert stream.is_done
+    assert stream.text == lone
+    assert own.process.wait(5) == 0
+    wait_for(lambda: not is_alive(engine))
+    assert "Traceback" not in own.log
+
+
+def test_a_second_sigterm_stops_at_once(own: RealServer) -> None:
+    engine = own.engine_pid
+    stream = own.stream(COMPLETIONS, LONG)
+    wait_for(lambda: len(stream.events) > 5)
+    own.process.send_signal(signal.SIGTERM)
+    wait_for(lambda: own.send("/health").json["draining"])
+    insisted_s = time.monotonic()
+    own.process.send_signal(signal.SIGTERM)
+    own.process.wait(10)
+    assert time.monotonic() - insisted_s < 2
+    stream.wait_end(2)
+    assert not stream.is_done
+    assert stream.last_error["code"] == "engine_died"
+    assert not is_alive(engine)
+    assert "Traceback" not in own.log
+
+
+def test_ctrl_c_while_it_starts(tiny_folder: Path) -> None:
+    process = subprocess.Popen(
+        [STOKER, "serve", str(tiny_folder), "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    wait_for(lambda: bool(children(process.pid)), 30)
+    (engine,) = children(process.pid)
+    started_s = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=10)
+    assert time.monotonic() - started_s < 2
+    assert process.returncode == 130
+    assert "Traceback" not in said
+    wait_for(lambda: not is_alive(engine), 1)
+
+
+# ---- clients that leave or do not read
+
+
+PHASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "prefill": (COMPLETIONS, {"prompt": [7] * 7000, "max_tokens": 500, "stream": True}),
+    "decode": (COMPLETIONS, LONG),
+    "three": (COMPLETIONS, LONG | {"n": 3}),
+    "streams": (COMPLETIONS, LONG | {"n": 2, "stream": True}),
+    "grammar": (
+        CHAT,
+        {
+            "messages": [{"role": "user", "content": "hi"}],
+            "response_format": {"type": "regex", "regex": "[a-z ]{5000,}"},
+            "max_tokens": 3000,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.03, 0.4])
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_client_that_leaves_frees_its_blocks(server: RealServer, phase: str, delay_s: float) -> None:
+    path, body = PHASES[phase]
+    client = post(server, path, body)
+    time.sleep(delay_s)
+    client.close()
+    wait_for(lambda: server.is_idle, 2)
+
+
+def test_a_client_that_leaves_while_it_waits(server: RealServer) -> None:
+    running = [server.stream(COMPLETIONS, LONG | {"seed": seed}) for seed in range(2)]
+    waiting = post(server, COMPLETIONS, LONG | {"seed": 2})
+    wait_for(lambda: num_waiting(server) == 1)
+    waiting.close()
+    wait_for(lambda: num_waiting(server) == 0, 2)
+    for stream in running:
+        assert stream.ended_s is None
+        stream.leave()
+    wait_for(lambda: server.is_idle, 2)
+
+
+def test_a_client_that_sends_half_a_body(server: RealServer) -> None:
+    client = socket.create_connection(("127.0.0.1", server.port))
+    client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{")
+    wait_for(lambda: server.metrics()["stoker_running_requests"] == 1)
+    client.close()
+    wait_for(lambda: server.is_idle, 2)
+
+
+def test_a_slow_reader_holds_up_nobody(server: RealServer) -> None:
+    ask = {"prompt": "Hello", "max_tokens": 40, "seed": 9, "ignore_eos": True}
+    lone = server.complete(**ask).text
+    slow = post(server, COMPLETIONS, LONG | {"stream": True, "logprobs": 20, "max_tokens": 2000})
+    wait_for(lambda: server.metrics()["stoker_running_sequences"] == 1)
+    for _ in range(3):
+        started_s = time.monotonic()
+        assert server.complete(**ask).text == lone
+        assert time.monotonic() - started_s < 5
+    slow.close()
+    wait_for(lambda: server.is_idle, 2)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_deadline(server: RealServer, stream: bool) -> None:
+    started_s = time.monotonic()
+    ask = LONG | {"timeout_s": 0.5}
+    if stream:
+        answer = server.stream(COMPLETIONS, ask)
+        answer.wait_end(5)
+        assert answer.last_error["code"] == "deadline_exceeded"
+        assert len(answer.events) > 1
+        assert not answer.is_done
+    else:
+        whole = server.complete(**ask)
+        assert (whole.status, whole.error["code"]) == (504, "deadline_exceeded")
+    assert 0.4 < time.monotonic() - started_s < 3
+    wait_for(lambda: server.is_idle, 2)
+
+
+def test_a_deadline_that_passes_in_the_queue(server: RealServer) -> None:
+    running = [server.stream(COMPLETIONS, LONG | {"seed": seed}) for seed in range(2)]
+    late = server.complete("Hello", max_tokens=5, timeout_s=0.3)
+    assert (late.status, late.error["code"]) == (504, "deadline_exceeded")
+    for stream in running:
+        stream.leave()
+
+
+# ---- more than there is
+
+
+@pytest.fixture(scope="module")
+def little(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    """KV for 192 tokens in all. The second of its two tests ends it."""
+    log_path = tmp_path_factory.mktemp("log") / "little"
+    with serving(tiny_folder, log_path, *FAST, "--kv-blocks", "12", "--step-tokens", "40") as server:
+        yield server
+
+
+def test_many_requests_in_little_kv_end_as_if_alone(little: RealServer, pool: ThreadPoolExecutor) -> None:
+    started_s = time.monotonic()
+    refused = little.complete("Hello", max_tokens=192)
+    assert (refused.status, refused.error["code"]) == (400, "context_length_exceeded")
+    assert "192" in refused.error["message"]
+    assert "193" in refused.error["message"]
+    assert time.monotonic() - started_s < 1
+    rng = random.Random(4)
+    shared = [rng.randrange(100, 40000) for _ in range(40)]
+    asks = [
+        {
+            "prompt": shared[: rng.randint(1, 40)] + [rng.randrange(100, 40000) for _ in range(rng.randint(1, 30))],
+            "max_tokens": rng.randint(20, 80),
+            "seed": seed,
+            "ignore_eos": True,
+            "frequency_penalty": 0.5 * (seed % 2),
+        }
+        for seed in range(8)
+    ]
+    lone = [little.complete(**ask).text for ask in asks]
+    together = list(pool.map(lambda ask: little.complete(**ask).text, asks))
+    assert together == lone
+    assert little.metrics()["stoker_preemptions_total"] > 0
+    wait_for(lambda: little.is_idle, 2)
+    # All of it at once is still possible.
+    whole = little.complete("Hello", max_tokens=191, ignore_eos=True, seed=1)
+    assert whole.json["usage"]["completion_tokens"] == 191
+
+
+def test_ctrl_c_on_an_idle_server(little: RealServer) -> None:
+    engine = little.engine_pid
+    started_s = time.monotonic()
+    little.process.send_signal(signal.SIGINT)
+    assert little.process.wait(10) == 0
+    assert time.monotonic() - started_s < 3
+    assert not is_alive(engine)
+    assert "Traceback" not in little.log
+
+
+# ---- lies
+
+
+USER = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": 5}}}
+GRAMMARS: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": {"type": "regex", "regex": "(unclosed"}}, "response_format.regex"),
+    ({"response_format": {"type": "grammar", "grammar": "root ::= ("}}, "response_format.grammar"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}},
+        "response_format.json_schema.schema",
+    ),
+    ({"guided_json": {"type": 5}}, "guided_json"),
+    ({"guided_json": {"$ref": "#/nowhere"}}, "guided_json"),
+    ({"guided_json": {"$ref": "#"}}, "guided_json"),
+    ({"guided_json": {"enum": []}}, "guided_json"),
+    ({"guided_regex": "[z-a]"}, "guided_regex"),
+    ({"guided_regex": "a\0b"}, "guided_regex"),
+    ({"guided_grammar": "nonsense"}, "guided_grammar"),
+    ({"structured_outputs": {"regex": "a{3,1}"}}, "structured_outputs.regex"),
+    ({"tools": [TOOL], "tool_choice": "required"}, "tools"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("fields", "param"), GRAMMARS, ids=[str(number) for number in range(len(GRAMMARS))])
+def test_a_grammar_that_is_none(server: RealServer, fields: dict[str, Any], param: str, stream: bool) -> None:
+    answer = server.send(CHAT, {"messages": USER, "max_tokens": 5, "stream": stream} | fields)
+    assert answer.status == 400
+    assert answer.error["param"] == param
+    assert answer.error["type"] == "invalid_request_error"
+    assert ".cc:" not in answer.error["message"]
+
+
+@pytest.mark.xfail(strict=True, reason="min_tokens forbids the stop token where the grammar allows nothing else")
+def test_a_grammar_that_ends_before_min_tokens(server: RealServer) -> None:
+    answer = server.send(CHAT, {"messages": USER, "max_tokens": 30, "min_tokens": 20, "guided_regex": "yes"})
+    assert answer.status == 200
+    assert answer.json["choices"][0]["message"]["content"] == "yes"
+
+
+def test_a_grammar_that_takes_long_holds_up_no_other(server: RealServer, pool: ThreadPoolExecutor) -> None:
+    ask = {"messages": USER, "max_tokens": 5}
+    many = {"enum": [f"{number:x} is one of very many" for number in range(20_000)]}
+    started_s = time.monotonic()
+    slow = pool.submit(server.send, CHAT, ask | {"guided_json": many, "timeout_s": 0.6})
+    wait_for(lambda: num_waiting(server) == 1)
+    assert server.send(CHAT, ask | {"guided_regex": "ab"}).status == 200
+    assert time.monotonic() - started_s < 2
+    late = slow.result()
+    assert (late.status, late.error["code"]) == (504, "deadline_exceeded")
+    assert time.monotonic() - started_s < 3
+
+
+def test_ten_megabytes(server: RealServer) -> None:
+    started_s = time.monotonic()
+    answer = server.send(CHAT, {"messages": [{"role": "user", "content": "word " * 2_000_000}]})
+    assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
+    assert "8192" in answer.error["message"]
+    assert time.monotonic() - started_s < 10
+    padded = server.send(COMPLETIONS, b'{"prompt": "Hello", "max_tokens": 3' + b" " * (10 << 20) + b"}")
+    assert padded.status == 200
+
+
+BAD: list[tuple[str, Any]] = [
+    (CHAT, b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}'),
+    (CHAT, b"\xc3\x28"),
+    (CHAT, b'{"messages": [{"role": "user", "content": "hi"}], "temperature": NaN}'),
+    (CHAT, b'{"messages": '),
+    (CHAT, b"[" * 100_000),
+    (CHAT, {"messages": []}),
+    (CHAT, {"messages": [{"role": "wizard", "content": "hi"}]}),
+    (CHAT, {"messages": [{"role": "tool", "content": "x", "tool_call_id": "c1"}]}),
+    (CHAT, {"messages": USER, "model": "gpt-9"}),
+    (CHAT, {"messages": USER, "max_tokens": 10**30}),
+    (CHAT, {"messages": USER, "max_tokens": 9000}),
+    (CHAT, {"messages": USER, "max_tokens": -1}),
+    (CHAT, {"messages": USER, "temperature": -1e308}),
+    (CHAT, {"messages": USER, "n": 10**9}),
+    (CHAT, {"messages": USER, "logit_bias": {"999999": 1}}),
+    (CHAT, {"messages": USER, "tools": "none"}),
+    (CHAT, {"messages": USER, "tool_choice": {"type": "function", "function": {"name": "absent"}}}),
+    (CHAT, {"messages": USER, "response_format": {"type": "regex", "regex": "("}}),
+    (CHAT, {"messages": USER, "guided_json": {"type": 5}, "stream": True}),
+    (COMPLETIONS, {"prompt": [10**6]}),
+    (COMPLETIONS, {"prompt": [5] * 9000}),
+    (COMPLETIONS, {"prompt": ""}),
+    (COMPLETIONS, {"prompt": "x", "stop": [""]}),
+    (RESPONSES, {"input": []}),
+    (RESPONSES, {"input": "x", "previous_response_id": "r"}),
+]
+
+
+def test_bad_requests_harm_no_good_one(server: RealServer, pool: ThreadPoolExecutor) -> None:
+    asks = [{"prompt": f"Story {i}", "max_tokens": 30, "seed": i, "ignore_eos": True} for i in range(8)]
+    lone = [server.complete(**ask).text for ask in asks]
+    logged = len(server.log.splitlines())
+    good = [pool.submit(server.complete, **ask) for ask in asks[:4]]
+    bad = [pool.submit(server.send, path, body) for path, body in BAD + BAD]
+    good += [pool.submit(server.complete, **ask) for ask in asks[4:]]
+    for future, (path, body) in zip(bad, BAD + BAD, strict=True):
+        answer = future.result()
+        assert answer.status in (400, 404), (path, body)
+        assert answer.error["message"]
+    assert [future.result().text for future in good] == lone
+    wait_for(lambda: len(server.log.splitlines()) >= logged + len(bad) + len(good))
+    lines = [json.loads(line) for line in server.log.splitlines()[logged:]]
+    assert sum(line["event"] == "request" and line["status"] in (400, 404) for line in lines) == len(bad)
+    assert sum(line["event"] == "request" and line["status"] == 200 for line in lines) == len(good)
+    assert len({line["request"] for line in lines if line["event"] == "request"}) == len(bad) + len(good)
+
+
+# ---- a server that cannot start
+
+
+def failed_start(*arguments: str) -> str:
+    """What it says; it must end with exit code 2, and speak to people."""
+    done = subprocess.run([STOKER, "serve", *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr.splitlines()[-1]
+
+
+def test_a_port_in_use(server: RealServer, tiny_folder: Path) -> None:
+    said = failed_start(str(tiny_folder), "--port", str(server.port), *FAST)
+    assert said.startswith("stoker: ")
+    assert str(server.port) in said
+    assert "in use" in said
+
+
+SPOILED = [
+    ("config.json", "missing"),
+    ("config.json", "cut"),
+    ("config.json", "unknown"),
+    ("tokenizer.json", "cut"),
+    ("tokenizer_config.json", "cut"),
+    ("model.safetensors", "missing"),
+    ("model.safetensors", "cut"),
+]
+
+
+def spoil(path: Path, how: str) -> None:
+    if how == "missing":
+        path.unlink()
+    elif how == "cut":
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    else:
+        path.write_text(path.read_text().replace("LlamaForCausalLM", "OddForCausalLM"))
+
+
+def test_model_files_that_are_missing_or_corrupt(tiny_folder: Path, tmp_path: Path) -> None:
+    def start(case: tuple[str, str]) -> str:
+        name, how = case
+        folder = tmp_path / f"{name}-{how}"
+        shutil.copytree(tiny_folder, folder)
+        spoil(folder / name, how)
+        return failed_start(str(folder), "--port", "0", "--offline", *FAST)
+
+    with ThreadPoolExecutor(2) as threads:
+        for (name, how), said in zip(SPOILED, threads.map(start, SPOILED), strict=True):
+            assert said.startswith("stoker: "), (name, how, said)
+            assert name.removeprefix("model") in said, (name, how, said)
+            assert how != "unknown" or "OddForCausalLM" in said
