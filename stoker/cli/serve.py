@@ -117,7 +117,7 @@ async def _serve(args: argparse.Namespace) -> int:
     folder = await asyncio.to_thread(resolve_model, args.model, cache_dir, progress, args.offline)
     config = HttpConfig(tuple(args.served_name or [folder.name]), max_body_bytes=int(args.max_body_mib * (1 << 20)))
     arguments = EngineArguments(folder=str(folder.path), settings=settings, log_level=args.log_level)
-    service = EngineService(arguments, max_open=args.max_open, progress=progress)
+    service = EngineService(arguments, environment=os.environ, max_open=args.max_open, progress=progress)
     text = await asyncio.to_thread(ModelText.from_folder, folder.path, args.tool_format, args.reasoning_format)
     state = ServerState(config.drain_retry_after_s)
     runner = make_runner(make_app(service, text, config, state=state))

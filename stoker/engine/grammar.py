@@ -27,8 +27,9 @@ class Grammars(Protocol):
     def prepare(self, spec: GrammarSpec) -> None:
         """The slow part, done on another thread before the request is added. InvalidRequest if `spec` is not a grammar."""
 
-    def matcher(self, spec: GrammarSpec, token_ids: Sequence[int]) -> Matcher:
-        """A matcher that has gone through `token_ids`; quick once prepared."""
+    def matcher(self, spec: GrammarSpec, token_ids: Sequence[int], max_tokens: int) -> Matcher:
+        """A matcher that has gone through `token_ids`; quick once prepared. It will be given `max_tokens` in all, and should
+        be done by then: an answer that is cut off is of no use."""
 
 
 class NoGrammars:
@@ -37,5 +38,5 @@ class NoGrammars:
     def prepare(self, spec: GrammarSpec) -> None:
         raise InvalidRequest(f"this engine has no grammars, so no {spec.kind}", code="invalid_grammar")
 
-    def matcher(self, spec: GrammarSpec, token_ids: Sequence[int]) -> Matcher:
+    def matcher(self, spec: GrammarSpec, token_ids: Sequence[int], max_tokens: int) -> Matcher:
         raise InvalidRequest(f"this engine has no grammars, so no {spec.kind}", code="invalid_grammar")

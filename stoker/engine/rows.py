@@ -60,7 +60,9 @@ class RowTable:
             bias = (self._tensor(list(sampling.logit_bias)), values)
         if sampling.min_tokens:
             stop_ids = self._tensor(sampling.stop_token_ids)
-        matcher = self._grammars.matcher(sampling.grammar, output) if sampling.grammar else None
+        matcher = None
+        if sampling.grammar is not None:
+            matcher = self._grammars.matcher(sampling.grammar, output, new.max_new_tokens)
         return RowState(sampling, new.num_prompt, matcher, counts, in_prompt, bias, stop_ids)
 
     def _tensor(self, values: list[int] | tuple[int, ...]) -> Tensor:

@@ -83,8 +83,6 @@ def _shape(logits: Tensor, states: Sequence[RowState], lengths: Sequence[int]) -
     for i, state in enumerate(states):
         if state.bias is not None:
             logits[i, state.bias[0]] += state.bias[1].to(logits.dtype)
-        if state.stop_ids is not None and lengths[i] - state.num_prompt < state.sampling.min_tokens:
-            logits[i, state.stop_ids] = float("-inf")
     ruled = [i for i, s in enumerate(states) if s.matcher is not None and not s.matcher.done]
     if ruled:
         allowed = torch.zeros(len(ruled), -(-logits.shape[1] // 32), dtype=torch.int32)
@@ -92,6 +90,12 @@ def _shape(logits: Tensor, states: Sequence[RowState], lengths: Sequence[int]) -
             states[i].matcher.fill(allowed[number])  # type: ignore[union-attr]
         where = to_device(ruled, logits.device)
         logits[where] = mask_tokens(logits[where], allowed)
+    for i, state in enumerate(states):
+        if state.stop_ids is not None and lengths[i] - state.num_prompt < state.sampling.min_tokens:
+            going_on = logits[i].index_fill(0, state.stop_ids, float("-inf"))
+            # A grammar that is at its end leaves nothing but the stop tokens: then min_tokens cannot be had.
+            if state.matcher is None or bool(going_on.isfinite().any()):
+                logits[i] = going_on
     return logits
 
 

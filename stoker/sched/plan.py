@@ -30,6 +30,7 @@ class NewRow:
     sampling: SamplingParams
     token_ids: list[int]
     num_prompt: int
+    max_new_tokens: int  # after the prompt: a grammar ends in time
 
 
 @dataclass(frozen=True, slots=True)

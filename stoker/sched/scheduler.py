@@ -232,7 +232,15 @@ class Scheduler:
             self.counters.cached_tokens += seq.cached_tokens
         for key in seq.keys[num_matched:]:
             self._computing.setdefault(key, seq)
-        draft.new_rows.append(NewRow(seq.row, seq.request.sampling, list(seq.token_ids), seq.request.num_prompt))
+        draft.new_rows.append(
+            NewRow(
+                seq.row,
+                seq.request.sampling,
+                list(seq.token_ids),
+                seq.request.num_prompt,
+                seq.request.max_new_tokens,
+            )
+        )
         draft.changes[seq] = BlockTableChange(seq.row, 0, list(blocks))
         self._give(seq, min(seq.num_to_compute, draft.budget), draft)
         return True

@@ -83,10 +83,14 @@ class Mailbox:
     def _prepare(self, spec: GrammarSpec) -> None:
         try:
             self._grammars.prepare(spec)
+            self._messages.put(Prepared(spec, None))
         except InvalidRequest as error:
             self._messages.put(Prepared(spec, error))
-        else:
-            self._messages.put(Prepared(spec, None))
+        except Exception as error:  # whatever a compiler may throw: those who wait for it must hear of it
+            log.error("grammar_failed", exc_info=True, kind=spec.kind)
+            self._messages.put(
+                Prepared(spec, InvalidRequest(f"no grammar could be made: {error}", code="invalid_grammar"))
+            )
 
     def _read(self) -> None:
         try:
@@ -94,6 +98,9 @@ class Mailbox:
                 self._messages.put(self._pipe.receive())
         except FrameEnd:
             os._exit(0)  # the server has gone; nobody is left to answer
+        except msgspec.DecodeError:
+            log.error("mailbox_broken", exc_info=True)
+            os._exit(1)  # deaf, but alive to all who look: better to be started again
 
 
 class EngineLoop:

@@ -28,6 +28,7 @@ _MAX_COMPILED = 256
 # "a": 1 and no other white space: a model that may write any white space can do so for ever.
 _SEPARATORS = (", ", ": ")
 _ORIGIN = re.compile(r"^(\[[\d:]+\] )?\S+\.(cc|h):\d+: ")  # where in xgrammar's sources an error was raised, and when
+_CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 _LITERAL = re.compile(r'"((?:[^"\\]|\\.)*)"')
 
 _MAX_ENDING = 1024  # tokens; no shorter way out: there is none worth steering to
@@ -182,6 +183,9 @@ class XGrammars:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._with_control = frozenset(
+            i for i in range(tokenizer.vocab_size) if _CONTROL.search(tokenizer.token_bytes(i))
+        )
         self._compiled: OrderedDict[GrammarSpec, Compiled] = OrderedDict()
         self._compilers: dict[frozenset[int], tuple[xgrammar.GrammarCompiler, Endings]] = {}
         self._lock = threading.Lock()
@@ -213,7 +217,7 @@ class XGrammars:
         return compiled
 
     def _compile(self, spec: GrammarSpec) -> Compiled:
-        compiler, endings = self._compiler(self._spoken_specials(spec))
+        compiler, endings = self._compiler(self._silent(spec))
         try:
             grammar = _compile(compiler, spec)
         except (RuntimeError, ValueError, TypeError) as error:
@@ -224,28 +228,29 @@ class XGrammars:
         spelled = sum(len(text) for text in _LITERAL.findall(str(grammar.grammar))) // 3
         return Compiled(grammar, endings, None if first is None else len(first), min(64, spelled))
 
-    def _spoken_specials(self, spec: GrammarSpec) -> frozenset[int]:
-        """Special tokens never stand for their text, but where a tool format is written in them."""
-        if spec.kind != "structural_tag":
-            return frozenset()
-        ends = self._tokenizer.eos_token_ids
-        return frozenset(
-            token_id
-            for token_id in self._tokenizer.special_ids
-            if token_id not in ends and self._tokenizer.token_bytes(token_id).decode("utf-8", "replace") in spec.text
-        )
+    def _silent(self, spec: GrammarSpec) -> frozenset[int]:
+        """Tokens that stand for no text: special ones, but where a tool format is written in them; and in JSON those with
+        control characters, which the compiler allows in strings of a given length."""
+        ends, token_bytes = self._tokenizer.eos_token_ids, self._tokenizer.token_bytes
+        silent = set(self._tokenizer.special_ids)
+        if spec.kind == "structural_tag":
+            silent -= {
+                token_id
+                for token_id in self._tokenizer.special_ids
+                if token_id not in ends and token_bytes(token_id).decode("utf-8", "replace") in spec.text
+            }
+        if spec.kind in ("json_object", "json_schema", "structural_tag"):
+            silent |= self._with_control
+        return frozenset(silent)
 
-    def _compiler(self, spoken: frozenset[int]) -> tuple[xgrammar.GrammarCompiler, Endings]:
+    def _compiler(self, silent: frozenset[int]) -> tuple[xgrammar.GrammarCompiler, Endings]:
         with self._making_compiler:
-            if spoken not in self._compilers:
-                self._compilers[spoken] = self._make_compiler(spoken)
-            return self._compilers[spoken]
+            if silent not in self._compilers:
+                self._compilers[silent] = self._make_compiler(silent)
+            return self._compilers[silent]
 
-    def _make_compiler(self, spoken: frozenset[int]) -> tuple[xgrammar.GrammarCompiler, Endings]:
-        vocabulary = [
-            b"" if i in self._tokenizer.special_ids and i not in spoken else self._tokenizer.token_bytes(i)
-            for i in range(self._tokenizer.vocab_size)
-        ]
+    def _make_compiler(self, silent: frozenset[int]) -> tuple[xgrammar.GrammarCompiler, Endings]:
+        vocabulary = [b"" if i in silent else self._tokenizer.token_bytes(i) for i in range(self._tokenizer.vocab_size)]
         stop_ids = list(self._tokenizer.eos_token_ids)
         info = xgrammar.TokenizerInfo(vocabulary, vocab_size=self._vocab_size, stop_token_ids=stop_ids)
         compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=256 << 20)

@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterable
+from itertools import permutations
 from typing import Any
 from urllib.parse import unquote
 
@@ -79,6 +80,12 @@ class _Document:
 
     def whole(self) -> Any:
         schema = self._schema(self._root, "", 0)
+        for definition in self._definitions.values():
+            seen = [definition]
+            while "$ref" in seen[-1]:
+                seen.append(self._definitions[seen[-1]["$ref"].rpartition("/")[2]])
+                if len(seen) > len(self._definitions):
+                    raise _wrong("", "its references go in circles")
         return {**schema, "$defs": self._definitions} if self._definitions else schema
 
     # ---- one schema
@@ -89,7 +96,11 @@ class _Document:
         node = _object(node, place)
         if "$id" in node and depth > 0:
             raise _refused("$id", place)
-        if set(node) & _CONSTRAINTS == {"$ref"}:
+        constraints = set(node) & _CONSTRAINTS
+        # References are followed only where there is something to merge: a schema may hold itself.
+        if constraints == {"allOf"} and len(_list(node["allOf"], "allOf", place)) == 1:
+            return self._schema(node["allOf"][0], place, depth + 1)
+        if constraints == {"$ref"}:
             return {"$ref": f"#/$defs/{self._definition(node['$ref'], place, depth)}"}
         node = self._flat(node, place, depth)
         for word in _REFUSED:
@@ -131,14 +142,10 @@ class _Document:
         if word == "anyOf" and "oneOf" in node:
             raise _refused("oneOf", place)
         rest = {name: value for name, value in node.items() if name != word}
-        branches = []
-        for branch in _list(node[word], word, place):
-            if branch is not False:
-                said = self._flat(_object(branch, place), place, depth + 1)
-                if rest:
-                    _check_evaluation(said, place)
-                branches.append(_merged(rest, said, place))
-        if word == "oneOf" and any(not self._apart(a, b, 0) for a in branches for b in branches if a is not b):
+        branches = [branch for branch in _list(node[word], word, place) if branch is not False]
+        if rest:
+            branches = [self._with(rest, branch, place, depth) for branch in branches]
+        if word == "oneOf" and any(not self._apart(a, b, 0) for a, b in permutations(branches, 2)):
             raise _refused("oneOf", place, "its alternatives may hold together")
         found = []
         for i, branch in enumerate(branches):
@@ -149,6 +156,11 @@ class _Document:
         if not found:
             raise _unsatisfiable(place, f"no alternative of {word} can be met")
         return _any_of(found)
+
+    def _with(self, rest: Schema, branch: Any, place: str, depth: int) -> Schema:
+        said = self._flat(_object(branch, place), place, depth + 1)
+        _check_evaluation(said, place)
+        return _merged(rest, said, place)
 
     # ---- references
 
@@ -314,18 +326,14 @@ def _values(node: Schema, place: str) -> Schema:
 
 def _string(node: Schema, place: str) -> Schema:
     made: Schema = {"type": "string"}
-    lengths = {word: node[word] for word in ("minLength", "maxLength") if word in node}
+    lengths: Schema = {word: node[word] for word in ("minLength", "maxLength") if word in node}
     if "pattern" in node:
         _check_pattern(node["pattern"], place)
         for word in lengths:
             raise _refused(word, place, "there is a 'pattern' beside it")
         made["pattern"] = _open_ended(node["pattern"])
     elif lengths:
-        # With its own rule for lengths the compiler would let control characters pass.
-        least, most = node.get("minLength", 0), node.get("maxLength", "")
-        if most != "" and least > most:
-            raise _unsatisfiable(place, f"minLength {least} is above maxLength {most}")
-        made["pattern"] = f"^[^\\x00-\\x1f]{{{least},{most}}}$"
+        made |= lengths
     elif isinstance(node.get("format"), str):
         made["format"] = node["format"]
     return made

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 
 import msgspec
@@ -67,10 +66,12 @@ class EngineService:
         self,
         arguments: EngineArguments,
         *,
+        environment: Mapping[str, str],
         max_open: int = 2048,
         progress: Progress = lambda stage, done, total: None,
     ) -> None:
         self._arguments = arguments
+        self._environment = environment
         self._max_open = max_open
         self._progress = progress
         self._streams: dict[RequestId, _Stream] = {}
@@ -131,9 +132,9 @@ class EngineService:
             started_s = time.monotonic()
             await self._pump()
             self.ready, self.stats = False, None
-            code = await self._end_process()
-            log.error("engine_died", exit_code=code, streams=len(self._streams))
-            self._fail_streams(f"the engine ended with code {code} while it worked on this request")
+            num_streams = len(self._streams)
+            self._fail_streams("the engine ended while it worked on this request")
+            log.error("engine_died", exit_code=await self._end_process(), streams=num_streams)
             if time.monotonic() - started_s > _HEALTHY_S:
                 backoff_s = _FIRST_BACKOFF_S
             while not self.ready:
@@ -142,8 +143,8 @@ class EngineService:
                 self.num_restarts += 1
                 try:
                     await self._launch()
-                except StokerError as error:
-                    log.error("engine_restart_failed", code=error.code, message=error.message, next_try_s=backoff_s)
+                except (StokerError, OSError) as error:
+                    log.error("engine_restart_failed", reason=str(error), next_try_s=backoff_s)
                     await self._end_process()
             log.event("engine_restarted", restarts=self.num_restarts)
 
@@ -161,7 +162,7 @@ class EngineService:
         command = [sys.executable, "-m", "stoker.worker.engine_process", str(theirs.fileno()), arguments]
         # OpenMP's threads spin at barriers, by default for so long that on a busy machine they keep the thread they wait
         # for from running. They spin for the time of a small operation, then sleep; the engine finds out how many pay.
-        environment = {"GOMP_SPINCOUNT": "10000", **os.environ}
+        environment = {"GOMP_SPINCOUNT": "10000", **self._environment}
         with theirs:
             self._process = await asyncio.to_thread(
                 subprocess.Popen,
@@ -192,7 +193,8 @@ class EngineService:
 
     async def _pump(self) -> None:
         assert self._pipe is not None
-        with suppress(FrameEnd):
+        # An engine that sends what cannot be read is as good as dead.
+        with suppress(FrameEnd, msgspec.DecodeError):
             while True:
                 match await self._pipe.receive():
                     case Chunks(chunks=chunks):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,9 @@ def test_any_schedule_gives_the_tokens_of_the_lone_run(folder: Path, seed: int) 
     rng = random.Random(seed)
     shared = [rng.randrange(VOCAB) for _ in range(40)]
     requests = [random_request(rng, number, shared) for number in range(10)]
+    longest = max(requests, key=lambda request: request.num_prompt)
+    other_draws = replace(longest.sampling, seed=longest.sampling.seed + 1)
+    requests.append(replace(longest, request_id=RequestId("twin"), sampling=other_draws))
     lone = {}
     for request in requests:
         # Of its own in every sense: an engine that has cached nothing, one request, whole prompts.

@@ -36,7 +36,7 @@ def prompt_logits(built: BuiltEngine, token_ids: list[int], chunk: int) -> torch
         plan = StepPlan(
             [Span(row, start, count, False)],
             token_ids[start : start + count],
-            new_rows=[] if start else [NewRow(row, SamplingParams(), token_ids, len(token_ids))],
+            new_rows=[] if start else [NewRow(row, SamplingParams(), token_ids, len(token_ids), 1)],
             block_table_changes=[] if start else [BlockTableChange(row, 0, blocks)],
         )
         rows.apply(plan)

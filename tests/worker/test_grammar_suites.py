@@ -32,7 +32,7 @@ def check(report: dict[str, Any]) -> None:
 
 
 def test_some_of_each_set(data_dir: Path, tmp_path: Path):
-    check(run(data_dir, tmp_path, "--limit", "6", "--max-tokens", "48", "--temperature", "1"))
+    check(run(data_dir, tmp_path, "--limit", "5", "--max-tokens", "96", "--temperature", "1"))
 
 
 @pytest.mark.slow

@@ -213,10 +213,28 @@ def test_schemas_mean_what_they_say(accepts: Callable[[GrammarSpec, str], bool],
     assert not accepts(schema_spec(schema), bad)
 
 
+def test_strings_of_a_given_length_have_no_control_characters(accepts: Callable[[GrammarSpec, str], bool]):
+    spec = schema_spec({"type": "string", "minLength": 2, "maxLength": 20})
+    assert accepts(spec, '"a é"')
+    assert not accepts(spec, '"a\tb"')
+    assert not accepts(spec, '"a\x01b"')
+    assert not accepts(spec, '"a\nb"')
+
+
 def test_a_recursive_schema_can_be_written(accepts: Callable[[GrammarSpec, str], bool]):
     tree = {"type": "object", "properties": {"children": {"type": "array", "items": {"$ref": "#"}}}}
     assert accepts(schema_spec(tree), '{"children": [{"children": []}, {}]}')
     assert not accepts(schema_spec(tree), '{"children": [1]}')
+    node = {
+        "type": "object",
+        "properties": {
+            "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}], "default": None},
+            "same": {"allOf": [{"$ref": "#/$defs/node"}], "description": "as it was written once"},
+        },
+    }
+    linked = {"$ref": "#/$defs/node", "$defs": {"node": node}}
+    assert accepts(schema_spec(linked), '{"next": {"next": null}, "same": {"same": {}}}')
+    assert not accepts(schema_spec(linked), '{"next": {"next": 1}}')
 
 
 def doubled(times: int) -> dict[str, Any]:

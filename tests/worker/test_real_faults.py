@@ -362,7 +362,6 @@ def test_a_grammar_that_is_none(server: RealServer, fields: dict[str, Any], para
     assert ".cc:" not in answer.error["message"]
 
 
-@pytest.mark.xfail(strict=True, reason="min_tokens forbids the stop token where the grammar allows nothing else")
 def test_a_grammar_that_ends_before_min_tokens(server: RealServer) -> None:
     answer = server.send(CHAT, {"messages": USER, "max_tokens": 30, "min_tokens": 20, "guided_regex": "yes"})
     assert answer.status == 200
