@@ -32,9 +32,8 @@ from stoker.models.contract import family_of
 from stoker.proto.openai import ChatRequest, decode
 from stoker.sched.request import GrammarSpec, SamplingParams
 from stoker.text.parsers.contract import ToolArgumentsDelta, ToolCallStart
-from stoker.text.tokenizer import Tokenizer
 from stoker.worker.context import ModelText
-from stoker.worker.grammar import XGrammarMatcher, XGrammars
+from stoker.worker.grammar import XGrammars
 from stoker.worker.messages import template_messages
 from stoker.worker.prompt import Conversation, forced_constraint, render
 from stoker.worker.sampling import ModelLimits, resolve_constraint
@@ -158,22 +157,11 @@ def _body(question: str, **fields: Any) -> dict[str, Any]:
     return {"model": "m", "messages": [{"role": "user", "content": question[:1000]}], **fields}
 
 
-class _Budgeted(XGrammars):
-    """Matchers that know how many tokens there will be."""
-
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, max_tokens: int) -> None:
-        super().__init__(tokenizer, vocab_size)
-        self._max_tokens = max_tokens
-
-    def matcher(self, spec: GrammarSpec, token_ids: Sequence[int], max_tokens: int | None = None) -> XGrammarMatcher:
-        return super().matcher(spec, token_ids, max_tokens or self._max_tokens)
-
-
 class Bench:
     def __init__(self, folder: Path, max_tokens: int, temperature: float, settings: EngineSettings) -> None:
         self._text = ModelText.from_folder(folder)
         vocab_size = family_of(read_hf_config(folder), str(folder)).shape.vocab_size
-        self._grammars = _Budgeted(self._text.tokenizer, vocab_size, max_tokens)
+        self._grammars = XGrammars(self._text.tokenizer, vocab_size)
         self._llm = LLM(folder, settings, grammars=self._grammars)
         self._limits = ModelLimits(vocab_size, self._llm.built.max_model_tokens, self._text.tokenizer.eos_token_ids)
         self._max_tokens = max_tokens
@@ -255,10 +243,13 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--batch", type=int, default=128, help="requests given to the engine at once")
+    parser.add_argument("--rows", type=int, default=32, help="requests that run at a time")
+    parser.add_argument("--device")
+    parser.add_argument("--dtype")
     parser.add_argument("--json", type=Path, help="write all outcomes here")
     args = parser.parse_args()
     folder = resolve_model(args.model, default_cache_dir(os.environ), silent).path
-    settings = EngineSettings(max_model_tokens=4096, sched=SchedSettings(max_rows=32))
+    settings = EngineSettings(args.device, args.dtype, max_model_tokens=4096, sched=SchedSettings(max_rows=args.rows))
     bench = Bench(folder, args.max_tokens, args.temperature, settings)
     report: dict[str, dict[str, Any]] = {}
     for name, cases in (("suite", suite_cases(args.data)), ("bfcl", bfcl_cases(args.data))):
