@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from math import inf
 from typing import Protocol
 
-# After so many steps of one size, the other thread count is tried for a few. A wrong one costs a few percent of the time.
-_STEPS_BETWEEN = 60
-_STEPS_TRIED = 2
+# After so many steps of one size the other thread count is tried for one; ever more rarely while it loses.
+_FIRST_TRY, _LONGEST_WAIT = 8, 128
 _STEPS_REMEMBERED = 5
 # A step costs about as much as this many tokens before its first: makes steps of one size class comparable.
 _FIXED_TOKENS = 12
@@ -45,31 +45,37 @@ class _Size:
     """Steps of about one size. Disturbances only ever add time, so a count is judged by the best of its last few steps."""
 
     costs: dict[int, deque[float]] = field(default_factory=dict)  # by thread count
-    steps_left: int = _STEPS_BETWEEN
+    wait: int = _FIRST_TRY
+    steps_left: int = _FIRST_TRY
 
 
 class ThreadTuner:
     def __init__(self, max_threads: int) -> None:
         # Between one and all lies too little to be worth the trying.
-        self._choices = sorted({1, max_threads}, reverse=True)
+        self._choices = (max_threads, 1) if max_threads > 1 else (1,)
         self._sizes: dict[int, _Size] = {}
 
     def choose(self, num_tokens: int) -> int:
         size = self._size(num_tokens)
-        for threads in self._choices:
-            if len(size.costs.get(threads, ())) < _STEPS_TRIED:
-                return threads
-        best = min(self._choices, key=lambda threads: min(size.costs[threads]))
+        best = self._best(size)
         size.steps_left -= 1
-        if size.steps_left < 0:
-            if size.steps_left <= -_STEPS_TRIED:
-                size.steps_left = _STEPS_BETWEEN
-            return next((threads for threads in self._choices if threads != best), best)
-        return best
+        if size.steps_left > 0 or len(self._choices) == 1:
+            return best
+        return next(threads for threads in self._choices if threads != best)
 
     def note(self, num_tokens: int, threads: int, seconds: float) -> None:
-        costs = self._size(num_tokens).costs.setdefault(threads, deque(maxlen=_STEPS_REMEMBERED))
+        size = self._size(num_tokens)
+        best = self._best(size)
+        costs = size.costs.setdefault(threads, deque(maxlen=_STEPS_REMEMBERED))
         costs.append(seconds / (_FIXED_TOKENS + num_tokens))
+        if self._best(size) != best:
+            size.wait = size.steps_left = _FIRST_TRY  # things have changed, and may change again
+        elif size.steps_left <= 0:
+            size.wait = size.steps_left = min(2 * size.wait, _LONGEST_WAIT)
+
+    def _best(self, size: _Size) -> int:
+        """All cores until something better was measured."""
+        return min(self._choices, key=lambda threads: min(size.costs.get(threads, (inf,))))
 
     def _size(self, num_tokens: int) -> _Size:
         return self._sizes.setdefault(num_tokens.bit_length(), _Size())

@@ -32,6 +32,7 @@ _COUNTERS = (
     ("steps", "stoker_steps", "Engine steps"),
     ("step_s", "stoker_step_seconds", "Time spent in engine steps"),
     ("computed_tokens", "stoker_computed_tokens", "Tokens that were run through the model"),
+    ("partial_tokens", "stoker_partial_tokens", "Tokens reused out of blocks that differ towards their end"),
     ("preemptions", "stoker_preemptions", "Sequences put back to waiting for want of blocks"),
 )
 

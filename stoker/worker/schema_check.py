@@ -10,49 +10,42 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable
 from itertools import permutations
 from typing import Any
 from urllib.parse import unquote
 
-from stoker.base.errors import InvalidRequest
-
-Schema = dict[str, Any]
-
-_OF_TYPE = {
-    "object": (
-        *("properties", "required", "additionalProperties", "unevaluatedProperties"),
-        *("patternProperties", "propertyNames", "minProperties", "maxProperties"),
-    ),
-    "array": (
-        *("items", "prefixItems", "additionalItems", "unevaluatedItems"),
-        *("minItems", "maxItems", "uniqueItems", "contains"),
-    ),
-    "string": ("minLength", "maxLength", "pattern"),
-    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
-}
-_APPLIED = ("$ref", "allOf", "anyOf", "oneOf", "const", "enum", "type", "format")
-_REFUSED = ("not", "if", "dependentRequired", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef")
-# All else says something about a schema, not about its instances.
-_CONSTRAINTS = frozenset(
-    (*_APPLIED, *_REFUSED, "then", "else", *(word for words in _OF_TYPE.values() for word in words))
+from stoker.worker.schema_words import (
+    ALL_TYPES,
+    CONSTRAINTS,
+    COUNTS,
+    HIGHER_WINS,
+    LOWER_WINS,
+    OF_TYPE,
+    REFUSED,
+    Schema,
+    Unsatisfiable,
+    any_of,
+    as_list,
+    as_object,
+    check_shapes,
+    expanded_types,
+    is_number,
+    kind_of,
+    kinds_allowed,
+    listed_values,
+    refused_word,
+    same_value,
+    types_of,
+    unsatisfiable,
+    whole_number,
+    wrong_schema,
 )
-_LOWER_WINS = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
-_HIGHER_WINS = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
-_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-_ALL_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
+
 # Beyond these the compiler drops multipleOf.
 _MAX_MULTIPLE = 1024
 _MAX_MULTIPLE_RANGE = 9999
 _MAX_DEPTH = 64
 _MAX_PARTS = 20_000
-_SHAPES: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("properties", "patternProperties"), (dict,)),
-    **dict.fromkeys(("required", "allOf", "anyOf", "oneOf", "enum", "prefixItems"), (list,)),
-    **dict.fromkeys((*_LOWER_WINS, *_HIGHER_WINS, "multipleOf"), (int, float)),
-    "pattern": (str,),
-    "type": (str, list),
-}
 # What regular expressions have and automata have not, or what the compiler passes over.
 _BEYOND_REGULAR = re.compile(r"(?<!\\)(?:\\\\)*(\(\?(?!:)|\\[bBkpP1-9])")
 # Characters that JSON escapes, where the compiler would have them as they are.
@@ -65,10 +58,6 @@ _NEGATED = re.compile(r"\[\^(?:[^\]\\]|\\.)*\]")
 def enforceable(schema: Any) -> Any:
     """The schema that is compiled instead; InvalidRequest names what cannot be enforced."""
     return _Document(schema).whole()
-
-
-class Unsatisfiable(InvalidRequest):
-    """A schema that no value can meet: an alternative that is left out, or the client's mistake."""
 
 
 class _Document:
@@ -85,53 +74,53 @@ class _Document:
             while "$ref" in seen[-1]:
                 seen.append(self._definitions[seen[-1]["$ref"].rpartition("/")[2]])
                 if len(seen) > len(self._definitions):
-                    raise _wrong("", "its references go in circles")
+                    raise wrong_schema("", "its references go in circles")
         return {**schema, "$defs": self._definitions} if self._definitions else schema
 
     # ---- one schema
 
     def _schema(self, node: Any, place: str, depth: int) -> Schema:
         if depth > _MAX_DEPTH:
-            raise _wrong(place, f"it is nested more than {_MAX_DEPTH} deep")
-        node = _object(node, place)
+            raise wrong_schema(place, f"it is nested more than {_MAX_DEPTH} deep")
+        node = as_object(node, place)
         if "$id" in node and depth > 0:
-            raise _refused("$id", place)
-        constraints = set(node) & _CONSTRAINTS
+            raise refused_word("$id", place)
+        constraints = set(node) & CONSTRAINTS
         # References are followed only where there is something to merge: a schema may hold itself.
-        if constraints == {"allOf"} and len(_list(node["allOf"], "allOf", place)) == 1:
+        if constraints == {"allOf"} and len(as_list(node["allOf"], "allOf", place)) == 1:
             return self._schema(node["allOf"][0], place, depth + 1)
         if constraints == {"$ref"}:
             return {"$ref": f"#/$defs/{self._definition(node['$ref'], place, depth)}"}
         node = self._flat(node, place, depth)
-        for word in _REFUSED:
+        for word in REFUSED:
             if word in node and not (word == "if" and not {"then", "else"} & set(node)):
-                raise _refused(word, place)
-        for word in _COUNTS:
+                raise refused_word(word, place)
+        for word in COUNTS:
             if word in node:
-                node[word] = _whole_number(node[word], word, place)
+                node[word] = whole_number(node[word], word, place)
         if "const" in node or "enum" in node:
             return _values(node, place)
         if "anyOf" in node or "oneOf" in node:
             return self._alternatives(node, place, depth)
-        kinds = _types(node, place)
+        kinds = types_of(node, place)
         if not kinds:
             return {}
-        return _any_of([self._typed(kind, node, place, depth) for kind in kinds])
+        return any_of([self._typed(kind, node, place, depth) for kind in kinds])
 
     def _flat(self, node: Schema, place: str, depth: int) -> Schema:
         """Without $ref and allOf: what they say is the schema's own."""
         self._num_parts += 1
         if self._num_parts > _MAX_PARTS:
-            raise _wrong("", f"with its references followed it has more than {_MAX_PARTS} parts")
-        _check_shapes(node, place)
+            raise wrong_schema("", f"with its references followed it has more than {_MAX_PARTS} parts")
+        check_shapes(node, place)
         if depth > _MAX_DEPTH:
-            raise _wrong(place, "its references go in circles, or it is nested too deep")
-        flat = {word: value for word, value in node.items() if word in _CONSTRAINTS and word not in ("$ref", "allOf")}
-        parts = _list(node["allOf"], "allOf", place) if "allOf" in node else []
+            raise wrong_schema(place, "its references go in circles, or it is nested too deep")
+        flat = {word: value for word, value in node.items() if word in CONSTRAINTS and word not in ("$ref", "allOf")}
+        parts = as_list(node["allOf"], "allOf", place) if "allOf" in node else []
         if "$ref" in node:
             parts = [self._resolve(node["$ref"], place), *parts]
         for part in parts:
-            said = self._flat(_object(part, place), place, depth + 1)
+            said = self._flat(as_object(part, place), place, depth + 1)
             if flat or len(parts) > 1:
                 _check_evaluation(said, place)
             flat = _merged(flat, said, place)
@@ -140,13 +129,13 @@ class _Document:
     def _alternatives(self, node: Schema, place: str, depth: int) -> Schema:
         word = "anyOf" if "anyOf" in node else "oneOf"
         if word == "anyOf" and "oneOf" in node:
-            raise _refused("oneOf", place)
+            raise refused_word("oneOf", place)
         rest = {name: value for name, value in node.items() if name != word}
-        branches = [branch for branch in _list(node[word], word, place) if branch is not False]
+        branches = [branch for branch in as_list(node[word], word, place) if branch is not False]
         if rest:
             branches = [self._with(rest, branch, place, depth) for branch in branches]
         if word == "oneOf" and any(not self._apart(a, b, 0) for a, b in permutations(branches, 2)):
-            raise _refused("oneOf", place, "its alternatives may hold together")
+            raise refused_word("oneOf", place, "its alternatives may hold together")
         found = []
         for i, branch in enumerate(branches):
             try:
@@ -154,11 +143,11 @@ class _Document:
             except Unsatisfiable:
                 continue
         if not found:
-            raise _unsatisfiable(place, f"no alternative of {word} can be met")
-        return _any_of(found)
+            raise unsatisfiable(place, f"no alternative of {word} can be met")
+        return any_of(found)
 
     def _with(self, rest: Schema, branch: Any, place: str, depth: int) -> Schema:
-        said = self._flat(_object(branch, place), place, depth + 1)
+        said = self._flat(as_object(branch, place), place, depth + 1)
         _check_evaluation(said, place)
         return _merged(rest, said, place)
 
@@ -169,10 +158,10 @@ class _Document:
         if reference not in self._names:
             self._names[reference] = name = f"r{len(self._names)}"
             seen = {reference}
-            while isinstance(target, dict) and set(target) & _CONSTRAINTS == {"$ref"}:  # one that is a reference itself
+            while isinstance(target, dict) and set(target) & CONSTRAINTS == {"$ref"}:  # one that is a reference itself
                 reference = target["$ref"]
                 if reference in seen:
-                    raise _wrong(place, "its references go in circles")
+                    raise wrong_schema(place, "its references go in circles")
                 seen.add(reference)
                 target = self._resolve(reference, place)
             self._definitions[name] = {}  # its place, while it is worked on
@@ -182,14 +171,14 @@ class _Document:
 
     def _resolve(self, reference: Any, place: str) -> Any:
         if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
-            raise _refused("$ref", place, f"{str(reference)[:80]!r} is not in the schema itself")
+            raise refused_word("$ref", place, f"{str(reference)[:80]!r} is not in the schema itself")
         target = self._root
         for part in reference[2:].split("/") if reference != "#" else ():
             name = unquote(part).replace("~1", "/").replace("~0", "~")
             try:
                 target = target[int(name)] if isinstance(target, list) else target[name]
             except (LookupError, ValueError, TypeError):
-                raise _wrong(place, f"$ref {reference[:80]!r} leads nowhere") from None
+                raise wrong_schema(place, f"$ref {reference[:80]!r} leads nowhere") from None
         return target
 
     # ---- types
@@ -207,9 +196,9 @@ class _Document:
         return {"type": kind}
 
     def _object(self, node: Schema, place: str, depth: int) -> Schema:
-        declared = _object(node.get("properties", {}), place)
-        required = _list(node.get("required", []), "required", place)
-        patterns = _object(node.get("patternProperties", {}), place)
+        declared = as_object(node.get("properties", {}), place)
+        required = as_list(node.get("required", []), "required", place)
+        patterns = as_object(node.get("patternProperties", {}), place)
         others = node.get("additionalProperties", node.get("unevaluatedProperties"))
         if others is None and not (patterns or "properties" in node):
             others = True
@@ -217,7 +206,7 @@ class _Document:
         properties: Schema = {}
         for name in [*declared, *(name for name in required if name not in declared)]:
             if name not in declared and (patterns or others is False):
-                raise _unsatisfiable(place, f"{name!r} is required and not allowed")
+                raise unsatisfiable(place, f"{name!r} is required and not allowed")
             try:
                 child = declared.get(name, others if others is not None else True)
                 properties[name] = self._schema(child, f"{place}/properties/{name}", depth + 1)
@@ -226,11 +215,11 @@ class _Document:
                     raise
         if "propertyNames" in node:
             if properties or patterns:
-                raise _refused("propertyNames", place, "there are other properties")
-            names = self._flat(_object(node["propertyNames"], place), place, depth) | {"type": "string"}
+                raise refused_word("propertyNames", place, "there are other properties")
+            names = self._flat(as_object(node["propertyNames"], place), place, depth) | {"type": "string"}
             made["propertyNames"] = self._schema(names, f"{place}/propertyNames", depth + 1)
             if set(made["propertyNames"]) - {"type", "pattern", "minLength", "maxLength", "enum"}:
-                raise _refused("propertyNames", place)
+                raise refused_word("propertyNames", place)
         if patterns:
             _check_patterns(patterns, properties, place)
             made["patternProperties"] = {
@@ -249,22 +238,22 @@ class _Document:
             if word in node:
                 made[word] = node[word]
         if made.get("minProperties", 0) > 1 and (patterns or made["additionalProperties"] is not False):
-            raise _refused("minProperties", place, "names that are not declared may come twice")
+            raise refused_word("minProperties", place, "names that are not declared may come twice")
         if made == {"type": "object", "additionalProperties": True}:
             return {"type": "object"}
         return made
 
     def _array(self, node: Schema, place: str, depth: int) -> Schema:
         if "contains" in node:
-            raise _refused("contains", place)
+            raise refused_word("contains", place)
         if node.get("uniqueItems") is True and node.get("maxItems", 2) > 1:
-            raise _refused("uniqueItems", place)
+            raise refused_word("uniqueItems", place)
         prefix, items = node.get("prefixItems", []), node.get("items")
         if isinstance(items, list):  # as it was before prefixItems
             prefix, items = items, node.get("additionalItems")
         if items is None:
             items = node.get("unevaluatedItems")
-        prefix = _list(prefix, "prefixItems", place)[: node.get("maxItems")]
+        prefix = as_list(prefix, "prefixItems", place)[: node.get("maxItems")]
         if items is None:
             items = not prefix or node.get("minItems", 0) > len(prefix)
         made: Schema = {"type": "array"}
@@ -285,11 +274,11 @@ class _Document:
         if depth > 8 or not isinstance(written, dict) or not isinstance(other, dict):
             return False
         written, other = self._flat(written, "", 0), self._flat(other, "", 0)
-        if (ours := _listed(written)) is not None and (theirs := _listed(other)) is not None:
+        if (ours := listed_values(written)) is not None and (theirs := listed_values(other)) is not None:
             return not {json.dumps(value, sort_keys=True) for value in ours} & {
                 json.dumps(value, sort_keys=True) for value in theirs
             }
-        kinds, other_kinds = set(_kinds_allowed(written)), set(_kinds_allowed(other))
+        kinds, other_kinds = set(kinds_allowed(written)), set(kinds_allowed(other))
         if not kinds & other_kinds:
             return True
         if kinds != {"object"} or "anyOf" in written or "oneOf" in written:
@@ -308,19 +297,21 @@ class _Document:
 
 
 def _values(node: Schema, place: str) -> Schema:
-    values = [node["const"]] if "const" in node else _list(node["enum"], "enum", place)
+    values = [node["const"]] if "const" in node else as_list(node["enum"], "enum", place)
     if "const" in node and "enum" in node:
-        values = [value for value in _list(node["enum"], "enum", place) if _same(value, node["const"])]
+        values = [value for value in as_list(node["enum"], "enum", place) if same_value(value, node["const"])]
     others = set(node) - {"const", "enum", "type", "format"}
-    kinds = _types({"type": node["type"]}, place) if "type" in node else _ALL_TYPES
-    values = [value for value in values if _kind(value) in kinds or (_kind(value) == "integer" and "number" in kinds)]
+    kinds = types_of({"type": node["type"]}, place) if "type" in node else ALL_TYPES
+    values = [
+        value for value in values if kind_of(value) in kinds or (kind_of(value) == "integer" and "number" in kinds)
+    ]
     touched = {
-        word for kind in map(_kind, values) for word in _OF_TYPE.get("number" if kind == "integer" else kind, ())
+        word for kind in map(kind_of, values) for word in OF_TYPE.get("number" if kind == "integer" else kind, ())
     }
     for word in sorted(others & (touched | {"anyOf", "oneOf"})):
-        raise _refused(word, place, "there are 'enum' or 'const' beside it")
+        raise refused_word(word, place, "there are 'enum' or 'const' beside it")
     if not values:
-        raise _unsatisfiable(place, "no value of 'enum' or 'const' has the type")
+        raise unsatisfiable(place, "no value of 'enum' or 'const' has the type")
     return {"enum": values}
 
 
@@ -330,7 +321,7 @@ def _string(node: Schema, place: str) -> Schema:
     if "pattern" in node:
         _check_pattern(node["pattern"], place)
         for word in lengths:
-            raise _refused(word, place, "there is a 'pattern' beside it")
+            raise refused_word(word, place, "there is a 'pattern' beside it")
         made["pattern"] = _open_ended(node["pattern"])
     elif lengths:
         made |= lengths
@@ -343,15 +334,15 @@ def _number(kind: str, node: Schema, place: str) -> Schema:
     made: Schema = {"type": kind}
     multiple = node.get("multipleOf")
     if multiple is not None:
-        if not _is_number(multiple) or multiple != int(multiple) or not 0 < multiple <= _MAX_MULTIPLE:
-            raise _refused("multipleOf", place, f"only whole numbers up to {_MAX_MULTIPLE} are")
+        if not is_number(multiple) or multiple != int(multiple) or not 0 < multiple <= _MAX_MULTIPLE:
+            raise refused_word("multipleOf", place, f"only whole numbers up to {_MAX_MULTIPLE} are")
         made = {"type": "integer", "multipleOf": int(multiple)}
     for word in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
         if word not in node:
             continue
         bound = node[word]
-        if not _is_number(bound):
-            raise _wrong(place, f"{word!r} is not a number")
+        if not is_number(bound):
+            raise wrong_schema(place, f"{word!r} is not a number")
         if made["type"] == "integer":
             lower = word.endswith("inimum")
             whole = math.ceil(bound) if lower else math.floor(bound)
@@ -362,32 +353,32 @@ def _number(kind: str, node: Schema, place: str) -> Schema:
         made[word] = bound
     span = made.get("maximum", math.inf) - made.get("minimum", -math.inf)
     if multiple is not None and {"minimum", "maximum"} & set(made) and span > _MAX_MULTIPLE_RANGE:
-        raise _refused("multipleOf", place, f"the range is wider than {_MAX_MULTIPLE_RANGE}")
+        raise refused_word("multipleOf", place, f"the range is wider than {_MAX_MULTIPLE_RANGE}")
     return made
 
 
 def _check_patterns(patterns: Schema, properties: Schema, place: str) -> None:
     if len(patterns) > 1:
-        raise _refused("patternProperties", place, "there is more than one")
+        raise refused_word("patternProperties", place, "there is more than one")
     for pattern in patterns:
         _check_pattern(pattern, place)
         if any(re.search(pattern, name) for name in properties):
-            raise _refused("patternProperties", place, "it holds for a declared property too")
+            raise refused_word("patternProperties", place, "it holds for a declared property too")
 
 
 def _check_pattern(pattern: Any, place: str) -> None:
     if not isinstance(pattern, str):
-        raise _wrong(place, "'pattern' is not a text")
+        raise wrong_schema(place, "'pattern' is not a text")
     if found := _BEYOND_REGULAR.search(pattern):
-        raise _refused("pattern", place, f"{found[1]!r} is not supported")
+        raise refused_word("pattern", place, f"{found[1]!r} is not supported")
     if any(ord(character) > 0xFFFF for character in pattern):
-        raise _refused("pattern", place, "it has characters beyond U+FFFF")
+        raise refused_word("pattern", place, "it has characters beyond U+FFFF")
     if found := _ESCAPED_IN_JSON.search(_NEGATED.sub("", pattern)):
-        raise _refused("pattern", place, f"{found[0]!r} is written with an escape in JSON")
+        raise refused_word("pattern", place, f"{found[0]!r} is written with an escape in JSON")
     try:
         re.compile(pattern)
     except re.error as error:
-        raise _wrong(place, f"'pattern' {pattern[:80]!r} is no regular expression: {error}") from None
+        raise wrong_schema(place, f"'pattern' {pattern[:80]!r} is no regular expression: {error}") from None
 
 
 def _open_ended(pattern: str) -> str:
@@ -413,9 +404,9 @@ def _merged(a: Schema, b: Schema, place: str) -> Schema:
     for one, other in ((a, b), (b, a)):
         strangers = sorted(set(other.get("properties", ())) - set(one.get("properties", ())))
         if strangers and one.get("additionalProperties", True) is not True:
-            raise _refused("additionalProperties", place, f"{strangers[0]!r} is declared in another part")
+            raise refused_word("additionalProperties", place, f"{strangers[0]!r} is declared in another part")
         if ("prefixItems" in one or isinstance(one.get("items"), list)) and {"items", "prefixItems"} & set(other):
-            raise _refused("prefixItems", place, "there are items in another part")
+            raise refused_word("prefixItems", place, "there are items in another part")
     merged = dict(a)
     for word, value in b.items():
         merged[word] = _both(word, a[word], value, place) if word in a and a[word] != value else value
@@ -426,7 +417,7 @@ def _check_evaluation(part: Schema, place: str) -> None:
     """What a part has not evaluated is not what the merged schema has not."""
     for word in ("unevaluatedProperties", "unevaluatedItems"):
         if word in part:
-            raise _refused(word, place, "there are other parts")
+            raise refused_word(word, place, "there are other parts")
 
 
 def _both(word: str, a: Any, b: Any, place: str) -> Any:
@@ -435,124 +426,21 @@ def _both(word: str, a: Any, b: Any, place: str) -> Any:
     if word == "required":
         return list(dict.fromkeys([*a, *b]))
     if word == "type":
-        kinds = [kind for kind in _expanded(a) if kind in _expanded(b)]
+        kinds = [kind for kind in expanded_types(a) if kind in expanded_types(b)]
         if not kinds:
-            raise _unsatisfiable(place, f"no value has the types {a!r} and {b!r}")
+            raise unsatisfiable(place, f"no value has the types {a!r} and {b!r}")
         return kinds
     if word == "enum":
-        return [value for value in a if any(_same(value, other) for other in b)]
+        return [value for value in a if any(same_value(value, other) for other in b)]
     if word in ("items", "additionalProperties", "unevaluatedProperties", "unevaluatedItems", "propertyNames"):
         return {"allOf": [a, b]}
-    if word in _LOWER_WINS:
+    if word in LOWER_WINS:
         return min(a, b)
-    if word in _HIGHER_WINS:
+    if word in HIGHER_WINS:
         return max(a, b)
     if word in ("format", "then", "else"):
         return a
-    raise _refused(word, place, "it is there in more than one part")
+    raise refused_word(word, place, "it is there in more than one part")
 
 
 # ---- small things
-
-
-def _check_shapes(node: Schema, place: str) -> None:
-    for word in _SHAPES.keys() & node.keys():
-        value = node[word]
-        if not isinstance(value, _SHAPES[word]) or isinstance(value, bool) or value in (math.inf, -math.inf):
-            raise _wrong(place, f"{word!r} is {json.dumps(value)[:80]}")
-    for word in ("required", "type"):
-        if isinstance(node.get(word), list) and not all(isinstance(name, str) for name in node[word]):
-            raise _wrong(place, f"{word!r} is not made of texts")
-
-
-def _types(node: Schema, place: str) -> list[str]:
-    given = node.get("type")
-    if given is None:
-        return [kind for kind, words in _OF_TYPE.items() if set(words) & set(node)]
-    kinds = [given] if isinstance(given, str) else given
-    if not isinstance(kinds, list) or not kinds or not all(kind in _ALL_TYPES for kind in kinds):
-        raise _wrong(place, f"'type' is {str(given)[:80]!r}, not one of {', '.join(_ALL_TYPES)}")
-    return [kind for kind in dict.fromkeys(kinds) if not (kind == "integer" and "number" in kinds)]
-
-
-def _expanded(given: Any) -> list[str]:
-    kinds = [given] if isinstance(given, str) else list(given)
-    return [*kinds, "integer"] if "number" in kinds else kinds
-
-
-def _kinds_allowed(node: Schema) -> Iterable[str]:
-    if (values := _listed(node)) is not None:
-        return [_kind(value) for value in values]
-    return _expanded(node["type"]) if "type" in node else _ALL_TYPES
-
-
-def _listed(node: Schema) -> list[Any] | None:
-    values = [node["const"]] if "const" in node else node.get("enum")
-    return values if isinstance(values, list) else None
-
-
-def _kind(value: Any) -> str:
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "boolean"
-        case int():
-            return "integer"
-        case float():
-            return "integer" if value.is_integer() else "number"
-        case str():
-            return "string"
-        case list():
-            return "array"
-    return "object"
-
-
-def _same(a: Any, b: Any) -> bool:
-    return _kind(a) == _kind(b) and a == b
-
-
-def _any_of(schemas: list[Schema]) -> Schema:
-    return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
-
-
-def _object(node: Any, place: str) -> Schema:
-    if node is True:
-        return {}
-    if node is False:
-        raise _unsatisfiable(place, "'false' allows no value")
-    if not isinstance(node, dict):
-        raise _wrong(place, f"it is a {type(node).__name__}, not an object")
-    return node
-
-
-def _list(value: Any, word: str, place: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise _wrong(place, f"{word!r} is not an array")
-    return value
-
-
-def _whole_number(value: Any, word: str, place: str) -> int:
-    if not _is_number(value) or value != int(value) or value < 0:
-        raise _wrong(place, f"{word!r} is not a whole number")
-    return int(value)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _refused(word: str, place: str, why: str = "") -> InvalidRequest:
-    reason = f": {why}" if why else ""
-    return InvalidRequest(
-        f"not a usable json_schema: the keyword {word!r} at {place or '/'} cannot be enforced{reason}",
-        code="invalid_grammar",
-    )
-
-
-def _wrong(place: str, why: str) -> InvalidRequest:
-    return InvalidRequest(f"not a usable json_schema: the schema at {place or '/'}: {why}", code="invalid_grammar")
-
-
-def _unsatisfiable(place: str, why: str) -> Unsatisfiable:
-    return Unsatisfiable(f"not a usable json_schema: the schema at {place or '/'}: {why}", code="invalid_grammar")

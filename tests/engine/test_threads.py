@@ -25,11 +25,11 @@ def test_the_faster_count_is_used_nearly_always_and_a_change_is_noticed(seed: in
             chosen.append(threads)
         return chosen
 
-    assert steps({1: 0.10, 2: 0.06}, 600).count(2) > 0.85 * 600
+    assert steps({1: 0.10, 2: 0.06}, 600).count(2) > 0.95 * 600
     busy = steps({1: 0.10, 2: 0.25}, 600)
-    assert busy.count(1) > 0.85 * 600
+    assert busy.count(1) > 0.95 * 600
     quiet = steps({1: 0.10, 2: 0.06}, 600)
-    assert quiet.count(2) > 0.75 * 600
+    assert quiet.count(2) > 0.45 * 600  # a disturbed try, and the next one is 128 steps away
 
 
 def test_one_core_leaves_no_choice() -> None:
