@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -11,6 +12,9 @@ import pytest
 # Before torch is loaded: OpenMP threads that spin at barriers make a busy machine ten times slower.
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test fetches anything from a hub
+
+# A shell that starts this in the background has SIGINT ignored, and children would inherit that: Ctrl-C tests need it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 sys.path.insert(0, str(Path(__file__).parent))
 
