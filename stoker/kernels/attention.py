@@ -1,7 +1,8 @@
 """Attention over the paged cache.  q [tokens, heads, head_dim]   pages [pages, block_tokens * head_dim]   -> like q
 
 A page is one head's K or V of one block of one layer. The reference gathers each span's pages into a row of tokens and
-leaves the rest to torch; spans of one token with about as many blocks are taken together.
+leaves the rest to torch; spans of one token with about as many blocks are taken together. Where a CPU has many keys to read,
+those are read in place (attention_rows.py).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from stoker.kernels.attention_rows import RowGroup, pays_in_place, row_attention, row_group
 from stoker.kernels.transfer import to_device
 
 # Spans of one token are taken together while the shortest has at least this part of the longest one's blocks.
@@ -43,7 +45,7 @@ class SpanGroup:
 
 def group_spans(
     spans: Sequence[SpanShape], num_kv_heads: int, block_tokens: int, device: torch.device, dtype: torch.dtype
-) -> list[SpanGroup]:
+) -> list[SpanGroup | RowGroup]:
     """Once a step, for all layers."""
     heads = torch.arange(num_kv_heads)
 
@@ -51,7 +53,7 @@ def group_spans(
         keys = torch.tensor(pages)[:, None, :] + heads[None, :, None]  # [spans, heads, blocks]
         return torch.stack([keys, keys + num_kv_heads]).flatten().to(device, non_blocking=True)
 
-    groups = []
+    groups: list[SpanGroup | RowGroup] = []
     single = sorted((span for span in spans if span.count == 1), key=lambda span: len(span.pages))
     while single:
         longest = len(single[-1].pages)
@@ -63,11 +65,15 @@ def group_spans(
         mask = None
         if int(lengths.min()) < num_keys:
             hidden = torch.arange(num_keys)[None, :] >= lengths[:, None]
-            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))[:, None, None, :]
+            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))[:, None, :]
             mask = mask.to(device, non_blocking=True)
         # Padded with pages of its own: what is masked must still be finite, and a stranger's may not be.
         padded = [span.pages + span.pages[:1] * (longest - len(span.pages)) for span in taken]
+        if pays_in_place(len(taken) * num_keys, device, dtype):
+            groups.append(row_group([span.first for span in taken], padded, mask, num_kv_heads, block_tokens))
+            continue
         firsts = to_device([span.first for span in taken], device)
+        mask = None if mask is None else mask[:, None]
         groups.append(SpanGroup(firsts, page_index(padded), len(taken), num_keys, mask, False))
     for span in spans:
         if span.count == 1:
@@ -84,11 +90,17 @@ def group_spans(
     return groups
 
 
-def paged_attention(q: Tensor, pages: Tensor, groups: Sequence[SpanGroup], num_kv_heads: int, scale: float) -> Tensor:
+def paged_attention(
+    q: Tensor, pages: Tensor, groups: Sequence[SpanGroup | RowGroup], num_kv_heads: int, scale: float
+) -> Tensor:
     out = torch.empty_like(q)
     num_heads, head_dim = q.shape[1:]
     shared = num_heads // num_kv_heads  # query heads that read one KV head
     for group in groups:
+        if isinstance(group, RowGroup):
+            keys, values = pages.view(-1, head_dim), pages[num_kv_heads:].view(-1, head_dim)
+            out[group.tokens] = row_attention(q[group.tokens], keys, values, group, scale)
+            continue
         gathered = pages.index_select(0, group.pages).view(2, group.num_spans, num_kv_heads, -1, head_dim)
         key, value = gathered[:, :, :, : group.num_keys]
         mine = q[group.tokens]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from stoker.kernels.attention import SpanGroup
+from stoker.kernels.attention_rows import RowGroup
 from stoker.kv.device import DeviceKv
 
 
@@ -15,5 +16,5 @@ class ForwardBatch:
     token_ids: Tensor  # [tokens]
     positions: Tensor  # [tokens]
     slots: Tensor  # [tokens * kv_heads] where each token's K lies in layer 0; V and the other layers lie at fixed distances
-    groups: list[SpanGroup]  # what attends to what
+    groups: list[SpanGroup | RowGroup]  # what attends to what
     kv: DeviceKv

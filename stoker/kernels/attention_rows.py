@@ -1,0 +1,62 @@
+"""Attention of one token a span, its keys read where they lie.  q [spans, heads, head_dim]   slots [slots, head_dim]   -> like q
+
+Gathering pages first reads every key twice and writes it once: at 32 spans of 1,000 keys it takes four times as long. torch has
+both halves under other names: scores where a sparse pattern asks for them, and weighted sums of a table's rows.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding_bag
+
+from stoker.kernels.transfer import to_device
+
+# From this many keys on it is the faster way; below, the calls cost more than the copies.
+_LEAST_KEYS = 2048
+
+with warnings.catch_warnings():  # torch says once per process that sparse patterns are new
+    warnings.simplefilter("ignore")
+    torch.sparse_csr_tensor([0, 1], [0], [0.0], (1, 1), check_invariants=False)
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """Spans of one token."""
+
+    tokens: Tensor  # which tokens of the batch
+    slots: Tensor  # [spans * kv_heads, keys] where each key lies, counted from the layer's first K
+    mask: Tensor | None  # [spans, 1, keys], added to the scores
+
+
+def pays_in_place(num_keys: int, device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cpu" and dtype in (torch.float32, torch.float64) and num_keys >= _LEAST_KEYS
+
+
+def row_group(
+    firsts: Sequence[int], pages: Sequence[Sequence[int]], mask: Tensor | None, num_kv_heads: int, block_tokens: int
+) -> RowGroup:
+    """`pages` [spans, blocks]: the page numbers of each span's blocks' first head."""
+    keys = torch.tensor(pages)[:, None, :, None] + torch.arange(num_kv_heads)[None, :, None, None]
+    slots = keys * block_tokens + torch.arange(block_tokens)
+    return RowGroup(to_device(firsts, torch.device("cpu")), slots.view(len(pages) * num_kv_heads, -1), mask)
+
+
+def row_attention(q: Tensor, keys: Tensor, values: Tensor, group: RowGroup, scale: float) -> Tensor:
+    num_spans, num_heads, head_dim = q.shape
+    num_keys = group.slots.shape[1]
+    shared = num_spans * num_heads // len(group.slots)  # query heads that read one KV head
+    slots = group.slots.repeat_interleave(shared, 0)
+    starts = torch.arange(0, slots.numel() + 1, num_keys)
+    zeros = torch.zeros(slots.numel(), dtype=q.dtype)
+    pattern = torch.sparse_csr_tensor(starts, slots.view(-1), zeros, (len(slots), len(keys)), check_invariants=False)
+    scores = torch.sparse.sampled_addmm(pattern, q.view(-1, head_dim), keys.t(), beta=0.0, alpha=scale).values()
+    scores = scores.view(num_spans, num_heads, num_keys)
+    if group.mask is not None:
+        scores += group.mask
+    weights = scores.softmax(-1).view(-1, num_keys)
+    return embedding_bag(slots, values, per_sample_weights=weights, mode="sum").view(q.shape)
