@@ -5,9 +5,10 @@
         --server 'vllm=env OMP_NUM_THREADS=1 vllm serve MODEL --port {port}' --ready vllm=/health \\
         --target 'other=http://127.0.0.1:9000'
 
-Each server is started, warmed up, measured at each concurrency and stopped before the next one starts; one given as a
-URL is only measured. The load: streamed chats of about 130 prompt tokens that no earlier request shares, 32 tokens out,
-greedy, a connection for each request. Writes OUT.json and OUT.md.
+All servers are started and warmed up first, then measured in turn, one at a time, at each concurrency of each round: what is
+compared lies seconds apart, for the machine's speed may drift by the minute. One given as a URL is only measured. The load:
+streamed chats of about 130 prompt tokens that no earlier request shares, 32 tokens out, greedy, a connection for each
+request. Writes OUT.json and OUT.md.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
@@ -163,24 +164,37 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.1)
 
 
-def measure_server(server: Server, number: int, args: argparse.Namespace) -> list[Measurement]:
+def measure_once(
+    server: Server, state: Running, number: int, concurrency: int, args: argparse.Namespace
+) -> Measurement:
+    num = max(args.min_requests, args.requests_per_slot * concurrency)
+    load = sessions(num, state.serial, args.output_tokens)
+    before_s = state.cpu_s()
+    [records] = play_all(server.url, [(concurrency, load)], args.timeout_s)
+    after_s = state.cpu_s()
+    cpu_s = after_s - before_s if before_s is not None and after_s is not None else None
+    return Measurement(server.name, number, concurrency, state.start_s, cpu_s, figures(records))
+
+
+def play_all(url: str, loads: Sequence[tuple[int, list[Session]]], timeout_s: float) -> list[list[Record]]:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(measure(url, loads, timeout_s))
+
+
+def measure_all(peers: Sequence[Server], args: argparse.Namespace) -> list[Measurement]:
     measurements: list[Measurement] = []
-    with (
-        running(server, args.log_dir, args.ready_timeout_s) as state,
-        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
-    ):
-        warmup = sessions(args.warmup, state.serial, args.output_tokens)
-        runner.run(measure(server.url, [(1, warmup[:1]), (4, warmup[1:])], args.timeout_s))
-        for concurrency in args.concurrency:
-            num = max(args.min_requests, args.requests_per_slot * concurrency)
-            load = sessions(num, state.serial, args.output_tokens)
-            before_s = state.cpu_s()
-            [records] = runner.run(measure(server.url, [(concurrency, load)], args.timeout_s))
-            after_s = state.cpu_s()
-            cpu_s = after_s - before_s if before_s is not None and after_s is not None else None
-            result = figures(records)
-            measurements.append(Measurement(server.name, number, concurrency, state.start_s, cpu_s, result))
-            print(line(measurements[-1]), flush=True)
+    with ExitStack() as stack:
+        states = {}
+        for server in peers:
+            states[server.name] = stack.enter_context(running(server, args.log_dir, args.ready_timeout_s))
+            warmup = sessions(args.warmup, states[server.name].serial, args.output_tokens)
+            play_all(server.url, [(1, warmup[:1]), (4, warmup[1:])], args.timeout_s)
+        for number in range(args.rounds):
+            for concurrency in args.concurrency:
+                # Every other round backwards: what warms or wears the machine meets each server from both sides.
+                for server in peers if number % 2 == 0 else reversed(peers):
+                    measurements.append(measure_once(server, states[server.name], number, concurrency, args))
+                    print(line(measurements[-1]), flush=True)
     return measurements
 
 
@@ -280,13 +294,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    measurements: list[Measurement] = []
     try:
-        peers = servers(args)
-        for number in range(args.rounds):
-            # Every other round backwards: what warms or wears the machine meets each server from both sides.
-            for server in peers if number % 2 == 0 else reversed(peers):
-                measurements += measure_server(server, number, args)
+        measurements = measure_all(servers(args), args)
     except StokerError as error:
         print(f"cpu_peers: {error.message}", file=sys.stderr)
         return 2
