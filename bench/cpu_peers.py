@@ -33,6 +33,7 @@ from pathlib import Path
 
 import msgspec
 import uvloop
+from gateway_overhead import cpu_s as tree_cpu_s
 
 from stoker.base.clock import RealClock
 from stoker.base.errors import ConfigError, StokerError
@@ -47,7 +48,6 @@ NOTES = (
     "Summarise the following notes in one paragraph: "
     + "the quick brown fox jumps over the lazy dog near the river bank while the sun sets slowly. " * 5
 )
-CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +77,8 @@ class Running:
     serial: Iterator[int] = field(default_factory=count)  # a prompt is never sent twice to the same server process
 
     def cpu_s(self) -> float | None:
-        """CPU time of the server's session so far: it was started as the leader of one."""
-        if self.process is None:
-            return None
-        ticks = 0
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                fields = stat.read_text().rpartition(")")[2].split()
-            except OSError:  # it ended meanwhile
-                continue
-            if int(fields[3]) == self.process.pid:
-                ticks += int(fields[11]) + int(fields[12])
-        return ticks / CLOCK_TICKS
+        """CPU time of the server and all its processes so far."""
+        return tree_cpu_s(self.process.pid) if self.process is not None else None
 
 
 def sessions(num: int, serial: Iterator[int], out_tokens: int) -> list[Session]:
@@ -135,7 +125,7 @@ def running(server: Server, log_dir: Path, ready_timeout_s: float) -> Iterator[R
     log_dir.mkdir(parents=True, exist_ok=True)
     with (log_dir / f"{server.name}.log").open("ab") as log:
         begin_s = time.monotonic()
-        # A session of its own: stopping it stops its children, and its CPU time can be told from ours.
+        # A session of its own: stopping it stops its children.
         process = subprocess.Popen(server.command, stdout=log, stderr=log, start_new_session=True)
         try:
             wait_ready(server, process, ready_timeout_s)

@@ -29,6 +29,14 @@ def smollm2() -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_folder(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that starts in seconds, behind SmolLM2's tokenizer."""
+    from worker.real import make_tiny_folder
+
+    return make_tiny_folder(tmp_path_factory.mktemp("model") / "tiny", smollm2)
+
+
+@pytest.fixture(scope="session")
 def data_dir() -> Path:
     """Public prompt sets and traces that are not part of the repository; tests that need them skip where they are absent."""
     for folder in (Path("data"), Path(__file__).parents[2] / "shared" / "data"):

@@ -25,7 +25,6 @@ from real import (
     RealServer,
     children,
     is_alive,
-    make_tiny_folder,
     serving,
     wait_for,
 )
@@ -33,11 +32,6 @@ from real import (
 # In float64 no batch changes a draw: answers can be compared to the letter.
 FAST = ("--threads", "1", "--dtype", "float64")
 LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 6000, "ignore_eos": True, "seed": 1}
-
-
-@pytest.fixture(scope="session")
-def tiny_folder(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_folder(tmp_path_factory.mktemp("model") / "tiny", smollm2)
 
 
 @pytest.fixture(scope="module")
