@@ -1,10 +1,11 @@
 """What the gateway's HTTP module alone costs: a byte splice from its server to its client, with no routing in between.
 
     python bench/gateway_splice.py serve PORT WORKER_PORT [WORKER_PORT …]
-    python bench/gateway_splice.py measure --mock MOCK.py --load LOAD.py [--seconds 5] [--profile]
+    python bench/gateway_splice.py measure --mock MOCK.py --load LOAD.py [--seconds 5] [--profile] [--program OTHER.py]
 
 `measure` starts two mock workers, the splice and the load, each in a process of its own, and prints the splice's own CPU time
-(user + system, read from /proc before and after) for each whole request, streamed chunk, and chunk paced at 20 ms.
+(user + system, read from /proc before and after, warmed up) for each whole request, streamed chunk, and chunk paced at 20 ms. With
+`--program`, another gateway is measured in its place, called as `OTHER.py PORT WORKER_PORT …`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import asyncio
 import contextlib
 import cProfile
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -38,8 +38,6 @@ from stoker.gateway.http import (
     header_block,
 )
 
-_TICKS = os.sysconf("SC_CLK_TCK")
-
 
 async def serve(port: int, workers: list[int]) -> None:
     pools = cycle([Pool(Origin.from_url(f"http://127.0.0.1:{worker}"), ClientLimits()) for worker in workers])
@@ -50,7 +48,7 @@ async def serve(port: int, workers: list[int]) -> None:
         request.on_gone = answer.abort
         request.on_pause = answer.pause
         request.on_resume = answer.resume
-        if answer.ended:
+        if answer.ended and answer.header(b"content-length") is not None:
             request.respond(answer.status, end_to_end(answer.headers), await answer.read(64 << 20))
             return
         request.start(answer.status, end_to_end(answer.headers))
@@ -66,15 +64,17 @@ async def serve(port: int, workers: list[int]) -> None:
     await server.close(0)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as held:
+        probes = [held.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 @contextlib.contextmanager
-def running(*command: str) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, *command])
+def running(*command: str, quiet: bool = False) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, *command], stderr=subprocess.DEVNULL if quiet else None)
     try:
         yield process
     finally:
@@ -91,25 +91,27 @@ def wait_for(port: int) -> None:
 
 
 def cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS
+    """User and system time of all threads, in nanoseconds' resolution: clock ticks are too coarse for short runs."""
+    files = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(file.read_text().split()[0]) for file in files) / 1e9
 
 
-def measure(mock: str, load: str, seconds: float, connections: int, profile: bool) -> None:
-    for name, mode, delay_ms in (("request", "full", 0), ("chunk", "stream", 0), ("paced chunk", "stream", 20)):
-        ports = [free_port(), free_port()]
-        port = free_port()
-        extra = ["--profile"] if profile else []
+def measure(mock: str, load: str, seconds: float, connections: int, program: list[str], only: list[str]) -> None:
+    for name, mode, delay_ms in (("request", "full", 0), ("chunk", "stream", 0), ("paced", "stream", 20)):
+        if name not in only:
+            continue
+        port, *ports = free_ports(3)
         with (
-            running(mock, str(ports[0]), "64", str(delay_ms)),
-            running(mock, str(ports[1]), "64", str(delay_ms)),
-            running(__file__, "serve", str(port), *map(str, ports), *extra) as splice,
+            running(mock, str(ports[0]), "64", str(delay_ms), quiet=True),
+            running(mock, str(ports[1]), "64", str(delay_ms), quiet=True),
+            running(*program, str(port), *map(str, ports)) as splice,
         ):
             for each in (*ports, port):
                 wait_for(each)
+            command = [sys.executable, load, str(port), str(connections)]
+            subprocess.run([*command, "1", mode], check=True, capture_output=True)  # warms up; opens connections
             before = cpu_s(splice.pid)
-            command = [sys.executable, load, str(port), str(connections), str(seconds), mode]
-            line = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            line = subprocess.run([*command, str(seconds), mode], check=True, capture_output=True, text=True).stdout
             used = cpu_s(splice.pid) - before
             result = json.loads(line.split("}")[0] + "}")
             rate = result["rps"] if mode == "full" else result["chunks_s"]
@@ -129,9 +131,12 @@ def main() -> None:
     measured.add_argument("--seconds", type=float, default=5)
     measured.add_argument("--connections", type=int, default=32)
     measured.add_argument("--profile", action="store_true")
+    measured.add_argument("--program")
+    measured.add_argument("--only", nargs="+", default=["request", "chunk", "paced"])
     options = parser.parse_args()
     if options.command == "measure":
-        measure(options.mock, options.load, options.seconds, options.connections, options.profile)
+        program = [options.program] if options.program else [__file__, "serve", *(["--profile"] * options.profile)]
+        measure(options.mock, options.load, options.seconds, options.connections, program, options.only)
         return
     if not options.profile:
         uvloop.run(serve(options.port, options.workers))

@@ -6,7 +6,8 @@
 The model is trace_stats.simulate_nodes': N workers prefill at one speed, such that without any cache they would be busy
 all the time; each has an LRU cache of blocks; a request waits for the backlog of its worker and for its own misses. The
 router is told what KV events would tell it (blocks stored and evicted) and the workers' speed; it knows backlogs by its
-own ledger. `shared` is one store that all workers read. There is no decoding in this model, so outputs are asked as 0.
+own ledger. `shared` is one store that all workers
+read for nothing: what one stores, all have. There is no decoding in this model, so outputs are asked as 0.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from typing import Any
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Fleet
 from stoker.fleet.ledger import Ledger
-from stoker.fleet.prefix_index import SHARED
 from stoker.fleet.spec import WorkerLoad, WorkerSpec
 from stoker.routing.policy import RouterSettings
 from stoker.routing.query import Route, RouteQuery
@@ -72,7 +72,7 @@ class Cache:
 
 
 def replay(
-    trace: list[Any], block: int, nodes: int, capacity: float, *, shared: bool, session_ids: bool, policy: str
+    trace: list[Any], block: int, nodes: int, capacity: float, *, shared: bool, session_ids: bool, settings: RouterSettings
 ) -> Any:
     """(hit, mean wait, p90 wait, imbalance) of our router; the loop is simulate_nodes', with the choice replaced."""
     total = sum(r.n_in for r in trace)
@@ -82,7 +82,7 @@ def replay(
     for name in names:
         fleet.add(WorkerSpec(worker_id=name, url="", models=("m",)), trace[0].t)
         fleet.saw_report(name, WorkerLoad(prefill_tokens_per_s=speed), trace[0].t)
-    router = Router(fleet, ledger, indexes, settings=RouterSettings(policy=policy))
+    router = Router(fleet, ledger, indexes, settings=settings)
     index = indexes["m"]
     caches = [Cache(capacity * nodes)] * nodes if shared else [Cache(capacity) for _ in names]
     backlog, now = [0.0] * nodes, trace[0].t
@@ -107,9 +107,9 @@ def replay(
         node = names.index(route.decode.charge.worker_id)
         found = caches[node].match(r.blocks) * block
         new, gone = caches[node].insert(r.blocks)
-        told = SHARED if shared else names[node]
-        index.stored(told, new, "GPU")
-        index.removed(told, gone, "GPU")
+        for name in names if shared else names[node : node + 1]:
+            index.stored(name, new)
+            index.removed(name, gone)
         hit += found
         work[node] += r.n_in - found
         backlog[node] += r.n_in - found
@@ -175,7 +175,7 @@ def main() -> None:
             capacity, name = math.inf if cap == "inf" else int(cap), f"{nodes}/{cap}"
             if name not in known:
                 known[name] = baselines(stats, trace, block, nodes, capacity, keys)
-            options: dict[str, Any] = {"session_ids": args.session_ids, "policy": args.policy}
+            options: dict[str, Any] = {"session_ids": args.session_ids, "settings": RouterSettings(policy=args.policy)}
             ours = replay(trace, block, nodes, capacity, shared=False, **options)
             ours_shared = replay(trace, block, nodes, capacity, shared=True, **options)
             base = known[name]

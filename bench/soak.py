@@ -185,7 +185,7 @@ class Worker:
 
     async def start(self) -> None:
         command = [STOKER, "serve", str(self._folder), "--port", str(self.port), "--dtype", "float64"]
-        command += ["--served-model-name", "tiny", "--kv-blocks", "2000"]
+        command += ["--served-name", "tiny", "--kv-blocks", "2000"]
         with self._log.open("ab") as out:
             self._process = await asyncio.create_subprocess_exec(
                 *command, stdout=out, stderr=out, start_new_session=True
@@ -294,7 +294,7 @@ async def in_flight(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
 
 def ledger_sums(path: Path, ids: set[str]) -> dict[str, int]:
     with contextlib.closing(sqlite3.connect(path)) as base:
-        columns = "request_id, prompt_tokens, cached_tokens, completion_tokens"
+        columns = "x_request_id, prompt_tokens, cached_tokens, completion_tokens"
         rows = base.execute(f"SELECT {columns} FROM usage").fetchall()
     mine = [row for row in rows if row[0] in ids]
     names = ("prompt_tokens", "cached_tokens", "completion_tokens")

@@ -47,14 +47,20 @@ TABLE = {
     "models": Allowed(f"layers {KV_LIGHT}", ENGINE_SIDE),
     "engine": Allowed("sched kv models layers kernels", ENGINE_SIDE),
     "proto": Allowed(f"sched {KV_LIGHT}", "msgspec", light=True),
-    "text": Allowed("sched.request", "tokenizers jinja2", light=True),
+    "text": Allowed("sched.request proto.openai", "tokenizers jinja2 msgspec", light=True),
     "checkpoint": Allowed("", "numpy gguf tokenizers huggingface_hub safetensors", light=True),
     "loadgen": Allowed("", "aiohttp msgspec rich", light=True),
     # The server process is light. The engine process is these two modules, and the only way from here to the engine.
-    "worker": Allowed("text proto sched", "aiohttp msgspec prometheus_client", light=True),
+    "worker": Allowed("text proto sched", "aiohttp msgspec prometheus_client zmq", light=True),
     "worker.engine_process": Allowed("engine kv text proto sched models.contract.family_of worker", "msgspec"),
     "worker.grammar": Allowed("engine text sched worker", "xgrammar torch numpy"),
-    "cli": Allowed("worker engine proto text checkpoint loadgen", "aiohttp rich uvloop"),
+    "fleet": Allowed("", light=True),
+    "routing": Allowed("fleet", light=True),
+    "gateway": Allowed(
+        f"routing fleet text proto {KV_LIGHT}", "msgspec xxhash zmq opentelemetry prometheus_client", light=True
+    ),
+    "gateway.http": Allowed("gateway.http", "", light=True),
+    "cli": Allowed("worker gateway engine proto text checkpoint loadgen", "aiohttp rich uvloop"),
 }
 
 

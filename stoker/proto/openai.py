@@ -144,6 +144,31 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     json_object: bool | None = None
 
 
+class LoggedToken(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """A struct, not a tuple: in a union with an int that has bounds, msgspec 0.22 mixes up a tuple's length with them."""
+
+    token_id: TokenId
+    logprob: float
+    top_ids: list[TokenId]
+    top_logprobs: list[float]
+
+
+class ResumedChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What a choice had said. Where the request asks for logprobs, its tokens come with them."""
+
+    token_ids: list[TokenId | LoggedToken] = []
+    finished: bool = False
+
+
+class Resume(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """An answer that another worker began: `choices` has one for each, in their order. A stream goes on where it was cut,
+    a whole answer is whole."""
+
+    created: Annotated[int, Meta(ge=0, le=_INT64)]
+    choices: list[ResumedChoice]
+    events: CountOrZero | None = None  # in the Responses API: that the client has got; None: all that the tokens made
+
+
 # ---- requests
 
 
@@ -185,7 +210,7 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     guided_grammar: str | None = None
     guided_choice: list[str] | None = None
     prompt_token_ids: list[TokenId] | None = None
-    resume_token_ids: list[TokenId] | None = None  # already sent to the client; only what follows them is returned
+    resume: Resume | None = None
     return_token_ids: bool | None = None
     cache_salt: str | None = None
     session_id: Ignored = None  # for the router in front of us

@@ -296,7 +296,8 @@ class Scheduler:
         size = self._config.block_tokens
         for i in range(seq.num_named, num_computed // size):
             parent = seq.keys[i - 1] if i else seq.root
-            self._pool.name(seq.blocks[i], seq.keys[i], parent, seq.token_ids[i * size : (i + 1) * size])
+            salt = None if i else seq.request.cache_salt
+            self._pool.name(seq.blocks[i], seq.keys[i], parent, seq.token_ids[i * size : (i + 1) * size], salt)
             self._stop_computing(seq, seq.keys[i])
             seq.num_named = i + 1
 

@@ -5,11 +5,40 @@ It knows file names and how they may be missing or corrupt; it refuses to know w
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 from stoker.base.errors import ModelFilesError
+
+_TEXT_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.json",
+    "chat_template.jinja",
+    "config.json",
+    "generation_config.json",
+)
+
+
+def text_files(folder: Path) -> dict[str, str]:
+    """All that a tokenizer and a chat template are read from: in another folder, they are the same ones."""
+    names = [
+        *_TEXT_FILES,
+        *(f"additional_chat_templates/{p.name}" for p in folder.glob("additional_chat_templates/*.jinja")),
+    ]
+    texts = ((name, read_text(folder / name)) for name in names)
+    return {name: text for name, text in texts if text is not None}
+
+
+def text_digest(files: dict[str, str]) -> str:
+    digest = hashlib.sha256()
+    for name, text in sorted(files.items()):
+        for part in (name.encode(), text.encode()):
+            digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()[:32]
 
 
 def read_text(path: Path) -> str | None:

@@ -90,8 +90,25 @@ class Tokenizer:
         """The same ids as tokenizing all of `text` anew."""
         if add_special_tokens and self._frame is None:
             return self._tokenize([text], add_special_tokens=True)[0]
+        before, after = self._frame if add_special_tokens and self._frame else ((), ())
+        token_ids = list(before)
+        for ids in self.encode_pieces(self._splitter.split(text)):
+            token_ids.extend(ids)
+        token_ids.extend(after)
+        return token_ids
+
+    def split(self, text: str) -> list[str]:
+        """Pieces whose token ids, one after the other, are the text's. Where a piece begins depends on what stands before,
+        and on less than `lookahead` characters after that place."""
+        return self._splitter.split(text)
+
+    @property
+    def lookahead(self) -> int:
+        return max(map(len, self.added_tokens), default=0) + 1
+
+    def encode_pieces(self, pieces: Sequence[str]) -> list[array[int]]:
+        """The token ids of each; those seen before are not tokenized again."""
         try:
-            pieces = self._splitter.split(text)
             keys = [SegmentCache.key(piece) for piece in pieces]
         except UnicodeEncodeError as broken:
             raise InvalidRequest(f"the text has half a surrogate pair at character {broken.start}") from broken
@@ -100,12 +117,7 @@ class Tokenizer:
         fresh = dict(zip(missing, map(_pack, self._tokenize(list(missing.values()))), strict=True))
         for key, ids in fresh.items():
             self._cache.put(key, ids)
-        before, after = self._frame if add_special_tokens and self._frame else ((), ())
-        token_ids = list(before)
-        for key, known in zip(keys, found, strict=True):
-            token_ids.extend(known if known is not None else fresh[key])
-        token_ids.extend(after)
-        return token_ids
+        return [known if known is not None else fresh[key] for key, known in zip(keys, found, strict=True)]
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         detokenizer = Detokenizer(self, skip_special_tokens)

@@ -19,6 +19,8 @@ from stoker.worker.completions import completions
 from stoker.worker.config import HttpConfig
 from stoker.worker.context import CONTEXT, ModelText, Service, WorkerContext
 from stoker.worker.errors import CLIENT_GONE_STATUS, ClientStalled, Problem, problem_of
+from stoker.worker.fleet_side import show_load, show_tokenizer, show_worker
+from stoker.worker.identity import Identity
 from stoker.worker.info import detokenize, health, list_models, metrics, ready, show_model, tokenize
 from stoker.worker.metrics import WorkerMetrics
 from stoker.worker.record import RECORD, RequestRecord
@@ -29,7 +31,9 @@ from stoker.worker.stream import STREAM
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-_QUIET = frozenset({"/health", "/ready", "/metrics"})  # asked every few seconds: no log line unless they fail
+_QUIET = frozenset(
+    {"/health", "/ready", "/metrics", "/load", "/stoker/worker"}
+)  # asked every few seconds: no log line unless they fail
 _GENERATING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
 
 
@@ -38,6 +42,7 @@ def make_app(
     text: ModelText,
     config: HttpConfig,
     *,
+    identity: Identity | None = None,
     state: ServerState | None = None,
     log: EventLog | None = None,
 ) -> web.Application:
@@ -51,6 +56,7 @@ def make_app(
         service=service,
         text=text,
         config=config,
+        identity=identity or Identity(),
         state=state,
         metrics=WorkerMetrics(
             model=config.served_names[0],
@@ -77,6 +83,9 @@ def make_app(
     app.router.add_get("/health", health)
     app.router.add_get("/ready", ready)
     app.router.add_get("/metrics", metrics)
+    app.router.add_get("/load", show_load)
+    app.router.add_get("/stoker/worker", show_worker)
+    app.router.add_get("/stoker/tokenizer", show_tokenizer)
     return app
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -29,29 +28,29 @@ from stoker.proto.openai import (
 )
 from stoker.proto.sse import DONE, encode_event
 from stoker.sched.request import TokenLogprobs
+from stoker.text.conversation import chat_conversation, num_chars
 from stoker.text.parsers.contract import ReasoningDelta, TextDelta, ToolArgumentsDelta, ToolCallStart
+from stoker.text.tools import ToolPlan, chat_tools
 from stoker.worker.context import CONTEXT, WorkerContext, read_body
 from stoker.worker.generate import Choice, Piece, pieces
+from stoker.worker.ids import AnswerIds
 from stoker.worker.logprobs import chat_logprobs
-from stoker.worker.messages import template_messages
+from stoker.worker.output import OutputParser
 from stoker.worker.prompt import (
     Asked,
-    Conversation,
     Prompt,
+    call_ids,
     chat_parser,
     forced_constraint,
     make_choices,
     needs_special_tokens,
-    new_id,
-    num_chars,
     render,
-    template_kwargs,
     usage_report,
 )
 from stoker.worker.record import RECORD, RequestRecord
+from stoker.worker.resume import created_of, open_journal
 from stoker.worker.sampling import check_token_ids, resolve_constraint
 from stoker.worker.stream import open_stream
-from stoker.worker.tools import ToolPlan, chat_tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,21 +79,27 @@ class ChatAnswer:
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     context = request.app[CONTEXT]
     body = decode(ChatRequest, await read_body(request, context.config))
-    answer = await prepare_chat(context, body)
+    answer = await prepare_chat(context, body, request[RECORD].request_id)
     if body.stream:
         return await _stream(request, answer)
     completion = await _whole(answer, request[RECORD])
     return web.Response(body=msgspec.json.encode(completion), content_type="application/json")
 
 
-async def prepare_chat(context: WorkerContext, body: ChatRequest) -> ChatAnswer:
+async def prepare_chat(context: WorkerContext, body: ChatRequest, request_id: str) -> ChatAnswer:
     model = context.served_model(body.model)
     _refuse_unsupported(body)
     tools = chat_tools(body, context.config.max_tools)
     constraint = forced_constraint(context.text, resolve_constraint(body, body.response_format), tools)
     prompt = await _prompt(context, body, tools, constrained=constraint is not None)
     split = body.separate_reasoning is not False
-    answer_id = new_id("chatcmpl-")
+    created = created_of(body)
+    ids = AnswerIds.of(request_id, created, prompt.token_ids)
+
+    def new_parser(choice: int) -> OutputParser:
+        constrained, call_id = constraint is not None, call_ids(ids, choice)
+        return chat_parser(context.text, prompt, tools, constrained=constrained, split=split, call_id=call_id)
+
     choices = make_choices(
         context,
         body,
@@ -107,11 +112,11 @@ async def prepare_chat(context: WorkerContext, body: ChatRequest) -> ChatAnswer:
             constraint=constraint,
         ),
         prompt,
-        lambda: chat_parser(context.text, prompt, tools, constraint is not None, split),
-        answer_id,
+        new_parser,
         keep_special_tokens=needs_special_tokens(context.text, tools),
     )
-    return ChatAnswer(context, body, answer_id, model, int(time.time()), context.fingerprint, prompt, tools, choices)
+    answer_id = ids.make("chatcmpl-")
+    return ChatAnswer(context, body, answer_id, model, created, context.fingerprint, prompt, tools, choices)
 
 
 def _refuse_unsupported(body: ChatRequest) -> None:
@@ -134,14 +139,7 @@ def _refuse_unsupported(body: ChatRequest) -> None:
 async def _prompt(context: WorkerContext, body: ChatRequest, tools: ToolPlan, constrained: bool) -> Prompt:
     if body.prompt_token_ids is not None:
         return Prompt(check_token_ids(body.prompt_token_ids, "prompt_token_ids", context.limits))
-    continued = bool(body.continue_final_message)
-    conversation = Conversation(
-        messages=template_messages(body.messages),
-        tools=tools,
-        template_kwargs=template_kwargs(body.chat_template_kwargs, body.reasoning_effort, constrained),
-        add_generation_prompt=not continued if body.add_generation_prompt is None else body.add_generation_prompt,
-        continue_final_message=continued,
-    )
+    conversation = chat_conversation(body, tools, constrained)
     return await context.off_loop(num_chars(conversation), lambda: render(context.text, conversation, context.limits))
 
 
@@ -219,38 +217,36 @@ def _finish(answer: ChatAnswer, index: int, reason: ChatFinish) -> ChatFinish:
 
 
 async def _stream(request: web.Request, answer: ChatAnswer) -> web.StreamResponse:
-    record = request[RECORD]
-    started: set[int] = set()
-    resumed = bool(answer.body.resume_token_ids)
-    async with aclosing(pieces(answer.context.service, answer.choices, record)) as source:
-        stream = open_stream(request, answer.context.config.client_stall_s)
+    """A piece makes one event at most: what a client has got can be told in tokens, whichever event was the last."""
+    started = {choice.index for choice in answer.choices if choice.is_resumed}
+    journal = open_journal(request, answer.choices, answer.created)
+    async with aclosing(pieces(answer.context.service, answer.choices, request[RECORD])) as source:
+        stream = open_stream(request, answer.context.config.client_stall_s, journal)
         async for piece in source:
-            events = b""
-            if piece.index not in started:
-                started.add(piece.index)
-                if not resumed:
-                    events = _event(answer, _opening(piece.index), first=len(started) == 1)
-            if piece.deltas or piece.finish is not None or piece.logprobs or answer.body.return_token_ids:
+            if piece.replayed:
+                continue
+            opens, first = piece.index not in started, not started
+            started.add(piece.index)
+            event = b""
+            if opens or piece.deltas or piece.finish is not None or piece.logprobs or answer.body.return_token_ids:
                 finish = piece.finish and _finish(answer, piece.index, piece.finish)
-                events += _event(answer, _chunk_choice(answer, piece, finish))
-            if events:
-                await stream.send(events)
+                event = _event(answer, _chunk_choice(answer, piece, finish, opens), first)
+            await stream.send(event, journal.lines(piece))
     last = b""
     if answer.include_usage:
         last = _chunk(answer, [], usage_report(answer.choices))
-    await stream.send(last + DONE)
+    await stream.send(last + DONE, journal.end())
     return await stream.end()
 
 
-def _opening(index: int) -> ChatChunkChoice:
-    return ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))
-
-
-def _chunk_choice(answer: ChatAnswer, piece: Piece, finish: ChatFinish | None) -> ChatChunkChoice:
+def _chunk_choice(answer: ChatAnswer, piece: Piece, finish: ChatFinish | None, opens: bool) -> ChatChunkChoice:
     token_bytes = answer.context.text.tokenizer.token_bytes
+    delta = _delta(piece)
+    if opens:
+        delta.role, delta.content = "assistant", delta.content or ""
     return ChatChunkChoice(
         index=piece.index,
-        delta=_delta(piece),
+        delta=delta,
         logprobs=chat_logprobs(piece.logprobs, token_bytes) if piece.logprobs else None,
         finish_reason=finish,
         token_ids=piece.token_ids if answer.body.return_token_ids else UNSET,

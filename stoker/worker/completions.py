@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -21,13 +20,16 @@ from stoker.proto.openai import (
 )
 from stoker.proto.sse import DONE, encode_event
 from stoker.sched.request import TokenLogprobs
+from stoker.text.conversation import completion_prompts
 from stoker.text.parsers.contract import TextDelta
 from stoker.worker.context import CONTEXT, WorkerContext, read_body
 from stoker.worker.generate import Choice, Piece, pieces
+from stoker.worker.ids import AnswerIds
 from stoker.worker.logprobs import completion_logprobs
 from stoker.worker.output import OutputParser
-from stoker.worker.prompt import Asked, Prompt, encode, make_choices, new_id, usage_report
+from stoker.worker.prompt import Asked, Prompt, encode, make_choices, usage_report
 from stoker.worker.record import RECORD, RequestRecord
+from stoker.worker.resume import created_of, open_journal
 from stoker.worker.sampling import check_token_ids, resolve_constraint
 from stoker.worker.stream import open_stream
 
@@ -55,14 +57,14 @@ class CompletionAnswer:
 async def completions(request: web.Request) -> web.StreamResponse:
     context = request.app[CONTEXT]
     body = decode(CompletionRequest, await read_body(request, context.config))
-    answer = await prepare_completion(context, body)
+    answer = await prepare_completion(context, body, request[RECORD].request_id)
     if body.stream:
         return await _stream(request, answer)
     whole = await _whole(answer, request[RECORD])
     return web.Response(body=msgspec.json.encode(whole), content_type="application/json")
 
 
-async def prepare_completion(context: WorkerContext, body: CompletionRequest) -> CompletionAnswer:
+async def prepare_completion(context: WorkerContext, body: CompletionRequest, request_id: str) -> CompletionAnswer:
     model = context.served_model(body.model)
     n = body.n or 1
     if body.suffix:
@@ -78,25 +80,24 @@ async def prepare_completion(context: WorkerContext, body: CompletionRequest) ->
             f"{context.config.max_choices} allowed.",
             param="n" if n > 1 else "prompt",
         )
-    if body.resume_token_ids and len(prompts) > 1:
-        raise InvalidRequest("'resume_token_ids' continues one choice: give one prompt.", param="resume_token_ids")
     asked = Asked(
         prompt_param="prompt" if body.prompt_token_ids is None else "prompt_token_ids",
         n=n,
         max_tokens=body.max_tokens,
         num_logprobs=body.logprobs,
         constraint=resolve_constraint(body, body.response_format),
+        num_prompts=len(prompts),
     )
-    answer_id = new_id("cmpl-")
     choices: list[Choice] = []
     for prompt in prompts:
-        choices += make_choices(context, body, asked, prompt, OutputParser, answer_id, first_index=len(choices))
-    created = int(time.time())
+        choices += make_choices(context, body, asked, prompt, lambda _: OutputParser(), first_index=len(choices))
+    created = created_of(body)
+    answer_id = AnswerIds.of(request_id, created, prompts[0].token_ids).make("cmpl-")
     return CompletionAnswer(context, body, answer_id, model, created, context.fingerprint, prompts, choices)
 
 
 async def _prompts(context: WorkerContext, body: CompletionRequest) -> list[Prompt]:
-    given = _listed(body)
+    given = completion_prompts(body)
     tokenizer, limits = context.text.tokenizer, context.limits
 
     def encode_all() -> list[Prompt]:
@@ -112,25 +113,6 @@ async def _prompts(context: WorkerContext, body: CompletionRequest) -> list[Prom
         return prompts
 
     return await context.off_loop(sum(len(prompt) for _, prompt in given), encode_all)
-
-
-def _listed(body: CompletionRequest) -> list[tuple[str, str | list[int]]]:
-    """The prompts one by one, whatever of the four forms they came in, each with its place in the body."""
-    prompt = body.prompt
-    if body.prompt_token_ids is not None:
-        return [("prompt_token_ids", body.prompt_token_ids)]
-    if prompt is None:
-        raise InvalidRequest("Missing required parameter: 'prompt'.", param="prompt", code="missing_required_parameter")
-    if isinstance(prompt, str):
-        return [("prompt", prompt)]
-    if not prompt:
-        raise InvalidRequest("Invalid 'prompt': empty array. Expected at least one element.", param="prompt")
-    ids = [item for item in prompt if isinstance(item, int)]
-    if ids:
-        if len(ids) != len(prompt):
-            raise InvalidRequest("Invalid 'prompt': token ids and other items in one array.", param="prompt")
-        return [("prompt", ids)]
-    return [(f"prompt[{i}]", item) for i, item in enumerate(prompt) if not isinstance(item, int)]
 
 
 def _text(piece: Piece) -> str:
@@ -161,14 +143,17 @@ async def _stream(request: web.Request, answer: CompletionAnswer) -> web.StreamR
     include_usage = bool(answer.body.stream_options and answer.body.stream_options.include_usage)
     usage = None if include_usage else UNSET
     offsets = [0] * len(answer.choices)
-    started: set[int] = set()
+    started = {choice.index for choice in answer.choices if choice.is_resumed}
+    journal = open_journal(request, answer.choices, answer.created)
     async with aclosing(pieces(answer.context.service, answer.choices, request[RECORD])) as source:
-        stream = open_stream(request, answer.context.config.client_stall_s)
+        stream = open_stream(request, answer.context.config.client_stall_s, journal)
         async for piece in source:
             i, text = piece.index, _text(piece)
             result = CompletionChoice(index=i, text=text, finish_reason=piece.finish)
             result.logprobs = _logprobs(answer, piece.logprobs, offsets[i]) if piece.logprobs else None
             offsets[i] += sum(map(len, result.logprobs.tokens)) if result.logprobs else 0
+            if piece.replayed:
+                continue
             if answer.body.return_token_ids:
                 result.token_ids = piece.token_ids
             if i not in started:
@@ -176,12 +161,14 @@ async def _stream(request: web.Request, answer: CompletionAnswer) -> web.StreamR
                 result.text = answer.echoed(i) + text
                 if answer.body.return_token_ids:
                     result.prompt_token_ids = answer.prompt_of(i).token_ids
+            event = b""
             if result.text or piece.finish or answer.body.return_token_ids or result.logprobs:
-                await stream.send(encode_event(msgspec.json.encode(_completion(answer, [result], usage))))
+                event = encode_event(msgspec.json.encode(_completion(answer, [result], usage)))
+            await stream.send(event, journal.lines(piece))
     last = b""
     if include_usage:
         last = encode_event(msgspec.json.encode(_completion(answer, [], usage_report(answer.choices))))
-    await stream.send(last + DONE)
+    await stream.send(last + DONE, journal.end())
     return await stream.end()
 
 

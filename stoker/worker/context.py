@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -18,11 +18,13 @@ from stoker.base.errors import InvalidRequest, NotFound
 from stoker.base.log import EventLog
 from stoker.proto.messages import EngineInfo, EngineStats
 from stoker.sched.request import GenerateRequest, TokenChunk
+from stoker.text.folder import text_digest, text_files
 from stoker.text.parsers.contract import REASONING_PARSERS, TOOL_PARSERS, ReasoningParser, ToolParser
 from stoker.text.template import ChatTemplate
 from stoker.text.tokenizer import Tokenizer
 from stoker.worker.config import HttpConfig
 from stoker.worker.errors import BodyTooSlow
+from stoker.worker.identity import Identity
 from stoker.worker.metrics import WorkerMetrics
 from stoker.worker.sampling import ModelLimits
 from stoker.worker.state import ServerState
@@ -61,12 +63,15 @@ class ModelText:
     tool_parser: type[ToolParser]
     reasoning_parser: type[ReasoningParser] | None
     longest_token: int  # bytes
+    folder: Path | None = None  # where it was read from
+    digest: str = ""  # of the files there
 
     @classmethod
     def from_folder(cls, path: Path, tool_format: str | None = None, reasoning_format: str | None = None) -> ModelText:
         """Formats that are not named are the template's own; reasoning "none" leaves thinking in the content."""
         tokenizer = Tokenizer.from_folder(path)
-        return cls.of(tokenizer, ChatTemplate.from_folder(path, tokenizer), tool_format, reasoning_format)
+        text = cls.of(tokenizer, ChatTemplate.from_folder(path, tokenizer), tool_format, reasoning_format)
+        return replace(text, folder=path, digest=text_digest(text_files(path)))
 
     @classmethod
     def of(
@@ -91,6 +96,7 @@ class WorkerContext:
     service: Service
     text: ModelText
     config: HttpConfig
+    identity: Identity
     state: ServerState
     metrics: WorkerMetrics
     log: EventLog

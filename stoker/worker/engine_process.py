@@ -26,6 +26,7 @@ from stoker.proto.messages import (
     EngineArguments,
     EngineInfo,
     EngineStats,
+    KvEvents,
     LoadProgress,
     Shutdown,
     StartFailed,
@@ -34,6 +35,7 @@ from stoker.proto.messages import (
 from stoker.proto.pipe import EngineEnd, FrameEnd
 from stoker.sched.request import GenerateRequest, GrammarSpec
 from stoker.text.tokenizer import Tokenizer
+from stoker.worker.block_log import BlockLog
 from stoker.worker.grammar import XGrammars
 
 _STATS_EVERY_S = 0.25
@@ -104,11 +106,12 @@ class Mailbox:
 
 
 class EngineLoop:
-    def __init__(self, built: BuiltEngine, mailbox: Mailbox, pipe: EngineEnd) -> None:
+    def __init__(self, built: BuiltEngine, blocks: BlockLog, mailbox: Mailbox, pipe: EngineEnd) -> None:
         self._built = built
         self._engine = built.engine
         self._mailbox = mailbox
         self._pipe = pipe
+        self._blocks = blocks
         self._preparing: dict[GrammarSpec, list[GenerateRequest]] = {}  # who waits for it
         self._stats_at_s = 0.0
 
@@ -124,6 +127,8 @@ class EngineLoop:
             chunks = self._engine.step()
             if chunks:
                 self._pipe.send(Chunks(chunks=chunks))
+            if changes := self._blocks.take():
+                self._pipe.send(KvEvents(events=changes))
             now = time.monotonic()
             if now - self._stats_at_s >= _STATS_EVERY_S:
                 self._stats_at_s = now
@@ -171,6 +176,8 @@ class EngineLoop:
             partial_tokens=counters.partial_tokens,
             generated_tokens=counters.generated_tokens,
             preemptions=counters.preemptions,
+            prefill_tokens_per_s=self._engine.rates.prefill_tokens_per_s,
+            decode_step_s=self._engine.rates.decode_step_s,
         )
 
 
@@ -188,7 +195,9 @@ def serve(pipe: EngineEnd, arguments: EngineArguments) -> None:
     try:
         family = family_of(read_hf_config(folder), str(folder))
         grammars = XGrammars(Tokenizer.from_folder(folder), family.shape.vocab_size)
-        built = build_engine(folder, arguments.settings, grammars=grammars, progress=progress)
+        blocks = BlockLog()
+        observer = blocks if arguments.kv_events else None
+        built = build_engine(folder, arguments.settings, grammars=grammars, observer=observer, progress=progress)
     except StokerError as error:
         pipe.send(StartFailed(code=error.code, message=error.message))
         return
@@ -209,7 +218,7 @@ def serve(pipe: EngineEnd, arguments: EngineArguments) -> None:
             load_s=built.load_s,
         )
     )
-    EngineLoop(built, Mailbox(pipe, grammars), pipe).run()
+    EngineLoop(built, blocks, Mailbox(pipe, grammars), pipe).run()
 
 
 def main() -> None:

@@ -93,7 +93,9 @@ def _body(error: StokerError, kind: str) -> ErrorBody:
 def _of_http(error: web.HTTPException) -> Problem:
     """aiohttp's own refusals: unknown paths, wrong methods, bodies over the limit."""
     headers = {name: error.headers[name] for name in ("Allow",) if name in error.headers}
-    code = {404: "unknown_url", 405: "method_not_allowed", 413: "body_too_large"}.get(error.status)
+    code = {401: "invalid_secret", 404: "unknown_url", 405: "method_not_allowed", 413: "body_too_large"}.get(
+        error.status
+    )
     if error.status == 413:
         headers["Connection"] = "close"
     message = error.text or error.reason

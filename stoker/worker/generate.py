@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -22,6 +22,7 @@ from stoker.worker.output import AnswerDelta, OutputParser
 from stoker.worker.record import RequestRecord
 
 _ENGINE_FIRST_S = 0.25  # past its deadline a request is the engine's to end, and then ours
+_REPLAYED_AT_A_TIME = 128  # tokens, before other streams have their turn
 _QUEUED_PIECES = 2  # a choice; more would only grow behind a client that reads slowly
 
 
@@ -39,7 +40,9 @@ class Piece:
     token_ids: list[int] = field(default_factory=list)
     deltas: list[AnswerDelta] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of tokens that became content
+    token_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of all token_ids, where they were asked for
     finish: Literal["stop", "length"] | None = None
+    replayed: bool = False  # said before, by another worker: a stream's client has it already
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +61,8 @@ class Choice:
     counts_prompt: bool = True  # the first of its prompt's choices: a prompt is paid for once
     keep_stop_token: bool = False
     grammar_param: str | None = None
+    resumed_logprobs: list[TokenLogprobs] | None = None  # of the request's tokens after its prompt
+    ended: bool = False  # nothing is left to be generated: known before a replay, or by it
     usage: Usage = field(init=False)
     reasoning_tokens: int = 0
     has_called: bool = False  # a tool, in what was replayed or since
@@ -68,26 +73,40 @@ class Choice:
         num_prompt = self.request.num_prompt
         self.usage = Usage(num_prompt, 0, len(self.request.token_ids) - num_prompt)
 
-    def replay(self) -> Piece | None:
-        """Take in what was sampled before (resume), giving nothing out; a piece if that was all there will be."""
+    @property
+    def num_resumed(self) -> int:
+        return len(self.request.token_ids) - self.request.num_prompt
+
+    @property
+    def is_resumed(self) -> bool:
+        return self.ended or self.num_resumed > 0
+
+    def replay(self) -> Iterator[Piece]:
+        """What was sampled before (resume), a piece a token. If that was all, a last piece tells how it ended: a replayed
+        one where that has been said, too."""
+        said_end = self.ended
         sampled = self.request.token_ids[self.request.num_prompt :]
-        if not sampled:
-            return None
-        last_stops = sampled[-1] in self.request.sampling.stop_token_ids
-        piece = Piece(self.index)
-        for token_id in sampled[:-1] if last_stops and not self.keep_stop_token else sampled:
-            self._take(token_id, None, piece)
+        last_stops = bool(sampled) and sampled[-1] in self.request.sampling.stop_token_ids
+        num_text = len(sampled) - int(last_stops and not self.keep_stop_token)
+        piece = Piece(self.index, replayed=True)
+        for i, token_id in enumerate(sampled):
+            if i:
+                yield piece
+                piece = Piece(self.index, replayed=True)
+            piece.token_ids.append(token_id)
+            if i < num_text:
+                self._take(token_id, self.resumed_logprobs[i] if self.resumed_logprobs else None, piece)
             if self.stops.stopped:
                 break
-        end = Piece(self.index)
-        if self.stops.stopped or last_stops:
-            end.finish = "stop"
-        elif len(sampled) >= self.request.max_new_tokens:
-            end.finish = "length"
-        else:
-            return None
-        self._flush(end)
-        return end
+        is_full = len(sampled) >= self.request.max_new_tokens
+        self.ended = said_end or bool(self.stops.stopped) or last_stops or is_full
+        if not said_end and sampled:
+            yield piece
+            piece = Piece(self.index)
+        if self.ended:
+            piece.finish = "length" if is_full and not (self.stops.stopped or last_stops) else "stop"
+            self._flush(piece)
+            yield piece
 
     def push(self, chunk: TokenChunk) -> Piece:
         if chunk.finish is not None and (error := error_of(chunk.finish)) is not None:
@@ -99,6 +118,8 @@ class Choice:
         num_text = len(chunk.token_ids) - self._stop_tokens(chunk.finish)
         for i, token_id in enumerate(chunk.token_ids):
             piece.token_ids.append(token_id)
+            if chunk.logprobs:
+                piece.token_logprobs.append(chunk.logprobs[i])
             if i < num_text:
                 self._take(token_id, chunk.logprobs[i] if chunk.logprobs else None, piece)
             if self.stops.stopped:
@@ -167,9 +188,11 @@ async def pieces(source: ChunkSource, choices: Sequence[Choice], record: Request
     try:
         running = []
         for choice in choices:
-            if (ended := choice.replay()) is not None:
-                yield ended
-            else:
+            for number, piece in enumerate(choice.replay()):
+                yield piece
+                if number % _REPLAYED_AT_A_TIME == _REPLAYED_AT_A_TIME - 1:
+                    await asyncio.sleep(0)
+            if not choice.ended:
                 running.append(choice)
         async with aclosing(_one(source, running[0]) if len(running) == 1 else _merged(source, running)) as stream:
             async for piece in stream:
@@ -177,7 +200,7 @@ async def pieces(source: ChunkSource, choices: Sequence[Choice], record: Request
                 yield piece
     finally:
         for choice in choices:
-            record.count_tokens(choice.usage, with_prompt=choice.counts_prompt)
+            record.count_tokens(choice.usage, choice.num_resumed, with_prompt=choice.counts_prompt)
 
 
 async def _one(source: ChunkSource, choice: Choice) -> AsyncGenerator[Piece, None]:

@@ -15,12 +15,13 @@ from stoker.proto.openai import (
     TokenizeRequest,
     decode,
 )
+from stoker.text.conversation import Conversation, num_chars, template_kwargs
+from stoker.text.openai_messages import template_messages
+from stoker.text.tools import offered_tools
 from stoker.worker.context import CONTEXT, WorkerContext, read_body
-from stoker.worker.messages import template_messages
 from stoker.worker.metrics import CONTENT_TYPE
-from stoker.worker.prompt import Conversation, encode, num_chars, render, template_kwargs
+from stoker.worker.prompt import encode, render
 from stoker.worker.sampling import check_token_ids
-from stoker.worker.tools import offered_tools
 
 
 class Health(msgspec.Struct, kw_only=True):

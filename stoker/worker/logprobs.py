@@ -22,11 +22,11 @@ def content_logprobs(entries: list[TokenLogprobs], token_bytes: TokenBytes) -> l
     for entry in entries:
         spelled = token_bytes(entry.token_id)
         top = [
-            TopLogprob(token=_text(other), logprob=_finite(logprob), bytes=list(other))
+            TopLogprob(token=_text(other), logprob=finite(logprob), bytes=list(other))
             for other, logprob in zip(map(token_bytes, entry.top_ids), entry.top_logprobs, strict=True)
         ]
         content.append(
-            TokenLogprob(token=_text(spelled), logprob=_finite(entry.logprob), bytes=list(spelled), top_logprobs=top)
+            TokenLogprob(token=_text(spelled), logprob=finite(entry.logprob), bytes=list(spelled), top_logprobs=top)
         )
     return content
 
@@ -43,14 +43,14 @@ def completion_logprobs(
     tops: list[dict[str, float] | None] = []
     for token, entry in zip(tokens, entries, strict=True):
         top = {
-            _text(token_bytes(id_)): _finite(logprob)
+            _text(token_bytes(id_)): finite(logprob)
             for id_, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
         }
-        top.setdefault(token, _finite(entry.logprob))
+        top.setdefault(token, finite(entry.logprob))
         tops.append(top)
     return CompletionLogprobs(
         tokens=tokens,
-        token_logprobs=[_finite(entry.logprob) for entry in entries],
+        token_logprobs=[finite(entry.logprob) for entry in entries],
         top_logprobs=tops if num_logprobs else None,
         text_offset=offsets,
     )
@@ -60,5 +60,5 @@ def _text(spelled: bytes) -> str:
     return spelled.decode("utf-8", "replace")
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else _LOWEST

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol, TypeAlias
 
-from stoker.text.parsers.contract import Delta, ReasoningDelta, TextDelta
+from stoker.text.parsers.contract import Delta, ReasoningDelta, TextDelta, ToolCallStart
 
 AnswerDelta: TypeAlias = Delta | ReasoningDelta
 
@@ -43,21 +44,27 @@ class NoReasoning:
 
 
 class WantedCalls:
-    """A tool parser's output without what the client does not want.
+    """A tool parser's output without what the client does not want, and with an id for each call.
 
     Not `parallel`: calls after the first. `forced`: text, which can only be what is left of a call that was cut short.
     """
 
-    def __init__(self, tools: _ToolSide, parallel: bool, forced: bool) -> None:
+    def __init__(self, tools: _ToolSide, parallel: bool, forced: bool, call_id: Callable[[int], str]) -> None:
         self._tools = tools
         self._parallel = parallel
         self._forced = forced
+        self._call_id = call_id
 
     def push(self, text: str) -> list[Delta]:
-        return [delta for delta in self._tools.push(text) if self._wanted(delta)]
+        return [self._named(delta) for delta in self._tools.push(text) if self._wanted(delta)]
 
     def flush(self) -> list[Delta]:
-        return [delta for delta in self._tools.flush() if self._wanted(delta)]
+        return [self._named(delta) for delta in self._tools.flush() if self._wanted(delta)]
+
+    def _named(self, delta: Delta) -> Delta:
+        if isinstance(delta, ToolCallStart) and not delta.call_id:
+            return replace(delta, call_id=self._call_id(delta.index))
+        return delta
 
     def _wanted(self, delta: Delta) -> bool:
         if isinstance(delta, TextDelta):

@@ -6,7 +6,6 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from stoker.base.errors import ContextTooLong, InvalidRequest
 from stoker.base.ids import RequestId
@@ -18,35 +17,25 @@ from stoker.proto.openai import (
     choice_seed,
 )
 from stoker.sched.request import GenerateRequest
+from stoker.text.conversation import Conversation, render_text
 from stoker.text.detokenizer import Detokenizer
 from stoker.text.stops import StopStrings
+from stoker.text.tools import ToolPlan
 from stoker.worker.context import ModelText, WorkerContext
 from stoker.worker.generate import Choice
+from stoker.worker.ids import AnswerIds
 from stoker.worker.output import OutputParser, WantedCalls
+from stoker.worker.resume import resumed_choices
 from stoker.worker.sampling import (
     Constraint,
     ModelLimits,
-    check_token_ids,
     resolve_max_tokens,
     resolve_sampling,
     resolve_stops,
 )
-from stoker.worker.tools import ToolPlan
 
+_CALL_ID_CHARS = 29  # as OpenAI's
 _NORMALIZED_LENGTH = 4  # normalizing may shorten a text, never by this much
-_RENDERED = ("messages", "tools", "add_generation_prompt")  # a template gets these from the request itself
-
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """What a chat template is given."""
-
-    messages: list[dict[str, Any]]
-    tools: ToolPlan
-    template_kwargs: dict[str, Any]
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    param: str = "messages"  # where in the body it came from
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,38 +54,11 @@ class Asked:
     max_tokens_param: str = "max_tokens"
     num_logprobs: int | None = None
     constraint: Constraint | None = None
-
-
-def new_id(prefix: str) -> str:
-    return f"{prefix}{uuid.uuid4().hex}"
+    num_prompts: int = 1  # of the request, each with `n` choices
 
 
 def render(text: ModelText, conversation: Conversation, limits: ModelLimits) -> Prompt:
-    messages, continued = conversation.messages, conversation.continue_final_message
-    if continued and (not messages or messages[-1]["role"] != "assistant" or not messages[-1].get("content")):
-        raise InvalidRequest(
-            "'continue_final_message' needs an assistant message with content as the last one.",
-            param="continue_final_message",
-        )
-    if continued and conversation.add_generation_prompt:
-        raise InvalidRequest(
-            "'continue_final_message' and 'add_generation_prompt' cannot both be set.", param="add_generation_prompt"
-        )
-    rendered = text.template.render(
-        messages,
-        conversation.tools.shown,
-        add_generation_prompt=conversation.add_generation_prompt,
-        **conversation.template_kwargs,
-    )
-    if continued:
-        final = str(messages[-1]["content"]).strip()
-        at = rendered.rfind(final)
-        if at < 0:
-            raise InvalidRequest(
-                "The model's chat template changes the last message, so it cannot be continued.",
-                param="continue_final_message",
-            )
-        rendered = rendered[: at + len(final)]
+    rendered = render_text(text.template, conversation)
     return Prompt(encode(text, rendered, limits, conversation.param), rendered)
 
 
@@ -113,13 +75,15 @@ def encode(
     return text.tokenizer.encode(prompt, add_special_tokens)
 
 
-def num_chars(conversation: Conversation) -> int:
-    """Roughly how long the prompt will be: enough to decide where to render it."""
-    texts = sum(len(message.get("content") or "") for message in conversation.messages)
-    return texts + 512 * len(conversation.tools.offered) + 64 * len(conversation.messages)
-
-
-def chat_parser(text: ModelText, prompt: Prompt, tools: ToolPlan, constrained: bool, split: bool) -> OutputParser:
+def chat_parser(
+    text: ModelText,
+    prompt: Prompt,
+    tools: ToolPlan,
+    *,
+    constrained: bool,
+    split: bool,
+    call_id: Callable[[int], str],
+) -> OutputParser:
     """`constrained` answers have no reasoning: their grammar holds from the first token on."""
     reasoning = None
     if text.reasoning_parser is not None and split and not constrained:
@@ -127,7 +91,12 @@ def chat_parser(text: ModelText, prompt: Prompt, tools: ToolPlan, constrained: b
         reasoning = text.reasoning_parser(opened)
     if tools.mode == "none":
         return OutputParser(reasoning)
-    return OutputParser(reasoning, WantedCalls(text.tool_parser(tools.allowed), tools.parallel, tools.forced))
+    parser = text.tool_parser(tools.allowed)
+    return OutputParser(reasoning, WantedCalls(parser, tools.parallel, tools.forced, call_id))
+
+
+def call_ids(ids: AnswerIds, choice: int) -> Callable[[int], str]:
+    return lambda call: ids.make("call_", choice, call)[:_CALL_ID_CHARS]
 
 
 def forced_constraint(text: ModelText, constraint: Constraint | None, tools: ToolPlan) -> Constraint | None:
@@ -142,21 +111,6 @@ def forced_constraint(text: ModelText, constraint: Constraint | None, tools: Too
     return Constraint(text.tool_parser.grammar(tools.allowed, parallel=tools.parallel), "tools")
 
 
-def template_kwargs(
-    given: dict[str, Any] | None, effort: str | None = None, constrained: bool = False
-) -> dict[str, Any]:
-    """The client's own settings, its reasoning effort, and no thinking where a grammar leaves no room for it."""
-    kwargs = dict(given or {})
-    for name in _RENDERED:
-        if name in kwargs:
-            raise InvalidRequest(f"'{name}' is no chat template setting.", param="chat_template_kwargs")
-    if effort is not None:
-        kwargs.setdefault("reasoning_effort", effort)
-    if constrained or effort == "none":
-        kwargs.setdefault("enable_thinking", False)
-    return kwargs
-
-
 def needs_special_tokens(text: ModelText, tools: ToolPlan) -> bool:
     if tools.mode != "none" and text.tool_parser.needs_special_tokens:
         return True
@@ -168,8 +122,7 @@ def make_choices(
     fields: GenerationFields,
     asked: Asked,
     prompt: Prompt,
-    new_parser: Callable[[], OutputParser],
-    answer_id: str,
+    new_parser: Callable[[int], OutputParser],
     *,
     first_index: int = 0,
     keep_special_tokens: bool = False,
@@ -192,23 +145,24 @@ def make_choices(
         limits,
         sampling.min_tokens,
     )
-    resumed = check_token_ids(fields.resume_token_ids or (), "resume_token_ids", limits)
-    if resumed and asked.n > 1:
-        raise InvalidRequest("'resume_token_ids' continues one choice: 'n' must be 1.", param="resume_token_ids")
-    if len(resumed) > max_tokens:
-        raise InvalidRequest(
-            f"'resume_token_ids' has {len(resumed)} tokens, more than the {max_tokens} allowed.",
-            param="resume_token_ids",
-        )
+    resumed = resumed_choices(fields, asked.num_prompts * asked.n, asked.num_logprobs, limits)
+    resumed = resumed[first_index : first_index + asked.n]
+    for i, choice in enumerate(resumed, first_index):
+        if len(choice.token_ids) > max_tokens:
+            param = f"resume.choices[{i}].token_ids"
+            raise InvalidRequest(
+                f"Invalid '{param}': {len(choice.token_ids)} tokens, more than the {max_tokens} allowed.", param=param
+            )
     include_stop = bool(fields.include_stop_str_in_output)
     skip_special = fields.skip_special_tokens is not False and not keep_special_tokens
     deadline_s = None if fields.timeout_s is None else time.monotonic() + fields.timeout_s
+    unique = uuid.uuid4().hex  # two requests may have one X-Request-Id; the engine must tell them apart
     return [
         Choice(
             index=first_index + i,
             request=GenerateRequest(
-                request_id=RequestId(f"{answer_id}-{first_index + i}"),
-                token_ids=prompt.token_ids + resumed,
+                request_id=RequestId(f"{unique}-{i}"),
+                token_ids=prompt.token_ids + resumed[i].token_ids,
                 num_prompt=len(prompt.token_ids),
                 sampling=replace(sampling, seed=choice_seed(sampling.seed, i)),
                 max_new_tokens=max_tokens,
@@ -218,10 +172,12 @@ def make_choices(
             ),
             detokenizer=Detokenizer(context.text.tokenizer, skip_special),
             stops=StopStrings(stops, include_stop),
-            parser=new_parser(),
+            parser=new_parser(first_index + i),
             counts_prompt=i == 0,
             keep_stop_token=include_stop,
             grammar_param=asked.constraint.param if asked.constraint else None,
+            resumed_logprobs=resumed[i].logprobs,
+            ended=resumed[i].finished,
         )
         for i in range(asked.n)
     ]

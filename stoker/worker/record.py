@@ -33,8 +33,9 @@ class RequestRecord:
             self.metrics.itl_s.observe(now_s - last_s)
         self._last_chunk_s[choice] = now_s
 
-    def count_tokens(self, usage: Usage, with_prompt: bool) -> None:
-        self.generated_tokens += usage.completion_tokens
+    def count_tokens(self, usage: Usage, num_resumed: int, with_prompt: bool) -> None:
+        """Tokens that another worker generated are that worker's to count."""
+        self.generated_tokens += usage.completion_tokens - num_resumed
         if with_prompt:
             self.prompt_tokens += usage.prompt_tokens
             self.cached_tokens += usage.cached_tokens

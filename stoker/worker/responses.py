@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from stoker.base.errors import InvalidRequest
 from stoker.proto.openai import (
-    InputItem,
     ReasoningConfig,
     ResponseFormat,
     ResponsesRequest,
@@ -20,46 +17,46 @@ from stoker.proto.openai import (
     decode,
 )
 from stoker.proto.sse import encode_event
+from stoker.text.conversation import num_chars, responses_conversation
+from stoker.text.tools import ToolPlan, responses_tools
 from stoker.worker.context import CONTEXT, WorkerContext, read_body
 from stoker.worker.errors import Problem
 from stoker.worker.generate import Choice, pieces
-from stoker.worker.messages import text_of
+from stoker.worker.ids import AnswerIds
+from stoker.worker.output import OutputParser
 from stoker.worker.prompt import (
     Asked,
-    Conversation,
     Prompt,
+    call_ids,
     chat_parser,
     forced_constraint,
     make_choices,
     needs_special_tokens,
-    new_id,
-    num_chars,
     render,
-    template_kwargs,
     usage_report,
 )
 from stoker.worker.record import RECORD
 from stoker.worker.responses_writer import ResponseEvent, ResponseObject, ResponseWriter
+from stoker.worker.resume import created_of, open_journal
 from stoker.worker.sampling import check_token_ids, resolve_constraint
 from stoker.worker.stream import open_stream
-from stoker.worker.tools import ToolPlan, responses_tools
-
-_ROLES = ("user", "assistant", "system", "developer")
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseAnswer:
     choice: Choice
     response: ResponseObject
+    ids: AnswerIds
+    num_sent: int | None  # events that the client has from before, where that is known
 
 
 async def responses(request: web.Request) -> web.StreamResponse:
     context = request.app[CONTEXT]
     body = decode(ResponsesRequest, await read_body(request, context.config))
-    answer = await prepare_response(context, body)
-    writer = ResponseWriter(answer.response, context.text.tokenizer.token_bytes)
+    answer = await prepare_response(context, body, request[RECORD].request_id)
+    writer = ResponseWriter(answer.response, context.text.tokenizer.token_bytes, answer.ids)
     if body.stream:
-        return await _stream(request, answer.choice, writer)
+        return await _stream(request, answer, writer)
     async with aclosing(pieces(context.service, [answer.choice], request[RECORD])) as source:
         async for piece in source:
             writer.push(piece)
@@ -68,20 +65,25 @@ async def responses(request: web.Request) -> web.StreamResponse:
     return web.Response(body=msgspec.json.encode(writer.response), content_type="application/json")
 
 
-async def _stream(request: web.Request, choice: Choice, writer: ResponseWriter) -> web.StreamResponse:
+async def _stream(request: web.Request, answer: ResponseAnswer, writer: ResponseWriter) -> web.StreamResponse:
     def failed(problem: Problem) -> bytes:
         return _encode(writer.fail(problem.body.message))
 
-    context = request.app[CONTEXT]
+    context, choice = request.app[CONTEXT], answer.choice
+    journal = open_journal(request, [choice], answer.response.created_at)
     async with aclosing(pieces(context.service, [choice], request[RECORD])) as source:
-        stream = open_stream(request, context.config.client_stall_s, failed)
+        stream = open_stream(request, context.config.client_stall_s, journal, failed)
         async for piece in source:
-            events = [] if stream.started else writer.start()
+            events = [] if writer.started else writer.start()
             events += writer.push(piece)
             if piece.finish is not None:
                 events += writer.finish(piece.finish, usage_report([choice]))
-            if events:
-                await stream.send(_encode(events))
+            if piece.replayed:
+                # A token may make several events, and the stream may have been cut between them.
+                events = [] if answer.num_sent is None else [e for e in events if e.sequence_number >= answer.num_sent]
+            await stream.send(_encode(events), journal.lines(piece))
+    if not stream.started:
+        await stream.send(b"\n")  # all had been said: an empty stream, but a stream
     return await stream.end()
 
 
@@ -89,7 +91,7 @@ def _encode(events: list[ResponseEvent]) -> bytes:
     return b"".join(encode_event(msgspec.json.encode(event), event.type) for event in events)
 
 
-async def prepare_response(context: WorkerContext, body: ResponsesRequest) -> ResponseAnswer:
+async def prepare_response(context: WorkerContext, body: ResponsesRequest, request_id: str) -> ResponseAnswer:
     model = context.served_model(body.model)
     _refuse_unsupported(body)
     tools = responses_tools(body, context.config.max_tools)
@@ -97,7 +99,13 @@ async def prepare_response(context: WorkerContext, body: ResponsesRequest) -> Re
     constraint = forced_constraint(context.text, constraint, tools)
     prompt = await _prompt(context, body, tools, constrained=constraint is not None)
     with_logprobs = body.top_logprobs is not None or "message.output_text.logprobs" in (body.include or ())
-    answer_id = new_id("resp_")
+    created = created_of(body)
+    ids = AnswerIds.of(request_id, created, prompt.token_ids)
+
+    def new_parser(choice: int) -> OutputParser:
+        constrained, call_id = constraint is not None, call_ids(ids, choice)
+        return chat_parser(context.text, prompt, tools, constrained=constrained, split=True, call_id=call_id)
+
     choices = make_choices(
         context,
         body,
@@ -109,11 +117,11 @@ async def prepare_response(context: WorkerContext, body: ResponsesRequest) -> Re
             constraint=constraint,
         ),
         prompt,
-        lambda: chat_parser(context.text, prompt, tools, constraint is not None, split=True),
-        answer_id,
+        new_parser,
         keep_special_tokens=needs_special_tokens(context.text, tools),
     )
-    return ResponseAnswer(choices[0], _response_object(body, answer_id, model))
+    num_sent = body.resume.events if body.resume is not None else None
+    return ResponseAnswer(choices[0], _response_object(body, ids.make("resp_"), model, created), ids, num_sent)
 
 
 def _refuse_unsupported(body: ResponsesRequest) -> None:
@@ -133,72 +141,14 @@ def _refuse_unsupported(body: ResponsesRequest) -> None:
 async def _prompt(context: WorkerContext, body: ResponsesRequest, tools: ToolPlan, constrained: bool) -> Prompt:
     if body.prompt_token_ids is not None:
         return Prompt(check_token_ids(body.prompt_token_ids, "prompt_token_ids", context.limits))
-    effort = body.reasoning.effort if body.reasoning else None
-    conversation = Conversation(
-        messages=_messages(body),
-        tools=tools,
-        template_kwargs=template_kwargs(body.chat_template_kwargs, effort, constrained),
-        param="input",
-    )
+    conversation = responses_conversation(body, tools, constrained)
     return await context.off_loop(num_chars(conversation), lambda: render(context.text, conversation, context.limits))
 
 
-def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
-    messages: list[dict[str, Any]] = []
-    if body.instructions:
-        messages.append({"role": "system", "content": body.instructions})
-    if body.input is None:
-        raise InvalidRequest("Missing required parameter: 'input'.", param="input", code="missing_required_parameter")
-    if isinstance(body.input, str):
-        return [*messages, {"role": "user", "content": body.input}]
-    if not body.input:
-        raise InvalidRequest("Invalid 'input': empty array. Expected at least one item.", param="input")
-    call_ids: set[str] = set()
-    for i, item in enumerate(body.input):
-        _add_item(item, f"input[{i}]", messages, call_ids)
-    return messages
-
-
-def _add_item(item: InputItem, place: str, messages: list[dict[str, Any]], call_ids: set[str]) -> None:
-    match item.type or "message":
-        case "message":
-            role = _required(item.role, f"{place}.role")
-            if role not in _ROLES:
-                raise InvalidRequest(f"Invalid value for '{place}.role': '{role}'.", param=f"{place}.role")
-            content = text_of(_required(item.content, f"{place}.content"), f"{place}.content")
-            messages.append({"role": role, "content": content})
-        case "function_call":
-            call_id = _required(item.call_id, f"{place}.call_id")
-            function = {"name": _required(item.name, f"{place}.name"), "arguments": item.arguments or ""}
-            # Calls of one turn are items of their own here, and one message to a template.
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": None})
-            messages[-1].setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
-            call_ids.add(call_id)
-        case "function_call_output":
-            call_id = _required(item.call_id, f"{place}.call_id")
-            if call_id not in call_ids:
-                raise InvalidRequest(
-                    f"No tool call found for '{place}.call_id': '{call_id}'.", param=f"{place}.call_id"
-                )
-            output = text_of(_required(item.output, f"{place}.output"), f"{place}.output")
-            messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
-        case "reasoning":
-            return  # what was thought in earlier turns is not shown again
-        case other:
-            raise InvalidRequest(f"Invalid value for '{place}.type': '{other}'.", param=f"{place}.type")
-
-
-def _required(value: Any, place: str) -> Any:
-    if value is None:
-        raise InvalidRequest(f"Missing required parameter: '{place}'.", param=place, code="missing_required_parameter")
-    return value
-
-
-def _response_object(body: ResponsesRequest, answer_id: str, model: str) -> ResponseObject:
+def _response_object(body: ResponsesRequest, answer_id: str, model: str, created: int) -> ResponseObject:
     return ResponseObject(
         id=answer_id,
-        created_at=int(time.time()),
+        created_at=created,
         instructions=body.instructions,
         max_output_tokens=body.max_output_tokens,
         model=model,

@@ -11,8 +11,8 @@ from msgspec import UNSET, UnsetType
 from stoker.proto.openai import FlatTool, ReasoningConfig, TextConfig, TokenLogprob, ToolChoice, UsageReport
 from stoker.text.parsers.contract import ReasoningDelta, TextDelta, ToolArgumentsDelta, ToolCallStart
 from stoker.worker.generate import Piece
+from stoker.worker.ids import AnswerIds
 from stoker.worker.logprobs import TokenBytes, content_logprobs
-from stoker.worker.prompt import new_id
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
@@ -126,14 +126,19 @@ class ResponseWriter:
     One item is open at a time: a delta of another kind, or of another call, closes it.
     """
 
-    def __init__(self, response: ResponseObject, token_bytes: TokenBytes) -> None:
+    def __init__(self, response: ResponseObject, token_bytes: TokenBytes, ids: AnswerIds) -> None:
         self.response = response
         self._token_bytes = token_bytes
+        self._ids = ids
         self._number = 0
         self._open: ResponseItem | None = None
         self._texts: list[str] = []  # of the open item
         self._logprobs: list[TokenLogprob] = []
         self._call_index = -1
+
+    @property
+    def started(self) -> bool:
+        return self._number > 0
 
     def start(self) -> list[ResponseEvent]:
         empty = msgspec.structs.replace(self.response, output=[])  # events are encoded later, when it may have grown
@@ -177,7 +182,7 @@ class ResponseWriter:
     def _text(self, text: str, logprobs: list[TokenLogprob]) -> list[ResponseEvent]:
         events = []
         if self._open is None or self._open.type != "message":
-            events = self._begin(ResponseItem(id=new_id("msg_"), type="message", role="assistant", content=[]))
+            events = self._begin(ResponseItem(id=self._new_id("msg_"), type="message", role="assistant", content=[]))
             events.append(self._of_part("response.content_part.added", part=_output_text("", [])))
         self._texts.append(text)
         self._logprobs += logprobs
@@ -187,7 +192,7 @@ class ResponseWriter:
     def _reasoning(self, text: str) -> list[ResponseEvent]:
         events = []
         if self._open is None or self._open.type != "reasoning":
-            events = self._begin(ResponseItem(id=new_id("rs_"), type="reasoning", summary=[], content=[]))
+            events = self._begin(ResponseItem(id=self._new_id("rs_"), type="reasoning", summary=[], content=[]))
             part = ResponsePart(type="reasoning_text")
             events.append(self._of_part("response.content_part.added", part=part))
         self._texts.append(text)
@@ -197,7 +202,7 @@ class ResponseWriter:
     def _call(self, start: ToolCallStart) -> list[ResponseEvent]:
         self._call_index = start.index
         item = ResponseItem(
-            id=new_id("fc_"), type="function_call", call_id=start.call_id, name=start.name, arguments=""
+            id=self._new_id("fc_"), type="function_call", call_id=start.call_id, name=start.name, arguments=""
         )
         return self._begin(item)
 
@@ -231,6 +236,9 @@ class ResponseWriter:
         events.append(self._event("response.output_item.done", output_index=self._index, item=item))
         self._open, self._texts, self._logprobs = None, [], []
         return events
+
+    def _new_id(self, prefix: str) -> str:
+        return self._ids.make(prefix, len(self.response.output))
 
     @property
     def _index(self) -> int:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
+from typing import Protocol
 
 import msgspec
 
@@ -22,6 +23,7 @@ from stoker.proto.messages import (
     EngineArguments,
     EngineInfo,
     EngineStats,
+    KvEvents,
     LoadProgress,
     Shutdown,
     StartFailed,
@@ -61,6 +63,26 @@ class _Stream:
             yield item
 
 
+class EngineListener(Protocol):
+    """Whoever passes on what the engine says of itself."""
+
+    def blocks_changed(self, events: KvEvents) -> None: ...
+
+    def all_blocks_lost(self) -> None:
+        """The engine ended, and its KV with it."""
+
+    def load_changed(self) -> None:
+        """There are new stats, or none any more."""
+
+
+class NoListener:
+    def blocks_changed(self, events: KvEvents) -> None: ...
+
+    def all_blocks_lost(self) -> None: ...
+
+    def load_changed(self) -> None: ...
+
+
 class EngineService:
     def __init__(
         self,
@@ -69,7 +91,9 @@ class EngineService:
         environment: Mapping[str, str],
         max_open: int = 2048,
         progress: Progress = lambda stage, done, total: None,
+        listener: EngineListener | None = None,
     ) -> None:
+        self._listener = listener or NoListener()
         self._arguments = arguments
         self._environment = environment
         self._max_open = max_open
@@ -132,6 +156,8 @@ class EngineService:
             started_s = time.monotonic()
             await self._pump()
             self.ready, self.stats = False, None
+            self._listener.all_blocks_lost()
+            self._listener.load_changed()
             num_streams = len(self._streams)
             self._fail_streams("the engine ended while it worked on this request")
             log.error("engine_died", exit_code=await self._end_process(), streams=num_streams)
@@ -202,8 +228,11 @@ class EngineService:
                             stream = self._streams.get(chunk.request_id)
                             if stream is not None:
                                 stream.put(chunk)
+                    case KvEvents() as events:
+                        self._listener.blocks_changed(events)
                     case EngineStats() as stats:
                         self.stats = stats
+                        self._listener.load_changed()
 
     def _fail_streams(self, message: str) -> None:
         for stream in self._streams.values():

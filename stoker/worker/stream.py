@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 from aiohttp import web
@@ -24,6 +25,12 @@ def chat_error_event(problem: Problem) -> bytes:
     return encode_event(msgspec.json.encode(ErrorAnswer(problem.body)))
 
 
+class HasLines(Protocol):
+    """What of a journal is needed here."""
+
+    def failed(self, problem: Problem) -> bytes: ...
+
+
 class SseStream:
     """Starts with the first event: until then an error can still have a status of its own.
 
@@ -35,9 +42,11 @@ class SseStream:
         self,
         request: web.Request,
         stall_s: float,
+        journal: HasLines,
         error_event: Callable[[Problem], bytes] = chat_error_event,
     ) -> None:
         self._request = request
+        self._journal = journal
         self._stall_s = stall_s
         self._error_event = error_event
         self.response = web.StreamResponse(headers=_HEADERS)
@@ -46,7 +55,12 @@ class SseStream:
     def started(self) -> bool:
         return self.response.prepared
 
-    async def send(self, events: bytes) -> None:
+    async def send(self, events: bytes, lines: bytes = b"") -> None:
+        """`lines` are comments that belong to the events; without events they make a block of their own."""
+        if lines:
+            events = lines + (events or b"\n")
+        if not events:
+            return
         if self.response.prepared and self._fits(len(events)):
             await self.response.write(events)  # cannot wait: a timer for each token would cost more than its text
             return
@@ -73,7 +87,7 @@ class SseStream:
     async def fail(self, problem: Problem) -> web.StreamResponse:
         """The error as the stream's last event; no [DONE] follows, and the connection closes."""
         self.response.force_close()
-        await self.send(self._error_event(problem))
+        await self.send(self._error_event(problem), self._journal.failed(problem))
         return await self.end()
 
 
@@ -81,8 +95,11 @@ STREAM = web.RequestKey("stream", SseStream)
 
 
 def open_stream(
-    request: web.Request, stall_s: float, error_event: Callable[[Problem], bytes] = chat_error_event
+    request: web.Request,
+    stall_s: float,
+    journal: HasLines,
+    error_event: Callable[[Problem], bytes] = chat_error_event,
 ) -> SseStream:
     """The request's stream, where the app's error handler finds it."""
-    stream = request[STREAM] = SseStream(request, stall_s, error_event)
+    stream = request[STREAM] = SseStream(request, stall_s, journal, error_event)
     return stream

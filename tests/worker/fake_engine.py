@@ -157,4 +157,5 @@ class FakeService:
 
 def _logprobs(token_id: int, count: int) -> TokenLogprobs:
     others = [token_id, *(id_ for id_ in range(count + 1) if id_ != token_id)][:count]
-    return TokenLogprobs(token_id, -0.25, others, [-0.25 - i for i in range(len(others))])
+    logprob = -0.25 - token_id / 7
+    return TokenLogprobs(token_id, logprob, others, [logprob - i for i in range(len(others))])

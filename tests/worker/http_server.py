@@ -21,6 +21,7 @@ from stoker.proto.sse import SseEvent, SseReader
 from stoker.worker.app import make_app, make_runner
 from stoker.worker.config import HttpConfig
 from stoker.worker.context import ModelText
+from stoker.worker.identity import Identity
 from stoker.worker.state import ServerState
 
 
@@ -57,6 +58,7 @@ class Server:
     text: ModelText
     config: HttpConfig
     port: int = 0
+    identity: Identity = field(default_factory=Identity)
     clients: list[openai.OpenAI] = field(default_factory=list)
     state: ServerState = field(init=False)
     loop: asyncio.AbstractEventLoop = field(init=False)
@@ -107,7 +109,7 @@ def run_server(server: Server) -> Callable[[], None]:
         down = asyncio.Event()
         server.loop = asyncio.get_running_loop()
         server.state = ServerState(server.config.drain_retry_after_s)
-        app = make_app(server.service, server.text, server.config, state=server.state)
+        app = make_app(server.service, server.text, server.config, identity=server.identity, state=server.state)
         runner = make_runner(app, shutdown_timeout_s=0.5)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)

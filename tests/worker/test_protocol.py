@@ -1,4 +1,4 @@
-"""What clients may rely on beyond the official client's own tests: extensions, alignment, thinking, resuming."""
+"""What clients may rely on beyond the official client's own tests: extensions, alignment, thinking."""
 
 from __future__ import annotations
 
@@ -38,48 +38,6 @@ def joined(chunks: list[Any]) -> dict[str, Any]:
                 parts += [call["function"].get("name", ""), call["function"]["arguments"]]
     texts = {index: "".join(parts) for index, parts in calls.items()}
     return {"content": content, "reasoning": reasoning, "calls": texts, "finish": finish}
-
-
-def merged(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    calls = dict(before["calls"])
-    for index, text in after["calls"].items():
-        calls[index] = calls.get(index, "") + text
-    return {
-        "content": before["content"] + after["content"],
-        "reasoning": before["reasoning"] + after["reasoning"],
-        "calls": calls,
-        "finish": after["finish"],
-    }
-
-
-@pytest.mark.parametrize(
-    ("text", "fields"),
-    [
-        ("Hellö, wörld ✓ 🦊", {}),
-        ("one two three four", {"stop": ["two th", "four"]}),
-        ("short", {"max_tokens": 3}),
-        (f"Let me see.\n{CALL}\n{CALL}", {"tools": TOOLS}),
-        ("I wonder…\n</think>\n\nYes <thi", {}),
-    ],
-    ids=["utf8", "stop", "length", "tools", "thinking"],
-)
-def test_an_answer_resumed_anywhere_ends_the_same(
-    start_server: Callable[..., Server], text: str, fields: dict[str, Any]
-) -> None:
-    server = start_server(THINKING if "</think>" in text else None)
-    server.say(text)
-    whole = server.chat(stream=True, return_token_ids=True, seed=5, **fields).chunks
-    token_ids = [id_ for chunk in whole for choice in chunk["choices"] for id_ in choice.get("token_ids", ())]
-    assert len(token_ids) > 2
-    ends = [i for i, chunk in enumerate(whole) if chunk["choices"][0].get("token_ids")]
-    for count in range(1, len(token_ids) + 1):
-        resumed = server.chat(stream=True, seed=5, resume_token_ids=token_ids[:count], **fields)
-        assert resumed.status == 200
-        sent = joined(whole[: ends[count - 1] + 1])
-        assert merged(sent, joined(resumed.chunks)) == joined(whole), count
-        assert "role" not in resumed.chunks[0]["choices"][0]["delta"]
-    request = server.service.requests[-2]
-    assert request.token_ids[request.num_prompt :] == token_ids[: len(request.token_ids) - request.num_prompt]
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 1000])

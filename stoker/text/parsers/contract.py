@@ -32,7 +32,7 @@ class ToolCallStart:
     """A call whose function is known; calls are numbered from 0."""
 
     index: int
-    call_id: str
+    call_id: str  # the model's own; empty in formats that have none
     name: str
 
 

@@ -6,7 +6,6 @@ A format says which marks begin a call and what comes then, as steps over a buff
 from __future__ import annotations
 
 import re
-import uuid
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -101,8 +100,8 @@ class StreamingToolParser(ToolParser):
         else:
             self._out.append(TextDelta(text))
 
-    def _start(self, name: str, call_id: str | None = None) -> None:
-        self._out.append(ToolCallStart(self._num_calls, call_id or f"call_{uuid.uuid4().hex[:24]}", name))
+    def _start(self, name: str, call_id: str = "") -> None:
+        self._out.append(ToolCallStart(self._num_calls, call_id, name))
         self._num_calls += 1
         self._pending = self._seen = ""
         self._after_call = True
@@ -187,7 +186,7 @@ class HeaderCalls(StreamingToolParser):
             return self._give_back()
         length, name, call_id = header
         self._buffer = self._buffer[length:]
-        self._start(name, call_id)
+        self._start(name, call_id or "")
         self._num_argument_chars = 0
         self._step = self._in_arguments
         return True

@@ -1,13 +1,14 @@
-"""A client's conversation, checked, as the dicts that `ChatTemplate` takes."""
+"""A client's conversation, checked, as the dicts that `ChatTemplate` takes: a chat's messages, a response's input."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from stoker.base.errors import InvalidRequest
-from stoker.proto.openai import ContentPart, Message, ToolCall
+from stoker.proto.openai import ContentPart, InputItem, Message, ResponsesRequest, ToolCall
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_ITEM_ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -20,6 +21,22 @@ def template_messages(messages: list[Message] | None) -> list[dict[str, Any]]:
         raise InvalidRequest("Invalid 'messages': empty array. Expected at least one message.", param="messages")
     call_ids: set[str] = set()
     return [_template_message(message, f"messages[{i}]", call_ids) for i, message in enumerate(messages)]
+
+
+def input_messages(body: ResponsesRequest) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    if body.instructions:
+        messages.append({"role": "system", "content": body.instructions})
+    if body.input is None:
+        raise InvalidRequest("Missing required parameter: 'input'.", param="input", code="missing_required_parameter")
+    if isinstance(body.input, str):
+        return [*messages, {"role": "user", "content": body.input}]
+    if not body.input:
+        raise InvalidRequest("Invalid 'input': empty array. Expected at least one item.", param="input")
+    call_ids: set[str] = set()
+    for i, item in enumerate(body.input):
+        _add_item(item, f"input[{i}]", messages, call_ids)
+    return messages
 
 
 def text_of(content: str | list[ContentPart], place: str) -> str:
@@ -106,3 +123,39 @@ def _answered_call(call_id: str | None, place: str, call_ids: set[str]) -> str:
             param=place,
         )
     return call_id
+
+
+def _add_item(item: InputItem, place: str, messages: list[dict[str, Any]], call_ids: set[str]) -> None:
+    match item.type or "message":
+        case "message":
+            role = _required(item.role, f"{place}.role")
+            if role not in _ITEM_ROLES:
+                raise InvalidRequest(f"Invalid value for '{place}.role': '{role}'.", param=f"{place}.role")
+            content = text_of(_required(item.content, f"{place}.content"), f"{place}.content")
+            messages.append({"role": role, "content": content})
+        case "function_call":
+            call_id = _required(item.call_id, f"{place}.call_id")
+            function = {"name": _required(item.name, f"{place}.name"), "arguments": item.arguments or ""}
+            # Calls of one turn are items of their own here, and one message to a template.
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": None})
+            messages[-1].setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
+            call_ids.add(call_id)
+        case "function_call_output":
+            call_id = _required(item.call_id, f"{place}.call_id")
+            if call_id not in call_ids:
+                raise InvalidRequest(
+                    f"No tool call found for '{place}.call_id': '{call_id}'.", param=f"{place}.call_id"
+                )
+            output = text_of(_required(item.output, f"{place}.output"), f"{place}.output")
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
+        case "reasoning":
+            return  # what was thought in earlier turns is not shown again
+        case other:
+            raise InvalidRequest(f"Invalid value for '{place}.type': '{other}'.", param=f"{place}.type")
+
+
+def _required(value: Any, place: str) -> Any:
+    if value is None:
+        raise InvalidRequest(f"Missing required parameter: '{place}'.", param=place, code="missing_required_parameter")
+    return value

@@ -1,0 +1,172 @@
+"""What each worker was given and has not finished: reservations, made when a worker is chosen and returned on every path.
+
+A request is charged with the prompt tokens to compute (until its first token), and with the context and output tokens it
+will keep resident (until its end). Besides the exact sums there is an estimate of how far the worker has come with the
+prompts, so that a request behind a 100k-token prompt half done is not told to wait for all of it: work drains at the
+worker's rate, first come first served, never below what stands behind the oldest prompt, and is set right by every
+first token.
+
+The ledger also remembers, decaying, what was given lately: how many requests, and how many tokens to compute. Load alone
+is zero at every pick when sessions are paced, and would send them all to one place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import exp, log
+
+from stoker.base.ids import WorkerId
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """One worker's account, as of the last `Ledger.load`. The ledger's own object: read it, do not keep it."""
+
+    prefill_tokens: int = 0  # charged and without a first token
+    queued_tokens: float = 0.0  # of these, those still to compute, by estimate
+    context_tokens: int = 0  # resident, or soon so
+    output_tokens: int = 0  # promised
+    requests: int = 0
+    recent_requests: float = 0.0  # given lately, decaying
+    recent_tokens: float = 0.0
+    recent_returns: float = 0.0  # of the requests, those that came for what only this worker has
+    mean_queued_tokens: float = 0.0  # over the same time
+    _as_of: float = 0.0
+    _tokens_per_s: float = 0.0
+    _prefilling: dict[Charge, None] = field(default_factory=dict)  # in the order of arrival
+    _leaving: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Charge:
+    """A reservation on one worker. `first_token` and `end` may come in any order and any number of times."""
+
+    worker_id: WorkerId
+    prefill_tokens: int
+    context_tokens: int
+    output_tokens: int
+    _load: Load
+    _ledger: Ledger
+    _open: bool = True
+
+    def first_token(self, now: float) -> None:
+        if self in self._load._prefilling:
+            self._ledger._return_prefill(self, now)
+
+    def end(self, now: float) -> None:
+        self.first_token(now)
+        if self._open:
+            self._open = False
+            self._ledger._return_rest(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Over all workers. All zero when nothing is under way; anything else then is a leak."""
+
+    prefill_tokens: int
+    context_tokens: int
+    output_tokens: int
+    requests: int
+
+
+class Ledger:
+    def __init__(self, recent_half_life_s: float = 120.0) -> None:
+        self.decay_per_s = log(2) / recent_half_life_s  # a steady rate of r a second shows as r / decay_per_s
+        self._loads: dict[WorkerId, Load] = {}
+
+    def charge(
+        self,
+        worker_id: WorkerId,
+        *,
+        prefill_tokens: int,
+        context_tokens: int,
+        output_tokens: int,
+        now: float,
+        returning: bool = False,
+    ) -> Charge:
+        """`returning`: it comes to this worker for what it has cached, and would cost more elsewhere."""
+        load = self.load(worker_id, now)
+        charge = Charge(worker_id, prefill_tokens, context_tokens, output_tokens, load, self)
+        load._prefilling[charge] = None
+        load.prefill_tokens += prefill_tokens
+        load.queued_tokens += prefill_tokens
+        load.context_tokens += context_tokens
+        load.output_tokens += output_tokens
+        load.requests += 1
+        load.recent_requests += 1
+        load.recent_tokens += prefill_tokens
+        load.recent_returns += returning
+        return charge
+
+    def load(self, worker_id: WorkerId, now: float, tokens_per_s: float = 0.0) -> Load:
+        """The worker's account, brought up to `now`; it computes prompts at `tokens_per_s` (0: as said before)."""
+        load = self._loads.get(worker_id)
+        if load is None:
+            load = self._open_account(worker_id, now)
+        self._advance(load, now)
+        if tokens_per_s:
+            load._tokens_per_s = tokens_per_s
+        return load
+    def totals(self) -> Totals:
+        loads = self._loads.values()
+        return Totals(
+            sum(load.prefill_tokens for load in loads),
+            sum(load.context_tokens for load in loads),
+            sum(load.output_tokens for load in loads),
+            sum(load.requests for load in loads),
+        )
+
+    def forget(self, worker_id: WorkerId) -> None:
+        """The worker has left. What it still holds stays counted until it is returned."""
+        load = self._loads.get(worker_id)
+        if load is not None:
+            load._leaving = True
+            self._drop_if_done(worker_id, load)
+
+    def _open_account(self, worker_id: WorkerId, now: float) -> Load:
+        """A newcomer starts level with the others, or it would be given every new session until it had caught up."""
+        others = list(self._loads.values())
+        load = Load(_as_of=now)
+        if others:
+            load.recent_requests = sum(other.recent_requests for other in others) / len(others)
+            load.recent_tokens = sum(other.recent_tokens for other in others) / len(others)
+            load.recent_returns = sum(other.recent_returns for other in others) / len(others)
+        self._loads[worker_id] = load
+        return load
+
+    def _advance(self, load: Load, now: float) -> None:
+        elapsed = now - load._as_of
+        if elapsed <= 0:
+            return
+        load._as_of = now
+        fade = exp(-elapsed * self.decay_per_s)
+        load.recent_requests *= fade
+        load.recent_tokens *= fade
+        load.recent_returns *= fade
+        area = 0.0  # of queued tokens over time, since the last look
+        if load.queued_tokens:
+            oldest = next(iter(load._prefilling))
+            behind, before = load.prefill_tokens - oldest.prefill_tokens, load.queued_tokens
+            after = load.queued_tokens = max(float(behind), before - elapsed * load._tokens_per_s)
+            drain_s = min(elapsed, (before - after) / load._tokens_per_s) if before > after else 0.0
+            area = drain_s * (before + after) / 2 + (elapsed - drain_s) * after
+        load.mean_queued_tokens = load.mean_queued_tokens * fade + area / elapsed * (1 - fade)
+
+    def _return_prefill(self, charge: Charge, now: float) -> None:
+        load = charge._load
+        self._advance(load, now)
+        del load._prefilling[charge]
+        load.prefill_tokens -= charge.prefill_tokens
+        load.queued_tokens = min(load.queued_tokens, float(load.prefill_tokens))
+
+    def _return_rest(self, charge: Charge) -> None:
+        load = charge._load
+        load.context_tokens -= charge.context_tokens
+        load.output_tokens -= charge.output_tokens
+        load.requests -= 1
+        self._drop_if_done(charge.worker_id, load)
+
+    def _drop_if_done(self, worker_id: WorkerId, load: Load) -> None:
+        if load._leaving and not load.requests and self._loads.get(worker_id) is load:
+            del self._loads[worker_id]

@@ -1,0 +1,247 @@
+"""PrefixIndex: which worker holds which blocks, and in which tier. One index for each space of keys (a model's).
+
+A key names a block and all before it, so a map from key to the set of its holders is all that is needed: a
+conversation's leading blocks are walked down while anybody still has them. Sets are bit masks, a bit for each worker.
+
+Two kinds of workers. Those with KV events tell what they store and remove, and the index is exact: a block removed out of
+the middle ends the match there. What was routed to them is believed for `expected_s` and then dropped unless an
+event confirmed it. Of those without events, what was routed to them is assumed to be there, least recently used
+blocks first out beyond the worker's capacity.
+
+Memory is bounded: beyond `max_entries` (block, worker) pairs, the fullest worker's oldest blocks are forgotten.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from stoker.base.ids import WorkerId
+
+Key = int | bytes
+
+SHARED = WorkerId("*")  # a store that every worker reads: what it has, all have in their lowest tier
+
+_DEVICE, _HOST, _DISK = range(3)
+_TIERS = {"GPU": _DEVICE, "CPU": _HOST, "CPU_PINNED": _HOST}  # every other medium is slower than these: the disk's tier
+_BATCH = 64  # forgotten at a time: the front of a dict is slow to reach one by one
+
+
+@dataclass(slots=True)
+class Match:
+    """A conversation's leading blocks on one worker; each tier counts what follows those of the tiers above it."""
+
+    device_blocks: int = 0
+    host_blocks: int = 0
+    disk_blocks: int = 0
+
+    @property
+    def blocks(self) -> int:
+        return self.device_blocks + self.host_blocks + self.disk_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    until: float
+    keys: Sequence[Key]
+
+
+@dataclass(slots=True, eq=False)
+class _Holder:
+    bit: int
+    capacity_blocks: int | None = None
+    has_events: bool = False
+    # By tier: key -> whether an event said so; the least recently used first.
+    held: tuple[dict[Key, bool], ...] = field(default_factory=lambda: ({}, {}, {}))
+    expected: deque[_Expected] = field(default_factory=deque)
+
+
+class PrefixIndex:
+    def __init__(self, max_entries: int = 2_000_000, expected_s: float = 30.0) -> None:
+        self._max_entries = max_entries
+        self._expected_s = expected_s
+        self._holders: dict[WorkerId, _Holder] = {}
+        self._ids: dict[int, WorkerId] = {}  # by bit
+        self._masks: tuple[dict[Key, int], ...] = ({}, {}, {})
+        self._shared: dict[Key, None] = {}
+        self._branches: dict[Key, int] = {}
+        self._all = 0  # every worker's bit
+        self._num_entries = 0
+
+    def __len__(self) -> int:
+        """(block, worker) pairs, of all tiers."""
+        return self._num_entries + len(self._shared)
+
+    # ---- reading
+
+    def match(self, keys: Sequence[Key]) -> dict[WorkerId, Match]:
+        """Every worker with at least the first block, in whatever tier; SHARED: what all others have."""
+        ids, device = self._ids, self._walk(keys, self._masks[:1])
+        if not (self._masks[_HOST] or self._masks[_DISK] or self._shared):
+            return {ids[bit]: Match(count) for bit, count in device.items() if count}
+        host = self._walk(keys, self._masks[:2]) if self._masks[_HOST] else device
+        disk = self._walk(keys, self._masks, self._shared) if self._masks[_DISK] or self._shared else host
+        found = {
+            ids[bit]: Match(device[bit], host[bit] - device[bit], count - host[bit])
+            for bit, count in disk.items()
+            if count
+        }
+        if self._shared:
+            count = next((at for at, key in enumerate(keys) if key not in self._shared), len(keys))
+            found[SHARED] = Match(0, 0, count)
+        return found
+
+    def _walk(self, keys: Sequence[Key], masks: Sequence[dict[Key, int]], shared: Iterable[Key] = ()) -> dict[int, int]:
+        """By worker's bit: the leading blocks that it has in any of these tiers."""
+        left, count, found = self._all, 0, dict.fromkeys(self._ids, 0)
+        holders_of = masks[0].get
+        for key in keys:
+            holders = holders_of(key, 0)
+            if holders & left != left:
+                for mask in masks[1:]:
+                    holders |= mask.get(key, 0)
+                lost = 0 if shared and key in shared else left & ~holders
+                left &= ~lost
+                while lost:
+                    bit = lost & -lost
+                    found[bit] = count
+                    lost ^= bit
+                if not left:
+                    break
+            count += 1
+        while left:
+            bit = left & -left
+            found[bit] = count
+            left ^= bit
+        return found
+
+    def branches(self, key: Key) -> int:
+        """How many ways conversations were seen to go on after this block: 0 at a conversation's end, 1 within one, more
+        at the end of what several have in common, such as a system prompt."""
+        return self._branches.get(key, 0)
+
+    # ---- events
+
+    def stored(self, worker_id: WorkerId, keys: Iterable[Key], medium: str = "GPU") -> None:
+        if worker_id == SHARED:
+            self._shared.update(dict.fromkeys(keys))
+            self._bound()
+            return
+        holder = self._holder(worker_id)
+        holder.has_events = True
+        tier = _TIERS.get(medium, _DISK)
+        held, masks = holder.held[tier], self._masks[tier]
+        for key in keys:
+            if key not in held:
+                masks[key] = masks.get(key, 0) | holder.bit
+                self._num_entries += 1
+            held[key] = True
+        self._bound()
+
+    def removed(self, worker_id: WorkerId, keys: Iterable[Key], medium: str = "GPU") -> None:
+        if worker_id == SHARED:
+            for key in keys:
+                self._shared.pop(key, None)
+            return
+        holder = self._holders.get(worker_id)
+        if holder is not None:
+            self._drop(holder, _TIERS.get(medium, _DISK), keys)
+
+    def cleared(self, worker_id: WorkerId) -> None:
+        """The worker has nothing any more, in no tier."""
+        if worker_id == SHARED:
+            self._shared.clear()
+            return
+        holder = self._holders.get(worker_id)
+        if holder is not None:
+            for tier, held in enumerate(holder.held):
+                self._drop(holder, tier, list(held))
+            holder.expected.clear()
+
+    # ---- our own routing
+
+    def routed(self, worker_id: WorkerId, keys: Sequence[Key], now: float) -> None:
+        holder = self._holder(worker_id)
+        held, masks, bit = holder.held[_DEVICE], self._masks[_DEVICE], holder.bit
+        self._drop_unconfirmed(holder, now)
+        if holder.has_events:
+            new = [key for key in keys if key not in held]
+            if new:
+                holder.expected.append(_Expected(now + self._expected_s, new))
+        else:
+            new = [key for key in keys if held.pop(key, None) is None]  # popped: they go to the young end
+        fresh = 0
+        for key in new:
+            holders = masks.get(key, 0)
+            fresh += not holders
+            masks[key] = holders | bit
+        self._num_entries += len(new)
+        if fresh:
+            self._note_branch(keys, len(keys) - fresh)
+        if holder.has_events:
+            held.update(dict.fromkeys(new, False))
+            return
+        held.update(dict.fromkeys(reversed(keys), False))  # a conversation's end is less often shared than its start
+        if holder.capacity_blocks is not None and len(held) > holder.capacity_blocks:
+            self._drop(holder, _DEVICE, list(islice(held, len(held) - holder.capacity_blocks + _BATCH)))
+        self._bound()
+
+    def set_capacity(self, worker_id: WorkerId, blocks: int | None) -> None:
+        self._holder(worker_id).capacity_blocks = blocks
+
+    def forget(self, worker_id: WorkerId) -> None:
+        """The worker has left the fleet."""
+        self.cleared(worker_id)
+        holder = self._holders.pop(worker_id, None)
+        if holder is not None:
+            del self._ids[holder.bit]
+            self._all ^= holder.bit
+
+    # ---- inside
+
+    def _note_branch(self, keys: Sequence[Key], start: int) -> None:
+        """Nobody had the blocks from `start` on: a conversation begins there, or goes on."""
+        branches = self._branches
+        if start:
+            branches[keys[start - 1]] = branches.get(keys[start - 1], 0) + 1
+        branches.update(dict.fromkeys(keys[start:-1], 1))
+
+    def _holder(self, worker_id: WorkerId) -> _Holder:
+        holder = self._holders.get(worker_id)
+        if holder is None:
+            bit = (self._all + 1) & ~self._all  # the lowest free one
+            holder = self._holders[worker_id] = _Holder(bit)
+            self._ids[bit] = worker_id
+            self._all |= bit
+        return holder
+
+    def _drop(self, holder: _Holder, tier: int, keys: Iterable[Key]) -> None:
+        held, masks, bit = holder.held[tier], self._masks[tier], holder.bit
+        for key in keys:
+            if held.pop(key, None) is None:
+                continue
+            self._num_entries -= 1
+            rest = masks[key] & ~bit
+            if rest:
+                masks[key] = rest
+            else:
+                del masks[key]
+                if tier == _DEVICE:
+                    self._branches.pop(key, None)
+
+    def _drop_unconfirmed(self, holder: _Holder, now: float) -> None:
+        held = holder.held[_DEVICE]
+        while holder.expected and holder.expected[0].until <= now:
+            keys = holder.expected.popleft().keys
+            self._drop(holder, _DEVICE, [key for key in keys if held.get(key) is False])
+
+    def _bound(self) -> None:
+        while self._num_entries > self._max_entries:
+            fullest = max(self._holders.values(), key=lambda holder: max(map(len, holder.held)))
+            tier = max(range(3), key=lambda one: len(fullest.held[one]))
+            self._drop(fullest, tier, list(islice(fullest.held[tier], _BATCH)))
+        while len(self._shared) > self._max_entries:
+            for key in list(islice(self._shared, _BATCH)):
+                del self._shared[key]

@@ -1,0 +1,1 @@
+"""The front door: OpenAI over HTTP in, HTTP to workers out; routing, hand-off, metering."""

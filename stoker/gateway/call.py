@@ -1,0 +1,134 @@
+"""One client's request on its way: what every try and every leg of it needs to know, and what it came to."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+from msgspec import UNSET
+
+from stoker.base.ids import WorkerId
+from stoker.gateway.body import Envelope, edit
+from stoker.gateway.http import Request, end_to_end
+from stoker.gateway.keys import Caller
+from stoker.gateway.resume import TokenMemory
+from stoker.gateway.rewrite import Usage
+from stoker.gateway.tracing import RequestTrace, Span
+from stoker.routing.query import RouteQuery
+
+HeaderPairs = list[tuple[bytes, bytes]]
+
+_NOTHING: Mapping[str, bytes] = {}
+
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:@/+=-]{1,128}")
+
+# Authorization is the client's towards us. No accept-encoding: answers are looked into. The rest would speak to workers in
+# the gateway's name.
+_NOT_PASSED_ON = frozenset(
+    {
+        b"accept-encoding",
+        b"authorization",
+        b"cookie",
+        b"x-admin-token",
+        b"x-api-key",
+        b"x-data-parallel-rank",
+        b"x-encoder-hosts-ports",
+        b"x-kv-cache-source-host-port",
+        b"x-prefiller-host-port",
+        b"x-reject-if-busy",
+        b"x-request-id",
+        b"x-vllm-priority",
+    }
+)
+_INTERNAL_PREFIXES = (b"x-stoker-", b"x-override-", b"x-smg-", b"x-llm-d-")
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    request: Request
+    envelope: Envelope
+    query: RouteQuery
+    request_id: bytes
+    headers: HeaderPairs  # the client's, as far as workers may see them, and the request's id
+    put: dict[str, bytes]  # what every leg's body must have, as JSON
+    drop: Sequence[str]  # what no leg's body may have
+    arrived_s: float
+    seed: int
+    trace: RequestTrace
+    on_first_byte: Callable[[], None] = lambda: None
+
+    memory: TokenMemory = field(default_factory=TokenMemory)
+    usage: Usage | None = None
+    status: int = 0
+    first_byte_s: float | None = None
+    num_retries: int = 0
+    num_resumes: int = 0
+    worker_id: WorkerId | None = None  # who decodes it, the last one if there were more
+    policy: str = ""
+    explained: bytes | None = None  # for `x-stoker-route`
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.envelope.stream)
+
+    def headers_under(self, span: Span) -> HeaderPairs:
+        """The headers for a leg, with its own place in the trace."""
+        traceparent = span.traceparent
+        if traceparent is None:
+            return self.headers
+        return [*(pair for pair in self.headers if pair[0] != b"traceparent"), (b"traceparent", traceparent)]
+
+    def body(
+        self, put: Mapping[str, bytes] = _NOTHING, drop: Sequence[str] = (), may_add: Collection[str] = ()
+    ) -> bytes:
+        """The client's body as a worker gets it, with a leg's own changes. What of the gateway's fields is not in
+        `may_add` is only corrected where the client used it: a foreign worker may refuse a field that it does not know."""
+        if self.put:
+            ours = {k: v for k, v in self.put.items() if k in may_add or getattr(self.envelope, k) is not UNSET}
+            put = {**ours, **put}
+        return edit(self.envelope, put, [*self.drop, *drop])
+
+
+class RequestIds:
+    """Names that no other request of this or another gateway has: a random start, then counting."""
+
+    def __init__(self) -> None:
+        self._start = secrets.token_hex(8)
+        self._count = 0
+
+    def new(self) -> str:
+        self._count += 1
+        return f"req_{self._start}{self._count:x}"
+
+
+def given_request_id(request: Request) -> bytes | None:
+    """The client's own name for its request, if it is one that may be logged and passed on."""
+    given = request.header(b"x-request-id")
+    return given if given is not None and _REQUEST_ID.fullmatch(given) else None
+
+
+def worker_headers(request: Request, request_id: bytes) -> HeaderPairs:
+    headers = [
+        pair
+        for pair in end_to_end(request.headers)
+        if pair[0] not in _NOT_PASSED_ON and not pair[0].startswith(_INTERNAL_PREFIXES)
+    ]
+    headers.append((b"x-request-id", request_id))
+    return headers
+
+
+def body_changes(envelope: Envelope, caller: Caller) -> tuple[dict[str, bytes], tuple[str, ...]]:
+    """What of the body is the gateway's to say: whose cache, how urgent, and nothing about the gateway's own options."""
+    put: dict[str, bytes] = {}
+    salt = caller.cache_salt(envelope.salt)
+    if salt != envelope.salt:
+        envelope.salt = salt
+        put["cache_salt"] = msgspec.json.encode(salt)
+    asked_priority = envelope.priority if isinstance(envelope.priority, int) else None
+    priority = caller.best_priority(asked_priority)
+    if priority != (asked_priority or 0):
+        put["priority"] = b"%d" % priority
+    return put, () if envelope.reject_if_busy is UNSET else ("rejectIfBusy",)

@@ -1,0 +1,1 @@
+"""How workers of each kind are spoken to: a file each."""

@@ -1,0 +1,20 @@
+"""Any server that speaks OpenAI's API and nothing more: one leg, nothing added that OpenAI does not have."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from stoker.gateway.call import Call
+from stoker.gateway.dialects.contract import DIALECTS
+from stoker.gateway.dialects.foreign import run_alone
+from stoker.gateway.legs import Legs
+
+
+@DIALECTS.register("openai")
+class OpenAi:
+    resumes: ClassVar[bool] = False
+    decodes_alone: ClassVar[bool] = True
+
+    async def run(self, call: Call, legs: Legs) -> None:
+        legs.end_prefill()
+        await run_alone(call, legs, may_add=())

@@ -1,0 +1,73 @@
+"""One generating request from its arrival to its row: what the ledger, the log and the metrics will be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stoker.gateway.body import Kind
+from stoker.gateway.call import Call
+from stoker.gateway.errors import CLIENT_GONE_STATUS, code_of, reply_of
+from stoker.gateway.http import Request
+from stoker.gateway.keys import ANONYMOUS, DEFAULT_TENANT, Caller
+from stoker.gateway.rewrite import Usage
+from stoker.gateway.tracing import RequestTrace
+from stoker.gateway.usage_row import UsageRow
+
+_NO_USAGE = Usage()
+
+
+@dataclass(slots=True, eq=False)
+class Exchange:
+    request: Request
+    kind: Kind
+    row_id: str  # ours: unique, whatever clients call their requests
+    request_id: bytes  # the client's, or ours where it has none
+    arrived_s: float
+    time_s: float  # the same moment, since 1970
+    trace: RequestTrace
+    caller: Caller | None = None
+    model: str = ""
+    session: str | None = None
+    call: Call | None = None
+    is_admitted: bool = False
+    queued_s: float = 0.0
+    status: int = 0
+    error: str | None = None
+
+    def client_left(self) -> None:
+        self.status, self.error = CLIENT_GONE_STATUS, "client_gone"
+
+    def failed(self, error: BaseException) -> None:
+        self.error = code_of(error)
+        # In the middle of a stream the client has its status already; the error is what tells the two apart.
+        if not self.request.started:
+            self.status = reply_of(error).status
+
+    @property
+    def usage(self) -> Usage:
+        return (self.call and self.call.usage) or _NO_USAGE
+
+    def row(self, now: float) -> UsageRow:
+        call, caller, usage = self.call, self.caller, self.usage
+        first_byte_s = call.first_byte_s if call is not None else None
+        return UsageRow(
+            request_id=self.row_id,
+            time_s=self.time_s,
+            key_id=caller.key_id if caller is not None else ANONYMOUS,
+            tenant=caller.tenant if caller is not None else DEFAULT_TENANT,
+            model=self.model,
+            session=self.session,
+            worker=(call and call.worker_id) or "",
+            endpoint=self.kind.value,
+            status=self.status or (call.status if call is not None else 0),
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            completion_tokens=usage.completion_tokens,
+            ttft_ms=None if first_byte_s is None else (first_byte_s - self.arrived_s) * 1e3,
+            e2e_ms=(now - self.arrived_s) * 1e3,
+            resumed=call.num_resumes if call is not None else 0,
+            policy=call.policy if call is not None else "",
+            queued_ms=self.queued_s * 1e3,
+            error=self.error,
+            x_request_id=self.request_id.decode(),
+        )

@@ -1,0 +1,296 @@
+"""Who is let through to the workers, and who waits or is refused: one queue for the workers of one model. Pure.
+
+Room is counted in requests and in uncached prompt tokens in flight. Who finds no room waits in the queue: the better priority
+first, inside a priority the tenants in turns by uncached tokens (start-time fair queueing), inside a tenant by arrival. A
+priority that waits `priority_age_s` longer than a better one counts as one step better, so that none starves.
+
+The wait is predicted before anybody is let into the queue, from the measured time that a request and a prompt token occupy
+their room. A burst may wait up to `queue_s`. When the queue has not been empty for that long, it is no burst but overload:
+from then on only `standing_s` of waiting is let in, so that those who are served are served soon and the rest hears so at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from stoker.base.errors import Overloaded
+from stoker.gateway.config import AdmissionSettings
+
+MIN_COST_TOKENS = 32  # a request that is cached whole is not free
+_CAPACITY_AGE_S = 0.05
+_CALM_S = 5.0
+_SMOOTHING = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What the workers may hold at a time. Infinite: not known, so not limited."""
+
+    requests: float = math.inf
+    prefill_tokens: float = math.inf
+
+
+class State(Enum):
+    WAITING = "waiting"
+    ADMITTED = "admitted"
+    REFUSED = "refused"
+    DONE = "done"
+
+
+# An enum's member is found slowly, and every request asks several times.
+WAITING, ADMITTED, DONE = State.WAITING, State.ADMITTED, State.DONE
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One request's place: in the queue, then in flight."""
+
+    tenant: str
+    weight: float
+    tokens: int
+    cost: int
+    priority: int
+    arrived_s: float
+    expires_s: float
+    state: State = WAITING
+    admitted_s: float = 0.0
+    held_tokens: int = 0
+    refusal: Overloaded | None = None
+    wake: Callable[[], None] | None = None
+
+
+@dataclass(slots=True)
+class _Mean:
+    """Of the last few dozen; None until something was seen."""
+
+    value: float | None = None
+
+    def note(self, value: float, part: float = _SMOOTHING) -> None:
+        if self.value is None:
+            self.value = value
+        else:
+            self.value += part * (value - self.value)
+
+
+@dataclass(slots=True)
+class _Line:
+    """The tickets of one tenant at one priority."""
+
+    weight: float
+    tickets: deque[Ticket] = field(default_factory=deque)
+    tokens: int = 0
+
+
+class FairQueue:
+    def __init__(self, settings: AdmissionSettings, capacity: Callable[[float], Capacity]) -> None:
+        self._settings = settings
+        self._read_capacity = capacity
+        self._capacity = Capacity()
+        self._capacity_s = -math.inf
+        self._classes: dict[int, dict[str, _Line]] = {}
+        self._finish: dict[str, float] = {}  # tenant -> virtual time at which its last admitted request is paid for
+        self._virtual = 0.0
+        self._service_s = _Mean()
+        self._prefill_s = _Mean()
+        self._backlog_since_s = 0.0
+        self._emptied_s = -math.inf
+        self.num_waiting = 0
+        self.num_in_flight = 0
+        self.tokens_in_flight = 0
+
+    def offer(
+        self, tenant: str, weight: float, tokens: int, priority: int, now: float, wait_s: float, reject_if_busy: bool
+    ) -> Ticket:
+        """A ticket that is admitted, or one that waits; Overloaded if it should not even wait."""
+        cost = tokens if tokens > MIN_COST_TOKENS else MIN_COST_TOKENS
+        ticket = Ticket(tenant, weight, tokens, cost, priority, now, now + wait_s)
+        if self.num_waiting:
+            self.pump(now)  # room may have come since: then nobody should be refused for want of it
+        if self.num_waiting == 0 and self._has_room(now):
+            self._admit(ticket, now)
+            return ticket
+        if reject_if_busy:
+            raise Overloaded("All workers are busy.", retry_after_s=self.predicted_wait_s(ticket), code="busy")
+        predicted_s = self.predicted_wait_s(ticket)
+        limit_s = min(wait_s, self._limit_s(now))
+        if predicted_s > limit_s:
+            raise Overloaded(
+                f"The wait would be about {predicted_s:.1f} s; at most {limit_s:.1f} s can be waited for now.",
+                retry_after_s=predicted_s,
+                code="queue_full",
+            )
+        if self.num_waiting >= self._settings.queue_requests and not self._make_place(ticket, now):
+            raise Overloaded(
+                f"{self.num_waiting} requests wait already.", retry_after_s=max(predicted_s, 1.0), code="queue_full"
+            )
+        self._push(ticket, now)
+        return ticket
+
+    def first_token(self, ticket: Ticket, now: float) -> None:
+        """Its prompt is computed: that work is off the fleet, and others may have its room."""
+        if ticket.state is ADMITTED and ticket.held_tokens:
+            self.tokens_in_flight -= ticket.held_tokens
+            # A token's time in flight, so weighted by tokens: a short prompt says little about a long queue of them.
+            self._prefill_s.note(now - ticket.admitted_s, min(0.5, _SMOOTHING * (1 + ticket.held_tokens / 1024)))
+            ticket.held_tokens = 0
+            if self.num_waiting:
+                self.pump(now)
+
+    def end(self, ticket: Ticket, uncached_tokens: int | None, now: float) -> None:
+        """Over, by whatever road; also for one that still waits. `uncached_tokens` is what it really cost, if known."""
+        if ticket.state is WAITING:
+            self._remove(ticket, now)
+        elif ticket.state is ADMITTED:
+            self.tokens_in_flight -= ticket.held_tokens
+            self.num_in_flight -= 1
+            self._service_s.note(now - ticket.admitted_s)
+            if uncached_tokens is not None:
+                actual = uncached_tokens if uncached_tokens > MIN_COST_TOKENS else MIN_COST_TOKENS
+                if actual != ticket.cost:
+                    self._finish[ticket.tenant] += (actual - ticket.cost) / ticket.weight
+        ticket.held_tokens = 0
+        ticket.state = DONE
+        if self.num_waiting:
+            self.pump(now)
+
+    def pump(self, now: float) -> None:
+        """Admits while there is room; who is admitted is woken."""
+        while self.num_waiting and self._has_room(now):
+            ticket = self._next(now)
+            self._remove(ticket, now)
+            self._admit(ticket, now)
+            if ticket.wake is not None:
+                ticket.wake()
+
+    def expire(self, now: float) -> None:
+        """Refuses whose time is up. It looks at all that wait: a few times a second, not at every event."""
+        for ticket in [ticket for ticket in self._tickets() if ticket.expires_s <= now]:
+            self._remove(ticket, now)
+            waited_s = now - ticket.arrived_s
+            self._refuse(ticket, f"No worker was free within {waited_s:.1f} s.", "queue_timeout")
+
+    def predicted_wait_s(self, ticket: Ticket) -> float:
+        """From the room's measured turnover (Little's law). A tenant's line moves at the tenant's share, so what others
+        have queued counts only up to that."""
+        ahead_requests, ahead_tokens, weights = 1.0, float(ticket.tokens), ticket.weight
+        mine_requests, mine_tokens = 1.0, float(ticket.tokens)
+        for priority, lines in self._classes.items():
+            if priority > ticket.priority:
+                continue
+            for tenant, line in lines.items():
+                ahead_requests += len(line.tickets)
+                ahead_tokens += line.tokens
+                if tenant == ticket.tenant:
+                    mine_requests += len(line.tickets)
+                    mine_tokens += line.tokens
+                else:
+                    weights += line.weight
+        share = weights / ticket.weight
+        by_requests = min(ahead_requests, mine_requests * share) * (self._service_s.value or 0.0)
+        by_tokens = min(ahead_tokens, mine_tokens * share) * (self._prefill_s.value or 0.0)
+        return max(
+            by_requests / max(1.0, min(self._capacity.requests, self.num_in_flight)),
+            by_tokens / max(1.0, self._capacity.prefill_tokens),
+        )
+
+    def _limit_s(self, now: float) -> float:
+        standing = self.num_waiting and now - self._backlog_since_s > self._settings.queue_s
+        return self._settings.standing_s if standing else self._settings.queue_s
+
+    def _has_room(self, now: float) -> bool:
+        if now - self._capacity_s >= _CAPACITY_AGE_S:
+            self._capacity = self._read_capacity(now)
+            self._capacity_s = now
+        # One that does not fit is let in as soon as there is any room: waiting for more would let small ones pass it forever.
+        return self.num_in_flight < self._capacity.requests and self.tokens_in_flight < self._capacity.prefill_tokens
+
+    def _admit(self, ticket: Ticket, now: float) -> None:
+        start = self._finish.get(ticket.tenant, 0.0)
+        if start < self._virtual:
+            start = self._virtual
+        self._finish[ticket.tenant] = start + ticket.cost / ticket.weight
+        self._virtual = start
+        self.num_in_flight += 1
+        self.tokens_in_flight += ticket.tokens
+        ticket.held_tokens = ticket.tokens
+        ticket.admitted_s = now
+        ticket.state = ADMITTED
+
+    def _refuse(self, ticket: Ticket, message: str, code: str) -> None:
+        ticket.state = State.REFUSED
+        ticket.refusal = Overloaded(message, retry_after_s=max(1.0, self.predicted_wait_s(ticket)), code=code)
+        if ticket.wake is not None:
+            ticket.wake()
+
+    def _push(self, ticket: Ticket, now: float) -> None:
+        if self.num_waiting == 0 and now - self._emptied_s > _CALM_S:
+            self._backlog_since_s = now
+        line = self._classes.setdefault(ticket.priority, {}).setdefault(ticket.tenant, _Line(ticket.weight))
+        line.tickets.append(ticket)
+        line.tokens += ticket.cost
+        self.num_waiting += 1
+
+    def _remove(self, ticket: Ticket, now: float) -> None:
+        lines = self._classes[ticket.priority]
+        line = lines[ticket.tenant]
+        if line.tickets[0] is ticket:
+            line.tickets.popleft()
+        else:
+            line.tickets.remove(ticket)
+        line.tokens -= ticket.cost
+        self.num_waiting -= 1
+        if not line.tickets:
+            del lines[ticket.tenant]
+            if not lines:
+                del self._classes[ticket.priority]
+        if self.num_waiting == 0:
+            self._emptied_s = now
+
+    def _next(self, now: float) -> Ticket:
+        age_s = self._settings.priority_age_s
+
+        def rank(priority: int) -> tuple[int, int]:
+            oldest_s = min(line.tickets[0].arrived_s for line in self._classes[priority].values())
+            return priority - int((now - oldest_s) / age_s), priority
+
+        lines = self._classes[min(self._classes, key=rank)]
+
+        def turn(tenant: str) -> tuple[float, float]:
+            return max(self._virtual, self._finish.get(tenant, 0.0)), lines[tenant].tickets[0].arrived_s
+
+        return lines[min(lines, key=turn)].tickets[0]
+
+    def _make_place(self, ticket: Ticket, now: float) -> bool:
+        """The queue is full: whoever has most in it, at the worst priority, gives up its last place, unless that is the
+        newcomer itself."""
+        if not self._classes:
+            return False
+        worst = max(self._classes)
+        lines = self._classes[worst]
+        fattest = max(lines, key=lambda tenant: lines[tenant].tokens / lines[tenant].weight)
+        if worst < ticket.priority:
+            return False
+        if worst == ticket.priority:
+            own = lines.get(ticket.tenant)
+            own_cost = (ticket.cost + (own.tokens if own else 0)) / ticket.weight
+            if fattest == ticket.tenant or lines[fattest].tokens / lines[fattest].weight <= own_cost:
+                return False
+        last = lines[fattest].tickets[-1]
+        self._remove(last, now)
+        self._refuse(last, "The queue is full, and others had less in it.", "queue_full")
+        return True
+
+    def _tickets(self) -> Iterator[Ticket]:
+        for lines in self._classes.values():
+            for line in lines.values():
+                yield from line.tickets
+
+    def waiting_by_tenant(self) -> dict[str, int]:
+        counts: dict[str, int] = {}
+        for ticket in self._tickets():
+            counts[ticket.tenant] = counts.get(ticket.tenant, 0) + 1
+        return counts

@@ -1,0 +1,374 @@
+"""The client's side of one worker connection, and the answer that arrives on it.
+
+Body bytes go from the protocol's callback straight into the reader's sink: no task, no queue, no timer for each piece.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol, cast
+
+from stoker.gateway.http.chunked import ChunkedReader
+from stoker.gateway.http.errors import AnswerAborted, AnswerLost, AnswerTooLarge, BadMessage
+from stoker.gateway.http.head import CHUNKED, UNTIL_CLOSE, AnswerHead, HeadParser
+from stoker.gateway.http.limits import ClientLimits
+
+_MAX_INTERIM = 8  # answers of status 1xx before the real one
+
+
+class Answer:
+    """`read()` or `relay()`, once. `abort()` at any time."""
+
+    __slots__ = (
+        "_connection",
+        "_error",
+        "_held",
+        "_kept",
+        "_kept_bytes",
+        "_paused",
+        "_waiter",
+        "ended",
+        "headers",
+        "sink",
+        "status",
+    )
+
+    def __init__(self, head: AnswerHead, connection: WorkerConnection) -> None:
+        self.status = head.status
+        self.headers = head.headers
+        self.ended = False  # nothing more will arrive: all is there, or it was cut
+        self.sink: Callable[[bytes], None] | None = None
+        self._connection = connection
+        self._error: Exception | None = None
+        self._kept: list[bytes] = []
+        self._kept_bytes = 0
+        self._held = False  # reading is paused because nobody takes the bytes yet
+        self._paused = False  # reading is paused because the reader said so
+        self._waiter: asyncio.Future[None] | None = None
+
+    def header(self, name: bytes) -> bytes | None:
+        for key, value in self.headers:
+            if key == name:
+                return value
+        return None
+
+    async def read(self, limit_bytes: int) -> bytes:
+        """The whole body; AnswerTooLarge beyond the limit."""
+        if self.ended and self._error is None and self._kept_bytes <= limit_bytes:
+            kept, self._kept = self._kept, []
+            return kept[0] if len(kept) == 1 else b"".join(kept)
+        pieces: list[bytes] = []
+        num_bytes = 0
+
+        def collect(data: bytes) -> None:
+            nonlocal num_bytes
+            num_bytes += len(data)
+            if num_bytes > limit_bytes:
+                raise AnswerTooLarge(f"an answer of more than {limit_bytes} bytes")
+            pieces.append(data)
+
+        await self.relay(collect)
+        return b"".join(pieces)
+
+    async def relay(self, sink: Callable[[bytes], None]) -> None:
+        """Feeds the body to `sink` as it arrives, returns at its end. What `sink` raises aborts the answer and is raised here."""
+        try:
+            if self._kept:
+                kept, self._kept = b"".join(self._kept), []
+                if kept:
+                    sink(kept)
+            if not self.ended:
+                self.sink = sink
+                if self._held:
+                    self._held = False
+                    self._follow()
+                self._waiter = waiter = self._connection.loop.create_future()
+                await waiter
+        except BaseException:
+            # Also when the task that relays is cancelled: an answer that nobody reads is an answer that nobody wants.
+            self.abort()
+            raise
+        if self._error is not None:
+            raise self._error
+
+    def pause(self) -> None:
+        """Stop reading from the worker; what has arrived may still reach the sink."""
+        self._paused = True
+        self._follow()
+
+    def resume(self) -> None:
+        self._paused = False
+        self._follow()
+
+    def abort(self) -> None:
+        """Closes the connection: this is how a worker learns that nobody wants its answer."""
+        if not self.ended:
+            self.end(AnswerAborted("the answer was given up"))
+            self._connection.cut()
+
+    # ---- what the connection calls
+
+    def end(self, error: Exception | None) -> None:
+        self.ended = True
+        self._error = error
+        self.sink = None
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    @property
+    def stopped(self) -> bool:
+        return self._paused or self._held
+
+    def keep(self, data: bytes) -> None:
+        """What comes while nobody reads."""
+        self._kept.append(data)
+        self._kept_bytes += len(data)
+        if self._kept_bytes > self._connection.limits.read_ahead_bytes and not self._held:
+            self._held = True
+            self._follow()
+
+    # ---- inside
+
+    def _follow(self) -> None:
+        if self.ended:
+            return
+        if self.stopped:
+            self._connection.transport.pause_reading()
+        else:
+            self._connection.transport.resume_reading()
+
+
+class Owner(Protocol):
+    """What a connection needs of its pool."""
+
+    heads: HeadParser
+    limits: ClientLimits
+    where: str
+
+    def release(self, connection: WorkerConnection) -> None: ...
+
+    def forget(self, connection: WorkerConnection) -> None: ...
+
+
+class WorkerConnection(asyncio.Protocol):
+    __slots__ = (
+        "_answer",
+        "_buffer",
+        "_keep_alive",
+        "_left",
+        "_num_interim",
+        "_owner",
+        "_reader",
+        "_to_head",
+        "_waiter",
+        "deadline",
+        "idle_since",
+        "limits",
+        "loop",
+        "reused",
+        "transport",
+    )
+
+    transport: asyncio.Transport
+
+    def __init__(self, owner: Owner, loop: asyncio.AbstractEventLoop) -> None:
+        self.limits = owner.limits
+        self.loop = loop
+        self.reused = False
+        self.idle_since = 0.0
+        self.deadline: float | None = None  # for the head that is awaited
+        self._owner = owner
+        self._waiter: asyncio.Future[Answer | None] | None = None  # of the head
+        self._answer: Answer | None = None
+        self._reader: ChunkedReader | None = None
+        self._left = 0  # of a body with a length; UNTIL_CLOSE without
+        self._buffer = b""
+        self._keep_alive = True
+        self._to_head = False
+        self._num_interim = 0
+
+    def send(self, head: bytes, body: bytes, *, to_head: bool, deadline: float | None) -> asyncio.Future[Answer | None]:
+        """Writes the request. The future brings the answer, or None when a reused connection turned out to be dead already."""
+        self._to_head = to_head
+        self._num_interim = 0
+        self.deadline = deadline
+        self._waiter = waiter = self.loop.create_future()
+        if len(body) < 16384:
+            self.transport.write(head + body if body else head)
+        else:
+            self.transport.writelines((head, body))
+        return waiter
+
+    def cut(self) -> None:
+        self._waiter = self._answer = self._reader = None
+        self.transport.abort()
+
+    def time_out(self) -> None:
+        self._fail("no answer within the time that was given")
+
+    # ---- what the event loop calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is one by shape, not by class
+
+    def data_received(self, data: bytes) -> None:
+        answer = self._answer
+        reader = self._reader
+        if reader is None or answer is None or answer.sink is None:
+            self._read(answer, data)
+            return
+        # A piece of a stream that somebody reads: this is where the time goes, so it stands here in full.
+        try:
+            payload = reader.feed(data)
+            if payload:
+                answer.sink(payload)
+        except Exception as failed:
+            self._stop(failed)
+            return
+        if reader.done and not answer.ended:
+            self._end_chunks(answer, reader)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._owner.forget(self)
+        if self._answer is not None:
+            answer, self._answer = self._answer, None
+            if self._left == UNTIL_CLOSE and self._reader is None and exc is None:
+                answer.end(None)
+            else:
+                answer.end(
+                    AnswerLost(f"{self._owner.where}: the connection ended inside an answer ({exc or 'closed'})")
+                )
+        elif self._waiter is not None and not self._waiter.done():
+            if self.reused and not self._buffer and self._num_interim == 0:
+                self._waiter.set_result(None)
+            else:
+                self._waiter.set_exception(
+                    AnswerLost(f"{self._owner.where}: the connection ended before an answer ({exc or 'closed'})")
+                )
+        self._waiter = None
+
+    # ---- reading
+
+    def _read(self, answer: Answer | None, data: bytes) -> None:
+        if answer is None:
+            self._read_head(data)
+        elif self._reader is not None:
+            self._read_chunks(answer, self._reader, data)
+        else:
+            self._read_plain(answer, data)
+
+    def _read_head(self, data: bytes) -> None:
+        if self._waiter is None:
+            # Nobody asked anything.
+            self.transport.abort()
+            return
+        if self._buffer:
+            data = self._buffer + data
+        limit = self.limits.max_head_bytes
+        while True:
+            end = data.find(b"\r\n\r\n")
+            if end > limit or (end < 0 and len(data) > limit):
+                self._fail(f"the head of its answer is larger than {limit} bytes")
+                return
+            if end < 0:
+                self._buffer = data
+                if not b"HTTP/1.".startswith(data[:7]):
+                    self._fail(f"what it sent is not HTTP: {data[:40]!r}")
+                return
+            try:
+                head = self._owner.heads.answer(data[:end], to_head=self._to_head)
+            except BadMessage as bad:
+                self._fail(bad.reason)
+                return
+            data = data[end + 4 :]
+            if head.status >= 200:
+                break
+            self._num_interim += 1
+            if head.status == 101 or self._num_interim > _MAX_INTERIM:
+                self._fail(f"an answer of status {head.status} that nobody asked for")
+                return
+        self._buffer = b""
+        self._begin(head, data)
+
+    def _begin(self, head: AnswerHead, data: bytes) -> None:
+        waiter, self._waiter = self._waiter, None
+        assert waiter is not None
+        self.deadline = None
+        self._keep_alive = head.keep_alive
+        self._answer = answer = Answer(head, self)
+        if not waiter.done():
+            waiter.set_result(answer)
+        if head.length == CHUNKED:
+            self._reader = reader = ChunkedReader()
+            if data:
+                self._read_chunks(answer, reader, data)
+            return
+        self._left = head.length
+        if data:
+            self._read_plain(answer, data)
+        elif head.length == 0:
+            self._complete(answer)
+
+    def _read_chunks(self, answer: Answer, reader: ChunkedReader, data: bytes) -> None:
+        try:
+            answer.keep(reader.feed(data))
+        except BadMessage as bad:
+            self._stop(bad)
+            return
+        if reader.done:
+            self._end_chunks(answer, reader)
+
+    def _end_chunks(self, answer: Answer, reader: ChunkedReader) -> None:
+        if reader.rest:
+            self._keep_alive = False
+        self._complete(answer)
+
+    def _read_plain(self, answer: Answer, data: bytes) -> None:
+        left = self._left
+        if left != UNTIL_CLOSE:
+            if len(data) > left:
+                # Bytes after the end: the answer stands, the connection is not to be trusted with another one.
+                self._keep_alive = False
+                data = data[:left]
+            self._left = left = left - len(data)
+        try:
+            if answer.sink is None:
+                answer.keep(data)
+            elif data:
+                answer.sink(data)
+        except Exception as failed:
+            self._stop(failed)
+            return
+        if left == 0 and not answer.ended:
+            self._complete(answer)
+
+    def _complete(self, answer: Answer) -> None:
+        self._answer = self._reader = None
+        if answer.stopped:
+            # Nothing else will, and a connection that does not read does not see that its worker left.
+            self.transport.resume_reading()
+        # A request that is answered before it was sent to the end leaves a connection in the middle of something.
+        if self._keep_alive and self.transport.get_write_buffer_size() == 0:
+            self._owner.release(self)
+        else:
+            self.transport.close()
+        answer.end(None)
+
+    def _fail(self, why: str) -> None:
+        lost = AnswerLost(f"{self._owner.where}: {why}")
+        if self._answer is not None:
+            self._answer.end(lost)
+        elif self._waiter is not None and not self._waiter.done():
+            self._waiter.set_exception(lost)
+        self.cut()
+
+    def _stop(self, failed: Exception) -> None:
+        """A body that cannot go on: the worker's fault, or the sink's, whose exception belongs to whoever awaits relay()."""
+        if isinstance(failed, BadMessage):
+            self._fail(failed.reason)
+            return
+        if self._answer is not None:
+            self._answer.end(failed)
+        self.cut()

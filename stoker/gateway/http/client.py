@@ -1,0 +1,159 @@
+"""A pool of keep-alive connections to one worker."""
+
+from __future__ import annotations
+
+import asyncio
+
+from stoker.gateway.http.answer import Answer, WorkerConnection
+from stoker.gateway.http.errors import Unreachable
+from stoker.gateway.http.head import Headers, HeadParser, header_block
+from stoker.gateway.http.limits import ClientLimits
+from stoker.gateway.http.origin import Origin
+
+
+class Pool:
+    """The connection used last is used next: the rest grow old together and are dropped."""
+
+    def __init__(self, origin: Origin, limits: ClientLimits) -> None:
+        self.origin = origin
+        self.limits = limits
+        self.heads = HeadParser(limits.max_headers)
+        self.where = str(origin)
+        self._open: set[WorkerConnection] = set()
+        self._idle: list[WorkerConnection] = []
+        self._closed = False
+        self._now = 0.0  # coarse: the time of the last sweep
+        self._sweeper: asyncio.TimerHandle | None = None
+        self._host_line = b" HTTP/1.1\r\nhost: %b\r\n" % origin.authority
+        self._loop: asyncio.AbstractEventLoop
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    @property
+    def num_idle(self) -> int:
+        return len(self._idle)
+
+    async def send(
+        self,
+        method: bytes,
+        path: bytes,
+        headers: Headers,
+        body: bytes,
+        *,
+        connect_s: float,
+        head_s: float | None,
+    ) -> Answer:
+        """Sends a request and returns its answer as soon as the head is there. `headers` hold none that are about the
+        connection (`end_to_end`); host and length are set here.
+
+        Raises Unreachable when there is no connection, AnswerLost when it ended, or `head_s` passed, before a whole head came.
+        A reused connection that dies without one byte of an answer was closed before the worker saw the request: it is tried once
+        more, on a new one.
+        """
+        head = self._head(method, path, headers, body)
+        connection = self._take()
+        while True:
+            if connection is None:
+                connection = await self._connect(connect_s)
+            deadline = None if head_s is None else self._loop.time() + head_s
+            waiter = connection.send(head, body, to_head=method == b"HEAD", deadline=deadline)
+            try:
+                answer = await waiter
+            except asyncio.CancelledError:
+                _give_up(connection, waiter)
+                raise
+            if answer is not None:
+                return answer
+            connection = None
+
+    def close(self) -> None:
+        """Drops idle connections now and the others when their answers have ended."""
+        self._closed = True
+        while self._idle:
+            self._idle.pop().transport.close()
+        if not self._open:
+            self._stop_sweeping()
+
+    # ---- what connections call
+
+    def release(self, connection: WorkerConnection) -> None:
+        if self._closed or len(self._idle) >= self.limits.max_idle:
+            connection.transport.close()
+            return
+        connection.reused = True
+        connection.idle_since = self._now
+        self._idle.append(connection)
+
+    def forget(self, connection: WorkerConnection) -> None:
+        self._open.discard(connection)
+        if connection in self._idle:
+            self._idle.remove(connection)
+        if not self._open:
+            self._stop_sweeping()
+
+    # ---- inside
+
+    def _head(self, method: bytes, path: bytes, headers: Headers, body: bytes) -> bytes:
+        block = headers if isinstance(headers, bytes) else header_block(headers)
+        prefix = self.origin.prefix
+        if body or method not in (b"GET", b"HEAD", b"DELETE", b"OPTIONS"):
+            return b"%b %b%b%bcontent-length: %d\r\n%b\r\n" % (method, prefix, path, self._host_line, len(body), block)
+        return b"%b %b%b%b%b\r\n" % (method, prefix, path, self._host_line, block)
+
+    def _take(self) -> WorkerConnection | None:
+        while self._idle:
+            connection = self._idle.pop()
+            if not connection.transport.is_closing():
+                return connection
+        return None
+
+    async def _connect(self, connect_s: float) -> WorkerConnection:
+        if self._closed:
+            raise Unreachable(f"{self.where}: this worker was removed")
+        self._loop = loop = asyncio.get_running_loop()
+        origin = self.origin
+        connection = WorkerConnection(self, loop)
+        try:
+            async with asyncio.timeout(connect_s):
+                await loop.create_connection(
+                    lambda: connection,
+                    origin.host,
+                    origin.port,
+                    ssl=origin.ssl,
+                    server_hostname=origin.host if origin.ssl is not None else None,
+                )
+        except TimeoutError as late:
+            raise Unreachable(f"{self.where}: no connection within {connect_s:g} s") from late
+        except OSError as refused:
+            raise Unreachable(f"{self.where}: {refused}") from refused
+        self._open.add(connection)
+        if self._sweeper is None:
+            self._sweep()
+        return connection
+
+    def _sweep(self) -> None:
+        self._now = now = self._loop.time()
+        old = now - self.limits.idle_s
+        # Those in front were used least lately.
+        while self._idle and self._idle[0].idle_since < old:
+            self._idle.pop(0).transport.close()
+        for connection in list(self._open):
+            if connection.deadline is not None and connection.deadline < now:
+                connection.time_out()
+        self._sweeper = self._loop.call_later(self.limits.sweep_s, self._sweep)
+
+    def _stop_sweeping(self) -> None:
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            self._sweeper = None
+
+
+def _give_up(connection: WorkerConnection, waiter: asyncio.Future[Answer | None]) -> None:
+    """Nobody waits for this answer any more. It may have come in the meantime: then its connection may already serve somebody
+    else, and only the answer knows."""
+    if waiter.cancelled() or not waiter.done():
+        connection.cut()
+    elif waiter.exception() is None and (answer := waiter.result()) is not None:
+        answer.abort()

@@ -1,0 +1,279 @@
+"""Heads of requests and answers: the grammar of RFC 9112 as regular expressions, with nothing lenient in it.
+
+A proxy that accepts what another server reads differently lets requests be smuggled past it. So: CRLF only, no folded lines, no
+space before a colon, one length at most and said in one way, no path that a server behind us might resolve to another one.
+Heads are parsed whole, once their end is there: splitting of the stream cannot change what they mean.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import islice
+from typing import TypeVar
+
+from stoker.gateway.http.errors import BadMessage
+
+# Pairs, or lines that were formatted beforehand with `header_block`: what never changes is formatted once.
+Headers = Sequence[tuple[bytes, bytes]] | bytes
+
+T = TypeVar("T")
+
+CHUNKED = -1
+UNTIL_CLOSE = -2
+
+METHODS = frozenset({b"GET", b"HEAD", b"POST", b"PUT", b"DELETE", b"PATCH", b"OPTIONS"})
+
+_REQUEST_LINE = re.compile(rb"([A-Z]+) (/[A-Za-z0-9\-._~!$&'()*+,;=:@%/]*)(?:\?([!-\"$-~]*))? HTTP/1\.([01])")
+_STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9][0-9])(?: [^\x00-\x08\x0a-\x1f\x7f]*)?")
+_HEADER = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*([^\x00-\x08\x0a-\x1f\x7f]*)")
+_VERSION = re.compile(rb"[^\r\n]* HTTP/([0-9](?:\.[0-9])?)")
+_REQUEST_SHAPE = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+) ([^ \r\n]+) HTTP/1\.[01]")
+_BAD_ESCAPE = re.compile(rb"%(?![0-9A-Fa-f]{2})|%(?:2[eEfF5]|5[cC]|[01][0-9A-Fa-f]|7[fF])")
+
+_MAX_SEEN = 2048  # lines that a parser remembers
+_MAX_SEEN_BYTES = 512  # the longest of them
+
+_FRAMING = frozenset({b"content-length", b"transfer-encoding", b"connection", b"host", b"expect"})
+_HOP_BY_HOP = frozenset(
+    {
+        b"connection",
+        b"content-length",
+        b"expect",
+        b"host",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+
+
+class RequestHead:
+    """`length` is that of the body, or CHUNKED."""
+
+    __slots__ = ("expects", "headers", "keep_alive", "length", "method", "minor", "path", "query")
+
+    method: bytes
+    path: bytes
+    query: bytes
+    minor: int
+    headers: list[tuple[bytes, bytes]]
+    keep_alive: bool
+    length: int
+    expects: bool
+
+
+class AnswerHead:
+    """`length` is that of the body, or CHUNKED, or UNTIL_CLOSE."""
+
+    __slots__ = ("headers", "keep_alive", "length", "status")
+
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    keep_alive: bool
+    length: int
+
+
+class HeadParser:
+    """Remembers the lines it has seen: one peer's heads differ in a line or two, and looking a line up is far cheaper than
+    checking it anew. A head is given without the empty line that ends it."""
+
+    __slots__ = ("_headers", "_max_headers", "_request_lines", "_special", "_status_lines")
+
+    def __init__(self, max_headers: int) -> None:
+        self._max_headers = max_headers
+        self._headers: dict[bytes, tuple[bytes, bytes]] = {}
+        self._special: dict[bytes, tuple[bytes, bytes]] = {}  # those that say how a message ends
+        self._request_lines: dict[bytes, tuple[bytes, bytes, bytes, int]] = {}
+        self._status_lines: dict[bytes, tuple[int, int]] = {}
+
+    def request(self, head: bytes) -> RequestHead:
+        lines = head.split(b"\r\n")
+        line = lines[0]
+        start = self._request_lines.get(line)
+        if start is None:
+            start = _request_line(line)
+            _remember(self._request_lines, line, start)
+        parsed = RequestHead()
+        parsed.method, parsed.path, parsed.query, parsed.minor = start
+        framing: list[tuple[bytes, bytes]] = []
+        parsed.headers = self._read(lines, framing)
+        _frame_request(parsed, framing)
+        return parsed
+
+    def answer(self, head: bytes, *, to_head: bool) -> AnswerHead:
+        """`to_head`: the request was a HEAD, so no body follows whatever the headers say."""
+        lines = head.split(b"\r\n")
+        line = lines[0]
+        start = self._status_lines.get(line)
+        if start is None:
+            match = _STATUS_LINE.fullmatch(line)
+            if match is None:
+                raise BadMessage(502, f"not a status line: {line[:60]!r}")
+            start = (int(match[1]), int(match[2]))
+            _remember(self._status_lines, line, start)
+        parsed = AnswerHead()
+        minor, parsed.status = start
+        framing: list[tuple[bytes, bytes]] = []
+        parsed.headers = self._read(lines, framing)
+        parsed.keep_alive = minor == 1
+        _frame_answer(parsed, framing, to_head)
+        return parsed
+
+    def _read(self, lines: list[bytes], framing: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+        """All headers; those that say how the message ends are put into `framing`, too."""
+        if len(lines) > self._max_headers + 1:
+            raise BadMessage(431, f"{len(lines) - 1} headers; at most {self._max_headers} are allowed")
+        seen = self._headers.get
+        headers = []
+        for line in islice(lines, 1, None):
+            pair = seen(line)
+            if pair is None:
+                pair = self._learn(line)
+                if pair[0] in _FRAMING:
+                    framing.append(pair)
+            headers.append(pair)
+        return headers
+
+    def _learn(self, line: bytes) -> tuple[bytes, bytes]:
+        pair = self._special.get(line)
+        if pair is not None:
+            return pair
+        match = _HEADER.fullmatch(line)
+        if match is None:
+            raise BadMessage(400, "a header line is malformed")
+        pair = (match[1].lower(), match[2].rstrip(b" \t"))
+        _remember(self._special if pair[0] in _FRAMING else self._headers, line, pair)
+        return pair
+
+
+def header_block(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+    """Headers as lines. A line break inside a header would be a second header: refused."""
+    block = b"".join([b"%b: %b\r\n" % pair for pair in headers])
+    if block.count(b"\n") != len(headers) or block.count(b"\r") != len(headers):
+        raise ValueError(f"a header holds a line break: {block[:200]!r}")
+    return block
+
+
+def end_to_end(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """What a proxy may hand on: all but the headers that were about the connection they came over."""
+    kept = [pair for pair in headers if pair[0] not in _HOP_BY_HOP]
+    for name, value in headers:
+        if name == b"connection" and value != b"keep-alive":
+            named = _words(value)
+            kept = [pair for pair in kept if pair[0] not in named]
+    return kept
+
+
+def _remember(seen: dict[bytes, T], line: bytes, meaning: T) -> None:
+    """Bounded by starting over: what is common is back at once."""
+    if len(line) <= _MAX_SEEN_BYTES:
+        if len(seen) >= _MAX_SEEN:
+            seen.clear()
+        seen[line] = meaning
+
+
+def _request_line(line: bytes) -> tuple[bytes, bytes, bytes, int]:
+    match = _REQUEST_LINE.fullmatch(line)
+    if match is None:
+        raise _bad_request_line(line)
+    method, path, query, minor = match.groups()
+    if method not in METHODS:
+        raise BadMessage(501, f"method {method[:20].decode()} is not supported")
+    if b"/." in path or b"//" in path or b"%" in path:
+        _check_path(path)
+    return method, path, query or b"", int(minor)
+
+
+def _frame_request(parsed: RequestHead, framing: list[tuple[bytes, bytes]]) -> None:
+    parsed.keep_alive = parsed.minor == 1
+    parsed.expects = False
+    length: int | None = None
+    num_hosts = 0
+    for name, value in framing:
+        if name == b"host":
+            num_hosts += 1
+        elif name == b"content-length":
+            if length is not None:
+                raise BadMessage(400, "more than one of content-length and transfer-encoding")
+            length = _length(value)
+        elif name == b"connection":
+            parsed.keep_alive = _keeps_alive(value, parsed.keep_alive)
+        elif name == b"transfer-encoding":
+            if length is not None or parsed.minor == 0:
+                raise BadMessage(
+                    400, "more than one of content-length and transfer-encoding, or HTTP/1.0 with the latter"
+                )
+            if value.lower() != b"chunked":
+                raise BadMessage(501, "the only transfer-encoding that we take is chunked")
+            length = CHUNKED
+        elif value.lower() == b"100-continue":
+            parsed.expects = parsed.minor == 1
+        else:
+            raise BadMessage(417, "the only expectation that we take is 100-continue")
+    if num_hosts > 1 or (num_hosts == 0 and parsed.minor == 1):
+        raise BadMessage(400, f"{num_hosts} host headers instead of one")
+    parsed.length = length or 0
+
+
+def _frame_answer(parsed: AnswerHead, framing: list[tuple[bytes, bytes]], to_head: bool) -> None:
+    length: int | None = None
+    for name, value in framing:
+        if name == b"connection":
+            parsed.keep_alive = _keeps_alive(value, parsed.keep_alive)
+        elif name == b"content-length":
+            if length is not None:
+                raise BadMessage(502, "an answer with two lengths")
+            length = _length(value)
+        elif name == b"transfer-encoding":
+            if length is not None or value.lower() != b"chunked":
+                raise BadMessage(502, f"an answer with transfer-encoding {value[:40]!r} (and length {length})")
+            length = CHUNKED
+    if to_head or parsed.status < 200 or parsed.status in (204, 304):
+        length = 0
+    elif length is None:
+        length = UNTIL_CLOSE
+    parsed.length = length
+
+
+def _length(value: bytes) -> int:
+    if not value.isdigit():
+        raise BadMessage(400, "content-length is not a number")
+    # So many digits are beyond every limit; we spare ourselves the arithmetic.
+    return int(value) if len(value) < 19 else 10**18
+
+
+def _words(value: bytes) -> list[bytes]:
+    return [word.strip(b" \t") for word in value.lower().split(b",")]
+
+
+def _keeps_alive(value: bytes, keep_alive: bool) -> bool:
+    if value == b"keep-alive":
+        return True
+    words = _words(value)
+    return b"close" not in words and (keep_alive or b"keep-alive" in words)
+
+
+def _check_path(path: bytes) -> None:
+    """Refuses what another server may read as a different path than we do."""
+    if b"//" in path or _BAD_ESCAPE.search(path) is not None:
+        raise BadMessage(400, "the path has empty, or deceptively escaped parts")
+    if any(part in (b".", b"..") for part in path.split(b"/")):
+        raise BadMessage(400, "the path has dot segments")
+
+
+def _bad_request_line(line: bytes) -> BadMessage:
+    shape = _REQUEST_SHAPE.fullmatch(line)
+    if shape is None:
+        version = _VERSION.fullmatch(line)
+        if version is not None and version[1] not in (b"1.0", b"1.1"):
+            return BadMessage(505, "this server speaks HTTP/1.1")
+        return BadMessage(400, "the request line is malformed")
+    if shape[1] not in METHODS:
+        return BadMessage(501, f"method {shape[1][:20].decode()} is not supported")
+    return BadMessage(400, "the request target is not a plain absolute path")

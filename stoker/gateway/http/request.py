@@ -1,0 +1,203 @@
+"""One exchange, seen by its handler: the client's whole request, and the ways to answer it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Protocol
+
+from stoker.gateway.http.head import Headers, RequestHead, header_block
+
+STATUS_LINES = {status.value: b"HTTP/1.1 %d %b\r\n" % (status, status.phrase.encode()) for status in HTTPStatus}
+_BODILESS = frozenset({204, 304})
+_NO_HEADERS = b""
+
+# How the bytes that the handler writes are framed. Only _CHUNKED is tested on the hot path.
+_NOT_STARTED = 0
+_CHUNKED = 1
+_HEAD_WAITS = 5  # chunked; the head is not yet written: with luck it goes out with the first bytes of the body
+_PLAIN = 2  # HTTP/1.0: the end of the connection is the end of the answer
+_SILENT = 3  # an answer to HEAD, or a client that is gone
+_ENDED = 4
+
+
+class Carrier(Protocol):
+    """The connection below an exchange, as far as the exchange knows it."""
+
+    transport: asyncio.Transport
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop: ...
+
+    def exchange_ended(self, keep_alive: bool) -> None: ...
+
+    def cut(self) -> None: ...
+
+    @property
+    def paused(self) -> bool: ...
+
+    @property
+    def draining(self) -> bool: ...
+
+
+class Request:
+    """`respond()` alone, or `start()`, `write()` as often as wanted and `finish()`. Once the client is gone they do nothing."""
+
+    __slots__ = (
+        "_carrier",
+        "_framing",
+        "_head",
+        "_minor",
+        "_transport",
+        "body",
+        "gone",
+        "headers",
+        "keep_alive",
+        "method",
+        "on_gone",
+        "on_pause",
+        "on_resume",
+        "path",
+        "peer",
+        "query",
+        "started",
+    )
+
+    def __init__(self, head: RequestHead, body: bytes, peer: str, carrier: Carrier) -> None:
+        self.method = head.method
+        self.path = head.path
+        self.query = head.query
+        self.headers = head.headers
+        self.keep_alive = head.keep_alive
+        self.body = body
+        self.peer = peer
+        self.started = False
+        self.gone = False
+        self.on_gone: Callable[[], None] | None = None
+        self.on_pause: Callable[[], None] | None = None
+        self.on_resume: Callable[[], None] | None = None
+        self._minor = head.minor
+        self._carrier = carrier
+        self._transport = carrier.transport
+        self._framing = _NOT_STARTED
+        self._head = _NO_HEADERS
+
+    def header(self, name: bytes) -> bytes | None:
+        for key, value in self.headers:
+            if key == name:
+                return value
+        return None
+
+    @property
+    def finished(self) -> bool:
+        return self._framing == _ENDED
+
+    @property
+    def paused(self) -> bool:
+        """The client reads slower than we write: whoever feeds this answer should wait for `on_resume`."""
+        return self._carrier.paused
+
+    def respond(self, status: int, headers: Headers, body: bytes) -> None:
+        """The whole answer; its length is set here."""
+        if self.gone:
+            return
+        self._begin()
+        head = b"%bcontent-length: %d\r\n%b%b\r\n" % (
+            STATUS_LINES[status],
+            len(body),
+            headers if isinstance(headers, bytes) else header_block(headers),
+            self._connection_header(),
+        )
+        if status in _BODILESS:
+            head = head.replace(b"content-length: %d\r\n" % len(body), b"", 1)
+            self._transport.write(head)
+        elif self.method == b"HEAD" or not body:
+            self._transport.write(head)
+        elif len(body) < 16384:
+            self._transport.write(head + body)
+        else:
+            self._transport.writelines((head, body))
+        self._end()
+
+    def start(self, status: int, headers: Headers) -> None:
+        if self.gone:
+            return
+        self._begin()
+        block = headers if isinstance(headers, bytes) else header_block(headers)
+        bodiless = self.method == b"HEAD" or status in _BODILESS
+        if not bodiless and self._minor == 1:
+            self._framing = _HEAD_WAITS
+            line, connection = STATUS_LINES[status], self._connection_header()
+            self._head = b"%btransfer-encoding: chunked\r\n%b%b\r\n" % (line, block, connection)
+            self._carrier.loop.call_soon(self._flush)
+            return
+        self._framing = _SILENT if bodiless else _PLAIN
+        if not bodiless:
+            self.keep_alive = False
+        self._transport.write(b"%b%b%b\r\n" % (STATUS_LINES[status], block, self._connection_header()))
+
+    def write(self, data: bytes) -> None:
+        if self._framing == _CHUNKED and data:
+            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        elif self._framing == _HEAD_WAITS and data:
+            self._framing = _CHUNKED
+            self._transport.write(b"%b%x\r\n%b\r\n" % (self._head, len(data), data))
+        elif self._framing == _PLAIN:
+            self._transport.write(data)
+        elif self._framing in (_NOT_STARTED, _ENDED) and not self.gone:
+            raise RuntimeError("write() outside of start() and finish()")
+
+    def finish(self) -> None:
+        if self.gone:
+            return
+        if self._framing in (_NOT_STARTED, _ENDED):
+            raise RuntimeError("finish() without start(), or twice")
+        if self._framing == _CHUNKED:
+            self._transport.write(b"0\r\n\r\n")
+        elif self._framing == _HEAD_WAITS:
+            self._transport.write(self._head + b"0\r\n\r\n")
+        self._end()
+
+    def abort(self) -> None:
+        """Cuts the connection now. The client sees that the answer is not whole; `on_gone` is not called."""
+        if self.gone or self._framing == _ENDED:
+            return
+        self._leave()
+        self._carrier.cut()
+
+    def lose(self) -> None:
+        """For the connection: the client left."""
+        if self.gone or self._framing == _ENDED:
+            return
+        on_gone = self.on_gone
+        self._leave()
+        if on_gone is not None:
+            on_gone()
+
+    def _flush(self) -> None:
+        if self._framing == _HEAD_WAITS:
+            self._framing = _CHUNKED
+            self._transport.write(self._head)
+
+    def _begin(self) -> None:
+        if self._framing != _NOT_STARTED:
+            raise RuntimeError("an answer was started already")
+        self.started = True
+        if self._carrier.draining:
+            self.keep_alive = False
+
+    def _connection_header(self) -> bytes:
+        if not self.keep_alive:
+            return b"connection: close\r\n"
+        return _NO_HEADERS if self._minor == 1 else b"connection: keep-alive\r\n"
+
+    def _end(self) -> None:
+        self._framing = _ENDED
+        self.on_gone = self.on_pause = self.on_resume = None
+        self._carrier.exchange_ended(self.keep_alive)
+
+    def _leave(self) -> None:
+        self.gone = True
+        self._framing = _SILENT
+        self.on_gone = self.on_pause = self.on_resume = None

@@ -1,0 +1,289 @@
+"""The legs of one try: what is sent to the workers of one Route, what comes back, and what of it is still open.
+
+A `Legs` is left by any road with nothing open: an answer that was not read to its end is aborted, which is how a worker
+learns that nobody wants it. What a worker did wrong is told to the fleet here, once, and becomes LegFailed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from types import TracebackType
+from typing import Any, NoReturn
+
+from stoker.fleet.fleet import Fleet
+from stoker.gateway.body import Kind
+from stoker.gateway.call import Call
+from stoker.gateway.config import ProxySettings
+from stoker.gateway.errors import LegFailed, Refused
+from stoker.gateway.http import Answer, AnswerAborted, AnswerLost, AnswerTooLarge, Pool, Unreachable, end_to_end
+from stoker.gateway.metrics import GatewayMetrics
+from stoker.gateway.tracing import Span
+from stoker.gateway.upstream import HeaderPairs, Lifeline, PrefillTimer, Upstream, Upstreams
+from stoker.routing.query import Leg, Route
+
+PATHS = {Kind.CHAT: b"/v1/chat/completions", Kind.COMPLETIONS: b"/v1/completions", Kind.RESPONSES: b"/v1/responses"}
+MAX_ANSWER_BYTES = 256 << 20  # a whole answer, held until it is complete
+_MAX_ERROR_BYTES = 1 << 20
+_RELEASE_S = 1.0  # how long a decode worker may take to see a request that is sent only to free its prefill worker
+
+_TRY_ELSEWHERE = {429: "busy", 502: "status5xx", 503: "busy", 504: "status5xx"}
+_NOT_FOR_CLIENTS = frozenset({b"x-request-id", b"server", b"date", b"set-cookie"})
+_MEASURED_TOKENS = 1024  # of a shorter prompt the time is mostly other things than computing it
+_EVENT_STREAM = b"text/event-stream"
+_STATUSES = frozenset(HTTPStatus)
+
+
+class Cleanups:
+    """Tasks that outlive their request, for as short as they can; the proxy owns them and waits for them when it stops."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What running a route needs besides the route: one set for a gateway."""
+
+    fleet: Fleet
+    upstreams: Upstreams
+    settings: ProxySettings
+    metrics: GatewayMetrics
+    cleanups: Cleanups
+    clock: Callable[[], float]
+
+
+class Legs:
+    def __init__(self, call: Call, route: Route, tools: Tools, lifeline: Lifeline) -> None:
+        self.call = call
+        self.decode = route.decode
+        self.prefill = route.prefill
+        self._route = route
+        self._tools = tools
+        self._lifeline = lifeline
+        self._upstreams = [tools.upstreams.of(leg.worker) for leg in (self.decode, self.prefill) if leg is not None]
+        self._open: dict[Answer, Span] = {}
+        self._prefill_timer = PrefillTimer()
+        self._transfer: Span | None = None  # from prefill's end to decode's first byte
+        self._has_first_token = False
+        self.has_handed_off = False
+
+    def __enter__(self) -> Legs:
+        for upstream in self._upstreams:
+            upstream.lifelines.add(self._lifeline)
+        return self
+
+    def __exit__(self, *why: type[BaseException] | BaseException | TracebackType | None) -> None:
+        for upstream in self._upstreams:
+            upstream.lifelines.discard(self._lifeline)
+        self._prefill_timer.end(0.0)
+        for answer, span in self._open.items():
+            answer.abort()
+            span.end("aborted")
+
+    def upstream(self, leg: Leg) -> Upstream:
+        return self._tools.upstreams.of(leg.worker)
+
+    # ---- to a worker
+
+    async def send(self, leg: Leg, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> Answer:
+        """The worker's answer, once its head is there. Refused: the client must hear it; LegFailed: another may do it."""
+        call, settings = self.call, self._tools.settings
+        upstream = self.upstream(leg)
+        if leg is (self.prefill or self.decode):
+            self._prefill_timer.begin(upstream, self._tools.clock())
+        span = call.trace.begin("leg.prefill" if leg is self.prefill else "leg.decode")
+        try:
+            answer = await upstream.pool.send(
+                b"POST",
+                PATHS[call.envelope.kind],
+                [*call.headers_under(span), *upstream.headers, *headers],
+                body,
+                connect_s=settings.connect_s,
+                head_s=settings.first_byte_s,
+            )
+        except (Unreachable, AnswerLost) as error:
+            span.end(error.code)
+            self.fail(leg, "connect" if isinstance(error, Unreachable) else "lost", error.message)
+        self._open[answer] = span
+        if answer.status >= 400:
+            await self._refuse(leg, answer)
+        return answer
+
+    async def send_surely(self, leg: Leg, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> Answer:
+        """As `send`, but the worker gets the request even if the client leaves meanwhile: some prefill workers keep a
+        prompt's blocks until a decode worker has seen the request and dropped it."""
+        sending = self._tools.cleanups.start(self.send(leg, body, headers))
+        try:
+            return await asyncio.shield(sending)
+        except asyncio.CancelledError:
+            self._tools.cleanups.start(_let_go(sending))
+            raise
+
+    async def get(self, leg: Leg, pool: Pool, path: bytes) -> bytes:
+        """A side question about a hand-off; the answer's body."""
+        seconds = self._tools.settings.connect_s
+        try:
+            answer = await pool.send(b"GET", path, (), b"", connect_s=seconds, head_s=seconds)
+            data = await answer.read(_MAX_ERROR_BYTES)
+        except (Unreachable, AnswerLost) as error:
+            self.fail(leg, "connect" if isinstance(error, Unreachable) else "lost", error.message)
+        if answer.status != 200:
+            self.fail(leg, "status5xx", f"worker {leg.worker.worker_id}: status {answer.status} for {path.decode()}")
+        return data
+
+    # ---- from a worker
+
+    async def read(self, leg: Leg, answer: Answer) -> bytes:
+        """The whole body."""
+        try:
+            data = await answer.read(MAX_ANSWER_BYTES)
+        except AnswerTooLarge:
+            raise
+        except (AnswerLost, AnswerAborted) as error:
+            self.fail(leg, "lost", error.message)
+        self._done(leg, answer)
+        return data
+
+    async def relay(self, leg: Leg, answer: Answer, push: Callable[[bytes], bytes]) -> None:
+        """The body as it comes, through `push`, to the client."""
+        request = self.call.request
+
+        def sink(data: bytes) -> None:
+            shown = push(data)
+            if shown:
+                if not self._has_first_token:
+                    self.begin(answer)
+                request.write(shown)
+
+        request.on_pause, request.on_resume = answer.pause, answer.resume
+        if request.paused:
+            answer.pause()
+        try:
+            await answer.relay(sink)
+        except (AnswerLost, AnswerAborted) as error:
+            self.fail(leg, "lost", error.message)
+        finally:
+            request.on_pause = request.on_resume = None
+        self._done(leg, answer)
+
+    # ---- to the client
+
+    def begin(self, answer: Answer) -> None:
+        """The first bytes of this try are there; where they are the client's first, it has a status from now on."""
+        self._saw_first_token()
+        if not self.call.request.started:
+            self.call.status = answer.status
+            self.call.request.start(answer.status, self._client_headers(answer))
+
+    def respond(self, answer: Answer, body: bytes) -> None:
+        self._saw_first_token()
+        self.call.status = answer.status
+        self.call.request.respond(answer.status, self._client_headers(answer), body)
+
+    def end_prefill(self, *, handed_off: bool = False) -> None:
+        """The prefill worker is done, or was not needed: its reservation goes back."""
+        if self.prefill is None:
+            return
+        now = self._tools.clock()
+        self.prefill.charge.end(now)
+        if handed_off:
+            self._computed_prompt(now)
+            self.has_handed_off = True
+            self._transfer = self.call.trace.begin("transfer")
+
+    def fail(self, leg: Leg, kind: str, message: str, refused: Refused | None = None) -> NoReturn:
+        """The worker did not do its part: the fleet is told, and whoever runs the route."""
+        self._tell(leg, kind)
+        raise LegFailed(leg.worker.worker_id, kind, message, refused)
+
+    # ---- inside
+
+    def _client_headers(self, answer: Answer) -> HeaderPairs:
+        call = self.call
+        headers = [(b"x-request-id", call.request_id), *_for_client(answer.headers)]
+        if call.explained is not None:
+            headers.append((b"x-stoker-route", call.explained))
+        return headers
+
+    def _saw_first_token(self) -> None:
+        call, now = self.call, self._tools.clock()
+        self._has_first_token = True
+        self._computed_prompt(now)
+        self._route.first_token(now)
+        if self._transfer is not None:
+            self._transfer.end()
+        if call.first_byte_s is None:
+            call.first_byte_s = now
+            call.on_first_byte()
+
+    def _computed_prompt(self, now: float) -> None:
+        leg = self.prefill or self.decode
+        seconds = self._prefill_timer.end(now)
+        if seconds is not None and leg.charge.prefill_tokens >= _MEASURED_TOKENS:
+            self._tools.fleet.saw_prefill(leg.worker.worker_id, leg.charge.prefill_tokens, seconds)
+
+    async def _refuse(self, leg: Leg, answer: Answer) -> NoReturn:
+        try:
+            body = await answer.read(_MAX_ERROR_BYTES)
+        except (AnswerLost, AnswerAborted) as error:
+            self.fail(leg, "lost", error.message)
+        self._open.pop(answer).end(f"status_{answer.status}")
+        refused = Refused(_known_status(answer.status), _for_client(answer.headers), body)
+        kind = _TRY_ELSEWHERE.get(answer.status)
+        if kind is None and answer.status >= 500 and self.prefill is not None:
+            kind = "status5xx"  # a hand-off went wrong, whoever says so: without one the request may do well
+        if kind is not None:
+            self.fail(leg, kind, f"worker {leg.worker.worker_id}: status {answer.status}", refused)
+        if answer.status >= 500:
+            self._tell(leg, "status5xx")
+        raise refused
+
+    def _tell(self, leg: Leg, kind: str) -> None:
+        worker_id = leg.worker.worker_id
+        self._tools.fleet.saw_failure(worker_id, self._tools.clock(), kind)
+        self._tools.metrics.upstream[worker_id, kind] += 1
+
+    def _done(self, leg: Leg, answer: Answer) -> None:
+        self._open.pop(answer).end()
+        self._tools.fleet.saw_success(leg.worker.worker_id, self._tools.clock())
+
+
+def is_event_stream(answer: Answer) -> bool:
+    kind = answer.header(b"content-type")
+    return kind is not None and kind.startswith(_EVENT_STREAM)
+
+
+def _for_client(headers: Sequence[tuple[bytes, bytes]]) -> HeaderPairs:
+    return [
+        pair for pair in end_to_end(headers) if pair[0] not in _NOT_FOR_CLIENTS and not pair[0].startswith(b"x-stoker-")
+    ]
+
+
+def _known_status(status: int) -> int:
+    """A server may answer with a number of its own, such as 529; its class says enough."""
+    return status if status in _STATUSES else 503 if status >= 500 else 400
+
+
+async def _let_go(sending: asyncio.Task[Answer]) -> None:
+    try:
+        answer = await asyncio.wait_for(sending, _RELEASE_S)
+    except (TimeoutError, LegFailed, Refused):
+        return
+    try:
+        await asyncio.sleep(_RELEASE_S)
+    finally:
+        answer.abort()

@@ -1,0 +1,140 @@
+"""The gateway's Prometheus metrics. On the request path: plain numbers in plain objects; all text is made when somebody scrapes.
+
+docs/gateway.md lists the names.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate
+
+from stoker.gateway.usage_row import UsageRow
+
+CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+
+_TTFT_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_E2E_S = (0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300, 600, 1800)
+_QUEUE_S = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60)
+_OWN_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1)
+
+Labels = tuple[tuple[str, str], ...]
+Sample = tuple[Labels, float]
+
+
+class Histogram:
+    __slots__ = ("_bounds", "_counts", "_sum")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def lines(self, name: str) -> Iterator[str]:
+        for bound, count in zip([*map(_number, self._bounds), "+Inf"], accumulate(self._counts), strict=True):
+            yield f'{name}_bucket{{le="{bound}"}} {count}'
+        yield f"{name}_sum {_number(self._sum)}"
+        yield f"{name}_count {sum(self._counts)}"
+
+
+class GatewayMetrics:
+    def __init__(self) -> None:
+        self.in_flight = 0
+        self.requests: defaultdict[tuple[str, int], int] = defaultdict(int)
+        self.prompt_tokens: defaultdict[str, int] = defaultdict(int)
+        self.cached_tokens: defaultdict[str, int] = defaultdict(int)
+        self.completion_tokens: defaultdict[str, int] = defaultdict(int)
+        self.retries: defaultdict[str, int] = defaultdict(int)
+        self.resumes: defaultdict[str, int] = defaultdict(int)
+        self.handoffs: defaultdict[str, int] = defaultdict(int)
+        self.refusals: defaultdict[str, int] = defaultdict(int)
+        self.bad_requests: defaultdict[str, int] = defaultdict(int)
+        self.upstream: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self.ttft_s = Histogram(_TTFT_S)
+        self.e2e_s = Histogram(_E2E_S)
+        self.queue_s = Histogram(_QUEUE_S)
+        self.keys_s = Histogram(_OWN_S)
+        self.route_s = Histogram(_OWN_S)
+        self._gauges: list[tuple[str, str, str, Callable[[], Iterable[Sample]]]] = []
+
+    def ended(self, row: UsageRow) -> None:
+        """One generating request is over."""
+        self.requests[row.endpoint, row.status] += 1
+        if not row.worker:
+            return  # refused: its model is a client's word, and such words are without end
+        self.prompt_tokens[row.model] += row.prompt_tokens
+        self.cached_tokens[row.model] += row.cached_tokens
+        self.completion_tokens[row.model] += row.completion_tokens
+        self.e2e_s.observe(row.e2e_ms * 1e-3)
+        self.queue_s.observe(row.queued_ms * 1e-3)
+        if row.ttft_ms is not None:
+            self.ttft_s.observe(row.ttft_ms * 1e-3)
+
+    def gauge(self, name: str, text: str, read: Callable[[], float], *, kind: str = "gauge") -> None:
+        """A number of somebody else's, read when somebody scrapes."""
+        self._gauges.append((name, text, kind, lambda: [((), read())]))
+
+    def gauges(self, name: str, text: str, read: Callable[[], Iterable[Sample]], *, kind: str = "gauge") -> None:
+        self._gauges.append((name, text, kind, read))
+
+    def render(self) -> bytes:
+        return "\n".join([*self._lines(), ""]).encode()
+
+    def _lines(self) -> Iterator[str]:
+        requests = {(("endpoint", e), ("status", str(s))): float(n) for (e, s), n in self.requests.items()}
+        yield from _family("stoker_gateway_requests_total", "Requests ended", "counter", requests.items())
+        for name, text, label, counts in (
+            ("prompt_tokens", "Prompt tokens of served requests", "model", self.prompt_tokens),
+            ("cached_tokens", "Of these, found in cache", "model", self.cached_tokens),
+            ("completion_tokens", "Tokens generated", "model", self.completion_tokens),
+            ("retries", "Tries on another worker before the first byte", "reason", self.retries),
+            ("resumes", "Streams that another worker was asked to continue", "outcome", self.resumes),
+            ("handoffs", "Requests with a prefill and a decode leg", "outcome", self.handoffs),
+            ("refusals", "Requests refused by limits or for load", "code", self.refusals),
+            ("bad_requests", "Requests refused before they were looked at", "reason", self.bad_requests),
+        ):
+            yield from _family(f"stoker_gateway_{name}_total", text, "counter", _labelled(label, counts))
+        upstream = {(("worker", w), ("kind", k)): float(n) for (w, k), n in self.upstream.items()}
+        yield from _family("stoker_gateway_worker_failures_total", "Failures of workers", "counter", upstream.items())
+        in_flight: list[Sample] = [((), self.in_flight)]
+        yield from _family("stoker_gateway_running_requests", "Requests being answered", "gauge", in_flight)
+        for name, text, histogram in (
+            ("ttft", "Arrival to the first byte of the answer's text", self.ttft_s),
+            ("e2e", "Arrival to the end", self.e2e_s),
+            ("queue", "Waiting for admission", self.queue_s),
+            ("keys", "Making a conversation's keys", self.keys_s),
+            ("route", "Choosing a worker", self.route_s),
+        ):
+            yield from _head(f"stoker_gateway_{name}_seconds", text, "histogram")
+            yield from histogram.lines(f"stoker_gateway_{name}_seconds")
+        for name, text, kind, read in self._gauges:
+            yield from _family(name, text, kind, read())
+
+
+def _labelled(label: str, counts: Mapping[str, int]) -> Iterator[Sample]:
+    return ((((label, value),), float(count)) for value, count in counts.items())
+
+
+def _head(name: str, text: str, kind: str) -> Iterator[str]:
+    yield f"# HELP {name} {text}"
+    yield f"# TYPE {name} {kind}"
+
+
+def _family(name: str, text: str, kind: str, samples: Iterable[Sample]) -> Iterator[str]:
+    yield from _head(name, text, kind)
+    for labels, value in samples:
+        inside = ",".join(f'{key}="{_escaped(label)}"' for key, label in labels)
+        yield f"{name}{{{inside}}} {_number(value)}" if inside else f"{name} {_number(value)}"
+
+
+def _escaped(label: str) -> str:
+    return label.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if float(value).is_integer() and abs(value) < 1e15 else repr(float(value))

@@ -1,0 +1,123 @@
+"""What foreign engines' metrics pages and load endpoints say, as WorkerLoad. Pure: bytes in, numbers out."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from stoker.fleet.spec import WorkerLoad
+
+# name{labels} value; names have a colon in both engines.
+_LINE = rb"^(?:%b)(\{[^\n]*\})? ([0-9eE.+-]+)\r?$"
+_VLLM_RUNNING = re.compile(_LINE % rb"vllm:num_requests_running", re.MULTILINE)
+_VLLM_WAITING = re.compile(_LINE % rb"vllm:num_requests_waiting", re.MULTILINE)
+_VLLM_KV = re.compile(_LINE % rb"vllm:(?:kv|gpu)_cache_usage_perc", re.MULTILINE)
+_VLLM_CONFIG = re.compile(_LINE % rb"vllm:cache_config_info", re.MULTILINE)
+_SGLANG_RUNNING = re.compile(_LINE % rb"sglang:num_running_reqs", re.MULTILINE)
+_SGLANG_WAITING = re.compile(_LINE % rb"sglang:num_queue_reqs", re.MULTILINE)
+_SGLANG_USAGE = re.compile(_LINE % rb"sglang:token_usage", re.MULTILINE)
+_SGLANG_TOKENS = re.compile(_LINE % rb"sglang:max_total_num_tokens", re.MULTILINE)
+_LABEL = re.compile(rb'(num_gpu_blocks|block_size)="(\d+)"')
+
+
+def vllm_load(page: bytes) -> WorkerLoad | None:
+    """None where the page is not vLLM's. With data parallelism there is a line for each engine."""
+    running = _values(_VLLM_RUNNING, page)
+    if not running:
+        return None
+    num_blocks, block_tokens = 0, None
+    for match in _VLLM_CONFIG.finditer(page):
+        labels = dict(_LABEL.findall(match[1] or b""))
+        num_blocks += int(labels.get(b"num_gpu_blocks", 0))
+        block_tokens = int(labels[b"block_size"]) if b"block_size" in labels else block_tokens
+    return WorkerLoad(
+        waiting_sequences=int(sum(_values(_VLLM_WAITING, page))),
+        running_sequences=int(sum(running)),
+        kv_used=_mean(_values(_VLLM_KV, page)),
+        num_blocks=num_blocks or None,
+        block_tokens=block_tokens,
+    )
+
+
+def sglang_load(page: bytes, page_tokens: int | None) -> WorkerLoad | None:
+    """From its metrics page, which it has only with --enable-metrics."""
+    running = _values(_SGLANG_RUNNING, page)
+    if not running:
+        return None
+    capacity = int(sum(_values(_SGLANG_TOKENS, page)))
+    return WorkerLoad(
+        waiting_sequences=int(sum(_values(_SGLANG_WAITING, page))),
+        running_sequences=int(sum(running)),
+        kv_used=_mean(_values(_SGLANG_USAGE, page)),
+        num_blocks=capacity // page_tokens if capacity and page_tokens else None,
+        block_tokens=page_tokens,
+    )
+
+
+class _Load(msgspec.Struct):
+    num_running_reqs: int = 0
+    num_waiting_reqs: int = 0
+    num_waiting_uncached_tokens: int = 0
+    num_used_tokens: int = 0
+    token_usage: float | None = None
+    max_total_num_tokens: int = 0
+
+
+class _Loads(msgspec.Struct):
+    loads: list[_Load]
+
+
+def sglang_loads(answer: bytes, page_tokens: int | None) -> WorkerLoad | None:
+    """From `/v1/loads`: one entry for each data-parallel rank."""
+    try:
+        loads = msgspec.json.decode(answer, type=_Loads, strict=False).loads
+    except msgspec.DecodeError:
+        return None
+    if not loads:
+        return None
+    capacity = sum(load.max_total_num_tokens for load in loads)
+    used = sum(load.num_used_tokens for load in loads)
+    shares = [load.token_usage for load in loads if load.token_usage is not None]
+    return WorkerLoad(
+        waiting_tokens=sum(load.num_waiting_uncached_tokens for load in loads),
+        waiting_sequences=sum(load.num_waiting_reqs for load in loads),
+        running_sequences=sum(load.num_running_reqs for load in loads),
+        kv_used=_mean(shares) if shares else used / capacity if capacity else 0.0,
+        num_blocks=capacity // page_tokens if capacity and page_tokens else None,
+        block_tokens=page_tokens,
+    )
+
+
+def page_size(server_info: bytes) -> int | None:
+    """Of SGLang's `/server_info`."""
+    try:
+        value: Any = msgspec.json.decode(server_info)
+    except msgspec.DecodeError:
+        return None
+    size = value.get("page_size") if isinstance(value, dict) else None
+    return size if isinstance(size, int) and size > 0 else None
+
+
+def model_names(answer: bytes) -> list[str] | None:
+    """Of `/v1/models`; None where the answer is something else."""
+    try:
+        value: Any = msgspec.json.decode(answer)
+        return [card["id"] for card in value["data"] if isinstance(card["id"], str)]
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return None
+
+
+def _values(pattern: re.Pattern[bytes], page: bytes) -> list[float]:
+    found = []
+    for match in pattern.finditer(page):
+        try:
+            found.append(float(match[2]))
+        except ValueError:
+            continue
+    return found
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

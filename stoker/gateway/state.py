@@ -1,0 +1,45 @@
+"""Whether this gateway takes requests, and how many it works on: what a drain waits for."""
+
+from __future__ import annotations
+
+import asyncio
+
+from stoker.base.errors import Overloaded
+
+
+class GatewayState:
+    def __init__(self, drain_retry_after_s: float = 5.0) -> None:
+        self._drain_retry_after_s = drain_retry_after_s
+        self._idle: asyncio.Future[None] | None = None
+        self.num_running = 0
+        self.draining = False
+
+    def begin_drain(self) -> None:
+        """From now on new requests are refused with 503; those that run or wait go on to their end."""
+        self.draining = True
+
+    def refusal(self) -> Overloaded | None:
+        if not self.draining:
+            return None
+        return Overloaded(
+            "This gateway is draining and takes no new requests.",
+            retry_after_s=self._drain_retry_after_s,
+            code="draining",
+        )
+
+    def began(self) -> None:
+        self.num_running += 1
+
+    def ended(self) -> None:
+        self.num_running -= 1
+        if self.num_running == 0 and self._idle is not None:
+            if not self._idle.done():
+                self._idle.set_result(None)
+            self._idle = None
+
+    async def wait_idle(self) -> None:
+        """Until no request runs. The caller has a deadline of its own."""
+        while self.num_running:
+            if self._idle is None:
+                self._idle = asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._idle)

@@ -1,0 +1,105 @@
+"""The gateway's side of each worker: its connections, and what was learnt about how it wants to be spoken to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from stoker.base.ids import WorkerId
+from stoker.fleet.fleet import Member
+from stoker.gateway.http import ClientLimits, Origin, Pool
+
+HeaderPairs = list[tuple[bytes, bytes]]
+
+
+class Lifeline:
+    """Ties a try to its workers: one that is found dead ends the try, whatever it waits for. TCP alone would wait for hours
+    on a machine that has stopped without a word."""
+
+    __slots__ = ("_task", "lost_worker")
+
+    def __init__(self, task: asyncio.Task[Any]) -> None:
+        self._task = task
+        self.lost_worker: WorkerId | None = None
+
+    def cut(self, worker_id: WorkerId) -> None:
+        if self.lost_worker is None:
+            self.lost_worker = worker_id
+            self._task.cancel()
+
+    @property
+    def explains_cancel(self) -> bool:
+        """Asked once, when the try was cancelled. False: somebody else wants the whole request to end."""
+        return self.lost_worker is not None and self._task.uncancel() == 0
+
+
+@dataclass(slots=True, eq=False)
+class Upstream:
+    url: str
+    pool: Pool
+    origin: Origin
+    headers: HeaderPairs  # what every request to this worker carries: its own key
+    refuses_usage: bool = False  # it answered 400 to a stream that asked for a usage chunk
+    lifelines: set[Lifeline] = field(default_factory=set)
+    num_prefilling: int = 0  # requests sent that have not brought a first token
+    engines: dict[str, str] = field(default_factory=dict)  # vLLM behind Mooncake: engine id by data-parallel rank
+
+
+class PrefillTimer:
+    """Times a prompt that has its worker to itself: only such a time says how fast the worker is."""
+
+    __slots__ = ("_began_s", "_upstream")
+
+    def __init__(self) -> None:
+        self._upstream: Upstream | None = None
+        self._began_s: float | None = None
+
+    def begin(self, upstream: Upstream, now: float) -> None:
+        self.end(now)
+        self._began_s = None if upstream.num_prefilling else now
+        self._upstream = upstream
+        upstream.num_prefilling += 1
+
+    def end(self, now: float) -> float | None:
+        """The seconds since `begin`, if they mean something. On every path; a second time it does nothing."""
+        if self._upstream is None:
+            return None
+        self._upstream.num_prefilling -= 1
+        self._upstream = None
+        return None if self._began_s is None else now - self._began_s
+
+
+class Upstreams:
+    """One Upstream for each worker, made when it is first needed."""
+
+    def __init__(self, limits: ClientLimits | None = None, api_keys: Mapping[str, str] | None = None) -> None:
+        self._limits = limits or ClientLimits()
+        self._api_keys = api_keys or {}  # by worker url
+        self._known: dict[WorkerId, Upstream] = {}
+
+    def of(self, member: Member) -> Upstream:
+        known = self._known.get(member.spec.worker_id)
+        if known is not None and known.url == member.spec.url:
+            return known
+        if known is not None:  # it came back under its name, elsewhere
+            known.pool.close()
+        origin = Origin.from_url(member.spec.url)
+        key = self._api_keys.get(member.spec.url)
+        headers = [] if key is None else [(b"authorization", b"Bearer " + key.encode())]
+        made = Upstream(member.spec.url, Pool(origin, self._limits), origin, headers)
+        self._known[member.spec.worker_id] = made
+        return made
+
+    def cut(self, worker_id: WorkerId) -> None:
+        """The worker is gone, or no longer answers: who waits for it is told now. What can go on elsewhere does."""
+        known = self._known.pop(worker_id, None)
+        if known is not None:
+            for lifeline in list(known.lifelines):
+                lifeline.cut(worker_id)
+            known.pool.close()
+
+    def close(self) -> None:
+        for worker_id in list(self._known):
+            self.cut(worker_id)

@@ -1,0 +1,62 @@
+"""A ZMQ socket on the event loop: its messages go to a callback, many at a wake-up, without a future or a task for each."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import zmq
+
+_SLICE_S = 0.005  # then others on the loop have their turn
+
+
+class ZmqReader:
+    """Owns the socket. `on_message` gets the frames; what it raises ends the process's loop as any callback's error would."""
+
+    def __init__(self, socket: zmq.Socket[bytes], on_message: Callable[[list[bytes]], None]) -> None:
+        self._socket = socket
+        self._on_message = on_message
+        self._loop = asyncio.get_running_loop()
+        self._descriptor = int(socket.get(zmq.FD))
+        self._again: asyncio.Handle | None = None
+        self._closed = False
+        self._loop.add_reader(self._descriptor, self._drain)
+        self._again = self._loop.call_soon(self._drain)  # what came before we looked: the descriptor tells changes only
+
+    def send(self, frames: list[bytes]) -> bool:
+        """Whether it could be sent now."""
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        finally:
+            self._drain_soon()  # sending, too, uses up the descriptor's word that something can be read
+        return True
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._again is not None:
+            self._again.cancel()
+        self._loop.remove_reader(self._descriptor)
+        self._socket.close(linger=0)
+
+    def _drain(self) -> None:
+        until = time.monotonic() + _SLICE_S
+        while not self._closed:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._on_message(frames)
+            if time.monotonic() > until:
+                self._drain_soon()
+                return
+
+    def _drain_soon(self) -> None:
+        if not self._closed:
+            if self._again is not None:
+                self._again.cancel()
+            self._again = self._loop.call_soon(self._drain)

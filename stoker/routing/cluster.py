@@ -1,0 +1,72 @@
+"""The level above the policy: a session has a home cluster, and the policy decides inside it.
+
+The home is a weighted rendezvous hash of the session over the clusters, so that every gateway agrees on it without
+talking. A conversation without a session key is at home where its blocks are; a new one anywhere. The home is left when
+none of its workers is usable, or when its least queue is longer than the best cluster's by more than a bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+from stoker.base.ids import WorkerId
+from stoker.fleet.fleet import Fleet, Member
+from stoker.fleet.ledger import Ledger
+from stoker.fleet.prefix_index import Match
+from stoker.fleet.spec import Role
+from stoker.routing.hashing import rendezvous
+from stoker.routing.query import RouteQuery
+
+
+class ClusterLevel:
+    def __init__(self, fleet: Fleet, ledger: Ledger, spill_s: float) -> None:
+        self._fleet = fleet
+        self._ledger = ledger
+        self._spill_s = spill_s
+
+    def narrow(
+        self, query: RouteQuery, members: Sequence[Member], matches: dict[WorkerId, Match], now: float
+    ) -> Sequence[Member]:
+        """Those of the members that are in the cluster where this request belongs."""
+        first = members[0].spec.cluster if members else ""
+        if all(member.spec.cluster == first for member in members):
+            return members
+        by_cluster: dict[str, list[Member]] = {}
+        for member in members:
+            by_cluster.setdefault(member.spec.cluster, []).append(member)
+        can_answer = [m for m in members if m.spec.role is not Role.PREFILL]
+        queues = {
+            name: self._queue_s(those, now)
+            for name, those in by_cluster.items()
+            if any(m.spec.cluster == name for m in can_answer)
+        }
+        if not queues:
+            return []
+        bound = min(queues.values()) + self._spill_s
+        return next(
+            by_cluster[name] for name in self._order(query, by_cluster, matches) if queues.get(name, inf) <= bound
+        )
+
+    def _order(
+        self, query: RouteQuery, by_cluster: dict[str, list[Member]], matches: dict[WorkerId, Match]
+    ) -> list[str]:
+        """The home first, then where it spills to."""
+
+        def distance(name: str) -> tuple[int, float]:
+            those = by_cluster[name]
+            weight = sum(member.spec.weight for member in those)
+            session = query.parent_session or query.session
+            if session is not None:
+                return 0, rendezvous(session, name, weight)
+            held = max((matches[m.worker_id].blocks for m in those if m.worker_id in matches), default=0)
+            return -held, rendezvous(query.keys[-1] if query.keys else "", name, weight)
+
+        return sorted(by_cluster, key=distance)
+
+    def _queue_s(self, members: Sequence[Member], now: float) -> float:
+        def wait_s(member: Member) -> float:
+            rate = self._fleet.prefill_rate(member)
+            return self._ledger.load(member.worker_id, now, rate).queued_tokens / rate
+
+        return min(map(wait_s, members))

@@ -1,0 +1,1 @@
+"""Routing policies, a file each; `stoker.routing.policy` is their contract."""

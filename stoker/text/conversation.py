@@ -1,0 +1,140 @@
+"""A request's body -> what a chat template is given -> the prompt's text. The same for the worker, which answers it, and for
+the gateway, which wants to know which blocks of it are where.
+
+It knows OpenAI's request shapes and what of them reaches the prompt. It refuses to know sampling, limits and token ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from stoker.base.errors import InvalidRequest
+from stoker.proto.openai import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationFields,
+    ResponseFormat,
+    ResponsesRequest,
+)
+from stoker.text.openai_messages import input_messages, template_messages
+from stoker.text.template import ChatTemplate
+from stoker.text.tools import ToolPlan
+
+_RENDERED = ("messages", "tools", "add_generation_prompt")  # a template gets these from the request itself
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a chat template is given."""
+
+    messages: list[dict[str, Any]]
+    tools: ToolPlan
+    template_kwargs: dict[str, Any]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    param: str = "messages"  # where in the body it came from
+
+
+def chat_conversation(body: ChatRequest, tools: ToolPlan, constrained: bool) -> Conversation:
+    continued = bool(body.continue_final_message)
+    return Conversation(
+        messages=template_messages(body.messages),
+        tools=tools,
+        template_kwargs=template_kwargs(body.chat_template_kwargs, body.reasoning_effort, constrained),
+        add_generation_prompt=not continued if body.add_generation_prompt is None else body.add_generation_prompt,
+        continue_final_message=continued,
+    )
+
+
+def responses_conversation(body: ResponsesRequest, tools: ToolPlan, constrained: bool) -> Conversation:
+    effort = body.reasoning.effort if body.reasoning else None
+    return Conversation(
+        messages=input_messages(body),
+        tools=tools,
+        template_kwargs=template_kwargs(body.chat_template_kwargs, effort, constrained),
+        param="input",
+    )
+
+
+def completion_prompts(body: CompletionRequest) -> list[tuple[str, str | list[int]]]:
+    """The prompts one by one, whatever of the four forms they came in, each with its place in the body."""
+    prompt = body.prompt
+    if body.prompt_token_ids is not None:
+        return [("prompt_token_ids", body.prompt_token_ids)]
+    if prompt is None:
+        raise InvalidRequest("Missing required parameter: 'prompt'.", param="prompt", code="missing_required_parameter")
+    if isinstance(prompt, str):
+        return [("prompt", prompt)]
+    if not prompt:
+        raise InvalidRequest("Invalid 'prompt': empty array. Expected at least one element.", param="prompt")
+    ids = [item for item in prompt if isinstance(item, int)]
+    if ids:
+        if len(ids) != len(prompt):
+            raise InvalidRequest("Invalid 'prompt': token ids and other items in one array.", param="prompt")
+        return [("prompt", ids)]
+    return [(f"prompt[{i}]", item) for i, item in enumerate(prompt) if not isinstance(item, int)]
+
+
+def is_constrained(fields: GenerationFields, form: ResponseFormat | None, tools: ToolPlan) -> bool:
+    """Whether a grammar will hold for the answer: then nothing is thought before it, and some templates must know."""
+    if tools.forced or (form is not None and form.type != "text"):
+        return True
+    if fields.guided_json is not None or fields.guided_choice is not None:
+        return True
+    if fields.guided_regex or fields.guided_grammar:
+        return True
+    asked = fields.structured_outputs
+    if asked is None:
+        return False
+    return asked.json is not None or asked.choice is not None or bool(asked.regex or asked.grammar or asked.json_object)
+
+
+def template_kwargs(
+    given: dict[str, Any] | None, effort: str | None = None, constrained: bool = False
+) -> dict[str, Any]:
+    """The client's own settings, its reasoning effort, and no thinking where a grammar leaves no room for it."""
+    kwargs = dict(given or {})
+    for name in _RENDERED:
+        if name in kwargs:
+            raise InvalidRequest(f"'{name}' is no chat template setting.", param="chat_template_kwargs")
+    if effort is not None:
+        kwargs.setdefault("reasoning_effort", effort)
+    if constrained or effort == "none":
+        kwargs.setdefault("enable_thinking", False)
+    return kwargs
+
+
+def render_text(template: ChatTemplate, conversation: Conversation) -> str:
+    messages, continued = conversation.messages, conversation.continue_final_message
+    if continued and (not messages or messages[-1]["role"] != "assistant" or not messages[-1].get("content")):
+        raise InvalidRequest(
+            "'continue_final_message' needs an assistant message with content as the last one.",
+            param="continue_final_message",
+        )
+    if continued and conversation.add_generation_prompt:
+        raise InvalidRequest(
+            "'continue_final_message' and 'add_generation_prompt' cannot both be set.", param="add_generation_prompt"
+        )
+    rendered = template.render(
+        messages,
+        conversation.tools.shown,
+        add_generation_prompt=conversation.add_generation_prompt,
+        **conversation.template_kwargs,
+    )
+    if continued:
+        final = str(messages[-1]["content"]).strip()
+        at = rendered.rfind(final)
+        if at < 0:
+            raise InvalidRequest(
+                "The model's chat template changes the last message, so it cannot be continued.",
+                param="continue_final_message",
+            )
+        rendered = rendered[: at + len(final)]
+    return rendered
+
+
+def num_chars(conversation: Conversation) -> int:
+    """Roughly how long the prompt will be: enough to decide where to render it."""
+    texts = sum(len(message.get("content") or "") for message in conversation.messages)
+    return texts + 512 * len(conversation.tools.offered) + 64 * len(conversation.messages)

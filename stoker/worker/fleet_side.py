@@ -1,0 +1,91 @@
+"""What a worker says of itself to gateways: who it is, how loaded, and how it makes text into tokens.
+
+Only what it says. Who listens, and what is made of it, is unknown here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+from aiohttp import web
+
+from stoker.base.errors import NotFound
+from stoker.proto.messages import Registration, TokenizerFiles, WorkerInfo, WorkerReport
+from stoker.text.folder import text_files
+from stoker.worker.context import CONTEXT, WorkerContext
+from stoker.worker.identity import SECRET_HEADER
+
+
+def worker_info(context: WorkerContext, host: str) -> WorkerInfo:
+    """`host`: under what name this machine is reached by whoever is told."""
+    info, identity = context.service.info, context.identity
+
+    def address(port: int | None) -> str | None:
+        return None if port is None else f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
+
+    return WorkerInfo(
+        worker_id=identity.worker_id,
+        role=identity.role,
+        models=list(context.config.served_names),
+        fingerprint=info.model_fingerprint,
+        block_tokens=info.block_tokens,
+        num_blocks=info.num_blocks,
+        max_model_tokens=info.max_model_tokens,
+        events=address(identity.events_port),
+        replay=address(identity.replay_port),
+        tokenizer=context.text.digest,
+    )
+
+
+def registration(context: WorkerContext, url: str, host: str) -> Registration:
+    return Registration(url=url, **msgspec.structs.asdict(worker_info(context, host)))
+
+
+def worker_report(context: WorkerContext, number: int) -> WorkerReport:
+    """While the engine is started, its last word is gone: nothing waits or runs, and nothing is free."""
+    service, stats = context.service, context.service.stats
+    return WorkerReport(
+        worker_id=context.identity.worker_id,
+        number=number,
+        role=context.identity.role,
+        ready=service.ready,
+        draining=context.state.draining,
+        waiting_sequences=stats.waiting_sequences if stats else 0,
+        waiting_tokens=stats.waiting_tokens if stats else 0,
+        running_sequences=stats.running_sequences if stats else 0,
+        free_blocks=stats.free_blocks if stats else 0,
+        num_blocks=service.info.num_blocks,
+        block_tokens=service.info.block_tokens,
+        prefill_tokens_per_s=stats.prefill_tokens_per_s if stats else None,
+        step_s=stats.decode_step_s if stats else None,
+    )
+
+
+async def show_worker(request: web.Request) -> web.Response:
+    context = _checked(request)
+    # The name by which we were reached just now is one by which the asker reaches our other ports.
+    return _json(worker_info(context, request.url.host or "127.0.0.1"))
+
+
+async def show_load(request: web.Request) -> web.Response:
+    context = request.app[CONTEXT]
+    return _json(worker_report(context, 0))
+
+
+async def show_tokenizer(request: web.Request) -> web.Response:
+    folder = _checked(request).text.folder
+    if folder is None:
+        raise NotFound("This worker's tokenizer was not read from files.")
+    return _json(TokenizerFiles(files=await asyncio.to_thread(text_files, folder)))
+
+
+def _checked(request: web.Request) -> WorkerContext:
+    context = request.app[CONTEXT]
+    if not context.identity.allows(request.headers.get(SECRET_HEADER)):
+        raise web.HTTPUnauthorized(text=f"The header '{SECRET_HEADER}' does not hold this worker's secret.")
+    return context
+
+
+def _json(answer: msgspec.Struct) -> web.Response:
+    return web.Response(body=msgspec.json.encode(answer), content_type="application/json")

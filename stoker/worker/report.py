@@ -1,0 +1,186 @@
+"""What a worker publishes on ZMQ: its KV events, which whoever missed some can have again, and its load.
+
+Publishing never waits: a listener that is too slow misses messages, sees so by their numbers, and asks for them. What is
+no longer kept is answered with all blocks that there are now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import islice
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from stoker.base import log as logs
+from stoker.base.errors import ConfigError
+from stoker.proto.events import (
+    KV_TOPIC,
+    LOAD_TOPIC,
+    BadEvents,
+    EventBatch,
+    KvEvent,
+    encode_batch,
+    message_frames,
+    read_replay_request,
+    replay_end_frames,
+    replay_frames,
+)
+from stoker.proto.messages import KvEvents, WorkerReport
+from stoker.worker.kv_mirror import KvMirror
+
+_REPORT_EVERY_S = 0.25
+_REPORT_AT_MOST_EVERY_S = 0.02
+_KEPT_BATCHES = 10_000
+_QUEUED_MESSAGES = 10_000  # for one listener
+_SNAPSHOT_EVENTS = 16  # in one batch
+
+log = logs.EventLog("report")
+
+
+class NoReporter:
+    """For workers that tell nobody."""
+
+    events_port: int | None = None
+    replay_port: int | None = None
+
+    def start(self, report: Callable[[int], WorkerReport]) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    def blocks_changed(self, events: KvEvents) -> None: ...
+
+    def all_blocks_lost(self) -> None: ...
+
+    def load_changed(self) -> None: ...
+
+
+class Reporter:
+    """An EngineListener. Its ports are open from the start, so that a taken one is noticed before the model is loaded.
+    `host` is an address of this machine in numbers."""
+
+    def __init__(self, host: str, events_port: int = 0, kept_batches: int = _KEPT_BATCHES) -> None:
+        self._context = zmq.asyncio.Context()
+        self._publisher = zmq.Context(self._context).socket(zmq.PUB)
+        self._replayer = self._context.socket(zmq.ROUTER)
+        self._publisher.set(zmq.SNDHWM, _QUEUED_MESSAGES)
+        self._replayer.set(zmq.SNDHWM, 0)  # a ROUTER drops what is above it; a snapshot's end is near anyway
+        try:
+            self.events_port = _bind(self._publisher, host, events_port)
+            self.replay_port = _bind(self._replayer, host, events_port + 1 if events_port else 0)
+        except ConfigError:
+            self._close()
+            raise
+        self._mirror = KvMirror()
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=kept_batches)
+        self._next_seq = 0
+        self._report: Callable[[int], WorkerReport] | None = None
+        self._num_reports = 0
+        self._reported_s = 0.0
+        self._tasks: list[asyncio.Task[None]] = []
+        self._encoder = msgspec.msgpack.Encoder()
+        self._publish(self._mirror.clear())  # who listened to an earlier process on this port must start anew
+
+    def start(self, report: Callable[[int], WorkerReport]) -> None:
+        """`report(number)` makes the load report."""
+        self._report = report
+        self._tasks = [
+            asyncio.create_task(self._keep_reporting(), name="load-reports"),
+            asyncio.create_task(self._keep_replaying(), name="kv-replays"),
+        ]
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._close()
+
+    # ---- what the engine says
+
+    def blocks_changed(self, events: KvEvents) -> None:
+        self._publish(self._mirror.apply(events))
+
+    def all_blocks_lost(self) -> None:
+        self._publish(self._mirror.clear())
+
+    def load_changed(self) -> None:
+        now = time.monotonic()
+        if self._report is None or now - self._reported_s < _REPORT_AT_MOST_EVERY_S:
+            return
+        self._reported_s = now
+        payload = self._encoder.encode(self._report(self._num_reports))
+        self._send(message_frames(LOAD_TOPIC, self._num_reports, payload))
+        self._num_reports += 1
+
+    def _publish(self, events: list[KvEvent]) -> None:
+        payload = _batch(events)
+        self._kept.append((self._next_seq, payload))
+        self._send(message_frames(KV_TOPIC, self._next_seq, payload))
+        self._next_seq += 1
+
+    def _send(self, frames: list[bytes]) -> None:
+        with suppress(zmq.Again):
+            self._publisher.send_multipart(frames, zmq.NOBLOCK)
+
+    async def _keep_reporting(self) -> None:
+        while True:
+            self.load_changed()
+            await asyncio.sleep(_REPORT_EVERY_S)
+
+    # ---- what listeners ask for
+
+    async def _keep_replaying(self) -> None:
+        while True:
+            frames = await self._replayer.recv_multipart()
+            try:
+                asker, start = read_replay_request(frames)
+            except BadEvents as wrong:
+                log.warning("bad_replay_request", reason=wrong.message)
+                continue
+            for seq, payload in await self._since(start):
+                await self._replayer.send_multipart(replay_frames(asker, KV_TOPIC, seq, payload))
+            await self._replayer.send_multipart(replay_end_frames(asker))
+
+    async def _since(self, start: int) -> list[tuple[int, bytes]]:
+        """Everything from `start` on, or, where that is not known any more or not known yet, everything there is."""
+        if self._kept[0][0] <= start <= self._next_seq:
+            return [(seq, payload) for seq, payload in self._kept if seq >= start]
+        last = self._next_seq - 1
+        snapshot = self._mirror.snapshot()
+        payloads = await asyncio.to_thread(lambda: list(map(_batch, _grouped(snapshot, _SNAPSHOT_EVENTS))))
+        log.event("kv_snapshot", asked_from=start, kept_from=self._kept[0][0], blocks=len(self._mirror))
+        # All have the number of the last message that they stand for: the next one published follows them.
+        return [(last, payload) for payload in payloads] + [kept for kept in self._kept if kept[0] > last]
+
+    def _close(self) -> None:
+        self._publisher.close(linger=0)
+        self._replayer.close(linger=0)
+        self._context.term()
+
+
+def _batch(events: list[KvEvent]) -> bytes:
+    return encode_batch(EventBatch(time.time(), events))
+
+
+def _grouped(events: Iterator[KvEvent], count: int) -> Iterator[list[KvEvent]]:
+    while group := list(islice(events, count)):
+        yield group
+
+
+def _bind(socket: zmq.Socket[Any], host: str, port: int) -> int:
+    if ":" in host:
+        socket.set(zmq.IPV6, 1)
+    place = f"[{host}]" if ":" in host else host
+    try:
+        socket.bind(f"tcp://{place}:{port or '*'}")
+    except zmq.ZMQError as error:
+        raise ConfigError(
+            f"cannot publish events on {host}:{port}: {error.strerror}; choose another --events-port"
+        ) from error
+    return int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])

@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import pytest
+
+from stoker.base.errors import ConfigError
+from stoker.base.ids import WorkerId
+from stoker.fleet.fleet import Fleet, FleetSettings
+from stoker.fleet.health import Breaker, Health, HealthSettings
+from stoker.fleet.spec import Role, WorkerLoad, WorkerSpec
+
+SETTINGS = HealthSettings(
+    failures_to_open=3, open_s=1.0, max_open_s=4.0, trial_s=10.0, busy_s=0.5, slow_start_s=10.0, slow_start_share=0.1
+)
+A, B = WorkerId("a"), WorkerId("b")
+
+
+def spec(worker_id: WorkerId, role: Role = Role.UNIFIED, models: tuple[str, ...] = ("m",)) -> WorkerSpec:
+    return WorkerSpec(worker_id=worker_id, url=f"http://{worker_id}", role=role, models=models)
+
+
+def fleet(*worker_ids: WorkerId) -> Fleet:
+    made = Fleet(FleetSettings(health=SETTINGS))
+    for worker_id in worker_ids:
+        made.add(spec(worker_id), 0.0)
+    return made
+
+
+def names(of: Fleet, now: float, model: str = "m") -> list[str]:
+    return [member.worker_id for member in of.candidates(model, {Role.UNIFIED}, now)]
+
+
+def test_a_worker_is_usable_until_something_is_said_against_it() -> None:
+    health = Health(SETTINGS, 0.0)
+    assert health.usable(0.0)
+    assert health.share(0.0) == 1.0
+    health.saw_probe(live=True, ready=False, now=1.0)
+    assert not health.usable(1.0)
+    assert health.usable_at(1.0) is None
+
+
+def test_failures_in_a_row_open_the_breaker_and_one_between_them_does_not() -> None:
+    health = Health(SETTINGS, 0.0)
+    for kind in ("lost", "status5xx"):
+        health.saw_failure(kind, 1.0)
+    health.saw_success(1.0)
+    for kind in ("timeout", "lost"):
+        health.saw_failure(kind, 1.0)
+    assert health.usable(1.0)
+    health.saw_failure("lost", 1.0)
+    assert not health.usable(1.0)
+    assert health.usable_at(1.0) == 2.0
+
+
+def test_a_worker_that_cannot_be_connected_to_is_out_at_once() -> None:
+    health = Health(SETTINGS, 0.0)
+    health.saw_failure("connect", 1.0)
+    assert health.breaker(1.0) is Breaker.OPEN
+    health.saw_probe(live=True, ready=True, now=1.2)
+    assert health.breaker(1.2) is Breaker.HALF_OPEN, "it answers again: no reason to wait"
+
+
+def test_probes_do_not_excuse_a_worker_that_fails_requests() -> None:
+    health = Health(SETTINGS, 0.0)
+    for _ in range(3):
+        health.saw_failure("status5xx", 1.0)
+    health.saw_probe(live=True, ready=True, now=1.2)
+    assert not health.usable(1.2)
+
+
+def test_half_open_lets_one_trial_through_and_backs_off_twice_as_long_when_it_fails() -> None:
+    health, now = Health(SETTINGS, 0.0), 0.0
+    health.saw_failure("connect", now)
+    for wait_s in (1.0, 2.0, 4.0, 4.0):
+        assert not health.usable(now + wait_s - 0.01)
+        now += wait_s
+        assert health.usable(now)
+        health.begin_request(now)
+        assert not health.usable(now), "one trial at a time"
+        health.saw_failure("lost", now)
+    health.begin_request(now + 4.0)
+    health.saw_success(now + 4.1)
+    assert health.breaker(now + 4.1) is Breaker.CLOSED
+    assert health.share(now + 4.1) == pytest.approx(0.1)
+    health.saw_failure("connect", now + 5.0)
+    assert health.usable_at(now + 5.0) == now + 6.0, "the back-off starts anew after a success"
+
+
+def test_a_trial_of_which_nothing_is_heard_does_not_lock_the_worker_out() -> None:
+    health = Health(SETTINGS, 0.0)
+    health.saw_failure("connect", 0.0)
+    health.begin_request(1.0)
+    assert not health.usable(10.9)
+    assert health.usable(11.0)
+
+
+def test_a_worker_that_comes_back_is_warmed_up() -> None:
+    health = Health(SETTINGS, 0.0)
+    health.saw_probe(live=False, ready=False, now=1.0)
+    health.saw_probe(live=True, ready=True, now=2.0)
+    shares = [health.share(now) for now in (2.0, 7.0, 12.0)]
+    assert shares == [pytest.approx(0.1), pytest.approx(0.55), 1.0]
+
+
+def test_a_drained_worker_gets_nothing_new_and_warms_up_when_it_is_let_back() -> None:
+    of = fleet(A, B)
+    of.drain(A, 1.0)
+    assert names(of, 1.0) == [B]
+    of.drain(A, 2.0, on=False)
+    assert names(of, 2.0) == [A, B]
+    member = of.member(A)
+    assert member is not None
+    assert member.share == pytest.approx(0.1)
+
+
+def test_busy_workers_are_passed_over_while_there_are_others() -> None:
+    of = fleet(A, B)
+    of.saw_failure(A, 1.0, "busy")
+    assert names(of, 1.0) == [B]
+    of.saw_failure(B, 1.1, "busy")
+    assert names(of, 1.2) == [A, B]
+    assert names(of, 1.55) == [A]
+    assert names(of, 1.7) == [A, B]
+
+
+def test_candidates_change_with_the_time_alone() -> None:
+    of = fleet(A, B)
+    of.saw_failure(A, 1.0, "connect")
+    assert names(of, 1.0) == [B]
+    assert names(of, 1.9) == [B]
+    assert names(of, 2.0) == [A, B]
+    member = of.member(A)
+    assert member is not None
+    of.begin_request(member, 2.0)
+    assert names(of, 2.1) == [B]
+    of.saw_success(A, 2.2)
+    assert names(of, 2.3) == [A, B]
+    assert member.share < 0.2
+    assert names(of, 8.0) == [A, B]
+    assert 0.5 < member.share < 0.7
+
+
+def test_the_first_workers_need_no_warming_up_and_later_ones_do() -> None:
+    of = fleet(A)
+    late = of.add(spec(B), 100.0)
+    names(of, 100.0)
+    assert late.share == pytest.approx(0.1)
+    first = of.member(A)
+    assert first is not None
+    assert first.share == 1.0
+
+
+def test_candidates_are_those_of_the_model_and_role() -> None:
+    of = Fleet()
+    of.add(spec(A, Role.PREFILL), 0.0)
+    of.add(spec(B, Role.UNIFIED, models=()), 0.0)
+    assert names(of, 0.0) == []
+    of.saw_models(B, ["m", "n"])
+    assert names(of, 0.0) == [B]
+    assert names(of, 0.0, "n") == [B]
+    assert names(of, 0.0, "o") == []
+    assert [m.worker_id for m in of.candidates("m", {Role.PREFILL, Role.UNIFIED}, 0.0)] == [A, B]
+    assert set(of.models()) == {"m", "n"}
+
+
+def test_names_that_nobody_serves_leave_nothing_behind() -> None:
+    of = fleet(A)
+    for number in range(100):
+        names(of, 0.0, f"made-up-{number}")
+    assert len(of._kept) == 0
+
+
+def test_silent_registered_workers_expire_and_configured_ones_do_not() -> None:
+    of = fleet(A)
+    guest = WorkerSpec(worker_id=B, url="", models=("m",), from_config=False)
+    of.add(guest, 0.0)
+    of.add(guest, 20.0)
+    assert of.expire(40.0, silent_s=30.0) == []
+    assert of.expire(51.0, silent_s=30.0) == [B]
+    assert names(of, 51.0) == [A]
+
+
+def test_unmeasured_workers_are_thought_as_fast_as_the_others() -> None:
+    of = Fleet(FleetSettings(prefill_tokens_per_s=1000.0))
+    first, second = of.add(spec(A), 0.0), of.add(spec(B), 0.0)
+    assert of.prefill_rate(first) == 1000.0
+    of.saw_prefill(A, 5000, 2.0)
+    assert of.prefill_rate(first) == of.prefill_rate(second) == 2500.0
+    of.saw_report(B, WorkerLoad(prefill_tokens_per_s=9000.0, step_s=0.01), 1.0)
+    of.saw_prefill(B, 10, 2.0)
+    assert of.prefill_rate(second) == 9000.0, "its own word counts more than what we see from outside"
+    assert of.step_s(first) == of.step_s(second) == 0.01
+
+
+def test_a_weight_of_zero_is_refused() -> None:
+    with pytest.raises(ConfigError, match="weight=0"):
+        WorkerSpec(worker_id=A, url="", weight=0)

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stoker.base.ids import WorkerId
+from stoker.fleet.prefix_index import SHARED, Key, Match, PrefixIndex
+
+A, B = WorkerId("a"), WorkerId("b")
+
+
+def depths(index: PrefixIndex, keys: list[Key]) -> dict[str, int]:
+    return {worker_id: match.blocks for worker_id, match in index.match(keys).items()}
+
+
+def test_leading_blocks_count_and_a_hole_ends_them() -> None:
+    index = PrefixIndex()
+    index.stored(A, [1, 2, 3, 4])
+    index.stored(B, [1, 2])
+    assert depths(index, [1, 2, 3, 4, 5]) == {A: 4, B: 2}
+    index.removed(A, [2])
+    assert depths(index, [1, 2, 3, 4, 5]) == {A: 1, B: 2}
+    index.stored(A, [2])
+    assert depths(index, [1, 2, 3, 4, 5]) == {A: 4, B: 2}, "exactly that block was gone, and is back"
+    assert depths(index, [9, 1]) == {}
+
+
+def test_tiers_count_down() -> None:
+    index = PrefixIndex()
+    index.stored(A, [1, 2])
+    index.stored(A, [1, 2, 3], "CPU")
+    index.stored(A, [4, 5], "DISK")
+    index.stored(B, [1], "CPU_PINNED")
+    found = index.match([1, 2, 3, 4, 5, 6])
+    assert found == {A: Match(2, 1, 2), B: Match(0, 1, 0)}
+    index.removed(A, [1, 2])
+    assert index.match([1, 2, 3, 4, 5, 6])[A] == Match(0, 3, 2), "gone from the device, still in RAM"
+
+
+def test_a_shared_store_is_everybodys_lowest_tier() -> None:
+    index = PrefixIndex()
+    index.stored(A, [1])
+    index.set_capacity(B, None)
+    index.stored(SHARED, [1, 2, 3])
+    assert index.match([1, 2, 3, 4]) == {A: Match(1, 0, 2), B: Match(0, 0, 3), SHARED: Match(0, 0, 3)}
+    index.removed(SHARED, [2])
+    assert index.match([1, 2, 3]) == {A: Match(1, 0, 0), B: Match(0, 0, 1), SHARED: Match(0, 0, 1)}
+    index.cleared(SHARED)
+    assert index.match([1, 2, 3]) == {A: Match(1, 0, 0)}
+
+
+def test_cleared_and_forgotten_workers_hold_nothing() -> None:
+    index = PrefixIndex()
+    index.stored(A, [1, 2])
+    index.stored(A, [3], "DISK")
+    index.stored(B, [1])
+    index.cleared(A)
+    assert depths(index, [1, 2, 3]) == {B: 1}
+    assert len(index) == 1
+    index.forget(B)
+    assert depths(index, [1]) == {}
+    assert len(index) == 0
+    index.stored(WorkerId("c"), [1])
+    assert depths(index, [1]) == {"c": 1}, "another worker may have the same place"
+
+
+def test_what_was_routed_is_there_until_newer_blocks_take_its_place() -> None:
+    index = PrefixIndex()
+    index.set_capacity(A, 200)
+    index.routed(A, list(range(100)), 0.0)
+    index.routed(A, list(range(1000, 1100)), 1.0)
+    index.routed(A, list(range(50)), 2.0)
+    index.routed(A, list(range(2000, 2010)), 3.0)
+    assert depths(index, list(range(50))) == {A: 50}, "used lately"
+    assert depths(index, list(range(2000, 2010))) == {A: 10}
+    assert depths(index, list(range(100)))[A] < 100, "a conversation's end goes before its start"
+    assert len(index) <= 200
+
+
+def test_with_events_what_was_routed_is_believed_for_a_while() -> None:
+    index = PrefixIndex(expected_s=30.0)
+    index.stored(A, [1])
+    index.routed(A, [1, 2, 3], 0.0)
+    assert depths(index, [1, 2, 3]) == {A: 3}
+    index.stored(A, [2])
+    index.routed(A, [7], 30.0)
+    assert depths(index, [1, 2, 3]) == {A: 2}, "the third never came"
+
+
+def test_memory_is_bounded() -> None:
+    index = PrefixIndex(max_entries=1000)
+    for start in range(0, 50_000, 100):
+        index.routed(A if start % 200 else B, list(range(start, start + 100)), 0.0)
+        index.stored(SHARED, range(start, start + 100))
+    assert index._num_entries <= 1000
+    assert len(index) <= 2000
+    assert len(index._masks[0]) <= 1000
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 2**32))
+def test_the_index_says_what_a_plain_model_says(seed: int) -> None:
+    rng, index = random.Random(seed), PrefixIndex()
+    media = ("GPU", "CPU", "DISK")
+    truth: dict[tuple[str, str], set[int]] = {(w, m): set() for w in "abc" for m in media}
+    for _ in range(rng.randint(1, 60)):
+        worker, medium = rng.choice("abc"), rng.choice(media)
+        keys = rng.sample(range(12), rng.randint(0, 8))
+        act = rng.choice(("stored", "stored", "removed", "cleared"))
+        if act == "stored":
+            index.stored(WorkerId(worker), keys, medium)
+            truth[worker, medium] |= set(keys)
+        elif act == "removed":
+            index.removed(WorkerId(worker), keys, medium)
+            truth[worker, medium] -= set(keys)
+        elif rng.random() < 0.2:
+            index.cleared(WorkerId(worker))
+            for each in media:
+                truth[worker, each].clear()
+    chain = list(range(12))
+    found = index.match(chain)
+    for worker in "abc":
+        have: set[int] = set()
+        counts = []
+        for medium in media:
+            have |= truth[worker, medium]
+            counts.append(next((at for at, key in enumerate(chain) if key not in have), len(chain)))
+        expected = Match(counts[0], counts[1] - counts[0], counts[2] - counts[1])
+        assert found.get(WorkerId(worker), Match()) == expected
+    assert len(index) == sum(len(keys) for keys in truth.values())

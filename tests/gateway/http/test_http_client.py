@@ -1,0 +1,609 @@
+"""The client: reuse of connections, what is retried and what is not, and answers cut, slow, huge or wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+
+import pytest
+from wire import FakeWorker, Run, serving, until, worker_saying
+
+from stoker.base.errors import ConfigError
+from stoker.gateway.http import (
+    Answer,
+    AnswerAborted,
+    AnswerLost,
+    AnswerTooLarge,
+    ClientLimits,
+    Origin,
+    Pool,
+    Request,
+    Unreachable,
+    end_to_end,
+)
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nX-A:  b \r\n\r\nok"
+SSE = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+async def get(pool: Pool, method: bytes = b"GET", head_s: float | None = 5, body: bytes = b"") -> Answer:
+    return await pool.send(method, b"/p", [(b"x-h", b"1")], body, connect_s=2, head_s=head_s)
+
+
+async def text(pool: Pool, method: bytes = b"GET") -> bytes:
+    return await (await get(pool, method)).read(1 << 20)
+
+
+def test_requests_reuse_one_connection(run: Run) -> None:
+    async def main() -> None:
+        worker = worker_saying(OK, OK, OK)
+        async with worker.up() as pool:
+            for _ in range(3):
+                answer = await get(pool, b"POST", body=b"abc")
+                assert (answer.status, answer.header(b"x-a"), answer.header(b"none")) == (200, b"b", None)
+                assert await answer.read(10) == b"ok"
+                assert (pool.num_open, pool.num_idle) == (1, 1)
+            assert worker.num_connections == 1
+            host = pool.origin.authority
+            assert worker.requests[0] == b"POST /p HTTP/1.1\r\nhost: %b\r\ncontent-length: 3\r\nx-h: 1\r\n\r\n" % host
+
+    run(main())
+
+
+def test_the_connection_used_last_is_used_next(run: Run) -> None:
+    async def main() -> None:
+        worker = worker_saying(*[OK] * 5)
+        async with worker.up() as pool:
+            await asyncio.gather(text(pool), text(pool), text(pool))
+            assert (worker.num_connections, pool.num_idle) == (3, 3)
+            last = pool._idle[-1]
+            await text(pool)
+            assert pool._idle[-1] is last
+
+    run(main())
+
+
+def test_idle_connections_are_dropped(run: Run) -> None:
+    async def main() -> None:
+        worker = worker_saying(OK, OK)
+        async with worker.up(ClientLimits(idle_s=0.1, sweep_s=0.02)) as pool:
+            await text(pool)
+            assert pool.num_open == 1
+            await until(lambda: pool.num_open == 0)
+            assert pool._sweeper is None
+            assert await text(pool) == b"ok"
+
+    run(main())
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["eof", "reset"])
+def test_a_stale_connection_is_retried_silently(run: Run, told: bool) -> None:
+    """`told`: the worker closed the idle connection and we know. Otherwise it closes when the next request arrives."""
+
+    async def main() -> None:
+        async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await worker.request(reader)
+            writer.write(OK)
+            if not told:
+                await worker.request(reader)
+                writer.transport.abort()
+
+        worker = FakeWorker(play)
+        async with worker.up() as pool:
+            assert await text(pool) == b"ok"
+            if told:
+                await until(lambda: pool.num_open == 0)
+            assert await text(pool) == b"ok"
+            assert worker.num_connections == 2
+
+    run(main())
+
+
+def test_a_new_connection_that_dies_is_not_retried(run: Run) -> None:
+    async def main() -> None:
+        worker = worker_saying(b"", then_close=True)
+        async with worker.up() as pool:
+            with pytest.raises(AnswerLost, match="before an answer"):
+                await get(pool)
+            assert worker.num_connections == 1
+
+    run(main())
+
+
+def test_half_an_answer_on_a_reused_connection_is_not_retried(run: Run) -> None:
+    async def main() -> None:
+        worker = worker_saying(OK, b"HTTP/1.1 200", then_close=True)
+        async with worker.up() as pool:
+            await text(pool)
+            with pytest.raises(AnswerLost):
+                await get(pool)
+            assert worker.num_connections == 1
+
+    run(main())
+
+
+def test_nobody_there_is_unreachable_at_once(run: Run) -> None:
+    async def main() -> None:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            pool = Pool(Origin.from_url(f"http://127.0.0.1:{taken.getsockname()[1]}"), ClientLimits())
+            began = time.monotonic()
+            with pytest.raises(Unreachable):
+                await get(pool)
+            assert time.monotonic() - began < 0.5
+            assert pool.num_open == 0
+
+    run(main())
+
+
+def test_a_connect_that_hangs_is_unreachable_in_time(run: Run) -> None:
+    async def main() -> None:
+        # A full backlog: further handshakes are not answered.
+        with socket.socket() as deaf:
+            deaf.bind(("127.0.0.1", 0))
+            deaf.listen(0)
+            fillers = []
+            for _ in range(4):
+                filler = socket.socket()
+                filler.setblocking(False)
+                filler.connect_ex(deaf.getsockname())
+                fillers.append(filler)
+            pool = Pool(Origin.from_url(f"http://127.0.0.1:{deaf.getsockname()[1]}"), ClientLimits())
+            with pytest.raises(Unreachable, match=r"within 0\.1 s"):
+                await pool.send(b"GET", b"/", [], b"", connect_s=0.1, head_s=None)
+            for filler in fillers:
+                filler.close()
+
+    run(main())
+
+
+def test_a_head_that_does_not_come_is_lost_in_time(run: Run) -> None:
+    async def main() -> None:
+        for said in (b"", b"HTTP/1.1 200 OK\r\nX-", b"HTTP/1.1 100 Continue\r\n\r\n"):
+            worker = worker_saying(said)
+            async with worker.up(ClientLimits(sweep_s=0.02)) as pool:
+                began = time.monotonic()
+                with pytest.raises(AnswerLost, match="within the time"):
+                    await get(pool, head_s=0.1)
+                assert 0.1 <= time.monotonic() - began < 1
+                await until(lambda: pool.num_open == 0)
+
+    run(main())
+
+
+def test_the_head_deadline_does_not_bound_the_body(run: Run) -> None:
+    async def main() -> None:
+        async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await worker.request(reader)
+            writer.write(OK[:-2])
+            await asyncio.sleep(0.2)
+            writer.write(b"ok")
+
+        worker = FakeWorker(play)
+        async with worker.up(ClientLimits(sweep_s=0.02)) as pool:
+            answer = await get(pool, head_s=0.05)
+            assert await answer.read(10) == b"ok"
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        OK[:-1],
+        SSE + b"5\r\nhel",
+        SSE + b"5\r\nhello\r\n",
+        SSE + b"5\r\nhello\r\n0\r\n",
+        SSE + b"5\r\nhello",
+    ],
+)
+def test_an_answer_cut_short_is_lost(run: Run, said: bytes) -> None:
+    async def main() -> None:
+        worker = worker_saying(said, then_close=True)
+        async with worker.up() as pool:
+            answer = await get(pool)
+            with pytest.raises(AnswerLost, match="inside an answer"):
+                await answer.read(100)
+            await until(lambda: pool.num_open == 0)
+
+    run(main())
+
+
+def test_relay_brings_pieces_as_they_come_and_what_came_before_the_cut(run: Run) -> None:
+    async def main() -> None:
+        async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await worker.request(reader)
+            writer.write(SSE + b"3\r\none\r\n")
+            await asyncio.sleep(0.02)
+            writer.write(b"3\r\ntwo\r\n5\r\nthree\r\n")
+            await asyncio.sleep(0.02)
+            writer.transport.abort()
+
+        worker = FakeWorker(play)
+        async with worker.up() as pool:
+            pieces: list[bytes] = []
+            with pytest.raises(AnswerLost):
+                await (await get(pool)).relay(pieces.append)
+            assert pieces == [b"one", b"twothree"]
+
+    run(main())
+
+
+def test_abort_closes_at_once(run: Run) -> None:
+    seen: list[float] = []
+
+    async def main() -> None:
+        async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await worker.request(reader)
+            writer.write(SSE + b"3\r\none\r\n")
+            await reader.read()
+            seen.append(time.monotonic())
+
+        worker = FakeWorker(play)
+        async with worker.up() as pool:
+            answer = await get(pool)
+            relaying = asyncio.ensure_future(answer.relay(lambda data: None))
+            await asyncio.sleep(0.02)
+            began = time.monotonic()
+            answer.abort()
+            answer.abort()
+            with pytest.raises(AnswerAborted):
+                await relaying
+            await until(lambda: bool(seen))
+            assert seen[0] - began < 0.25  # milliseconds on a quiet machine
+            with pytest.raises(AnswerAborted):
+                await answer.read(10)
+            await until(lambda: pool.num_open == 0)
+
+    run(main())
+
+
+def test_abort_after_the_end_hurts_nobody(run: Run) -> None:
+    async def main() -> None:
+        worker = worker_saying(OK, OK)
+        async with worker.up() as pool:
+            answer = await get(pool)
+            assert await answer.read(10) == b"ok"
+            answer.abort()
+            answer.pause()
+            assert await text(pool) == b"ok"
+            assert worker.num_connections == 1
+
+    run(main())
+
+
+def test_cancelling_who_waits_closes_the_connection(run: Run) -> None:
+    async def main() -> None:
+        worker = worker_saying(b"")
+        async with worker.up() as pool:
+            waiting = asyncio.ensure_future(get(pool))
+            await until(lambda: pool.num_open == 1)
+            await asyncio.sleep(0.01)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            await until(lambda: pool.num_open == 0)
+        worker = worker_saying(SSE)
+        async with worker.up() as pool:
+            answer = await get(pool)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(answer.relay(lambda data: None), 0.05)
+            await until(lambda: pool.num_open == 0)
+
+    run(main())
+
+
+def test_a_cancel_that_comes_with_the_answer_does_not_cut_the_next_request(run: Run) -> None:
+    """The answer came whole and its connection serves somebody else, when the one who asked is cancelled."""
+
+    async def main() -> None:
+        worker = worker_saying(OK, OK, OK)
+        async with worker.up() as pool:
+            await text(pool)
+            first = asyncio.ensure_future(get(pool))
+            await asyncio.sleep(0)
+            (connection,) = pool._open
+            waiter = connection._waiter
+            assert waiter is not None
+            others: list[asyncio.Future[bytes]] = []
+
+            def answered(_: object) -> None:
+                others.append(asyncio.ensure_future(text(pool)))
+                asyncio.get_running_loop().call_soon(first.cancel)
+
+            waiter.add_done_callback(answered)
+            await asyncio.wait([first])
+            await until(lambda: bool(others))
+            assert await others[0] == b"ok"
+
+    run(main())
+
+
+def test_interim_answers_are_skipped(run: Run) -> None:
+    async def main() -> None:
+        interim = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: </x>\r\n\r\n"
+        async with worker_saying(interim + OK, OK).up() as pool:
+            assert await text(pool) == b"ok"
+            assert await text(pool) == b"ok"
+        async with worker_saying(b"HTTP/1.1 102 Processing\r\n\r\n" * 100).up() as pool:
+            with pytest.raises(AnswerLost):
+                await get(pool)
+
+    run(main())
+
+
+def test_an_answer_without_length_goes_until_the_close(run: Run) -> None:
+    async def main() -> None:
+        worker = worker_saying(b"HTTP/1.1 200 OK\r\n\r\nsome text", then_close=True)
+        async with worker.up() as pool:
+            assert await text(pool) == b"some text"
+            await until(lambda: pool.num_open == 0)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        (b"HEAD", b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n"),
+        (b"HEAD", b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"),
+        (b"GET", b"HTTP/1.1 204 No Content\r\n\r\n"),
+        (b"GET", b"HTTP/1.1 304 Not Modified\r\ncontent-length: 99\r\n\r\n"),
+        (b"GET", b"HTTP/1.1 200\r\ncontent-length: 0\r\n\r\n"),
+    ],
+)
+def test_answers_without_a_body(run: Run, method: bytes, said: bytes) -> None:
+    async def main() -> None:
+        async with worker_saying(said, OK).up() as pool:
+            answer = await get(pool, method)
+            assert answer.ended
+            assert await answer.read(0) == b""
+            assert pool.num_idle == 1
+            assert await text(pool) == b"ok"
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\nok",
+        b"HTTP/1.0 200 OK\r\ncontent-length: 2\r\n\r\nok",
+        OK + b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\npoison",
+        SSE + b"2\r\nok\r\n0\r\n\r\nHTTP/1.1 200 OK\r\n",
+    ],
+)
+def test_connections_that_must_not_be_reused_are_not(run: Run, said: bytes) -> None:
+    async def main() -> None:
+        worker = worker_saying(said, OK)
+        async with worker.up() as pool:
+            assert await text(pool) == b"ok"
+            assert pool.num_idle == 0
+            assert await text(pool) == b"ok"
+            assert worker.num_connections == 2
+
+    run(main())
+
+
+def test_bytes_that_nobody_asked_for_close_an_idle_connection(run: Run) -> None:
+    async def main() -> None:
+        async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await worker.request(reader)
+            writer.write(OK)
+            await asyncio.sleep(0.02)
+            writer.write(OK)
+            await reader.read()
+
+        worker = FakeWorker(play)
+        async with worker.up() as pool:
+            assert await text(pool) == b"ok"
+            await until(lambda: pool.num_open == 0)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"garbage",
+        b"SSH-2.0-OpenSSH_9.6\r\n",
+        b"\x00" * 100,
+        b"HTTP/2.0 200 OK\r\n\r\n",
+        b"HTTP/1.1 999 What\r\n\r\n",
+        b"HTTP/1.1 20 OK\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nno colon\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nx: a\r\n folded\r\ncontent-length: 0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\nab",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: gzip\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: -1\r\n\r\n",
+        b"HTTP/1.1 101 Switching Protocols\r\nupgrade: h2c\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nx: " + b"a" * 70_000 + b"\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nx: " + b"a" * 70_000,
+        b"HTTP/1.1 200 OK\r\n" + b"x: a\r\n" * 300 + b"\r\n",
+    ],
+)
+def test_garbage_instead_of_a_head_is_lost(run: Run, said: bytes) -> None:
+    async def main() -> None:
+        async with worker_saying(said).up() as pool:
+            with pytest.raises(AnswerLost):
+                await get(pool)
+            await until(lambda: pool.num_open == 0)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    "said", [b"hello", b"5\r\nhelloo\r\n", b"-1\r\n\r\n", b"5\nhello\r\n", b"\x00\x00", b"a" * 1000]
+)
+def test_garbage_instead_of_a_chunk_is_lost(run: Run, said: bytes) -> None:
+    async def main() -> None:
+        async with worker_saying(SSE + b"2\r\nok\r\n" + said + b"\r\n\r\n").up() as pool:
+            answer = await get(pool)
+            pieces: list[bytes] = []
+            with pytest.raises(AnswerLost):
+                await answer.relay(pieces.append)
+            await until(lambda: pool.num_open == 0)
+
+    run(main())
+
+
+def test_read_has_a_limit(run: Run) -> None:
+    async def main() -> None:
+        said = b"HTTP/1.1 200 OK\r\ncontent-length: 5000000\r\n\r\n" + b"x" * 5_000_000
+        async with worker_saying(said).up() as pool:
+            with pytest.raises(AnswerTooLarge, match="1000 bytes"):
+                await (await get(pool)).read(1000)
+            await until(lambda: pool.num_open == 0)
+
+    run(main())
+
+
+def test_a_failing_sink_ends_the_answer(run: Run) -> None:
+    async def main() -> None:
+        def sink(data: bytes) -> None:
+            raise ZeroDivisionError
+
+        async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await worker.request(reader)
+            writer.write(SSE)
+            await asyncio.sleep(0.02)
+            writer.write(b"2\r\nok\r\n")
+            await reader.read()
+
+        worker = FakeWorker(play)
+        async with worker.up() as pool:
+            with pytest.raises(ZeroDivisionError):
+                await (await get(pool)).relay(sink)
+            await until(lambda: pool.num_open == 0)
+
+    run(main())
+
+
+def test_an_answer_that_nobody_reads_yet_is_not_read_ahead(run: Run) -> None:
+    async def main() -> None:
+        size = 50_000_000
+        stuck: list[int] = []
+
+        async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await worker.request(reader)
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size + b"x" * size)
+            await asyncio.sleep(0.1)
+            stuck.append(writer.transport.get_write_buffer_size())
+            await reader.read()
+
+        worker = FakeWorker(play)
+        async with worker.up() as pool:
+            answer = await get(pool)
+            await until(lambda: bool(stuck))
+            assert stuck[0] > 30_000_000
+            assert answer._kept_bytes < 1 << 20
+            assert len(await answer.read(size)) == size
+            assert pool.num_idle == 1
+
+    run(main())
+
+
+def test_back_pressure_goes_from_a_slow_client_to_the_worker(run: Run) -> None:
+    """Client <- Server <- Pool <- worker: the client does not read, so the worker cannot write."""
+
+    async def main() -> None:
+        size = 50_000_000
+        sent: list[int] = []
+
+        async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await worker.request(reader)
+            writer.write(SSE)
+            for _ in range(size // 10_000):
+                writer.write(b"%x\r\n%b\r\n" % (10_000, b"x" * 10_000))
+                sent.append(10_000)
+                await writer.drain()
+            writer.write(b"0\r\n\r\n")
+            await reader.read()
+
+        worker = FakeWorker(play)
+        async with worker.up() as pool:
+
+            async def splice(request: Request) -> None:
+                answer = await get(pool)
+                request.on_pause, request.on_resume, request.on_gone = answer.pause, answer.resume, answer.abort
+                request.start(answer.status, end_to_end(answer.headers))
+                await answer.relay(request.write)
+                request.finish()
+
+            async with serving(splice) as (server, _):
+                reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+                writer.write(b"GET /x HTTP/1.1\r\nhost: a\r\n\r\n")
+                await asyncio.sleep(0.3)
+                before = sum(sent)
+                await asyncio.sleep(0.2)
+                # Only socket buffers and our two high-water marks lie between the two.
+                assert sum(sent) == before < 25_000_000
+                got = 0
+                while got < size:
+                    got += len(await reader.read(1 << 20))
+                await until(lambda: pool.num_idle == 1)
+                writer.close()
+                await writer.wait_closed()
+
+    run(main())
+
+
+def test_a_closed_pool_ends_idle_connections_and_lets_answers_end(run: Run) -> None:
+    async def main() -> None:
+        async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await worker.request(reader)
+            writer.write(SSE)
+            await asyncio.sleep(0.05)
+            writer.write(b"2\r\nok\r\n0\r\n\r\n")
+            await reader.read()
+
+        worker = FakeWorker(play)
+        async with worker.up() as pool:
+            answer = await get(pool)
+            pool.close()
+            assert await answer.read(10) == b"ok"
+            await until(lambda: pool.num_open == 0)
+            with pytest.raises(Unreachable, match="removed"):
+                await get(pool)
+
+    run(main())
+
+
+def test_origins() -> None:
+    origin = Origin.from_url("http://h:81")
+    assert (origin.host, origin.port, origin.ssl, origin.authority, str(origin)) == (
+        "h",
+        81,
+        None,
+        b"h:81",
+        "http://h:81",
+    )
+    assert Origin.from_url("https://h").port == 443
+    assert Origin.from_url("https://h").ssl is not None
+    assert Origin.from_url("http://[::1]:5/").authority == b"[::1]:5"
+    assert Origin.from_url("http://h/base/").prefix == b"/base"
+    for bad in (
+        "h:81",
+        "ftp://h",
+        "http://",
+        "http://h:x",
+        "http://h:99999",
+        "http://u:p@h",
+        "http://h/?a",
+        "http://h\n",
+    ):
+        with pytest.raises(ConfigError):
+            Origin.from_url(bad)
+
+
+def test_only_end_to_end_headers_are_handed_on() -> None:
+    headers = [
+        (b"connection", b"close, X-Private"),
+        (b"x-private", b"1"),
+        (b"te", b"trailers"),
+        (b"content-type", b"a"),
+    ]
+    headers += [(b"content-length", b"5"), (b"transfer-encoding", b"chunked"), (b"host", b"h"), (b"x-b", b"2")]
+    assert end_to_end(headers) == [(b"content-type", b"a"), (b"x-b", b"2")]

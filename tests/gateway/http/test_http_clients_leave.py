@@ -1,0 +1,247 @@
+"""Clients that leave, stall, or read slowly: the handler hears of it once, and nothing grows."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+
+import pytest
+from wire import GET, Run, peer, serving, until
+
+from stoker.gateway.http import Request, ServerLimits
+
+
+class Watched:
+    """A handler that waits in a given phase and counts what it is told."""
+
+    def __init__(self, phase: str) -> None:
+        self.phase = phase
+        self.num_gone = 0
+        self.requests: list[Request] = []
+
+    async def __call__(self, request: Request) -> None:
+        self.requests.append(request)
+        left = asyncio.Event()
+
+        def on_gone() -> None:
+            self.num_gone += 1
+            left.set()
+
+        request.on_gone = on_gone
+        if self.phase != "queued":
+            request.start(200, [])
+        if self.phase == "streaming":
+            request.write(b"data")
+        await left.wait()
+        assert request.gone
+        # None of these may do anything, or fail, once the client is gone.
+        request.write(b"more")
+        request.finish()
+        request.abort()
+        request.respond(200, [], b"")
+
+
+@pytest.mark.parametrize("phase", ["queued", "started", "streaming"])
+@pytest.mark.parametrize("how", ["close", "half-close", "reset"])
+def test_a_client_that_leaves_is_gone_once(run: Run, phase: str, how: str) -> None:
+    async def main() -> None:
+        watched = Watched(phase)
+        async with serving(watched) as (server, bad), peer(server.port) as client:
+            client.send(GET)
+            await until(lambda: bool(watched.requests))
+            if phase != "queued":
+                await client.reader.readuntil(b"\r\n\r\n")
+            if how == "half-close":
+                client.writer.write_eof()
+            elif how == "close":
+                client.writer.close()
+            else:
+                sock = client.writer.get_extra_info("socket")
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                client.writer.transport.abort()
+            await until(lambda: server.num_running == 0 and server.num_connections == 0)
+            assert (watched.num_gone, bad) == (1, [])
+            assert watched.requests[0].gone
+            assert not watched.requests[0].finished
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"", b"GET /x HT", b"POST /x HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\nabc"],
+    ids=["idle", "head", "body"],
+)
+def test_a_client_that_leaves_before_its_request_is_whole_reaches_nobody(run: Run, sent: bytes) -> None:
+    async def main() -> None:
+        watched = Watched("queued")
+        async with serving(watched) as (server, bad):
+            async with peer(server.port) as client:
+                client.send(sent)
+                await until(lambda: server.num_connections == 1)
+                await asyncio.sleep(0.01)
+            await until(lambda: server.num_connections == 0)
+            assert (watched.requests, bad) == ([], [])
+
+    run(main())
+
+
+def test_nobody_is_gone_after_the_answer_was_finished(run: Run) -> None:
+    calls = []
+
+    async def handler(request: Request) -> None:
+        request.on_gone = lambda: calls.append("gone")
+        request.respond(200, [], b"")
+        await asyncio.sleep(0.02)
+
+    async def main() -> None:
+        async with serving(handler) as (server, _):
+            async with peer(server.port) as client:
+                client.send(GET)
+                await client.answer()
+            await until(lambda: server.num_running == 0)
+        assert calls == []
+
+    run(main())
+
+
+def test_abort_cuts_the_connection_and_does_not_call_on_gone(run: Run) -> None:
+    calls = []
+
+    async def handler(request: Request) -> None:
+        request.on_gone = lambda: calls.append("gone")
+        request.start(200, [])
+        request.write(b"x")
+        await asyncio.sleep(0.01)
+        request.abort()
+        assert request.gone
+
+    async def main() -> None:
+        async with serving(handler) as (server, _), peer(server.port) as client:
+            client.send(GET)
+            await client.reader.readuntil(b"\r\n\r\n")
+            assert await client.reader.read() == b"1\r\nx\r\n"
+            await until(lambda: server.num_connections == 0)
+        assert calls == []
+
+    run(main())
+
+
+def test_a_slow_reader_pauses_the_writer_and_memory_stays_bounded(run: Run) -> None:
+    seen: list[str] = []
+    most = 0
+
+    async def handler(request: Request) -> None:
+        nonlocal most
+        go = asyncio.Event()
+        go.set()
+
+        def pause() -> None:
+            seen.append("pause")
+            go.clear()
+
+        def resume() -> None:
+            seen.append("resume")
+            go.set()
+
+        request.on_pause, request.on_resume = pause, resume
+        request.start(200, [])
+        for _ in range(3000):
+            await go.wait()
+            request.write(b"x" * 10_000)
+            most = max(most, request._transport.get_write_buffer_size())
+        request.finish()
+
+    async def main() -> None:
+        async with serving(handler) as (server, _), peer(server.port) as client:
+            client.send(GET)
+            await until(lambda: "pause" in seen)
+            await asyncio.sleep(0.05)
+            assert seen == ["pause"]
+            _, _, body = await client.answer()
+            assert len(body) == 30_000_000
+        assert seen.count("pause") > 1
+        assert abs(seen.count("pause") - seen.count("resume")) <= 1
+        assert most < 200_000
+
+    run(main())
+
+
+def test_a_stalled_reader_is_cut(run: Run) -> None:
+    async def main() -> None:
+        gone = asyncio.Event()
+
+        async def handler(request: Request) -> None:
+            request.on_gone = gone.set
+            request.start(200, [])
+            while not request.paused:
+                request.write(b"x" * 100_000)
+                await asyncio.sleep(0)
+            await gone.wait()
+
+        async with serving(handler, ServerLimits(write_stall_s=0.2)) as (server, _), peer(server.port) as client:
+            client.stop_reading()
+            client.send(GET)
+            await asyncio.wait_for(gone.wait(), 5)
+            await until(lambda: server.num_connections == 0)
+
+    run(main())
+
+
+def test_a_stalled_reader_of_a_finished_answer_is_cut_too(run: Run) -> None:
+    async def handler(request: Request) -> None:
+        request.respond(200, [], b"x" * (64 << 20))
+
+    async def main() -> None:
+        async with serving(handler, ServerLimits(write_stall_s=0.2)) as (server, _), peer(server.port) as client:
+            client.stop_reading()
+            client.send(GET)
+            await until(lambda: server.num_connections == 1)
+            await until(lambda: server.num_connections == 0)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("drip", "what"),
+    [
+        ([b"G", b"E", b"T", b" ", b"/", b"x"] + [b"a"] * 200, "head"),
+        ([b"POST /x HTTP/1.1\r\nhost: a\r\ncontent-length: 999\r\n\r\n"] + [b""] * 200, "nothing came"),
+        ([b"POST /x HTTP/1.1\r\nhost: a\r\ncontent-length: 999\r\n\r\n"] + [b"a"] * 200, "body was not"),
+    ],
+    ids=["head", "idle body", "body"],
+)
+def test_slow_requests_are_a_408(run: Run, drip: list[bytes], what: str) -> None:
+    async def main() -> None:
+        limits = ServerLimits(head_s=0.2, body_idle_s=0.2, body_s=0.5)
+        watched = Watched("queued")
+        async with serving(watched, limits) as (server, bad), peer(server.port) as client:
+
+            async def trickle() -> None:
+                for piece in drip:
+                    client.send(piece)
+                    await asyncio.sleep(0.02)
+
+            trickling = asyncio.ensure_future(trickle())
+            began = asyncio.get_running_loop().time()
+            assert (await client.answer())[0] == 408
+            assert asyncio.get_running_loop().time() - began < 2
+            trickling.cancel()
+            assert len(bad) == 1
+            assert what in bad[0]
+            assert watched.requests == []
+
+    run(main())
+
+
+def test_idle_connections_are_closed_but_not_early(run: Run) -> None:
+    async def main() -> None:
+        watched = Watched("queued")
+        async with serving(watched, ServerLimits(keepalive_s=0.3)) as (server, bad), peer(server.port) as client:
+            began = asyncio.get_running_loop().time()
+            assert await client.closed()
+            assert 0.3 <= asyncio.get_running_loop().time() - began < 2
+            assert bad == []
+
+    run(main())

@@ -1,0 +1,171 @@
+"""Small worker servers for tests of the gateway: they keep what they were sent, and answer as their script says."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from stoker.gateway.http import Request, Server, ServerLimits
+
+Script = Callable[["MockWorker", Request], Awaitable[None]]
+
+SSE = [(b"content-type", b"text/event-stream; charset=utf-8")]
+JSON = [(b"content-type", b"application/json")]
+
+
+@dataclass
+class MockWorker:
+    script: Script
+    name: str = "w"
+    bodies: list[bytes] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
+    num_gone: int = 0
+    num_running: int = 0
+    _server: Server | None = None
+    _port: int = 0
+
+    async def start(self) -> None:
+        self._server = Server(self._handle, ServerLimits(), on_bad=lambda peer, reason: None)
+        await self._server.listen("127.0.0.1", self._port)
+        self._port = self._server.port
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            server, self._server = self._server, None
+            await server.close(0.0)
+
+    @property
+    def port(self) -> int:
+        return self._port
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def jsons(self) -> list[Any]:
+        return [json.loads(body) for body in self.bodies]
+
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 2.0) -> None:
+        await until(condition, timeout_s)
+
+    async def _handle(self, request: Request) -> None:
+        self.bodies.append(request.body)
+        self.headers.append({name.decode(): value.decode() for name, value in request.headers})
+        self.paths.append(request.path.decode())
+        task = asyncio.current_task()
+        assert task is not None
+
+        def gone() -> None:
+            self.num_gone += 1
+            task.cancel()
+
+        request.on_gone = gone
+        self.num_running += 1
+        try:
+            await self.script(self, request)
+        except asyncio.CancelledError:
+            if not request.gone:
+                raise
+        finally:
+            self.num_running -= 1
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 2.0, every_s: float = 0.002) -> None:
+    began = time.monotonic()
+    for wait_s in itertools.repeat(every_s):
+        if condition():
+            return
+        assert time.monotonic() - began < timeout_s, "it did not come"
+        await asyncio.sleep(wait_s)
+
+
+def answers(
+    body: bytes | dict[str, Any], status: int = 200, headers: list[tuple[bytes, bytes]] | None = None
+) -> Script:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+
+    async def script(worker: MockWorker, request: Request) -> None:
+        request.respond(status, [*JSON, *(headers or [])], data)
+
+    return script
+
+
+def streams(*pieces: bytes, cut: bool = False, pause_s: float = 0.0) -> Script:
+    """The pieces as the body of an event stream; with `cut` the connection breaks after the last."""
+
+    async def script(worker: MockWorker, request: Request) -> None:
+        request.start(200, SSE)
+        for piece in pieces:
+            request.write(piece)
+            await asyncio.sleep(pause_s)
+        if cut:
+            request.abort()
+        else:
+            request.finish()
+
+    return script
+
+
+def drops() -> Script:
+    """Takes the request and hangs up."""
+
+    async def script(worker: MockWorker, request: Request) -> None:
+        request.abort()
+
+    return script
+
+
+def hangs() -> Script:
+    """Takes the request and never answers."""
+
+    async def script(worker: MockWorker, request: Request) -> None:
+        await asyncio.sleep(60)
+
+    return script
+
+
+def in_turn(*scripts: Script) -> Script:
+    """The first request gets the first script, and so on; the last one is for all that follow."""
+    left = list(scripts)
+
+    async def script(worker: MockWorker, request: Request) -> None:
+        await (left.pop(0) if len(left) > 1 else left[0])(worker, request)
+
+    return script
+
+
+def event(data: Any) -> bytes:
+    return b"data: " + (data if isinstance(data, bytes) else json.dumps(data, separators=(",", ":")).encode()) + b"\n\n"
+
+
+def chunk(text: str, **more: Any) -> bytes:
+    """One chat chunk of a foreign worker."""
+    return event(
+        {"id": "c1", "object": "chat.completion.chunk", "choices": [{"index": 0, "delta": {"content": text}}], **more}
+    )
+
+
+def usage_chunk(prompt: int, cached: int | None, completion: int) -> bytes:
+    return event(
+        {"id": "c1", "object": "chat.completion.chunk", "choices": [], "usage": usage(prompt, cached, completion)}
+    )
+
+
+def usage(prompt: int, cached: int | None, completion: int) -> dict[str, Any]:
+    details = None if cached is None else {"cached_tokens": cached}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": details,
+    }
+
+
+DONE = b"data: [DONE]\n\n"

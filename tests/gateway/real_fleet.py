@@ -1,0 +1,271 @@
+"""A gateway and workers as processes of their own, to be killed at will."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from worker.real import CHAT, STOKER, children, wait_for
+
+from stoker.proto.sse import SseReader
+
+ADMIN_TOKEN = "a-token-for-tests"
+# In float64 no batch changes a draw: answers can be compared to the letter.
+WORKER_OPTIONS = ("--threads", "1", "--dtype", "float64", "--kv-blocks", "4000", "--served-name", "tiny")
+
+
+@dataclass
+class Process:
+    """`stoker COMMAND`, restarted on the port that it had."""
+
+    arguments: list[str]
+    log_path: Path
+    port: int = 0
+    process: subprocess.Popen[str] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self, start_s: float = 60.0) -> None:
+        command = [STOKER, *self.arguments, "--port", str(self.port)]
+        with self.log_path.open("a") as log:
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        watchdog = threading.Timer(start_s, self.process.kill)
+        watchdog.start()
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if found := re.search(r"http://[^/\s]+:(\d+)/v1/", line):
+                self.port = int(found[1])
+                break
+        watchdog.cancel()
+        assert self.port, self.log_path.read_text()
+        # Whatever it still prints must not fill the pipe.
+        threading.Thread(target=_drain, args=(self.process.stdout,), daemon=True).start()
+
+    def kill(self) -> None:
+        """kill -9, and its engine goes with it."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def kill_engine(self) -> None:
+        assert self.process is not None
+        for pid in children(self.process.pid):
+            os.kill(pid, signal.SIGKILL)
+
+    def stop(self) -> None:
+        if self.process is None:
+            return
+        if self.process.poll() is None:
+            engines = children(self.process.pid)
+            for _ in range(2):
+                self.process.send_signal(signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(15)
+            for pid in engines:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.wait()
+
+    @property
+    def is_running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def get(self, path: str, token: str | None = None) -> Any:
+        request = urllib.request.Request(self.url + path)
+        if token:
+            request.add_header("Authorization", f"Bearer {token}")
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return json.loads(answer.read())
+
+    @property
+    def is_ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(self.url + "/ready", timeout=5) as answer:
+                return answer.status == 200  # type: ignore[no-any-return]
+        except (urllib.error.URLError, OSError):
+            return False
+
+
+def _drain(stream: IO[str]) -> None:
+    with stream:
+        stream.read()
+
+
+@dataclass
+class Exchange:
+    """One request, read by a thread as its answer comes."""
+
+    port: int
+    body: dict[str, Any]
+    headers: dict[str, str] = field(default_factory=dict)
+    path: str = CHAT
+    status: int = 0
+    events: list[str] = field(default_factory=list)
+    answer: bytes = b""
+    broken: str = ""
+    answer_headers: dict[str, str] = field(default_factory=dict)
+    _thread: threading.Thread = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=90)
+        try:
+            connection.request(
+                "POST", self.path, json.dumps(self.body), {"Content-Type": "application/json"} | self.headers
+            )
+            response = connection.getresponse()
+            self.answer_headers = {name.lower(): value for name, value in response.getheaders()}
+            self.status = response.status
+            if self.body.get("stream") and response.status == 200:
+                reader = SseReader()
+                while part := response.read1(1 << 16):
+                    self.events += [bytes(event.data).decode() for event in reader.push(part)]
+            else:
+                self.answer = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            self.broken = repr(error)
+        finally:
+            connection.close()
+
+    @property
+    def is_over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self, timeout_s: float = 60.0) -> None:
+        self._thread.join(timeout_s)
+        assert self.is_over, "no end of the answer"
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.answer)
+
+    @property
+    def said(self) -> Any:
+        """What counts of the answer, streamed or not: its choices, with all deltas joined, and its usage."""
+        assert self.status == 200, (self.status, self.answer, self.broken)
+        assert not self.broken, self.broken
+        if not self.body.get("stream"):
+            return _joined([self.json], "message")
+        assert self.events, "an empty stream"
+        assert self.events[-1] == "[DONE]", self.events[-3:]
+        return _joined([json.loads(event) for event in self.events[:-1]], "delta")
+
+
+def _joined(chunks: Sequence[Any], part: str) -> Any:
+    choices: dict[int, dict[str, Any]] = {}
+    usage = None
+    for chunk in chunks:
+        assert "error" not in chunk, chunk
+        assert not {"kv_transfer_params", "prompt_token_ids"} & set(chunk), chunk
+        usage = chunk.get("usage") or usage
+        for one in chunk["choices"]:
+            assert "token_ids" not in one
+            said = one[part]
+            mine = choices.setdefault(one["index"], {"content": "", "name": "", "arguments": "", "finish": None})
+            mine["content"] += said.get("content") or ""
+            for call in said.get("tool_calls") or ():
+                mine["name"] += call["function"].get("name") or ""
+                mine["arguments"] += call["function"].get("arguments") or ""
+            mine["finish"] = one.get("finish_reason") or mine["finish"]
+    counts = None if usage is None else (usage["prompt_tokens"], usage["completion_tokens"])
+    return choices, counts
+
+
+@dataclass
+class RealFleet:
+    workers: list[Process]
+    gateway: Process
+    ledger_path: Path
+
+    def ask(self, body: dict[str, Any], **headers: str) -> Exchange:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return Exchange(self.gateway.port, {"model": "tiny"} | body, named)
+
+    def direct(self, body: dict[str, Any], worker: int = 0) -> Exchange:
+        """Past the gateway, as it would be undisturbed."""
+        return Exchange(self.workers[worker].port, {"model": "tiny"} | body)
+
+    def in_flight(self) -> Any:
+        return self.gateway.get("/admin/ledger", ADMIN_TOKEN)
+
+    def usable(self) -> int:
+        """How many workers the gateway would send to."""
+        return sum(bool(worker["usable"]) for worker in self.gateway.get("/admin/fleet", ADMIN_TOKEN)["workers"])
+
+    def serving_worker(self) -> Process:
+        """The worker that has a request running."""
+        found: list[Process] = []
+
+        def look() -> bool:
+            found[:] = [worker for worker in self.workers if worker.is_running and _running(worker)]
+            return bool(found)
+
+        wait_for(look)
+        return found[0]
+
+    def heal(self) -> None:
+        """Everything up again, and known to be."""
+        for process in [*self.workers, self.gateway]:
+            if not process.is_running:
+                process.start()
+        wait_for(lambda: all(process.is_ready for process in [*self.workers, self.gateway]), 60)
+        wait_for(lambda: self.usable() == len(self.workers), 60)
+
+
+def _running(worker: Process) -> bool:
+    try:
+        return bool(worker.get("/health")["running_requests"])
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+@contextmanager
+def real_fleet(
+    folder: Path,
+    work: Path,
+    num_workers: int = 2,
+    worker_options: Sequence[str] = (),
+    gateway_options: Sequence[str] = (),
+) -> Iterator[RealFleet]:
+    token = work / "admin-token"
+    token.write_text(ADMIN_TOKEN)
+    ledger = work / "ledger.sqlite"
+    with ExitStack() as stack:
+        workers = []
+        for number in range(num_workers):
+            arguments = ["serve", str(folder), *WORKER_OPTIONS, *worker_options]
+            workers.append(Process(arguments, work / f"worker-{number}.log"))
+            stack.callback(workers[-1].stop)
+        starts = [threading.Thread(target=worker.start) for worker in workers]
+        for start in starts:
+            start.start()
+        for start in starts:
+            start.join()
+        arguments = ["gateway", "--admin-token-file", str(token), "--ledger", str(ledger), *gateway_options]
+        for worker in workers:
+            assert worker.port, worker.log_path.read_text()
+            arguments += ["--worker", worker.url]
+        gateway = Process(arguments, work / "gateway.log")
+        stack.callback(gateway.stop)
+        gateway.start()
+        fleet = RealFleet(workers, gateway, ledger)
+        fleet.heal()
+        yield fleet

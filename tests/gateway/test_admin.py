@@ -1,0 +1,170 @@
+"""/admin/*: shut without its token; shows and changes the fleet with it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from stoker.base.errors import InvalidRequest, NotFound
+from stoker.base.ids import WorkerId
+from stoker.fleet.fleet import Fleet
+from stoker.fleet.ledger import Ledger
+from stoker.fleet.spec import WorkerLoad, WorkerSpec
+from stoker.gateway.admin import Admin, AdminView
+from stoker.gateway.admission import Admission
+from stoker.gateway.capacity import Capacities
+from stoker.gateway.config import AdmissionSettings
+from stoker.gateway.keys import AdminToken, Caller
+from stoker.gateway.reply import Reply
+from stoker.routing.query import RouteQuery
+from stoker.routing.router import PrefixIndexes, Router
+
+TOKEN = "the-admin-token-of-tests"
+
+
+class Asked:
+    def __init__(self, method: str, path: str, query: str = "", body: bytes = b"", token: str | None = TOKEN) -> None:
+        self.method = method.encode()
+        self.path = path.encode()
+        self.query = query.encode()
+        self.body = body
+        self._token = token
+
+    def header(self, name: bytes) -> bytes | None:
+        return f"Bearer {self._token}".encode() if self._token and name == b"authorization" else None
+
+
+class World:
+    """Two workers of model "m", on a clock that stands at 100 s."""
+
+    def __init__(self, token: str | None = TOKEN) -> None:
+        self.now = 100.0
+        self.fleet, self.ledger = Fleet(), Ledger()
+        self.router = Router(self.fleet, self.ledger, PrefixIndexes())
+        for name in ("a:1", "b:2"):
+            self.add(WorkerSpec(worker_id=WorkerId(name), url=f"http://{name}", models=("m",)))
+        capacities = Capacities(self.fleet, AdmissionSettings())
+        clock = lambda: self.now  # noqa: E731
+        self.admission = Admission(AdmissionSettings(), capacities.capacity, clock=clock, lane=capacities.lane)
+        status = lambda: {"version": "x"}  # noqa: E731
+        view = AdminView(self.fleet, self.ledger, self.router, self.admission, self, clock, status)
+        self.admin = Admin(AdminToken(token), view)
+
+    def add(self, spec: WorkerSpec) -> None:
+        self.fleet.add(spec, self.now)
+
+    def remove(self, worker_id: WorkerId) -> None:
+        self.fleet.remove(worker_id, self.now)
+
+    def reply(self, *args: Any, **more: Any) -> Reply:
+        return asyncio.run(self.admin.answer(Asked(*args, **more)))
+
+    def ask(self, *args: Any, **more: Any) -> Any:
+        reply = self.reply(*args, **more)
+        assert reply.status == 200, reply.body
+        return msgspec.json.decode(reply.body)
+
+
+@pytest.mark.parametrize("path", ["/admin/fleet", "/admin/workers", "/admin/nothing"])
+@pytest.mark.parametrize("token", [None, "", "wrong", TOKEN.upper()])
+def test_nothing_is_said_without_the_token(path: str, token: str | None) -> None:
+    reply = World().reply("GET", path, token=token)
+    assert reply.status == 401
+    assert b"a:1" not in reply.body
+
+
+def test_without_a_configured_token_there_is_no_admin_api() -> None:
+    assert World(token=None).reply("GET", "/admin/fleet").status == 404
+
+
+def test_wrong_paths_and_methods() -> None:
+    world = World()
+    assert world.reply("GET", "/admin/nothing").status == 404
+    refused = world.reply("GET", "/admin/drain", "worker=a:1")
+    assert refused.status == 405
+    assert dict(refused.headers)[b"allow"] == b"POST"
+
+
+def test_the_fleet_is_shown() -> None:
+    world = World()
+    world.fleet.saw_report(WorkerId("a:1"), WorkerLoad(waiting_tokens=7, kv_used=0.5, prefill_tokens_per_s=123.0), 99.0)
+    workers = {worker["worker"]: worker for worker in world.ask("GET", "/admin/fleet")["workers"]}
+    assert set(workers) == {"a:1", "b:2"}
+    first = workers["a:1"]
+    assert (first["usable"], first["breaker"], first["models"], first["role"]) == (True, "closed", ["m"], "unified")
+    assert first["report"]["waiting_tokens"] == 7
+    assert first["report_age_s"] == 1.0
+    assert first["prefill_tokens_per_s"] == 123.0
+    assert workers["b:2"]["report"] is None
+    assert world.ask("GET", "/admin/status") == {"version": "x"}
+
+
+def test_routes_come_with_their_reasons_and_reservations_show_until_they_end() -> None:
+    world = World()
+    query = RouteQuery(model="m", keys=[1, 2], block_tokens=16, num_tokens=40, session="s")
+    route = world.router.route(query, world.now)
+    world.now += 2
+    (shown,) = world.ask("GET", "/admin/routes", "n=5")["routes"]
+    assert shown["age_s"] == 2
+    assert shown["decode"] == route.decode.worker.worker_id
+    assert {reason["worker"] for reason in shown["reasons"]} == {"a:1", "b:2"}
+    assert world.ask("GET", "/admin/ledger")["reserved"]["requests"] == 1
+    route.end(world.now)
+    assert world.ask("GET", "/admin/ledger") == {
+        "reserved": {"prefill_tokens": 0, "context_tokens": 0, "output_tokens": 0, "requests": 0},
+        "admitted": {"requests": 0, "prefill_tokens": 0},
+        "waiting": 0,
+    }
+
+
+def test_queues_are_shown() -> None:
+    world = World()
+    got = asyncio.run(world.admission.enter(Caller("k", "t"), 50, lane="m"))
+    (queue,) = world.ask("GET", "/admin/queues")["queues"]
+    assert (queue["lane"], queue["in_flight"], queue["prefill_tokens_in_flight"]) == ("m", 1, 50)
+    assert queue["capacity_requests"] == 1024
+    assert queue["capacity_prefill_tokens"] is None
+    got.done()
+
+
+def test_a_worker_is_drained_and_comes_back() -> None:
+    world = World()
+    assert world.ask("POST", "/admin/drain", "worker=a:1")["draining"]
+    assert [worker["usable"] for worker in world.ask("GET", "/admin/fleet")["workers"]] == [False, True]
+    assert not world.ask("POST", "/admin/undrain", "worker=a:1")["draining"]
+    assert all(worker["usable"] for worker in world.ask("GET", "/admin/fleet")["workers"])
+
+
+def test_workers_are_added_and_removed() -> None:
+    world = World()
+    body = b'{"url": "http://c:3", "role": "decode", "models": ["m"], "weight": 2}'
+    added = world.ask("POST", "/admin/workers", body=body)
+    assert (added["worker"], added["role"], added["weight"]) == ("c:3", "decode", 2)
+    assert world.ask("DELETE", "/admin/workers", "worker=c:3") == {"worker": "c:3", "removed": True}
+    assert world.fleet.member(WorkerId("c:3")) is None
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b"{}", b'{"url": 3}', b'{"url": "nowhere"}', b'{"url": "http://c:3", "role": "boss"}',
+             b'{"url": "http://c:3", "api_key_file": "/etc/passwd"}']
+)  # fmt: skip
+def test_a_wrong_worker_is_refused(body: bytes) -> None:
+    world = World()
+    with pytest.raises(InvalidRequest):
+        world.reply("POST", "/admin/workers", body=body)
+    assert len(world.fleet.members()) == 2
+
+
+def test_who_is_not_there_is_named() -> None:
+    world = World()
+    with pytest.raises(NotFound, match="there are: a:1, b:2"):
+        world.reply("POST", "/admin/drain", "worker=z:9")
+    with pytest.raises(InvalidRequest):
+        world.reply("POST", "/admin/drain")
+    with pytest.raises(InvalidRequest):
+        world.reply("GET", "/admin/routes", "n=-1")
+    with pytest.raises(NotFound):
+        world.reply("GET", "/admin/sessions")

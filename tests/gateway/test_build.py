@@ -1,0 +1,289 @@
+"""A whole gateway as its settings make it, over mock workers: limits, tenants, the bill, traces, overload."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import hashlib
+import json
+import socket
+import sqlite3
+import statistics
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mocks import JSON, MockWorker, Script, until
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from stoker.gateway.build import GatewayServer, build_gateway
+from stoker.gateway.config import load
+from stoker.gateway.http import ClientLimits, Origin, Pool, Request
+
+ADMIN = "an-admin-token-for-tests"
+BODY = {"model": "m", "messages": [{"role": "user", "content": "Hello there"}]}
+
+
+def serving(service_s: float = 0.0, prompt_tokens: int = 100, cached_tokens: int = 60) -> Script:
+    usage = {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": 7,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+    choice = {"index": 0, "message": {"role": "assistant", "content": "Hi"}, "finish_reason": "stop"}
+    answer = json.dumps({"id": "x", "object": "chat.completion", "choices": [choice], "usage": usage}).encode()
+    models = json.dumps({"object": "list", "data": [{"id": "m", "object": "model"}]}).encode()
+
+    async def script(worker: MockWorker, request: Request) -> None:
+        if request.path == b"/v1/models":
+            request.respond(200, JSON, models)
+        elif request.path == b"/health":
+            request.respond(200, JSON, b"{}")
+        else:
+            await asyncio.sleep(service_s)
+            request.respond(200, JSON, answer)
+
+    return script
+
+
+@dataclass
+class Built:
+    gateway: GatewayServer
+    pool: Pool
+    workers: list[MockWorker]
+
+    async def ask(
+        self,
+        path: str = "/v1/chat/completions",
+        body: Any = BODY,
+        key: str | None = None,
+        method: str = "POST",
+        **headers: str,
+    ) -> tuple[int, dict[str, str], bytes]:
+        pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+        if key is not None:
+            pairs.append((b"authorization", f"Bearer {key}".encode()))
+        data = b"" if method == "GET" else json.dumps(body).encode()
+        answer = await self.pool.send(method.encode(), path.encode(), pairs, data, connect_s=2, head_s=30)
+        return answer.status, {n.decode(): v.decode() for n, v in answer.headers}, await answer.read(1 << 24)
+
+    async def get(self, path: str, key: str | None = ADMIN) -> Any:
+        status, _, body = await self.ask(path, key=key, method="GET")
+        assert status == 200, body
+        return json.loads(body)
+
+
+@asynccontextmanager
+async def built(tmp_path: Path, settings: dict[str, Any], scripts: Sequence[Script]) -> AsyncIterator[Built]:
+    workers = [MockWorker(script, f"w{number}") for number, script in enumerate(scripts)]
+    for worker in workers:
+        await worker.start()
+    token = tmp_path / "admin"
+    token.write_text(ADMIN)
+    overrides = {
+        "worker": [{"url": worker.url, "dialect": "openai"} for worker in workers],
+        "admin_token_file": str(token),
+        "log_requests": False,
+        **settings,
+    }
+    gateway = build_gateway(load(None, overrides))
+    listener = socket.create_server(("127.0.0.1", 0))
+    await gateway.start(listener)
+    pool = Pool(Origin("http", "127.0.0.1", listener.getsockname()[1]), ClientLimits())
+    try:
+        yield Built(gateway, pool, workers)
+    finally:
+        pool.close()
+        await gateway.close()
+        listener.close()
+        for worker in workers:
+            await worker.stop()
+
+
+def key_of(name: str, **more: Any) -> dict[str, Any]:
+    return {"name": name, "sha256": hashlib.sha256(f"sk-{name}".encode()).hexdigest(), **more}
+
+
+def test_every_request_is_billed_once_to_its_tenant_and_all_books_agree(tmp_path: Path) -> None:
+    async def main() -> None:
+        settings = {
+            "meter.path": str(tmp_path / "usage.db"),
+            "key": [key_of("alice", tenant="red"), key_of("bob", tenant="blue")],
+            "price": [{"model": "m", "input": 1.0, "cached_input": 0.1, "output": 2.0}],
+        }
+        async with built(tmp_path, settings, [serving(), serving()]) as world:
+            statuses = await asyncio.gather(
+                *(world.ask(key="sk-alice" if number % 3 else "sk-bob") for number in range(60)),
+                *(world.ask(key="sk-nobody") for _ in range(5)),
+                *(world.ask(key="sk-alice", body={**BODY, "model": "unknown"}) for _ in range(5)),
+            )
+            assert sorted({status for status, _, _ in statuses}) == [200, 401, 404]
+            await until(lambda: world.gateway.meter.pending == 0)
+            usage = await world.get("/v1/usage?group_by=tenant")
+            served = {line["tenant"]: line for line in usage["data"]}
+            assert served["blue"]["prompt_tokens"] == 20 * 100
+            assert served["red"]["cached_tokens"] == 40 * 60
+            assert served["blue"]["cost"] == "0.0012"  # 20 x (40 + 60 x 0.1 + 7 x 2) millionths
+            mine = await world.get("/v1/usage", key="sk-bob")
+            assert mine["total"]["requests"] == 20
+            status, _, text = await world.ask("/metrics", method="GET")
+            assert status == 200
+            assert b'stoker_gateway_prompt_tokens_total{model="m"} 6000' in text
+            assert b'stoker_gateway_requests_total{endpoint="chat",status="401"} 5' in text
+            assert (await world.get("/admin/ledger"))["reserved"]["requests"] == 0
+            # The tenants' caches are apart, and the clients' keys stay here.
+            seen = {header.get("authorization") for worker in world.workers for header in worker.headers}
+            assert seen == {None}
+        with closing(sqlite3.connect(tmp_path / "usage.db")) as connection:
+            rows = connection.execute("SELECT COUNT(*), SUM(prompt_tokens) FROM usage WHERE status = 200").fetchone()
+        assert rows == (60, 6000)
+
+    asyncio.run(main())
+
+
+def test_a_keys_limits_are_answered_with_429_and_a_time(tmp_path: Path) -> None:
+    async def main() -> None:
+        settings = {"key": [key_of("poor", requests_per_minute=3)]}
+        async with built(tmp_path, settings, [serving()]) as world:
+            answers = [await world.ask(key="sk-poor") for _ in range(5)]
+            assert [status for status, _, _ in answers] == [200, 200, 200, 429, 429]
+            assert 1 <= int(answers[-1][1]["retry-after"]) <= 20
+            assert json.loads(answers[-1][2])["error"]["code"] == "rate_limited"
+
+    asyncio.run(main())
+
+
+def test_reject_if_busy_does_not_wait(tmp_path: Path) -> None:
+    async def main() -> None:
+        settings = {"admission.requests_per_worker": 1}
+        async with built(tmp_path, settings, [serving(0.5)]) as world:
+            first = asyncio.create_task(world.ask())
+            waiting = asyncio.create_task(world.ask())
+            await until(lambda: world.workers[0].num_running == 1)
+            began = time.monotonic()
+            by_header = await world.ask(x_reject_if_busy="1")
+            by_body = await world.ask(body={**BODY, "rejectIfBusy": True})
+            assert time.monotonic() - began < 0.4
+            for status, headers, body in (by_header, by_body):
+                assert (status, json.loads(body)["error"]["code"]) == (503, "busy")
+                assert int(headers["retry-after"]) >= 1
+            assert [(await one)[0] for one in (first, waiting)] == [200, 200]
+            assert all(b"rejectIfBusy" not in body for body in world.workers[0].bodies)
+
+    asyncio.run(main())
+
+
+def test_overload_leaves_the_served_flat_and_refuses_the_rest_at_once(tmp_path: Path) -> None:
+    """4 places of 40 ms are 100 requests a second; three times that is offered for some seconds."""
+
+    async def main() -> None:
+        rules = {"admission.requests_per_worker": 4, "admission.queue_s": 1.0, "admission.standing_s": 0.3}
+        async with built(tmp_path, rules, [serving(0.04)]) as world:
+            served: list[tuple[float, float]] = []
+            refused: list[float] = []
+            peak = 0
+
+            async def one() -> None:
+                nonlocal peak
+                began = time.monotonic()
+                status, headers, _ = await world.ask()
+                peak = max(peak, world.workers[0].num_running)
+                took = time.monotonic() - began
+                if status == 200:
+                    served.append((began, took))
+                else:
+                    assert status == 503
+                    assert "retry-after" in headers
+                    refused.append(took)
+
+            start = time.monotonic()
+            tasks = []
+            while time.monotonic() - start < 5:
+                tasks += [asyncio.create_task(one()) for _ in range(6)]
+                await asyncio.sleep(0.02)
+            await asyncio.gather(*tasks)
+            assert peak <= 4
+            late = sorted(took for began, took in served if began - start > 2.5)
+            assert late[int(len(late) * 0.99)] < 1.2
+            assert len(refused) > 100
+            assert statistics.median(refused) < 0.15
+            assert (await world.get("/admin/ledger"))["admitted"]["requests"] == 0
+
+    asyncio.run(main())
+
+
+def test_workers_come_and_go_while_it_runs(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with built(tmp_path, {}, [serving()]) as world:
+            other = MockWorker(serving(), "late")
+            await other.start()
+            body = {"url": other.url, "dialect": "openai"}
+            status, _, _ = await world.ask("/admin/workers", body, ADMIN)
+            assert status == 200
+            first = str(world.workers[0].url).removeprefix("http://")
+            await until(lambda: all(member.models for member in world.gateway.fleet.members()))
+            assert (await world.ask(f"/admin/drain?worker={first}", {}, ADMIN))[0] == 200
+            before = len(world.workers[0].paths)
+            assert [(await world.ask())[0] for _ in range(5)] == [200] * 5
+            chats = [path for path in world.workers[0].paths[before:] if "chat" in path]
+            assert chats == []
+            name = other.url.removeprefix("http://")
+            assert (await world.ask(f"/admin/workers?worker={name}", {}, ADMIN, "DELETE"))[0] == 200
+            assert (await world.ask())[0] == 503
+            assert (await world.ask(f"/admin/undrain?worker={first}", {}, ADMIN))[0] == 200
+            assert (await world.ask())[0] == 200
+            bad = await world.ask("/admin/workers", {"url": "http://x", "dialect": "klingon"}, ADMIN)
+            assert bad[0] == 400
+            await other.stop()
+
+    asyncio.run(main())
+
+
+def test_draining_refuses_the_new_and_finishes_the_old(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with built(tmp_path, {}, [serving(0.3)]) as world:
+            running = asyncio.create_task(world.ask())
+            await until(lambda: world.gateway.num_running == 1)
+            world.gateway.begin_drain()
+            status, _, body = await world.ask()
+            assert (status, json.loads(body)["error"]["code"]) == (503, "draining")
+            assert (await world.ask("/ready", method="GET"))[0] == 503
+            await asyncio.wait_for(world.gateway.wait_idle(), 5)
+            assert (await running)[0] == 200
+
+    asyncio.run(main())
+
+
+def test_one_trace_a_request_from_the_client_through_the_gateway_to_the_worker(tmp_path: Path) -> None:
+    async def main() -> None:
+        sink = MockWorker(_takes_traces, "collector")
+        await sink.start()
+        trace_id, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+        settings = {"tracing.otlp_endpoint": f"{sink.url}/v1/traces"}
+        async with built(tmp_path, settings, [serving()]) as world:
+            assert (await world.ask(traceparent=f"00-{trace_id}-{parent}-01"))[0] == 200
+            chat = world.workers[0].paths.index("/v1/chat/completions")
+            passed_on = world.workers[0].headers[chat]["traceparent"].split("-")
+        spans = {span.name: span for body in sink.bodies for span in _spans(body)}
+        assert set(spans) == {"gateway.request", "admission", "route", "leg.decode"}
+        assert {span.trace_id.hex() for span in spans.values()} == {trace_id}
+        root = spans.pop("gateway.request")
+        assert root.parent_span_id.hex() == parent
+        assert {span.parent_span_id for span in spans.values()} == {root.span_id}
+        assert passed_on == ["00", trace_id, spans["leg.decode"].span_id.hex(), "01"]
+        await sink.stop()
+
+    asyncio.run(main())
+
+
+async def _takes_traces(worker: MockWorker, request: Request) -> None:
+    request.respond(200, [(b"content-type", b"application/x-protobuf")], b"")
+
+
+def _spans(body: bytes) -> list[Any]:
+    data = gzip.decompress(body) if body[:2] == b"\x1f\x8b" else body
+    message = ExportTraceServiceRequest.FromString(data)
+    return [span for resource in message.resource_spans for scope in resource.scope_spans for span in scope.spans]

@@ -1,0 +1,204 @@
+"""The gateway's settings: what a file and the command line say together, and complaints that name the field."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stoker.base.errors import ConfigError
+from stoker.fleet.spec import Role
+from stoker.gateway.config import GatewayConfig, load, read_secret
+from stoker.gateway.worker_option import parse_worker, worker_id_of
+
+HASH = "0" * 64
+
+FILE = f"""
+admin_token_file = "admin.token"
+
+[listen]
+port = 9000
+
+[routing]
+policy = "least_tokens"
+[routing.cost]
+kv_pressure_s = 0.3
+
+[admission]
+queue_s = 12
+
+[meter]
+path = "usage.db"
+
+[[worker]]
+url = "http://a:1"
+role = "prefill"
+models = ["m"]
+labels = {{ zone = "x" }}
+
+[[worker]]
+url = "http://b:2/"
+dialect = "vllm"
+events = "tcp://b:5557"
+
+[[price]]
+model = "*"
+input = 0.5
+cached_input = 0.05
+output = 2
+
+[[tenant]]
+name = "team-a"
+weight = 2
+
+[[key]]
+name = "alice"
+sha256 = "{HASH}"
+tenant = "team-a"
+requests_per_minute = 60
+"""
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "gateway.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_file_with_everything_in_it(tmp_path: Path) -> None:
+    config = load(write(tmp_path, FILE))
+    assert (config.listen.port, config.routing.policy, config.admission.queue_s) == (9000, "least_tokens", 12)
+    assert config.routing.cost.kv_pressure_s == 0.3
+    assert config.meter.path == Path("usage.db")
+    assert config.admin_token_file == Path("admin.token")
+    first, second = config.worker_specs()
+    assert (first.worker_id, first.role, first.models, dict(first.labels)) == (
+        "a:1",
+        Role.PREFILL,
+        ("m",),
+        {"zone": "x"},
+    )
+    assert (second.url, second.dialect, second.events_url) == ("http://b:2", "vllm", "tcp://b:5557")
+    assert config.key[0].tenant == "team-a"
+    assert config.price[0].cached_input == 0.05
+
+
+def test_the_command_line_wins_and_its_workers_join_the_files(tmp_path: Path) -> None:
+    overrides = {"listen.port": 1234, "worker": [{"url": "http://c:3"}], "meter.path": "other.db"}
+    config = load(write(tmp_path, FILE), overrides)
+    assert config.listen.port == 1234
+    assert config.meter.path == Path("other.db")
+    assert [spec.worker_id for spec in config.worker_specs()] == ["a:1", "b:2", "c:3"]
+
+
+def test_no_file_is_the_defaults() -> None:
+    assert load(None) == GatewayConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[listen]\nport = 'x'", "listen.port: expected `int`, got `str`"),
+        ("[listen]\nprot = 1", "listen.prot: no such setting; did you mean listen.port?"),
+        ("[listen]\nport = 70000", "listen.port=70000"),
+        ("nonsense = 1", "nonsense: no such setting; there are: admin_token_file"),
+        ("[routing.cost]\nmove = 1", "routing.cost.move: no such setting"),
+        ("[admission]\nqueue_s = -1", "admission.queue_s=-1"),
+        ("[listen]\ntls_cert = 'a.pem'", "TLS needs both"),
+        (
+            "[[worker]]\nurl = 'http://a'\nrole = 'boss'",
+            "worker http://a: role='boss' must be one of unified, prefill, decode",
+        ),
+        (
+            "[[worker]]\nurl = 'http://a'\nrle = 'prefill'",
+            "worker[0].rle: no such setting; did you mean worker[0].role?",
+        ),
+        ("[[worker]]\nurl = 'http://a'\nweight = 'x'", "worker[0].weight: expected `float`"),
+        ("[[worker]]\nrole = 'prefill'", "worker[0]: object missing required field `url`"),
+        ("[[worker]]\nurl = 'http://a'\n[[worker]]\nurl = 'http://a/'", "worker.url: http://a is there twice"),
+        ("[[worker]]\nurl = 'ftp://a'", "worker ftp://a: url must be like http://host:port"),
+        ("[[worker]]\nurl = 'http://a:99999'", "worker http://a:99999: url"),
+        ("[[worker]]\nurl = 'http://u:p@a'", "nothing else"),
+        ("[[key]]\nname = 'a'\nsha256 = 'abc'", "key 'a': sha256 must be 64"),
+        (f"[[key]]\nname = 'a b'\nsha256 = '{HASH}'", "key.name='a b'"),
+        (f"[[key]]\nname = 'a'\nsha256 = '{HASH}'\ntenant = 'x:y'", "key 'a': tenant='x:y'"),
+        (f"[[key]]\nname = 'a'\nsha256 = '{HASH}'\nconcurrency = 0", "key 'a'.concurrency=0"),
+        ("[[price]]\nmodel = 'm'\ninput = -1\noutput = 1", "price.input=-1"),
+        ("log_level = 'loud'", "log_level='loud'"),
+        ("[tracing]\nsample = 2", "tracing.sample=2"),
+        ("[listen", "not TOML"),
+    ],
+)
+def test_complaints_name_the_field(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(write(tmp_path, text)).worker_specs()
+    assert words in caught.value.message
+
+
+def test_two_urls_of_one_worker_are_noticed() -> None:
+    config = load(None, {"worker": [{"url": "http://a"}, {"url": "http://a:80"}]})
+    with pytest.raises(ConfigError, match="a:80 is there twice"):
+        config.worker_specs()
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(tmp_path / "nowhere.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "table"),
+    [
+        ("http://a:1", {"url": "http://a:1"}),
+        ("http://a:1,role=decode,dialect=sglang", {"url": "http://a:1", "role": "decode", "dialect": "sglang"}),
+        ("http://a:1, weight=0.5 ,cluster=eu", {"url": "http://a:1", "weight": 0.5, "cluster": "eu"}),
+        ("http://a:1,model=x,model=y", {"url": "http://a:1", "models": ["x", "y"]}),
+        ("http://a:1,label.zone=b", {"url": "http://a:1", "labels": {"zone": "b"}}),
+        (
+            "http://a:1,events=tcp://a:5557,bootstrap_port=8998",
+            {"url": "http://a:1", "events": "tcp://a:5557", "bootstrap_port": 8998},
+        ),
+    ],
+)
+def test_a_worker_on_the_command_line(text: str, table: dict[str, Any]) -> None:
+    assert parse_worker(text) == table
+    assert load(None, {"worker": [table]}).worker_specs()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a:1", "url must be like"),
+        ("http://a,role", "'role' must be like name=value"),
+        ("http://a,colour=red", "no option 'colour'; there are: role, dialect"),
+        ("http://a,weight=heavy", "weight='heavy' is not a number"),
+        ("http://a,role=decode,role=prefill", "role is there twice"),
+        ("http://a,weight=0", "weight=0.0 must be above zero"),
+        ("http://a,weight=nan", "must be above zero"),
+        ("http://a,events=5557", "must begin with tcp://"),
+    ],
+)
+def test_a_wrong_worker_option_is_quoted(text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_worker(text)
+    assert words in caught.value.message
+
+
+def test_worker_ids_are_host_port_and_path() -> None:
+    assert worker_id_of("http://a") == "a:80"
+    assert worker_id_of("https://a/") == "a:443"
+    assert worker_id_of("http://[::1]:8000") == "[::1]:8000"
+    assert worker_id_of("http://a:1/openai/") == "a:1/openai"
+
+
+def test_secrets_come_from_files(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    assert read_secret(None, "admin_token_file") is None
+    path.write_text("  s3cret\n")
+    assert read_secret(path, "admin_token_file") == "s3cret"
+    path.write_text("\n")
+    with pytest.raises(ConfigError, match="is empty"):
+        read_secret(path, "admin_token_file")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_secret(tmp_path / "none", "admin_token_file")

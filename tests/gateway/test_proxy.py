@@ -1,0 +1,508 @@
+"""The request path with plain workers: bytes through, retries before the first byte, clean errors, one row for each request."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from typing import Any
+
+import pytest
+from mocks import DONE, SSE, MockWorker, answers, chunk, drops, hangs, in_turn, streams, until, usage, usage_chunk
+from world import World
+
+from stoker.gateway.config import KeySettings, ProxySettings
+from stoker.gateway.http import Request
+
+CHAT = b'{"model": "m",  "messages": [{"role": "user", "content": "hi"}]}'
+STREAM = b'{"model": "m", "stream": true, "messages": [{"role": "user", "content": "hi"}]}'
+ANSWER = json.dumps({"id": "c", "choices": [], "usage": usage(10, 4, 2)}).encode()
+
+
+def test_a_whole_answer_passes_both_ways_as_it_is() -> None:
+    async def main() -> None:
+        async with World() as world:
+            worker = await world.add("a", answers(ANSWER, headers=[(b"x-model", b"m1"), (b"x-stoker-inside", b"1")]))
+            headers = [
+                (b"content-type", b"application/json"),
+                (b"authorization", b"Bearer client"),
+                (b"x-stoker-stream", b"1"),
+                (b"x-override-bootstrap-room", b"1"),
+                (b"x-data-parallel-rank", b"3"),
+                (b"accept-encoding", b"gzip"),
+                (b"connection", b"keep-alive, x-hop"),
+                (b"x-hop", b"1"),
+                (b"x-request-id", b"mine-1"),
+                (b"x-custom", b"yes"),
+            ]
+            got = await world.ask(CHAT, headers=headers)
+            assert (got.status, got.body) == (200, ANSWER)
+            assert got.headers["x-request-id"] == "mine-1"
+            assert got.headers["x-model"] == "m1"
+            assert "x-stoker-inside" not in got.headers
+            assert worker.bodies == [CHAT]
+            [seen] = worker.headers
+            assert seen == {
+                "host": f"127.0.0.1:{worker.port}",
+                "content-length": str(len(CHAT)),
+                "content-type": "application/json",
+                "x-custom": "yes",
+                "x-request-id": "mine-1",
+            }
+            row = await world.settled()
+            assert (row.status, row.worker, row.endpoint, row.model) == (200, "a", "chat", "m")
+            assert (row.prompt_tokens, row.cached_tokens, row.completion_tokens) == (10, 4, 2)
+            assert row.request_id != "mine-1"
+
+    asyncio.run(main())
+
+
+def test_an_odd_request_id_is_replaced() -> None:
+    async def main() -> None:
+        async with World() as world:
+            worker = await world.add("a", answers(ANSWER))
+            got = await world.ask(CHAT, headers=[(b"x-request-id", b"has blanks")])
+            assert got.headers["x-request-id"].startswith("req_")
+            assert worker.headers[0]["x-request-id"] == got.headers["x-request-id"]
+
+    asyncio.run(main())
+
+
+def test_a_stream_passes_event_by_event_and_its_usage_is_metered_unseen() -> None:
+    async def main() -> None:
+        async with World() as world:
+            worker = await world.add("a", streams(chunk("a"), chunk("b"), usage_chunk(10, 4, 2), DONE, pause_s=0.01))
+            pieces: list[bytes] = []
+            answer = await world.send(STREAM)
+            await answer.relay(pieces.append)
+            assert b"".join(pieces) == chunk("a") + chunk("b") + DONE
+            assert len(pieces) >= 3
+            assert answer.header(b"content-type") == SSE[0][1]
+            assert worker.bodies == [b'{"stream_options":{"include_usage":true},' + STREAM[1:]]
+            row = await world.settled()
+            assert (row.prompt_tokens, row.cached_tokens, row.completion_tokens) == (10, 4, 2)
+            assert row.ttft_ms is not None
+            assert row.ttft_ms <= row.e2e_ms
+
+    asyncio.run(main())
+
+
+def test_a_client_that_asks_for_usage_gets_it() -> None:
+    async def main() -> None:
+        async with World() as world:
+            worker = await world.add("a", streams(chunk("a"), usage_chunk(10, 4, 2), DONE))
+            body = {"model": "m", "stream": True, "stream_options": {"include_usage": True}}
+            got = await world.ask(body)
+            assert got.body.count(b'"usage"') == 1
+            assert worker.jsons == [body]
+
+    asyncio.run(main())
+
+
+def test_other_stream_options_are_kept_when_usage_is_asked_for() -> None:
+    async def main() -> None:
+        async with World() as world:
+            worker = await world.add("a", streams(chunk("a"), usage_chunk(10, 4, 2), DONE))
+            got = await world.ask({"model": "m", "stream": True, "stream_options": {"x": [1]}})
+            assert got.body == chunk("a") + DONE
+            assert worker.jsons[0]["stream_options"] == {"x": [1], "include_usage": True}
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_will_not_be_asked_for_usage_is_not_asked_again() -> None:
+    async def main() -> None:
+        async with World() as world:
+            refusal = {"error": {"message": "unknown field: stream_options"}}
+            worker = await world.add("a", in_turn(answers(refusal, 400), streams(chunk("a"), DONE)))
+            for _ in range(2):
+                assert (await world.ask(STREAM)).body == chunk("a") + DONE
+            assert [b"stream_options" in body for body in worker.bodies] == [True, False, False]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "failing",
+    [drops(), answers({"error": {}}, 503), answers({"error": {}}, 502), answers({"error": {}}, 429), streams(cut=True)],
+)
+@pytest.mark.parametrize("body", [CHAT, STREAM])
+def test_before_the_first_byte_another_worker_is_asked(failing: Any, body: bytes) -> None:
+    async def main() -> None:
+        good = streams(chunk("a"), DONE) if body == STREAM else answers(ANSWER)
+        async with World() as world:
+            bad = await world.add("bad", failing)
+            await world.add("good", good)
+            for _ in range(2):  # whoever is asked first
+                got = await world.ask(body)
+                assert got.status == 200
+                assert got.body in (ANSWER, chunk("a") + DONE)
+            assert len(bad.bodies) == 1
+            assert sum(world.metrics.retries.values()) == 1
+            assert len(world.rows.rows) == 2
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_is_not_there_costs_a_client_nothing() -> None:
+    async def main() -> None:
+        async with World() as world:
+            gone = await world.add("gone", answers(ANSWER))
+            await gone.stop()
+            await world.add("there", answers(ANSWER))
+            for _ in range(4):
+                assert (await world.ask(CHAT)).status == 200
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("body", [CHAT, STREAM])
+def test_a_lone_worker_that_is_restarted_is_waited_for(body: bytes) -> None:
+    async def main() -> None:
+        async with World(resume_grace_s=5.0) as world:
+            worker = await world.add("a", in_turn(drops(), streams(chunk("a"), DONE)))
+            asking = asyncio.create_task(world.ask(body))
+            await worker.until(lambda: len(worker.bodies) == 1)
+            await worker.stop()
+            await asyncio.sleep(0.3)
+            await worker.start()
+            assert (await asking).status == 200
+            await world.settled()
+
+    asyncio.run(main())
+
+
+def test_a_whole_answer_that_is_cut_short_is_asked_for_again() -> None:
+    async def cut(worker: MockWorker, request: Request) -> None:
+        request.start(200, [(b"content-type", b"application/json")])
+        request.write(ANSWER[:10])
+        await asyncio.sleep(0.01)
+        request.abort()
+
+    async def main() -> None:
+        async with World() as world:
+            await world.add("a", in_turn(cut, answers(ANSWER)))
+            await world.add("b", in_turn(cut, answers(ANSWER)))
+            assert (await world.ask(CHAT)).body == ANSWER
+            assert (await world.settled()).status == 200
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("status", [400, 404, 422, 500])
+def test_what_the_client_must_hear_is_not_asked_again(status: int) -> None:
+    async def main() -> None:
+        async with World() as world:
+            said = {"error": {"message": "no", "type": "x", "param": None, "code": "y"}}
+            for name in "ab":
+                await world.add(name, answers(said, status))
+            got = await world.ask(CHAT)
+            assert (got.status, got.json) == (status, said)
+            assert sum(len(worker.bodies) for worker in world.workers.values()) == 1
+            assert (await world.settled()).status == status
+
+    asyncio.run(main())
+
+
+def test_when_all_are_busy_the_client_hears_what_the_last_one_said() -> None:
+    async def main() -> None:
+        async with World() as world:
+            for name in "ab":
+                await world.add(name, answers({"error": {"message": "full"}}, 503, [(b"retry-after", b"7")]))
+            got = await world.ask(CHAT)
+            assert (got.status, got.headers["retry-after"]) == (503, "7")
+            assert got.json == {"error": {"message": "full"}}
+            assert "x-request-id" in got.headers
+            await world.settled()
+
+    asyncio.run(main())
+
+
+def test_when_nobody_is_left_the_client_gets_one_clean_error() -> None:
+    async def main() -> None:
+        async with World() as world:
+            for name in "ab":
+                await world.add(name, drops())
+            got = await world.ask(CHAT)
+            assert got.status == 502
+            assert got.json["error"]["code"] == "worker_failed"
+            row = await world.settled()
+            assert (row.status, row.error) == (502, "worker_failed")
+            assert (await world.ask({"model": "other"})).json["error"]["code"] == "model_not_found"
+
+    asyncio.run(main())
+
+
+def test_retries_stay_a_small_part_of_all_requests() -> None:
+    async def main() -> None:
+        async with World(proxy=ProxySettings(retry_share=0.1, retries=50)) as world:
+            worker = await world.add("a", answers({"error": {}}, 429))
+            for _ in range(50):
+                await world.ask(CHAT)
+            # Twenty saved at the start, a tenth for each request.
+            assert 70 <= len(worker.bodies) <= 76
+
+    asyncio.run(main())
+
+
+def test_a_foreign_stream_that_breaks_ends_with_an_error_and_no_done() -> None:
+    async def main() -> None:
+        async with World() as world:
+            for name in "ab":
+                await world.add(name, streams(chunk("a"), b"data: {torn", cut=True, pause_s=0.01))
+            got = await world.ask(STREAM)
+            assert got.status == 200
+            first, error, nothing = got.body.split(b"\n\n")
+            assert (first + b"\n\n", nothing) == (chunk("a"), b"")
+            assert json.loads(error[6:])["error"]["code"] == "worker_lost"
+            row = await world.settled()
+            assert (row.status, row.error) == (200, "worker_lost")
+
+    asyncio.run(main())
+
+
+def test_a_stream_cut_after_its_end_is_whole() -> None:
+    async def main() -> None:
+        async with World() as world:
+            await world.add("a", streams(chunk("a"), DONE, cut=True, pause_s=0.01))
+            assert (await world.ask(STREAM)).body == chunk("a") + DONE
+            assert (await world.settled()).error is None
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("script", [hangs(), streams(chunk("a"), chunk("b"), pause_s=5.0)])
+@pytest.mark.parametrize("body", [CHAT, STREAM])
+def test_a_client_that_leaves_frees_its_worker_at_once(script: Any, body: bytes) -> None:
+    async def main() -> None:
+        async with World() as world:
+            worker = await world.add("a", script)
+            asking = asyncio.create_task(world.ask(body))
+            await worker.until(lambda: worker.num_running == 1)
+            await asyncio.sleep(0.05)
+            left = time.monotonic()
+            asking.cancel()
+            await worker.until(lambda: worker.num_gone == 1)
+            assert time.monotonic() - left < 0.2
+            row = await world.settled()
+            assert (row.status, row.error) == (499, "client_gone")
+
+    asyncio.run(main())
+
+
+def test_a_client_that_reads_slowly_slows_its_worker_down() -> None:
+    piece = chunk("x" * 65536)
+
+    async def main() -> None:
+        async with World() as world:
+            num_written = 0
+
+            async def pours(worker: MockWorker, request: Request) -> None:
+                nonlocal num_written
+                request.start(200, SSE)
+                while num_written < 2000:
+                    if not request.paused:
+                        request.write(piece)
+                        num_written += 1
+                    await asyncio.sleep(0)
+                request.write(DONE)
+                request.finish()
+
+            await world.add("a", pours)
+            answer = await world.send(STREAM)
+            answer.pause()
+            await asyncio.sleep(0.7)
+            stalled_at = num_written
+            assert stalled_at < 1000
+            answer.resume()
+            body = await answer.read(1 << 28)
+            assert body == piece * 2000 + DONE
+            await world.settled()
+
+    asyncio.run(main())
+
+
+def test_a_prompt_computed_alone_tells_how_fast_its_worker_is() -> None:
+    async def main() -> None:
+        async with World(prompt_tokens=5000) as world:
+            await world.add("a", streams(chunk("a"), DONE, pause_s=0.01))
+            await world.ask(STREAM)
+            alone = world.fleet.members()[0].rates.prefill_tokens_per_s
+            assert alone is not None
+            assert alone > 5000
+        async with World(prompt_tokens=100) as world:
+            await world.add("a", streams(chunk("a"), DONE))
+            await world.ask(STREAM)
+            assert world.fleet.members()[0].rates.prefill_tokens_per_s is None
+
+    asyncio.run(main())
+
+
+def test_the_prompt_is_no_longer_reserved_once_the_first_byte_is_there() -> None:
+    async def main() -> None:
+        async with World(prompt_tokens=5000) as world:
+            await world.add("a", streams(b"", chunk("a"), chunk("b"), DONE, pause_s=0.1))
+            asking = asyncio.create_task(world.ask(STREAM))
+            await until(lambda: world.ledger.totals().prefill_tokens == 5000)
+            await until(lambda: world.ledger.totals().prefill_tokens == 0)
+            assert world.ledger.totals().requests == 1
+            assert world.admission.tokens_in_flight == 0
+            await asking
+            await world.settled()
+
+    asyncio.run(main())
+
+
+def test_the_route_is_told_where_that_is_wanted() -> None:
+    async def main() -> None:
+        async with World(debug_routes=True, policy="cost") as world:
+            await world.add("a", answers(ANSWER))
+            told = (await world.ask(CHAT)).headers["x-stoker-route"]
+            assert told.startswith("decode=a;policy=cost;cached=0/10;a=")
+        async with World() as world:
+            await world.add("a", answers(ANSWER))
+            assert "x-stoker-route" not in (await world.ask(CHAT)).headers
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b"{", "invalid_json"),
+        (b'{"model":"m","resume":{}}', "unknown_parameter"),
+        (b'{"model":"m","kv_transfer_params":{}}', "unknown_parameter"),
+        (b'{"model":"m","bootstrap_room":1}', "unknown_parameter"),
+        (b'{"model":"nobody"}', "model_not_found"),
+    ],
+)
+def test_what_is_wrong_with_a_request_is_said_before_any_worker_hears_of_it(body: bytes, code: str) -> None:
+    async def main() -> None:
+        async with World() as world:
+            worker = await world.add("a", answers(ANSWER))
+            got = await world.ask(body)
+            assert got.status in (400, 404)
+            assert got.json["error"]["code"] == code
+            assert worker.bodies == []
+
+    asyncio.run(main())
+
+
+def test_a_tenants_salt_is_put_over_the_clients_own_for_those_who_know_salts() -> None:
+    async def main() -> None:
+        key = KeySettings("k", hashlib.sha256(b"secret-key").hexdigest(), tenant="t", priority=5)
+        async with World(keys=[key]) as world:
+            plain = await world.add("plain", answers(ANSWER))
+            assert (await world.ask(CHAT)).status == 401
+            headers = [(b"authorization", b"Bearer secret-key")]
+            await world.ask(CHAT, headers=headers)
+            assert plain.bodies == [CHAT]
+            world.fleet.remove("plain", time.monotonic())  # type: ignore[arg-type]
+            engine = await world.add("engine", answers(ANSWER), dialect="vllm")
+            await world.ask(CHAT, headers=headers)
+            await world.ask({"model": "m", "cache_salt": "mine", "priority": 1}, headers=headers)
+            assert engine.bodies[0] == b'{"cache_salt":"tenant:t",' + CHAT[1:]
+            assert engine.jsons[1] == {"model": "m", "cache_salt": "tenant:t:mine", "priority": 5}
+            assert world.rows.rows[-1].tenant == "t"
+
+    asyncio.run(main())
+
+
+def test_an_option_for_the_gateway_is_not_passed_on() -> None:
+    async def main() -> None:
+        async with World() as world:
+            worker = await world.add("a", answers(ANSWER))
+            await world.ask(
+                {"model": "m", "rejectIfBusy": True, "temperature": 0.5}, headers=[(b"x-reject-if-busy", b"1")]
+            )
+            assert worker.jsons == [{"model": "m", "temperature": 0.5}]
+            assert "x-reject-if-busy" not in worker.headers[0]
+
+    asyncio.run(main())
+
+
+def test_the_model_may_be_left_out_where_there_is_one() -> None:
+    async def main() -> None:
+        async with World() as world:
+            worker = await world.add("a", answers(ANSWER))
+            assert (await world.ask({"messages": []})).status == 200
+            assert worker.jsons == [{"messages": []}]
+
+    asyncio.run(main())
+
+
+def test_the_other_paths() -> None:
+    async def main() -> None:
+        async with World() as world:
+            assert (await world.get("/ready")).status == 503
+            await world.add("a", answers(ANSWER))
+            assert (await world.get("/health")).json == {"status": "ok"}
+            assert (await world.get("/ready")).status == 200
+            assert [card["id"] for card in (await world.get("/v1/models")).json["data"]] == ["m"]
+            assert (await world.get("/v1/models/m")).json["id"] == "m"
+            assert (await world.get("/v1/models/x")).status == 404
+            assert (await world.get("/v1/nothing")).json["error"]["code"] == "unknown_url"
+            assert (await world.get("/v1/chat/completions")).status == 405
+            assert b"stoker_gateway_requests_total" in (await world.get("/metrics")).body
+            for path in ("/admin/fleet", "/v1/usage", "/stoker/register"):
+                assert (await world.get(path)).json == {"part": path}
+
+    asyncio.run(main())
+
+
+def test_a_draining_gateway_ends_what_it_has_and_takes_no_more() -> None:
+    async def main() -> None:
+        async with World() as world:
+            await world.add("a", streams(chunk("a"), DONE, pause_s=0.1))
+            running = await world.send(STREAM)
+            world.state.begin_drain()
+            refused = await world.ask(CHAT)
+            assert (refused.status, refused.json["error"]["code"]) == (503, "draining")
+            assert "retry-after" in refused.headers
+            assert (await world.get("/ready")).status == 503
+            assert await running.read(1 << 20) == chunk("a") + DONE
+
+    asyncio.run(main())
+
+
+def test_a_bug_is_a_clean_500() -> None:
+    async def main() -> None:
+        async with World() as world:
+            await world.add("a", answers(ANSWER))
+            world.gateway._parts.proxy._dialects.clear()
+            got = await world.ask(CHAT)
+            assert (got.status, got.json["error"]["code"]) == (500, "internal_error")
+            assert (await world.settled()).error == "internal_error"
+
+    asyncio.run(main())
+
+
+def test_a_client_that_only_half_closed_is_gone() -> None:
+    async def main() -> None:
+        async with World() as world:
+            worker = await world.add("a", hangs())
+            _reader, writer = await asyncio.open_connection("127.0.0.1", world.server.port)
+            writer.write(
+                b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(CHAT) + CHAT
+            )
+            await worker.until(lambda: worker.num_running == 1)
+            writer.close()
+            await worker.until(lambda: worker.num_gone == 1)
+            await world.settled()
+
+    asyncio.run(main())
+
+
+def test_an_answer_that_nobody_could_hold_is_an_error_not_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stoker.gateway.legs.MAX_ANSWER_BYTES", 100)
+
+    async def main() -> None:
+        async with World() as world:
+            await world.add("a", answers(b"x" * 200))
+            got = await world.ask(CHAT)
+            assert got.status == 500
+            assert got.json["error"]["code"] == "answer_too_large"
+            await world.settled()
+
+    asyncio.run(main())

@@ -1,0 +1,344 @@
+"""Workers of ours that die: the client sees one stream, the very bytes of an undisturbed run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from typing import Any
+
+import pytest
+from fake_stoker import FakeStoker
+from world import World
+
+from stoker.fleet.spec import Role
+
+BODY: dict[str, Any] = {"model": "m", "messages": [], "stream": True, "seed": 42, "max_tokens": 8}
+USAGE = {"stream_options": {"include_usage": True}}
+ID = [(b"x-request-id", b"r1")]
+
+
+async def undisturbed(body: dict[str, Any]) -> bytes:
+    async with World() as world:
+        await world.add("a", FakeStoker(), dialect="stoker")
+        return (await world.ask(body, headers=ID)).body
+
+
+@pytest.mark.parametrize("more", [{}, USAGE, {"n": 3, **USAGE}], ids=["plain", "usage", "three"])
+@pytest.mark.parametrize("dies", range(8))
+@pytest.mark.parametrize("tears", [0, 5, 30])
+def test_another_worker_goes_on_from_exactly_the_tokens_that_were_sent(
+    more: dict[str, Any], dies: int, tears: int
+) -> None:
+    async def main() -> None:
+        body = BODY | more
+        expected = await undisturbed(body)
+        async with World() as world:
+            # The second worker would give other numbers by itself: its clock and its cache are its own.
+            await world.add("a", FakeStoker(dies=[dies], tears=tears), dialect="stoker")
+            b = await world.add("b", FakeStoker(created=2000, cached_tokens=9), dialect="stoker")
+            got = await world.ask(body, headers=ID)
+            row = await world.settled()
+            assert row.completion_tokens == 8 * body.get("n", 1)
+            assert row.error is None
+            assert len(b.bodies) == 1
+            if dies == 0:
+                # Nothing was shown: all is the second worker's.
+                assert row.resumed == 0
+                assert "resume" not in b.jsons[0]
+                assert row.cached_tokens == 9
+            else:
+                assert got.body == expected
+                assert row.resumed == 1
+                assert row.cached_tokens == 3
+                assert world.metrics.resumes["completed"] == 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("splits", [1, 3, 17])
+def test_bytes_may_be_cut_anywhere(splits: int) -> None:
+    async def main() -> None:
+        body = BODY | USAGE | {"n": 2}
+        expected = await undisturbed(body)
+        async with World() as world:
+            await world.add("a", FakeStoker(dies=[5], tears=20, splits=splits), dialect="stoker")
+            await world.add("b", FakeStoker(splits=splits, cached_tokens=9), dialect="stoker")
+            assert (await world.ask(body, headers=ID)).body == expected
+
+    asyncio.run(main())
+
+
+def test_a_client_never_sees_a_line_of_ours_and_a_seed_is_made_up_where_there_is_none() -> None:
+    async def main() -> None:
+        async with World() as world:
+            a = await world.add("a", FakeStoker(dies=[3]), dialect="stoker")
+            b = await world.add("b", FakeStoker(), dialect="stoker")
+            body = {name: value for name, value in BODY.items() if name != "seed"}
+            got = await world.ask(body)
+            assert got.status == 200
+            assert b"\n:" not in b"\n" + got.body
+            assert a.headers[0]["x-stoker-stream"] == "1"
+            assert a.jsons[0]["seed"] == b.jsons[0]["seed"] >= 0
+            assert a.bodies[0] == b'{"seed":%d,' % a.jsons[0]["seed"] + json.dumps(body).encode()[1:]
+            assert b.jsons[0]["resume"]["created"] == 1000
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_dies_inside_its_worker_is_a_death_like_any_other() -> None:
+    async def main() -> None:
+        expected = await undisturbed(BODY)
+        async with World() as world:
+            await world.add("a", FakeStoker(fails=[4]), dialect="stoker")
+            await world.add("b", FakeStoker(), dialect="stoker")
+            assert (await world.ask(BODY, headers=ID)).body == expected
+            assert (await world.settled()).resumed == 1
+
+    asyncio.run(main())
+
+
+def test_a_lone_worker_that_comes_back_goes_on_itself() -> None:
+    async def main() -> None:
+        expected = await undisturbed(BODY)
+        async with World(resume_grace_s=5.0) as world:
+            worker = await world.add("a", FakeStoker(dies=[4]), dialect="stoker")
+            asking = asyncio.create_task(world.ask(BODY, headers=ID))
+            await worker.until(lambda: len(worker.bodies) == 1 and worker.num_running == 0)
+            await worker.stop()
+            await asyncio.sleep(0.4)
+            await worker.start()
+            assert (await asking).body == expected
+            assert (await world.settled()).resumed == 1
+
+    asyncio.run(main())
+
+
+def test_three_workers_may_die_but_not_four() -> None:
+    async def main() -> None:
+        expected = await undisturbed(BODY)
+        async with World() as world:
+            for name in "abc":
+                await world.add(name, FakeStoker(dies=[2]), dialect="stoker")
+            await world.add("d", FakeStoker(), dialect="stoker")
+            assert (await world.ask(BODY, headers=ID)).body == expected
+            assert (await world.settled()).resumed == 3
+        async with World() as world:
+            for name in "abcd":
+                await world.add(name, FakeStoker(dies=[1, 1, 1]), dialect="stoker")
+            await world.add("e", FakeStoker(), dialect="stoker")
+            got = await world.ask(BODY, headers=ID)
+            assert b"[DONE]" not in got.body
+            *_, error, _ = got.body.split(b"\n\n")
+            assert json.loads(error[6:])["error"]["code"] == "worker_lost"
+            row = await world.settled()
+            assert row.error == "worker_lost"
+            assert row.completion_tokens == 4
+            assert world.metrics.resumes["failed"] == 1
+
+    asyncio.run(main())
+
+
+def test_when_nobody_comes_back_the_stream_ends_with_an_error_in_time() -> None:
+    async def main() -> None:
+        async with World(resume_grace_s=0.4) as world:
+            worker = await world.add("a", FakeStoker(dies=[4], pace_s=0.01), dialect="stoker")
+            asking = asyncio.create_task(world.ask(BODY, headers=ID))
+            await worker.until(lambda: worker.num_running == 1)
+            began = time.monotonic()
+            await worker.until(lambda: worker.num_running == 0)
+            await worker.stop()
+            got = await asking
+            assert 0.3 < time.monotonic() - began < 1.5
+            assert b"worker_lost" in got.body
+            assert b"[DONE]" not in got.body
+            row = await world.settled()
+            assert (row.status, row.error, row.completion_tokens) == (200, "worker_lost", 4)
+            assert (row.prompt_tokens, row.cached_tokens) == (10, 3)
+
+    asyncio.run(main())
+
+
+def test_a_stream_of_ours_is_never_continued_by_a_foreign_worker() -> None:
+    async def main() -> None:
+        async with World(resume_grace_s=0.3) as world:
+            await world.add("a", FakeStoker(dies=[4]), dialect="stoker")
+            foreign = await world.add("f", FakeStoker(), dialect="openai")
+            world.fleet.drain("f", time.monotonic())  # type: ignore[arg-type]
+            asking = asyncio.create_task(world.ask(BODY))
+            await world.workers["a"].until(lambda: len(world.workers["a"].bodies) == 1)
+            world.fleet.drain("f", time.monotonic(), False)  # type: ignore[arg-type]
+            await world.workers["a"].stop()
+            assert b"worker_lost" in (await asking).body
+            assert foreign.bodies == []
+
+    asyncio.run(main())
+
+
+def test_a_client_that_leaves_while_its_stream_is_being_saved() -> None:
+    async def main() -> None:
+        async with World(resume_grace_s=5.0) as world:
+            worker = await world.add("a", FakeStoker(dies=[4]), dialect="stoker")
+            asking = asyncio.create_task(world.ask(BODY))
+            await worker.until(lambda: len(worker.bodies) == 1 and worker.num_running == 0)
+            await worker.stop()
+            await asyncio.sleep(0.2)
+            asking.cancel()
+            row = await world.settled()
+            assert (row.status, row.completion_tokens) == (499, 4)
+
+    asyncio.run(main())
+
+
+def test_a_whole_answer_is_asked_for_again_with_the_same_seed() -> None:
+    async def main() -> None:
+        async with World() as world:
+            a = await world.add("a", FakeStoker(dies=[0]), dialect="stoker")
+            b = await world.add("b", FakeStoker(), dialect="stoker")
+            got = await world.ask({"model": "m", "max_tokens": 4})
+            assert got.status == 200
+            assert a.jsons[0] == b.jsons[0]
+            assert a.jsons[0]["seed"] is not None
+            assert "x-stoker-stream" not in a.headers[0]
+            row = await world.settled()
+            assert (row.prompt_tokens, row.cached_tokens, row.completion_tokens) == (10, 3, 4)
+
+    asyncio.run(main())
+
+
+# ---- hand-off
+
+
+async def pair(world: World, prefill: FakeStoker, decode: FakeStoker) -> None:
+    await world.add("p", prefill, role=Role.PREFILL, dialect="stoker")
+    await world.add("d", decode, role=Role.DECODE, dialect="stoker")
+
+
+@pytest.mark.parametrize("more", [{}, USAGE, {"n": 3, **USAGE}], ids=["plain", "usage", "three"])
+def test_a_hand_off_is_a_planned_resume(more: dict[str, Any]) -> None:
+    async def main() -> None:
+        body = BODY | more
+        expected = await undisturbed(body)
+        async with World(prompt_tokens=5000, policy="least_tokens") as world:
+            await pair(world, FakeStoker(), FakeStoker(created=2000, cached_tokens=10))
+            got = await world.ask(body, headers=ID)
+            assert got.body == expected
+            p, d = world.workers["p"], world.workers["d"]
+            assert p.bodies == [b'{"kv_transfer_params":{"do_remote_decode":true},' + json.dumps(body).encode()[1:]]
+            [sent] = d.jsons
+            assert sent.pop("kv_transfer_params") == {"remote_host": "10.0.0.1", "block keys": ["a b"]}
+            resume = sent.pop("resume")
+            assert resume["created"] == 1000
+            assert [len(choice["token_ids"]) for choice in resume["choices"]] == [1] * body.get("n", 1)
+            assert sent == body
+            row = await world.settled()
+            assert (row.worker, row.resumed, row.cached_tokens) == ("d", 0, 3)
+
+    asyncio.run(main())
+
+
+def test_a_whole_answer_is_handed_off_too() -> None:
+    async def main() -> None:
+        body = {"model": "m", "max_tokens": 6, "seed": 42}
+        async with World() as world:
+            await world.add("a", FakeStoker(), dialect="stoker")
+            expected = (await world.ask(body, headers=ID)).json
+        async with World(prompt_tokens=5000, policy="least_tokens") as world:
+            await pair(world, FakeStoker(), FakeStoker(created=2000, cached_tokens=10))
+            assert (await world.ask(body, headers=ID)).json == expected
+            assert world.workers["p"].jsons[0]["stream"] is True
+            assert "stream" not in world.workers["d"].jsons[0]
+            assert (await world.settled()).cached_tokens == 3
+
+    asyncio.run(main())
+
+
+def test_an_answer_of_one_token_needs_no_decode_worker() -> None:
+    async def main() -> None:
+        body = BODY | {"max_tokens": 1}
+        expected = await undisturbed(body)
+        async with World(prompt_tokens=5000, policy="least_tokens") as world:
+            await pair(world, FakeStoker(), FakeStoker())
+            assert (await world.ask(body, headers=ID)).body == expected
+            assert world.workers["d"].bodies == []
+            await world.settled()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("dies", [0, 1])
+def test_a_prefill_worker_that_dies_leaves_the_prompt_to_decode(dies: int) -> None:
+    async def main() -> None:
+        expected = await undisturbed(BODY)
+        async with World(prompt_tokens=5000, policy="least_tokens") as world:
+            # With `dies=1` it has sent its token and dies before the ticket.
+            await pair(world, FakeStoker(dies=[dies]) if not dies else _DiesBeforeTicket(), FakeStoker())
+            assert (await world.ask(BODY, headers=ID)).body == expected
+            [sent] = world.workers["d"].jsons
+            assert "kv_transfer_params" not in sent
+            assert ("resume" in sent) == (dies == 1)
+            await world.settled()
+
+    asyncio.run(main())
+
+
+class _DiesBeforeTicket(FakeStoker):
+    async def __call__(self, worker: Any, request: Any) -> None:
+        write = request.write
+        body = json.loads(request.body)
+        assert body["kv_transfer_params"] == {"do_remote_decode": True}
+        from fake_stoker import _Run
+        from mocks import SSE
+
+        run = _Run(self, body, request)
+        request.start(200, SSE)
+        write(b":u 10 3 1000 42\n:t 0 %d\n" % run.token(0, 0) + run.event(0, 0))
+        await asyncio.sleep(0.02)
+        request.abort()
+
+
+def test_a_decode_worker_that_dies_after_a_hand_off_is_replaced() -> None:
+    async def main() -> None:
+        expected = await undisturbed(BODY)
+        async with World(prompt_tokens=5000, policy="least_tokens") as world:
+            await pair(world, FakeStoker(), FakeStoker(dies=[2]))
+            await world.add("u", FakeStoker(created=3000), dialect="stoker")
+            world.fleet.drain("u", time.monotonic())  # type: ignore[arg-type]
+            asking = asyncio.create_task(world.ask(BODY, headers=ID))
+            await world.workers["d"].until(lambda: len(world.workers["d"].bodies) == 1)
+            world.fleet.drain("u", time.monotonic(), False)  # type: ignore[arg-type]
+            assert (await asking).body == expected
+            row = await world.settled()
+            assert row.resumed == 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("stage", ["before", "during"])
+def test_a_worker_that_stops_without_a_word_is_left_when_it_is_found_out(stage: str) -> None:
+    async def main() -> None:
+        expected = await undisturbed(BODY)
+        async with World() as world:
+
+            class Stops(FakeStoker):
+                async def __call__(self, worker: Any, request: Any) -> None:
+                    if stage == "during":
+                        with contextlib.suppress(TimeoutError):
+                            async with asyncio.timeout(0.05):
+                                await super().__call__(worker, request)
+                    await asyncio.sleep(30)
+
+            a = await world.add("a", Stops(pace_s=0.01), dialect="stoker")
+            await world.add("b", FakeStoker(), dialect="stoker")
+            asking = asyncio.create_task(world.ask(BODY, headers=ID))
+            await a.until(lambda: a.num_running == 1)
+            await asyncio.sleep(0.2)
+            assert not asking.done()
+            world.upstreams.cut("a")  # type: ignore[arg-type]
+            assert (await asking).body == expected
+            await a.until(lambda: a.num_gone == 1)
+            row = await world.settled()
+            assert (row.worker, row.resumed) == ("b", int(stage == "during"))
+
+    asyncio.run(main())

@@ -1,0 +1,168 @@
+"""kill -9 at every stage of a request: the client gets the one right answer or one clean error, and nothing stays reserved.
+
+Real processes: two workers over a tiny model in float64, and the gateway before them. The whole matrix is marked slow; a part
+of it that covers every row and column runs always.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from real_fleet import Exchange, Process, RealFleet, real_fleet
+from worker.real import wait_for
+
+SETTLES_S = 5.0  # after an answer's end, by when every counter is back at zero
+
+WORDS = "river stone lamp garden signal copper winter orbit pepper violin"
+LONG_PROMPT = " ".join(f"{number} {WORDS}" for number in range(220))  # some seconds of prefill for the tiny model
+MOVE = {
+    "type": "function",
+    "function": {
+        "name": "move",
+        "parameters": {
+            "type": "object",
+            "properties": {"path": {"type": "array", "items": {"type": "integer"}, "minItems": 60, "maxItems": 80}},
+            "required": ["path"],
+        },
+    },
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "stream": {"stream": True, "stream_options": {"include_usage": True}, "seed": 11, "temperature": 1.0},
+    "whole": {"seed": 12, "temperature": 1.0},
+    "three": {"stream": True, "stream_options": {"include_usage": True}, "n": 3, "seed": 13, "temperature": 1.0},
+    "tool": {
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "seed": 14,
+        "tools": [MOVE],
+        "tool_choice": {"type": "function", "function": {"name": "move"}},
+    },
+}
+STAGES = ("queued", "prefilling", "first_token", "mid_stream")
+VICTIMS = ("worker", "engine")
+
+
+@pytest.fixture(scope="module")
+def fleet(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealFleet]:
+    # One row a worker: a second request is queued.
+    with real_fleet(tiny_folder, tmp_path_factory.mktemp("fleet"), worker_options=("--max-rows", "3")) as fleet:
+        yield fleet
+    assert "Traceback" not in (fleet.gateway.log_path).read_text()
+
+
+def body_of(kind: str, stage: str) -> dict[str, Any]:
+    prompt = LONG_PROMPT if stage == "prefilling" else WORDS
+    ending = {} if kind == "tool" else {"ignore_eos": True}
+    return {"messages": [{"role": "user", "content": prompt}], "max_tokens": 400} | ending | KINDS[kind]
+
+
+def at_stage(fleet: RealFleet, exchange: Exchange, stage: str) -> Process:
+    """Waits until the request is there, and says which worker has it."""
+    worker = fleet.serving_worker()
+    if exchange.body.get("stream"):
+        wanted = {"first_token": 2, "mid_stream": 25}.get(stage, 0)
+        wait_for(lambda: len(exchange.events) >= wanted or exchange.is_over)
+    return worker
+
+
+def strike(victim: str, worker: Process) -> None:
+    if victim == "worker":
+        worker.kill()
+    else:
+        worker.kill_engine()
+
+
+MATRIX = [
+    pytest.param(victim, stage, kind, marks=() if number % 5 == 0 else pytest.mark.slow)
+    for number, (victim, stage, kind) in enumerate(itertools.product(VICTIMS, STAGES, KINDS))
+]
+
+
+@pytest.mark.parametrize(("victim", "stage", "kind"), MATRIX)
+def test_a_dead_worker_changes_no_answer(fleet: RealFleet, victim: str, stage: str, kind: str) -> None:
+    fleet.heal()
+    body = body_of(kind, stage)
+    undisturbed = fleet.direct(body)
+    undisturbed.wait()
+    crowd = []
+    if stage == "queued":
+        for number in range(6):  # all rows of both workers
+            crowd.append(fleet.ask(body_of("stream", "mid_stream") | {"seed": 100 + number}))
+        wait_for(lambda: all(len(one.events) > 1 for one in crowd))
+    exchange = fleet.ask(body)
+    worker = at_stage(fleet, exchange, stage)
+    assert not exchange.is_over or kind == "whole", "too fast to be struck"
+    strike(victim, worker)
+    exchange.wait()
+    assert exchange.said == undisturbed.said
+    for one in crowd:
+        one.wait()
+        assert one.said[0][0]["finish"] == "length"
+    nothing_left(fleet)
+
+
+def nothing_left(fleet: RealFleet) -> None:
+    wait_for(lambda: not any(fleet.in_flight()["reserved"].values()), SETTLES_S)
+
+
+def test_a_dead_gateway_leaves_nothing_running(fleet: RealFleet) -> None:
+    fleet.heal()
+    exchanges = [fleet.ask(body_of(kind, "mid_stream")) for kind in KINDS]
+    wait_for(lambda: all(len(one.events) > 1 for one in exchanges if one.body.get("stream")))
+    fleet.gateway.kill()
+    for one in exchanges:
+        one.wait()
+        assert one.broken or one.events[-1] != "[DONE]" or one.is_over
+    wait_for(lambda: all(worker.get("/health")["running_requests"] == 0 for worker in fleet.workers), SETTLES_S)
+    fleet.gateway.start()
+    fleet.heal()
+    again = fleet.ask(body_of("stream", "first_token"))
+    again.wait()
+    assert again.said[0][0]["finish"] == "length"
+
+
+def test_every_answer_has_one_row_in_the_ledger(fleet: RealFleet) -> None:
+    fleet.heal()
+    ids = [f"ledger-{number}" for number in range(8)]
+    exchanges = [
+        fleet.ask(body_of("stream" if number % 2 else "whole", "first_token"), X_Request_Id=request_id)
+        for number, request_id in enumerate(ids)
+    ]
+    for one in exchanges:
+        one.wait()
+    nothing_left(fleet)
+
+    def rows() -> list[Any]:
+        with closing(sqlite3.connect(fleet.ledger_path)) as base:
+            question = "SELECT x_request_id, prompt_tokens, completion_tokens FROM usage WHERE x_request_id LIKE 'ledger-%'"
+            return base.execute(question).fetchall()
+
+    wait_for(lambda: len(rows()) >= len(ids))
+    booked = {request_id: (prompt, completion) for request_id, prompt, completion in rows()}
+    assert booked == {request_id: one.said[1] for request_id, one in zip(ids, exchanges, strict=True)}
+
+
+def test_no_worker_left_is_a_clean_error(fleet: RealFleet) -> None:
+    fleet.heal()
+    exchange = fleet.ask(body_of("stream", "mid_stream") | {"max_tokens": 6000})
+    wait_for(lambda: len(exchange.events) > 10)
+    for worker in fleet.workers:
+        worker.kill()
+    exchange.wait(60)
+    assert exchange.events[-1] != "[DONE]"
+    error = json.loads(exchange.events[-1])["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    refused = fleet.ask(body_of("whole", "first_token"))
+    refused.wait()
+    assert refused.status == 503
+    assert "retry-after" in refused.answer_headers
+    assert set(refused.json["error"]) == {"message", "type", "param", "code"}
+    nothing_left(fleet)
+    fleet.heal()

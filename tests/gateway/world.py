@@ -1,0 +1,177 @@
+"""A gateway with its real parts over mock workers, in one event loop; only what tells conversations apart is a double."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mocks import MockWorker, Script, until
+
+from stoker.base.ids import WorkerId
+from stoker.fleet.fleet import Fleet
+from stoker.fleet.ledger import Ledger, Totals
+from stoker.fleet.spec import Role, WorkerSpec
+from stoker.gateway.admission import Admission
+from stoker.gateway.app import Gateway, Parts
+from stoker.gateway.body import Envelope
+from stoker.gateway.config import AdmissionSettings, KeySettings, ProxySettings
+from stoker.gateway.conversation import Keys as ConversationKeys
+from stoker.gateway.fair_queue import Capacity
+from stoker.gateway.http import Answer, ClientLimits, Origin, Pool, Request, Server, ServerLimits
+from stoker.gateway.keys import Keys
+from stoker.gateway.legs import Cleanups, Tools
+from stoker.gateway.metrics import GatewayMetrics
+from stoker.gateway.proxy import Proxy
+from stoker.gateway.reply import Reply, json_reply
+from stoker.gateway.state import GatewayState
+from stoker.gateway.tracing import NoTracing
+from stoker.gateway.upstream import Upstreams
+from stoker.gateway.usage_row import UsageRow
+from stoker.routing.policy import RouterSettings
+from stoker.routing.router import PrefixIndexes, Router
+
+NOTHING = Totals(0, 0, 0, 0)
+
+
+@dataclass
+class KeysDouble:
+    """Every prompt has the same length, and none is like another."""
+
+    num_tokens: int = 10
+
+    async def keys(self, model: str, envelope: Envelope, salt: str | None) -> ConversationKeys:
+        return ConversationKeys((), 16, self.num_tokens)
+
+
+@dataclass
+class Rows:
+    rows: list[UsageRow] = field(default_factory=list)
+
+    def record(self, row: UsageRow) -> None:
+        self.rows.append(row)
+
+
+class Nothing:
+    async def answer(self, request: Request) -> Reply:
+        return json_reply({"part": request.path.decode()})
+
+
+@dataclass
+class Got:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+class World:
+    def __init__(
+        self,
+        *,
+        policy: str = "round_robin",
+        prompt_tokens: int = 10,
+        proxy: ProxySettings | None = None,
+        resume_grace_s: float = 2.0,
+        debug_routes: bool = False,
+        keys: Sequence[KeySettings] = (),
+    ) -> None:
+        self.fleet = Fleet()
+        self.ledger = Ledger()
+        self.workers: dict[str, MockWorker] = {}
+        self.rows = Rows()
+        self.metrics = GatewayMetrics()
+        self.state = GatewayState()
+        indexes = PrefixIndexes()
+        clock = time.monotonic
+        router = Router(self.fleet, self.ledger, indexes, settings=RouterSettings(policy=policy))
+        self.upstreams = Upstreams()
+        tools = Tools(self.fleet, self.upstreams, proxy or ProxySettings(), self.metrics, Cleanups(), clock)
+        self.proxy = Proxy(router, tools, resume_grace_s=resume_grace_s, debug_routes=debug_routes)
+        self.admission = Admission(
+            AdmissionSettings(), lambda model, now: Capacity(), clock=clock, gate=self.state.refusal
+        )
+        self.gateway = Gateway(
+            Parts(
+                fleet=self.fleet,
+                indexes=indexes,
+                proxy=self.proxy,
+                keys=Keys(keys),
+                admission=self.admission,
+                key_makers=KeysDouble(prompt_tokens),
+                meter=self.rows,
+                request_log=Rows(),
+                metrics=self.metrics,
+                tracing=NoTracing(),
+                state=self.state,
+                admin=Nothing(),
+                usage=Nothing(),
+                registration=Nothing(),
+                clock=clock,
+            )
+        )
+        self.server = Server(self.gateway.handle, ServerLimits(), on_bad=self.gateway.saw_bad_request)
+
+    async def __aenter__(self) -> World:
+        await self.server.listen("127.0.0.1", 0)
+        self.client = Pool(Origin("http", "127.0.0.1", self.server.port), ClientLimits())
+        return self
+
+    async def __aexit__(self, *why: object) -> None:
+        self.client.close()
+        await self.server.close(0.5)
+        await self.proxy.close()
+        for worker in self.workers.values():
+            await worker.stop()
+
+    async def add(
+        self, name: str, script: Script, *, role: Role = Role.UNIFIED, dialect: str = "openai", **more: Any
+    ) -> MockWorker:
+        worker = self.workers[name] = MockWorker(script, name)
+        await worker.start()
+        self.register(name, role=role, dialect=dialect, **more)
+        return worker
+
+    def register(self, name: str, *, role: Role = Role.UNIFIED, dialect: str = "openai", **more: Any) -> None:
+        url = self.workers[name].url
+        spec = WorkerSpec(worker_id=WorkerId(name), url=url, role=role, dialect=dialect, models=("m",), **more)
+        self.fleet.add(spec, time.monotonic())
+
+    async def send(
+        self,
+        body: bytes | dict[str, Any],
+        path: str = "/v1/chat/completions",
+        headers: Sequence[tuple[bytes, bytes]] = (),
+    ) -> Answer:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return await self.client.send(b"POST", path.encode(), headers, data, connect_s=1.0, head_s=20.0)
+
+    async def ask(
+        self,
+        body: bytes | dict[str, Any],
+        path: str = "/v1/chat/completions",
+        headers: Sequence[tuple[bytes, bytes]] = (),
+    ) -> Got:
+        return await _got(await self.send(body, path, headers))
+
+    async def get(self, path: str) -> Got:
+        return await _got(await self.client.send(b"GET", path.encode(), (), b"", connect_s=1.0, head_s=5.0))
+
+    async def settled(self) -> UsageRow:
+        """After one request: nothing is held any more, and its one row is there."""
+        await until(
+            lambda: self.ledger.totals() == NOTHING and not self.state.num_running and bool(self.rows.rows), 3.0
+        )
+        assert self.admission.num_in_flight == 0
+        [row] = self.rows.rows
+        return row
+
+
+async def _got(answer: Answer) -> Got:
+    headers = {name.decode(): value.decode() for name, value in answer.headers}
+    return Got(answer.status, headers, await answer.read(1 << 24))

@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import pytest
+from routing_world import World, where
+
+from stoker.base.ids import WorkerId
+from stoker.fleet.ledger import Totals
+from stoker.fleet.spec import Role, WorkerLoad
+from stoker.routing.query import ModelNotFound, NoWorker
+
+A, B, P, D = WorkerId("a"), WorkerId("b"), WorkerId("p"), WorkerId("d")
+
+
+@pytest.fixture
+def pair() -> World:
+    world = World()
+    world.add(A)
+    world.add(B)
+    return world
+
+
+def test_a_conversation_goes_back_to_its_blocks_and_a_new_one_elsewhere(pair: World) -> None:
+    first = pair.route(range(50))
+    first.end(1.0)
+    again = pair.route(range(55), 2.0)
+    assert where(again) == where(first)
+    assert again.decode.cached_tokens == 5000
+    again.end(3.0)
+    other = pair.route(range(1000, 1050), 4.0)
+    assert where(other) != where(first)
+
+
+def test_choosing_reserves_so_that_a_burst_spreads(pair: World) -> None:
+    routes = [pair.route(range(start, start + 50)) for start in range(0, 10_000, 1000)]
+    assert sorted(where(route)[1] for route in routes) == [A] * 5 + [B] * 5
+    for route in routes:
+        route.first_token(1.0)
+        route.end(2.0)
+        route.end(3.0)
+    assert pair.ledger.totals() == Totals(0, 0, 0, 0)
+
+
+def test_a_session_leaves_a_hot_home_and_stays_at_a_lukewarm_one(pair: World) -> None:
+    home = pair.route(range(10))
+    home.end(0.0)
+    charge = pair.ledger.charge(
+        home.decode.worker.worker_id, prefill_tokens=500, context_tokens=0, output_tokens=0, now=1.0
+    )
+    stays = pair.route(range(11), 1.0)
+    assert where(stays) == where(home)
+    stays.end(1.0)
+    charge.end(1.0)
+    pair.ledger.charge(home.decode.worker.worker_id, prefill_tokens=90_000, context_tokens=0, output_tokens=0, now=1.0)
+    assert where(pair.route(range(12), 1.0)) != where(home)
+
+
+def test_a_dead_home_spills_at_once(pair: World) -> None:
+    home = pair.route(range(50), session="s")
+    home.end(0.0)
+    pair.fleet.saw_failure(home.decode.worker.worker_id, 1.0, "connect")
+    assert where(pair.route(range(51), 1.0, session="s")) != where(home)
+
+
+def test_excluded_workers_and_other_dialects_are_no_candidates(pair: World) -> None:
+    pair.add(WorkerId("v"), dialect="vllm")
+    assert where(pair.route([], excluded=frozenset({A, B})))[1] == "v"
+    assert where(pair.route([], needs_dialect=frozenset({"vllm"})))[1] == "v"
+    with pytest.raises(NoWorker, match="2 failed it already"):
+        pair.route([], excluded=frozenset({A, B}), needs_dialect=frozenset({"stoker"}))
+
+
+def test_an_unknown_model_is_not_found_and_one_without_workers_is_for_later(pair: World) -> None:
+    with pytest.raises(ModelNotFound, match="'other' is not served here; there are: m"):
+        pair.route([], model="other")
+    for worker_id in (A, B):
+        pair.fleet.saw_failure(worker_id, 0.0, "connect")
+    with pytest.raises(NoWorker, match="none of the 2 workers") as caught:
+        pair.route([], 0.1)
+    assert caught.value.retry_after_s >= 0.9
+    assert pair.ledger.totals().requests == 0
+
+
+def test_kv_pressure_and_slow_disks_count(pair: World) -> None:
+    pair.fleet.saw_report(A, WorkerLoad(kv_used=0.99), 0.0)
+    assert where(pair.route([]))[1] == B
+    pair.fleet.saw_report(A, WorkerLoad(), 0.0)
+    index = pair.indexes["m"]
+    index.stored(A, range(500), "DISK")
+    index.stored(B, range(500), "GPU")
+    assert where(pair.route(range(500), 1.0))[1] == B
+
+
+def split_world() -> World:
+    world = World()
+    world.add(P, Role.PREFILL)
+    world.add(D, Role.DECODE)
+    return world
+
+
+def test_prefill_and_decode_are_two_legs_both_charged() -> None:
+    world = split_world()
+    route = world.route(range(50))
+    assert where(route) == (P, D)
+    assert route.prefill is not None
+    assert (route.prefill.charge.prefill_tokens, route.decode.charge.prefill_tokens) == (5001, 0)
+    route.first_token(1.0)
+    assert world.ledger.totals() == Totals(0, 5001, 10, 1)
+    route.end(2.0)
+    assert world.ledger.totals() == Totals(0, 0, 0, 0)
+
+
+def test_a_small_uncached_rest_is_computed_by_the_decode_worker() -> None:
+    world = split_world()
+    world.route(range(50)).end(0.0)
+    route = world.route(range(52), 1.0)
+    assert where(route) == (None, D)
+    assert route.decode.charge.prefill_tokens == 201
+
+
+def test_decode_computes_all_when_prefill_is_busier() -> None:
+    world = split_world()
+    world.ledger.charge(P, prefill_tokens=60_000, context_tokens=0, output_tokens=0, now=0.0)
+    assert where(world.route(range(50))) == (None, D)
+
+
+def test_without_a_usable_prefill_worker_decode_computes_all_and_not_the_other_way() -> None:
+    world = split_world()
+    world.fleet.saw_probe(P, live=False, ready=False, now=0.0)
+    assert where(world.route(range(50))) == (None, D)
+    world.fleet.saw_probe(P, live=True, ready=True, now=0.0)
+    world.fleet.saw_probe(D, live=False, ready=False, now=0.0)
+    with pytest.raises(NoWorker):
+        world.route(range(50))
+
+
+def test_unified_workers_stand_beside_a_pair() -> None:
+    world = split_world()
+    world.add(A)
+    world.ledger.charge(A, prefill_tokens=20_000, context_tokens=0, output_tokens=0, now=0.0)
+    assert where(world.route(range(50))) == (P, D)
+    world.ledger.charge(P, prefill_tokens=90_000, context_tokens=0, output_tokens=0, now=0.0)
+    world.ledger.charge(D, prefill_tokens=90_000, context_tokens=0, output_tokens=0, now=0.0)
+    assert where(world.route(range(1000, 1050))) == (None, A)
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "least_tokens", "random", "consistent_hash"])
+def test_other_policies_hand_over_too(policy: str) -> None:
+    world = World(policy)
+    for number in range(2):
+        world.add(WorkerId(f"p{number}"), Role.PREFILL)
+        world.add(WorkerId(f"d{number}"), Role.DECODE)
+    for start in range(0, 8000, 1000):
+        prefill, decode = where(world.route(range(start, start + 20)))
+        assert prefill is not None
+        assert prefill.startswith("p")
+        assert decode.startswith("d")
+
+
+def test_decisions_can_be_explained() -> None:
+    world = split_world()
+    world.route(range(50), session="s").end(0.0)
+    world.route(range(60), 1.0)
+    latest, before = world.router.explain_last(5)
+    assert (before["session"], before["prefill"], before["decode"]) == ("s", "p", "d")
+    assert latest["num_tokens"] == 6001
+    reasons = before["reasons"]
+    assert isinstance(reasons, list)
+    assert [(reason["worker"], reason["part"]) for reason in reasons] == [
+        ("p", "prefill"),
+        ("d", "decode"),
+        ("d", "whole"),
+    ]
+    assert reasons[0]["compute_s"] == pytest.approx(5.001)
+    assert world.router.explain_last(1) == [latest]
+    assert world.router.explain_last(0) == []
+
+
+def test_what_a_worker_was_measured_at_counts(pair: World) -> None:
+    pair.router.note_prefill_rate(A, 1000, 10.0, 0.0)
+    pair.router.note_prefill_rate(B, 1000, 0.1, 0.0)
+    assert where(pair.route(range(50)))[1] == B

@@ -1,0 +1,173 @@
+"""What a worker tells gateways of itself, and how it registers with them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from aiohttp import web
+from fake_engine import BLOCK_TOKENS, MAX_MODEL_TOKENS, FakeService, byte_text
+from http_server import Server, run_server
+
+from stoker.base.ids import WorkerId
+from stoker.proto.messages import Registration, WorkerInfo, WorkerReport
+from stoker.text.folder import text_digest
+from stoker.worker.config import HttpConfig
+from stoker.worker.identity import Identity
+from stoker.worker.register import Registrar
+
+ME = Identity(worker_id=WorkerId("w-me"), secret="open sesame", events_port=5557, replay_port=5558)
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Server]:
+    text = byte_text()
+    server = Server(FakeService(text.tokenizer), text, HttpConfig(served_names=("tiny", "tiny-alias")), identity=ME)
+    stop = run_server(server)
+    yield server
+    stop()
+
+
+def test_who_it_is(worker: Server) -> None:
+    answer = worker.send("/stoker/worker", x_stoker_secret="open sesame")
+    assert msgspec.json.decode(answer.body, type=WorkerInfo) == WorkerInfo(
+        worker_id=WorkerId("w-me"),
+        role="unified",
+        models=["tiny", "tiny-alias"],
+        fingerprint="fedcba9876543210",
+        block_tokens=BLOCK_TOKENS,
+        num_blocks=64,
+        max_model_tokens=MAX_MODEL_TOKENS,
+        events="tcp://127.0.0.1:5557",
+        replay="tcp://127.0.0.1:5558",
+        tokenizer="",
+    )
+
+
+@pytest.mark.parametrize("path", ["/stoker/worker", "/stoker/tokenizer"])
+@pytest.mark.parametrize("headers", [{}, {"x_stoker_secret": "guess"}, {"x_stoker_secret": "öpen"}], ids=str)
+def test_only_who_knows_the_secret_is_told(worker: Server, path: str, headers: dict[str, str]) -> None:
+    refused = worker.send(path, **headers)
+    assert (refused.status, refused.error["code"]) == (401, "invalid_secret")
+
+
+def test_without_a_secret_anybody_is_told(server: Server) -> None:
+    answer = server.send("/stoker/worker").json
+    assert answer["worker_id"].startswith("w-")
+    assert (answer["events"], answer["replay"]) == (None, None)
+
+
+def test_its_load(worker: Server) -> None:
+    report = msgspec.json.decode(worker.send("/load").body, type=WorkerReport)
+    assert (report.waiting_tokens, report.running_sequences, report.free_blocks) == (2, 3, 4)
+    assert (report.num_blocks, report.block_tokens, report.ready, report.draining) == (64, 16, True, False)
+
+
+def test_its_tokenizer(start_server: Callable[..., Server], tmp_path: Path) -> None:
+    server = start_server()
+    assert server.send("/stoker/tokenizer").status == 404
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("ü")
+    (tmp_path / "model.safetensors").write_bytes(b"\xff")
+    object.__setattr__(server.text, "folder", tmp_path)
+    files = server.send("/stoker/tokenizer").json["files"]
+    assert files == {"tokenizer.json": "{}", "additional_chat_templates/tool_use.jinja": "ü"}
+    assert text_digest(files) != text_digest({"tokenizer.json": "{}"})
+
+
+# ---- registration
+
+NEWS = Registration(
+    worker_id=WorkerId("w-me"),
+    url="http://10.0.0.7:8000",
+    role="unified",
+    models=["tiny"],
+    fingerprint="f",
+    block_tokens=16,
+    num_blocks=64,
+    max_model_tokens=2048,
+    events=None,
+    replay=None,
+    tokenizer="",
+)
+
+
+class Gateway:
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, Registration, str | None]] = []
+        self.status = 200
+        self.url = ""
+        self._runner: web.AppRunner
+
+    async def __aenter__(self) -> Gateway:
+        app = web.Application()
+        app.router.add_route("*", "/stoker/register", self._answer)
+        self._runner = web.AppRunner(app)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.cleanup()
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        body = msgspec.json.decode(await request.read(), type=Registration)
+        self.heard.append((request.method, body, request.headers.get("x-stoker-secret")))
+        return web.Response(status=self.status)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    pytest.fail("it never came true")
+
+
+def test_it_registers_with_every_gateway_again_and_again_and_leaves() -> None:
+    async def main() -> None:
+        async with Gateway() as first, Gateway() as second:
+            registrar = Registrar([first.url, second.url + "/"], lambda: NEWS, "s", heartbeat_s=0.02)
+            registrar.start()
+            await until(lambda: len(first.heard) > 2 and len(second.heard) > 2)
+            await registrar.leave()
+            for gateway in (first, second):
+                *posts, last = gateway.heard
+                assert {(method, secret) for method, _, secret in posts} == {("POST", "s")}
+                assert last[0] == "DELETE"
+                assert all(body == NEWS for _, body, _ in gateway.heard)
+            await registrar.leave()
+            await asyncio.sleep(0.1)
+            assert [heard[0] for heard in first.heard].count("DELETE") == 1
+
+    asyncio.run(main())
+
+
+def test_a_gateway_that_is_away_or_refuses_is_asked_again_later() -> None:
+    async def main() -> None:
+        async with Gateway() as gateway:
+            gateway.status = 503
+            registrar = Registrar([gateway.url, "http://127.0.0.1:1"], lambda: NEWS, heartbeat_s=0.01)
+            registrar.start()
+            await until(lambda: len(gateway.heard) > 2)
+            gateway.status = 200
+            count = len(gateway.heard)
+            await until(lambda: len(gateway.heard) > count + 3)
+            await registrar.leave()
+
+    asyncio.run(main())
+
+
+def test_without_gateways_nothing_happens() -> None:
+    async def main() -> None:
+        registrar = Registrar([], lambda: NEWS)
+        registrar.start()
+        await registrar.leave()
+
+    asyncio.run(main())
