@@ -19,7 +19,7 @@ import random
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Fleet
@@ -130,7 +130,7 @@ class Run:
 
     def outcome(self) -> Outcome:
         for index in range(len(self.turns)):
-            self.at(index * self.case.stagger_s, lambda now, index=index: self.ask(index, 0, now))
+            self.at(index * self.case.stagger_s, partial(self.ask, index, 0))
         while self.events:
             time, _, act = heapq.heappop(self.events)
             act(time)

@@ -14,6 +14,8 @@ from stoker.fleet.health import Health, HealthSettings
 from stoker.fleet.rates import Rates
 from stoker.fleet.spec import Role, WorkerLoad, WorkerSpec
 
+_ALL = frozenset(Role)
+
 
 @dataclass(slots=True, eq=False)
 class Member:
@@ -27,6 +29,8 @@ class Member:
     reported_at: float = 0.0
     seen_at: float = 0.0  # the last time it was added, or registered again
     share: float = 1.0  # of a settled worker's speed; as of the last `candidates`
+    tokens_per_s: float = 1.0  # of prefill, as far as known: its own, else the others' average; less in slow start
+    step_s: float = 1.0
     kv_used: float = 0.0
 
     @property
@@ -42,8 +46,11 @@ class FleetSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class Pool:
+    """Who may get a request for a model, until something changes."""
+
     members: list[Member]
+    plain: bool  # all unified, all in one cluster
     until: float
 
 
@@ -51,9 +58,7 @@ class Fleet:
     def __init__(self, settings: FleetSettings | None = None) -> None:
         self._settings = settings or FleetSettings()
         self._members: dict[WorkerId, Member] = {}
-        self._kept: dict[tuple[str, frozenset[Role]], _Kept] = {}
-        self._prefill_rate: float | None = None
-        self._step_s: float | None = None
+        self._kept: dict[tuple[str, frozenset[Role]], Pool] = {}
 
     # ---- who is there
 
@@ -71,6 +76,7 @@ class Fleet:
         first = not any(now - other.seen_at > self._settings.health.slow_start_s for other in self._members.values())
         member = Member(spec, Health(self._settings.health, now, warm=first), frozenset(spec.models), seen_at=now)
         self._members[spec.worker_id] = member
+        self._settle_rates()
         self._changed()
         return member
 
@@ -125,14 +131,14 @@ class Fleet:
             member.report, member.reported_at = report, now
             member.kv_used = min(max(report.kv_used, 0.0), 1.0)
             member.rates.reported(report.prefill_tokens_per_s, report.step_s)
-            self._prefill_rate = self._step_s = None
+            self._settle_rates()
 
     def saw_prefill(self, worker_id: WorkerId, tokens: int, seconds: float) -> None:
         """So many tokens took so long, from sending to the first token, on a worker with nothing else to compute."""
         member = self._members.get(worker_id)
         if member is not None:
             member.rates.measured(tokens, seconds)
-            self._prefill_rate = None
+            self._settle_rates()
 
     def saw_success(self, worker_id: WorkerId, now: float) -> None:
         member = self._members.get(worker_id)
@@ -153,14 +159,17 @@ class Fleet:
     # ---- what routers ask
 
     def candidates(self, model: str, roles: Collection[Role], now: float) -> list[Member]:
-        """Who may get a request for the model now. Those that just said "busy" only when all did. Do not change it."""
-        key = (model, roles if isinstance(roles, frozenset) else frozenset(roles))
-        kept = self._kept.get(key)
-        if kept is None or now >= kept.until:
-            kept = self._look(model, key[1], now)
-            if kept.members:  # names that nobody serves are a client's invention, and without end
-                self._kept[key] = kept
-        return kept.members
+        """Who may get a request for the model now. Those that just said "busy" only when all did."""
+        return list(self.pool(model, now, roles if isinstance(roles, frozenset) else frozenset(roles)).members)
+
+    def pool(self, model: str, now: float, roles: frozenset[Role] = _ALL) -> Pool:
+        """The same, as it is kept: not to be changed."""
+        pool = self._kept.get((model, roles))
+        if pool is None or now >= pool.until:
+            pool = self._look(model, roles, now)
+            if pool.members:  # names that nobody serves are a client's invention, and without end
+                self._kept[model, roles] = pool
+        return pool
 
     def usable_in_s(self, model: str, now: float) -> float | None:
         """How long until somebody serves the model again, if nothing is heard; None: nobody knows."""
@@ -169,34 +178,32 @@ class Fleet:
         return max(0.0, min(known) - now) if known else None
 
     def prefill_rate(self, member: Member) -> float:
-        """Tokens a second, as far as known: its own, else the others' average, else the setting; less in slow start."""
-        rate = member.rates.prefill_tokens_per_s
-        if rate is None:
-            rate = self._prefill_rate
-            if rate is None:
-                rates = [m.rates.prefill_tokens_per_s for m in self._members.values()]
-                known = [one for one in rates if one is not None]
-                rate = self._prefill_rate = sum(known) / len(known) if known else self._settings.prefill_tokens_per_s
-            rate *= member.spec.weight
-        return rate * member.share
+        return member.tokens_per_s
 
     def step_s(self, member: Member) -> float:
-        step_s = member.rates.step_s
-        if step_s is None:
-            step_s = self._step_s
-            if step_s is None:
-                known = [m.rates.step_s for m in self._members.values() if m.rates.step_s is not None]
-                step_s = self._step_s = sum(known) / len(known) if known else self._settings.step_s
-            step_s /= member.spec.weight
-        return step_s / member.share
+        return member.step_s
 
-    def _look(self, model: str, roles: frozenset[Role], now: float) -> _Kept:
+    def _settle_rates(self) -> None:
+        """Those not measured are thought as fast as the others on average; all are slower while they warm up."""
+        members, settings = self._members.values(), self._settings
+        rates = [m.rates.prefill_tokens_per_s for m in members if m.rates.prefill_tokens_per_s is not None]
+        steps = [m.rates.step_s for m in members if m.rates.step_s is not None]
+        mean_rate = sum(rates) / len(rates) if rates else settings.prefill_tokens_per_s
+        mean_step_s = sum(steps) / len(steps) if steps else settings.step_s
+        for member in members:
+            weight, rate, step_s = member.spec.weight, member.rates.prefill_tokens_per_s, member.rates.step_s
+            member.tokens_per_s = (mean_rate * weight if rate is None else rate) * member.share
+            member.step_s = (mean_step_s / weight if step_s is None else step_s) / member.share
+
+    def _look(self, model: str, roles: frozenset[Role], now: float) -> Pool:
         there = [m for m in self._members.values() if model in m.models and m.spec.role in roles]
         usable = [m for m in there if m.health.usable(now)]
         for member in usable:
             member.share = member.health.share(now)
+        self._settle_rates()
         found = [m for m in usable if not m.health.busy(now)] or usable
-        return _Kept(found, min((m.health.changes_at(now) for m in there), default=float("inf")))
+        plain = all(m.spec.role is Role.UNIFIED for m in found) and len({m.spec.cluster for m in found}) < 2
+        return Pool(found, plain, min((m.health.changes_at(now) for m in there), default=float("inf")))
 
     def _changed(self) -> None:
         self._kept.clear()

@@ -17,6 +17,8 @@ from math import exp, log
 
 from stoker.base.ids import WorkerId
 
+_SAME_TIME_S = 0.001  # accounts are brought up to date no more often than that
+
 
 @dataclass(slots=True, eq=False)
 class Load:
@@ -27,10 +29,12 @@ class Load:
     context_tokens: int = 0  # resident, or soon so
     output_tokens: int = 0  # promised
     requests: int = 0
+    decoding: int = 0  # of these, those past their first token
     recent_requests: float = 0.0  # given lately, decaying
     recent_tokens: float = 0.0
     recent_returns: float = 0.0  # of the requests, those that came for what only this worker has
     mean_queued_tokens: float = 0.0  # over the same time
+    decay_per_s: float = 0.0  # of what is recent: a steady r requests a second shows as r / this
     _as_of: float = 0.0
     _tokens_per_s: float = 0.0
     _prefilling: dict[Charge, None] = field(default_factory=dict)  # in the order of arrival
@@ -72,7 +76,7 @@ class Totals:
 
 class Ledger:
     def __init__(self, recent_half_life_s: float = 120.0) -> None:
-        self.decay_per_s = log(2) / recent_half_life_s  # a steady rate of r a second shows as r / decay_per_s
+        self._decay_per_s = log(2) / recent_half_life_s
         self._loads: dict[WorkerId, Load] = {}
 
     def charge(
@@ -104,10 +108,12 @@ class Ledger:
         load = self._loads.get(worker_id)
         if load is None:
             load = self._open_account(worker_id, now)
-        self._advance(load, now)
+        if now - load._as_of > _SAME_TIME_S:
+            self._advance(load, now)
         if tokens_per_s:
             load._tokens_per_s = tokens_per_s
         return load
+
     def totals(self) -> Totals:
         loads = self._loads.values()
         return Totals(
@@ -127,7 +133,7 @@ class Ledger:
     def _open_account(self, worker_id: WorkerId, now: float) -> Load:
         """A newcomer starts level with the others, or it would be given every new session until it had caught up."""
         others = list(self._loads.values())
-        load = Load(_as_of=now)
+        load = Load(decay_per_s=self._decay_per_s, _as_of=now)
         if others:
             load.recent_requests = sum(other.recent_requests for other in others) / len(others)
             load.recent_tokens = sum(other.recent_tokens for other in others) / len(others)
@@ -140,7 +146,7 @@ class Ledger:
         if elapsed <= 0:
             return
         load._as_of = now
-        fade = exp(-elapsed * self.decay_per_s)
+        fade = exp(-elapsed * self._decay_per_s)
         load.recent_requests *= fade
         load.recent_tokens *= fade
         load.recent_returns *= fade
@@ -157,6 +163,7 @@ class Ledger:
         load = charge._load
         self._advance(load, now)
         del load._prefilling[charge]
+        load.decoding += 1
         load.prefill_tokens -= charge.prefill_tokens
         load.queued_tokens = min(load.queued_tokens, float(load.prefill_tokens))
 
@@ -165,6 +172,7 @@ class Ledger:
         load.context_tokens -= charge.context_tokens
         load.output_tokens -= charge.output_tokens
         load.requests -= 1
+        load.decoding -= 1
         self._drop_if_done(charge.worker_id, load)
 
     def _drop_if_done(self, worker_id: WorkerId, load: Load) -> None:

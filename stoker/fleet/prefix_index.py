@@ -78,40 +78,47 @@ class PrefixIndex:
 
     def match(self, keys: Sequence[Key]) -> dict[WorkerId, Match]:
         """Every worker with at least the first block, in whatever tier; SHARED: what all others have."""
-        ids, device = self._ids, self._walk(keys, self._masks[:1])
-        if not (self._masks[_HOST] or self._masks[_DISK] or self._shared):
-            return {ids[bit]: Match(count) for bit, count in device.items() if count}
-        host = self._walk(keys, self._masks[:2]) if self._masks[_HOST] else device
-        disk = self._walk(keys, self._masks, self._shared) if self._masks[_DISK] or self._shared else host
-        found = {
-            ids[bit]: Match(device[bit], host[bit] - device[bit], count - host[bit])
-            for bit, count in disk.items()
-            if count
-        }
+        ids, (device_masks, host_masks, disk_masks) = self._ids, self._masks
+        device = self._walk(keys, device_masks, ())
+        if not (host_masks or disk_masks or self._shared):
+            return {ids[bit]: Match(count) for bit, count in device.items()}
+        host = self._walk(keys, device_masks, (host_masks,)) if host_masks else device
+        disk = self._walk(keys, device_masks, (host_masks, disk_masks), self._shared)
+        found = {}
+        for bit, count in disk.items():
+            in_device = device.get(bit, 0)
+            in_host = host.get(bit, in_device)
+            found[ids[bit]] = Match(in_device, in_host - in_device, count - in_host)
         if self._shared:
             count = next((at for at, key in enumerate(keys) if key not in self._shared), len(keys))
             found[SHARED] = Match(0, 0, count)
         return found
 
-    def _walk(self, keys: Sequence[Key], masks: Sequence[dict[Key, int]], shared: Iterable[Key] = ()) -> dict[int, int]:
-        """By worker's bit: the leading blocks that it has in any of these tiers."""
-        left, count, found = self._all, 0, dict.fromkeys(self._ids, 0)
-        holders_of = masks[0].get
+    def _walk(
+        self,
+        keys: Sequence[Key],
+        masks: dict[Key, int],
+        below: Sequence[dict[Key, int]],
+        shared: dict[Key, None] | None = None,
+    ) -> dict[int, int]:
+        """By worker's bit: the leading blocks that it has in any of these tiers, if there are any."""
+        left, count, found = self._all, 0, {}
+        holders_of = masks.get
         for key in keys:
             holders = holders_of(key, 0)
             if holders & left != left:
-                for mask in masks[1:]:
+                for mask in below:
                     holders |= mask.get(key, 0)
                 lost = 0 if shared and key in shared else left & ~holders
-                left &= ~lost
-                while lost:
+                left ^= lost
+                while lost and count:
                     bit = lost & -lost
                     found[bit] = count
                     lost ^= bit
                 if not left:
                     break
             count += 1
-        while left:
+        while left and count:
             bit = left & -left
             found[bit] = count
             left ^= bit

@@ -21,7 +21,7 @@ from stoker.fleet.prefix_index import PrefixIndex
 from stoker.fleet.spec import Role
 from stoker.gateway.admission import Admission
 from stoker.gateway.body import Envelope, Kind, parse
-from stoker.gateway.call import Call, RequestIds, body_changes, given_request_id, worker_headers
+from stoker.gateway.call import Call, RequestIds, body_changes, given_request_id
 from stoker.gateway.conversation import Keys as ConversationKeys
 from stoker.gateway.errors import error_event, is_ours, reply_of
 from stoker.gateway.exchange import Exchange
@@ -124,7 +124,10 @@ class Gateway:
             endpoint=kind.value,
         )
         exchange = Exchange(request, kind, row_id, request_id, parts.clock(), time.time(), trace)
-        request.on_gone = _canceller()
+        task = asyncio.current_task()
+        assert task is not None
+        # A client that leaves ends its request's task: every leg, wait and reservation is given up on the way out.
+        request.on_gone = task.cancel
         parts.metrics.in_flight += 1
         parts.state.began()
         try:
@@ -190,7 +193,6 @@ class Gateway:
             envelope=envelope,
             query=query,
             request_id=exchange.request_id,
-            headers=worker_headers(request, exchange.request_id),
             put=put,
             drop=drop,
             arrived_s=exchange.arrived_s,
@@ -209,7 +211,7 @@ class Gateway:
     def _uncached_tokens(self, query: RouteQuery) -> int:
         """What the worker that has most of this prompt would still compute."""
         index = self._parts.indexes.get(query.model)
-        if index is None:
+        if index is None or not query.keys:
             return query.num_tokens
         held = max((match.blocks for match in index.match(query.keys).values()), default=0)
         return max(1, query.num_tokens - held * query.block_tokens)
@@ -291,14 +293,3 @@ class Gateway:
 
 def _rejects_if_busy(request: Request, envelope: Envelope) -> bool:
     return envelope.reject_if_busy is True or (request.header(b"x-reject-if-busy") or b"").lower() in _YES
-
-
-def _canceller() -> Callable[[], None]:
-    """A client that leaves ends its request's task: every leg, wait and reservation is given up on the way out."""
-    task = asyncio.current_task()
-    assert task is not None
-
-    def cancel() -> None:
-        task.cancel()
-
-    return cancel

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from enum import StrEnum
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -110,18 +111,23 @@ class Envelope(msgspec.Struct, kw_only=True):
         return isinstance(options, StreamOptions) and bool(options.include_usage)
 
 
+_internal_values = attrgetter(*INTERNAL_FIELDS)
+_NO_INTERNALS = (UNSET,) * len(INTERNAL_FIELDS)
+
+
 def parse(kind: Kind, body: bytes) -> Envelope:
     """The envelope of `body`, or InvalidRequest: not JSON, a field of the wrong type, or a field that clients may not send."""
     envelope = decode(Envelope, body)
     envelope.kind = kind
     envelope.raw = body
     envelope.salt = envelope.cache_salt if isinstance(envelope.cache_salt, str) else None
-    for name in INTERNAL_FIELDS:
-        value = getattr(envelope, name)
-        if value is not UNSET and bytes(value) != b"null":
-            raise InvalidRequest(
-                f"Unrecognized request argument supplied: {name}", param=name, code="unknown_parameter"
-            )
+    values = _internal_values(envelope)
+    if values != _NO_INTERNALS:
+        for name, value in zip(INTERNAL_FIELDS, values, strict=True):
+            if value is not UNSET and bytes(value) != b"null":
+                raise InvalidRequest(
+                    f"Unrecognized request argument supplied: {name}", param=name, code="unknown_parameter"
+                )
     return envelope
 
 

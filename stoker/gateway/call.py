@@ -5,54 +5,32 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 from msgspec import UNSET
 
 from stoker.base.ids import WorkerId
 from stoker.gateway.body import Envelope, edit
-from stoker.gateway.http import Request, end_to_end
+from stoker.gateway.http import HeaderFilter, Request, header_block
 from stoker.gateway.keys import Caller
 from stoker.gateway.resume import TokenMemory
 from stoker.gateway.rewrite import Usage
 from stoker.gateway.tracing import RequestTrace, Span
 from stoker.routing.query import RouteQuery
 
-HeaderPairs = list[tuple[bytes, bytes]]
-
 _NOTHING: Mapping[str, bytes] = {}
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:@/+=-]{1,128}")
-
-# Authorization is the client's towards us. No accept-encoding: answers are looked into. The rest would speak to workers in
-# the gateway's name.
-_NOT_PASSED_ON = frozenset(
-    {
-        b"accept-encoding",
-        b"authorization",
-        b"cookie",
-        b"x-admin-token",
-        b"x-api-key",
-        b"x-data-parallel-rank",
-        b"x-encoder-hosts-ports",
-        b"x-kv-cache-source-host-port",
-        b"x-prefiller-host-port",
-        b"x-reject-if-busy",
-        b"x-request-id",
-        b"x-vllm-priority",
-    }
-)
-_INTERNAL_PREFIXES = (b"x-stoker-", b"x-override-", b"x-smg-", b"x-llm-d-")
+_TRACEPARENT = re.compile(rb"^traceparent:.*\r\n", re.MULTILINE)
 
 
-@dataclass(slots=True, eq=False)
-class Call:
+class Call(msgspec.Struct, eq=False):
+    """A struct, like the rest that is made for every request: it takes a third of a dataclass's time."""
+
     request: Request
     envelope: Envelope
     query: RouteQuery
     request_id: bytes
-    headers: HeaderPairs  # the client's, as far as workers may see them, and the request's id
     put: dict[str, bytes]  # what every leg's body must have, as JSON
     drop: Sequence[str]  # what no leg's body may have
     arrived_s: float
@@ -60,7 +38,7 @@ class Call:
     trace: RequestTrace
     on_first_byte: Callable[[], None] = lambda: None
 
-    memory: TokenMemory = field(default_factory=TokenMemory)
+    memory: TokenMemory = msgspec.field(default_factory=TokenMemory)
     usage: Usage | None = None
     status: int = 0
     first_byte_s: float | None = None
@@ -74,12 +52,13 @@ class Call:
     def streams(self) -> bool:
         return bool(self.envelope.stream)
 
-    def headers_under(self, span: Span) -> HeaderPairs:
-        """The headers for a leg, with its own place in the trace."""
+    def headers_under(self, span: Span, passes: HeaderFilter) -> bytes:
+        """What of the client's headers a leg's worker may see, the request's id, and the leg's own place in the trace."""
+        block = b"%bx-request-id: %b\r\n" % (passes.block(self.request.headers), self.request_id)
         traceparent = span.traceparent
         if traceparent is None:
-            return self.headers
-        return [*(pair for pair in self.headers if pair[0] != b"traceparent"), (b"traceparent", traceparent)]
+            return block
+        return _TRACEPARENT.sub(b"", block) + header_block([(b"traceparent", traceparent)])
 
     def body(
         self, put: Mapping[str, bytes] = _NOTHING, drop: Sequence[str] = (), may_add: Collection[str] = ()
@@ -108,16 +87,6 @@ def given_request_id(request: Request) -> bytes | None:
     """The client's own name for its request, if it is one that may be logged and passed on."""
     given = request.header(b"x-request-id")
     return given if given is not None and _REQUEST_ID.fullmatch(given) else None
-
-
-def worker_headers(request: Request, request_id: bytes) -> HeaderPairs:
-    headers = [
-        pair
-        for pair in end_to_end(request.headers)
-        if pair[0] not in _NOT_PASSED_ON and not pair[0].startswith(_INTERNAL_PREFIXES)
-    ]
-    headers.append((b"x-request-id", request_id))
-    return headers
 
 
 def body_changes(envelope: Envelope, caller: Caller) -> tuple[dict[str, bytes], tuple[str, ...]]:

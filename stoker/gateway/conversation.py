@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 from msgspec import UNSET
 from xxhash import xxh3_64_intdigest
 
@@ -30,8 +30,7 @@ _INLINE_BYTES = 100_000
 _MAX_WAITING = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Keys:
+class Keys(msgspec.Struct, frozen=True):
     """`keys` are those of full blocks; `num_tokens` is the whole prompt's, exact or estimated."""
 
     keys: Sequence[Key]
@@ -59,13 +58,13 @@ class TextKeys:
         # What a template prints in front of the conversation: another tool list is another prefix from the first block on.
         for field in (envelope.tools, envelope.instructions):
             if field is not UNSET:
-                view = memoryview(field)  # type: ignore[arg-type]
+                view = memoryview(field)
                 root = xxh3_64_intdigest(view, root)
                 num_bytes += len(view)
         keys: list[int] = []
         for field in (envelope.prompt_token_ids, envelope.messages, envelope.prompt, envelope.input):
             if field is not UNSET:
-                view = memoryview(field)  # type: ignore[arg-type]
+                view = memoryview(field)
                 num_bytes += len(view)
                 keys = chain_keys(view, root, TEXT_BLOCK_BYTES)
                 break

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from stoker.gateway.body import Kind
 from stoker.gateway.call import Call
@@ -16,8 +16,7 @@ from stoker.gateway.usage_row import UsageRow
 _NO_USAGE = Usage()
 
 
-@dataclass(slots=True, eq=False)
-class Exchange:
+class Exchange(msgspec.Struct, eq=False):
     request: Request
     kind: Kind
     row_id: str  # ours: unique, whatever clients call their requests

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
+import msgspec
+
 from stoker.base.errors import Overloaded
 from stoker.gateway.config import AdmissionSettings
 
@@ -45,8 +47,7 @@ class State(Enum):
 WAITING, ADMITTED, DONE = State.WAITING, State.ADMITTED, State.DONE
 
 
-@dataclass(slots=True, eq=False)
-class Ticket:
+class Ticket(msgspec.Struct, eq=False):
     """One request's place: in the queue, then in flight."""
 
     tenant: str

@@ -7,7 +7,7 @@ learns that nobody wants it. What a worker did wrong is told to the fleet here, 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from http import HTTPStatus
 from types import TracebackType
@@ -18,10 +18,18 @@ from stoker.gateway.body import Kind
 from stoker.gateway.call import Call
 from stoker.gateway.config import ProxySettings
 from stoker.gateway.errors import LegFailed, Refused
-from stoker.gateway.http import Answer, AnswerAborted, AnswerLost, AnswerTooLarge, Pool, Unreachable, end_to_end
+from stoker.gateway.http import (
+    Answer,
+    AnswerAborted,
+    AnswerLost,
+    AnswerTooLarge,
+    Pool,
+    Unreachable,
+    header_block,
+)
 from stoker.gateway.metrics import GatewayMetrics
 from stoker.gateway.tracing import Span
-from stoker.gateway.upstream import HeaderPairs, Lifeline, PrefillTimer, Upstream, Upstreams
+from stoker.gateway.upstream import Lifeline, PrefillTimer, Upstream, Upstreams
 from stoker.routing.query import Leg, Route
 
 PATHS = {Kind.CHAT: b"/v1/chat/completions", Kind.COMPLETIONS: b"/v1/completions", Kind.RESPONSES: b"/v1/responses"}
@@ -30,7 +38,6 @@ _MAX_ERROR_BYTES = 1 << 20
 _RELEASE_S = 1.0  # how long a decode worker may take to see a request that is sent only to free its prefill worker
 
 _TRY_ELSEWHERE = {429: "busy", 502: "status5xx", 503: "busy", 504: "status5xx"}
-_NOT_FOR_CLIENTS = frozenset({b"x-request-id", b"server", b"date", b"set-cookie"})
 _MEASURED_TOKENS = 1024  # of a shorter prompt the time is mostly other things than computing it
 _EVENT_STREAM = b"text/event-stream"
 _STATUSES = frozenset(HTTPStatus)
@@ -67,6 +74,21 @@ class Tools:
 
 
 class Legs:
+    __slots__ = (
+        "_has_first_token",
+        "_lifeline",
+        "_open",
+        "_prefill_timer",
+        "_route",
+        "_tools",
+        "_transfer",
+        "_upstreams",
+        "call",
+        "decode",
+        "has_handed_off",
+        "prefill",
+    )
+
     def __init__(self, call: Call, route: Route, tools: Tools, lifeline: Lifeline) -> None:
         self.call = call
         self.decode = route.decode
@@ -74,7 +96,9 @@ class Legs:
         self._route = route
         self._tools = tools
         self._lifeline = lifeline
-        self._upstreams = [tools.upstreams.of(leg.worker) for leg in (self.decode, self.prefill) if leg is not None]
+        self._upstreams = [tools.upstreams.of(route.decode.worker)]
+        if route.prefill is not None:
+            self._upstreams.append(tools.upstreams.of(route.prefill.worker))
         self._open: dict[Answer, Span] = {}
         self._prefill_timer = PrefillTimer()
         self._transfer: Span | None = None  # from prefill's end to decode's first byte
@@ -95,11 +119,11 @@ class Legs:
             span.end("aborted")
 
     def upstream(self, leg: Leg) -> Upstream:
-        return self._tools.upstreams.of(leg.worker)
+        return self._upstreams[0 if leg is self.decode else 1]
 
     # ---- to a worker
 
-    async def send(self, leg: Leg, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> Answer:
+    async def send(self, leg: Leg, body: bytes, headers: bytes = b"") -> Answer:
         """The worker's answer, once its head is there. Refused: the client must hear it; LegFailed: another may do it."""
         call, settings = self.call, self._tools.settings
         upstream = self.upstream(leg)
@@ -110,7 +134,7 @@ class Legs:
             answer = await upstream.pool.send(
                 b"POST",
                 PATHS[call.envelope.kind],
-                [*call.headers_under(span), *upstream.headers, *headers],
+                call.headers_under(span, upstream.to_worker) + upstream.headers + headers,
                 body,
                 connect_s=settings.connect_s,
                 head_s=settings.first_byte_s,
@@ -123,7 +147,7 @@ class Legs:
             await self._refuse(leg, answer)
         return answer
 
-    async def send_surely(self, leg: Leg, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> Answer:
+    async def send_surely(self, leg: Leg, body: bytes, headers: bytes = b"") -> Answer:
         """As `send`, but the worker gets the request even if the client leaves meanwhile: some prefill workers keep a
         prompt's blocks until a decode worker has seen the request and dropped it."""
         sending = self._tools.cleanups.start(self.send(leg, body, headers))
@@ -161,13 +185,14 @@ class Legs:
     async def relay(self, leg: Leg, answer: Answer, push: Callable[[bytes], bytes]) -> None:
         """The body as it comes, through `push`, to the client."""
         request = self.call.request
+        write = request.write
 
         def sink(data: bytes) -> None:
             shown = push(data)
             if shown:
                 if not self._has_first_token:
                     self.begin(answer)
-                request.write(shown)
+                write(shown)
 
         request.on_pause, request.on_resume = answer.pause, answer.resume
         if request.paused:
@@ -212,11 +237,12 @@ class Legs:
 
     # ---- inside
 
-    def _client_headers(self, answer: Answer) -> HeaderPairs:
+    def _client_headers(self, answer: Answer) -> bytes:
         call = self.call
-        headers = [(b"x-request-id", call.request_id), *_for_client(answer.headers)]
+        passed = self._upstreams[0].to_client.block(answer.headers)
+        headers = b"x-request-id: %b\r\n%b" % (call.request_id, passed)
         if call.explained is not None:
-            headers.append((b"x-stoker-route", call.explained))
+            headers += header_block([(b"x-stoker-route", call.explained)])
         return headers
 
     def _saw_first_token(self) -> None:
@@ -242,7 +268,7 @@ class Legs:
         except (AnswerLost, AnswerAborted) as error:
             self.fail(leg, "lost", error.message)
         self._open.pop(answer).end(f"status_{answer.status}")
-        refused = Refused(_known_status(answer.status), _for_client(answer.headers), body)
+        refused = Refused(_known_status(answer.status), self.upstream(leg).to_client.pairs(answer.headers), body)
         kind = _TRY_ELSEWHERE.get(answer.status)
         if kind is None and answer.status >= 500 and self.prefill is not None:
             kind = "status5xx"  # a hand-off went wrong, whoever says so: without one the request may do well
@@ -265,12 +291,6 @@ class Legs:
 def is_event_stream(answer: Answer) -> bool:
     kind = answer.header(b"content-type")
     return kind is not None and kind.startswith(_EVENT_STREAM)
-
-
-def _for_client(headers: Sequence[tuple[bytes, bytes]]) -> HeaderPairs:
-    return [
-        pair for pair in end_to_end(headers) if pair[0] not in _NOT_FOR_CLIENTS and not pair[0].startswith(b"x-stoker-")
-    ]
 
 
 def _known_status(status: int) -> int:

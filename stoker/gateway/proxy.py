@@ -19,7 +19,7 @@ from stoker.gateway.errors import LegFailed
 from stoker.gateway.legs import Legs, Tools
 from stoker.gateway.tries import RetryBudget, Tries
 from stoker.gateway.upstream import Lifeline
-from stoker.routing.query import NoWorker, Route
+from stoker.routing.query import NoWorker, Route, RouteQuery
 from stoker.routing.router import Router
 
 
@@ -38,21 +38,17 @@ class Proxy:
     async def run(self, call: Call) -> None:
         """Answers `call`. What is raised is the client's to hear: as an answer, or in a stream as its last event."""
         self._budget.request()
-        tries = Tries(
-            call,
-            self._router,
-            self._tools,
-            self._budget,
-            resumable=self._resumable,
-            grace_s=self._grace_s,
-        )
+        tries: Tries | None = None  # nearly always there is only one, which needs no account
         while True:
-            route = await tries.next_route()
+            route = self._choose(call.query, call) if tries is None else await tries.next_route()
             try:
                 await self._run(call, route)
-                tries.succeeded()
+                if call.num_resumes:
+                    self._tools.metrics.resumes["completed"] += 1
                 return
             except LegFailed as failed:
+                if tries is None:
+                    tries = self._tries(call)
                 tries.failed(failed)
             finally:
                 route.end(self._tools.clock())
@@ -60,6 +56,26 @@ class Proxy:
     async def close(self) -> None:
         await self._tools.cleanups.close()
         self._tools.upstreams.close()
+
+    def _tries(self, call: Call) -> Tries:
+        return Tries(
+            call,
+            self._tools,
+            self._budget,
+            lambda query: self._choose(query, call),
+            resumable=self._resumable,
+            grace_s=self._grace_s,
+        )
+
+    def _choose(self, query: RouteQuery, call: Call) -> Route:
+        """Reserved: whoever gets it must end it."""
+        began_s = self._tools.clock()
+        span = call.trace.begin("route")
+        try:
+            return self._router.route(query, began_s)
+        finally:
+            span.end()
+            self._tools.metrics.route_s.observe(self._tools.clock() - began_s)
 
     async def _run(self, call: Call, route: Route) -> None:
         decode = route.decode.worker.spec

@@ -52,14 +52,12 @@ _NONE = Session()
 
 def session_of(headers: Iterable[tuple[bytes, bytes]], envelope: Envelope, tenant: str) -> Session:
     """`headers` with their names in lower case."""
-    found: dict[int, bytes] = {}
-    for name, value in headers:
-        rank = _RANKS.get(name)
-        if rank is not None and rank not in found and value.strip():
-            found[rank] = value.strip()
-    key, parent = _of_headers(found) if found else (None, None)
+    named = [(_RANKS[name], value.strip()) for name, value in headers if name in _RANKS]
+    key = parent = None
+    if named:
+        key, parent = _of_headers({rank: value for rank, value in reversed(named) if value})  # the first of a name
     if key is None:
-        key = next(filter(None, map(_text, (envelope.prompt_cache_key, envelope.session_id, envelope.user))), None)
+        key = _text(envelope.prompt_cache_key) or _text(envelope.session_id) or _text(envelope.user)
     if key is None and parent is None:
         return _NONE
     return Session(_scoped(tenant, key), _scoped(tenant, parent))
@@ -91,6 +89,8 @@ def _decoded(value: bytes) -> str:
 
 
 def _text(value: Any) -> str | None:
+    if value is None:
+        return None
     if isinstance(value, str):
         return value.strip() or None
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else None

@@ -1,9 +1,10 @@
-"""What one request has gone through, and whether and where it goes on. See proxy.py for the rules in words."""
+"""What a request has gone through that lost a worker, and whether and where it goes on. See proxy.py for the rules in words."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NoReturn
 
@@ -12,8 +13,7 @@ from stoker.base.log import EventLog
 from stoker.gateway.call import Call
 from stoker.gateway.errors import LegFailed, StreamBroken
 from stoker.gateway.legs import Tools
-from stoker.routing.query import NoWorker, Route
-from stoker.routing.router import Router
+from stoker.routing.query import NoWorker, Route, RouteQuery
 
 _BACK_OFF_S = (0.010, 0.050)
 _MAX_SAVED_RETRIES = 20.0  # what a quiet gateway may spend at once when a worker dies
@@ -42,16 +42,16 @@ class Tries:
     def __init__(
         self,
         call: Call,
-        router: Router,
         tools: Tools,
         budget: RetryBudget,
+        choose: Callable[[RouteQuery], Route],
         *,
         resumable: frozenset[str],
         grace_s: float,
     ) -> None:
         self._call = call
-        self._router = router
         self._tools = tools
+        self._choose = choose
         self._budget = budget
         self._resumable = resumable
         self._grace_s = grace_s
@@ -61,9 +61,8 @@ class Tries:
         self._give_up_at = 0.0
 
     async def next_route(self) -> Route:
-        """Reserved: whoever gets it must end it. After a failure, a moment in which nobody is usable is waited out."""
-        if self._last is None:
-            return self._route()
+        """Reserved: whoever gets it must end it. A moment in which nobody is usable is waited out."""
+        assert self._last is not None, "asked before anything failed"
         is_resume = self._call.request.started
         dialects = self._resumable if is_resume else None
         if not is_resume:
@@ -88,10 +87,6 @@ class Tries:
             self._stream_lost(failed)
         else:
             self._retry(failed)
-
-    def succeeded(self) -> None:
-        if self._call.num_resumes:
-            self._tools.metrics.resumes["completed"] += 1
 
     def _retry(self, failed: LegFailed) -> None:
         call = self._call
@@ -119,16 +114,8 @@ class Tries:
         self._tools.metrics.resumes["failed"] += 1
         raise StreamBroken(f"{failed.message}; no other worker could continue the stream") from failed
 
-    def _route(self, dialects: frozenset[str] | None = None) -> Route:
+    def _route(self, dialects: frozenset[str] | None) -> Route:
         query = self._call.query
-        if self._last is not None:
-            num_tokens = query.num_tokens + self._call.memory.num_tokens
-            excluded = frozenset(self._excluded)
-            query = replace(query, num_tokens=num_tokens, excluded=excluded, needs_dialect=dialects)
-        began_s = self._tools.clock()
-        span = self._call.trace.begin("route")
-        try:
-            return self._router.route(query, began_s)
-        finally:
-            span.end()
-            self._tools.metrics.route_s.observe(self._tools.clock() - began_s)
+        num_tokens = query.num_tokens + self._call.memory.num_tokens
+        excluded = frozenset(self._excluded)
+        return self._choose(replace(query, num_tokens=num_tokens, excluded=excluded, needs_dialect=dialects))

@@ -9,9 +9,36 @@ from typing import Any
 
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Member
-from stoker.gateway.http import ClientLimits, Origin, Pool
+from stoker.gateway.http import ClientLimits, HeaderFilter, Origin, Pool, header_block
 
-HeaderPairs = list[tuple[bytes, bytes]]
+# Authorization is the client's towards us. No accept-encoding: answers are looked into. The rest would speak to workers in
+# the gateway's name.
+_NOT_FOR_WORKERS = frozenset(
+    {
+        b"accept-encoding",
+        b"authorization",
+        b"cookie",
+        b"x-admin-token",
+        b"x-api-key",
+        b"x-data-parallel-rank",
+        b"x-encoder-hosts-ports",
+        b"x-kv-cache-source-host-port",
+        b"x-prefiller-host-port",
+        b"x-reject-if-busy",
+        b"x-request-id",
+        b"x-vllm-priority",
+    }
+)
+_INTERNAL_PREFIXES = (b"x-stoker-", b"x-override-", b"x-smg-", b"x-llm-d-")
+_NOT_FOR_CLIENTS = frozenset({b"x-request-id", b"server", b"date", b"set-cookie"})
+
+
+def _to_worker() -> HeaderFilter:
+    return HeaderFilter(_NOT_FOR_WORKERS, _INTERNAL_PREFIXES)
+
+
+def _to_client() -> HeaderFilter:
+    return HeaderFilter(_NOT_FOR_CLIENTS, (b"x-stoker-",))
 
 
 class Lifeline:
@@ -40,7 +67,9 @@ class Upstream:
     url: str
     pool: Pool
     origin: Origin
-    headers: HeaderPairs  # what every request to this worker carries: its own key
+    headers: bytes  # what every request to this worker carries: its own key
+    to_worker: HeaderFilter = field(default_factory=_to_worker)  # what of a client's headers it may see
+    to_client: HeaderFilter = field(default_factory=_to_client)  # what of its own headers clients may see
     refuses_usage: bool = False  # it answered 400 to a stream that asked for a usage chunk
     lifelines: set[Lifeline] = field(default_factory=set)
     num_prefilling: int = 0  # requests sent that have not brought a first token
@@ -87,7 +116,7 @@ class Upstreams:
             known.pool.close()
         origin = Origin.from_url(member.spec.url)
         key = self._api_keys.get(member.spec.url)
-        headers = [] if key is None else [(b"authorization", b"Bearer " + key.encode())]
+        headers = b"" if key is None else header_block([(b"authorization", b"Bearer " + key.encode())])
         made = Upstream(member.spec.url, Pool(origin, self._limits), origin, headers)
         self._known[member.spec.worker_id] = made
         return made

@@ -113,12 +113,7 @@ class Watcher:
         settings = self._settings
         while True:
             try:
-                live = await self._probe()
-                if live and self._around.clock() - self._learnt_s >= settings.learn_s:
-                    await self._learn()
-                if live:
-                    await self._scrape()
-                    self._follow()
+                await self._look()
             except (Unreachable, AnswerLost, TimeoutError) as lost:
                 self._complain("question_failed", reason=str(lost) or "no answer in time")
             except Exception:  # a watcher that ends would leave its worker as it was last seen, for good
@@ -127,20 +122,36 @@ class Watcher:
 
     # ---- is it there
 
-    async def _probe(self) -> bool:
+    async def _look(self) -> None:
+        seen = await self._probe()
+        if seen is None:
+            return
+        live, ready = seen
+        if not live:
+            self._tell(False, False)
+            return
+        if self._state is None or not self._state[0]:
+            self._learn_soon()
+            self._complaints.clear()
+        try:
+            if self._around.clock() - self._learnt_s >= self._settings.learn_s:
+                await self._learn()
+            await self._scrape()
+            self._follow()
+        finally:
+            self._tell(True, ready)
+
+    async def _probe(self) -> tuple[bool, bool] | None:
+        """Live and ready; None: late, which says nothing yet."""
         try:
             status = await self._ready_status()
         except Unreachable:
-            self._tell(False, False)
-            return False
+            return False, False
         except (AnswerLost, TimeoutError):
             self._num_late += 1
-            if self._num_late >= self._settings.late_probes:
-                self._tell(False, False)
-            return False
+            return (False, False) if self._num_late >= self._settings.late_probes else None
         self._num_late = 0
-        self._tell(True, 200 <= status < 300)
-        return True
+        return True, 200 <= status < 300
 
     async def _ready_status(self) -> int:
         if self.spec.dialect == _OURS:
@@ -158,9 +169,6 @@ class Watcher:
         around, worker_id = self._around, self.spec.worker_id
         around.fleet.saw_probe(worker_id, live=live, ready=ready, now=around.clock())
         log.event("worker_seen", worker=worker_id, live=live, ready=ready)
-        if live and (before is None or not before[0]):
-            self._learn_soon()
-            self._complaints.clear()
         if before is not None and before[0] and not live:
             around.on_lost(worker_id)
             if not isinstance(self._follower, KvFollower):
@@ -200,8 +208,11 @@ class Watcher:
         self._info = info
         if info.role != self.spec.role.value:
             self._complain("role_differs", configured=self.spec.role.value, own=info.role)
-        self._saw_models(info.models)
+        self._models = self.spec.models or tuple(info.models)
         await self._learn_tokenizer(info)
+        self._saw_models(
+            info.models
+        )  # requests come from here on: their conversations are known by tokens from the first on
         self._set_capacity(info.num_blocks, info.block_tokens)
         return True
 

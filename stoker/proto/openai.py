@@ -203,6 +203,8 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     min_tokens: CountOrZero | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None  # SGLang's name for it; routers in front of us send it with every request
+    return_hidden_states: bool | None = None  # SGLang's; true is refused
     skip_special_tokens: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -243,6 +245,8 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     separate_reasoning: bool | None = None  # false: thinking stays in the content
+    stream_reasoning: Ignored = None
+    include_reasoning: bool | None = None  # false is refused: thinking is what the answer is made of
 
 
 class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from math import inf
 
 from stoker.base.ids import WorkerId
-from stoker.fleet.fleet import Fleet, Member
+from stoker.fleet.fleet import Member
 from stoker.fleet.ledger import Ledger
 from stoker.fleet.prefix_index import Match
 from stoker.fleet.spec import Role
@@ -20,8 +20,7 @@ from stoker.routing.query import RouteQuery
 
 
 class ClusterLevel:
-    def __init__(self, fleet: Fleet, ledger: Ledger, spill_s: float) -> None:
-        self._fleet = fleet
+    def __init__(self, ledger: Ledger, spill_s: float) -> None:
         self._ledger = ledger
         self._spill_s = spill_s
 
@@ -29,8 +28,7 @@ class ClusterLevel:
         self, query: RouteQuery, members: Sequence[Member], matches: dict[WorkerId, Match], now: float
     ) -> Sequence[Member]:
         """Those of the members that are in the cluster where this request belongs."""
-        first = members[0].spec.cluster if members else ""
-        if all(member.spec.cluster == first for member in members):
+        if len({member.spec.cluster for member in members}) < 2:
             return members
         by_cluster: dict[str, list[Member]] = {}
         for member in members:
@@ -66,7 +64,7 @@ class ClusterLevel:
 
     def _queue_s(self, members: Sequence[Member], now: float) -> float:
         def wait_s(member: Member) -> float:
-            rate = self._fleet.prefill_rate(member)
-            return self._ledger.load(member.worker_id, now, rate).queued_tokens / rate
+            load = self._ledger.load(member.worker_id, now, member.tokens_per_s)
+            return load.queued_tokens / member.tokens_per_s
 
         return min(map(wait_s, members))

@@ -20,18 +20,22 @@ from stoker.routing.query import Reason, RouteQuery
 
 @dataclass(slots=True, eq=False)
 class Candidate:
+    """Valid during one `score`: the router uses it again for the next choice."""
+
     member: Member
     worker_id: WorkerId
-    load: Load  # the ledger's: valid during this choice
-    tokens_per_s: float  # of prefill, slow start counted in
-    step_s: float
-    cached_tokens: int  # what it would find, in all tiers
-    host_tokens: int  # of these, those to be fetched from its RAM
-    disk_tokens: int  # and from its disk, or a store that all share
-    compute_tokens: int
-    pull_tokens: int  # from a prefill worker
-    context_tokens: int
-    output_tokens: int  # expected
+    load: Load  # the ledger's
+    tokens_per_s: float = 1.0  # of prefill, slow start counted in
+    step_s: float = 0.0
+    queued_tokens: float = 0.0  # of prompts before this one, ours or another gateway's
+    cached_tokens: int = 0  # what it would find, in all tiers
+    host_tokens: int = 0  # of these, those to be fetched from its RAM
+    disk_tokens: int = 0  # and from its disk, or a store that all share
+    compute_tokens: int = 0
+    pull_tokens: int = 0  # from a prefill worker
+    context_tokens: int = 0
+    output_tokens: int = 0  # expected
+    weight: float = 1.0  # its part of the work, against a settled worker of weight 1
     branches: int = 0  # how many ways conversations went on from the last block that anybody has of this one
     prefill_s: float = 0.0  # what the prefill worker's part costs before this one begins
 
@@ -46,18 +50,18 @@ class CostSettings:
     kv_pressure_s: float = 0.15  # times k / (1 - k), k the share of the KV memory in use
     crowd_tokens: float = 262_144.0  # resident tokens that double a decode step
     stall_share: float = 0.1  # of a prompt's time, what each sequence that decodes there is held up
-    move_factor: float = 40.0
-    returns_weight: float = 1.5
-    later_weight: float = 0.6
-    recent_weight: float = 3.0
-    tau_s: float = 173.0
-    request_s: float = 0.01
-    bound: float = 0.03
-    bound_requests: float = 3.0
-    balance_share: float = 0.004
-    balance_part: float = 0.65
-    bound_s: float = 30.0
-    home_bound: float = 0.05
+    move_factor: float = 40.0  # what a lost hit weighs, against the same time waited
+    returns_weight: float = 1.5  # what others wait, against what this request waits
+    later_turns: float = 0.6  # of a conversation, to be expected
+    recent_weight: float = 3.0  # of a prompt's time, for a worker with twice its part of the recent tokens
+    request_s: float = 0.001  # for every recent request more than its part
+    idle_queue_s: float = 0.1  # a fleet with shorter queues on average is idle
+    bound: float = 0.05  # a worker may have so many more of the recent requests than its part
+    bound_requests: float = 8.0  # and at least this many
+    over_bound_s: float = 30.0
+    balance_share: float = 0.004  # of all prompt tokens, what may be computed again for balance
+    balance_part: float = 0.65  # of a prompt, what a conversation may lose when it is given away
+    home_slack_s: float = 0.02  # workers so near to the best are as good, and a session's hash decides
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,9 @@ class RouterSettings:
     policy: str = "cost"
     expected_output_tokens: int = 256  # what a request is charged with, if the client allows so much
     local_prefill_tokens: int = 256  # an uncached rest up to this is never worth a hand-off
-    local_prefill_share: float = 0.25  # of a longer one's time, what computing it on a decode worker costs those who decode
+    local_prefill_share: float = (
+        0.25  # of a longer one's time, what computing it on a decode worker costs those who decode
+    )
     cluster_spill_s: float = 5.0  # a home cluster may have so much longer a queue than the best one
     num_explained: int = 256
     seed: int = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from stoker.base.errors import NotFound, Overloaded
 from stoker.base.ids import WorkerId
@@ -37,8 +38,7 @@ class RouteQuery:
     needs_dialect: frozenset[str] | None = None  # a resume: only workers that speak one of these
 
 
-@dataclass(slots=True)
-class Reason:
+class Reason(NamedTuple):
     """Why a candidate was, or was not, chosen: its cost and what it is made of, in seconds. The least cost wins.
     Other policies than `cost` fill in what they have."""
 
@@ -53,6 +53,7 @@ class Reason:
     decode_s: float = 0.0  # the answer, among the others that decode there
     kv_s: float = 0.0  # KV pressure
     others_s: float = 0.0  # what those who come back to this worker would wait for this prompt
+    later_s: float = 0.0  # what this conversation's next turns would wait there
     recent_s: float = 0.0  # more than its part of the recent work
     move_s: float = 0.0  # computing again what another worker holds
 

@@ -14,16 +14,15 @@ from dataclasses import dataclass, replace
 
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Fleet, Member
-from stoker.fleet.ledger import Ledger
+from stoker.fleet.ledger import Ledger, Load
 from stoker.fleet.prefix_index import SHARED, Match, PrefixIndex
 from stoker.fleet.spec import Role
 from stoker.routing.cluster import ClusterLevel
 from stoker.routing.policy import POLICIES, Candidate, Policy, RouterSettings
 from stoker.routing.query import Leg, ModelNotFound, NoWorker, Reason, Route, RouteQuery
 
-_ALL = frozenset(Role)
 _NO_MATCH = Match()
-_NO_INDEX = PrefixIndex()
+_MAX_CANDIDATES = 4096
 
 
 class PrefixIndexes(dict[str, PrefixIndex]):
@@ -43,30 +42,22 @@ class PrefixIndexes(dict[str, PrefixIndex]):
             index.forget(worker_id)
 
 
-@dataclass(frozen=True, slots=True)
-class _Decision:
-    """What `explain_last` shows of a route, without holding on to its conversation and its reservations."""
+_Decision = tuple[float, str, str | None, int, Route]  # when, model, session, prompt tokens, and what came of it
 
-    at: float
-    model: str
-    session: str | None
-    num_tokens: int
-    decode: WorkerId
-    prefill: WorkerId | None
-    policy: str
-    reasons: list[Reason]
 
-    def as_dict(self) -> dict[str, object]:
-        return {
-            "at": self.at,
-            "model": self.model,
-            "session": self.session,
-            "num_tokens": self.num_tokens,
-            "decode": self.decode,
-            "prefill": self.prefill,
-            "policy": self.policy,
-            "reasons": [reason.as_dict() for reason in self.reasons],
-        }
+@dataclass(slots=True)
+class _Asked:
+    """A query, and what the index knows about it."""
+
+    query: RouteQuery
+    matches: dict[WorkerId, Match]
+    index: PrefixIndex
+    now: float
+
+    def branches(self) -> int:
+        """How many ways conversations went on from the last block that anybody has of this one."""
+        known = max([match.blocks for match in self.matches.values()], default=0)
+        return self.index.branches(self.query.keys[known - 1]) if known else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,85 +80,70 @@ class Router:
         self._ledger = ledger
         self._indexes = indexes
         self._policy = policy or POLICIES.get(self._settings.policy)(self._settings)
-        self._clusters = ClusterLevel(fleet, ledger, self._settings.cluster_spill_s)
+        self._clusters = ClusterLevel(ledger, self._settings.cluster_spill_s)
+        self._candidates: dict[WorkerId, Candidate] = {}
         self._decisions: deque[_Decision] = deque(maxlen=self._settings.num_explained)
 
     def route(self, query: RouteQuery, now: float) -> Route:
         """Raises ModelNotFound, or NoWorker with the time after which it is worth trying again."""
-        members: Sequence[Member] = self._fleet.candidates(query.model, _ALL, now)
+        pool = self._fleet.pool(query.model, now)
+        members: Sequence[Member] = pool.members
         if query.excluded or query.needs_dialect is not None:
             members = [member for member in members if _fits(member, query)]
-        index = self._indexes[query.model] if members else _NO_INDEX
-        matches = index.match(query.keys)
-        members = self._clusters.narrow(query, members, matches, now)
-        prefill, reasons = self._cheapest_prefill(query, members, matches, now)
-        candidates = self._ways(query, members, matches, prefill, now)
+        if not members:
+            raise self._no_worker(query, now)
+        index = self._indexes[query.model]
+        asked = _Asked(query, index.match(query.keys), index, now)
+        prefill: _Prefill | None = None
+        reasons: list[Reason] = []
+        if not pool.plain:
+            members = self._clusters.narrow(query, members, asked.matches, now)
+            prefill, reasons = self._cheapest_prefill(asked, members)
+        candidates = self._ways(asked, members, prefill)
         if not candidates:
             raise self._no_worker(query, now)
-        depth = max((m.blocks for m in matches.values()), default=0)
-        branches = index.branches(query.keys[depth - 1]) if depth else 2
-        for one in candidates:
-            one.branches = branches
         scored = self._policy.score(query, candidates, now)
         chosen = candidates[_least(scored)]
-        legs = [chosen] if prefill is None or not chosen.pull_tokens else [chosen, prefill.candidate]
-        for leg in legs:
-            index.routed(leg.worker_id, query.keys, now)
-        returning = chosen.cached_tokens > min(candidate.cached_tokens for candidate in candidates)
-        decode, *others = [self._reserve(leg, returning, now) for leg in legs]
-        route = Route(decode, others[0] if others else None, self._settings.policy, reasons + scored)
-        self._explain(query, route, now)
+        returning = chosen.cached_tokens > min([candidate.cached_tokens for candidate in candidates])
+        decode = self._reserve(chosen, asked, returning)
+        first = self._reserve(prefill.candidate, asked, returning) if prefill and chosen.pull_tokens else None
+        route = Route(decode, first, self._settings.policy, reasons + scored if reasons else scored)
+        self._decisions.append((now, query.model, query.session, query.num_tokens, route))
         return route
 
     def explain_last(self, count: int) -> list[dict[str, object]]:
         """The last decisions, the latest first."""
         latest = list(self._decisions)[-count:] if count > 0 else []
-        return [decision.as_dict() for decision in reversed(latest)]
+        return [_as_dict(decision) for decision in reversed(latest)]
 
     def note_prefill_rate(self, worker_id: WorkerId, uncached_tokens: int, seconds: float, now: float) -> None:
         """A prompt's uncached part took so long there, from sending to the first token."""
         self._fleet.saw_prefill(worker_id, uncached_tokens, seconds)
 
-    def _explain(self, query: RouteQuery, route: Route, now: float) -> None:
-        prefill = route.prefill.charge.worker_id if route.prefill else None
-        decode = route.decode.charge.worker_id
-        self._decisions.append(
-            _Decision(now, query.model, query.session, query.num_tokens, decode, prefill, route.policy, route.reasons)
-        )
-
     # ---- the ways to run a request
 
-    def _cheapest_prefill(
-        self, query: RouteQuery, members: Sequence[Member], matches: dict[WorkerId, Match], now: float
-    ) -> tuple[_Prefill | None, list[Reason]]:
+    def _cheapest_prefill(self, asked: _Asked, members: Sequence[Member]) -> tuple[_Prefill | None, list[Reason]]:
         those = [member for member in members if member.spec.role is Role.PREFILL]
         if not those:
             return None, []
-        candidates = [self._candidate(query, member, matches, now, output_tokens=0) for member in those]
-        scored = self._policy.score(query, candidates, now)
-        for reason in scored:
-            reason.part = "prefill"
+        branches = asked.branches()
+        candidates = [self._candidate(asked, member, 0, branches) for member in those]
+        scored = self._policy.score(asked.query, candidates, asked.now)
         best = _least(scored)
-        return _Prefill(candidates[best], scored[best].cost_s), scored
+        return _Prefill(candidates[best], scored[best].cost_s), [reason._replace(part="prefill") for reason in scored]
 
-    def _ways(
-        self,
-        query: RouteQuery,
-        members: Sequence[Member],
-        matches: dict[WorkerId, Match],
-        prefill: _Prefill | None,
-        now: float,
-    ) -> list[Candidate]:
-        settings = self._settings
+    def _ways(self, asked: _Asked, members: Sequence[Member], prefill: _Prefill | None) -> list[Candidate]:
+        settings, most_tokens = self._settings, asked.query.max_output_tokens
         output_tokens = settings.expected_output_tokens
-        if query.max_output_tokens is not None and query.max_output_tokens < output_tokens:
-            output_tokens = query.max_output_tokens
+        if most_tokens is not None and most_tokens < output_tokens:
+            output_tokens = most_tokens
+        branches = asked.branches()
         ways = []
         for member in members:
             role = member.spec.role
             if role is Role.PREFILL:
                 continue
-            way = self._candidate(query, member, matches, now, output_tokens)
+            way = self._candidate(asked, member, output_tokens, branches)
             hands_off = (
                 role is Role.DECODE and prefill is not None and way.compute_tokens > settings.local_prefill_tokens
             )
@@ -178,39 +154,54 @@ class Router:
                 ways.append(way)
         return ways
 
-    def _candidate(
-        self, query: RouteQuery, member: Member, matches: dict[WorkerId, Match], now: float, output_tokens: int
-    ) -> Candidate:
-        worker_id = member.spec.worker_id
-        match, block = matches.get(worker_id) or matches.get(SHARED, _NO_MATCH), query.block_tokens
+    def _candidate(self, asked: _Asked, member: Member, output_tokens: int, branches: int) -> Candidate:
+        query, worker_id = asked.query, member.spec.worker_id
+        match = asked.matches.get(worker_id) or asked.matches.get(SHARED, _NO_MATCH)
+        block = query.block_tokens
         # The last prompt token is computed anew, always: its logits are what the first token is drawn from.
         cached = min(match.blocks * block, query.num_tokens - 1)
-        rate = self._fleet.prefill_rate(member)
-        return Candidate(
-            member,
-            worker_id,
-            self._ledger.load(worker_id, now, rate),
-            rate,
-            self._fleet.step_s(member),
-            cached,
-            match.host_blocks * block,
-            match.disk_blocks * block,
-            query.num_tokens - cached,
-            0,
-            query.num_tokens,
-            output_tokens,
-        )
+        rate = member.tokens_per_s
+        load = self._ledger.load(worker_id, asked.now, rate)
+        queued, report = load.queued_tokens, member.report
+        if report is not None and report.waiting_tokens > queued:  # there are other gateways
+            queued = max(queued, report.waiting_tokens - (asked.now - member.reported_at) * rate)
+        # One object a worker, used for one choice after the other: making it anew would take longer than scoring it.
+        way = self._candidates.get(worker_id)
+        if way is None:
+            way = self._new_candidate(member)
+        way.member = member
+        way.load = load
+        way.tokens_per_s = rate
+        way.step_s = member.step_s
+        way.queued_tokens = queued
+        way.cached_tokens = cached
+        way.host_tokens = match.host_blocks * block
+        way.disk_tokens = match.disk_blocks * block
+        way.compute_tokens = way.context_tokens = query.num_tokens
+        way.compute_tokens -= cached
+        way.output_tokens = output_tokens
+        way.weight = member.spec.weight * member.share
+        way.branches = branches
+        way.prefill_s = 0.0
+        return way
 
-    def _reserve(self, candidate: Candidate, returning: bool, now: float) -> Leg:
+    def _new_candidate(self, member: Member) -> Candidate:
+        if len(self._candidates) >= _MAX_CANDIDATES:  # most of them have left the fleet
+            self._candidates.clear()
+        way = self._candidates[member.worker_id] = Candidate(member, member.worker_id, Load())
+        return way
+
+    def _reserve(self, candidate: Candidate, asked: _Asked, returning: bool) -> Leg:
         charge = self._ledger.charge(
             candidate.worker_id,
             prefill_tokens=candidate.compute_tokens,
             context_tokens=candidate.context_tokens,
             output_tokens=candidate.output_tokens,
             returning=returning,
-            now=now,
+            now=asked.now,
         )
-        self._fleet.begin_request(candidate.member, now)
+        asked.index.routed(candidate.worker_id, asked.query.keys, asked.now)
+        self._fleet.begin_request(candidate.member, asked.now)
         return Leg(candidate.member, charge, candidate.cached_tokens)
 
     def _no_worker(self, query: RouteQuery, now: float) -> ModelNotFound | NoWorker:
@@ -231,6 +222,20 @@ def _fits(member: Member, query: RouteQuery) -> bool:
     if member.spec.worker_id in query.excluded:
         return False
     return query.needs_dialect is None or member.spec.dialect in query.needs_dialect
+
+
+def _as_dict(decision: _Decision) -> dict[str, object]:
+    at, model, session, num_tokens, route = decision
+    return {
+        "at": at,
+        "model": model,
+        "session": session,
+        "num_tokens": num_tokens,
+        "decode": route.decode.worker.worker_id,
+        "prefill": route.prefill.worker.worker_id if route.prefill else None,
+        "policy": route.policy,
+        "reasons": [reason.as_dict() for reason in route.reasons],
+    }
 
 
 def _least(reasons: list[Reason]) -> int:

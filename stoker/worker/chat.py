@@ -130,6 +130,10 @@ def _refuse_unsupported(body: ChatRequest) -> None:
             raise InvalidRequest(
                 f"Unsupported parameter: '{name}': {instead}.", param=name, code="unsupported_parameter"
             )
+    if body.include_reasoning is False:
+        raise InvalidRequest(
+            "Unsupported value: 'include_reasoning': what was thought is always returned.", param="include_reasoning"
+        )
     if body.modalities is not None and body.modalities != ["text"]:
         raise InvalidRequest("Invalid value for 'modalities': this model gives text alone.", param="modalities")
     if body.top_logprobs is not None and not body.logprobs:

@@ -130,6 +130,12 @@ def make_choices(
     limits, config = context.limits, context.config
     if asked.n > config.max_choices:
         raise InvalidRequest(f"Invalid 'n': {asked.n} is more than the {config.max_choices} allowed.", param="n")
+    if fields.return_hidden_states:
+        raise InvalidRequest(
+            "Unsupported parameter: 'return_hidden_states': this server keeps none.",
+            param="return_hidden_states",
+            code="unsupported_parameter",
+        )
     if fields.kv_transfer_params is not None:
         raise InvalidRequest(
             "'kv_transfer_params' must be null: this worker takes no hand-offs.", param="kv_transfer_params"
@@ -153,7 +159,7 @@ def make_choices(
             raise InvalidRequest(
                 f"Invalid '{param}': {len(choice.token_ids)} tokens, more than the {max_tokens} allowed.", param=param
             )
-    include_stop = bool(fields.include_stop_str_in_output)
+    include_stop = bool(fields.include_stop_str_in_output or fields.no_stop_trim)
     skip_special = fields.skip_special_tokens is not False and not keep_special_tokens
     deadline_s = None if fields.timeout_s is None else time.monotonic() + fields.timeout_s
     unique = uuid.uuid4().hex  # two requests may have one X-Request-Id; the engine must tell them apart

@@ -158,6 +158,14 @@ class Exchange:
         return json.loads(self.answer)
 
     @property
+    def usage(self) -> Any:
+        assert self.status == 200, (self.status, self.answer, self.broken)
+        if not self.body.get("stream"):
+            return self.json["usage"]
+        (usage,) = [chunk["usage"] for chunk in map(json.loads, self.events[:-1]) if chunk.get("usage")]
+        return usage
+
+    @property
     def said(self) -> Any:
         """What counts of the answer, streamed or not: its choices, with all deltas joined, and its usage."""
         assert self.status == 200, (self.status, self.answer, self.broken)

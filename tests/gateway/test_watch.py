@@ -14,7 +14,7 @@ import pytest
 import uvloop
 from aiohttp import web
 from mocks import JSON, MockWorker, Script, hangs, until
-from test_kv_events import Foreign, stored
+from test_event_following import Foreign, stored
 from tiny_text import make_folder
 
 from stoker.base.ids import WorkerId

@@ -179,3 +179,43 @@ def test_what_a_worker_was_measured_at_counts(pair: World) -> None:
     pair.router.note_prefill_rate(A, 1000, 10.0, 0.0)
     pair.router.note_prefill_rate(B, 1000, 0.1, 0.0)
     assert where(pair.route(range(50)))[1] == B
+
+
+def test_what_other_gateways_sent_there_counts_until_it_is_worked_off(pair: World) -> None:
+    pair.fleet.saw_report(A, WorkerLoad(waiting_tokens=50_000, prefill_tokens_per_s=1000.0), 0.0)
+    pair.fleet.saw_report(B, WorkerLoad(waiting_tokens=1_000, prefill_tokens_per_s=1000.0), 0.0)
+    route = pair.route(range(50), 0.1)
+    assert where(route)[1] == B
+    route.end(0.1)
+    queues = {reason.worker_id: reason.queue_s for reason in pair.route(range(900, 950), 20.0).reasons}
+    assert queues == {A: pytest.approx(30.0), B: 0.0}
+
+
+def test_a_common_prefix_spreads_over_an_idle_fleet(pair: World) -> None:
+    """Paced sessions over one system prompt: nobody is ever loaded, and still both workers get their part."""
+    counts = {A: 0, B: 0}
+    for number in range(60):
+        for turn in range(4):
+            keys = [*range(40), *range(number * 1000 + 100, number * 1000 + 101 + turn)]
+            route = pair.route(keys, number + turn / 5)
+            route.end(number + turn / 5 + 0.05)
+            counts[route.decode.worker.worker_id] += 1
+    assert max(counts.values()) < 1.1 * 120
+
+
+def test_two_gateways_agree_on_most_new_sessions() -> None:
+    """Neither hears of the other's requests: homes are a hash, within the bound."""
+    first, second = World(), World()
+    for world in (first, second):
+        for number in range(4):
+            world.add(WorkerId(f"w{number}"))
+    agreed = 0
+    for number in range(200):
+        homes = []
+        for world in (first, second)[:: 1 if number % 2 else -1]:
+            keys = range(number * 100, number * 100 + 5)
+            route = world.route(keys, number * 0.5, session=f"s{number}")
+            route.end(number * 0.5 + 0.01)
+            homes.append(where(route))
+        agreed += homes[0] == homes[1]
+    assert agreed > 180

@@ -113,6 +113,8 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"audio": {"voice": "x"}}, "audio"),
+    ({"return_hidden_states": True}, "return_hidden_states"),
+    ({"include_reasoning": False}, "include_reasoning"),
     ({"functions": []}, "functions"),
     ({"web_search_options": {}}, "web_search_options"),
     ({"response_format": "json"}, "response_format"),

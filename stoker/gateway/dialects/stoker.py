@@ -7,7 +7,7 @@ ticket for its blocks; decode resumes from that token, with the ticket.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import ClassVar
 
 from stoker.gateway.body import Kind
@@ -21,11 +21,9 @@ from stoker.gateway.rewrite import read_usage, set_cached_tokens
 from stoker.proto.sse import DONE
 from stoker.routing.query import Leg
 
-_TELL_TOKENS = ((b"x-stoker-stream", b"1"),)
+_TELL_TOKENS = b"x-stoker-stream: 1\r\n"
 _HAND_OFF = {"kv_transfer_params": b'{"do_remote_decode":true}'}
 _OUR_FIELDS = frozenset({"cache_salt", "priority"})
-
-HeaderLines = Sequence[tuple[bytes, bytes]]
 
 
 @DIALECTS.register("stoker")
@@ -77,7 +75,7 @@ class Stoker:
             data = set_cached_tokens(data, cached_tokens)
         legs.respond(answer, data)
 
-    async def _send_decode(self, call: Call, legs: Legs, headers: HeaderLines = ()) -> Answer:
+    async def _send_decode(self, call: Call, legs: Legs, headers: bytes = b"") -> Answer:
         ticket = call.memory.ticket
         if ticket is None:
             return await legs.send(legs.decode, self._body(call, {}), headers)

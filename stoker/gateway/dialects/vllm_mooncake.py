@@ -18,7 +18,7 @@ from stoker.gateway.dialects.contract import DIALECTS
 from stoker.gateway.dialects.foreign import deliver, is_one_sequence, reply_for, run_alone, send_decode, together
 from stoker.gateway.dialects.vllm import prefill_body
 from stoker.gateway.errors import LegFailed
-from stoker.gateway.http import ClientLimits, Origin, Pool
+from stoker.gateway.http import ClientLimits, Origin, Pool, header_block
 from stoker.gateway.legs import Legs
 from stoker.gateway.rewrite import ForeignAnswer, read_usage
 from stoker.routing.query import Leg
@@ -70,7 +70,7 @@ class VllmMooncake:
     async def _prefill(
         self, call: Call, legs: Legs, prefill: Leg, params: bytes, rank: str, reply: ForeignAnswer
     ) -> None:
-        headers = [(b"x-data-parallel-rank", rank.encode())]
+        headers = header_block([(b"x-data-parallel-rank", rank.encode())])
         answer = await legs.send(prefill, prefill_body(call, params), headers)
         usage = read_usage(await legs.read(prefill, answer))
         legs.end_prefill(handed_off=True)

@@ -6,7 +6,7 @@ It knows nothing of OpenAI but the shape of an error body, nothing of workers, r
 from stoker.gateway.http.answer import Answer
 from stoker.gateway.http.client import Pool
 from stoker.gateway.http.errors import AnswerAborted, AnswerLost, AnswerTooLarge, BadMessage, Unreachable, error_body
-from stoker.gateway.http.head import Headers, end_to_end, header_block
+from stoker.gateway.http.head import HeaderFilter, Headers, end_to_end, header_block
 from stoker.gateway.http.limits import ClientLimits, ServerLimits
 from stoker.gateway.http.origin import Origin
 from stoker.gateway.http.request import Request
@@ -19,6 +19,7 @@ __all__ = [
     "AnswerTooLarge",
     "BadMessage",
     "ClientLimits",
+    "HeaderFilter",
     "Headers",
     "Origin",
     "Pool",

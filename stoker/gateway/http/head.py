@@ -8,7 +8,7 @@ Heads are parsed whole, once their end is there: splitting of the stream cannot 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import islice
 from typing import TypeVar
 
@@ -168,6 +168,46 @@ def end_to_end(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, byte
             named = _words(value)
             kept = [pair for pair in kept if pair[0] not in named]
     return kept
+
+
+class HeaderFilter:
+    """What of a peer's headers is handed on: the end-to-end ones but for `names` and what begins with one of `prefixes`.
+    The lines of those that passed are remembered, since a peer's next message has most of them again."""
+
+    __slots__ = ("_dropped", "_lines", "_prefixes")
+
+    def __init__(self, names: Collection[bytes], prefixes: tuple[bytes, ...]) -> None:
+        self._dropped = _HOP_BY_HOP.union(names)
+        self._prefixes = prefixes
+        self._lines: dict[tuple[bytes, bytes], bytes] = {}
+
+    def pairs(self, headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+        return [pair for pair in end_to_end(headers) if pair[0] not in self._dropped and self._passes(pair)]
+
+    def block(self, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+        """The same, as lines."""
+        lines = []
+        for pair in headers:
+            line = self._lines.get(pair)
+            if line is None:
+                if pair[0] in self._dropped:
+                    if pair[0] == b"connection" and pair[1] != b"keep-alive":
+                        return header_block(self.pairs(headers))  # it may name others that are not to be handed on
+                    continue
+                line = self._learn(pair)
+            lines.append(line)
+        return b"".join(lines)
+
+    def _learn(self, pair: tuple[bytes, bytes]) -> bytes:
+        line = header_block([pair]) if self._passes(pair) else b""
+        if len(pair[1]) <= _MAX_SEEN_BYTES:
+            if len(self._lines) >= _MAX_SEEN:
+                self._lines.clear()
+            self._lines[pair] = line
+        return line
+
+    def _passes(self, pair: tuple[bytes, bytes]) -> bool:
+        return not pair[0].startswith(self._prefixes)
 
 
 def _remember(seen: dict[bytes, T], line: bytes, meaning: T) -> None:

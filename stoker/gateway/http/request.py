@@ -45,6 +45,7 @@ class Request:
     """`respond()` alone, or `start()`, `write()` as often as wanted and `finish()`. Once the client is gone they do nothing."""
 
     __slots__ = (
+        "_by_name",
         "_carrier",
         "_framing",
         "_head",
@@ -74,9 +75,10 @@ class Request:
         self.peer = peer
         self.started = False
         self.gone = False
-        self.on_gone: Callable[[], None] | None = None
+        self.on_gone: Callable[[], object] | None = None
         self.on_pause: Callable[[], None] | None = None
         self.on_resume: Callable[[], None] | None = None
+        self._by_name: dict[bytes, bytes] | None = None
         self._minor = head.minor
         self._carrier = carrier
         self._transport = carrier.transport
@@ -84,10 +86,10 @@ class Request:
         self._head = _NO_HEADERS
 
     def header(self, name: bytes) -> bytes | None:
-        for key, value in self.headers:
-            if key == name:
-                return value
-        return None
+        """The first of this name."""
+        if self._by_name is None:
+            self._by_name = dict(reversed(self.headers))
+        return self._by_name.get(name)
 
     @property
     def finished(self) -> bool:

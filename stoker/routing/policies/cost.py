@@ -1,12 +1,57 @@
-"""The default policy: seconds."""
+"""The default policy: seconds until the first token there, and what the choice costs everybody else.
+
+    cost = queue + compute + fetch + decode + KV pressure      this request's own time on the worker
+         + others                                              those who come back to the worker and find it busy
+         + later                                               this conversation's next turns, in the worker's usual queue
+         + recent                                              more than its part of the recent work
+         + move                                                what another worker holds and would be computed again
+
+**Others.** Requests with a cached conversation come back to their worker at some rate r. A prompt of S seconds behind a
+queue of B delays those that come meanwhile by r S (B + S/2) in all. Long prompts therefore gather on workers that few
+return to, and short ones, with their many sessions, keep away from there. **Later** does the other half of that: a new
+conversation prefers workers whose queue is short on average, not just now.
+
+**Move.** A conversation that continues (its last known block has not been continued differently) pays `move_factor` times
+what it would lose elsewhere: its hits are worth more than its own wait, since work done twice delays all. Where many
+conversations went on from the last known block, that block ends a common prefix, such as a system prompt; computing it on
+one more worker is an investment, the more so the more branches there are. A conversation that was evicted, or is new, is
+free.
+
+**Recent.** Decaying requests and tokens say who had more than its part. Tokens weigh with the prompt's length: they push
+other conversations out of the cache. Requests decide between idle workers, where every queue is empty at every pick. In an
+idle fleet a worker that is over its bound also gives conversations away: new ones on a common prefix at once, others if
+they lose little, and never more than `balance_share` of all tokens.
+
+**Sessions.** Prefixes find the way back by themselves. A session key decides where a *new* conversation goes among the
+workers that are about as good and not over the bound: by rendezvous hash, so that gateways agree without talking.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
 
 from stoker.routing.hashing import rendezvous
 from stoker.routing.policy import POLICIES, Candidate, RouterSettings
 from stoker.routing.query import Reason, RouteQuery
+
+_make = tuple.__new__  # Reason(…) without its argument names: twice as fast
+
+
+@dataclass(slots=True)
+class _Scene:
+    """What is the same for all candidates of a request."""
+
+    most_cached: int
+    compute_s: float  # at least, wherever it goes
+    returning: float  # share of the recent requests that came for what only one worker has
+    private: float  # 0..1, whether it matters who holds what: with a store that all share, it does not
+    requests: float  # recent ones, for a unit of weight
+    tokens: float
+    move_factor: float
+    continues: bool  # a known conversation's next turn
+    idle: bool  # queues say nothing
 
 
 @POLICIES.register("cost")
@@ -15,79 +60,129 @@ class Cost:
 
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings.cost
-        self._spare_tokens = 0.0
-        self.moves = 0
+        self._spare_tokens = 0.0  # what may be computed again for the sake of balance
 
     def score(self, query: RouteQuery, candidates: Sequence[Candidate], now: float) -> list[Reason]:
-        settings = self._settings
-        reasons = []
-        count = len(candidates)
-        most_cached = max([one.cached_tokens for one in candidates])
-        requests = sum([one.load.recent_requests for one in candidates])
-        returns = sum([one.load.recent_returns for one in candidates])
-        mean_requests = requests / count
-        mean_tokens = sum([one.load.recent_tokens for one in candidates]) / count or 1.0
-        come_back = returns / requests if requests else 0.0
-        n = candidates[0].branches
-        factor = settings.move_factor / max(1, n * n)
-        per_s = settings.returns_weight * come_back / settings.tau_s
-        self._spare_tokens = min(self._spare_tokens + settings.balance_share * query.num_tokens, mean_tokens)
-        bound = max(settings.bound_requests, settings.bound * mean_requests)
-        over = None
-        if n < 2 and most_cached and sum([one.load.mean_queued_tokens / one.tokens_per_s for one in candidates]) < 0.1 * count:
-            for one in candidates:
-                if one.cached_tokens == most_cached and one.load.recent_requests - mean_requests > bound and one.load.recent_tokens > (1 + settings.bound) * mean_tokens:
-                    over = one
-        for one in candidates:
-            load, rate = one.load, one.tokens_per_s
-            queue_s = load.queued_tokens / rate
-            compute_s = one.compute_tokens / rate
-            fetch_s = one.host_tokens / settings.host_tokens_per_s + one.disk_tokens / settings.disk_tokens_per_s
-            fetch_s += one.pull_tokens / settings.pull_tokens_per_s
-            crowd = (load.context_tokens + load.output_tokens + one.context_tokens) / settings.crowd_tokens
-            decode_s = one.output_tokens * one.step_s * (1 + crowd)
-            kv_s = settings.kv_pressure_s * one.member.kv_used / max(0.02, 1 - one.member.kv_used)
-            decoding = load.requests - len(load._prefilling)
-            others_s = compute_s * settings.stall_share * decoding
-            others_s += per_s * load.recent_requests * compute_s * (queue_s + compute_s / 2)
-            later_s = settings.later_weight * load.mean_queued_tokens / rate
-            recent_s = compute_s * (load.recent_tokens / mean_tokens - 1.0) * settings.recent_weight
-            recent_s += settings.request_s * (load.recent_requests - mean_requests)
-            lost = most_cached - one.cached_tokens
-            move_s = factor * lost / rate
-            if over is not None:
-                if one is over:
-                    recent_s += settings.bound_s
-                elif lost <= self._spare_tokens and lost <= settings.balance_part * query.num_tokens and load.recent_requests < mean_requests:
-                    move_s = 0.0
-                else:
-                    recent_s += settings.bound_s
-            cost_s = one.prefill_s + queue_s + compute_s + fetch_s + decode_s + kv_s + others_s + recent_s + move_s + later_s
-            reasons.append(
-                Reason(
-                    one.worker_id,
-                    cost_s,
-                    one.cached_tokens,
-                    "decode" if one.pull_tokens else "whole",
-                    one.prefill_s,
-                    queue_s,
-                    compute_s,
-                    fetch_s,
-                    decode_s,
-                    kv_s,
-                    others_s,
-                    recent_s,
-                    move_s,
-                )
-            )
-        best = min(range(count), key=lambda j: reasons[j].cost_s)
-        if over is not None and candidates[best] is not over:
-            self._spare_tokens -= most_cached - candidates[best].cached_tokens
-            self.moves += 1
-        if query.session is not None and (n >= 2 or not most_cached):
-            least = min(r.cost_s - r.recent_s for r in reasons)
-            fit = [j for j in range(count) if candidates[j].load.recent_requests <= (1 + settings.home_bound) * mean_requests + 1 and reasons[j].cost_s - reasons[j].recent_s <= least + 2 * settings.request_s]
-            if fit:
-                home = min(fit, key=lambda j: rendezvous(query.parent_session or query.session, candidates[j].worker_id, candidates[j].member.spec.weight))
-                reasons[home].cost_s = min(reasons[home].cost_s, reasons[best].cost_s - 1e-9)
+        scene = self._scene(query, candidates)
+        reasons = self._reasons(scene, candidates)
+        balanced = scene.idle and scene.most_cached and self._balance(query, scene, candidates, reasons)
+        if query.session is not None and not scene.continues and not balanced:
+            self._prefer_home(query, scene, candidates, reasons)
         return reasons
+
+    def _scene(self, query: RouteQuery, candidates: Sequence[Candidate]) -> _Scene:
+        settings, branches = self._settings, candidates[0].branches
+        most_cached, compute_s = 0, inf
+        requests = returns = tokens = queue_s = weight = 0.0
+        for one in candidates:
+            load, rate, cached = one.load, one.tokens_per_s, one.cached_tokens
+            requests += load.recent_requests
+            returns += load.recent_returns
+            tokens += load.recent_tokens
+            queue_s += load.mean_queued_tokens / rate
+            weight += one.weight
+            own_s = one.compute_tokens / rate
+            if cached > most_cached:
+                most_cached = cached
+            if own_s < compute_s:
+                compute_s = own_s
+        self._spare_tokens = min(self._spare_tokens + settings.balance_share * query.num_tokens, tokens)
+        returning = returns / requests if requests else 0.0
+        return _Scene(
+            most_cached,
+            compute_s,
+            returning,
+            min(1.0, 3 * returning),
+            requests / weight,
+            (tokens + 1) / weight,
+            settings.move_factor / (branches * branches) if branches > 1 else settings.move_factor,
+            most_cached > 0 and branches < 2,
+            queue_s < settings.idle_queue_s * len(candidates),
+        )
+
+    def _reasons(self, scene: _Scene, candidates: Sequence[Candidate]) -> list[Reason]:
+        """The cost of every candidate. On the path of every request: what is the same for all is worked out once."""
+        settings = self._settings
+        most_cached, move_factor = scene.most_cached, scene.move_factor
+        stall_share = settings.stall_share
+        returns_per_s = settings.returns_weight * scene.returning * candidates[0].load.decay_per_s
+        later_turns = scene.private * settings.later_turns
+        recent_s_for_tokens = scene.private * settings.recent_weight * scene.compute_s
+        recent_s_for_requests = settings.request_s if scene.idle else 0.0
+        mean_requests, mean_tokens = scene.requests, scene.tokens
+        reasons = []
+        for one in candidates:
+            load, rate, weight = one.load, one.tokens_per_s, one.weight
+            queue_s = one.queued_tokens / rate
+            compute_s = one.compute_tokens / rate
+            decode_s = fetch_s = kv_s = 0.0
+            if one.output_tokens:
+                crowd = load.context_tokens + load.output_tokens + one.context_tokens
+                decode_s = one.output_tokens * one.step_s * (1 + crowd / settings.crowd_tokens)
+            if one.host_tokens or one.disk_tokens or one.pull_tokens:
+                fetch_s = self._fetch_s(one)
+            used = one.member.kv_used
+            if used:
+                kv_s = settings.kv_pressure_s * used / max(0.02, 1 - used)
+            held_up_s = returns_per_s * load.recent_requests * (queue_s + compute_s / 2)
+            others_s = compute_s * (stall_share * load.decoding + held_up_s)
+            later_s = later_turns * load.mean_queued_tokens / rate
+            recent_s = recent_s_for_tokens * ((load.recent_tokens + 1) / (mean_tokens * weight + 1) - 1)
+            recent_s += recent_s_for_requests * (load.recent_requests - mean_requests * weight)
+            cached = one.cached_tokens
+            move_s = move_factor * (most_cached - cached) / rate
+            own_s = one.prefill_s + queue_s + compute_s + fetch_s + decode_s + kv_s
+            cost_s = own_s + others_s + later_s + recent_s + move_s
+            part = "decode" if one.pull_tokens else "whole"
+            own = (one.prefill_s, queue_s, compute_s, fetch_s, decode_s, kv_s)
+            reasons.append(
+                _make(Reason, (one.worker_id, cost_s, cached, part, *own, others_s, later_s, recent_s, move_s))
+            )
+        return reasons
+
+    def _fetch_s(self, one: Candidate) -> float:
+        settings = self._settings
+        from_tiers_s = one.host_tokens / settings.host_tokens_per_s + one.disk_tokens / settings.disk_tokens_per_s
+        return from_tiers_s + one.pull_tokens / settings.pull_tokens_per_s
+
+    def _balance(
+        self, query: RouteQuery, scene: _Scene, candidates: Sequence[Candidate], reasons: list[Reason]
+    ) -> bool:
+        """If the best worker is over its bound, let those below their part compete without the price of moving."""
+        settings = self._settings
+        costs = [reason.cost_s for reason in reasons]
+        best = candidates[costs.index(min(costs))]
+        fair = scene.requests * best.weight
+        if best.load.recent_requests - fair <= max(settings.bound_requests, settings.bound * fair):
+            return False
+        # A common prefix is computed once more for all who will share it; a conversation's own tail is a loss.
+        most = min(self._spare_tokens, settings.balance_part * query.num_tokens) if scene.continues else inf
+        for at, one in enumerate(candidates):
+            lost = scene.most_cached - one.cached_tokens
+            if lost <= most and one.load.recent_requests < scene.requests * one.weight:
+                reasons[at] = _cheaper(reasons[at]._replace(move_s=0.0), reasons[at].move_s, settings.over_bound_s)
+        if scene.continues:
+            chosen = min(reasons, key=lambda reason: reason.cost_s)
+            self._spare_tokens -= scene.most_cached - chosen.cached_tokens
+        return True
+
+    def _prefer_home(
+        self, query: RouteQuery, scene: _Scene, candidates: Sequence[Candidate], reasons: list[Reason]
+    ) -> None:
+        settings = self._settings
+        session = query.parent_session or query.session or ""
+        enough_s = min(reason.cost_s - reason.recent_s for reason in reasons) + settings.home_slack_s
+        homes = [
+            (rendezvous(session, one.worker_id, one.member.spec.weight), at)
+            for at, (one, reason) in enumerate(zip(candidates, reasons, strict=True))
+            if reason.cost_s - reason.recent_s <= enough_s
+            and one.load.recent_requests <= (1 + settings.bound) * scene.requests * one.weight + 1
+        ]
+        if homes:
+            home = min(homes)[1]
+            ahead_s = reasons[home].cost_s - min(reason.cost_s for reason in reasons)
+            reasons[home] = _cheaper(reasons[home], 0.0, ahead_s + 1e-6)
+
+
+def _cheaper(reason: Reason, by_s: float, recent_s: float) -> Reason:
+    return reason._replace(cost_s=reason.cost_s - by_s - recent_s, recent_s=reason.recent_s - recent_s)

@@ -23,5 +23,5 @@ def _tokens(one: Candidate) -> float:
     """What the others hold there, by the worker's weight. Recent work decides between the idle: it is below a token."""
     load = one.load
     recent = load.recent_tokens / (1 + load.recent_tokens)
-    tokens = load.queued_tokens + load.context_tokens + load.output_tokens + recent
+    tokens = one.queued_tokens + load.context_tokens + load.output_tokens + recent
     return tokens / (one.member.spec.weight * one.member.share)

@@ -1,0 +1,140 @@
+"""Gateways and workers as real processes, when nobody is killed: two gateways agree, workers register, a stopped one is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from real_fleet import ADMIN_TOKEN, WORKER_OPTIONS, Exchange, Process, RealFleet, real_fleet
+from worker.real import wait_for
+
+WORDS = "river stone lamp garden signal copper winter orbit pepper violin"
+
+
+@pytest.fixture(scope="module")
+def fleet(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealFleet]:
+    with real_fleet(tiny_folder, tmp_path_factory.mktemp("fleet"), gateway_options=("--debug-routes",)) as fleet:
+        yield fleet
+    assert "Traceback" not in fleet.gateway.log_path.read_text()
+
+
+@pytest.fixture
+def second(fleet: RealFleet, tmp_path: Path) -> Iterator[Process]:
+    """Another gateway before the same workers."""
+    (tmp_path / "token").write_text(ADMIN_TOKEN)
+    arguments = ["gateway", "--admin-token-file", str(tmp_path / "token"), "--ledger", "none", "--debug-routes"]
+    for worker in fleet.workers:
+        arguments += ["--worker", worker.url]
+    gateway = Process(arguments, tmp_path / "second.log")
+    gateway.start()
+    yield gateway
+    gateway.stop()
+
+
+def ask(gateway: Process, messages: list[dict[str, str]], **headers: str) -> Exchange:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    exchange = Exchange(gateway.port, {"model": "tiny", "messages": messages, "max_tokens": 4}, named)
+    exchange.wait()
+    assert exchange.status == 200, exchange.answer
+    return exchange
+
+
+def chosen(exchange: Exchange) -> str:
+    return dict(part.split("=", 1) for part in exchange.answer_headers["x-stoker-route"].split(";"))["decode"]
+
+
+def conversation(number: int, turns: int) -> list[dict[str, str]]:
+    messages = [{"role": "system", "content": f"Agent {number}. " + f"{number} {WORDS} " * 12}]
+    for turn in range(turns):
+        messages += [{"role": "user", "content": f"{turn} {WORDS}"}, {"role": "assistant", "content": WORDS}]
+    return messages[:-1]
+
+
+@pytest.mark.parametrize("header", [False, True], ids=["without a session", "with"])
+def test_two_gateways_send_a_conversation_to_the_same_worker(fleet: RealFleet, second: Process, header: bool) -> None:
+    """One turn through the one, the next through the other: both know where it lies, from events and not from memory."""
+    gateways = [fleet.gateway, second]
+    places = []
+    for number in range(8):
+        name = {"x_session_affinity": f"session-{number}-{header}"} if header else {}
+        seen = []
+        for turn in range(1, 4):
+            messages = conversation(number + 100 * header, turn)
+            exchange = ask(gateways[turn % 2], messages, **name)
+            seen.append((chosen(exchange), exchange.usage["prompt_tokens_details"]["cached_tokens"]))
+            wait_for(lambda: all(_knows(gateway) for gateway in gateways))
+        assert len({worker for worker, _ in seen}) == 1, seen
+        assert all(cached > 0 for _, cached in seen[1:]), seen
+        places.append(seen[0][0])
+    assert len(set(places)) == 2, "all sessions in one place"
+
+
+def _knows(gateway: Process) -> bool:
+    """Whether the gateway has heard of every block so far: nothing it routed waits for its event."""
+    return not any(gateway.get("/admin/ledger", ADMIN_TOKEN)["reserved"].values())
+
+
+def test_a_worker_that_answers_no_more_is_left_and_its_stream_goes_on(fleet: RealFleet) -> None:
+    """SIGSTOP: connections stay open, and nothing comes."""
+    body: dict[str, Any] = {
+        "messages": [{"role": "user", "content": WORDS}],
+        "max_tokens": 600,
+        "ignore_eos": True,
+        "seed": 5,
+    }
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    undisturbed = fleet.direct(body)
+    undisturbed.wait()
+    exchange = fleet.ask(body)
+    wait_for(lambda: len(exchange.events) > 20)
+    worker = fleet.serving_worker()
+    assert worker.process is not None
+    os.kill(worker.process.pid, signal.SIGSTOP)
+    try:
+        exchange.wait(60)
+        assert exchange.said == undisturbed.said
+    finally:
+        os.kill(worker.process.pid, signal.SIGCONT)
+    fleet.heal()
+    wait_for(lambda: not any(fleet.in_flight()["reserved"].values()))
+
+
+def test_workers_register_with_a_secret_and_leave(tiny_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("a shared secret of some length")
+    (tmp_path / "token").write_text(ADMIN_TOKEN)
+    secret = ["--secret-file", str(tmp_path / "secret")]
+    gateway = Process(
+        ["gateway", "--ledger", "none", "--admin-token-file", str(tmp_path / "token"), *secret],
+        tmp_path / "gateway.log",
+    )
+    with ExitStack() as stack:
+        stack.callback(gateway.stop)
+        gateway.start()
+        worker = Process(
+            ["serve", str(tiny_folder), *WORKER_OPTIONS, "--gateway", gateway.url, *secret], tmp_path / "worker.log"
+        )
+        stack.callback(worker.stop)
+        worker.start()
+        wait_for(lambda: gateway.is_ready, 30)
+        client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0)
+        assert [model.id for model in client.models.list()] == ["tiny"]
+        messages: Any = [{"role": "user", "content": "hello"}]
+        answer = client.chat.completions.create(model="tiny", messages=messages, max_tokens=5, seed=1)
+        chunks = list(
+            client.chat.completions.create(model="tiny", messages=messages, max_tokens=5, seed=1, stream=True)
+        )
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == answer.choices[0].message.content
+        with pytest.raises(openai.NotFoundError):
+            client.chat.completions.create(model="nobody", messages=messages)
+        assert worker.process is not None
+        worker.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: not gateway.get("/admin/fleet", ADMIN_TOKEN)["workers"], 20)
+    assert "a shared secret" not in (tmp_path / "gateway.log").read_text()
+    assert json.loads((tmp_path / "gateway.log").read_text().splitlines()[0])
