@@ -30,6 +30,7 @@ class WorkerSpec:
     events_url: str | None = None
     replay_url: str | None = None
     bootstrap_port: int | None = None
+    decodes_alone: bool = True  # a decode worker that can compute prompts itself; some kinds cannot
     from_config: bool = True  # else it registered itself, and is forgotten when its heartbeats end
 
     def __post_init__(self) -> None:

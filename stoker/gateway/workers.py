@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 from stoker.base.ids import WorkerId
 from stoker.base.log import EventLog
@@ -42,7 +43,8 @@ class Workers:
 
     def add(self, spec: WorkerSpec) -> None:
         """A new one, or a known one again."""
-        DIALECTS.get(spec.dialect)  # one that nobody can speak to is refused here, by name
+        dialect = DIALECTS.get(spec.dialect)  # one that nobody can speak to is refused here, by name
+        spec = replace(spec, decodes_alone=dialect.decodes_alone)
         self._fleet.add(spec, self._clock())
         self._watchers.start(spec)
         if not spec.from_config and self._expiry is None:

@@ -144,13 +144,13 @@ class Router:
             if role is Role.PREFILL:
                 continue
             way = self._candidate(asked, member, output_tokens, branches)
-            hands_off = (
-                role is Role.DECODE and prefill is not None and way.compute_tokens > settings.local_prefill_tokens
-            )
+            alone = role is Role.UNIFIED or member.spec.decodes_alone
+            least = settings.local_prefill_tokens if alone else 0
+            hands_off = role is Role.DECODE and prefill is not None and way.compute_tokens > least
             if hands_off and prefill is not None:
                 ways.append(replace(way, compute_tokens=0, pull_tokens=way.compute_tokens, prefill_s=prefill.cost_s))
                 way.prefill_s = settings.local_prefill_share * way.compute_tokens / way.tokens_per_s
-            if not hands_off or self._policy.in_seconds:
+            if alone and (not hands_off or self._policy.in_seconds):
                 ways.append(way)
         return ways
 

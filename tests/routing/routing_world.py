@@ -30,9 +30,22 @@ class World:
         self.router = Router(self.fleet, self.ledger, self.indexes, settings=RouterSettings(policy=self.policy))
 
     def add(
-        self, worker_id: WorkerId, role: Role = Role.UNIFIED, cluster: str = "default", dialect: str = "stoker"
+        self,
+        worker_id: WorkerId,
+        role: Role = Role.UNIFIED,
+        cluster: str = "default",
+        dialect: str = "stoker",
+        decodes_alone: bool = True,
     ) -> None:
-        spec = WorkerSpec(worker_id=worker_id, url="", role=role, models=("m",), cluster=cluster, dialect=dialect)
+        spec = WorkerSpec(
+            worker_id=worker_id,
+            url="",
+            role=role,
+            models=("m",),
+            cluster=cluster,
+            dialect=dialect,
+            decodes_alone=decodes_alone,
+        )
         self.fleet.add(spec, 0.0)
 
     def route(

@@ -6,7 +6,6 @@ import pytest
 from routing_world import World, where
 
 from stoker.base.ids import WorkerId
-from stoker.fleet.spec import WorkerSpec
 from stoker.routing.hashing import rendezvous
 
 
@@ -72,7 +71,3 @@ def test_a_worker_that_leaves_moves_only_its_own_sessions() -> None:
     before = {n: min(names, key=lambda name: rendezvous(n, name)) for n in range(500)}
     after = {n: min(names[:3], key=lambda name: rendezvous(n, name)) for n in range(500)}
     assert all(after[n] == before[n] for n in range(500) if before[n] != "d")
-
-
-def test_specs_of_one_cluster_need_no_cluster_level() -> None:
-    assert WorkerSpec(worker_id=WorkerId("x"), url="").cluster == "default"

@@ -117,6 +117,16 @@ def test_a_small_uncached_rest_is_computed_by_the_decode_worker() -> None:
     assert route.decode.charge.prefill_tokens == 201
 
 
+def test_a_decode_worker_that_cannot_compute_prompts_is_never_alone() -> None:
+    world = World()
+    world.add(P, Role.PREFILL)
+    world.add(D, Role.DECODE, decodes_alone=False)
+    assert where(world.route(range(1))) == (P, D)
+    world.fleet.saw_probe(P, live=False, ready=False, now=0.0)
+    with pytest.raises(NoWorker):
+        world.route(range(1))
+
+
 def test_decode_computes_all_when_prefill_is_busier() -> None:
     world = split_world()
     world.ledger.charge(P, prefill_tokens=60_000, context_tokens=0, output_tokens=0, now=0.0)
