@@ -31,13 +31,14 @@ from stoker.engine.llm import LLM, Completion
 from stoker.models.contract import family_of
 from stoker.proto.openai import ChatRequest, decode
 from stoker.sched.request import GrammarSpec, SamplingParams
+from stoker.text.conversation import Conversation
+from stoker.text.openai_messages import template_messages
 from stoker.text.parsers.contract import ToolArgumentsDelta, ToolCallStart
+from stoker.text.tools import chat_tools
 from stoker.worker.context import ModelText
 from stoker.worker.grammar import XGrammars
-from stoker.worker.messages import template_messages
-from stoker.worker.prompt import Conversation, forced_constraint, render
+from stoker.worker.prompt import forced_constraint, render
 from stoker.worker.sampling import ModelLimits, resolve_constraint
-from stoker.worker.tools import chat_tools
 
 # BFCL's types are those of the languages that its functions come from.
 _BFCL_TYPES = {
