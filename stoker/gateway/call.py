@@ -25,7 +25,7 @@ _TRACEPARENT = re.compile(rb"^traceparent:.*\r\n", re.MULTILINE)
 
 
 class Call(msgspec.Struct, eq=False):
-    """A struct, like the rest that is made for every request: it takes a third of a dataclass's time."""
+    """A struct, like the rest that is made for every request: it takes a fraction of a dataclass's time to make."""
 
     request: Request
     envelope: Envelope
