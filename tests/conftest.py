@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test fetches anything from a 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(autouse=True)
+def same_logging() -> Iterator[None]:
+    """A test that runs a command in this process sets the log up for itself alone."""
+    logger = logging.getLogger("stoker")
+    handlers, level, propagate = list(logger.handlers), logger.level, logger.propagate
+    yield
+    logger.handlers, logger.level, logger.propagate = handlers, level, propagate
 
 
 @pytest.fixture(scope="session")
