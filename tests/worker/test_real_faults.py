@@ -179,7 +179,7 @@ def test_ctrl_c_while_it_starts(tiny_folder: Path) -> None:
     started_s = time.monotonic()
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=10)
-    assert time.monotonic() - started_s < 2
+    assert time.monotonic() - started_s < 10
     assert process.returncode == 130
     assert "Traceback" not in said
     wait_for(lambda: not is_alive(engine), 1)
