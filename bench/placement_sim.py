@@ -112,7 +112,7 @@ class Run:
         self.case, self.with_session, self.noise_s = CASES[case_name], with_session, noise_s
         self.turns = sessions(case_name, seed)
         self.rng = random.Random(seed)
-        fleet = Fleet()
+        fleet = self.fleet = Fleet()
         self.workers = {WorkerId(f"w{n}"): Worker(self.case.cache_blocks) for n in range(4)}
         for worker_id in self.workers:
             fleet.add(WorkerSpec(worker_id=worker_id, url="", models=("mock",)), 0.0)
@@ -174,7 +174,7 @@ class Run:
             route.first_token(later)
             route.end(later)
             uncached = num_tokens - found * BLOCK_CHARS // CHARS_A_TOKEN
-            self.router.note_prefill_rate(worker_id, max(1, uncached), took_s, later)
+            self.fleet.saw_prefill(worker_id, max(1, uncached), took_s)
             self.in_flight -= 1
             if turn + 1 < len(self.turns[session]):
                 self.at(later + what.pause_s, lambda then: self.ask(session, turn + 1, then))

@@ -7,7 +7,6 @@ import asyncio
 import gc
 import json
 import os
-import signal
 import socket
 import sys
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stoker.base import log as logs
-from stoker.base.errors import ConfigError
+from stoker.cli.serving import Signals, drained, listen
 
 if TYPE_CHECKING:
     from stoker.gateway.build import GatewayServer
@@ -135,14 +134,14 @@ def _state_dir(environment: Mapping[str, str]) -> Path:
 async def _serve(config: GatewayConfig) -> int:
     from stoker.gateway.build import build_gateway
 
-    listener = _listen(config.listen.host, config.listen.port)
+    listener = listen(config.listen.host, config.listen.port)
     with closing(listener):
         server = build_gateway(config)
         return await _run(config, server, listener)
 
 
 async def _run(config: GatewayConfig, server: GatewayServer, listener: socket.socket) -> int:
-    signals = _Signals()
+    signals = Signals()
     try:
         await server.start(listener)
         _settle_memory()
@@ -153,7 +152,7 @@ async def _run(config: GatewayConfig, server: GatewayServer, listener: socket.so
             print(
                 f"stoker: finishing {server.num_running} requests; once more to stop now", file=sys.stderr, flush=True
             )
-        await signals.first_of(asyncio.create_task(_drained(server, config.listen.drain_s)))
+        await signals.first_of(asyncio.create_task(drained(server, config.listen.drain_s)))
         return 0
     finally:
         await server.close()
@@ -165,51 +164,6 @@ def _settle_memory() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(_GC_OBJECTS, 20, 100)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listener = socket.socket(address[0], address[1])
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address[4])
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another --host or --port"
-        ) from error
-    return listener
-
-
-async def _drained(server: GatewayServer, seconds: float) -> None:
-    try:
-        await asyncio.wait_for(server.wait_idle(), seconds)
-    except TimeoutError:
-        print(f"stoker: {server.num_running} requests still run after {seconds:g} s; they are cut", file=sys.stderr)
-
-
-class _Signals:
-    """SIGTERM and Ctrl-C: the first asks for an end, the second insists."""
-
-    def __init__(self) -> None:
-        self._arrived = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._arrived.set)
-
-    async def wait(self) -> None:
-        await self._arrived.wait()
-        self._arrived.clear()
-
-    async def first_of(self, task: asyncio.Task[None]) -> None:
-        """Until the task is done (its error is raised) or a signal comes (the task is cancelled)."""
-        signalled = asyncio.create_task(self._arrived.wait())
-        await asyncio.wait({task, signalled}, return_when=asyncio.FIRST_COMPLETED)
-        signalled.cancel()
-        if task.done():
-            task.result()
-        else:
-            task.cancel()
-            await asyncio.wait({task})
 
 
 def _print_new_key(name: str, tenant: str) -> int:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import signal
-import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,10 +13,10 @@ from urllib.parse import urlsplit
 from stoker.base import log as logs
 from stoker.base.config import EngineSettings, KvSettings, SchedSettings
 from stoker.base.errors import ConfigError
+from stoker.cli.serving import Signals, drained, listen
 
 if TYPE_CHECKING:
     from stoker.checkpoint.progress import Progress
-    from stoker.worker.state import ServerState
 
 NAME = "serve"
 HELP = "serve one model over an OpenAI-compatible API"
@@ -140,7 +138,7 @@ async def _serve(args: argparse.Namespace) -> int:
     secret = _secret(args.secret_file)
     gateways = _gateways(args.gateway)
     fleet_host = _fleet_host(args.advertise, args.host, gateways)
-    listener = _listen(args.host, args.port)  # first: a taken port should not be noticed after the model is loaded
+    listener = listen(args.host, args.port)  # first: a taken port should not be noticed after the model is loaded
     url = args.advertise or _url(fleet_host, listener.getsockname()[1])
     cache_dir = args.cache_dir or default_cache_dir(os.environ)
     folder = await asyncio.to_thread(resolve_model, args.model, cache_dir, progress, args.offline)
@@ -164,7 +162,7 @@ async def _serve(args: argparse.Namespace) -> int:
     context = app[CONTEXT]
     runner = make_runner(app)
     registrar = Registrar(gateways, lambda: registration(context, url, fleet_host), secret)
-    signals = _Signals()
+    signals = Signals()
     try:
         start = asyncio.create_task(runner.setup())
         await signals.first_of(start)
@@ -181,7 +179,7 @@ async def _serve(args: argparse.Namespace) -> int:
         reporter.load_changed()
         if state.num_running:
             print(f"stoker: finishing {state.num_running} requests; once more to stop now", file=sys.stderr, flush=True)
-        await signals.first_of(asyncio.create_task(_drained(state, args.drain_s)))
+        await signals.first_of(asyncio.create_task(drained(state, args.drain_s)))
         await leaving
         return 0
     finally:
@@ -229,56 +227,6 @@ def _fleet_host(advertise: str | None, host: str, gateways: list[str]) -> str:
 
 def _url(host: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listener = socket.socket(address[0], address[1])
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address[4])
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another --host or --port"
-        ) from error
-    return listener
-
-
-async def _drained(state: ServerState, seconds: float) -> None:
-    try:
-        await asyncio.wait_for(state.wait_idle(), seconds)
-    except TimeoutError:
-        print(f"stoker: {state.num_running} requests still run after {seconds:g} s; they are cut", file=sys.stderr)
-
-
-class _Signals:
-    """SIGTERM and Ctrl-C: the first asks for an end, the second insists."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._arrived = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._note)
-
-    def _note(self) -> None:
-        self.count += 1
-        self._arrived.set()
-
-    async def wait(self) -> None:
-        await self._arrived.wait()
-        self._arrived.clear()
-
-    async def first_of(self, task: asyncio.Task[object]) -> None:
-        """Until the task is done (its error is raised) or a signal comes (the task is cancelled)."""
-        signalled = asyncio.create_task(self._arrived.wait())
-        await asyncio.wait({task, signalled}, return_when=asyncio.FIRST_COMPLETED)
-        signalled.cancel()
-        if task.done():
-            task.result()
-        else:
-            task.cancel()
-            await asyncio.wait({task})
 
 
 def _progress_line() -> Progress:

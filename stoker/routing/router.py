@@ -116,10 +116,6 @@ class Router:
         latest = list(self._decisions)[-count:] if count > 0 else []
         return [_as_dict(decision) for decision in reversed(latest)]
 
-    def note_prefill_rate(self, worker_id: WorkerId, uncached_tokens: int, seconds: float, now: float) -> None:
-        """A prompt's uncached part took so long there, from sending to the first token."""
-        self._fleet.saw_prefill(worker_id, uncached_tokens, seconds)
-
     # ---- the ways to run a request
 
     def _cheapest_prefill(self, asked: _Asked, members: Sequence[Member]) -> tuple[_Prefill | None, list[Reason]]:

@@ -186,8 +186,8 @@ def test_decisions_can_be_explained() -> None:
 
 
 def test_what_a_worker_was_measured_at_counts(pair: World) -> None:
-    pair.router.note_prefill_rate(A, 1000, 10.0, 0.0)
-    pair.router.note_prefill_rate(B, 1000, 0.1, 0.0)
+    pair.fleet.saw_prefill(A, 1000, 10.0)
+    pair.fleet.saw_prefill(B, 1000, 0.1)
     assert where(pair.route(range(50)))[1] == B
 
 

@@ -1,0 +1,68 @@
+"""What every command that serves does alike: take its port, wait for signals, let what runs come to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+from typing import Protocol
+
+from stoker.base.errors import ConfigError
+
+
+class Busy(Protocol):
+    @property
+    def num_running(self) -> int: ...
+
+    async def wait_idle(self) -> None: ...
+
+
+def listen(host: str, port: int) -> socket.socket:
+    try:
+        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(address[0], address[1])
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address[4])
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another --host or --port"
+        ) from error
+    return listener
+
+
+async def drained(server: Busy, seconds: float) -> None:
+    try:
+        await asyncio.wait_for(server.wait_idle(), seconds)
+    except TimeoutError:
+        print(f"stoker: {server.num_running} requests still run after {seconds:g} s; they are cut", file=sys.stderr)
+
+
+class Signals:
+    """SIGTERM and Ctrl-C: the first asks for an end, the second insists."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._arrived = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._note)
+
+    def _note(self) -> None:
+        self.count += 1
+        self._arrived.set()
+
+    async def wait(self) -> None:
+        await self._arrived.wait()
+        self._arrived.clear()
+
+    async def first_of(self, task: asyncio.Task[None]) -> None:
+        """Until the task is done (its error is raised) or a signal comes (the task is cancelled)."""
+        signalled = asyncio.create_task(self._arrived.wait())
+        await asyncio.wait({task, signalled}, return_when=asyncio.FIRST_COMPLETED)
+        signalled.cancel()
+        if task.done():
+            task.result()
+        else:
+            task.cancel()
+            await asyncio.wait({task})
