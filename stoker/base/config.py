@@ -15,6 +15,35 @@ class KvSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreSettings:
+    """The tiers below the device. All off: KV ends with the engine's own memory. Workers of one machine that name the same
+    `name` (or the same `disk_dir`) share what they keep."""
+
+    name: str | None = None  # of the host tier's shared memory; None: this worker's own
+    host_gib: float = 0.0
+    disk_dir: str | None = None
+    disk_gib: float = 16.0
+    disk_key_file: str | None = None  # 32 bytes: the disk tier is encrypted with it
+    mooncake_master: str | None = None  # host:port
+    mooncake_host: str = "127.0.0.1"  # where other workers reach this one's segment
+    mooncake_segment_gib: float = 0.0  # RAM that this worker gives to the cluster
+    mooncake_protocol: str = "tcp"
+    mooncake_ssd_dir: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffSettings:
+    """How KV goes from worker to worker. `transports` in the order of preference: the first that both sides can use is used."""
+
+    host: str = "127.0.0.1"  # where peers reach this worker's KV server
+    port: int = 0
+    transports: tuple[str, ...] = ("local", "cuda_ipc", "tcp")
+    secret: str | None = None  # shared by all workers that may pull from each other
+    lease_s: float = 30.0
+    serves: bool = False  # whether this worker keeps blocks for others: prefill workers do
+
+
+@dataclass(frozen=True, slots=True)
 class SchedSettings:
     step_tokens: int | None = None
     max_rows: int | None = None
@@ -29,6 +58,8 @@ class EngineSettings:
     steps_ahead: int | None = None  # plans launched before the oldest result is taken in
     kv: KvSettings = field(default_factory=KvSettings)
     sched: SchedSettings = field(default_factory=SchedSettings)
+    store: StoreSettings = field(default_factory=StoreSettings)
+    handoff: HandoffSettings = field(default_factory=HandoffSettings)
 
     def __post_init__(self) -> None:
         positive = {

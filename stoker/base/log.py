@@ -38,7 +38,7 @@ class EventLog:
     def warning(self, name: str, **fields: Any) -> None:
         self._logger.warning(name, extra={"fields": fields})
 
-    def error(self, name: str, *, exc_info: bool = False, **fields: Any) -> None:
+    def error(self, name: str, *, exc_info: bool | BaseException = False, **fields: Any) -> None:
         self._logger.error(name, exc_info=exc_info, extra={"fields": fields})
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 from collections.abc import Sequence
 from math import prod
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.kernels.transfer import to_device
@@ -17,9 +20,16 @@ class DeviceKv:
     def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        self.blocks = _zeros((num_blocks, *layout.block_shape), getattr(torch, layout.dtype), device)
+        self.memory_fd: int | None = None
+        """In RAM: the file whose mapping the blocks are, so that another process of this machine can map them too."""
+        dtype = getattr(torch, layout.dtype)
+        shape = (num_blocks, *layout.block_shape)
+        if device.type == "cpu":
+            self.memory_fd, raw = _shareable(prod(shape) * dtype.itemsize)
+            self.blocks = torch.from_numpy(raw).view(dtype).view(shape)
+        else:
+            self.blocks = torch.zeros(shape, dtype=dtype, device=device)
         self._pages = self.blocks.view(-1, layout.block_tokens * layout.head_dim)
-        self._slots = self.blocks.view(-1, layout.head_dim)
 
     @property
     def pages_per_block(self) -> int:
@@ -29,9 +39,11 @@ class DeviceKv:
         """From the layer's first page on: page `block * pages_per_block + head` is K, `+ num_heads` is V."""
         return self._pages[layer * 2 * self.layout.num_heads :]
 
-    def slots(self, layer: int, is_value: bool) -> Tensor:
-        """The same a row a token: slot `page * block_tokens + token`."""
-        return self._slots[(layer * 2 + is_value) * self.layout.num_heads * self.layout.block_tokens :]
+    def host_blocks(self) -> NDArray[np.uint8] | None:
+        """In RAM: [num_blocks, block_bytes], the blocks themselves. None on a card."""
+        if self.blocks.device.type != "cpu":
+            return None
+        return self.blocks.view(self.num_blocks, -1).view(torch.uint8).numpy()
 
     def copy(self, src: Sequence[int], dst: Sequence[int]) -> None:
         device = self.blocks.device
@@ -41,10 +53,9 @@ class DeviceKv:
         self.blocks.index_fill_(0, to_device(blocks, self.blocks.device), 0)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """In RAM the kernel hands out zero pages as they are first touched: memory that is not used is not taken, and a start
-    does not wait for it."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    raw = np.zeros(prod(shape) * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(raw).view(dtype).view(shape)
+def _shareable(num_bytes: int) -> tuple[int, NDArray[np.uint8]]:
+    """Memory of a file without a name, which ends with the processes that use it. The kernel hands out zero pages as they
+    are first touched: memory that is not used is not taken, and a start does not wait for it."""
+    fd = os.memfd_create("stoker-kv", os.MFD_CLOEXEC)
+    os.ftruncate(fd, num_bytes)
+    return fd, np.frombuffer(mmap.mmap(fd, num_bytes), dtype=np.uint8)

@@ -13,6 +13,7 @@ from hashlib import sha256
 from stoker.base.ids import BlockKey
 
 _KEY_BYTES = 16
+_SALT_DIGITS = 16
 
 
 def root_key(fingerprint: str, salt: str = "") -> BlockKey:
@@ -20,6 +21,11 @@ def root_key(fingerprint: str, salt: str = "") -> BlockKey:
     parts = (fingerprint.encode(), salt.encode())
     framed = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
     return BlockKey(sha256(framed).digest()[:_KEY_BYTES])
+
+
+def salt_hash(salt: str) -> str | None:
+    """All that is told of a tenant's salt, in events and beside stored blocks. None: no salt."""
+    return sha256(salt.encode()).hexdigest()[:_SALT_DIGITS] if salt else None
 
 
 def next_key(parent: BlockKey, token_ids: Sequence[int]) -> BlockKey:

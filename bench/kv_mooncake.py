@@ -1,0 +1,153 @@
+"""The Mooncake tier beside Mooncake's bare API, in one run: GB/s of whole blocks, with all that a tier adds (header, checksum,
+copies through its own buffers).
+
+    python bench/kv_mooncake.py --out kv_mooncake
+
+A master and a worker that owns a segment are processes of their own; this process has a bare client and a tier, both without
+a segment, so that every byte crosses a socket. Sizes are taken in turn, the two sides alternate within each round, and the
+medians are what counts. Writes OUT.json and OUT.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from stoker.base.config import StoreSettings
+from stoker.base.ids import BlockKey
+from stoker.kv.layout import KvLayout
+from stoker.kv.mooncake_master import MooncakeMaster
+from stoker.kv.tiers.contract import TierContext
+from stoker.kv.tiers.mooncake import MooncakeTier
+from stoker.kv.transfer import BlockName
+from stoker.loadgen.report import environment
+
+BATCH_BYTES = 64 << 20
+SEGMENT_GIB = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    block_mib: float
+    what: str
+    bare_gb_per_s: float
+    tier_gb_per_s: float
+    ratio: float
+
+
+def own_a_segment(master: str) -> None:
+    """What the other process does, until its stdin ends."""
+    tier = make_tier(master, SEGMENT_GIB, 1 << 20)
+    print("ready", flush=True)
+    sys.stdin.read()
+    tier.close()
+
+
+def make_tier(master: str, segment_gib: float, block_bytes: int) -> MooncakeTier:
+    layout = KvLayout(1, 1, block_bytes // 2 // 16 // 4, 16, "float32", 4)
+    assert layout.block_bytes == block_bytes
+    settings = StoreSettings(mooncake_master=master, mooncake_segment_gib=segment_gib)
+    return MooncakeTier(settings, TierContext(f"bench {block_bytes}", layout, lambda keys: None))
+
+
+def measure(master: str, block_bytes: int, num_rounds: int) -> list[Figure]:
+    tier = make_tier(master, 0.0, block_bytes)
+    from mooncake.store import MooncakeDistributedStore
+
+    bare = MooncakeDistributedStore()
+    assert bare.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", master) == 0
+    count = BATCH_BYTES // block_bytes
+    blocks = np.random.default_rng(0).integers(0, 256, (count, block_bytes), dtype=np.uint8)
+    back = np.zeros_like(blocks)
+    for memory in (blocks, back):
+        assert bare.register_buffer(memory.ctypes.data, memory.nbytes) == 0
+    sizes = [block_bytes] * count
+    src, dst = ([memory[i].ctypes.data for i in range(count)] for memory in (blocks, back))
+    seconds: dict[tuple[str, str], list[float]] = {}
+
+    def timed(side: str, what: str, call: Callable[[], Sequence[int]], good: int) -> None:
+        started_s = time.perf_counter()
+        codes = call()
+        seconds.setdefault((side, what), []).append(time.perf_counter() - started_s)
+        assert all(code == good for code in codes), f"{side} {what}: {codes}"
+
+    for i in range(num_rounds + 1):
+        bare_keys = [f"bare/{i}/{j}" for j in range(count)]
+        names = [BlockName(BlockKey(os.urandom(16)), BlockKey(bytes(16)), tuple(range(16))) for _ in range(count)]
+        keys = [name.key for name in names]
+
+        def bare_round(keys: list[str] = bare_keys) -> None:
+            timed("bare", "write", lambda: bare.batch_put_from(keys, src, sizes), 0)
+            timed("bare", "read", lambda: bare.batch_get_into(keys, dst, sizes), block_bytes)
+            bare.batch_remove(keys, True)
+
+        def tier_round(names: list[BlockName] = names, keys: list[BlockKey] = keys) -> None:
+            timed("tier", "write", lambda: tier.write(names, list(blocks)), True)
+            timed("tier", "read", lambda: tier.read(keys, list(back)), True)
+            tier.drop(keys)
+
+        for run in (bare_round, tier_round) if i % 2 else (tier_round, bare_round):
+            back[:] = 0
+            run()
+            assert np.array_equal(back, blocks)
+        if i == 0:
+            seconds.clear()  # connections were opened, pages touched
+    tier.close()
+    bare.close()
+    figures = []
+    for what in ("write", "read"):
+        bare_rate, tier_rate = (BATCH_BYTES / statistics.median(seconds[side, what]) / 1e9 for side in ("bare", "tier"))
+        figures.append(Figure(block_bytes / 2**20, what, bare_rate, tier_rate, tier_rate / bare_rate))
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("kv_mooncake"))
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--owner", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.owner:
+        own_a_segment(arguments.owner)
+        return
+    with tempfile.TemporaryDirectory() as folder, MooncakeMaster(Path(folder) / "master.log") as master:
+        command = [sys.executable, __file__, "--owner", master.address]
+        owner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert owner.stdin is not None
+        assert owner.stdout is not None
+        owner.stdout.readline()
+        figures = [
+            figure for mib in (0.5, 2.0, 8.0) for figure in measure(master.address, int(mib * 2**20), arguments.rounds)
+        ]
+        owner.stdin.close()
+        owner.wait(20)
+    lines = ["| block | | bare API GB/s | tier GB/s | ratio |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {figure.block_mib:g} MiB | {figure.what} | {figure.bare_gb_per_s:.2f} | {figure.tier_gb_per_s:.2f} "
+        f"| {figure.ratio:.2f} |"
+        for figure in figures
+    ]
+    table = "\n".join(lines)
+    print(table)
+    arguments.out.with_suffix(".md").write_text(table + "\n")
+    whole = {
+        "environment": environment(),
+        "rounds": arguments.rounds,
+        "figures": [asdict(figure) for figure in figures],
+    }
+    arguments.out.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(whole)))
+
+
+if __name__ == "__main__":
+    main()

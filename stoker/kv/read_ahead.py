@@ -1,0 +1,83 @@
+"""ReadAhead: moves blocks between tiers before anybody asks for them, one after the other, on a thread of its own.
+
+A conversation that will go on is brought into RAM; a prefill worker's blocks while it still computes; and a tier that has
+forgotten what it held is given it again. All of it is a hint: what fails is left.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from stoker.base import log as logs
+from stoker.base.ids import BlockKey
+from stoker.kv.block_io import Buffers, HostBytes
+from stoker.kv.loads import IN_RAM, Peers
+from stoker.kv.tier_use import TierUse, first_holders
+from stoker.kv.transfer import BlockName, KvTicket, PeerUnavailable, TierUnavailable
+
+_PULL_S = 60.0
+
+log = logs.EventLog("kv")
+
+
+class ReadAhead:
+    def __init__(
+        self,
+        tiers: Sequence[TierUse],
+        peers: Peers,
+        buffers: Buffers,
+        stored: Callable[[TierUse, Sequence[BlockName]], None],
+    ) -> None:
+        self._tiers = tiers
+        self._peers = peers
+        self._buffers = buffers
+        self._stored = stored
+        self._ram = next((use for use in tiers if use.tier.medium == IN_RAM), None)
+
+    def promote(self, names: Sequence[BlockName]) -> None:
+        """The leading blocks that any tier has: into RAM."""
+        if self._ram is None:
+            return
+        for name, holder in zip(names, first_holders(self._tiers, [name.key for name in names]), strict=True):
+            if holder is None:
+                return
+            if holder is not self._ram:
+                self._move(name, holder, self._ram)
+
+    def pull(self, ticket: KvTicket) -> None:
+        """Full blocks of a lease, as they become ready: into RAM."""
+        ram = self._ram
+        if ram is None:
+            return
+        try:
+            self._peers.read_ahead(
+                ticket, lambda names, data: self._write(names, data, ram), time.monotonic() + _PULL_S
+            )
+        except (PeerUnavailable, TierUnavailable) as lost:
+            log.event("kv_read_ahead_failed", lease=ticket.lease_id, reason=lost.message)
+
+    def offer_again(self, to: TierUse, keys: Sequence[BlockKey]) -> None:
+        """`to` has lost these: give it what other tiers still hold of them."""
+        wanted = set(keys)
+        for use in self._tiers:
+            if use is to:
+                continue
+            for name in use.tier.names():
+                if name.key in wanted:
+                    wanted.discard(name.key)
+                    self._move(name, use, to)
+
+    def _move(self, name: BlockName, src: TierUse, dst: TierUse) -> None:
+        buffer = self._buffers.obtain()
+        try:
+            if src.read([name.key], [buffer])[0]:
+                self._write([name], [buffer], dst)
+        except TierUnavailable as lost:
+            log.event("kv_move_failed", src=src.name, dst=dst.name, reason=lost.message)
+        finally:
+            self._buffers.give_back([buffer])
+
+    def _write(self, names: list[BlockName], data: list[HostBytes], to: TierUse) -> None:
+        taken = to.write(names, data)
+        self._stored(to, [name for name, is_there in zip(names, taken, strict=True) if is_there])

@@ -1,0 +1,153 @@
+"""The contract of a transport: one way to take the bytes of blocks out of another worker's pool.
+
+A transport has two sides. The one that holds the blocks makes an offer, which is whatever the other needs to reach its pool; the
+one that pulls opens it once a peer and gets a link. Leases, keys and checksums are the same for all: a link either asks the
+server for the bytes (tcp), or reads the peer's memory by itself and asks afterwards whether it might (OneSidedLink).
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Protocol
+
+from stoker.base.config import HandoffSettings
+from stoker.base.ids import BlockId
+from stoker.base.registry import Registry
+from stoker.kv.block_bytes import BeforeWrite, Sink
+from stoker.kv.device import DeviceKv
+from stoker.kv.layout import KvLayout, Part, part_of
+from stoker.kv.leases import LeaseView
+from stoker.kv.peer_wire import Answer, Ask, Connection, Kind, pack_confirm
+from stoker.kv.transfer import BlockName, PeerUnavailable
+
+IO_S = 5.0  # that a peer may say nothing, or take nothing, before it is given up
+
+
+@dataclass(slots=True, eq=False)
+class Pull:
+    """A pull on its way: what is asked for, and what came so far. Links fill it in as they go, so that what came before a
+    failure counts."""
+
+    sink: Sink
+    filled: list[bool]
+    until_s: float  # monotonic
+    at: int = 0  # blocks before this one are dealt with, well or not
+    num_corrupt: int = 0
+    names: list[BlockName] = field(default_factory=list)
+
+    def patience_s(self) -> float:
+        """How long to wait for the next sign of the peer. PeerUnavailable: the time is over."""
+        left_s = self.until_s - time.monotonic()
+        if left_s <= 0:
+            raise PeerUnavailable("the deadline has passed", code="kv_pull_deadline")
+        return min(IO_S, left_s)
+
+    def took(self, right: bool, held: bool) -> None:
+        """The next block came. `right`: its checksum; `held`: the lease, for as long as it was read."""
+        self.filled[self.at] = right and held
+        # Bytes of blocks that changed hands while they were read are not corrupt; they are somebody else's.
+        self.num_corrupt += held and not right
+        self.at += 1
+
+
+class Link(Protocol):
+    """An open way to one peer's pool. Several threads may use it at a time, each with a connection of its own."""
+
+    def fits(self, sink: Sink) -> bool:
+        """Whether it can bring bytes there."""
+
+    def take(self, connection: Connection, ask: Ask, pull: Pull) -> LeaseView:
+        """Take all that is ready of what is asked for, from `pull.at` on; the peer waits for the first of it, for at most
+        `ask.wait_s`. Returns what the peer said last. After an error the connection is of no use any more."""
+
+    def close(self) -> None: ...
+
+
+class Transport(Protocol):
+    """One for each server and client."""
+
+    def offer(self, kv: DeviceKv) -> dict[str, Any]:
+        """On the side that holds the blocks; JSON. PeerUnavailable: not this way, not here."""
+
+    def open(self, offer: dict[str, Any], peer: KvLayout, kv: DeviceKv, before_write: BeforeWrite) -> Link:
+        """On the side that pulls. PeerUnavailable: this peer cannot be reached this way; the next way is tried."""
+
+    def close(self) -> None: ...
+
+
+class TransportFactory(Protocol):
+    def __call__(self, argument: str, host: str) -> Transport:
+        """`argument`: what stands behind its name in the settings, "rdma" of "mooncake:rdma". `host`: where peers reach this
+        worker."""
+
+
+TRANSPORTS: Registry[TransportFactory] = Registry("transport", "stoker.kv.transports")
+
+
+def make_transports(settings: HandoffSettings) -> dict[str, Transport]:
+    """By name, in the order of preference."""
+    entries = (entry.partition(":") for entry in settings.transports)
+    return {name: TRANSPORTS.get(name)(argument, settings.host) for name, _, argument in entries}
+
+
+class OneSidedLink(ABC):
+    """Reads the peer's memory without its help: LOCATE says where and with which checksums, CONFIRM whether the lease held
+    until the bytes were copied. The next batch is located while this one is copied."""
+
+    batch_bytes: ClassVar[int] = 16 << 20
+    """Located at one time: enough to make the question cheap, little enough that both sides soon have work."""
+
+    def __init__(self, peer: KvLayout) -> None:
+        self._peer = peer
+
+    @abstractmethod
+    def copy(self, blocks: Sequence[BlockId], part: Part, sums: Sequence[int], sink: Sink, first: int) -> list[bool]:
+        """This part of the peer's blocks into the sink, from its block `first` on. True: with this checksum."""
+
+    def fits(self, sink: Sink) -> bool:
+        return True
+
+    def close(self) -> None:
+        return
+
+    def take(self, connection: Connection, ask: Ask, pull: Pull) -> LeaseView:
+        part = part_of(self._peer, ask.first_head, ask.end_head)
+        limit = min(ask.limit, max(1, self.batch_bytes // part.total_bytes))
+        last = ask.first + ask.limit
+        ask = replace(ask, limit=limit)
+        connection.limit(ask.wait_s + IO_S, IO_S)
+        connection.send(Kind.LOCATE, ask.pack())
+        answer = _located(connection)
+        while answer.view.blocks:
+            view, end = answer.view, ask.first + len(answer.view.blocks)
+            pull.names += view.names
+            connection.limit(pull.patience_s(), IO_S)
+            has_next = min(last, view.num_ready) > end
+            following = _after(ask, end, last)
+            if has_next:
+                connection.send(Kind.LOCATE, following.pack())
+            right = self.copy(view.blocks, part, answer.sums, pull.sink, pull.at)
+            connection.send(Kind.CONFIRM, pack_confirm(ask.lease_id, view.generation))
+            following_answer = _located(connection) if has_next else None
+            held = connection.receive(Kind.CONFIRMED)[1] == b"\x01"
+            for one in right:
+                pull.took(one, held)
+            if following_answer is None:
+                return view
+            ask, answer = following, following_answer
+        return answer.view
+
+
+def _after(ask: Ask, first: int, last: int) -> Ask:
+    keys = None if ask.keys is None else ask.keys[first - ask.first :]
+    return replace(ask, first=first, keys=keys, limit=min(ask.limit, last - first), wait_s=0.0)
+
+
+def _located(connection: Connection) -> Answer:
+    answer = Answer.unpack(connection.receive(Kind.LOCATED)[1])
+    if len(answer.sums) != len(answer.view.blocks):
+        raise PeerUnavailable(f"{len(answer.sums)} checksums for {len(answer.view.blocks)} blocks")
+    return answer

@@ -1,0 +1,97 @@
+"""TCP: the server sends the bytes on the connection that asked for them, each block with its checksum behind it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from stoker.kv.block_bytes import BeforeWrite, Sink, Source
+from stoker.kv.checksum import CHUNK_BYTES, HostBytes, RunningChecksum
+from stoker.kv.device import DeviceKv
+from stoker.kv.layout import KvLayout, part_of
+from stoker.kv.leases import LeaseBook, LeaseView
+from stoker.kv.peer_wire import TRAILER, Answer, Ask, Connection, Kind, PeerLost
+from stoker.kv.transports.contract import IO_S, TRANSPORTS, Pull
+
+_BLOCK_S = 15.0  # that sending one block may take: a reader that is too slow must not keep a lease from being closed
+_FOLLOWS, _ENDED = b"\x01", b"\x00"  # before each block: a lease may end in the middle of an answer
+
+
+@TRANSPORTS.register("tcp")
+class TcpTransport:
+    def __init__(self, argument: str, host: str) -> None:
+        pass
+
+    def offer(self, kv: DeviceKv) -> dict[str, Any]:
+        return {}
+
+    def open(self, offer: dict[str, Any], peer: KvLayout, kv: DeviceKv, before_write: BeforeWrite) -> TcpLink:
+        return TcpLink()
+
+    def close(self) -> None:
+        pass
+
+
+class TcpLink:
+    def fits(self, sink: Sink) -> bool:
+        return True
+
+    def close(self) -> None:
+        pass
+
+    def take(self, connection: Connection, ask: Ask, pull: Pull) -> LeaseView:
+        connection.limit(ask.wait_s + IO_S, IO_S)
+        connection.send(Kind.READ, ask.pack())
+        view = Answer.unpack(connection.receive(Kind.DATA)[1]).view
+        pull.names += view.names
+        for _ in view.blocks:
+            connection.limit(pull.patience_s(), IO_S)
+            if connection.receive_bytes(1) != _FOLLOWS:
+                break
+            found = _receive(connection, pull.sink.buffer(pull.at))
+            expected, held = TRAILER.unpack(connection.receive_bytes(TRAILER.size))
+            if found == expected and held:
+                pull.sink.place(pull.at)
+            pull.took(found == expected, bool(held))
+        return view
+
+
+def _receive(connection: Connection, into: HostBytes) -> int:
+    running = RunningChecksum(len(into))
+    for start in range(0, len(into), CHUNK_BYTES):
+        chunk = into[start : start + CHUNK_BYTES]
+        connection.receive_into(chunk.data)
+        running.add(chunk)
+    return running.value()
+
+
+def send_blocks(
+    connection: Connection, source: Source, leases: LeaseBook, layout: KvLayout, ask: Ask, view: LeaseView
+) -> int:
+    """The server's side, after the DATA frame: how many blocks were sent."""
+    part = part_of(layout, ask.first_head, ask.end_head)
+    parts = source.host(view.blocks, part)
+    connection.limit(IO_S, IO_S)
+    num_blocks = len(view.blocks)
+    for count in range(num_blocks):
+        with leases.reading(ask.lease_id, view.generation) as may_read:
+            if not may_read:
+                connection.send_bytes(_ENDED)
+                return count
+            connection.send_bytes(_FOLLOWS, more=True)
+            total = _send(connection, next(parts))
+        # Asked once more: an update may have moved the lease while its bytes went out.
+        held = leases.holds(ask.lease_id, view.generation)
+        connection.send_bytes(TRAILER.pack(total, held), more=count + 1 < num_blocks)
+    return num_blocks
+
+
+def _send(connection: Connection, data: HostBytes) -> int:
+    running, until_s = RunningChecksum(len(data)), time.monotonic() + _BLOCK_S
+    for start in range(0, len(data), CHUNK_BYTES):
+        chunk = data[start : start + CHUNK_BYTES]
+        running.add(chunk)
+        connection.send_bytes(chunk.data)
+        if time.monotonic() > until_s:
+            raise PeerLost(f"the peer takes too long: {start} of {len(data)} bytes in {_BLOCK_S} s")
+    return running.value()

@@ -1,0 +1,304 @@
+"""What every registered transport must hold: the right bytes or none, whoever is slow, gone or wrong. The peer is a process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from kv.peer_world import (
+    LAYOUT,
+    Puller,
+    RemoteServer,
+    ServerSetup,
+    block_ids,
+    closing,
+    contents,
+    key,
+    keys,
+    names,
+    rank,
+    raw,
+    wait_until,
+)
+
+from stoker.base.config import HandoffSettings
+from stoker.base.ids import BlockId
+from stoker.kv.checksum import HostBytes
+from stoker.kv.device import DeviceKv
+from stoker.kv.layout import KvLayout
+from stoker.kv.transfer import BlockName, KvTicket, PeerUnavailable
+from stoker.kv.transports.contract import TRANSPORTS
+
+NUM_BLOCKS = 32
+MLA = KvLayout(num_layers=3, num_heads=1, head_dim=72, block_tokens=16, dtype="bfloat16", dtype_bytes=2)
+LARGE = KvLayout(num_layers=8, num_heads=4, head_dim=64, block_tokens=64, dtype="float32", dtype_bytes=4)  # 1 MiB
+
+
+@pytest.fixture(params=list(TRANSPORTS))
+def transport(request: pytest.FixtureRequest) -> str:
+    """Those that work on this machine; whether one does is what its own offer says."""
+    pool = DeviceKv(LAYOUT, 2, torch.device("cpu"))
+    made = TRANSPORTS.get(request.param)("", "127.0.0.1")
+    try:
+        made.offer(pool)
+    except PeerUnavailable as why:
+        pytest.skip(f"{request.param} cannot be used here: {why.message}")
+    finally:
+        made.close()
+    return str(request.param)
+
+
+@pytest.fixture
+def settings(transport: str) -> HandoffSettings:
+    return HandoffSettings(transports=(transport,), secret="s3cret")
+
+
+@pytest.fixture
+def remote(settings: HandoffSettings) -> Iterator[RemoteServer]:
+    server = RemoteServer(ServerSetup(num_blocks=NUM_BLOCKS, settings=settings))
+    with closing(server):
+        yield server
+
+
+@pytest.fixture
+def puller(settings: HandoffSettings) -> Iterator[Puller]:
+    with closing(made := Puller(num_blocks=NUM_BLOCKS, settings=settings)):
+        yield made
+
+
+def in_background(do: object, *args: object) -> threading.Thread:
+    thread = threading.Thread(target=do, args=args)  # type: ignore[arg-type]
+    thread.start()
+    return thread
+
+
+def test_the_bytes_arrive_and_nothing_else_changes(remote: RemoteServer, puller: Puller) -> None:
+    expected, before = contents(LAYOUT, NUM_BLOCKS), puller.kv.blocks.clone()
+    remote.lease("L", keys(6), block_ids(9, 2, 30, 4, 31, 0), 6, True)
+    assert puller.pull(remote.ticket, keys(4, first=1), block_ids(5, 0, 17, 31), first=1) == [True] * 4
+    for mine, theirs in zip((5, 0, 17, 31), (2, 30, 4, 31), strict=True):
+        assert raw(puller.kv.blocks[mine]) == raw(expected[theirs])
+        before[mine] = expected[theirs]
+    assert raw(puller.kv.blocks) == raw(before)
+    stats = puller.client.stats()
+    assert (stats.blocks, stats.num_bytes, stats.corrupt) == (4, 4 * LAYOUT.block_bytes, 0)
+
+
+def test_many_pulls_use_one_connection_and_release_gives_the_lease_back(remote: RemoteServer, puller: Puller) -> None:
+    expected = contents(LAYOUT, NUM_BLOCKS)
+    for number in range(20):
+        remote.lease(f"L{number}", keys(3, first=number), block_ids(number, number + 1, number + 2), 3, True)
+        ticket = replace(remote.ticket, lease_id=f"L{number}")
+        assert puller.pull(ticket, keys(3, first=number), block_ids(0, 1, 2)) == [True] * 3
+        assert raw(puller.kv.blocks[:3]) == raw(expected[number : number + 3])
+        puller.client.release(ticket)
+    wait_until(lambda: remote("world", "released") == [f"L{number}" for number in range(20)])
+    assert remote("server", "stats").connections <= 2  # the pulls', and maybe one of the thread that releases
+    assert all(remote("leases", "close", f"L{number}") for number in range(20))
+    assert remote("leases", "__len__") == 0
+
+
+def test_a_peer_with_fewer_blocks_gives_those(remote: RemoteServer, puller: Puller) -> None:
+    remote.lease("L", keys(3), block_ids(1, 2, 3), 3, True)
+    assert puller.pull(remote.ticket, keys(6), block_ids(*range(6))) == [True] * 3 + [False] * 3
+    assert puller.pull(remote.ticket, keys(2, first=3), block_ids(8, 9), first=3) == [False, False]
+    assert raw(puller.kv.blocks[:3]) == raw(contents(LAYOUT, NUM_BLOCKS)[1:4])
+
+
+def test_a_pull_may_begin_before_the_lease_and_grows_with_it(remote: RemoteServer, puller: Puller) -> None:
+    blocks = block_ids(*range(8, 18))
+    found: list[list[bool]] = []
+    pulling = in_background(lambda: found.append(puller.pull(remote.ticket, keys(10), block_ids(*range(10)))))
+    time.sleep(0.2)
+    remote.lease("L", keys(9), blocks[:9], 0, False)
+    for num_ready, complete in ((3, False), (4, False), (9, False), (10, True)):
+        time.sleep(0.05)
+        remote("leases", "update", "L", keys(10), blocks, num_ready, complete)
+    pulling.join(20)
+    assert found == [[True] * 10]
+    assert raw(puller.kv.blocks[:10]) == raw(contents(LAYOUT, NUM_BLOCKS)[8:18])
+
+
+def test_a_lease_that_closes_while_it_is_waited_for(remote: RemoteServer, puller: Puller) -> None:
+    remote.lease("L", keys(4), block_ids(1, 2, 3, 4), 2, False)
+    found: list[list[bool]] = []
+    pulling = in_background(lambda: found.append(puller.pull(remote.ticket, keys(4), block_ids(0, 1, 2, 3))))
+    time.sleep(0.3)
+    started = time.monotonic()
+    wait_until(lambda: remote("leases", "close", "L"))
+    pulling.join(20)
+    assert found == [[True, True, False, False]]
+    assert time.monotonic() - started < 3
+    with pytest.raises(PeerUnavailable, match="closed"):
+        puller.pull(remote.ticket, keys(4), block_ids(0, 1, 2, 3))
+
+
+def test_the_deadline_holds(remote: RemoteServer, puller: Puller) -> None:
+    remote.lease("L", keys(4), block_ids(1, 2, 3, 4), 1, False)
+    assert puller.pull(remote.ticket, keys(1), block_ids(0)) == [True]  # the link is there
+    started = time.monotonic()
+    assert puller.pull(remote.ticket, keys(4), block_ids(0, 1, 2, 3), within_s=1.5) == [True, False, False, False]
+    with pytest.raises(PeerUnavailable):
+        puller.pull(replace(remote.ticket, lease_id="none"), keys(4), block_ids(0, 1, 2, 3), within_s=0.5)
+    assert time.monotonic() - started < 5
+
+
+def test_other_keys_are_refused(remote: RemoteServer, puller: Puller) -> None:
+    remote.lease("L", keys(4), block_ids(1, 2, 3, 4), 4, True)
+    with pytest.raises(PeerUnavailable, match="other keys"):
+        puller.pull(remote.ticket, [key(0), key(77)], block_ids(0, 1))
+    assert puller.pull(remote.ticket, keys(4), block_ids(0, 1, 2, 3)) == [True] * 4, (
+        "the refusal was of that pull alone"
+    )
+
+
+def test_a_lease_that_moved_is_read_at_its_new_place(remote: RemoteServer, puller: Puller) -> None:
+    remote.lease("L", keys(2), block_ids(1, 2), 2, False)
+    assert puller.pull(remote.ticket, keys(2), block_ids(0, 1)) == [True, True]
+    remote("leases", "update", "L", keys(2), block_ids(11, 12), 2, True)
+    assert puller.pull(remote.ticket, keys(2), block_ids(0, 1)) == [True, True]
+    assert raw(puller.kv.blocks[:2]) == raw(contents(LAYOUT, NUM_BLOCKS)[11:13])
+
+
+def test_threads_may_pull_at_the_same_time(remote: RemoteServer, puller: Puller) -> None:
+    expected = contents(LAYOUT, NUM_BLOCKS)
+    remote.lease("L", keys(32), block_ids(*range(32)), 32, True)
+    found: dict[int, list[bool]] = {}
+
+    def pull(first: int) -> None:
+        into = [BlockId(31 - number) for number in range(first, first + 8)]
+        for _ in range(10):
+            found[first] = puller.pull(remote.ticket, keys(8, first=first), into, first=first)
+
+    threads = [in_background(pull, first) for first in range(0, 32, 8)]
+    for thread in threads:
+        thread.join(30)
+    assert found == {first: [True] * 8 for first in range(0, 32, 8)}
+    assert raw(puller.kv.blocks) == raw(expected.flip(0))
+
+
+@pytest.mark.parametrize(("src_tp", "dst_tp"), [(1, 2), (2, 1), (2, 4), (4, 2)])
+def test_ranks_of_another_size_take_their_heads(settings: HandoffSettings, src_tp: int, dst_tp: int) -> None:
+    setups = [
+        ServerSetup(rank(LAYOUT, number, src_tp), NUM_BLOCKS, settings, engine_id="one") for number in range(src_tp)
+    ]
+    servers = [RemoteServer(setup) for setup in setups]
+    with closing(*servers):
+        for server in servers:
+            server.lease("L", keys(5), block_ids(3, 1, 4, 15, 9), 5, True)
+        addresses = ",".join(server.ticket.address for server in reversed(servers))
+        for number in range(dst_tp):
+            ours = rank(LAYOUT, number, dst_tp)
+            with closing(puller := Puller(ours, NUM_BLOCKS, settings)):
+                ticket = replace(servers[0].ticket, address=addresses)
+                assert puller.pull(ticket, keys(5), block_ids(*range(5))) == [True] * 5
+                assert raw(puller.kv.blocks[:5]) == raw(contents(ours, NUM_BLOCKS)[[3, 1, 4, 15, 9]])
+                assert puller.client.stats().num_bytes == 5 * ours.block_bytes
+
+
+def test_the_one_latent_of_mla_comes_whole_from_any_rank(settings: HandoffSettings) -> None:
+    servers = [RemoteServer(ServerSetup(MLA, NUM_BLOCKS, settings, engine_id="one")) for _ in range(2)]
+    with closing(*servers, puller := Puller(MLA, NUM_BLOCKS, settings)):
+        for server in servers:
+            server.lease("L", keys(3), block_ids(3, 1, 4), 3, True)
+        ticket = replace(servers[0].ticket, address=",".join(server.ticket.address for server in servers))
+        assert puller.pull(ticket, keys(3), block_ids(0, 1, 2)) == [True] * 3
+        assert raw(puller.kv.blocks[:3]) == raw(contents(MLA, NUM_BLOCKS)[[3, 1, 4]])
+        assert puller.client.stats().num_bytes == 3 * MLA.block_bytes, "once"
+
+
+def test_reading_ahead_brings_full_blocks_with_their_names(settings: HandoffSettings, remote: RemoteServer) -> None:
+    with_tcp = replace(
+        settings, transports=(*settings.transports, "tcp") if "tcp" not in settings.transports else ("tcp",)
+    )
+    server = RemoteServer(ServerSetup(num_blocks=NUM_BLOCKS, settings=with_tcp))
+    found: dict[bytes, tuple[BlockName, bytes]] = {}
+
+    def into(some: list[BlockName], data: list[HostBytes]) -> None:
+        found.update({name.key: (name, one.tobytes()) for name, one in zip(some, data, strict=True)})
+
+    with closing(server, puller := Puller(num_blocks=NUM_BLOCKS, settings=with_tcp)):
+        counts: list[int] = []
+        reading = in_background(
+            lambda: counts.append(puller.client.read_ahead(server.ticket, into, time.monotonic() + 10))
+        )
+        time.sleep(0.1)
+        blocks = block_ids(*range(4, 11))
+        server.lease("L", keys(7), blocks, 2, False, names(6))
+        time.sleep(0.2)
+        assert len(found) == 2, "before the lease is complete"
+        server("leases", "update", "L", keys(7), blocks, 7, True, names(6))
+        reading.join(20)
+        assert counts == [6]
+    expected = contents(LAYOUT, NUM_BLOCKS)[4:10]
+    assert [found[name.key][0] for name in names(6)] == names(6)
+    assert [found[name.key][1] for name in names(6)] == [raw(block) for block in expected]
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.1])
+def test_a_peer_that_is_killed_in_the_middle_leaves_only_right_blocks(
+    settings: HandoffSettings, delay_s: float
+) -> None:
+    count = 128
+    server = RemoteServer(ServerSetup(LARGE, count, settings))
+    with closing(server, puller := Puller(LARGE, count, settings)):
+        server.lease("L", keys(count + 1), block_ids(*range(count), 0), count, False)
+        assert puller.pull(server.ticket, keys(2), block_ids(0, 1)) == [True, True]
+        found: list[list[bool]] = []
+        reasons: list[str] = []
+
+        def pull() -> None:
+            try:
+                found.append(puller.pull(server.ticket, keys(count + 1), block_ids(*range(count), 0), within_s=30))
+            except PeerUnavailable as lost:
+                reasons.append(lost.message)
+
+        pulling = in_background(pull)
+        time.sleep(delay_s)
+        server.kill()
+        killed = time.monotonic()
+        pulling.join(40)
+        assert len(found) + len(reasons) == 1
+        assert time.monotonic() - killed < 15
+        expected = contents(LARGE, count)
+        for at, is_there in enumerate(found[0] if found else []):
+            assert not is_there or at == 0 or raw(puller.kv.blocks[at]) == raw(expected[at])
+        with pytest.raises(PeerUnavailable):
+            puller.pull(server.ticket, keys(2), block_ids(0, 1), within_s=5)
+
+
+def test_bytes_that_change_while_they_are_read_are_not_taken(transport: str, settings: HandoffSettings) -> None:
+    if transport == "tcp":
+        pytest.skip("its checksum is made from the bytes as they are sent")
+    server = RemoteServer(ServerSetup(LARGE, 8, settings))
+    with closing(server, puller := Puller(LARGE, 8, settings)):
+        server.lease("L", keys(4), block_ids(1, 2, 3, 4), 4, True)
+        server("world", "change_after_sum", 3)
+        expected = contents(LARGE, 8)
+        for _ in range(5):
+            assert puller.pull(server.ticket, keys(4), block_ids(0, 1, 2, 3)) == [True, True, False, True]
+        assert raw(puller.kv.blocks[[0, 1, 3]]) == raw(expected[[1, 2, 4]])
+        assert puller.client.stats().corrupt == 5
+
+
+def test_a_stale_ticket_reads_nothing_of_the_engine_that_came_after(settings: HandoffSettings, puller: Puller) -> None:
+    first = RemoteServer(ServerSetup(num_blocks=NUM_BLOCKS, settings=settings))
+    stale: KvTicket = first.ticket
+    first.lease("L", keys(2), block_ids(1, 2), 2, True)
+    assert puller.pull(stale, keys(2), block_ids(0, 1)) == [True, True]
+    first.kill()
+    port = int(stale.address.rpartition(":")[2])
+    second = RemoteServer(ServerSetup(num_blocks=NUM_BLOCKS, settings=replace(settings, port=port), seed=99))
+    with closing(first, second):
+        assert second.ticket.address == stale.address
+        second.lease("L", keys(2), block_ids(1, 2), 2, True)
+        before = raw(puller.kv.blocks)
+        with pytest.raises(PeerUnavailable, match="engine_id") as refused:
+            puller.pull(stale, keys(2), block_ids(0, 1))
+        assert refused.value.code == "kv_engine_gone"
+        assert raw(puller.kv.blocks) == before
+        assert puller.pull(second.ticket, keys(2), block_ids(0, 1)) == [True, True]

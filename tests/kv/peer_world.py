@@ -1,0 +1,208 @@
+"""A KV server in a process of its own, whose blocks have known contents, and what a test tells it to do."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from stoker.base.config import HandoffSettings
+from stoker.base.ids import BlockId, BlockKey
+from stoker.kv.device import DeviceKv
+from stoker.kv.layout import KvLayout, Part
+from stoker.kv.leases import LeaseBook
+from stoker.kv.peer_client import PeerClient
+from stoker.kv.peer_server import PeerServer
+from stoker.kv.transfer import BlockName, KvIdentity, KvTicket
+
+LAYOUT = KvLayout(num_layers=3, num_heads=4, head_dim=8, block_tokens=16, dtype="float32", dtype_bytes=4)
+SEED = 5
+
+
+def identity_of(layout: KvLayout) -> KvIdentity:
+    return KvIdentity(model="m", tokenizer="t", layout=layout.identity, dtype=layout.dtype)
+
+
+def rank(layout: KvLayout, number: int, tp: int) -> KvLayout:
+    """What one of `tp` ranks holds."""
+    heads = layout.num_heads // tp
+    return KvLayout(
+        layout.num_layers, heads, layout.head_dim, layout.block_tokens, layout.dtype, layout.dtype_bytes,
+        first_head=number * heads, all_heads=layout.num_heads,
+    )  # fmt: skip
+
+
+def contents(layout: KvLayout, num_blocks: int, seed: int = SEED) -> torch.Tensor:
+    """Of a rank; ranks of one model hold parts of the same."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_blocks, layout.num_layers, 2, layout.model_heads, layout.block_tokens, layout.head_dim)
+    everything = torch.randn(shape, generator=generator).to(getattr(torch, layout.dtype))
+    return everything[:, :, :, layout.first_head : layout.end_head].contiguous()
+
+
+def key(number: int) -> BlockKey:
+    return BlockKey(number.to_bytes(16, "little"))
+
+
+def keys(count: int, first: int = 0) -> list[BlockKey]:
+    return [key(first + number) for number in range(count)]
+
+
+def names(count: int) -> list[BlockName]:
+    return [
+        BlockName(key(at), key(at - 1) if at else BlockKey(b"root" * 4), (at, at + 1, 7), "s" if at == 0 else None)
+        for at in range(count)
+    ]
+
+
+def block_ids(*numbers: int) -> list[BlockId]:
+    return [BlockId(number) for number in numbers]
+
+
+def soon(seconds: float = 10.0) -> float:
+    return time.monotonic() + seconds
+
+
+def raw(blocks: torch.Tensor) -> bytes:
+    return bytes(blocks.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+
+
+@dataclass(frozen=True)
+class ServerSetup:
+    layout: KvLayout = LAYOUT
+    num_blocks: int = 32
+    settings: HandoffSettings = field(default_factory=HandoffSettings)
+    identity: KvIdentity | None = None
+    seed: int = SEED
+    engine_id: str | None = None
+    device: str = "cpu"
+
+
+class World:
+    """A server and its leases, in this process."""
+
+    def __init__(self, setup: ServerSetup) -> None:
+        self.kv = DeviceKv(setup.layout, setup.num_blocks, torch.device(setup.device))
+        self.kv.blocks.copy_(contents(setup.layout, setup.num_blocks, setup.seed))
+        self.leases = LeaseBook()
+        self.released: list[str] = []
+        identity = setup.identity or identity_of(setup.layout)
+        self.server = PeerServer(
+            self.kv, identity, self.leases, setup.settings, self.released.append, engine_id=setup.engine_id
+        )
+
+    def ticket(self, lease_id: str = "L") -> KvTicket:
+        return KvTicket(self.server.engine_id, self.server.address, lease_id, 100, 30.0)
+
+    def change_after_sum(self, block: int) -> None:
+        """From now on the block's bytes change whenever their checksum has been made."""
+        source = self.server._source
+        checksums = source.checksums
+
+        def changing(blocks: Sequence[BlockId], part: Part) -> list[int]:
+            sums = checksums(blocks, part)
+            self.kv.blocks[block].view(-1)[-1] += 1.0
+            return sums
+
+        source.checksums = changing  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        self.server.close()
+
+
+def _process(pipe: Connection, setup: ServerSetup) -> None:
+    torch.set_num_threads(1)
+    world = World(setup)
+    pipe.send(world.ticket())
+    while True:
+        try:
+            target, name, args, kwargs = pipe.recv()
+        except EOFError:
+            return
+        owner = {"world": world, "leases": world.leases, "server": world.server}[target]
+        found = getattr(owner, name)
+        pipe.send(found(*args, **kwargs) if callable(found) else found)
+
+
+class RemoteServer:
+    def __init__(self, setup: ServerSetup) -> None:
+        # Forked from one process that has loaded torch and done nothing else: a server is there in milliseconds.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "stoker.kv.peer_server", "stoker.kv.peer_client"])
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_process, args=(theirs, setup), daemon=True)
+        self.process.start()
+        theirs.close()
+        assert self._pipe.poll(60), "the server does not start"
+        self.ticket: KvTicket = self._pipe.recv()
+
+    def __call__(self, target: str, name: str, *args: Any, **kwargs: Any) -> Any:
+        self._pipe.send((target, name, args, kwargs))
+        assert self._pipe.poll(20), f"{target}.{name} does not come back"
+        return self._pipe.recv()
+
+    def lease(self, *args: Any, **kwargs: Any) -> None:
+        self("leases", "open", *args, **kwargs)
+
+    def kill(self) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.join(10)
+
+    def close(self) -> None:
+        self._pipe.close()
+        self.process.join(10)
+        if self.process.is_alive():
+            self.kill()
+
+
+class Puller:
+    """A client and its pool, in this process."""
+
+    def __init__(
+        self,
+        layout: KvLayout = LAYOUT,
+        num_blocks: int = 32,
+        settings: HandoffSettings | None = None,
+        identity: KvIdentity | None = None,
+        device: str = "cpu",
+    ) -> None:
+        self.kv = DeviceKv(layout, num_blocks, torch.device(device))
+        self.client = PeerClient(self.kv, identity or identity_of(layout), settings or HandoffSettings())
+
+    def pull(
+        self,
+        ticket: KvTicket,
+        wanted: Sequence[BlockKey],
+        into: Sequence[BlockId],
+        first: int = 0,
+        within_s: float = 10.0,
+    ) -> list[bool]:
+        return self.client.pull(ticket, first, wanted, into, soon(within_s))
+
+    def close(self) -> None:
+        self.client.close()
+
+
+@contextmanager
+def closing(*things: Any) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for thing in things:
+            thing.close()
+
+
+def wait_until(condition: Any, within_s: float = 10.0) -> None:
+    until = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < until, "it did not come to pass"
+        time.sleep(0.01)

@@ -1,0 +1,110 @@
+"""What a lease promises: only final blocks, under the right keys, and nobody reads what was given up."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from kv.peer_world import block_ids, key, keys, names
+
+from stoker.kv.leases import LeaseBook
+from stoker.kv.transfer import PeerUnavailable
+
+BLOCKS = block_ids(7, 3, 9, 1)
+
+
+@pytest.fixture
+def book() -> LeaseBook:
+    return LeaseBook()
+
+
+def after(seconds: float, do: object, *args: object) -> threading.Thread:
+    thread = threading.Timer(seconds, do, args)  # type: ignore[arg-type]
+    thread.start()
+    return thread
+
+
+def test_only_ready_blocks_are_shown(book: LeaseBook) -> None:
+    book.open("a", keys(4), BLOCKS, num_ready=2, complete=False, names=names(3))
+    view = book.look("a", 0, keys(4), limit=10)
+    assert (view.blocks, view.num_ready, view.complete) == (block_ids(7, 3), 2, False)
+    assert view.names == names(2)
+    assert book.look("a", 1, keys(3, first=1), limit=1).blocks == block_ids(3)
+    assert book.look("a", 2, keys(2, first=2), limit=10).blocks == []
+    book.update("a", keys(4), BLOCKS, num_ready=4, complete=True)
+    assert book.look("a", 2, keys(2, first=2), limit=10).blocks == block_ids(9, 1)
+    assert book.look("a", 4, keys(2, first=4), limit=10, wait_s=5).blocks == [], "there will be no more: no wait"
+
+
+def test_other_keys_are_refused_and_keys_that_are_not_final_are_not_judged(book: LeaseBook) -> None:
+    book.open("a", keys(4), BLOCKS, num_ready=2, complete=False)
+    with pytest.raises(PeerUnavailable, match="other keys") as refused:
+        book.look("a", 0, [key(0), key(8)], limit=10)
+    assert refused.value.code == "kv_keys_differ"
+    assert book.look("a", 0, [key(0), key(1), key(8)], limit=10).blocks == block_ids(7, 3)
+    book.update("a", keys(4), BLOCKS, num_ready=4, complete=True)
+    with pytest.raises(PeerUnavailable, match="other keys"):
+        book.look("a", 0, [key(0), key(1), key(8)], limit=10)
+
+
+def test_whoever_waits_wakes_when_the_lease_opens_grows_or_closes(book: LeaseBook) -> None:
+    timers = [
+        after(0.1, book.open, "a", keys(4), BLOCKS, 1, False),
+        after(0.2, book.update, "a", keys(4), BLOCKS, 3, False),
+        after(0.3, book.close, "a"),
+    ]
+    started = time.monotonic()
+    assert book.look("a", 0, keys(4), 10, wait_s=5).blocks == block_ids(7)
+    assert book.look("a", 1, keys(3, first=1), 10, wait_s=5).blocks == block_ids(3, 9)
+    with pytest.raises(PeerUnavailable, match="closed"):
+        book.look("a", 3, keys(1, first=3), 10, wait_s=5)
+    assert time.monotonic() - started < 2
+    for timer in timers:
+        timer.join()
+
+
+def test_waiting_ends(book: LeaseBook) -> None:
+    with pytest.raises(PeerUnavailable, match="no lease") as unknown:
+        book.look("a", 0, keys(1), 10, wait_s=0.05)
+    assert unknown.value.code == "kv_lease_unknown"
+    book.open("a", keys(4), BLOCKS, num_ready=0, complete=False)
+    assert book.look("a", 0, keys(1), 10, wait_s=0.05).blocks == []
+
+
+def test_closing_waits_for_the_reader_of_a_block_and_lets_no_other_begin(book: LeaseBook) -> None:
+    book.open("a", keys(4), BLOCKS, 4, True)
+    generation = book.look("a", 0, keys(4), 10).generation
+    with book.reading("a", generation) as may_read:
+        assert may_read
+        assert not book.close("a")
+        assert not book.holds("a", generation), "what is read from now on may be anything"
+        with book.reading("a", generation) as may_also:
+            assert not may_also
+    assert book.close("a")
+    assert book.close("a"), "closing again is no error"
+    assert "a" not in book
+    with book.reading("a", generation) as may_read:
+        assert not may_read
+    with pytest.raises(PeerUnavailable, match="closed"):
+        book.look("a", 0, keys(4), 10, wait_s=5)
+    book.open("a", keys(4), BLOCKS, 4, True)
+    assert book.look("a", 0, keys(4), 10).generation != generation, "another lease of that name is another place"
+
+
+def test_a_lease_that_moved_no_longer_holds_for_whoever_looked_before(book: LeaseBook) -> None:
+    book.open("a", keys(4), BLOCKS, 2, False)
+    generation = book.look("a", 0, keys(4), 10).generation
+    book.update("a", keys(4), BLOCKS, 3, False)
+    assert book.holds("a", generation), "more of the same is no move"
+    book.update("a", keys(4), block_ids(7, 3, 8, 1), 3, False)
+    assert not book.holds("a", generation)
+    moved = book.look("a", 0, keys(4), 10).generation
+    book.update("a", keys(4), block_ids(7, 3, 8, 1), 1, False)
+    assert not book.holds("a", moved), "a preempted sequence has less"
+
+
+def test_a_lease_is_opened_once(book: LeaseBook) -> None:
+    book.open("a", keys(1), BLOCKS[:1], 1, True)
+    with pytest.raises(ValueError, match="open already"):
+        book.open("a", keys(1), BLOCKS[:1], 1, True)

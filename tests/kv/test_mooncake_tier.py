@@ -1,0 +1,135 @@
+"""The Mooncake tier against a real master and real other workers, while all is well."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kv.mooncake_worker import LAYOUT, WorkerProcess, chain, finds, make_tier, read, reads, within, write, writes
+
+from stoker.base.ids import BlockKey
+from stoker.kv.mooncake_master import INSTALL_HINT, MasterFailed, MooncakeMaster, is_installed
+from stoker.kv.tiers.mooncake import MooncakeTier
+from stoker.kv.tiers.mooncake_object import ObjectFormat
+from stoker.kv.transfer import BlockName
+
+pytestmark = pytest.mark.skipif(not is_installed(), reason=f"Mooncake is not installed: {INSTALL_HINT}")
+
+
+@pytest.fixture(scope="module")
+def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeMaster]:
+    with MooncakeMaster(tmp_path_factory.mktemp("mooncake") / "master.log", lease_ms=200, client_ttl_s=3) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def one_tier(master: MooncakeMaster) -> Iterator[MooncakeTier]:
+    tier = make_tier(master.address, 1 / 16)
+    yield tier
+    tier.close()
+
+
+@pytest.fixture
+def tier(one_tier: MooncakeTier) -> MooncakeTier:
+    """Empty."""
+    one_tier.drop([name.key for name in one_tier.names()])
+    return one_tier
+
+
+def test_a_worker_finds_and_reads_what_another_wrote(master: MooncakeMaster, tier: MooncakeTier) -> None:
+    names = chain(150)
+    keys = [name.key for name in names]
+    with WorkerProcess(master.address, 1 / 16) as other:
+        assert not any(tier.find(keys))
+        assert all(other.ask("write", 150))
+        assert finds(tier, names)
+        assert reads(tier, names)
+        assert set(tier.names()) == set(names), "the objects themselves say what they are"
+        assert writes(tier, chain(20, seed=1))
+        assert all(other.ask("read", 20, seed=1))
+        assert other.end() == 0
+    assert within(5, lambda: not any(tier.find(keys))), "its segment went with it"
+    assert list(tier.names()) == chain(20, seed=1), "and we no longer tell of what it had"
+
+
+def test_names_come_with_parents_first_and_whole(tier: MooncakeTier) -> None:
+    names = chain(30)
+    salted = BlockName(BlockKey(b"s" * 16), BlockKey(b"r" * 16), tuple(range(16)), "5a17" * 8)
+    assert writes(tier, [salted, *reversed(names)])
+    told = list(tier.names())
+    assert set(told) == {salted, *names}
+    assert [name for name in told if name is not salted and name != salted] == names
+
+
+def test_what_is_there_is_not_sent_again(tier: MooncakeTier) -> None:
+    [name] = chain(1)
+    assert write(tier, [name]) == [True]
+    other_bytes = np.zeros(LAYOUT.block_bytes, dtype=np.uint8)
+    assert tier.write([name], [other_bytes]) == [True]
+    assert read(tier, [name]) == [True]
+
+
+def test_a_drop_drops_though_somebody_has_just_read_it(tier: MooncakeTier) -> None:
+    names = chain(4)
+    assert writes(tier, names)
+    assert reads(tier, names)
+    tier.drop([name.key for name in names[2:]])
+    assert tier.find([name.key for name in names]) == [True, True, False, False]
+    assert read(tier, names) == [True, True, False, False]
+
+
+def test_more_blocks_than_the_staging_ring_holds_in_several_threads(tier: MooncakeTier) -> None:
+    chains = [chain(300, seed=10 + i) for i in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(lambda names: writes(tier, names), chains))
+        assert all(threads.map(lambda names: reads(tier, names), chains))
+
+
+def test_a_header_says_all_and_only_fits_its_own_block() -> None:
+    ours = ObjectFormat("tiny", LAYOUT)
+    [name] = chain(1)
+    packed = ours.pack(name, 77)
+    assert packed is not None
+    header = ours.unpack(packed, name.key)
+    assert header is not None
+    assert (header.name, header.checksum) == (name, 77)
+    assert ours.unpack(packed, BlockKey(b"x" * 16)) is None
+    assert ObjectFormat("other", LAYOUT).unpack(packed, name.key) is None
+    for i in range(len(packed)):
+        bent = bytearray(packed)
+        bent[i] ^= 1
+        assert ours.unpack(bytes(bent), name.key) is None, f"byte {i}"
+    assert ours.unpack(packed[:50], name.key) is None
+    assert ours.pack(BlockName(name.key, name.parent, (1,) * 1000), 0) is None
+
+
+def test_blocks_outlive_master_and_workers_on_an_ssd(tmp_path: Path) -> None:
+    names, folder = chain(96), tmp_path / "ssd"
+    with MooncakeMaster(tmp_path / "master.log", lease_ms=200, client_ttl_s=3, ssd=True) as master:
+        first = make_tier(master.address, 1 / 16, ssd_dir=folder)
+        assert writes(first, names)
+
+        def all_written() -> bool:
+            files = [file for file in folder.rglob("*") if file.is_file()]
+            return sum(file.stat().st_size for file in files) > len(names) * LAYOUT.block_bytes
+
+        assert within(15, all_written)
+        first.close()
+        master.kill()
+        master.start()
+        second = make_tier(master.address, 1 / 16, ssd_dir=folder)
+        # The last file, which was not full, may be missing.
+        assert within(15, lambda: second.find([name.key for name in names]).count(True) > 80)
+        assert read(second, names).count(True) > 80
+        second.close()
+
+
+def test_two_masters_do_not_share_a_port(tmp_path: Path, master: MooncakeMaster) -> None:
+    host, _, port = master.address.rpartition(":")
+    doomed = MooncakeMaster(tmp_path / "log", host=host, port=int(port))
+    with pytest.raises(MasterFailed, match=r"listens at .* already"):
+        doomed.start()
+    assert master.is_healthy()
