@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +16,31 @@ import torch
 from stoker.base.clock import RealClock
 from stoker.base.config import EngineSettings
 from stoker.base.errors import ModelFilesError
+from stoker.base.ids import RequestId
 from stoker.engine.engine import Engine
 from stoker.engine.grammar import Grammars, NoGrammars
 from stoker.engine.memory import Resolved, num_blocks, resolve
+from stoker.engine.rates import StepRates
 from stoker.engine.rows import RowTable
 from stoker.engine.runner import Runner
+from stoker.engine.store import build_store
 from stoker.kv.device import DeviceKv
 from stoker.kv.layout import KvLayout
+from stoker.kv.leases import LeaseBook
+from stoker.kv.peer_server import PeerServer
 from stoker.kv.pool import BlockPool, PoolObserver
+from stoker.kv.store import KvStore
+from stoker.kv.transfer import KvIdentity
 from stoker.models.contract import Model, ModelFamily, family_of
 from stoker.models.weights import load, parameter_slices
+from stoker.sched.held import LeaseTerms
+from stoker.sched.request import GenerateRequest, SamplingParams
 from stoker.sched.scheduler import Scheduler, SchedulerConfig
 
 Progress = Callable[[str, int, int], None]
 
 _SAMPLES, _SAMPLE_BYTES = 16, 4096  # of each file of weights, for the fingerprint
+_MEASURED_TOKENS = {"cpu": 128, "cuda": 4096}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +54,15 @@ class BuiltEngine:
     vocab_size: int
     max_model_tokens: int  # prompt and answer together: the model's context, or all of the KV if that is less
     fingerprint: str
+    engine_id: str
+    store: KvStore
+    server: PeerServer | None
     load_s: float
+
+    def close(self) -> None:
+        if self.server is not None:
+            self.server.close()
+        self.store.close()
 
 
 def build_engine(
@@ -54,8 +73,10 @@ def build_engine(
     observer: PoolObserver | None = None,
     random_weights_seed: int | None = None,
     progress: Progress = lambda stage, done, total: None,
+    wake: Callable[[], None] = lambda: None,
 ) -> BuiltEngine:
-    """With `random_weights_seed` no weights are read: the shape of config.json with random values, for benchmarks."""
+    """`wake` is called, from any thread, when an idle engine should take a step. With `random_weights_seed` no weights are
+    read: the shape of config.json with random values, for benchmarks."""
     started_s = time.monotonic()
     hf = read_hf_config(folder)
     family = family_of(hf, str(folder / "config.json"))
@@ -77,11 +98,38 @@ def build_engine(
     max_blocks = -(-max_model_tokens // layout.block_tokens) + 1
     grammars = grammars or NoGrammars()
     rows = RowTable(resolved.max_rows, max_blocks, family.shape.vocab_size, resolved.device, grammars)
-    fingerprint = _fingerprint(folder, hf, layout, random_weights_seed)
+    identity = _identity(folder, hf, layout, random_weights_seed)
+    fingerprint = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
+    rates = StepRates()
+    store = build_store(settings, kv, identity, fingerprint, lambda: rates.prefill_tokens_per_s, wake)
+    leases = LeaseBook()
+
+    def released(lease_id: str) -> None:
+        engine.released(lease_id)
+        wake()
+
+    handoff = settings.handoff
+    server = PeerServer(kv, identity, leases, handoff, released) if handoff.serves else None
+    engine_id = server.engine_id if server is not None else uuid.uuid4().hex
     pool = BlockPool(blocks, observer)
-    config = SchedulerConfig(layout.block_tokens, resolved.step_tokens, resolved.max_rows, fingerprint)
+    config = SchedulerConfig(
+        layout.block_tokens,
+        resolved.step_tokens,
+        resolved.max_rows,
+        fingerprint,
+        LeaseTerms(engine_id, server.address, handoff.lease_s) if server is not None else None,
+        min(store.max_offers, blocks // 4),  # blocks on their way into the store are not free for anything else
+    )
     scheduler = Scheduler(config, pool)
-    engine = Engine(scheduler, Runner(model, kv, rows, resolved.threads), RealClock(), resolved.steps_ahead)
+    runner = Runner(model, kv, rows, resolved.threads)
+    engine = Engine(scheduler, runner, RealClock(), resolved.steps_ahead, store, leases, rates)
+    if resolved.device.type == "cuda":
+        progress("compiling and capturing", 0, 1)
+        runner.warm_up()
+    if settings.handoff.serves or store.tiers:
+        progress("measuring", 0, 1)
+        _measure_prefill(runner, config, blocks, rates, resolved)
+        store.measure()
     return BuiltEngine(
         engine,
         scheduler,
@@ -92,8 +140,28 @@ def build_engine(
         family.shape.vocab_size,
         max_model_tokens,
         fingerprint,
+        engine_id,
+        store,
+        server,
         time.monotonic() - started_s,
     )
+
+
+def _measure_prefill(
+    runner: Runner, config: SchedulerConfig, num_blocks: int, rates: StepRates, resolved: Resolved
+) -> None:
+    """How fast prompts are computed here, before anybody has asked: what loading is weighed against. In a world of its
+    own, so that nothing of it is found by anybody."""
+    size = min(_MEASURED_TOKENS[resolved.device.type], config.step_tokens, num_blocks * config.block_tokens - 1)
+    scheduler = Scheduler(replace(config, lease=None, max_offers=0), BlockPool(num_blocks))
+    for number in range(2):  # the first one also warms up
+        request = GenerateRequest(RequestId(f"{number}"), [1 + number] * size, size, SamplingParams(temperature=0.0), 1)
+        scheduler.add(request)
+        while (plan := scheduler.plan()) is not None:
+            result = runner.launch(plan).wait()
+            if number:
+                rates.saw(plan, result.step_s)
+            scheduler.commit(result)
 
 
 def read_hf_config(folder: Path) -> Mapping[str, Any]:
@@ -143,20 +211,20 @@ def _kv_layout(family: ModelFamily, resolved: Resolved) -> KvLayout:
     )
 
 
-def _fingerprint(folder: Path, hf: Mapping[str, Any], layout: KvLayout, seed: int | None) -> str:
+def _identity(folder: Path, hf: Mapping[str, Any], layout: KvLayout, seed: int | None) -> KvIdentity:
     """What must agree before KV is shared. Of the weights a sample counts: hashing hundreds of GB would delay every start,
     and two models of one shape differ nearly everywhere."""
-    digest = hashlib.sha256(json.dumps(hf, sort_keys=True).encode())
-    digest.update(layout.fingerprint.encode())
-    digest.update(repr(seed).encode())
-    tokenizer = folder / "tokenizer.json"
-    if tokenizer.exists():
-        digest.update(tokenizer.read_bytes())
+    model = hashlib.sha256(json.dumps(hf, sort_keys=True).encode())
+    model.update(repr(seed).encode())
     for file in sorted(folder.glob("*.safetensors")):
         size = file.stat().st_size
-        digest.update(f"{file.name}:{size}".encode())
+        model.update(f"{file.name}:{size}".encode())
         with file.open("rb") as weights:
             for part in range(_SAMPLES):
                 weights.seek(part * size // _SAMPLES)
-                digest.update(weights.read(_SAMPLE_BYTES))
-    return digest.hexdigest()[:16]
+                model.update(weights.read(_SAMPLE_BYTES))
+    tokenizer = folder / "tokenizer.json"
+    words = hashlib.sha256(tokenizer.read_bytes() if tokenizer.exists() else b"")
+    return KvIdentity(
+        model=model.hexdigest()[:16], tokenizer=words.hexdigest()[:16], layout=layout.identity, dtype=layout.dtype
+    )

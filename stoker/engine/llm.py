@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +11,10 @@ from stoker.base.config import EngineSettings
 from stoker.base.ids import RequestId
 from stoker.engine.build import build_engine
 from stoker.engine.grammar import Grammars
+from stoker.kv.transfer import KvTicket
 from stoker.sched.request import Finish, GenerateRequest, SamplingParams, TokenLogprobs, Usage
+
+_LOOK_EVERY_S = 0.01
 
 
 @dataclass(slots=True)
@@ -19,6 +23,7 @@ class Completion:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: Finish | None = None
     usage: Usage | None = None
+    ticket: KvTicket | None = None
 
 
 class LLM:
@@ -30,8 +35,13 @@ class LLM:
         grammars: Grammars | None = None,
         random_weights_seed: int | None = None,
     ) -> None:
+        self._bell = threading.Event()
         self.built = build_engine(
-            Path(folder), settings or EngineSettings(), grammars=grammars, random_weights_seed=random_weights_seed
+            Path(folder),
+            settings or EngineSettings(),
+            grammars=grammars,
+            random_weights_seed=random_weights_seed,
+            wake=self._bell.set,
         )
         self._number = 0
 
@@ -44,15 +54,20 @@ class LLM:
     ) -> list[Completion]:
         """All prompts at once; the answers in their order."""
         each = [sampling or SamplingParams()] * len(prompts) if not isinstance(sampling, Sequence) else sampling
-        engine = self.built.engine
-        completions: dict[str, Completion] = {}
+        requests = []
         for prompt, params in zip(prompts, each, strict=True):
             request_id = RequestId(f"llm-{self._number}")
             self._number += 1
-            completions[request_id] = Completion()
-            engine.add(
+            requests.append(
                 GenerateRequest(request_id, list(prompt), len(prompt), params, max_new_tokens, cache_salt=cache_salt)
             )
+        return self.run(requests)
+
+    def run(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
+        engine, store = self.built.engine, self.built.store
+        completions = {request.request_id: Completion() for request in requests}
+        for request in requests:
+            engine.add(request, store.num_worth_loading(request.token_ids, request.cache_salt))
         while engine.has_work:
             for chunk in engine.step():
                 completion = completions[chunk.request_id]
@@ -60,4 +75,11 @@ class LLM:
                 completion.logprobs += chunk.logprobs or []
                 completion.finish = chunk.finish
                 completion.usage = chunk.usage
+                completion.ticket = chunk.ticket
+            if engine.idle:
+                self._bell.wait(_LOOK_EVERY_S)
+                self._bell.clear()
         return list(completions.values())
+
+    def close(self) -> None:
+        self.built.close()

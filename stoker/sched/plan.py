@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from stoker.base.ids import BlockId, Row
+from stoker.kv.transfer import KvLoad
 from stoker.sched.request import SamplingParams, TokenLogprobs
 
 # In StepPlan.token_ids: this token was sampled by an earlier step and is known on the device, maybe not yet here.
@@ -50,7 +51,8 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Carried out in this order: freed rows, new rows, table changes, copies, fresh blocks, one forward over all spans."""
+    """Carried out in this order: freed rows, new rows, table changes, copies, fresh blocks, one forward over all spans. Loads
+    begin when all before them is done; they are ready when they are ready, not with the step."""
 
     spans: list[Span]
     token_ids: list[int]  # of all spans, one after the other
@@ -59,6 +61,7 @@ class StepPlan:
     block_table_changes: list[BlockTableChange] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
     fresh_blocks: list[BlockId] = field(default_factory=list)  # to be cleared: nothing of an earlier owner may be read
+    loads: list[KvLoad] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

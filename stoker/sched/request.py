@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from stoker.base.ids import RequestId
+from stoker.kv.transfer import KvTicket
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "ebnf", "structural_tag"]
-FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
+FinishReason = Literal["stop", "length", "handoff", "cancelled", "deadline", "error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,10 @@ class GenerateRequest:
     cache_salt: str = ""
     priority: int = 0  # lower runs first
     deadline_s: float | None = None  # on the machine's monotonic clock
+    lease_id: str | None = (
+        None  # end after one new token and keep the KV under this name, for whoever continues elsewhere
+    )
+    ticket: KvTicket | None = None  # where the KV of the leading tokens can be pulled
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +77,13 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """`cached_tokens`: prompt tokens in whole blocks found in the cache when the sequence first ran."""
+    """`cached_tokens`: prompt tokens in whole blocks found in the cache, of any tier, when the sequence first ran.
+    `pulled_tokens`: those that came from the worker that the ticket names; that worker has counted them."""
 
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    pulled_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,3 +95,4 @@ class TokenChunk:
     usage: Usage
     logprobs: list[TokenLogprobs] | None = None
     finish: Finish | None = None
+    ticket: KvTicket | None = None  # with the last chunk, if the KV is kept

@@ -11,7 +11,9 @@ from stoker.sched.request import GenerateRequest, Usage
 
 class State(Enum):
     WAITING = "waiting"
+    LOADING = "loading"  # has its row and blocks; some of them are being filled from elsewhere
     RUNNING = "running"
+    HELD = "held"  # done, with its blocks kept for whoever continues it elsewhere
     DONE = "done"
 
 
@@ -32,6 +34,8 @@ class Sequence:
     num_drawing: int = 0  # tokens that steps under way will draw; not yet in token_ids
     run: int = 0  # counts admissions: results of a step from before a preemption name no blocks
     cached_tokens: int | None = None  # set when it first runs
+    pulled_tokens: int = 0
+    num_stored: int = 0  # leading blocks that tiers have and that are worth loading
 
     @property
     def num_known(self) -> int:
@@ -43,8 +47,8 @@ class Sequence:
 
     @property
     def num_to_compute(self) -> int:
-        """Zero once the tokens to come are all that may come."""
-        if self.num_output >= self.request.max_new_tokens:
+        """Zero once the tokens to come are all that may come: with a lease, one."""
+        if self.num_output >= self.request.max_new_tokens or (self.request.lease_id is not None and self.num_drawing):
             return 0
         return self.num_known - self.num_computed
 
@@ -59,4 +63,5 @@ class Sequence:
             prompt_tokens=self.request.num_prompt,
             cached_tokens=self.cached_tokens or 0,
             completion_tokens=len(self.token_ids) - self.request.num_prompt,
+            pulled_tokens=self.pulled_tokens,
         )

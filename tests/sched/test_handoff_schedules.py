@@ -1,0 +1,286 @@
+"""Any way through prefill, hand-off, tiers and failures gives the same answer, and every block comes back.
+
+Two schedulers with a fake device each, a store of blocks by key between them, and a hand that does everything at random:
+loads come late, in part or not at all, leases are given back or run out, sequences are cancelled on the way.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+import pytest
+from fake_device import VOCAB, FakeDevice, lone_run, random_request
+
+from stoker.base.errors import InvalidRequest
+from stoker.base.ids import BlockKey, RequestId
+from stoker.kv.keys import block_keys, root_key
+from stoker.kv.pool import BlockPool
+from stoker.kv.transfer import KvLoad, KvTicket, LoadResult
+from stoker.sched.held import LeasedKv, LeaseTerms
+from stoker.sched.plan import StepResult
+from stoker.sched.request import GenerateRequest, SamplingParams, TokenChunk
+from stoker.sched.scheduler import Scheduler, SchedulerConfig
+
+LEASE_S = 40.0
+
+
+@dataclass(eq=False)
+class Worker:
+    """A scheduler, its device, and what a store and a KV server would do."""
+
+    rng: random.Random
+    block_tokens: int
+    num_blocks: int
+    store: dict[BlockKey, list[int | None]]
+    name: str
+    launched: deque[StepResult] = field(default_factory=deque)
+    loads: list[KvLoad] = field(default_factory=list)
+    leases: dict[str, LeasedKv] = field(default_factory=dict)
+    answers: dict[str, list[int]] = field(default_factory=dict)
+    finishes: dict[str, TokenChunk] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        max_rows = self.rng.choice([1, 2, 8])
+        self.step_tokens = self.rng.choice([1, 3, 16, 128])
+        config = SchedulerConfig(
+            self.block_tokens,
+            self.step_tokens,
+            max_rows,
+            "fake",
+            LeaseTerms(self.name, "there", LEASE_S),
+            max_offers=self.rng.choice([0, 1, 100]),
+        )
+        self.steps_ahead = self.rng.choice([0, 1, 2])
+        self.pool = BlockPool(self.num_blocks)
+        self.scheduler = Scheduler(config, self.pool)
+        self.device = FakeDevice(self.num_blocks, self.block_tokens, max_rows)
+
+    def add(self, request: GenerateRequest) -> None:
+        self.answers[request.request_id] = []
+        keys = block_keys(request.token_ids, root_key("fake", request.cache_salt), self.block_tokens)
+        num_stored = next((i for i, key in enumerate(keys) if key not in self.store), len(keys))
+        self.scheduler.add(request, self.rng.choice([0, num_stored, num_stored]))
+
+    def take(self, chunks: list[TokenChunk]) -> None:
+        for chunk in chunks:
+            assert chunk.request_id not in self.finishes, "a chunk after the last one"
+            self.answers[chunk.request_id] += chunk.token_ids
+            if chunk.finish is not None:
+                self.finishes[chunk.request_id] = chunk
+
+    def step(self, now: float, peers: dict[str, Worker]) -> None:
+        for load in [load for load in self.loads if self.rng.random() < 0.4]:
+            self.loads.remove(load)
+            self.scheduler.loaded(self.load(load, peers))
+        self.take(self.scheduler.expire(now))
+        plan = self.scheduler.plan()
+        if plan is not None:
+            assert plan.spans or plan.loads
+            assert plan.num_tokens <= self.step_tokens
+            self.launched.append(self.device.run(plan))
+            self.loads += plan.loads
+        while self.launched and (plan is None or len(self.launched) > self.steps_ahead):
+            self.take(self.scheduler.commit(self.launched.popleft()))
+        for offered in self.scheduler.take_offers():
+            self.store[offered.name.key] = self.device.read(offered.block)
+            self.scheduler.end_offer([offered.block])
+        growing, broken = self.scheduler.take_leases()
+        self.leases.update({kv.lease_id: kv for kv in growing})
+        for lease_id in [*broken, *self.scheduler.due_leases(now)]:
+            self.release(lease_id)
+        self.pool.check()
+
+    def release(self, lease_id: str) -> None:
+        self.leases.pop(lease_id, None)
+        self.scheduler.release(lease_id)
+
+    def load(self, load: KvLoad, peers: dict[str, Worker]) -> LoadResult:
+        sources = [self.fetch(load, i, peers) for i in range(len(load.keys))]
+        loaded = next((i for i, source in enumerate(sources) if source is None), len(sources))
+        if load.ticket is not None:
+            peers[load.ticket.engine_id].release(load.ticket.lease_id)
+        return LoadResult(load.load_id, loaded, sources[:loaded].count("peer"))
+
+    def fetch(self, load: KvLoad, i: int, peers: dict[str, Worker]) -> str | None:
+        if self.rng.random() < 0.05:
+            self.device.fill(load.blocks[i], [-7] * self.block_tokens)  # torn: half of it came
+            return None
+        if load.keys[i] in self.store:
+            self.device.fill(load.blocks[i], self.store[load.keys[i]])
+            return "store"
+        if load.ticket is None:
+            return None
+        peer = peers[load.ticket.engine_id]
+        kv = peer.leases.get(load.ticket.lease_id)
+        at = load.first + i
+        if kv is None or at >= kv.num_ready:
+            return None
+        assert kv.keys[at] == load.keys[i], "both sides name a block alike"
+        self.device.fill(load.blocks[i], peer.device.read(kv.blocks[at]))
+        return "peer"
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_any_way_through_a_hand_off_gives_the_tokens_of_a_lone_run(seed: int) -> None:
+    print("seed", seed)
+    rng = random.Random(seed)
+    block_tokens = rng.choice([1, 2, 4, 16])
+    num_blocks = rng.choice([max(4, 16 // block_tokens), max(5, 64 // block_tokens), 400 // block_tokens])
+    store: dict[BlockKey, list[int | None]] = {}
+    prefill = Worker(rng, block_tokens, num_blocks, store, "P")
+    decode = Worker(rng, block_tokens, num_blocks, store, "D")
+    peers = {"P": prefill, "D": decode}
+    shared = [rng.randrange(VOCAB) for _ in range(60)]
+    # One block less than there are: a lease may hold the tail of another sequence's blocks for a while.
+    kv_tokens = (num_blocks - 1) * block_tokens
+    requests = {
+        request.request_id: replace(request, deadline_s=None)
+        for request in (random_request(rng, i, kv_tokens, shared) for i in range(rng.randint(1, 20)))
+    }
+    to_come = deque(requests.values())
+    done: dict[str, list[int]] = {}
+    cancelled: set[str] = set()
+    now = 0.0
+    while to_come or prefill.scheduler.has_work or decode.scheduler.has_work:
+        now += 1
+        while to_come and rng.random() < 0.4:
+            request = to_come.popleft()
+            handed = rng.random() < 0.7
+            if handed:
+                prefill.add(replace(request, lease_id=f"lease-{request.request_id}"))
+            else:
+                decode.add(request)
+        if rng.random() < 0.03:
+            request_id = RequestId(rng.choice(list(requests)))
+            for worker in peers.values():
+                chunks = worker.scheduler.cancel(request_id)
+                worker.take(chunks)
+                cancelled.update(chunk.request_id for chunk in chunks)
+        for worker in peers.values():
+            worker.step(now, peers)
+        for request_id, last in list(prefill.finishes.items()):
+            if request_id in done or request_id in cancelled:
+                continue
+            done[request_id] = prefill.answers[request_id]
+            assert last.finish is not None
+            if last.finish.reason == "handoff":
+                assert last.ticket is not None
+                request = requests[request_id]
+                # The gateway may have lost the ticket, or never have had one that is any good.
+                ticket = rng.choice([last.ticket, last.ticket, last.ticket, None])
+                decode.add(replace(request, token_ids=request.token_ids + done[request_id], ticket=ticket))
+        assert now < 50_000, "no end in sight"
+
+    now += 2 * LEASE_S
+    for worker in peers.values():
+        worker.step(now, peers)
+        worker.step(now + 2 * LEASE_S, peers)
+        assert worker.pool.num_free == num_blocks, worker.name
+        assert worker.scheduler.num_held == 0
+        assert worker.scheduler.num_loading == 0
+        assert not worker.leases
+    for request_id, request in requests.items():
+        answer = done.get(request_id, []) + decode.answers.get(request_id, [])
+        expected = lone_run(request)
+        if request_id in cancelled:
+            assert answer == expected[: len(answer)]
+        else:
+            assert answer == expected
+
+
+def a_request(num_tokens: int, **fields: object) -> GenerateRequest:
+    request = GenerateRequest(RequestId("r"), list(range(num_tokens)), num_tokens, SamplingParams(temperature=0.0), 8)
+    return replace(request, **fields)  # type: ignore[arg-type]
+
+
+class NoAccidents(random.Random):
+    """Loads come at once, and whole."""
+
+    def random(self) -> float:
+        return 0.3
+
+
+def a_worker(block_tokens: int = 4, num_blocks: int = 32) -> Worker:
+    worker = Worker(NoAccidents(), block_tokens, num_blocks, {}, "W")
+    worker.step_tokens = 128
+    config = SchedulerConfig(block_tokens, worker.step_tokens, 8, "fake", LeaseTerms("W", "there", LEASE_S))
+    worker.scheduler = Scheduler(config, worker.pool)
+    worker.device = FakeDevice(num_blocks, block_tokens, 8)
+    worker.steps_ahead = 0
+    return worker
+
+
+def test_a_ticket_is_for_all_tokens_but_the_one_just_drawn() -> None:
+    worker = a_worker()
+    worker.add(a_request(10, lease_id="l"))
+    worker.step(0.0, {})
+    last = worker.finishes["r"]
+    assert last.finish is not None
+    assert last.finish.reason == "handoff"
+    assert last.ticket == KvTicket("W", "there", "l", 10, LEASE_S)
+    assert len(worker.leases["l"].blocks) == 3
+    assert worker.leases["l"].complete
+    assert worker.pool.num_free == 32 - 3
+
+
+def test_decode_computes_nothing_that_it_could_pull() -> None:
+    for num_prompt in (1, 3, 4, 5, 8, 23):
+        prefill, decode = a_worker(), a_worker()
+        prefill.add(a_request(num_prompt, lease_id="l"))
+        prefill.step(0.0, {})
+        ticket = prefill.finishes["r"].ticket
+        first = prefill.answers["r"]
+        decode.add(a_request(num_prompt, token_ids=[*range(num_prompt), *first], num_prompt=num_prompt, ticket=ticket))
+        while decode.scheduler.has_work:
+            decode.step(0.0, {"W": prefill})
+        assert first + decode.answers["r"] == lone_run(a_request(num_prompt))
+        assert decode.scheduler.counters.pulled_tokens == num_prompt
+        assert decode.scheduler.counters.computed_tokens == 7  # of 8 tokens, the last needs no KV
+
+
+def test_an_answer_of_one_token_keeps_its_kv_for_routers_that_draw_it_again() -> None:
+    worker = a_worker()
+    worker.add(a_request(10, lease_id="l", max_new_tokens=1))
+    worker.step(0.0, {})
+    last = worker.finishes["r"]
+    assert last.finish is not None
+    assert last.finish.reason == "length"
+    assert last.ticket is not None
+    assert last.ticket.num_tokens == 10
+
+
+def test_a_lease_ends_by_itself() -> None:
+    worker = a_worker()
+    worker.add(a_request(10, lease_id="l"))
+    worker.step(0.0, {})
+    worker.step(LEASE_S - 1, {})
+    assert worker.scheduler.num_held == 1
+    worker.step(LEASE_S, {})
+    assert worker.scheduler.num_held == 0
+    assert worker.pool.num_free == 32
+
+
+def test_an_engine_without_a_server_keeps_nothing_for_others() -> None:
+    scheduler = Scheduler(SchedulerConfig(4, 128, 8, "fake"), BlockPool(8))
+    with pytest.raises(InvalidRequest) as refused:
+        scheduler.add(a_request(4, lease_id="l"))
+    assert refused.value.code == "no_handoff"
+
+
+def test_a_lease_in_use_is_not_given_twice() -> None:
+    worker = a_worker()
+    worker.add(a_request(10, lease_id="l"))
+    worker.step(0.0, {})
+    with pytest.raises(InvalidRequest) as refused:
+        worker.scheduler.add(a_request(4, lease_id="l", request_id=RequestId("other")))
+    assert refused.value.code == "duplicate_lease"
+
+
+def test_a_ticket_for_more_tokens_than_the_request_has_is_ignored() -> None:
+    worker = a_worker()
+    worker.add(a_request(10, ticket=KvTicket("W", "there", "l", 11, LEASE_S)))
+    while worker.scheduler.has_work:
+        worker.step(0.0, {})
+    assert worker.answers["r"] == lone_run(a_request(10))
