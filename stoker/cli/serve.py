@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from stoker.base import log as logs
 from stoker.base.config import EngineSettings, KvSettings, SchedSettings
 from stoker.base.errors import ConfigError
+from stoker.cli.kv_options import ROLES, add_kv_arguments, check_kv_arguments, handoff_settings, store_settings
 from stoker.cli.serving import Signals, drained, listen
 
 if TYPE_CHECKING:
@@ -41,7 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default: %(default)s)"
     )
-    parser.add_argument("--role", choices=["unified"], default="unified", help="unified: prompts and answers both")
+    parser.add_argument(
+        "--role",
+        choices=ROLES,
+        default="unified",
+        help="what gateways send here: prompts (prefill), their answers (decode), or both (default: %(default)s); "
+        "asked directly, each answers whole requests",
+    )
     parser.add_argument(
         "--served-name", action="append", metavar="NAME", help="name clients ask for (repeatable; default: from MODEL)"
     )
@@ -60,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--kv-memory-gib", type=float, metavar="GIB", help="memory for KV blocks")
     engine.add_argument("--step-tokens", type=int, metavar="N", help="tokens computed in one step over all requests")
     engine.add_argument("--max-rows", type=int, metavar="N", help="sequences that run at a time")
+    add_kv_arguments(parser)
     text = parser.add_argument_group("text")
     text.add_argument("--tool-format", metavar="NAME", help="tool-call format (default: the chat template's own)")
     text.add_argument(
@@ -84,7 +92,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--advertise", metavar="URL", help="where gateways reach this worker (default: from --host and --port)"
     )
     fleet.add_argument(
-        "--secret-file", type=Path, metavar="FILE", help="holds the secret that this worker and its gateways share"
+        "--secret-file",
+        type=Path,
+        metavar="FILE",
+        help="holds the secret that this worker, its gateways and its peers share",
     )
     fleet.add_argument(
         "--events-port",
@@ -103,10 +114,11 @@ def run(args: argparse.Namespace) -> int:
     for flag, port, highest in (("--port", args.port, 65535), ("--events-port", args.events_port, 65534)):
         if not 0 <= port <= highest:
             raise ConfigError(f"{flag} {port}: a port is 0 to {highest}")
+    check_kv_arguments(args)
     return uvloop.run(_serve(args))
 
 
-def _settings(args: argparse.Namespace) -> EngineSettings:
+def _settings(args: argparse.Namespace, fleet_host: str, secret: str | None) -> EngineSettings:
     return EngineSettings(
         device=args.device,
         dtype=args.dtype,
@@ -115,6 +127,8 @@ def _settings(args: argparse.Namespace) -> EngineSettings:
         steps_ahead=args.steps_ahead,
         kv=KvSettings(args.block_tokens, args.kv_blocks, args.kv_memory_gib),
         sched=SchedSettings(args.step_tokens, args.max_rows),
+        store=store_settings(args, fleet_host),
+        handoff=handoff_settings(args, fleet_host, secret),
     )
 
 
@@ -134,10 +148,10 @@ async def _serve(args: argparse.Namespace) -> int:
     from stoker.worker.state import ServerState
 
     progress = _progress_line()
-    settings = _settings(args)
     secret = _secret(args.secret_file)
     gateways = _gateways(args.gateway)
     fleet_host = _fleet_host(args.advertise, args.host, gateways)
+    settings = _settings(args, fleet_host, secret)
     listener = listen(args.host, args.port)  # first: a taken port should not be noticed after the model is loaded
     url = args.advertise or _url(fleet_host, listener.getsockname()[1])
     cache_dir = args.cache_dir or default_cache_dir(os.environ)
@@ -171,7 +185,7 @@ async def _serve(args: argparse.Namespace) -> int:
         await web.SockSite(runner, listener).start()
         port = listener.getsockname()[1]
         _print_welcome(args.host, port, config.served_names[0], service.info.device, service.info.kv_tokens)
-        reporter.start(lambda number: worker_report(context, number))
+        reporter.start(lambda number: worker_report(context, number), service.info.stores)
         registrar.start()
         await signals.wait()
         state.begin_drain()

@@ -8,7 +8,6 @@ This file knows the bytes; it refuses to know what anybody makes of them.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,6 @@ BlockHash = bytes | int
 END_SEQ = -1
 
 _SEQ_BYTES = 8
-_SALT_DIGITS = 16
 
 
 class BadEvents(StokerError):
@@ -67,11 +65,6 @@ class EventBatch(msgspec.Struct, array_like=True):
     ts: float
     events: list[KvEvent]
     data_parallel_rank: int | None = None
-
-
-def salt_hash(salt: str) -> str | None:
-    """What our workers tell of a tenant's salt, in `extra_keys` of a chain's first block."""
-    return hashlib.sha256(salt.encode()).hexdigest()[:_SALT_DIGITS] if salt else None
 
 
 # ---- other people's forms

@@ -8,11 +8,12 @@ import msgspec
 
 from stoker.base.config import EngineSettings
 from stoker.base.ids import BlockKey, RequestId, WorkerId
+from stoker.kv.transfer import KvTicket
 from stoker.sched.request import GenerateRequest, TokenChunk
 
 
-class EngineArguments(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine process is started with."""
+class EngineArguments(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The first word to an engine process: what it is to be."""
 
     folder: str
     settings: EngineSettings
@@ -32,10 +33,35 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_blocks: int
     max_rows: int
     load_s: float
+    engine_id: str = ""  # of this life of the engine: tickets carry it
+    kv_address: str | None = None  # where peers pull KV; None: it keeps none for others
+    stores: dict[str, str] = {}  # by medium: engines that name the same one read and write the same blocks there
 
     @property
     def kv_tokens(self) -> int:
         return self.num_blocks * self.block_tokens
+
+
+class TierReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One tier of the KV store, as one worker sees it; counters since the engine's start."""
+
+    name: str
+    medium: str
+    blocks: int
+    used_bytes: int
+    capacity_bytes: int
+    hits: int  # blocks read and right
+    misses: int  # blocks asked for that were not there, or were wrong
+    read_bytes: int
+    written_bytes: int
+    read_s: float
+    write_s: float
+    declined: int  # blocks offered and not taken
+    evicted: int
+    corrupt: int
+    errors: int
+    bytes_per_s: float | None  # of reading, lately; None until it was measured
+    crossover_tokens: int | None  # from so many tokens on, loading beats computing; None: never
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -57,6 +83,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     preemptions: int
     prefill_tokens_per_s: float | None = None  # lately; None until there was a prompt to measure
     decode_step_s: float | None = None  # lately, of steps that had no prompt in them
+    loading_sequences: int = 0
+    held_leases: int = 0
+    loaded_tokens: int = 0  # from tiers
+    pulled_tokens: int = 0  # from other workers
+    failed_loads: int = 0  # ended with less than was asked for
+    tiers: list[TierReport] = []
 
 
 class BlocksNamed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -67,10 +99,12 @@ class BlocksNamed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     parent: BlockKey | None
     token_ids: list[int]
     salt: str | None = None
+    medium: str = "GPU"  # the engine's own memory, whatever it is made of; else a tier's
 
 
 class BlocksForgotten(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     keys: list[BlockKey]
+    medium: str = "GPU"
 
 
 class KvEvents(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -102,6 +136,20 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     request_id: RequestId
 
 
+class Prefetch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Bring the KV of these tokens nearer, from the tiers or from the ticket's worker while it still computes. A hint."""
+
+    token_ids: list[int]
+    cache_salt: str = ""
+    ticket: KvTicket | None = None
+
+
+class Release(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Nobody will come for what is kept under this lease."""
+
+    lease_id: str
+
+
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """End now; what runs is dropped."""
 
@@ -112,7 +160,7 @@ class Chunks(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     chunks: list[TokenChunk]
 
 
-ToEngine = Add | Cancel | Shutdown
+ToEngine = EngineArguments | Add | Cancel | Prefetch | Release | Shutdown
 FromEngine = EngineInfo | EngineStats | LoadProgress | StartFailed | Chunks | KvEvents
 
 
@@ -152,6 +200,9 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     events: str | None
     replay: str | None
     tokenizer: str  # a digest of what TokenizerFiles holds
+    engine_id: str | None = None  # of this life of its engine: tickets carry it
+    kv_address: str | None = None  # where others pull the KV that it keeps for them
+    stores: dict[str, str] = {}  # by medium of KV events: workers that name the same one hold the same blocks there
 
 
 class Registration(WorkerInfo, frozen=True, kw_only=True):

@@ -169,6 +169,34 @@ class Resume(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     events: CountOrZero | None = None  # in the Responses API: that the client has got; None: all that the tokens made
 
 
+LeaseName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,144}\Z")]
+
+
+class KvTransfer(msgspec.Struct, kw_only=True):
+    """Where one choice's KV can be pulled: a prefill worker's answer, which goes into decode's request as it is. The names are
+    vLLM's, whose proxies pass it on; `transfer_mode` tells ours from other engines'."""
+
+    do_remote_prefill: bool = True
+    do_remote_decode: bool = False
+    transfer_mode: Literal["stoker"] = "stoker"
+    remote_engine_id: Annotated[str, Meta(min_length=1, max_length=256)]
+    remote_host: Annotated[str, Meta(min_length=1, max_length=256)]
+    remote_port: Annotated[int, Meta(ge=1, le=65535)]
+    remote_request_id: LeaseName
+    remote_num_tokens: CountOrZero = 0  # 0: not known yet, to whoever asks ahead
+    remote_block_ids: Ignored = []  # ours have keys; proxies look for the field
+    lease_s: Annotated[float, Meta(gt=0, le=1e6)] = 30.0
+
+
+class KvTransfers(msgspec.Struct, kw_only=True):
+    """The same for an answer of several choices, in their order; null for one that has ended."""
+
+    do_remote_prefill: bool = True
+    do_remote_decode: bool = False
+    transfer_mode: Literal["stoker"] = "stoker"
+    choices: list[KvTransfer | None]
+
+
 # ---- requests
 
 
@@ -218,7 +246,7 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     session_id: Ignored = None  # for the router in front of us
     priority: Annotated[int, Meta(ge=-_INT32, le=_INT32)] | None = None
     timeout_s: Annotated[float, Meta(gt=0, le=1e9)] | None = None
-    kv_transfer_params: Refused = None
+    kv_transfer_params: dict[str, Any] | None = None  # a hand-off's, of whatever engine: worker/handoff.py reads it
 
 
 class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
@@ -393,6 +421,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     usage: UsageReport
     system_fingerprint: str
     prompt_token_ids: list[int] | UnsetType = UNSET
+    kv_transfer_params: KvTransfer | KvTransfers | UnsetType = UNSET
 
 
 class FunctionDelta(msgspec.Struct, kw_only=True):
@@ -432,6 +461,7 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     choices: list[ChatChunkChoice]
     usage: UsageReport | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    kv_transfer_params: KvTransfer | KvTransfers | UnsetType = UNSET
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
@@ -460,6 +490,7 @@ class Completion(msgspec.Struct, kw_only=True):
     system_fingerprint: str
     choices: list[CompletionChoice]
     usage: UsageReport | UnsetType | None = UNSET
+    kv_transfer_params: KvTransfer | KvTransfers | UnsetType = UNSET
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
@@ -527,10 +558,18 @@ def decode(kind: type[T], body: bytes) -> T:
         raise InvalidRequest("The request's body is nested too deeply.", code="invalid_json") from None
 
 
-def _named(wrong: str) -> InvalidRequest:
+def convert(kind: type[T], value: object, param: str) -> T:
+    """The same of a part that was decoded already and stands at `param`."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as wrong:
+        raise _named(str(wrong), param) from None
+
+
+def _named(wrong: str, within: str = "") -> InvalidRequest:
     """msgspec's "Expected `int` >= 1 - at `$.n`" in OpenAI's words, with the place as `param`."""
     place = _PLACE.search(wrong)
-    path = place.group(1).removeprefix(".").replace("[...]", "") if place else ""
+    path = (within + (place.group(1).replace("[...]", "") if place else "")).removeprefix(".")
     what = wrong[: place.start()] if place else wrong
     if missing := _MISSING.fullmatch(what):
         field = f"{path}.{missing.group(1)}" if path else missing.group(1)

@@ -23,6 +23,7 @@ from stoker.worker.fleet_side import show_load, show_tokenizer, show_worker
 from stoker.worker.identity import Identity
 from stoker.worker.info import detokenize, health, list_models, metrics, ready, show_model, tokenize
 from stoker.worker.metrics import WorkerMetrics
+from stoker.worker.prefetch import prefetch
 from stoker.worker.record import RECORD, RequestRecord
 from stoker.worker.responses import responses
 from stoker.worker.state import ServerState
@@ -86,6 +87,7 @@ def make_app(
     app.router.add_get("/load", show_load)
     app.router.add_get("/stoker/worker", show_worker)
     app.router.add_get("/stoker/tokenizer", show_tokenizer)
+    app.router.add_post("/stoker/prefetch", prefetch)
     return app
 
 

@@ -21,6 +21,8 @@ from stoker.proto.openai import (
     ChatRequest,
     FunctionCall,
     FunctionDelta,
+    KvTransfer,
+    KvTransfers,
     ToolCall,
     ToolCallDelta,
     UsageReport,
@@ -33,6 +35,7 @@ from stoker.text.parsers.contract import ReasoningDelta, TextDelta, ToolArgument
 from stoker.text.tools import ToolPlan, chat_tools
 from stoker.worker.context import CONTEXT, WorkerContext, read_body
 from stoker.worker.generate import Choice, Piece, pieces
+from stoker.worker.handoff import transfer_params
 from stoker.worker.ids import AnswerIds
 from stoker.worker.logprobs import chat_logprobs
 from stoker.worker.output import OutputParser
@@ -48,7 +51,7 @@ from stoker.worker.prompt import (
     usage_report,
 )
 from stoker.worker.record import RECORD, RequestRecord
-from stoker.worker.resume import created_of, open_journal
+from stoker.worker.resume import created_of, open_journal, wants_journal
 from stoker.worker.sampling import check_token_ids, resolve_constraint
 from stoker.worker.stream import open_stream
 
@@ -79,14 +82,17 @@ class ChatAnswer:
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     context = request.app[CONTEXT]
     body = decode(ChatRequest, await read_body(request, context.config))
-    answer = await prepare_chat(context, body, request[RECORD].request_id)
+    answer = await prepare_chat(context, body, request[RECORD].request_id, goes_on=wants_journal(request, body))
     if body.stream:
         return await _stream(request, answer)
     completion = await _whole(answer, request[RECORD])
     return web.Response(body=msgspec.json.encode(completion), content_type="application/json")
 
 
-async def prepare_chat(context: WorkerContext, body: ChatRequest, request_id: str) -> ChatAnswer:
+async def prepare_chat(
+    context: WorkerContext, body: ChatRequest, request_id: str, *, goes_on: bool = False
+) -> ChatAnswer:
+    """`goes_on`: if its KV is to be kept, another worker is to end what this one begins."""
     model = context.served_model(body.model)
     _refuse_unsupported(body)
     tools = chat_tools(body, context.config.max_tools)
@@ -110,6 +116,7 @@ async def prepare_chat(context: WorkerContext, body: ChatRequest, request_id: st
             max_tokens_param="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
             num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             constraint=constraint,
+            goes_on=goes_on,
         ),
         prompt,
         new_parser,
@@ -191,6 +198,7 @@ async def _whole(answer: ChatAnswer, record: RequestRecord) -> ChatCompletion:
         usage=usage_report(answer.choices),
         system_fingerprint=answer.fingerprint,
         prompt_token_ids=answer.prompt_token_ids,
+        kv_transfer_params=transfer_params(answer.choices),
     )
 
 
@@ -236,9 +244,14 @@ async def _stream(request: web.Request, answer: ChatAnswer) -> web.StreamRespons
                 finish = piece.finish and _finish(answer, piece.index, piece.finish)
                 event = _event(answer, _chunk_choice(answer, piece, finish, opens), first)
             await stream.send(event, journal.lines(piece))
+    transfer = transfer_params(answer.choices)
+    if transfer is not UNSET and answer.choices[0].goes_on:
+        await stream.send(b"", journal.handed_off(transfer))
+        return await stream.end()
     last = b""
-    if answer.include_usage:
-        last = _chunk(answer, [], usage_report(answer.choices))
+    if answer.include_usage or transfer is not UNSET:
+        usage = usage_report(answer.choices) if answer.include_usage else UNSET
+        last = _chunk(answer, [], usage, transfer=transfer)
     await stream.send(last + DONE, journal.end())
     return await stream.end()
 
@@ -291,6 +304,7 @@ def _chunk(
     choices: list[ChatChunkChoice],
     usage: UsageReport | msgspec.UnsetType | None,
     first: bool = False,
+    transfer: KvTransfer | KvTransfers | msgspec.UnsetType = UNSET,
 ) -> bytes:
     chunk = ChatChunk(
         id=answer.id,
@@ -300,5 +314,6 @@ def _chunk(
         choices=choices,
         usage=usage,
         prompt_token_ids=answer.prompt_token_ids if first else UNSET,
+        kv_transfer_params=transfer,
     )
     return encode_event(msgspec.json.encode(chunk))

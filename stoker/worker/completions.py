@@ -15,6 +15,8 @@ from stoker.proto.openai import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionRequest,
+    KvTransfer,
+    KvTransfers,
     UsageReport,
     decode,
 )
@@ -24,12 +26,13 @@ from stoker.text.conversation import completion_prompts
 from stoker.text.parsers.contract import TextDelta
 from stoker.worker.context import CONTEXT, WorkerContext, read_body
 from stoker.worker.generate import Choice, Piece, pieces
+from stoker.worker.handoff import transfer_params
 from stoker.worker.ids import AnswerIds
 from stoker.worker.logprobs import completion_logprobs
 from stoker.worker.output import OutputParser
 from stoker.worker.prompt import Asked, Prompt, encode, make_choices, usage_report
 from stoker.worker.record import RECORD, RequestRecord
-from stoker.worker.resume import created_of, open_journal
+from stoker.worker.resume import created_of, open_journal, wants_journal
 from stoker.worker.sampling import check_token_ids, resolve_constraint
 from stoker.worker.stream import open_stream
 
@@ -57,14 +60,18 @@ class CompletionAnswer:
 async def completions(request: web.Request) -> web.StreamResponse:
     context = request.app[CONTEXT]
     body = decode(CompletionRequest, await read_body(request, context.config))
-    answer = await prepare_completion(context, body, request[RECORD].request_id)
+    goes_on = wants_journal(request, body)
+    answer = await prepare_completion(context, body, request[RECORD].request_id, goes_on=goes_on)
     if body.stream:
         return await _stream(request, answer)
     whole = await _whole(answer, request[RECORD])
     return web.Response(body=msgspec.json.encode(whole), content_type="application/json")
 
 
-async def prepare_completion(context: WorkerContext, body: CompletionRequest, request_id: str) -> CompletionAnswer:
+async def prepare_completion(
+    context: WorkerContext, body: CompletionRequest, request_id: str, *, goes_on: bool = False
+) -> CompletionAnswer:
+    """`goes_on`: if its KV is to be kept, another worker is to end what this one begins."""
     model = context.served_model(body.model)
     n = body.n or 1
     if body.suffix:
@@ -87,6 +94,7 @@ async def prepare_completion(context: WorkerContext, body: CompletionRequest, re
         num_logprobs=body.logprobs,
         constraint=resolve_constraint(body, body.response_format),
         num_prompts=len(prompts),
+        goes_on=goes_on,
     )
     choices: list[Choice] = []
     for prompt in prompts:
@@ -136,7 +144,7 @@ async def _whole(answer: CompletionAnswer, record: RequestRecord) -> Completion:
         if answer.body.return_token_ids:
             result.token_ids = token_ids[i]
             result.prompt_token_ids = answer.prompt_of(i).token_ids
-    return _completion(answer, results, usage_report(answer.choices))
+    return _completion(answer, results, usage_report(answer.choices), transfer_params(answer.choices))
 
 
 async def _stream(request: web.Request, answer: CompletionAnswer) -> web.StreamResponse:
@@ -165,15 +173,23 @@ async def _stream(request: web.Request, answer: CompletionAnswer) -> web.StreamR
             if result.text or piece.finish or answer.body.return_token_ids or result.logprobs:
                 event = encode_event(msgspec.json.encode(_completion(answer, [result], usage)))
             await stream.send(event, journal.lines(piece))
+    transfer = transfer_params(answer.choices)
+    if transfer is not UNSET and answer.choices[0].goes_on:
+        await stream.send(b"", journal.handed_off(transfer))
+        return await stream.end()
     last = b""
-    if include_usage:
-        last = encode_event(msgspec.json.encode(_completion(answer, [], usage_report(answer.choices))))
+    if include_usage or transfer is not UNSET:
+        total = usage_report(answer.choices) if include_usage else UNSET
+        last = encode_event(msgspec.json.encode(_completion(answer, [], total, transfer)))
     await stream.send(last + DONE, journal.end())
     return await stream.end()
 
 
 def _completion(
-    answer: CompletionAnswer, choices: list[CompletionChoice], usage: UsageReport | msgspec.UnsetType | None
+    answer: CompletionAnswer,
+    choices: list[CompletionChoice],
+    usage: UsageReport | msgspec.UnsetType | None,
+    transfer: KvTransfer | KvTransfers | msgspec.UnsetType = UNSET,
 ) -> Completion:
     return Completion(
         id=answer.id,
@@ -182,6 +198,7 @@ def _completion(
         system_fingerprint=answer.fingerprint,
         choices=choices,
         usage=usage,
+        kv_transfer_params=transfer,
     )
 
 

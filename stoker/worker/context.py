@@ -16,7 +16,7 @@ from aiohttp import web
 import stoker
 from stoker.base.errors import InvalidRequest, NotFound
 from stoker.base.log import EventLog
-from stoker.proto.messages import EngineInfo, EngineStats
+from stoker.proto.messages import EngineInfo, EngineStats, Prefetch
 from stoker.sched.request import GenerateRequest, TokenChunk
 from stoker.text.folder import text_digest, text_files
 from stoker.text.parsers.contract import REASONING_PARSERS, TOOL_PARSERS, ReasoningParser, ToolParser
@@ -52,6 +52,10 @@ class Service(Protocol):
     async def stop(self) -> None: ...
 
     def open(self, request: GenerateRequest) -> AbstractAsyncContextManager[AsyncIterator[TokenChunk]]: ...
+
+    def prefetch(self, hint: Prefetch) -> None: ...
+
+    def release(self, lease_id: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

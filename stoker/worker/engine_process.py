@@ -10,14 +10,20 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 from stoker.base import log as logs
+from stoker.base.config import StoreSettings
 from stoker.base.errors import InvalidRequest, StokerError
+from stoker.base.ids import RequestId
 from stoker.engine.build import BuiltEngine, build_engine, read_hf_config
+from stoker.kv.store import KvStore
+from stoker.kv.tier_use import TierUse
 from stoker.models.contract import family_of
 from stoker.proto.messages import (
     Add,
@@ -28,8 +34,11 @@ from stoker.proto.messages import (
     EngineStats,
     KvEvents,
     LoadProgress,
+    Prefetch,
+    Release,
     Shutdown,
     StartFailed,
+    TierReport,
     ToEngine,
 )
 from stoker.proto.pipe import EngineEnd, FrameEnd
@@ -39,8 +48,12 @@ from stoker.worker.block_log import BlockLog
 from stoker.worker.grammar import XGrammars
 
 _STATS_EVERY_S = 0.25
+_LOOK_EVERY_S = 0.05  # while idle with leases or deadlines open
 _PROGRESS_EVERY_S = 0.1
 _COMPILERS = 4
+_LOOKERS = 2
+
+_LEFT = object()
 
 log = logs.EventLog("engine")
 
@@ -58,25 +71,62 @@ class Prepared(msgspec.Struct, frozen=True):
     error: InvalidRequest | None
 
 
+class Found(msgspec.Struct, frozen=True):
+    """A request, and how many of its leading blocks are worth loading from the store."""
+
+    request: GenerateRequest
+    num_blocks: int
+
+
+class Wake(msgspec.Struct, frozen=True):
+    """Something happened on another thread that the engine should look at."""
+
+
+Message = ToEngine | Prepared | Found | Wake
+
+
 class Mailbox:
-    """Reads the pipe on a thread, so that the server never waits for a step; grammars are compiled on others."""
+    """Reads the pipe on a thread, so that the server never waits for a step; grammars are compiled on others, and the store
+    is asked on others still."""
 
     def __init__(self, pipe: EngineEnd, grammars: XGrammars) -> None:
         self._pipe = pipe
         self._grammars = grammars
-        self._messages: queue.SimpleQueue[ToEngine | Prepared] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._woken = threading.Event()  # there is a Wake in the queue: one is enough
         # Several, for a schema may take seconds and must not hold up the simple ones behind it.
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="grammar", initializer=_give_way)
         self._compilers.submit(grammars.warm_up)
+        self._lookers = ThreadPoolExecutor(_LOOKERS, thread_name_prefix="kv-look")
         threading.Thread(target=self._read, name="mailbox", daemon=True).start()
 
-    def take(self, wait: bool) -> list[ToEngine | Prepared]:
-        messages = []
+    def take(self, wait: bool, timeout_s: float | None = None) -> list[Message]:
+        messages: list[Message] = []
         if wait:
-            messages.append(self._messages.get())
+            with suppress(queue.Empty):
+                messages.append(self._messages.get(timeout=timeout_s))
         while not self._messages.empty():
             messages.append(self._messages.get())
+        self._woken.clear()
         return messages
+
+    def wake(self) -> None:
+        """From any thread."""
+        if not self._woken.is_set():
+            self._woken.set()
+            self._messages.put(Wake())
+
+    def look_up(self, request: GenerateRequest, store: KvStore) -> None:
+        """A Found will follow."""
+        self._lookers.submit(self._look_up, request, store)
+
+    def _look_up(self, request: GenerateRequest, store: KvStore) -> None:
+        num_blocks = 0
+        try:
+            num_blocks = store.num_worth_loading(request.token_ids, request.cache_salt)
+        except Exception:  # whatever a tier may throw: the request must go on without it
+            log.error("kv_lookup_failed", exc_info=True)
+        self._messages.put(Found(request, num_blocks))
 
     def prepare(self, spec: GrammarSpec) -> None:
         """A Prepared will follow."""
@@ -113,20 +163,25 @@ class EngineLoop:
         self._pipe = pipe
         self._blocks = blocks
         self._preparing: dict[GrammarSpec, list[GenerateRequest]] = {}  # who waits for it
+        self._looking: dict[RequestId, None] = {}  # whose blocks are being looked for
+        self._media = {use.name: use.tier.medium for use in built.store.tiers}
         self._stats_at_s = 0.0
 
     def run(self) -> None:
         while True:
-            idle = not self._engine.has_work
-            if idle:
+            idle = self._engine.idle
+            waits_for_events = self._engine.has_work or self._engine.has_leases
+            if idle and not waits_for_events:
                 self._pipe.send(self._stats())
-            for message in self._mailbox.take(wait=idle):
+            for message in self._mailbox.take(wait=idle, timeout_s=_LOOK_EVERY_S if waits_for_events else None):
                 if isinstance(message, Shutdown):
                     return
                 self._handle(message)
             chunks = self._engine.step()
             if chunks:
                 self._pipe.send(Chunks(chunks=chunks))
+            for event in self._built.store.take_events():
+                self._blocks.tier_changed(self._media[event.tier], event.stored, event.removed)
             if changes := self._blocks.take():
                 self._pipe.send(KvEvents(events=changes))
             now = time.monotonic()
@@ -134,35 +189,51 @@ class EngineLoop:
                 self._stats_at_s = now
                 self._pipe.send(self._stats())
 
-    def _handle(self, message: ToEngine | Prepared) -> None:
+    def _handle(self, message: Message) -> None:
         match message:
             case Add(request=request):
                 self._add(request)
             case Prepared(spec=spec, error=error):
                 for request in self._preparing.pop(spec):
                     if error is None:
-                        self._engine.add(request)
+                        self._look_up(request)
                     else:
                         self._engine.refuse(request, error)
+            case Found(request=request, num_blocks=num_blocks):
+                if self._looking.pop(request.request_id, _LEFT) is not _LEFT:
+                    self._engine.add(request, num_blocks)
             case Cancel(request_id=request_id):
                 for waiting in self._preparing.values():
                     waiting[:] = [request for request in waiting if request.request_id != request_id]
+                self._looking.pop(request_id, None)
                 self._engine.cancel(request_id)
+            case Prefetch(token_ids=token_ids, cache_salt=salt, ticket=ticket):
+                self._built.store.prefetch(token_ids, salt, ticket)
+            case Release(lease_id=lease_id):
+                self._engine.released(lease_id)
 
     def _add(self, request: GenerateRequest) -> None:
         spec = request.sampling.grammar
         if spec is None:
-            self._engine.add(request)
+            self._look_up(request)
         elif spec in self._preparing:
             self._preparing[spec].append(request)
         else:
             self._preparing[spec] = [request]
             self._mailbox.prepare(spec)
 
+    def _look_up(self, request: GenerateRequest) -> None:
+        """What the store has of it is found out on other threads; it is added when they have looked."""
+        if not self._built.store.tiers:
+            self._engine.add(request)
+            return
+        self._looking[request.request_id] = None
+        self._mailbox.look_up(request, self._built.store)
+
     def _stats(self) -> EngineStats:
         scheduler, pool, counters = self._built.scheduler, self._built.pool, self._built.scheduler.counters
         return EngineStats(
-            waiting_sequences=scheduler.num_waiting + sum(map(len, self._preparing.values())),
+            waiting_sequences=scheduler.num_waiting + sum(map(len, self._preparing.values())) + len(self._looking),
             waiting_tokens=scheduler.waiting_tokens,
             running_sequences=scheduler.num_running,
             free_blocks=pool.num_free,
@@ -178,6 +249,34 @@ class EngineLoop:
             preemptions=counters.preemptions,
             prefill_tokens_per_s=self._engine.rates.prefill_tokens_per_s,
             decode_step_s=self._engine.rates.decode_step_s,
+            loading_sequences=scheduler.num_loading,
+            held_leases=scheduler.num_held,
+            loaded_tokens=counters.loaded_tokens,
+            pulled_tokens=counters.pulled_tokens,
+            failed_loads=counters.failed_loads,
+            tiers=[self._tier_report(use) for use in self._built.store.tiers],
+        )
+
+    def _tier_report(self, use: TierUse) -> TierReport:
+        figures, tier = use.figures, use.tier.stats()
+        return TierReport(
+            name=use.name,
+            medium=use.tier.medium,
+            blocks=tier.blocks,
+            used_bytes=tier.used_bytes,
+            capacity_bytes=tier.capacity_bytes,
+            hits=figures.hits,
+            misses=figures.misses,
+            read_bytes=figures.read_bytes,
+            written_bytes=figures.written_bytes,
+            read_s=figures.read_s,
+            write_s=figures.write_s,
+            declined=figures.declined,
+            evicted=tier.evicted,
+            corrupt=tier.corrupt,
+            errors=figures.errors + tier.errors,
+            bytes_per_s=use.speed.measured,
+            crossover_tokens=self._built.store.crossover_tokens(use),
         )
 
 
@@ -197,14 +296,18 @@ def serve(pipe: EngineEnd, arguments: EngineArguments) -> None:
         grammars = XGrammars(Tokenizer.from_folder(folder), family.shape.vocab_size)
         blocks = BlockLog()
         observer = blocks if arguments.kv_events else None
-        built = build_engine(folder, arguments.settings, grammars=grammars, observer=observer, progress=progress)
+        mailbox = Mailbox(pipe, grammars)
+        built = build_engine(
+            folder, arguments.settings, grammars=grammars, observer=observer, progress=progress, wake=mailbox.wake
+        )
     except StokerError as error:
         pipe.send(StartFailed(code=error.code, message=error.message))
         return
-    settings = built.settings
+    settings, store = built.settings, built.store
     # Everything made so far lives as long as the process: the collector need never look at it again.
     gc.collect()
     gc.freeze()
+    media = {use.name: use.tier.medium for use in store.tiers}
     pipe.send(
         EngineInfo(
             model_fingerprint=built.fingerprint,
@@ -216,18 +319,38 @@ def serve(pipe: EngineEnd, arguments: EngineArguments) -> None:
             num_blocks=built.pool.num_blocks,
             max_rows=settings.max_rows,
             load_s=built.load_s,
+            engine_id=built.engine_id,
+            kv_address=built.server.address if built.server is not None else None,
+            stores=_stores(arguments.settings.store, built.fingerprint, store.tiers),
         )
     )
-    EngineLoop(built, blocks, Mailbox(pipe, grammars), pipe).run()
+    for event in store.told():
+        blocks.tier_changed(media[event.tier], event.stored, event.removed)
+    try:
+        EngineLoop(built, blocks, mailbox, pipe).run()
+    finally:
+        built.close()
+
+
+def _stores(settings: StoreSettings, fingerprint: str, tiers: Sequence[TierUse]) -> dict[str, str]:
+    """Where each shared tier's blocks lie, by medium: workers that say the same read each other's."""
+    machine = socket.gethostname()
+    places = {
+        "host": f"{machine}:{settings.name}",
+        "disk": f"{machine}:{os.path.realpath(settings.disk_dir or '')}",
+        "mooncake": settings.mooncake_master,
+    }
+    return {use.tier.medium: f"{fingerprint}@{use.name}:{places[use.name]}" for use in tiers if use.tier.shared}
 
 
 def main() -> None:
     # Ctrl-C reaches the whole process group; the server decides when the engine ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    arguments = msgspec.json.decode(sys.argv[2].encode(), type=EngineArguments)
-    logs.set_up(arguments.log_level)
     pipe = EngineEnd(socket.socket(fileno=int(sys.argv[1])))
     try:
+        arguments = pipe.receive()
+        assert isinstance(arguments, EngineArguments), f"first came {type(arguments).__name__}"
+        logs.set_up(arguments.log_level)
         serve(pipe, arguments)
     except FrameEnd:
         return

@@ -35,6 +35,9 @@ def worker_info(context: WorkerContext, host: str) -> WorkerInfo:
         events=address(identity.events_port),
         replay=address(identity.replay_port),
         tokenizer=context.text.digest,
+        engine_id=info.engine_id or None,
+        kv_address=info.kv_address,
+        stores=info.stores,
     )
 
 
@@ -63,7 +66,7 @@ def worker_report(context: WorkerContext, number: int) -> WorkerReport:
 
 
 async def show_worker(request: web.Request) -> web.Response:
-    context = _checked(request)
+    context = checked_context(request)
     # The name by which we were reached just now is one by which the asker reaches our other ports.
     return _json(worker_info(context, request.url.host or "127.0.0.1"))
 
@@ -74,13 +77,14 @@ async def show_load(request: web.Request) -> web.Response:
 
 
 async def show_tokenizer(request: web.Request) -> web.Response:
-    folder = _checked(request).text.folder
+    folder = checked_context(request).text.folder
     if folder is None:
         raise NotFound("This worker's tokenizer was not read from files.")
     return _json(TokenizerFiles(files=await asyncio.to_thread(text_files, folder)))
 
 
-def _checked(request: web.Request) -> WorkerContext:
+def checked_context(request: web.Request) -> WorkerContext:
+    """401 for those who do not know this worker's secret."""
     context = request.app[CONTEXT]
     if not context.identity.allows(request.headers.get(SECRET_HEADER)):
         raise web.HTTPUnauthorized(text=f"The header '{SECRET_HEADER}' does not hold this worker's secret.")

@@ -9,10 +9,11 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from stoker.base.errors import DeadlineExceeded, EngineDied, InvalidRequest
+from stoker.kv.transfer import KvTicket
 from stoker.sched.request import Finish, GenerateRequest, TokenChunk, TokenLogprobs, Usage
 from stoker.text.detokenizer import Detokenizer
 from stoker.text.parsers.contract import ReasoningDelta, TextDelta, ToolCallStart
@@ -31,6 +32,8 @@ class ChunkSource(Protocol):
 
     def open(self, request: GenerateRequest) -> AbstractAsyncContextManager[AsyncIterator[TokenChunk]]: ...
 
+    def release(self, lease_id: str) -> None: ...
+
 
 @dataclass(slots=True)
 class Piece:
@@ -42,6 +45,7 @@ class Piece:
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of tokens that became content
     token_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of all token_ids, where they were asked for
     finish: Literal["stop", "length"] | None = None
+    handed_off: bool = False  # the last from here, but not the choice's: another worker goes on with it
     replayed: bool = False  # said before, by another worker: a stream's client has it already
 
 
@@ -63,6 +67,8 @@ class Choice:
     grammar_param: str | None = None
     resumed_logprobs: list[TokenLogprobs] | None = None  # of the request's tokens after its prompt
     ended: bool = False  # nothing is left to be generated: known before a replay, or by it
+    goes_on: bool = False  # after a hand-off, elsewhere, from where it stands; else a hand-off is its end
+    ticket: KvTicket | None = None  # for its KV, if that was kept
     usage: Usage = field(init=False)
     reasoning_tokens: int = 0
     has_called: bool = False  # a tool, in what was replayed or since
@@ -124,14 +130,17 @@ class Choice:
                 self._take(token_id, chunk.logprobs[i] if chunk.logprobs else None, piece)
             if self.stops.stopped:
                 unread = len(chunk.token_ids) - i - 1
-                self.usage = Usage(
-                    chunk.usage.prompt_tokens, chunk.usage.cached_tokens, chunk.usage.completion_tokens - unread
-                )
+                self.usage = replace(chunk.usage, completion_tokens=chunk.usage.completion_tokens - unread)
                 piece.finish = "stop"
                 break
         else:
             if chunk.finish is not None:
-                piece.finish = "length" if chunk.finish.reason == "length" else "stop"
+                piece.handed_off = self.goes_on and chunk.finish.reason == "handoff"
+                assert chunk.ticket is not None or not piece.handed_off, "handed off, but nobody could go on"
+                if not piece.handed_off:
+                    piece.finish = "stop" if chunk.finish.reason == "stop" else "length"
+        if piece.handed_off or not self.goes_on:
+            self.ticket = chunk.ticket
         if piece.finish is not None:
             self._flush(piece)
         return piece
@@ -207,8 +216,10 @@ async def _one(source: ChunkSource, choice: Choice) -> AsyncGenerator[Piece, Non
     async with source.open(choice.request) as chunks:
         async for chunk in _in_time(chunks, choice.request.deadline_s):
             piece = choice.push(chunk)
+            if chunk.ticket is not None and choice.ticket is None:
+                source.release(chunk.ticket.lease_id)  # a stop string in the first token: nobody goes on from there
             yield piece
-            if piece.finish is not None:
+            if piece.finish is not None or piece.handed_off:
                 return
     raise EngineDied("The engine's stream ended before the answer did.")
 

@@ -1,16 +1,15 @@
-"""The blocks that the engine holds, as its events tell: enough to tell all of it again to whoever comes late."""
+"""The blocks that the engine and its tiers hold, as events tell: enough to tell all of it again to whoever comes late."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from stoker.base.ids import BlockKey
 from stoker.proto.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from stoker.proto.messages import BlocksForgotten, BlocksNamed, KvEvents
 
-MEDIUM = "GPU"  # the engine's own memory, whatever it is made of
 _CHAIN_BLOCKS = 256  # in one event of a snapshot
 
 
@@ -21,64 +20,95 @@ class _Block:
     salt: str | None
 
 
+_Held = dict[str, dict[BlockKey, _Block]]  # by medium; a block that is in several is one object
+
+
 class KvMirror:
     def __init__(self) -> None:
-        self._blocks: dict[BlockKey, _Block] = {}
+        self._held: _Held = {}
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        """A block counts once for each medium that it is in."""
+        return sum(map(len, self._held.values()))
 
     def apply(self, events: KvEvents) -> list[KvEvent]:
         """The same in the public form."""
         return [self._apply(event) for event in events.events]
 
-    def clear(self) -> list[KvEvent]:
-        self._blocks.clear()
-        return [AllBlocksCleared()]
+    def clear(self, lasting: Collection[str] = ()) -> list[KvEvent]:
+        """Forget all but what is in `lasting` media. The public form knows no end of a medium: where something stays, what
+        went is told block by block."""
+        lost = {medium: held for medium, held in self._held.items() if medium not in lasting}
+        self._held = {medium: held for medium, held in self._held.items() if medium in lasting}
+        if not len(self):
+            return [AllBlocksCleared()]
+        return [BlockRemoved(block_hashes=list(held), medium=medium) for medium, held in lost.items() if held]
 
     def snapshot(self) -> Iterator[KvEvent]:
         """All blocks as they are now; may be read on another thread, later."""
-        return _told(dict(self._blocks))
+        return _told({medium: dict(held) for medium, held in self._held.items()})
 
     def _apply(self, event: BlocksNamed | BlocksForgotten) -> KvEvent:
+        held = self._held.setdefault(event.medium, {})
         if isinstance(event, BlocksForgotten):
             for key in event.keys:
-                self._blocks.pop(key, None)
-            return BlockRemoved(block_hashes=list(event.keys), medium=MEDIUM)
+                held.pop(key, None)
+            return BlockRemoved(block_hashes=list(event.keys), medium=event.medium)
         size = len(event.token_ids) // len(event.keys)
         parent = event.parent
         for i, key in enumerate(event.keys):
-            tokens = array("I", event.token_ids[i * size : (i + 1) * size])
-            self._blocks[key] = _Block(parent, tokens, event.salt if i == 0 else None)
+            block = self._known(key)
+            if block is None:
+                tokens = array("I", event.token_ids[i * size : (i + 1) * size])
+                block = _Block(parent, tokens, event.salt if i == 0 else None)
+            held[key] = block
             parent = key
-        return _stored(event.keys, event.parent, event.token_ids, event.salt)
+        return _stored(event.keys, event.parent, event.token_ids, event.salt, event.medium)
+
+    def _known(self, key: BlockKey) -> _Block | None:
+        for held in self._held.values():
+            block = held.get(key)
+            if block is not None:
+                return block
+        return None
 
 
-def _told(blocks: dict[BlockKey, _Block]) -> Iterator[KvEvent]:
-    """Parents come before their children. A block whose parent is gone is found by no prefix, and left out."""
+def _told(held: _Held) -> Iterator[KvEvent]:
+    """Parents come before their children, whatever they are in. A block whose parent is gone is found by no prefix, and left
+    out."""
     yield AllBlocksCleared()
+    blocks = {key: block for of_medium in held.values() for key, block in of_medium.items()}
     children: dict[BlockKey | None, list[BlockKey]] = {}
     for key, block in blocks.items():
         children.setdefault(block.parent, []).append(key)
+
+    def media_of(key: BlockKey) -> list[str]:
+        return [medium for medium, of_medium in held.items() if key in of_medium]
+
     starts = children.get(None, [])[::-1]
     while starts:
         chain = [starts.pop()]
+        media = media_of(chain[0])
         following = children.get(chain[0], [])
-        while following and len(chain) < _CHAIN_BLOCKS:
+        while following and len(chain) < _CHAIN_BLOCKS and media_of(following[0]) == media:
             starts += following[:0:-1]
             chain.append(following[0])
             following = children.get(chain[-1], [])
         starts += reversed(following)
         first = blocks[chain[0]]
-        yield _stored(chain, first.parent, [token for key in chain for token in blocks[key].token_ids], first.salt)
+        token_ids = [token for key in chain for token in blocks[key].token_ids]
+        for medium in media:
+            yield _stored(chain, first.parent, token_ids, first.salt, medium)
 
 
-def _stored(keys: list[BlockKey], parent: BlockKey | None, token_ids: list[int], salt: str | None) -> BlockStored:
+def _stored(
+    keys: list[BlockKey], parent: BlockKey | None, token_ids: list[int], salt: str | None, medium: str
+) -> BlockStored:
     return BlockStored(
         block_hashes=list(keys),
         parent_block_hash=parent,
         token_ids=token_ids,
         block_size=len(token_ids) // len(keys),
-        medium=MEDIUM,
+        medium=medium,
         extra_keys=None if salt is None else [[salt], *([None] * (len(keys) - 1))],
     )

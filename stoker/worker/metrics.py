@@ -11,7 +11,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from stoker.proto.messages import EngineStats
+from stoker.proto.messages import EngineStats, TierReport
+
+_Family = GaugeMetricFamily | CounterMetricFamily
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -27,6 +29,8 @@ _GAUGES = (
     ("free_blocks", "stoker_kv_blocks_free", "KV blocks that nobody holds"),
     ("cached_blocks", "stoker_kv_blocks_cached", "KV blocks that a prefix may still find"),
     ("num_blocks", "stoker_kv_blocks", "KV blocks in all"),
+    ("loading_sequences", "stoker_kv_loading_sequences", "Sequences that wait for KV from elsewhere"),
+    ("held_leases", "stoker_kv_leases", "Sequences whose KV is kept for another worker"),
 )
 _COUNTERS = (
     ("steps", "stoker_steps", "Engine steps"),
@@ -34,6 +38,29 @@ _COUNTERS = (
     ("computed_tokens", "stoker_computed_tokens", "Tokens that were run through the model"),
     ("partial_tokens", "stoker_partial_tokens", "Tokens reused out of blocks that differ towards their end"),
     ("preemptions", "stoker_preemptions", "Sequences put back to waiting for want of blocks"),
+    ("loaded_tokens", "stoker_kv_loaded_tokens", "Tokens whose KV came from a tier"),
+    ("pulled_tokens", "stoker_kv_pulled_tokens", "Tokens whose KV came from another worker"),
+    ("failed_loads", "stoker_kv_failed_loads", "Loads that brought less than was asked for"),
+)
+# TierReport's field, our name after stoker_kv_tier_, help. What is not known yet is left out.
+_TIER_GAUGES = (
+    ("blocks", "blocks", "Blocks that the tier holds"),
+    ("used_bytes", "used_bytes", "Bytes that the tier holds"),
+    ("capacity_bytes", "capacity_bytes", "Bytes that the tier may hold"),
+    ("bytes_per_s", "read_bytes_per_second", "Speed of reading, lately"),
+    ("crossover_tokens", "crossover_tokens", "From so many tokens on, loading beats computing"),
+)
+_TIER_COUNTERS = (
+    ("hits", "hits", "Blocks read and right"),
+    ("misses", "misses", "Blocks asked for that were not there, or were wrong"),
+    ("read_bytes", "read_bytes", "Bytes read"),
+    ("written_bytes", "written_bytes", "Bytes written"),
+    ("read_s", "read_seconds", "Time spent reading"),
+    ("write_s", "write_seconds", "Time spent writing"),
+    ("declined", "declined", "Blocks offered and not taken"),
+    ("evicted", "evicted", "Blocks that made room for others"),
+    ("corrupt", "corrupt", "Blocks found wrong, and dropped"),
+    ("errors", "errors", "Calls that failed"),
 )
 
 
@@ -53,6 +80,17 @@ class _EngineCollector(Collector):
             yield GaugeMetricFamily(name, text, value=getattr(stats, field))
         for field, name, text in _COUNTERS:
             yield CounterMetricFamily(name, text, value=getattr(stats, field))
+        for kind, table in ((GaugeMetricFamily, _TIER_GAUGES), (CounterMetricFamily, _TIER_COUNTERS)):
+            for field, name, text in table:
+                yield _by_tier(kind(f"stoker_kv_tier_{name}", text, labels=["tier"]), field, stats.tiers)
+
+
+def _by_tier(family: _Family, field: str, tiers: list[TierReport]) -> _Family:
+    for tier in tiers:
+        value = getattr(tier, field)
+        if value is not None:
+            family.add_metric([tier.name], value)
+    return family
 
 
 class FastHistogram(Collector):

@@ -23,6 +23,7 @@ from stoker.text.stops import StopStrings
 from stoker.text.tools import ToolPlan
 from stoker.worker.context import ModelText, WorkerContext
 from stoker.worker.generate import Choice
+from stoker.worker.handoff import resolve_handoff
 from stoker.worker.ids import AnswerIds
 from stoker.worker.output import OutputParser, WantedCalls
 from stoker.worker.resume import resumed_choices
@@ -55,6 +56,7 @@ class Asked:
     num_logprobs: int | None = None
     constraint: Constraint | None = None
     num_prompts: int = 1  # of the request, each with `n` choices
+    goes_on: bool = False  # where KV is kept: whoever asks has another worker go on from the first token
 
 
 def render(text: ModelText, conversation: Conversation, limits: ModelLimits) -> Prompt:
@@ -136,10 +138,6 @@ def make_choices(
             param="return_hidden_states",
             code="unsupported_parameter",
         )
-    if fields.kv_transfer_params is not None:
-        raise InvalidRequest(
-            "'kv_transfer_params' must be null: this worker takes no hand-offs.", param="kv_transfer_params"
-        )
     grammar = asked.constraint.grammar if asked.constraint else None
     sampling = resolve_sampling(fields, limits, config, asked.num_logprobs, grammar)
     stops = resolve_stops(fields.stop, config)
@@ -151,7 +149,9 @@ def make_choices(
         limits,
         sampling.min_tokens,
     )
-    resumed = resumed_choices(fields, asked.num_prompts * asked.n, asked.num_logprobs, limits)
+    num_choices = asked.num_prompts * asked.n
+    handoff = resolve_handoff(fields.kv_transfer_params, num_choices, context.service.info, context.log)
+    resumed = resumed_choices(fields, num_choices, asked.num_logprobs, limits)
     resumed = resumed[first_index : first_index + asked.n]
     for i, choice in enumerate(resumed, first_index):
         if len(choice.token_ids) > max_tokens:
@@ -163,6 +163,12 @@ def make_choices(
     skip_special = fields.skip_special_tokens is not False and not keep_special_tokens
     deadline_s = None if fields.timeout_s is None else time.monotonic() + fields.timeout_s
     unique = uuid.uuid4().hex  # two requests may have one X-Request-Id; the engine must tell them apart
+
+    def lease_id(i: int) -> str | None:
+        # An answer that ends with its first token goes on nowhere: nobody would come for the lease.
+        is_last = len(resumed[i].token_ids) + 1 >= max_tokens
+        return None if asked.goes_on and is_last else handoff.lease_id(first_index + i)
+
     return [
         Choice(
             index=first_index + i,
@@ -175,6 +181,8 @@ def make_choices(
                 cache_salt=fields.cache_salt or "",
                 priority=fields.priority or 0,
                 deadline_s=deadline_s,
+                lease_id=lease_id(i),
+                ticket=handoff.ticket(first_index + i),
             ),
             detokenizer=Detokenizer(context.text.tokenizer, skip_special),
             stops=StopStrings(stops, include_stop),
@@ -184,6 +192,7 @@ def make_choices(
             grammar_param=asked.constraint.param if asked.constraint else None,
             resumed_logprobs=resumed[i].logprobs,
             ended=resumed[i].finished,
+            goes_on=asked.goes_on,
         )
         for i in range(asked.n)
     ]

@@ -20,6 +20,7 @@ class RequestRecord:
     first_token_s: float | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    pulled_tokens: int = 0
     generated_tokens: int = 0
     _last_chunk_s: dict[int, float] = field(default_factory=dict)
 
@@ -39,6 +40,7 @@ class RequestRecord:
         if with_prompt:
             self.prompt_tokens += usage.prompt_tokens
             self.cached_tokens += usage.cached_tokens
+        self.pulled_tokens += usage.pulled_tokens
 
     def close(self, status: int) -> dict[str, object]:
         """Count it; the fields of its log line."""
@@ -58,6 +60,8 @@ class RequestRecord:
             fields["prompt_tokens"] = self.prompt_tokens
             fields["cached_tokens"] = self.cached_tokens
             fields["generated_tokens"] = self.generated_tokens
+        if self.pulled_tokens:
+            fields["pulled_tokens"] = self.pulled_tokens
         if self.first_token_s is not None:
             fields["ttft_ms"] = round((self.first_token_s - self.started_s) * 1e3, 1)
         return fields

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 from aiohttp import web
+from msgspec import UNSET
 
 from stoker.base.errors import InvalidRequest
 from stoker.proto.openai import (
@@ -22,6 +24,7 @@ from stoker.text.tools import ToolPlan, responses_tools
 from stoker.worker.context import CONTEXT, WorkerContext, read_body
 from stoker.worker.errors import Problem
 from stoker.worker.generate import Choice, pieces
+from stoker.worker.handoff import transfer_params
 from stoker.worker.ids import AnswerIds
 from stoker.worker.output import OutputParser
 from stoker.worker.prompt import (
@@ -37,7 +40,7 @@ from stoker.worker.prompt import (
 )
 from stoker.worker.record import RECORD
 from stoker.worker.responses_writer import ResponseEvent, ResponseObject, ResponseWriter
-from stoker.worker.resume import created_of, open_journal
+from stoker.worker.resume import created_of, open_journal, wants_journal
 from stoker.worker.sampling import check_token_ids, resolve_constraint
 from stoker.worker.stream import open_stream
 
@@ -53,7 +56,7 @@ class ResponseAnswer:
 async def responses(request: web.Request) -> web.StreamResponse:
     context = request.app[CONTEXT]
     body = decode(ResponsesRequest, await read_body(request, context.config))
-    answer = await prepare_response(context, body, request[RECORD].request_id)
+    answer = await prepare_response(context, body, request[RECORD].request_id, goes_on=wants_journal(request, body))
     writer = ResponseWriter(answer.response, context.text.tokenizer.token_bytes, answer.ids)
     if body.stream:
         return await _stream(request, answer, writer)
@@ -61,7 +64,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
         async for piece in source:
             writer.push(piece)
             if piece.finish is not None:
-                writer.finish(piece.finish, usage_report([answer.choice]))
+                _finish(writer, piece.finish, answer.choice)
     return web.Response(body=msgspec.json.encode(writer.response), content_type="application/json")
 
 
@@ -77,21 +80,32 @@ async def _stream(request: web.Request, answer: ResponseAnswer, writer: Response
             events = [] if writer.started else writer.start()
             events += writer.push(piece)
             if piece.finish is not None:
-                events += writer.finish(piece.finish, usage_report([choice]))
+                events += _finish(writer, piece.finish, choice)
             if piece.replayed:
                 # A token may make several events, and the stream may have been cut between them.
                 events = [] if answer.num_sent is None else [e for e in events if e.sequence_number >= answer.num_sent]
             await stream.send(_encode(events), journal.lines(piece))
+    transfer = transfer_params([choice])
+    if transfer is not UNSET and choice.goes_on:
+        await stream.send(b"", journal.handed_off(transfer))
     if not stream.started:
         await stream.send(b"\n")  # all had been said: an empty stream, but a stream
     return await stream.end()
+
+
+def _finish(writer: ResponseWriter, reason: Literal["stop", "length"], choice: Choice) -> list[ResponseEvent]:
+    writer.response.kv_transfer_params = transfer_params([choice])
+    return writer.finish(reason, usage_report([choice]))
 
 
 def _encode(events: list[ResponseEvent]) -> bytes:
     return b"".join(encode_event(msgspec.json.encode(event), event.type) for event in events)
 
 
-async def prepare_response(context: WorkerContext, body: ResponsesRequest, request_id: str) -> ResponseAnswer:
+async def prepare_response(
+    context: WorkerContext, body: ResponsesRequest, request_id: str, *, goes_on: bool = False
+) -> ResponseAnswer:
+    """`goes_on`: if its KV is to be kept, another worker is to end what this one begins."""
     model = context.served_model(body.model)
     _refuse_unsupported(body)
     tools = responses_tools(body, context.config.max_tools)
@@ -115,6 +129,7 @@ async def prepare_response(context: WorkerContext, body: ResponsesRequest, reque
             max_tokens_param="max_output_tokens",
             num_logprobs=(body.top_logprobs or 0) if with_logprobs else None,
             constraint=constraint,
+            goes_on=goes_on,
         ),
         prompt,
         new_parser,

@@ -8,7 +8,16 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from stoker.proto.openai import FlatTool, ReasoningConfig, TextConfig, TokenLogprob, ToolChoice, UsageReport
+from stoker.proto.openai import (
+    FlatTool,
+    KvTransfer,
+    KvTransfers,
+    ReasoningConfig,
+    TextConfig,
+    TokenLogprob,
+    ToolChoice,
+    UsageReport,
+)
 from stoker.text.parsers.contract import ReasoningDelta, TextDelta, ToolArgumentsDelta, ToolCallStart
 from stoker.worker.generate import Piece
 from stoker.worker.ids import AnswerIds
@@ -100,6 +109,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     usage: ResponseUsage | None = None
     user: Any = None
     metadata: Any = None
+    kv_transfer_params: KvTransfer | KvTransfers | UnsetType = UNSET
 
 
 class ResponseEvent(msgspec.Struct, kw_only=True):

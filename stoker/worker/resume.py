@@ -15,7 +15,7 @@ import msgspec
 from aiohttp import web
 
 from stoker.base.errors import InvalidRequest
-from stoker.proto.openai import GenerationFields, LoggedToken
+from stoker.proto.openai import GenerationFields, KvTransfer, KvTransfers, LoggedToken
 from stoker.sched.request import TokenLogprobs
 from stoker.worker.errors import Problem
 from stoker.worker.generate import Choice, Piece
@@ -90,6 +90,9 @@ class Journal(Protocol):
     def end(self) -> bytes:
         """To stand in front of what comes after all choices."""
 
+    def handed_off(self, transfer: KvTransfer | KvTransfers) -> bytes:
+        """To stand alone, instead of an end."""
+
     def failed(self, problem: Problem) -> bytes:
         """To stand in front of an error."""
 
@@ -99,6 +102,9 @@ class NoJournal:
         return b""
 
     def end(self) -> bytes:
+        return b""
+
+    def handed_off(self, transfer: KvTransfer | KvTransfers) -> bytes:
         return b""
 
     def failed(self, problem: Problem) -> bytes:
@@ -130,6 +136,9 @@ class StreamJournal:
     def end(self) -> bytes:
         return b":e\n"
 
+    def handed_off(self, transfer: KvTransfer | KvTransfers) -> bytes:
+        return b":k %b\n" % msgspec.json.encode(transfer)
+
     def failed(self, problem: Problem) -> bytes:
         return f":x {problem.status} {problem.body.code or problem.body.type}\n".encode()
 
@@ -148,6 +157,10 @@ def _logged(entry: TokenLogprobs) -> bytes:
     """Without spaces: an item of the line, and as it stands an item of `resume`'s `token_ids`."""
     top = [finite(logprob) for logprob in entry.top_logprobs]
     return msgspec.json.encode(LoggedToken(entry.token_id, finite(entry.logprob), entry.top_ids, top))
+
+
+def wants_journal(request: web.Request, fields: GenerationFields) -> bool:
+    return bool(fields.stream) and request.headers.get(HEADER) == "1"
 
 
 def open_journal(request: web.Request, choices: Sequence[Choice], created: int) -> Journal:

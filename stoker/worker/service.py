@@ -25,6 +25,8 @@ from stoker.proto.messages import (
     EngineStats,
     KvEvents,
     LoadProgress,
+    Prefetch,
+    Release,
     Shutdown,
     StartFailed,
 )
@@ -149,6 +151,18 @@ class EngineService:
                 with suppress(EngineDied):
                     pipe.send(Cancel(request_id=request.request_id))
 
+    def prefetch(self, hint: Prefetch) -> None:
+        """Lost without a word where the engine is not there."""
+        if self.ready and self._pipe is not None:
+            with suppress(EngineDied):
+                self._pipe.send(hint)
+
+    def release(self, lease_id: str) -> None:
+        """Where the engine is not there, its leases are not either."""
+        if self.ready and self._pipe is not None:
+            with suppress(EngineDied):
+                self._pipe.send(Release(lease_id=lease_id))
+
     async def _keep(self) -> None:
         """Pass on what the engine says; when it ends, start it again."""
         backoff_s = _FIRST_BACKOFF_S
@@ -184,8 +198,7 @@ class EngineService:
 
     async def _start_process(self) -> None:
         ours, theirs = socket.socketpair()
-        arguments = msgspec.json.encode(self._arguments).decode()
-        command = [sys.executable, "-m", "stoker.worker.engine_process", str(theirs.fileno()), arguments]
+        command = [sys.executable, "-m", "stoker.worker.engine_process", str(theirs.fileno())]
         # OpenMP's threads spin at barriers, by default for so long that on a busy machine they keep the thread they wait
         # for from running. They spin for the time of a small operation, then sleep; the engine finds out how many pay.
         environment = {"GOMP_SPINCOUNT": "10000", **self._environment}
@@ -199,6 +212,8 @@ class EngineService:
                 start_new_session=True,
             )
         self._pipe = await ServerEnd.connect(ours)
+        # Not on the command line, which every user of the machine can read: there is a secret among them.
+        self._pipe.send(self._arguments)
         while True:
             try:
                 message = await self._pipe.receive()

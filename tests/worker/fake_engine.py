@@ -11,7 +11,8 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from stoker.base.errors import EngineDied, Overloaded
-from stoker.proto.messages import EngineInfo, EngineStats
+from stoker.kv.transfer import KvTicket
+from stoker.proto.messages import EngineInfo, EngineStats, Prefetch
 from stoker.sched.request import Finish, GenerateRequest, TokenChunk, TokenLogprobs, Usage
 from stoker.text.template import ChatTemplate
 from stoker.text.tokenizer import Tokenizer
@@ -20,6 +21,8 @@ from stoker.worker.context import ModelText
 SPECIALS = ("<|im_start|>", "<|im_end|>")
 MAX_MODEL_TOKENS = 2048
 BLOCK_TOKENS = 16
+ENGINE_ID = "e-fake"
+KV_ADDRESS = "10.0.0.7:7001"
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -48,6 +51,7 @@ class Script:
     dies_after: int | None = None  # chunks
     endless: bool = False
     cached_tokens: int = 0
+    pulled_tokens: int = 0
     overloaded: bool = False
 
 
@@ -63,6 +67,8 @@ class FakeService:
     finished: list[str] = field(default_factory=list)
     sent_chunks: int = 0
     stopped: bool = False
+    prefetched: list[Prefetch] = field(default_factory=list)
+    released: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.info = EngineInfo(
@@ -98,6 +104,12 @@ class FakeService:
     async def stop(self) -> None:
         self.stopped = True
 
+    def release(self, lease_id: str) -> None:
+        self.released.append(lease_id)
+
+    def prefetch(self, hint: Prefetch) -> None:
+        self.prefetched.append(hint)
+
     @asynccontextmanager
     async def open(self, request: GenerateRequest) -> AsyncIterator[AsyncIterator[TokenChunk]]:
         if self.script.overloaded or not self.ready:
@@ -116,6 +128,13 @@ class FakeService:
     async def _chunks(self, request: GenerateRequest, script: Script, ended: list[bool]) -> AsyncIterator[TokenChunk]:
         ids, finish = self._answer(request, script)
         already = len(request.token_ids) - request.num_prompt
+        ticket = None
+        if request.lease_id is not None:
+            # As the engine: one token, and the KV is kept if there is more to come, or if one was all that was wanted.
+            if len(ids) > already + 1:
+                ids, finish = ids[: already + 1], Finish("handoff")
+            if finish.reason == "handoff" or request.max_new_tokens == already + 1:
+                ticket = KvTicket(ENGINE_ID, KV_ADDRESS, request.lease_id, len(request.token_ids), 30.0)
         cuts = [ids[i : i + script.chunk_tokens] for i in range(already, len(ids), script.chunk_tokens)] or [[]]
         done = already
         number = 0
@@ -133,11 +152,12 @@ class FakeService:
                 yield TokenChunk(
                     request_id=request.request_id,
                     token_ids=cut,
-                    usage=Usage(request.num_prompt, script.cached_tokens, done),
+                    usage=Usage(request.num_prompt, script.cached_tokens, done, script.pulled_tokens),
                     logprobs=[_logprobs(id_, request.sampling.num_logprobs) for id_ in cut]
                     if request.sampling.num_logprobs is not None
                     else None,
                     finish=finish if last else None,
+                    ticket=ticket if last else None,
                 )
             if not script.endless:
                 return

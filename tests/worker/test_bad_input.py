@@ -110,7 +110,7 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"priority": 2**40}, "priority"),
     ({"prompt_token_ids": [1, 99999]}, "prompt_token_ids[1]"),
     ({"prompt_token_ids": [1.5]}, "prompt_token_ids[0]"),
-    ({"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
+    ({"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params.do_remote_decode"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"audio": {"voice": "x"}}, "audio"),
     ({"return_hidden_states": True}, "return_hidden_states"),

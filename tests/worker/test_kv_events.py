@@ -14,7 +14,7 @@ import zmq.asyncio
 
 from stoker.base.errors import ConfigError
 from stoker.base.ids import BlockKey, WorkerId
-from stoker.kv.keys import block_keys, next_key, root_key
+from stoker.kv.keys import block_keys, next_key, root_key, salt_hash
 from stoker.proto.events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -23,7 +23,6 @@ from stoker.proto.events import (
     read_message,
     read_replay,
     replay_request,
-    salt_hash,
 )
 from stoker.proto.messages import BlocksForgotten, BlocksNamed, KvEvents, WorkerReport
 from stoker.worker.block_log import BlockLog

@@ -1,0 +1,186 @@
+"""Prefill on one process, decode on another: the same answer as from one, whatever becomes of the KV between them."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from journal import Seen, blocks_of, shown
+from real import CHAT, COMPLETIONS, RESPONSES, RealServer, make_tiny_folder, serving, wait_for
+from test_real_resume import CASES, FAST, comparable, stream
+
+BLOCK = 16
+KEEP = {"do_remote_decode": True}
+VLLM_KEEP = KEEP | {"do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
+CREATED = 1763186401  # of all answers: their ids hang on it
+
+
+@dataclass
+class Fleet:
+    unified: RealServer
+    prefill: RealServer
+    decode: RealServer
+
+
+@pytest.fixture(scope="module")
+def fleet(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    folder = make_tiny_folder(tmp_path_factory.mktemp("model") / "tiny", smollm2)
+    logs = tmp_path_factory.mktemp("log")
+    secret = logs / "secret"
+    secret.write_text("sesame\n")
+    options = (*FAST, "--secret-file", str(secret), "--kv-transports", "local,tcp")
+    with (
+        serving(folder, logs / "u", *options) as unified,
+        serving(folder, logs / "p", *options, "--role", "prefill", "--kv-lease-s", "3") as prefill,
+        serving(folder, logs / "d", *options, "--role", "decode") as decode,
+    ):
+        yield Fleet(unified, prefill, decode)
+    assert not any("Traceback" in path.read_text() for path in logs.iterdir())
+
+
+@dataclass
+class Handed:
+    events: list[bytes]  # of both
+    transfer: Any  # None: the first token ended the answer
+
+
+def begins(num_choices: int) -> dict[str, Any]:
+    return {"resume": {"created": CREATED, "choices": [{} for _ in range(num_choices)]}}
+
+
+def hand_over(fleet: Fleet, path: str, body: dict[str, Any], change: dict[str, Any] | None = None) -> Handed:
+    """As our gateway does it; `change`: what becomes of the ticket on its way."""
+    num_choices = body.get("n", 1)
+    first = blocks_of(stream(fleet.prefill, path, body | begins(num_choices) | {"kv_transfer_params": KEEP}))
+    if not first[-1].lines[-1:] or not first[-1].lines[-1].startswith(b":k "):
+        return Handed(shown(first), None)
+    transfer = json.loads(first[-1].lines[-1].removeprefix(b":k ")) | (change or {})
+    events = {"events": len(shown(first))} if path == RESPONSES else {}
+    resume = Seen().read(first[:-1]).resume(num_choices, **events)
+    rest = blocks_of(stream(fleet.decode, path, body | {"resume": resume, "kv_transfer_params": transfer}))
+    return Handed(shown(first) + shown(rest), transfer)
+
+
+def alone(fleet: Fleet, path: str, body: dict[str, Any]) -> list[bytes]:
+    return shown(blocks_of(stream(fleet.unified, path, body | begins(body.get("n", 1)))))
+
+
+def pulled(fleet: Fleet) -> float:
+    time.sleep(0.3)  # the engine reports four times a second
+    return fleet.decode.metrics()["stoker_kv_pulled_tokens_total"]
+
+
+def prompt(num_tokens: int, seed: int = 0) -> list[int]:
+    rng = random.Random(1000 * seed + num_tokens)
+    return [rng.randrange(100, 20_000) for _ in range(num_tokens)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_workers_say_what_one_says(fleet: Fleet, name: str) -> None:
+    path, body = CASES[name]
+    handed = hand_over(fleet, path, body)
+    assert handed.transfer is not None
+    assert comparable(handed.events) == comparable(alone(fleet, path, body))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 4 * BLOCK, 4 * BLOCK + 1, 50 * BLOCK + 7])
+@pytest.mark.parametrize("dialect", ["stoker", "vllm"])
+def test_only_what_cannot_be_pulled_is_computed(fleet: Fleet, num_tokens: int, dialect: str) -> None:
+    fields = {"prompt": prompt(num_tokens, len(dialect)), "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    expected = fleet.unified.complete(**fields).text
+    wait_for(lambda: fleet.decode.is_idle)
+    before = fleet.decode.metrics()
+    if dialect == "stoker":
+        handed = hand_over(fleet, COMPLETIONS, fields)
+        text = "".join(json.loads(event[6:])["choices"][0]["text"] for event in handed.events if b"[DONE]" not in event)
+    else:
+        kept = fleet.prefill.complete(**fields | {"max_tokens": 1, "kv_transfer_params": VLLM_KEEP}).json
+        assert kept["choices"][0]["finish_reason"] == "length"
+        text = fleet.decode.complete(**fields, kv_transfer_params=kept["kv_transfer_params"]).text
+    assert text == expected
+    num_new = 5 if dialect == "stoker" else 6  # a forward each, the first of them over the last known token
+    computed = "stoker_computed_tokens_total"
+    wait_for(lambda: fleet.decode.metrics()[computed] >= before[computed] + num_new and fleet.decode.is_idle)
+    after = fleet.decode.metrics()
+    assert after[computed] - before[computed] == num_new
+    num_pulled = after["stoker_kv_pulled_tokens_total"] - before["stoker_kv_pulled_tokens_total"]
+    assert num_pulled == (num_tokens if dialect == "stoker" else num_tokens - 1)
+
+
+def test_the_next_turn_finds_what_was_pulled(fleet: Fleet) -> None:
+    fields = {"prompt": prompt(5 * BLOCK), "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    hand_over(fleet, COMPLETIONS, fields)
+    before = pulled(fleet)
+    again = hand_over(fleet, COMPLETIONS, fields | {"max_tokens": 5})
+    assert comparable(again.events) == comparable(alone(fleet, COMPLETIONS, fields | {"max_tokens": 5}))
+    assert pulled(fleet) - before < BLOCK, "blocks that decode has are not moved"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"remote_engine_id": "e-of-another-life"},
+        {"remote_port": 1},
+        {"remote_request_id": "nobody-0"},
+        {"transfer_mode": "pull"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_ticket_that_opens_nothing_costs_time_alone(fleet: Fleet, change: dict[str, Any]) -> None:
+    body = {"prompt": prompt(3 * BLOCK + 1, len(str(change))), "max_tokens": 6, "temperature": 0}
+    before = pulled(fleet)
+    handed = hand_over(fleet, COMPLETIONS, body, change)
+    assert comparable(handed.events) == comparable(alone(fleet, COMPLETIONS, body))
+    assert pulled(fleet) == before
+
+
+def test_a_lease_that_nobody_came_for_ends(fleet: Fleet) -> None:
+    answer = fleet.prefill.complete(prompt(3 * BLOCK, 7), max_tokens=1, kv_transfer_params=VLLM_KEEP).json
+    wait_for(lambda: fleet.prefill.metrics()["stoker_kv_leases"] >= 1)
+    wait_for(lambda: fleet.prefill.metrics()["stoker_kv_leases"] == 0, 10)
+    text = fleet.decode.complete(
+        prompt(3 * BLOCK, 7), max_tokens=4, temperature=0, kv_transfer_params=answer["kv_transfer_params"]
+    ).text
+    assert text == fleet.unified.complete(prompt(3 * BLOCK, 7), max_tokens=4, temperature=0).text
+
+
+def test_every_lease_is_returned(fleet: Fleet) -> None:
+    for seed in range(4):
+        hand_over(fleet, COMPLETIONS, {"prompt": prompt(40, seed), "max_tokens": 3, "n": 2, "ignore_eos": True})
+    wait_for(lambda: fleet.prefill.metrics()["stoker_kv_leases"] == 0, 2.5)  # less than a lease's own end
+    wait_for(lambda: fleet.prefill.is_idle and fleet.decode.is_idle)
+    info = [worker.metrics() for worker in (fleet.prefill, fleet.decode)]
+    assert all(values["stoker_kv_blocks_free"] == values["stoker_kv_blocks"] for values in info)
+
+
+def test_a_prefetch_changes_no_answer(fleet: Fleet) -> None:
+    body = {"messages": [{"role": "user", "content": "Once upon a time " * 20}], "max_tokens": 4, "temperature": 0}
+    kept = fleet.prefill.send(CHAT, body | {"max_tokens": 1, "kv_transfer_params": VLLM_KEEP}).json
+    pull = {"kv_transfer_params": kept["kv_transfer_params"]}
+    hint = json.dumps({"request": body} | pull).encode()
+    assert fleet.decode.send("/stoker/prefetch", hint).status == 401
+    headers = {"Content-Type": "application/json", "x-stoker-secret": "sesame"}
+    request = urllib.request.Request(f"{fleet.decode.url}/stoker/prefetch", hint, headers)
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        assert answer.status == 202
+    answered = fleet.decode.send(CHAT, body | pull).json
+    assert answered["choices"] == fleet.unified.send(CHAT, body).json["choices"]
+
+
+def test_any_worker_answers_whole_requests(fleet: Fleet) -> None:
+    fields = {"prompt": prompt(33, 9), "max_tokens": 8, "temperature": 0}
+    texts = {worker.complete(**fields).text for worker in (fleet.unified, fleet.prefill, fleet.decode)}
+    assert len(texts) == 1
+    assert [worker.send("/load").json["role"] for worker in (fleet.unified, fleet.prefill, fleet.decode)] == [
+        "unified",
+        "prefill",
+        "decode",
+    ]
+    assert fleet.decode.complete("x", max_tokens=1, kv_transfer_params=VLLM_KEEP).status == 400
