@@ -1,0 +1,239 @@
+"""The fleet's life: carries out what the supervisor says, and tells it what happened. All decisions are the supervisor's."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from stoker.base.errors import StokerError
+from stoker.up.config import UpConfig
+from stoker.up.plan import FleetPlan, Kind, Part
+from stoker.up.process import PartProcess, put_aside
+from stoker.up.state import FleetState, PartInfo, RunDir
+from stoker.up.supervisor import How, Patience, Phase, Start, Stop, Supervisor, ended_how
+from stoker.up.terminal import Terminal
+
+EXIT_INTERRUPTED = 130
+_CANNOT_RUN = 127  # as a shell says it of a program that is not there
+_PROBE_S = 0.1
+_ANSWER_S = 2.0
+_SEEN_S = 15.0  # for the gateway to have looked at workers that are ready
+_LAST_LINES = 15
+
+
+class FleetFailed(StokerError):
+    """A part cannot start; the message has the end of its log."""
+
+    code = "fleet_failed"
+
+
+@dataclass(slots=True, eq=False)
+class Fleet:
+    plan: FleetPlan
+    up: UpConfig
+    run_dir: RunDir
+    log_dir: Path
+    admin_token: str
+    admin_token_file: Path
+    environment: Mapping[str, str]
+    terminal: Terminal
+    on_stopped: Callable[[], None]  # all parts have ended, in whatever way
+    supervisor: Supervisor = field(init=False)
+    _parts: dict[str, Part] = field(init=False)
+    _processes: dict[str, PartProcess] = field(init=False, default_factory=dict)
+    _tasks: asyncio.TaskGroup = field(init=False)
+    _changed: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    _last_words: dict[str, list[str]] = field(init=False, default_factory=dict)
+    _welcomed: bool = field(init=False, default=False)
+    _started_at: float = field(init=False, default_factory=time.time)
+
+    def __post_init__(self) -> None:
+        patience = Patience(self.up.first_pause_s, self.up.longest_pause_s, self.up.healthy_s, self.up.start_s)
+        self._parts = {part.name: part for part in self.plan.parts}
+        self.supervisor = Supervisor([part.rule for part in self.plan.parts], patience)
+
+    async def run(self) -> int:
+        """Until all parts have ended. FleetFailed where one of them could not start."""
+        self._listen_to_signals()
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                while not self.supervisor.is_over:
+                    await self._carry_out()
+                    self._write_state()
+                    await self._wait()
+        finally:
+            for process in self._processes.values():
+                process.tell(How.KILL)
+            self.on_stopped()
+        self.terminal.say("all parts have ended")
+        if (failure := self.supervisor.failure) is not None:
+            words = "\n  ".join(self._last_words.get(failure.name, []))
+            raise FleetFailed(
+                f"{failure.name} cannot run: {failure.reason}. The end of {self._log_path(failure.name)}:\n  {words}"
+            )
+        return 0 if self._welcomed else EXIT_INTERRUPTED
+
+    async def _carry_out(self) -> None:
+        for action in self.supervisor.actions(time.monotonic()):
+            match action:
+                case Start(name=name):
+                    await self._start(self._parts[name])
+                case Stop(name=name, how=how):
+                    self._say_stop(name, how)
+                    if (process := self._processes.get(name)) is not None:
+                        process.tell(how)
+
+    async def _wait(self) -> None:
+        delay_s = self.supervisor.next_look_s() - time.monotonic()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), min(max(0.0, delay_s), 3600.0))
+        self._changed.clear()
+
+    # ---- parts
+
+    async def _start(self, part: Part) -> None:
+        log_path = self._log_path(part.name)
+        put_aside(log_path, int(self.up.log_mib * (1 << 20)))
+        restarts = self.supervisor.parts[part.name].restarts
+        self.terminal.say(f"{part.name}: starting{' again' if restarts else ''}")
+        try:
+            process = await PartProcess.start(part.command, {**self.environment, **part.env}, log_path)
+        except OSError as error:
+            self._last_words[part.name] = [f"{part.command[0]}: {error.strerror}"]
+            self._exited(part.name, _CANNOT_RUN)
+            return
+        self._processes[part.name] = process
+        self._tasks.create_task(self._live(part, process))
+
+    async def _live(self, part: Part, process: PartProcess) -> None:
+        """One process of a part, from its start to its end."""
+        probe = asyncio.create_task(self._until_ready(part, process))
+        try:
+            code = await process.wait()
+        finally:
+            probe.cancel()
+            await asyncio.gather(probe, return_exceptions=True)
+        del self._processes[part.name]
+        self._last_words[part.name] = process.log.last_lines(_LAST_LINES)
+        self._exited(part.name, code)
+
+    def _exited(self, name: str, code: int) -> None:
+        self.supervisor.exited(name, code, time.monotonic())
+        state = self.supervisor.parts[name]
+        if state.phase is Phase.PAUSED:
+            pause_s = state.due_s - time.monotonic()
+            self.terminal.say(f"{name}: ended {ended_how(code)}; starting it again in {max(0.0, pause_s):.1f} s")
+        self._changed.set()
+
+    async def _until_ready(self, part: Part, process: PartProcess) -> None:
+        timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            while not await _answers(session, part):
+                if part.kind is Kind.WORKER:
+                    for words in process.log.new_words():
+                        self.terminal.say(f"{part.name}: {words}")
+                await asyncio.sleep(_PROBE_S)
+        self.supervisor.ready(part.name, time.monotonic())
+        self.terminal.say(f"{part.name}: ready at {part.address}")
+        self._changed.set()
+        if self.supervisor.all_ready and not self._welcomed and not self.supervisor.stopping:
+            self._welcomed = True
+            self._tasks.create_task(self._welcome())
+
+    async def _welcome(self) -> None:
+        await self._until_seen()
+        if self.supervisor.stopping:
+            return
+        pids = {name: str(process.pid) for name, process in self._processes.items()}
+        rows = [
+            (part.name, part.role, part.address, pids.get(part.name, "-"), self._log_path(part.name).name)
+            for part in self.plan.parts
+        ]
+        self.terminal.welcome(self.plan, rows, str(self.log_dir))
+
+    async def _until_seen(self) -> None:
+        """Ready workers are of use once the gateway knows them to be."""
+        until = time.monotonic() + _SEEN_S
+        headers = {"Authorization": f"Bearer {self.admin_token}"}
+        wanted = {urlsplit(part.address).netloc for part in self.plan.parts if part.kind is Kind.WORKER}
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ANSWER_S), headers=headers) as session:
+            while time.monotonic() < until and not self.supervisor.stopping:
+                with suppress(aiohttp.ClientError, TimeoutError, OSError):
+                    async with session.get(f"{self.plan.gateway.url}/admin/fleet", ssl=False) as answer:
+                        workers = (await answer.json())["workers"]
+                        if wanted <= {one["worker"] for one in workers if one["usable"] and one["models"]}:
+                            return
+                await asyncio.sleep(_PROBE_S)
+
+    # ---- telling
+
+    def _listen_to_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup is taken at its word
+                loop.add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        self.supervisor.stop()
+        self._changed.set()
+
+    def _say_stop(self, name: str, how: How) -> None:
+        if self._parts[name].kind is Kind.GATEWAY and how is How.ASK and self._welcomed:
+            self.terminal.say("stopping: the gateway finishes what runs; once more to stop now")
+        elif how is not How.ASK:
+            self.terminal.say(f"{name}: {'told to end now' if how is How.INSIST else 'killed'}")
+
+    def _log_path(self, name: str) -> Path:
+        return self.log_dir / f"{name}.log"
+
+    def _write_state(self) -> None:
+        parts = []
+        for name, part in self._parts.items():
+            state, process = self.supervisor.parts[name], self._processes.get(name)
+            parts.append(
+                PartInfo(
+                    name=name,
+                    kind=part.kind.value,
+                    role=part.role,
+                    address=part.address,
+                    phase=state.phase.value,
+                    pid=None if process is None else process.pid,
+                    restarts=state.restarts,
+                    last_code=state.last_code,
+                    log=str(self._log_path(name)),
+                )
+            )
+        self.run_dir.write_state(
+            FleetState(
+                pid=os.getpid(),
+                started_at=self._started_at,
+                gateway_url=self.plan.gateway.url,
+                admin_token_file=str(self.admin_token_file),
+                store_name=self.plan.store_name,
+                log_dir=str(self.log_dir),
+                models=list(self.plan.models),
+                parts=parts,
+            )
+        )
+
+
+async def _answers(session: aiohttp.ClientSession, part: Part) -> bool:
+    try:
+        if part.ready_path is None:
+            host, _, port = part.address.rpartition(":")
+            _, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port)), _ANSWER_S)
+            writer.close()
+            return True
+        async with session.get(part.address + part.ready_path, ssl=False) as answer:
+            return answer.status == 200
+    except (aiohttp.ClientError, TimeoutError, OSError):
+        return False

@@ -1,0 +1,212 @@
+"""How a fleet is: what `stoker up` knows of its parts, what the gateway knows of the workers, what the workers know of
+their KV. Each is asked once, with a deadline; who does not answer is shown as such.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+
+from stoker.up.state import FleetState
+from stoker.up.supervisor import Phase
+from stoker.up.terminal import table
+
+_ANSWER_S = 3.0
+_TIER = re.compile(r'stoker_kv_tier_(\w+)\{tier="([^"]+)"\} (\S+)')
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class PartStatus:
+    name: str
+    role: str
+    address: str
+    health: str
+    pid: int | None = None
+    restarts: int | None = None
+    last_code: int | None = None
+    log: str | None = None
+    load: dict[str, Any] = field(default_factory=dict)
+    tiers: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class FleetStatus:
+    gateway_url: str
+    healthy: bool
+    gateway: dict[str, Any] | None  # as it says itself; None: it does not answer, or not to us
+    parts: list[PartStatus]
+    pid: int | None = None  # of `stoker up`
+    up_s: float | None = None
+    models: list[str] = field(default_factory=list)
+    reason: str | None = None  # why the gateway's word is missing
+
+    def as_json(self) -> bytes:
+        return msgspec.json.format(msgspec.json.encode(asdict(self)))
+
+
+async def look(url: str, token: str | None, fleet: FleetState | None = None) -> FleetStatus:
+    """`fleet`: what `stoker up` wrote down, where it runs here."""
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        status, workers, reason = None, [], None
+        try:
+            status = await _get(session, f"{url}/admin/status", headers)
+            workers = (await _get(session, f"{url}/admin/fleet", headers))["workers"]
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            reason = f"{url} does not tell: {_words(error)}"
+        known = {one["worker"]: one for one in workers}
+        listed = _of_fleet(fleet, known, status) if fleet else []
+        ours = {urlsplit(part.address).netloc for part in listed}
+        others = [one for name, one in known.items() if name not in ours]
+        listed += [PartStatus(one["worker"], one["role"], one["url"], _health(one), load=_load(one)) for one in others]
+        pages = await asyncio.gather(*(_tiers(session, part) for part in listed))
+    parts = [replace(part, tiers=tiers) for part, tiers in zip(listed, pages, strict=True)]
+    healthy = reason is None and bool(parts) and all(part.health == "ready" for part in parts)
+    return FleetStatus(
+        gateway_url=url,
+        healthy=healthy,
+        gateway=status,
+        parts=parts,
+        pid=fleet.pid if fleet else None,
+        up_s=round(time.time() - fleet.started_at, 1) if fleet else None,
+        models=sorted({model for one in workers for model in one["models"]}) or (fleet.models if fleet else []),
+        reason=reason,
+    )
+
+
+def _of_fleet(fleet: FleetState, known: dict[str, Any], gateway: dict[str, Any] | None) -> list[PartStatus]:
+    parts = []
+    for part in fleet.parts:
+        worker = known.get(urlsplit(part.address).netloc)
+        health, load = part.phase, {}
+        if part.kind == "worker" and worker is not None:
+            load = _load(worker)
+            health = _health(worker) if part.phase == Phase.READY else part.phase
+        elif part.kind == "gateway" and gateway is not None:
+            load = {name: gateway[name] for name in ("running_requests", "waiting_requests")}
+            health = "draining" if gateway["draining"] else part.phase
+        parts.append(
+            PartStatus(
+                part.name, part.role, part.address, str(health), part.pid, part.restarts, part.last_code, part.log, load
+            )
+        )
+    return parts
+
+
+def _health(worker: dict[str, Any]) -> str:
+    """In one word, as the gateway sees it."""
+    if worker["draining"]:
+        return "draining"
+    return "ready" if worker["usable"] else "unusable"
+
+
+def _load(worker: dict[str, Any]) -> dict[str, Any]:
+    report = worker["report"] or {}
+    names = ("running_sequences", "waiting_sequences", "waiting_tokens", "kv_used")
+    return {"requests": worker["reserved"]["requests"], **{name: report[name] for name in names if name in report}}
+
+
+async def _tiers(session: aiohttp.ClientSession, part: PartStatus) -> dict[str, dict[str, float]]:
+    """A worker's own figures of each tier; none where it has none, or does not answer."""
+    if part.role not in ("prefill", "decode", "unified") or not part.address.startswith("http"):
+        return {}
+    try:
+        async with session.get(f"{part.address}/metrics", ssl=False) as answer:
+            return tier_figures(await answer.text())
+    except (aiohttp.ClientError, TimeoutError, OSError):
+        return {}
+
+
+def tier_figures(page: str) -> dict[str, dict[str, float]]:
+    tiers: dict[str, dict[str, float]] = {}
+    for name, tier, value in _TIER.findall(page):
+        tiers.setdefault(tier, {})[name.removesuffix("_total")] = float(value)
+    return tiers
+
+
+async def _get(session: aiohttp.ClientSession, url: str, headers: dict[str, str]) -> Any:
+    async with session.get(url, headers=headers, ssl=False) as answer:
+        answer.raise_for_status()
+        return await answer.json()
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, aiohttp.ClientResponseError):
+        hint = "; give its token with --admin-token-file" if error.status == 401 else ""
+        return f"status {error.status}{hint}"
+    return str(error) or type(error).__name__
+
+
+# ---- for people
+
+
+def shown(status: FleetStatus) -> str:
+    up = "" if status.up_s is None else f", up for {_duration(status.up_s)}, process {status.pid}"
+    lines = [f"Fleet at {status.gateway_url}{up}: {', '.join(status.models) or 'no model is known yet'}"]
+    if status.reason:
+        lines.append(status.reason)
+    rows = [
+        (
+            part.name,
+            part.role,
+            part.health,
+            part.address,
+            _or_dash(part.pid),
+            _or_dash(part.restarts),
+            _load_words(part.load),
+        )
+        for part in status.parts
+    ]
+    lines += ["", table(("PART", "ROLE", "HEALTH", "ADDRESS", "PID", "RESTARTS", "LOAD"), rows)]
+    tiers = [_tier_row(part.name, tier, figures) for part in status.parts for tier, figures in part.tiers.items()]
+    if tiers:
+        lines += ["", table(("WORKER", "TIER", "BLOCKS", "USED", "OF", "HITS", "MISSES", "EVICTED", "ERRORS"), tiers)]
+    return "\n".join(lines)
+
+
+def _tier_row(part: str, tier: str, figures: dict[str, float]) -> Sequence[str]:
+    count = [f"{figures[name]:,.0f}" if name in figures else "-" for name in ("blocks", "hits", "misses", "evicted")]
+    size = [_size(figures[name]) if name in figures else "-" for name in ("used_bytes", "capacity_bytes")]
+    errors = figures.get("errors", 0) + figures.get("corrupt", 0)
+    return (part, tier, count[0], *size, *count[1:], f"{errors:,.0f}")
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / _GIB:.2f} GiB" if num_bytes >= _GIB else f"{num_bytes / (1 << 20):.1f} MiB"
+
+
+def _load_words(load: dict[str, Any]) -> str:
+    words = []
+    for name, unit in (
+        ("requests", "given"),
+        ("running_requests", "running"),
+        ("waiting_requests", "waiting"),
+        ("running_sequences", "running"),
+        ("waiting_sequences", "waiting"),
+    ):
+        if name in load:
+            words.append(f"{load[name]} {unit}")
+    if "kv_used" in load:
+        words.append(f"KV {100 * load['kv_used']:.0f}%")
+    return ", ".join(words) or "-"
+
+
+def _or_dash(value: int | None) -> str:
+    return "-" if value is None else str(value)
+
+
+def _duration(seconds: float) -> str:
+    minutes, hours = int(seconds) // 60, int(seconds) // 3600
+    if hours >= 48:
+        return f"{hours // 24} days"
+    return f"{hours} h {minutes % 60} min" if hours else f"{minutes} min" if minutes else f"{seconds:.0f} s"

@@ -1,0 +1,66 @@
+"""What the person who typed `stoker up` sees: who is doing what while it starts, what is running, what was started again."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import IO
+
+from stoker.up.plan import FleetPlan
+
+_QUESTION = "What is the capital of France?"
+
+
+class Terminal:
+    """Progress goes to `err`, what is running to `out`."""
+
+    def __init__(self, out: IO[str] | None = None, err: IO[str] | None = None) -> None:
+        self._out = out or sys.stdout
+        self._err = err or sys.stderr
+        self._started_s = time.monotonic()
+        self._stage = ""
+        self._unfinished = False  # the line will be written over
+
+    def say(self, text: str) -> None:
+        start = "\r\033[K" if self._unfinished else ""
+        self._unfinished = False
+        print(f"{start}{time.monotonic() - self._started_s:6.1f} s  {text}", file=self._err, flush=True)
+
+    def progress(self, stage: str, done: int, total: int) -> None:
+        """On a terminal one line that is written over; elsewhere a line a stage."""
+        if self._err.isatty() and total:
+            part = f"{stage} {100 * done // total}%"
+            print(f"\r\033[K{time.monotonic() - self._started_s:6.1f} s  {part}", end="", file=self._err, flush=True)
+            self._unfinished = True
+            if done >= total:
+                print(file=self._err)
+                self._unfinished = False
+        elif stage != self._stage:
+            self.say(stage)
+        self._stage = stage
+
+    def welcome(self, plan: FleetPlan, rows: Sequence[Sequence[str]], log_dir: str) -> None:
+        key = " -H 'Authorization: Bearer KEY'" if plan.wants_keys else ""
+        insecure = " -k" if plan.gateway.tls else ""
+        body = {"model": plan.models[0] if plan.models else "MODEL", "temperature": 0}
+        body |= {"messages": [{"role": "user", "content": _QUESTION}]}
+        print(
+            f"""
+{table(("PART", "ROLE", "ADDRESS", "PID", "LOG"), rows)}
+
+Logs lie in {log_dir}. `stoker status` shows how it goes; Ctrl-C stops everything. Try:
+
+curl -s{insecure} {plan.gateway.url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\
+  -d '{json.dumps(body)}'
+""",
+            file=self._out,
+            flush=True,
+        )
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)

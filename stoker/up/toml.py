@@ -1,0 +1,33 @@
+"""A table as TOML text: the standard library reads it, and has nothing to write it with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+
+def dumps(table: Mapping[str, Any]) -> str:
+    """One line for each top-level name, whatever lies below it."""
+    return "".join(f"{_key(name)} = {_value(value)}\n" for name, value in table.items())
+
+
+def _key(name: str) -> str:
+    return name if name.replace("-", "").replace("_", "").isalnum() and name.isascii() else _text(name)
+
+
+def _text(text: str) -> str:
+    # JSON's escapes are TOML's, as long as characters beyond 16 bits are not split in two; TOML wants DEL escaped as well.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_key(name)} = {_value(inner)}" for name, inner in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    if isinstance(value, int | float):
+        return repr(value)
+    return _text(str(value))

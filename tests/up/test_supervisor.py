@@ -1,0 +1,243 @@
+"""The supervisor on a virtual clock: made-up processes that come up, hang, crash and end, in any order."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from stoker.up.supervisor import Failure, How, Patience, Phase, Rule, Start, Stop, Supervisor
+
+STORE, GATEWAY, PREFILL, DECODE = (
+    Rule("store", 0, 2, 5.0),
+    Rule("gateway", 1, 0, 100.0),
+    Rule("prefill-0", 2, 1, 20.0),
+    Rule("decode-0", 2, 1, 20.0),
+)
+RULES = (STORE, GATEWAY, PREFILL, DECODE)
+
+
+class World:
+    """Carries out what it is told, and checks that it makes sense."""
+
+    def __init__(self, patience: Patience | None = None) -> None:
+        self.now = 0.0
+        self.supervisor = Supervisor(RULES, patience or Patience())
+        self.running: set[str] = set()
+        self.been_ready: set[str] = set()
+        self.log: list[tuple[str, str]] = []
+        self.told: dict[str, int] = {}
+
+    def look(self) -> list[Start | Stop]:
+        actions = self.supervisor.actions(self.now)
+        for action in actions:
+            if isinstance(action, Start):
+                assert action.name not in self.running, f"{action.name} was started twice"
+                assert not self.supervisor.stopping, "nothing is started while all ends"
+                rank = self.supervisor.parts[action.name].rule.start_rank
+                assert all(rule.name in self.been_ready for rule in RULES if rule.start_rank < rank)
+                self.running.add(action.name)
+                self.told[action.name] = 0
+                self.log.append(("start", action.name))
+            else:
+                assert action.name in self.running, f"{action.name} does not run"
+                assert action.how > self.told[action.name], "it was told so before"
+                self.told[action.name] = action.how
+                self.log.append((action.how.name.lower(), action.name))
+        return actions
+
+    def ready(self, name: str) -> None:
+        self.been_ready.add(name)
+        self.supervisor.ready(name, self.now)
+
+    def exit(self, name: str, code: int = -9) -> None:
+        self.running.remove(name)
+        self.supervisor.exited(name, code, self.now)
+
+    def bring_up(self) -> None:
+        while not self.supervisor.all_ready:
+            for action in self.look():
+                assert isinstance(action, Start)
+                self.ready(action.name)
+        self.log.clear()
+
+    def pass_time(self, seconds: float) -> list[Start | Stop]:
+        self.now += seconds
+        return self.look()
+
+    @property
+    def phases(self) -> dict[str, Phase]:
+        return {name: part.phase for name, part in self.supervisor.parts.items()}
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_ranks_start_one_after_the_other_and_a_rank_at_once(world: World) -> None:
+    assert world.look() == [Start("store")]
+    assert world.look() == []
+    world.ready("store")
+    assert world.look() == [Start("gateway")]
+    world.ready("gateway")
+    assert world.look() == [Start("prefill-0"), Start("decode-0")]
+    assert not world.supervisor.all_ready
+    world.ready("prefill-0")
+    world.ready("decode-0")
+    assert world.supervisor.all_ready
+    assert world.supervisor.next_look_s() == math.inf
+
+
+def test_the_pause_doubles_and_a_healthy_minute_begins_anew(world: World) -> None:
+    world.bring_up()
+    for pause_s in (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0):
+        world.exit("decode-0")
+        assert world.supervisor.next_look_s() == world.now + pause_s
+        assert world.pass_time(pause_s - 0.1) == []
+        assert world.pass_time(0.11) == [Start("decode-0")]
+        world.pass_time(59)  # however long it takes to start: it was not ready yet
+        world.ready("decode-0")
+    assert world.supervisor.parts["decode-0"].restarts == 8
+    world.pass_time(60)
+    world.exit("decode-0")
+    assert world.supervisor.next_look_s() == world.now + 0.5
+    assert world.supervisor.failure is None
+
+
+def test_a_part_that_crashes_leaves_the_others_alone(world: World) -> None:
+    world.bring_up()
+    world.exit("store")
+    world.pass_time(0.5)
+    world.ready("store")
+    assert world.log == [("start", "store")]
+    assert world.supervisor.all_ready
+
+
+def test_who_ends_before_it_was_ever_ready_ends_all(world: World) -> None:
+    for name in ("store", "gateway"):
+        world.look()
+        world.ready(name)
+    world.look()
+    world.ready("prefill-0")
+    world.exit("decode-0", 2)
+    assert world.supervisor.failure == Failure("decode-0", "it ended with code 2 before it was ready")
+    assert {(action.name, action.how) for action in world.look() if isinstance(action, Stop)} == {
+        (name, How.INSIST) for name in ("store", "gateway", "prefill-0")
+    }
+    for name in list(world.running):
+        world.exit(name, 0)
+    world.look()
+    assert world.supervisor.is_over
+
+
+def test_who_is_not_ready_in_time_ends_all_at_first_and_only_itself_later() -> None:
+    world = World(Patience(start_s=10))
+    world.look()
+    assert world.pass_time(10) == [Stop("store", How.INSIST)]
+    assert world.supervisor.failure == Failure("store", "it was not ready after 10 s")
+    world = World(Patience(start_s=10))
+    world.bring_up()
+    world.exit("gateway")
+    assert world.pass_time(1) == [Start("gateway")]
+    assert world.pass_time(10) == [Stop("gateway", How.KILL)]
+    assert world.pass_time(10) == []
+    world.exit("gateway")
+    assert world.supervisor.failure is None
+    assert world.pass_time(1) == [Start("gateway")]
+
+
+def test_the_gateway_drains_before_workers_end_and_the_store_is_last(world: World) -> None:
+    world.bring_up()
+    world.supervisor.stop()
+    assert world.look() == [Stop("gateway", How.ASK)]
+    assert world.pass_time(50) == []  # it is still finishing requests
+    world.exit("gateway", 0)
+    assert world.look() == [Stop("prefill-0", How.ASK), Stop("decode-0", How.ASK)]
+    world.exit("decode-0", 0)
+    assert world.look() == []
+    world.exit("prefill-0", 0)
+    assert world.look() == [Stop("store", How.ASK)]
+    world.exit("store", 0)
+    assert world.look() == []
+    assert world.supervisor.is_over
+    assert world.supervisor.failure is None
+
+
+def test_who_does_not_end_in_time_is_killed(world: World) -> None:
+    world.bring_up()
+    world.supervisor.stop()
+    world.look()
+    assert world.supervisor.next_look_s() == 100
+    assert world.pass_time(100) == [Stop("gateway", How.KILL)]
+
+
+def test_a_second_and_a_third_request_to_end_are_stronger(world: World) -> None:
+    world.bring_up()
+    world.exit("decode-0")
+    for how, names in ((How.ASK, ["gateway"]), (How.INSIST, ["gateway", "prefill-0", "store"])):
+        world.supervisor.stop()
+        assert sorted(world.look(), key=str) == sorted((Stop(name, how) for name in names), key=str)
+    assert world.phases["decode-0"] is Phase.STOPPED
+    world.supervisor.stop()
+    assert {action.how for action in world.look() if isinstance(action, Stop)} == {How.KILL}
+    world.supervisor.stop()
+    assert world.look() == []
+    for name in list(world.running):
+        world.exit(name)
+    assert world.supervisor.is_over
+
+
+def test_nothing_is_left_after_stopping_in_the_middle_of_a_start(world: World) -> None:
+    world.look()
+    world.ready("store")
+    world.look()
+    world.supervisor.stop()
+    assert world.look() == [Stop("gateway", How.ASK)]
+    world.exit("gateway", 130)
+    assert world.look() == [Stop("store", How.ASK)]
+    world.exit("store", 0)
+    world.look()
+    assert world.supervisor.is_over
+    assert [name for kind, name in world.log if kind == "start"] == ["store", "gateway"]
+
+
+def test_any_sequence_of_crashes_is_outlived() -> None:
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    for number in range(300):
+        one_life(random.Random(seed + number))
+
+
+def one_life(draw: random.Random) -> None:
+    """Processes start slowly, crash or hang; at some time all is to end. World checks every action."""
+    world = World(Patience(start_s=30))
+    supervisor = world.supervisor
+    stops_at = draw.uniform(0, 300)
+    pauses: dict[str, float] = {}
+    while not supervisor.is_over:
+        for action in world.look():
+            if isinstance(action, Start) and action.name in pauses:
+                assert world.now >= pauses[action.name]
+        name = draw.choice([rule.name for rule in RULES])
+        part = supervisor.parts[name]
+        first = not part.was_ready
+        event = draw.random()
+        if name in world.running:
+            if world.told[name] == How.KILL or (part.phase is Phase.STOPPING and event < 0.3):
+                world.exit(name, 0)
+            elif part.phase is Phase.STARTING and event < 0.5:
+                world.ready(name)
+            elif event > (0.995 if first else 0.9):
+                world.exit(name, draw.choice([-9, -11, 0, 1, 2]))
+                pauses[name] = part.due_s if part.phase is Phase.PAUSED else math.inf
+                assert part.phase is not Phase.PAUSED or 0.499 < part.due_s - world.now < 30.001
+        if world.now >= stops_at and (not supervisor.stopping or draw.random() < 0.05):
+            supervisor.stop()
+        world.now += draw.uniform(0, 2)
+        assert world.now < 3000, "it never ends"
+    assert not world.running
+    assert set(world.phases.values()) == {Phase.STOPPED}
+    if supervisor.failure is not None:
+        assert supervisor.failure.name not in world.been_ready

@@ -1,0 +1,170 @@
+"""What a fleet leaves on the disk and keeps of the system: its place, its ports, its logs; and what status makes of them."""
+
+from __future__ import annotations
+
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stoker.base.errors import ConfigError
+from stoker.cli.main import main
+from stoker.cli.serving import listen
+from stoker.up.ports import KeptPorts
+from stoker.up.process import LogReader, put_aside
+from stoker.up.state import FleetState, PartInfo, abandoned_fleets, living_fleets, open_run_dir
+from stoker.up.status import FleetStatus, PartStatus, shown, tier_figures
+
+PART = PartInfo(
+    name="decode-0",
+    kind="worker",
+    role="decode",
+    address="http://127.0.0.1:9",
+    phase="ready",
+    pid=7,
+    restarts=2,
+    last_code=-9,
+    log="/x.log",
+)
+STATE = FleetState(
+    pid=1,
+    started_at=0.0,
+    gateway_url="http://127.0.0.1:1",
+    admin_token_file="/t",
+    store_name="s",
+    log_dir="/l",
+    models=["m"],
+    parts=[PART],
+)
+
+
+def test_a_place_is_private_and_found_by_others_until_it_is_left(tmp_path: Path) -> None:
+    ours = open_run_dir(tmp_path / "fleets", 8000)
+    assert list(living_fleets(tmp_path / "fleets")) == []  # nothing is known of it yet
+    ours.write_state(STATE)
+    secret = ours.write_secret("secret")
+    assert stat.S_IMODE(ours.path.stat().st_mode) == 0o700
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    assert len(secret.read_text()) > 30
+    assert list(living_fleets(tmp_path / "fleets")) == [STATE]
+    with pytest.raises(ConfigError, match="a fleet runs already on port 8000, process 1"):
+        open_run_dir(tmp_path / "fleets", 8000)
+    ours.remove()
+    assert list((tmp_path / "fleets").iterdir()) == []
+    open_run_dir(tmp_path / "fleets", 8000).remove()
+
+
+def test_a_second_fleet_on_a_port_is_told_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    fleets = tmp_path / "stoker" / "fleets"
+    with listen("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(["up", "--unified", "1", "--port", str(port)]) == 2
+        assert f"port {port} of 127.0.0.1 cannot be used: Address already in use" in capsys.readouterr().err
+        assert list(fleets.iterdir()) == []
+        first = open_run_dir(fleets, port)
+        first.write_state(STATE)
+        assert main(["up", "--unified", "1", "--port", str(port)]) == 2
+        assert f"a fleet runs already on port {port}, process 1" in capsys.readouterr().err
+        first.remove()
+
+
+def test_what_a_killed_fleet_left_is_told_from_a_living_one(tmp_path: Path) -> None:
+    leave = (
+        "import os, sys; sys.path.insert(0, sys.argv[1]); import test_up_files as t; from pathlib import Path\n"
+        "t.open_run_dir(Path(sys.argv[2]), 8000).write_state(t.STATE); os._exit(9)"
+    )
+    subprocess.run([sys.executable, "-c", leave, str(Path(__file__).parent), str(tmp_path)], check=False, timeout=60)
+    living = open_run_dir(tmp_path, 8001)
+    living.write_state(STATE)
+    assert len(list(living_fleets(tmp_path))) == 1
+    (left,) = abandoned_fleets(tmp_path)
+    assert left.left == STATE
+    left.remove()
+    assert list(abandoned_fleets(tmp_path)) == []
+    living.remove()
+
+
+def test_a_kept_port_is_for_its_part_alone() -> None:
+    ports, others = KeptPorts(), KeptPorts()
+    port = ports.take("127.0.0.1", 0)
+    with pytest.raises(ConfigError, match="another part of this fleet has it"):
+        ports.take("127.0.0.1", port)
+    with socket.socket() as other, pytest.raises(OSError):
+        other.bind(("127.0.0.1", port))  # somebody who does not know
+    for _ in range(2):  # the part, and the part started again
+        with listen("127.0.0.1", port) as listener:
+            listener.listen()
+            with pytest.raises(ConfigError, match="Address already in use"):
+                others.take("127.0.0.1", port)
+            assert others.take_after("127.0.0.1", port - 1) > port
+    ports.close()
+    others.close()
+
+
+def test_words_of_a_starting_part_are_shown_and_events_and_traces_are_not(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    log.write_text("of another life\n")
+    reader = LogReader(log)
+    with log.open("a") as file:
+        file.write('loading weights\n{"event": "x"}\nhalf a li')
+        file.flush()
+        assert reader.new_words() == ["loading weights"]
+        file.write("ne\nTraceback (most recent call last):\n  File\nOops: no\n")
+    assert reader.new_words() == ["half a line"]
+    assert reader.last_lines(2) == ["  File", "Oops: no"]
+    assert "of another life" not in reader.last_lines(100)
+
+
+def test_a_log_that_has_grown_is_put_aside_and_three_are_kept(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    put_aside(log, 3)
+    for number in range(6):
+        log.write_text(f"log {number}")
+        put_aside(log, 100)
+        assert log.exists()
+        put_aside(log, 3)
+        assert not log.exists()
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "x.log.1": "log 5",
+        "x.log.2": "log 4",
+        "x.log.3": "log 3",
+    }
+
+
+def test_status_of_a_machine_without_fleets_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert main(["status"]) == 3
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "`stoker up` starts one" in shown.err
+    assert main(["status", "--json"]) == 3
+    assert capsys.readouterr().out == "[]\n"
+    assert main(["status", "--url", "http://127.0.0.1:9"]) == 1
+    assert "http://127.0.0.1:9 does not tell" in capsys.readouterr().out
+
+
+def test_tiers_are_read_from_metrics_and_shown() -> None:
+    page = """# HELP stoker_kv_tier_blocks Blocks
+stoker_kv_tier_blocks{tier="host"} 1234.0
+stoker_kv_tier_used_bytes{tier="host"} 1.073741824e+09
+stoker_kv_tier_hits_total{tier="disk"} 5.0
+stoker_running_requests 3.0
+"""
+    tiers = tier_figures(page)
+    assert tiers == {"host": {"blocks": 1234, "used_bytes": 1 << 30}, "disk": {"hits": 5}}
+    part = PartStatus(
+        "decode-0", "decode", "http://x:1", "ready", 7, 2, load={"requests": 1, "kv_used": 0.5}, tiers=tiers
+    )
+    text = shown(FleetStatus("http://g", True, {}, [part], pid=3, up_s=3700, models=["m"]))
+    assert "up for 1 h 1 min" in text
+    assert "1 given, KV 50%" in text
+    assert text.splitlines()[-2].split() == ["decode-0", "host", "1,234", "1.00", "GiB", "-", "-", "-", "-", "0"]
