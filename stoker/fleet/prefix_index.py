@@ -8,21 +8,21 @@ the middle ends the match there. What was routed to them is believed for `expect
 event confirmed it. Of those without events, what was routed to them is assumed to be there, least recently used
 blocks first out beyond the worker's capacity.
 
-Memory is bounded: beyond `max_entries` (block, worker) pairs, the fullest worker's oldest blocks are forgotten.
+Workers may share a store: what one of them says of a shared medium is the store's, counts once, and counts for all of them.
+
+Memory is bounded: beyond `max_entries` (block, holder) pairs, the fullest holder's oldest blocks are forgotten.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 
 from stoker.base.ids import WorkerId
 
 Key = int | bytes
-
-SHARED = WorkerId("*")  # a store that every worker reads: what it has, all have in their lowest tier
 
 _DEVICE, _HOST, _DISK = range(3)
 _TIERS = {"GPU": _DEVICE, "CPU": _HOST, "CPU_PINNED": _HOST}  # every other medium is slower than these: the disk's tier
@@ -50,7 +50,11 @@ class _Expected:
 
 @dataclass(slots=True, eq=False)
 class _Holder:
+    """A worker, or a store that `members` (bits) share."""
+
     bit: int
+    members: int = 0
+    stores: dict[str, _Holder] = field(default_factory=dict)  # a worker's, by medium
     capacity_blocks: int | None = None
     has_events: bool = False
     # By tier: key -> whether an event said so; the least recently used first.
@@ -63,53 +67,49 @@ class PrefixIndex:
         self._max_entries = max_entries
         self._expected_s = expected_s
         self._holders: dict[WorkerId, _Holder] = {}
+        self._stores: dict[str, _Holder] = {}
         self._ids: dict[int, WorkerId] = {}  # by bit
         self._masks: tuple[dict[Key, int], ...] = ({}, {}, {})
-        self._shared: dict[Key, None] = {}
         self._branches: dict[Key, int] = {}
         self._all = 0  # every worker's bit
+        self._taken = 0  # and every store's
         self._num_entries = 0
 
     def __len__(self) -> int:
-        """(block, worker) pairs, of all tiers."""
-        return self._num_entries + len(self._shared)
+        """(block, holder) pairs, of all tiers."""
+        return self._num_entries
 
     # ---- reading
 
     def match(self, keys: Sequence[Key]) -> dict[WorkerId, Match]:
-        """Every worker with at least the first block, in whatever tier; SHARED: what all others have."""
+        """Every worker with at least the first block, in whatever tier, its stores' among them."""
         ids, (device_masks, host_masks, disk_masks) = self._ids, self._masks
         device = self._walk(keys, device_masks, ())
-        if not (host_masks or disk_masks or self._shared):
+        if not (host_masks or disk_masks):
             return {ids[bit]: Match(count) for bit, count in device.items()}
         host = self._walk(keys, device_masks, (host_masks,)) if host_masks else device
-        disk = self._walk(keys, device_masks, (host_masks, disk_masks), self._shared)
+        disk = self._walk(keys, device_masks, (host_masks, disk_masks)) if disk_masks else host
         found = {}
         for bit, count in disk.items():
             in_device = device.get(bit, 0)
             in_host = host.get(bit, in_device)
             found[ids[bit]] = Match(in_device, in_host - in_device, count - in_host)
-        if self._shared:
-            count = next((at for at, key in enumerate(keys) if key not in self._shared), len(keys))
-            found[SHARED] = Match(0, 0, count)
         return found
 
-    def _walk(
-        self,
-        keys: Sequence[Key],
-        masks: dict[Key, int],
-        below: Sequence[dict[Key, int]],
-        shared: dict[Key, None] | None = None,
-    ) -> dict[int, int]:
+    def _walk(self, keys: Sequence[Key], masks: dict[Key, int], below: Sequence[dict[Key, int]]) -> dict[int, int]:
         """By worker's bit: the leading blocks that it has in any of these tiers, if there are any."""
         left, count, found = self._all, 0, {}
+        stores = list(self._stores.values()) if below else ()
         holders_of = masks.get
         for key in keys:
             holders = holders_of(key, 0)
             if holders & left != left:
                 for mask in below:
                     holders |= mask.get(key, 0)
-                lost = 0 if shared and key in shared else left & ~holders
+                for store in stores:
+                    if holders & store.bit:
+                        holders |= store.members
+                lost = left & ~holders
                 left ^= lost
                 while lost and count:
                     bit = lost & -lost
@@ -132,12 +132,9 @@ class PrefixIndex:
     # ---- events
 
     def stored(self, worker_id: WorkerId, keys: Iterable[Key], medium: str = "GPU") -> None:
-        if worker_id == SHARED:
-            self._shared.update(dict.fromkeys(keys))
-            self._bound()
-            return
         holder = self._holder(worker_id)
         holder.has_events = True
+        holder = holder.stores.get(medium, holder)
         tier = _TIERS.get(medium, _DISK)
         held, masks = holder.held[tier], self._masks[tier]
         for key in keys:
@@ -148,24 +145,30 @@ class PrefixIndex:
         self._bound()
 
     def removed(self, worker_id: WorkerId, keys: Iterable[Key], medium: str = "GPU") -> None:
-        if worker_id == SHARED:
-            for key in keys:
-                self._shared.pop(key, None)
-            return
         holder = self._holders.get(worker_id)
         if holder is not None:
-            self._drop(holder, _TIERS.get(medium, _DISK), keys)
+            self._drop(holder.stores.get(medium, holder), _TIERS.get(medium, _DISK), keys)
 
     def cleared(self, worker_id: WorkerId) -> None:
-        """The worker has nothing any more, in no tier."""
-        if worker_id == SHARED:
-            self._shared.clear()
-            return
+        """The worker has nothing any more, in no tier. What it shares with others is still theirs."""
         holder = self._holders.get(worker_id)
         if holder is not None:
-            for tier, held in enumerate(holder.held):
-                self._drop(holder, tier, list(held))
-            holder.expected.clear()
+            self._empty(holder)
+            for store in holder.stores.values():
+                if store.members == holder.bit:
+                    self._empty(store)
+
+    def share(self, worker_id: WorkerId, stores: Mapping[str, str]) -> None:
+        """From now on the worker's blocks in each of these media are those of the store named."""
+        holder = self._holder(worker_id)
+        left, holder.stores = holder.stores, {}
+        for medium, name in stores.items():
+            store = self._stores.get(name)
+            if store is None:
+                store = self._stores[name] = _Holder(self._new_bit())
+            store.members |= holder.bit
+            holder.stores[medium] = store
+        self._leave(holder, left.values())
 
     # ---- our own routing
 
@@ -200,11 +203,14 @@ class PrefixIndex:
 
     def forget(self, worker_id: WorkerId) -> None:
         """The worker has left the fleet."""
-        self.cleared(worker_id)
         holder = self._holders.pop(worker_id, None)
         if holder is not None:
+            self._empty(holder)
+            left, holder.stores = holder.stores, {}
+            self._leave(holder, left.values())
             del self._ids[holder.bit]
             self._all ^= holder.bit
+            self._taken ^= holder.bit
 
     # ---- inside
 
@@ -218,11 +224,30 @@ class PrefixIndex:
     def _holder(self, worker_id: WorkerId) -> _Holder:
         holder = self._holders.get(worker_id)
         if holder is None:
-            bit = (self._all + 1) & ~self._all  # the lowest free one
-            holder = self._holders[worker_id] = _Holder(bit)
-            self._ids[bit] = worker_id
-            self._all |= bit
+            holder = self._holders[worker_id] = _Holder(self._new_bit())
+            self._ids[holder.bit] = worker_id
+            self._all |= holder.bit
         return holder
+
+    def _new_bit(self) -> int:
+        bit = (self._taken + 1) & ~self._taken  # the lowest free one
+        self._taken |= bit
+        return bit
+
+    def _leave(self, holder: _Holder, stores: Iterable[_Holder]) -> None:
+        """A store that nobody reads any more is forgotten: nobody tells what becomes of it."""
+        for store in stores:
+            if store not in holder.stores.values():
+                store.members &= ~holder.bit
+        for name in [name for name, store in self._stores.items() if not store.members]:
+            store = self._stores.pop(name)
+            self._empty(store)
+            self._taken ^= store.bit
+
+    def _empty(self, holder: _Holder) -> None:
+        for tier, held in enumerate(holder.held):
+            self._drop(holder, tier, list(held))
+        holder.expected.clear()
 
     def _drop(self, holder: _Holder, tier: int, keys: Iterable[Key]) -> None:
         held, masks, bit = holder.held[tier], self._masks[tier], holder.bit
@@ -246,9 +271,7 @@ class PrefixIndex:
 
     def _bound(self) -> None:
         while self._num_entries > self._max_entries:
-            fullest = max(self._holders.values(), key=lambda holder: max(map(len, holder.held)))
+            holders = chain(self._holders.values(), self._stores.values())
+            fullest = max(holders, key=lambda holder: max(map(len, holder.held)))
             tier = max(range(3), key=lambda one: len(fullest.held[one]))
             self._drop(fullest, tier, list(islice(fullest.held[tier], _BATCH)))
-        while len(self._shared) > self._max_entries:
-            for key in list(islice(self._shared, _BATCH)):
-                del self._shared[key]

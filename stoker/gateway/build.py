@@ -23,6 +23,7 @@ from stoker.gateway.app import Gateway, Parts
 from stoker.gateway.capacity import Capacities
 from stoker.gateway.config import GatewayConfig, ListenSettings, read_secret
 from stoker.gateway.conversation import KeyMakers
+from stoker.gateway.early_pull import EarlyPulls
 from stoker.gateway.http import Server, ServerLimits
 from stoker.gateway.keys import AdminToken, Keys
 from stoker.gateway.legs import Cleanups, Tools
@@ -105,8 +106,6 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     metrics, state = GatewayMetrics(), GatewayState()
     api_keys = _api_keys(config)
     upstreams = Upstreams(api_keys=api_keys)
-    tools = Tools(fleet, upstreams, config.proxy, metrics, Cleanups(), clock)
-    proxy = Proxy(router, tools, resume_grace_s=config.proxy.resume_grace_s, debug_routes=config.routing.debug_routes)
     key_makers = KeyMakers()
     watchers = Watchers(
         fleet,
@@ -118,6 +117,9 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         clock=clock,
         on_lost=upstreams.cut,
     )
+    early_pulls = EarlyPulls(watchers.info, secret)
+    tools = Tools(fleet, upstreams, config.proxy, metrics, Cleanups(), clock, early_pulls)
+    proxy = Proxy(router, tools, resume_grace_s=config.proxy.resume_grace_s, debug_routes=config.routing.debug_routes)
     workers = Workers(fleet, ledger, watchers, upstreams, clock)
     ledger_path = config.meter.ledger
     meter = NoMeter() if ledger_path is None else Meter(ledger_path, config.meter, PriceList(config.price))

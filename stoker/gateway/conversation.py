@@ -20,7 +20,7 @@ from stoker.base.errors import InvalidRequest
 from stoker.fleet.prefix_index import Key
 from stoker.gateway.block_keys import chain_keys
 from stoker.gateway.body import Envelope, Kind
-from stoker.proto.events import salt_hash
+from stoker.kv.keys import salt_hash
 
 TEXT_BLOCK_BYTES = 1024
 _BYTES_A_TOKEN = 4

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from types import TracebackType
 from typing import Any, NoReturn
@@ -17,6 +17,7 @@ from stoker.fleet.fleet import Fleet
 from stoker.gateway.body import Kind
 from stoker.gateway.call import Call
 from stoker.gateway.config import ProxySettings
+from stoker.gateway.early_pull import EarlyPulls
 from stoker.gateway.errors import LegFailed, Refused
 from stoker.gateway.http import (
     Answer,
@@ -71,10 +72,12 @@ class Tools:
     metrics: GatewayMetrics
     cleanups: Cleanups
     clock: Callable[[], float]
+    early_pulls: EarlyPulls = field(default_factory=EarlyPulls)
 
 
 class Legs:
     __slots__ = (
+        "_early_pull",
         "_has_first_token",
         "_lifeline",
         "_open",
@@ -100,6 +103,7 @@ class Legs:
         if route.prefill is not None:
             self._upstreams.append(tools.upstreams.of(route.prefill.worker))
         self._open: dict[Answer, Span] = {}
+        self._early_pull: asyncio.Task[None] | None = None
         self._prefill_timer = PrefillTimer()
         self._transfer: Span | None = None  # from prefill's end to decode's first byte
         self._has_first_token = False
@@ -114,6 +118,8 @@ class Legs:
         for upstream in self._upstreams:
             upstream.lifelines.discard(self._lifeline)
         self._prefill_timer.end(0.0)
+        if self._early_pull is not None:
+            self._early_pull.cancel()
         for answer, span in self._open.items():
             answer.abort()
             span.end("aborted")
@@ -156,6 +162,12 @@ class Legs:
         except asyncio.CancelledError:
             self._tools.cleanups.start(_let_go(sending))
             raise
+
+    def pull_early(self, transfer_id: str) -> None:
+        """Decode's worker may take the KV that prefill's computes under this name from now on, block after block."""
+        if self.prefill is not None:
+            begin = self._tools.early_pulls.begin
+            self._early_pull = begin(self.prefill, self.decode, self.upstream(self.decode), transfer_id)
 
     async def get(self, leg: Leg, pool: Pool, path: bytes) -> bytes:
         """A side question about a hand-off; the answer's body."""

@@ -1,14 +1,16 @@
 """One worker's KV events, in its own hashes -> the same blocks in the gateway's keys. Pure.
 
 An engine's hash says nothing here but which block is meant; the block's key is hashed anew from its tokens (block_keys.py).
-Engine blocks may be smaller or larger than a key's: a key belongs to the engine block that completes it.
+Engine blocks may be smaller or larger than a key's: a key belongs to the engine block that completes it. What lies in a
+store that several workers share may have been stored by one and be removed by another: they share what is known of it here.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 from xxhash import xxh3_64_intdigest
@@ -16,7 +18,8 @@ from xxhash import xxh3_64_intdigest
 from stoker.base.ids import WorkerId
 from stoker.fleet.prefix_index import PrefixIndex
 from stoker.gateway.block_keys import chain_keys, root_key
-from stoker.proto.events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KvEvent, salt_hash
+from stoker.kv.keys import salt_hash
+from stoker.proto.events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KvEvent
 
 _GPU = "GPU"
 _NOTHING_LEFT = b""
@@ -54,6 +57,10 @@ class WorkerIndex:
         for index in self._indexes:
             index.cleared(self._worker_id)
 
+    def share(self, stores: Mapping[str, str]) -> None:
+        for index in self._indexes:
+            index.share(self._worker_id, stores)
+
 
 @dataclass(slots=True, eq=False)
 class _Block:
@@ -63,17 +70,32 @@ class _Block:
     media: frozenset[str]
 
 
+class StoreBlocks(dict[BlockHash, _Block]):
+    """What a shared store holds, as all of its workers tell; the oldest first. (A class, so that it can be weakly kept.)"""
+
+
 _NOWHERE: frozenset[str] = frozenset()
 _ON_GPU = frozenset({_GPU})
+_NO_STORES: Mapping[str, StoreBlocks] = {}
 
 
 class Rekeyer:
-    """`hashes_salts`: a chain's salt comes as it is, and is hashed here; our own workers send it hashed."""
+    """`hashes_salts`: a chain's salt comes as it is, and is hashed here; our own workers send it hashed. `stores`: what is
+    shared, by medium."""
 
-    def __init__(self, index: Index, block_tokens: int, *, hashes_salts: bool, max_blocks: int = 4_000_000) -> None:
+    def __init__(
+        self,
+        index: Index,
+        block_tokens: int,
+        *,
+        hashes_salts: bool,
+        stores: Mapping[str, StoreBlocks] = _NO_STORES,
+        max_blocks: int = 4_000_000,
+    ) -> None:
         self._index = index
         self._stride = _TOKEN_BYTES * block_tokens
         self._hashes_salts = hashes_salts
+        self._stores = stores
         self._max_blocks = max_blocks
         self._blocks: dict[BlockHash, _Block] = {}
         self._partial_groups: set[int] = set()
@@ -113,14 +135,21 @@ class Rekeyer:
         key, left = self._start(event)
         if key is None:
             return False
+        store = self._stores.get(medium)
         told: list[int] = []
         for block_hash, new in zip(event.block_hashes, self._chain(event, key, left), strict=False):
+            if store is not None:
+                told += store.setdefault(block_hash, new).keys
+                continue
             block = self._blocks.setdefault(block_hash, new)
             if not block.media:
                 block.media = _ON_GPU if medium == _GPU else frozenset({medium})
             elif medium not in block.media:
                 block.media |= {medium}
             told += block.keys
+        if store is not None:
+            for block_hash in list(islice(store, max(0, len(store) - self._max_blocks))):
+                del store[block_hash]
         if told:
             self._index.stored(told, medium)
         return True
@@ -142,8 +171,14 @@ class Rekeyer:
         """The key and the tokens that this event's blocks go on from."""
         if event.parent_block_hash is None:
             return root_key(self._salt(event)), _NOTHING_LEFT
-        parent = self._blocks.get(event.parent_block_hash)
+        parent = self._known(event.parent_block_hash)
         return (None, _NOTHING_LEFT) if parent is None else (parent.last_key, parent.left)
+
+    def _known(self, block_hash: BlockHash) -> _Block | None:
+        block = self._blocks.get(block_hash)
+        if block is None and self._stores:
+            block = next((store[block_hash] for store in self._stores.values() if block_hash in store), None)
+        return block
 
     def _salt(self, event: BlockStored) -> str | None:
         salt = event.cache_salt
@@ -183,8 +218,13 @@ class Rekeyer:
         if event.group_idx in self._partial_groups:
             return
         medium = event.medium or _GPU
+        store = self._stores.get(medium)
         told: list[int] = []
         for block_hash in event.block_hashes:
+            if store is not None:
+                shared = store.pop(block_hash, None)
+                told += shared.keys if shared is not None else ()
+                continue
             block = self._blocks.get(block_hash)
             if block is None or medium not in block.media:
                 continue

@@ -17,7 +17,7 @@ from stoker.gateway.block_keys import root_key, token_keys
 from stoker.gateway.body import Envelope, Kind
 from stoker.gateway.conversation import Keys
 from stoker.gateway.prefix_memo import PrefixMemo
-from stoker.proto.events import salt_hash
+from stoker.kv.keys import salt_hash
 from stoker.proto.openai import ChatRequest, CompletionRequest, ResponsesRequest, decode
 from stoker.text.conversation import (
     Conversation,

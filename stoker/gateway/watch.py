@@ -13,6 +13,7 @@ from stoker.fleet.fleet import Fleet
 from stoker.fleet.spec import WorkerSpec
 from stoker.gateway.conversation import KeyMakers
 from stoker.gateway.watcher import Surroundings, Watcher, WatchSettings
+from stoker.proto.messages import WorkerInfo
 from stoker.routing.router import PrefixIndexes
 
 __all__ = ["WatchSettings", "Watchers"]
@@ -63,6 +64,11 @@ class Watchers:
 
     def watcher(self, worker_id: WorkerId) -> Watcher | None:
         return self._watchers.get(worker_id)
+
+    def info(self, worker_id: WorkerId) -> WorkerInfo | None:
+        """What the worker last said of itself; None: nothing, or nothing that is known to be true any more."""
+        watcher = self._watchers.get(worker_id)
+        return None if watcher is None else watcher.info
 
     async def stop(self, worker_id: WorkerId) -> None:
         """The worker has left the fleet."""

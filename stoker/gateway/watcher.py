@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 import msgspec
 import zmq
@@ -24,7 +25,7 @@ from stoker.gateway import scrape
 from stoker.gateway.conversation import KeyMakers
 from stoker.gateway.http import AnswerLost, ClientLimits, Origin, Pool, Unreachable
 from stoker.gateway.kv_events import KvFollower, LoadListener
-from stoker.gateway.rekey import Rekeyer, WorkerIndex
+from stoker.gateway.rekey import Rekeyer, StoreBlocks, WorkerIndex
 from stoker.gateway.token_keys import TokenKeys, TokenText
 from stoker.proto.messages import TokenizerFiles, WorkerInfo, WorkerReport
 from stoker.routing.router import PrefixIndexes
@@ -60,6 +61,9 @@ class Surroundings:
     secret: str | None
     on_lost: Callable[[WorkerId], None]
     zmq_context: zmq.Context[zmq.Socket[bytes]]
+    stores: WeakValueDictionary[str, StoreBlocks] = field(
+        default_factory=WeakValueDictionary
+    )  # while anybody follows one
 
 
 class Watcher:
@@ -166,6 +170,8 @@ class Watcher:
         if before == self._state and self._is_told:
             return
         self._is_told = True
+        if ready and before == (True, False):
+            self._learn_soon()  # its engine may have begun another life: tickets name it, and where its KV is pulled
         around, worker_id = self._around, self.spec.worker_id
         around.fleet.saw_probe(worker_id, live=live, ready=ready, now=around.clock())
         log.event("worker_seen", worker=worker_id, live=live, ready=ready)
@@ -308,7 +314,8 @@ class Watcher:
         makers = self._around.key_makers
         model = next((name for name in self._models if makers.exact(name) is not None), None)
         block_tokens = makers.block_tokens(model) if model is not None else None
-        following = (events, replay, info.worker_id if info else None, block_tokens, self._models)
+        stores = dict(info.stores) if info else {}
+        following = (events, replay, info.worker_id if info else None, block_tokens, self._models, stores)
         if following == self._following:
             return
         self._unfollow()
@@ -320,8 +327,10 @@ class Watcher:
             return
         indexes = {id(index): index for index in (self._around.indexes[name] for name in self._models)}
         told = WorkerIndex(spec.worker_id, list(indexes.values()))
+        told.share(stores)
         told.cleared()
-        rekeyer = Rekeyer(told, block_tokens, hashes_salts=not ours)
+        blocks = {medium: self._around.stores.setdefault(name, StoreBlocks()) for medium, name in stores.items()}
+        rekeyer = Rekeyer(told, block_tokens, hashes_salts=not ours, stores=blocks)
         on_report = self._on_report if ours else _ignore
         self._follower = KvFollower(
             spec.worker_id, context, events, replay, rekeyer, snapshots=ours, on_report=on_report

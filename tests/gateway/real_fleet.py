@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import threading
 import urllib.error
@@ -24,6 +25,11 @@ from stoker.proto.sse import SseReader
 ADMIN_TOKEN = "a-token-for-tests"
 # In float64 no batch changes a draw: answers can be compared to the letter.
 WORKER_OPTIONS = ("--threads", "1", "--dtype", "float64", "--kv-blocks", "4000", "--served-name", "tiny")
+LEASE_S = 4.0  # of a pair's: what nobody comes for is given back in the time of a test
+# Else a decode worker computes a short prompt itself, and on an idle fleet a longer one too.
+_ALWAYS_HAND_OFF = "[routing]\nlocal_prefill_tokens = 0\nlocal_prefill_share = 1000.0\n"
+# Nothing of a hand-off, and of the words between gateway and workers, is a client's to see.
+_INTERNAL = (b'"kv_transfer', b'"transfer_id', b'"remote_', b'"do_remote', b'"prompt_token_ids', b'"resume"', b"\n:")
 
 
 @dataclass
@@ -61,6 +67,20 @@ class Process:
         self.process.kill()
         self.process.wait()
 
+    @contextmanager
+    def stopped(self, *, engine: bool = False) -> Iterator[None]:
+        """SIGSTOP: its connections stay open, and nothing comes. With `engine`: it takes requests, and none gets on."""
+        assert self.process is not None
+        pids = children(self.process.pid) if engine else [self.process.pid]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+
     def kill_engine(self) -> None:
         assert self.process is not None
         for pid in children(self.process.pid):
@@ -92,6 +112,22 @@ class Process:
         with urllib.request.urlopen(request, timeout=10) as answer:
             return json.loads(answer.read())
 
+    def metrics(self) -> dict[str, float]:
+        with urllib.request.urlopen(self.url + "/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing runs, waits or is kept for others, and every block is free."""
+        values = self.metrics()
+        nothing = ("running_requests", "running_sequences", "waiting_sequences", "kv_leases", "kv_loading_sequences")
+        return (
+            "stoker_kv_blocks" in values  # an engine that has just started has yet to report
+            and not any(values[f"stoker_{name}"] for name in nothing)
+            and values["stoker_kv_blocks_free"] == values["stoker_kv_blocks"]
+        )
+
     @property
     def is_ready(self) -> bool:
         try:
@@ -116,17 +152,18 @@ class Exchange:
     path: str = CHAT
     status: int = 0
     events: list[str] = field(default_factory=list)
-    answer: bytes = b""
+    answer: bytes = b""  # as it came
     broken: str = ""
     answer_headers: dict[str, str] = field(default_factory=dict)
     _thread: threading.Thread = field(init=False)
+    _connection: http.client.HTTPConnection | None = None
 
     def __post_init__(self) -> None:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=90)
+        connection = self._connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=90)
         try:
             connection.request(
                 "POST", self.path, json.dumps(self.body), {"Content-Type": "application/json"} | self.headers
@@ -137,6 +174,7 @@ class Exchange:
             if self.body.get("stream") and response.status == 200:
                 reader = SseReader()
                 while part := response.read1(1 << 16):
+                    self.answer += part
                     self.events += [bytes(event.data).decode() for event in reader.push(part)]
             else:
                 self.answer = response.read()
@@ -144,6 +182,13 @@ class Exchange:
             self.broken = repr(error)
         finally:
             connection.close()
+
+    def leave(self) -> None:
+        """As a client that vanishes."""
+        if self._connection is not None and self._connection.sock is not None:
+            with suppress(OSError):
+                self._connection.sock.shutdown(socket.SHUT_RDWR)
+        self.wait()
 
     @property
     def is_over(self) -> bool:
@@ -165,11 +210,19 @@ class Exchange:
         (usage,) = [chunk["usage"] for chunk in map(json.loads, self.events[:-1]) if chunk.get("usage")]
         return usage
 
+    def check(self) -> None:
+        """An answer, whole, with nothing in it that is not a client's."""
+        assert self.status == 200, (self.status, self.answer, self.broken)
+        assert not self.broken, self.broken
+        leaked = [word for word in _INTERNAL if word in self.answer]
+        assert not leaked, (leaked, self.answer)
+        ours = {name for name in self.answer_headers if name.startswith("x-stoker")}
+        assert ours <= {"x-stoker-route"}, ours  # which is there on request
+
     @property
     def said(self) -> Any:
         """What counts of the answer, streamed or not: its choices, with all deltas joined, and its usage."""
-        assert self.status == 200, (self.status, self.answer, self.broken)
-        assert not self.broken, self.broken
+        self.check()
         if not self.body.get("stream"):
             return _joined([self.json], "message")
         assert self.events, "an empty stream"
@@ -202,6 +255,7 @@ class RealFleet:
     workers: list[Process]
     gateway: Process
     ledger_path: Path
+    reference: Process | None = None  # a worker that the gateway does not know
 
     def ask(self, body: dict[str, Any], **headers: str) -> Exchange:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -209,14 +263,19 @@ class RealFleet:
 
     def direct(self, body: dict[str, Any], worker: int = 0) -> Exchange:
         """Past the gateway, as it would be undisturbed."""
-        return Exchange(self.workers[worker].port, {"model": "tiny"} | body)
+        undisturbed = self.reference or self.workers[worker]
+        return Exchange(undisturbed.port, {"model": "tiny"} | body)
+
+    def of_role(self, role: str) -> list[Process]:
+        return [worker for worker in self.workers if role in worker.arguments]
 
     def in_flight(self) -> Any:
         return self.gateway.get("/admin/ledger", ADMIN_TOKEN)
 
     def usable(self) -> int:
         """How many workers the gateway would send to."""
-        return sum(bool(worker["usable"]) for worker in self.gateway.get("/admin/fleet", ADMIN_TOKEN)["workers"])
+        workers = self.gateway.get("/admin/fleet", ADMIN_TOKEN)["workers"]
+        return sum(bool(worker["usable"] and worker["models"]) for worker in workers)
 
     def serving_worker(self) -> Process:
         """The worker that has a request running."""
@@ -229,11 +288,27 @@ class RealFleet:
         wait_for(look)
         return found[0]
 
+    def last_route(self) -> tuple[Process | None, Process]:
+        """Who got the last request: prefill's worker, if there is one, and decode's."""
+        route = self.gateway.get("/admin/routes?last=1", ADMIN_TOKEN)["routes"][0]
+        by_id = {f"127.0.0.1:{worker.port}": worker for worker in self.workers}
+        return by_id.get(route["prefill"]), by_id[route["decode"]]
+
+    def last_reasons(self) -> list[dict[str, Any]]:
+        reasons: list[dict[str, Any]] = self.gateway.get("/admin/routes?last=1", ADMIN_TOKEN)["routes"][0]["reasons"]
+        return reasons
+
+    def settle(self, timeout_s: float) -> None:
+        """Nothing is reserved, runs or is kept for others any more. An engine that died may take its time to start."""
+        wait_for(lambda: not any(self.in_flight()["reserved"].values()), timeout_s)
+        wait_for(lambda: all(worker.is_ready for worker in self.workers if worker.is_running), 90)
+        wait_for(lambda: all(worker.is_idle for worker in self.workers if worker.is_running), timeout_s)
+
     def heal(self) -> None:
         """Everything up again, and known to be."""
         for process in [*self.workers, self.gateway]:
             if not process.is_running:
-                process.start()
+                process.start(120)
         wait_for(lambda: all(process.is_ready for process in [*self.workers, self.gateway]), 60)
         wait_for(lambda: self.usable() == len(self.workers), 60)
 
@@ -252,28 +327,39 @@ def real_fleet(
     num_workers: int = 2,
     worker_options: Sequence[str] = (),
     gateway_options: Sequence[str] = (),
+    roles: Sequence[str] = (),
 ) -> Iterator[RealFleet]:
+    """With `roles`, of which each worker has one: a fleet that hands every prompt over, and a reference beside it."""
     token = work / "admin-token"
     token.write_text(ADMIN_TOKEN)
     ledger = work / "ledger.sqlite"
     with ExitStack() as stack:
-        workers = []
-        for number in range(num_workers):
-            arguments = ["serve", str(folder), *WORKER_OPTIONS, *worker_options]
-            workers.append(Process(arguments, work / f"worker-{number}.log"))
-            stack.callback(workers[-1].stop)
-        starts = [threading.Thread(target=worker.start) for worker in workers]
+        serve = ["serve", str(folder), *WORKER_OPTIONS, *worker_options]
+        workers = [Process(serve, work / f"worker-{number}.log") for number in range(num_workers)]
+        reference = None
+        if roles:
+            (work / "secret").write_text("a secret of this test")
+            (work / "gateway.toml").write_text(_ALWAYS_HAND_OFF)
+            secret = ["--secret-file", str(work / "secret")]
+            gateway_options = [*gateway_options, *secret, "--config", str(work / "gateway.toml")]
+            serve += [*secret, "--kv-lease-s", f"{LEASE_S:g}"]
+            workers = [Process([*serve, "--role", role], work / f"{role}-{i}.log") for i, role in enumerate(roles)]
+            reference = Process(serve, work / "reference.log")
+        starting = workers if reference is None else [*workers, reference]
+        for worker in starting:
+            stack.callback(worker.stop)
+        starts = [threading.Thread(target=worker.start, args=(120,)) for worker in starting]
         for start in starts:
             start.start()
         for start in starts:
             start.join()
         arguments = ["gateway", "--admin-token-file", str(token), "--ledger", str(ledger), *gateway_options]
-        for worker in workers:
+        for number, worker in enumerate(workers):
             assert worker.port, worker.log_path.read_text()
-            arguments += ["--worker", worker.url]
+            arguments += ["--worker", f"{worker.url},role={roles[number]}" if roles else worker.url]
         gateway = Process(arguments, work / "gateway.log")
         stack.callback(gateway.stop)
         gateway.start()
-        fleet = RealFleet(workers, gateway, ledger)
+        fleet = RealFleet(workers, gateway, ledger, reference)
         fleet.heal()
         yield fleet

@@ -20,7 +20,7 @@ from stoker.gateway.body import Envelope, Kind, parse
 from stoker.gateway.conversation import KeyMakers, TextKeys
 from stoker.gateway.prefix_memo import PrefixMemo
 from stoker.gateway.token_keys import TokenKeys, TokenText
-from stoker.proto.events import salt_hash
+from stoker.kv.keys import salt_hash
 from stoker.proto.messages import EngineInfo
 from stoker.proto.openai import ChatRequest, CompletionRequest, ResponsesRequest, decode
 from stoker.text.conversation import is_constrained

@@ -21,10 +21,10 @@ from stoker.fleet.prefix_index import PrefixIndex
 from stoker.gateway.block_keys import root_key, token_keys
 from stoker.gateway.kv_events import FollowSettings, KvFollower, LoadListener
 from stoker.gateway.rekey import Rekeyer, WorkerIndex
-from stoker.kv.keys import block_keys
+from stoker.kv.keys import block_keys, salt_hash
 from stoker.kv.keys import root_key as engine_root
 from stoker.kv.pool import BlockPool
-from stoker.proto.events import message_frames, salt_hash
+from stoker.proto.events import message_frames
 from stoker.proto.messages import KvEvents, WorkerReport
 from stoker.worker.block_log import BlockLog
 from stoker.worker.report import Reporter

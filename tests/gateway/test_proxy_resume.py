@@ -225,7 +225,10 @@ def test_a_hand_off_is_a_planned_resume(more: dict[str, Any]) -> None:
             got = await world.ask(body, headers=ID)
             assert got.body == expected
             p, d = world.workers["p"], world.workers["d"]
-            assert p.bodies == [b'{"kv_transfer_params":{"do_remote_decode":true},' + json.dumps(body).encode()[1:]]
+            [sent] = p.jsons
+            transfer = sent.pop("kv_transfer_params")
+            assert sent == body
+            assert transfer == {"do_remote_decode": True, "transfer_id": transfer["transfer_id"]}
             [sent] = d.jsons
             assert sent.pop("kv_transfer_params") == {"remote_host": "10.0.0.1", "block keys": ["a b"]}
             resume = sent.pop("resume")
@@ -287,7 +290,7 @@ class _DiesBeforeTicket(FakeStoker):
     async def __call__(self, worker: Any, request: Any) -> None:
         write = request.write
         body = json.loads(request.body)
-        assert body["kv_transfer_params"] == {"do_remote_decode": True}
+        assert body["kv_transfer_params"]["do_remote_decode"] is True
         from fake_stoker import _Run
         from mocks import SSE
 

@@ -1,7 +1,8 @@
 """kill -9 at every stage of a request: the client gets the one right answer or one clean error, and nothing stays reserved.
 
-Real processes: two workers over a tiny model in float64, and the gateway before them. The whole matrix is marked slow; a part
-of it that covers every row and column runs always.
+Real processes: two workers over a tiny model in float64, and the gateway before them; then a prefill worker and two decode
+workers, where no KV stays kept either. The whole matrices are marked slow; a part of them that covers every row and column
+runs always.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ import itertools
 import json
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from real_fleet import Exchange, Process, RealFleet, real_fleet
+from real_fleet import LEASE_S, Exchange, Process, RealFleet, real_fleet
 from worker.real import wait_for
 
 SETTLES_S = 5.0  # after an answer's end, by when every counter is back at zero
@@ -170,3 +171,69 @@ def test_no_worker_left_is_a_clean_error(fleet: RealFleet) -> None:
     assert set(refused.json["error"]) == {"message", "type", "param", "code"}
     nothing_left(fleet)
     fleet.heal()
+
+
+# ---- prefill and decode apart
+
+PAIR_STAGES = ("queued", "prefilling", "between_legs", "first_token", "mid_stream")
+PAIR_VICTIMS = ("prefill worker", "prefill engine", "decode worker", "decode engine")
+PAIR_MATRIX = [
+    # Always: every stage, with another victim and another kind each.
+    pytest.param(victim, stage, kind, marks=() if (v - s) % 4 == 0 and (k - s) % 4 == 1 else pytest.mark.slow)
+    for (v, victim), (s, stage), (k, kind) in itertools.product(
+        enumerate(PAIR_VICTIMS), enumerate(PAIR_STAGES), enumerate(KINDS)
+    )
+]
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealFleet]:
+    roles, options = ("prefill", "decode", "decode"), ("--max-rows", "3")
+    with real_fleet(tiny_folder, tmp_path_factory.mktemp("pair"), worker_options=options, roles=roles) as pair:
+        yield pair
+    assert "Traceback" not in (pair.gateway.log_path).read_text()
+
+
+@pytest.mark.parametrize(("victim", "stage", "kind"), PAIR_MATRIX)
+def test_a_dead_half_of_a_pair_changes_no_answer(pair: RealFleet, victim: str, stage: str, kind: str) -> None:
+    pair.heal()
+    role, _, part = victim.partition(" ")
+    body = body_of(kind, stage)
+    if stage == "prefilling":
+        body["messages"] = [{"role": "user", "content": LONG_PROMPT[: len(LONG_PROMPT) // 2] + victim + kind}]
+    undisturbed = pair.direct(body)
+    undisturbed.wait(90)
+    with ExitStack() as stopped:
+        if stage == "queued":  # in a worker of this role
+            for worker in pair.of_role(role):
+                stopped.enter_context(worker.stopped(engine=True))
+        if stage == "between_legs":
+            for worker in pair.of_role("decode"):
+                stopped.enter_context(worker.stopped())
+        exchange = pair.ask(body)
+        worker = reached(pair, exchange, role, stage)
+        assert not exchange.is_over or kind == "whole", "too fast to be struck"
+        strike(part, worker)
+    exchange.wait(90)
+    assert exchange.said == undisturbed.said
+    pair.settle(LEASE_S + SETTLES_S)
+
+
+def reached(pair: RealFleet, exchange: Exchange, role: str, stage: str) -> Process:
+    """Waits until the request is there, and says which worker of this role has it, or had it, or will."""
+    wait_for(lambda: any(pair.in_flight()["reserved"].values()), 30)
+    prefill, decode = pair.last_route()
+    assert prefill is not None
+    worker = prefill if role == "prefill" else decode
+    if stage == "queued":
+        wait_for(lambda: bool(worker.get("/health")["running_requests"]), 30)
+    elif stage == "prefilling":
+        wait_for(lambda: bool(prefill.get("/health")["running_requests"]), 30)
+    elif stage == "between_legs":
+        wait_for(lambda: prefill.metrics()["stoker_kv_leases"] > 0, 30)
+    elif exchange.body.get("stream"):
+        wanted = {"first_token": 2, "mid_stream": 25}[stage]
+        wait_for(lambda: len(exchange.events) >= wanted or exchange.is_over, 60)
+    else:
+        wait_for(lambda: exchange.is_over or bool(decode.get("/health")["running_requests"]), 60)
+    return worker

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from stoker.base.ids import WorkerId
-from stoker.fleet.prefix_index import PrefixIndex
+from stoker.fleet.prefix_index import Match, PrefixIndex
 from stoker.gateway.block_keys import root_key, token_keys
-from stoker.gateway.rekey import Rekeyer, WorkerIndex
-from stoker.proto.events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, salt_hash
+from stoker.gateway.rekey import Rekeyer, StoreBlocks, WorkerIndex
+from stoker.kv.keys import salt_hash
+from stoker.proto.events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored
 
 W = WorkerId("w")
 TOKENS = list(range(1000, 1096))
@@ -146,3 +147,21 @@ def test_any_order_of_stores_and_removals_is_exact(seed: int) -> None:
     found = {key for chain in held for key in keys(list(chain), 4)[-1:]}
     assert set(world.index._holders[W].held[0]) == found
     assert world.rekeyer.num_blocks == len(held)
+
+
+def test_what_one_worker_put_into_a_store_another_may_remove_or_go_on_from() -> None:
+    index, other = PrefixIndex(), WorkerId("other")
+    blocks = {"CPU": StoreBlocks()}
+    first, second = (
+        Rekeyer(WorkerIndex(worker, [index]), 16, hashes_salts=False, stores=blocks) for worker in (W, other)
+    )
+    for worker in (W, other):
+        index.share(worker, {"CPU": "ram"})
+    assert first.apply([stored([1, 2, 3], TOKENS[:48], 16, medium="CPU"), stored([1], TOKENS[:16], 16, medium="GPU")])
+    assert index.match(keys(TOKENS, 16)) == {W: Match(1, 2, 0), other: Match(0, 3, 0)}
+    assert second.apply([stored([4], TOKENS[48:64], 16, 3, medium="CPU")]), "a block after one that it never told of"
+    assert index.match(keys(TOKENS, 16))[W] == Match(1, 3, 0)
+    assert second.apply([BlockRemoved(block_hashes=[2], medium="CPU")])
+    assert index.match(keys(TOKENS, 16)) == {W: Match(1, 0, 0), other: Match(0, 1, 0)}
+    assert first.apply([AllBlocksCleared()])
+    assert index.match(keys(TOKENS, 16)) == {W: Match(0, 1, 0), other: Match(0, 1, 0)}, "the store's stay"

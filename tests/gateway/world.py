@@ -19,6 +19,7 @@ from stoker.gateway.app import Gateway, Parts
 from stoker.gateway.body import Envelope
 from stoker.gateway.config import AdmissionSettings, KeySettings, ProxySettings
 from stoker.gateway.conversation import Keys as ConversationKeys
+from stoker.gateway.early_pull import EarlyPulls
 from stoker.gateway.fair_queue import Capacity
 from stoker.gateway.http import Answer, ClientLimits, Origin, Pool, Request, Server, ServerLimits
 from stoker.gateway.keys import Keys
@@ -80,6 +81,7 @@ class World:
         resume_grace_s: float = 2.0,
         debug_routes: bool = False,
         keys: Sequence[KeySettings] = (),
+        early_pulls: EarlyPulls | None = None,
     ) -> None:
         self.fleet = Fleet()
         self.ledger = Ledger()
@@ -91,7 +93,15 @@ class World:
         clock = time.monotonic
         router = Router(self.fleet, self.ledger, indexes, settings=RouterSettings(policy=policy))
         self.upstreams = Upstreams()
-        tools = Tools(self.fleet, self.upstreams, proxy or ProxySettings(), self.metrics, Cleanups(), clock)
+        tools = Tools(
+            self.fleet,
+            self.upstreams,
+            proxy or ProxySettings(),
+            self.metrics,
+            Cleanups(),
+            clock,
+            early_pulls or EarlyPulls(),
+        )
         self.proxy = Proxy(router, tools, resume_grace_s=resume_grace_s, debug_routes=debug_routes)
         self.admission = Admission(
             AdmissionSettings(), lambda model, now: Capacity(), clock=clock, gate=self.state.refusal

@@ -2,7 +2,7 @@
 
 Every request carries a seed, so that a second worker draws what the first would have drawn. On a stream the worker tells us,
 in comment lines, which tokens it sent; `resume.py` keeps them. A prefill worker streams the first token and ends with a
-ticket for its blocks; decode resumes from that token, with the ticket.
+ticket for its blocks; decode resumes from that token, with the ticket. It may begin to pull before (`early_pull.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import ClassVar
 from stoker.gateway.body import Kind
 from stoker.gateway.call import Call
 from stoker.gateway.dialects.contract import DIALECTS
+from stoker.gateway.early_pull import new_transfer_id
 from stoker.gateway.errors import LegFailed
 from stoker.gateway.http import Answer
 from stoker.gateway.legs import Legs, is_event_stream
@@ -22,7 +23,6 @@ from stoker.proto.sse import DONE
 from stoker.routing.query import Leg
 
 _TELL_TOKENS = b"x-stoker-stream: 1\r\n"
-_HAND_OFF = {"kv_transfer_params": b'{"do_remote_decode":true}'}
 _OUR_FIELDS = frozenset({"cache_salt", "priority"})
 
 
@@ -47,7 +47,11 @@ class Stoker:
 
     async def _prefill(self, call: Call, legs: Legs, prefill: Leg) -> bool:
         """The prompt and the first token. True: that token ended the answer, and the client has it whole."""
-        put = _HAND_OFF if call.streams else {**_HAND_OFF, "stream": b"true"}
+        transfer_id = new_transfer_id()
+        put = {"kv_transfer_params": b'{"do_remote_decode":true,"transfer_id":"%b"}' % transfer_id.encode()}
+        if not call.streams:
+            put["stream"] = b"true"
+        legs.pull_early(transfer_id)
         answer = await legs.send(prefill, self._body(call, put), _TELL_TOKENS)
         await self._relay(call, legs, prefill, answer, shown=call.streams)
         legs.end_prefill(handed_off=call.memory.ticket is not None)

@@ -1,0 +1,179 @@
+"""Prefill, decode and a store that they share, when the hand-off itself goes wrong: the right answer, and every lease returned."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from real_fleet import LEASE_S, Exchange, Process, RealFleet, real_fleet
+from worker.real import COMPLETIONS, wait_for
+
+from stoker.kv.tiers.host_files import remove_host_store
+
+BLOCK = 16
+PULLED, LOADED = "stoker_kv_pulled_tokens_total", "stoker_kv_loaded_tokens_total"
+SETTLES_S = 5.0
+VICTIMS = ("decode worker", "decode engine", "prefill worker", "prefill engine")
+ALWAYS = (("decode worker", 0.03), ("prefill worker", 0.0))
+WORDS = "river stone lamp garden signal copper winter orbit pepper violin "
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def fleet(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealFleet]:
+    roles = ("prefill", "decode", "decode")
+    with real_fleet(tiny_folder, tmp_path_factory.mktemp("faults"), roles=roles) as fleet:
+        # A restarted one is to be found where the one before it was.
+        fleet.of_role("prefill")[0].arguments += ["--kv-port", str(free_port())]
+        fleet.of_role("prefill")[0].stop()
+        fleet.heal()
+        yield fleet
+    assert "Traceback" not in fleet.gateway.log_path.read_text()
+
+
+def body(name: str, **more: Any) -> dict[str, Any]:
+    content = f"{name} {WORDS * 12}"
+    asked = {"messages": [{"role": "user", "content": content}], "max_tokens": 40, "seed": 5, "ignore_eos": True}
+    return asked | {"stream": True, "stream_options": {"include_usage": True}} | more
+
+
+def handed_over(fleet: RealFleet, asked: dict[str, Any]) -> tuple[Exchange, Process, Process]:
+    """Prefill has done its part. Decode's engines are stopped: its request is there, and nobody has pulled."""
+    exchange = fleet.ask(asked)
+    wait_for(lambda: any(fleet.in_flight()["reserved"].values()), 30)
+    prefill, decode = fleet.last_route()
+    assert prefill is not None
+    wait_for(lambda: prefill.metrics()["stoker_kv_leases"] > 0, 30)
+    wait_for(lambda: bool(decode.get("/health")["running_requests"]), 30)
+    return exchange, prefill, decode
+
+
+def check(fleet: RealFleet, exchange: Exchange, asked: dict[str, Any]) -> None:
+    undisturbed = fleet.direct(asked)
+    for one in (exchange, undisturbed):
+        one.wait(90)
+    assert exchange.said == undisturbed.said
+    fleet.settle(LEASE_S + SETTLES_S)
+
+
+def test_a_ticket_of_an_earlier_life_at_the_same_address_opens_nothing(fleet: RealFleet) -> None:
+    fleet.heal()
+    asked = body("stale")
+    first, second = fleet.of_role("decode")
+    with first.stopped(engine=True), second.stopped(engine=True):
+        exchange, prefill, decode = handed_over(fleet, asked)
+        pulled = decode.metrics()[PULLED]
+        prefill.kill()
+        prefill.start(120)
+        wait_for(lambda: prefill.is_ready, 60)
+        # It has another request's KV now, at the same place.
+        other = Exchange(prefill.port, {"model": "tiny"} | body("other"))
+        other.wait(60)
+    check(fleet, exchange, asked)
+    assert decode.metrics()[PULLED] == pulled
+
+
+@pytest.mark.parametrize(
+    ("victim", "after_s"),
+    [
+        pytest.param(victim, after_s, marks=() if (victim, after_s) in ALWAYS else pytest.mark.slow)
+        for victim, after_s in itertools.product(VICTIMS, (0.0, 0.03))
+    ],
+)
+def test_a_pull_that_hangs_and_loses_one_of_its_ends(fleet: RealFleet, victim: str, after_s: float) -> None:
+    """Prefill's engine, which gives the KV, stands still when decode asks for it."""
+    fleet.heal()
+    asked = body(f"{victim} {after_s}")
+    role, _, part = victim.partition(" ")
+    first, second = fleet.of_role("decode")
+    (prefill,) = fleet.of_role("prefill")
+    with first.stopped(engine=True), second.stopped(engine=True):
+        exchange, _, decode = handed_over(fleet, asked)
+        hanging = prefill.stopped(engine=True)
+        hanging.__enter__()
+    try:
+        time.sleep(after_s)
+        struck = decode if role == "decode" else prefill
+        struck.kill() if part == "worker" else struck.kill_engine()
+    finally:
+        hanging.__exit__(None, None, None)
+    check(fleet, exchange, asked)
+
+
+def test_a_lease_that_nobody_comes_for_ends_by_itself(fleet: RealFleet) -> None:
+    fleet.heal()
+    first, second = fleet.of_role("decode")
+    with first.stopped(engine=True), second.stopped(engine=True):
+        exchange, prefill, _ = handed_over(fleet, body("left"))
+        exchange.leave()
+        wait_for(lambda: prefill.metrics()["stoker_kv_leases"] == 0, LEASE_S + SETTLES_S)
+    fleet.settle(SETTLES_S)
+
+
+@pytest.fixture
+def stored(tiny_folder: Path, tmp_path: Path) -> Iterator[tuple[RealFleet, Path]]:
+    """A pair with one memory and one disk."""
+    name, disk = f"test-{uuid.uuid4().hex[:12]}", tmp_path / "disk"
+    options = ("--kv-host-gib", "0.02", "--kv-store", name, "--kv-disk", str(disk), "--kv-disk-gib", "0.1")
+    try:
+        with real_fleet(tiny_folder, tmp_path, roles=("prefill", "decode"), worker_options=options) as fleet:
+            yield fleet, disk
+    finally:
+        remove_host_store(name)
+
+
+def test_turns_find_each_other_in_the_store_and_a_store_that_is_gone_costs_time_alone(
+    stored: tuple[RealFleet, Path],
+) -> None:
+    fleet, disk = stored
+    (prefill,) = fleet.of_role("prefill")
+    rng = random.Random(1)
+    prompt = [rng.randrange(100, 20_000) for _ in range(20 * BLOCK)]
+    known = 0
+    for turn in range(4):
+        if turn == 2:
+            shutil.rmtree(disk)
+        asked: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": 3 * BLOCK, "temperature": 0}
+        asked |= {"ignore_eos": True, "return_token_ids": True}
+        assert fleet.reference is not None
+        through, alone = (
+            Exchange(port, asked, path=COMPLETIONS) for port in (fleet.gateway.port, fleet.reference.port)
+        )
+        for one in (through, alone):
+            one.wait(90)
+        assert through.json["choices"] == alone.json["choices"]
+        if turn == 1:
+            cached = through.usage["prompt_tokens_details"]["cached_tokens"]
+            assert cached >= known - 2 * BLOCK, "prefill finds what decode computed"
+            assert prefill.metrics()[LOADED] > 0
+            (reason,) = (one for one in fleet.last_reasons() if one["part"] == "prefill")
+            assert reason["cached_tokens"] >= known - 2 * BLOCK, "and the gateway knew"
+        known = len(prompt) + 3 * BLOCK
+        prompt = [*prompt, *through.json["choices"][0]["token_ids"], *range(1000 * turn, 1000 * turn + 5)]
+        fleet.settle(SETTLES_S)
+        time.sleep(1.0)  # what was computed is written behind
+
+
+@pytest.mark.slow
+def test_decode_reads_ahead_into_its_own_memory_while_prefill_computes(tiny_folder: Path, tmp_path: Path) -> None:
+    roles, options = ("prefill", "decode"), ("--kv-host-gib", "0.05", "--step-tokens", "128", "--kv-transports", "tcp")
+    with real_fleet(tiny_folder, tmp_path, roles=roles, worker_options=options) as fleet:
+        (decode,) = fleet.of_role("decode")
+        asked = body("long") | {"messages": [{"role": "user", "content": WORDS * 400}]}
+        exchange = fleet.ask(asked)
+        check(fleet, exchange, asked)
+        assert decode.metrics()[LOADED] > 0, "it came from its own memory, not from prefill's"
