@@ -2,46 +2,67 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.engine.rows import RowTable
-from stoker.kernels.attention import SpanShape, group_spans
+from stoker.kernels.attention import SpanGroup, SpanShape, group_spans
+from stoker.kernels.attention_rows import RowGroup
+from stoker.kernels.paged import PagedSpans, fits, paged_spans
 from stoker.kernels.transfer import to_device
 from stoker.kv.device import DeviceKv
 from stoker.layers.batch import ForwardBatch
 from stoker.sched.plan import ON_DEVICE, StepPlan
 
+Ints = NDArray[np.int64]
+
 
 def build_batch(plan: StepPlan, rows: RowTable, kv: DeviceKv) -> ForwardBatch:
     layout, device = kv.layout, kv.blocks.device
-    positions: list[int] = []
-    pages: list[int] = []  # of each token's block: the layer's first head
-    token_rows: list[int] = []
-    shapes: list[SpanShape] = []
-    for span in plan.spans:
-        end = span.start + span.count
-        num_blocks = -(-end // layout.block_tokens)
-        block_pages = (rows.blocks[span.row, :num_blocks] * kv.pages_per_block).tolist()
-        shapes.append(SpanShape(len(positions), span.start, span.count, block_pages))
-        positions += range(span.start, end)
-        pages += [block_pages[position // layout.block_tokens] for position in range(span.start, end)]
-        token_rows += [span.row] * span.count
-    where = torch.tensor([pages, positions])
-    heads = torch.arange(layout.num_heads)
-    slots = (where[0, :, None] + heads) * layout.block_tokens + (where[1, :, None] % layout.block_tokens)
+    counts = np.array([span.count for span in plan.spans])
+    firsts = counts.cumsum() - counts
+    starts = np.array([span.start for span in plan.spans])
+    token_rows = np.array([span.row for span in plan.spans]).repeat(counts)
+    positions = np.arange(len(token_rows)) - (firsts - starts).repeat(counts)
+    pages = rows.blocks[token_rows, positions // layout.block_tokens] * kv.pages_per_block
+    heads = np.arange(layout.num_heads)
+    slots = (pages[:, None] + heads) * layout.block_tokens + (positions % layout.block_tokens)[:, None]
+    on_device = _to_device(positions, device)
+    spans: list[SpanGroup | RowGroup] | PagedSpans
+    if fits(kv.blocks, layout.block_tokens, layout.head_dim):
+        shapes = list(zip(firsts.tolist(), counts.tolist(), strict=True))
+        where = (rows.table, _to_device(token_rows, device), on_device, rows.finished)
+        spans = paged_spans(shapes, *where, kv.pages_per_block, layout.num_heads)
+    else:
+        spans = group_spans(_shapes(plan, rows, kv), layout.num_heads, layout.block_tokens, device, kv.blocks.dtype)
     return ForwardBatch(
         token_ids=_token_ids(plan, rows.last_token, token_rows),
-        positions=where[1].to(device, non_blocking=True),
-        slots=slots.flatten().to(device, non_blocking=True),
-        groups=group_spans(shapes, layout.num_heads, layout.block_tokens, device, kv.blocks.dtype),
+        positions=on_device,
+        slots=_to_device(slots.ravel(), device),
+        spans=spans,
         kv=kv,
     )
 
 
-def _token_ids(plan: StepPlan, last_token: Tensor, token_rows: list[int]) -> Tensor:
+def _shapes(plan: StepPlan, rows: RowTable, kv: DeviceKv) -> list[SpanShape]:
+    shapes, first = [], 0
+    for span in plan.spans:
+        num_blocks = -(-(span.start + span.count) // kv.layout.block_tokens)
+        pages = (rows.blocks[span.row, :num_blocks] * kv.pages_per_block).tolist()
+        shapes.append(SpanShape(first, span.start, span.count, pages))
+        first += span.count
+    return shapes
+
+
+def _token_ids(plan: StepPlan, last_token: Tensor, token_rows: Ints) -> Tensor:
     token_ids = to_device(plan.token_ids, last_token.device)
     if ON_DEVICE in plan.token_ids:
-        drawn = last_token[to_device(token_rows, last_token.device)]
+        drawn = last_token[_to_device(token_rows, last_token.device)]
         token_ids = torch.where(token_ids == ON_DEVICE, drawn, token_ids)
     return token_ids
+
+
+def _to_device(values: Ints, device: torch.device) -> Tensor:
+    return torch.from_numpy(values).to(device, non_blocking=True)

@@ -49,7 +49,7 @@ def resolve(settings: EngineSettings, shape: ModelShape) -> Resolved:
         dtype=dtype,
         block_tokens=settings.kv.block_tokens or (16 if on_cpu else 64),
         step_tokens=settings.sched.step_tokens or (512 if on_cpu else 8192),
-        max_rows=settings.sched.max_rows or (64 if on_cpu else 256),
+        max_rows=settings.sched.max_rows or (64 if on_cpu else 512),
         threads=_threads(settings, on_cpu),
         steps_ahead=(0 if on_cpu else 1) if settings.steps_ahead is None else settings.steps_ahead,
         max_model_tokens=settings.max_model_tokens or shape.max_positions,

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from stoker.base.ids import Row
 from stoker.engine.grammar import Grammars, Matcher
+from stoker.kernels.paged import new_counters
+from stoker.kernels.sample_rows import new_settings, pack_settings
 from stoker.kernels.transfer import to_device
-from stoker.sched.plan import NewRow, StepPlan
+from stoker.sched.plan import BlockTableChange, NewRow, StepPlan
 from stoker.sched.request import SamplingParams
 
 
@@ -25,12 +27,23 @@ class RowState:
     bias: tuple[Tensor, Tensor] | None  # token ids, values
     stop_ids: Tensor | None  # while min_tokens may forbid them
 
+    @property
+    def is_plain(self) -> bool:
+        """Drawn from the model's own logits, and nothing more is asked: one launch does it for all such rows."""
+        shaped = (self.matcher, self.output_counts, self.bias, self.stop_ids, self.sampling.num_logprobs)
+        return all(part is None for part in shaped)
+
 
 class RowTable:
     def __init__(
         self, max_rows: int, max_blocks: int, vocab_size: int, device: torch.device, grammars: Grammars
     ) -> None:
+        self.max_rows = max_rows
         self.blocks = np.zeros((max_rows, max_blocks), dtype=np.int64)
+        # On a card its kernels read the same from there.
+        self.table = torch.zeros(max_rows, max_blocks, dtype=torch.int64, device=device)
+        self.settings = new_settings(max_rows, device)
+        self.finished = new_counters(device)
         self.last_token = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._states: dict[Row, RowState] = {}
         self._vocab_size = vocab_size
@@ -47,6 +60,24 @@ class RowTable:
             self._states[new.row] = self._make(new)
         for change in plan.block_table_changes:
             self.blocks[change.row, change.first : change.first + len(change.blocks)] = change.blocks
+        if self._device.type != "cpu":
+            self._tell_device(plan.new_rows, plan.block_table_changes)
+
+    def _tell_device(self, new_rows: list[NewRow], changes: list[BlockTableChange]) -> None:
+        if new_rows:
+            packed = []
+            for new in new_rows:
+                s = new.sampling
+                packed += [new.row, *pack_settings(s.seed, s.top_k, s.temperature, s.top_p, s.min_p)]
+            values = self._tensor(packed).view(len(new_rows), -1)
+            self.settings.index_copy_(0, values[:, 0], values[:, 1:])
+        if changes:
+            entries: list[int] = []
+            for change in changes:
+                for number, block in enumerate(change.blocks, change.first):
+                    entries += (change.row, number, block)
+            where = self._tensor(entries).view(-1, 3)
+            self.table[where[:, 0], where[:, 1]] = where[:, 2]
 
     def _make(self, new: NewRow) -> RowState:
         sampling = new.sampling

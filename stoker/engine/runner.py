@@ -6,11 +6,14 @@ say what may come next: only then does a launch wait for the step before it, wit
 
 from __future__ import annotations
 
+import gc
 import time
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from stoker.engine.graphs import DecodeGraphs
 from stoker.engine.inputs import build_batch
 from stoker.engine.rows import RowState, RowTable
 from stoker.engine.sampler import Drawn, sample
@@ -68,16 +71,31 @@ class Runner:
         self._kv = kv
         self._rows = rows
         self._threads = threads
+        self._graphs = DecodeGraphs(model, kv, rows)
         self._last: PendingStep | None = None
+
+    def warm_up(self) -> None:
+        """On a card: compile and capture what would else be when it is first needed, in the middle of somebody's answer."""
+        self._choose_device()
+        self._graphs.warm_up()
+        # What a start leaves behind stays: walking it would stop some step for 100 ms, now and then.
+        gc.collect()
+        gc.freeze()
 
     def launch(self, plan: StepPlan) -> PendingStep:
         started_s = time.monotonic()
+        self._choose_device()
         threads = self._threads.choose(plan.num_tokens)
         if threads != torch.get_num_threads():
             torch.set_num_threads(threads)
         self._last = self._launch(plan, started_s)
         self._threads.note(plan.num_tokens, threads, time.monotonic() - started_s)
         return self._last
+
+    def _choose_device(self) -> None:
+        """Triton launches on the calling thread's card, whatever the tensors say."""
+        if self._kv.blocks.is_cuda:
+            torch.cuda.set_device(self._kv.blocks.device)
 
     @torch.inference_mode()
     def _launch(self, plan: StepPlan, started_s: float) -> PendingStep:
@@ -86,23 +104,28 @@ class Runner:
             self._kv.copy([copy.src for copy in plan.copies], [copy.dst for copy in plan.copies])
         if plan.fresh_blocks:
             self._kv.clear(plan.fresh_blocks)
-        batch = build_batch(plan, self._rows, self._kv)
-        hidden = self._model(batch)
-        ends, end = [], 0
+        if not plan.spans:
+            return PendingStep(plan, None, [], started_s, None)
+        logits = self._graphs.logits(plan) if self._graphs.has(plan) else self._logits(plan)
         sampling = [span for span in plan.spans if span.samples]
-        for span in plan.spans:
-            end += span.count
-            if span.samples:
-                ends.append(end - 1)
         states = [self._rows[span.row] for span in sampling]
         drawn = copied = None
-        if sampling:
+        if logits is not None:
             if self._last is not None and any(state.matcher is not None for state in states):
                 self._last.wait()
-            logits = self._model.logits(hidden[to_device(ends, hidden.device)])
             lengths = [span.start + span.count for span in sampling]
             drawn = sample(logits, [span.row for span in sampling], lengths, self._rows).to_host()
             if logits.is_cuda:
                 copied = torch.cuda.Event(blocking=True)
                 copied.record()
         return PendingStep(plan, drawn, states, started_s, copied)
+
+    def _logits(self, plan: StepPlan) -> Tensor | None:
+        """[spans that sample, vocab]; None if none does."""
+        hidden = self._model(build_batch(plan, self._rows, self._kv))
+        ends, end = [], 0
+        for span in plan.spans:
+            end += span.count
+            if span.samples:
+                ends.append(end - 1)
+        return self._model.logits(hidden[to_device(ends, hidden.device)]) if ends else None

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from stoker.base.ids import Row
 from stoker.engine.rows import RowState, RowTable
+from stoker.kernels.dispatch import use_triton
 from stoker.kernels.sample import draw, mask_tokens, penalise, uniform
+from stoker.kernels.sample_rows import sample_rows_triton
 from stoker.kernels.transfer import to_device, to_host
 from stoker.sched.request import TokenLogprobs
 
@@ -38,6 +40,8 @@ class Drawn:
 def sample(logits: Tensor, rows: Sequence[Row], lengths: Sequence[int], table: RowTable) -> Drawn:
     """`lengths[i]`: tokens before the one that row i draws, which is its position and half of its randomness."""
     states = [table[row] for row in rows]
+    if use_triton(logits) and all(state.is_plain for state in states):
+        return Drawn(_sample_plain(logits, rows, lengths, states, table), None, None, None)
     logits = logits.float() if logits.dtype != torch.float64 else logits
     num_logprobs = [s.sampling.num_logprobs for s in states if s.sampling.num_logprobs is not None]
     logprobs = torch.log_softmax(logits, -1) if num_logprobs else None
@@ -59,6 +63,14 @@ def sample(logits: Tensor, rows: Sequence[Row], lengths: Sequence[int], table: R
     return Drawn(token_ids, logprobs.gather(1, token_ids[:, None]).squeeze(1), top.indices, top.values)
 
 
+def _sample_plain(
+    logits: Tensor, rows: Sequence[Row], lengths: Sequence[int], states: Sequence[RowState], table: RowTable
+) -> Tensor:
+    where = to_device([*rows, *lengths], logits.device).view(2, -1)
+    is_filtered = any(s.sampling.temperature > 0 and (s.sampling.top_k > 0 or s.sampling.top_p < 1) for s in states)
+    return sample_rows_triton(logits, where[0], where[1], table.settings, table.last_token, is_filtered)
+
+
 def _draw(logits: Tensor, states: Sequence[RowState], lengths: Sequence[int]) -> Tensor:
     def column(name: str, dtype: torch.dtype) -> Tensor:
         return to_device([getattr(s.sampling, name) for s in states], logits.device, dtype)
@@ -68,7 +80,7 @@ def _draw(logits: Tensor, states: Sequence[RowState], lengths: Sequence[int]) ->
         logits,
         column("temperature", logits.dtype),
         column("top_k", torch.int64),
-        column("top_p", logits.dtype),
+        column("top_p", torch.float64),
         column("min_p", logits.dtype),
         uniform(column("seed", torch.int64), positions),
     )

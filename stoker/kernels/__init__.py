@@ -1,1 +1,1 @@
-"""Device functions, a file each, in plain torch: the reference that every faster kernel is held to."""
+"""Device functions, a file each: the reference in plain torch, and beside it the Triton kernel that is held to it."""

@@ -2,7 +2,7 @@
 
 A page is one head's K or V of one block of one layer. The reference gathers each span's pages into a row of tokens and
 leaves the rest to torch; spans of one token with about as many blocks are taken together. Where a CPU has many keys to read,
-those are read in place (attention_rows.py).
+those are read in place (attention_rows.py); on a card by the kernels of paged.py.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from stoker.kernels.attention_rows import RowGroup, pays_in_place, row_attention, row_group
+from stoker.kernels.paged import PagedSpans, paged_attention_triton
 from stoker.kernels.transfer import to_device
 
 # Spans of one token are taken together while the shortest has at least this part of the longest one's blocks.
@@ -91,6 +92,14 @@ def group_spans(
 
 
 def paged_attention(
+    q: Tensor, pages: Tensor, spans: Sequence[SpanGroup | RowGroup] | PagedSpans, num_kv_heads: int, scale: float
+) -> Tensor:
+    if isinstance(spans, PagedSpans):
+        return paged_attention_triton(q, pages, spans, scale)
+    return paged_attention_ref(q, pages, spans, num_kv_heads, scale)
+
+
+def paged_attention_ref(
     q: Tensor, pages: Tensor, groups: Sequence[SpanGroup | RowGroup], num_kv_heads: int, scale: float
 ) -> Tensor:
     out = torch.empty_like(q)

@@ -18,4 +18,4 @@ def rope_tables(
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     turned = x.roll(x.shape[-1] // 2, -1)
-    return (x * cos[:, None]).addcmul_(turned, sin[:, None])
+    return (x * cos[:, None]).addcmul_(turned, sin[:, None]).to(x.dtype)

@@ -31,33 +31,35 @@ def _mix(x: Tensor) -> Tensor:
 
 def draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniforms: Tensor) -> Tensor:
     """One token a row. temperature [rows] > 0; top_k 0, top_p 1 and min_p 0 keep all."""
-    probs = torch.softmax(logits / temperature[:, None], -1)
+    scaled = logits / temperature[:, None]
+    weights = (scaled - scaled.amax(-1, keepdim=True)).exp_()  # the largest is 1
     if bool((top_k > 0).any() | (top_p < 1).any() | (min_p > 0).any()):
-        probs = torch.where(probs < _threshold(probs, top_k, top_p, min_p)[:, None], 0.0, probs)
+        weights = torch.where(weights < _threshold(weights, top_k, top_p, min_p)[:, None], 0.0, weights)
     # Summed in float64: the tail of a large vocabulary must not vanish beside the head's rounding.
-    mass = probs.cumsum(-1, dtype=torch.float64)
+    mass = weights.cumsum(-1, dtype=torch.float64)
     target = uniforms.to(mass.device)[:, None] * mass[:, -1:]
     # right=True: never a token without mass, also for a uniform of zero.
     return torch.searchsorted(mass, target, right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
 
 
-def _threshold(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """The least probability that stays: min_p of the largest, and the last of top_p's mass within the top_k."""
-    vocab = probs.shape[1]
+def _threshold(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """The least weight that stays: min_p of the largest, and the last of top_p's mass within the top_k."""
+    vocab = weights.shape[1]
     num_sorted = min(vocab, max(_FIRST_SORTED, int(top_k.max())))
-    ranked = probs.topk(num_sorted, -1).values
+    ranked = weights.topk(num_sorted, -1).values
     limit = torch.where(top_k > 0, top_k, vocab)
-    short = (limit > num_sorted) & (top_p < 1) & (ranked.sum(-1) < top_p)
+    whole = weights.sum(-1, dtype=torch.float64)
+    short = (limit > num_sorted) & (top_p < 1) & (ranked.sum(-1, dtype=torch.float64) < top_p * whole)
     if bool(short.any()):
-        ranked = probs.sort(-1, descending=True).values
-    inside = torch.arange(ranked.shape[1], device=probs.device)[None, :] < limit[:, None]
-    kept = torch.where(inside, ranked, 0.0)
+        ranked = weights.sort(-1, descending=True).values
+    inside = torch.arange(ranked.shape[1], device=weights.device)[None, :] < limit[:, None]
+    kept = torch.where(inside, ranked, 0.0).double()
     # A row without top_k counts all of its mass, also what was not sorted.
-    total = torch.where(limit < vocab, kept.sum(-1), probs.sum(-1))
+    total = torch.where(limit < vocab, kept.sum(-1), whole)
     before = kept.cumsum(-1) - kept
     keep = inside & (before < (top_p * total)[:, None])
     keep[:, 0] = True
-    last = torch.where(keep, kept, torch.inf).min(-1).values
+    last = torch.where(keep, ranked, torch.inf).min(-1).values
     # Nothing but top_k and top_p can cut below what was sorted: without either, everything stays.
     last = torch.where((limit >= vocab) & (top_p >= 1), 0.0, last)
     return torch.maximum(last, min_p * ranked[:, 0])

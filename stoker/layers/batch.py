@@ -8,13 +8,14 @@ from torch import Tensor
 
 from stoker.kernels.attention import SpanGroup
 from stoker.kernels.attention_rows import RowGroup
+from stoker.kernels.paged import PagedSpans
 from stoker.kv.device import DeviceKv
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
     token_ids: Tensor  # [tokens]
-    positions: Tensor  # [tokens]
+    positions: Tensor  # [tokens], -1 is padding
     slots: Tensor  # [tokens * kv_heads] where each token's K lies in layer 0; V and the other layers lie at fixed distances
-    groups: list[SpanGroup | RowGroup]  # what attends to what
+    spans: list[SpanGroup | RowGroup] | PagedSpans  # what attends to what: for the reference, or for the card's kernels
     kv: DeviceKv

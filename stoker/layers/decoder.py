@@ -49,8 +49,8 @@ class DecoderLayer(nn.Module):
         self.mlp = GatedMlp(config.hidden_size, config.intermediate_size, config.mlp_bias)
 
     def forward(self, x: Tensor, batch: ForwardBatch, layer: int, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), batch, layer, cos, sin)
-        return x + self.mlp(self.mlp_norm(x))
+        x = self.attention(x, self.attention_norm, batch, layer, cos, sin)
+        return self.mlp(x, self.mlp_norm)
 
 
 class Decoder(nn.Module):
@@ -69,14 +69,14 @@ class Decoder(nn.Module):
     def forward(self, batch: ForwardBatch) -> Tensor:
         """[tokens, hidden]: what the head, and a drafter, look at."""
         x = torch.nn.functional.embedding(batch.token_ids, self.embedding)
-        cos, sin = self.rope(batch.positions, x.dtype)
+        cos, sin = self.rope(batch.positions)
         for number, layer in enumerate(self.layers):
             x = layer(x, batch, number, cos, sin)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab]"""
-        return self.head(self.norm(hidden))
+        return self.head(hidden, self.norm)
 
     def pack(self) -> None:
         for module in self.modules():

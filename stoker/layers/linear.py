@@ -1,11 +1,12 @@
-"""Linear layers. `pack` once after loading; then the parameter itself may be gone."""
+"""Linear layers, with what stands before and after them. `pack` once after loading; then the parameter itself may be gone."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from stoker.kernels.linear import PackedWeight, linear, pack_weight
+from stoker.kernels.linear import PackedWeight, add_gated_linear, add_linear, norm_linear, pack_weight
+from stoker.layers.norm import RMSNorm
 
 
 class Linear(nn.Module):
@@ -21,8 +22,20 @@ class Linear(nn.Module):
         if isinstance(self._packed, PackedWeight):
             self.weight.data = torch.empty(0)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight if self._packed is None else self._packed, self.bias)
+    def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        return norm_linear(x, norm.norm, self._ready, self.bias)
+
+    def add_to(self, total: Tensor, x: Tensor) -> Tensor:
+        """total + the product of x; `total` is spent."""
+        return add_linear(total, x, self._ready, self.bias)
+
+    def add_gated_to(self, total: Tensor, gate_up: Tensor) -> Tensor:
+        """The same for x = gate_up's second half, gated by its first."""
+        return add_gated_linear(total, gate_up, self._ready, self.bias)
+
+    @property
+    def _ready(self) -> Tensor | PackedWeight:
+        return self.weight if self._packed is None else self._packed
 
 
 class TiedLinear(nn.Module):
@@ -36,5 +49,5 @@ class TiedLinear(nn.Module):
     def pack(self) -> None:
         self._packed = pack_weight(self._tied[0].data)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self._tied[0] if self._packed is None else self._packed)
+    def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        return norm_linear(x, norm.norm, self._tied[0] if self._packed is None else self._packed)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from stoker.kernels.activation import silu_mul
 from stoker.layers.linear import Linear
+from stoker.layers.norm import RMSNorm
 
 
 class GatedMlp(nn.Module):
@@ -14,5 +14,6 @@ class GatedMlp(nn.Module):
         self.gate_up = Linear(hidden_size, 2 * intermediate_size, bias)
         self.down = Linear(intermediate_size, hidden_size, bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(silu_mul(self.gate_up(x)))
+    def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """x + the MLP of the normed x; x is spent."""
+        return self.down.add_gated_to(x, self.gate_up(x, norm))

@@ -1,11 +1,11 @@
-"""RMSNorm with a learned weight."""
+"""RMSNorm with a learned weight. Whoever takes a normed input is given the norm, and does it on the way."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from stoker.kernels.norm import rms_norm
+from stoker.kernels.linear import Norm
 
 
 class RMSNorm(nn.Module):
@@ -14,5 +14,6 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width), requires_grad=False)
         self._eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self._eps)
+    @property
+    def norm(self) -> Norm:
+        return Norm(self.weight, self._eps)

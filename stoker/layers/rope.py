@@ -44,5 +44,5 @@ class Rope(nn.Module):
         cos, sin = rope_tables(inverse_frequencies(config, head_dim).to(device), num_positions, 1.0, dtype)
         self.cos, self.sin = cos, sin
 
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return self.cos[positions].to(dtype), self.sin[positions].to(dtype)
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return self.cos[positions], self.sin[positions]

@@ -1,0 +1,132 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+"""From the fused product to what attention reads: each head's norm, rotary positions, K and V into the cache.
+
+heads [tokens, heads + 2 * kv_heads, head_dim], q then k then v   ->  q [tokens, heads, head_dim]
+cos, sin [tokens, head_dim]: the tables' rows of the tokens' positions; positions [tokens], -1 is padding
+pages: the layer's; slots [tokens * kv_heads]: where K goes, a row of head_dim each, counted from the layer's first page
+norms: the weights of q's and k's norm [head_dim], and its epsilon; None where the model has none
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stoker.kernels.dispatch import is_power_of_2, overlaps, tl, triton, use_triton, wait_for_inputs
+from stoker.kernels.kv_write import kv_write
+from stoker.kernels.norm import rms_norm
+from stoker.kernels.rope import rope
+
+_HEADS_AT_ONCE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    query: Tensor
+    key: Tensor
+    eps: float
+
+
+def rope_write_ref(
+    heads: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    pages: Tensor,
+    slots: Tensor,
+    num_kv_heads: int,
+    norms: HeadNorms | None,
+) -> Tensor:
+    num_heads, head_dim = heads.shape[1] - 2 * num_kv_heads, heads.shape[2]
+    turned, value = heads.split([num_heads + num_kv_heads, num_kv_heads], 1)
+    if norms is not None:
+        query, key = turned.split([num_heads, num_kv_heads], 1)
+        turned = torch.cat([rms_norm(query, norms.query, norms.eps), rms_norm(key, norms.key, norms.eps)], 1)
+    query, key = rope(turned, cos, sin).split([num_heads, num_kv_heads], 1)
+    kv_write(key, pages.view(-1, head_dim), slots)
+    kv_write(value, pages[num_kv_heads:].view(-1, head_dim), slots)
+    return query
+
+
+@triton.jit
+def _rope_write(
+    heads, cos, sin, positions, pages, slots, query, query_norm, key_norm, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    NORM: tl.constexpr, AT_ONCE: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(OVERLAP)
+    token = tl.program_id(0).to(tl.int64)
+    if tl.load(positions + token) < 0:
+        return
+    head = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
+    column = tl.arange(0, DIM // 2)
+    is_query, is_value = head < HEADS, head >= HEADS + KV_HEADS
+    exists = (head < HEADS + 2 * KV_HEADS)[:, None]
+    src = heads + (token * (HEADS + 2 * KV_HEADS) + head)[:, None] * DIM + column[None, :]
+    low = tl.load(src, mask=exists, other=0.0).to(tl.float32)
+    high = tl.load(src + DIM // 2, mask=exists, other=0.0).to(tl.float32)
+    left, right = low, high
+    if NORM:
+        scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / DIM + eps)[:, None]
+        query_low = tl.load(query_norm + column).to(tl.float32)[None, :]
+        query_high = tl.load(query_norm + DIM // 2 + column).to(tl.float32)[None, :]
+        key_low = tl.load(key_norm + column).to(tl.float32)[None, :]
+        key_high = tl.load(key_norm + DIM // 2 + column).to(tl.float32)[None, :]
+        left = low * scale * tl.where(is_query[:, None], query_low, key_low)
+        right = high * scale * tl.where(is_query[:, None], query_high, key_high)
+    # Both halves of cos and sin are equal, but for the sign of sin's first.
+    turn_cos = tl.load(cos + token * DIM + column).to(tl.float32)[None, :]
+    turn_sin = tl.load(sin + token * DIM + DIM // 2 + column).to(tl.float32)[None, :]
+    left, right = left * turn_cos - right * turn_sin, right * turn_cos + left * turn_sin
+    left = tl.where(is_value[:, None], low, left).to(query.dtype.element_ty)
+    right = tl.where(is_value[:, None], high, right).to(query.dtype.element_ty)
+    out = query + (token * HEADS + head)[:, None] * DIM + column[None, :]
+    tl.store(out, left, mask=is_query[:, None])
+    tl.store(out + DIM // 2, right, mask=is_query[:, None])
+    kv_head = tl.where(is_value, head - HEADS - KV_HEADS, head - HEADS)
+    is_kv = (head >= HEADS) & (head < HEADS + 2 * KV_HEADS)
+    slot = tl.load(slots + token * KV_HEADS + kv_head, mask=is_kv, other=0)
+    slot += tl.where(is_value, KV_HEADS * BLOCK_TOKENS, 0)  # a layer's V lies behind its K
+    cached = pages + slot[:, None] * DIM + column[None, :]
+    tl.store(cached, left, mask=is_kv[:, None])
+    tl.store(cached + DIM // 2, right, mask=is_kv[:, None])
+
+
+def rope_write_triton(
+    heads: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    pages: Tensor,
+    slots: Tensor,
+    num_kv_heads: int,
+    norms: HeadNorms | None,
+) -> Tensor:
+    assert heads.is_contiguous()
+    num_tokens, all_heads, head_dim = heads.shape
+    overlap = overlaps(heads)
+    query = heads.new_empty(num_tokens, all_heads - 2 * num_kv_heads, head_dim)
+    _rope_write[(num_tokens, triton.cdiv(all_heads, _HEADS_AT_ONCE))](
+        heads, cos, sin, positions, pages, slots, query,
+        norms.query if norms else heads, norms.key if norms else heads, norms.eps if norms else 0.0,
+        HEADS=all_heads - 2 * num_kv_heads, KV_HEADS=num_kv_heads, DIM=head_dim,
+        BLOCK_TOKENS=pages.shape[1] // head_dim, NORM=norms is not None, AT_ONCE=_HEADS_AT_ONCE, OVERLAP=overlap,
+        num_warps=4, launch_pdl=overlap,
+    )  # fmt: skip
+    return query
+
+
+def rope_write(
+    heads: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    pages: Tensor,
+    slots: Tensor,
+    num_kv_heads: int,
+    norms: HeadNorms | None,
+) -> Tensor:
+    run = rope_write_triton if use_triton(heads) and is_power_of_2(heads.shape[-1]) else rope_write_ref
+    return run(heads, cos, sin, positions, pages, slots, num_kv_heads, norms)

@@ -1,0 +1,82 @@
+"""The Triton kernels on a card, against their references in float64. Under pytest (-m gpu) or, where there is none, as a script."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+else:
+    import pytest
+
+    pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+from kernels import cases
+
+CUDA = torch.device("cuda")
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def test_norm_and_gate() -> None:
+    for dtype in DTYPES:
+        for shape in [(1, 64), (7, 576), (33, 100), (1000, 4096), (3, 28672)]:
+            cases.norm(shape, CUDA, dtype)
+            cases.gated(shape, CUDA, dtype)
+
+
+def test_skinny() -> None:
+    for dtype in DTYPES:
+        for num_in, num_out in [(64, 16), (100, 34), (4096, 6144), (14336, 4096)]:
+            for num_rows in (1, 7, 16):
+                cases.skinny(num_rows, num_in, num_out, CUDA, dtype)
+
+
+def test_rope_write() -> None:
+    for dtype in DTYPES:
+        for num_heads, kv_heads, dim in [(6, 2, 32), (9, 3, 64), (32, 8, 128)]:
+            for num_tokens in (1, 5, 300):
+                for has_norm in (False, True):
+                    cases.rope(num_tokens, num_heads, kv_heads, dim, has_norm, CUDA, dtype)
+
+
+def test_attention() -> None:
+    mixed = [
+        [(0, 1)],
+        [(36, 1), (0, 0), (15, 1), (63, 1), (64, 1), (300, 1)],
+        [(5000, 1)],
+        [(0, 2), (0, 133), (40, 3), (31, 64), (700, 200)],
+        [(5, 1), (0, 1400), (77, 1), (0, 0), (130, 9)],
+        [(200 + 7 * i, 1) for i in range(256)],
+    ]
+    for num_heads, kv_heads, dim, block_tokens in [(32, 8, 128, 64), (9, 3, 64, 64)]:
+        for lengths in mixed:
+            cases.attention(lengths, num_heads, kv_heads, dim, block_tokens, CUDA, torch.bfloat16)
+    for lengths in mixed[-2:]:
+        cases.attention(lengths, 6, 2, 32, 16, CUDA, torch.float32)
+
+
+def test_step_inputs() -> None:
+    for count, kv_heads in [(1, 1), (5, 3), (256, 8)]:
+        cases.inputs(count, kv_heads, 64, CUDA)
+
+
+def test_sampling() -> None:
+    for seed, (vocab, dtype) in enumerate([(2, torch.float32), (997, torch.float32), (128256, torch.bfloat16)]):
+        cases.sampling(40, vocab, seed, CUDA, dtype)
+
+
+if __name__ == "__main__":
+    failed = 0
+    for name, test in list(globals().items()):
+        if name.startswith("test_"):
+            try:
+                torch.manual_seed(0)
+                test()
+                print(f"{name}: ok", flush=True)
+            except Exception as error:
+                failed += 1
+                print(f"{name}: {type(error).__name__}: {error}", flush=True)
+    sys.exit(failed)

@@ -1,0 +1,195 @@
+"""What every Triton kernel must do, whatever runs it: the interpreter on a CPU (interpreted.py) or a card (tests/gpu). Inputs are
+fresh and random, outputs poisoned; errors are relative, against the reference in float64 on the same inputs."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import Tensor
+
+from stoker.kernels.activation import silu_mul_ref, silu_mul_triton
+from stoker.kernels.attention import SpanShape, group_spans, paged_attention_ref
+from stoker.kernels.norm import rms_norm_ref, rms_norm_triton
+from stoker.kernels.paged import new_counters, paged_attention_triton, paged_spans
+from stoker.kernels.rope_write import HeadNorms, rope_write_ref, rope_write_triton
+from stoker.kernels.sample import draw, uniform
+from stoker.kernels.sample_rows import new_settings, pack_settings, sample_rows_triton
+from stoker.kernels.skinny import few_rows_linear, one_row_linear
+from stoker.kernels.step_inputs import step_inputs_ref, step_inputs_triton
+
+CPU = torch.device("cpu")
+MOST_ERROR = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 8e-3}
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    wide = found.double()
+    assert wide.isfinite().all(), "something was not written, or is not a number"
+    error = float((wide - expected).norm() / expected.norm())
+    assert error < MOST_ERROR[found.dtype], f"relative error {error:.2e}"
+
+
+def norm(shape: tuple[int, int], device: torch.device, dtype: torch.dtype) -> None:
+    x, weight = torch.randn(shape, device=device).to(dtype), torch.randn(shape[1], device=device).to(dtype)
+    close(rms_norm_triton(x, weight, 1e-5), rms_norm_ref(x.double(), weight.double(), 1e-5))
+
+
+def gated(shape: tuple[int, int], device: torch.device, dtype: torch.dtype) -> None:
+    x = torch.randn(shape, device=device).to(dtype)
+    close(silu_mul_triton(x), silu_mul_ref(x.double()))
+
+
+def skinny(num_rows: int, num_in: int, num_out: int, device: torch.device, dtype: torch.dtype) -> None:
+    x = torch.randn(num_rows, num_in, device=device).to(dtype)
+    weight = (torch.randn(num_out, num_in, device=device) * num_in**-0.5).to(dtype)
+    learned = torch.randn(num_in, device=device).to(dtype)
+    total = torch.randn(num_rows, num_out, device=device).to(dtype)
+    product = x.double() @ weight.double().t()
+    close(few_rows_linear(x, weight), product)
+    close(few_rows_linear(x, weight, add_to=total.clone()), total.double() + product)
+    if num_rows == 1:
+        normed = rms_norm_ref(x.double(), learned.double(), 1e-5) @ weight.double().t()
+        close(one_row_linear(x, weight), product)
+        close(one_row_linear(x, weight, norm=learned, eps=1e-5), normed)
+        close(one_row_linear(x, weight, add_to=total.clone()), total.double() + product)
+        both = torch.randn(1, 2 * num_in, device=device).to(dtype)
+        product = silu_mul_ref(both.double()) @ weight.double().t()
+        close(one_row_linear(both, weight, is_gated=True, add_to=total.clone()), total.double() + product)
+
+
+def rope(
+    num_tokens: int, num_heads: int, kv_heads: int, dim: int, has_norm: bool, device: torch.device, dtype: torch.dtype
+) -> None:
+    block_tokens, num_blocks = 16, num_tokens + 1
+    heads = torch.randn(num_tokens, num_heads + 2 * kv_heads, dim, device=device).to(dtype)
+    half = torch.rand(num_tokens, dim // 2, device=device) * 6
+    cos, sin = torch.cat([half.cos(), half.cos()], 1), torch.cat([-half.sin(), half.sin()], 1)
+    positions = torch.randint(0, 1000, (num_tokens,), device=device)
+    positions[num_tokens // 2] = -1
+    # Any block, any place in it, no two the same.
+    blocks = torch.randperm(num_blocks, device=device)[:num_tokens]
+    first = blocks * 2 * kv_heads
+    offset = torch.randint(0, block_tokens, (num_tokens, 1), device=device)
+    slots = ((first[:, None] + torch.arange(kv_heads, device=device)) * block_tokens + offset).flatten()
+    poison = torch.full((num_blocks * 2 * kv_heads, block_tokens * dim), -77.0, device=device)
+    norms = wide_norms = None
+    if has_norm:
+        weights = [torch.randn(dim, device=device).to(dtype) for _ in range(2)]
+        norms = HeadNorms(*weights, 1e-6)
+        wide_norms = HeadNorms(*(weight.double() for weight in weights), 1e-6)
+    real = positions >= 0
+    wide = poison.double()
+    expected = rope_write_ref(
+        heads[real].double(),
+        cos[real].double(),
+        sin[real].double(),
+        positions[real],
+        wide,
+        slots.view(num_tokens, -1)[real].flatten(),
+        kv_heads,
+        wide_norms,
+    )
+    pages = poison.to(dtype)
+    query = rope_write_triton(heads, cos, sin, positions, pages, slots, kv_heads, norms)
+    if real.any():
+        close(query[real], expected)
+    close(pages, wide)
+    assert torch.equal(pages == -77, wide == -77), "something else was overwritten"
+
+
+def attention(
+    lengths: list[tuple[int, int]],
+    num_heads: int,
+    kv_heads: int,
+    dim: int,
+    block_tokens: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """`lengths`: start and count of each span; a count of 0 is a padded row."""
+    rng = random.Random(1)
+    table_width = 2 + max(start + count for start, count in lengths) // block_tokens
+    free = list(range(sum(-(-(start + count) // block_tokens) for start, count in lengths) + 2))
+    rng.shuffle(free)
+    layers, layer = 2, 1
+    per_block = layers * 2 * kv_heads
+    # What belongs to nobody, or lies behind a sequence's end, is not a number.
+    pages = torch.full((len(free) * per_block, block_tokens * dim), float("nan"), device=device)
+    table = torch.zeros(len(lengths), table_width, dtype=torch.int64)
+    spans, shapes, token_rows, positions = [], [], [], []
+    for row, (start, count) in enumerate(lengths):
+        num_blocks = -(-(start + count) // block_tokens) if count else 0
+        mine = [free.pop() for _ in range(num_blocks)]
+        table[row, :num_blocks] = torch.tensor(mine, dtype=torch.int64)
+        for number, block in enumerate(mine):
+            filled = min(block_tokens, start + count - number * block_tokens)
+            first = block * per_block + layer * 2 * kv_heads
+            pages[first : first + 2 * kv_heads, : filled * dim] = torch.randn(2 * kv_heads, filled * dim, device=device)
+        spans.append((len(positions), max(1, count)))
+        shapes.append(SpanShape(len(positions), start, max(1, count), [block * per_block for block in mine]))
+        token_rows += [row] * max(1, count)
+        positions += list(range(start, start + count)) or [-1]
+    pages = pages.to(dtype)[layer * 2 * kv_heads :]
+    q = torch.randn(len(positions), num_heads, dim, device=device).to(dtype)
+    where = (torch.tensor(token_rows, device=device), torch.tensor(positions, device=device))
+    finished = new_counters(device)
+    on_device = paged_spans(spans, table.to(device), *where, finished, per_block, kv_heads)
+    found = paged_attention_triton(q, pages, on_device, 0.2)
+    assert not finished.any()
+    real = [shape for shape in shapes if shape.pages]
+    groups = group_spans(real, kv_heads, block_tokens, device, torch.float64)
+    expected = paged_attention_ref(q.double(), pages.double().nan_to_num(), groups, kv_heads, 0.2)
+    is_real = where[1] >= 0
+    close(found[is_real], expected[is_real])
+
+
+def inputs(count: int, kv_heads: int, block_tokens: int, device: torch.device) -> None:
+    num_rows, width = 2 * count, 9
+    step = torch.stack(
+        [
+            torch.randperm(num_rows)[:count],
+            torch.randint(-1, 50, (count,)),
+            torch.randint(-1, width * block_tokens, (count,)),
+        ]
+    ).to(device)
+    last_token = torch.randint(0, 1000, (num_rows,), device=device)
+    table = torch.randint(0, 5000, (num_rows, width), device=device)
+    arguments = (step, last_token, table, kv_heads, block_tokens, 3 * kv_heads)
+    for found, expected in zip(step_inputs_triton(*arguments), step_inputs_ref(*arguments), strict=True):
+        assert torch.equal(found, expected)
+
+
+def sampling(num_rows: int, vocab: int, seed: int, device: torch.device, dtype: torch.dtype = torch.float32) -> int:
+    """Token for token what sample.py draws from the same logits on a CPU, in float64. Returns how many rows had a choice."""
+    rng = random.Random(seed)
+    logits = (torch.randn(num_rows, vocab) * 3).to(dtype)
+    logits[0, vocab // 3 :: 7] = logits[0].amax()  # equals: the first of them is the most likely
+    logits[-1, : vocab // 2] = float("-inf")
+    settings, last_token = new_settings(num_rows + 3, device), torch.full((num_rows + 3,), -5, device=device)
+    rows = rng.sample(range(num_rows + 3), num_rows)
+    columns = []
+    for row in rows:
+        temperature = rng.choice([0.0, 0.7, 1.0, 1.6])
+        top_k, top_p, min_p = (
+            rng.choice([0, 1, 5, 40, vocab]),
+            rng.choice([1.0, 0.9, 0.5]),
+            rng.choice([0.0, 0.0, 0.05]),
+        )
+        values = (rng.randrange(1 << 62), top_k, temperature, top_p, min_p)
+        settings[row] = torch.tensor(pack_settings(*values))
+        columns.append((*values, rng.randint(1, 10_000)))
+    seeds, top_k, temperature, top_p, min_p, lengths = map(torch.tensor, zip(*columns, strict=True))
+    where = (torch.tensor(rows, device=device), lengths.to(device))
+    on_device = logits.to(device)
+    found = sample_rows_triton(on_device, *where, settings, last_token, True)
+    assert torch.equal(last_token[where[0]], found)
+    assert int((last_token == -5).sum()) == 3
+    wide = logits.double()
+    warm = temperature > 0
+    safe = temperature.where(warm, 1.0).double()
+    drawn = draw(wide, safe, top_k, top_p.double(), min_p.double(), uniform(seeds, lengths))
+    expected = torch.where(warm, drawn, wide.argmax(-1))
+    assert found.tolist() == expected.tolist()
+    plain = sample_rows_triton(on_device, *where, new_settings(num_rows + 3, device), last_token, False)
+    assert plain.tolist() == wide.argmax(-1).tolist()
+    return int(warm.sum())

@@ -1,0 +1,62 @@
+"""The Triton kernels themselves, on a CPU. Run by test_interpreted.py in a process of its own: whether kernels are interpreted is
+decided when Triton is imported. bf16 products are wrong in the interpreter: float32 and float16 stand in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton  # before any kernel: else they are not defined
+from kernels import cases
+
+assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is to be set"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 64), (7, 576), (33, 100)])
+def test_norm_and_gate(shape, dtype):
+    cases.norm(shape, CPU, dtype)
+    cases.gated(shape, CPU, dtype)
+
+
+@pytest.mark.parametrize(("num_in", "num_out"), [(64, 16), (100, 34), (1088, 70)])
+@pytest.mark.parametrize("num_rows", [1, 7, 16])
+def test_skinny(num_rows, num_in, num_out):
+    cases.skinny(num_rows, num_in, num_out, CPU, torch.float32)
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize(("num_heads", "kv_heads", "dim"), [(6, 2, 32), (9, 3, 64), (4, 4, 16)])
+@pytest.mark.parametrize("num_tokens", [1, 5])
+def test_rope_write(num_tokens, num_heads, kv_heads, dim, has_norm):
+    cases.rope(num_tokens, num_heads, kv_heads, dim, has_norm, CPU, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [(0, 1)],
+        [(36, 1), (0, 0), (15, 1), (16, 1), (200, 1)],
+        [(0, 2), (0, 33), (40, 3), (31, 16)],
+        [(5, 1), (0, 140), (77, 1), (0, 0), (130, 9)],
+    ],
+)
+@pytest.mark.parametrize(("num_heads", "kv_heads", "dim"), [(6, 2, 16), (3, 1, 32)])
+def test_attention(lengths, num_heads, kv_heads, dim):
+    cases.attention(lengths, num_heads, kv_heads, dim, 16, CPU, torch.float32)
+
+
+@pytest.mark.parametrize(("count", "kv_heads"), [(1, 1), (5, 3)])
+def test_step_inputs(count, kv_heads):
+    cases.inputs(count, kv_heads, 16, CPU)
+
+
+@pytest.mark.parametrize("vocab", [2, 50, 5000])
+def test_sampling(vocab):
+    assert cases.sampling(10, vocab, vocab, CPU)
+    assert cases.sampling(6, vocab, vocab + 1, CPU, torch.bfloat16)
