@@ -91,6 +91,8 @@ def replay(
         fleet.saw_report(name, WorkerLoad(prefill_tokens_per_s=speed), trace[0].t)
     router = Router(fleet, ledger, indexes, settings=settings)
     index = indexes["m"]
+    for name in names if shared else ():
+        index.share(name, {"CPU": "store"})
     caches = [Cache(capacity * nodes)] * nodes if shared else [Cache(capacity) for _ in names]
     backlog, now = [0.0] * nodes, trace[0].t
     hit, work, waits = 0, [0] * nodes, []
@@ -114,9 +116,9 @@ def replay(
         node = names.index(route.decode.charge.worker_id)
         found = caches[node].match(r.blocks) * block
         new, gone = caches[node].insert(r.blocks)
-        for name in names if shared else names[node : node + 1]:
-            index.stored(name, new)
-            index.removed(name, gone)
+        medium = "CPU" if shared else "GPU"
+        index.stored(names[node], new, medium)
+        index.removed(names[node], gone, medium)
         hit += found
         work[node] += r.n_in - found
         backlog[node] += r.n_in - found

@@ -21,7 +21,7 @@ import stoker
 ROOT = Path(stoker.__file__).parent
 HEAVY = frozenset({"torch", "triton", "xgrammar"})  # slow to import, or importing something that is
 ENGINE_SIDE = "torch triton numpy safetensors"
-KV_LIGHT = "kv.keys kv.pool kv.layout"
+KV_LIGHT = "kv.keys kv.pool kv.layout kv.transfer"
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,11 @@ TABLE = {
     "kv.keys": Allowed(light=True),
     "kv.pool": Allowed(light=True),
     "kv.layout": Allowed(light=True),
+    "kv.transfer": Allowed(light=True),
+    "kv.mooncake_master": Allowed(light=True),
+    "kv.tiers.mooncake_link": Allowed("kv", "mooncake"),
+    "kv.transports.mooncake": Allowed("kv", "mooncake"),
+    "kv.tiers.disk_crypt": Allowed("kv", "cryptography"),
     "sched": Allowed(KV_LIGHT, light=True),
     "kernels": Allowed("", ENGINE_SIDE),
     "layers": Allowed("kernels kv", ENGINE_SIDE),
@@ -51,7 +56,7 @@ TABLE = {
     "checkpoint": Allowed("", "numpy gguf tokenizers huggingface_hub safetensors", light=True),
     "loadgen": Allowed("", "aiohttp msgspec rich", light=True),
     # The server process is light. The engine process is these two modules, and the only way from here to the engine.
-    "worker": Allowed("text proto sched", "aiohttp msgspec prometheus_client zmq", light=True),
+    "worker": Allowed(f"text proto sched {KV_LIGHT}", "aiohttp msgspec prometheus_client zmq", light=True),
     "worker.engine_process": Allowed("engine kv text proto sched models.contract.family_of worker", "msgspec"),
     "worker.grammar": Allowed("engine text sched worker", "xgrammar torch numpy"),
     "fleet": Allowed("", light=True),
@@ -60,7 +65,11 @@ TABLE = {
         f"routing fleet text proto {KV_LIGHT}", "msgspec xxhash zmq opentelemetry prometheus_client", light=True
     ),
     "gateway.http": Allowed("gateway.http", "", light=True),
-    "cli": Allowed("worker gateway engine proto text checkpoint loadgen", "aiohttp rich uvloop"),
+    "up": Allowed("", "aiohttp msgspec", light=True),
+    "cli": Allowed(
+        "worker gateway up engine proto text checkpoint loadgen kv.mooncake_master kv.tiers.host_files",
+        "aiohttp rich uvloop",
+    ),
 }
 
 

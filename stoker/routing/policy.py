@@ -62,6 +62,9 @@ class CostSettings:
     balance_share: float = 0.004  # of all prompt tokens, what may be computed again for balance
     balance_part: float = 0.65  # of a prompt, what a conversation may lose when it is given away
     home_slack_s: float = 0.02  # workers so near to the best are as good, and a session's hash decides
+    even_s: float = 1.0  # in an idle fleet: what a session may wait for each session that another worker has more
+    move_share: float = 4.5  # of the tokens spared for balance, what a session's move may take for an excess of 100 %
+    move_part: float = 0.75  # of its prompt, what a session may lose by that
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Fleet, Member
 from stoker.fleet.ledger import Ledger, Load
-from stoker.fleet.prefix_index import SHARED, Match, PrefixIndex
+from stoker.fleet.prefix_index import Match, PrefixIndex
 from stoker.fleet.spec import Role
 from stoker.routing.cluster import ClusterLevel
 from stoker.routing.policy import POLICIES, Candidate, Policy, RouterSettings
@@ -152,7 +152,7 @@ class Router:
 
     def _candidate(self, asked: _Asked, member: Member, output_tokens: int, branches: int) -> Candidate:
         query, worker_id = asked.query, member.spec.worker_id
-        match = asked.matches.get(worker_id) or asked.matches.get(SHARED, _NO_MATCH)
+        match = asked.matches.get(worker_id, _NO_MATCH)
         block = query.block_tokens
         # The last prompt token is computed anew, always: its logits are what the first token is drawn from.
         cached = min(match.blocks * block, query.num_tokens - 1)

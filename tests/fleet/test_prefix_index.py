@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.base.ids import WorkerId
-from stoker.fleet.prefix_index import SHARED, Key, Match, PrefixIndex
+from stoker.fleet.prefix_index import Key, Match, PrefixIndex
 
-A, B = WorkerId("a"), WorkerId("b")
+A, B, C = WorkerId("a"), WorkerId("b"), WorkerId("c")
 
 
 def depths(index: PrefixIndex, keys: list[Key]) -> dict[str, int]:
@@ -39,16 +39,38 @@ def test_tiers_count_down() -> None:
     assert index.match([1, 2, 3, 4, 5, 6])[A] == Match(0, 3, 2), "gone from the device, still in RAM"
 
 
-def test_a_shared_store_is_everybodys_lowest_tier() -> None:
+def test_what_lies_in_a_shared_store_counts_for_all_who_share_it_and_once() -> None:
     index = PrefixIndex()
+    for worker in (A, B):
+        index.share(worker, {"CPU": "ram", "DISK": "disk"})
+    index.share(C, {"DISK": "another disk"})
     index.stored(A, [1])
-    index.set_capacity(B, None)
-    index.stored(SHARED, [1, 2, 3])
-    assert index.match([1, 2, 3, 4]) == {A: Match(1, 0, 2), B: Match(0, 0, 3), SHARED: Match(0, 0, 3)}
-    index.removed(SHARED, [2])
-    assert index.match([1, 2, 3]) == {A: Match(1, 0, 0), B: Match(0, 0, 1), SHARED: Match(0, 0, 1)}
-    index.cleared(SHARED)
-    assert index.match([1, 2, 3]) == {A: Match(1, 0, 0)}
+    index.stored(A, [1, 2], "CPU")
+    index.stored(B, [1, 2, 3], "DISK")
+    index.stored(A, [3], "DISK")
+    assert index.match([1, 2, 3, 4]) == {A: Match(1, 1, 1), B: Match(0, 2, 1)}
+    assert len(index) == 1 + 2 + 3
+    index.removed(B, [2], "CPU")
+    assert index.match([1, 2, 3]) == {A: Match(1, 0, 2), B: Match(0, 1, 2)}, "whoever removes it, it is gone for all"
+
+
+def test_a_store_lasts_as_long_as_one_of_its_workers() -> None:
+    index = PrefixIndex()
+    index.share(A, {"CPU": "ram"})
+    index.share(B, {"CPU": "ram"})
+    index.stored(A, [1, 2, 3], "CPU")
+    index.stored(A, [1])
+    index.cleared(A)
+    assert index.match([1, 2, 3]) == {A: Match(0, 3, 0), B: Match(0, 3, 0)}, "only what was its own"
+    index.forget(A)
+    assert index.match([1, 2, 3]) == {B: Match(0, 3, 0)}
+    index.cleared(B)
+    assert index.match([1, 2, 3]) == {}, "the last one tells all anew"
+    index.stored(B, [1], "CPU")
+    index.share(B, {"CPU": "ram of another machine"})
+    index.share(C, {"CPU": "ram"})
+    assert index.match([1]) == {}
+    assert len(index) == 0
 
 
 def test_cleared_and_forgotten_workers_hold_nothing() -> None:
@@ -91,11 +113,11 @@ def test_with_events_what_was_routed_is_believed_for_a_while() -> None:
 
 def test_memory_is_bounded() -> None:
     index = PrefixIndex(max_entries=1000)
+    index.share(C, {"DISK": "disk"})
     for start in range(0, 50_000, 100):
         index.routed(A if start % 200 else B, list(range(start, start + 100)), 0.0)
-        index.stored(SHARED, range(start, start + 100))
-    assert index._num_entries <= 1000
-    assert len(index) <= 2000
+        index.stored(C, range(start, start + 100), "DISK")
+    assert len(index) <= 1000
     assert len(index._masks[0]) <= 1000
 
 
@@ -105,6 +127,9 @@ def test_the_index_says_what_a_plain_model_says(seed: int) -> None:
     rng, index = random.Random(seed), PrefixIndex()
     media = ("GPU", "CPU", "DISK")
     truth: dict[tuple[str, str], set[int]] = {(w, m): set() for w in "abc" for m in media}
+    for sharer in rng.sample("abc", rng.choice((0, 2, 3))):
+        index.share(WorkerId(sharer), {"DISK": "disk"})
+        truth[sharer, "DISK"] = truth.setdefault(("", "DISK"), set())  # one set for all of them
     for _ in range(rng.randint(1, 60)):
         worker, medium = rng.choice("abc"), rng.choice(media)
         keys = rng.sample(range(12), rng.randint(0, 8))
@@ -118,7 +143,8 @@ def test_the_index_says_what_a_plain_model_says(seed: int) -> None:
         elif rng.random() < 0.2:
             index.cleared(WorkerId(worker))
             for each in media:
-                truth[worker, each].clear()
+                if truth[worker, each] is not truth.get(("", "DISK")):
+                    truth[worker, each].clear()
     chain = list(range(12))
     found = index.match(chain)
     for worker in "abc":
@@ -129,4 +155,4 @@ def test_the_index_says_what_a_plain_model_says(seed: int) -> None:
             counts.append(next((at for at, key in enumerate(chain) if key not in have), len(chain)))
         expected = Match(counts[0], counts[1] - counts[0], counts[2] - counts[1])
         assert found.get(WorkerId(worker), Match()) == expected
-    assert len(index) == sum(len(keys) for keys in truth.values())
+    assert len(index) == sum(map(len, {id(keys): keys for keys in truth.values()}.values()))

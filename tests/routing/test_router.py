@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from routing_world import World, where
+from routing_world import BLOCK, World, where
 
 from stoker.base.ids import WorkerId
 from stoker.fleet.ledger import Totals
@@ -88,6 +88,19 @@ def test_kv_pressure_and_slow_disks_count(pair: World) -> None:
     index.stored(A, range(500), "DISK")
     index.stored(B, range(500), "GPU")
     assert where(pair.route(range(500), 1.0))[1] == B
+
+
+def test_a_worker_is_credited_with_what_its_store_holds(pair: World) -> None:
+    """Computed on A, it is a hit on B: a queue at A is no reason to compute it again, and none to wait for it."""
+    index = pair.indexes["m"]
+    for worker in (A, B):
+        index.share(worker, {"CPU": "ram"})
+    index.stored(A, range(50), "GPU")
+    index.stored(A, range(50), "CPU")
+    pair.fleet.saw_report(A, WorkerLoad(waiting_tokens=60_000), 0.0)
+    route = pair.route(range(50))
+    assert where(route)[1] == B
+    assert route.decode.cached_tokens == 50 * BLOCK
 
 
 def split_world() -> World:

@@ -22,19 +22,25 @@ other conversations out of the cache. Requests decide between idle workers, wher
 idle fleet a worker that is over its bound also gives conversations away: new ones on a common prefix at once, others if
 they lose little, and never more than `balance_share` of all tokens.
 
-**Sessions.** Prefixes find the way back by themselves. A session key decides where a *new* conversation goes among the
-workers that are about as good and not over the bound: by rendezvous hash, so that gateways agree without talking.
+**Sessions.** Prefixes find the way back by themselves. A session key says which conversations are alive, and so what is to
+come. A *new* session goes to a worker with room, that is, not more living sessions than its part; among those that are
+about as good (in an idle fleet: within `even_s` for each session that another has more) by rendezvous hash, so that
+gateways agree without talking. Sessions then turn out to be short or long. In an idle fleet, one leaves the worker that
+will have the most requests, had and to come (a living session is taken to ask once more as often as sessions did so far),
+for the one that will have the least. What it loses comes out of the same `balance_share`, of which a move may take
+`move_share` times the excess: a small excess moves none but a young session, and one that would lose nearly all stays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
+from math import ceil, inf
 
 from stoker.routing.hashing import rendezvous
 from stoker.routing.policy import POLICIES, Candidate, RouterSettings
 from stoker.routing.query import Reason, RouteQuery
+from stoker.routing.sessions import Sessions
 
 _make = tuple.__new__  # Reason(…) without its argument names: twice as fast
 
@@ -61,13 +67,15 @@ class Cost:
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings.cost
         self._spare_tokens = 0.0  # what may be computed again for the sake of balance
+        self._sessions = Sessions()
 
     def score(self, query: RouteQuery, candidates: Sequence[Candidate], now: float) -> list[Reason]:
         scene = self._scene(query, candidates)
         reasons = self._reasons(scene, candidates)
-        balanced = scene.idle and scene.most_cached and self._balance(query, scene, candidates, reasons)
-        if query.session is not None and not scene.continues and not balanced:
-            self._prefer_home(query, scene, candidates, reasons)
+        if query.session is not None:
+            self._place_session(query.session, query.parent_session, scene, candidates, reasons, now)
+        elif scene.idle and scene.most_cached:
+            self._balance(query, scene, candidates, reasons)
         return reasons
 
     def _scene(self, query: RouteQuery, candidates: Sequence[Candidate]) -> _Scene:
@@ -147,14 +155,14 @@ class Cost:
 
     def _balance(
         self, query: RouteQuery, scene: _Scene, candidates: Sequence[Candidate], reasons: list[Reason]
-    ) -> bool:
+    ) -> None:
         """If the best worker is over its bound, let those below their part compete without the price of moving."""
         settings = self._settings
         costs = [reason.cost_s for reason in reasons]
         best = candidates[costs.index(min(costs))]
         fair = scene.requests * best.weight
         if best.load.recent_requests - fair <= max(settings.bound_requests, settings.bound * fair):
-            return False
+            return
         # A common prefix is computed once more for all who will share it; a conversation's own tail is a loss.
         most = min(self._spare_tokens, settings.balance_part * query.num_tokens) if scene.continues else inf
         for at, one in enumerate(candidates):
@@ -164,24 +172,77 @@ class Cost:
         if scene.continues:
             chosen = min(reasons, key=lambda reason: reason.cost_s)
             self._spare_tokens -= scene.most_cached - chosen.cached_tokens
-        return True
 
-    def _prefer_home(
-        self, query: RouteQuery, scene: _Scene, candidates: Sequence[Candidate], reasons: list[Reason]
+    # ---- sessions
+
+    def _place_session(
+        self,
+        session: str,
+        parent: str | None,
+        scene: _Scene,
+        candidates: Sequence[Candidate],
+        reasons: list[Reason],
+        now: float,
+    ) -> None:
+        workers = [one.worker_id for one in candidates]
+        alive = [self._sessions.alive(worker, now) for worker in workers]
+        home = self._sessions.home(session, workers)
+        if home is None and not scene.continues:
+            self._find_home(parent or session, scene, candidates, reasons, alive)
+        elif home is not None and scene.idle:
+            self._even_out(workers.index(home), candidates, reasons, alive)
+        chosen = min(reasons, key=lambda reason: reason.cost_s)
+        self._sessions.placed(session, chosen.worker_id, workers, now)
+
+    def _find_home(
+        self,
+        session: str,
+        scene: _Scene,
+        candidates: Sequence[Candidate],
+        reasons: list[Reason],
+        alive: Sequence[int],
     ) -> None:
         settings = self._settings
-        session = query.parent_session or query.session or ""
-        enough_s = min(reason.cost_s - reason.recent_s for reason in reasons) + settings.home_slack_s
+        part = (sum(alive) + 1) / sum(one.weight for one in candidates)
+        # In an idle fleet a common prefix may be computed where few are, for those that will come there.
+        even_s = settings.even_s if scene.idle else 0.0
+        costs_s = [reason.cost_s - reason.recent_s - (reason.move_s if scene.idle else 0.0) for reason in reasons]
+        best_s, most = min(costs_s), max(alive)
         homes = [
             (rendezvous(session, one.worker_id, one.member.spec.weight), at)
-            for at, (one, reason) in enumerate(zip(candidates, reasons, strict=True))
-            if reason.cost_s - reason.recent_s <= enough_s
-            and one.load.recent_requests <= (1 + settings.bound) * scene.requests * one.weight + 1
+            for at, one in enumerate(candidates)
+            if costs_s[at] <= best_s + max(settings.home_slack_s, even_s * (most - alive[at]))
+            and alive[at] + 1 <= max(ceil(part * one.weight), (1 + settings.bound) * part * one.weight)
         ]
         if homes:
-            home = min(homes)[1]
-            ahead_s = reasons[home].cost_s - min(reason.cost_s for reason in reasons)
-            reasons[home] = _cheaper(reasons[home], 0.0, ahead_s + 1e-6)
+            _prefer(reasons, min(homes)[1])
+
+    def _even_out(
+        self, home: int, candidates: Sequence[Candidate], reasons: list[Reason], alive: Sequence[int]
+    ) -> None:
+        """If the home will have the most requests of all, let the session go to where there will be the least."""
+        settings, further = self._settings, self._sessions.mean_requests
+        in_all = [one.load.recent_requests + further * n for one, n in zip(candidates, alive, strict=True)]
+        part = sum(in_all) / sum(one.weight for one in candidates)
+        excess = [n / (part * one.weight) - 1 for one, n in zip(candidates, in_all, strict=True)]
+        least = excess.index(min(excess))
+        # Where nothing is lost, as with a store that all share, cost has decided already.
+        lost = candidates[home].cached_tokens - candidates[least].cached_tokens
+        worth = min(1.0, settings.move_share * excess[home]) * self._spare_tokens
+        if (
+            0 < lost <= min(worth, settings.move_part * candidates[home].context_tokens)
+            and excess[home] == max(excess)
+            and in_all[home] - in_all[least] > max(further, settings.bound_requests)
+            and reasons[least].queue_s - reasons[home].queue_s <= settings.even_s
+        ):
+            _prefer(reasons, least)
+            self._spare_tokens -= lost
+
+
+def _prefer(reasons: list[Reason], at: int) -> None:
+    """Make it the cheapest, if only just."""
+    ahead_s = reasons[at].cost_s - min(reason.cost_s for reason in reasons)
+    reasons[at] = _cheaper(reasons[at], 0.0, ahead_s + 1e-6)
 
 
 def _cheaper(reason: Reason, by_s: float, recent_s: float) -> Reason:

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from collections import Counter
+
+from routing_world import World, where
+
+from stoker.base.ids import WorkerId
+from stoker.routing.sessions import Sessions
+
+A, B = WorkerId("a"), WorkerId("b")
+
+
+def test_a_session_is_alive_until_it_is_silent_for_longer_than_sessions_usually_are() -> None:
+    sessions = Sessions()
+    for turn in range(20):
+        sessions.placed("long", A, (A, B), turn * 1.0)
+    sessions.placed("short", B, (A, B), 18.0)
+    assert (sessions.home("long", (A, B)), sessions.home("short", (A, B))) == (A, B)
+    assert (sessions.alive(A, 19.5), sessions.alive(B, 19.5)) == (1, 1)
+    assert sessions.patience_s < 10
+    assert (sessions.alive(A, 40.0), sessions.alive(B, 40.0)) == (0, 0)
+    assert sessions.home("long", (A, B)) is None
+
+
+def test_a_session_that_moves_is_counted_once() -> None:
+    sessions = Sessions()
+    sessions.placed("s", A, (A, B), 0.0)
+    sessions.placed("s", B, (A, B), 1.0)
+    assert (sessions.alive(A, 1.0), sessions.alive(B, 1.0)) == (0, 1)
+    assert sessions.mean_requests == 2
+
+
+def test_a_burst_of_new_sessions_is_spread_evenly_whatever_their_hashes() -> None:
+    world = World()
+    for number in range(4):
+        world.add(WorkerId(f"w{number}"))
+    homes = Counter(
+        where(world.route([*range(20), 1000 + number], session=f"session-{number}"))[1] for number in range(64)
+    )
+    assert sorted(homes.values()) == [16] * 4
+
+
+def test_a_session_leaves_the_worker_where_all_others_live_on() -> None:
+    """Two workers, eight sessions each; those of one end early. Some of the others move over, and stay."""
+    world = World()
+    for worker_id in (A, B):
+        world.add(worker_id)
+    home: dict[int, str] = {}
+    first_home: dict[int, str] = {}
+    for turn in range(30):
+        living = [session for session in range(16) if turn < 4 or first_home[session] == B]
+        for session in living:
+            now = turn + session / 100
+            own = range(session * 1000 + 100, session * 1000 + 101 + turn)
+            route = world.route([*range(40), *own], now, session=str(session))
+            route.end(now + 0.005)
+            home[session] = where(route)[1]
+        if turn == 0:
+            first_home = dict(home)
+            assert sorted(home.values()) == [A] * 8 + [B] * 8
+        if turn == 3:
+            assert home == first_home
+    moved = sum(home[session] == A for session in living)
+    assert 2 <= moved <= 6, moved
