@@ -292,19 +292,19 @@ def test_a_lock_whose_holder_hangs_is_not_waited_for_for_ever_and_is_free_when_i
 
 
 def test_eviction_is_least_recently_used_over_many_blocks() -> None:
-    slots = 1000
+    slots, news = 200, 60
     lost: list[BlockKey] = []
     tier = make(None, slots=slots, lost=lost)
     write(tier, *range(slots))
     order = np.random.default_rng(3).permutation(slots).tolist()
     for number in order:
         read(tier, number)
-    for number in range(300):
+    kept = order[news // 2]
+    for number in range(news):
         write(tier, 10_000 + number)
-        if number == 100:
-            read(tier, order[150])
-    kept = order[150]
-    assert lost == [name_of(number).key for number in order[:301] if number != kept][:300]
+        if number == news // 3:
+            read(tier, kept)
+    assert lost == [name_of(number).key for number in order[: news + 1] if number != kept]
     tier.close()
 
 

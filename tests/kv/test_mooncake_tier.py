@@ -106,6 +106,7 @@ def test_a_header_says_all_and_only_fits_its_own_block() -> None:
     assert ours.pack(BlockName(name.key, name.parent, (1,) * 1000), 0) is None
 
 
+@pytest.mark.slow
 def test_blocks_outlive_master_and_workers_on_an_ssd(tmp_path: Path) -> None:
     names, folder = chain(96), tmp_path / "ssd"
     with MooncakeMaster(tmp_path / "master.log", lease_ms=200, client_ttl_s=3, ssd=True) as master:

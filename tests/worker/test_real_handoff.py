@@ -82,7 +82,10 @@ def prompt(num_tokens: int, seed: int = 0) -> list[int]:
     return [rng.randrange(100, 20_000) for _ in range(num_tokens)]
 
 
-@pytest.mark.parametrize("name", CASES)
+# Through a gateway, all of them run always: tests/gateway/test_real_pd.py.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if i % 4 else name for i, name in enumerate(CASES)]
+)
 def test_two_workers_say_what_one_says(fleet: Fleet, name: str) -> None:
     path, body = CASES[name]
     handed = hand_over(fleet, path, body)

@@ -89,7 +89,9 @@ def comparable(events: list[bytes]) -> list[bytes]:
     return sorted(masked, key=lambda event: re.findall(rb'"choices":\[\{"index":(\d)', event))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "three-forced" else name for name in CASES]
+)
 def test_another_worker_ends_what_one_began(workers: list[RealServer], name: str) -> None:
     path, body = CASES[name]
     first, second = workers
