@@ -199,6 +199,13 @@ async def _both(
 # ---- processes
 
 
+async def _told_url(lines: asyncio.StreamReader) -> str | None:
+    async for line in lines:
+        if found := re.search(rb"(http://[^/\s]+:\d+)/v1/", line):
+            return found[1].decode()
+    return None
+
+
 @contextlib.asynccontextmanager
 async def started(name: str, arguments: list[str], work: Path) -> AsyncIterator[str]:
     """Its URL, once it takes requests."""
@@ -208,14 +215,12 @@ async def started(name: str, arguments: list[str], work: Path) -> AsyncIterator[
         )
     assert process.stdout is not None
     try:
-        async with asyncio.timeout(START_S):
-            async for line in process.stdout:
-                if found := re.search(rb"(http://[^/\s]+:\d+)/v1/", line):
-                    drain = asyncio.create_task(process.stdout.read())
-                    yield found[1].decode()
-                    drain.cancel()
-                    return
-        raise RuntimeError(f"{name} did not start: {(work / f'{name}.log').read_text()[-2000:]}")
+        url = await asyncio.wait_for(_told_url(process.stdout), START_S)
+        if url is None:
+            raise RuntimeError(f"{name} did not start: {(work / f'{name}.log').read_text()[-2000:]}")
+        drain = asyncio.create_task(process.stdout.read())
+        yield url
+        drain.cancel()
     finally:
         for _ in range(2):
             with contextlib.suppress(ProcessLookupError):
