@@ -85,6 +85,7 @@ class Engine:
             self._launched.append(self._runner.launch(plan))
             for load in plan.loads:
                 self._store.start(load)
+        took_in = False
         while self._launched and (plan is None or len(self._launched) > self._steps_ahead):
             step = self._launched.popleft()
             result = step.wait()
@@ -93,13 +94,15 @@ class Engine:
                 self.step_s += result.step_s
                 self.rates.saw(step.plan, result.step_s)
             self._chunks += self._scheduler.commit(result)
-        self._pass_on(now)
-        self.idle = plan is None and not self._chunks
+            took_in = True
+        gave_back = self._pass_on(now)
+        self.idle = plan is None and not (took_in or gave_back or self._chunks)
         chunks, self._chunks = self._chunks, []
         return chunks
 
-    def _pass_on(self, now: float) -> None:
-        """New blocks to the store, KV under lease to those who may pull it, and what was lent back into the pool."""
+    def _pass_on(self, now: float) -> bool:
+        """New blocks to the store, KV under lease to those who may pull it, and what was lent back into the pool: whether
+        there was any of that, which somebody may be waiting for."""
         self._store.offer(self._scheduler.take_offers())
         if copied := self._store.take_copied():
             self._scheduler.end_offer(copied)
@@ -111,10 +114,12 @@ class Engine:
         while not self._released.empty():
             self._closing.add(self._released.get())
         self._closing.update(self._scheduler.due_leases(now))
-        for lease_id in [lease_id for lease_id in self._closing if self._leases.close(lease_id)]:
+        closed = [lease_id for lease_id in self._closing if self._leases.close(lease_id)]
+        for lease_id in closed:
             self._closing.discard(lease_id)
             self._scheduler.release(lease_id)
         if self._tickets:
             for chunk in self._chunks:
                 if (ticket := self._tickets.pop(chunk.request_id, None)) is not None:
                     self._store.release(ticket)
+        return bool(copied or closed)

@@ -7,9 +7,10 @@ knows bytes and seconds; it refuses to know sequences. Whatever is missing, late
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from typing import ParamSpec
 
 from stoker.base import log as logs
@@ -28,6 +29,7 @@ _BUFFER_BYTES = {False: 256 << 20, True: 1 << 30}
 _FEWEST_BUFFERS, _MOST_BUFFERS = 16, 4096
 _UNKNOWN_COMPUTE_S = 0.1  # for a block, until the first prompt was measured
 _CLOSE_S = 2.0
+_TOLD_AT_A_TIME = 256
 
 log = logs.EventLog("kv")
 P = ParamSpec("P")
@@ -145,11 +147,9 @@ class KvStore:
                 crossover_tokens=self.crossover_tokens(use),
             )
 
-    def told(self) -> Iterator[TierEvent]:
-        """What the tiers held before this worker began."""
-        for use in self.tiers:
-            for name in use.tier.names():
-                yield TierEvent(use.name, stored=(name,))
+    def tell_held(self) -> None:
+        """What the tiers held before this worker began, as events. Behind the engine's back: a disk of many blocks takes long."""
+        self._run(self._hints, self._tell_held)
 
     def close(self) -> None:
         for threads in (self._loads, self._hints):
@@ -171,6 +171,12 @@ class KvStore:
             self._context.wake()
             if wanted.ticket is not None:
                 self._peers.release(wanted.ticket)
+
+    def _tell_held(self) -> None:
+        for use in self.tiers:
+            names = use.tier.names()
+            while group := tuple(islice(names, _TOLD_AT_A_TIME)):
+                self._stored(use, group)
 
     def _stored(self, use: TierUse, names: Sequence[BlockName]) -> None:
         if names:

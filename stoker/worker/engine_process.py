@@ -307,7 +307,6 @@ def serve(pipe: EngineEnd, arguments: EngineArguments) -> None:
     # Everything made so far lives as long as the process: the collector need never look at it again.
     gc.collect()
     gc.freeze()
-    media = {use.name: use.tier.medium for use in store.tiers}
     pipe.send(
         EngineInfo(
             model_fingerprint=built.fingerprint,
@@ -324,8 +323,7 @@ def serve(pipe: EngineEnd, arguments: EngineArguments) -> None:
             stores=_stores(arguments.settings.store, built.fingerprint, store.tiers),
         )
     )
-    for event in store.told():
-        blocks.tier_changed(media[event.tier], event.stored, event.removed)
+    store.tell_held()
     try:
         EngineLoop(built, blocks, mailbox, pipe).run()
     finally:
