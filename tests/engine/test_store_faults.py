@@ -151,3 +151,17 @@ def test_loading_that_takes_longer_than_computing_is_not_tried(
         assert llm.generate(asked, GREEDY, NEW_TOKENS)[0].token_ids == expected[0]
         assert tier.num_reads == 0
         assert llm.built.store.crossover_tokens(llm.built.store.tiers[0]) is None
+
+
+def test_what_the_disk_held_before_is_told_behind_the_engines_back(folder: Path, tmp_path: Path) -> None:
+    asked = prompts(26, [100])
+    with filled(folder, tmp_path, asked, lambda: None) as (llm, tier, _expected):
+        store = llm.built.store
+        store.tell_held()
+        told: set[BlockKey] = set()
+        until = time.monotonic() + 20
+        while len(told) < 12:
+            assert time.monotonic() < until, f"{len(told)} blocks told"
+            told |= {name.key for event in store.take_events() for name in event.stored}
+            time.sleep(0.01)
+        assert told == {name.key for name in tier.names()}
