@@ -48,7 +48,7 @@ async def serve(port: int, workers: list[int]) -> None:
         request.on_gone = answer.abort
         request.on_pause = answer.pause
         request.on_resume = answer.resume
-        if answer.ended and answer.header(b"content-length") is not None:
+        if answer.ended:
             request.respond(answer.status, end_to_end(answer.headers), await answer.read(64 << 20))
             return
         request.start(answer.status, end_to_end(answer.headers))

@@ -29,6 +29,7 @@ class Member:
     reported_at: float = 0.0
     seen_at: float = 0.0  # the last time it was added, or registered again
     share: float = 1.0  # of a settled worker's speed; as of the last `candidates`
+    weight: float = 1.0  # its part of the work, against a settled worker of weight 1
     tokens_per_s: float = 1.0  # of prefill, as far as known: its own, else the others' average; less in slow start
     step_s: float = 1.0
     kv_used: float = 0.0
@@ -192,6 +193,7 @@ class Fleet:
         mean_step_s = sum(steps) / len(steps) if steps else settings.step_s
         for member in members:
             weight, rate, step_s = member.spec.weight, member.rates.prefill_tokens_per_s, member.rates.step_s
+            member.weight = weight * member.share
             member.tokens_per_s = (mean_rate * weight if rate is None else rate) * member.share
             member.step_s = (mean_step_s / weight if step_s is None else step_s) / member.share
 

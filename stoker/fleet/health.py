@@ -32,6 +32,8 @@ class HealthSettings:
     slow_start_share: float = 0.1
 
 
+_CLOSED = Breaker.CLOSED  # an enum's member is found slowly, and every request asks twice
+
 # Failures that say the worker is not there at all, and failures that say nothing about its health.
 _GONE = frozenset({"connect"})
 _BUSY = frozenset({"busy"})
@@ -111,7 +113,7 @@ class Health:
 
     def saw_success(self, now: float) -> bool:
         """Whether that changed anything."""
-        if self._breaker is Breaker.CLOSED:
+        if self._breaker is _CLOSED:
             changed, self._failures = False, 0
             return changed
         self._breaker, self._failures = Breaker.CLOSED, 0
@@ -134,7 +136,7 @@ class Health:
 
     def begin_request(self, now: float) -> bool:
         """The router sends a request there. Whether that changed anything: a trial is under way from now on."""
-        if self._breaker is Breaker.CLOSED:
+        if self._breaker is _CLOSED:
             return False
         self._trial_until = now + self._settings.trial_s
         return True

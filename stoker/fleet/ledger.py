@@ -161,7 +161,8 @@ class Ledger:
 
     def _return_prefill(self, charge: Charge, now: float) -> None:
         load = charge._load
-        self._advance(load, now)
+        if now - load._as_of > _SAME_TIME_S:
+            self._advance(load, now)
         del load._prefilling[charge]
         load.decoding += 1
         load.prefill_tokens -= charge.prefill_tokens

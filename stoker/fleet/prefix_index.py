@@ -83,6 +83,8 @@ class PrefixIndex:
 
     def match(self, keys: Sequence[Key]) -> dict[WorkerId, Match]:
         """Every worker with at least the first block, in whatever tier, its stores' among them."""
+        if not keys:
+            return {}
         ids, (device_masks, host_masks, disk_masks) = self._ids, self._masks
         device = self._walk(keys, device_masks, ())
         if not (host_masks or disk_masks):
@@ -175,7 +177,10 @@ class PrefixIndex:
     def routed(self, worker_id: WorkerId, keys: Sequence[Key], now: float) -> None:
         holder = self._holder(worker_id)
         held, masks, bit = holder.held[_DEVICE], self._masks[_DEVICE], holder.bit
-        self._drop_unconfirmed(holder, now)
+        if holder.expected:
+            self._drop_unconfirmed(holder, now)
+        if not keys:
+            return
         if holder.has_events:
             new = [key for key in keys if key not in held]
             if new:

@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from stoker.base.errors import Overloaded
 from stoker.gateway.config import AdmissionSettings
 from stoker.gateway.fair_queue import ADMITTED, WAITING, Capacity, FairQueue, Ticket
@@ -19,19 +21,14 @@ from stoker.gateway.keys import Caller
 _TICK_S = 0.05
 
 
-class Pass:
+class Pass(msgspec.Struct, eq=False):
     """Somebody who was let in. `done()` on every path; a second time it does nothing."""
 
-    __slots__ = ("_caller", "_clock", "_queue", "_ticket", "waited_s")
-
-    def __init__(
-        self, clock: Callable[[], float], caller: Caller, queue: FairQueue, ticket: Ticket, waited_s: float
-    ) -> None:
-        self._clock = clock
-        self._caller = caller
-        self._queue = queue
-        self._ticket = ticket
-        self.waited_s = waited_s
+    _clock: Callable[[], float]
+    _caller: Caller
+    _queue: FairQueue
+    _ticket: Ticket
+    waited_s: float
 
     def first_token(self) -> None:
         """Its prompt is computed."""

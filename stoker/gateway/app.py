@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,11 +26,11 @@ from stoker.gateway.conversation import Keys as ConversationKeys
 from stoker.gateway.errors import error_event, is_ours, reply_of
 from stoker.gateway.exchange import Exchange
 from stoker.gateway.http import Request
-from stoker.gateway.keys import Caller, Keys
+from stoker.gateway.keys import Keys
 from stoker.gateway.metrics import CONTENT_TYPE, GatewayMetrics
 from stoker.gateway.proxy import Proxy
 from stoker.gateway.reply import Reply, error_reply, json_reply, text_reply
-from stoker.gateway.session import session_of
+from stoker.gateway.session import Session, session_of
 from stoker.gateway.state import GatewayState
 from stoker.gateway.tracing import Tracing
 from stoker.gateway.usage_row import UsageRow
@@ -54,6 +54,9 @@ class Answers(Protocol):
 
 
 class KeyMaking(Protocol):
+    def keys_now(self, model: str, envelope: Envelope, salt: str | None) -> ConversationKeys | None:
+        """None: that would take long; `keys` does it elsewhere."""
+
     async def keys(self, model: str, envelope: Envelope, salt: str | None) -> ConversationKeys: ...
 
 
@@ -94,17 +97,12 @@ class Gateway:
         self._ids = RequestIds()
         self._started_s = int(time.time())
 
-    async def handle(self, request: Request) -> None:
+    def handle(self, request: Request) -> Awaitable[None]:
         """For the HTTP server: one request, answered."""
         kind = _GENERATING.get(request.path)
         if kind is not None and request.method == b"POST":
-            await self._generate(request, kind)
-            return
-        try:
-            reply = await self._other(request)
-        except Exception as error:
-            reply = self._reply_to(error, request)
-        request.respond(reply.status, reply.headers, reply.body)
+            return self._generate(request, kind)
+        return self._reply(request)
 
     def saw_bad_request(self, peer: str, reason: str) -> None:
         """For the HTTP server: something came that is not a request, and was refused."""
@@ -114,20 +112,15 @@ class Gateway:
     # ---- generating
 
     async def _generate(self, request: Request, kind: Kind) -> None:
-        parts = self._parts
+        parts, header = self._parts, request.head.by_name.get
         row_id = self._ids.new()
-        request_id = given_request_id(request) or row_id.encode()
+        request_id = given_request_id(header(b"x-request-id")) or row_id.encode()
         trace = parts.tracing.request(
-            request.header(b"traceparent"),
-            request.header(b"tracestate"),
-            request_id=request_id.decode(),
-            endpoint=kind.value,
+            header(b"traceparent"), header(b"tracestate"), request_id=request_id.decode(), endpoint=kind
         )
         exchange = Exchange(request, kind, row_id, request_id, parts.clock(), time.time(), trace)
-        task = asyncio.current_task()
-        assert task is not None
         # A client that leaves ends its request's task: every leg, wait and reservation is given up on the way out.
-        request.on_gone = task.cancel
+        request.on_gone = request.task.cancel
         parts.metrics.in_flight += 1
         parts.state.began()
         try:
@@ -148,19 +141,32 @@ class Gateway:
         parts, request = self._parts, exchange.request
         caller = exchange.caller = parts.keys.authenticate(request)
         envelope = parse(exchange.kind, request.body)
-        exchange.model = envelope.model or self._only_model()
-        call = exchange.call = await self._call(exchange, envelope, caller)
-        entering = exchange.trace.begin("admission")
+        model = exchange.model = envelope.model or self._only_model()
+        put, drop = body_changes(envelope, caller)
+        session = session_of(request.head.by_name, envelope, caller.tenant)
+        exchange.session = session.session
+        began_s = parts.clock()
+        conversation = parts.key_makers.keys_now(model, envelope, envelope.salt)
+        if conversation is None:
+            conversation = await parts.key_makers.keys(model, envelope, envelope.salt)
+        parts.metrics.keys_s.observe(parts.clock() - began_s)
+        query = _query(model, envelope, session, conversation)
+        seed, arrived_s, trace = random.getrandbits(53), exchange.arrived_s, exchange.trace
+        call = Call(request, envelope, query, exchange.request_id, put, drop, arrived_s, seed, trace)
+        exchange.call = call
+        entering = trace.begin("admission")
         admitted = await parts.admission.enter(
             caller,
-            self._uncached_tokens(call.query),
-            lane=exchange.model,
+            self._uncached_tokens(query),
+            lane=model,
             reject_if_busy=_rejects_if_busy(request, envelope),
             priority=envelope.priority if isinstance(envelope.priority, int) else None,
         )
         entering.end()
         exchange.is_admitted = True
-        exchange.queued_s = admitted.waited_s
+        if admitted.waited_s:
+            exchange.queued_s = admitted.waited_s
+            query.matches = None  # others were sent on meanwhile
         call.on_first_byte = admitted.first_token
         try:
             await parts.proxy.run(call)
@@ -171,35 +177,6 @@ class Gateway:
             else:
                 admitted.done(usage.prompt_tokens - usage.cached_tokens, usage.completion_tokens)
 
-    async def _call(self, exchange: Exchange, envelope: Envelope, caller: Caller) -> Call:
-        parts, request = self._parts, exchange.request
-        put, drop = body_changes(envelope, caller)
-        session = session_of(request.headers, envelope, caller.tenant)
-        exchange.session = session.session
-        began_s = parts.clock()
-        conversation = await parts.key_makers.keys(exchange.model, envelope, envelope.salt)
-        parts.metrics.keys_s.observe(parts.clock() - began_s)
-        query = RouteQuery(
-            model=exchange.model,
-            keys=conversation.keys,
-            block_tokens=conversation.block_tokens,
-            num_tokens=conversation.num_tokens,
-            max_output_tokens=envelope.max_new_tokens,
-            session=session.session,
-            parent_session=session.parent,
-        )
-        return Call(
-            request=request,
-            envelope=envelope,
-            query=query,
-            request_id=exchange.request_id,
-            put=put,
-            drop=drop,
-            arrived_s=exchange.arrived_s,
-            seed=random.getrandbits(53),
-            trace=exchange.trace,
-        )
-
     def _only_model(self) -> str:
         models = self._parts.fleet.models()
         if len(models) == 1:
@@ -209,11 +186,12 @@ class Gateway:
         raise InvalidRequest(message, param="model", code="missing_required_parameter")
 
     def _uncached_tokens(self, query: RouteQuery) -> int:
-        """What the worker that has most of this prompt would still compute."""
+        """What the worker that has most of this prompt would still compute. The router is spared asking the same again."""
         index = self._parts.indexes.get(query.model)
         if index is None or not query.keys:
             return query.num_tokens
-        held = max((match.blocks for match in index.match(query.keys).values()), default=0)
+        query.matches = index.match(query.keys)
+        held = max([match.blocks for match in query.matches.values()], default=0)
         return max(1, query.num_tokens - held * query.block_tokens)
 
     def _record(self, exchange: Exchange) -> None:
@@ -228,6 +206,13 @@ class Gateway:
             parts.metrics.refusals[row.error] += 1
 
     # ---- everything else
+
+    async def _reply(self, request: Request) -> None:
+        try:
+            reply = await self._other(request)
+        except Exception as error:
+            reply = self._reply_to(error, request)
+        request.respond(reply.status, reply.headers, reply.body)
 
     async def _other(self, request: Request) -> Reply:
         path, parts = request.path, self._parts
@@ -291,5 +276,18 @@ class Gateway:
         return reply_of(error)
 
 
+def _query(model: str, envelope: Envelope, session: Session, conversation: ConversationKeys) -> RouteQuery:
+    return RouteQuery(
+        model=model,
+        keys=conversation.keys,
+        block_tokens=conversation.block_tokens,
+        num_tokens=conversation.num_tokens,
+        max_output_tokens=envelope.max_new_tokens,
+        session=session.session,
+        parent_session=session.parent,
+    )
+
+
 def _rejects_if_busy(request: Request, envelope: Envelope) -> bool:
-    return envelope.reject_if_busy is True or (request.header(b"x-reject-if-busy") or b"").lower() in _YES
+    asked = request.head.by_name.get(b"x-reject-if-busy")
+    return envelope.reject_if_busy is True or (asked is not None and asked.lower() in _YES)

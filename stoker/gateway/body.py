@@ -16,7 +16,8 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from stoker.base.errors import InvalidRequest
-from stoker.proto.openai import StreamOptions, decode
+from stoker.proto.openai.decode import decode
+from stoker.proto.openai.fields import StreamOptions
 
 # What the gateway and its workers say to each other in a body; a client that sends one would speak as the gateway.
 INTERNAL_FIELDS = (

@@ -11,6 +11,7 @@ import ssl
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import stoker
@@ -127,7 +128,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     tracing = make_tracing(config.tracing)
     capacities = Capacities(fleet, config.admission)
     admission = Admission(
-        config.admission, capacities.capacity, clock=clock, lane=capacities.lane, gate=lambda: _shut(state, meter)
+        config.admission, capacities.capacity, clock=clock, lane=capacities.lane, gate=partial(_shut, state, meter)
     )
     started_s = clock()
 
@@ -176,7 +177,7 @@ def _shut(state: GatewayState, meter: Meter | NoMeter) -> Overloaded | None:
     if meter.behind:
         message = f"{meter.pending} usage rows wait to be written: no request is taken that could not be accounted for."
         return Overloaded(message, retry_after_s=5.0, code="ledger_behind")
-    return state.refusal()
+    return state.refusal() if state.draining else None
 
 
 def _tls(listen: ListenSettings) -> ssl.SSLContext | None:

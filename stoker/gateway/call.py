@@ -54,7 +54,7 @@ class Call(msgspec.Struct, eq=False):
 
     def headers_under(self, span: Span, passes: HeaderFilter) -> bytes:
         """What of the client's headers a leg's worker may see, the request's id, and the leg's own place in the trace."""
-        block = b"%bx-request-id: %b\r\n" % (passes.block(self.request.headers), self.request_id)
+        block = b"%bx-request-id: %b\r\n" % (passes.block_of(self.request.head), self.request_id)
         traceparent = span.traceparent
         if traceparent is None:
             return block
@@ -65,6 +65,8 @@ class Call(msgspec.Struct, eq=False):
     ) -> bytes:
         """The client's body as a worker gets it, with a leg's own changes. What of the gateway's fields is not in
         `may_add` is only corrected where the client used it: a foreign worker may refuse a field that it does not know."""
+        if not (self.put or self.drop or put or drop):
+            return self.envelope.raw
         if self.put:
             ours = {k: v for k, v in self.put.items() if k in may_add or getattr(self.envelope, k) is not UNSET}
             put = {**ours, **put}
@@ -83,9 +85,8 @@ class RequestIds:
         return f"req_{self._start}{self._count:x}"
 
 
-def given_request_id(request: Request) -> bytes | None:
+def given_request_id(given: bytes | None) -> bytes | None:
     """The client's own name for its request, if it is one that may be logged and passed on."""
-    given = request.header(b"x-request-id")
     return given if given is not None and _REQUEST_ID.fullmatch(given) else None
 
 

@@ -5,18 +5,16 @@ Files are read by `load()` alone; nothing here opens a socket or reads the envir
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import msgspec
 
 from stoker.base.errors import ConfigError
+from stoker.base.tables import check_positive, in_words, path_of, read_tables, refuse_unknown
 from stoker.fleet.spec import WorkerSpec
 from stoker.gateway.worker_option import WorkerSettings, worker_spec
 from stoker.routing.policy import RouterSettings
@@ -40,7 +38,7 @@ class ListenSettings:
             raise ConfigError(f"listen.port={self.port}: a port is 0 to 65535")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("listen.tls_cert and listen.tls_key: TLS needs both")
-        _positive("listen", self, "max_body_mib", "max_connections", "drain_s")
+        check_positive("listen", self, "max_body_mib", "max_connections", "drain_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +50,7 @@ class RoutingSettings(RouterSettings):
     index_blocks: int = 2_000_000  # prefix blocks remembered for one model
 
     def __post_init__(self) -> None:
-        _positive("routing", self, "index_blocks", "expected_output_tokens")
+        check_positive("routing", self, "index_blocks", "expected_output_tokens")
         for name in ("num_explained", "local_prefill_tokens", "cluster_spill_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"routing.{name}={getattr(self, name)}: it must not be below zero")
@@ -68,7 +66,7 @@ class ProxySettings:
     resume_grace_s: float = 10.0  # how long a broken stream waits for one that can go on with it
 
     def __post_init__(self) -> None:
-        _positive("proxy", self, "connect_s", "first_byte_s")
+        check_positive("proxy", self, "connect_s", "first_byte_s")
         for name in ("retries", "retry_share", "resumes", "resume_grace_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"proxy.{name}={getattr(self, name)}: it must not be below zero")
@@ -88,7 +86,7 @@ class AdmissionSettings:
     priority_age_s: float = 5.0  # waiting so long counts as one step of priority: nobody starves
 
     def __post_init__(self) -> None:
-        _positive(
+        check_positive(
             "admission",
             self,
             "requests_per_worker",
@@ -113,7 +111,7 @@ class MeterSettings:
     currency: str = "USD"
 
     def __post_init__(self) -> None:
-        _positive("meter", self, "flush_s", "flush_rows", "max_pending")
+        check_positive("meter", self, "flush_s", "flush_rows", "max_pending")
 
     @property
     def ledger(self) -> Path | None:
@@ -156,7 +154,7 @@ class TenantSettings:
 
     def __post_init__(self) -> None:
         _name("tenant.name", self.name)
-        _positive(f"tenant {self.name!r}", self, "weight")
+        check_positive(f"tenant {self.name!r}", self, "weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +174,7 @@ class KeySettings:
             raise ConfigError(
                 f"key {self.name!r}: sha256 must be 64 lower-case hex digits; see stoker gateway --new-key"
             )
-        _positive(f"key {self.name!r}", self, "requests_per_minute", "tokens_per_minute", "concurrency")
+        check_positive(f"key {self.name!r}", self, "requests_per_minute", "tokens_per_minute", "concurrency")
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,22 +211,15 @@ class GatewayConfig:
 def load(path: Path | None, overrides: Mapping[str, Any] | None = None) -> GatewayConfig:
     """The file's settings (none: the defaults) under `overrides`: dotted names such as "listen.port"; a list adds to the
     file's."""
-    table: dict[str, Any] = {}
-    if path is not None:
-        try:
-            table = tomllib.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}: not TOML: {error}") from error
+    table = {} if path is None else read_tables(path)
     for name, value in (overrides or {}).items():
         _put(table, name.split("."), value)
     where = "" if path is None else f"{path}: "
-    _refuse_unknown(GatewayConfig, table, where, "")
+    refuse_unknown(GatewayConfig, table, source=where)
     try:
-        return msgspec.convert(table, GatewayConfig, dec_hook=_path_of)
+        return msgspec.convert(table, GatewayConfig, dec_hook=path_of)
     except msgspec.ValidationError as error:
-        raise ConfigError(where + _in_words(str(error))) from error
+        raise ConfigError(where + in_words(error)) from error
 
 
 def read_secret(path: Path | None, what: str) -> str | None:
@@ -250,43 +241,6 @@ def _put(table: dict[str, Any], names: Sequence[str], value: Any) -> None:
     if isinstance(value, list) and isinstance(table.get(names[-1]), list):
         value = [*table[names[-1]], *value]
     table[names[-1]] = value
-
-
-def _path_of(kind: type, value: Any) -> Any:
-    if kind is Path and isinstance(value, str | Path):
-        return Path(value).expanduser()
-    raise TypeError(f"Expected a {kind.__name__}, got {value!r}")
-
-
-def _refuse_unknown(kind: Any, table: Any, where: str, at: str) -> None:
-    """A misspelt name must not be taken for a default."""
-    if not isinstance(table, dict):
-        return
-    hints = get_type_hints(kind)
-    for name, value in table.items():
-        if name not in hints:
-            near = difflib.get_close_matches(name, hints, 1)
-            known = f"did you mean {at}{near[0]}?" if near else f"there are: {', '.join(sorted(hints))}"
-            raise ConfigError(f"{where}{at}{name}: no such setting; {known}")
-        inner = next((one for one in (hints[name], *get_args(hints[name])) if dataclasses.is_dataclass(one)), None)
-        if inner is None:
-            continue
-        for number, item in enumerate(value if isinstance(value, list) else [value]):
-            index = f"[{number}]" if isinstance(value, list) else ""
-            _refuse_unknown(inner, item, where, f"{at}{name}{index}.")
-
-
-def _in_words(error: str) -> str:
-    """msgspec's "Expected `int`, got `str` - at `$.listen.port`", with the field in front."""
-    text, _, place = error.partition(" - at `$.")
-    return f"{place.rstrip('`')}: {text[:1].lower()}{text[1:]}" if place else text
-
-
-def _positive(where: str, settings: object, *names: str) -> None:
-    for name in names:
-        value = getattr(settings, name)
-        if value is not None and not value > 0:
-            raise ConfigError(f"{where}.{name}={value}: it must be above zero")
 
 
 def _name(where: str, value: str) -> None:

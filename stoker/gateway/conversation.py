@@ -66,7 +66,8 @@ class TextKeys:
             if field is not UNSET:
                 view = memoryview(field)
                 num_bytes += len(view)
-                keys = chain_keys(view, root, TEXT_BLOCK_BYTES)
+                if len(view) >= TEXT_BLOCK_BYTES:
+                    keys = chain_keys(view, root, TEXT_BLOCK_BYTES)
                 break
         return Keys(keys, self.block_tokens, max(1, num_bytes // _BYTES_A_TOKEN))
 
@@ -92,24 +93,30 @@ class KeyMakers:
         """How many tokens a key of this model stands for."""
         return self._exact.get(model, self._text).block_tokens
 
-    async def keys(self, model: str, envelope: Envelope, salt: str | None) -> Keys:
-        """On the loop where it is quick. A long body is read in a thread, and with too many of those as text."""
+    def keys_now(self, model: str, envelope: Envelope, salt: str | None) -> Keys | None:
+        """None: that would take long; `keys` does it in a thread. With too many of those, a body is read as text."""
         maker = self._exact.get(model)
-        if maker is None:
-            return self._text.keys(envelope, salt)
-        try:
-            if len(envelope.raw) <= self._inline_bytes:
+        if maker is not None:
+            if len(envelope.raw) > self._inline_bytes:
+                return None if self._num_waiting < self._max_waiting else self._text.keys(envelope, salt)
+            try:
                 return maker.keys(envelope, salt)
-            if self._num_waiting < self._max_waiting:
-                self._num_waiting += 1
-                try:
-                    loop = asyncio.get_running_loop()
-                    return await loop.run_in_executor(self._threads, maker.keys, envelope, salt)
-                finally:
-                    self._num_waiting -= 1
-        except InvalidRequest:
-            pass  # the worker says what is wrong with it
+            except InvalidRequest:
+                pass  # the worker says what is wrong with it
         return self._text.keys(envelope, salt)
+
+    async def keys(self, model: str, envelope: Envelope, salt: str | None) -> Keys:
+        found = self.keys_now(model, envelope, salt)
+        if found is not None:
+            return found
+        self._num_waiting += 1
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, self._exact[model].keys, envelope, salt)
+        except InvalidRequest:
+            return self._text.keys(envelope, salt)
+        finally:
+            self._num_waiting -= 1
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -17,7 +17,7 @@ from stoker.base.ids import WorkerId
 from stoker.gateway.http import AnswerAborted, AnswerLost, AnswerTooLarge, Unreachable, header_block
 from stoker.gateway.upstream import Upstream
 from stoker.proto.messages import WorkerInfo
-from stoker.proto.openai import KvTransfer
+from stoker.proto.openai.handoff import KvTransfer
 from stoker.routing.query import Leg
 
 PATH = b"/stoker/prefetch"

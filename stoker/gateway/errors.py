@@ -11,7 +11,7 @@ from stoker.base.ids import WorkerId
 from stoker.gateway.body import Kind
 from stoker.gateway.keys import Unauthorized
 from stoker.gateway.reply import Headers, Reply, error_reply
-from stoker.proto.openai import ErrorBody
+from stoker.proto.openai.answers import ErrorBody
 from stoker.proto.sse import encode_event
 
 CLIENT_GONE_STATUS = 499  # never sent: what ledger, log and metrics say of a client that left

@@ -30,7 +30,7 @@ from stoker.gateway.http import (
 )
 from stoker.gateway.metrics import GatewayMetrics
 from stoker.gateway.tracing import Span
-from stoker.gateway.upstream import Lifeline, PrefillTimer, Upstream, Upstreams
+from stoker.gateway.upstream import Lifeline, Upstream, Upstreams
 from stoker.routing.query import Leg, Route
 
 PATHS = {Kind.CHAT: b"/v1/chat/completions", Kind.COMPLETIONS: b"/v1/completions", Kind.RESPONSES: b"/v1/responses"}
@@ -81,7 +81,8 @@ class Legs:
         "_has_first_token",
         "_lifeline",
         "_open",
-        "_prefill_timer",
+        "_prefill_began_s",
+        "_prefilling",
         "_route",
         "_tools",
         "_transfer",
@@ -104,7 +105,8 @@ class Legs:
             self._upstreams.append(tools.upstreams.of(route.prefill.worker))
         self._open: dict[Answer, Span] = {}
         self._early_pull: asyncio.Task[None] | None = None
-        self._prefill_timer = PrefillTimer()
+        self._prefilling: Upstream | None = None  # where the prompt is being computed
+        self._prefill_began_s: float | None = None  # None: among others, so that the time says nothing
         self._transfer: Span | None = None  # from prefill's end to decode's first byte
         self._has_first_token = False
         self.has_handed_off = False
@@ -117,7 +119,8 @@ class Legs:
     def __exit__(self, *why: type[BaseException] | BaseException | TracebackType | None) -> None:
         for upstream in self._upstreams:
             upstream.lifelines.discard(self._lifeline)
-        self._prefill_timer.end(0.0)
+        if self._prefilling is not None:
+            self._prefilling.num_prefilling -= 1
         if self._early_pull is not None:
             self._early_pull.cancel()
         for answer, span in self._open.items():
@@ -134,7 +137,7 @@ class Legs:
         call, settings = self.call, self._tools.settings
         upstream = self.upstream(leg)
         if leg is (self.prefill or self.decode):
-            self._prefill_timer.begin(upstream, self._tools.clock())
+            self._begin_prefill(upstream)
         span = call.trace.begin("leg.prefill" if leg is self.prefill else "leg.decode")
         try:
             answer = await upstream.pool.send(
@@ -185,12 +188,14 @@ class Legs:
 
     async def read(self, leg: Leg, answer: Answer) -> bytes:
         """The whole body."""
-        try:
-            data = await answer.read(MAX_ANSWER_BYTES)
-        except AnswerTooLarge:
-            raise
-        except (AnswerLost, AnswerAborted) as error:
-            self.fail(leg, "lost", error.message)
+        data = answer.whole(MAX_ANSWER_BYTES)
+        if data is None:
+            try:
+                data = await answer.read(MAX_ANSWER_BYTES)
+            except AnswerTooLarge:
+                raise
+            except (AnswerLost, AnswerAborted) as error:
+                self.fail(leg, "lost", error.message)
         self._done(leg, answer)
         return data
 
@@ -251,7 +256,7 @@ class Legs:
 
     def _client_headers(self, answer: Answer) -> bytes:
         call = self.call
-        passed = self._upstreams[0].to_client.block(answer.headers)
+        passed = self._upstreams[0].to_client.block_of(answer.head)
         headers = b"x-request-id: %b\r\n%b" % (call.request_id, passed)
         if call.explained is not None:
             headers += header_block([(b"x-stoker-route", call.explained)])
@@ -268,11 +273,23 @@ class Legs:
             call.first_byte_s = now
             call.on_first_byte()
 
+    def _begin_prefill(self, upstream: Upstream) -> None:
+        if self._prefilling is not None:  # it is sent once more
+            self._prefilling.num_prefilling -= 1
+        self._prefill_began_s = None if upstream.num_prefilling else self._tools.clock()
+        self._prefilling = upstream
+        upstream.num_prefilling += 1
+
     def _computed_prompt(self, now: float) -> None:
+        """Only a prompt that had its worker to itself says how fast the worker is."""
+        upstream, began_s = self._prefilling, self._prefill_began_s
+        if upstream is None:
+            return
+        upstream.num_prefilling -= 1
+        self._prefilling = None
         leg = self.prefill or self.decode
-        seconds = self._prefill_timer.end(now)
-        if seconds is not None and leg.charge.prefill_tokens >= _MEASURED_TOKENS:
-            self._tools.fleet.saw_prefill(leg.worker.worker_id, leg.charge.prefill_tokens, seconds)
+        if began_s is not None and leg.charge.prefill_tokens >= _MEASURED_TOKENS:
+            self._tools.fleet.saw_prefill(leg.worker.worker_id, leg.charge.prefill_tokens, now - began_s)
 
     async def _refuse(self, leg: Leg, answer: Answer) -> NoReturn:
         try:

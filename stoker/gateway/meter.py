@@ -17,6 +17,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +51,8 @@ CREATE TABLE IF NOT EXISTS usage (
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS usage_by_time ON usage (time_s);
 """
-_INSERT = f"INSERT INTO usage VALUES ({', '.join('?' * 17)}) ON CONFLICT (request_id) DO NOTHING"
+_NUM_COLUMNS = 17
+_MAX_ROWS_A_STATEMENT = 256
 # What no retry can mend: numbers beyond 64 bits, text that is no Unicode, a missing value.
 _BAD_ROW = (OverflowError, UnicodeError, sqlite3.IntegrityError, sqlite3.InterfaceError)
 
@@ -154,7 +157,7 @@ class Meter:
         connection.execute("BEGIN IMMEDIATE")
         try:
             rows = [_values(row, self._price_id(connection, row.model, price_ids)) for row in batch]
-            connection.executemany(_INSERT, rows)
+            _insert(connection, rows)
             connection.execute("COMMIT")
         except (sqlite3.Error, *_BAD_ROW):
             price_ids.clear()  # an id that is rolled back names nothing
@@ -198,6 +201,23 @@ def connect(path: Path) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
+
+
+def _insert(connection: sqlite3.Connection, rows: Sequence[tuple[Any, ...]]) -> None:
+    """Many rows a statement: Python's lock is let go and fought for again around every one, and the other side of that fight
+    is the event loop."""
+    at = 0
+    while at < len(rows):
+        # Powers of two, so that there are few statements to be prepared.
+        count = 1 << min(len(rows) - at, _MAX_ROWS_A_STATEMENT).bit_length() - 1
+        connection.execute(_statement(count), list(chain.from_iterable(rows[at : at + count])))
+        at += count
+
+
+@cache
+def _statement(num_rows: int) -> str:
+    row = f"({', '.join('?' * _NUM_COLUMNS)})"
+    return f"INSERT INTO usage VALUES {', '.join([row] * num_rows)} ON CONFLICT (request_id) DO NOTHING"
 
 
 def _values(row: UsageRow, price_id: int) -> tuple[Any, ...]:

@@ -80,7 +80,7 @@ class Proxy:
     async def _run(self, call: Call, route: Route) -> None:
         decode = route.decode.worker.spec
         dialect = self._dialects[decode.dialect]
-        if route.prefill is None and decode.role is Role.DECODE and not dialect.decodes_alone:
+        if not dialect.decodes_alone and route.prefill is None and decode.role is Role.DECODE:
             raise NoWorker(
                 f"worker {decode.worker_id} only decodes ({decode.dialect}), and no prefill worker is usable"
             )
@@ -90,9 +90,7 @@ class Proxy:
         call.policy, call.worker_id = route.policy, decode.worker_id
         if self._debug_routes:
             call.explained = explained(route, call)
-        task = asyncio.current_task()
-        assert task is not None
-        lifeline = Lifeline(task)
+        lifeline = Lifeline(call.request.task)
         try:
             with Legs(call, route, self._tools, lifeline) as legs:
                 await dialect.run(call, legs)

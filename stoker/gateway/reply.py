@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from stoker.proto.openai import ErrorAnswer, ErrorBody
+from stoker.proto.openai.answers import ErrorAnswer, ErrorBody
 
 Headers = list[tuple[bytes, bytes]]
 

@@ -32,7 +32,7 @@ class NoRequestLog:
 
 
 class RequestLog:
-    def __init__(self, write: Callable[[str], object] | None = None, max_pending: int = _MAX_PENDING) -> None:
+    def __init__(self, write: Callable[[bytes], object] | None = None, max_pending: int = _MAX_PENDING) -> None:
         self._write = write or _to_stderr
         self._rows: deque[UsageRow] = deque()
         self._max_pending = max_pending
@@ -59,7 +59,7 @@ class RequestLog:
             stopping = self._stop.wait(_FLUSH_S)
             while self._rows:
                 batch = [self._rows.popleft() for _ in range(min(len(self._rows), 1000))]
-                self._write("".join(map(lines.line, batch)))
+                self._write(b"".join(map(lines.line, batch)))
             if self.dropped != reported:
                 log.warning("request_lines_dropped", lines=self.dropped - reported)
                 reported = self.dropped
@@ -69,21 +69,21 @@ class Lines:
     """Rows as lines of the log. The row's own fields stand behind those that every line has."""
 
     def __init__(self) -> None:
-        self._encoder = msgspec.json.Encoder()
+        self._encode = msgspec.json.Encoder().encode
         self._second = -1
-        self._stamp = ""
+        self._stamp = b""
 
-    def line(self, row: UsageRow) -> str:
+    def line(self, row: UsageRow) -> bytes:
         end_s = row.time_s + row.e2e_ms * 1e-3
         second = int(end_s)
         if second != self._second:  # most rows of a batch end in the same second
-            self._second, self._stamp = second, time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
-        level = "info" if row.status < 500 else "warning"
-        fields = self._encoder.encode(row)[1:].decode()
-        millis = int((end_s - second) * 1000)
-        return f'{{"time":"{self._stamp}.{millis:03d}Z","level":"{level}","part":"gateway","event":"request",{fields}\n'
+            self._second, self._stamp = second, time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second)).encode()
+        level = b"info" if row.status < 500 else b"warning"
+        fields = (self._stamp, int((end_s - second) * 1000), level, self._encode(row)[1:])
+        return b'{"time":"%b.%03dZ","level":"%b","part":"gateway","event":"request",%b\n' % fields
 
 
-def _to_stderr(text: str) -> None:
-    sys.stderr.write(text)
-    sys.stderr.flush()
+def _to_stderr(lines: bytes) -> None:
+    sys.stderr.flush()  # what others wrote as text stands before it
+    sys.stderr.buffer.write(lines)
+    sys.stderr.buffer.flush()

@@ -103,16 +103,16 @@ class TokenMemory:
         return None if told is None else int(told.group(2))
 
 
-class StokerStream:
+class StokerStream(EventCutter):
     """One worker's part of a stream: comment lines go to the memory, events to the client."""
 
-    __slots__ = ("_cached_tokens", "_counts_events", "_cutter", "_failed", "_last", "_memory", "failure")
+    __slots__ = ("_cached_tokens", "_counts_events", "_failed", "_last", "_memory", "failure")
 
     def __init__(self, memory: TokenMemory, *, counts_events: bool = False) -> None:
+        super().__init__()
         memory.begin_worker()
         self._memory = memory
         self._counts_events = counts_events  # of the Responses API, where a token makes several
-        self._cutter = EventCutter()
         self._last = b""
         self._cached_tokens = memory.cached_tokens if memory else None  # only a later worker's usage needs a change
         self._failed = False
@@ -120,8 +120,8 @@ class StokerStream:
 
     def push(self, data: bytes) -> bytes:
         """What the client may see of `data`: whole events without our lines."""
-        if self._cutter.rest or data[-2:] != b"\n\n":
-            data = self._cutter.push(data)
+        if self.rest or data[-2:] != b"\n\n":
+            data = self.cut(data)
             if not data:
                 return b""
         if b":x " in data:

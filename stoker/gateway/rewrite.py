@@ -42,7 +42,7 @@ class EventCutter:
     def __init__(self) -> None:
         self.rest = b""
 
-    def push(self, data: bytes) -> bytes:
+    def cut(self, data: bytes) -> bytes:
         data = self.rest + data
         if data.endswith(_EVENT_ENDS):
             self.rest = b""
@@ -56,13 +56,13 @@ class EventCutter:
         return data[:end]
 
 
-class ForeignAnswer:
+class ForeignAnswer(EventCutter):
     """One answer of a worker that is not ours, streamed (`push`) or whole."""
 
-    __slots__ = ("_cutter", "_is_pair", "_keep_token_ids", "ended", "hide_usage", "prefill_cached_tokens", "usage")
+    __slots__ = ("_is_pair", "_keep_token_ids", "ended", "hide_usage", "prefill_cached_tokens", "usage")
 
     def __init__(self, *, hide_usage: bool = False, keep_token_ids: bool = False, is_pair: bool = False) -> None:
-        self._cutter = EventCutter()
+        self.rest = b""
         self.hide_usage = hide_usage  # we asked for the usage chunk, the client did not
         self._keep_token_ids = keep_token_ids
         self._is_pair = is_pair
@@ -72,8 +72,8 @@ class ForeignAnswer:
 
     def push(self, data: bytes) -> bytes:
         """The part of a stream that the client may see now: always whole events."""
-        if self._cutter.rest or not data.endswith(_EVENT_ENDS):
-            data = self._cutter.push(data)
+        if self.rest or not data.endswith(_EVENT_ENDS):
+            data = self.cut(data)
         if (b"[DONE]" in data or b"event: response." in data) and _END.search(data):
             self.ended = True
         if (b'"usage"' in data and _USAGE.search(data)) or self._holds_internals(data):
@@ -82,7 +82,7 @@ class ForeignAnswer:
 
     def finish(self) -> bytes:
         """What is left at a proper end: a last event that has no empty line behind it."""
-        rest, self._cutter.rest = self._cutter.rest, b""
+        rest, self.rest = self.rest, b""
         self.ended = self.ended or _END.search(rest) is not None
         return rest
 

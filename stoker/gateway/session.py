@@ -7,7 +7,7 @@ no text is passed over. Keys of different tenants are different, whatever their 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,14 +50,16 @@ class Session:
 _NONE = Session()
 
 
-def session_of(headers: Iterable[tuple[bytes, bytes]], envelope: Envelope, tenant: str) -> Session:
-    """`headers` with their names in lower case."""
-    named = [(_RANKS[name], value.strip()) for name, value in headers if name in _RANKS]
+def session_of(headers: Mapping[bytes, bytes], envelope: Envelope, tenant: str) -> Session:
+    """`headers` by their names in lower case."""
     key = parent = None
-    if named:
-        key, parent = _of_headers({rank: value for rank, value in reversed(named) if value})  # the first of a name
+    if not _RANKS.keys().isdisjoint(headers):
+        named = {rank: headers[name].strip() for name, rank in _RANKS.items() if name in headers}
+        key, parent = _of_headers({rank: value for rank, value in named.items() if value})
     if key is None:
-        key = _text(envelope.prompt_cache_key) or _text(envelope.session_id) or _text(envelope.user)
+        for given in (envelope.prompt_cache_key, envelope.session_id, envelope.user):
+            if given is not None and (key := _text(given)) is not None:
+                break
     if key is None and parent is None:
         return _NONE
     return Session(_scoped(tenant, key), _scoped(tenant, parent))
@@ -89,8 +91,6 @@ def _decoded(value: bytes) -> str:
 
 
 def _text(value: Any) -> str | None:
-    if value is None:
-        return None
     if isinstance(value, str):
         return value.strip() or None
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else None

@@ -18,7 +18,10 @@ from stoker.gateway.body import Envelope, Kind
 from stoker.gateway.conversation import Keys
 from stoker.gateway.prefix_memo import PrefixMemo
 from stoker.kv.keys import salt_hash
-from stoker.proto.openai import ChatRequest, CompletionRequest, ResponsesRequest, decode
+from stoker.proto.openai.chat import ChatRequest
+from stoker.proto.openai.completions import CompletionRequest
+from stoker.proto.openai.decode import decode
+from stoker.proto.openai.responses import ResponsesRequest
 from stoker.text.conversation import (
     Conversation,
     chat_conversation,

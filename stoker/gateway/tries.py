@@ -29,7 +29,8 @@ class RetryBudget:
         self._saved = _MAX_SAVED_RETRIES if share else 0.0
 
     def request(self) -> None:
-        self._saved = min(_MAX_SAVED_RETRIES, self._saved + self._share)
+        if self._saved < _MAX_SAVED_RETRIES:
+            self._saved += self._share
 
     def take(self) -> bool:
         if self._saved < 1:
@@ -118,4 +119,5 @@ class Tries:
         query = self._call.query
         num_tokens = query.num_tokens + self._call.memory.num_tokens
         excluded = frozenset(self._excluded)
-        return self._choose(replace(query, num_tokens=num_tokens, excluded=excluded, needs_dialect=dialects))
+        again = replace(query, num_tokens=num_tokens, excluded=excluded, needs_dialect=dialects, matches=None)
+        return self._choose(again)

@@ -33,14 +33,6 @@ _INTERNAL_PREFIXES = (b"x-stoker-", b"x-override-", b"x-smg-", b"x-llm-d-")
 _NOT_FOR_CLIENTS = frozenset({b"x-request-id", b"server", b"date", b"set-cookie"})
 
 
-def _to_worker() -> HeaderFilter:
-    return HeaderFilter(_NOT_FOR_WORKERS, _INTERNAL_PREFIXES)
-
-
-def _to_client() -> HeaderFilter:
-    return HeaderFilter(_NOT_FOR_CLIENTS, (b"x-stoker-",))
-
-
 class Lifeline:
     """Ties a try to its workers: one that is found dead ends the try, whatever it waits for. TCP alone would wait for hours
     on a machine that has stopped without a word."""
@@ -68,36 +60,12 @@ class Upstream:
     pool: Pool
     origin: Origin
     headers: bytes  # what every request to this worker carries: its own key
-    to_worker: HeaderFilter = field(default_factory=_to_worker)  # what of a client's headers it may see
-    to_client: HeaderFilter = field(default_factory=_to_client)  # what of its own headers clients may see
+    to_worker: HeaderFilter  # what of a client's headers it may see
+    to_client: HeaderFilter  # what of its own headers clients may see
     refuses_usage: bool = False  # it answered 400 to a stream that asked for a usage chunk
     lifelines: set[Lifeline] = field(default_factory=set)
     num_prefilling: int = 0  # requests sent that have not brought a first token
     engines: dict[str, str] = field(default_factory=dict)  # vLLM behind Mooncake: engine id by data-parallel rank
-
-
-class PrefillTimer:
-    """Times a prompt that has its worker to itself: only such a time says how fast the worker is."""
-
-    __slots__ = ("_began_s", "_upstream")
-
-    def __init__(self) -> None:
-        self._upstream: Upstream | None = None
-        self._began_s: float | None = None
-
-    def begin(self, upstream: Upstream, now: float) -> None:
-        self.end(now)
-        self._began_s = None if upstream.num_prefilling else now
-        self._upstream = upstream
-        upstream.num_prefilling += 1
-
-    def end(self, now: float) -> float | None:
-        """The seconds since `begin`, if they mean something. On every path; a second time it does nothing."""
-        if self._upstream is None:
-            return None
-        self._upstream.num_prefilling -= 1
-        self._upstream = None
-        return None if self._began_s is None else now - self._began_s
 
 
 class Upstreams:
@@ -107,6 +75,8 @@ class Upstreams:
         self._limits = limits or ClientLimits()
         self._api_keys = api_keys or {}  # by worker url
         self._known: dict[WorkerId, Upstream] = {}
+        self._to_worker = HeaderFilter(_NOT_FOR_WORKERS, _INTERNAL_PREFIXES)
+        self._to_client = HeaderFilter(_NOT_FOR_CLIENTS, (b"x-stoker-",))
 
     def of(self, member: Member) -> Upstream:
         known = self._known.get(member.spec.worker_id)
@@ -117,7 +87,8 @@ class Upstreams:
         origin = Origin.from_url(member.spec.url)
         key = self._api_keys.get(member.spec.url)
         headers = b"" if key is None else header_block([(b"authorization", b"Bearer " + key.encode())])
-        made = Upstream(member.spec.url, Pool(origin, self._limits), origin, headers)
+        pool = Pool(origin, self._limits)
+        made = Upstream(member.spec.url, pool, origin, headers, self._to_worker, self._to_client)
         self._known[member.spec.worker_id] = made
         return made
 

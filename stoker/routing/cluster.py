@@ -7,7 +7,7 @@ none of its workers is usable, or when its least queue is longer than the best c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 
 from stoker.base.ids import WorkerId
@@ -25,7 +25,7 @@ class ClusterLevel:
         self._spill_s = spill_s
 
     def narrow(
-        self, query: RouteQuery, members: Sequence[Member], matches: dict[WorkerId, Match], now: float
+        self, query: RouteQuery, members: Sequence[Member], matches: Mapping[WorkerId, Match], now: float
     ) -> Sequence[Member]:
         """Those of the members that are in the cluster where this request belongs."""
         if len({member.spec.cluster for member in members}) < 2:
@@ -47,7 +47,7 @@ class ClusterLevel:
         )
 
     def _order(
-        self, query: RouteQuery, by_cluster: dict[str, list[Member]], matches: dict[WorkerId, Match]
+        self, query: RouteQuery, by_cluster: dict[str, list[Member]], matches: Mapping[WorkerId, Match]
     ) -> list[str]:
         """The home first, then where it spills to."""
 

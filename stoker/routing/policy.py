@@ -25,8 +25,6 @@ class Candidate:
     member: Member
     worker_id: WorkerId
     load: Load  # the ledger's
-    tokens_per_s: float = 1.0  # of prefill, slow start counted in
-    step_s: float = 0.0
     queued_tokens: float = 0.0  # of prompts before this one, ours or another gateway's
     cached_tokens: int = 0  # what it would find, in all tiers
     host_tokens: int = 0  # of these, those to be fetched from its RAM
@@ -35,7 +33,6 @@ class Candidate:
     pull_tokens: int = 0  # from a prefill worker
     context_tokens: int = 0
     output_tokens: int = 0  # expected
-    weight: float = 1.0  # its part of the work, against a settled worker of weight 1
     branches: int = 0  # how many ways conversations went on from the last block that anybody has of this one
     prefill_s: float = 0.0  # what the prefill worker's part costs before this one begins
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from stoker.base.errors import NotFound, Overloaded
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Member
 from stoker.fleet.ledger import Charge
-from stoker.fleet.prefix_index import Key
+from stoker.fleet.prefix_index import Key, Match
 
 
 class ModelNotFound(NotFound):
@@ -25,8 +25,10 @@ class NoWorker(Overloaded):
     code = "no_worker"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RouteQuery:
+    """Not frozen, like the rest that is made for every request: that would take three times as long."""
+
     model: str
     keys: Sequence[Key]  # of the conversation's full blocks
     block_tokens: int
@@ -36,6 +38,7 @@ class RouteQuery:
     parent_session: str | None = None
     excluded: frozenset[WorkerId] = frozenset()
     needs_dialect: frozenset[str] | None = None  # a resume: only workers that speak one of these
+    matches: Mapping[WorkerId, Match] | None = None  # what the index says of `keys` now, if it was asked already
 
 
 class Reason(NamedTuple):
@@ -76,7 +79,7 @@ _TERMS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Leg:
     worker: Member
     charge: Charge

@@ -9,7 +9,7 @@ it is uncached there or when prefill is the busier side. Unified workers stand b
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stoker.base.ids import WorkerId
@@ -21,7 +21,6 @@ from stoker.routing.cluster import ClusterLevel
 from stoker.routing.policy import POLICIES, Candidate, Policy, RouterSettings
 from stoker.routing.query import Leg, ModelNotFound, NoWorker, Reason, Route, RouteQuery
 
-_NO_MATCH = Match()
 _MAX_CANDIDATES = 4096
 
 
@@ -50,14 +49,10 @@ class _Asked:
     """A query, and what the index knows about it."""
 
     query: RouteQuery
-    matches: dict[WorkerId, Match]
+    matches: Mapping[WorkerId, Match]
     index: PrefixIndex
     now: float
-
-    def branches(self) -> int:
-        """How many ways conversations went on from the last block that anybody has of this one."""
-        known = max([match.blocks for match in self.matches.values()], default=0)
-        return self.index.branches(self.query.keys[known - 1]) if known else 0
+    branches: int = 0  # how many ways conversations went on from the last block that anybody has of this one
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,18 +88,25 @@ class Router:
         if not members:
             raise self._no_worker(query, now)
         index = self._indexes[query.model]
-        asked = _Asked(query, index.match(query.keys), index, now)
+        matches = index.match(query.keys) if query.matches is None else query.matches
+        asked = _Asked(query, matches, index, now)
+        if matches:
+            most_blocks = max([match.blocks for match in matches.values()])
+            asked.branches = index.branches(query.keys[most_blocks - 1])
         prefill: _Prefill | None = None
         reasons: list[Reason] = []
-        if not pool.plain:
-            members = self._clusters.narrow(query, members, asked.matches, now)
+        if pool.plain:
+            output_tokens = self._output_tokens(query)
+            candidates = [self._candidate(asked, member, output_tokens) for member in members]
+        else:
+            members = self._clusters.narrow(query, members, matches, now)
             prefill, reasons = self._cheapest_prefill(asked, members)
-        candidates = self._ways(asked, members, prefill)
-        if not candidates:
-            raise self._no_worker(query, now)
+            candidates = self._ways(asked, members, prefill)
+            if not candidates:
+                raise self._no_worker(query, now)
         scored = self._policy.score(query, candidates, now)
         chosen = candidates[_least(scored)]
-        returning = chosen.cached_tokens > min([candidate.cached_tokens for candidate in candidates])
+        returning = bool(matches) and chosen.cached_tokens > min([one.cached_tokens for one in candidates])
         decode = self._reserve(chosen, asked, returning)
         first = self._reserve(prefill.candidate, asked, returning) if prefill and chosen.pull_tokens else None
         route = Route(decode, first, self._settings.policy, reasons + scored if reasons else scored)
@@ -122,62 +124,60 @@ class Router:
         those = [member for member in members if member.spec.role is Role.PREFILL]
         if not those:
             return None, []
-        branches = asked.branches()
-        candidates = [self._candidate(asked, member, 0, branches) for member in those]
+        candidates = [self._candidate(asked, member, 0) for member in those]
         scored = self._policy.score(asked.query, candidates, asked.now)
         best = _least(scored)
         return _Prefill(candidates[best], scored[best].cost_s), [reason._replace(part="prefill") for reason in scored]
 
     def _ways(self, asked: _Asked, members: Sequence[Member], prefill: _Prefill | None) -> list[Candidate]:
-        settings, most_tokens = self._settings, asked.query.max_output_tokens
-        output_tokens = settings.expected_output_tokens
-        if most_tokens is not None and most_tokens < output_tokens:
-            output_tokens = most_tokens
-        branches = asked.branches()
+        settings, output_tokens = self._settings, self._output_tokens(asked.query)
         ways = []
         for member in members:
             role = member.spec.role
             if role is Role.PREFILL:
                 continue
-            way = self._candidate(asked, member, output_tokens, branches)
+            way = self._candidate(asked, member, output_tokens)
             alone = role is Role.UNIFIED or member.spec.decodes_alone
             least = settings.local_prefill_tokens if alone else 0
             hands_off = role is Role.DECODE and prefill is not None and way.compute_tokens > least
             if hands_off and prefill is not None:
                 ways.append(replace(way, compute_tokens=0, pull_tokens=way.compute_tokens, prefill_s=prefill.cost_s))
-                way.prefill_s = settings.local_prefill_share * way.compute_tokens / way.tokens_per_s
+                way.prefill_s = settings.local_prefill_share * way.compute_tokens / member.tokens_per_s
             if alone and (not hands_off or self._policy.in_seconds):
                 ways.append(way)
         return ways
 
-    def _candidate(self, asked: _Asked, member: Member, output_tokens: int, branches: int) -> Candidate:
-        query, worker_id = asked.query, member.spec.worker_id
-        match = asked.matches.get(worker_id, _NO_MATCH)
-        block = query.block_tokens
-        # The last prompt token is computed anew, always: its logits are what the first token is drawn from.
-        cached = min(match.blocks * block, query.num_tokens - 1)
-        rate = member.tokens_per_s
+    def _output_tokens(self, query: RouteQuery) -> int:
+        """To be expected."""
+        usual, most = self._settings.expected_output_tokens, query.max_output_tokens
+        return usual if most is None or most > usual else most
+
+    def _candidate(self, asked: _Asked, member: Member, output_tokens: int) -> Candidate:
+        query, worker_id, rate = asked.query, member.spec.worker_id, member.tokens_per_s
         load = self._ledger.load(worker_id, asked.now, rate)
-        queued, report = load.queued_tokens, member.report
-        if report is not None and report.waiting_tokens > queued:  # there are other gateways
-            queued = max(queued, report.waiting_tokens - (asked.now - member.reported_at) * rate)
         # One object a worker, used for one choice after the other: making it anew would take longer than scoring it.
         way = self._candidates.get(worker_id)
         if way is None:
             way = self._new_candidate(member)
         way.member = member
         way.load = load
-        way.tokens_per_s = rate
-        way.step_s = member.step_s
+        queued, report = load.queued_tokens, member.report
+        if report is not None and report.waiting_tokens > queued:  # there are other gateways
+            queued = max(queued, report.waiting_tokens - (asked.now - member.reported_at) * rate)
         way.queued_tokens = queued
+        match = asked.matches.get(worker_id)
+        if match is None:
+            cached = way.host_tokens = way.disk_tokens = 0
+        else:
+            # The last prompt token is computed anew, always: its logits are what the first token is drawn from.
+            cached = min(match.blocks * query.block_tokens, query.num_tokens - 1)
+            way.host_tokens = match.host_blocks * query.block_tokens
+            way.disk_tokens = match.disk_blocks * query.block_tokens
         way.cached_tokens = cached
-        way.host_tokens = match.host_blocks * block
-        way.disk_tokens = match.disk_blocks * block
-        way.compute_tokens = way.context_tokens = query.num_tokens
-        way.compute_tokens -= cached
+        way.context_tokens = query.num_tokens
+        way.compute_tokens = query.num_tokens - cached
         way.output_tokens = output_tokens
-        way.weight = member.spec.weight * member.share
-        way.branches = branches
+        way.branches = asked.branches
         way.prefill_s = 0.0
         return way
 
@@ -188,16 +188,17 @@ class Router:
         return way
 
     def _reserve(self, candidate: Candidate, asked: _Asked, returning: bool) -> Leg:
+        worker_id, now = candidate.worker_id, asked.now
         charge = self._ledger.charge(
-            candidate.worker_id,
+            worker_id,
             prefill_tokens=candidate.compute_tokens,
             context_tokens=candidate.context_tokens,
             output_tokens=candidate.output_tokens,
             returning=returning,
-            now=asked.now,
+            now=now,
         )
-        asked.index.routed(candidate.worker_id, asked.query.keys, asked.now)
-        self._fleet.begin_request(candidate.member, asked.now)
+        asked.index.routed(worker_id, asked.query.keys, now)
+        self._fleet.begin_request(candidate.member, now)
         return Leg(candidate.member, charge, candidate.cached_tokens)
 
     def _no_worker(self, query: RouteQuery, now: float) -> ModelNotFound | NoWorker:

@@ -184,7 +184,8 @@ class Exchange:
             connection.close()
 
     def leave(self) -> None:
-        """As a client that vanishes."""
+        """As a client that vanishes, once it has come."""
+        wait_for(lambda: self.is_over or (self._connection is not None and self._connection.sock is not None))
         if self._connection is not None and self._connection.sock is not None:
             with suppress(OSError):
                 self._connection.sock.shutdown(socket.SHUT_RDWR)

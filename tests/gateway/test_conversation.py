@@ -22,7 +22,10 @@ from stoker.gateway.prefix_memo import PrefixMemo
 from stoker.gateway.token_keys import TokenKeys, TokenText
 from stoker.kv.keys import salt_hash
 from stoker.proto.messages import EngineInfo
-from stoker.proto.openai import ChatRequest, CompletionRequest, ResponsesRequest, decode
+from stoker.proto.openai.chat import ChatRequest
+from stoker.proto.openai.completions import CompletionRequest
+from stoker.proto.openai.decode import decode
+from stoker.proto.openai.responses import ResponsesRequest
 from stoker.text.conversation import is_constrained
 from stoker.text.folder import text_files
 from stoker.text.tokenizer import Tokenizer
@@ -32,9 +35,9 @@ from stoker.worker.block_log import salt_hash as worker_salt_hash
 from stoker.worker.chat import prepare_chat
 from stoker.worker.completions import prepare_completion
 from stoker.worker.config import HttpConfig
+from stoker.worker.constraint import resolve_constraint
 from stoker.worker.context import CONTEXT, ModelText, WorkerContext
 from stoker.worker.responses import prepare_response
-from stoker.worker.sampling import resolve_constraint
 
 BLOCK = 16
 TOOLS = [

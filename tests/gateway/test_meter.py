@@ -52,6 +52,16 @@ def test_what_is_recorded_is_there_after_close(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("num_rows", [1, 255, 256, 257, 767])
+def test_a_batch_of_any_size_is_there_whole(tmp_path: Path, num_rows: int) -> None:
+    meter = open_meter(tmp_path / "usage.db", MeterSettings(flush_s=10.0, flush_rows=1000))
+    for number in range(num_rows):
+        meter.record(row(number))
+    meter.close()
+    total = "SELECT COUNT(*), SUM(prompt_tokens) FROM usage"
+    assert read(tmp_path / "usage.db", total) == [(num_rows, sum(range(num_rows)))]
+
+
 def test_rows_come_without_being_asked_for(tmp_path: Path) -> None:
     meter = open_meter(tmp_path / "usage.db")
     meter.record(row(1))

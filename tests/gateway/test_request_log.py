@@ -13,12 +13,12 @@ ROW = UsageRow(
 
 
 def test_every_request_is_one_json_line() -> None:
-    written: list[str] = []
+    written: list[bytes] = []
     requests = RequestLog(written.append)
     for _ in range(2500):
         requests.record(ROW)
     requests.close()
-    lines = "".join(written).splitlines()
+    lines = b"".join(written).splitlines()
     assert len(lines) == 2500
     line = json.loads(lines[0])
     assert line["time"] == "2023-11-14T22:13:21.250Z"
@@ -28,12 +28,12 @@ def test_every_request_is_one_json_line() -> None:
 
 
 def test_what_cannot_be_written_in_time_is_dropped_and_counted() -> None:
-    written: list[str] = []
+    written: list[bytes] = []
     requests = RequestLog(written.append, max_pending=10)
     for _ in range(1000):
         requests.record(ROW)
     requests.close()
-    assert requests.dropped + len("".join(written).splitlines()) == 1000
+    assert requests.dropped + len(b"".join(written).splitlines()) == 1000
     assert requests.dropped > 0
 
 

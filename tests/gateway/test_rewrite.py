@@ -117,10 +117,10 @@ def test_usage_is_found_wherever_it_is_and_nowhere_else() -> None:
 
 def test_a_torn_event_is_held_back() -> None:
     cutter = EventCutter()
-    assert cutter.push(b"data: 1\n\ndata: 2") == b"data: 1\n\n"
-    assert cutter.push(b"\n") == b""
-    assert cutter.push(b"\ndata: 3\r\n\r") == b"data: 2\n\n"
-    assert cutter.push(b"\n") == b"data: 3\r\n\r\n"
+    assert cutter.cut(b"data: 1\n\ndata: 2") == b"data: 1\n\n"
+    assert cutter.cut(b"\n") == b""
+    assert cutter.cut(b"\ndata: 3\r\n\r") == b"data: 2\n\n"
+    assert cutter.cut(b"\n") == b"data: 3\r\n\r\n"
     assert cutter.rest == b""
 
 

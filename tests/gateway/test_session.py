@@ -22,7 +22,7 @@ IN_ORDER = [
 
 
 def of(headers: dict[bytes, bytes], tenant: str = "t", **body: Any) -> Session:
-    return session_of(list(headers.items()), Envelope(**body), tenant)
+    return session_of(headers, Envelope(**body), tenant)
 
 
 @pytest.mark.parametrize("place", range(len(IN_ORDER)))

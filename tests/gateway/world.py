@@ -44,6 +44,9 @@ class KeysDouble:
     num_tokens: int = 10
 
     async def keys(self, model: str, envelope: Envelope, salt: str | None) -> ConversationKeys:
+        return self.keys_now(model, envelope, salt)
+
+    def keys_now(self, model: str, envelope: Envelope, salt: str | None) -> ConversationKeys:
         return ConversationKeys((), 16, self.num_tokens)
 
 

@@ -23,8 +23,12 @@ _LAST_WORD_S = 1.0  # a prefill worker has answered long before decode ends; one
 
 async def run_alone(call: Call, legs: Legs, may_add: Collection[str] = ENGINE_FIELDS) -> None:
     """One worker does all."""
-    answer, hides_usage = await send_decode(call, legs, {}, legs.send, may_add)
-    await deliver(call, legs, answer, reply_for(call, hides_usage))
+    hides = hides_usage(call, legs)
+    if hides:
+        answer, hides = await send_decode(call, legs, {}, legs.send, may_add)
+    else:
+        answer = await legs.send(legs.decode, call.body(may_add=may_add))
+    await deliver(call, legs, answer, reply_for(call, hides))
 
 
 def reply_for(call: Call, hides_usage: bool, *, is_pair: bool = False) -> ForeignAnswer:

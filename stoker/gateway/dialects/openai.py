@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Coroutine
+from typing import Any, ClassVar
 
 from stoker.gateway.call import Call
 from stoker.gateway.dialects.contract import DIALECTS
@@ -15,6 +16,6 @@ class OpenAi:
     resumes: ClassVar[bool] = False
     decodes_alone: ClassVar[bool] = True
 
-    async def run(self, call: Call, legs: Legs) -> None:
+    def run(self, call: Call, legs: Legs) -> Coroutine[Any, Any, None]:
         legs.end_prefill()
-        await run_alone(call, legs, may_add=())
+        return run_alone(call, legs, may_add=())

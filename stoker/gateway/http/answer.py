@@ -18,7 +18,7 @@ _MAX_INTERIM = 8  # answers of status 1xx before the real one
 
 
 class Answer:
-    """`read()` or `relay()`, once. `abort()` at any time."""
+    """`whole()`, `read()` or `relay()`, once. `abort()` at any time."""
 
     __slots__ = (
         "_connection",
@@ -29,14 +29,14 @@ class Answer:
         "_paused",
         "_waiter",
         "ended",
-        "headers",
+        "head",
         "sink",
         "status",
     )
 
     def __init__(self, head: AnswerHead, connection: WorkerConnection) -> None:
+        self.head = head
         self.status = head.status
-        self.headers = head.headers
         self.ended = False  # nothing more will arrive: all is there, or it was cut
         self.sink: Callable[[bytes], None] | None = None
         self._connection = connection
@@ -48,16 +48,25 @@ class Answer:
         self._waiter: asyncio.Future[None] | None = None
 
     def header(self, name: bytes) -> bytes | None:
-        for key, value in self.headers:
-            if key == name:
-                return value
-        return None
+        """The first of this name."""
+        return self.head.by_name.get(name)
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        return self.head.headers
+
+    def whole(self, limit_bytes: int) -> bytes | None:
+        """The body, if all of it is there already; else None, and `read()` waits for it."""
+        if not self.ended or self._error is not None or self._kept_bytes > limit_bytes:
+            return None
+        kept, self._kept = self._kept, []
+        return kept[0] if len(kept) == 1 else b"".join(kept)
 
     async def read(self, limit_bytes: int) -> bytes:
         """The whole body; AnswerTooLarge beyond the limit."""
-        if self.ended and self._error is None and self._kept_bytes <= limit_bytes:
-            kept, self._kept = self._kept, []
-            return kept[0] if len(kept) == 1 else b"".join(kept)
+        body = self.whole(limit_bytes)
+        if body is not None:
+            return body
         pieces: list[bytes] = []
         num_bytes = 0
 
@@ -215,9 +224,15 @@ class WorkerConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         answer = self._answer
+        if answer is None:
+            self._read_head(data)
+            return
         reader = self._reader
-        if reader is None or answer is None or answer.sink is None:
-            self._read(answer, data)
+        if reader is None:
+            self._read_plain(answer, data)
+            return
+        if answer.sink is None:
+            self._read_chunks(answer, reader, data)
             return
         # A piece of a stream that somebody reads: this is where the time goes, so it stands here in full.
         try:
@@ -251,14 +266,6 @@ class WorkerConnection(asyncio.Protocol):
 
     # ---- reading
 
-    def _read(self, answer: Answer | None, data: bytes) -> None:
-        if answer is None:
-            self._read_head(data)
-        elif self._reader is not None:
-            self._read_chunks(answer, self._reader, data)
-        else:
-            self._read_plain(answer, data)
-
     def _read_head(self, data: bytes) -> None:
         if self._waiter is None:
             # Nobody asked anything.
@@ -278,7 +285,7 @@ class WorkerConnection(asyncio.Protocol):
                     self._fail(f"what it sent is not HTTP: {data[:40]!r}")
                 return
             try:
-                head = self._owner.heads.answer(data[:end], to_head=self._to_head)
+                head, length = self._owner.heads.answer(data[:end])
             except BadMessage as bad:
                 self._fail(bad.reason)
                 return
@@ -290,9 +297,9 @@ class WorkerConnection(asyncio.Protocol):
                 self._fail(f"an answer of status {head.status} that nobody asked for")
                 return
         self._buffer = b""
-        self._begin(head, data)
+        self._begin(head, length if head.has_body and not self._to_head else 0, data)
 
-    def _begin(self, head: AnswerHead, data: bytes) -> None:
+    def _begin(self, head: AnswerHead, length: int, data: bytes) -> None:
         waiter, self._waiter = self._waiter, None
         assert waiter is not None
         self.deadline = None
@@ -300,15 +307,15 @@ class WorkerConnection(asyncio.Protocol):
         self._answer = answer = Answer(head, self)
         if not waiter.done():
             waiter.set_result(answer)
-        if head.length == CHUNKED:
+        if length == CHUNKED:
             self._reader = reader = ChunkedReader()
             if data:
                 self._read_chunks(answer, reader, data)
             return
-        self._left = head.length
+        self._left = length
         if data:
             self._read_plain(answer, data)
-        elif head.length == 0:
+        elif length == 0:
             self._complete(answer)
 
     def _read_chunks(self, answer: Answer, reader: ChunkedReader, data: bytes) -> None:

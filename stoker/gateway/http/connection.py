@@ -210,12 +210,11 @@ class Connection(asyncio.Protocol):
             self._incomplete_head(data)
             return
         try:
-            head = self._server.heads.request(data[:end])
+            head, length = self._server.heads.request(data[:end])
         except BadMessage as bad:
             self._refuse(bad.status, bad.reason)
             return
         at = end + 4
-        length = head.length
         if length == 0:
             self._buffer = data[at:]
             self._hand_over(head, b"")
@@ -223,7 +222,7 @@ class Connection(asyncio.Protocol):
             self._buffer = data[at + length :]
             self._hand_over(head, data[at : at + length])
         else:
-            self._begin_body(head, data[at:])
+            self._begin_body(head, length, data[at:])
 
     def _incomplete_head(self, data: bytes) -> None:
         limit = self._server.limits.max_head_bytes
@@ -237,17 +236,17 @@ class Connection(asyncio.Protocol):
         else:
             self._buffer = data
 
-    def _begin_body(self, head: RequestHead, data: bytes) -> None:
+    def _begin_body(self, head: RequestHead, length: int, data: bytes) -> None:
         limit = self._server.limits.max_body_bytes
-        if head.length > limit:
-            self._refuse(413, f"the body has {head.length} bytes; at most {limit} are allowed")
+        if length > limit:
+            self._refuse(413, f"the body has {length} bytes; at most {limit} are allowed")
             return
         self._phase = _BODY
         self._body_began = self._since = self._server.now
         self._head = head
         self._received = 0
-        self._reader = ChunkedReader() if head.length == CHUNKED else None
-        self._left = max(head.length, 0)
+        self._reader = ChunkedReader() if length == CHUNKED else None
+        self._left = max(length, 0)
         if data:
             self._read_body(data)
         elif head.expects:

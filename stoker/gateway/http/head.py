@@ -8,7 +8,7 @@ Heads are parsed whole, once their end is there: splitting of the stream cannot 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import islice
 from typing import TypeVar
 
@@ -29,10 +29,12 @@ _STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9][0-9])(?: [^\x00-\x08\x0a
 _HEADER = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*([^\x00-\x08\x0a-\x1f\x7f]*)")
 _VERSION = re.compile(rb"[^\r\n]* HTTP/([0-9](?:\.[0-9])?)")
 _REQUEST_SHAPE = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+) ([^ \r\n]+) HTTP/1\.[01]")
+_CONTENT_LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ([0-9]{1,18})(?:\r\n|\Z)")
 _BAD_ESCAPE = re.compile(rb"%(?![0-9A-Fa-f]{2})|%(?:2[eEfF5]|5[cC]|[01][0-9A-Fa-f]|7[fF])")
 
 _MAX_SEEN = 2048  # lines that a parser remembers
 _MAX_SEEN_BYTES = 512  # the longest of them
+_MAX_SHAPE_BYTES = 2048  # the longest head that is remembered whole
 
 _FRAMING = frozenset({b"content-length", b"transfer-encoding", b"connection", b"host", b"expect"})
 _HOP_BY_HOP = frozenset(
@@ -53,46 +55,66 @@ _HOP_BY_HOP = frozenset(
 )
 
 
-class RequestHead:
-    """`length` is that of the body, or CHUNKED."""
+class Head:
+    """Never changed: many messages have the same one. The body's length is not part of it."""
 
-    __slots__ = ("expects", "headers", "keep_alive", "length", "method", "minor", "path", "query")
+    __slots__ = ("by_name", "headers", "keep_alive", "passed")
+
+    headers: list[tuple[bytes, bytes]]  # without content-length
+    by_name: dict[bytes, bytes]  # the first of each name
+    keep_alive: bool
+    passed: dict[HeaderFilter, bytes]  # what of it was handed on before
+
+    def hold(self, headers: list[tuple[bytes, bytes]]) -> None:
+        self.headers = [pair for pair in headers if pair[0] != b"content-length"]
+        self.by_name = dict(reversed(self.headers))
+        self.passed = {}
+
+
+class RequestHead(Head):
+    __slots__ = ("expects", "method", "minor", "path", "query")
 
     method: bytes
     path: bytes
     query: bytes
     minor: int
-    headers: list[tuple[bytes, bytes]]
-    keep_alive: bool
-    length: int
     expects: bool
 
 
-class AnswerHead:
-    """`length` is that of the body, or CHUNKED, or UNTIL_CLOSE."""
-
-    __slots__ = ("headers", "keep_alive", "length", "status")
+class AnswerHead(Head):
+    __slots__ = ("has_body", "status")
 
     status: int
-    headers: list[tuple[bytes, bytes]]
-    keep_alive: bool
-    length: int
+    has_body: bool  # False: none follows, whatever length is said
+
+
+H = TypeVar("H", bound=Head)
 
 
 class HeadParser:
-    """Remembers the lines it has seen: one peer's heads differ in a line or two, and looking a line up is far cheaper than
-    checking it anew. A head is given without the empty line that ends it."""
+    """Remembers what it has seen: a peer's heads mostly differ in the body's length alone, others in a line or two, and
+    looking one up is far cheaper than checking it anew. A head is given without the empty line that ends it."""
 
-    __slots__ = ("_headers", "_max_headers", "_request_lines", "_special", "_status_lines")
+    __slots__ = ("_answers", "_headers", "_max_headers", "_request_lines", "_requests", "_special", "_status_lines")
 
     def __init__(self, max_headers: int) -> None:
         self._max_headers = max_headers
+        self._requests: dict[bytes, RequestHead] = {}  # by a head without the digits of its length
+        self._answers: dict[bytes, AnswerHead] = {}
         self._headers: dict[bytes, tuple[bytes, bytes]] = {}
         self._special: dict[bytes, tuple[bytes, bytes]] = {}  # those that say how a message ends
         self._request_lines: dict[bytes, tuple[bytes, bytes, bytes, int]] = {}
         self._status_lines: dict[bytes, tuple[int, int]] = {}
 
-    def request(self, head: bytes) -> RequestHead:
+    def request(self, head: bytes) -> tuple[RequestHead, int]:
+        """What it says, and the length of the body, or CHUNKED."""
+        return _find(self._requests, head, self._request)
+
+    def answer(self, head: bytes) -> tuple[AnswerHead, int]:
+        """What it says, and the length of the body, or CHUNKED, or UNTIL_CLOSE."""
+        return _find(self._answers, head, self._answer)
+
+    def _request(self, head: bytes) -> tuple[RequestHead, int]:
         lines = head.split(b"\r\n")
         line = lines[0]
         start = self._request_lines.get(line)
@@ -102,12 +124,10 @@ class HeadParser:
         parsed = RequestHead()
         parsed.method, parsed.path, parsed.query, parsed.minor = start
         framing: list[tuple[bytes, bytes]] = []
-        parsed.headers = self._read(lines, framing)
-        _frame_request(parsed, framing)
-        return parsed
+        parsed.hold(self._read(lines, framing))
+        return parsed, _frame_request(parsed, framing)
 
-    def answer(self, head: bytes, *, to_head: bool) -> AnswerHead:
-        """`to_head`: the request was a HEAD, so no body follows whatever the headers say."""
+    def _answer(self, head: bytes) -> tuple[AnswerHead, int]:
         lines = head.split(b"\r\n")
         line = lines[0]
         start = self._status_lines.get(line)
@@ -119,11 +139,11 @@ class HeadParser:
             _remember(self._status_lines, line, start)
         parsed = AnswerHead()
         minor, parsed.status = start
-        framing: list[tuple[bytes, bytes]] = []
-        parsed.headers = self._read(lines, framing)
+        parsed.has_body = parsed.status >= 200 and parsed.status not in (204, 304)
         parsed.keep_alive = minor == 1
-        _frame_answer(parsed, framing, to_head)
-        return parsed
+        framing: list[tuple[bytes, bytes]] = []
+        parsed.hold(self._read(lines, framing))
+        return parsed, _frame_answer(parsed, framing)
 
     def _read(self, lines: list[bytes], framing: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
         """All headers; those that say how the message ends are put into `framing`, too."""
@@ -172,7 +192,7 @@ def end_to_end(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, byte
 
 class HeaderFilter:
     """What of a peer's headers is handed on: the end-to-end ones but for `names` and what begins with one of `prefixes`.
-    The lines of those that passed are remembered, since a peer's next message has most of them again."""
+    What passed is remembered, since a peer's next message has most of it again."""
 
     __slots__ = ("_dropped", "_lines", "_prefixes")
 
@@ -198,6 +218,13 @@ class HeaderFilter:
             lines.append(line)
         return b"".join(lines)
 
+    def block_of(self, head: Head) -> bytes:
+        """The same, of a head that often came before."""
+        block = head.passed.get(self)
+        if block is None:
+            block = head.passed[self] = self.block(head.headers)
+        return block
+
     def _learn(self, pair: tuple[bytes, bytes]) -> bytes:
         line = header_block([pair]) if self._passes(pair) else b""
         if len(pair[1]) <= _MAX_SEEN_BYTES:
@@ -208,6 +235,24 @@ class HeaderFilter:
 
     def _passes(self, pair: tuple[bytes, bytes]) -> bool:
         return not pair[0].startswith(self._prefixes)
+
+
+def _find(known: dict[bytes, H], head: bytes, parse: Callable[[bytes], tuple[H, int]]) -> tuple[H, int]:
+    """The head that was seen before with another length, or what `parse` makes of it."""
+    length = _CONTENT_LENGTH.search(head)
+    if length is None:
+        return parse(head)
+    start, end = length.span(1)
+    shape = head[:start] + head[end:]
+    found = known.get(shape)
+    if found is not None:
+        return found, int(length[1])
+    found, num_bytes = parse(head)  # refuses a second length: no head that is remembered has one
+    if len(shape) <= _MAX_SHAPE_BYTES:
+        if len(known) >= _MAX_SEEN:
+            known.clear()
+        known[shape] = found
+    return found, num_bytes
 
 
 def _remember(seen: dict[bytes, T], line: bytes, meaning: T) -> None:
@@ -230,7 +275,7 @@ def _request_line(line: bytes) -> tuple[bytes, bytes, bytes, int]:
     return method, path, query or b"", int(minor)
 
 
-def _frame_request(parsed: RequestHead, framing: list[tuple[bytes, bytes]]) -> None:
+def _frame_request(parsed: RequestHead, framing: list[tuple[bytes, bytes]]) -> int:
     parsed.keep_alive = parsed.minor == 1
     parsed.expects = False
     length: int | None = None
@@ -258,10 +303,10 @@ def _frame_request(parsed: RequestHead, framing: list[tuple[bytes, bytes]]) -> N
             raise BadMessage(417, "the only expectation that we take is 100-continue")
     if num_hosts > 1 or (num_hosts == 0 and parsed.minor == 1):
         raise BadMessage(400, f"{num_hosts} host headers instead of one")
-    parsed.length = length or 0
+    return length or 0
 
 
-def _frame_answer(parsed: AnswerHead, framing: list[tuple[bytes, bytes]], to_head: bool) -> None:
+def _frame_answer(parsed: AnswerHead, framing: list[tuple[bytes, bytes]]) -> int:
     length: int | None = None
     for name, value in framing:
         if name == b"connection":
@@ -274,11 +319,7 @@ def _frame_answer(parsed: AnswerHead, framing: list[tuple[bytes, bytes]], to_hea
             if length is not None or value.lower() != b"chunked":
                 raise BadMessage(502, f"an answer with transfer-encoding {value[:40]!r} (and length {length})")
             length = CHUNKED
-    if to_head or parsed.status < 200 or parsed.status in (204, 304):
-        length = 0
-    elif length is None:
-        length = UNTIL_CLOSE
-    parsed.length = length
+    return UNTIL_CLOSE if length is None else length
 
 
 def _length(value: bytes) -> int:

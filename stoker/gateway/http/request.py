@@ -45,15 +45,14 @@ class Request:
     """`respond()` alone, or `start()`, `write()` as often as wanted and `finish()`. Once the client is gone they do nothing."""
 
     __slots__ = (
-        "_by_name",
         "_carrier",
         "_framing",
-        "_head",
+        "_head_waiting",
         "_minor",
         "_transport",
         "body",
         "gone",
-        "headers",
+        "head",
         "keep_alive",
         "method",
         "on_gone",
@@ -61,15 +60,16 @@ class Request:
         "on_resume",
         "path",
         "peer",
-        "query",
         "started",
+        "task",
     )
 
+    task: asyncio.Task[None]  # that answers it; the server sets it
+
     def __init__(self, head: RequestHead, body: bytes, peer: str, carrier: Carrier) -> None:
+        self.head = head
         self.method = head.method
         self.path = head.path
-        self.query = head.query
-        self.headers = head.headers
         self.keep_alive = head.keep_alive
         self.body = body
         self.peer = peer
@@ -78,18 +78,23 @@ class Request:
         self.on_gone: Callable[[], object] | None = None
         self.on_pause: Callable[[], None] | None = None
         self.on_resume: Callable[[], None] | None = None
-        self._by_name: dict[bytes, bytes] | None = None
         self._minor = head.minor
         self._carrier = carrier
         self._transport = carrier.transport
         self._framing = _NOT_STARTED
-        self._head = _NO_HEADERS
+        self._head_waiting = _NO_HEADERS
 
     def header(self, name: bytes) -> bytes | None:
         """The first of this name."""
-        if self._by_name is None:
-            self._by_name = dict(reversed(self.headers))
-        return self._by_name.get(name)
+        return self.head.by_name.get(name)
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        return self.head.headers
+
+    @property
+    def query(self) -> bytes:
+        return self.head.query
 
     @property
     def finished(self) -> bool:
@@ -131,7 +136,7 @@ class Request:
         if not bodiless and self._minor == 1:
             self._framing = _HEAD_WAITS
             line, connection = STATUS_LINES[status], self._connection_header()
-            self._head = b"%btransfer-encoding: chunked\r\n%b%b\r\n" % (line, block, connection)
+            self._head_waiting = b"%btransfer-encoding: chunked\r\n%b%b\r\n" % (line, block, connection)
             self._carrier.loop.call_soon(self._flush)
             return
         self._framing = _SILENT if bodiless else _PLAIN
@@ -144,7 +149,7 @@ class Request:
             self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         elif self._framing == _HEAD_WAITS and data:
             self._framing = _CHUNKED
-            self._transport.write(b"%b%x\r\n%b\r\n" % (self._head, len(data), data))
+            self._transport.write(b"%b%x\r\n%b\r\n" % (self._head_waiting, len(data), data))
         elif self._framing == _PLAIN:
             self._transport.write(data)
         elif self._framing in (_NOT_STARTED, _ENDED) and not self.gone:
@@ -158,7 +163,7 @@ class Request:
         if self._framing == _CHUNKED:
             self._transport.write(b"0\r\n\r\n")
         elif self._framing == _HEAD_WAITS:
-            self._transport.write(self._head + b"0\r\n\r\n")
+            self._transport.write(self._head_waiting + b"0\r\n\r\n")
         self._end()
 
     def abort(self) -> None:
@@ -180,7 +185,7 @@ class Request:
     def _flush(self) -> None:
         if self._framing == _HEAD_WAITS:
             self._framing = _CHUNKED
-            self._transport.write(self._head)
+            self._transport.write(self._head_waiting)
 
     def _begin(self) -> None:
         if self._framing != _NOT_STARTED:

@@ -34,7 +34,7 @@ class Server:
         self._handler = handler
         self._listeners: list[asyncio.Server] = []
         self._connections: set[Connection] = set()
-        self._running: dict[Request, asyncio.Task[None]] = {}
+        self._running: set[Request] = set()
         self._sweeper: asyncio.TimerHandle | None = None
         self._empty: asyncio.Event | None = None
         self.loop: asyncio.AbstractEventLoop
@@ -97,7 +97,7 @@ class Server:
             except TimeoutError:
                 for connection in list(self._connections):
                     connection.cut()
-        tasks = list(self._running.values())
+        tasks = [request.task for request in self._running]
         if tasks:
             _, stuck = await asyncio.wait(tasks, timeout=_CANCEL_S)
             for task in stuck:
@@ -120,7 +120,8 @@ class Server:
             self._empty.set()
 
     def run(self, request: Request) -> None:
-        self._running[request] = self.loop.create_task(self._run(request))
+        self._running.add(request)
+        request.task = self.loop.create_task(self._run(request))
 
     # ---- inside
 
@@ -138,7 +139,7 @@ class Server:
             request.abort()
             raise
         finally:
-            del self._running[request]
+            self._running.discard(request)
 
     def _connection(self) -> Connection:
         return Connection(self)

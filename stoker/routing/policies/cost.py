@@ -34,19 +34,18 @@ for the one that will have the least. What it loses comes out of the same `balan
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import ceil, inf
+from typing import NamedTuple
 
 from stoker.routing.hashing import rendezvous
 from stoker.routing.policy import POLICIES, Candidate, RouterSettings
 from stoker.routing.query import Reason, RouteQuery
 from stoker.routing.sessions import Sessions
 
-_make = tuple.__new__  # Reason(…) without its argument names: twice as fast
+_make = tuple.__new__  # Reason(…) and _Scene(…) without their argument names: several times as fast
 
 
-@dataclass(slots=True)
-class _Scene:
+class _Scene(NamedTuple):
     """What is the same for all candidates of a request."""
 
     most_cached: int
@@ -83,12 +82,12 @@ class Cost:
         most_cached, compute_s = 0, inf
         requests = returns = tokens = queue_s = weight = 0.0
         for one in candidates:
-            load, rate, cached = one.load, one.tokens_per_s, one.cached_tokens
+            load, rate, cached = one.load, one.member.tokens_per_s, one.cached_tokens
             requests += load.recent_requests
             returns += load.recent_returns
             tokens += load.recent_tokens
             queue_s += load.mean_queued_tokens / rate
-            weight += one.weight
+            weight += one.member.weight
             own_s = one.compute_tokens / rate
             if cached > most_cached:
                 most_cached = cached
@@ -96,7 +95,7 @@ class Cost:
                 compute_s = own_s
         self._spare_tokens = min(self._spare_tokens + settings.balance_share * query.num_tokens, tokens)
         returning = returns / requests if requests else 0.0
-        return _Scene(
+        scene = (
             most_cached,
             compute_s,
             returning,
@@ -107,6 +106,7 @@ class Cost:
             most_cached > 0 and branches < 2,
             queue_s < settings.idle_queue_s * len(candidates),
         )
+        return _make(_Scene, scene)
 
     def _reasons(self, scene: _Scene, candidates: Sequence[Candidate]) -> list[Reason]:
         """The cost of every candidate. On the path of every request: what is the same for all is worked out once."""
@@ -120,32 +120,35 @@ class Cost:
         mean_requests, mean_tokens = scene.requests, scene.tokens
         reasons = []
         for one in candidates:
-            load, rate, weight = one.load, one.tokens_per_s, one.weight
+            load, member = one.load, one.member
+            rate = member.tokens_per_s
             queue_s = one.queued_tokens / rate
             compute_s = one.compute_tokens / rate
             decode_s = fetch_s = kv_s = 0.0
             if one.output_tokens:
                 crowd = load.context_tokens + load.output_tokens + one.context_tokens
-                decode_s = one.output_tokens * one.step_s * (1 + crowd / settings.crowd_tokens)
+                decode_s = one.output_tokens * member.step_s * (1 + crowd / settings.crowd_tokens)
             if one.host_tokens or one.disk_tokens or one.pull_tokens:
                 fetch_s = self._fetch_s(one)
-            used = one.member.kv_used
+            used = member.kv_used
             if used:
                 kv_s = settings.kv_pressure_s * used / max(0.02, 1 - used)
             held_up_s = returns_per_s * load.recent_requests * (queue_s + compute_s / 2)
             others_s = compute_s * (stall_share * load.decoding + held_up_s)
             later_s = later_turns * load.mean_queued_tokens / rate
-            recent_s = recent_s_for_tokens * ((load.recent_tokens + 1) / (mean_tokens * weight + 1) - 1)
-            recent_s += recent_s_for_requests * (load.recent_requests - mean_requests * weight)
+            recent_s = recent_s_for_tokens * ((load.recent_tokens + 1) / (mean_tokens * member.weight + 1) - 1)
+            recent_s += recent_s_for_requests * (load.recent_requests - mean_requests * member.weight)
             cached = one.cached_tokens
             move_s = move_factor * (most_cached - cached) / rate
             own_s = one.prefill_s + queue_s + compute_s + fetch_s + decode_s + kv_s
             cost_s = own_s + others_s + later_s + recent_s + move_s
             part = "decode" if one.pull_tokens else "whole"
-            own = (one.prefill_s, queue_s, compute_s, fetch_s, decode_s, kv_s)
-            reasons.append(
-                _make(Reason, (one.worker_id, cost_s, cached, part, *own, others_s, later_s, recent_s, move_s))
+            why = (
+                *(one.worker_id, cost_s, cached, part),
+                *(one.prefill_s, queue_s, compute_s, fetch_s, decode_s, kv_s),
+                *(others_s, later_s, recent_s, move_s),
             )
+            reasons.append(_make(Reason, why))
         return reasons
 
     def _fetch_s(self, one: Candidate) -> float:
@@ -160,14 +163,14 @@ class Cost:
         settings = self._settings
         costs = [reason.cost_s for reason in reasons]
         best = candidates[costs.index(min(costs))]
-        fair = scene.requests * best.weight
+        fair = scene.requests * best.member.weight
         if best.load.recent_requests - fair <= max(settings.bound_requests, settings.bound * fair):
             return
         # A common prefix is computed once more for all who will share it; a conversation's own tail is a loss.
         most = min(self._spare_tokens, settings.balance_part * query.num_tokens) if scene.continues else inf
         for at, one in enumerate(candidates):
             lost = scene.most_cached - one.cached_tokens
-            if lost <= most and one.load.recent_requests < scene.requests * one.weight:
+            if lost <= most and one.load.recent_requests < scene.requests * one.member.weight:
                 reasons[at] = _cheaper(reasons[at]._replace(move_s=0.0), reasons[at].move_s, settings.over_bound_s)
         if scene.continues:
             chosen = min(reasons, key=lambda reason: reason.cost_s)
@@ -203,7 +206,7 @@ class Cost:
         alive: Sequence[int],
     ) -> None:
         settings = self._settings
-        part = (sum(alive) + 1) / sum(one.weight for one in candidates)
+        part = (sum(alive) + 1) / sum(one.member.weight for one in candidates)
         # In an idle fleet a common prefix may be computed where few are, for those that will come there.
         even_s = settings.even_s if scene.idle else 0.0
         costs_s = [reason.cost_s - reason.recent_s - (reason.move_s if scene.idle else 0.0) for reason in reasons]
@@ -212,7 +215,7 @@ class Cost:
             (rendezvous(session, one.worker_id, one.member.spec.weight), at)
             for at, one in enumerate(candidates)
             if costs_s[at] <= best_s + max(settings.home_slack_s, even_s * (most - alive[at]))
-            and alive[at] + 1 <= max(ceil(part * one.weight), (1 + settings.bound) * part * one.weight)
+            and alive[at] + 1 <= max(ceil(part * one.member.weight), (1 + settings.bound) * part * one.member.weight)
         ]
         if homes:
             _prefer(reasons, min(homes)[1])
@@ -223,8 +226,8 @@ class Cost:
         """If the home will have the most requests of all, let the session go to where there will be the least."""
         settings, further = self._settings, self._sessions.mean_requests
         in_all = [one.load.recent_requests + further * n for one, n in zip(candidates, alive, strict=True)]
-        part = sum(in_all) / sum(one.weight for one in candidates)
-        excess = [n / (part * one.weight) - 1 for one, n in zip(candidates, in_all, strict=True)]
+        part = sum(in_all) / sum(one.member.weight for one in candidates)
+        excess = [n / (part * one.member.weight) - 1 for one, n in zip(candidates, in_all, strict=True)]
         least = excess.index(min(excess))
         # Where nothing is lost, as with a store that all share, cost has decided already.
         lost = candidates[home].cached_tokens - candidates[least].cached_tokens

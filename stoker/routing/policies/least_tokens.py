@@ -24,4 +24,4 @@ def _tokens(one: Candidate) -> float:
     load = one.load
     recent = load.recent_tokens / (1 + load.recent_tokens)
     tokens = one.queued_tokens + load.context_tokens + load.output_tokens + recent
-    return tokens / (one.member.spec.weight * one.member.share)
+    return tokens / one.member.weight

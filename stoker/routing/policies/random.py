@@ -30,4 +30,4 @@ class Random:
 
 
 def _weight(one: Candidate) -> float:
-    return one.member.spec.weight * one.member.share
+    return one.member.weight

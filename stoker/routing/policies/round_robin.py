@@ -21,7 +21,7 @@ class RoundRobin:
     def score(self, query: RouteQuery, candidates: Sequence[Candidate], now: float) -> list[Reason]:
         total = 0.0
         for one in candidates:
-            weight = one.member.spec.weight * one.member.share
+            weight = one.member.weight
             self._credit[one.worker_id] = self._credit.get(one.worker_id, 0.0) + weight
             total += weight
         reasons = [Reason(one.worker_id, -self._credit[one.worker_id], one.cached_tokens) for one in candidates]
