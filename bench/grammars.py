@@ -29,16 +29,18 @@ from stoker.checkpoint.source import default_cache_dir, resolve_model
 from stoker.engine.build import read_hf_config
 from stoker.engine.llm import LLM, Completion
 from stoker.models.contract import family_of
-from stoker.proto.openai import ChatRequest, decode
+from stoker.proto.openai.chat import ChatRequest
+from stoker.proto.openai.decode import decode
 from stoker.sched.request import GrammarSpec, SamplingParams
 from stoker.text.conversation import Conversation
 from stoker.text.openai_messages import template_messages
 from stoker.text.parsers.contract import ToolArgumentsDelta, ToolCallStart
 from stoker.text.tools import chat_tools
+from stoker.worker.constraint import resolve_constraint
 from stoker.worker.context import ModelText
 from stoker.worker.grammar import XGrammars
 from stoker.worker.prompt import forced_constraint, render
-from stoker.worker.sampling import ModelLimits, resolve_constraint
+from stoker.worker.sampling import ModelLimits
 
 # BFCL's types are those of the languages that its functions come from.
 _BFCL_TYPES = {

@@ -7,6 +7,7 @@ understand it.
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -38,6 +39,7 @@ class Allowed:
 TABLE = {
     "base": Allowed(light=True),
     "kv": Allowed("kernels", ENGINE_SIDE),
+    "kv.checksum": Allowed("kernels kv.crew", f"{ENGINE_SIDE} xxhash"),  # without it, slower
     "kv.keys": Allowed(light=True),
     "kv.pool": Allowed(light=True),
     "kv.layout": Allowed(light=True),
@@ -50,14 +52,19 @@ TABLE = {
     "kernels": Allowed("", ENGINE_SIDE),
     "layers": Allowed("kernels kv", ENGINE_SIDE),
     "models": Allowed(f"layers {KV_LIGHT}", ENGINE_SIDE),
+    "models.reader": Allowed(light=True),
     "engine": Allowed("sched kv models layers kernels", ENGINE_SIDE),
     "proto": Allowed(f"sched {KV_LIGHT}", "msgspec", light=True),
     "text": Allowed("sched.request proto.openai", "tokenizers jinja2 msgspec", light=True),
     "checkpoint": Allowed("", "numpy gguf tokenizers huggingface_hub safetensors", light=True),
     "loadgen": Allowed("", "aiohttp msgspec rich", light=True),
-    # The server process is light. The engine process is these two modules, and the only way from here to the engine.
+    # The server process is light. The engine process is these four modules, and the only way from here to the engine.
     "worker": Allowed(f"text proto sched {KV_LIGHT}", "aiohttp msgspec prometheus_client zmq", light=True),
-    "worker.engine_process": Allowed("engine kv text proto sched models.contract.family_of worker", "msgspec"),
+    "worker.engine_main": Allowed("models.reader proto worker"),
+    "worker.engine_process": Allowed(
+        "engine kv text proto sched models.contract.family_of models.reader worker", "msgspec"
+    ),
+    "worker.late_grammars": Allowed("text sched worker"),
     "worker.grammar": Allowed("engine text sched worker", "xgrammar torch numpy"),
     "fleet": Allowed("", light=True),
     "routing": Allowed("fleet", light=True),
@@ -97,7 +104,12 @@ def source_of(module: str) -> Path:
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
-def imports_of(module: str) -> Iterator[Import]:
+@functools.cache
+def imports_of(module: str) -> tuple[Import, ...]:
+    return tuple(_imports(module))
+
+
+def _imports(module: str) -> Iterator[Import]:
     for node in ast.walk(ast.parse(source_of(module).read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]

@@ -47,6 +47,7 @@ class HandoffSettings:
 class SchedSettings:
     step_tokens: int | None = None
     max_rows: int | None = None
+    mixed_tokens: int | None = None  # in a step in which answers go on
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ class EngineSettings:
             "kv.memory_gib": self.kv.memory_gib,
             "sched.step_tokens": self.sched.step_tokens,
             "sched.max_rows": self.sched.max_rows,
+            "sched.mixed_tokens": self.sched.mixed_tokens,
         }
         for name, value in positive.items():
             if value is not None and value <= 0:

@@ -34,7 +34,7 @@ def default_cache_dir(environ: Mapping[str, str]) -> Path:
         return Path(chosen).expanduser()
     if shared := environ.get("XDG_CACHE_HOME"):
         return Path(shared).expanduser() / "stoker"
-    return Path.home() / ".cache" / "stoker"
+    return Path(environ.get("HOME", "~")).expanduser() / ".cache" / "stoker"
 
 
 def resolve_model(model: str | None, cache_dir: Path, progress: Progress, offline: bool = False) -> ModelFolder:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stoker.base import log as logs
+from stoker.base.address import join_address, local_host
 from stoker.cli.serving import Signals, drained, listen
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ def run(args: argparse.Namespace) -> int:
 def _overrides(args: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, Any]:
     """What the flags say, under the names that the file has."""
     from stoker.gateway.worker_option import parse_worker
+    from stoker.up.state import default_state_dir
 
     given = {
         "listen.host": args.host,
@@ -121,14 +123,8 @@ def _overrides(args: argparse.Namespace, environment: Mapping[str, str]) -> dict
     if args.ledger is not None:
         named["meter.path"] = args.ledger
     else:
-        named["meter.default_path"] = str(_state_dir(environment) / _DEFAULT_LEDGER)
+        named["meter.default_path"] = str(default_state_dir(environment) / _DEFAULT_LEDGER)
     return named
-
-
-def _state_dir(environment: Mapping[str, str]) -> Path:
-    if named := environment.get("XDG_STATE_HOME"):
-        return Path(named) / "stoker"
-    return Path(environment.get("HOME", ".")) / ".local" / "state" / "stoker"
 
 
 async def _serve(config: GatewayConfig) -> int:
@@ -179,10 +175,8 @@ def _print_new_key(name: str, tenant: str) -> int:
 
 
 def _print_welcome(config: GatewayConfig, port: int, server: GatewayServer) -> None:
-    host = config.listen.host
-    reachable = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
     scheme = "https" if config.listen.tls_cert else "http"
-    url = f"{scheme}://{f'[{reachable}]' if ':' in reachable else reachable}:{port}"
+    url = f"{scheme}://{join_address(local_host(config.listen.host), port)}"
     models = server.models()
     key = " -H 'Authorization: Bearer KEY'" if config.key else ""
     workers = f"{server.num_workers} worker{'' if server.num_workers == 1 else 's'}"

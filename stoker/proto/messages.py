@@ -19,6 +19,8 @@ class EngineArguments(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     settings: EngineSettings
     log_level: str = "info"
     kv_events: bool = False  # whether anybody wants to know which blocks it holds
+    kernel_cache_dir: str | None = None  # where compiled kernels are kept, for the next start
+    timeline_origin_s: float | None = None  # the worker's start, time.time(); None: nobody wants to see the timeline
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):

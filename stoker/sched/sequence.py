@@ -1,4 +1,4 @@
-"""Sequence: what the scheduler knows of one request. The Scheduler alone changes it."""
+"""Sequence: what the scheduler knows of one request, and its tokens as a chain of blocks. The scheduler alone changes it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from stoker.base.ids import BlockId, BlockKey, Row
+from stoker.kv.keys import next_key, salt_hash
+from stoker.kv.transfer import BlockName
 from stoker.sched.request import GenerateRequest, Usage
 
 
@@ -13,8 +15,7 @@ class State(Enum):
     WAITING = "waiting"
     LOADING = "loading"  # has its row and blocks; some of them are being filled from elsewhere
     RUNNING = "running"
-    HELD = "held"  # done, with its blocks kept for whoever continues it elsewhere
-    DONE = "done"
+    DONE = "done"  # its blocks may be kept for whoever continues it elsewhere: see leases.py
 
 
 @dataclass(slots=True, eq=False)
@@ -24,38 +25,44 @@ class Sequence:
     request: GenerateRequest
     arrival: int  # order of arrival, which breaks ties
     root: BlockKey
+    block_tokens: int
     token_ids: list[int]
+    keys: list[BlockKey]  # of the leading full blocks of token_ids, as far as needed yet
+    num_stored: int = 0  # leading blocks that tiers have and that are worth loading
     state: State = State.WAITING
     row: Row | None = None
     blocks: list[BlockId] = field(default_factory=list)
-    keys: list[BlockKey] = field(default_factory=list)  # of the leading full blocks of token_ids, as far as needed yet
     num_named: int = 0  # leading blocks that have been offered to the pool by key
     num_computed: int = 0  # tokens computed, or planned in a step that is under way
     num_drawing: int = 0  # tokens that steps under way will draw; not yet in token_ids
     run: int = 0  # counts admissions: results of a step from before a preemption name no blocks
     cached_tokens: int | None = None  # set when it first runs
     pulled_tokens: int = 0
-    num_stored: int = 0  # leading blocks that tiers have and that are worth loading
 
     @property
     def num_known(self) -> int:
         return len(self.token_ids) + self.num_drawing
 
     @property
-    def num_output(self) -> int:
-        return self.num_known - self.request.num_prompt
-
-    @property
     def num_to_compute(self) -> int:
         """Zero once the tokens to come are all that may come: with a lease, one."""
-        if self.num_output >= self.request.max_new_tokens or (self.request.lease_id is not None and self.num_drawing):
+        num_known, request = self.num_known, self.request
+        if num_known - request.num_prompt >= request.max_new_tokens or (
+            request.lease_id is not None and self.num_drawing
+        ):
             return 0
-        return self.num_known - self.num_computed
+        return num_known - self.num_computed
 
     @property
     def precedence(self) -> tuple[int, int]:
         """Smaller runs first."""
         return (self.request.priority, self.arrival)
+
+    @property
+    def running_row(self) -> Row:
+        """It has one from its admission until it is done or preempted."""
+        assert self.row is not None, f"{self.request.request_id} has no row"
+        return self.row
 
     @property
     def usage(self) -> Usage:
@@ -65,3 +72,34 @@ class Sequence:
             completion_tokens=len(self.token_ids) - self.request.num_prompt,
             pulled_tokens=self.pulled_tokens,
         )
+
+    # ---- its tokens as a chain of blocks
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_tokens)
+
+    @property
+    def num_reusable(self) -> int:
+        """Leading blocks that may come from elsewhere. The last known token is always computed anew: its logits are what we
+        sample from."""
+        return (len(self.token_ids) - 1) // self.block_tokens
+
+    def tokens_of(self, i: int) -> list[int]:
+        return self.token_ids[i * self.block_tokens : (i + 1) * self.block_tokens]
+
+    def parent_of(self, i: int) -> BlockKey:
+        return self.keys[i - 1] if i else self.root
+
+    def extend_keys(self) -> None:
+        """Keys for the blocks that filled up since: all but the prompt's first ones come one at a time."""
+        for i in range(len(self.keys), len(self.token_ids) // self.block_tokens):
+            self.keys.append(next_key(self.parent_of(i), self.tokens_of(i)))
+
+    def key_up_to(self, num_tokens: int) -> BlockKey:
+        """The key of the last block of so many tokens, which need not fill it."""
+        i = (num_tokens - 1) // self.block_tokens
+        return next_key(self.parent_of(i), self.token_ids[i * self.block_tokens : num_tokens])
+
+    def block_name(self, i: int) -> BlockName:
+        salt = None if i else salt_hash(self.request.cache_salt) or ""
+        return BlockName(self.keys[i], self.parent_of(i), tuple(self.tokens_of(i)), salt)

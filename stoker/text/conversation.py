@@ -10,13 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from stoker.base.errors import InvalidRequest
-from stoker.proto.openai import (
-    ChatRequest,
-    CompletionRequest,
-    GenerationFields,
-    ResponseFormat,
-    ResponsesRequest,
-)
+from stoker.proto.openai.chat import ChatRequest
+from stoker.proto.openai.completions import CompletionRequest
+from stoker.proto.openai.fields import GenerationFields, ResponseFormat
+from stoker.proto.openai.responses import ResponsesRequest
 from stoker.text.openai_messages import input_messages, template_messages
 from stoker.text.template import ChatTemplate
 from stoker.text.tools import ToolPlan

@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from stoker.base.errors import InvalidRequest
-from stoker.proto.openai import ContentPart, InputItem, Message, ResponsesRequest, ToolCall
+from stoker.proto.openai.chat import Message
+from stoker.proto.openai.fields import ContentPart
+from stoker.proto.openai.responses import InputItem, ResponsesRequest
+from stoker.proto.openai.tools import ToolCall
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _ITEM_ROLES = ("user", "assistant", "system", "developer")

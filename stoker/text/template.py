@@ -76,11 +76,9 @@ class ChatTemplate:
             (one for one in (compiled.get("tool_use"), default) if one is not None and one.knows_tools),
             ours if "<|im_start|>" in default.source else None,
         )
-        self.supports_tools = self._with_tools is not None
         texts = "\n".join(one.source for one in compiled.values()) or own_source
         self.tool_format = _tool_format(texts, tokenizer, self._with_tools is ours)
         self.reasoning_format = "think" if "<think>" in texts or "<think>" in tokenizer.added_tokens else None
-        self.thinks = self.reasoning_format is not None
         self._default_system = self._find_default_system()
 
     @classmethod

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from stoker.base.errors import InvalidRequest
-from stoker.proto.openai import ChatRequest, Function, ResponsesRequest, Tool, ToolChoice, ToolReference
+from stoker.proto.openai.chat import ChatRequest
+from stoker.proto.openai.responses import ResponsesRequest
+from stoker.proto.openai.tools import Function, Tool, ToolChoice, ToolReference
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 

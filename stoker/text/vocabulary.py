@@ -6,6 +6,7 @@ It knows the two families of decoders: byte-level BPE and SentencePiece-like. It
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -37,11 +38,14 @@ def build_vocabulary(vocab: dict[str, int], added: dict[int, str], decoder: dict
     leading_space: LeadingSpace = "keep"
     leading_cut = 0
     if "ByteLevel" in kinds:
-        byte_of = {char: byte for byte, char in byte_level_alphabet().items()}
+        letters = dict.fromkeys(range(256), sys.maxunicode)  # beyond any byte, but for the alphabet's own
+        letters |= {ord(char): byte for byte, char in byte_level_alphabet().items()}
         for token, token_id in vocab.items():
-            # A token with a letter outside the alphabet stands for its own text, as in `tokenizers`.
-            spelled = [byte_of.get(char) for char in token]
-            table[token_id] = bytes(b for b in spelled if b is not None) if None not in spelled else token.encode()
+            try:
+                table[token_id] = token.translate(letters).encode("latin-1")
+            except UnicodeEncodeError:
+                # A token with a letter outside the alphabet stands for its own text, as in `tokenizers`.
+                table[token_id] = token.encode()
     else:
         space, leading_space, leading_cut = _sentence_piece_rules(steps)
         for token, token_id in vocab.items():

@@ -7,9 +7,7 @@ table is the gateway's own business: it is passed on as it stands, and checked b
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from stoker.base.errors import ConfigError
+from stoker.base.tables import check_positive, in_words, no_such_setting, path_of, read_tables, refuse_unknown
 
 START = "start"
 _TABLES = ("gateway", "workers", "store", "up")
@@ -58,7 +57,7 @@ class StoreConfig:
     ssd_dir: Path | None = None  # below it each worker has a folder for what Mooncake moves out of RAM
 
     def __post_init__(self) -> None:
-        _positive("store", self, "disk_gib", "segment_gib")
+        check_positive("store", self, "disk_gib", "segment_gib")
         if self.host_gib < 0:
             raise ConfigError(f"store.host_gib={self.host_gib:g}: it must not be below zero")
         if self.name is not None and not _NAME.fullmatch(self.name):
@@ -84,7 +83,7 @@ class UpConfig:
     log_mib: float = 64.0  # a log larger than this is put aside when its part starts
 
     def __post_init__(self) -> None:
-        _positive("up", self, "first_pause_s", "longest_pause_s", "healthy_s", "start_s", "drain_s", "log_mib")
+        check_positive("up", self, "first_pause_s", "longest_pause_s", "healthy_s", "start_s", "drain_s", "log_mib")
         if self.first_pause_s > self.longest_pause_s:
             raise ConfigError(
                 f"up.first_pause_s={self.first_pause_s:g} > up.longest_pause_s={self.longest_pause_s:g}: "
@@ -113,20 +112,11 @@ class FleetConfig:
     up: UpConfig = field(default_factory=UpConfig)
 
 
-def read_table(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not TOML: {error}") from error
-
-
 def fleet_config(table: Mapping[str, Any], serve_options: Mapping[str, ServeOption]) -> FleetConfig:
     """`serve_options` by their names in the file: those of the flags, with _ for -."""
     for name in table:
         if name not in _TABLES:
-            raise ConfigError(f"{name}: no such table; {_known(name, _TABLES, '')}")
+            raise no_such_setting(name, _TABLES, what="table")
     workers = table.get("workers", [])
     if not isinstance(workers, list) or not all(isinstance(one, dict) for one in workers):
         raise ConfigError("workers: it must be written [[workers]], once for each kind of worker")
@@ -153,8 +143,7 @@ def _workers(table: dict[str, Any], serve_options: Mapping[str, ServeOption], wh
         if name in _OURS:
             raise ConfigError(f"{where}.{name}: not for a worker to set: {_OURS[name]}")
         if name not in serve_options:
-            known = sorted((own | set(serve_options)) - set(_OURS))
-            raise ConfigError(f"{where}.{name}: no such setting; {_known(name, known, f'{where}.')}")
+            raise no_such_setting(name, sorted((own | set(serve_options)) - set(_OURS)), f"{where}.")
         options[name] = _option_value(value, serve_options[name], f"{where}.{name}")
     workers = _settings(WorkersConfig, given | {"options": options}, where)
     roles = serve_options["role"].choices
@@ -192,7 +181,7 @@ def _gateway_table(table: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(table["config"], str):
         raise ConfigError(f"gateway.config={table['config']!r}: it must be the path of a gateway's file")
     here = {name: value for name, value in table.items() if name != "config"}
-    return merged(read_table(Path(table["config"]).expanduser()), here)
+    return merged(read_tables(Path(table["config"]).expanduser()), here)
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -228,21 +217,11 @@ def _check_together(config: FleetConfig) -> None:
 
 def _settings(kind: type[_Settings], table: Any, where: str) -> _Settings:
     _is_table(where, table)
-    names = [one.name for one in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    for name in table:
-        if name not in names:
-            raise ConfigError(f"{where}.{name}: no such setting; {_known(name, names, f'{where}.')}")
+    refuse_unknown(kind, table, f"{where}.")
     try:
-        return msgspec.convert(table, kind, dec_hook=_path_of)
+        return msgspec.convert(table, kind, dec_hook=path_of)
     except msgspec.ValidationError as error:
-        text, _, place = str(error).partition(" - at `$")
-        raise ConfigError(f"{where}{place.rstrip('`')}: {text[:1].lower()}{text[1:]}") from error
-
-
-def _path_of(kind: type, value: Any) -> Any:
-    if kind is Path and isinstance(value, str | Path):
-        return Path(value).expanduser()
-    raise TypeError(f"Expected a {kind.__name__}, got {value!r}")
+        raise ConfigError(in_words(error, where)) from error
 
 
 def _is_table(where: str, table: Any) -> dict[str, Any]:
@@ -251,19 +230,6 @@ def _is_table(where: str, table: Any) -> dict[str, Any]:
     return table
 
 
-def _known(name: str, names: Iterable[str], at: str) -> str:
-    names = list(names)
-    near = difflib.get_close_matches(name, names, 1)
-    return f"did you mean {at}{near[0]}?" if near else f"there are: {', '.join(names)}"
-
-
 def _or(words: Iterable[str]) -> str:
     *most, last = words
     return f"{', '.join(most)} or {last}" if most else last
-
-
-def _positive(where: str, settings: object, *names: str) -> None:
-    for name in names:
-        value = getattr(settings, name)
-        if not value > 0:
-            raise ConfigError(f"{where}.{name}={value:g}: it must be above zero")

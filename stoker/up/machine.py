@@ -57,8 +57,6 @@ def visible_cards(cards: tuple[int, ...], visible: str | None) -> tuple[int, ...
     if visible is None:
         return cards
     names = [name.strip() for name in visible.split(",") if name.strip()]
-    names = list(
-        takewhile(lambda name: not name.startswith("-"), names)
-    )  # as CUDA does: what follows a -1 is not there
+    names = list(takewhile(lambda name: not name.startswith("-"), names))  # as CUDA does: nothing follows a -1
     chosen = [cards[int(name)] for name in names if name.isdecimal() and int(name) < len(cards)]
     return tuple(chosen) if chosen or not names else cards[: len(names)]

@@ -13,6 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from stoker.base.address import join_address, local_host
 from stoker.base.errors import ConfigError
 from stoker.up.config import START, FleetConfig, ServeOption, StoreConfig, WorkersConfig, merged
 from stoker.up.machine import GIB, Machine
@@ -73,7 +74,7 @@ class Listening:
 
     @property
     def url(self) -> str:
-        return f"{'https' if self.tls else 'http'}://{_reachable(self.host)}:{self.port}"
+        return f"{'https' if self.tls else 'http'}://{join_address(local_host(self.host), self.port)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +184,7 @@ class Planner:
                         kind=Kind.WORKER,
                         role=workers.role,
                         command=(*_STOKER, "serve", self.models[workers.model].folder, *self._flags(options, name)),
-                        address=f"http://{_reachable(host)}:{port}",
+                        address=f"http://{join_address(local_host(host), port)}",
                         ready_path="/ready",
                         stop_s=drain_s + _AFTER_DRAIN_S,
                         env=workers.env,
@@ -272,8 +273,3 @@ def _part_names(workers: Sequence[WorkersConfig]) -> list[str]:
 def _cards(workers: WorkersConfig) -> list[int]:
     """The card of each worker, if cards were named."""
     return [workers.devices[n % len(workers.devices)] for n in range(workers.count)] if workers.devices else []
-
-
-def _reachable(host: str) -> str:
-    here = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
-    return f"[{here}]" if ":" in here else here

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from stoker.base.address import split_address
 from stoker.base.errors import StokerError
 from stoker.up.config import UpConfig
 from stoker.up.plan import FleetPlan, Kind, Part
@@ -229,8 +230,7 @@ class Fleet:
 async def _answers(session: aiohttp.ClientSession, part: Part) -> bool:
     try:
         if part.ready_path is None:
-            host, _, port = part.address.rpartition(":")
-            _, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port)), _ANSWER_S)
+            _, writer = await asyncio.wait_for(asyncio.open_connection(*split_address(part.address)), _ANSWER_S)
             writer.close()
             return True
         async with session.get(part.address + part.ready_path, ssl=False) as answer:

@@ -24,7 +24,7 @@ _STATE = "state.json"
 def default_state_dir(environ: Mapping[str, str]) -> Path:
     if named := environ.get("XDG_STATE_HOME"):
         return Path(named).expanduser() / "stoker"
-    return Path.home() / ".local" / "state" / "stoker"
+    return Path(environ.get("HOME", "~")).expanduser() / ".local" / "state" / "stoker"
 
 
 class PartInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ import msgspec
 from aiohttp import web
 
 from stoker.base.log import EventLog
-from stoker.proto.openai import ErrorAnswer
+from stoker.proto.openai.answers import ErrorAnswer
 from stoker.worker.chat import chat_completions
 from stoker.worker.completions import completions
 from stoker.worker.config import HttpConfig
@@ -32,9 +32,8 @@ from stoker.worker.stream import STREAM
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-_QUIET = frozenset(
-    {"/health", "/ready", "/metrics", "/load", "/stoker/worker"}
-)  # asked every few seconds: no log line unless they fail
+# Asked every few seconds: no log line unless they fail.
+_QUIET = frozenset({"/health", "/ready", "/metrics", "/load", "/stoker/worker"})
 _GENERATING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
 
 

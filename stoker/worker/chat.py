@@ -10,7 +10,8 @@ from aiohttp import web
 from msgspec import UNSET
 
 from stoker.base.errors import InvalidRequest
-from stoker.proto.openai import (
+from stoker.proto.openai.answers import UsageReport
+from stoker.proto.openai.chat import (
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -19,24 +20,23 @@ from stoker.proto.openai import (
     ChatFinish,
     ChatMessage,
     ChatRequest,
-    FunctionCall,
     FunctionDelta,
-    KvTransfer,
-    KvTransfers,
-    ToolCall,
     ToolCallDelta,
-    UsageReport,
-    decode,
 )
-from stoker.proto.sse import DONE, encode_event
+from stoker.proto.openai.decode import decode
+from stoker.proto.openai.handoff import KvTransferParams
+from stoker.proto.openai.tools import FunctionCall, ToolCall
+from stoker.proto.sse import encode_event
 from stoker.sched.request import TokenLogprobs
 from stoker.text.conversation import chat_conversation, num_chars
 from stoker.text.parsers.contract import ReasoningDelta, TextDelta, ToolArgumentsDelta, ToolCallStart
 from stoker.text.tools import ToolPlan, chat_tools
+from stoker.worker.constraint import resolve_constraint
 from stoker.worker.context import CONTEXT, WorkerContext, read_body
 from stoker.worker.generate import Choice, Piece, pieces
 from stoker.worker.handoff import transfer_params
 from stoker.worker.ids import AnswerIds
+from stoker.worker.journal import open_journal, wants_journal
 from stoker.worker.logprobs import chat_logprobs
 from stoker.worker.output import OutputParser
 from stoker.worker.prompt import (
@@ -51,8 +51,8 @@ from stoker.worker.prompt import (
     usage_report,
 )
 from stoker.worker.record import RECORD, RequestRecord
-from stoker.worker.resume import created_of, open_journal, wants_journal
-from stoker.worker.sampling import check_token_ids, resolve_constraint
+from stoker.worker.resume import created_of
+from stoker.worker.sampling import check_token_ids
 from stoker.worker.stream import open_stream
 
 
@@ -231,8 +231,8 @@ def _finish(answer: ChatAnswer, index: int, reason: ChatFinish) -> ChatFinish:
 async def _stream(request: web.Request, answer: ChatAnswer) -> web.StreamResponse:
     """A piece makes one event at most: what a client has got can be told in tokens, whichever event was the last."""
     started = {choice.index for choice in answer.choices if choice.is_resumed}
-    journal = open_journal(request, answer.choices, answer.created)
     async with aclosing(pieces(answer.context.service, answer.choices, request[RECORD])) as source:
+        journal = open_journal(request, answer.choices, answer.created)
         stream = open_stream(request, answer.context.config.client_stall_s, journal)
         async for piece in source:
             if piece.replayed:
@@ -243,17 +243,15 @@ async def _stream(request: web.Request, answer: ChatAnswer) -> web.StreamRespons
             if opens or piece.deltas or piece.finish is not None or piece.logprobs or answer.body.return_token_ids:
                 finish = piece.finish and _finish(answer, piece.index, piece.finish)
                 event = _event(answer, _chunk_choice(answer, piece, finish, opens), first)
-            await stream.send(event, journal.lines(piece))
+            await stream.send(piece, event)
     transfer = transfer_params(answer.choices)
     if transfer is not UNSET and answer.choices[0].goes_on:
-        await stream.send(b"", journal.handed_off(transfer))
-        return await stream.end()
+        return await stream.hand_off(transfer)
     last = b""
     if answer.include_usage or transfer is not UNSET:
         usage = usage_report(answer.choices) if answer.include_usage else UNSET
         last = _chunk(answer, [], usage, transfer=transfer)
-    await stream.send(last + DONE, journal.end())
-    return await stream.end()
+    return await stream.done(last)
 
 
 def _chunk_choice(answer: ChatAnswer, piece: Piece, finish: ChatFinish | None, opens: bool) -> ChatChunkChoice:
@@ -304,7 +302,7 @@ def _chunk(
     choices: list[ChatChunkChoice],
     usage: UsageReport | msgspec.UnsetType | None,
     first: bool = False,
-    transfer: KvTransfer | KvTransfers | msgspec.UnsetType = UNSET,
+    transfer: KvTransferParams | msgspec.UnsetType = UNSET,
 ) -> bytes:
     chunk = ChatChunk(
         id=answer.id,

@@ -10,30 +10,26 @@ from aiohttp import web
 from msgspec import UNSET
 
 from stoker.base.errors import InvalidRequest
-from stoker.proto.openai import (
-    Completion,
-    CompletionChoice,
-    CompletionLogprobs,
-    CompletionRequest,
-    KvTransfer,
-    KvTransfers,
-    UsageReport,
-    decode,
-)
-from stoker.proto.sse import DONE, encode_event
+from stoker.proto.openai.answers import UsageReport
+from stoker.proto.openai.completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
+from stoker.proto.openai.decode import decode
+from stoker.proto.openai.handoff import KvTransferParams
+from stoker.proto.sse import encode_event
 from stoker.sched.request import TokenLogprobs
 from stoker.text.conversation import completion_prompts
 from stoker.text.parsers.contract import TextDelta
+from stoker.worker.constraint import resolve_constraint
 from stoker.worker.context import CONTEXT, WorkerContext, read_body
 from stoker.worker.generate import Choice, Piece, pieces
 from stoker.worker.handoff import transfer_params
 from stoker.worker.ids import AnswerIds
+from stoker.worker.journal import open_journal, wants_journal
 from stoker.worker.logprobs import completion_logprobs
 from stoker.worker.output import OutputParser
 from stoker.worker.prompt import Asked, Prompt, encode, make_choices, usage_report
 from stoker.worker.record import RECORD, RequestRecord
-from stoker.worker.resume import created_of, open_journal, wants_journal
-from stoker.worker.sampling import check_token_ids, resolve_constraint
+from stoker.worker.resume import created_of
+from stoker.worker.sampling import check_token_ids
 from stoker.worker.stream import open_stream
 
 
@@ -152,8 +148,8 @@ async def _stream(request: web.Request, answer: CompletionAnswer) -> web.StreamR
     usage = None if include_usage else UNSET
     offsets = [0] * len(answer.choices)
     started = {choice.index for choice in answer.choices if choice.is_resumed}
-    journal = open_journal(request, answer.choices, answer.created)
     async with aclosing(pieces(answer.context.service, answer.choices, request[RECORD])) as source:
+        journal = open_journal(request, answer.choices, answer.created)
         stream = open_stream(request, answer.context.config.client_stall_s, journal)
         async for piece in source:
             i, text = piece.index, _text(piece)
@@ -172,24 +168,22 @@ async def _stream(request: web.Request, answer: CompletionAnswer) -> web.StreamR
             event = b""
             if result.text or piece.finish or answer.body.return_token_ids or result.logprobs:
                 event = encode_event(msgspec.json.encode(_completion(answer, [result], usage)))
-            await stream.send(event, journal.lines(piece))
+            await stream.send(piece, event)
     transfer = transfer_params(answer.choices)
     if transfer is not UNSET and answer.choices[0].goes_on:
-        await stream.send(b"", journal.handed_off(transfer))
-        return await stream.end()
+        return await stream.hand_off(transfer)
     last = b""
     if include_usage or transfer is not UNSET:
         total = usage_report(answer.choices) if include_usage else UNSET
         last = encode_event(msgspec.json.encode(_completion(answer, [], total, transfer)))
-    await stream.send(last + DONE, journal.end())
-    return await stream.end()
+    return await stream.done(last)
 
 
 def _completion(
     answer: CompletionAnswer,
     choices: list[CompletionChoice],
     usage: UsageReport | msgspec.UnsetType | None,
-    transfer: KvTransfer | KvTransfers | msgspec.UnsetType = UNSET,
+    transfer: KvTransferParams | msgspec.UnsetType = UNSET,
 ) -> Completion:
     return Completion(
         id=answer.id,

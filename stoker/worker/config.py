@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stoker.base.errors import ConfigError
-from stoker.proto.openai import MAX_CHOICES
+from stoker.proto.openai.fields import MAX_CHOICES
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,7 @@ class ModelText:
             template=template,
             tool_parser=TOOL_PARSERS.get(tool_format or template.tool_format),
             reasoning_parser=None if reasoning in (None, "none") else REASONING_PARSERS.get(reasoning),
-            longest_token=max(len(tokenizer.token_bytes(id_)) for id_ in range(tokenizer.vocab_size)),
+            longest_token=max(map(len, tokenizer.vocabulary.table)),
         )
 
 

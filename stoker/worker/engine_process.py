@@ -1,11 +1,9 @@
-"""The engine's process: a mailbox in front of one Engine. Started by service.py with a socket and its settings."""
+"""The engine's process: a mailbox in front of one Engine. Started by engine_main.py, which has its settings."""
 
 from __future__ import annotations
 
-import gc
 import os
 import queue
-import signal
 import socket
 import sys
 import threading
@@ -17,14 +15,18 @@ from pathlib import Path
 
 import msgspec
 
+from stoker.base import collector
 from stoker.base import log as logs
 from stoker.base.config import StoreSettings
 from stoker.base.errors import InvalidRequest, StokerError
 from stoker.base.ids import RequestId
+from stoker.base.timeline import Timeline
 from stoker.engine.build import BuiltEngine, build_engine, read_hf_config
+from stoker.engine.card_memory import TOLERANCE_BYTES, MemoryLine
 from stoker.kv.store import KvStore
 from stoker.kv.tier_use import TierUse
 from stoker.models.contract import family_of
+from stoker.models.reader import ReadAhead
 from stoker.proto.messages import (
     Add,
     Cancel,
@@ -43,13 +45,13 @@ from stoker.proto.messages import (
 )
 from stoker.proto.pipe import EngineEnd, FrameEnd
 from stoker.sched.request import GenerateRequest, GrammarSpec
-from stoker.text.tokenizer import Tokenizer
 from stoker.worker.block_log import BlockLog
-from stoker.worker.grammar import XGrammars
+from stoker.worker.late_grammars import LateGrammars
 
 _STATS_EVERY_S = 0.25
 _LOOK_EVERY_S = 0.05  # while idle with leases or deadlines open
 _PROGRESS_EVERY_S = 0.1
+_QUIET_S = 2.0  # without a request: time to do what would disturb one
 _COMPILERS = 4
 _LOOKERS = 2
 
@@ -89,16 +91,19 @@ class Mailbox:
     """Reads the pipe on a thread, so that the server never waits for a step; grammars are compiled on others, and the store
     is asked on others still."""
 
-    def __init__(self, pipe: EngineEnd, grammars: XGrammars) -> None:
+    def __init__(self, pipe: EngineEnd, grammars: LateGrammars) -> None:
         self._pipe = pipe
         self._grammars = grammars
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._woken = threading.Event()  # there is a Wake in the queue: one is enough
         # Several, for a schema may take seconds and must not hold up the simple ones behind it.
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="grammar", initializer=_give_way)
-        self._compilers.submit(grammars.warm_up)
         self._lookers = ThreadPoolExecutor(_LOOKERS, thread_name_prefix="kv-look")
         threading.Thread(target=self._read, name="mailbox", daemon=True).start()
+
+    def warm_up(self) -> None:
+        """Seconds of importing and reading the vocabulary that the first request with a grammar need not wait for."""
+        self._compilers.submit(self._grammars.warm_up)
 
     def take(self, wait: bool, timeout_s: float | None = None) -> list[Message]:
         messages: list[Message] = []
@@ -166,6 +171,7 @@ class EngineLoop:
         self._looking: dict[RequestId, None] = {}  # whose blocks are being looked for
         self._media = {use.name: use.tier.medium for use in built.store.tiers}
         self._stats_at_s = 0.0
+        self._grammars_warm = False
 
     def run(self) -> None:
         while True:
@@ -173,7 +179,12 @@ class EngineLoop:
             waits_for_events = self._engine.has_work or self._engine.has_leases
             if idle and not waits_for_events:
                 self._pipe.send(self._stats())
-            for message in self._mailbox.take(wait=idle, timeout_s=_LOOK_EVERY_S if waits_for_events else None):
+            quiet_s = None if self._grammars_warm else _QUIET_S
+            messages = self._mailbox.take(wait=idle, timeout_s=_LOOK_EVERY_S if waits_for_events else quiet_s)
+            if idle and not waits_for_events and not messages:
+                self._grammars_warm = True
+                self._mailbox.warm_up()
+            for message in messages:
                 if isinstance(message, Shutdown):
                     return
                 self._handle(message)
@@ -280,7 +291,12 @@ class EngineLoop:
         )
 
 
-def serve(pipe: EngineEnd, arguments: EngineArguments) -> None:
+def serve(
+    pipe: EngineEnd,
+    arguments: EngineArguments,
+    ahead: ReadAhead,
+    timeline: Timeline,
+) -> None:
     folder = Path(arguments.folder)
     reported_s = 0.0
 
@@ -293,20 +309,25 @@ def serve(pipe: EngineEnd, arguments: EngineArguments) -> None:
 
     try:
         family = family_of(read_hf_config(folder), str(folder))
-        grammars = XGrammars(Tokenizer.from_folder(folder), family.shape.vocab_size)
+        grammars = LateGrammars(folder, family.shape.vocab_size)
         blocks = BlockLog()
         observer = blocks if arguments.kv_events else None
         mailbox = Mailbox(pipe, grammars)
         built = build_engine(
-            folder, arguments.settings, grammars=grammars, observer=observer, progress=progress, wake=mailbox.wake
+            folder,
+            arguments.settings,
+            grammars=grammars,
+            observer=observer,
+            progress=progress,
+            timeline=timeline,
+            ahead=ahead,
+            wake=mailbox.wake,
         )
     except StokerError as error:
         pipe.send(StartFailed(code=error.code, message=error.message))
         return
     settings, store = built.settings, built.store
-    # Everything made so far lives as long as the process: the collector need never look at it again.
-    gc.collect()
-    gc.freeze()
+    collector.settle()
     pipe.send(
         EngineInfo(
             model_fingerprint=built.fingerprint,
@@ -323,6 +344,10 @@ def serve(pipe: EngineEnd, arguments: EngineArguments) -> None:
             stores=_stores(arguments.settings.store, built.fingerprint, store.tiers),
         )
     )
+    _log_memory(built.memory)
+    if arguments.timeline_origin_s is not None:
+        for stage in timeline.stages:
+            log.event("timeline", stage=stage.name, start_s=round(stage.start_s, 3), seconds=round(stage.seconds, 3))
     store.tell_held()
     try:
         EngineLoop(built, blocks, mailbox, pipe).run()
@@ -341,18 +366,11 @@ def _stores(settings: StoreSettings, fingerprint: str, tiers: Sequence[TierUse])
     return {use.tier.medium: f"{fingerprint}@{use.name}:{places[use.name]}" for use in tiers if use.tier.shared}
 
 
-def main() -> None:
-    # Ctrl-C reaches the whole process group; the server decides when the engine ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    pipe = EngineEnd(socket.socket(fileno=int(sys.argv[1])))
-    try:
-        arguments = pipe.receive()
-        assert isinstance(arguments, EngineArguments), f"first came {type(arguments).__name__}"
-        logs.set_up(arguments.log_level)
-        serve(pipe, arguments)
-    except FrameEnd:
-        return
-
-
-if __name__ == "__main__":
-    main()
+def _log_memory(lines: Sequence[MemoryLine]) -> None:
+    """A card's memory as it was planned, and as it is: off by much, there is a mistake in the plan."""
+    for line in lines:
+        planned_mib, used_mib = line.planned_bytes >> 20, line.used_bytes >> 20
+        log.event("memory", line=line.name, planned_mib=planned_mib, used_mib=used_mib)
+    off_bytes = sum(line.used_bytes - line.planned_bytes for line in lines if line.name != "reserve")
+    if abs(off_bytes) > TOLERANCE_BYTES:
+        log.warning("memory_off_plan", off_mib=off_bytes >> 20)

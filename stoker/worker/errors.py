@@ -15,11 +15,12 @@ from stoker.base.errors import (
     Overloaded,
     StokerError,
 )
-from stoker.proto.openai import ErrorBody
+from stoker.proto.openai.answers import ErrorBody
 from stoker.sched.request import Finish
 
 CLIENT_GONE_STATUS = 499  # never sent: what the log and the metrics say of a client that left
-_CLIENT_CODES = frozenset({"invalid_grammar", "kv_too_small"})  # the engine's words for a request that cannot be served
+# The engine's words for a request that cannot be served.
+_CLIENT_CODES = frozenset({"duplicate_lease", "invalid_grammar", "kv_too_small"})
 
 
 class ClientStalled(StokerError):

@@ -10,6 +10,7 @@ import asyncio
 import msgspec
 from aiohttp import web
 
+from stoker.base.address import join_address
 from stoker.base.errors import NotFound
 from stoker.proto.messages import Registration, TokenizerFiles, WorkerInfo, WorkerReport
 from stoker.text.folder import text_files
@@ -22,7 +23,7 @@ def worker_info(context: WorkerContext, host: str) -> WorkerInfo:
     info, identity = context.service.info, context.identity
 
     def address(port: int | None) -> str | None:
-        return None if port is None else f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
+        return None if port is None else f"tcp://{join_address(host, port)}"
 
     return WorkerInfo(
         worker_id=identity.worker_id,

@@ -214,7 +214,8 @@ async def pieces(source: ChunkSource, choices: Sequence[Choice], record: Request
 
 async def _one(source: ChunkSource, choice: Choice) -> AsyncGenerator[Piece, None]:
     async with source.open(choice.request) as chunks:
-        async for chunk in _in_time(chunks, choice.request.deadline_s):
+        deadline_s = choice.request.deadline_s
+        async for chunk in chunks if deadline_s is None else _in_time(chunks, deadline_s):
             piece = choice.push(chunk)
             if chunk.ticket is not None and choice.ticket is None:
                 source.release(chunk.ticket.lease_id)  # a stop string in the first token: nobody goes on from there
@@ -224,12 +225,8 @@ async def _one(source: ChunkSource, choice: Choice) -> AsyncGenerator[Piece, Non
     raise EngineDied("The engine's stream ended before the answer did.")
 
 
-async def _in_time(chunks: AsyncIterator[TokenChunk], deadline_s: float | None) -> AsyncIterator[TokenChunk]:
+async def _in_time(chunks: AsyncIterator[TokenChunk], deadline_s: float) -> AsyncIterator[TokenChunk]:
     """The engine keeps the deadline of what it runs; here it holds too while a grammar is compiled, or a step hangs."""
-    if deadline_s is None:
-        async for chunk in chunks:
-            yield chunk
-        return
     while True:
         try:
             async with asyncio.timeout(deadline_s + _ENGINE_FIRST_S - time.monotonic()):

@@ -1,7 +1,7 @@
 """Grammars for the engine, by xgrammar. Compiling is slow and happens on a thread of its own; matching is a few microseconds.
 
 A matcher that knows how many tokens it may have ends in time: near the end nothing new is begun, and at the end the
-shortest way out that was found is taken. It refuses to know which schema keywords can be held to (schema_check.py).
+shortest way out that was found is taken. It refuses to know which schema keywords can be held to (schema/enforce.py).
 """
 
 from __future__ import annotations
@@ -16,13 +16,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import xgrammar
 from torch import Tensor
 
 from stoker.base.errors import InvalidRequest
 from stoker.sched.request import GrammarSpec
 from stoker.text.tokenizer import Tokenizer
-from stoker.worker.schema_check import enforceable
+from stoker.worker.schema.enforce import enforceable
+from stoker.worker.stand_in import standing_in
+
+# For types of tokenizers that it is never given here, xgrammar imports transformers: most of a second of every start.
+with standing_in("transformers"):
+    import xgrammar
 
 _MAX_COMPILED = 256
 # "a": 1 and no other white space: a model that may write any white space can do so for ever.

@@ -15,11 +15,13 @@ from typing import Annotated, Any, Protocol
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from stoker.base.address import join_address, split_address
 from stoker.base.errors import InvalidRequest
 from stoker.base.log import EventLog
 from stoker.kv.transfer import KvTicket
 from stoker.proto.messages import EngineInfo
-from stoker.proto.openai import KvTransfer, KvTransfers, convert
+from stoker.proto.openai.decode import convert
+from stoker.proto.openai.handoff import KvTransfer, KvTransferParams, KvTransfers
 
 PARAM = "kv_transfer_params"
 _OURS = "stoker"
@@ -102,17 +104,16 @@ def _pull(given: dict[str, Any], num_choices: int, log: EventLog) -> Handoff:
 
 
 def _ticket(transfer: KvTransfer) -> KvTicket:
-    host = f"[{transfer.remote_host}]" if ":" in transfer.remote_host else transfer.remote_host
     return KvTicket(
         engine_id=transfer.remote_engine_id,
-        address=f"{host}:{transfer.remote_port}",
+        address=join_address(transfer.remote_host, transfer.remote_port),
         lease_id=transfer.remote_request_id,
         num_tokens=transfer.remote_num_tokens,
         lease_s=transfer.lease_s,
     )
 
 
-def transfer_params(choices: Sequence[HasTicket]) -> KvTransfer | KvTransfers | UnsetType:
+def transfer_params(choices: Sequence[HasTicket]) -> KvTransferParams | UnsetType:
     """What whoever goes on with the answer is to be sent. Unset: no KV was kept."""
     if all(choice.ticket is None for choice in choices):
         return UNSET
@@ -122,11 +123,11 @@ def transfer_params(choices: Sequence[HasTicket]) -> KvTransfer | KvTransfers | 
 
 
 def _transfer(ticket: KvTicket) -> KvTransfer:
-    host, _, port = ticket.address.rpartition(":")
+    host, port = split_address(ticket.address)
     return KvTransfer(
         remote_engine_id=ticket.engine_id,
-        remote_host=host.removeprefix("[").removesuffix("]"),
-        remote_port=int(port),
+        remote_host=host,
+        remote_port=port,
         remote_request_id=ticket.lease_id,
         remote_num_tokens=ticket.num_tokens,
         lease_s=ticket.lease_s,

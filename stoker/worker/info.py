@@ -6,14 +6,14 @@ import msgspec
 from aiohttp import web
 
 from stoker.base.errors import InvalidRequest, Overloaded
-from stoker.proto.openai import (
+from stoker.proto.openai.decode import decode
+from stoker.proto.openai.info import (
     DetokenizeAnswer,
     DetokenizeRequest,
     ModelCard,
     ModelList,
     TokenizeAnswer,
     TokenizeRequest,
-    decode,
 )
 from stoker.text.conversation import Conversation, num_chars, template_kwargs
 from stoker.text.openai_messages import template_messages

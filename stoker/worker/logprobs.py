@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from stoker.proto.openai import ChoiceLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+from stoker.proto.openai.answers import TokenLogprob, TopLogprob
+from stoker.proto.openai.chat import ChoiceLogprobs
+from stoker.proto.openai.completions import CompletionLogprobs
 from stoker.sched.request import TokenLogprobs
 
 _LOWEST = -9999.0  # JSON has no -inf

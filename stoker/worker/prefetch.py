@@ -10,7 +10,10 @@ from aiohttp import web
 
 from stoker.base.errors import InvalidRequest
 from stoker.proto.messages import Prefetch
-from stoker.proto.openai import ChatRequest, CompletionRequest, ResponsesRequest, decode
+from stoker.proto.openai.chat import ChatRequest
+from stoker.proto.openai.completions import CompletionRequest
+from stoker.proto.openai.decode import decode
+from stoker.proto.openai.responses import ResponsesRequest
 from stoker.sched.request import GenerateRequest
 from stoker.worker.chat import prepare_chat
 from stoker.worker.completions import prepare_completion

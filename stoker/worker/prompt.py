@@ -9,31 +9,22 @@ from dataclasses import dataclass, replace
 
 from stoker.base.errors import ContextTooLong, InvalidRequest
 from stoker.base.ids import RequestId
-from stoker.proto.openai import (
-    CompletionTokensDetails,
-    GenerationFields,
-    PromptTokensDetails,
-    UsageReport,
-    choice_seed,
-)
+from stoker.proto.openai.answers import CompletionTokensDetails, PromptTokensDetails, UsageReport
+from stoker.proto.openai.fields import GenerationFields, choice_seed
 from stoker.sched.request import GenerateRequest
 from stoker.text.conversation import Conversation, render_text
 from stoker.text.detokenizer import Detokenizer
 from stoker.text.stops import StopStrings
 from stoker.text.tools import ToolPlan
+from stoker.worker.config import HttpConfig
+from stoker.worker.constraint import Constraint
 from stoker.worker.context import ModelText, WorkerContext
 from stoker.worker.generate import Choice
 from stoker.worker.handoff import resolve_handoff
 from stoker.worker.ids import AnswerIds
 from stoker.worker.output import OutputParser, WantedCalls
-from stoker.worker.resume import resumed_choices
-from stoker.worker.sampling import (
-    Constraint,
-    ModelLimits,
-    resolve_max_tokens,
-    resolve_sampling,
-    resolve_stops,
-)
+from stoker.worker.resume import Resumed, resumed_choices
+from stoker.worker.sampling import ModelLimits, resolve_max_tokens, resolve_sampling, resolve_stops
 
 _CALL_ID_CHARS = 29  # as OpenAI's
 _NORMALIZED_LENGTH = 4  # normalizing may shorten a text, never by this much
@@ -129,15 +120,9 @@ def make_choices(
     first_index: int = 0,
     keep_special_tokens: bool = False,
 ) -> list[Choice]:
+    """The answers to one prompt of the request: choices `first_index` and on."""
     limits, config = context.limits, context.config
-    if asked.n > config.max_choices:
-        raise InvalidRequest(f"Invalid 'n': {asked.n} is more than the {config.max_choices} allowed.", param="n")
-    if fields.return_hidden_states:
-        raise InvalidRequest(
-            "Unsupported parameter: 'return_hidden_states': this server keeps none.",
-            param="return_hidden_states",
-            code="unsupported_parameter",
-        )
+    _check_supported(fields, asked, config)
     grammar = asked.constraint.grammar if asked.constraint else None
     sampling = resolve_sampling(fields, limits, config, asked.num_logprobs, grammar)
     stops = resolve_stops(fields.stop, config)
@@ -151,14 +136,8 @@ def make_choices(
     )
     num_choices = asked.num_prompts * asked.n
     handoff = resolve_handoff(fields.kv_transfer_params, num_choices, context.service.info, context.log)
-    resumed = resumed_choices(fields, num_choices, asked.num_logprobs, limits)
-    resumed = resumed[first_index : first_index + asked.n]
-    for i, choice in enumerate(resumed, first_index):
-        if len(choice.token_ids) > max_tokens:
-            param = f"resume.choices[{i}].token_ids"
-            raise InvalidRequest(
-                f"Invalid '{param}': {len(choice.token_ids)} tokens, more than the {max_tokens} allowed.", param=param
-            )
+    resumed = resumed_choices(fields, num_choices, asked.num_logprobs, limits)[first_index : first_index + asked.n]
+    _check_lengths(resumed, first_index, max_tokens)
     include_stop = bool(fields.include_stop_str_in_output or fields.no_stop_trim)
     skip_special = fields.skip_special_tokens is not False and not keep_special_tokens
     deadline_s = None if fields.timeout_s is None else time.monotonic() + fields.timeout_s
@@ -196,6 +175,26 @@ def make_choices(
         )
         for i in range(asked.n)
     ]
+
+
+def _check_supported(fields: GenerationFields, asked: Asked, config: HttpConfig) -> None:
+    if asked.n > config.max_choices:
+        raise InvalidRequest(f"Invalid 'n': {asked.n} is more than the {config.max_choices} allowed.", param="n")
+    if fields.return_hidden_states:
+        raise InvalidRequest(
+            "Unsupported parameter: 'return_hidden_states': this server keeps none.",
+            param="return_hidden_states",
+            code="unsupported_parameter",
+        )
+
+
+def _check_lengths(resumed: Sequence[Resumed], first_index: int, max_tokens: int) -> None:
+    for i, choice in enumerate(resumed, first_index):
+        if len(choice.token_ids) > max_tokens:
+            param = f"resume.choices[{i}].token_ids"
+            raise InvalidRequest(
+                f"Invalid '{param}': {len(choice.token_ids)} tokens, more than the {max_tokens} allowed.", param=param
+            )
 
 
 def usage_report(choices: Sequence[Choice]) -> UsageReport:

@@ -19,6 +19,7 @@ import zmq
 import zmq.asyncio
 
 from stoker.base import log as logs
+from stoker.base.address import join_address
 from stoker.base.errors import ConfigError
 from stoker.proto.events import (
     KV_TOPIC,
@@ -178,9 +179,8 @@ def _grouped(events: Iterator[KvEvent], count: int) -> Iterator[list[KvEvent]]:
 def _bind(socket: zmq.Socket[Any], host: str, port: int) -> int:
     if ":" in host:
         socket.set(zmq.IPV6, 1)
-    place = f"[{host}]" if ":" in host else host
     try:
-        socket.bind(f"tcp://{place}:{port or '*'}")
+        socket.bind(f"tcp://{join_address(host, port or '*')}")
     except zmq.ZMQError as error:
         raise ConfigError(
             f"cannot publish events on {host}:{port}: {error.strerror}; choose another --events-port"

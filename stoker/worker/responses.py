@@ -11,21 +11,19 @@ from aiohttp import web
 from msgspec import UNSET
 
 from stoker.base.errors import InvalidRequest
-from stoker.proto.openai import (
-    ReasoningConfig,
-    ResponseFormat,
-    ResponsesRequest,
-    TextConfig,
-    decode,
-)
+from stoker.proto.openai.decode import decode
+from stoker.proto.openai.fields import ResponseFormat
+from stoker.proto.openai.responses import ReasoningConfig, ResponseEvent, ResponseObject, ResponsesRequest, TextConfig
 from stoker.proto.sse import encode_event
 from stoker.text.conversation import num_chars, responses_conversation
 from stoker.text.tools import ToolPlan, responses_tools
+from stoker.worker.constraint import resolve_constraint
 from stoker.worker.context import CONTEXT, WorkerContext, read_body
 from stoker.worker.errors import Problem
 from stoker.worker.generate import Choice, pieces
 from stoker.worker.handoff import transfer_params
 from stoker.worker.ids import AnswerIds
+from stoker.worker.journal import open_journal, wants_journal
 from stoker.worker.output import OutputParser
 from stoker.worker.prompt import (
     Asked,
@@ -39,9 +37,9 @@ from stoker.worker.prompt import (
     usage_report,
 )
 from stoker.worker.record import RECORD
-from stoker.worker.responses_writer import ResponseEvent, ResponseObject, ResponseWriter
-from stoker.worker.resume import created_of, open_journal, wants_journal
-from stoker.worker.sampling import check_token_ids, resolve_constraint
+from stoker.worker.responses_writer import ResponseWriter
+from stoker.worker.resume import created_of
+from stoker.worker.sampling import check_token_ids
 from stoker.worker.stream import open_stream
 
 
@@ -73,8 +71,8 @@ async def _stream(request: web.Request, answer: ResponseAnswer, writer: Response
         return _encode(writer.fail(problem.body.message))
 
     context, choice = request.app[CONTEXT], answer.choice
-    journal = open_journal(request, [choice], answer.response.created_at)
     async with aclosing(pieces(context.service, [choice], request[RECORD])) as source:
+        journal = open_journal(request, [choice], answer.response.created_at)
         stream = open_stream(request, context.config.client_stall_s, journal, failed)
         async for piece in source:
             events = [] if writer.started else writer.start()
@@ -84,12 +82,10 @@ async def _stream(request: web.Request, answer: ResponseAnswer, writer: Response
             if piece.replayed:
                 # A token may make several events, and the stream may have been cut between them.
                 events = [] if answer.num_sent is None else [e for e in events if e.sequence_number >= answer.num_sent]
-            await stream.send(_encode(events), journal.lines(piece))
+            await stream.send(piece, _encode(events))
     transfer = transfer_params([choice])
     if transfer is not UNSET and choice.goes_on:
-        await stream.send(b"", journal.handed_off(transfer))
-    if not stream.started:
-        await stream.send(b"\n")  # all had been said: an empty stream, but a stream
+        return await stream.hand_off(transfer)
     return await stream.end()
 
 

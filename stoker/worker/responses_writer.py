@@ -6,128 +6,22 @@ import copy
 from typing import Any, Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
-from stoker.proto.openai import (
-    FlatTool,
-    KvTransfer,
-    KvTransfers,
-    ReasoningConfig,
-    TextConfig,
-    TokenLogprob,
-    ToolChoice,
-    UsageReport,
+from stoker.proto.openai.answers import TokenLogprob, UsageReport
+from stoker.proto.openai.responses import (
+    IncompleteDetails,
+    ResponseError,
+    ResponseEvent,
+    ResponseItem,
+    ResponseObject,
+    ResponsePart,
+    ResponseStatus,
+    ResponseUsage,
 )
 from stoker.text.parsers.contract import ReasoningDelta, TextDelta, ToolArgumentsDelta, ToolCallStart
 from stoker.worker.generate import Piece
 from stoker.worker.ids import AnswerIds
 from stoker.worker.logprobs import TokenBytes, content_logprobs
-
-Status = Literal["in_progress", "completed", "incomplete", "failed"]
-
-
-class ResponsePart(msgspec.Struct, kw_only=True):
-    type: Literal["output_text", "reasoning_text"]
-    text: str = ""
-    annotations: list[Any] | UnsetType = UNSET
-    logprobs: list[TokenLogprob] | UnsetType = UNSET
-
-
-class ResponseItem(msgspec.Struct, kw_only=True):
-    """A message, a function call or reasoning: the fields that its `type` has."""
-
-    id: str
-    type: Literal["message", "function_call", "reasoning"]
-    status: Status = "in_progress"
-    role: Literal["assistant"] | UnsetType = UNSET
-    content: list[ResponsePart] | UnsetType = UNSET
-    summary: list[Any] | UnsetType = UNSET
-    call_id: str | UnsetType = UNSET
-    name: str | UnsetType = UNSET
-    arguments: str | UnsetType = UNSET
-
-
-class InputTokensDetails(msgspec.Struct):
-    cached_tokens: int
-
-
-class OutputTokensDetails(msgspec.Struct):
-    reasoning_tokens: int
-
-
-class ResponseUsage(msgspec.Struct, kw_only=True):
-    input_tokens: int
-    input_tokens_details: InputTokensDetails
-    output_tokens: int
-    output_tokens_details: OutputTokensDetails
-    total_tokens: int
-
-    @classmethod
-    def of(cls, report: UsageReport) -> ResponseUsage:
-        return cls(
-            input_tokens=report.prompt_tokens,
-            input_tokens_details=InputTokensDetails(report.prompt_tokens_details.cached_tokens),
-            output_tokens=report.completion_tokens,
-            output_tokens_details=OutputTokensDetails(report.completion_tokens_details.reasoning_tokens),
-            total_tokens=report.total_tokens,
-        )
-
-
-class IncompleteDetails(msgspec.Struct):
-    reason: str
-
-
-class ResponseError(msgspec.Struct):
-    code: str
-    message: str
-
-
-class ResponseObject(msgspec.Struct, kw_only=True):
-    id: str
-    object: Literal["response"] = "response"
-    created_at: int
-    status: Status = "in_progress"
-    background: bool = False
-    error: ResponseError | None = None
-    incomplete_details: IncompleteDetails | None = None
-    instructions: str | None
-    max_output_tokens: int | None
-    model: str
-    output: list[ResponseItem] = []
-    parallel_tool_calls: bool
-    previous_response_id: None = None
-    reasoning: ReasoningConfig
-    service_tier: str = "default"
-    store: bool = False
-    temperature: float
-    text: TextConfig
-    tool_choice: str | ToolChoice
-    tools: list[FlatTool]
-    top_logprobs: int
-    top_p: float
-    truncation: str = "disabled"
-    usage: ResponseUsage | None = None
-    user: Any = None
-    metadata: Any = None
-    kv_transfer_params: KvTransfer | KvTransfers | UnsetType = UNSET
-
-
-class ResponseEvent(msgspec.Struct, kw_only=True):
-    """Any of the events: the fields that its `type` has."""
-
-    type: str
-    sequence_number: int
-    response: ResponseObject | UnsetType = UNSET
-    output_index: int | UnsetType = UNSET
-    item_id: str | UnsetType = UNSET
-    content_index: int | UnsetType = UNSET
-    item: ResponseItem | UnsetType = UNSET
-    part: ResponsePart | UnsetType = UNSET
-    delta: str | UnsetType = UNSET
-    text: str | UnsetType = UNSET
-    name: str | UnsetType = UNSET
-    arguments: str | UnsetType = UNSET
-    logprobs: list[TokenLogprob] | UnsetType = UNSET
 
 
 class ResponseWriter:
@@ -175,7 +69,7 @@ class ResponseWriter:
         return events
 
     def finish(self, reason: Literal["stop", "length"], usage: UsageReport) -> list[ResponseEvent]:
-        status: Status = "incomplete" if reason == "length" else "completed"
+        status: ResponseStatus = "incomplete" if reason == "length" else "completed"
         events = self._close(status)
         self.response.status = status
         self.response.usage = ResponseUsage.of(usage)
@@ -223,7 +117,7 @@ class ResponseWriter:
         events.append(self._event("response.output_item.added", output_index=self._index, item=copy.copy(item)))
         return events
 
-    def _close(self, status: Status) -> list[ResponseEvent]:
+    def _close(self, status: ResponseStatus) -> list[ResponseEvent]:
         item, text = self._open, "".join(self._texts)
         if item is None:
             return []

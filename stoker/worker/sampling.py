@@ -1,16 +1,13 @@
-"""A request's sampling fields -> SamplingParams, checked against the model: vocabulary, context, grammars."""
+"""A request's sampling fields -> SamplingParams and limits, checked against the model: vocabulary, context."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
-
-import msgspec
 
 from stoker.base.errors import ContextTooLong, InvalidRequest
-from stoker.proto.openai import SEED_MASK, GenerationFields, ResponseFormat
+from stoker.proto.openai.fields import SEED_MASK, GenerationFields
 from stoker.sched.request import GrammarSpec, SamplingParams
 from stoker.worker.config import HttpConfig
 
@@ -22,14 +19,6 @@ class ModelLimits:
     vocab_size: int
     max_model_tokens: int
     eos_token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Constraint:
-    """What the output must match, and the field that said so."""
-
-    grammar: GrammarSpec
-    param: str
 
 
 def resolve_sampling(
@@ -99,92 +88,6 @@ def resolve_max_tokens(
 
 def check_token_ids(token_ids: Iterable[int], param: str, limits: ModelLimits) -> list[int]:
     return list(_checked_ids(token_ids, param, limits.vocab_size))
-
-
-def resolve_constraint(
-    request: GenerationFields, response_format: ResponseFormat | None, param: str = "response_format"
-) -> Constraint | None:
-    """The one way in which this request constrains its output; more than one is an error."""
-    found = [*_of_format(response_format, param), *_of_guided(request), *_of_structured(request)]
-    if len(found) > 1:
-        names = ", ".join(constraint.param for constraint in found)
-        raise InvalidRequest(f"Only one of these can constrain the output: {names}.", param=found[1].param)
-    return found[0] if found else None
-
-
-def _of_format(form: ResponseFormat | None, param: str) -> list[Constraint]:
-    if form is None or form.type == "text":
-        return []
-    if form.type == "json_object":
-        return [Constraint(GrammarSpec("json_object"), param)]
-    if form.type == "json_schema":
-        nested = form.json_schema
-        schema = nested.schema if nested is not None else form.schema
-        place = f"{param}.json_schema" if nested is not None or param == "response_format" else param
-        if schema is None:
-            missing = f"{place}.schema" if nested is not None or param != "response_format" else place
-            raise InvalidRequest(f"Missing required parameter: '{missing}'.", param=missing)
-        return [Constraint(_schema_grammar(schema, f"{place}.schema"), f"{place}.schema")]
-    if form.type in ("regex", "grammar"):
-        text = form.regex if form.type == "regex" else form.grammar
-        if not text:
-            raise InvalidRequest(f"Missing required parameter: '{param}.{form.type}'.", param=f"{param}.{form.type}")
-        kind = GrammarSpec("regex", text) if form.type == "regex" else GrammarSpec("ebnf", text)
-        return [Constraint(kind, f"{param}.{form.type}")]
-    raise InvalidRequest(
-        f"Invalid value for '{param}.type': '{form.type}'. Supported values are: 'text', 'json_object', "
-        "'json_schema', 'regex' and 'grammar'.",
-        param=f"{param}.type",
-    )
-
-
-def _of_guided(request: GenerationFields) -> list[Constraint]:
-    found = []
-    if request.guided_json is not None:
-        found.append(Constraint(_schema_grammar(request.guided_json, "guided_json"), "guided_json"))
-    if request.guided_regex:
-        found.append(Constraint(GrammarSpec("regex", request.guided_regex), "guided_regex"))
-    if request.guided_grammar:
-        found.append(Constraint(GrammarSpec("ebnf", request.guided_grammar), "guided_grammar"))
-    if request.guided_choice is not None:
-        found.append(Constraint(_choice_grammar(request.guided_choice, "guided_choice"), "guided_choice"))
-    return found
-
-
-def _of_structured(request: GenerationFields) -> list[Constraint]:
-    asked, name = request.structured_outputs, "structured_outputs"
-    if asked is None:
-        return []
-    found = []
-    if asked.json is not None:
-        found.append(Constraint(_schema_grammar(asked.json, f"{name}.json"), f"{name}.json"))
-    if asked.regex:
-        found.append(Constraint(GrammarSpec("regex", asked.regex), f"{name}.regex"))
-    if asked.grammar:
-        found.append(Constraint(GrammarSpec("ebnf", asked.grammar), f"{name}.grammar"))
-    if asked.choice is not None:
-        found.append(Constraint(_choice_grammar(asked.choice, f"{name}.choice"), f"{name}.choice"))
-    if asked.json_object:
-        found.append(Constraint(GrammarSpec("json_object"), f"{name}.json_object"))
-    return found
-
-
-def _schema_grammar(schema: dict[str, Any] | bool | str, param: str) -> GrammarSpec:
-    if not isinstance(schema, str):
-        return GrammarSpec("json_schema", msgspec.json.encode(schema).decode())
-    try:
-        parsed = msgspec.json.decode(schema)
-    except (msgspec.DecodeError, RecursionError) as wrong:
-        raise InvalidRequest(f"Invalid '{param}': not valid JSON: {wrong}.", param=param) from None
-    if not isinstance(parsed, dict | bool):
-        raise InvalidRequest(f"Invalid '{param}': a JSON schema is an object.", param=param)
-    return GrammarSpec("json_schema", schema)
-
-
-def _choice_grammar(choices: list[str], param: str) -> GrammarSpec:
-    if not choices or not all(choices):
-        raise InvalidRequest(f"Invalid '{param}': it needs at least one choice, and none may be empty.", param=param)
-    return GrammarSpec("ebnf", "root ::= " + " | ".join(msgspec.json.encode(choice).decode() for choice in choices))
 
 
 def _logit_bias(biases: dict[str, float], vocab_size: int, max_biases: int) -> dict[int, float]:

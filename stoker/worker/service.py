@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import subprocess
-import sys
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Protocol
@@ -32,6 +31,7 @@ from stoker.proto.messages import (
 )
 from stoker.proto.pipe import FrameEnd, ServerEnd
 from stoker.sched.request import GenerateRequest, TokenChunk
+from stoker.worker.spawn import SpawnedEngine, spawn_engine
 
 _FIRST_BACKOFF_S = 0.5
 _MAX_BACKOFF_S = 30.0
@@ -47,17 +47,21 @@ class _Stream:
     """One request's chunks on their way from the pipe's reader to whoever iterates."""
 
     def __init__(self) -> None:
-        self._chunks: asyncio.Queue[TokenChunk | EngineDied] = (
-            asyncio.Queue()
-        )  # bounded by the request's max_new_tokens
+        self._chunks: deque[TokenChunk | EngineDied] = deque()  # bounded by the request's max_new_tokens
+        self._waiting: asyncio.Future[None] | None = None  # lighter than an asyncio.Queue, which shows at every token
         self.finished = False
 
     def put(self, item: TokenChunk | EngineDied) -> None:
-        self._chunks.put_nowait(item)
+        self._chunks.append(item)
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
     async def __aiter__(self) -> AsyncIterator[TokenChunk]:
         while not self.finished:
-            item = await self._chunks.get()
+            while not self._chunks:
+                self._waiting = asyncio.get_running_loop().create_future()
+                await self._waiting
+            item = self._chunks.popleft()
             if isinstance(item, EngineDied):
                 self.finished = True
                 raise item
@@ -94,7 +98,10 @@ class EngineService:
         max_open: int = 2048,
         progress: Progress = lambda stage, done, total: None,
         listener: EngineListener | None = None,
+        spawned: SpawnedEngine | None = None,
     ) -> None:
+        """`spawned`: an engine's process that is under way already; others are started as they are needed."""
+        self._spawned = spawned
         self._listener = listener or NoListener()
         self._arguments = arguments
         self._environment = environment
@@ -113,10 +120,6 @@ class EngineService:
     def info(self) -> EngineInfo:
         assert self._info is not None, "info is known once the service has started"
         return self._info
-
-    @property
-    def engine_pid(self) -> int | None:
-        return self._process.pid if self._process is not None else None
 
     async def start(self) -> None:
         """Returns when the engine is ready; raises what it could not start for."""
@@ -197,21 +200,11 @@ class EngineService:
             raise
 
     async def _start_process(self) -> None:
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "stoker.worker.engine_process", str(theirs.fileno())]
-        # OpenMP's threads spin at barriers, by default for so long that on a busy machine they keep the thread they wait
-        # for from running. They spin for the time of a small operation, then sleep; the engine finds out how many pay.
-        environment = {"GOMP_SPINCOUNT": "10000", **self._environment}
-        with theirs:
-            self._process = await asyncio.to_thread(
-                subprocess.Popen,
-                command,
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=environment,
-                start_new_session=True,
-            )
-        self._pipe = await ServerEnd.connect(ours)
+        spawned, self._spawned = self._spawned, None
+        if spawned is None:
+            spawned = await asyncio.to_thread(spawn_engine, self._environment)
+        self._process = spawned.process
+        self._pipe = await ServerEnd.connect(spawned.pipe)
         # Not on the command line, which every user of the machine can read: there is a secret among them.
         self._pipe.send(self._arguments)
         while True:

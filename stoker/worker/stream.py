@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
 
 import msgspec
 from aiohttp import web
 
-from stoker.proto.openai import ErrorAnswer
-from stoker.proto.sse import encode_event
+from stoker.proto.openai.answers import ErrorAnswer
+from stoker.proto.openai.handoff import KvTransferParams
+from stoker.proto.sse import DONE, encode_event
 from stoker.worker.errors import ClientStalled, Problem
+from stoker.worker.generate import Piece
+from stoker.worker.journal import Journal
 
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -25,16 +27,10 @@ def chat_error_event(problem: Problem) -> bytes:
     return encode_event(msgspec.json.encode(ErrorAnswer(problem.body)))
 
 
-class HasLines(Protocol):
-    """What of a journal is needed here."""
-
-    def failed(self, problem: Problem) -> bytes: ...
-
-
 class SseStream:
     """Starts with the first event: until then an error can still have a status of its own.
 
-    Nothing is buffered here: `send` waits once the transport's own buffer (64 KiB) is full, and gives up after
+    Nothing is buffered here: a write waits once the transport's own buffer (64 KiB) is full, and gives up after
     `stall_s`.
     """
 
@@ -42,7 +38,7 @@ class SseStream:
         self,
         request: web.Request,
         stall_s: float,
-        journal: HasLines,
+        journal: Journal,
         error_event: Callable[[Problem], bytes] = chat_error_event,
     ) -> None:
         self._request = request
@@ -55,7 +51,37 @@ class SseStream:
     def started(self) -> bool:
         return self.response.prepared
 
-    async def send(self, events: bytes, lines: bytes = b"") -> None:
+    async def send(self, piece: Piece, events: bytes) -> None:
+        """The events that `piece` made, if any, behind the journal's lines about it."""
+        await self._write(self._journal.lines(piece), events)
+
+    async def done(self, events: bytes) -> web.StreamResponse:
+        """The last events, and the mark that they were."""
+        await self._write(self._journal.end(), events + DONE)
+        return await self.end()
+
+    async def hand_off(self, transfer: KvTransferParams) -> web.StreamResponse:
+        """The rest comes from elsewhere: no end here."""
+        await self._write(self._journal.handed_off(transfer), b"")
+        return await self.end()
+
+    async def fail(self, problem: Problem) -> web.StreamResponse:
+        """The error as the stream's last event; no [DONE] follows, and the connection closes."""
+        self.response.force_close()
+        await self._write(self._journal.failed(problem), self._error_event(problem))
+        return await self.end()
+
+    async def end(self) -> web.StreamResponse:
+        if not self.started:
+            await self._write(b"", b"\n")  # all had been said before: an empty stream, but a stream
+        try:
+            async with asyncio.timeout(self._stall_s):
+                await self.response.write_eof()
+        except TimeoutError:
+            raise ClientStalled(f"The client read nothing for {self._stall_s:g} s.") from None
+        return self.response
+
+    async def _write(self, lines: bytes, events: bytes) -> None:
         """`lines` are comments that belong to the events; without events they make a block of their own."""
         if lines:
             events = lines + (events or b"\n")
@@ -76,20 +102,6 @@ class SseStream:
         transport = self._request.transport
         return transport is None or transport.get_write_buffer_size() + num_bytes < _HIGH_WATER_BYTES
 
-    async def end(self) -> web.StreamResponse:
-        try:
-            async with asyncio.timeout(self._stall_s):
-                await self.response.write_eof()
-        except TimeoutError:
-            raise ClientStalled(f"The client read nothing for {self._stall_s:g} s.") from None
-        return self.response
-
-    async def fail(self, problem: Problem) -> web.StreamResponse:
-        """The error as the stream's last event; no [DONE] follows, and the connection closes."""
-        self.response.force_close()
-        await self.send(self._error_event(problem), self._journal.failed(problem))
-        return await self.end()
-
 
 STREAM = web.RequestKey("stream", SseStream)
 
@@ -97,7 +109,7 @@ STREAM = web.RequestKey("stream", SseStream)
 def open_stream(
     request: web.Request,
     stall_s: float,
-    journal: HasLines,
+    journal: Journal,
     error_event: Callable[[Problem], bytes] = chat_error_event,
 ) -> SseStream:
     """The request's stream, where the app's error handler finds it."""

@@ -18,7 +18,7 @@ from stoker.base.ids import BlockKey, RequestId
 from stoker.kv.keys import block_keys, root_key
 from stoker.kv.pool import BlockPool
 from stoker.kv.transfer import KvLoad, KvTicket, LoadResult
-from stoker.sched.held import LeasedKv, LeaseTerms
+from stoker.sched.leases import LeasedKv, LeaseTerms
 from stoker.sched.plan import StepResult
 from stoker.sched.request import GenerateRequest, SamplingParams, TokenChunk
 from stoker.sched.scheduler import Scheduler, SchedulerConfig

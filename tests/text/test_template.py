@@ -68,12 +68,12 @@ def test_without_a_template_chatml_is_spoken(tokenizer: Tokenizer, tmp_path: Pat
     assert template.render([{"role": "user", "content": "Hi"}]) == (
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert template.supports_tools
+    assert "<tools>" in template.render([{"role": "user", "content": "Hi"}], [TOOL])
 
 
 def test_our_tool_template_stands_in(tokenizer: Tokenizer) -> None:
     template = _template(SMOL, tokenizer)
-    assert (template.supports_tools, template.tool_format) == (True, "hermes")
+    assert template.tool_format == "hermes"
     prompt = template.render(HISTORY, [TOOL])
     assert prompt.startswith("<|im_start|>system\nBe kind.\n\n")
     assert "<tools>\n" + json.dumps(TOOL, ensure_ascii=False) + "\n</tools>" in prompt
@@ -107,7 +107,6 @@ def test_a_resent_call_is_the_text_that_was_sampled(tokenizer: Tokenizer) -> Non
 
 def test_arguments_are_an_object_for_templates_that_serialize(tokenizer: Tokenizer) -> None:
     template = _template(OWN_TOOLS, tokenizer)
-    assert template.supports_tools
     assert '<tool_call>{"query": "Zürich", "days": 3}<tool_call>{}' in template.render(HISTORY, [TOOL])
     broken = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{nope"}}]}
     assert template.render([broken]) == 'assistant:<tool_call>"{nope";'
@@ -128,7 +127,6 @@ def test_arguments_are_text_for_templates_that_join_strings(tokenizer: Tokenizer
 
 def test_tools_are_refused_where_nobody_could_read_them(tokenizer: Tokenizer) -> None:
     template = _template("{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}", tokenizer)
-    assert not template.supports_tools
     with pytest.raises(InvalidRequest, match="knows no tools") as refused:
         template.render([{"role": "user", "content": "x"}], [TOOL])
     assert refused.value.param == "tools"
@@ -243,7 +241,6 @@ def test_formats_are_guessed(source: str, marks: list[str], tool_format: str, re
     raw.add_special_tokens([AddedToken(mark, normalized=False) for mark in marks])
     template = _template(source, Tokenizer(raw))
     assert (template.tool_format, template.reasoning_format) == (tool_format, reasoning)
-    assert template.thinks == (reasoning is not None)
     assert template.tool_format in TOOL_PARSERS
 
 

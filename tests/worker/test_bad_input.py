@@ -12,7 +12,9 @@ from http_server import Server
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.proto.openai import ChatRequest, CompletionRequest, ResponsesRequest
+from stoker.proto.openai.chat import ChatRequest
+from stoker.proto.openai.completions import CompletionRequest
+from stoker.proto.openai.responses import ResponsesRequest
 from stoker.sched.request import Finish
 
 CHAT = "/v1/chat/completions"
@@ -279,8 +281,9 @@ def test_a_bad_grammar_is_the_clients_fault(server: Server) -> None:
         answer = server.chat(response_format={"type": "regex", "regex": "("}, stream=stream)
         assert (answer.status, answer.error["code"]) == (400, "invalid_grammar")
         assert answer.error["param"] == "response_format.regex"
-    server.say("", ends=Finish("error", error_code="kv_too_small", error_message="needs 99 blocks, there are 64"))
-    assert server.chat().status == 400
+    for code in ("kv_too_small", "duplicate_lease"):
+        server.say("", ends=Finish("error", error_code=code, error_message="needs 99 blocks, there are 64"))
+        assert server.chat().status == 400
     server.say("", ends=Finish("error", error_code="oops", error_message="broken"))
     assert server.chat().status == 500
     server.say("", ends=Finish("deadline"))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from http_server import Server
 
-from stoker.proto.openai import choice_seed
+from stoker.proto.openai.fields import choice_seed
 from stoker.sched.request import GrammarSpec
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]

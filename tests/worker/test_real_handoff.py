@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 from journal import Seen, blocks_of, shown
-from real import CHAT, COMPLETIONS, RESPONSES, RealServer, make_tiny_folder, serving, wait_for
+from real import CHAT, COMPLETIONS, RESPONSES, RealServer, serving_together, wait_for
 from test_real_resume import CASES, FAST, comparable, stream
 
 BLOCK = 16
 KEEP = {"do_remote_decode": True}
 VLLM_KEEP = KEEP | {"do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
+SECRET = "correct-horse-battery-staple"
 CREATED = 1763186401  # of all answers: their ids hang on it
 
 
@@ -30,18 +31,18 @@ class Fleet:
 
 
 @pytest.fixture(scope="module")
-def fleet(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    folder = make_tiny_folder(tmp_path_factory.mktemp("model") / "tiny", smollm2)
+def fleet(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     logs = tmp_path_factory.mktemp("log")
     secret = logs / "secret"
-    secret.write_text("sesame\n")
+    secret.write_text(f"{SECRET}\n")
     options = (*FAST, "--secret-file", str(secret), "--kv-transports", "local,tcp")
-    with (
-        serving(folder, logs / "u", *options) as unified,
-        serving(folder, logs / "p", *options, "--role", "prefill", "--kv-lease-s", "3") as prefill,
-        serving(folder, logs / "d", *options, "--role", "decode") as decode,
-    ):
-        yield Fleet(unified, prefill, decode)
+    with serving_together(
+        tiny_folder,
+        (logs / "u", options),
+        (logs / "p", (*options, "--role", "prefill", "--kv-lease-s", "3")),
+        (logs / "d", (*options, "--role", "decode")),
+    ) as servers:
+        yield Fleet(*servers)
     assert not any("Traceback" in path.read_text() for path in logs.iterdir())
 
 
@@ -169,12 +170,19 @@ def test_a_prefetch_changes_no_answer(fleet: Fleet) -> None:
     pull = {"kv_transfer_params": kept["kv_transfer_params"]}
     hint = json.dumps({"request": body} | pull).encode()
     assert fleet.decode.send("/stoker/prefetch", hint).status == 401
-    headers = {"Content-Type": "application/json", "x-stoker-secret": "sesame"}
+    headers = {"Content-Type": "application/json", "x-stoker-secret": SECRET}
     request = urllib.request.Request(f"{fleet.decode.url}/stoker/prefetch", hint, headers)
     with urllib.request.urlopen(request, timeout=10) as answer:
         assert answer.status == 202
     answered = fleet.decode.send(CHAT, body | pull).json
     assert answered["choices"] == fleet.unified.send(CHAT, body).json["choices"]
+
+
+def test_the_secret_is_on_no_command_line(fleet: Fleet) -> None:
+    """There every user of the machine could read it."""
+    lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert any(b"--secret-file" in line for line in lines), "the workers were there to be seen"
+    assert not any(SECRET.encode() in line for line in lines)
 
 
 def test_any_worker_answers_whole_requests(fleet: Fleet) -> None:

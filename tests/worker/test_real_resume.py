@@ -18,7 +18,7 @@ import msgspec
 import pytest
 import zmq
 from journal import Seen, blocks_of, cuts, shown
-from real import CHAT, COMPLETIONS, RESPONSES, RealServer, make_tiny_folder, serving, wait_for
+from real import CHAT, COMPLETIONS, RESPONSES, RealServer, serving, serving_together, wait_for
 
 from stoker.cli.main import main
 from stoker.kv.keys import block_keys, root_key
@@ -59,18 +59,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def tiny_folder(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_folder(tmp_path_factory.mktemp("model") / "tiny", smollm2)
-
-
-@pytest.fixture(scope="module")
 def workers(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RealServer]]:
     logs = tmp_path_factory.mktemp("log")
     secret = logs / "secret"
     secret.write_text("sesame\n")
     options = (*FAST, "--secret-file", str(secret))
-    with serving(tiny_folder, logs / "0", *options) as first, serving(tiny_folder, logs / "1", *options) as second:
-        yield [first, second]
+    with serving_together(tiny_folder, (logs / "0", options), (logs / "1", options)) as both:
+        yield both
     assert not any("Traceback" in path.read_text() for path in logs.iterdir())
 
 
@@ -119,6 +114,7 @@ def test_the_files_of_its_tokenizer(workers: list[RealServer], tiny_folder: Path
     assert text_digest(files) == answers["/stoker/worker"]["tokenizer"]
 
 
+@pytest.mark.slow  # test_fleet_side.py shows it of the registrar, gateway/test_real_fleet.py of real workers
 def test_it_registers_and_leaves(tiny_folder: Path, tmp_path: Path) -> None:
     heard: list[tuple[str, str | None, dict[str, Any]]] = []
 

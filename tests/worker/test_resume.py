@@ -12,7 +12,7 @@ from http_server import Server
 from journal import Seen, blocks_of, cuts, shown
 from test_protocol import CALL, THINKING, TOOLS
 
-from stoker.proto.openai import choice_seed
+from stoker.proto.openai.fields import choice_seed
 from stoker.sched.request import GenerateRequest
 
 CHAT = "/v1/chat/completions"

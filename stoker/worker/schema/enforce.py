@@ -8,19 +8,15 @@ form may allow less than the schema does (a schema without a type gets those tha
 from __future__ import annotations
 
 import json
-import math
-import re
 from itertools import permutations
 from typing import Any
 from urllib.parse import unquote
 
-from stoker.worker.schema_words import (
-    ALL_TYPES,
+from stoker.worker.schema.leaves import check_patterns, number_schema, open_ended, string_schema, values_schema
+from stoker.worker.schema.merge import check_evaluation, merge
+from stoker.worker.schema.words import (
     CONSTRAINTS,
     COUNTS,
-    HIGHER_WINS,
-    LOWER_WINS,
-    OF_TYPE,
     REFUSED,
     Schema,
     Unsatisfiable,
@@ -28,31 +24,17 @@ from stoker.worker.schema_words import (
     as_list,
     as_object,
     check_shapes,
-    expanded_types,
-    is_number,
-    kind_of,
     kinds_allowed,
     listed_values,
     refused_word,
-    same_value,
     types_of,
     unsatisfiable,
     whole_number,
     wrong_schema,
 )
 
-# Beyond these the compiler drops multipleOf.
-_MAX_MULTIPLE = 1024
-_MAX_MULTIPLE_RANGE = 9999
 _MAX_DEPTH = 64
 _MAX_PARTS = 20_000
-# What regular expressions have and automata have not, or what the compiler passes over.
-_BEYOND_REGULAR = re.compile(r"(?<!\\)(?:\\\\)*(\(\?(?!:)|\\[bBkpP1-9])")
-# Characters that JSON escapes, where the compiler would have them as they are.
-_ESCAPED_IN_JSON = re.compile(r'["\x00-\x1f]|\\[\\tnrfv0c"]|\\x([01].|22|5[cC])|\\u00([01].|22|5[cC])')
-_CLASS_OR_ESCAPE = re.compile(r"\[(?:[^\]\\]|\\.)*\]|\\.")
-_BEYOND_ASCII = re.compile(r"[^\x00-\x7f]")
-_NEGATED = re.compile(r"\[\^(?:[^\]\\]|\\.)*\]")
 
 
 def enforceable(schema: Any) -> Any:
@@ -99,7 +81,7 @@ class _Document:
             if word in node:
                 node[word] = whole_number(node[word], word, place)
         if "const" in node or "enum" in node:
-            return _values(node, place)
+            return values_schema(node, place)
         if "anyOf" in node or "oneOf" in node:
             return self._alternatives(node, place, depth)
         kinds = types_of(node, place)
@@ -122,8 +104,8 @@ class _Document:
         for part in parts:
             said = self._flat(as_object(part, place), place, depth + 1)
             if flat or len(parts) > 1:
-                _check_evaluation(said, place)
-            flat = _merged(flat, said, place)
+                check_evaluation(said, place)
+            flat = merge(flat, said, place)
         return flat
 
     def _alternatives(self, node: Schema, place: str, depth: int) -> Schema:
@@ -148,8 +130,8 @@ class _Document:
 
     def _with(self, rest: Schema, branch: Any, place: str, depth: int) -> Schema:
         said = self._flat(as_object(branch, place), place, depth + 1)
-        _check_evaluation(said, place)
-        return _merged(rest, said, place)
+        check_evaluation(said, place)
+        return merge(rest, said, place)
 
     # ---- references
 
@@ -190,9 +172,9 @@ class _Document:
             case "array":
                 return self._array(node, place, depth)
             case "string":
-                return _string(node, place)
+                return string_schema(node, place)
             case "number" | "integer":
-                return _number(kind, node, place)
+                return number_schema(kind, node, place)
         return {"type": kind}
 
     def _object(self, node: Schema, place: str, depth: int) -> Schema:
@@ -202,28 +184,19 @@ class _Document:
         others = node.get("additionalProperties", node.get("unevaluatedProperties"))
         if others is None and not (patterns or "properties" in node):
             others = True
+        strange = [name for name in required if name not in declared]
+        if strange and (patterns or others is False):
+            raise unsatisfiable(place, f"{strange[0]!r} is required and not allowed")
         made: Schema = {"type": "object"}
-        properties: Schema = {}
-        for name in [*declared, *(name for name in required if name not in declared)]:
-            if name not in declared and (patterns or others is False):
-                raise unsatisfiable(place, f"{name!r} is required and not allowed")
-            try:
-                child = declared.get(name, others if others is not None else True)
-                properties[name] = self._schema(child, f"{place}/properties/{name}", depth + 1)
-            except Unsatisfiable:
-                if name in required:
-                    raise
+        properties = self._properties(declared, required, True if others is None else others, place, depth)
         if "propertyNames" in node:
             if properties or patterns:
                 raise refused_word("propertyNames", place, "there are other properties")
-            names = self._flat(as_object(node["propertyNames"], place), place, depth) | {"type": "string"}
-            made["propertyNames"] = self._schema(names, f"{place}/propertyNames", depth + 1)
-            if set(made["propertyNames"]) - {"type", "pattern", "minLength", "maxLength", "enum"}:
-                raise refused_word("propertyNames", place)
+            made["propertyNames"] = self._property_names(node["propertyNames"], place, depth)
         if patterns:
-            _check_patterns(patterns, properties, place)
+            check_patterns(patterns, properties, place)
             made["patternProperties"] = {
-                _open_ended(pattern): self._schema(child, f"{place}/patternProperties", depth + 1)
+                open_ended(pattern): self._schema(child, f"{place}/patternProperties", depth + 1)
                 for pattern, child in patterns.items()
             }
         if properties:
@@ -241,6 +214,24 @@ class _Document:
             raise refused_word("minProperties", place, "names that are not declared may come twice")
         if made == {"type": "object", "additionalProperties": True}:
             return {"type": "object"}
+        return made
+
+    def _properties(self, declared: Schema, required: list[Any], others: Any, place: str, depth: int) -> Schema:
+        """Those that have a name here. One that no value can meet is left out, unless it must be there."""
+        properties: Schema = {}
+        for name in dict.fromkeys([*declared, *required]):
+            try:
+                properties[name] = self._schema(declared.get(name, others), f"{place}/properties/{name}", depth + 1)
+            except Unsatisfiable:
+                if name in required:
+                    raise
+        return properties
+
+    def _property_names(self, node: Any, place: str, depth: int) -> Schema:
+        names = self._flat(as_object(node, place), place, depth) | {"type": "string"}
+        made = self._schema(names, f"{place}/propertyNames", depth + 1)
+        if set(made) - {"type", "pattern", "minLength", "maxLength", "enum"}:
+            raise refused_word("propertyNames", place)
         return made
 
     def _array(self, node: Schema, place: str, depth: int) -> Schema:
@@ -294,153 +285,3 @@ class _Document:
             elif self._apart(properties[name], other_properties.get(name, True), depth + 1):
                 return True
         return False
-
-
-def _values(node: Schema, place: str) -> Schema:
-    values = [node["const"]] if "const" in node else as_list(node["enum"], "enum", place)
-    if "const" in node and "enum" in node:
-        values = [value for value in as_list(node["enum"], "enum", place) if same_value(value, node["const"])]
-    others = set(node) - {"const", "enum", "type", "format"}
-    kinds = types_of({"type": node["type"]}, place) if "type" in node else ALL_TYPES
-    values = [
-        value for value in values if kind_of(value) in kinds or (kind_of(value) == "integer" and "number" in kinds)
-    ]
-    touched = {
-        word for kind in map(kind_of, values) for word in OF_TYPE.get("number" if kind == "integer" else kind, ())
-    }
-    for word in sorted(others & (touched | {"anyOf", "oneOf"})):
-        raise refused_word(word, place, "there are 'enum' or 'const' beside it")
-    if not values:
-        raise unsatisfiable(place, "no value of 'enum' or 'const' has the type")
-    return {"enum": values}
-
-
-def _string(node: Schema, place: str) -> Schema:
-    made: Schema = {"type": "string"}
-    lengths: Schema = {word: node[word] for word in ("minLength", "maxLength") if word in node}
-    if "pattern" in node:
-        _check_pattern(node["pattern"], place)
-        for word in lengths:
-            raise refused_word(word, place, "there is a 'pattern' beside it")
-        made["pattern"] = _open_ended(node["pattern"])
-    elif lengths:
-        made |= lengths
-    elif isinstance(node.get("format"), str):
-        made["format"] = node["format"]
-    return made
-
-
-def _number(kind: str, node: Schema, place: str) -> Schema:
-    made: Schema = {"type": kind}
-    multiple = node.get("multipleOf")
-    if multiple is not None:
-        if not is_number(multiple) or multiple != int(multiple) or not 0 < multiple <= _MAX_MULTIPLE:
-            raise refused_word("multipleOf", place, f"only whole numbers up to {_MAX_MULTIPLE} are")
-        made = {"type": "integer", "multipleOf": int(multiple)}
-    for word in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
-        if word not in node:
-            continue
-        bound = node[word]
-        if not is_number(bound):
-            raise wrong_schema(place, f"{word!r} is not a number")
-        if made["type"] == "integer":
-            lower = word.endswith("inimum")
-            whole = math.ceil(bound) if lower else math.floor(bound)
-            if word.startswith("exclusive") and whole == bound:
-                whole += 1 if lower else -1
-            word, pick = ("minimum", max) if lower else ("maximum", min)
-            bound = pick(whole, made.get(word, whole))
-        made[word] = bound
-    span = made.get("maximum", math.inf) - made.get("minimum", -math.inf)
-    if multiple is not None and {"minimum", "maximum"} & set(made) and span > _MAX_MULTIPLE_RANGE:
-        raise refused_word("multipleOf", place, f"the range is wider than {_MAX_MULTIPLE_RANGE}")
-    return made
-
-
-def _check_patterns(patterns: Schema, properties: Schema, place: str) -> None:
-    if len(patterns) > 1:
-        raise refused_word("patternProperties", place, "there is more than one")
-    for pattern in patterns:
-        _check_pattern(pattern, place)
-        if any(re.search(pattern, name) for name in properties):
-            raise refused_word("patternProperties", place, "it holds for a declared property too")
-
-
-def _check_pattern(pattern: Any, place: str) -> None:
-    if not isinstance(pattern, str):
-        raise wrong_schema(place, "'pattern' is not a text")
-    if found := _BEYOND_REGULAR.search(pattern):
-        raise refused_word("pattern", place, f"{found[1]!r} is not supported")
-    if any(ord(character) > 0xFFFF for character in pattern):
-        raise refused_word("pattern", place, "it has characters beyond U+FFFF")
-    if found := _ESCAPED_IN_JSON.search(_NEGATED.sub("", pattern)):
-        raise refused_word("pattern", place, f"{found[0]!r} is written with an escape in JSON")
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise wrong_schema(place, f"'pattern' {pattern[:80]!r} is no regular expression: {error}") from None
-
-
-def _open_ended(pattern: str) -> str:
-    """The compiler has patterns match the whole text, JSON Schema any part of it: here, a part that the text begins with.
-
-    Text before that part would be text without an end: nothing but the right characters leads out of it.
-    """
-    # Beside characters beyond ASCII the compiler would let a pattern match quotes; beside their escapes it does not.
-    pattern = _BEYOND_ASCII.sub(lambda found: f"\\u{ord(found[0]):04x}", pattern)
-    body = pattern.removeprefix("^")
-    if body.endswith("$") or set("^$|") & set(_CLASS_OR_ESCAPE.sub("", body)):
-        return pattern
-    return f"^(?:{body}).*$"
-
-
-# ---- merging
-
-
-def _merged(a: Schema, b: Schema, place: str) -> Schema:
-    """What both say, as one schema."""
-    if not a or not b:
-        return a or b
-    for one, other in ((a, b), (b, a)):
-        strangers = sorted(set(other.get("properties", ())) - set(one.get("properties", ())))
-        if strangers and one.get("additionalProperties", True) is not True:
-            raise refused_word("additionalProperties", place, f"{strangers[0]!r} is declared in another part")
-        if ("prefixItems" in one or isinstance(one.get("items"), list)) and {"items", "prefixItems"} & set(other):
-            raise refused_word("prefixItems", place, "there are items in another part")
-    merged = dict(a)
-    for word, value in b.items():
-        merged[word] = _both(word, a[word], value, place) if word in a and a[word] != value else value
-    return merged
-
-
-def _check_evaluation(part: Schema, place: str) -> None:
-    """What a part has not evaluated is not what the merged schema has not."""
-    for word in ("unevaluatedProperties", "unevaluatedItems"):
-        if word in part:
-            raise refused_word(word, place, "there are other parts")
-
-
-def _both(word: str, a: Any, b: Any, place: str) -> Any:
-    if word == "properties":
-        return {**a, **{name: {"allOf": [a[name], schema]} if name in a else schema for name, schema in b.items()}}
-    if word == "required":
-        return list(dict.fromkeys([*a, *b]))
-    if word == "type":
-        kinds = [kind for kind in expanded_types(a) if kind in expanded_types(b)]
-        if not kinds:
-            raise unsatisfiable(place, f"no value has the types {a!r} and {b!r}")
-        return kinds
-    if word == "enum":
-        return [value for value in a if any(same_value(value, other) for other in b)]
-    if word in ("items", "additionalProperties", "unevaluatedProperties", "unevaluatedItems", "propertyNames"):
-        return {"allOf": [a, b]}
-    if word in LOWER_WINS:
-        return min(a, b)
-    if word in HIGHER_WINS:
-        return max(a, b)
-    if word in ("format", "then", "else"):
-        return a
-    raise refused_word(word, place, "it is there in more than one part")
-
-
-# ---- small things

@@ -1,0 +1,44 @@
+"""Timeline: what a start is made of. Stages may overlap; each says when it began, from the process's own start on."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    name: str
+    start_s: float
+    seconds: float
+
+
+class Timeline:
+    def __init__(self, origin_s: float | None = None) -> None:
+        """`origin_s` on the clock of time.time(), which all processes of a machine share; by default this process's start."""
+        self.origin_s = process_start_s() if origin_s is None else origin_s
+        self.stages: list[Stage] = []
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        begun_s = time.time()
+        try:
+            yield
+        finally:
+            self.add(name, begun_s, time.time())
+
+    def add(self, name: str, begun_s: float, ended_s: float) -> None:
+        self.stages.append(Stage(name, begun_s - self.origin_s, ended_s - begun_s))
+
+
+def process_start_s() -> float:
+    """On the clock of time.time(); where the system does not say, now."""
+    try:
+        with open("/proc/self/stat") as stat, open("/proc/uptime") as uptime:
+            ticks = int(stat.read().rpartition(")")[2].split()[19])
+            return time.time() - float(uptime.read().split()[0]) + ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError):
+        return time.time()

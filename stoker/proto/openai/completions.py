@@ -1,0 +1,52 @@
+"""`/v1/completions`: its request, and its answer, which its chunks have the shape of."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from stoker.proto.openai.answers import UsageReport
+from stoker.proto.openai.fields import MAX_CHOICES, Count, GenerationFields, ResponseFormat, TokenId, TopLogprobs
+from stoker.proto.openai.handoff import KvTransferParams
+
+
+class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
+    prompt: str | list[str | TokenId | list[TokenId]] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    max_tokens: Count | None = None
+    logprobs: TopLogprobs | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    response_format: ResponseFormat | None = None
+
+
+class CompletionLogprobs(msgspec.Struct, kw_only=True):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: Literal["stop", "length"] | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Completion(msgspec.Struct, kw_only=True):
+    """Chunks of a stream have the same shape."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: UsageReport | UnsetType | None = UNSET
+    kv_transfer_params: KvTransferParams | UnsetType = UNSET

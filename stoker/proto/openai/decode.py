@@ -1,0 +1,61 @@
+"""Bodies -> requests, and what is wrong with a body in OpenAI's words, with the field's name."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+from stoker.base.errors import InvalidRequest
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_MISSING = re.compile(r"Object missing required field `([^`]+)`")
+_UNKNOWN = re.compile(r"Object contains unknown field `([^`]+)`")
+_PLACE = re.compile(r" - at `(?:key in )?\$([^`]*)`$")
+
+
+@functools.cache
+def _decoder(kind: type[msgspec.Struct]) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
+
+
+def decode(kind: type[T], body: bytes) -> T:
+    """The request in `body`, or InvalidRequest with the field in `param`."""
+    try:
+        request: T = _decoder(kind).decode(body)
+        return request
+    except msgspec.ValidationError as wrong:
+        raise _named(str(wrong)) from None
+    except msgspec.DecodeError as wrong:
+        raise InvalidRequest(f"The request's body is not valid JSON: {wrong}.", code="invalid_json") from None
+    except UnicodeDecodeError:
+        raise InvalidRequest("The request's body is not valid UTF-8.", code="invalid_json") from None
+    except RecursionError:
+        raise InvalidRequest("The request's body is nested too deeply.", code="invalid_json") from None
+
+
+def convert(kind: type[T], value: object, param: str) -> T:
+    """The same of a part that was decoded already and stands at `param`."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as wrong:
+        raise _named(str(wrong), param) from None
+
+
+def _named(wrong: str, within: str = "") -> InvalidRequest:
+    """msgspec's "Expected `int` >= 1 - at `$.n`" in OpenAI's words, with the place as `param`."""
+    place = _PLACE.search(wrong)
+    path = (within + (place.group(1).replace("[...]", "") if place else "")).removeprefix(".")
+    what = wrong[: place.start()] if place else wrong
+    if missing := _MISSING.fullmatch(what):
+        field = f"{path}.{missing.group(1)}" if path else missing.group(1)
+        return InvalidRequest(f"Missing required parameter: '{field}'.", param=field, code="missing_required_parameter")
+    if unknown := _UNKNOWN.fullmatch(what):
+        field = f"{path}.{unknown.group(1)}" if path else unknown.group(1)
+        return InvalidRequest(f"Unrecognized request argument supplied: {field}", param=field, code="unknown_parameter")
+    if not path:
+        return InvalidRequest(f"The request's body must be a JSON object: {what[0].lower()}{what[1:]}.")
+    return InvalidRequest(f"Invalid value for '{path}': {what[0].lower()}{what[1:]}.", param=path, code="invalid_value")

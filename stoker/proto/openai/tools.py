@@ -1,0 +1,68 @@
+"""Tools, calls and the choice among them, in requests and in answers."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+ToolMode = Literal["none", "auto", "required"]
+
+
+class FunctionCall(msgspec.Struct, kw_only=True):
+    name: str
+    arguments: str = ""
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    id: str
+    function: FunctionCall
+    type: Literal["function"] = "function"
+
+
+class Function(msgspec.Struct, kw_only=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    type: str
+    function: Function | None = None
+
+
+class FlatTool(msgspec.Struct, kw_only=True):
+    """The Responses API's."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FunctionName(msgspec.Struct, kw_only=True):
+    name: str
+
+
+class ToolReference(msgspec.Struct, kw_only=True, omit_defaults=True):
+    type: str
+    name: str | None = None
+    function: FunctionName | None = None
+
+
+class AllowedTools(msgspec.Struct, kw_only=True):
+    mode: Literal["auto", "required"]
+    tools: list[ToolReference]
+
+
+class ToolChoice(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """`{"type": "function", "function": {"name": ...}}`; flat, without `function`, in the Responses API."""
+
+    type: str
+    function: FunctionName | None = None
+    name: str | None = None
+    allowed_tools: AllowedTools | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: list[ToolReference] | None = None

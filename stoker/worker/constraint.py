@@ -1,0 +1,103 @@
+"""The one thing that a request's answer must match, whichever of the many fields for it said so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from stoker.base.errors import InvalidRequest
+from stoker.proto.openai.fields import GenerationFields, ResponseFormat
+from stoker.sched.request import GrammarSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What the output must match, and the field that said so."""
+
+    grammar: GrammarSpec
+    param: str
+
+
+def resolve_constraint(
+    request: GenerationFields, response_format: ResponseFormat | None, param: str = "response_format"
+) -> Constraint | None:
+    """The one way in which this request constrains its output; more than one is an error."""
+    found = [*_of_format(response_format, param), *_of_guided(request), *_of_structured(request)]
+    if len(found) > 1:
+        names = ", ".join(constraint.param for constraint in found)
+        raise InvalidRequest(f"Only one of these can constrain the output: {names}.", param=found[1].param)
+    return found[0] if found else None
+
+
+def _of_format(form: ResponseFormat | None, param: str) -> list[Constraint]:
+    if form is None or form.type == "text":
+        return []
+    if form.type == "json_object":
+        return [Constraint(GrammarSpec("json_object"), param)]
+    if form.type == "json_schema":
+        nested = form.json_schema
+        schema = nested.schema if nested is not None else form.schema
+        place = f"{param}.json_schema" if nested is not None or param == "response_format" else param
+        if schema is None:
+            missing = f"{place}.schema" if nested is not None or param != "response_format" else place
+            raise InvalidRequest(f"Missing required parameter: '{missing}'.", param=missing)
+        return [Constraint(_schema_grammar(schema, f"{place}.schema"), f"{place}.schema")]
+    if form.type in ("regex", "grammar"):
+        text = form.regex if form.type == "regex" else form.grammar
+        if not text:
+            raise InvalidRequest(f"Missing required parameter: '{param}.{form.type}'.", param=f"{param}.{form.type}")
+        kind = GrammarSpec("regex", text) if form.type == "regex" else GrammarSpec("ebnf", text)
+        return [Constraint(kind, f"{param}.{form.type}")]
+    raise InvalidRequest(
+        f"Invalid value for '{param}.type': '{form.type}'. Supported values are: 'text', 'json_object', "
+        "'json_schema', 'regex' and 'grammar'.",
+        param=f"{param}.type",
+    )
+
+
+def _of_guided(request: GenerationFields) -> list[Constraint]:
+    return _of_vllm("guided_", request.guided_json, request.guided_regex, request.guided_grammar, request.guided_choice)
+
+
+def _of_structured(request: GenerationFields) -> list[Constraint]:
+    asked, at = request.structured_outputs, "structured_outputs."
+    if asked is None:
+        return []
+    found = _of_vllm(at, asked.json, asked.regex, asked.grammar, asked.choice)
+    return [*found, Constraint(GrammarSpec("json_object"), f"{at}json_object")] if asked.json_object else found
+
+
+def _of_vllm(
+    at: str, schema: dict[str, Any] | str | None, regex: str | None, grammar: str | None, choices: list[str] | None
+) -> list[Constraint]:
+    """What vLLM has under two names, the older and the newer."""
+    found = []
+    if schema is not None:
+        found.append(Constraint(_schema_grammar(schema, f"{at}json"), f"{at}json"))
+    if regex:
+        found.append(Constraint(GrammarSpec("regex", regex), f"{at}regex"))
+    if grammar:
+        found.append(Constraint(GrammarSpec("ebnf", grammar), f"{at}grammar"))
+    if choices is not None:
+        found.append(Constraint(_choice_grammar(choices, f"{at}choice"), f"{at}choice"))
+    return found
+
+
+def _schema_grammar(schema: dict[str, Any] | bool | str, param: str) -> GrammarSpec:
+    if not isinstance(schema, str):
+        return GrammarSpec("json_schema", msgspec.json.encode(schema).decode())
+    try:
+        parsed = msgspec.json.decode(schema)
+    except (msgspec.DecodeError, RecursionError) as wrong:
+        raise InvalidRequest(f"Invalid '{param}': not valid JSON: {wrong}.", param=param) from None
+    if not isinstance(parsed, dict | bool):
+        raise InvalidRequest(f"Invalid '{param}': a JSON schema is an object.", param=param)
+    return GrammarSpec("json_schema", schema)
+
+
+def _choice_grammar(choices: list[str], param: str) -> GrammarSpec:
+    if not choices or not all(choices):
+        raise InvalidRequest(f"Invalid '{param}': it needs at least one choice, and none may be empty.", param=param)
+    return GrammarSpec("ebnf", "root ::= " + " | ".join(msgspec.json.encode(choice).decode() for choice in choices))

@@ -1,0 +1,1 @@
+"""JSON schemas, brought into a form that the grammar compiler holds to."""
