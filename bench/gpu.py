@@ -1,9 +1,12 @@
 """A card's figures: steps, the kernels of one decode step, and how long a step takes by rows, tokens and context.
 
-    python bench/gpu.py OUT.json [--model DIR] [--steps] [--mix] [--peer PEER.json] [--kernels] [--calibrate FILE] [--tiles]
+    python bench/gpu.py OUT.json [--model DIR | --shape NAME] [--steps] [--mix] [--peer PEER.json] [--kernels]
+                        [--calibrate FILE] [--tiles]
 
-Without --model: Llama-3.1-8B's shape with random weights. --steps is bench/engine.py's workload and keys, which are also the
-peers'. --kernels profiles replays of a decode step. --tiles times the candidates for kernels/skinny.py's tiles.
+Without --model: a published shape with random weights, llama8b (Llama-3.1-8B; -fp8, -blocks and -int4: quantised) or
+qwen30a3b (Qwen3-30B-A3B). --steps is bench/engine.py's workload and keys, which are also the peers'. --kernels profiles replays
+of a decode step. --tiles times the candidates for the tiles of kernels/skinny.py, or of kernels/moe_few.py and moe_many.py, with
+that shape's sizes.
 """
 
 from __future__ import annotations
@@ -13,7 +16,6 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -22,8 +24,11 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 _started = time.time()
 
+import gpu_moe  # noqa: E402
 import torch  # noqa: E402
 from engine import Workload  # noqa: E402
+from gpu_quant import QUANTISED  # noqa: E402
+from replay import graph_s  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.nn.functional import linear  # noqa: E402
 
@@ -57,6 +62,29 @@ LLAMA_8B = {
         "original_max_position_embeddings": 8192,
     },
     "tie_word_embeddings": False,
+}
+QWEN_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+}
+SHAPES = {"llama8b": LLAMA_8B, "qwen30a3b": QWEN_30B_A3B} | {
+    f"llama8b-{name}": {**LLAMA_8B, "quantization_config": said} for name, said in QUANTISED.items()
 }
 BATCHES = (1, 8, 64, 256)
 
@@ -92,7 +120,8 @@ class Bench:
             BlockTableChange(row, 0, [BlockId(row * per_row + i) for i in range(per_row)]) for row in rows if is_new
         ]
         spans = [Span(row, context, 1, True) for row in rows]
-        return StepPlan(spans, [7] * num_rows, new_rows=new_rows, block_table_changes=changes)
+        # Tokens apart, so that rows have experts of their own.
+        return StepPlan(spans, [7 + 11 * row for row in rows], new_rows=new_rows, block_table_changes=changes)
 
     def decode_s(self, num_rows: int, context: int, repeats: int = 20) -> float:
         """Steps launched one after the other, as the engine does: the card is what they take turns at."""
@@ -166,27 +195,6 @@ def _say(**figures: float) -> dict[str, float]:
     return figures
 
 
-def graph_s(calls: list[Callable[[], Any]], repeats: int = 10) -> float:
-    """Seconds of one call, from replays of all of them captured one after the other."""
-    calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return median(times) / len(calls)
-
-
 def tiles(num_rows: int, candidates: list[Tile]) -> list[dict[str, Any]]:
     """The products of a layer, and the head. Enough copies of each weight that the cache holds none."""
     products = [
@@ -237,7 +245,7 @@ def sampling() -> dict[str, float]:
             ("top_k", 40, 1.0, 0.95),
         ]:
             settings = torch.tensor([pack_settings(5, top_k, temperature, top_p, 0.0)] * num_rows, device=device)
-            call = partial(sample_rows_triton, logits, rows, lengths, settings, last_token, top_k > 0 or top_p < 1)
+            call = partial(sample_rows_triton, logits, rows, lengths, settings, last_token)
             figures[f"sample_{name}_b{num_rows}_us"] = graph_s([call] * 3) * 1e6
     return _say(**figures)
 
@@ -253,6 +261,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--shape", choices=SHAPES, default="llama8b")
     parser.add_argument("--steps", action="store_true")
     parser.add_argument("--mix", action="store_true")
     parser.add_argument("--kernels", action="store_true")
@@ -261,13 +270,19 @@ def main() -> None:
     parser.add_argument("--peer", type=Path, help="a peer's figures of the same run, by the same keys")
     args = parser.parse_args()
     results: dict[str, Any] = {"import_s": _import_s}
-    if args.tiles:
+    if args.tiles and "num_experts" in SHAPES[args.shape]:
+        results["tiles"] = gpu_moe.tiles(gpu_moe.Shape())
+        for line in results["tiles"]:
+            print(" ".join(f"{value:.1f}" if isinstance(value, float) else str(value) for value in line.values()))
+    elif args.tiles:
         one = [Tile(outs, ins, warps, 2) for outs, ins in ((8, 512), (8, 1024), (16, 512)) for warps in (4, 8)]
-        few = [Tile(64, ins, 4, stages) for ins in (128, 256) for stages in (3, 4, 5)]
-        results["tiles"] = tiles(1, one) + tiles(8, few)
+        few = [Tile(64, ins, 4, stages) for ins, stages in ((128, 4), (128, 6), (256, 4), (256, 5))]
+        few += [Tile(32, 512, 4, 4), Tile(64, 128, 4, 4, splits=2), Tile(64, 256, 4, 4, splits=4)]
+        more = [Tile(64, 128, 4, 6), Tile(128, 128, 8, 4), *(Tile(64, 128, 4, 4, splits) for splits in (1, 2, 4))]
+        results["tiles"] = tiles(1, one) + tiles(8, few) + tiles(64, more)
     if args.steps or args.mix or args.kernels or args.calibrate:
         with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "config.json").write_text(json.dumps(LLAMA_8B))
+            (Path(folder) / "config.json").write_text(json.dumps(SHAPES[args.shape]))
             start = time.time()
             settings = EngineSettings(max_model_tokens=16384, sched=SchedSettings(max_rows=512))
             llm = LLM(args.model or folder, settings, random_weights_seed=None if args.model else 0)

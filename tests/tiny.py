@@ -28,6 +28,8 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+# Few experts, so that each of them is chosen by one of a few tokens.
+MOE = {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": True}
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
@@ -35,13 +37,18 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3-rope": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
     "qwen3": ("Qwen3", {}),
     "qwen3-tied-wide-heads": ("Qwen3", {"tie_word_embeddings": True, "head_dim": 32}),
+    "qwen3-moe": ("Qwen3Moe", {**MOE, "num_hidden_layers": 2}),
+    "qwen3-moe-mixed": (
+        "Qwen3Moe",
+        {**MOE, "num_experts_per_tok": 2, "norm_topk_prob": False, "decoder_sparse_step": 2},
+    ),
 }
 
 
-def make_tiny(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> Any:
+def make_tiny(folder: Path, name: str, dtype: torch.dtype = torch.float32, **more_changes: Any) -> Any:
     """Writes the model into `folder` and returns transformers' own."""
     family, changes = SHAPES[name]
-    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **changes})
+    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **changes, **more_changes})
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(config).to(dtype).eval()
     with torch.no_grad():

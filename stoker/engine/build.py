@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from stoker.base.clock import RealClock
 from stoker.base.config import EngineSettings
 from stoker.base.errors import ModelFilesError
 from stoker.base.ids import RequestId
+from stoker.base.timeline import Timeline
+from stoker.engine.card_memory import MemoryLine, MemoryTable, WorkingMemory
 from stoker.engine.engine import Engine
 from stoker.engine.grammar import Grammars, NoGrammars
 from stoker.engine.memory import Resolved, num_blocks, resolve
@@ -32,8 +35,9 @@ from stoker.kv.pool import BlockPool, PoolObserver
 from stoker.kv.store import KvStore
 from stoker.kv.transfer import KvIdentity
 from stoker.models.contract import Model, ModelFamily, family_of
+from stoker.models.reader import ReadAhead
 from stoker.models.weights import load, parameter_slices
-from stoker.sched.held import LeaseTerms
+from stoker.sched.leases import LeaseTerms
 from stoker.sched.request import GenerateRequest, SamplingParams
 from stoker.sched.scheduler import Scheduler, SchedulerConfig
 
@@ -58,6 +62,7 @@ class BuiltEngine:
     store: KvStore
     server: PeerServer | None
     load_s: float
+    memory: list[MemoryLine]  # of a card; none for RAM
 
     def close(self) -> None:
         if self.server is not None:
@@ -73,27 +78,45 @@ def build_engine(
     observer: PoolObserver | None = None,
     random_weights_seed: int | None = None,
     progress: Progress = lambda stage, done, total: None,
+    timeline: Timeline | None = None,
+    ahead: ReadAhead | None = None,
     wake: Callable[[], None] = lambda: None,
 ) -> BuiltEngine:
     """`wake` is called, from any thread, when an idle engine should take a step. With `random_weights_seed` no weights are
     read: the shape of config.json with random values, for benchmarks."""
     started_s = time.monotonic()
+    timeline = timeline or Timeline()
     hf = read_hf_config(folder)
     family = family_of(hf, str(folder / "config.json"))
-    resolved = resolve(settings, family.shape)
+    with timeline.stage("context"):
+        resolved = resolve(settings, family.shape)
+        memory = MemoryTable(resolved.device)
     # cuDNN's attention makes a plan for every new shape, which takes longer than the attention itself.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    model = _build_model(family, resolved)
-    if random_weights_seed is None:
-        load(model, family.rules, family.ignored, folder, lambda done, total: progress("loading weights", done, total))
-    else:
-        _randomise(model, family, random_weights_seed)
-    progress("preparing weights", 0, 1)
-    with torch.no_grad():
-        model.pack()
-    layout = _kv_layout(family, resolved)
-    blocks = num_blocks(settings, resolved, layout)
-    kv = DeviceKv(layout, blocks, resolved.device)
+    with timeline.stage("weights"):
+        model = _build_model(family, resolved)
+        if random_weights_seed is None:
+            load(model, family.rules, family.ignored, folder, partial(progress, "loading weights"), ahead)
+        else:
+            _randomise(model, family, random_weights_seed)
+        progress("preparing weights", 0, 1)
+        tensors = [*model.buffers(), *(parameter for _name, parameter in model.named_parameters())]
+        weight_bytes = sum(tensor.nbytes for tensor in tensors)
+        with torch.no_grad():
+            model.pack()
+    memory.note("weights", weight_bytes)
+    with timeline.stage("KV"):
+        layout = _kv_layout(family, resolved)
+        working = WorkingMemory.plan(
+            resolved.step_tokens,
+            resolved.max_rows,
+            family.shape.vocab_size,
+            resolved.dtype.itemsize,
+            model.bytes_per_token,
+        )
+        blocks = num_blocks(settings, resolved, layout, working)
+        kv = DeviceKv(layout, blocks, resolved.device)
+    memory.note("KV", blocks * layout.block_bytes)
     max_model_tokens = min(resolved.max_model_tokens, blocks * layout.block_tokens)
     max_blocks = -(-max_model_tokens // layout.block_tokens) + 1
     grammars = grammars or NoGrammars()
@@ -119,13 +142,18 @@ def build_engine(
         fingerprint,
         LeaseTerms(engine_id, server.address, handoff.lease_s) if server is not None else None,
         min(store.max_offers, blocks // 4),  # blocks on their way into the store are not free for anything else
+        resolved.mixed_tokens,
     )
     scheduler = Scheduler(config, pool)
-    runner = Runner(model, kv, rows, resolved.threads)
+    runner = Runner(model, family.shape.num_heads, kv, rows, resolved.threads)
     engine = Engine(scheduler, runner, RealClock(), resolved.steps_ahead, store, leases, rates)
     if resolved.device.type == "cuda":
         progress("compiling and capturing", 0, 1)
-        runner.warm_up()
+        with timeline.stage("kernels and graphs"):
+            runner.warm_up()
+    memory.note("graphs and libraries", working.graph_bytes)
+    memory.take_arena(working.arena_bytes)
+    memory.end(working.reserve_bytes)
     if settings.handoff.serves or store.tiers:
         progress("measuring", 0, 1)
         _measure_prefill(runner, config, blocks, rates, resolved)
@@ -144,6 +172,7 @@ def build_engine(
         store,
         server,
         time.monotonic() - started_s,
+        memory.lines,
     )
 
 
@@ -189,11 +218,17 @@ def _build_model(family: ModelFamily, resolved: Resolved) -> Model:
 
 def _randomise(model: Model, family: ModelFamily, seed: int) -> None:
     """Norms are one, all else is small: the answers are noise, but finite, and the same for the same seed."""
-    places = [place for _name, place in parameter_slices(model, family.rules)]
-    generator = torch.Generator(places[0].device).manual_seed(seed)
+    places = list(parameter_slices(model, family.rules))
+    generator = torch.Generator(places[0][1].device).manual_seed(seed)
     with torch.no_grad():
-        for place in places:
-            if place.dim() == 1:
+        for name, place in places:
+            if name.endswith(("_scale", "_scale_inv")):  # of quantised weights, whose codes come below
+                place.fill_(0.0004)
+            elif place.dtype == torch.int32:
+                place.random_(generator=generator)
+            elif place.dtype == torch.float8_e4m3fn:
+                place.copy_(torch.randn(place.shape, generator=generator, device=place.device).mul_(50))
+            elif place.dim() == 1:
                 place.fill_(1.0)
             else:
                 place.normal_(0.0, 0.02, generator=generator)

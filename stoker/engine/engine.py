@@ -40,7 +40,7 @@ class Engine:
         self._tickets: dict[RequestId, KvTicket] = {}  # to be given back when their request has begun
         self._launched: deque[PendingStep] = deque()
         self._chunks: list[TokenChunk] = []  # made between steps
-        self.idle = True
+        self.idle = False
         """Nothing can be done until something new arrives: a request, a load, a release."""
         self.num_steps = 0
         self.step_s = 0.0
@@ -53,6 +53,10 @@ class Engine:
     @property
     def has_leases(self) -> bool:
         return bool(self._scheduler.num_held or self._closing)
+
+    def prepare(self) -> None:
+        """Now, all that is else prepared between requests: scripts have no such time."""
+        self._runner.capture_all()
 
     def add(self, request: GenerateRequest, num_stored: int = 0) -> None:
         """A request that cannot run ends at once, with a chunk that says why. `num_stored`: leading blocks worth loading."""
@@ -96,7 +100,8 @@ class Engine:
             self._chunks += self._scheduler.commit(result)
             took_in = True
         gave_back = self._pass_on(now)
-        self.idle = plan is None and not (took_in or gave_back or self._chunks)
+        is_idle = plan is None and not (took_in or gave_back or self._chunks)
+        self.idle = is_idle and not self._runner.capture_next()
         chunks, self._chunks = self._chunks, []
         return chunks
 

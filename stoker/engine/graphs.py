@@ -1,121 +1,129 @@
-"""DecodeGraphs: steps of one token a row, captured once for each of a few sizes and replayed.
+"""StepGraphs: whole steps captured for a few shapes and replayed.
 
-Launching a step's kernels from Python takes the host several times as long as the card needs to run them. A step's inputs go
-into a fixed place; a step of fewer rows than its graph is filled up with padding, which writes nowhere.
+Launching a step's kernels from Python takes the host several times as long as the card needs to run them. A captured step has
+room for so many tokens, pieces of attention and rows that draw; what a step has less than that is padding, which writes nowhere.
+A few shapes are captured before anything is served, the others while nothing else is to be done, or when they were missed often.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from stoker.engine.rows import RowTable
-from stoker.kernels.paged import PagedSpans, fits
-from stoker.kernels.sample_rows import sample_rows_triton
-from stoker.kernels.step_inputs import step_inputs_triton
-from stoker.kv.device import DeviceKv
-from stoker.layers.batch import ForwardBatch
-from stoker.models.contract import Model
-from stoker.sched.plan import StepPlan
+from stoker.engine.packed import StepInputs, StepShape
 
-_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-_PROMPT_TOKENS = 64  # enough of them for the way that long prompts go
-_WARM_UPS = 2  # kernels are compiled, and libraries take their memory, before anything is captured
+# A step that runs in a larger shape than its own so often is worth the time that capturing takes, also in the midst of others.
+_MISSES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class _Captured:
-    step: Tensor  # [3, rows]: see kernels/step_inputs.py
-    logits: Tensor  # [rows, vocab]
+class StepOutputs:
+    logits: Tensor | None  # [heads, vocab]; None without heads
+    token_ids: Tensor  # [heads]: what was drawn, for those that are to draw
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedStep:
+    shape: StepShape
+    inputs: StepInputs
+    outputs: StepOutputs
     graph: torch.cuda.CUDAGraph
-    kept: tuple[Tensor, ...]  # what the graph reads and nobody else holds
+
+    def run(self, packed: Tensor) -> StepOutputs:
+        """The outputs are valid until the next captured step runs."""
+        self.inputs.packed.copy_(packed, non_blocking=True)
+        self.graph.replay()
+        return self.outputs
 
 
-class DecodeGraphs:
-    def __init__(self, model: Model, kv: DeviceKv, rows: RowTable) -> None:
-        self._model = model
-        self._kv = kv
-        self._rows = rows
-        layout = kv.layout
-        is_able = fits(kv.blocks, layout.block_tokens, layout.head_dim)
-        self._sizes = _sizes(rows.max_rows) if is_able else ()
-        self._captured: dict[int, _Captured] = {}
-        self._pool: Any = None  # one memory for all: only one of them runs at a time
+class StepGraphs:
+    def __init__(
+        self,
+        forward: Callable[[StepInputs], StepOutputs],
+        first: Sequence[StepShape],
+        rest: Sequence[StepShape],
+        device: torch.device,
+    ) -> None:
+        """Shapes to be captured before anything is served, and others."""
+        self._forward = forward
+        self._device = device
+        self._num_first = len(first)
+        # The large before the small, which fit into their memory.
+        self._left = [shape for shapes in (first, rest) for shape in sorted(shapes, key=_cost, reverse=True)]
+        self._by_cost = sorted(self._left, key=_cost)
+        self._captured: dict[StepShape, CapturedStep] = {}
+        self._missed: Counter[StepShape] = Counter()
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()  # one memory for all: only one of them runs at a time
 
-    def has(self, plan: StepPlan) -> bool:
-        """Whether a graph can carry out the plan's forward."""
-        most = self._sizes[-1] if self._sizes else 0
-        return len(plan.spans) <= most and all(span.count == 1 and span.samples for span in plan.spans)
+    def capture_first(self) -> None:
+        for _ in range(self._num_first):
+            self.capture_next()
 
-    def warm_up(self) -> None:
-        """Capture all sizes now, the largest first: the others fit into its memory. And what is not captured, prompts and the
-        drawing of tokens, runs once over padding."""
-        for size in reversed(self._sizes):
-            self._get(size)
-        if self._sizes:
-            self._run_the_rest()
+    def capture_next(self) -> bool:
+        """Whether there was anything left to capture."""
+        if not self._left:
+            return False
+        self._get(self._left[0])
+        return True
 
-    def logits(self, plan: StepPlan) -> Tensor:
-        """[spans, vocab], valid until the next call."""
-        count = len(plan.spans)
-        captured = self._get(next(size for size in self._sizes if size >= count))
-        step = np.zeros(captured.step.shape, dtype=np.int64)
-        step[2] = -1
-        step[0, :count] = [span.row for span in plan.spans]
-        step[1, :count] = plan.token_ids
-        step[2, :count] = [span.start for span in plan.spans]
-        captured.step.copy_(torch.from_numpy(step), non_blocking=True)
-        captured.graph.replay()
-        return captured.logits[:count]
+    def find(self, least: StepShape) -> CapturedStep | None:
+        """The cheapest that was captured and has room for a step of this shape."""
+        holding = (shape for shape in self._by_cost if shape.holds(least))
+        best = next(holding, None)
+        if best is None or best in self._captured:
+            return None if best is None else self._captured[best]
+        self._missed[best] += 1
+        if self._missed[best] >= _MISSES:
+            return self._get(best)
+        return next((self._captured[shape] for shape in holding if shape in self._captured), None)
 
-    def _get(self, size: int) -> _Captured:
-        if size not in self._captured:
-            self._captured[size] = self._capture(size)
-        return self._captured[size]
+    def _get(self, shape: StepShape) -> CapturedStep:
+        if shape not in self._captured:
+            self._captured[shape] = self._capture(shape)
+            self._left.remove(shape)
+        return self._captured[shape]
 
     @torch.inference_mode()
-    def _capture(self, size: int) -> _Captured:
-        device = self._kv.blocks.device
-        step = torch.zeros(3, size, dtype=torch.int64, device=device)
-        step[2] = -1
-        singles = torch.arange(size, dtype=torch.int32, device=device)
-        tiles = torch.empty(0, 2, dtype=torch.int32, device=device)
+    def _capture(self, shape: StepShape) -> CapturedStep:
+        inputs = StepInputs.empty(shape, self._device)
+        self._forward(inputs)  # kernels are compiled, and libraries loaded, before anything is captured
         graph = torch.cuda.CUDAGraph()
-        side = torch.cuda.Stream(device)
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
-            for _ in range(_WARM_UPS):
-                self._forward(step, singles, tiles)
-        torch.cuda.current_stream(device).wait_stream(side)
-        # Other threads may use the card meanwhile, for transfers: that is no error.
-        with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
-            logits = self._forward(step, singles, tiles)
-        self._pool = self._pool or graph.pool()
-        return _Captured(step, logits, graph, (singles, tiles))
-
-    @torch.inference_mode()
-    def _run_the_rest(self) -> None:
-        rows, device = self._rows, self._kv.blocks.device
-        step = torch.zeros(3, _PROMPT_TOKENS, dtype=torch.int64, device=device)
-        step[2] = -1
-        tiles = torch.tensor([[0, _PROMPT_TOKENS]], dtype=torch.int32, device=device)
-        logits = self._forward(step, tiles[0, :0], tiles)
-        for is_filtered in (False, True):
-            sample_rows_triton(logits, step[0], step[1], rows.settings, rows.last_token, is_filtered)
-
-    def _forward(self, step: Tensor, singles: Tensor, tiles: Tensor) -> Tensor:
-        kv, rows, layout = self._kv, self._rows, self._kv.layout
-        sizes = (layout.num_heads, layout.block_tokens, kv.pages_per_block)
-        token_ids, slots = step_inputs_triton(step, rows.last_token, rows.table, *sizes)
-        where = (rows.table, step[0], step[2], singles, tiles, rows.finished)
-        spans = PagedSpans(*where, kv.pages_per_block, layout.num_heads)
-        return self._model.logits(self._model(ForwardBatch(token_ids, step[2], slots, spans, kv)))
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            # Other threads may use the card meanwhile, for transfers: that is no error.
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                outputs = self._forward(inputs)
+            finally:
+                graph.capture_end()
+        logits = None if outputs.logits is None else _borrowed(outputs.logits)
+        return CapturedStep(shape, inputs, StepOutputs(logits, outputs.token_ids), graph)
 
 
-def _sizes(max_rows: int) -> tuple[int, ...]:
-    """Up to the first that holds all rows."""
-    return tuple(size for i, size in enumerate(_SIZES) if i == 0 or _SIZES[i - 1] < max_rows)
+class _Lent:
+    """Memory of a tensor, without holding it."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (x.data_ptr(), False),
+            "shape": tuple(x.shape),
+            "typestr": f"<i{x.element_size()}",
+            "strides": None,
+            "version": 3,
+        }
+
+
+def _borrowed(x: Tensor) -> Tensor:
+    """The same values, in memory that the shapes captured later use, too: logits of all of them would be a GiB."""
+    assert x.is_contiguous()
+    return torch.as_tensor(_Lent(x), device=x.device).view(x.dtype)
+
+
+def _cost(shape: StepShape) -> tuple[int, int, int]:
+    """Tokens cost most, then heads; room for pieces next to nothing."""
+    return shape.tokens, shape.heads, shape.tiles

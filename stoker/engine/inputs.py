@@ -1,4 +1,4 @@
-"""A plan's spans -> ForwardBatch."""
+"""A plan's spans -> ForwardBatch, for the references. On a card packed.py has the inputs instead."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.engine.rows import RowTable
-from stoker.kernels.attention import SpanGroup, SpanShape, group_spans
-from stoker.kernels.attention_rows import RowGroup
-from stoker.kernels.paged import PagedSpans, fits, paged_spans
+from stoker.kernels.attention import SpanShape, group_spans
 from stoker.kernels.transfer import to_device
 from stoker.kv.device import DeviceKv
 from stoker.layers.batch import ForwardBatch
@@ -29,19 +27,11 @@ def build_batch(plan: StepPlan, rows: RowTable, kv: DeviceKv) -> ForwardBatch:
     pages = rows.blocks[token_rows, positions // layout.block_tokens] * kv.pages_per_block
     heads = np.arange(layout.num_heads)
     slots = (pages[:, None] + heads) * layout.block_tokens + (positions % layout.block_tokens)[:, None]
-    on_device = _to_device(positions, device)
-    spans: list[SpanGroup | RowGroup] | PagedSpans
-    if fits(kv.blocks, layout.block_tokens, layout.head_dim):
-        shapes = list(zip(firsts.tolist(), counts.tolist(), strict=True))
-        where = (rows.table, _to_device(token_rows, device), on_device, rows.finished)
-        spans = paged_spans(shapes, *where, kv.pages_per_block, layout.num_heads)
-    else:
-        spans = group_spans(_shapes(plan, rows, kv), layout.num_heads, layout.block_tokens, device, kv.blocks.dtype)
     return ForwardBatch(
         token_ids=_token_ids(plan, rows.last_token, token_rows),
-        positions=on_device,
+        positions=_to_device(positions, device),
         slots=_to_device(slots.ravel(), device),
-        spans=spans,
+        spans=group_spans(_shapes(plan, rows, kv), layout.num_heads, layout.block_tokens, device, kv.blocks.dtype),
         kv=kv,
     )
 

@@ -43,6 +43,7 @@ class LLM:
             random_weights_seed=random_weights_seed,
             wake=self._bell.set,
         )
+        self.built.engine.prepare()
         self._number = 0
 
     def generate(

@@ -9,13 +9,13 @@ import torch
 
 from stoker.base.config import EngineSettings
 from stoker.base.errors import ConfigError
+from stoker.engine.card_memory import WorkingMemory
 from stoker.engine.threads import FixedThreads, Threads, ThreadTuner
 from stoker.kv.layout import KvLayout
 from stoker.models.contract import ModelShape
+from stoker.models.reader import available_ram
 
 _GIB = 1 << 30
-# On a card: what stays free for activations and the libraries' own use.
-_CUDA_RESERVE_BYTES = 6 * _GIB
 # In RAM: a worker shares the machine, so by default the cache takes a part of what is free, and no more than this.
 _CPU_SHARE = 0.25
 _CPU_MOST_BYTES = 4 * _GIB
@@ -29,6 +29,7 @@ class Resolved:
     dtype: torch.dtype
     block_tokens: int
     step_tokens: int
+    mixed_tokens: int
     max_rows: int
     threads: Threads
     steps_ahead: int
@@ -44,11 +45,14 @@ def resolve(settings: EngineSettings, shape: ModelShape) -> Resolved:
         raise ConfigError(
             f"max_model_tokens={settings.max_model_tokens}: the model was made for at most {shape.max_positions}"
         )
+    step_tokens = settings.sched.step_tokens or (512 if on_cpu else 8192)
     return Resolved(
         device=device,
         dtype=dtype,
         block_tokens=settings.kv.block_tokens or (16 if on_cpu else 64),
-        step_tokens=settings.sched.step_tokens or (512 if on_cpu else 8192),
+        step_tokens=step_tokens,
+        # A full step takes 200 ms at 8B on an H200: too long for those who are being answered. This one is also captured.
+        mixed_tokens=settings.sched.mixed_tokens or (step_tokens if on_cpu else 1024),
         max_rows=settings.sched.max_rows or (64 if on_cpu else 512),
         threads=_threads(settings, on_cpu),
         steps_ahead=(0 if on_cpu else 1) if settings.steps_ahead is None else settings.steps_ahead,
@@ -76,46 +80,30 @@ def _threads(settings: EngineSettings, on_cpu: bool) -> Threads:
     return ThreadTuner(cores) if on_cpu else FixedThreads(min(4, cores))
 
 
-def num_blocks(settings: EngineSettings, resolved: Resolved, layout: KvLayout) -> int:
+def num_blocks(settings: EngineSettings, resolved: Resolved, layout: KvLayout, working: WorkingMemory) -> int:
     """Called when the weights are loaded, so that free memory is what it seems."""
+    on_card = resolved.device.type == "cuda"
+    free = torch.cuda.mem_get_info(resolved.device)[0] if on_card else 0
     if settings.kv.num_blocks is not None:
-        return settings.kv.num_blocks
-    if resolved.device.type == "cuda":
-        free, _total = torch.cuda.mem_get_info(resolved.device)
-        budget = free - _CUDA_RESERVE_BYTES
+        budget = settings.kv.num_blocks * layout.block_bytes
+    elif settings.kv.memory_gib is not None:
+        budget = int(settings.kv.memory_gib * _GIB)
+    elif on_card:
+        budget = free - working.total_bytes
     else:
-        share = min(_CPU_MOST_BYTES, int(_available_ram() * _CPU_SHARE))
+        share = min(_CPU_MOST_BYTES, int(available_ram() * _CPU_SHARE))
         # No more than all rows can use: memory that nobody can fill is better left to the file cache.
         most = resolved.max_rows * resolved.max_model_tokens * layout.block_bytes // layout.block_tokens
         budget = min(most, share)
-    if settings.kv.memory_gib is not None:
-        budget = int(settings.kv.memory_gib * _GIB)
+    if on_card and budget > (most := free - working.arena_bytes - working.graph_bytes):
+        raise ConfigError(
+            f"{budget / _GIB:.2f} GiB of KV were asked for, and there is room for {max(0, most) / _GIB:.2f}: of the card's memory "
+            f"{free / _GIB:.2f} GiB are free, and {(free - most) / _GIB:.2f} of that are needed to work in"
+        )
     blocks = budget // layout.block_bytes
-    if blocks < 2:
+    if blocks < 2 and settings.kv.num_blocks is None:
         raise ConfigError(
             f"{max(0, budget) / _GIB:.2f} GiB are left for KV; one block of {layout.block_tokens} tokens needs "
             f"{layout.block_bytes / _GIB:.4f}: free some memory, or set kv.memory_gib"
         )
-    return int(blocks)
-
-
-def _available_ram() -> int:
-    """What the machine has left, or the container this runs in, if that is less."""
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for line in _lines("/proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    for limit in _lines("/sys/fs/cgroup/memory.max"):
-        if limit.strip().isdigit():
-            used = sum(int(line) for line in _lines("/sys/fs/cgroup/memory.current"))
-            available = min(available, int(limit) - used)
-    return max(0, available)
-
-
-def _lines(path: str) -> list[str]:
-    """None where the system has no such file."""
-    try:
-        with open(path) as file:
-            return file.readlines()
-    except OSError:
-        return []
+    return blocks

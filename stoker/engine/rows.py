@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -22,16 +22,16 @@ class RowState:
     sampling: SamplingParams
     num_prompt: int
     matcher: Matcher | None
-    output_counts: Tensor | None  # [vocab] for penalties, else None
+    output_counts: Tensor | None  # [vocab] int32 for penalties, else None
     in_prompt: Tensor | None  # [vocab] bool
     bias: tuple[Tensor, Tensor] | None  # token ids, values
     stop_ids: Tensor | None  # while min_tokens may forbid them
+    is_plain: bool = field(init=False)
+    """Drawn from the model's own logits, and nothing more is asked: a card's steps do that by themselves."""
 
-    @property
-    def is_plain(self) -> bool:
-        """Drawn from the model's own logits, and nothing more is asked: one launch does it for all such rows."""
+    def __post_init__(self) -> None:
         shaped = (self.matcher, self.output_counts, self.bias, self.stop_ids, self.sampling.num_logprobs)
-        return all(part is None for part in shaped)
+        self.is_plain = all(part is None for part in shaped)
 
 
 class RowTable:
@@ -84,7 +84,7 @@ class RowTable:
         output = new.token_ids[new.num_prompt :]
         counts = in_prompt = bias = stop_ids = None
         if sampling.frequency_penalty or sampling.presence_penalty or sampling.repetition_penalty != 1.0:
-            counts = self._tensor(output).bincount(minlength=self._vocab_size)
+            counts = self._tensor(output).bincount(minlength=self._vocab_size).int()
             in_prompt = self._tensor(new.token_ids[: new.num_prompt]).bincount(minlength=self._vocab_size) > 0
         if sampling.logit_bias:
             values = to_device(list(sampling.logit_bias.values()), self._device, torch.float32)

@@ -13,15 +13,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stoker.engine.graphs import DecodeGraphs
+from stoker.engine.card import CardSteps
 from stoker.engine.inputs import build_batch
 from stoker.engine.rows import RowState, RowTable
 from stoker.engine.sampler import Drawn, sample
 from stoker.engine.threads import Threads
+from stoker.kernels.paged import fits
 from stoker.kernels.transfer import to_device
 from stoker.kv.device import DeviceKv
 from stoker.models.contract import Model
-from stoker.sched.plan import SpanResult, StepPlan, StepResult
+from stoker.sched.plan import Span, SpanResult, StepPlan, StepResult
 
 
 @dataclass(slots=True, eq=False)
@@ -66,21 +67,33 @@ class PendingStep:
 
 
 class Runner:
-    def __init__(self, model: Model, kv: DeviceKv, rows: RowTable, threads: Threads) -> None:
+    def __init__(self, model: Model, num_heads: int, kv: DeviceKv, rows: RowTable, threads: Threads) -> None:
         self._model = model
         self._kv = kv
         self._rows = rows
         self._threads = threads
-        self._graphs = DecodeGraphs(model, kv, rows)
+        is_able = fits(kv.blocks, kv.layout.block_tokens, kv.layout.head_dim)
+        self._card = CardSteps(model, kv, rows, num_heads) if is_able else None
         self._last: PendingStep | None = None
 
     def warm_up(self) -> None:
-        """On a card: compile and capture what would else be when it is first needed, in the middle of somebody's answer."""
+        """On a card: compile and capture what nearly every step needs, before somebody waits for it."""
         self._choose_device()
-        self._graphs.warm_up()
+        if self._card is not None:
+            self._card.warm_up()
         # What a start leaves behind stays: walking it would stop some step for 100 ms, now and then.
         gc.collect()
         gc.freeze()
+
+    def capture_next(self) -> bool:
+        """When there is nothing else to do: capture one more kind of step. Whether there was one left."""
+        self._choose_device()
+        return self._card is not None and self._card.capture_next()
+
+    def capture_all(self) -> None:
+        self._choose_device()
+        if self._card is not None:
+            self._card.capture_all()
 
     def launch(self, plan: StepPlan) -> PendingStep:
         started_s = time.monotonic()
@@ -106,26 +119,41 @@ class Runner:
             self._kv.clear(plan.fresh_blocks)
         if not plan.spans:
             return PendingStep(plan, None, [], started_s, None)
-        logits = self._graphs.logits(plan) if self._graphs.has(plan) else self._logits(plan)
         sampling = [span for span in plan.spans if span.samples]
         states = [self._rows[span.row] for span in sampling]
-        drawn = copied = None
-        if logits is not None:
-            if self._last is not None and any(state.matcher is not None for state in states):
-                self._last.wait()
-            lengths = [span.start + span.count for span in sampling]
-            drawn = sample(logits, [span.row for span in sampling], lengths, self._rows).to_host()
-            if logits.is_cuda:
+        drawn = (
+            self._card_step(plan, sampling, states) if self._card is not None else self._step(plan, sampling, states)
+        )
+        copied = None
+        if drawn is not None:
+            drawn = drawn.to_host()
+            if self._kv.blocks.is_cuda:
                 copied = torch.cuda.Event(blocking=True)
                 copied.record()
         return PendingStep(plan, drawn, states, started_s, copied)
 
-    def _logits(self, plan: StepPlan) -> Tensor | None:
-        """[spans that sample, vocab]; None if none does."""
+    def _card_step(self, plan: StepPlan, sampling: list[Span], states: list[RowState]) -> Drawn | None:
+        assert self._card is not None
+        draws = all(state.is_plain for state in states)
+        outputs = self._card.run(plan, sampling, draws)
+        if draws or outputs.logits is None:
+            return Drawn(outputs.token_ids[: len(sampling)], None, None, None) if sampling else None
+        return self._sample(outputs.logits[: len(sampling)], sampling, states)
+
+    def _step(self, plan: StepPlan, sampling: list[Span], states: list[RowState]) -> Drawn | None:
+        """By the references."""
         hidden = self._model(build_batch(plan, self._rows, self._kv))
+        if not sampling:
+            return None
         ends, end = [], 0
         for span in plan.spans:
             end += span.count
             if span.samples:
                 ends.append(end - 1)
-        return self._model.logits(hidden[to_device(ends, hidden.device)]) if ends else None
+        return self._sample(self._model.logits(hidden[to_device(ends, hidden.device)]), sampling, states)
+
+    def _sample(self, logits: Tensor, sampling: list[Span], states: list[RowState]) -> Drawn:
+        if self._last is not None and any(state.matcher is not None for state in states):
+            self._last.wait()
+        lengths = [span.start + span.count for span in sampling]
+        return sample(logits, [span.row for span in sampling], lengths, self._rows)

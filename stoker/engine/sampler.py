@@ -1,4 +1,5 @@
-"""Logits -> tokens for the rows that sample: each row's settings, as data for the kernels."""
+"""Logits -> tokens by the references, for rows of any kind: each row's settings, as data for the kernels. On a card, steps
+whose rows are all plain draw by themselves (card.py)."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ from torch import Tensor
 
 from stoker.base.ids import Row
 from stoker.engine.rows import RowState, RowTable
-from stoker.kernels.dispatch import use_triton
 from stoker.kernels.sample import draw, mask_tokens, penalise, uniform
-from stoker.kernels.sample_rows import sample_rows_triton
 from stoker.kernels.transfer import to_device, to_host
 from stoker.sched.request import TokenLogprobs
+
+DRAWN_TOGETHER = 64  # rows: it takes many times the memory of their logits, which is planned for (card_memory.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +41,19 @@ class Drawn:
 def sample(logits: Tensor, rows: Sequence[Row], lengths: Sequence[int], table: RowTable) -> Drawn:
     """`lengths[i]`: tokens before the one that row i draws, which is its position and half of its randomness."""
     states = [table[row] for row in rows]
-    if use_triton(logits) and all(state.is_plain for state in states):
-        return Drawn(_sample_plain(logits, rows, lengths, states, table), None, None, None)
+    num_logprobs = max((-1 if s.sampling.num_logprobs is None else s.sampling.num_logprobs for s in states), default=-1)
+    parts = []
+    for i in range(0, len(states), DRAWN_TOGETHER):
+        some = slice(i, i + DRAWN_TOGETHER)
+        parts.append(_sample(logits[some], states[some], lengths[some], num_logprobs))
+    drawn = parts[0] if len(parts) == 1 else _joined(parts)
+    table.last_token[to_device(rows, logits.device)] = drawn.token_ids
+    return drawn
+
+
+def _sample(logits: Tensor, states: Sequence[RowState], lengths: Sequence[int], num_logprobs: int) -> Drawn:
     logits = logits.float() if logits.dtype != torch.float64 else logits
-    num_logprobs = [s.sampling.num_logprobs for s in states if s.sampling.num_logprobs is not None]
-    logprobs = torch.log_softmax(logits, -1) if num_logprobs else None
+    logprobs = torch.log_softmax(logits, -1) if num_logprobs >= 0 else None
     logits = _shape(logits, states, lengths)
     warm = [i for i, s in enumerate(states) if s.sampling.temperature > 0]
     token_ids = logits.argmax(-1)
@@ -52,23 +61,24 @@ def sample(logits: Tensor, rows: Sequence[Row], lengths: Sequence[int], table: R
         chosen = [states[i] for i in warm]
         where = to_device(warm, logits.device)
         token_ids[where] = _draw(logits[where], chosen, [lengths[i] for i in warm])
-    table.last_token[to_device(rows, logits.device)] = token_ids
     for i, state in enumerate(states):
         if state.output_counts is not None:
             drawn = token_ids[i : i + 1]
-            state.output_counts.scatter_add_(0, drawn, torch.ones_like(drawn))
+            state.output_counts.scatter_add_(0, drawn, torch.ones_like(drawn, dtype=state.output_counts.dtype))
     if logprobs is None:
         return Drawn(token_ids, None, None, None)
-    top = logprobs.topk(max(1, max(num_logprobs)), -1)
+    top = logprobs.topk(max(1, num_logprobs), -1)
     return Drawn(token_ids, logprobs.gather(1, token_ids[:, None]).squeeze(1), top.indices, top.values)
 
 
-def _sample_plain(
-    logits: Tensor, rows: Sequence[Row], lengths: Sequence[int], states: Sequence[RowState], table: RowTable
-) -> Tensor:
-    where = to_device([*rows, *lengths], logits.device).view(2, -1)
-    is_filtered = any(s.sampling.temperature > 0 and (s.sampling.top_k > 0 or s.sampling.top_p < 1) for s in states)
-    return sample_rows_triton(logits, where[0], where[1], table.settings, table.last_token, is_filtered)
+def _joined(parts: Sequence[Drawn]) -> Drawn:
+    def column(name: str) -> Tensor | None:
+        columns = [getattr(part, name) for part in parts]
+        return None if columns[0] is None else torch.cat(columns)
+
+    return Drawn(
+        torch.cat([part.token_ids for part in parts]), column("logprobs"), column("top_ids"), column("top_logprobs")
+    )
 
 
 def _draw(logits: Tensor, states: Sequence[RowState], lengths: Sequence[int]) -> Tensor:

@@ -8,7 +8,7 @@ from functools import partial
 
 from stoker.base.config import EngineSettings
 from stoker.base.ids import BlockKey
-from stoker.kv.block_io import block_io
+from stoker.kv.block_io import ROOM_BYTES, block_io
 from stoker.kv.device import DeviceKv
 from stoker.kv.peer_client import PeerClient
 from stoker.kv.store import KvStore, StoreContext, TierEvent
@@ -38,7 +38,7 @@ def build_store(
         store.offer_again(uses[name], keys)
 
     for name in sorted(TIERS, key=lambda name: (_CHAIN.index(name) if name in _CHAIN else len(_CHAIN), name)):
-        context = TierContext(fingerprint, layout, partial(lost, name), partial(forgotten, name))
+        context = TierContext(fingerprint, layout, partial(lost, name), partial(forgotten, name), ROOM_BYTES)
         tier = TIERS.get(name)(settings.store, context)
         if tier is not None:
             uses[name] = TierUse(name, tier)

@@ -92,11 +92,17 @@ def group_spans(
 
 
 def paged_attention(
-    q: Tensor, pages: Tensor, spans: Sequence[SpanGroup | RowGroup] | PagedSpans, num_kv_heads: int, scale: float
+    q: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pages: Tensor,
+    spans: Sequence[SpanGroup | RowGroup] | PagedSpans,
+    scale: float,
 ) -> Tensor:
+    """key, value [tokens, kv_heads, head_dim]: the tokens' own, which the pages hold, too. q is spent."""
     if isinstance(spans, PagedSpans):
-        return paged_attention_triton(q, pages, spans, scale)
-    return paged_attention_ref(q, pages, spans, num_kv_heads, scale)
+        return paged_attention_triton(q, key, value, pages, spans, scale)
+    return paged_attention_ref(q, pages, spans, key.shape[1], scale)
 
 
 def paged_attention_ref(

@@ -22,8 +22,8 @@ class _Absent:
     """Stands where Triton would: kernels can be defined, and nobody calls them."""
 
     @staticmethod
-    def jit(function: Any) -> Any:
-        return function
+    def jit(function: Any = None, **options: Any) -> Any:
+        return function if function is not None else _Absent.jit
 
 
 triton: Any = _Absent

@@ -2,7 +2,8 @@
 
 On a CPU the weight is packed once, at load, into the layout the matrix library wants: with few rows of x, packing it anew
 in every call costs more than the product itself (measured: 140 against 70 ms for all products of a 135M model at 8 rows).
-On a card few rows go through skinny.py, which does the norm or the sum on the way; many through cuBLAS.
+On a card few rows go through skinny.py, which does the norm or the sum on the way; many through cuBLAS. Weights in 8 or 4 bits
+(quant.py) have their own two ways, quant_skinny.py and quant_many.py.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from torch import Tensor
 from stoker.kernels.activation import silu_mul
 from stoker.kernels.dispatch import overlaps, use_triton
 from stoker.kernels.norm import rms_norm
+from stoker.kernels.quant import QuantWeight
+from stoker.kernels.quant_many import many_rows_linear
+from stoker.kernels.quant_skinny import quant_rows_linear
 from stoker.kernels.skinny import MOST_ROWS, few_rows_linear, one_row_linear
 
 # The row count that the packed layout is tuned for. It is a hint: results are the same for any number of rows, and this
@@ -51,13 +55,19 @@ def pack_weight(weight: Tensor) -> Tensor | PackedWeight:
     return weight
 
 
-def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
+Weight = Tensor | PackedWeight | QuantWeight
+
+
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     if isinstance(weight, PackedWeight):
         return torch.ops.mkl._mkl_linear(x, weight.packed, weight.shape, bias, len(x))
+    if isinstance(weight, QuantWeight):
+        found = (quant_rows_linear if weight.is_few(len(x)) else many_rows_linear)(x, weight)
+        return found if bias is None else found.add_(bias)
     return torch.nn.functional.linear(x, weight, bias)
 
 
-def norm_linear(x: Tensor, norm: Norm, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
+def norm_linear(x: Tensor, norm: Norm, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """The product of the normed x."""
     if _is_skinny(weight, x, bias):
         if len(x) == 1:
@@ -66,25 +76,25 @@ def norm_linear(x: Tensor, norm: Norm, weight: Tensor | PackedWeight, bias: Tens
     return linear(rms_norm(x, norm.weight, norm.eps), weight, bias)
 
 
-def add_linear(total: Tensor, x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
+def add_linear(total: Tensor, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """total + x W^T; `total` is spent."""
     if _is_skinny(weight, x, bias):
         return (one_row_linear if len(x) == 1 else few_rows_linear)(x, weight, add_to=total)
+    if isinstance(weight, QuantWeight) and bias is None:
+        return (quant_rows_linear if weight.is_few(len(x)) else many_rows_linear)(x, weight, add_to=total)
     if isinstance(weight, Tensor) and weight.is_cuda and bias is None:
         return total.addmm_(x, weight.t())
     return total.add_(linear(x, weight, bias))
 
 
-def add_gated_linear(
-    total: Tensor, gate_up: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None
-) -> Tensor:
+def add_gated_linear(total: Tensor, gate_up: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """total + x W^T, where x is gate_up's second half, gated by its first; `total` is spent."""
     if len(gate_up) == 1 and _is_skinny(weight, gate_up, bias):
         return one_row_linear(gate_up, weight, is_gated=True, add_to=total)
     return add_linear(total, silu_mul(gate_up), weight, bias)
 
 
-def _is_skinny(weight: Tensor | PackedWeight, x: Tensor, bias: Tensor | None) -> TypeGuard[Tensor]:
+def _is_skinny(weight: Weight, x: Tensor, bias: Tensor | None) -> TypeGuard[Tensor]:
     """Tiles for several rows are Hopper's: other cards may not have the shared memory for them."""
     most = MOST_ROWS if overlaps(x) else 1
     return isinstance(weight, Tensor) and bias is None and use_triton(x) and len(x) <= most

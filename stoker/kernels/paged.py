@@ -1,30 +1,37 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """Attention over the paged cache, in Triton.  q [tokens, heads, head_dim]   pages [pages, block_tokens * head_dim]   -> like q
 
-The query heads of one KV head stand together as the rows of a tile, so that K and V are read once for all of them. Spans of
-one token split their keys over several programs where there would be too few, and the last of these to finish puts the parts
-together. Longer spans go in tiles of tokens. attention.py is the reference.
+The query heads of one KV head stand together as the rows of a tile, so that K and V are read once for all of them. What there
+is to do comes as pieces (pieces.py): spans of one token, and tiles of longer ones, each with some of their blocks of keys. Pieces
+of one group leave their parts: of single tokens the last to finish puts these together, of tiles a kernel that follows. What was
+found takes the query's place: padding stays as it was. attention.py is the reference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from math import e, log2
+from math import e, isqrt, log2
 
 import torch
 from torch import Tensor
 
+from stoker.kernels.dense import dense_attention
 from stoker.kernels.dispatch import is_power_of_2, overlaps, tl, triton, use_triton, wait_for_inputs
-from stoker.kernels.transfer import to_device
+from stoker.kernels.pieces import FIELDS, Ints, cut_keys, cut_tokens
 
 _LOG2_E = log2(e)
-# Programs that keep a large card busy when each reads its part of the keys; and into how many parts keys are split at most.
-_ENOUGH_PROGRAMS, _MOST_SPLITS = 512, 32
+# Programs that keep a large card busy: small ones for single tokens, which read, and large ones for tiles, which multiply. And the
+# fewest blocks of keys that are worth a program of their own.
+_SINGLE_PROGRAMS, _TILE_PROGRAMS = 512, 264
+_SINGLE_BLOCKS, _TILE_BLOCKS = 2, 4
+_MOST_SPLITS = 32
 _LEAST_DOT = 16  # the matrix units' smallest tile
-# Longer spans are cut into tiles of so many tokens, and those into pieces of so many rows: tokens times query heads.
-_TILE_TOKENS, _TILE_ROWS, _WIDE_TILE_ROWS = 128, 128, 32
-_SINGLE_WARPS, _SINGLE_STAGES, _TILE_WARPS, _TILE_STAGES = 2, 3, 4, 3
+_TILE_ROWS, _WIDE_TILE_ROWS = 128, 32  # tokens times query heads; of float32
+_JOINED_ROWS = 32
+_SINGLE_WARPS, _SINGLE_STAGES, _TILE_WARPS, _TILE_STAGES = 2, 3, 8, 3
+_TILE_REGISTERS = (
+    128  # a few values are spilled for it, and two programs fit where one would: 466 TFLOP/s instead of 371
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +41,52 @@ class PagedSpans:
     table: Tensor  # [rows, blocks] each row's blocks
     token_rows: Tensor  # [tokens] each token's row of the table
     positions: Tensor  # [tokens], -1 is padding
-    singles: Tensor  # which tokens are a span of one
-    tiles: Tensor  # [tiles, 2] first token and count: the spans of more, cut into pieces
+    singles: Tensor  # [pieces, FIELDS] of the spans of one token
+    tiles: Tensor  # [pieces, FIELDS] of the longer ones
+    whole: tuple[tuple[int, int], ...]  # first token and count of what dense.py takes
     finished: Tensor  # `new_counters`: zeros before a call and after it; calls on it run one after the other
     pages_per_block: int
     num_kv_heads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cutter:
+    """Cuts a step's spans into pieces, as this card's kernels want them."""
+
+    num_kv_heads: int
+    tile_tokens: int
+    block_tokens: int
+
+    @classmethod
+    def of(cls, num_heads: int, num_kv_heads: int, block_tokens: int, dtype: torch.dtype) -> Cutter:
+        return cls(num_kv_heads, _tile_tokens(num_heads // num_kv_heads, dtype), block_tokens)
+
+    def most_singles(self, count: int) -> int:
+        """Pieces that so many spans of one token are cut into at most."""
+        return count + min(self._wanted(_SINGLE_PROGRAMS), (_MOST_SPLITS - 1) * count)
+
+    def most_tiles(self, count: int) -> int:
+        """Pieces that so many tiles are cut into at most."""
+        return count + self._wanted(_TILE_PROGRAMS)
+
+    def num_tiles(self, count: Ints) -> int:
+        """Of spans with so many tokens."""
+        return int((-(-count // self.tile_tokens)).sum())
+
+    def singles(self, first: Ints, start: Ints, room: int) -> Ints:
+        """At most `room` pieces, which is more than there are spans. Parts are put together one after the other, so that there
+        should not be more of them than each has blocks."""
+        wanted = min(self._wanted(_SINGLE_PROGRAMS), room - len(first))
+        least = isqrt(int(start.max()) // self.block_tokens + 1)
+        return cut_keys(first, first * 0 + 1, start, self.block_tokens, wanted, max(_SINGLE_BLOCKS, least))
+
+    def tiles(self, first: Ints, count: Ints, start: Ints, room: int) -> Ints:
+        first, count, start = cut_tokens(first, count, start, self.tile_tokens)
+        wanted = min(self._wanted(_TILE_PROGRAMS), room - len(first))
+        return cut_keys(first, count, start, self.block_tokens, wanted, _TILE_BLOCKS)
+
+    def _wanted(self, programs: int) -> int:
+        return max(1, programs // self.num_kv_heads)
 
 
 def fits(x: Tensor, block_tokens: int, head_dim: int) -> bool:
@@ -47,49 +95,46 @@ def fits(x: Tensor, block_tokens: int, head_dim: int) -> bool:
 
 
 def new_counters(device: torch.device) -> Tensor:
-    return torch.zeros(_ENOUGH_PROGRAMS, dtype=torch.int32, device=device)
+    """One for each group of pieces and KV head: see `cut_keys` for how many parts there are."""
+    return torch.zeros(2 * _SINGLE_PROGRAMS, dtype=torch.int32, device=device)
 
 
-def paged_spans(
-    spans: Sequence[tuple[int, int]],
-    table: Tensor,
-    token_rows: Tensor,
-    positions: Tensor,
-    finished: Tensor,
-    pages_per_block: int,
-    num_kv_heads: int,
-) -> PagedSpans:
-    """`spans`: (first token, count)."""
-    singles = to_device([first for first, count in spans if count == 1], table.device, torch.int32)
-    tiles = [
-        (first + offset, min(_TILE_TOKENS, count - offset))
-        for first, count in spans
-        if count > 1
-        for offset in range(0, count, _TILE_TOKENS)
-    ]
-    # The last tiles of a span see the most keys: they come first, so that none of them is alone at the end.
-    flat = [number for tile in reversed(tiles) for number in tile]
-    on_device = to_device(flat, table.device, torch.int32).view(-1, 2)
-    return PagedSpans(table, token_rows, positions, singles, on_device, finished, pages_per_block, num_kv_heads)
+@triton.jit
+def _merge(parts, part_sums, group, num_parts, head, row, column, is_mine, KV_HEADS: tl.constexpr, ROWS: tl.constexpr,
+           DIM: tl.constexpr):  # fmt: skip
+    """All parts of a group. Of the keys of its first, every row sees some."""
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    found = tl.zeros([ROWS, DIM], tl.float32)
+    for number in range(group, group + num_parts):
+        theirs = (number * KV_HEADS + head) * ROWS + row
+        part = tl.load(parts + theirs[:, None] * DIM + column[None, :], mask=is_mine, other=0.0, cache_modifier=".cg")
+        part_sum = tl.load(part_sums + theirs, cache_modifier=".cg")
+        new_largest = tl.maximum(largest, part_sum)
+        fade, weight = tl.exp2(largest - new_largest), tl.exp2(part_sum - new_largest)
+        total = total * fade + weight
+        found = found * fade[:, None] + part * weight[:, None]
+        largest = new_largest
+    return found / total[:, None]
 
 
 @triton.jit
 def _attend_single(
-    q, pages, table, token_rows, positions, singles, out, parts, part_sums, finished, scale, table_width, pages_per_block,
+    q, pages, table, token_rows, positions, pieces, parts, part_sums, finished, scale, table_width, pages_per_block,
     KV_HEADS: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
+    FIELDS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    number, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    head, number = tl.program_id(0), tl.program_id(1)  # padding is what comes last
     # The tables are the step's own inputs: they were there before its first kernel.
-    token = tl.load(singles + number).to(tl.int64)
-    position = tl.load(positions + token).to(tl.int32)
-    num_blocks = (position + BLOCK) // BLOCK
-    per_split = tl.cdiv(num_blocks, SPLITS)
-    begin = split * per_split
-    end = tl.minimum(begin + per_split, num_blocks)
-    if begin >= end:
+    piece = pieces + number * FIELDS
+    token, count = tl.load(piece).to(tl.int64), tl.load(piece + 1)
+    begin, end = tl.load(piece + 2).to(tl.int32), tl.load(piece + 3).to(tl.int32)
+    group, num_parts = tl.load(piece + 4).to(tl.int32), tl.load(piece + 5).to(tl.int32)
+    if count == 0:
+        if number == 0:  # somebody must: the next kernel waits for this one alone
+            wait_for_inputs(OVERLAP)
         return
-    num_splits = tl.cdiv(num_blocks, per_split)
+    position = tl.load(positions + token).to(tl.int32)
     row = tl.arange(0, ROWS)
     column = tl.arange(0, DIM)
     key = tl.arange(0, BLOCK)
@@ -117,44 +162,35 @@ def _attend_single(
         found = found * fade[:, None] + tl.dot(weight.to(values.dtype), values, input_precision="ieee")
         largest = new_largest
     found = found / total[:, None]
-    if SPLITS == 1 or num_splits == 1:
-        tl.store(out + place, found.to(out.dtype.element_ty), mask=is_head)
+    if num_parts == 1:
+        tl.store(q + place, found.to(q.dtype.element_ty), mask=is_head)
     else:
-        group = number * KV_HEADS + head
-        mine = (group * SPLITS + split) * ROWS + row
-        tl.store(parts + mine[:, None] * DIM + column[None, :], found)
+        mine = (number * KV_HEADS + head) * ROWS + row
+        tl.store(parts + mine[:, None] * DIM + column[None, :], found, mask=is_head)
         tl.store(part_sums + mine, largest + tl.log2(total))
-        tl.debug_barrier()  # all of this program's parts are written before it counts itself as finished
-        if tl.atomic_add(finished + group, 1, sem="acq_rel") == num_splits - 1:
-            tl.store(finished + group, 0)
-            largest = tl.full([ROWS], float("-inf"), tl.float32)
-            total = tl.zeros([ROWS], tl.float32)
-            found = tl.zeros([ROWS, DIM], tl.float32)
-            for other in range(num_splits):
-                theirs = (group * SPLITS + other) * ROWS + row
-                part = tl.load(parts + theirs[:, None] * DIM + column[None, :], cache_modifier=".cg")
-                part_sum = tl.load(part_sums + theirs, cache_modifier=".cg")
-                new_largest = tl.maximum(largest, part_sum)
-                fade, weight = tl.exp2(largest - new_largest), tl.exp2(part_sum - new_largest)
-                total = total * fade + weight
-                found = found * fade[:, None] + part * weight[:, None]
-                largest = new_largest
-            tl.store(out + place, (found / total[:, None]).to(out.dtype.element_ty), mask=is_head)
+        tl.debug_barrier()  # all of this program's part is written before it counts itself as finished
+        counter = finished + group * KV_HEADS + head
+        if tl.atomic_add(counter, 1, sem="acq_rel") == num_parts - 1:
+            tl.store(counter, 0)
+            found = _merge(parts, part_sums, group, num_parts, head, row, column, is_head, KV_HEADS, ROWS, DIM)
+            tl.store(q + place, found.to(q.dtype.element_ty), mask=is_head)
 
 
 @triton.jit
 def _attend_tile(
-    q, pages, table, token_rows, positions, tiles, out, scale, table_width, pages_per_block,
+    q, pages, table, token_rows, positions, pieces, parts, part_sums, scale, table_width, pages_per_block,
     KV_HEADS: tl.constexpr, SHARED: tl.constexpr, SHARED_PADDED: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr,
-    BLOCK: tl.constexpr, PIECES: tl.constexpr,
+    BLOCK: tl.constexpr, FIELDS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    head, tile = tl.program_id(0), tl.program_id(1) // PIECES
-    offset = (PIECES - 1 - tl.program_id(1) % PIECES) * TOKENS
-    first = tl.load(tiles + 2 * tile).to(tl.int64) + offset
-    count = tl.load(tiles + 2 * tile + 1) - offset
-    if count <= 0:
+    head, number = tl.program_id(0), tl.program_id(1)
+    piece = pieces + number * FIELDS
+    first, count = tl.load(piece).to(tl.int64), tl.load(piece + 1).to(tl.int32)
+    begin, end = tl.load(piece + 2).to(tl.int32), tl.load(piece + 3).to(tl.int32)
+    num_parts = tl.load(piece + 5).to(tl.int32)
+    if count == 0:
+        if number == 0:
+            wait_for_inputs(OVERLAP)
         return
-    count = tl.minimum(count, TOKENS)
     start = tl.load(positions + first).to(tl.int32)
     row = tl.arange(0, TOKENS * SHARED_PADDED)
     column = tl.arange(0, DIM)
@@ -162,15 +198,16 @@ def _attend_tile(
     position = start + token
     is_mine = ((token < count) & (shared < SHARED))[:, None]
     place = (((first + token) * KV_HEADS + head) * SHARED + shared)[:, None] * DIM + column[None, :]
-    query = tl.load(q + place, mask=is_mine, other=0.0)
     blocks = table + tl.load(token_rows + first).to(tl.int64) * table_width
+    wait_for_inputs(OVERLAP)
+    query = tl.load(q + place, mask=is_mine, other=0.0)
     inside_page = tl.arange(0, BLOCK)[:, None] * DIM + column[None, :]
     largest = tl.full([TOKENS * SHARED_PADDED], float("-inf"), tl.float32)
     total = tl.zeros([TOKENS * SHARED_PADDED], tl.float32)
     found = tl.zeros([TOKENS * SHARED_PADDED, DIM], tl.float32)
-    num_whole = (start + 1) // BLOCK * BLOCK  # keys that every token of the tile sees, in whole steps
-    for begin in range(0, num_whole, BLOCK):
-        block = tl.load(blocks + begin // BLOCK).to(tl.int64)
+    seen_by_all = tl.minimum(tl.maximum((start + 1) // BLOCK, begin), end)
+    for number_of_block in range(begin, seen_by_all):
+        block = tl.load(blocks + number_of_block).to(tl.int64)
         page = pages + (block * pages_per_block + head) * (BLOCK * DIM) + inside_page
         keys = tl.load(page)
         values = tl.load(page + KV_HEADS * BLOCK * DIM)
@@ -182,33 +219,72 @@ def _attend_tile(
         found = found * fade[:, None]
         found = tl.dot(weight.to(values.dtype), values, found, input_precision="ieee")
         largest = new_largest
-    for begin in range(num_whole, start + count, BLOCK):
-        at = begin + tl.arange(0, BLOCK)
+    for number_of_block in range(seen_by_all, end):
+        at = number_of_block * BLOCK + tl.arange(0, BLOCK)
         is_there = at < start + count
-        block = tl.load(blocks + begin // BLOCK).to(tl.int64)
+        block = tl.load(blocks + number_of_block).to(tl.int64)
         page = pages + (block * pages_per_block + head) * (BLOCK * DIM) + inside_page
         keys = tl.load(page, mask=is_there[:, None], other=0.0)
         values = tl.load(page + KV_HEADS * BLOCK * DIM, mask=is_there[:, None], other=0.0)
         score = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
         score = tl.where(at[None, :] <= position[:, None], score, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(score, 1))
-        weight = tl.exp2(score - new_largest[:, None])
-        fade = tl.exp2(largest - new_largest)
+        # A part may have no key that its first tokens see.
+        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        weight = tl.exp2(score - shift[:, None])
+        fade = tl.exp2(largest - shift)
         total = total * fade + tl.sum(weight, 1)
         found = found * fade[:, None]
         found = tl.dot(weight.to(values.dtype), values, found, input_precision="ieee")
         largest = new_largest
-    tl.store(out + place, (found / total[:, None]).to(out.dtype.element_ty), mask=is_mine)
+    found = found / tl.where(total == 0.0, 1.0, total)[:, None]
+    if num_parts == 1:
+        tl.store(q + place, found.to(q.dtype.element_ty), mask=is_mine)
+    else:
+        mine = (number * KV_HEADS + head) * (TOKENS * SHARED_PADDED) + row
+        tl.store(parts + mine[:, None] * DIM + column[None, :], found, mask=is_mine)
+        tl.store(part_sums + mine, largest + tl.log2(total))
 
 
-def num_splits(num_singles: int, num_kv_heads: int) -> int:
-    """For so many spans of one token. A function of the batch alone: a captured graph has it for good."""
-    return max(1, min(_MOST_SPLITS, _ENOUGH_PROGRAMS // (num_singles * num_kv_heads)))
+@triton.jit
+def _join_tiles(
+    q, pieces, parts, part_sums,
+    KV_HEADS: tl.constexpr, SHARED: tl.constexpr, SHARED_PADDED: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr,
+    ROWS: tl.constexpr, FIELDS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Some rows of a tile whose keys were split. One program would take longer to read all its parts than they took to make."""
+    number, head = tl.program_id(0), tl.program_id(1)
+    piece = pieces + number * FIELDS
+    first, count = tl.load(piece).to(tl.int64), tl.load(piece + 1).to(tl.int32)
+    group, num_parts = tl.load(piece + 4).to(tl.int32), tl.load(piece + 5).to(tl.int32)
+    wait_for_inputs(OVERLAP)
+    if (count == 0) | (number != group) | (num_parts == 1):
+        return
+    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, DIM)
+    token, shared = row // SHARED_PADDED, row % SHARED_PADDED
+    is_mine = (token < count) & (shared < SHARED)
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    for other in range(group, group + num_parts):
+        theirs = (other * KV_HEADS + head) * (TOKENS * SHARED_PADDED) + row
+        largest = tl.maximum(largest, tl.load(part_sums + theirs, mask=is_mine, other=0.0))
+    total = tl.zeros([ROWS], tl.float32)
+    found = tl.zeros([ROWS, DIM], tl.float32)
+    for other in range(group, group + num_parts):
+        theirs = (other * KV_HEADS + head) * (TOKENS * SHARED_PADDED) + row
+        weight = tl.exp2(tl.load(part_sums + theirs, mask=is_mine, other=0.0) - largest)
+        part = tl.load(parts + theirs[:, None] * DIM + column[None, :], mask=is_mine[:, None], other=0.0)
+        total += weight
+        found += part * weight[:, None]
+    place = (((first + token) * KV_HEADS + head) * SHARED + shared)[:, None] * DIM + column[None, :]
+    tl.store(q + place, (found / total[:, None]).to(q.dtype.element_ty), mask=is_mine[:, None])
 
 
-def paged_attention_triton(q: Tensor, pages: Tensor, spans: PagedSpans, scale: float) -> Tensor:
+def paged_attention_triton(
+    q: Tensor, key: Tensor, value: Tensor, pages: Tensor, spans: PagedSpans, scale: float
+) -> Tensor:
+    """q is spent: the answer takes its place."""
     assert q.is_contiguous()
-    out = torch.empty_like(q)
     num_heads, head_dim = q.shape[1:]
     kv_heads, block_tokens = spans.num_kv_heads, pages.shape[1] // head_dim
     shared = num_heads // kv_heads
@@ -216,28 +292,51 @@ def paged_attention_triton(q: Tensor, pages: Tensor, spans: PagedSpans, scale: f
     where = (q, pages, spans.table, spans.token_rows, spans.positions)
     overlap = overlaps(q)
     if len(spans.singles):
-        singles, rows = len(spans.singles), max(_LEAST_DOT, _padded(shared))
-        splits = num_splits(singles, kv_heads)
-        groups = singles * kv_heads
-        num_parts = groups * splits if splits > 1 else 0
-        parts = q.new_empty(num_parts, rows, head_dim, dtype=torch.float32)
-        part_sums = q.new_empty(num_parts, rows, dtype=torch.float32)
-        _attend_single[(singles, kv_heads, splits)](
-            *where, spans.singles, out, parts, part_sums, spans.finished, *common,
-            KV_HEADS=kv_heads, SHARED=shared, ROWS=rows, DIM=head_dim, BLOCK=block_tokens, SPLITS=splits,
+        rows = max(_LEAST_DOT, _padded(shared))
+        parts, part_sums = _new_parts(q, len(spans.singles), _SINGLE_PROGRAMS, kv_heads, rows)
+        _attend_single[(kv_heads, len(spans.singles))](
+            *where, spans.singles, parts, part_sums, spans.finished, *common,
+            KV_HEADS=kv_heads, SHARED=shared, ROWS=rows, DIM=head_dim, BLOCK=block_tokens, FIELDS=FIELDS,
             OVERLAP=overlap, num_warps=_SINGLE_WARPS, num_stages=_SINGLE_STAGES, launch_pdl=overlap,
         )  # fmt: skip
     if len(spans.tiles):
+        tokens, padded = _tile_tokens(shared, q.dtype), _padded(shared)
+        parts, part_sums = _new_parts(q, len(spans.tiles), _TILE_PROGRAMS, kv_heads, tokens * padded)
         is_wide = q.dtype == torch.float32
-        tokens = max(1, (_WIDE_TILE_ROWS if is_wide else _TILE_ROWS) // _padded(shared))
-        pieces = triton.cdiv(_TILE_TOKENS, tokens)
-        _attend_tile[(kv_heads, len(spans.tiles) * pieces)](
-            *where, spans.tiles, out, *common,
-            KV_HEADS=kv_heads, SHARED=shared, SHARED_PADDED=_padded(shared), TOKENS=tokens, DIM=head_dim,
-            BLOCK=block_tokens, PIECES=pieces,
-            num_warps=_TILE_WARPS, num_stages=1 if is_wide else _TILE_STAGES if overlap else 2,
+        _attend_tile[(kv_heads, len(spans.tiles))](
+            *where, spans.tiles, parts, part_sums, *common,
+            KV_HEADS=kv_heads, SHARED=shared, SHARED_PADDED=padded, TOKENS=tokens, DIM=head_dim,
+            BLOCK=block_tokens, FIELDS=FIELDS, OVERLAP=overlap,
+            num_warps=4 if is_wide else _TILE_WARPS, num_stages=1 if is_wide else _TILE_STAGES if overlap else 2,
+            maxnreg=_TILE_REGISTERS if overlap and not is_wide and head_dim <= 128 else None, launch_pdl=overlap,
         )  # fmt: skip
-    return out
+        joined = min(tokens * padded, _JOINED_ROWS)
+        _join_tiles[(_most_parts(len(spans.tiles), _TILE_PROGRAMS, kv_heads), kv_heads, tokens * padded // joined)](
+            q, spans.tiles, parts, part_sums,
+            KV_HEADS=kv_heads, SHARED=shared, SHARED_PADDED=padded, TOKENS=tokens, DIM=head_dim, ROWS=joined,
+            FIELDS=FIELDS, OVERLAP=overlap, num_warps=4, launch_pdl=overlap,
+        )  # fmt: skip
+    for first, count in spans.whole:
+        mine = slice(first, first + count)
+        found = dense_attention(q[mine], key[mine], value[mine], scale)
+        if count == len(q):
+            return found
+        q[mine] = found
+    return q
+
+
+def _new_parts(q: Tensor, num_pieces: int, programs: int, kv_heads: int, rows: int) -> tuple[Tensor, Tensor]:
+    count = _most_parts(num_pieces, programs, kv_heads) * kv_heads * rows
+    return q.new_empty(count, q.shape[2], dtype=torch.float32), q.new_empty(count, dtype=torch.float32)
+
+
+def _most_parts(num_pieces: int, programs: int, kv_heads: int) -> int:
+    """Of so many pieces: see `cut_keys`."""
+    return min(num_pieces, 2 * max(1, programs // kv_heads))
+
+
+def _tile_tokens(shared: int, dtype: torch.dtype) -> int:
+    return max(1, (_WIDE_TILE_ROWS if dtype == torch.float32 else _TILE_ROWS) // _padded(shared))
 
 
 def _padded(count: int) -> int:

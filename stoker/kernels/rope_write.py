@@ -1,8 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """From the fused product to what attention reads: each head's norm, rotary positions, K and V into the cache.
 
-heads [tokens, heads + 2 * kv_heads, head_dim], q then k then v   ->  q [tokens, heads, head_dim]
-cos, sin [tokens, head_dim]: the tables' rows of the tokens' positions; positions [tokens], -1 is padding
+heads [tokens, heads + 2 * kv_heads, head_dim], q then k then v
+    ->  q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim]
+cos, sin [tokens, head_dim]: the tables' rows of the tokens' positions; positions [tokens], -1 is padding: a query of zeros, no KV
 pages: the layer's; slots [tokens * kv_heads]: where K goes, a row of head_dim each, counted from the layer's first page
 norms: the weights of q's and k's norm [head_dim], and its epsilon; None where the model has none
 """
@@ -38,7 +39,7 @@ def rope_write_ref(
     slots: Tensor,
     num_kv_heads: int,
     norms: HeadNorms | None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor, Tensor]:
     num_heads, head_dim = heads.shape[1] - 2 * num_kv_heads, heads.shape[2]
     turned, value = heads.split([num_heads + num_kv_heads, num_kv_heads], 1)
     if norms is not None:
@@ -47,7 +48,7 @@ def rope_write_ref(
     query, key = rope(turned, cos, sin).split([num_heads, num_kv_heads], 1)
     kv_write(key, pages.view(-1, head_dim), slots)
     kv_write(value, pages[num_kv_heads:].view(-1, head_dim), slots)
-    return query
+    return query, key, value
 
 
 @triton.jit
@@ -58,11 +59,15 @@ def _rope_write(
 ):  # fmt: skip
     wait_for_inputs(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
-    if tl.load(positions + token) < 0:
-        return
     head = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
     column = tl.arange(0, DIM // 2)
     is_query, is_value = head < HEADS, head >= HEADS + KV_HEADS
+    out = query + (token * HEADS + head)[:, None] * DIM + column[None, :]
+    if tl.load(positions + token) < 0:
+        nothing = tl.zeros([AT_ONCE, DIM // 2], query.dtype.element_ty)
+        tl.store(out, nothing, mask=is_query[:, None])
+        tl.store(out + DIM // 2, nothing, mask=is_query[:, None])
+        return
     exists = (head < HEADS + 2 * KV_HEADS)[:, None]
     src = heads + (token * (HEADS + 2 * KV_HEADS) + head)[:, None] * DIM + column[None, :]
     low = tl.load(src, mask=exists, other=0.0).to(tl.float32)
@@ -82,7 +87,6 @@ def _rope_write(
     left, right = left * turn_cos - right * turn_sin, right * turn_cos + left * turn_sin
     left = tl.where(is_value[:, None], low, left).to(query.dtype.element_ty)
     right = tl.where(is_value[:, None], high, right).to(query.dtype.element_ty)
-    out = query + (token * HEADS + head)[:, None] * DIM + column[None, :]
     tl.store(out, left, mask=is_query[:, None])
     tl.store(out + DIM // 2, right, mask=is_query[:, None])
     kv_head = tl.where(is_value, head - HEADS - KV_HEADS, head - HEADS)
@@ -92,6 +96,9 @@ def _rope_write(
     cached = pages + slot[:, None] * DIM + column[None, :]
     tl.store(cached, left, mask=is_kv[:, None])
     tl.store(cached + DIM // 2, right, mask=is_kv[:, None])
+    is_key = (is_kv & ~is_value)[:, None]
+    tl.store(src, left, mask=is_key)
+    tl.store(src + DIM // 2, right, mask=is_key)
 
 
 def rope_write_triton(
@@ -103,7 +110,8 @@ def rope_write_triton(
     slots: Tensor,
     num_kv_heads: int,
     norms: HeadNorms | None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`heads` is spent: k and v stay there, k turned."""
     assert heads.is_contiguous()
     num_tokens, all_heads, head_dim = heads.shape
     overlap = overlaps(heads)
@@ -115,7 +123,7 @@ def rope_write_triton(
         BLOCK_TOKENS=pages.shape[1] // head_dim, NORM=norms is not None, AT_ONCE=_HEADS_AT_ONCE, OVERLAP=overlap,
         num_warps=4, launch_pdl=overlap,
     )  # fmt: skip
-    return query
+    return query, heads[:, -2 * num_kv_heads : -num_kv_heads], heads[:, -num_kv_heads:]
 
 
 def rope_write(
@@ -127,6 +135,6 @@ def rope_write(
     slots: Tensor,
     num_kv_heads: int,
     norms: HeadNorms | None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor, Tensor]:
     run = rope_write_triton if use_triton(heads) and is_power_of_2(heads.shape[-1]) else rope_write_ref
     return run(heads, cos, sin, positions, pages, slots, num_kv_heads, norms)

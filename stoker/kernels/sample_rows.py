@@ -1,10 +1,12 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""Logits to tokens in one launch, each row by its own settings.  logits [rows, vocab] -> token ids [rows]
+"""Logits to tokens, each row by its own settings, over many programs.  logits [rows, vocab] -> token ids [rows]
 
 The function is sample.py's: the most likely token, the first of equals, where the temperature is 0; else the one where the
-sum of weights passes uniform(seed, position) of the whole. Nothing is sorted: the weight that top_k or top_p cuts at is
-found by halving the space of float32's bits. Sums are in float64, as there; a weight is exp of the same argument, whose
-last bit may differ from torch's: an answer can differ only where the drawn number, or a cut, lies within that bit.
+sum of weights passes uniform(seed, position) of the whole. Nothing is sorted: the logit that top_k or top_p cuts at is found in
+the order of its bits, a few of them with each pass over the logits. A row is cut into chunks, a program each; a pass is a launch,
+and leaves what each chunk found for the next one. Programs with nothing to do, as for greedy rows, leave at once. Sums are in
+float64, as there; a weight is exp of the same argument, whose last bit may differ from torch's: an answer can differ only where
+the drawn number, or a cut, lies within that bit.
 """
 
 from __future__ import annotations
@@ -13,10 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stoker.kernels.dispatch import tl, triton
+from stoker.kernels.dispatch import overlaps, tl, triton, wait_for_inputs
 
-_BLOCK = 4096
+_BLOCK = 8192
 _SETTINGS = 5
+# A pass counts what lies above 15 values: four bits of the cut. Beside these, above the cut of the search before.
+_BITS, _COLUMNS = 4, 17
+# With more rows than this a chunk is several blocks: enough programs are busy, and fewer have to leave.
+_MANY_ROWS, _REPEATS = 64, 4
 
 
 def pack_settings(seed: int, top_k: int, temperature: float, top_p: float, min_p: float) -> list[int]:
@@ -36,134 +42,322 @@ def _mix(x):
 
 
 @triton.jit
-def _weights(logits, start, column, vocab, temperature, top):
-    x = tl.load(logits + start + column, mask=start + column < vocab, other=float("-inf")).to(tl.float32)
+def _read(logits, at, vocab):
+    return tl.load(logits + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _weight(x, temperature, top):
     return tl.exp(tl.div_rn(x, temperature) - tl.div_rn(top, temperature))
 
 
 @triton.jit
-def _cut(logits, vocab, temperature, top, limit, COUNT: tl.constexpr, lowest, BLOCK: tl.constexpr):
-    """The least weight v (as bits, from `lowest` on) such that what lies above v has a count, or a sum, below `limit`. Three
-    tries a pass."""
-    column = tl.arange(0, BLOCK)
-    low = lowest
-    high = tl.full([], 0x3F800000, tl.int32)  # 1.0, the largest weight: nothing lies above it
-    while low < high:
-        quarter = (high - low) // 4
-        try_1, try_2, try_3 = low + quarter, low + 2 * quarter, low + 3 * quarter
-        value_1 = try_1.to(tl.float32, bitcast=True)
-        value_2 = try_2.to(tl.float32, bitcast=True)
-        value_3 = try_3.to(tl.float32, bitcast=True)
-        above_1 = tl.zeros([BLOCK], tl.float64)
-        above_2 = tl.zeros([BLOCK], tl.float64)
-        above_3 = tl.zeros([BLOCK], tl.float64)
-        for start in range(0, vocab, BLOCK):
-            weight = _weights(logits, start, column, vocab, temperature, top)
-            amount = tl.where(weight > 0, 1.0, 0.0).to(tl.float64) if COUNT else weight.to(tl.float64)
-            above_1 += tl.where(weight > value_1, amount, 0.0)
-            above_2 += tl.where(weight > value_2, amount, 0.0)
-            above_3 += tl.where(weight > value_3, amount, 0.0)
-        if tl.sum(above_1) < limit:
-            high = try_1
-        elif tl.sum(above_2) < limit:
-            low = try_1 + 1
-            high = try_2
-        elif tl.sum(above_3) < limit:
-            low = try_2 + 1
-            high = try_3
-        else:
-            low = try_3 + 1
+def _key(x, SHIFT: tl.constexpr):
+    """An integer for each logit, in the same order. Of bf16 the upper half of float32's bits is all there is."""
+    bits = x.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
+
+
+@triton.jit
+def _value(key, SHIFT: tl.constexpr):
+    """The logit that has this key."""
+    bits = (key << SHIFT).to(tl.int32)
+    return (bits ^ ((bits >> 31) & (0x7FFFFFFF >> SHIFT << SHIFT))).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _temperature(settings, row):
+    return tl.load(settings + row * 5 + 2).to(tl.float64, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _has_k(settings, row, vocab):
+    top_k = tl.load(settings + row * 5 + 1)
+    return (top_k > 0) & (top_k < vocab)
+
+
+@triton.jit
+def _top_p(settings, row):
+    return tl.load(settings + row * 5 + 3).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _top(tops, number, CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr):
+    chunk = tl.arange(0, CHUNKS_PADDED)
+    return tl.max(tl.load(tops + number * CHUNKS + chunk, mask=chunk < CHUNKS, other=float("-inf")))
+
+
+@triton.jit
+def _column(sums, at, column, CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr, COLUMNS: tl.constexpr):
+    """Of a pass, over all chunks."""
+    chunk = tl.arange(0, CHUNKS_PADDED)
+    return tl.sum(tl.load(sums + (at * CHUNKS + chunk) * COLUMNS + column, mask=chunk < CHUNKS, other=0.0))
+
+
+@triton.jit
+def _narrowed(bounds, sums, at, limit, CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr, COLUMNS: tl.constexpr):
+    """Where the cut lies, after a pass: the least key above which there is less than `limit`."""
+    low, high = tl.load(bounds + 2 * at), tl.load(bounds + 2 * at + 1)
+    chunk, number = tl.arange(0, CHUNKS_PADDED)[:, None], tl.arange(0, 16)[None, :]
+    place = sums + (at * CHUNKS + chunk) * COLUMNS + number
+    above = tl.sum(tl.load(place, mask=(chunk < CHUNKS) & (number < 15), other=0.0), 0)
+    step = (high - low) // 16 + 1
+    passed = tl.sum(tl.where(above >= limit, 1, 0)).to(tl.int64)
+    return low + passed * step, tl.minimum(low + (passed + 1) * step - 1, high)
+
+
+@triton.jit
+def _limit(
+    settings, row, sums, first, has_k, cut, temperature, top,
+    SHIFT: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The sum of weights that top_p asks for. `first`: the first pass for it."""
+    whole = _column(sums, first, 15, CHUNKS, CHUNKS_PADDED, COLUMNS)
+    if has_k:  # of those that are equal to the cut, as many as make up k
+        count = _column(sums, first, 16, CHUNKS, CHUNKS_PADDED, COLUMNS)
+        top_k = tl.load(settings + row * 5 + 1).to(tl.float64)
+        whole += (top_k - count) * _weight(_value(cut, SHIFT), temperature, top).to(tl.float64)
+    return tl.maximum(_top_p(settings, row) * whole, 1e-300)
+
+
+@triton.jit
+def _cut_of_k(
+    settings, row, bounds, sums, number, count, PASSES: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    top_k = tl.load(settings + row * 5 + 1).to(tl.float64)
+    low, _high = _narrowed(bounds, sums, (PASSES - 1) * count + number, top_k, CHUNKS, CHUNKS_PADDED, COLUMNS)
     return low
 
 
 @triton.jit
-def _sums(logits, vocab, temperature, top, cut, BLOCK: tl.constexpr):
-    """Of the weights: above `cut`, how many those are, and from `cut` on."""
-    column = tl.arange(0, BLOCK)
-    above = tl.zeros([BLOCK], tl.float64)
-    count = tl.zeros([BLOCK], tl.float64)
-    kept = tl.zeros([BLOCK], tl.float64)
-    for start in range(0, vocab, BLOCK):
-        weight = _weights(logits, start, column, vocab, temperature, top)
-        wide = weight.to(tl.float64)
-        above += tl.where(weight > cut, wide, 0.0)
-        count += tl.where(weight > cut, 1.0, 0.0).to(tl.float64)
-        kept += tl.where(weight >= cut, wide, 0.0)
-    return tl.sum(above), tl.sum(count), tl.sum(kept)
+def _find_tops(
+    logits, lengths, tops, places, vocab, CHUNKS: tl.constexpr, REPEAT: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Each chunk's largest logit, and the first place where it is."""
+    wait_for_inputs(OVERLAP)
+    number, chunk = tl.program_id(0), tl.program_id(1)
+    if tl.load(lengths + number) <= 0:
+        return
+    logits += number.to(tl.int64) * vocab
+    start = chunk * (REPEAT * BLOCK)
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    best_at = start + tl.arange(0, BLOCK)
+    for repeat in range(REPEAT):
+        at = start + repeat * BLOCK + tl.arange(0, BLOCK)
+        x = _read(logits, at, vocab)
+        best_at = tl.where(x > best, at, best_at)
+        best = tl.maximum(x, best)
+    top = tl.max(best)
+    tl.store(tops + number * CHUNKS + chunk, top)
+    tl.store(places + number * CHUNKS + chunk, tl.min(tl.where(best == top, best_at, vocab)))
 
 
 @triton.jit
-def _sample_rows(logits, rows, lengths, settings, last_token, out, vocab, FILTERED: tl.constexpr, BLOCK: tl.constexpr):
-    number = tl.program_id(0)
+def _search(
+    logits, rows, lengths, settings, tops, bounds, sums, vocab, turn,
+    MASS: tl.constexpr, PASSES: tl.constexpr, SHIFT: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr,
+    REPEAT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """A pass of the search for top_k's cut or, with MASS, of the one for top_p's that follows: how much of a chunk lies above each
+    of 15 keys. `turn`: the pass's number; a float, since Triton makes kernels of their own for some integers."""
+    wait_for_inputs(OVERLAP)
+    number, chunk, count = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    if tl.load(lengths + number) <= 0:
+        return
+    row = tl.load(rows + number)
+    temperature, has_k = _temperature(settings, row), _has_k(settings, row, vocab)
+    is_wanted = has_k
+    if MASS:
+        is_wanted = _top_p(settings, row) < 1
+    if (temperature == 0) | (is_wanted == 0):
+        return
+    top = _top(tops, number, CHUNKS, CHUNKS_PADDED)
+    this = (tl.zeros([], tl.float32) + turn).to(tl.int32)
+    low = tl.full([], -2139095041, tl.int64) >> SHIFT  # minus infinity
+    high = _key(top, SHIFT).to(tl.int64)
+    cut = low
+    limit = tl.load(settings + row * 5 + 1).to(tl.float64)
+    if MASS:
+        if has_k:
+            cut = _cut_of_k(settings, row, bounds, sums, number, count, PASSES, CHUNKS, CHUNKS_PADDED, COLUMNS)
+            low = cut
+        if this > 0:
+            limit = _limit(
+                settings, row, sums, PASSES * count + number, has_k, cut, temperature, top,
+                SHIFT, CHUNKS, CHUNKS_PADDED, COLUMNS,
+            )  # fmt: skip
+        this += PASSES
+    at_pass = this * count + number
+    if turn > 0.0:
+        low, high = _narrowed(bounds, sums, at_pass - count, limit, CHUNKS, CHUNKS_PADDED, COLUMNS)
+    if chunk == 0:
+        tl.store(bounds + 2 * at_pass, low)
+        tl.store(bounds + 2 * at_pass + 1, high)
+    step = (high - low) // 16 + 1
+    logits += number.to(tl.int64) * vocab
+    column = tl.arange(0, 32)
+    found = tl.zeros([32], tl.float64)
+    for repeat in range(REPEAT):
+        at = (chunk * REPEAT + repeat) * BLOCK + tl.arange(0, BLOCK)
+        x = _read(logits, at, vocab)
+        key = _key(x, SHIFT)
+        amount = tl.where(at < vocab, 1.0, 0.0).to(tl.float64)
+        is_above = (key > cut.to(tl.int32)) | (has_k == 0)  # of what top_k leaves
+        num_above = tl.sum(tl.where(is_above, amount, 0.0))
+        if MASS:
+            amount = _weight(x, temperature, top).to(tl.float64)
+        found += tl.where(column == 15, tl.sum(tl.where(is_above, amount, 0.0)), 0.0)
+        found += tl.where(column == 16, num_above, 0.0)
+        for i in tl.static_range(15):
+            least = tl.minimum(low + (i + 1) * step - 1, high).to(tl.int32)
+            above = tl.sum(tl.where(key > least, amount, 0.0))
+            found += tl.where(column == i, above, 0.0)
+    tl.store(sums + (at_pass * CHUNKS + chunk) * COLUMNS + column, found, mask=column < COLUMNS)
+
+
+@triton.jit
+def _least(
+    settings, row, bounds, sums, number, count, vocab, temperature, top,
+    PASSES: tl.constexpr, SHIFT: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The least weight that stays."""
+    least = tl.load(settings + row * 5 + 4).to(tl.float64, bitcast=True).to(tl.float32)
+    has_k, cut = _has_k(settings, row, vocab), tl.full([], 0, tl.int64)
+    if has_k:
+        cut = _cut_of_k(settings, row, bounds, sums, number, count, PASSES, CHUNKS, CHUNKS_PADDED, COLUMNS)
+    if _top_p(settings, row) < 1:
+        limit = _limit(
+            settings, row, sums, PASSES * count + number, has_k, cut, temperature, top,
+            SHIFT, CHUNKS, CHUNKS_PADDED, COLUMNS,
+        )  # fmt: skip
+        cut, _high = _narrowed(bounds, sums, (2 * PASSES - 1) * count + number, limit, CHUNKS, CHUNKS_PADDED, COLUMNS)
+        least = tl.maximum(least, _weight(_value(cut, SHIFT), temperature, top))
+    elif has_k:
+        least = tl.maximum(least, _weight(_value(cut, SHIFT), temperature, top))
+    return least
+
+
+@triton.jit
+def _kept(logits, at, vocab, temperature, top, least):
+    weight = _weight(_read(logits, at, vocab), temperature, top)
+    return tl.where((weight >= least) & (at < vocab), weight, 0.0).to(tl.float64)
+
+
+@triton.jit
+def _weigh(
+    logits, rows, lengths, settings, tops, bounds, sums, masses, vocab,
+    PASSES: tl.constexpr, SHIFT: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr, REPEAT: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """The sum of the weights that stay, of each block."""
+    wait_for_inputs(OVERLAP)
+    number, chunk, count = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    if tl.load(lengths + number) <= 0:
+        return
+    row = tl.load(rows + number)
+    temperature = _temperature(settings, row)
+    if temperature == 0:
+        return
+    top = _top(tops, number, CHUNKS, CHUNKS_PADDED)
+    least = _least(
+        settings,
+        row,
+        bounds,
+        sums,
+        number,
+        count,
+        vocab,
+        temperature,
+        top,
+        PASSES,
+        SHIFT,
+        CHUNKS,
+        CHUNKS_PADDED,
+        COLUMNS,
+    )
+    logits += number.to(tl.int64) * vocab
+    for repeat in range(REPEAT):
+        block = chunk * REPEAT + repeat
+        mass = tl.sum(_kept(logits, block * BLOCK + tl.arange(0, BLOCK), vocab, temperature, top, least))
+        tl.store(masses + number * (CHUNKS * REPEAT) + block, mass)
+
+
+@triton.jit
+def _draw(
+    logits, rows, lengths, settings, tops, places, bounds, sums, masses, last_token, out, vocab,
+    PASSES: tl.constexpr, SHIFT: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr, REPEAT: tl.constexpr,
+    BLOCKS_PADDED: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(OVERLAP)
+    number, count = tl.program_id(0), tl.num_programs(0)
     length = tl.load(lengths + number)
     if length <= 0:
         return
     row = tl.load(rows + number)
-    logits += number.to(tl.int64) * vocab
-    seed = tl.load(settings + row * 5)
-    top_k = tl.load(settings + row * 5 + 1)
-    temperature = tl.load(settings + row * 5 + 2).to(tl.float64, bitcast=True).to(tl.float32)
-    top_p = tl.load(settings + row * 5 + 3).to(tl.float64, bitcast=True)
-    min_p = tl.load(settings + row * 5 + 4).to(tl.float64, bitcast=True).to(tl.float32)
-    column = tl.arange(0, BLOCK)
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
-    best_at = column
-    for start in range(0, vocab, BLOCK):
-        x = tl.load(logits + start + column, mask=start + column < vocab, other=float("-inf")).to(tl.float32)
-        best_at = tl.where(x > best, start + column, best_at)
-        best = tl.maximum(x, best)
-    top = tl.max(best)
-    token = tl.min(tl.where(best == top, best_at, vocab)).to(tl.int64)
+    temperature = _temperature(settings, row)
+    chunk = tl.arange(0, CHUNKS_PADDED)
+    chunk_tops = tl.load(tops + number * CHUNKS + chunk, mask=chunk < CHUNKS, other=float("-inf"))
+    top = tl.max(chunk_tops)
+    at = tl.load(places + number * CHUNKS + chunk, mask=chunk < CHUNKS, other=vocab)
+    token = tl.min(tl.where(chunk_tops == top, at, vocab)).to(tl.int64)
     if temperature > 0:
-        cut = tl.full([], 0, tl.int32)
-        if FILTERED:
-            has_k = (top_k > 0) & (top_k < vocab)
-            if has_k:
-                cut = _cut(logits, vocab, temperature, top, top_k.to(tl.float64), True, cut, BLOCK)
-            if top_p < 1:
-                value = cut.to(tl.float32, bitcast=True)
-                above, count, whole = _sums(logits, vocab, temperature, top, value, BLOCK)
-                if has_k:  # of those that are equal to the cut, as many as make up k
-                    whole = above + (top_k.to(tl.float64) - count) * value.to(tl.float64)
-                cut = _cut(logits, vocab, temperature, top, top_p * whole, False, cut, BLOCK)
-        least = tl.maximum(cut.to(tl.float32, bitcast=True), min_p)
-        above, count, whole = _sums(logits, vocab, temperature, top, least, BLOCK)
-        mixed = _mix(_mix(seed) + length * -7046029254386353131)
+        least = _least(
+            settings, row, bounds, sums, number, count, vocab, temperature, top,
+            PASSES, SHIFT, CHUNKS, CHUNKS_PADDED, COLUMNS,
+        )  # fmt: skip
+        block = tl.arange(0, BLOCKS_PADDED)
+        mass = tl.load(masses + number * (CHUNKS * REPEAT) + block, mask=block < CHUNKS * REPEAT, other=0.0)
+        mixed = _mix(_mix(tl.load(settings + row * 5)) + length * -7046029254386353131)
         uniform = ((mixed >> 11) & 0x1FFFFFFFFFFFFF).to(tl.float64) * 1.1102230246251565e-16
         # Never all of it: then no token would pass it.
-        target = tl.minimum(uniform, 1.0 - 4.440892098500626e-16) * whole
-        before = tl.zeros([], tl.float64)
-        found_start = tl.zeros([], tl.int32)
-        found_before = tl.zeros([], tl.float64)
-        is_found = tl.zeros([], tl.int32)
-        for start in range(0, vocab, BLOCK):
-            weight = _weights(logits, start, column, vocab, temperature, top)
-            mass = tl.sum(tl.where(weight >= least, weight.to(tl.float64), 0.0))
-            passes = (is_found == 0) & (before + mass > target)
-            found_start = tl.where(passes, start, found_start)
-            found_before = tl.where(passes, before, found_before)
-            is_found = tl.where(passes, 1, is_found)
-            before += mass
-        weight = _weights(logits, found_start, column, vocab, temperature, top)
-        weight = tl.where(weight >= least, weight.to(tl.float64), 0.0)
-        passed = found_before + tl.cumsum(weight) > target
+        target = tl.minimum(uniform, 1.0 - 4.440892098500626e-16) * tl.sum(mass)
+        ends = tl.cumsum(mass)
+        chosen = tl.min(tl.where((ends > target) & (mass > 0), block, BLOCKS_PADDED))
+        chosen = tl.where(chosen < BLOCKS_PADDED, chosen, tl.max(tl.where(mass > 0, block, 0)))
+        before = tl.sum(tl.where(block < chosen, mass, 0.0))
+        column = tl.arange(0, BLOCK)
+        logits += number.to(tl.int64) * vocab
+        weight = _kept(logits, chosen * BLOCK + column, vocab, temperature, top, least)
+        passed = before + tl.cumsum(weight) > target
         first = tl.min(tl.where(passed & (weight > 0), column, BLOCK))
         last = tl.max(tl.where(weight > 0, column, 0))
-        token = (found_start + tl.where(first < BLOCK, first, last)).to(tl.int64)
+        token = (chosen * BLOCK + tl.where(first < BLOCK, first, last)).to(tl.int64)
     tl.store(out + number, token)
     tl.store(last_token + row, token)
 
 
-def sample_rows_triton(
-    logits: Tensor, rows: Tensor, lengths: Tensor, settings: Tensor, last_token: Tensor, is_filtered: bool
-) -> Tensor:
-    """`lengths`: tokens before the one that is drawn, 0 for padding. `is_filtered`: some row has a top_k or top_p. What is
-    drawn is the rows' last token, too."""
+def sample_rows_triton(logits: Tensor, rows: Tensor, lengths: Tensor, settings: Tensor, last_token: Tensor) -> Tensor:
+    """`lengths`: tokens before the one that is drawn, 0 for padding. What is drawn is the rows' last token, too."""
     assert logits.is_contiguous()
-    out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    vocab = logits.shape[1]
+    num_rows, vocab = logits.shape
     block = min(_BLOCK, triton.next_power_of_2(vocab))
-    _sample_rows[(len(logits),)](
-        logits, rows, lengths, settings, last_token, out, vocab, FILTERED=is_filtered, BLOCK=block, num_warps=8
-    )
-    return out
+    blocks = triton.cdiv(vocab, block)
+    repeat = 1 if num_rows <= _MANY_ROWS else _REPEATS
+    chunks = triton.cdiv(blocks, repeat)
+    shift = 16 if logits.dtype == torch.bfloat16 else 0
+    passes = (32 - shift) // _BITS
+    found = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    bounds = found.new_empty(2 * passes, num_rows, 2)
+    sums = logits.new_empty(2 * passes, num_rows, chunks, _COLUMNS, dtype=torch.float64)
+    masses = sums.new_empty(num_rows, chunks * repeat)
+    tops, places = logits.new_empty(num_rows, chunks, dtype=torch.float32), found.new_empty(num_rows, chunks)
+    overlap = overlaps(logits)
+    cut = {"CHUNKS": chunks, "REPEAT": repeat, "BLOCK": block}
+    common = {
+        **cut, "CHUNKS_PADDED": triton.next_power_of_2(chunks), "PASSES": passes, "SHIFT": shift, "COLUMNS": _COLUMNS,
+    }  # fmt: skip
+    launch = {"OVERLAP": overlap, "num_warps": 8, "launch_pdl": overlap}
+    where = (logits, rows, lengths, settings, tops)
+    grid = (num_rows, chunks)
+    _find_tops[grid](logits, lengths, tops, places, vocab, **cut, **launch)
+    for is_mass in (False, True):
+        for number in range(passes):
+            _search[grid](*where, bounds, sums, vocab, float(number), MASS=is_mass, **common, **launch)
+    _weigh[grid](*where, bounds, sums, masses, vocab, **common, **launch)
+    _draw[(num_rows,)](
+        *where, places, bounds, sums, masses, last_token, found, vocab,
+        BLOCKS_PADDED=triton.next_power_of_2(chunks * repeat), **common, **launch,
+    )  # fmt: skip
+    return found

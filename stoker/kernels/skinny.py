@@ -2,37 +2,100 @@
 """y = x W^T for few rows of x, where reading W is all the work.  x [rows, in]   weight [out, in]   ->  [rows, out]
 
 One row is multiplied and added up, and its norm or its gate done on the way: x times the norm's weight as it is read, the
-row's scale at the end. Several rows go through the matrix units, with W as the tall side. Both can add to a sum. The next
-kernel is let in when a program has read its part of W: earlier it would only take the place of programs that still have to.
-linear.py has the reference and decides when this pays.
+row's scale at the end. Several rows go through the matrix units, with W as the tall side; where there are few outputs, several
+programs share their inputs, and the last of them to finish adds up the parts. Both can add to a sum. The next kernel is let in
+when a program has read its part of W: earlier it would only take the place of programs that still have to. linear.py has the
+reference and decides when this pays.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
+import torch
 from torch import Tensor
 
 from stoker.kernels.dispatch import overlaps, tl, triton
 
-MOST_ROWS = 16
+MOST_ROWS = 64
+_LEAST_ROWS = 16  # the matrix units take so many at once
+_MOST_TILES = 1024  # of a product whose inputs are shared
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a program works: so many outputs, so many inputs at a time."""
+    """How a program works: so many outputs, so many inputs at a time, and its share of all inputs."""
 
     outs: int
     ins: int
     num_warps: int
     num_stages: int
+    splits: int = 1
+    fetched: int = 0  # steps whose weights are fetched while the kernel before still runs
 
 
-# Measured on an H200 with Llama-3.1-8B's shapes: bench/gpu.py --tiles.
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """A tile for products of at most so many rows and outputs, and at least so many inputs."""
+
+    rows: int
+    outs: int
+    ins: int
+    tile: Tile
+
+
+# Measured on an H200 with the shapes of Llama-3.1-8B and Qwen3-30B-A3B: bench/gpu.py --tiles.
 ONE_ROW = Tile(outs=8, ins=1024, num_warps=4, num_stages=2)
 ONE_ROW_ADDED = Tile(outs=8, ins=512, num_warps=8, num_stages=2)
-FEW_ROWS = Tile(outs=64, ins=256, num_warps=4, num_stages=4)
+ANY = 1 << 30
+FEW_ROWS = (
+    Tuned(16, 2816, 4096, Tile(64, 256, 4, 4, splits=4, fetched=1)),
+    Tuned(16, 8448, 8192, Tile(32, 512, 4, 4, fetched=1)),
+    Tuned(16, 16896, 0, Tile(64, 128, 4, 6, fetched=1)),
+    Tuned(16, ANY, 0, Tile(64, 128, 4, 4, fetched=1)),
+    Tuned(64, 2816, 4096, Tile(64, 128, 4, 4, splits=4, fetched=1)),
+    Tuned(64, 4224, 4096, Tile(64, 128, 4, 4, splits=2, fetched=1)),
+    Tuned(64, 16896, 0, Tile(64, 128, 4, 6, fetched=1)),
+    Tuned(64, ANY, 0, Tile(128, 128, 8, 4, fetched=1)),
+)
 FEW_WIDE_ROWS = Tile(outs=32, ins=64, num_warps=4, num_stages=2)  # of float32
+
+
+def tile_of(table: Sequence[Tuned], num_rows: int, num_outs: int, num_ins: int) -> Tile:
+    """The first that holds."""
+    return next(
+        tuned.tile for tuned in table if num_rows <= tuned.rows and num_outs <= tuned.outs and num_ins >= tuned.ins
+    )
+
+
+@cache
+def _counters(device: torch.device) -> Tensor:
+    """Zeros before a product and after it; products run one after the other."""
+    return torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
+
+
+def padded_rows(num_rows: int) -> int:
+    return max(_LEAST_ROWS, int(triton.next_power_of_2(num_rows)))
+
+
+def workspace(tile: Tile, rows: int, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Where programs that share their inputs leave their parts, and how many have finished."""
+    if tile.splits == 1:
+        return out, out  # nobody looks there
+    num_tiles = triton.cdiv(out.shape[1], tile.outs)
+    assert num_tiles <= _MOST_TILES
+    size = num_tiles * tile.splits * tile.outs * rows
+    return torch.empty(size, dtype=torch.float32, device=out.device), _counters(out.device)
+
+
+@triton.jit
+def _fetch(address):
+    """Into the card's cache, without waiting."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -73,33 +136,60 @@ def _one_row(
 
 
 @triton.jit
+def put_sums(sums, out, parts, finished, tile, split, num_rows, num_outs, SPLITS: tl.constexpr, ADD: tl.constexpr):
+    """The end of a program that found `sums` [outs, rows] over its share of the inputs. The last one of a tile adds up the parts,
+    always in the same order."""
+    BLOCK_OUT: tl.constexpr = sums.shape[0]
+    ROWS: tl.constexpr = sums.shape[1]
+    row, made = tl.arange(0, ROWS)[None, :], tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)[:, None]
+    is_last = True
+    if SPLITS > 1:
+        mine = parts + tile * (SPLITS * BLOCK_OUT * ROWS) + tl.arange(0, BLOCK_OUT)[:, None] * ROWS + row
+        tl.store(mine + split * (BLOCK_OUT * ROWS), sums)
+        tl.debug_barrier()  # all of this program's part is written before it counts itself as finished
+        is_last = tl.atomic_add(finished + tile, 1, sem="acq_rel") == SPLITS - 1
+        if is_last:
+            tl.store(finished + tile, 0)
+            sums = tl.zeros([BLOCK_OUT, ROWS], tl.float32)
+            for number in tl.static_range(SPLITS):
+                sums += tl.load(mine + number * (BLOCK_OUT * ROWS), cache_modifier=".cg")
+    if is_last:
+        place, is_mine = out + row * num_outs + made, (row < num_rows) & (made < num_outs)
+        if ADD:
+            sums += tl.load(place, mask=is_mine, other=0.0).to(tl.float32)
+        tl.store(place, sums.to(out.dtype.element_ty), mask=is_mine)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
 def _few_rows(
-    x, weight, out, num_rows, num_outs,
-    INS: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
-    ADD: tl.constexpr, OVERLAP: tl.constexpr,
+    x, weight, out, parts, finished, num_rows, num_outs,
+    INS: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, SPLITS: tl.constexpr,
+    FETCHED: tl.constexpr, ADD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    tile, split = tl.program_id(0), tl.program_id(1)
     row = tl.arange(0, ROWS)[None, :]
-    made = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)[:, None]
+    made = tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)[:, None]
     is_made, is_row = made < num_outs, row < num_rows
-    column = tl.arange(0, BLOCK_IN)
+    PART: tl.constexpr = ((INS + BLOCK_IN - 1) // BLOCK_IN + SPLITS - 1) // SPLITS * BLOCK_IN
+    column = split * PART + tl.arange(0, BLOCK_IN)
     taken_from = weight + made.to(tl.int64) * INS + column[None, :]
     given_from = x + row * INS + column[:, None]
     sums = tl.zeros([BLOCK_OUT, ROWS], tl.float32)
     if OVERLAP:
+        if FETCHED:
+            line = split * PART + tl.arange(0, FETCHED * BLOCK_IN // 64) * 64
+            _fetch(weight + tl.minimum(made, num_outs - 1).to(tl.int64) * INS + tl.minimum(line, INS - 1)[None, :])
         tl.extra.cuda.gdc_wait()
-    for start in range(0, INS, BLOCK_IN):
+    for start in range(0, PART, BLOCK_IN):
         is_in = start + column < INS
-        if INS % BLOCK_IN == 0:
-            is_in = column < BLOCK_IN
+        if INS % (SPLITS * BLOCK_IN) == 0:
+            is_in = column >= 0
         taken = tl.load(taken_from + start, mask=is_made & is_in[None, :], other=0.0)
         given = tl.load(given_from + start, mask=is_row & is_in[:, None], other=0.0)
         sums = tl.dot(taken, given, sums, input_precision="ieee")
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    place = out + row * num_outs + made
-    if ADD:
-        sums += tl.load(place, mask=is_made & is_row, other=0.0).to(tl.float32)
-    tl.store(place, sums.to(out.dtype.element_ty), mask=is_made & is_row)
+    put_sums(sums, out, parts, finished, tile, split, num_rows, num_outs, SPLITS, ADD)
 
 
 def one_row_linear(
@@ -128,12 +218,13 @@ def few_rows_linear(x: Tensor, weight: Tensor, *, add_to: Tensor | None = None, 
     assert x.is_contiguous()
     assert weight.is_contiguous()
     assert add_to is None or add_to.is_contiguous()
-    out = x.new_empty(len(x), len(weight)) if add_to is None else add_to
-    tile = tile or (FEW_WIDE_ROWS if x.element_size() == 4 else FEW_ROWS)
-    overlap = overlaps(x)
-    _few_rows[(triton.cdiv(len(weight), tile.outs),)](
-        x, weight, out, len(x), len(weight),
-        INS=x.shape[1], ROWS=MOST_ROWS, BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins,
+    num_outs, num_ins = weight.shape
+    out = x.new_empty(len(x), num_outs) if add_to is None else add_to
+    tile = tile or (FEW_WIDE_ROWS if x.element_size() == 4 else tile_of(FEW_ROWS, len(x), num_outs, num_ins))
+    rows, overlap = padded_rows(len(x)), overlaps(x)
+    _few_rows[(triton.cdiv(num_outs, tile.outs), tile.splits)](
+        x, weight, out, *workspace(tile, rows, out), len(x), num_outs,
+        INS=num_ins, ROWS=rows, BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins, SPLITS=tile.splits, FETCHED=tile.fetched,
         ADD=add_to is not None, OVERLAP=overlap,
         num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=overlap,
     )  # fmt: skip

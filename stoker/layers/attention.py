@@ -9,20 +9,35 @@ from stoker.kernels.rope_write import HeadNorms, rope_write
 from stoker.layers.batch import ForwardBatch
 from stoker.layers.linear import Linear
 from stoker.layers.norm import RMSNorm
+from stoker.layers.quant import PLAIN, Stored
 
 
 class Attention(nn.Module):
     def __init__(
-        self, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, bias: bool, qk_norm_eps: float | None
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        bias: bool,
+        qk_norm_eps: float | None,
+        qkv: Stored = PLAIN,
+        out: Stored = PLAIN,
     ) -> None:
         super().__init__()
         self._num_kv_heads, self._head_dim = num_kv_heads, head_dim
-        self.qkv = Linear(hidden_size, (num_heads + 2 * num_kv_heads) * head_dim, bias)
-        self.out = Linear(num_heads * head_dim, hidden_size, bias)
+        kv_size = num_kv_heads * head_dim
+        self.qkv = Linear(hidden_size, (num_heads * head_dim, kv_size, kv_size), bias, qkv)
+        self.out = Linear(num_heads * head_dim, hidden_size, bias, out)
         self._qk_norm_eps = qk_norm_eps
         if qk_norm_eps is not None:
             self.q_norm = RMSNorm(head_dim, qk_norm_eps)
             self.k_norm = RMSNorm(head_dim, qk_norm_eps)
+
+    @property
+    def width(self) -> int:
+        """Values held for each token at a time: q, k and v, the query as it is turned, and what it found."""
+        return self.qkv.out_features + 2 * self.out.in_features
 
     def forward(self, x: Tensor, norm: RMSNorm, batch: ForwardBatch, layer: int, cos: Tensor, sin: Tensor) -> Tensor:
         """x + the attention of the normed x; x is spent."""
@@ -31,6 +46,6 @@ class Attention(nn.Module):
         if self._qk_norm_eps is not None:
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self._qk_norm_eps)
         pages = batch.kv.pages(layer)
-        query = rope_write(heads, cos, sin, batch.positions, pages, batch.slots, self._num_kv_heads, norms)
-        found = paged_attention(query, pages, batch.spans, self._num_kv_heads, self._head_dim**-0.5)
+        parts = rope_write(heads, cos, sin, batch.positions, pages, batch.slots, self._num_kv_heads, norms)
+        found = paged_attention(*parts, pages, batch.spans, self._head_dim**-0.5)
         return self.out.add_to(x, found.view(len(x), -1))

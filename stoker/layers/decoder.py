@@ -1,8 +1,9 @@
-"""A dense pre-norm decoder: embedding, blocks of attention and gated MLP, norm, head. Families say what theirs is made of."""
+"""A pre-norm decoder: embedding, blocks of attention and gated MLP or experts, norm, head. Families say what theirs is made of."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,9 @@ from stoker.layers.attention import Attention
 from stoker.layers.batch import ForwardBatch
 from stoker.layers.linear import Linear, TiedLinear
 from stoker.layers.mlp import GatedMlp
+from stoker.layers.moe import MoeConfig, MoeMlp
 from stoker.layers.norm import RMSNorm
+from stoker.layers.quant import PLAIN, Stored
 from stoker.layers.rope import Rope, RopeConfig
 
 
@@ -31,10 +34,15 @@ class DecoderConfig:
     attention_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    moe: MoeConfig | None = None
+    stored: Mapping[str, Stored] = field(default_factory=dict)  # weights that are not plain, by their product
+
+    def stored_as(self, product: str) -> Stored:
+        return self.stored.get(product, PLAIN)
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, number: int) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attention = Attention(
@@ -44,9 +52,21 @@ class DecoderLayer(nn.Module):
             config.head_dim,
             config.attention_bias,
             config.norm_eps if config.qk_norm else None,
+            config.stored_as(f"layers.{number}.attention.qkv"),
+            config.stored_as(f"layers.{number}.attention.out"),
         )
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = GatedMlp(config.hidden_size, config.intermediate_size, config.mlp_bias)
+        self.mlp: GatedMlp | MoeMlp
+        if config.moe is not None and number in config.moe.layers:
+            self.mlp = MoeMlp(config.hidden_size, config.moe)
+        else:
+            self.mlp = GatedMlp(
+                config.hidden_size,
+                config.intermediate_size,
+                config.mlp_bias,
+                config.stored_as(f"layers.{number}.mlp.gate_up"),
+                config.stored_as(f"layers.{number}.mlp.down"),
+            )
 
     def forward(self, x: Tensor, batch: ForwardBatch, layer: int, cos: Tensor, sin: Tensor) -> Tensor:
         x = self.attention(x, self.attention_norm, batch, layer, cos, sin)
@@ -59,10 +79,12 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig, num_positions: int) -> None:
         super().__init__()
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size), requires_grad=False)
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.head = (
-            TiedLinear(self.embedding) if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size)
+            TiedLinear(self.embedding)
+            if config.tie_embeddings
+            else Linear(config.hidden_size, config.vocab_size, stored=config.stored_as("head"))
         )
         self.rope = Rope(config.rope, config.head_dim, num_positions, self.embedding.device)
 
@@ -78,7 +100,17 @@ class Decoder(nn.Module):
         """[rows, hidden] -> [rows, vocab]"""
         return self.head(hidden, self.norm)
 
+    @property
+    def bytes_per_token(self) -> int:
+        """What a forward takes at most beside weights and KV, for each of its tokens: the stream and a copy of it, its angles,
+        and whatever the widest part of a layer holds."""
+        hidden_size = self.embedding.shape[1]
+        layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+        widest = max(max(layer.attention.width, layer.mlp.width) for layer in layers)
+        angles = 2 * self.rope.cos.shape[1] * self.rope.cos.itemsize
+        return (2 * hidden_size + widest) * self.embedding.itemsize + angles
+
     def pack(self) -> None:
         for module in self.modules():
-            if isinstance(module, Linear | TiedLinear):
+            if isinstance(module, Linear | TiedLinear | MoeMlp):
                 module.pack()

@@ -1,26 +1,41 @@
-"""Linear layers, with what stands before and after them. `pack` once after loading; then the parameter itself may be gone."""
+"""Linear layers, with what stands before and after them. `pack` once after loading; then the parameters themselves may be gone."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from stoker.kernels.linear import PackedWeight, add_gated_linear, add_linear, norm_linear, pack_weight
+from stoker.kernels.linear import Weight, add_gated_linear, add_linear, norm_linear, pack_weight
 from stoker.layers.norm import RMSNorm
+from stoker.layers.quant import PLAIN, Stored, stacked
 
 
 class Linear(nn.Module):
-    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+    """`parts`: the outputs, or those of each of several products that are one here. Its parameters have the checkpoint's names."""
+
+    def __init__(
+        self, in_features: int, parts: int | Sequence[int], bias: bool = False, stored: Stored = PLAIN
+    ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
-        self._packed: Tensor | PackedWeight | None = None
+        self._parts = (parts,) if isinstance(parts, int) else tuple(parts)
+        self.in_features, self.out_features = in_features, sum(self._parts)
+        self._stored, self._dtype = stored, torch.get_default_dtype()
+        for name, tensor in stacked(stored, self._parts, in_features).items():
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype)
+            self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+        self._names = list(self._parameters)
+        self.bias = nn.Parameter(torch.empty(self.out_features), requires_grad=False) if bias else None
+        self._packed: Weight | None = None
 
     def pack(self) -> None:
-        """The packed copy takes the parameter's place, so that the weight is held once."""
-        self._packed = pack_weight(self.weight.data)
-        if isinstance(self._packed, PackedWeight):
-            self.weight.data = torch.empty(0)
+        """What is made of the parameters takes their place, so that the weight is held once."""
+        tensors = {name: self.get_parameter(name).data for name in self._names}
+        self._packed = self._stored.ready(tensors, self._parts, self.in_features, self._dtype)
+        if self._packed is not tensors.get("weight"):
+            for name in self._names:
+                self.get_parameter(name).data = torch.empty(0)
 
     def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
         return norm_linear(x, norm.norm, self._ready, self.bias)
@@ -34,8 +49,9 @@ class Linear(nn.Module):
         return add_gated_linear(total, gate_up, self._ready, self.bias)
 
     @property
-    def _ready(self) -> Tensor | PackedWeight:
-        return self.weight if self._packed is None else self._packed
+    def _ready(self) -> Weight:
+        assert self._packed is not None, "pack() comes first"
+        return self._packed
 
 
 class TiedLinear(nn.Module):
@@ -44,7 +60,7 @@ class TiedLinear(nn.Module):
     def __init__(self, tied: nn.Parameter) -> None:
         super().__init__()
         self._tied = [tied]  # in a list: it is the embedding's parameter, not ours
-        self._packed: Tensor | PackedWeight | None = None
+        self._packed: Weight | None = None
 
     def pack(self) -> None:
         self._packed = pack_weight(self._tied[0].data)

@@ -6,13 +6,21 @@ from torch import Tensor, nn
 
 from stoker.layers.linear import Linear
 from stoker.layers.norm import RMSNorm
+from stoker.layers.quant import PLAIN, Stored
 
 
 class GatedMlp(nn.Module):
-    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool) -> None:
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, bias: bool, gate_up: Stored = PLAIN, down: Stored = PLAIN
+    ) -> None:
         super().__init__()
-        self.gate_up = Linear(hidden_size, 2 * intermediate_size, bias)
-        self.down = Linear(intermediate_size, hidden_size, bias)
+        self.gate_up = Linear(hidden_size, (intermediate_size, intermediate_size), bias, gate_up)
+        self.down = Linear(intermediate_size, hidden_size, bias, down)
+
+    @property
+    def width(self) -> int:
+        """Values held for each token at a time: gate and up, and their product."""
+        return self.gate_up.out_features + self.down.in_features
 
     def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """x + the MLP of the normed x; x is spent."""

@@ -42,7 +42,10 @@ class Rope(nn.Module):
         super().__init__()
         dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
         cos, sin = rope_tables(inverse_frequencies(config, head_dim).to(device), num_positions, 1.0, dtype)
-        self.cos, self.sin = cos, sin
+        self.cos: Tensor
+        self.sin: Tensor
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         return self.cos[positions], self.sin[positions]

@@ -32,6 +32,7 @@ class ModelShape:
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    num_heads: int
 
 
 class Model(Protocol):
@@ -46,7 +47,13 @@ class Model(Protocol):
     def pack(self) -> None:
         """Once, after loading: weights as the kernels want them."""
 
+    @property
+    def bytes_per_token(self) -> int:
+        """What a forward takes at most beside weights and KV, for each of its tokens."""
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+    def buffers(self) -> Iterator[Tensor]: ...
 
 
 class ModelFamily(Protocol):

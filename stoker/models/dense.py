@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from stoker.base.errors import ModelFilesError
 from stoker.layers.decoder import DecoderConfig
+from stoker.layers.quant import PLAIN, Stored
 from stoker.layers.rope import RopeConfig
 from stoker.models.contract import Rule, field
+from stoker.models.quantisation import product_rules, read_quantisation
 
 
 def read_config(hf: Mapping[str, Any], *, qk_norm: bool) -> DecoderConfig:
@@ -18,7 +21,7 @@ def read_config(hf: Mapping[str, Any], *, qk_norm: bool) -> DecoderConfig:
     if activation != "silu":
         raise ModelFilesError(f"config.json: hidden_act {activation!r} is not served, only 'silu'")
     max_positions = field(hf, "max_position_embeddings", int)
-    return DecoderConfig(
+    config = DecoderConfig(
         vocab_size=field(hf, "vocab_size", int),
         hidden_size=hidden_size,
         intermediate_size=field(hf, "intermediate_size", int),
@@ -34,6 +37,7 @@ def read_config(hf: Mapping[str, Any], *, qk_norm: bool) -> DecoderConfig:
         mlp_bias=field(hf, "mlp_bias", bool, False),
         qk_norm=qk_norm,
     )
+    return replace(config, stored=read_stored(hf, config))
 
 
 def read_rope(hf: Mapping[str, Any], max_positions: int) -> RopeConfig:
@@ -52,12 +56,49 @@ def read_rope(hf: Mapping[str, Any], max_positions: int) -> RopeConfig:
     )
 
 
-def decoder_rules(config: DecoderConfig) -> list[Rule]:
-    q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    mlp_rows = config.intermediate_size
-    rules = [Rule("model.embed_tokens.weight", "embedding"), Rule("model.norm.weight", "norm.weight")]
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """A product of the model, and the modules of the checkpoint that it is made of, with their outputs."""
+
+    target: str
+    parts: dict[str, int]
+    num_ins: int
+    bias: bool = False
+
+
+def _products(config: DecoderConfig) -> Iterator[_Product]:
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    hidden_size, mlp_size = config.hidden_size, config.intermediate_size
     if not config.tie_embeddings:
-        rules.append(Rule("lm_head.weight", "head.weight"))
+        yield _Product("head", {"lm_head": config.vocab_size}, hidden_size)
+    for i in range(config.num_layers):
+        src, dst = f"model.layers.{i}.", f"layers.{i}."
+        qkv = {f"{src}self_attn.{x}_proj": kv_size if x in "kv" else q_size for x in "qkv"}
+        yield _Product(f"{dst}attention.qkv", qkv, hidden_size, config.attention_bias)
+        yield _Product(f"{dst}attention.out", {f"{src}self_attn.o_proj": hidden_size}, q_size, config.attention_bias)
+        if config.moe is None or i not in config.moe.layers:
+            gate_up = {f"{src}mlp.{x}_proj": mlp_size for x in ("gate", "up")}
+            yield _Product(f"{dst}mlp.gate_up", gate_up, hidden_size, config.mlp_bias)
+            yield _Product(f"{dst}mlp.down", {f"{src}mlp.down_proj": hidden_size}, mlp_size, config.mlp_bias)
+
+
+def read_stored(hf: Mapping[str, Any], config: DecoderConfig) -> dict[str, Stored]:
+    """How the weights of products are stored that are not plain."""
+    quantisation = read_quantisation(hf)
+    found = {}
+    for product in _products(config):
+        stored = quantisation.of_parts(list(product.parts))
+        if stored != PLAIN:
+            found[product.target] = stored
+    return found
+
+
+def decoder_rules(config: DecoderConfig) -> list[Rule]:
+    rules = [Rule("model.embed_tokens.weight", "embedding"), Rule("model.norm.weight", "norm.weight")]
+    for product in _products(config):
+        sources, parts = list(product.parts), list(product.parts.values())
+        stored = config.stored_as(product.target)
+        rules += product_rules(stored, sources, product.target, parts, product.num_ins, product.bias)
     for i in range(config.num_layers):
         src, dst = f"model.layers.{i}.", f"layers.{i}."
         rules += [
@@ -66,23 +107,17 @@ def decoder_rules(config: DecoderConfig) -> list[Rule]:
         ]
         if config.qk_norm:
             rules += [Rule(f"{src}self_attn.{x}_norm.weight", f"{dst}attention.{x}_norm.weight") for x in "qk"]
-        for kind in ["weight"] + ["bias"] * config.attention_bias:
-            rules += [
-                Rule(f"{src}self_attn.q_proj.{kind}", f"{dst}attention.qkv.{kind}", 0, q_rows),
-                Rule(f"{src}self_attn.k_proj.{kind}", f"{dst}attention.qkv.{kind}", q_rows, kv_rows),
-                Rule(f"{src}self_attn.v_proj.{kind}", f"{dst}attention.qkv.{kind}", q_rows + kv_rows, kv_rows),
-                Rule(f"{src}self_attn.o_proj.{kind}", f"{dst}attention.out.{kind}"),
-            ]
-        for kind in ["weight"] + ["bias"] * config.mlp_bias:
-            rules += [
-                Rule(f"{src}mlp.gate_proj.{kind}", f"{dst}mlp.gate_up.{kind}", 0, mlp_rows),
-                Rule(f"{src}mlp.up_proj.{kind}", f"{dst}mlp.gate_up.{kind}", mlp_rows, mlp_rows),
-                Rule(f"{src}mlp.down_proj.{kind}", f"{dst}mlp.down.{kind}"),
-            ]
     return rules
 
 
 def decoder_ignored(config: DecoderConfig) -> frozenset[str]:
-    """Old checkpoints carry rotary tables, and some a head that is the embedding once more."""
-    tables = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(config.num_layers)}
-    return frozenset(tables | ({"lm_head.weight"} if config.tie_embeddings else set()))
+    """Old checkpoints carry rotary tables, and some a head that is the embedding once more. Quantised ones carry scales for what
+    is not quantised here, inputs and KV."""
+    names = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(config.num_layers)}
+    if config.tie_embeddings:
+        names.add("lm_head.weight")
+    for product in _products(config):
+        names |= {f"{source}.{name}" for source in product.parts for name in config.stored_as(product.target).unused}
+    if config.stored:
+        names |= {f"model.layers.{i}.self_attn.{x}_scale" for i in range(config.num_layers) for x in "qkv"}
+    return frozenset(names)

@@ -18,7 +18,12 @@ class Llama:
         config = read_config(hf, qk_norm=self._qk_norm)
         self._config = config
         self.shape = ModelShape(
-            config.vocab_size, config.max_positions, config.num_layers, config.num_kv_heads, config.head_dim
+            config.vocab_size,
+            config.max_positions,
+            config.num_layers,
+            config.num_kv_heads,
+            config.head_dim,
+            config.num_heads,
         )
         self.rules = decoder_rules(config)
         self.ignored = decoder_ignored(config)

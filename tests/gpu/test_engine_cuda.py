@@ -18,8 +18,9 @@ else:
     pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 from stoker.base.config import EngineSettings, KvSettings, SchedSettings
+from stoker.base.ids import RequestId
 from stoker.engine.llm import LLM
-from stoker.sched.request import SamplingParams
+from stoker.sched.request import GenerateRequest, SamplingParams
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CONFIG = {
@@ -129,8 +130,52 @@ def test_kernels_and_graphs_give_the_answers_of_the_cpu() -> None:
                 )
 
 
+def test_cancels_and_newcomers_leave_the_others_alone() -> None:
+    """Rows and blocks change owners while steps are under way that were launched for those before."""
+    with tempfile.TemporaryDirectory() as path:
+        folder = make_folder(Path(path))
+        expected = _with_cancels(folder, "cpu", 0)
+        for steps_ahead in (0, 1, 3):
+            assert _with_cancels(folder, DEVICE, steps_ahead) == expected, f"{steps_ahead=}"
+
+
+def _with_cancels(folder: Path, device: str, steps_ahead: int) -> dict[str, list[int]]:
+    """What those answered that nobody cancelled."""
+    settings = EngineSettings(
+        device=device,
+        dtype="float32",
+        steps_ahead=steps_ahead,
+        num_threads=2,
+        kv=KvSettings(block_tokens=16, num_blocks=60),
+        sched=SchedSettings(step_tokens=96, max_rows=8),
+    )
+    engine, rng = LLM(folder, settings).built.engine, random.Random(3)
+    answers: dict[str, list[int]] = {}
+    for number in range(300):
+        if number < 60:
+            prompt = [rng.randrange(997) for _ in range(rng.choice([1, 5, 40, 90]))]
+            sampling = SamplingParams(rng.choice([0.0, 0.9]), seed=number, top_p=rng.choice([1.0, 0.9]))
+            name = RequestId(f"{number}")
+            answers[name] = []
+            engine.add(GenerateRequest(name, prompt, len(prompt), sampling, rng.randint(1, 30)))
+            if number % 3 == 2:  # one that runs, or waits; by then it may have ended
+                cancelled = RequestId(f"{number - rng.randrange(1, 6)}")
+                engine.cancel(cancelled)
+                answers.pop(cancelled, None)
+        for chunk in engine.step():
+            if chunk.request_id in answers:
+                answers[chunk.request_id] += chunk.token_ids
+    while engine.has_work:
+        for chunk in engine.step():
+            if chunk.request_id in answers:
+                answers[chunk.request_id] += chunk.token_ids
+    return answers
+
+
 if __name__ == "__main__":
     test_cuda_gives_the_answers_of_the_cpu()
-    print("cuda == cpu: ok")
+    print("cuda == cpu: ok", flush=True)
     test_kernels_and_graphs_give_the_answers_of_the_cpu()
-    print("kernels and graphs == cpu: ok")
+    print("kernels and graphs == cpu: ok", flush=True)
+    test_cancels_and_newcomers_leave_the_others_alone()
+    print("cancels: ok")

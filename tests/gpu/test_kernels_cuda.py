@@ -14,7 +14,9 @@ else:
 
     pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
-from kernels import cases
+from kernels import cases, quant_cases
+
+from stoker.kernels.dense import has_dense
 
 CUDA = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float32)
@@ -30,8 +32,18 @@ def test_norm_and_gate() -> None:
 def test_skinny() -> None:
     for dtype in DTYPES:
         for num_in, num_out in [(64, 16), (100, 34), (4096, 6144), (14336, 4096)]:
-            for num_rows in (1, 7, 16):
+            for num_rows in (1, 7, 40):
                 cases.skinny(num_rows, num_in, num_out, CUDA, dtype)
+
+
+def test_quantised_weights() -> None:
+    for num_rows, num_in, num_out in [(1, 96, 34), (40, 4096, 6144)]:
+        quant_cases.dequantised(num_in, num_out, CUDA, torch.bfloat16)
+        quant_cases.products(num_rows, num_in, num_out, CUDA, torch.bfloat16)
+    for num_rows, num_in, num_out in [(67, 96, 34), (70, 4096, 6144), (301, 512, 1280)]:
+        quant_cases.many_rows(num_rows, num_in, num_out, CUDA)
+    for num_rows, num_in, group in [(1, 4096, 4096), (300, 14336, 14336), (33, 4096, 128)]:
+        quant_cases.quantised(num_rows, num_in, group, CUDA, torch.bfloat16, 0.001)
 
 
 def test_rope_write() -> None:
@@ -58,6 +70,13 @@ def test_attention() -> None:
         cases.attention(lengths, 6, 2, 32, 16, CUDA, torch.float32)
 
 
+def test_dense_attention() -> None:
+    if not has_dense(torch.empty(0, device=CUDA, dtype=torch.bfloat16)):
+        return  # there is no such kernel here, and nobody asks for it
+    for count, num_heads, kv_heads, dim in [(2048, 32, 8, 128), (4096, 6, 2, 64)]:
+        cases.dense(count, num_heads, kv_heads, dim, CUDA, torch.bfloat16)
+
+
 def test_step_inputs() -> None:
     for count, kv_heads in [(1, 1), (5, 3), (256, 8)]:
         cases.inputs(count, kv_heads, 64, CUDA)
@@ -69,9 +88,9 @@ def test_sampling() -> None:
 
 
 if __name__ == "__main__":
-    failed = 0
+    failed, wanted = 0, sys.argv[1:]
     for name, test in list(globals().items()):
-        if name.startswith("test_"):
+        if name.startswith("test_") and (not wanted or name in wanted):
             try:
                 torch.manual_seed(0)
                 test()

@@ -86,7 +86,7 @@ def test_bytes_that_change_while_they_are_read_and_a_peer_that_is_killed() -> No
     with closing(server, puller := Puller(LARGE, NUM_BLOCKS, settings, device="cuda")):
         server.lease("L", keys(4), block_ids(1, 2, 3, 4), 4, True)
         assert puller.pull(server.ticket, keys(4), block_ids(0, 1, 2, 3)) == [True] * 4
-        server("world", "change_after_sum", 3)
+        server("world", "spoil", 3)
         assert puller.pull(server.ticket, keys(4), block_ids(0, 1, 2, 3)) == [True, True, False, True]
         assert puller.client.stats().corrupt == 1
         server.kill()

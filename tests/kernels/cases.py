@@ -5,18 +5,22 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from stoker.kernels.activation import silu_mul_ref, silu_mul_triton
 from stoker.kernels.attention import SpanShape, group_spans, paged_attention_ref
+from stoker.kernels.dense import dense_attention
 from stoker.kernels.norm import rms_norm_ref, rms_norm_triton
-from stoker.kernels.paged import new_counters, paged_attention_triton, paged_spans
+from stoker.kernels.paged import Cutter, PagedSpans, new_counters, paged_attention_triton
+from stoker.kernels.pieces import FIELDS, Ints
 from stoker.kernels.rope_write import HeadNorms, rope_write_ref, rope_write_triton
 from stoker.kernels.sample import draw, uniform
 from stoker.kernels.sample_rows import new_settings, pack_settings, sample_rows_triton
-from stoker.kernels.skinny import few_rows_linear, one_row_linear
+from stoker.kernels.skinny import Tile, few_rows_linear, one_row_linear
 from stoker.kernels.step_inputs import step_inputs_ref, step_inputs_triton
+from stoker.kernels.xxh3 import xxh3_ref, xxh3_triton
 
 CPU = torch.device("cpu")
 MOST_ERROR = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 8e-3}
@@ -47,6 +51,9 @@ def skinny(num_rows: int, num_in: int, num_out: int, device: torch.device, dtype
     product = x.double() @ weight.double().t()
     close(few_rows_linear(x, weight), product)
     close(few_rows_linear(x, weight, add_to=total.clone()), total.double() + product)
+    split = Tile(outs=32, ins=64, num_warps=4, num_stages=2, splits=3)
+    for _ in range(2):  # the second finds what the first left behind
+        close(few_rows_linear(x, weight, add_to=total.clone(), tile=split), total.double() + product)
     if num_rows == 1:
         normed = rms_norm_ref(x.double(), learned.double(), 1e-5) @ weight.double().t()
         close(one_row_linear(x, weight), product)
@@ -90,9 +97,11 @@ def rope(
         wide_norms,
     )
     pages = poison.to(dtype)
-    query = rope_write_triton(heads, cos, sin, positions, pages, slots, kv_heads, norms)
+    found = rope_write_triton(heads.clone(), cos, sin, positions, pages, slots, kv_heads, norms)
     if real.any():
-        close(query[real], expected)
+        for part, expected_part in zip(found, expected, strict=True):
+            close(part[real], expected_part)
+    assert not found[0][~real].any()
     close(pages, wide)
     assert torch.equal(pages == -77, wide == -77), "something else was overwritten"
 
@@ -125,7 +134,8 @@ def attention(
             filled = min(block_tokens, start + count - number * block_tokens)
             first = block * per_block + layer * 2 * kv_heads
             pages[first : first + 2 * kv_heads, : filled * dim] = torch.randn(2 * kv_heads, filled * dim, device=device)
-        spans.append((len(positions), max(1, count)))
+        if count:
+            spans.append((len(positions), count, start))
         shapes.append(SpanShape(len(positions), start, max(1, count), [block * per_block for block in mine]))
         token_rows += [row] * max(1, count)
         positions += list(range(start, start + count)) or [-1]
@@ -133,14 +143,40 @@ def attention(
     q = torch.randn(len(positions), num_heads, dim, device=device).to(dtype)
     where = (torch.tensor(token_rows, device=device), torch.tensor(positions, device=device))
     finished = new_counters(device)
-    on_device = paged_spans(spans, table.to(device), *where, finished, per_block, kv_heads)
-    found = paged_attention_triton(q, pages, on_device, 0.2)
+    cutter = Cutter.of(num_heads, kv_heads, block_tokens, dtype)
+    singles = np.array([(first, start) for first, count, start in spans if count == 1]).reshape(-1, 2).T
+    longer = np.array([span for span in spans if span[1] > 1]).reshape(-1, 3).T
+    num_tiles = cutter.num_tiles(longer[1])
+    pieces = (
+        cutter.singles(*singles, cutter.most_singles(len(singles[0]))) if singles.size else _no_pieces(),
+        cutter.tiles(*longer, cutter.most_tiles(num_tiles)) if num_tiles else _no_pieces(),
+    )
+    padded = (torch.from_numpy(np.concatenate([some, _no_pieces(), _no_pieces()])).to(device) for some in pieces)
+    on_device = PagedSpans(table.to(device), *where, *padded, (), finished, per_block, kv_heads)
+    unused = q[:, :kv_heads]
+    found = paged_attention_triton(q.clone(), unused, unused, pages, on_device, 0.2)
     assert not finished.any()
     real = [shape for shape in shapes if shape.pages]
     groups = group_spans(real, kv_heads, block_tokens, device, torch.float64)
     expected = paged_attention_ref(q.double(), pages.double().nan_to_num(), groups, kv_heads, 0.2)
     is_real = where[1] >= 0
     close(found[is_real], expected[is_real])
+    assert torch.equal(found[~is_real], q[~is_real]), "padding was changed"
+
+
+def dense(count: int, num_heads: int, kv_heads: int, dim: int, device: torch.device, dtype: torch.dtype) -> None:
+    """k and v where a fused product leaves them."""
+    heads = torch.randn(count, num_heads + 2 * kv_heads, dim, device=device).to(dtype)
+    parts = heads.split([num_heads, kv_heads, kv_heads], 1)
+    found = dense_attention(parts[0].contiguous(), *parts[1:], 0.2)
+    query, key, value = (part.double().transpose(0, 1) for part in parts)
+    key, value = (part.repeat_interleave(num_heads // kv_heads, 0) for part in (key, value))
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.2)
+    close(found, expected.transpose(0, 1))
+
+
+def _no_pieces() -> Ints:
+    return np.zeros((1, FIELDS), dtype=np.int64)
 
 
 def inputs(count: int, kv_heads: int, block_tokens: int, device: torch.device) -> None:
@@ -181,7 +217,7 @@ def sampling(num_rows: int, vocab: int, seed: int, device: torch.device, dtype: 
     seeds, top_k, temperature, top_p, min_p, lengths = map(torch.tensor, zip(*columns, strict=True))
     where = (torch.tensor(rows, device=device), lengths.to(device))
     on_device = logits.to(device)
-    found = sample_rows_triton(on_device, *where, settings, last_token, True)
+    found = sample_rows_triton(on_device, *where, settings, last_token)
     assert torch.equal(last_token[where[0]], found)
     assert int((last_token == -5).sum()) == 3
     wide = logits.double()
@@ -190,6 +226,12 @@ def sampling(num_rows: int, vocab: int, seed: int, device: torch.device, dtype: 
     drawn = draw(wide, safe, top_k, top_p.double(), min_p.double(), uniform(seeds, lengths))
     expected = torch.where(warm, drawn, wide.argmax(-1))
     assert found.tolist() == expected.tolist()
-    plain = sample_rows_triton(on_device, *where, new_settings(num_rows + 3, device), last_token, False)
+    plain = sample_rows_triton(on_device, *where, new_settings(num_rows + 3, device), last_token)
     assert plain.tolist() == wide.argmax(-1).tolist()
     return int(warm.sum())
+
+
+def xxh3(num_blocks: int, num_kib: int, piece_kib: int, device: torch.device) -> None:
+    """Integers: every bit counts."""
+    blocks = torch.randint(-(2**63), 2**63 - 1, (num_blocks, num_kib, 16, 8)).to(device)
+    assert torch.equal(xxh3_triton(blocks, piece_kib), xxh3_ref(blocks, piece_kib))

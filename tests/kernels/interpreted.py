@@ -8,6 +8,8 @@ import torch
 import triton  # before any kernel: else they are not defined
 from kernels import cases
 
+from stoker.kernels import sample_rows
+
 assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is to be set"
 CPU = torch.device("cpu")
 
@@ -25,7 +27,7 @@ def test_norm_and_gate(shape, dtype):
 
 
 @pytest.mark.parametrize(("num_in", "num_out"), [(64, 16), (100, 34), (1088, 70)])
-@pytest.mark.parametrize("num_rows", [1, 7, 16])
+@pytest.mark.parametrize("num_rows", [1, 7, 40])
 def test_skinny(num_rows, num_in, num_out):
     cases.skinny(num_rows, num_in, num_out, CPU, torch.float32)
 
@@ -56,7 +58,15 @@ def test_step_inputs(count, kv_heads):
     cases.inputs(count, kv_heads, 16, CPU)
 
 
-@pytest.mark.parametrize("vocab", [2, 50, 5000])
-def test_sampling(vocab):
-    assert cases.sampling(10, vocab, vocab, CPU)
-    assert cases.sampling(6, vocab, vocab + 1, CPU, torch.bfloat16)
+@pytest.mark.parametrize(("vocab", "block", "many_rows"), [(2, 8192, 64), (50, 32, 64), (700, 128, 3)])
+def test_sampling(vocab, block, many_rows, monkeypatch):
+    """Rows as one block, as several, and as several of several blocks."""
+    monkeypatch.setattr(sample_rows, "_BLOCK", block)
+    monkeypatch.setattr(sample_rows, "_MANY_ROWS", many_rows)
+    assert cases.sampling(4, vocab, vocab, CPU)
+    assert cases.sampling(4, vocab, vocab + 1, CPU, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("num_kib", "piece_kib"), [(1, 4), (5, 4), (8, 4), (3, 3)])
+def test_xxh3(num_kib, piece_kib):
+    cases.xxh3(3, num_kib, piece_kib, CPU)

@@ -51,7 +51,7 @@ def test_attention_is_its_definition(seed):
     ]
     q, pages, spans = world(rng, lengths)
     groups = group_spans(spans, KV_HEADS, BLOCK, CPU, torch.float64)
-    found = paged_attention(q, pages, groups, KV_HEADS, 0.3)
+    found = paged_attention(q, q[:, :KV_HEADS], q[:, :KV_HEADS], pages, groups, 0.3)
     torch.testing.assert_close(found, definition(q, pages, spans, 0.3), rtol=1e-9, atol=1e-12)
 
 
@@ -61,5 +61,5 @@ def test_many_keys_are_read_in_place():
     q, pages, spans = world(random.Random(0), lengths)
     groups = group_spans(spans, KV_HEADS, BLOCK, CPU, torch.float64)
     assert [type(group) for group in groups] == [RowGroup]
-    found = paged_attention(q, pages, groups, KV_HEADS, 0.3)
+    found = paged_attention(q, q[:, :KV_HEADS], q[:, :KV_HEADS], pages, groups, 0.3)
     torch.testing.assert_close(found, definition(q, pages, spans, 0.3), rtol=1e-9, atol=1e-12)

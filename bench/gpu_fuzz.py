@@ -1,0 +1,230 @@
+"""Random requests at a card whose memory, and whose KV, are kept full: lengths, sampling, stops, logprobs, cancels.
+
+    python bench/gpu_fuzz.py OUT.json [--requests 10000] [--seconds S] [--left-gib 4] [--seed 0] [--checked 40]
+
+A small model of SmolLM2's shape with random weights; all but --left-gib of the card is taken away first, so that the memory plan
+is held to. What must hold: every request ends, as it should; no block is lost; the driver is never asked for memory that is not
+there. Some greedy answers are then computed by transformers at once, in float32: each token must be the most likely one, or
+within a near tie of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parents[1])]
+
+import torch  # noqa: E402
+
+from stoker.base.config import EngineSettings, KvSettings, SchedSettings  # noqa: E402
+from stoker.base.ids import RequestId  # noqa: E402
+from stoker.engine.build import read_hf_config  # noqa: E402
+from stoker.engine.llm import LLM  # noqa: E402
+from stoker.models.contract import family_of  # noqa: E402
+from stoker.models.weights import parameter_slices  # noqa: E402
+from stoker.sched.request import GenerateRequest, SamplingParams, TokenChunk  # noqa: E402
+
+SHAPE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000.0,
+    "tie_word_embeddings": True,
+}
+_OPEN = 700  # requests at a time: more than rows, so that some always wait
+_NEAR_TIE = 0.08  # of a logit, in bf16 arithmetic
+
+
+@dataclass(slots=True)
+class Answer:
+    request: GenerateRequest
+    cancel_at: int | None  # tokens
+    token_ids: list[int] = field(default_factory=list)
+    num_logprobs: int = 0
+    finish: str | None = None
+
+
+class Fuzz:
+    def __init__(self, llm: LLM, seed: int) -> None:
+        self._llm = llm
+        self._engine = llm.built.engine
+        self._rng = random.Random(seed)
+        self._shared = [self._tokens(2000) for _ in range(8)]
+        self.answers: dict[RequestId, Answer] = {}
+        self.fullest = 0.0
+        self.problems: list[str] = []
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._rng.randrange(SHAPE["vocab_size"]) for _ in range(count)]
+
+    def request(self, number: int) -> Answer:
+        rng = self._rng
+        prompt = self._tokens(rng.choice([1, 2, 63, 64, 65, rng.randrange(1, 400), rng.randrange(1, 3000)]))
+        if rng.random() < 0.3:
+            prompt = rng.choice(self._shared)[: rng.randrange(1, 2000)] + prompt[:100]
+        new = rng.choice([1, 2, rng.randrange(1, 64), rng.randrange(1, 300)])
+        sampling = SamplingParams(temperature=0.0)
+        if rng.random() < 0.7:
+            sampling = SamplingParams(
+                temperature=rng.choice([0.0, 0.3, 1.0, 2.0]),
+                top_p=rng.choice([1.0, 1.0, 0.9, 0.1]),
+                top_k=rng.choice([0, 0, 1, 40]),
+                min_p=rng.choice([0.0, 0.0, 0.05]),
+                seed=rng.randrange(1 << 40),
+                num_logprobs=rng.choice([None] * 6 + [0, 5]),
+                frequency_penalty=rng.choice([0.0] * 6 + [0.5]),
+                repetition_penalty=rng.choice([1.0] * 6 + [1.2]),
+                logit_bias={}
+                if rng.random() < 0.9
+                else {rng.randrange(SHAPE["vocab_size"]): rng.uniform(-5, 5) for _ in range(3)},
+                stop_token_ids=tuple(self._tokens(rng.choice([0, 0, 1, 500]))),
+                min_tokens=rng.choice([0, 0, 0, min(4, new)]),
+            )
+        request = GenerateRequest(
+            RequestId(f"fuzz-{number}"), prompt, len(prompt), sampling, new, priority=rng.choice([0, 0, 0, 1])
+        )
+        return Answer(request, rng.randrange(new + 1) if rng.random() < 0.1 else None)
+
+    def run(self, num_requests: int, most_s: float) -> int:
+        begun, number, open_ids, pool = time.monotonic(), 0, set[RequestId](), self._llm.built.pool
+        while True:
+            while number < num_requests and len(open_ids) < _OPEN and time.monotonic() - begun < most_s:
+                answer = self.request(number)
+                self.answers[answer.request.request_id] = answer
+                open_ids.add(answer.request.request_id)
+                self._engine.add(answer.request)
+                number += 1
+            if not self._engine.has_work:
+                return number
+            for chunk in self._engine.step():
+                self._take(chunk, open_ids)
+            self.fullest = max(self.fullest, 1 - pool.num_free / pool.num_blocks)
+
+    def _take(self, chunk: TokenChunk, open_ids: set[RequestId]) -> None:
+        answer = self.answers[chunk.request_id]
+        answer.token_ids += chunk.token_ids
+        answer.num_logprobs += len(chunk.logprobs or [])
+        if chunk.finish is not None:
+            answer.finish = chunk.finish.reason
+            open_ids.discard(chunk.request_id)
+            self._judge(answer)
+        elif answer.cancel_at is not None and len(answer.token_ids) >= answer.cancel_at:
+            self._engine.cancel(chunk.request_id)
+
+    def _judge(self, answer: Answer) -> None:
+        request, sampling, count = answer.request, answer.request.sampling, len(answer.token_ids)
+        stopped = count and answer.token_ids[-1] in sampling.stop_token_ids
+        right = {
+            "length": count == request.max_new_tokens,
+            "stop": bool(stopped) and count >= sampling.min_tokens,
+            "cancelled": answer.cancel_at is not None,
+        }.get(answer.finish or "", False)
+        if sampling.num_logprobs is not None and answer.num_logprobs != count:
+            right = False
+        if not all(0 <= token_id < SHAPE["vocab_size"] for token_id in answer.token_ids):
+            right = False
+        if not right:
+            self.problems.append(
+                f"{request.request_id}: {answer.finish} after {count} of {request.max_new_tokens}: {sampling}"
+            )
+
+    def check(self, folder: Path, most: int) -> dict[str, Any]:
+        """Greedy answers against transformers' own model, in float32."""
+        import transformers
+
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE, attn_implementation="eager"))
+        family = family_of(read_hf_config(folder), str(folder))
+        weights = {name: value.float() for name, value in parameter_slices(self._llm.built.model, family.rules)}
+        missing, unexpected = model.load_state_dict(weights, strict=False)
+        assert not unexpected, unexpected
+        assert set(missing) <= {"lm_head.weight"}, missing
+        model = model.cuda().eval()
+        plain = SamplingParams(temperature=0.0)
+        greedy = [answer for answer in self.answers.values() if answer.request.sampling == plain and answer.token_ids]
+        worst, wrong, num_tokens = 0.0, 0, 0
+        for answer in greedy[-most:]:
+            prompt = answer.request.token_ids
+            with torch.inference_mode():
+                logits = model(torch.tensor([prompt + answer.token_ids[:-1]], device="cuda")).logits[
+                    0, len(prompt) - 1 :
+                ]
+            gaps = logits.amax(-1) - logits.gather(1, torch.tensor(answer.token_ids, device="cuda")[:, None])[:, 0]
+            worst, num_tokens = max(worst, float(gaps.max())), num_tokens + len(gaps)
+            wrong += int((gaps > _NEAR_TIE).sum())
+        return {"answers": len(greedy[-most:]), "tokens": num_tokens, "worst_gap": worst, "wrong": wrong}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--seconds", type=float, default=3600.0)
+    parser.add_argument("--left-gib", type=float, default=4.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--checked", type=int, default=40)
+    parser.add_argument("--rows", type=int, default=512)
+    args = parser.parse_args()
+    on_card = torch.cuda.is_available()
+    ballast = None
+    if on_card:
+        free, _total = torch.cuda.mem_get_info()
+        ballast = torch.empty(max(0, int(free - args.left_gib * 2**30)), dtype=torch.uint8, device="cuda")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "config.json").write_text(json.dumps(SHAPE))
+        kv = KvSettings() if on_card else KvSettings(16, 400)
+        llm = LLM(folder, EngineSettings(kv=kv, sched=SchedSettings(max_rows=args.rows)), random_weights_seed=args.seed)
+        fuzz = Fuzz(llm, args.seed)
+        begun = time.monotonic()
+        num_requests = fuzz.run(args.requests, args.seconds)
+        pool = llm.built.pool
+        pool.check()
+        results: dict[str, Any] = {
+            "requests": num_requests,
+            "seconds": time.monotonic() - begun,
+            "tokens": sum(len(answer.token_ids) for answer in fuzz.answers.values()),
+            "kv_tokens": pool.num_blocks * llm.built.layout.block_tokens,
+            "fullest": fuzz.fullest,
+            "preemptions": llm.built.scheduler.counters.preemptions,
+            "finishes": Counter(answer.finish for answer in fuzz.answers.values()),
+            "blocks_lost": pool.num_blocks - pool.num_free,
+            "problems": fuzz.problems[:20],
+            "num_problems": len(fuzz.problems),
+        }
+        print(json.dumps(results), flush=True)
+        if on_card:
+            stats = torch.cuda.memory_stats()
+            free, _total = torch.cuda.mem_get_info()
+            results |= {"free_mib": free >> 20, "retries": stats["num_alloc_retries"], "ooms": stats["num_ooms"]}
+            for line in llm.built.memory:
+                print(
+                    f"{line.name:24} {line.planned_bytes >> 20:8} MiB planned {line.used_bytes >> 20:8} used",
+                    flush=True,
+                )
+            del ballast
+            results["checked"] = fuzz.check(folder, args.checked)
+            print({key: results[key] for key in ("free_mib", "retries", "ooms", "checked")}, flush=True)
+        args.out.write_text(json.dumps(results, indent=1))
+        if fuzz.problems or results["blocks_lost"]:
+            raise SystemExit(f"{len(fuzz.problems)} problems, {results['blocks_lost']} blocks lost")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""CardSteps: a plan's forward and the drawing of its tokens on a card, captured (graphs.py) or, for long prompts, launched
+kernel by kernel. Both take the same inputs and do the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from stoker.engine.graphs import StepGraphs, StepOutputs
+from stoker.engine.packed import StepData, StepInputs, StepShape
+from stoker.engine.rows import RowTable
+from stoker.kernels.dense import DensePlans
+from stoker.kernels.paged import Cutter, PagedSpans
+from stoker.kernels.sample_rows import sample_rows_triton
+from stoker.kernels.step_inputs import step_inputs_triton
+from stoker.kv.device import DeviceKv
+from stoker.layers.batch import ForwardBatch
+from stoker.models.contract import Model
+from stoker.sched.plan import Span, StepPlan
+
+# Steps of one token a row, by rows; and steps with prompts in them, by tokens. Those that serve for most are captured first.
+_ROWS_FIRST, _ROWS = (256, 64, 8, 1), (1024, 768, 512, 384, 192, 128, 96, 48, 32, 24, 16, 12, 4, 2)
+_TOKENS_FIRST, _TOKENS = (1024, 256, 64), (896, 768, 640, 512, 448, 384, 320, 192, 128, 96, 32, 16)
+_HEADS = (64, 256, 512)  # rows that such a step draws for: each costs its share of the logits
+_MORE_SPANS = 32  # room for so many spans of several tokens beyond those that fill their tiles
+
+
+class CardSteps:
+    def __init__(self, model: Model, kv: DeviceKv, rows: RowTable, num_heads: int) -> None:
+        self._model = model
+        self._kv = kv
+        self._rows = rows
+        layout = kv.layout
+        self._dense = DensePlans(kv.blocks, num_heads, layout.num_heads, layout.head_dim)
+        self._cutter = Cutter.of(num_heads, layout.num_heads, layout.block_tokens, kv.blocks.dtype)
+        first, rest = _shapes(rows.max_rows, self._cutter)
+        self._graphs = StepGraphs(self._forward, first, rest, kv.blocks.device)
+
+    def warm_up(self) -> None:
+        """Compile what is needed, and capture what serves for most."""
+        self._graphs.capture_first()
+
+    def capture_next(self) -> bool:
+        """When there is nothing else to do: capture a shape, or plan for a length of kernels/dense.py. Whether one was left."""
+        return self._graphs.capture_next() or self._dense.plan_next()
+
+    def capture_all(self) -> None:
+        while self._graphs.capture_next():
+            pass
+        self._dense.plan_all()
+
+    def run(self, plan: StepPlan, sampling: Sequence[Span], draws: bool) -> StepOutputs:
+        """`sampling`: the spans whose logits are wanted. `draws`: and a token of each, by the rows' own settings. The outputs are
+        valid until the next run, and may have more rows than there are spans."""
+        data = StepData(plan, sampling, self._cutter, self._dense.lengths)
+        captured = self._graphs.find(data.least)
+        shape = data.exact if captured is None else captured.shape
+        # Memory that the card reads by itself; torch gives it to nobody else until it has.
+        packed = torch.zeros(sum(shape.sizes), dtype=torch.int64, pin_memory=self._kv.blocks.is_cuda)
+        data.pack(packed.numpy(), shape, draws)
+        if captured is not None:
+            return captured.run(packed)
+        return self._forward(StepInputs.of(packed.to(self._kv.blocks.device, non_blocking=True), shape), data.whole)
+
+    def _forward(self, inputs: StepInputs, whole: tuple[tuple[int, int], ...] = ()) -> StepOutputs:
+        kv, rows, layout = self._kv, self._rows, self._kv.layout
+        token_rows, _, positions = inputs.tokens
+        sizes = (layout.num_heads, layout.block_tokens, kv.pages_per_block)
+        token_ids, slots = step_inputs_triton(inputs.tokens, rows.last_token, rows.table, *sizes)
+        where = (rows.table, token_rows, positions, inputs.singles, inputs.tiles, whole, rows.finished)
+        spans = PagedSpans(*where, kv.pages_per_block, layout.num_heads)
+        hidden = self._model(ForwardBatch(token_ids, positions, slots, spans, kv))
+        heads, head_rows, lengths = inputs.heads
+        if not len(heads):
+            return StepOutputs(None, heads)
+        logits = self._model.logits(hidden[heads])
+        return StepOutputs(logits, self._draw(logits, head_rows, lengths))
+
+    def _draw(self, logits: Tensor, head_rows: Tensor, lengths: Tensor) -> Tensor:
+        return sample_rows_triton(logits, head_rows, lengths, self._rows.settings, self._rows.last_token)
+
+
+def _shapes(max_rows: int, cutter: Cutter) -> tuple[list[StepShape], list[StepShape]]:
+    """Those to be captured first, and the others."""
+
+    def decode(rows: int) -> StepShape:
+        return StepShape(rows, cutter.most_singles(rows), 0, rows)
+
+    def mixed(tokens: int) -> list[StepShape]:
+        rows = min(max_rows, tokens)
+        tiles = -(-tokens // cutter.tile_tokens) + _MORE_SPANS
+        room = (tokens, cutter.most_singles(rows), cutter.most_tiles(tiles))
+        return [StepShape(*room, heads) for heads in sorted({min(rows, heads) for heads in _HEADS})]
+
+    sizes = sorted((*_ROWS_FIRST, *_ROWS))
+    largest = next((size for size in sizes if size >= max_rows), sizes[-1])
+    first = [decode(rows) for rows in _ROWS_FIRST if rows <= largest]
+    rest = [decode(rows) for rows in _ROWS if rows <= largest]
+    for tokens in _TOKENS_FIRST:
+        *fewer, most = mixed(tokens)
+        first.append(most)
+        rest += fewer
+    for tokens in _TOKENS:
+        rest += mixed(tokens)
+    return first, rest

@@ -1,0 +1,153 @@
+"""A step's inputs on a card, packed into one run of integers: they go over in one copy, and a captured step finds them
+in one place.
+
+Everything else that a step reads, block table, last tokens, sampling settings, lies on the card already (rows.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stoker.kernels.paged import Cutter
+from stoker.kernels.pieces import FIELDS
+from stoker.sched.plan import Span, StepPlan
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """How much of everything there is in a step, or how much a captured one has room for."""
+
+    tokens: int
+    singles: int  # pieces of attention (kernels/pieces.py) of spans of one token
+    tiles: int  # and of longer ones
+    heads: int  # rows whose logits are wanted
+
+    def holds(self, other: StepShape) -> bool:
+        return (
+            other.tokens <= self.tokens
+            and other.singles <= self.singles
+            and other.tiles <= self.tiles
+            and other.heads <= self.heads
+        )
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Of the parts of the run, in their order."""
+        return 3 * self.tokens, FIELDS * self.singles, FIELDS * self.tiles, 3 * self.heads
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """Views into the run."""
+
+    packed: Tensor
+    tokens: Tensor  # [3, tokens]: each one's row, id (-1: the row's last drawn one) and position (-1: padding)
+    singles: Tensor  # [pieces, FIELDS]
+    tiles: Tensor  # [pieces, FIELDS]
+    heads: Tensor  # [3, heads]: which token, its row, and the tokens before the one to be drawn (0: none is drawn)
+
+    @classmethod
+    def of(cls, packed: Tensor, shape: StepShape) -> StepInputs:
+        tokens, singles, tiles, heads = packed.split(shape.sizes)
+        return cls(
+            packed,
+            tokens.view(3, shape.tokens),
+            singles.view(shape.singles, FIELDS),
+            tiles.view(shape.tiles, FIELDS),
+            heads.view(3, shape.heads),
+        )
+
+    @classmethod
+    def empty(cls, shape: StepShape, device: torch.device) -> StepInputs:
+        """Nothing but padding."""
+        inputs = cls.of(torch.zeros(sum(shape.sizes), dtype=torch.int64, device=device), shape)
+        inputs.tokens[2] = -1
+        return inputs
+
+
+class StepData:
+    """A plan's spans as arrays."""
+
+    def __init__(self, plan: StepPlan, sampling: Sequence[Span], cutter: Cutter, dense: Sequence[int]) -> None:
+        """`dense`: numbers of leading tokens that kernels/dense.py may take."""
+        spans, number = plan.spans, len(plan.spans)
+        self._cutter = cutter
+        self._token_ids = plan.token_ids
+        self._rows = np.fromiter((span.row for span in spans), np.int64, number)
+        self._starts = np.fromiter((span.start for span in spans), np.int64, number)
+        self._counts = np.fromiter((span.count for span in spans), np.int64, number)
+        self._firsts = self._counts.cumsum() - self._counts
+        self._samples = np.fromiter((span.samples for span in spans), np.bool_, number)
+        self.whole, first, count, start = self._take_whole(dense)
+        is_single = count == 1
+        self._singles, self._longer = (first, start), (first, count, start)
+        if not is_single.all():
+            self._singles = first[is_single], start[is_single]
+            self._longer = first[~is_single], count[~is_single], start[~is_single]
+        singles = len(self._singles[0])
+        tiles = cutter.num_tiles(self._longer[1]) if singles < len(first) else 0
+        # One piece more than spans: the least that is enough to cut them.
+        self.least = StepShape(
+            len(plan.token_ids), singles + 1 if singles else 0, tiles + 1 if tiles else 0, len(sampling)
+        )
+
+    def _take_whole(self, dense: Sequence[int]) -> tuple[tuple[tuple[int, int], ...], Ints, Ints, Ints]:
+        """First token and count of what is taken, and spans of what is left."""
+        first, count, start = self._firsts, self._counts, self._starts
+        if not dense or int(count.max()) < dense[0]:
+            return (), first, count, start
+        taken = np.array([0, *dense])[np.searchsorted(dense, count, side="right")] * (start == 0)
+        whole = tuple((a, b) for a, b in zip(first.tolist(), taken.tolist(), strict=True) if b)
+        is_left = count > taken
+        return whole, (first + taken)[is_left], (count - taken)[is_left], (start + taken)[is_left]
+
+    @property
+    def exact(self) -> StepShape:
+        """Room for as many pieces as are of use."""
+        cutter, least = self._cutter, self.least
+        return StepShape(
+            least.tokens,
+            cutter.most_singles(least.singles - 1) if least.singles else 0,
+            cutter.most_tiles(least.tiles - 1) if least.tiles else 0,
+            least.heads,
+        )
+
+    def pack(self, run: Ints, shape: StepShape, draws: bool) -> None:
+        """Into zeros, for a step with room for `shape`. `draws`: the step draws tokens by itself."""
+        a, b, c, _ = shape.sizes
+        tokens, singles, tiles, heads = run[:a], run[a : a + b], run[a + b : a + b + c], run[a + b + c :]
+        self._put_tokens(tokens.reshape(3, -1))
+        if self.least.singles:
+            pieces = self._cutter.singles(*self._singles, shape.singles)
+            singles[: pieces.size] = pieces.ravel()
+        if self.least.tiles:
+            pieces = self._cutter.tiles(*self._longer, shape.tiles)
+            tiles[: pieces.size] = pieces.ravel()
+        if self.least.heads:
+            self._put_heads(heads.reshape(3, -1), draws)
+
+    def _put_tokens(self, tokens: Ints) -> None:
+        count = self.least.tokens
+        tokens[2, count:] = -1
+        tokens[1, :count] = self._token_ids
+        if count == len(self._counts):
+            tokens[0, :count] = self._rows
+            tokens[2, :count] = self._starts
+        else:
+            tokens[0, :count] = self._rows.repeat(self._counts)
+            tokens[2, :count] = np.arange(count) - (self._firsts - self._starts).repeat(self._counts)
+
+    def _put_heads(self, heads: Ints, draws: bool) -> None:
+        count, samples = self.least.heads, self._samples
+        heads[0, :count] = (self._firsts + self._counts - 1)[samples]
+        heads[1, :count] = self._rows[samples]
+        if draws:
+            heads[2, :count] = (self._starts + self._counts)[samples]

@@ -1,0 +1,155 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+"""Experts of so few tokens that hardly two of them share an expert: each pair reads its expert's weights itself.
+
+Two kernels, both multiply and add up. Every program of the first finds from the logits which expert its pair has; the second
+runs over all experts of a token, so that their weighted sum is its own. moe.py has the reference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stoker.kernels.dispatch import overlaps, tl, triton
+from stoker.kernels.moe_route import add_parts
+
+MOST_TOKENS = 1  # two are faster by lists already, measured with Qwen3-30B-A3B's shape
+_LOWEST = -(2**63) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How a program works: so many outputs, so many inputs at a time, and so many of these steps under way."""
+
+    outs: int
+    ins: int
+    num_warps: int
+    num_stages: int = 1
+
+
+# Measured on an H200 with Qwen3-30B-A3B's shape: bench/gpu.py --tiles.
+GATE_UP = Tile(outs=16, ins=256, num_warps=4)
+DOWN = Tile(outs=8, ins=256, num_warps=8)
+
+
+@triton.jit
+def _gate_up(
+    x, norm, logits, weight, inner, chosen, weights, eps,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, PARTS: tl.constexpr, EXPERTS: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr, GRANULE: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
+    RENORMALISES: tl.constexpr, LOWEST: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(1)
+    token, rank = pair // TOP_K, pair % TOP_K
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    each = tl.arange(0, BLOCK_EXPERTS)
+    logit = add_parts(logits + token * PARTS * EXPERTS, PARTS, EXPERTS, BLOCK_EXPERTS)
+    # One number that orders by logit, then by expert, the first of equals first.
+    bits = logit.to(tl.int32, bitcast=True)
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+    key = tl.where(each < EXPERTS, (ordered << 32) | (BLOCK_EXPERTS - 1 - each).to(tl.int64), LOWEST)
+    best = tl.max(key)
+    for _ in range(rank):
+        key = tl.where(key == best, LOWEST, key)
+        best = tl.max(key)
+    expert = tl.minimum(BLOCK_EXPERTS - 1 - (best & 0xFFFFFFFF), EXPERTS - 1)
+    out = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    is_out = out < WIDTH
+    column = tl.arange(0, BLOCK_IN)
+    gate_row = out + (out // GRANULE) * GRANULE
+    gate_from = weight + expert * (2 * WIDTH * HIDDEN) + gate_row[:, None] * HIDDEN + column[None, :]
+    gate = tl.zeros([BLOCK_OUT, BLOCK_IN], tl.float32)
+    up = tl.zeros([BLOCK_OUT, BLOCK_IN], tl.float32)
+    squares = tl.zeros([BLOCK_IN], tl.float32)
+    for start in tl.range(0, HIDDEN, BLOCK_IN, num_stages=STAGES):
+        is_in = start + column < HIDDEN
+        if HIDDEN % BLOCK_IN == 0:
+            is_in = column < BLOCK_IN
+        is_taken = is_out[:, None] & is_in[None, :]
+        gate_weight = tl.load(gate_from + start, mask=is_taken, other=0.0)
+        up_weight = tl.load(gate_from + (GRANULE * HIDDEN + start), mask=is_taken, other=0.0)
+        given = tl.load(x + token * HIDDEN + start + column, mask=is_in, other=0.0).to(tl.float32)
+        squares += given * given
+        given = given * tl.load(norm + start + column, mask=is_in, other=0.0).to(tl.float32)
+        gate += gate_weight.to(tl.float32) * given[None, :]
+        up += up_weight.to(tl.float32) * given[None, :]
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    scale = tl.rsqrt(tl.sum(squares) / HIDDEN + eps)
+    gated, upped = tl.sum(gate, 1) * scale, tl.sum(up, 1) * scale
+    made = gated / (1 + tl.exp(-gated)) * upped
+    tl.store(inner + pair * WIDTH + out, made.to(inner.dtype.element_ty), mask=is_out)
+    if tl.program_id(0) == 0:
+        shares = tl.exp((logit - tl.max(logit)) * scale)
+        share = tl.sum(tl.where(each == expert, shares, 0.0))
+        if not RENORMALISES:
+            share = share / tl.sum(shares)
+        tl.store(weights + pair, share)
+        tl.store(chosen + pair, expert.to(tl.int32))
+
+
+@triton.jit
+def _down(
+    x, inner, weight, chosen, weights,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr,
+    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, RENORMALISES: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(1)
+    out = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    is_out = out < HIDDEN
+    column = tl.arange(0, BLOCK_IN)
+    sums = tl.zeros([BLOCK_OUT, BLOCK_IN], tl.float32)
+    all_shares = 0.0
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    for rank in tl.static_range(TOP_K):
+        pair = token * TOP_K + rank
+        expert = tl.load(chosen + pair).to(tl.int64)
+        share = tl.load(weights + pair)
+        all_shares += share
+        taken_from = weight + expert * (HIDDEN * WIDTH) + out[:, None] * WIDTH + column[None, :]
+        for start in tl.static_range(0, WIDTH, BLOCK_IN):
+            is_in = start + column < WIDTH
+            if WIDTH % BLOCK_IN == 0:
+                is_in = column < BLOCK_IN
+            taken = tl.load(taken_from + start, mask=is_out[:, None] & is_in[None, :], other=0.0)
+            given = tl.load(inner + pair * WIDTH + start + column, mask=is_in, other=0.0).to(tl.float32)
+            sums += taken.to(tl.float32) * (given * share)[None, :]
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    found = tl.sum(sums, 1)
+    if RENORMALISES:
+        found = found / all_shares
+    total = tl.load(x + token * HIDDEN + out, mask=is_out, other=0.0).to(tl.float32) + found
+    tl.store(x + token * HIDDEN + out, total.to(x.dtype.element_ty), mask=is_out)
+
+
+def few_tokens(
+    x: Tensor, norm: Tensor, eps: float, logits: Tensor, gate_up: Tensor, granule: int, down: Tensor,
+    top_k: int, renormalises: bool, *, gate_up_tile: Tile = GATE_UP, down_tile: Tile = DOWN,
+) -> Tensor:  # fmt: skip
+    """x + the experts' weighted sum, in place."""
+    num_experts, hidden, width = down.shape
+    assert x.is_contiguous()
+    assert gate_up.is_contiguous()
+    assert down.is_contiguous()
+    num_pairs, overlap = len(x) * top_k, overlaps(x)
+    inner = x.new_empty(num_pairs, width)
+    chosen = torch.empty(num_pairs, dtype=torch.int32, device=x.device)
+    weights = logits.new_empty(num_pairs)
+    _gate_up[(triton.cdiv(width, gate_up_tile.outs), num_pairs)](
+        x, norm, logits, gate_up, inner, chosen, weights, eps,
+        HIDDEN=hidden, WIDTH=width, TOP_K=top_k, PARTS=logits.shape[1], EXPERTS=num_experts,
+        BLOCK_EXPERTS=triton.next_power_of_2(num_experts), GRANULE=granule, BLOCK_OUT=gate_up_tile.outs,
+        BLOCK_IN=gate_up_tile.ins, RENORMALISES=renormalises, LOWEST=_LOWEST, STAGES=gate_up_tile.num_stages, OVERLAP=overlap,
+        num_warps=gate_up_tile.num_warps, launch_pdl=overlap,
+    )  # fmt: skip
+    _down[(triton.cdiv(hidden, down_tile.outs), len(x))](
+        x, inner, down, chosen, weights, HIDDEN=hidden, WIDTH=width, TOP_K=top_k,
+        BLOCK_OUT=down_tile.outs, BLOCK_IN=down_tile.ins, RENORMALISES=renormalises, OVERLAP=overlap,
+        num_warps=down_tile.num_warps, launch_pdl=overlap,
+    )  # fmt: skip
+    return x

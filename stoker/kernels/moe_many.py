@@ -1,0 +1,202 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+"""Experts over lists of pairs (moe_route.py): a product with gate and up, one with down, and the weighted sum of each token.
+
+A program takes some of an expert's pairs and some of its outputs, weights as the tall side. Which expert that is, it finds from
+the counts; the grid is what the number of tokens could need at most, and programs beyond what it does need leave at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from stoker.kernels.dispatch import overlaps, tl, triton, wait_for_inputs
+from stoker.kernels.moe_route import COUNT_STRIDE, Lists
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How a program works: so many pairs, so many outputs, so many inputs at a time."""
+
+    rows: int
+    outs: int
+    ins: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    gate_up: Tile
+    down: Tile
+
+
+# By the most pairs an expert gets on average, measured on an H200 with Qwen3-30B-A3B's shape: bench/gpu.py --tiles.
+_BY_LOAD = [
+    (10, Tiles(Tile(16, 64, 128, 4, 3), Tile(16, 64, 128, 4, 3))),
+    (20, Tiles(Tile(32, 64, 64, 4, 3), Tile(32, 128, 64, 4, 4))),
+    (1 << 30, Tiles(Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 4))),
+]
+_WIDE = Tiles(Tile(16, 32, 32, 4, 2), Tile(16, 32, 32, 4, 2))  # of float32
+_COMBINED = 1024
+
+
+def tiles_for(lists: Lists) -> Tiles:
+    if lists.normed.element_size() == 4:
+        return _WIDE
+    return next(tiles for most, tiles in _BY_LOAD if lists.load <= most)
+
+
+@triton.jit
+def find_tile(
+    counts, tile, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, ROWS: tl.constexpr, COUNTS: tl.constexpr
+):
+    """-> the expert that this tile belongs to, which of its pairs come first, and how many are left from there; 0 or less: none."""
+    expert = tl.arange(0, BLOCK_EXPERTS)
+    count = tl.load(counts + expert * COUNTS, mask=expert < EXPERTS, other=0)
+    num_tiles = (count + ROWS - 1) // ROWS
+    ends = tl.cumsum(num_tiles, 0)
+    mine = tl.sum((ends <= tile).to(tl.int32))
+    first = (tile - tl.sum(tl.where(expert < mine, num_tiles, 0))) * ROWS
+    return mine, first, tl.sum(tl.where(expert == mine, count, 0)) - first
+
+
+@triton.jit
+def _gate_up(
+    x, weight, counts, pairs, inner, capacity,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
+    GRANULE: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, COUNTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    PARTS: tl.constexpr = (WIDTH + BLOCK_OUT - 1) // BLOCK_OUT
+    tile = tl.program_id(0) // PARTS
+    expert, first, left = find_tile(counts, tile, EXPERTS, BLOCK_EXPERTS, ROWS, COUNTS)
+    if left <= 0:
+        return
+    row = tl.arange(0, ROWS)
+    is_row = row < left
+    pair = tl.load(pairs + expert.to(tl.int64) * capacity + first + row, mask=is_row, other=0).to(tl.int64)
+    out = (tl.program_id(0) % PARTS) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    is_out = out < WIDTH
+    column = tl.arange(0, BLOCK_IN)
+    gate_row = out + (out // GRANULE) * GRANULE
+    gate_from = weight + expert.to(tl.int64) * (2 * WIDTH * HIDDEN) + gate_row[:, None] * HIDDEN + column[None, :]
+    given_from = x + (pair // TOP_K)[None, :] * HIDDEN + column[:, None]
+    gate = tl.zeros([BLOCK_OUT, ROWS], tl.float32)
+    up = tl.zeros([BLOCK_OUT, ROWS], tl.float32)
+    for start in range(0, HIDDEN, BLOCK_IN):
+        is_in = start + column < HIDDEN
+        if HIDDEN % BLOCK_IN == 0:
+            is_in = column < BLOCK_IN
+        is_taken = is_out[:, None] & is_in[None, :]
+        gate_weight = tl.load(gate_from + start, mask=is_taken, other=0.0)
+        up_weight = tl.load(gate_from + (GRANULE * HIDDEN + start), mask=is_taken, other=0.0)
+        given = tl.load(given_from + start, mask=is_row[None, :] & is_in[:, None], other=0.0)
+        gate = tl.dot(gate_weight, given, gate, input_precision="ieee")
+        up = tl.dot(up_weight, given, up, input_precision="ieee")
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    found = gate / (1 + tl.exp(-gate)) * up
+    place = inner + pair[None, :] * WIDTH + out[:, None]
+    tl.store(place, found.to(inner.dtype.element_ty), mask=is_out[:, None] & is_row[None, :])
+
+
+@triton.jit
+def _down(
+    inner, weight, counts, pairs, made, capacity,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, COUNTS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    PARTS: tl.constexpr = (HIDDEN + BLOCK_OUT - 1) // BLOCK_OUT
+    tile = tl.program_id(0) // PARTS
+    expert, first, left = find_tile(counts, tile, EXPERTS, BLOCK_EXPERTS, ROWS, COUNTS)
+    if left <= 0:
+        return
+    row = tl.arange(0, ROWS)
+    is_row = row < left
+    pair = tl.load(pairs + expert.to(tl.int64) * capacity + first + row, mask=is_row, other=0).to(tl.int64)
+    out = (tl.program_id(0) % PARTS) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    is_out = out < HIDDEN
+    column = tl.arange(0, BLOCK_IN)
+    taken_from = weight + expert.to(tl.int64) * (HIDDEN * WIDTH) + out[:, None] * WIDTH + column[None, :]
+    given_from = inner + pair[None, :] * WIDTH + column[:, None]
+    sums = tl.zeros([BLOCK_OUT, ROWS], tl.float32)
+    for start in range(0, WIDTH, BLOCK_IN):
+        is_in = start + column < WIDTH
+        if WIDTH % BLOCK_IN == 0:
+            is_in = column < BLOCK_IN
+        taken = tl.load(taken_from + start, mask=is_out[:, None] & is_in[None, :], other=0.0)
+        given = tl.load(given_from + start, mask=is_row[None, :] & is_in[:, None], other=0.0)
+        sums = tl.dot(taken, given, sums, input_precision="ieee")
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    place = made + pair[None, :] * HIDDEN + out[:, None]
+    tl.store(place, sums.to(made.dtype.element_ty), mask=is_out[:, None] & is_row[None, :])
+
+
+@triton.jit
+def _combine(
+    x, made, weights, HIDDEN: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):  # fmt: skip
+    wait_for_inputs(OVERLAP)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < HIDDEN
+    total = tl.load(x + token * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
+    for rank in tl.static_range(TOP_K):
+        pair = token * TOP_K + rank
+        one = tl.load(made + pair * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
+        total += one * tl.load(weights + pair)
+    tl.store(x + token * HIDDEN + column, total.to(x.dtype.element_ty), mask=inside)
+
+
+def gate_up_lists(lists: Lists, gate_up: Tensor, granule: int, tile: Tile) -> Tensor:
+    """-> [pairs, width]"""
+    num_experts, width, hidden = gate_up.shape[0], gate_up.shape[1] // 2, gate_up.shape[2]
+    assert gate_up.is_contiguous()
+    top_k, overlap = lists.weights.shape[1], overlaps(gate_up)
+    inner = lists.normed.new_empty(lists.weights.numel(), width)
+    _gate_up[(most_tiles(lists, tile.rows) * triton.cdiv(width, tile.outs),)](
+        lists.normed, gate_up, lists.counts, lists.pairs, inner, lists.pairs.shape[1],
+        HIDDEN=hidden, WIDTH=width, TOP_K=top_k, EXPERTS=num_experts, BLOCK_EXPERTS=triton.next_power_of_2(num_experts),
+        GRANULE=granule, ROWS=tile.rows, BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins, COUNTS=COUNT_STRIDE, OVERLAP=overlap,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=overlap,
+    )  # fmt: skip
+    return inner
+
+
+def down_lists(lists: Lists, inner: Tensor, down: Tensor, tile: Tile) -> Tensor:
+    """-> [pairs, hidden]"""
+    num_experts, hidden, width = down.shape
+    assert down.is_contiguous()
+    overlap = overlaps(down)
+    made = inner.new_empty(len(inner), hidden)
+    _down[(most_tiles(lists, tile.rows) * triton.cdiv(hidden, tile.outs),)](
+        inner, down, lists.counts, lists.pairs, made, lists.pairs.shape[1],
+        HIDDEN=hidden, WIDTH=width, EXPERTS=num_experts, BLOCK_EXPERTS=triton.next_power_of_2(num_experts),
+        ROWS=tile.rows, BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins, COUNTS=COUNT_STRIDE, OVERLAP=overlap,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=overlap,
+    )  # fmt: skip
+    return made
+
+
+def combine(x: Tensor, made: Tensor, weights: Tensor) -> Tensor:
+    """x + the weighted sum of each token's pairs, in place."""
+    num_tokens, hidden = x.shape
+    overlap = overlaps(x)
+    _combine[(num_tokens, triton.cdiv(hidden, _COMBINED))](
+        x, made, weights, HIDDEN=hidden, TOP_K=weights.shape[1], BLOCK=_COMBINED, OVERLAP=overlap,
+        num_warps=4, launch_pdl=overlap,
+    )  # fmt: skip
+    return x
+
+
+def most_tiles(lists: Lists, rows: int) -> int:
+    """Of `rows` pairs each: whole ones, and one for the rest of each expert that has any pair."""
+    num_pairs, num_experts = lists.weights.numel(), len(lists.pairs)
+    return min(num_pairs, num_pairs // rows + num_experts)

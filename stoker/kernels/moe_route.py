@@ -1,0 +1,176 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+"""Which expert gets which token.  x [tokens, hidden]   router [experts, hidden]   ->  logits [tokens, parts, experts], in float32
+
+Logits are those of x times the norm's weight; who reads them adds up their parts, and divides by the token's own size, which does
+not change their order.
+A token and one of its experts are a pair, numbered token * top_k + rank. Each expert's pairs stand in its list in any order:
+what comes of a pair depends on nothing else in the list. moe.py has the reference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stoker.kernels.dispatch import overlaps, tl, triton, wait_for_inputs
+
+# An expert's count lies in a line of the cache of its own: thousands of tokens count at once.
+COUNT_STRIDE = 32
+_WARP = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How a program of the router works: so many tokens, so many experts, so many inputs at a time, and its share of all inputs."""
+
+    rows: int
+    outs: int
+    ins: int
+    num_stages: int
+    splits: int = 1
+
+
+# Measured on an H200 with Qwen3-30B-A3B's shape: bench/gpu.py --tiles.
+_BY_TOKENS = [
+    (64, Tile(16, 16, 256, 2, splits=8)),
+    (1023, Tile(64, 32, 128, 3, splits=4)),
+    (1 << 30, Tile(64, 64, 64, 4)),
+]
+_WIDE = Tile(16, 16, 32, 2, splits=2)  # of float32
+
+
+@dataclass(frozen=True, slots=True)
+class Lists:
+    normed: Tensor  # [tokens, hidden]
+    weights: Tensor  # [tokens, top_k], in float32
+    counts: Tensor  # [experts * COUNT_STRIDE] how many pairs each expert has
+    pairs: Tensor  # [experts, at least tokens]
+
+    @property
+    def load(self) -> float:
+        """Pairs of an expert, on average."""
+        return self.weights.numel() / len(self.pairs)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _router_logits(
+    x, norm, router, logits, counts, num_tokens, num_experts,
+    HIDDEN: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
+    COUNTS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(OVERLAP)
+    split = tl.program_id(2)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    expert = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    is_row, is_expert = row < num_tokens, expert < num_experts
+    if (tl.program_id(1) == 0) & (split == 0):
+        tl.store(counts + expert * COUNTS, tl.zeros([BLOCK_OUT], tl.int32), mask=is_expert)
+    PART: tl.constexpr = (HIDDEN + SPLITS * BLOCK_IN - 1) // (SPLITS * BLOCK_IN) * BLOCK_IN
+    column = split * PART + tl.arange(0, BLOCK_IN)
+    taken_from = router + expert[:, None] * HIDDEN + column[None, :]
+    given_from = x + row[None, :].to(tl.int64) * HIDDEN + column[:, None]
+    sums = tl.zeros([BLOCK_OUT, ROWS], tl.float32)
+    for start in range(0, PART, BLOCK_IN):
+        is_in = start + column < HIDDEN
+        if HIDDEN % (SPLITS * BLOCK_IN) == 0:
+            is_in = column >= 0
+        taken = tl.load(taken_from + start, mask=is_expert[:, None] & is_in[None, :], other=0.0)
+        given = tl.load(given_from + start, mask=is_row[None, :] & is_in[:, None], other=0.0)
+        # The norm's weight goes to the router's side: x stays as it was loaded, and what it is divided by can come later.
+        learned = tl.load(norm + start + column, mask=is_in, other=0.0).to(tl.float32)
+        taken = (taken.to(tl.float32) * learned[None, :]).to(given.dtype)
+        sums = tl.dot(taken, given, sums, input_precision="ieee")
+    place = logits + (row[None, :] * SPLITS + split) * num_experts + expert[:, None]
+    tl.store(place, sums, mask=is_expert[:, None] & is_row[None, :])
+
+
+@triton.jit
+def add_parts(logits, PARTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr):
+    """-> a token's logits"""
+    expert = tl.arange(0, BLOCK_EXPERTS)
+    found = tl.load(logits + expert, mask=expert < EXPERTS, other=float("-inf"))
+    for part in tl.static_range(1, PARTS):
+        found += tl.load(logits + part * EXPERTS + expert, mask=expert < EXPERTS, other=0.0)
+    return found
+
+
+@triton.jit
+def _list_by_expert(
+    x, norm, logits, normed, weights, counts, pairs, eps, capacity,
+    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, RENORMALISES: tl.constexpr, COUNTS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(OVERLAP)
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, BLOCK_EXPERTS)
+    found = add_parts(logits + token * PARTS * EXPERTS, PARTS, EXPERTS, BLOCK_EXPERTS)
+    column = tl.arange(0, BLOCK)
+    inside = column < HIDDEN
+    wide = tl.load(x + token * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
+    learned = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide) / HIDDEN + eps)
+    found = found * scale
+    largest = tl.max(found)
+    total = tl.sum(tl.exp(found - largest))
+    # One number that orders by logit, then by expert, the first of equals first: a single maximum gives both.
+    bits = found.to(tl.int32, bitcast=True)
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+    key = (ordered << 32) | (BLOCK_EXPERTS - 1 - expert).to(tl.int64)
+    lowest = -0x7FFFFFFFFFFFFFFF
+    key = tl.where(expert < EXPERTS, key, lowest)
+    rank = tl.arange(0, BLOCK_K)
+    best = tl.full([BLOCK_K], 0, tl.int64)
+    for i in tl.static_range(TOP_K):
+        one = tl.max(key)
+        best = tl.where(rank == i, one, best)
+        key = tl.where(key == one, lowest, key)
+    is_chosen = rank < TOP_K
+    chosen = tl.minimum(BLOCK_EXPERTS - 1 - (best & 0xFFFFFFFF).to(tl.int32), EXPERTS - 1)
+    ordered_best = (best >> 32).to(tl.int32)
+    logit = (ordered_best ^ ((ordered_best >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    weight = tl.where(is_chosen, tl.exp(logit - largest), 0.0)
+    if RENORMALISES:
+        total = tl.sum(weight)
+    pair = token * TOP_K + rank
+    tl.store(weights + pair, weight / total, mask=is_chosen)
+    slot = tl.atomic_add(counts + chosen * COUNTS, 1, mask=is_chosen, sem="relaxed")
+    tl.store(pairs + chosen.to(tl.int64) * capacity + slot, pair.to(tl.int32), mask=is_chosen)
+    tl.store(normed + token * HIDDEN + column, (wide * scale * learned).to(normed.dtype.element_ty), mask=inside)
+
+
+def router_logits(x: Tensor, norm: Tensor, router: Tensor, tile: Tile | None = None) -> tuple[Tensor, Tensor]:
+    """And the counts that `list_by_expert` starts from, all zero."""
+    assert x.is_contiguous()
+    assert router.is_contiguous()
+    num_experts = len(router)
+    tile = tile or (_WIDE if x.element_size() == 4 else next(tile for most, tile in _BY_TOKENS if len(x) <= most))
+    logits = torch.empty(len(x), tile.splits, num_experts, dtype=torch.float32, device=x.device)
+    counts = torch.empty(num_experts * COUNT_STRIDE, dtype=torch.int32, device=x.device)
+    overlap = overlaps(x)
+    _router_logits[(triton.cdiv(num_experts, tile.outs), triton.cdiv(len(x), tile.rows), tile.splits)](
+        x, norm, router, logits, counts, len(x), num_experts,
+        HIDDEN=x.shape[1], SPLITS=tile.splits, ROWS=tile.rows, BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins,
+        COUNTS=COUNT_STRIDE, OVERLAP=overlap, num_warps=4, num_stages=tile.num_stages, launch_pdl=overlap,
+    )  # fmt: skip
+    return logits, counts
+
+
+def list_by_expert(
+    x: Tensor, norm: Tensor, eps: float, logits: Tensor, counts: Tensor, top_k: int, renormalises: bool
+) -> Lists:
+    (num_tokens, num_parts, num_experts), hidden = logits.shape, x.shape[1]
+    normed = torch.empty_like(x)
+    weights = logits.new_empty(num_tokens, top_k)
+    # A multiple of 16 whatever the number of tokens, so that one compiled kernel serves all.
+    pairs = counts.new_empty(num_experts, -(-num_tokens // 16) * 16)
+    overlap = overlaps(x)
+    _list_by_expert[(num_tokens,)](
+        x, norm, logits, normed, weights, counts, pairs, eps, pairs.shape[1],
+        HIDDEN=hidden, BLOCK=triton.next_power_of_2(hidden), PARTS=num_parts, EXPERTS=num_experts,
+        BLOCK_EXPERTS=triton.next_power_of_2(num_experts), TOP_K=top_k,
+        BLOCK_K=max(_WARP, triton.next_power_of_2(top_k)), RENORMALISES=renormalises, COUNTS=COUNT_STRIDE,
+        OVERLAP=overlap, num_warps=1, launch_pdl=overlap,
+    )  # fmt: skip
+    return Lists(normed, weights, counts, pairs)

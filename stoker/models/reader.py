@@ -1,0 +1,246 @@
+"""safetensors files as they lie on the drive: which tensor is where, and reading them ahead. Knows nothing of torch, so that
+reading can begin while torch is still being imported."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from stoker.base.errors import ModelFilesError
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+NUM_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
+    "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
+}  # fmt: skip
+_LONGEST_HEADER = 100_000_000  # the format's own limit
+_AHEAD_THREADS = 8
+_PAGE = 4096  # what reads past the cache are aligned to
+BLOCK_BYTES = 8 << 20  # of a file: what is read at a time
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int  # in the file
+    num_bytes: int
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """All tensors of a model's folder, by name."""
+    if not (folder / INDEX).exists():
+        if not (folder / SINGLE).exists():
+            raise ModelFilesError(f"{folder}: neither {SINGLE} nor {INDEX} is there")
+        return read_header(folder / SINGLE)
+    files = _weight_map(folder / INDEX)
+    headers = {file: read_header(folder / file) for file in sorted(set(files.values()))}
+    for name, file in files.items():
+        if name not in headers[file]:
+            raise ModelFilesError(
+                f"{folder / file}: tensor {name!r} cannot be read (the file has none); fetch it again"
+            )
+    return {name: headers[file][name] for name, file in files.items()}
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Those that hold a model's tensors, in the order in which they are read; none that can be named is no error here."""
+    try:
+        names = set(_weight_map(folder / INDEX).values()) if (folder / INDEX).exists() else {SINGLE}
+    except ModelFilesError:
+        return []
+    return [folder / name for name in sorted(names)]
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor name -> its file's."""
+    try:
+        return dict(json.loads(index.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelFilesError(f"{index}: no weight_map can be read from it ({error}); fetch it again") from error
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    try:
+        with file.open("rb") as data:
+            num_bytes = os.fstat(data.fileno()).st_size
+            header = _json_of(data.read(8), data.read, num_bytes)
+    except FileNotFoundError as error:
+        raise ModelFilesError(f"{file} is missing; fetch the model's folder again") from error
+    except (OSError, ValueError) as error:
+        raise ModelFilesError(f"{file} is not a whole safetensors file ({error}); fetch it again") from error
+    header_bytes, entries = header
+    tensors = {}
+    for name, entry in entries.items():
+        if name != "__metadata__":
+            tensors[name] = _tensor(file, name, entry, header_bytes)
+    end = max((tensor.offset + tensor.num_bytes for tensor in tensors.values()), default=header_bytes)
+    if end != num_bytes:
+        raise ModelFilesError(
+            f"{file} is not a whole safetensors file (it has {num_bytes} bytes, its header promises {end}); fetch it again"
+        )
+    return tensors
+
+
+def _json_of(length: bytes, read: Any, num_bytes: int) -> tuple[int, dict[str, Any]]:
+    """Where the data begins, and the header."""
+    if len(length) < 8:
+        raise ValueError(f"it has {num_bytes} bytes")
+    (header_length,) = struct.unpack("<Q", length)
+    if header_length > min(_LONGEST_HEADER, num_bytes - 8):
+        raise ValueError(f"a header of {header_length} bytes in a file of {num_bytes}")
+    entries = json.loads(read(header_length))
+    if not isinstance(entries, dict):
+        raise ValueError("its header is no JSON object")
+    return 8 + header_length, entries
+
+
+def _tensor(file: Path, name: str, entry: Any, header_bytes: int) -> StoredTensor:
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        num_bytes = prod(shape) * NUM_BYTES[dtype]
+        if begin < 0 or end - begin != num_bytes:
+            raise ValueError(f"{end - begin} bytes for {dtype} {shape}")
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelFilesError(f"{file}: tensor {name!r} cannot be read ({error!r}); fetch it again") from error
+    return StoredTensor(file, dtype, shape, header_bytes + begin, num_bytes)
+
+
+def read_block(file: Path, number: int, into: memoryview) -> int:
+    """A file's block, into memory that begins at a page; how many bytes there are of it. Out of the system's cache where it is
+    there, else past it: at the drive's own speed, and without driving out what others have there."""
+    offset = number * BLOCK_BYTES
+    fd = os.open(file, os.O_RDONLY)
+    try:
+        length = min(BLOCK_BYTES, os.fstat(fd).st_size - offset)
+        got = _read_cached(fd, into[:length], offset) or _read_directly(file, into, offset, length)
+        while got < length and (count := os.preadv(fd, [into[got:length]], offset + got)):
+            got += count
+        return min(got, length)
+    finally:
+        os.close(fd)
+
+
+def is_cached(file: Path, number: int) -> bool:
+    """Whether the system holds a block's end in memory: then the rest of it, too, most likely."""
+    fd = os.open(file, os.O_RDONLY)
+    try:
+        end = min((number + 1) * BLOCK_BYTES, os.fstat(fd).st_size)
+        return _read_cached(fd, memoryview(bytearray(1)), end - 1) == 1
+    finally:
+        os.close(fd)
+
+
+def _read_cached(fd: int, into: memoryview, offset: int) -> int:
+    try:
+        return os.preadv(fd, [into], offset, os.RWF_NOWAIT)
+    except (OSError, AttributeError):  # it is not there; or nobody can tell
+        return 0
+
+
+def _read_directly(file: Path, into: memoryview, offset: int, length: int) -> int:
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
+    except (OSError, AttributeError):  # this file system, or this system, cannot
+        return 0
+    try:
+        return os.preadv(fd, [into[: -(-length // _PAGE) * _PAGE]], offset)
+    except OSError:
+        return 0
+    finally:
+        os.close(fd)
+
+
+class ReadAhead:
+    """Reads the blocks of files into memory, in their order, on threads, until somebody comes and takes them. What the system
+    holds in its cache anyway is left there, and whatever is wrong with a file is left for others to say."""
+
+    def __init__(self, files: Sequence[Path], most_bytes: int) -> None:
+        self._left = _blocks([_one_name(file) for file in files], most_bytes)
+        self._lock = threading.Lock()
+        self._read: dict[tuple[Path, int], Future[memoryview | None]] = {}
+        self._passed: set[tuple[Path, int]] = set()  # somebody read it himself
+        for number in range(_AHEAD_THREADS if files else 0):
+            threading.Thread(target=self._run, name=f"read-ahead-{number}", daemon=True).start()
+
+    def take(self, file: Path, number: int) -> memoryview | None:
+        """A block, once; None: it was not read. Waits for one that is being read."""
+        block = (_one_name(file), number)
+        with self._lock:
+            found = self._read.pop(block, None)
+            if found is None:
+                self._passed.add(block)
+        return None if found is None else found.result()
+
+    def close(self) -> None:
+        """Nobody wants what was not taken."""
+        with self._lock:
+            self._left = iter(())
+            self._read.clear()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                block = next((block for block in self._left if block not in self._passed), None)
+                if block is None:
+                    return
+                done = self._read[block] = Future()
+            try:
+                done.set_result(self._block(*block))
+            except OSError:
+                done.set_result(None)
+
+    @staticmethod
+    def _block(file: Path, number: int) -> memoryview | None:
+        if is_cached(file, number):
+            return None
+        into = memoryview(mmap.mmap(-1, BLOCK_BYTES))
+        return into[: read_block(file, number, into)]
+
+
+def _one_name(file: Path) -> Path:
+    """Whatever way it is named."""
+    return Path(os.path.realpath(file))
+
+
+def _blocks(files: Sequence[Path], most_bytes: int) -> Iterator[tuple[Path, int]]:
+    for file in files:
+        try:
+            num_bytes = file.stat().st_size
+        except OSError:
+            continue
+        for number in range(-(-min(num_bytes, most_bytes) // BLOCK_BYTES)):
+            yield file, number
+        most_bytes -= min(num_bytes, most_bytes)
+
+
+def available_ram() -> int:
+    """What the machine has left, or the container this runs in, if that is less."""
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for line in _lines("/proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    for limit in _lines("/sys/fs/cgroup/memory.max"):
+        if limit.strip().isdigit():
+            used = sum(int(line) for line in _lines("/sys/fs/cgroup/memory.current"))
+            available = min(available, int(limit) - used)
+    return max(0, available)
+
+
+def _lines(path: str) -> list[str]:
+    """None where the system has no such file."""
+    try:
+        with open(path) as file:
+            return file.readlines()
+    except OSError:
+        return []

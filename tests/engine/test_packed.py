@@ -1,0 +1,101 @@
+"""A step's inputs for a card: whatever the room, the plan is what is in them, and the rest is padding."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from stoker.base.ids import Row
+from stoker.engine.card import _shapes
+from stoker.engine.packed import StepData, StepInputs, StepShape
+from stoker.kernels.paged import Cutter
+from stoker.sched.plan import ON_DEVICE, Span, StepPlan
+
+CUTTER = Cutter(num_kv_heads=8, tile_tokens=32, block_tokens=64)
+
+
+def random_plan(rng: random.Random) -> StepPlan:
+    rows = rng.sample(range(512), rng.randrange(1, 60))
+    spans, token_ids = [], []
+    for row in rows:
+        count = rng.choice([1, 1, 1, rng.randrange(2, 60)])
+        spans.append(Span(Row(row), rng.choice([0, rng.randrange(20_000)]), count, rng.random() < 0.8))
+        token_ids += [ON_DEVICE if count == 1 else rng.randrange(1000) for _ in range(count)]
+    return StepPlan(spans, token_ids)
+
+
+def inputs_of(plan: StepPlan, shape: StepShape, data: StepData, draws: bool = True) -> StepInputs:
+    packed = torch.zeros(sum(shape.sizes), dtype=torch.int64)
+    data.pack(packed.numpy(), shape, draws)
+    return StepInputs.of(packed, shape)
+
+
+def seen_blocks(pieces: torch.Tensor) -> dict[int, int]:
+    """By token: how many blocks of keys its pieces have."""
+    seen: dict[int, int] = {}
+    for first, count, begin, end, _group, _parts in pieces.tolist():
+        for token in range(first, first + count):
+            seen[token] = seen.get(token, 0) + end - begin
+    return seen
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_plan_is_what_is_in_them(seed: int) -> None:
+    plan = random_plan(random.Random(seed))
+    sampling = [span for span in plan.spans if span.samples]
+    data = StepData(plan, sampling, CUTTER, [])
+    first, rest = _shapes(512, CUTTER)
+    holding = [shape for shape in (*first, *rest) if shape.holds(data.least)]
+    for shape in (data.exact, *holding[:3]):
+        inputs = inputs_of(plan, shape, data)
+        token = 0
+        seen = seen_blocks(inputs.singles) | seen_blocks(inputs.tiles)
+        for span in plan.spans:
+            mine = slice(token, token + span.count)
+            assert inputs.tokens[0, mine].tolist() == [span.row] * span.count
+            assert inputs.tokens[2, mine].tolist() == list(range(span.start, span.start + span.count))
+            for i in range(span.count):
+                tile_end = min(span.count, i // CUTTER.tile_tokens * CUTTER.tile_tokens + CUTTER.tile_tokens)
+                assert seen[token + i] == -(-(span.start + tile_end) // CUTTER.block_tokens)
+            token += span.count
+        assert inputs.tokens[1, :token].tolist() == plan.token_ids
+        assert (inputs.tokens[2, token:] == -1).all()
+        assert len(seen) == token
+        heads = inputs.heads[:, : len(sampling)]
+        assert heads[1].tolist() == [span.row for span in sampling]
+        assert heads[2].tolist() == [span.start + span.count for span in sampling]
+        assert inputs.tokens[2][heads[0]].tolist() == [span.start + span.count - 1 for span in sampling]
+        assert not inputs.heads[2, len(sampling) :].any()
+        assert not inputs_of(plan, shape, data, draws=False).heads[2].any()
+
+
+def test_leading_tokens_of_planned_lengths_are_taken_whole() -> None:
+    spans = [
+        Span(Row(0), 0, 5000, True),
+        Span(Row(1), 700, 1, True),
+        Span(Row(2), 0, 4096, True),
+        Span(Row(3), 64, 4500, True),
+    ]
+    plan = StepPlan(spans, [1] * sum(span.count for span in spans))
+    data = StepData(plan, spans, CUTTER, [2048, 4096])
+    assert data.whole == ((0, 4096), (5001, 4096))
+    inputs = inputs_of(plan, data.exact, data)
+    tiles = seen_blocks(inputs.tiles)
+    assert sorted(tiles) == [*range(4096, 5000), *range(9097, 13597)]
+    assert tiles[4096] == 65
+    assert sorted(seen_blocks(inputs.singles)) == [5000]
+
+
+def test_every_step_of_few_tokens_has_a_shape() -> None:
+    first, rest = _shapes(512, CUTTER)
+    shapes = (*first, *rest)
+    for tokens in (1, 2, 17, 500, 1000, 1024):
+        rows = min(tokens, 512)
+        decode = StepShape(rows, rows + 1, 0, rows)
+        assert any(shape.holds(decode) for shape in shapes)
+        chunk = StepShape(tokens, 0, CUTTER.num_tiles(np.array([tokens])) + 1, 1)
+        assert any(shape.holds(chunk) for shape in shapes)
+        assert min(shape.tokens for shape in shapes if shape.holds(chunk)) <= max(16, 1.5 * tokens + 16)

@@ -1,0 +1,68 @@
+"""The kernels of experts on a card, against their reference in float64. Under pytest (-m gpu), or as a script without it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+else:
+    import pytest
+
+    pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+from kernels import moe_cases
+from kernels.moe_cases import Shape
+
+CUDA = torch.device("cuda")
+QWEN_30B_A3B = Shape(2048, 768, 128, 8, granule=64)
+ODD = [Shape(72, 40, 5, 3, renormalises=False), Shape(256, 96, 16, 4, granule=96)]
+
+
+def test_routing() -> None:
+    for num_tokens in (1, 7, 33, 2000):
+        for dtype in (torch.bfloat16, torch.float32):
+            for shape in ODD:
+                moe_cases.routing(num_tokens, shape, CUDA, dtype)
+        moe_cases.routing(num_tokens, QWEN_30B_A3B, CUDA, torch.bfloat16)
+
+
+def test_few_tokens() -> None:
+    for num_tokens in (1, 3, 4):
+        for dtype in (torch.bfloat16, torch.float32):
+            for shape in ODD:
+                moe_cases.few(num_tokens, shape, CUDA, dtype)
+        moe_cases.few(num_tokens, QWEN_30B_A3B, CUDA, torch.bfloat16)
+
+
+def test_many_tokens() -> None:
+    for num_tokens in (5, 64, 300):
+        for dtype in (torch.bfloat16, torch.float32):
+            for shape in ODD:
+                moe_cases.many(num_tokens, shape, CUDA, dtype)
+    for num_tokens in (8, 64, 256, 512, 3000):
+        moe_cases.many(num_tokens, QWEN_30B_A3B, CUDA, torch.bfloat16)
+
+
+def test_prompts() -> None:
+    for num_tokens in (70, 1000, 3000):
+        moe_cases.prompt(num_tokens, Shape(256, 96, 16, 4, granule=32), CUDA, torch.bfloat16)
+    for num_tokens in (300, 3000):
+        moe_cases.prompt(num_tokens, QWEN_30B_A3B, CUDA, torch.bfloat16)
+
+
+if __name__ == "__main__":
+    failed = 0
+    for name, test in list(globals().items()):
+        if name.startswith("test_"):
+            try:
+                torch.manual_seed(0)
+                test()
+                print(f"{name}: ok", flush=True)
+            except Exception as error:
+                failed += 1
+                print(f"{name}: {type(error).__name__}: {error}", flush=True)
+    sys.exit(failed)

@@ -1,0 +1,49 @@
+"""Quantised checkpoints on a card: what transformers computes from the numbers that are meant, as far as bfloat16 and, where the
+scheme has them, inputs of 8 bits tell. Under pytest (-m gpu) or, where there is none, as a script."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+else:
+    import pytest
+
+    pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+from tiny_quantised import SCHEMES, make, worst_difference
+
+from stoker.base.config import EngineSettings, KvSettings, SchedSettings
+from stoker.engine.llm import LLM
+
+MOST_DIFFERENCE = 0.3  # of log-probabilities; without inputs of 8 bits it is 0.03
+
+
+def difference(scheme: str) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        reference = make(Path(folder), scheme)
+        sched, kv = SchedSettings(512, max_rows=4), KvSettings(64, num_blocks=16)
+        llm = LLM(Path(folder), EngineSettings(device="cuda", dtype="bfloat16", kv=kv, sched=sched))
+    # A prompt for the way of few rows, and one for that of many.
+    return max(
+        worst_difference(llm, reference, prompt) for prompt in ([5, 17, 150, 3], [7 * i % 199 for i in range(150)])
+    )
+
+
+def check(schemes: list[str]) -> None:
+    found = {scheme: difference(scheme) for scheme in schemes}
+    print(" ".join(f"{scheme}: {worst:.3f}" for scheme, worst in found.items()), flush=True)
+    assert max(found.values()) < MOST_DIFFERENCE, found
+
+
+def test_quantised_checkpoints() -> None:
+    check(list(SCHEMES))
+
+
+if __name__ == "__main__":
+    check(sys.argv[1:] or list(SCHEMES))

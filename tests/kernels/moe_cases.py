@@ -1,0 +1,131 @@
+"""What the kernels of experts must do, whatever runs them: the interpreter on a CPU (moe_interpreted.py) or a card (tests/gpu).
+Held against the reference in float64 on the same inputs, with routing that is no near tie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stoker.kernels.linear import Norm
+from stoker.kernels.moe import Experts, add_experts_ref, choose_ref
+from stoker.kernels.moe_few import few_tokens
+from stoker.kernels.moe_many import Tile, combine, down_lists, gate_up_lists, tiles_for
+from stoker.kernels.moe_prompt import DOWN, GATE_UP, down_prompt, gate_up_prompt
+from stoker.kernels.moe_route import COUNT_STRIDE, Lists, list_by_expert, router_logits
+from stoker.kernels.norm import rms_norm_ref
+
+MOST_ERROR = {torch.float32: 5e-6, torch.bfloat16: 8e-3}
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    error = float((found.double() - expected).norm() / expected.norm())
+    assert error < MOST_ERROR[found.dtype], f"relative error {error:.2e}"  # not a number is not less
+
+
+@dataclass(frozen=True)
+class Shape:
+    hidden: int
+    width: int
+    experts: int
+    top_k: int
+    renormalises: bool = True
+    granule: int = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    x: Tensor
+    norm: Norm
+    experts: Experts
+
+    @property
+    def wide(self) -> Case:
+        norm, experts = self.norm, self.experts
+        weights = (experts.router.double(), experts.gate_up.double(), experts.down.double())
+        return Case(
+            self.x.double(),
+            Norm(norm.weight.double(), norm.eps),
+            Experts(*weights, experts.granule, experts.top_k, experts.renormalises),
+        )
+
+    def expected(self) -> Tensor:
+        wide = self.wide
+        return add_experts_ref(wide.x, wide.norm, wide.experts)
+
+
+def make(num_tokens: int, shape: Shape, device: torch.device, dtype: torch.dtype) -> Case:
+    """Every token's last chosen expert is well ahead of the first that is not: rounding must not decide which one it is."""
+
+    def random(*size: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(*size, device=device) * scale).to(dtype)
+
+    hidden, width, experts = shape.hidden, shape.width, shape.experts
+    router = random(experts, hidden, scale=2 * hidden**-0.5)
+    norm = Norm(random(hidden), 1e-5)
+    kept: list[Tensor] = []
+    while sum(map(len, kept)) < num_tokens:
+        x = random(num_tokens + 64, hidden)
+        logits = rms_norm_ref(x.double(), norm.weight.double(), norm.eps) @ router.double().t()
+        ordered = logits.sort(-1, descending=True).values
+        if shape.top_k < experts:
+            x = x[(ordered[:, shape.top_k - 1] - ordered[:, shape.top_k]) > 0.03]
+        kept.append(x)
+    x = torch.cat(kept)[:num_tokens].contiguous()
+    gate_up = random(experts, 2 * width, hidden, scale=hidden**-0.5)
+    down = random(experts, hidden, width, scale=4 * width**-0.5)
+    return Case(x, norm, Experts(router, gate_up, down, shape.granule, shape.top_k, shape.renormalises))
+
+
+def routing(num_tokens: int, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
+    case = make(num_tokens, shape, device, dtype)
+    wide, experts = case.wide, case.experts
+    normed = rms_norm_ref(wide.x, wide.norm.weight, wide.norm.eps)
+    expected = (wide.x * wide.norm.weight) @ wide.experts.router.t()
+    logits, counts = router_logits(case.x, case.norm.weight, experts.router)
+    logits_sum = logits.double().sum(1)
+    assert float((logits_sum - expected).norm() / expected.norm()) < (1e-5 if dtype == torch.float32 else 1e-2)
+    assert not counts.view(-1, COUNT_STRIDE)[:, 0].any()
+    lists = list_by_expert(case.x, case.norm.weight, case.norm.eps, logits, counts, experts.top_k, experts.renormalises)
+    close(lists.normed, normed)
+    scale = torch.rsqrt(wide.x.square().mean(-1, keepdim=True) + case.norm.eps)
+    weights, chosen = choose_ref(logits_sum * scale, experts.top_k, experts.renormalises)
+    assert (lists.weights.double() - weights).abs().max() < 1e-5
+    found = torch.full((num_tokens * experts.top_k,), -1, device=device)
+    for expert, count in enumerate(counts.view(-1, COUNT_STRIDE)[:, 0].tolist()):
+        found[lists.pairs[expert, :count].long()] = expert
+    assert torch.equal(found, chosen.flatten())
+
+
+def few(num_tokens: int, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
+    case = make(num_tokens, shape, device, dtype)
+    experts = case.experts
+    logits, _counts = router_logits(case.x, case.norm.weight, experts.router)
+    arguments = (logits, experts.gate_up, experts.granule, experts.down, experts.top_k, experts.renormalises)
+    close(few_tokens(case.x.clone(), case.norm.weight, case.norm.eps, *arguments), case.expected())
+
+
+def listed(case: Case) -> Lists:
+    experts, norm = case.experts, case.norm
+    logits, counts = router_logits(case.x, norm.weight, experts.router)
+    return list_by_expert(case.x, norm.weight, norm.eps, logits, counts, experts.top_k, experts.renormalises)
+
+
+def many(num_tokens: int, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
+    case = make(num_tokens, shape, device, dtype)
+    lists = listed(case)
+    tiles = tiles_for(lists)
+    inner = gate_up_lists(lists, case.experts.gate_up, shape.granule, tiles.gate_up)
+    made = down_lists(lists, inner, case.experts.down, tiles.down)
+    close(combine(case.x.clone(), made, lists.weights), case.expected())
+
+
+def prompt(
+    num_tokens: int, shape: Shape, device: torch.device, dtype: torch.dtype, gate_up: Tile = GATE_UP, down: Tile = DOWN
+) -> None:
+    case = make(num_tokens, shape, device, dtype)
+    lists = listed(case)
+    inner = gate_up_prompt(lists, case.experts.gate_up, shape.granule, gate_up)
+    made = down_prompt(lists, inner, case.experts.down, down)
+    close(combine(case.x.clone(), made, lists.weights), case.expected())

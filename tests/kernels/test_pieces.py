@@ -1,0 +1,71 @@
+"""Attention's work in pieces: all keys of all tokens, once each, whatever the spans are."""
+
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from stoker.kernels.paged import Cutter
+from stoker.kernels.pieces import Ints
+
+BLOCK = 16
+
+
+def check(pieces: Ints, spans: list[tuple[int, int, int]], most_tokens: int) -> None:
+    """`spans`: first token, count, start."""
+    seen: dict[int, int] = {}  # blocks by token
+    groups: dict[int, list[Ints]] = {}
+    for number, piece in enumerate(pieces):
+        first, count, begin, end, group, parts = piece
+        assert 0 < count <= most_tokens
+        assert begin < end
+        assert group <= number < group + parts
+        groups.setdefault(int(group), []).append(piece)
+        for token in range(first, first + count):
+            seen[token] = seen.get(token, 0) + int(end - begin)
+    for members in groups.values():
+        assert len(members) == members[0][5]
+        assert members[0][2] == 0
+        assert all(a[3] == b[2] and a[0] == b[0] and a[1] == b[1] for a, b in pairwise(members))
+    for first, count, start in spans:
+        for token in range(first, first + count):
+            tile_end = min(count, (token - first) // most_tokens * most_tokens + most_tokens)
+            assert seen[token] == -(-(start + tile_end) // BLOCK)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_pieces_are_the_whole_work(seed: int) -> None:
+    rng = random.Random(seed)
+    cutter = Cutter(rng.choice([1, 3, 8]), rng.choice([8, 32]), BLOCK)
+    spans, tokens = [], 0
+    for _ in range(rng.randrange(1, 80)):
+        count = rng.choice([1, 1, 1, rng.randrange(2, 100)])
+        spans.append((tokens, count, rng.choice([0, rng.randrange(50), rng.randrange(30_000)])))
+        tokens += count
+    singles = [span for span in spans if span[1] == 1]
+    longer = [span for span in spans if span[1] > 1]
+    if singles:
+        first, _count, start = np.array(singles).T
+        for room in (cutter.most_singles(len(singles)), len(singles) + 1):
+            pieces = cutter.singles(first, start, room)
+            assert len(pieces) <= room
+            assert (pieces[:, 5] > 1).sum() <= 2 * 512 // cutter.num_kv_heads
+            check(pieces, singles, 1)
+    if longer:
+        columns = np.array(longer).T
+        num_tiles = cutter.num_tiles(columns[1])
+        for room in (cutter.most_tiles(num_tiles), num_tiles + 1):
+            pieces = cutter.tiles(*columns, room)
+            assert len(pieces) <= room
+            assert (pieces[:, 5] > 1).sum() <= 2 * 264 // cutter.num_kv_heads
+            check(pieces, longer, cutter.tile_tokens)
+
+
+def test_a_long_context_among_short_ones_is_split() -> None:
+    cutter = Cutter(8, 32, 64)
+    starts = np.array([1000] * 63 + [100_000])
+    pieces = cutter.singles(np.arange(64), starts, cutter.most_singles(64))
+    blocks = pieces[:, 3] - pieces[:, 2]
+    assert pieces[0, 5] > 30
+    assert blocks.max() <= 2 * (starts // 64 + 1).sum() // 64

@@ -1,0 +1,99 @@
+"""Checkpoints with weights in 8 or 4 bits: the answers are those of the same model with the weights that these stand for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from tiny_quantised import BLOCKS, DYNAMIC, SCHEMES, compressed, floats, ints, make, worst_difference
+
+from stoker.base.config import EngineSettings, KvSettings, SchedSettings
+from stoker.base.errors import ModelFilesError
+from stoker.engine.llm import LLM
+from stoker.layers.quant import PLAIN, Fp8, Int4
+from stoker.models.quantisation import Quantisation, read_quantisation
+
+PROMPT = [5, 17, 150, 3, 88, 21, 64]
+
+
+def engine(folder: Path) -> LLM:
+    sched, kv = SchedSettings(512, max_rows=4), KvSettings(8, num_blocks=64)
+    return LLM(folder, EngineSettings(device="cpu", dtype="float32", num_threads=1, kv=kv, sched=sched))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_answers_are_those_of_the_numbers_that_are_meant(tmp_path: Path, scheme: str) -> None:
+    reference = make(tmp_path, scheme)
+    assert worst_difference(engine(tmp_path), reference, PROMPT) < 1e-4
+
+
+def test_modules_may_be_left_alone(tmp_path: Path) -> None:
+    ignore = ["lm_head", r"re:.*layers\.1\.self_attn.*", "model.layers.0.mlp.down_proj"]
+    kept = ("layers.1.self_attn", "layers.0.mlp.down_proj")
+    reference = make(tmp_path, "int4 groups of 32", lambda name: not any(part in name for part in kept), ignore=ignore)
+    assert worst_difference(engine(tmp_path), reference, PROMPT) < 1e-4
+
+
+@pytest.mark.parametrize("scheme", ["fp8 blocks", "int4 groups of 32"])
+def test_every_tensor_is_needed(tmp_path: Path, scheme: str) -> None:
+    make(tmp_path, scheme)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if "layers.1.self_attn.v_proj" in name and "shape" not in name]:
+        save_file({n: t for n, t in tensors.items() if n != name}, tmp_path / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ModelFilesError, match=f"missing.*{name}"):
+            engine(tmp_path)
+
+
+def test_names_say_what_is_quantised() -> None:
+    said = {**BLOCKS, "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate", "model.layers.3"]}
+    found = read_quantisation({"quantization_config": said})
+    for name, is_quantised in {
+        "lm_head": False,
+        "model.layers.0.mlp.gate": False,
+        "model.layers.0.mlp.gate_proj": True,
+        "model.layers.3.mlp.up_proj": False,
+        "model.layers.30.mlp.up_proj": True,
+    }.items():
+        assert (found.stored_as(name) != PLAIN) == is_quantised, name
+
+
+def test_schemes_are_told_apart() -> None:
+    expected = [
+        Fp8(128, 128, "weight_scale_inv", True),
+        Fp8(None, None, "weight_scale", True),
+        Fp8(None, None, "weight_scale", True),
+        Fp8(1, None, "weight_scale", True),
+        Fp8(128, 128, "weight_scale", True),
+        Int4(32),
+    ]
+    found = [read_quantisation({"quantization_config": said}) for said, _ in SCHEMES.values()]
+    assert [one.stored_as("model.layers.0.mlp.up_proj") for one in found] == expected
+    assert all(one.stored_as("lm_head") == PLAIN for one in found)
+    assert read_quantisation({}) == Quantisation()
+
+
+@pytest.mark.parametrize(
+    ("said", "what"),
+    [
+        ({"quant_method": "awq", "bits": 4}, "quant_method 'awq'"),
+        ({**BLOCKS, "weight_block_size": [64, 64]}, r"\[64, 64\]"),
+        ({**BLOCKS, "fmt": "e5m2"}, "e5m2"),
+        (compressed("pack-quantized", ints(16), None), "groups of 16"),
+        (compressed("pack-quantized", ints(32, symmetric=False), None), "zero points"),
+        (compressed("pack-quantized", ints(32, actorder="group"), None), "reordered"),
+        (compressed("pack-quantized", ints(32, num_bits=8), None), "8-bit int"),
+        (compressed("nvfp4-pack-quantized", floats("tensor_group", num_bits=4), None), "nvfp4"),
+        (compressed("int-quantized", {**floats("channel"), "type": "int"}, DYNAMIC), "int-quantized"),
+    ],
+)
+def test_what_is_not_served_is_named(said: dict[str, Any], what: str) -> None:
+    with pytest.raises(ModelFilesError, match=f"{what}.*served are fp8"):
+        read_quantisation({"quantization_config": said})
+
+
+def test_parts_of_one_product_are_stored_alike(tmp_path: Path) -> None:
+    make(tmp_path, "int4 groups of 32", ignore=["lm_head", "model.layers.0.self_attn.k_proj"])
+    with pytest.raises(ModelFilesError, match=r"q_proj.*k_proj.*differently"):
+        engine(tmp_path)

@@ -1,0 +1,141 @@
+"""Bytes of safetensors files end up in their tensors, whatever the cuts, dtypes and offsets; broken files are named."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from stoker.base.errors import ModelFilesError
+from stoker.models import reader
+from stoker.models.fill import Copy, fill
+from stoker.models.reader import ReadAhead, read_header, stored_tensors, weight_files
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = {"a": (3, 5), "b": (1000, 7), "c": (1,), "d": (4096, 3), "e": (2, 2, 2)}
+    return {name: torch.randn(shape, generator=generator).to(torch.bfloat16) for name, shape in shapes.items()}
+
+
+def quiet(done: int, total: int) -> None:
+    pass
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("block_bytes", [4096, 12288, 8 << 20])
+@pytest.mark.parametrize("where", ["cached", "on the drive", "read ahead", "partly read ahead"])
+def test_every_value_finds_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, block_bytes: int, where: str
+) -> None:
+    monkeypatch.setattr(reader, "BLOCK_BYTES", block_bytes)
+    values = tensors()
+    file = tmp_path / "model.safetensors"
+    save_file(values, file)
+    if where != "cached":
+        monkeypatch.setattr(reader, "_read_cached", lambda fd, into, offset: 0)
+    ahead = ReadAhead([file], {"read ahead": 1 << 30, "partly read ahead": 20000}.get(where, 0))
+    stored = stored_tensors(tmp_path)
+    places = {name: torch.full(value.shape, float("nan"), dtype=dtype) for name, value in values.items()}
+    seen = []
+    copies = [Copy(stored[name], place) for name, place in places.items()]
+    fill(copies, lambda done, total: seen.append((done, total)), ahead)
+    for name, value in values.items():
+        assert torch.equal(places[name], value.to(dtype)), name
+    assert seen[-1] == (sum(value.nbytes for value in values.values()),) * 2
+
+
+def test_values_that_lie_askew_are_not_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The format promises no alignment: here all begins at an odd byte."""
+    monkeypatch.setattr(reader, "BLOCK_BYTES", 4096)
+    values = torch.randn(5000)
+    header = json.dumps({"w": {"dtype": "F32", "shape": [5000], "data_offsets": [0, 20000]}})
+    header += " " * (1 - len(header) % 2)
+    (tmp_path / "model.safetensors").write_bytes(
+        struct.pack("<Q", len(header)) + header.encode() + values.numpy().tobytes()
+    )
+    place = torch.zeros(5000, dtype=torch.float64)
+    fill([Copy(stored_tensors(tmp_path)["w"], place)], quiet)
+    assert torch.equal(place, values.double())
+
+
+def test_a_file_that_ends_early_is_named_before_anything_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file(tensors(), file)
+    whole = file.read_bytes()
+    for length in (0, 5, 100, len(whole) - 1):
+        file.write_bytes(whole[:length])
+        with pytest.raises(ModelFilesError, match=r"model\.safetensors is not a whole safetensors file"):
+            read_header(file)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file(tensors(), file)
+    stored = stored_tensors(tmp_path)["d"]
+    file.write_bytes(file.read_bytes()[: stored.offset + 10])
+    with pytest.raises(ModelFilesError, match=r"model\.safetensors ends at byte"):
+        fill([Copy(stored, torch.empty(stored.shape, dtype=torch.bfloat16))], quiet)
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ({"dtype": "F99", "shape": [2], "data_offsets": [0, 8]}, "F99"),
+        ({"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}, "8 bytes for F32"),
+        ({"dtype": "F32", "data_offsets": [0, 8]}, "shape"),
+    ],
+)
+def test_a_tensor_that_makes_no_sense_is_named(tmp_path: Path, entry: dict[str, object], said: str) -> None:
+    header = json.dumps({"w": entry}).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
+    with pytest.raises(ModelFilesError, match="tensor 'w' cannot be read") as refused:
+        read_header(file)
+    assert said in refused.value.message
+
+
+def test_reading_ahead_says_nothing_of_files_that_are_not_there(tmp_path: Path) -> None:
+    ahead = ReadAhead([tmp_path / "gone"], 1 << 30)
+    assert ahead.take(tmp_path / "gone", 0) is None
+
+
+def test_a_block_is_read_ahead_or_by_whoever_asks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(reader, "_read_cached", lambda fd, into, offset: 0)
+    file = tmp_path / "weights"
+    file.write_bytes(bytes(range(256)) * 100)
+    ahead = ReadAhead([file], 1 << 30)
+    for number in range(7):
+        block = ahead.take(file, number)
+        if block is not None:
+            assert bytes(block) == file.read_bytes()[number * 4096 : (number + 1) * 4096]
+        assert ahead.take(file, number) is None
+
+
+def test_only_the_files_of_the_index_are_read_ahead(tmp_path: Path) -> None:
+    (tmp_path / "consolidated.safetensors").write_bytes(b"the same once more")
+    assert weight_files(tmp_path) == [tmp_path / "model.safetensors"]
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(
+        json.dumps({"weight_map": {"a": "model-2.safetensors", "b": "model-1.safetensors", "c": "model-2.safetensors"}})
+    )
+    assert [file.name for file in weight_files(tmp_path)] == ["model-1.safetensors", "model-2.safetensors"]
+    index.write_text("[]")
+    assert weight_files(tmp_path) == []
+
+
+def test_a_file_is_the_same_by_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "_read_cached", lambda fd, into, offset: 0)
+    (tmp_path / "file").write_bytes(b"bytes")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    ahead = ReadAhead([tmp_path / "link"], 1 << 30)
+    while not ahead._read:
+        pass
+    block = ahead.take(tmp_path / "file", 0)
+    assert block is not None
+    assert bytes(block) == b"bytes"
