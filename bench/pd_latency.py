@@ -89,7 +89,7 @@ def engines_of(args: argparse.Namespace, layout: str) -> list[EngineProcess]:
     cores = sorted(os.sched_getaffinity(0)) if args.device == "cpu" else None
     if layout != "apart":
         step = args.chunk if layout == "chunked" else args.max_model_tokens
-        whole = replace(base, sched=replace(base.sched, step_tokens=step))
+        whole = replace(base, sched=replace(base.sched, step_tokens=step, mixed_tokens=step))
         return [start_engine(args, whole, cores, None)]
     half = replace(
         base, kv=KvSettings(memory_gib=args.kv_gib / 2 if args.kv_gib else None), num_threads=1 if cores else None
