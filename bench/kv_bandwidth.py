@@ -2,9 +2,10 @@
 
     python bench/kv_bandwidth.py [--out FILE.json] [--rounds 9] [--transports local,tcp,mooncake]
 
-Two processes on one machine. Every figure is the median of rounds that take turns, so that a slow minute hits all alike: memcpy
-between two shared mappings, a plain socket that fills the same blocks, Mooncake's bare API, and our pulls. "no sum" is the same
-pull with a checksum that costs nothing, on both sides: what lies between it and the pull is the checksum's share.
+Two processes on one machine. Every figure is the median of rounds; in each, a transport and its raw medium take turns, and their
+ratio is the median of the rounds' own: memcpy between two shared mappings (one thread), a plain socket that fills the same
+blocks, Mooncake's bare API, and our pulls. "no sum" is the same pull with a checksum that costs nothing, on both sides: what lies
+between it and the pull is the checksum's share.
 The tiers have their own: bench/kv_tiers.py.
 """
 
@@ -17,7 +18,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -36,7 +37,6 @@ from stoker.kv.leases import LeaseBook
 from stoker.kv.peer_client import PeerClient
 from stoker.kv.peer_server import PeerServer
 from stoker.kv.transfer import KvIdentity, KvTicket, PeerUnavailable
-from stoker.kv.transports import tcp
 from stoker.kv.transports.contract import TRANSPORTS
 
 SIZES_MIB = (0.5, 2.0, 8.0)
@@ -44,25 +44,29 @@ POOL_BYTES = 128 << 20  # well above the caches
 CPU = torch.device("cpu")
 # What each transport is measured against, and the share of it that it must reach.
 TARGETS = {"local": ("memcpy", 0.8), "tcp": ("socket", 0.8), "mooncake": ("mooncake bare", 0.9)}
-REAL_SUM = checksum.RunningChecksum
+REAL_HASH = checksum.xxh3_64  # type: ignore[attr-defined]
+NO_SUM = ", no sum"
+LEASES = {"no sum": "N", "sum": "L"}  # of the same blocks
 
 
-class NoSum:
-    """In the place of RunningChecksum: bytes move, nothing is summed up."""
+class NoHash:
+    """In the place of XXH3: bytes move, nothing is summed up."""
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, data: object = b"") -> None:
         pass
 
-    def add(self, data: Any) -> None:
+    def update(self, data: object) -> None:
         pass
 
-    def value(self) -> int:
+    def intdigest(self) -> int:
         return 0
+
+    def reset(self) -> None:
+        pass
 
 
 def set_sums(real: bool) -> None:
-    checksum.RunningChecksum = REAL_SUM if real else NoSum  # type: ignore[misc,assignment]
-    tcp.RunningChecksum = checksum.RunningChecksum  # type: ignore[attr-defined]
+    checksum.xxh3_64 = REAL_HASH if real else NoHash  # type: ignore[assignment,misc,attr-defined]
 
 
 class Pool:
@@ -78,6 +82,12 @@ class Pool:
         self.identity = KvIdentity("bench", "bench", self.layout.identity, self.layout.dtype)
         self.ids = [BlockId(number) for number in range(self.count)]
         self.keys = [BlockKey(number.to_bytes(16, "little")) for number in range(self.count)]
+
+
+@dataclass(frozen=True)
+class Result:
+    gb_s: dict[str, float]  # by name
+    of_raw: dict[str, float]  # of each transport: the median of the rounds' ratios
 
 
 @dataclass(frozen=True)
@@ -100,21 +110,21 @@ def serve(pipe: Connection, size_mib: float, transports: tuple[str, ...]) -> Non
     """The other process: its pool behind a PeerServer, a plain socket and Mooncake's engine alone."""
     torch.set_num_threads(1)
     pool, leases = Pool(size_mib), LeaseBook()
-    leases.open("L", pool.keys, pool.ids, pool.count, True)
     server = PeerServer(pool.kv, pool.identity, leases, HandoffSettings(transports=transports), lambda _: None)
+    for lease_id in LEASES.values():  # sums are made when blocks become ready
+        set_sums(lease_id == LEASES["sum"])
+        leases.open(lease_id, pool.keys, pool.ids, pool.count, True)
+        while leases.unsummed(1, 0.0):
+            time.sleep(0.01)
     listener = socket.create_server(("127.0.0.1", 0))
     engine = bare_mooncake(pool) if "mooncake" in transports else None
     bare = (f"127.0.0.1:{engine.get_rpc_port()}", pool.kv.blocks.data_ptr()) if engine else None
-    ticket = KvTicket(server.engine_id, server.address, "L", 1, 600.0)
+    ticket = KvTicket(server.engine_id, server.address, LEASES["sum"], 1, 600.0)
     pipe.send(Peer(ticket, listener.getsockname()[1], bare))
     plain, _ = listener.accept()
-    while (command := pipe.recv()) != "end":
-        if command == "send":
-            for block in pool.bytes:
-                plain.sendall(block.data)
-        else:
-            set_sums(command == "sum")
-            pipe.send(command)
+    while pipe.recv() != "end":
+        for block in pool.bytes:
+            plain.sendall(block.data)
     server.close()
 
 
@@ -138,14 +148,13 @@ def bare_read(engine: Any, segment: str, base: int, dst: Pool) -> None:
         raise PeerUnavailable("mooncake's bare read failed")
 
 
-def pull(client: PeerClient, ticket: KvTicket, dst: Pool) -> None:
+def pull(client: PeerClient, dst: Pool, ticket: KvTicket) -> None:
     filled = client.pull(ticket, 0, dst.keys, dst.ids, time.monotonic() + 60)
     if not all(filled):
         raise PeerUnavailable(f"{filled.count(False)} of {dst.count} blocks did not come")
 
 
-def measure(size_mib: float, transports: tuple[str, ...], num_rounds: int) -> dict[str, float]:
-    """GB/s by name."""
+def measure(size_mib: float, transports: tuple[str, ...], num_rounds: int) -> Result:
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs, size_mib, transports), daemon=True)
@@ -160,7 +169,7 @@ def measure(size_mib: float, transports: tuple[str, ...], num_rounds: int) -> di
     if peer.mooncake is not None:
         raw["mooncake bare"] = partial(bare_read, bare_mooncake(dst), *peer.mooncake, dst)
     clients = {name: PeerClient(dst.kv, dst.identity, HandoffSettings(transports=(name,))) for name in transports}
-    pulls = {name: partial(pull, client, peer.ticket, dst) for name, client in clients.items()}
+    pulls = {name: partial(pull, client, dst) for name, client in clients.items()}
     times: dict[str, list[float]] = {}
 
     def timed(name: str, way: Callable[[], None]) -> None:
@@ -169,14 +178,11 @@ def measure(size_mib: float, transports: tuple[str, ...], num_rounds: int) -> di
         times.setdefault(name, []).append(time.perf_counter() - started)
 
     for number in range(num_rounds + 1):
-        for name, way in raw.items():
-            timed(name, way)
-        for command, suffix in (("no sum", ", no sum"), ("sum", "")):
-            pipe.send(command)
-            pipe.recv()
-            set_sums(command == "sum")
-            for name, way in pulls.items():
-                timed(name + suffix, way)
+        for name, way in pulls.items():
+            for command, suffix in (("no sum", NO_SUM), ("sum", "")):
+                set_sums(command == "sum")
+                timed(TARGETS[name][0] + suffix, raw[TARGETS[name][0]])
+                timed(name + suffix, partial(way, replace(peer.ticket, lease_id=LEASES[command])))
         if number == 0:
             times.clear()  # pages, connections and links are there from now on
     for client in clients.values():
@@ -184,7 +190,19 @@ def measure(size_mib: float, transports: tuple[str, ...], num_rounds: int) -> di
     pipe.send("end")
     process.join(20)
     plain.close()
-    return {name: POOL_BYTES / statistics.median(taken) / 1e9 for name, taken in times.items()}
+    gb_s = {
+        name: POOL_BYTES / statistics.median(taken) / 1e9
+        for name, taken in times.items()
+        if name.removesuffix(NO_SUM) not in raw or not name.endswith(NO_SUM)
+    }
+    of_raw = {
+        name + suffix: statistics.median(
+            theirs / ours for theirs, ours in zip(times[TARGETS[name][0] + suffix], times[name + suffix], strict=True)
+        )
+        for name in pulls
+        for suffix in ("", NO_SUM)
+    }
+    return Result(gb_s, of_raw)
 
 
 def checksum_speed(num_rounds: int) -> float:
@@ -197,17 +215,16 @@ def checksum_speed(num_rounds: int) -> float:
     return data.nbytes / statistics.median(times) / 1e9
 
 
-def table(results: dict[str, dict[str, float]], transports: tuple[str, ...]) -> str:
-    names = list(dict.fromkeys(name for row in results.values() for name in row))
+def table(results: dict[str, Result], transports: tuple[str, ...]) -> str:
+    names = list(dict.fromkeys(name for result in results.values() for name in result.gb_s))
     lines = ["| block | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
-    lines += [
-        f"| {size} MiB | " + " | ".join(f"{row[name]:.2f}" for name in names) + " |" for size, row in results.items()
-    ]
+    for size, result in results.items():
+        lines.append(f"| {size} MiB | " + " | ".join(f"{result.gb_s[name]:.2f}" for name in names) + " |")
     lines += ["", "| block | transport | share of | no sum | with checksum | target |", "|---|---|---|---|---|---|"]
-    for size, row in results.items():
+    for size, result in results.items():
         for name in transports:
             raw, least = TARGETS[name]
-            bare, whole = row[f"{name}, no sum"] / row[raw], row[name] / row[raw]
+            bare, whole = result.of_raw[name + NO_SUM], result.of_raw[name]
             lines.append(f"| {size} MiB | {name} | {raw} | {bare:.0%} | {whole:.0%} | {least:.0%} |")
     return "\n".join(lines)
 
@@ -225,7 +242,8 @@ def main() -> None:
     results = {f"{size:g}": measure(size, transports, args.rounds) for size in SIZES_MIB}
     print(table(results, transports))
     if args.out:
-        args.out.write_text(json.dumps({"checksum_gb_s": speed, "gb_s": results}, indent=1))
+        report = {size: asdict(result) for size, result in results.items()}
+        args.out.write_text(json.dumps({"checksum_gb_s": speed, "by_block_mib": report}, indent=1))
 
 
 if __name__ == "__main__":

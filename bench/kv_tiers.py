@@ -2,10 +2,11 @@
 
     python bench/kv_tiers.py OUT.json [--dir DIR] [--mib 256] [--rounds 5] [--only host disk]
 
-Each medium is a function that yields named measurements; rounds of all of them alternate in one run, and the medians are
-compared. Host: one copy from memory to memory (one thread), which is all that a read of shared memory must do. Disk: reads of one
-plain file, written beforehand, past the page cache and through it with nothing cached, by as many threads and in pieces as
-large as the tier's; for writes, the same the other way. Buffers are on page borders, as the engine's are.
+Each medium is a function that yields named measurements; in each round a tier's is taken right after that of its raw medium, and
+their ratio is the median of the rounds' own. Host: one copy from memory to memory (one thread), which is all that a read of
+shared memory must do. Disk: reads of one plain file, written beforehand, past the page cache and through it with nothing
+cached, by as many threads and in pieces as large as the tier's; for writes, the same the other way. Buffers are on page
+borders, as the engine's are.
 """
 
 from __future__ import annotations
@@ -47,7 +48,13 @@ class Measurement:
     name: str
     run: Callable[[], None]
     before: Callable[[], None] = lambda: None
-    raw: str | None = None
+    raw: Measurement | None = None
+
+    def seconds(self) -> float:
+        self.before()
+        started = time.perf_counter()
+        self.run()
+        return time.perf_counter() - started
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,9 @@ def made(tier_name: str, settings: StoreSettings, blocks: Blocks) -> Tier:
     return tier
 
 
-def of_tier(medium: str, tier: Tier, blocks: Blocks, raw_read: str, raw_write: str) -> list[Measurement]:
+def of_tier(
+    medium: str, tier: Tier, blocks: Blocks, raw_read: Measurement, raw_write: Measurement
+) -> list[Measurement]:
     def write() -> None:
         assert all(tier.write(blocks.names, blocks.source))
 
@@ -110,7 +119,8 @@ def host(blocks: Blocks, folder: Path) -> Iterator[list[Measurement]]:
         for source, target in zip(blocks.source, blocks.target, strict=True):
             np.copyto(target, source)
 
-    yield [Measurement("memcpy", copy), *of_tier("host", tier, blocks, "memcpy", "memcpy")]
+    memcpy = Measurement("memcpy", copy)
+    yield of_tier("host", tier, blocks, memcpy, memcpy)
     tier.close()
     remove_host_store(name)
 
@@ -138,16 +148,14 @@ def disk(blocks: Blocks, folder: Path) -> Iterator[list[Measurement]]:
     all_of(plain, new | os.O_DIRECT, os.pwritev, blocks.source)()
     settings = StoreSettings(host_gib=1.0, disk_dir=str(folder / "kv"), disk_gib=1.05 * blocks.num_bytes / 2**30)
     tier = made("disk", settings, blocks)
-    yield [
-        Measurement("raw read", all_of(plain, os.O_RDONLY | os.O_DIRECT, os.preadv, blocks.target)),
-        Measurement("raw read, buffered", all_of(plain, os.O_RDONLY, os.preadv, blocks.target), before=forget),
-        Measurement(
-            "raw write",
-            all_of(written, new | os.O_DIRECT, os.pwritev, blocks.source),
-            before=lambda: written.unlink(missing_ok=True),
-        ),
-        *of_tier("disk", tier, blocks, "raw read", "raw write"),
-    ]
+    raw_read = Measurement("raw read", all_of(plain, os.O_RDONLY | os.O_DIRECT, os.preadv, blocks.target))
+    raw_write = Measurement(
+        "raw write",
+        all_of(written, new | os.O_DIRECT, os.pwritev, blocks.source),
+        before=lambda: written.unlink(missing_ok=True),
+    )
+    buffered = Measurement("raw read, buffered", all_of(plain, os.O_RDONLY, os.preadv, blocks.target), before=forget)
+    yield [buffered, *of_tier("disk", tier, blocks, raw_read, raw_write)]
     tier.close()
     pool.shutdown()
 
@@ -162,24 +170,23 @@ def measure(
     with tempfile.TemporaryDirectory(dir=folder) as inner:
         making = [MEDIA[medium](blocks, Path(inner)) for medium in media]
         measurements = [one for medium in making for one in next(medium)]
-        rates: dict[str, list[float]] = {one.name: [] for one in measurements}
+        seconds: dict[str, list[float]] = {}
+        ratios: dict[str, list[float]] = {}
         for round_ in range(rounds + 1):
             for one in measurements:
-                one.before()
-                start = time.perf_counter()
-                one.run()
-                if round_:  # the first is for warming up
-                    rates[one.name].append(blocks.num_bytes / 1e9 / (time.perf_counter() - start))
+                for each in [one.raw, one] if one.raw else [one]:
+                    seconds.setdefault(each.name, []).append(each.seconds())
+                if one.raw:
+                    ratios.setdefault(one.name, []).append(seconds[one.raw.name][-1] / seconds[one.name][-1])
+            if round_ == 0:  # for warming up
+                seconds.clear()
+                ratios.clear()
         for medium in making:
             next(medium, None)
-    median = {name: statistics.median(some) for name, some in rates.items()}
-    # Of each round its own ratio: what else the machine does meanwhile hits neighbours alike.
-    of_raw = {
-        one.name: statistics.median(mine / raw for mine, raw in zip(rates[one.name], rates[one.raw], strict=True))
-        for one in measurements
-        if one.raw
-    }
-    return {name: {"gb_per_s": median[name], **({"of_raw": of_raw[name]} if name in of_raw else {})} for name in median}
+    figures = {name: {"gb_per_s": blocks.num_bytes / statistics.median(some) / 1e9} for name, some in seconds.items()}
+    for name, some in ratios.items():
+        figures[name]["of_raw"] = statistics.median(some)
+    return figures
 
 
 def main() -> None:

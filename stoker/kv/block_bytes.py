@@ -44,8 +44,12 @@ class Sink(Protocol):
     def into(self) -> Sequence[BlockId] | None:
         """The pool's own blocks; None where it is other memory."""
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether buffers are the blocks themselves, so that threads may fill several at a time."""
+
     def buffer(self, index: int) -> HostBytes:
-        """Contiguous, `part.total_bytes` long. Placed, or given up, before the next is asked for."""
+        """Contiguous, `part.total_bytes` long. Placed, or given up, before the next is asked for, unless it is direct."""
 
     def place(self, index: int) -> None:
         """The buffer holds the right bytes."""
@@ -105,17 +109,17 @@ class HostSink:
     def __init__(self, blocks: Sequence[HostBytes], part: Part, into: Sequence[BlockId] | None) -> None:
         self.part = part
         self.into = into
-        self._is_direct = part.count == 1
+        self.is_direct = part.count == 1
         self._blocks = blocks
-        self._scratch = np.empty(0 if self._is_direct else part.total_bytes, np.uint8)
+        self._scratch = np.empty(0 if self.is_direct else part.total_bytes, np.uint8)
 
     def buffer(self, index: int) -> HostBytes:
-        if self._is_direct:
+        if self.is_direct:
             return self._blocks[index][self.part.offset : self.part.offset + self.part.num_bytes]
         return self._scratch
 
     def place(self, index: int) -> None:
-        if not self._is_direct:
+        if not self.is_direct:
             runs = self._scratch.reshape(self.part.count, self.part.num_bytes)
             np.copyto(runs_of(self._blocks[index], self.part), runs)
 
@@ -157,6 +161,8 @@ class CudaSource:
 
 
 class CudaSink:
+    is_direct = False
+
     def __init__(self, kv: DeviceKv, blocks: Sequence[BlockId], part: Part, before_write: BeforeWrite) -> None:
         self.part = part
         self.into: Sequence[BlockId] = blocks

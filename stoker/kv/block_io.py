@@ -19,6 +19,7 @@ from stoker.base.ids import BlockId
 from stoker.kv.device import DeviceKv
 
 HostBytes = NDArray[np.uint8]  # one block
+ROOM_BYTES = 4096  # before each buffer, for whoever must put something in front of a block
 
 
 class Mark(Protocol):
@@ -112,6 +113,16 @@ def block_io(kv: DeviceKv) -> BlockIo:
     return CudaBlockIo(kv) if kv.blocks.is_cuda else HostBlockIo(kv)
 
 
+def new_buffer(block_bytes: int, pinned: bool = False) -> HostBytes:
+    """Begins on a page: direct I/O needs that. ROOM_BYTES lie before it."""
+    size = ROOM_BYTES + block_bytes
+    if pinned:
+        memory: HostBytes = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+    else:
+        memory = np.frombuffer(mmap(-1, size), dtype=np.uint8)
+    return memory[ROOM_BYTES:]
+
+
 class Buffers:
     """A bounded set of block-sized buffers, pinned where there is a card. Taking one never waits."""
 
@@ -135,14 +146,15 @@ class Buffers:
         with self._lock:
             self._free.extend(buffers)
 
+    def lose(self, buffers: Sequence[HostBytes]) -> None:
+        """Somebody may still write into them: others take their place."""
+        with self._lock:
+            self._left += len(buffers)
+
     def obtain(self) -> HostBytes:
         """One of the set, or one more, for whoever cannot go without."""
         buffer = self.take()
         return self._make() if buffer is None else buffer
 
     def _make(self) -> HostBytes:
-        """Begins on a page: direct I/O needs that."""
-        if self._pinned:
-            pinned: HostBytes = torch.empty(self._block_bytes, dtype=torch.uint8, pin_memory=True).numpy()
-            return pinned
-        return np.frombuffer(mmap(-1, self._block_bytes), dtype=np.uint8)
+        return new_buffer(self._block_bytes, self._pinned)

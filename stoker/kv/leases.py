@@ -29,6 +29,17 @@ class LeaseView:
     names: list[BlockName]  # of those of them that are full, as far as known
     num_ready: int  # of the whole lease
     complete: bool
+    sums: list[int] = field(default_factory=list)  # of the first of them, as far as made: of whole blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Unsummed:
+    """Ready blocks of a lease, from its block `first` on, whose checksums nobody has made."""
+
+    lease_id: str
+    generation: int
+    first: int
+    blocks: list[BlockId]
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +50,7 @@ class _Lease:
     num_ready: int
     complete: bool
     generation: int
+    sums: list[int] = field(default_factory=list)  # of leading blocks, in this generation
     readers: int = 0
     closing: bool = False
 
@@ -86,7 +98,7 @@ class LeaseBook:
             held = lease.num_ready
             if num_ready < held or lease.blocks[:held] != list(blocks[:held]) or lease.keys[:held] != list(keys[:held]):
                 self._generation += 1
-                lease.generation = self._generation
+                lease.generation, lease.sums = self._generation, []
             lease.keys, lease.blocks, lease.names = list(keys), list(blocks), list(names)
             lease.num_ready, lease.complete = num_ready, complete
             self._changed.notify_all()
@@ -139,6 +151,26 @@ class LeaseBook:
                     return _view(lease, first, 0)
                 self._changed.wait(left)
 
+    def unsummed(self, limit: int, wait_s: float) -> Unsummed | None:
+        """Of any lease. Where there are none it waits for a change, whatever it brings."""
+        with self._changed:
+            found = self._unsummed(limit)
+            if found is None and self._changed.wait(wait_s):
+                found = self._unsummed(limit)
+            return found
+
+    def wake(self) -> None:
+        """Whoever waits looks again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def summed(self, what: Unsummed, sums: Sequence[int]) -> None:
+        """Nothing, where the lease has ended or moved since: the bytes may have been others."""
+        with self._changed:
+            lease = self._leases.get(what.lease_id)
+            if lease is not None and lease.generation == what.generation and len(lease.sums) == what.first:
+                lease.sums += sums
+
     def holds(self, lease_id: str, generation: int) -> bool:
         """Whether what was read from this place since it was looked up is what the lease said."""
         with self._changed:
@@ -162,6 +194,14 @@ class LeaseBook:
                 with self._changed:
                     lease.readers -= 1
 
+    def _unsummed(self, limit: int) -> Unsummed | None:
+        for lease_id, lease in self._leases.items():
+            first = len(lease.sums)
+            if first < lease.num_ready and not lease.closing:
+                blocks = lease.blocks[first : min(lease.num_ready, first + limit)]
+                return Unsummed(lease_id, lease.generation, first, blocks)
+        return None
+
     def _lease(self, lease_id: str) -> _Lease | None:
         lease = self._leases.get(lease_id)
         if lease_id in self._closed or (lease is not None and lease.closing):
@@ -171,7 +211,14 @@ class LeaseBook:
 
 def _view(lease: _Lease, first: int, limit: int) -> LeaseView:
     end = min(lease.num_ready, first + limit)
-    return LeaseView(lease.generation, lease.blocks[first:end], lease.names[first:end], lease.num_ready, lease.complete)
+    return LeaseView(
+        lease.generation,
+        lease.blocks[first:end],
+        lease.names[first:end],
+        lease.num_ready,
+        lease.complete,
+        lease.sums[first:end],
+    )
 
 
 def _check_keys(lease_id: str, ours: list[BlockKey], asked: Sequence[BlockKey]) -> None:

@@ -157,15 +157,21 @@ class Loader:
             right = reading.result(timeout=max(0.0, deadline_s - started_s))
         except TimeoutError:
             use.late(len(keys), time.monotonic() - started_s)
-            reading.add_done_callback(lambda _: self._buffers.give_back(buffers))
+            reading.add_done_callback(lambda done: self._left_behind(done, buffers))
             raise TierUnavailable(f"{use.name}: {len(keys)} blocks did not come in time") from None
         except TierUnavailable:
-            self._buffers.give_back(buffers)
+            self._buffers.lose(buffers)
             raise
         good = [i for i, is_right in enumerate(right) if is_right]
         self._io.write([buffers[i] for i in good], [blocks[i] for i in good])
         self._buffers.give_back(buffers)
         return right
+
+    def _left_behind(self, reading: Future[list[bool]], buffers: list[HostBytes]) -> None:
+        if reading.cancelled() or reading.exception() is None:
+            self._buffers.give_back(buffers)
+        else:
+            self._buffers.lose(buffers)
 
 
 def _runs(indices: Sequence[int]) -> Iterator[range]:

@@ -39,6 +39,8 @@ from stoker.kv.transports.tcp import send_blocks
 
 _MAX_CONNECTIONS = 256
 _MAX_WAIT_S = 60.0
+_SUM_BYTES = 8 << 20
+_SUM_WAIT_S = 1.0
 _log = EventLog("kv.peer_server")
 
 
@@ -86,6 +88,8 @@ class PeerServer:
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         self._acceptor = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
         self._acceptor.start()
+        self._summer = threading.Thread(target=self._sum, name="kv-sums", daemon=True)
+        self._summer.start()
 
     def stats(self) -> ServerStats:
         with self._lock:
@@ -105,8 +109,18 @@ class PeerServer:
         for connection, thread in open_now:
             connection.shut()
             thread.join(IO_S)
+        self._leases.wake()
+        self._summer.join(IO_S)
         for transport in self._transports.values():
             transport.close()
+
+    def _sum(self) -> None:
+        """Checksums of blocks as they become ready, so that a pull need not wait for them."""
+        layout = self._kv.layout
+        whole, limit = part_of(layout, layout.first_head, layout.end_head), max(1, _SUM_BYTES // layout.block_bytes)
+        while not self._is_closed:
+            if (found := self._leases.unsummed(limit, _SUM_WAIT_S)) is not None:
+                self._leases.summed(found, self._source.checksums(found.blocks, whole))
 
     def _accept(self) -> None:
         while True:
@@ -218,7 +232,8 @@ class PeerServer:
                 if not may_read:
                     raise PeerUnavailable(f"lease {ask.lease_id!r} has moved or ended", code="kv_lease_closed")
                 part = part_of(self._kv.layout, ask.first_head, ask.end_head)
-                sums = self._source.checksums(view.blocks, part)
+                sums = view.sums if part.total_bytes == self._kv.layout.block_bytes else []
+                sums = sums + self._source.checksums(view.blocks[len(sums) :], part)
         self._count(located_blocks=len(view.blocks))
         connection.send(Kind.LOCATED, Answer(view, sums).pack())
 

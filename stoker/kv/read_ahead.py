@@ -71,7 +71,13 @@ class ReadAhead:
     def _move(self, name: BlockName, src: TierUse, dst: TierUse) -> None:
         buffer = self._buffers.obtain()
         try:
-            if src.read([name.key], [buffer])[0]:
+            is_right = src.read([name.key], [buffer])[0]
+        except TierUnavailable as lost:
+            self._buffers.lose([buffer])
+            log.event("kv_move_failed", src=src.name, dst=dst.name, reason=lost.message)
+            return
+        try:
+            if is_right:
                 self._write([name], [buffer], dst)
         except TierUnavailable as lost:
             log.event("kv_move_failed", src=src.name, dst=dst.name, reason=lost.message)

@@ -8,11 +8,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from stoker.base import log as logs
 from stoker.base.ids import BlockKey
-from stoker.kv.block_io import HostBytes
+from stoker.kv.block_io import HostBytes, new_buffer
 from stoker.kv.speed import Speed
 from stoker.kv.tiers.contract import Tier
 from stoker.kv.transfer import BlockName, TierUnavailable
@@ -90,7 +88,7 @@ class TierUse:
     def measure(self, block_bytes: int) -> None:
         """A block there and back, before anybody relies on the speed."""
         name = BlockName(BlockKey(os.urandom(16)), BlockKey(bytes(16)), ())
-        data = np.zeros(block_bytes, dtype=np.uint8)
+        data = new_buffer(block_bytes)
         try:
             if not self.tier.write([name], [data])[0]:
                 return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import time
@@ -13,11 +12,12 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from kv.forked import FORKED
 
 from stoker.base.config import HandoffSettings
 from stoker.base.ids import BlockId, BlockKey
 from stoker.kv.device import DeviceKv
-from stoker.kv.layout import KvLayout, Part
+from stoker.kv.layout import KvLayout
 from stoker.kv.leases import LeaseBook
 from stoker.kv.peer_client import PeerClient
 from stoker.kv.peer_server import PeerServer
@@ -102,17 +102,11 @@ class World:
     def ticket(self, lease_id: str = "L") -> KvTicket:
         return KvTicket(self.server.engine_id, self.server.address, lease_id, 100, 30.0)
 
-    def change_after_sum(self, block: int) -> None:
-        """From now on the block's bytes change whenever their checksum has been made."""
-        source = self.server._source
-        checksums = source.checksums
-
-        def changing(blocks: Sequence[BlockId], part: Part) -> list[int]:
-            sums = checksums(blocks, part)
-            self.kv.blocks[block].view(-1)[-1] += 1.0
-            return sums
-
-        source.checksums = changing  # type: ignore[method-assign]
+    def spoil(self, block: int) -> None:
+        """Changes the block's bytes, when its checksum has been made."""
+        wait_until(lambda: self.leases.unsummed(1, 0.0) is None)
+        self.kv.blocks[block].view(-1)[-1:] += 1.0
+        self.kv.blocks[block].cpu()  # on a card: done
 
     def close(self) -> None:
         self.server.close()
@@ -134,11 +128,8 @@ def _process(pipe: Connection, setup: ServerSetup) -> None:
 
 class RemoteServer:
     def __init__(self, setup: ServerSetup) -> None:
-        # Forked from one process that has loaded torch and done nothing else: a server is there in milliseconds.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "stoker.kv.peer_server", "stoker.kv.peer_client"])
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_process, args=(theirs, setup), daemon=True)
+        self._pipe, theirs = FORKED.Pipe()
+        self.process = FORKED.Process(target=_process, args=(theirs, setup), daemon=True)
         self.process.start()
         theirs.close()
         assert self._pipe.poll(60), "the server does not start"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kv.forked import FORKED
 
 from stoker.base.errors import ConfigError
 from stoker.base.ids import BlockKey
@@ -276,9 +277,8 @@ def test_a_lock_whose_holder_hangs_is_not_waited_for_for_ever_and_is_free_when_i
     tier = make(store)
     write(tier, 1)
     (path,) = (one.path for one in host_stores() if one.name == store)
-    context = multiprocessing.get_context("spawn")
-    is_held = context.Event()
-    process = context.Process(target=hold_lock, args=(str(path), is_held))
+    is_held = FORKED.Event()
+    process = FORKED.Process(target=hold_lock, args=(str(path), is_held))
     process.start()
     assert is_held.wait(60)
     monkeypatch.setattr("stoker.kv.tiers.host.LOCK_S", 0.1)

@@ -108,3 +108,36 @@ def test_a_lease_is_opened_once(book: LeaseBook) -> None:
     book.open("a", keys(1), BLOCKS[:1], 1, True)
     with pytest.raises(ValueError, match="open already"):
         book.open("a", keys(1), BLOCKS[:1], 1, True)
+
+
+def test_sums_are_of_a_place_and_end_with_it(book: LeaseBook) -> None:
+    assert book.unsummed(2, 0.0) is None
+    book.open("L", keys(4), block_ids(5, 6, 7, 8), 3, False)
+    first = book.unsummed(2, 0.0)
+    assert first is not None
+    assert (first.first, first.blocks) == (0, block_ids(5, 6))
+    book.summed(first, [50, 60])
+    book.summed(first, [50, 60])  # once
+    assert book.look("L", 0, None, 9).sums == [50, 60]
+    assert book.look("L", 1, None, 1).sums == [60]
+    book.update("L", keys(4), block_ids(5, 6, 7, 8), 4, True)
+    second = book.unsummed(9, 0.0)
+    assert second is not None
+    assert (second.first, second.blocks) == (2, block_ids(7, 8))
+    book.update("L", keys(4), block_ids(5, 6, 9, 8), 4, True)
+    book.summed(second, [70, 80])
+    assert book.look("L", 0, None, 9).sums == [], "its blocks are others now"
+    again = book.unsummed(9, 0.0)
+    assert again is not None
+    book.close("L")
+    book.summed(again, [1, 2, 3, 4])
+    assert book.unsummed(9, 0.0) is None
+
+
+def test_whoever_makes_sums_wakes_when_blocks_are_ready(book: LeaseBook) -> None:
+    opening = threading.Timer(0.1, lambda: book.open("L", keys(1), block_ids(5), 1, True))
+    opening.start()
+    found = book.unsummed(1, 10.0)
+    assert found is not None
+    assert found.blocks == block_ids(5)
+    opening.join()

@@ -4,14 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from ctypes import string_at
 from pathlib import Path
 
 import numpy as np
 import pytest
-from kv.mooncake_worker import LAYOUT, WorkerProcess, chain, finds, make_tier, read, reads, within, write, writes
+from kv.mooncake_worker import (
+    FINGERPRINT,
+    LAYOUT,
+    WorkerProcess,
+    chain,
+    contents,
+    finds,
+    make_tier,
+    read,
+    reads,
+    within,
+    write,
+    writes,
+)
 
+from stoker.base.config import StoreSettings
 from stoker.base.ids import BlockKey
+from stoker.kv.block_io import ROOM_BYTES, new_buffer
 from stoker.kv.mooncake_master import INSTALL_HINT, MasterFailed, MooncakeMaster, is_installed
+from stoker.kv.tiers.contract import TierContext
 from stoker.kv.tiers.mooncake import MooncakeTier
 from stoker.kv.tiers.mooncake_object import ObjectFormat
 from stoker.kv.transfer import BlockName
@@ -81,7 +98,7 @@ def test_a_drop_drops_though_somebody_has_just_read_it(tier: MooncakeTier) -> No
     assert read(tier, names) == [True, True, False, False]
 
 
-def test_more_blocks_than_the_staging_ring_holds_in_several_threads(tier: MooncakeTier) -> None:
+def test_more_blocks_than_one_call_takes_in_several_threads(tier: MooncakeTier) -> None:
     chains = [chain(300, seed=10 + i) for i in range(4)]
     with ThreadPoolExecutor(4) as threads:
         assert all(threads.map(lambda names: writes(tier, names), chains))
@@ -134,3 +151,22 @@ def test_two_masters_do_not_share_a_port(tmp_path: Path, master: MooncakeMaster)
     with pytest.raises(MasterFailed, match=r"listens at .* already"):
         doomed.start()
     assert master.is_healthy()
+
+
+def test_headers_in_the_room_before_a_buffer_make_the_same_objects(master: MooncakeMaster, tier: MooncakeTier) -> None:
+    """One worker has buffers with room, the other has none; the room is all that is used besides the buffers."""
+    settings = StoreSettings(mooncake_master=master.address, mooncake_segment_gib=1 / 16)
+    roomy = MooncakeTier(settings, TierContext(FINGERPRINT, LAYOUT, lambda keys: None, room_bytes=ROOM_BYTES))
+    theirs, ours = chain(40), chain(40, seed=1)
+    buffers = [new_buffer(LAYOUT.block_bytes) for _ in theirs]
+    assert writes(tier, theirs)
+    assert within(3, lambda: roomy.read([name.key for name in theirs], buffers) == [True] * 40)
+    for name, buffer in zip(theirs, buffers, strict=True):
+        assert np.array_equal(buffer, contents(name))
+        assert not string_at(buffer.ctypes.data - ROOM_BYTES, ROOM_BYTES - 1024).strip(b"\0")
+    for name, buffer in zip(ours, buffers, strict=True):
+        buffer[:] = contents(name)
+    assert within(3, lambda: roomy.write(ours, buffers) == [True] * 40)
+    assert reads(tier, ours)
+    assert set(roomy.names()) == {*theirs, *ours}
+    roomy.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -16,6 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
+from kv.forked import FORKED
 from kv.peer_world import (
     LAYOUT,
     Puller,
@@ -39,7 +39,7 @@ from stoker.base.ids import BlockId
 from stoker.kv.block_bytes import Sink
 from stoker.kv.layout import KvLayout, Part
 from stoker.kv.leases import LeaseView
-from stoker.kv.peer_wire import Answer, Ask, BadFrame
+from stoker.kv.peer_wire import VERSION, Answer, Ask, BadFrame
 from stoker.kv.transfer import KvTicket, PeerUnavailable
 from stoker.kv.transports.local import LocalLink
 
@@ -98,7 +98,9 @@ def dial(address: str) -> socket.socket:
 def test_a_client_that_does_not_wait_for_the_proof_is_refused_without_its_own() -> None:
     with closing(world := World(ServerSetup(settings=HandoffSettings(secret="a")))), dial(world.server.address) as sock:
         body = json.dumps({"engine_id": world.server.engine_id, "identity": {}}).encode()
-        sock.sendall(frame(1, json.dumps({"version": 1, "nonce": "00" * 16}).encode()) + frame(3, bytes(32) + body))
+        sock.sendall(
+            frame(1, json.dumps({"version": VERSION, "nonce": "00" * 16}).encode()) + frame(3, bytes(32) + body)
+        )
         answer = b""
         while part := sock.recv(4096):
             answer += part
@@ -109,7 +111,7 @@ def test_a_client_that_does_not_wait_for_the_proof_is_refused_without_its_own() 
 def test_another_version_is_refused_by_name(world: World) -> None:
     with dial(world.server.address) as sock:
         sock.sendall(frame(1, json.dumps({"version": 99, "nonce": "00" * 16}).encode()))
-        assert b"version: 1 here, 99 there" in sock.recv(4096)
+        assert f"version: {VERSION} here, 99 there".encode() in sock.recv(4096)
 
 
 def test_no_secret_is_for_this_machine_alone() -> None:
@@ -123,8 +125,8 @@ GARBAGE = [
     bytes(64),
     frame(1, b"{"),
     frame(1, b"[]"),
-    frame(1, b'{"version": 1}'),
-    frame(1, b'{"version": 1, "nonce": 5}'),
+    frame(1, json.dumps({"version": VERSION}).encode()),
+    frame(1, json.dumps({"version": VERSION, "nonce": 5}).encode()),
     frame(5, b'{"code": "x"}'),
     frame(10, b"no handshake"),
     struct.pack("<HBxI", 0x4B56, 1, 0xFFFFFFFF),
@@ -298,9 +300,8 @@ def _pull_for_ever(ticket: KvTicket, started: object) -> None:
 def test_a_client_that_dies_or_stops_in_the_middle_lets_go_of_the_lease(how: signal.Signals) -> None:
     world = World(ServerSetup(LARGE, 64, TCP))
     world.leases.open("L", keys(64), block_ids(*range(64)), 64, True)
-    context = multiprocessing.get_context("forkserver")
-    started = context.Event()
-    client = context.Process(target=_pull_for_ever, args=(world.ticket(), started), daemon=True)
+    started = FORKED.Event()
+    client = FORKED.Process(target=_pull_for_ever, args=(world.ticket(), started), daemon=True)
     client.start()
     with closing(world):
         assert started.wait(60)

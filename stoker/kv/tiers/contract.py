@@ -46,6 +46,7 @@ class TierContext:
     layout: KvLayout
     on_evicted: Callable[[Sequence[BlockKey]], None]  # called from any thread, when this tier lost blocks that it had
     on_forgotten: Callable[[Sequence[BlockKey]], None] = _nothing  # likewise, where it would take them again
+    room_bytes: int = 0  # that lie before every buffer that the tier gets, for it to use while it has the buffer
 
 
 class Tier(Protocol):
@@ -60,7 +61,8 @@ class Tier(Protocol):
 
     def read(self, keys: Sequence[BlockKey], into: Sequence[HostBytes]) -> list[bool]:
         """True: the block's own bytes, checked, are in its buffer. False: missing or wrong; its buffer may hold anything.
-        A wrong block is dropped and counted. TierUnavailable: nothing can be had now."""
+        A wrong block is dropped and counted. TierUnavailable: nothing can be had now; a call that hangs may yet fill the
+        buffers, which nobody may use for anything else."""
 
     def write(self, names: Sequence[BlockName], data: Sequence[HostBytes]) -> list[bool]:
         """True: it is here now, also if it was before. False: declined, for now or for good."""

@@ -11,8 +11,7 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from enum import Enum, auto
@@ -20,12 +19,13 @@ from errno import EDQUOT, ENOSPC
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 from stoker.base.config import StoreSettings
 from stoker.base.errors import ConfigError
 from stoker.base.ids import BlockKey
 from stoker.base.log import EventLog
+from stoker.kv.crew import Crew
 from stoker.kv.tiers.contract import TIERS, HostBytes, Tier, TierContext, TierStats
 from stoker.kv.tiers.disk_crypt import Cipher, read_key
 from stoker.kv.tiers.disk_dir import Pause, check_marker, remove_left_behind
@@ -36,8 +36,6 @@ from stoker.kv.tiers.processes import started_at
 from stoker.kv.transfer import BlockName, TierUnavailable
 
 log = EventLog("kv.disk")
-
-T = TypeVar("T")
 
 THREADS = 4
 DIRECT_BYTES = 64 << 10
@@ -117,7 +115,7 @@ class DiskTier:
             raise ConfigError(f"store.disk_dir={root}: {failed.strerror}") from failed
         self._tmp_prefix = f"{os.getpid()}-{started_at(os.getpid())}-{os.urandom(4).hex()}"
         self._tmp_numbers = count()
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="kv-disk")
+        self._crew = Crew(THREADS, "kv-disk")
         self._scanned = threading.Event()
         self._scanner = threading.Thread(target=self._scan, name="kv-disk-scan", daemon=True)
         self._scanner.start()
@@ -140,7 +138,7 @@ class DiskTier:
         def read_one(at: int) -> _Read:
             return self._read_one(files[at], into[at], now_ns - at if at in to_note else None)
 
-        results = self._each(read_one, wanted)
+        results = self._crew.each(read_one, wanted)
         done = [False] * len(keys)
         lost = []
         with self._lock:
@@ -178,7 +176,7 @@ class DiskTier:
             return self._write_one(wanted[at], *blocks[wanted[at]], now_ns - at)
 
         try:
-            here |= dict(zip(wanted, self._each(write_one, range(len(wanted))), strict=True))
+            here |= dict(zip(wanted, self._crew.each(write_one, range(len(wanted))), strict=True))
         finally:
             with self._lock:
                 self._pending_bytes -= len(wanted) * self._file_bytes
@@ -217,21 +215,13 @@ class DiskTier:
             if self._closed:
                 return
             self._closed = True
-        self._pool.shutdown()
+        self._crew.close()
         self._scanner.join()
         with self._journal_lock, self._evict_lock:
             self._journal.close()
             os.close(self._evict_fd)
 
     # One block. The disk is asked here, by several threads at a time.
-
-    def _each(self, call: Callable[[int], T], items: Sequence[int]) -> list[T]:
-        if len(items) <= 1:
-            return [call(item) for item in items]
-        try:
-            return list(self._pool.map(call, items))
-        except RuntimeError as closed:
-            raise TierUnavailable("the disk tier is closed") from closed
 
     def _read_one(self, file: FileId, into: HostBytes, use_ns: int | None) -> _Read:
         path = path_of(self._root, file)

@@ -26,7 +26,7 @@ from stoker.kv.tiers.contract import HostBytes
 from stoker.kv.tiers.disk_crypt import NONCE_BYTES, TAG_BYTES, Cipher, WrongKeyOrBytes
 from stoker.kv.transfer import BlockName
 
-VERSION = 1
+VERSION = 2
 PAGE = 4096
 _MAGIC = b"stokerkv"
 _PUBLIC = struct.Struct("<8sHHI16sQ12s12s")  # magic, version, flags, crc, key, block_bytes, nonces of head and block

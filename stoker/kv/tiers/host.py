@@ -24,7 +24,8 @@ from stoker.base.config import StoreSettings
 from stoker.base.errors import ConfigError
 from stoker.base.ids import BlockKey
 from stoker.base.log import EventLog
-from stoker.kv.checksum import copy_checksummed
+from stoker.kv.checksum import copies_checksummed
+from stoker.kv.crew import Crew, num_copiers
 from stoker.kv.tiers.contract import TIERS, HostBytes, Tier, TierContext, TierStats
 from stoker.kv.tiers.host_files import LOCK_S, lock, private_memory, shared_memory, unlock
 from stoker.kv.tiers.host_table import READY, WRITING, Geometry, HostTable, packed
@@ -56,7 +57,6 @@ class _Item:
     use_ns: int
     slot: int = -1
     generation: int = 0
-    seal: int = 0
     is_here: bool = False
 
 
@@ -85,6 +85,7 @@ class HostTier:
         with self._changing() as table:
             self._free_dead(table)
         self._unpin = _pin(self._table.slab)
+        self._crew = Crew(num_copiers(), "kv-host")
 
     def find(self, keys: Sequence[BlockKey]) -> list[bool]:
         if not keys:
@@ -97,19 +98,21 @@ class HostTier:
             return []
         table = self._open()
         now_ns = time.monotonic_ns()
+        found: dict[int, tuple[int, int, int]] = {}  # of those that are READY: slot, generation, seal
+        for at, slot in enumerate(table.lookup(packed(keys)).tolist()):
+            if slot >= 0:
+                generation, seal = int(table.generations[slot]), int(table.seals[slot])
+                if table.states[slot] == READY and table.key(slot) == keys[at]:
+                    found[at] = slot, generation, seal
+        sums = copies_checksummed(
+            self._crew, [into[at] for at in found], [table.block(slot) for slot, _, _ in found.values()]
+        )
         done = [False] * len(keys)
         wrong = []
-        for at, slot in enumerate(table.lookup(packed(keys)).tolist()):
-            if slot < 0:
-                continue
-            generation = int(table.generations[slot])
-            seal = int(table.seals[slot])
-            if table.states[slot] != READY or table.key(slot) != keys[at]:
-                continue
-            is_right = _seal(keys[at], copy_checksummed(into[at], table.block(slot))) == seal
+        for (at, (slot, generation, seal)), of_bytes in zip(found.items(), sums, strict=True):
             if int(table.generations[slot]) != generation:
                 continue  # it was given to another block in the meantime
-            if is_right:
+            if _seal(keys[at], of_bytes) == seal:
                 table.last_use_ns[slot] = now_ns - at
                 done[at] = True
             else:
@@ -164,6 +167,7 @@ class HostTier:
             self._unpin()
             self._table = None  # the mapping ends with the last read that still uses it
             os.close(self._fd)
+        self._crew.close()
 
     def _write_batch(self, items: list[_Item], before_ns: int) -> None:
         wanted: list[_Item] = []
@@ -190,13 +194,12 @@ class HostTier:
             self._on_evicted(lost)
         if not begun:
             return
-        for item in begun:
-            item.seal = _seal(item.name.key, copy_checksummed(table.block(item.slot), item.data))
+        sums = copies_checksummed(self._crew, [table.block(item.slot) for item in begun], [item.data for item in begun])
         with self._changing() as table:
-            for item in begun:
+            for item, of_bytes in zip(begun, sums, strict=True):
                 # If it is not ours any more, we were so slow that another gave us up.
                 if int(table.generations[item.slot]) == item.generation and table.states[item.slot] == WRITING:
-                    table.finish(item.slot, item.seal, item.use_ns)
+                    table.finish(item.slot, _seal(item.name.key, of_bytes), item.use_ns)
                     item.is_here = True
 
     def _take_slot(self, table: HostTable, before_ns: int, lost: list[BlockKey]) -> int | None:

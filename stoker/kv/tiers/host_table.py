@@ -22,7 +22,7 @@ from stoker.kv.tiers.contract import HostBytes
 from stoker.kv.transfer import BlockName
 
 MAGIC = b"stokerkv"
-VERSION = 1
+VERSION = 2
 FREE, WRITING, READY = 0, 1, 2
 
 _PAGE = 4096

@@ -1,19 +1,16 @@
 """The Mooncake tier: blocks in the RAM (and on the SSDs) of all workers of a cluster, found through one master.
 
-Bytes go through a ring of staging buffers, so that a call that hangs keeps nothing of the caller's. Copy and checksum of one
-batch run while the next one is on the wire. What the store does when parts of it die is written in mooncake_link.py; here
-it means: a miss, or a block that is declined.
+Bytes go straight between the store and the caller's buffers. A call that hangs keeps its buffers alive until it ends, and whoever
+waited for it is told not to use them again. Blocks are summed up before and after, not meanwhile: the client needs a core for
+each side of its socket. What the store does when parts of it die is written in mooncake_link.py; here it means: a miss, or a
+block that is declined.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar, TypeVar
 
 import numpy as np
@@ -21,24 +18,23 @@ import numpy as np
 from stoker.base.config import StoreSettings
 from stoker.base.ids import BlockKey
 from stoker.base.log import EventLog
-from stoker.kv.checksum import copy_checksummed
+from stoker.kv.checksum import checksums
+from stoker.kv.crew import Crew, num_copiers
 from stoker.kv.tiers.contract import TIERS, HostBytes, Tier, TierContext, TierStats
 from stoker.kv.tiers.mooncake_doubts import Doubts
+from stoker.kv.tiers.mooncake_frames import Frames
+from stoker.kv.tiers.mooncake_known import Known
 from stoker.kv.tiers.mooncake_link import NO_SPACE, NOT_FOUND, TRANSFER_FAILED, WRONG_SIZE, Client, MooncakeLink
 from stoker.kv.tiers.mooncake_object import ObjectFormat
-from stoker.kv.tiers.names import parents_first
-from stoker.kv.tiers.staging import Ring
 from stoker.kv.transfer import BlockName, TierUnavailable
 
-_BATCH_BYTES = 8 << 20
-_BATCH_BLOCKS = 64
-_BATCHES = 6  # that fit into the ring
+_BATCH_BYTES = 64 << 20  # of one call: each costs a millisecond besides
+_BATCH_BLOCKS = 256
 _FIND_S = 0.1
 _CALL_S = 0.5
 _SLOWEST_BYTES_PER_S = 50e6  # a call may take _CALL_S and its bytes at this rate
 _FULL_WAITS_S = (0.01, 0.03, 0.05)  # the master evicts in the background
 _REST_S = 1.0  # after a put that failed: no more of them
-_KNOWN = 1 << 16
 _AUDIT_EVERY_S = 5.0
 _AUDIT = 16
 _AT_A_TIME = 1024
@@ -55,34 +51,26 @@ def mooncake_tier(settings: StoreSettings, context: TierContext) -> Tier | None:
     return MooncakeTier(settings, context)
 
 
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """Some blocks of one call, on the wire: `indices` of the call, in `slots` of the ring."""
-
-    indices: list[int]
-    slots: list[int]
-    call: Future[list[int]]
-
-
 class MooncakeTier:
     medium: ClassVar[str] = "MOONCAKE"
     shared = True
 
     def __init__(self, settings: StoreSettings, context: TierContext) -> None:
         self._format = ObjectFormat(context.fingerprint, context.layout)
-        self._on_evicted = context.on_evicted
         self._on_forgotten = context.on_forgotten
         self._segment_bytes = int(settings.mooncake_segment_gib * 2**30)
         self._has_ssd = settings.mooncake_ssd_dir is not None
         self._batch_blocks = max(1, min(_BATCH_BLOCKS, _BATCH_BYTES // self._format.object_bytes))
-        self._ring = Ring(_BATCHES * self._batch_blocks, self._format.object_bytes)
+        self._room_bytes = context.room_bytes
+        self._is_tcp = settings.mooncake_protocol == "tcp"
+        self._registered: dict[int, HostBytes] = {}  # by address; kept, so that it never becomes other memory
         self._call_s = _CALL_S + self._batch_blocks * self._format.object_bytes / _SLOWEST_BYTES_PER_S
-        self._lock = threading.Lock()
-        self._known: dict[BlockKey, bytes] = {}  # headers of what we wrote or read, the oldest first
+        self._known = Known(self._format, context.on_evicted)
         self._doubts = Doubts(self._format)
         self._rest_until_s = 0.0
         self._audit_s = 0.0
-        self._corrupt = self._errors = self._evicted = 0
+        self._corrupt = self._errors = 0
+        self._crew = Crew(num_copiers(), "kv-mooncake")
         self._link = MooncakeLink(settings, self)
 
     # ---- the contract
@@ -94,7 +82,7 @@ class MooncakeTier:
             doubtful = self._doubts.of(self._link, keys)
         except TierUnavailable:
             return [False] * len(keys)
-        self._forget([key for key, is_there in zip(keys, found, strict=True) if is_there == 0])
+        self._known.forget([key for key, is_there in zip(keys, found, strict=True) if is_there == 0])
         return [is_there == 1 and key not in doubtful for key, is_there in zip(keys, found, strict=True)]
 
     def read(self, keys: Sequence[BlockKey], into: Sequence[HostBytes]) -> list[bool]:
@@ -104,25 +92,12 @@ class MooncakeTier:
         # Of a key that stands twice in a batch, the client answers for one.
         first = {key: i for i, key in reversed(list(enumerate(keys)))}
         wanted = [i for key, i in sorted(first.items(), key=lambda item: item[1]) if key not in doubtful]
-        on_the_wire: deque[_Batch] = deque()
         try:
             for indices in _batches(wanted, self._batch_blocks):
-                # The next batch is on the wire while this thread checks the last one, if the ring has room for both.
-                slots = self._ring.take(len(indices), 0.0 if on_the_wire else self._call_s)
-                if not slots and on_the_wire:
-                    self._finish_read(on_the_wire.popleft(), keys, into, right)
-                    slots = self._ring.take(len(indices), self._call_s)
-                on_the_wire.append(self._start_read(indices, slots, keys))
-                if len(on_the_wire) == 2:
-                    self._finish_read(on_the_wire.popleft(), keys, into, right)
-            while on_the_wire:
-                self._finish_read(on_the_wire.popleft(), keys, into, right)
+                self._read(indices, keys, into, right)
         except TierUnavailable:
             self._errors += 1
-            if not any(right):
-                raise
-        finally:
-            self._leave(on_the_wire)
+            raise
         for i, key in enumerate(keys):
             if first[key] != i and right[first[key]]:
                 np.copyto(into[i], into[first[key]])
@@ -133,33 +108,22 @@ class MooncakeTier:
         taken = [False] * len(names)
         if time.monotonic() < self._rest_until_s:
             return taken
-        on_the_wire: deque[_Batch] = deque()
         try:
             missing = self._missing(names, taken)
             first = {names[i].key: i for i in reversed(missing)}
             for indices in _batches(sorted(first.values()), self._batch_blocks):
-                batch = self._start_write(indices, names, data)
-                if batch is not None:
-                    on_the_wire.append(batch)
-                if len(on_the_wire) == 2:
-                    self._finish_write(on_the_wire.popleft(), names, taken)
                 if time.monotonic() < self._rest_until_s:
                     break
-            while on_the_wire:
-                self._finish_write(on_the_wire.popleft(), names, taken)
+                self._write(indices, names, data, taken)
             for i in missing:
                 taken[i] = taken[first[names[i].key]]
         except TierUnavailable:
             self._errors += 1
             self._rest_until_s = time.monotonic() + _REST_S
-        finally:
-            self._leave(on_the_wire)
         return taken
 
     def drop(self, keys: Sequence[BlockKey]) -> None:
-        with self._lock:
-            for key in keys:
-                self._known.pop(key, None)
+        self._known.drop(keys)
         try:
             self._link.wait(self._remove(keys), self._call_s)
         except TierUnavailable:
@@ -167,38 +131,32 @@ class MooncakeTier:
 
     def names(self) -> Iterator[BlockName]:
         """What this worker wrote or read; others tell of theirs."""
-        with self._lock:
-            known = list(self._known.items())
-        headers = (self._format.unpack(packed, key) for key, packed in known)
-        return parents_first([header.name for header in headers if header is not None])
+        return self._known.names()
 
     def stats(self) -> TierStats:
         return TierStats(
             blocks=len(self._known),
             used_bytes=len(self._known) * self._format.object_bytes,
             capacity_bytes=self._segment_bytes,
-            evicted=self._evicted,
+            evicted=self._known.num_evicted,
             corrupt=self._corrupt,
             errors=self._errors,
         )
 
     def close(self) -> None:
         self._link.close()
+        self._crew.close()
 
     # ---- on the link's thread
-
-    def connected(self, client: Client) -> None:
-        client.register_buffer(self._ring.memory.ctypes.data, self._ring.memory.nbytes)
 
     def forgotten(self, client: Client) -> None:
         if self._has_ssd:
             time.sleep(_SSD_GRACE_S)
-        with self._lock:
-            keys = list(self._known)
+        keys = self._known.oldest()
         lost = self._lost_of(client, keys)
         log.event("mooncake_forgot", known=len(keys), lost=len(lost))
         if lost:
-            self._forget(lost)
+            self._known.forget(lost)
             self._on_forgotten(lost)
 
     def tick(self, client: Client) -> None:
@@ -210,14 +168,10 @@ class MooncakeTier:
         self._audit_s = now
         count = _AUDIT
         while True:
-            with self._lock:
-                oldest = list(self._known)[:count]
+            oldest = self._known.oldest(count)
             lost = self._lost_of(client, oldest)
-            self._forget(lost)
-            with self._lock:
-                for key in oldest:
-                    if (packed := self._known.pop(key, None)) is not None:
-                        self._known[key] = packed
+            self._known.forget(lost)
+            self._known.renew(oldest)
             if not lost:
                 return
             count = _AT_A_TIME
@@ -240,61 +194,65 @@ class MooncakeTier:
         self._link.heard(found)
         return found
 
-    def _start_read(self, indices: list[int], slots: list[int], keys: Sequence[BlockKey]) -> _Batch:
-        if not slots:
-            raise TierUnavailable("Mooncake: all staging buffers are in calls that hang")
+    def _read(self, indices: list[int], keys: Sequence[BlockKey], into: Sequence[HostBytes], right: list[bool]) -> None:
         store_keys = [self._format.store_key(keys[i]) for i in indices]
-        addresses, sizes = self._ring.addresses(slots), [self._format.object_bytes] * len(slots)
-        try:
-            call = self._link.submit("read", lambda client: list(client.batch_get_into(store_keys, addresses, sizes)))
-        except TierUnavailable:
-            self._ring.give_back(slots)
-            raise
-        return _Batch(indices, slots, call)
+        frames = Frames(self._format, [into[i] for i in indices], self._room_bytes)
 
-    def _finish_read(
-        self, batch: _Batch, keys: Sequence[BlockKey], into: Sequence[HostBytes], right: list[bool]
-    ) -> None:
+        def get(client: Client) -> list[int]:
+            self._register(client, frames)
+            return list(client.batch_get_into_multi_buffers(store_keys, frames.places, frames.sizes))
+
         try:
-            codes = self._link.wait(batch.call, self._call_s)
+            codes = self._link.wait(self._link.submit("read", get), self._call_s)
         except TierUnavailable:
-            self._leave([batch])
-            self._give_up([keys[i] for i in batch.indices])
+            self._give_up([keys[i] for i in indices])
             raise
-        try:
-            failed: list[BlockKey] = []
-            for i, slot, code in zip(batch.indices, batch.slots, codes, strict=True):
-                if code == self._format.object_bytes:
-                    right[i] = self._take_in(keys[i], self._ring.at(slot), into[i])
-                elif code >= 0 or code == WRONG_SIZE:
-                    self._note_corrupt(keys[i], f"{code} instead of {self._format.object_bytes} bytes")
-                elif code == NOT_FOUND:
-                    self._forget([keys[i]])
-                elif code == TRANSFER_FAILED:
-                    failed.append(keys[i])
-            if failed:
-                self._errors += 1
-                self._give_up(failed)
-        finally:
-            self._ring.give_back(batch.slots)
+
+        whole = [at for at, code in enumerate(codes) if code == self._format.object_bytes]
+        sums = checksums(self._crew, [frames.buffers[at] for at in whole])
+        for at, of_bytes in zip(whole, sums, strict=True):
+            right[indices[at]] = self._is_right(keys[indices[at]], frames.header(at), of_bytes)
+        failed: list[BlockKey] = []
+        for i, code in zip(indices, codes, strict=True):
+            if code == TRANSFER_FAILED:
+                failed.append(keys[i])
+            elif code == NOT_FOUND:
+                self._known.forget([keys[i]])
+            elif code == WRONG_SIZE or 0 <= code != self._format.object_bytes:
+                self._note_corrupt(keys[i], f"{code} instead of {self._format.object_bytes} bytes")
+        if failed:
+            self._note_failed(failed)
         self._link.heard(codes)
 
-    def _take_in(self, key: BlockKey, src: HostBytes, into: HostBytes) -> bool:
-        header = self._format.unpack(src, key)
+    def _note_failed(self, keys: Sequence[BlockKey]) -> None:
+        """Their owner is dead, or they are too short to fill the buffers: the master knows."""
+        store_keys = [self._format.store_key(key) for key in keys]
+        sizes = self._link.wait(
+            self._link.submit("find", lambda client: [int(client.get_size(key)) for key in store_keys]), self._call_s
+        )
+        short = [key for key, size in zip(keys, sizes, strict=True) if 0 <= size < self._format.object_bytes]
+        for key in short:
+            self._note_corrupt(key, f"fewer than {self._format.object_bytes} bytes")
+        if lost := [key for key in keys if key not in short]:
+            self._errors += 1
+            self._give_up(lost)
+
+    def _is_right(self, key: BlockKey, packed: bytes, of_bytes: int) -> bool:
+        header = self._format.unpack(packed, key)
         if header is None:
             self._note_corrupt(key, "not this block's header")
             return False
-        if copy_checksummed(into, src[self._format.header_bytes :]) != header.checksum:
+        if of_bytes != header.checksum:
             self._note_corrupt(key, "checksum")
             return False
         if key not in self._known:
-            self._know(header.name, header.checksum)
+            self._know(header.name)
         return True
 
     def _note_corrupt(self, key: BlockKey, reason: str) -> None:
         self._corrupt += 1
         log.warning("mooncake_corrupt", block=key.hex(), reason=reason)
-        self._forget([key])
+        self._known.forget([key])
         self._remove([key])
 
     # ---- writing
@@ -308,7 +266,7 @@ class MooncakeTier:
         for i, (name, is_there) in enumerate(zip(names, found, strict=True)):
             if is_there == 1 and name.key not in doubtful:
                 taken[i] = True
-                self._know(name, 0)
+                self._know(name)
                 continue
             missing.append(i)
             if is_there == 1:
@@ -317,96 +275,72 @@ class MooncakeTier:
             self._link.wait(self._remove(unreadable), self._call_s)
         return missing
 
-    def _start_write(self, indices: list[int], names: Sequence[BlockName], data: Sequence[HostBytes]) -> _Batch | None:
-        slots = self._ring.take(len(indices), self._call_s)
-        if not slots:
-            raise TierUnavailable("Mooncake: all staging buffers are in calls that hang")
-        sent: list[int] = []
-        used: list[int] = []
-        for i, slot in zip(indices, slots, strict=True):
-            buffer = self._ring.at(slot)
-            checksum = copy_checksummed(buffer[self._format.header_bytes :], data[i])
-            packed = self._format.pack(names[i], checksum)
-            if packed is not None:
-                buffer[: len(packed)] = np.frombuffer(packed, dtype=np.uint8)
-                sent.append(i)
-                used.append(slot)
-        self._ring.give_back([slot for slot in slots if slot not in used])
+    def _write(
+        self, indices: list[int], names: Sequence[BlockName], data: Sequence[HostBytes], taken: list[bool]
+    ) -> None:
+        sums = checksums(self._crew, [data[i] for i in indices])
+        packed = {i: self._format.pack(names[i], of_bytes) for i, of_bytes in zip(indices, sums, strict=True)}
+        sent = {i: header for i, header in packed.items() if header is not None}
         if not sent:
-            return None
+            return
         store_keys = [self._format.store_key(names[i].key) for i in sent]
-        addresses = self._ring.addresses(used)
-        try:
-            call = self._link.submit("write", lambda client: self._put(client, store_keys, addresses))
-        except TierUnavailable:
-            self._ring.give_back(used)
-            raise
-        return _Batch(sent, used, call)
-
-    def _put(self, client: Client, store_keys: list[str], addresses: list[int]) -> list[int]:
-        sizes = [self._format.object_bytes] * len(store_keys)
-        codes = list(client.batch_put_from(store_keys, addresses, sizes, self._link.config()))
-        for wait_s in _FULL_WAITS_S:
-            full = [i for i, code in enumerate(codes) if code == NO_SPACE]
-            if not full:
-                break
-            time.sleep(wait_s)
-            again = client.batch_put_from(
-                [store_keys[i] for i in full], [addresses[i] for i in full], sizes[: len(full)], self._link.config()
-            )
-            for i, code in zip(full, again, strict=True):
-                codes[i] = code
-        return codes
-
-    def _finish_write(self, batch: _Batch, names: Sequence[BlockName], taken: list[bool]) -> None:
-        try:
-            codes = self._link.wait(batch.call, self._call_s + sum(_FULL_WAITS_S))
-        finally:
-            self._leave([batch])
-        for i, code in zip(batch.indices, codes, strict=True):
+        frames = Frames(self._format, [data[i] for i in sent], self._room_bytes)
+        for at, header in enumerate(sent.values()):
+            frames.put_header(at, header)
+        # Of a call that hangs the buffers may change: those are bytes with a wrong checksum.
+        call = self._link.submit("write", lambda client: self._put(client, store_keys, frames))
+        codes = self._link.wait(call, self._call_s + sum(_FULL_WAITS_S))
+        for i, code in zip(sent, codes, strict=True):
             if code == 0:
                 taken[i] = True
-                self._know(names[i], 0)
+                self._know(names[i])
         if any(code != 0 for code in codes):
             self._rest_until_s = time.monotonic() + _REST_S
         if any(code not in (0, NO_SPACE) for code in codes):
             self._errors += 1
         self._link.heard(codes)
 
+    def _put(self, client: Client, store_keys: list[str], frames: Frames) -> list[int]:
+        self._register(client, frames)
+        codes = list(client.batch_put_from_multi_buffers(store_keys, frames.places, frames.sizes, self._link.config()))
+        for wait_s in _FULL_WAITS_S:
+            full = [i for i, code in enumerate(codes) if code == NO_SPACE]
+            if not full:
+                break
+            time.sleep(wait_s)
+            again = client.batch_put_from_multi_buffers(
+                [store_keys[i] for i in full],
+                [frames.places[i] for i in full],
+                frames.sizes[: len(full)],
+                self._link.config(),
+            )
+            for i, code in zip(full, again, strict=True):
+                codes[i] = code
+        return codes
+
+    def _register(self, client: Client, frames: Frames) -> None:
+        """A network card reaches only what was registered. It stays so, and ours, that it never becomes other memory: there are as
+        many buffers as the store's set has."""
+        if self._is_tcp:
+            return
+        for buffer, (address, *_), (size, *_) in zip(frames.buffers, frames.places, frames.sizes, strict=True):
+            if address not in self._registered:
+                self._registered[address] = buffer
+                client.register_buffer(address, size)
+
     # ---- what we know
 
-    def _know(self, name: BlockName, checksum: int) -> None:
-        """The checksum is not needed to tell of a block."""
-        packed = self._format.pack(name, checksum)
+    def _know(self, name: BlockName) -> None:
         self._doubts.remove(name.key)
-        with self._lock:
-            if packed is not None:
-                self._known[name.key] = packed
-            while len(self._known) > _KNOWN:
-                del self._known[next(iter(self._known))]
-
-    def _forget(self, keys: Sequence[BlockKey]) -> None:
-        with self._lock:
-            gone = [key for key in keys if self._known.pop(key, None) is not None]
-        if gone:
-            self._evicted += len(gone)
-            self._on_evicted(gone)
+        self._known.add(name)
 
     def _give_up(self, keys: Sequence[BlockKey]) -> None:
         self._doubts.add(keys)
-        self._forget(keys)
+        self._known.forget(keys)
 
     def _remove(self, keys: Sequence[BlockKey]) -> Future[list[int]]:
         store_keys = [self._format.store_key(key) for key in keys]
         return self._link.submit("write", lambda client: list(client.batch_remove(store_keys, True)))
-
-    def _leave(self, batches: Sequence[_Batch]) -> None:
-        """Their slots come back when the calls end."""
-        for batch in batches:
-            batch.call.add_done_callback(partial(self._came_back, batch.slots))
-
-    def _came_back(self, slots: list[int], call: Future[list[int]]) -> None:
-        self._ring.give_back(slots)
 
 
 def _batches(items: Sequence[T], size: int) -> Iterator[list[T]]:

@@ -50,9 +50,6 @@ Client = Any  # mooncake.store.MooncakeDistributedStore, which has no annotation
 class Keeper(Protocol):
     """What the link's owner does on the link's own thread. All may call the client at leisure."""
 
-    def connected(self, client: Client) -> None:
-        """Once, before anybody else uses the client."""
-
     def forgotten(self, client: Client) -> None:
         """The master has lost names, ours among them, and takes new ones again."""
 
@@ -227,7 +224,6 @@ class MooncakeLink:
             self._tell_down(f"set-up ended with code {code} after {time.monotonic() - started_s:.1f} s; {_CHECK_HINT}")
             return False
         self._client = client
-        self._keeper.connected(client)
         self._put_sentinel(client)
         self._set_up()
         log.event("mooncake_connected", master=self._master, segment=client.get_hostname())

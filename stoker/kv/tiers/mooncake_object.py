@@ -8,14 +8,12 @@ import zlib
 from dataclasses import dataclass
 from hashlib import sha256
 
-import numpy as np
-
 from stoker.base.ids import BlockKey
-from stoker.kv.block_io import HostBytes
+from stoker.kv.checksum import NAME as CHECKSUM
 from stoker.kv.layout import KvLayout
 from stoker.kv.transfer import BlockName
 
-_MAGIC = b"STOKERK1"
+_MAGIC = b"STOKERK2"
 _FIXED = struct.Struct(
     "<8s16s16s16sQQIi"
 )  # magic, space, key, parent, block bytes, checksum, tokens, salt's length or -1
@@ -34,7 +32,7 @@ class ObjectFormat:
     """For one space: blocks of one fingerprint and one layout. A rank's heads are a layout, and so a space, of their own."""
 
     def __init__(self, fingerprint: str, layout: KvLayout) -> None:
-        self._space = sha256(f"{fingerprint}\0{layout.fingerprint}".encode()).digest()[:16]
+        self._space = sha256(f"{CHECKSUM}\0{fingerprint}\0{layout.fingerprint}".encode()).digest()[:16]
         self.block_bytes = layout.block_bytes
         room = _FIXED.size + 4 * layout.block_tokens + _SALT_BYTES + _CRC.size
         self.header_bytes = -(-room // _ALIGNED) * _ALIGNED
@@ -57,13 +55,12 @@ class ObjectFormat:
             len(name.token_ids),
             -1 if salt is None else len(salt),
         )
-        body = fixed + np.array(name.token_ids, dtype="<u4").tobytes() + (salt or b"")
+        body = fixed + struct.pack(f"<{len(name.token_ids)}I", *name.token_ids) + (salt or b"")
         packed = body + _CRC.pack(zlib.crc32(body))
         return packed if len(packed) <= self.header_bytes else None
 
-    def unpack(self, data: HostBytes | bytes, key: BlockKey) -> Header | None:
+    def unpack(self, raw: bytes, key: BlockKey) -> Header | None:
         """None: it is not the header of this block."""
-        raw = bytes(data[: self.header_bytes])
         if len(raw) < _FIXED.size:
             return None
         magic, space, found, parent, block_bytes, checksum, num_tokens, salt_bytes = _FIXED.unpack_from(raw)
@@ -73,6 +70,6 @@ class ObjectFormat:
         end = tokens_end + max(0, salt_bytes)
         if end + _CRC.size > len(raw) or _CRC.unpack_from(raw, end)[0] != zlib.crc32(raw[:end]):
             return None
-        token_ids = tuple(np.frombuffer(raw, dtype="<u4", count=num_tokens, offset=_FIXED.size).tolist())
+        token_ids = struct.unpack_from(f"<{num_tokens}I", raw, _FIXED.size)
         salt = None if salt_bytes < 0 else raw[tokens_end:end].decode()
         return Header(BlockName(key, BlockKey(parent), token_ids, salt), checksum)

@@ -97,8 +97,8 @@ class OneSidedLink(ABC):
     """Reads the peer's memory without its help: LOCATE says where and with which checksums, CONFIRM whether the lease held
     until the bytes were copied. The next batch is located while this one is copied."""
 
-    batch_bytes: ClassVar[int] = 16 << 20
-    """Located at one time: enough to make the question cheap, little enough that both sides soon have work."""
+    batch_bytes: ClassVar[tuple[int, int]] = (8 << 20, 32 << 20)
+    """Located at one time: at first, so that both sides soon have work, and at most. Each next batch is twice as large."""
 
     def __init__(self, peer: KvLayout) -> None:
         self._peer = peer
@@ -115,9 +115,9 @@ class OneSidedLink(ABC):
 
     def take(self, connection: Connection, ask: Ask, pull: Pull) -> LeaseView:
         part = part_of(self._peer, ask.first_head, ask.end_head)
-        limit = min(ask.limit, max(1, self.batch_bytes // part.total_bytes))
+        least, most = (max(1, size // part.total_bytes) for size in self.batch_bytes)
         last = ask.first + ask.limit
-        ask = replace(ask, limit=limit)
+        ask = replace(ask, limit=min(ask.limit, least))
         connection.limit(ask.wait_s + IO_S, IO_S)
         connection.send(Kind.LOCATE, ask.pack())
         answer = _located(connection)
@@ -126,7 +126,7 @@ class OneSidedLink(ABC):
             pull.names += view.names
             connection.limit(pull.patience_s(), IO_S)
             has_next = min(last, view.num_ready) > end
-            following = _after(ask, end, last)
+            following = _after(ask, end, last, most)
             if has_next:
                 connection.send(Kind.LOCATE, following.pack())
             right = self.copy(view.blocks, part, answer.sums, pull.sink, pull.at)
@@ -141,9 +141,9 @@ class OneSidedLink(ABC):
         return answer.view
 
 
-def _after(ask: Ask, first: int, last: int) -> Ask:
+def _after(ask: Ask, first: int, last: int, most: int) -> Ask:
     keys = None if ask.keys is None else ask.keys[first - ask.first :]
-    return replace(ask, first=first, keys=keys, limit=min(ask.limit, last - first), wait_s=0.0)
+    return replace(ask, first=first, keys=keys, limit=min(2 * ask.limit, most, last - first), wait_s=0.0)
 
 
 def _located(connection: Connection) -> Answer:

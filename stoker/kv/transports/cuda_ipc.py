@@ -66,7 +66,7 @@ def _uuid(device: torch.device) -> str:
 
 
 class CudaIpcLink(OneSidedLink):
-    batch_bytes = 256 << 20
+    batch_bytes = (256 << 20, 256 << 20)
 
     def __init__(self, peer: KvLayout, pool: Tensor, device: torch.device) -> None:
         super().__init__(peer)

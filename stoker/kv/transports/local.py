@@ -16,7 +16,8 @@ import numpy as np
 
 from stoker.base.ids import BlockId
 from stoker.kv.block_bytes import BeforeWrite, Sink, runs_of
-from stoker.kv.checksum import HostBytes, checksum, copy_checksummed
+from stoker.kv.checksum import HostBytes, checksums, copies_checksummed
+from stoker.kv.crew import Crew, num_copiers
 from stoker.kv.device import DeviceKv
 from stoker.kv.layout import KvLayout, Part
 from stoker.kv.transfer import PeerUnavailable
@@ -31,7 +32,7 @@ def _this_machine() -> dict[str, Any]:
 @TRANSPORTS.register("local")
 class LocalTransport:
     def __init__(self, argument: str, host: str) -> None:
-        pass
+        self._crew = Crew(num_copiers(), "kv-copy")
 
     def offer(self, kv: DeviceKv) -> dict[str, Any]:
         if kv.memory_fd is None:
@@ -48,10 +49,10 @@ class LocalTransport:
             memory = _map(f"/proc/{int(offer['pid'])}/fd/{int(offer['fd'])}", offer)
         except (OSError, KeyError, ValueError, TypeError) as lost:
             raise PeerUnavailable(f"the peer's memory cannot be mapped: {lost!r}") from lost
-        return LocalLink(peer, memory)
+        return LocalLink(peer, memory, self._crew)
 
     def close(self) -> None:
-        pass
+        self._crew.close()
 
 
 def _map(path: str, offer: dict[str, Any]) -> HostBytes:
@@ -67,22 +68,29 @@ def _map(path: str, offer: dict[str, Any]) -> HostBytes:
 
 
 class LocalLink(OneSidedLink):
-    def __init__(self, peer: KvLayout, memory: HostBytes) -> None:
+    def __init__(self, peer: KvLayout, memory: HostBytes, crew: Crew) -> None:
         super().__init__(peer)
+        self._crew = crew
         self._pool = memory[: len(memory) // peer.block_bytes * peer.block_bytes].reshape(-1, peer.block_bytes)
 
     def copy(self, blocks: Sequence[BlockId], part: Part, sums: Sequence[int], sink: Sink, first: int) -> list[bool]:
-        right = []
-        for at, (block, expected) in enumerate(zip(blocks, sums, strict=True)):
-            if block >= len(self._pool):
-                raise PeerUnavailable(f"block {block} of a peer that has {len(self._pool)}")
-            buffer = sink.buffer(first + at)
-            if part.count == 1:
-                found = copy_checksummed(buffer, self._pool[block, part.offset : part.offset + part.num_bytes])
-            else:
-                np.copyto(buffer.reshape(part.count, part.num_bytes), runs_of(self._pool[block], part))
-                found = checksum(buffer)
-            right.append(found == expected)
-            if right[-1]:
-                sink.place(first + at)
+        if max(blocks) >= len(self._pool):
+            raise PeerUnavailable(f"block {max(blocks)} of a peer that has {len(self._pool)}")
+        at_once = len(blocks) if sink.is_direct else 1
+        right: list[bool] = []
+        for start in range(0, len(blocks), at_once):
+            some = range(start, start + at_once)
+            found = self._copy([sink.buffer(first + at) for at in some], [blocks[at] for at in some], part)
+            right += [mine == sums[at] for at, mine in zip(some, found, strict=True)]
+            for at in some:
+                if right[at]:
+                    sink.place(first + at)
         return right
+
+    def _copy(self, buffers: list[HostBytes], blocks: list[BlockId], part: Part) -> list[int]:
+        if part.count == 1:
+            runs = [self._pool[block, part.offset : part.offset + part.num_bytes] for block in blocks]
+            return copies_checksummed(self._crew, buffers, runs)
+        for buffer, block in zip(buffers, blocks, strict=True):
+            np.copyto(buffer.reshape(part.count, part.num_bytes), runs_of(self._pool[block], part))
+        return checksums(self._crew, buffers)

@@ -19,6 +19,8 @@ from stoker.kv.layout import KvLayout, Part
 from stoker.kv.transfer import PeerUnavailable
 from stoker.kv.transports.contract import TRANSPORTS, OneSidedLink
 
+_CHECKED_BYTES = 16 << 20  # at one time
+
 
 @TRANSPORTS.register("mooncake")
 class MooncakeTransport:
@@ -41,11 +43,10 @@ class MooncakeTransport:
         if offer.get("protocol") != self._protocol:
             raise PeerUnavailable(f"protocol: {self._protocol} here, {offer.get('protocol')} there")
         try:
-            return MooncakeLink(
-                self._start(kv), str(offer["segment"]), int(offer["base"]), int(offer["num_blocks"]), peer, kv
-            )
+            segment, base, num_blocks = str(offer["segment"]), int(offer["base"]), int(offer["num_blocks"])
         except (KeyError, TypeError, ValueError) as wrong:
             raise PeerUnavailable(f"an offer without its parts: {wrong!r}") from wrong
+        return MooncakeLink(self._start(kv), segment, base, num_blocks, peer, kv)
 
     def close(self) -> None:
         with self._lock:
@@ -75,9 +76,17 @@ class MooncakeTransport:
 
 
 class MooncakeLink(OneSidedLink):
-    batch_bytes = 64 << 20
+    batch_bytes = (32 << 20, 128 << 20)
 
-    def __init__(self, engine: Any, segment: str, base: int, num_blocks: int, peer: KvLayout, kv: DeviceKv) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        segment: str,
+        base: int,
+        num_blocks: int,
+        peer: KvLayout,
+        kv: DeviceKv,
+    ) -> None:
         super().__init__(peer)
         self._engine = engine
         self._segment = segment
@@ -96,16 +105,29 @@ class MooncakeLink(OneSidedLink):
         if isinstance(sink, CudaSink):
             sink.stream.synchronize()  # the engine knows no streams
         into = sink.into[first : first + len(blocks)]
-        # The same bytes may be one run here and many there: both are cut as the finer of the two.
-        count = max(part.count, sink.part.count)
-        theirs = _addresses(self._base, self._peer.block_bytes, blocks, part, count)
-        ours = _addresses(self._kv.blocks.data_ptr(), self._kv.layout.block_bytes, into, sink.part, count)
-        lengths = [part.total_bytes // count] * len(ours)
-        status = self._engine.batch_transfer_sync_read(self._segment, ours, theirs, lengths)
-        if status:
-            raise PeerUnavailable(f"mooncake: reading {len(blocks)} blocks of {self._segment} gave {status}")
-        found = self._arrived.checksums(into, sink.part)
+        step = max(1, _CHECKED_BYTES // part.total_bytes)
+        starts = range(0, len(blocks), step)
+        # All are on the wire at once, and each is summed up when it has come: the wire is never idle, nor is the cache cold.
+        jobs = [self._start(blocks[at : at + step], part, into[at : at + step], sink.part) for at in starts]
+        found: list[int] = []
+        failed = 0
+        for at, job in zip(starts, jobs, strict=True):
+            status = self._engine.get_batch_transfer_status([job]) if job > 0 else job or -1
+            failed = failed or status
+            if not failed:
+                found += self._arrived.checksums(into[at : at + step], sink.part)
+        if failed:
+            raise PeerUnavailable(f"mooncake: reading {len(blocks)} blocks of {self._segment} gave {failed}")
         return [mine == expected for mine, expected in zip(found, sums, strict=True)]
+
+    def _start(self, blocks: Sequence[BlockId], part: Part, into: Sequence[BlockId], our_part: Part) -> int:
+        # The same bytes may be one run here and many there: both are cut as the finer of the two.
+        count = max(part.count, our_part.count)
+        theirs = _addresses(self._base, self._peer.block_bytes, blocks, part, count)
+        ours = _addresses(self._kv.blocks.data_ptr(), self._kv.layout.block_bytes, into, our_part, count)
+        lengths = [part.total_bytes // count] * len(ours)
+        job: int = self._engine.batch_transfer_async_read(self._segment, ours, theirs, lengths)
+        return job
 
 
 def _addresses(base: int, block_bytes: int, blocks: Sequence[BlockId], part: Part, count: int) -> list[int]:

@@ -14,6 +14,7 @@ from stoker.kv.peer_wire import TRAILER, Answer, Ask, Connection, Kind, PeerLost
 from stoker.kv.transports.contract import IO_S, TRANSPORTS, Pull
 
 _BLOCK_S = 15.0  # that sending one block may take: a reader that is too slow must not keep a lease from being closed
+_SEND_BYTES = 1 << 20
 _FOLLOWS, _ENDED = b"\x01", b"\x00"  # before each block: a lease may end in the middle of an answer
 
 
@@ -57,7 +58,7 @@ class TcpLink:
 
 
 def _receive(connection: Connection, into: HostBytes) -> int:
-    running = RunningChecksum(len(into))
+    running = RunningChecksum()
     for start in range(0, len(into), CHUNK_BYTES):
         chunk = into[start : start + CHUNK_BYTES]
         connection.receive_into(chunk.data)
@@ -73,25 +74,28 @@ def send_blocks(
     parts = source.host(view.blocks, part)
     connection.limit(IO_S, IO_S)
     num_blocks = len(view.blocks)
+    sums = view.sums if part.total_bytes == layout.block_bytes else []
     for count in range(num_blocks):
         with leases.reading(ask.lease_id, view.generation) as may_read:
             if not may_read:
                 connection.send_bytes(_ENDED)
                 return count
             connection.send_bytes(_FOLLOWS, more=True)
-            total = _send(connection, next(parts))
+            total = _send(connection, next(parts), sums[count] if count < len(sums) else None)
         # Asked once more: an update may have moved the lease while its bytes went out.
         held = leases.holds(ask.lease_id, view.generation)
         connection.send_bytes(TRAILER.pack(total, held), more=count + 1 < num_blocks)
     return num_blocks
 
 
-def _send(connection: Connection, data: HostBytes) -> int:
-    running, until_s = RunningChecksum(len(data)), time.monotonic() + _BLOCK_S
-    for start in range(0, len(data), CHUNK_BYTES):
-        chunk = data[start : start + CHUNK_BYTES]
-        running.add(chunk)
-        connection.send_bytes(chunk.data)
+def _send(connection: Connection, data: HostBytes, known: int | None) -> int:
+    running, until_s = RunningChecksum(), time.monotonic() + _BLOCK_S
+    step = CHUNK_BYTES if known is None else _SEND_BYTES
+    for start in range(0, len(data), step):
+        part = data[start : start + step]
+        if known is None:
+            running.add(part)
+        connection.send_bytes(part.data)
         if time.monotonic() > until_s:
             raise PeerLost(f"the peer takes too long: {start} of {len(data)} bytes in {_BLOCK_S} s")
-    return running.value()
+    return running.value() if known is None else known
