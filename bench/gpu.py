@@ -29,6 +29,7 @@ import torch  # noqa: E402
 from engine import Workload  # noqa: E402
 from gpu_quant import QUANTISED  # noqa: E402
 from replay import graph_s  # noqa: E402
+from shapes import LLAMA_8B, QWEN_30B_A3B  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.nn.functional import linear  # noqa: E402
 
@@ -42,47 +43,6 @@ from stoker.sched.request import SamplingParams  # noqa: E402
 
 _import_s = time.time() - _started
 
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-    "tie_word_embeddings": False,
-}
-QWEN_30B_A3B = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": False,
-}
 SHAPES = {"llama8b": LLAMA_8B, "qwen30a3b": QWEN_30B_A3B} | {
     f"llama8b-{name}": {**LLAMA_8B, "quantization_config": said} for name, said in QUANTISED.items()
 }

@@ -27,32 +27,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from shapes import LLAMA_8B
+
 ROOT = Path(__file__).parents[1]
 PORT = 23000
 NAME = "bench"
 STARTS_WITHIN_S = 300.0
-
-LLAMA_8B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 import torch  # noqa: E402
-from gpu import LLAMA_8B  # noqa: E402
+from shapes import LLAMA_8B  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from stoker.base.config import EngineSettings, SchedSettings  # noqa: E402

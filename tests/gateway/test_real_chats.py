@@ -99,6 +99,7 @@ def test_the_first_repeat_hits_and_counts_are_the_workers_own(fleet: RealFleet, 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # ten minutes on two idle cores
 def test_two_hundred_chats_with_a_real_model(smollm2: Path, data_dir: Path, tmp_path: Path) -> None:
     with real_fleet(smollm2, tmp_path, worker_options=("--dtype", "float32", "--kv-blocks", "12000")) as fleet:
         check(fleet, data_dir, 200, "tiny", header=False)
