@@ -3,10 +3,10 @@
     python bench/gpu.py OUT.json [--model DIR | --shape NAME] [--steps] [--mix] [--peer PEER.json] [--kernels]
                         [--calibrate FILE] [--tiles]
 
-Without --model: a published shape with random weights, llama8b (Llama-3.1-8B; -fp8, -blocks and -int4: quantised) or
-qwen30a3b (Qwen3-30B-A3B). --steps is bench/engine.py's workload and keys, which are also the peers'. --kernels profiles replays
-of a decode step. --tiles times the candidates for the tiles of kernels/skinny.py, or of kernels/moe_few.py and moe_many.py, with
-that shape's sizes.
+Without --model: a published shape with random weights, llama8b (Llama-3.1-8B) or qwen30a3b (Qwen3-30B-A3B); -fp8, -blocks and
+-int4: quantised; qwen30a3b-experts-int4: only the experts are, as in Kimi K2. --steps is bench/engine.py's workload and keys,
+which are also the peers'. --kernels profiles replays of a decode step. --tiles times the candidates for the tiles of
+kernels/skinny.py, or of a layer of experts (gpu_moe.py) in that shape's kind of weights.
 """
 
 from __future__ import annotations
@@ -43,9 +43,15 @@ from stoker.sched.request import SamplingParams  # noqa: E402
 
 _import_s = time.time() - _started
 
-SHAPES = {"llama8b": LLAMA_8B, "qwen30a3b": QWEN_30B_A3B} | {
-    f"llama8b-{name}": {**LLAMA_8B, "quantization_config": said} for name, said in QUANTISED.items()
+PLAIN = {"llama8b": LLAMA_8B, "qwen30a3b": QWEN_30B_A3B}
+SHAPES = PLAIN | {
+    f"{shape}-{name}": {**hf, "quantization_config": said}
+    for shape, hf in PLAIN.items()
+    for name, said in QUANTISED.items()
 }
+SHAPES["qwen30a3b-experts-int4"] = {
+    **QWEN_30B_A3B, "quantization_config": {**QUANTISED["int4"], "ignore": ["lm_head", "re:.*self_attn.*"]}
+}  # fmt: skip
 BATCHES = (1, 8, 64, 256)
 
 
@@ -231,11 +237,13 @@ def main() -> None:
     args = parser.parse_args()
     results: dict[str, Any] = {"import_s": _import_s}
     if args.tiles and "num_experts" in SHAPES[args.shape]:
-        results["tiles"] = gpu_moe.tiles(gpu_moe.Shape())
+        kind = args.shape.rpartition("-")[2]
+        results["tiles"] = gpu_moe.tiles(gpu_moe.Shape(), kind if kind in QUANTISED else "bf16")
         for line in results["tiles"]:
             print(" ".join(f"{value:.1f}" if isinstance(value, float) else str(value) for value in line.values()))
     elif args.tiles:
-        one = [Tile(outs, ins, warps, 2) for outs, ins in ((8, 512), (8, 1024), (16, 512)) for warps in (4, 8)]
+        one = [Tile(outs, ins, 4, stages) for outs, ins in ((8, 256), (8, 512), (16, 256)) for stages in (1, 3, 4)]
+        one += [Tile(4, 512, 4, 4), Tile(8, 512, 8, 1), Tile(8, 512, 8, 3)]
         few = [Tile(64, ins, 4, stages) for ins, stages in ((128, 4), (128, 6), (256, 4), (256, 5))]
         few += [Tile(32, 512, 4, 4), Tile(64, 128, 4, 4, splits=2), Tile(64, 256, 4, 4, splits=4)]
         more = [Tile(64, 128, 4, 6), Tile(128, 128, 8, 4), *(Tile(64, 128, 4, 4, splits) for splits in (1, 2, 4))]

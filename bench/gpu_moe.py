@@ -1,6 +1,7 @@
 """A layer of experts on a card: each of its kernels by tile, and the whole by number of tokens. Used by gpu.py --tiles.
 
-Several layers' weights are gone through in turn, so that the cache holds none of them.
+Several layers' weights are gone through in turn, so that the cache holds none of them. Their kind is plain (bf16) or one of
+gpu_quant.py's.
 """
 
 from __future__ import annotations
@@ -11,15 +12,19 @@ from functools import partial
 from typing import Any
 
 import torch
+from gpu_quant import bytes_of, made
 from replay import graph_s
 from torch import Tensor
 
 from stoker.kernels import moe_few, moe_many, moe_route
 from stoker.kernels.linear import Norm
-from stoker.kernels.moe import Experts, add_experts_triton
+from stoker.kernels.moe import Experts, add_experts_triton, as_kernels_want
 from stoker.kernels.moe_many import down_lists, gate_up_lists
-from stoker.kernels.moe_prompt import GRANULE, down_prompt, gate_up_prompt
+from stoker.kernels.moe_prompt import down_prompt, gate_up_prompt
+from stoker.kernels.moe_quant import quant_down, quant_gate_up
+from stoker.kernels.moe_quant_few import quant_down_few, quant_gate_up_few
 from stoker.kernels.moe_route import Lists, list_by_expert, router_logits
+from stoker.kernels.quant import QuantWeight
 
 FEW_GATE_UP = [
     moe_few.Tile(*numbers)
@@ -46,6 +51,35 @@ PROMPT = (
     [(128, 256, 64, 8, 4), (128, 256, 64, 8, 3), (128, 128, 64, 8, 3)],
 )
 PROMPT_TOKENS = (1024, 2048, 8192)
+# The same for weights in 8 bits (of blocks: 128 inputs at a time), and in 4.
+QUANT_FEW = {
+    8: (
+        [(16, 256, 4), (16, 256, 4, 3), (8, 256, 4, 3), (16, 512, 8), (32, 256, 8), (8, 512, 4, 2)],
+        [(4, 1024, 4, 2), (4, 1024, 4), (8, 1024, 8, 2), (4, 256, 4, 3), (8, 256, 4), (2, 1024, 4, 2)],
+    ),
+    4: (
+        [(16, 512, 4), (16, 512, 4, 3), (8, 1024, 4), (8, 512, 4, 3), (32, 512, 8), (16, 1024, 8)],
+        [(8, 1024, 4, 3), (8, 1024, 4), (4, 1024, 4, 3), (16, 1024, 8, 2), (4, 1024, 2, 3)],
+    ),
+}
+QUANT_MANY = {
+    8: {
+        8: [(16, 32, 128, 4, 4), (16, 64, 128, 4, 4), (16, 64, 128, 4, 3), (16, 32, 128, 4, 6)],
+        64: [(16, 32, 128, 4, 4), (16, 64, 128, 4, 4), (16, 64, 128, 4, 3)],
+        256: [(16, 64, 128, 4, 4), (32, 64, 128, 4, 4), (32, 64, 128, 4, 3), (32, 128, 128, 8, 3)],
+        512: [(32, 64, 128, 4, 4), (64, 64, 128, 8, 4), (64, 64, 128, 4, 3)],
+        2048: [(64, 64, 128, 8, 4), (64, 128, 128, 8, 3), (128, 64, 128, 8, 3), (128, 128, 128, 8, 3)],
+        8192: [(64, 64, 128, 8, 4), (64, 128, 128, 8, 3), (128, 64, 128, 8, 3), (128, 128, 128, 8, 3)],
+    },
+    4: {
+        8: [(16, 64, 256, 4, 3), (16, 32, 256, 4, 3), (16, 64, 256, 4, 2), (16, 64, 256, 4, 4)],
+        64: [(16, 64, 256, 4, 3), (16, 32, 256, 4, 3), (16, 64, 256, 4, 2)],
+        256: [(32, 64, 256, 4, 3), (32, 64, 256, 4, 2), (32, 64, 256, 8, 2)],
+        512: [(32, 64, 256, 4, 2), (64, 64, 256, 8, 2), (64, 64, 256, 4, 2)],
+        2048: [(64, 64, 256, 8, 2), (64, 128, 256, 8, 2), (128, 64, 256, 8, 2)],
+        8192: [(64, 64, 256, 8, 2), (64, 128, 256, 8, 2), (128, 64, 256, 8, 2)],
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -56,28 +90,20 @@ class Shape:
     top_k: int = 8
 
 
-def layers(shape: Shape, count: int, dtype: torch.dtype = torch.bfloat16) -> list[Experts]:
-    def random(*size: int) -> Tensor:
-        return torch.empty(*size, device="cuda", dtype=dtype).normal_(0, 0.02)
-
+def layers(shape: Shape, count: int, kind: str) -> list[Experts]:
     hidden, width, experts = shape.hidden, shape.width, shape.experts
-    return [
-        Experts(
-            random(experts, hidden),
-            random(experts, 2 * width, hidden),
-            random(experts, hidden, width),
-            GRANULE,
-            shape.top_k,
-            True,
-        )
-        for _ in range(count)
-    ]
+    found = []
+    for _ in range(count):
+        router = torch.empty(experts, hidden, device="cuda", dtype=torch.bfloat16).normal_(0, 0.02)
+        gate_up, down = made(kind, experts * 2 * width, hidden), made(kind, experts * hidden, width)
+        found.append(as_kernels_want(router, gate_up, down, shape.top_k, True))
+    return found
 
 
 class MoeBench:
-    def __init__(self, shape: Shape, num_layers: int = 4) -> None:
+    def __init__(self, shape: Shape, kind: str, num_layers: int = 4) -> None:
         self._shape = shape
-        self._layers = layers(shape, num_layers)
+        self._layers = layers(shape, num_layers, kind)
         self._norm = Norm(torch.ones(shape.hidden, device="cuda", dtype=torch.bfloat16), 1e-6)
 
     def tokens(self, count: int) -> Tensor:
@@ -109,13 +135,21 @@ class MoeBench:
 
     def few(self, count: int, gate_up: moe_few.Tile, down: moe_few.Tile) -> float:
         """The two kernels of few tokens."""
-        x, norm = self.tokens(count), (self._norm.weight, self._norm.eps)
-        calls = []
-        for layer in self._layers:
-            logits, _ = router_logits(x, self._norm.weight, layer.router)
-            weights = (layer.gate_up, layer.granule, layer.down, layer.top_k, True)
-            calls.append(partial(moe_few.few_tokens, x, *norm, logits, *weights, gate_up_tile=gate_up, down_tile=down))
+        x = self.tokens(count)
+        calls = [
+            partial(self._few, x, router_logits(x, self._norm.weight, layer.router)[0], layer, gate_up, down)
+            for layer in self._layers
+        ]
         return graph_s(calls * 4)
+
+    def _few(self, x: Tensor, logits: Tensor, layer: Experts, gate_up: moe_few.Tile, down: moe_few.Tile) -> Tensor:
+        given = (x, self._norm.weight, self._norm.eps, logits)
+        if isinstance(layer.gate_up, Tensor):
+            found = moe_few.gate_up_few(*given, layer.gate_up, layer.granule, layer.top_k, True, gate_up)
+        else:
+            found = quant_gate_up_few(*given, layer.gate_up, layer.top_k, True, gate_up)
+        run: Any = moe_few.down_few if isinstance(layer.down, Tensor) else quant_down_few
+        return run(x, found, layer.down, True, down)
 
     def gate_up(self, run: Any, lists: list[Lists], tile: moe_many.Tile) -> float:
         pairs = zip(lists, self._layers, strict=True)
@@ -125,6 +159,12 @@ class MoeBench:
         inner = torch.randn(lists[0].weights.numel(), self._shape.width, device="cuda", dtype=torch.bfloat16)
         pairs = zip(lists, self._layers, strict=True)
         return graph_s([partial(run, one, inner, layer.down, tile) for one, layer in pairs] * 2)
+
+    @property
+    def third_bytes(self) -> float:
+        """Of an expert's weights, which are gate, up and down."""
+        layer = self._layers[0]
+        return (bytes_of(layer.gate_up) + bytes_of(layer.down)) / 3 / self._shape.experts
 
     def active(self, lists: list[Lists]) -> float:
         """Experts that have any token, on average."""
@@ -140,14 +180,35 @@ class Job:
     tokens: int
     tile: str
     run: Callable[[], float]
-    num_thirds: int = 0  # of an expert's weights, which are gate, up and down
+    num_thirds: int = 0  # of an expert's weights
+
+
+def few_jobs(bench: MoeBench, gate_ups: list[moe_few.Tile], downs: list[moe_few.Tile]) -> Iterator[Job]:
+    """Each first one with all of the others."""
+    for gate_up in gate_ups:
+        yield Job("few", 1, f"{gate_up} and {downs[0]}", partial(bench.few, 1, gate_up, downs[0]), 3)
+    for down in downs[1:]:
+        yield Job("few", 1, f"{gate_ups[0]} and {down}", partial(bench.few, 1, gate_ups[0], down), 3)
+
+
+def _quant_gate_up(lists: Lists, weight: QuantWeight, _granule: int, tile: moe_many.Tile) -> Tensor:
+    return quant_gate_up(lists, weight, tile)
+
+
+def quant_jobs(bench: MoeBench, num_bits: int) -> Iterator[Job]:
+    gate_ups, downs = ([moe_few.Tile(*numbers) for numbers in candidates] for candidates in QUANT_FEW[num_bits])
+    yield from few_jobs(bench, gate_ups, downs)
+    for count, candidates in QUANT_MANY[num_bits].items():
+        lists = bench.lists(bench.tokens(count))
+        for rows, outs, *others in candidates:
+            # Gate and up of an output are two rows of the weight, so that down has twice the outputs in the same tile.
+            tile, down = moe_many.Tile(rows, outs, *others), moe_many.Tile(rows, 2 * outs, *others)
+            yield Job("many gate_up", count, str(tile), partial(bench.gate_up, _quant_gate_up, lists, tile), 2)
+            yield Job("many down", count, str(down), partial(bench.down, quant_down, lists, down), 1)
 
 
 def jobs(bench: MoeBench) -> Iterator[Job]:
-    for gate_up in FEW_GATE_UP:
-        yield Job("few", 1, f"{gate_up} and {FEW_DOWN[0]}", partial(bench.few, 1, gate_up, FEW_DOWN[0]), 3)
-    for down in FEW_DOWN[1:]:
-        yield Job("few", 1, f"{FEW_GATE_UP[0]} and {down}", partial(bench.few, 1, FEW_GATE_UP[0], down), 3)
+    yield from few_jobs(bench, FEW_GATE_UP, FEW_DOWN)
     for count, candidates in ROUTER.items():
         for numbers in candidates:
             yield Job("router", count, str(numbers), partial(bench.router, count, moe_route.Tile(*numbers)))
@@ -163,18 +224,18 @@ def jobs(bench: MoeBench) -> Iterator[Job]:
             yield Job(f"{name} down", count, str(numbers), partial(bench.down, run_down, lists, tile), 1)
 
 
-def tiles(shape: Shape, num_layers: int = 4) -> list[dict[str, Any]]:
+def tiles(shape: Shape, kind: str, num_layers: int = 4) -> list[dict[str, Any]]:
     """The candidates' times, best first, with the bandwidth they read weights at and their rate of arithmetic."""
-    bench = MoeBench(shape, num_layers)
+    bench = MoeBench(shape, kind, num_layers)
     lines: list[dict[str, Any]] = []
-    third = shape.hidden * shape.width * 2  # bytes; and its operations on one pair
-    for job in jobs(bench):
+    operations = shape.hidden * shape.width * 2  # of a third, on one pair
+    for job in jobs(bench) if kind == "bf16" else quant_jobs(bench, 4 if kind == "int4" else 8):
         seconds = job.run()
         active = bench.active(bench.lists(bench.tokens(job.tokens)))
         figures = {
             "us": seconds * 1e6,
-            "GB/s": job.num_thirds * third * active / seconds / 1e9,
-            "TFLOP/s": job.num_thirds * third * job.tokens * shape.top_k / seconds / 1e12,
+            "GB/s": job.num_thirds * bench.third_bytes * active / seconds / 1e9,
+            "TFLOP/s": job.num_thirds * operations * job.tokens * shape.top_k / seconds / 1e12,
         }
         lines.append({"kernel": job.kernel, "tokens": job.tokens, "tile": job.tile, **figures})
     return sorted(lines, key=lambda line: (line["kernel"], line["tokens"], line["us"]))

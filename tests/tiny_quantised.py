@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from stoker.engine.llm import LLM
@@ -148,6 +148,33 @@ def make(folder: Path, scheme: str, is_quantised: Callable[[str], bool] = lambda
                 tensors[name] = parameter.clone()
     save(folder, model, {**said, **changes}, tensors)
     return model
+
+
+# Of experts, gate and up have 160 rows: each one's blocks begin in the middle of those of the one before.
+MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 160, "norm_topk_prob": True}
+
+
+def make_moe(folder: Path, scheme: str, is_quantised: Callable[[str], bool] = lambda name: True, **changes: Any) -> Any:
+    """The same with experts, which have tensors of their own in files alone: the meaning is read back from a folder of its own."""
+    said, store = SCHEMES[scheme]
+    torch.manual_seed(0)
+    model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SHAPE, **MOE)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    meant_folder = folder / "meant"
+    model.save_pretrained(meant_folder)
+    meant, tensors = load_file(meant_folder / "model.safetensors"), {}
+    for name, tensor in list(meant.items()):
+        module = name.removesuffix(".weight")
+        if name.endswith("_proj.weight") and is_quantised(module):
+            stored, meant[name] = store(module, tensor)
+            tensors |= stored
+        else:
+            tensors[name] = tensor
+    save_file(meant, meant_folder / "model.safetensors", {"format": "pt"})
+    save(folder, model, {**said, **changes}, tensors)
+    return transformers.Qwen3MoeForCausalLM.from_pretrained(meant_folder, dtype=torch.float32).eval()
 
 
 def worst_difference(llm: LLM, reference: Any, prompt: list[int]) -> float:

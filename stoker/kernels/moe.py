@@ -5,7 +5,8 @@ gate_up has so many rows of gate (a granule), then as many of up, and so on: a p
 
 On a card nothing here waits for the host, and every shape follows from the number of tokens: few tokens read the weights of
 their experts straight away (moe_few.py), more of them are first listed by expert (moe_route.py), and then it is a question of how
-many pairs of token and expert each expert has (moe_many.py, moe_prompt.py).
+many pairs of token and expert each expert has (moe_many.py, moe_prompt.py). Either weight may be in 8 or 4 bits instead
+(moe_quant_few.py, moe_quant.py): then it has the rows of all experts, one below the other, and an expert's gate before its up.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from torch import Tensor
 from stoker.kernels.activation import silu_mul_ref
 from stoker.kernels.dispatch import use_triton
 from stoker.kernels.linear import Norm
-from stoker.kernels.moe_few import MOST_TOKENS, few_tokens
+from stoker.kernels.moe_few import MOST_TOKENS, Chosen, down_few, gate_up_few
 from stoker.kernels.moe_many import combine, down_lists, gate_up_lists, tiles_for
 from stoker.kernels.moe_prompt import GRANULE, LEAST_LOAD, down_prompt, fits, gate_up_prompt
-from stoker.kernels.moe_route import list_by_expert, router_logits
+from stoker.kernels.moe_quant import quant_down, quant_gate_up
+from stoker.kernels.moe_quant_few import quant_down_few, quant_gate_up_few
+from stoker.kernels.moe_route import Lists, list_by_expert, router_logits
 from stoker.kernels.norm import rms_norm_ref
+from stoker.kernels.quant import QuantWeight, dequantise_ref
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +34,28 @@ class Experts:
     """A layer's experts. Their chosen weights are made to add up to one where the model `renormalises`."""
 
     router: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Tensor | QuantWeight
+    down: Tensor | QuantWeight
     granule: int
     top_k: int
     renormalises: bool
+
+
+def as_kernels_want(
+    router: Tensor, gate_up: Tensor | QuantWeight, down: Tensor | QuantWeight, top_k: int, renormalises: bool
+) -> Experts:
+    """From weights as they are loaded: the rows of all experts, one below the other, of each all of gate, then all of up. They
+    are spent."""
+    num_experts = len(router)
+    granule = gate_up.shape[0] // num_experts // 2
+    if isinstance(gate_up, Tensor):
+        gate_up = gate_up.view(num_experts, -1, gate_up.shape[1])
+        if fits(gate_up):
+            granule = GRANULE
+            weave(gate_up, granule)
+    if isinstance(down, Tensor):
+        down = down.view(num_experts, -1, down.shape[1])
+    return Experts(router, gate_up, down, granule, top_k, renormalises)
 
 
 def weave(gate_up: Tensor, granule: int) -> None:
@@ -50,8 +71,16 @@ def choose_ref(logits: Tensor, top_k: int, renormalises: bool) -> tuple[Tensor, 
     return weights / weights.sum(-1, keepdim=True) if renormalises else weights, chosen
 
 
+def plain_ref(weight: Tensor | QuantWeight, num_experts: int, dtype: torch.dtype) -> Tensor:
+    """[experts, outs, ins]"""
+    return (
+        weight if isinstance(weight, Tensor) else dequantise_ref(weight, dtype).view(num_experts, -1, weight.shape[1])
+    )
+
+
 def add_experts_ref(x: Tensor, norm: Norm, experts: Experts) -> Tensor:
     """Expert after expert over the tokens that chose it."""
+    gate_up, down = (plain_ref(weight, len(experts.router), x.dtype) for weight in (experts.gate_up, experts.down))
     normed = rms_norm_ref(x, norm.weight, norm.eps)
     weights, chosen = choose_ref(normed @ experts.router.t(), experts.top_k, experts.renormalises)
     order = chosen.flatten().argsort(stable=True)
@@ -61,9 +90,9 @@ def add_experts_ref(x: Tensor, norm: Norm, experts: Experts) -> Tensor:
     for expert, count in enumerate(counts):
         if count:
             pairs = order[first : first + count]
-            both = normed[pairs // experts.top_k] @ experts.gate_up[expert].t()
+            both = normed[pairs // experts.top_k] @ gate_up[expert].t()
             both = both.view(count, -1, 2, experts.granule).transpose(1, 2).reshape(count, -1)
-            made[pairs] = silu_mul_ref(both) @ experts.down[expert].t()
+            made[pairs] = silu_mul_ref(both) @ down[expert].t()
             first += count
     total = (made.view(len(x), experts.top_k, -1) * weights[:, :, None].to(x.dtype)).sum(1)
     return x.add_(total)
@@ -71,17 +100,49 @@ def add_experts_ref(x: Tensor, norm: Norm, experts: Experts) -> Tensor:
 
 def add_experts_triton(x: Tensor, norm: Norm, experts: Experts) -> Tensor:
     logits, counts = router_logits(x, norm.weight, experts.router)
-    gate_up, granule = experts.gate_up, experts.granule
-    options = (experts.top_k, experts.renormalises)
     if len(x) <= MOST_TOKENS:
-        return few_tokens(x, norm.weight, norm.eps, logits, gate_up, granule, experts.down, *options)
+        return _down_few(x, _gate_up_few(x, norm, logits, experts), experts)
+    options = (experts.top_k, experts.renormalises)
     lists = list_by_expert(x, norm.weight, norm.eps, logits, counts, *options)
-    if lists.load >= LEAST_LOAD and fits(gate_up) and granule == GRANULE:
-        made = down_prompt(lists, gate_up_prompt(lists, gate_up, granule), experts.down)
-    else:
-        tiles = tiles_for(lists)
-        made = down_lists(lists, gate_up_lists(lists, gate_up, granule, tiles.gate_up), experts.down, tiles.down)
-    return combine(x, made, lists.weights)
+    return combine(x, _down(lists, _gate_up(lists, experts), experts), lists.weights)
+
+
+def _gate_up_few(x: Tensor, norm: Norm, logits: Tensor, experts: Experts) -> Chosen:
+    given, weight, options = (x, norm.weight, norm.eps, logits), experts.gate_up, (experts.top_k, experts.renormalises)
+    if isinstance(weight, QuantWeight):
+        return quant_gate_up_few(*given, weight, *options)
+    return gate_up_few(*given, weight, experts.granule, *options)
+
+
+def _down_few(x: Tensor, found: Chosen, experts: Experts) -> Tensor:
+    weight, renormalises = experts.down, experts.renormalises
+    if isinstance(weight, QuantWeight):
+        return quant_down_few(x, found, weight, renormalises)
+    return down_few(x, found, weight, renormalises)
+
+
+def _gate_up(lists: Lists, experts: Experts) -> Tensor:
+    weight = experts.gate_up
+    if isinstance(weight, QuantWeight):
+        return quant_gate_up(lists, weight)
+    if _has_large_tiles(lists, experts):
+        return gate_up_prompt(lists, weight, experts.granule)
+    return gate_up_lists(lists, weight, experts.granule, tiles_for(lists).gate_up)
+
+
+def _down(lists: Lists, inner: Tensor, experts: Experts) -> Tensor:
+    weight = experts.down
+    if isinstance(weight, QuantWeight):
+        return quant_down(lists, inner, weight)
+    if _has_large_tiles(lists, experts):
+        return down_prompt(lists, inner, weight)
+    return down_lists(lists, inner, weight, tiles_for(lists).down)
+
+
+def _has_large_tiles(lists: Lists, experts: Experts) -> bool:
+    gate_up = experts.gate_up
+    is_woven = isinstance(gate_up, Tensor) and fits(gate_up) and experts.granule == GRANULE
+    return is_woven and lists.load >= LEAST_LOAD
 
 
 def add_experts(x: Tensor, norm: Norm, experts: Experts) -> Tensor:

@@ -2,7 +2,8 @@
 """Experts of so few tokens that hardly two of them share an expert: each pair reads its expert's weights itself.
 
 Two kernels, both multiply and add up. Every program of the first finds from the logits which expert its pair has; the second
-runs over all experts of a token, so that their weighted sum is its own. moe.py has the reference.
+runs over all experts of a token, so that their weighted sum is its own. Here they read plain weights; moe_quant_few.py has them
+for others. moe.py has the reference.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from stoker.kernels.dispatch import overlaps, tl, triton
 from stoker.kernels.moe_route import add_parts
 
 MOST_TOKENS = 1  # two are faster by lists already, measured with Qwen3-30B-A3B's shape
-_LOWEST = -(2**63) + 1
+LOWEST = -(2**63) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,49 @@ GATE_UP = Tile(outs=16, ins=256, num_warps=4)
 DOWN = Tile(outs=8, ins=256, num_warps=8)
 
 
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What the first kernel leaves to the second, pair by pair."""
+
+    inner: Tensor  # [pairs, width]
+    experts: Tensor  # [pairs]
+    weights: Tensor  # [pairs], in float32
+
+    @classmethod
+    def empty(cls, x: Tensor, top_k: int, width: int) -> Chosen:
+        num_pairs = len(x) * top_k
+        experts = torch.empty(num_pairs, dtype=torch.int32, device=x.device)
+        weights = torch.empty(num_pairs, dtype=torch.float32, device=x.device)
+        return cls(x.new_empty(num_pairs, width), experts, weights)
+
+
+@triton.jit
+def choose(logits, rank, PARTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, LOWEST: tl.constexpr):
+    """-> a token's logits, and which expert is its `rank`th"""
+    each = tl.arange(0, BLOCK_EXPERTS)
+    logit = add_parts(logits, PARTS, EXPERTS, BLOCK_EXPERTS)
+    # One number that orders by logit, then by expert, the first of equals first.
+    bits = logit.to(tl.int32, bitcast=True)
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+    key = tl.where(each < EXPERTS, (ordered << 32) | (BLOCK_EXPERTS - 1 - each).to(tl.int64), LOWEST)
+    best = tl.max(key)
+    for _ in range(rank):
+        key = tl.where(key == best, LOWEST, key)
+        best = tl.max(key)
+    return logit, tl.minimum(BLOCK_EXPERTS - 1 - (best & 0xFFFFFFFF), EXPERTS - 1)
+
+
+@triton.jit
+def put_choice(logit, expert, scale, chosen, weights, pair, BLOCK_EXPERTS: tl.constexpr, RENORMALISES: tl.constexpr):
+    """`scale` is of the token's norm: logits come without it."""
+    shares = tl.exp((logit - tl.max(logit)) * scale)
+    share = tl.sum(tl.where(tl.arange(0, BLOCK_EXPERTS) == expert, shares, 0.0))
+    if not RENORMALISES:
+        share = share / tl.sum(shares)
+    tl.store(weights + pair, share)
+    tl.store(chosen + pair, expert.to(tl.int32))
+
+
 @triton.jit
 def _gate_up(
     x, norm, logits, weight, inner, chosen, weights, eps,
@@ -45,17 +89,7 @@ def _gate_up(
     token, rank = pair // TOP_K, pair % TOP_K
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-    each = tl.arange(0, BLOCK_EXPERTS)
-    logit = add_parts(logits + token * PARTS * EXPERTS, PARTS, EXPERTS, BLOCK_EXPERTS)
-    # One number that orders by logit, then by expert, the first of equals first.
-    bits = logit.to(tl.int32, bitcast=True)
-    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
-    key = tl.where(each < EXPERTS, (ordered << 32) | (BLOCK_EXPERTS - 1 - each).to(tl.int64), LOWEST)
-    best = tl.max(key)
-    for _ in range(rank):
-        key = tl.where(key == best, LOWEST, key)
-        best = tl.max(key)
-    expert = tl.minimum(BLOCK_EXPERTS - 1 - (best & 0xFFFFFFFF), EXPERTS - 1)
+    logit, expert = choose(logits + token * PARTS * EXPERTS, rank, PARTS, EXPERTS, BLOCK_EXPERTS, LOWEST)
     out = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     is_out = out < WIDTH
     column = tl.arange(0, BLOCK_IN)
@@ -83,12 +117,7 @@ def _gate_up(
     made = gated / (1 + tl.exp(-gated)) * upped
     tl.store(inner + pair * WIDTH + out, made.to(inner.dtype.element_ty), mask=is_out)
     if tl.program_id(0) == 0:
-        shares = tl.exp((logit - tl.max(logit)) * scale)
-        share = tl.sum(tl.where(each == expert, shares, 0.0))
-        if not RENORMALISES:
-            share = share / tl.sum(shares)
-        tl.store(weights + pair, share)
-        tl.store(chosen + pair, expert.to(tl.int32))
+        put_choice(logit, expert, scale, chosen, weights, pair, BLOCK_EXPERTS, RENORMALISES)
 
 
 @triton.jit
@@ -127,29 +156,31 @@ def _down(
     tl.store(x + token * HIDDEN + out, total.to(x.dtype.element_ty), mask=is_out)
 
 
-def few_tokens(
-    x: Tensor, norm: Tensor, eps: float, logits: Tensor, gate_up: Tensor, granule: int, down: Tensor,
-    top_k: int, renormalises: bool, *, gate_up_tile: Tile = GATE_UP, down_tile: Tile = DOWN,
-) -> Tensor:  # fmt: skip
-    """x + the experts' weighted sum, in place."""
-    num_experts, hidden, width = down.shape
+def gate_up_few(
+    x: Tensor, norm: Tensor, eps: float, logits: Tensor, gate_up: Tensor, granule: int,
+    top_k: int, renormalises: bool, tile: Tile = GATE_UP,
+) -> Chosen:  # fmt: skip
     assert x.is_contiguous()
     assert gate_up.is_contiguous()
-    assert down.is_contiguous()
-    num_pairs, overlap = len(x) * top_k, overlaps(x)
-    inner = x.new_empty(num_pairs, width)
-    chosen = torch.empty(num_pairs, dtype=torch.int32, device=x.device)
-    weights = logits.new_empty(num_pairs)
-    _gate_up[(triton.cdiv(width, gate_up_tile.outs), num_pairs)](
-        x, norm, logits, gate_up, inner, chosen, weights, eps,
+    num_experts, width, hidden = gate_up.shape[0], gate_up.shape[1] // 2, gate_up.shape[2]
+    found, overlap = Chosen.empty(x, top_k, width), overlaps(x)
+    _gate_up[(triton.cdiv(width, tile.outs), len(found.inner))](
+        x, norm, logits, gate_up, found.inner, found.experts, found.weights, eps,
         HIDDEN=hidden, WIDTH=width, TOP_K=top_k, PARTS=logits.shape[1], EXPERTS=num_experts,
-        BLOCK_EXPERTS=triton.next_power_of_2(num_experts), GRANULE=granule, BLOCK_OUT=gate_up_tile.outs,
-        BLOCK_IN=gate_up_tile.ins, RENORMALISES=renormalises, LOWEST=_LOWEST, STAGES=gate_up_tile.num_stages, OVERLAP=overlap,
-        num_warps=gate_up_tile.num_warps, launch_pdl=overlap,
+        BLOCK_EXPERTS=triton.next_power_of_2(num_experts), GRANULE=granule, BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins,
+        RENORMALISES=renormalises, LOWEST=LOWEST, STAGES=tile.num_stages, OVERLAP=overlap,
+        num_warps=tile.num_warps, launch_pdl=overlap,
     )  # fmt: skip
-    _down[(triton.cdiv(hidden, down_tile.outs), len(x))](
-        x, inner, down, chosen, weights, HIDDEN=hidden, WIDTH=width, TOP_K=top_k,
-        BLOCK_OUT=down_tile.outs, BLOCK_IN=down_tile.ins, RENORMALISES=renormalises, OVERLAP=overlap,
-        num_warps=down_tile.num_warps, launch_pdl=overlap,
+    return found
+
+
+def down_few(x: Tensor, found: Chosen, down: Tensor, renormalises: bool, tile: Tile = DOWN) -> Tensor:
+    """x + the experts' weighted sum, in place."""
+    assert down.is_contiguous()
+    (_num_experts, hidden, width), overlap = down.shape, overlaps(x)
+    _down[(triton.cdiv(hidden, tile.outs), len(x))](
+        x, found.inner, down, found.experts, found.weights,
+        HIDDEN=hidden, WIDTH=width, TOP_K=len(found.inner) // len(x), BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins,
+        RENORMALISES=renormalises, OVERLAP=overlap, num_warps=tile.num_warps, launch_pdl=overlap,
     )  # fmt: skip
     return x

@@ -50,7 +50,8 @@ def fp8_weight(
 
 
 def int4_weight(words: Tensor, scale: Tensor) -> QuantWeight:
-    """`words` [out, in / 8] as checkpoints have them: code j of word w is input 8 w + j, stored plus 8. `scale` [out, groups]."""
+    """`words` [out, in / 8] as checkpoints have them: code j of word w is input 8 w + j, stored plus 8; they are spent. `scale`
+    [out, groups]."""
     num_ins = words.shape[1] * WORD_CODES
     group = num_ins // scale.shape[1]
     assert group % GROUP == 0
@@ -70,18 +71,18 @@ def unpack_int4(words: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def interleave(words: Tensor) -> Tensor:
-    """[out, in / 8] -> [out, words], with as many inputs more as fill the last 256."""
-    words = torch.nn.functional.pad(words, (0, -words.shape[1] % GROUP))
+    """[out, in / 8] -> [out, words], with as many inputs more as fill the last 256; in place where there are none."""
+    if missing := -words.shape[1] % GROUP:
+        words = torch.nn.functional.pad(words, (0, missing))
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
-    made = torch.empty_like(words)
     # By slices of the outputs: the codes one by one take eight times the memory.
     rows = max(1, (1 << 24) // max(1, words.shape[1] * WORD_CODES))
     for first in range(0, len(words), rows):
         codes = (words[first : first + rows, :, None] >> shifts) & 15
         codes = codes.view(len(codes), -1, WORD_CODES, GROUP) << shifts[:, None]
         # They take different bits, so that their sum, which may wrap, is their union.
-        made[first : first + rows] = codes.sum(2, dtype=torch.int32).flatten(1)
-    return made
+        words[first : first + rows] = codes.sum(2, dtype=torch.int32).flatten(1)
+    return words
 
 
 def dequantise_ref(weight: QuantWeight, dtype: torch.dtype) -> Tensor:

@@ -42,7 +42,7 @@ INT4 = (
 
 # Two words and eight factors -> eight pairs of bfloat16: pair j is the words' codes j times factor j. A code in the last bits of
 # 128.0 makes 128 + code, and the codes are stored plus 8. Two at once, since one by one would take longer than reading them.
-_EXPAND = "\n".join(
+EXPAND = "\n".join(
     [
         "{ .reg .b32 low, high, part, base;",
         "mov.b32 base, 0x43084308;",
@@ -58,7 +58,7 @@ _EXPAND = "\n".join(
         "}",
     ]
 )
-_EXPAND_REGISTERS = ",".join(["=&r"] * 8 + ["r"] * 18)
+EXPAND_REGISTERS = ",".join(["=&r"] * 8 + ["r"] * 18)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -107,6 +107,17 @@ def _twice(pair, HIGH: tl.constexpr):
     return (pair & -65536) | ((pair >> 16) & 65535) if HIGH else (pair << 16) | (pair & 65535)
 
 
+@triton.jit
+def expand(taken, pair0, pair1, pair2, pair3, EXPAND: tl.constexpr, EXPAND_REGISTERS: tl.constexpr):
+    """Words, and the four pairs of scales of their 256 inputs -> the weights of 32 inputs, eight times, in bfloat16."""
+    return tl.inline_asm_elementwise(
+        EXPAND, EXPAND_REGISTERS,
+        [taken, _twice(pair0, 0), _twice(pair0, 1), _twice(pair1, 0), _twice(pair1, 1),
+         _twice(pair2, 0), _twice(pair2, 1), _twice(pair3, 0), _twice(pair3, 1)],
+        (tl.bfloat16,) * 8, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _int4_rows(
     x, codes, scale, out, parts, finished, num_rows, num_outs,
@@ -136,12 +147,7 @@ def _int4_rows(
         pair3 = tl.load(pairs_from + 3 * num_outs, mask=is_made, other=0)
         pairs = (pair0, pair1, pair2, pair3)
         if PAIRS:
-            values = tl.inline_asm_elementwise(
-                EXPAND, EXPAND_REGISTERS,
-                [taken, _twice(pair0, 0), _twice(pair0, 1), _twice(pair1, 0), _twice(pair1, 1),
-                 _twice(pair2, 0), _twice(pair2, 1), _twice(pair3, 0), _twice(pair3, 1)],
-                (tl.bfloat16,) * 8, is_pure=True, pack=2,
-            )  # fmt: skip
+            values = expand(taken, pair0, pair1, pair2, pair3, EXPAND, EXPAND_REGISTERS)
         for j in tl.static_range(8):
             start = span * 256 + j * 32
             is_in = start + word < INS
@@ -176,7 +182,7 @@ def quant_rows_linear(
     if weight.is_int4:
         _int4_rows[grid](
             *given, INS=num_ins, ROWS=rows, BLOCK_OUT=tile.outs, SPLITS=tile.splits, ADD=add_to is not None,
-            PAIRS=overlap and x.dtype == torch.bfloat16, EXPAND=_EXPAND, EXPAND_REGISTERS=_EXPAND_REGISTERS,
+            PAIRS=overlap and x.dtype == torch.bfloat16, EXPAND=EXPAND, EXPAND_REGISTERS=EXPAND_REGISTERS,
             OVERLAP=overlap, num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=overlap,
         )  # fmt: skip
     else:

@@ -47,8 +47,7 @@ class Tuned:
 
 
 # Measured on an H200 with the shapes of Llama-3.1-8B and Qwen3-30B-A3B: bench/gpu.py --tiles.
-ONE_ROW = Tile(outs=8, ins=1024, num_warps=4, num_stages=2)
-ONE_ROW_ADDED = Tile(outs=8, ins=512, num_warps=8, num_stages=2)
+ONE_ROW = Tile(outs=8, ins=512, num_warps=4, num_stages=3)
 ANY = 1 << 30
 FEW_ROWS = (
     Tuned(16, 2816, 4096, Tile(64, 256, 4, 4, splits=4, fetched=1)),
@@ -101,7 +100,7 @@ def _fetch(address):
 @triton.jit
 def _one_row(
     x, weight, norm, out, eps, num_outs,
-    INS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
+    INS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, STAGES: tl.constexpr,
     NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     made = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
@@ -112,7 +111,8 @@ def _one_row(
     squares = tl.zeros([BLOCK_IN], tl.float32)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-    for start in range(0, INS, BLOCK_IN):
+    # Said here: without a product of matrices in it, a loop's loads are not started ahead otherwise.
+    for start in tl.range(0, INS, BLOCK_IN, num_stages=STAGES):
         is_in = start + column < INS
         if INS % BLOCK_IN == 0:
             is_in = column < BLOCK_IN
@@ -202,13 +202,13 @@ def one_row_linear(
     assert x.is_contiguous()
     assert weight.is_contiguous()
     out = x.new_empty(1, len(weight)) if add_to is None else add_to
-    tile = tile or (ONE_ROW if add_to is None else ONE_ROW_ADDED)
+    tile = tile or ONE_ROW
     overlap = overlaps(x)
     _one_row[(triton.cdiv(len(weight), tile.outs),)](
         x, weight, x if norm is None else norm, out, eps, len(weight),
-        INS=weight.shape[1], BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins,
+        INS=weight.shape[1], BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins, STAGES=tile.num_stages,
         NORM=norm is not None, GATED=is_gated, ADD=add_to is not None, OVERLAP=overlap,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=overlap,
+        num_warps=tile.num_warps, launch_pdl=overlap,
     )  # fmt: skip
     return out
 

@@ -56,17 +56,12 @@ class DecoderLayer(nn.Module):
             config.stored_as(f"layers.{number}.attention.out"),
         )
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        stored = [config.stored_as(f"layers.{number}.mlp.{product}") for product in ("gate_up", "down")]
         self.mlp: GatedMlp | MoeMlp
         if config.moe is not None and number in config.moe.layers:
-            self.mlp = MoeMlp(config.hidden_size, config.moe)
+            self.mlp = MoeMlp(config.hidden_size, config.moe, *stored)
         else:
-            self.mlp = GatedMlp(
-                config.hidden_size,
-                config.intermediate_size,
-                config.mlp_bias,
-                config.stored_as(f"layers.{number}.mlp.gate_up"),
-                config.stored_as(f"layers.{number}.mlp.down"),
-            )
+            self.mlp = GatedMlp(config.hidden_size, config.intermediate_size, config.mlp_bias, *stored)
 
     def forward(self, x: Tensor, batch: ForwardBatch, layer: int, cos: Tensor, sin: Tensor) -> Tensor:
         x = self.attention(x, self.attention_norm, batch, layer, cos, sin)

@@ -7,35 +7,27 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from stoker.kernels.linear import Weight, add_gated_linear, add_linear, norm_linear, pack_weight
+from stoker.kernels.linear import PackedWeight, Weight, add_gated_linear, add_linear, norm_linear, pack_weight
+from stoker.kernels.quant import QuantWeight
 from stoker.layers.norm import RMSNorm
-from stoker.layers.quant import PLAIN, Stored, stacked
+from stoker.layers.quant import PLAIN, Stored, StoredWeight
 
 
-class Linear(nn.Module):
-    """`parts`: the outputs, or those of each of several products that are one here. Its parameters have the checkpoint's names."""
+class Linear(StoredWeight):
+    """`parts`: the outputs, or those of each of several products that are one here."""
 
     def __init__(
         self, in_features: int, parts: int | Sequence[int], bias: bool = False, stored: Stored = PLAIN
     ) -> None:
-        super().__init__()
-        self._parts = (parts,) if isinstance(parts, int) else tuple(parts)
-        self.in_features, self.out_features = in_features, sum(self._parts)
-        self._stored, self._dtype = stored, torch.get_default_dtype()
-        for name, tensor in stacked(stored, self._parts, in_features).items():
-            empty = torch.empty(tensor.shape, dtype=tensor.dtype)
-            self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
-        self._names = list(self._parameters)
+        super().__init__(in_features, (parts,) if isinstance(parts, int) else parts, stored)
         self.bias = nn.Parameter(torch.empty(self.out_features), requires_grad=False) if bias else None
         self._packed: Weight | None = None
 
     def pack(self) -> None:
-        """What is made of the parameters takes their place, so that the weight is held once."""
-        tensors = {name: self.get_parameter(name).data for name in self._names}
-        self._packed = self._stored.ready(tensors, self._parts, self.in_features, self._dtype)
-        if self._packed is not tensors.get("weight"):
-            for name in self._names:
-                self.get_parameter(name).data = torch.empty(0)
+        ready = self.ready()
+        self._packed = ready if isinstance(ready, QuantWeight) else pack_weight(ready)
+        if isinstance(self._packed, PackedWeight):
+            self.drop()
 
     def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
         return norm_linear(x, norm.norm, self._ready, self.bias)

@@ -1,4 +1,4 @@
-"""Experts in the place of a gated MLP: a router, and gate, up and down of all experts as one parameter each."""
+"""Experts in the place of a gated MLP: a router, and gate, up and down of all experts as one weight each."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from stoker.kernels.moe import Experts, add_experts, weave
-from stoker.kernels.moe_prompt import GRANULE, fits
+from stoker.kernels.moe import Experts, add_experts, as_kernels_want
+from stoker.kernels.quant import QuantWeight
 from stoker.layers.norm import RMSNorm
+from stoker.layers.quant import PLAIN, Stored, StoredWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,37 +23,39 @@ class MoeConfig:
 
 
 class MoeMlp(nn.Module):
-    """Experts stand one below the other in the rows of a parameter, as the loader fills them."""
+    """Experts stand one below the other in the rows of a weight, as the loader fills them: gate of the first, up of the first,
+    gate of the second, and so on. How the weights are stored is theirs to know."""
 
-    def __init__(self, hidden_size: int, config: MoeConfig) -> None:
+    def __init__(self, hidden_size: int, config: MoeConfig, gate_up: Stored = PLAIN, down: Stored = PLAIN) -> None:
         super().__init__()
-        self._hidden_size, self._config = hidden_size, config
+        self._config = config
         num_experts, width = config.num_experts, config.intermediate_size
         self.router = nn.Parameter(torch.empty(num_experts, hidden_size), requires_grad=False)
-        self.gate_up = nn.Parameter(torch.empty(num_experts * 2 * width, hidden_size), requires_grad=False)
-        self.down = nn.Parameter(torch.empty(num_experts * hidden_size, width), requires_grad=False)
-        self._granule = width  # as it is loaded: all of gate, then all of up
+        self.gate_up = StoredWeight(hidden_size, (width, width) * num_experts, gate_up)
+        self.down = StoredWeight(width, (hidden_size,) * num_experts, down)
+        self._experts: Experts | None = None
 
     def pack(self) -> None:
-        if fits(self._gate_up):
-            self._granule = GRANULE
-            weave(self._gate_up, GRANULE)
-
-    @property
-    def _gate_up(self) -> Tensor:
-        return self.gate_up.data.view(self._config.num_experts, -1, self._hidden_size)
+        config = self._config
+        weights = (self.router.data, self.gate_up.ready(), self.down.ready())
+        self._experts = as_kernels_want(*weights, config.top_k, config.renormalises)
 
     @property
     def width(self) -> int:
         """Values held for each token at a time: the normed token, its place in lists of experts, and for each expert that it
-        has, what goes into its last product and what comes out."""
-        config = self._config
-        lists = 4 * config.num_experts
-        return self._hidden_size + lists + config.top_k * (config.intermediate_size + self._hidden_size)
+        has, what goes into its last product, perhaps once more in 8 bits and with scales, and what comes out."""
+        config, (num_experts, hidden_size) = self._config, self.router.shape
+        lists, inner = 4 * num_experts, config.intermediate_size
+        down = self._ready.down
+        if isinstance(down, QuantWeight) and down.quantises_inputs:
+            inner += -(-inner * 33 // 64)
+        return hidden_size + lists + config.top_k * (inner + hidden_size)
 
     def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """x + the experts of the normed x; x is spent."""
-        config = self._config
-        down = self.down.view(config.num_experts, self._hidden_size, -1)
-        experts = Experts(self.router, self._gate_up, down, self._granule, config.top_k, config.renormalises)
-        return add_experts(x, norm.norm, experts)
+        return add_experts(x, norm.norm, self._ready)
+
+    @property
+    def _ready(self) -> Experts:
+        assert self._experts is not None, "pack() comes first"
+        return self._experts

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stoker.kernels.dispatch import overlaps
-from stoker.kernels.linear import Weight, pack_weight
-from stoker.kernels.quant import WORD_CODES, dequantise, fp8_weight, int4_weight, unpack_int4
+from stoker.kernels.quant import WORD_CODES, QuantWeight, dequantise, fp8_weight, int4_weight, unpack_int4
+
+Ready = Tensor | QuantWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +35,8 @@ class Stored(Protocol):
     def tensors(self, num_outs: int, num_ins: int) -> dict[str, StoredTensor]:
         """Of one part, by the checkpoint's names."""
 
-    def ready(self, tensors: Mapping[str, Tensor], parts: Sequence[int], num_ins: int, dtype: torch.dtype) -> Weight:
-        """`tensors`: those of all parts, of `parts` outputs each, one below the other."""
+    def ready(self, tensors: Mapping[str, Tensor], parts: Sequence[int], num_ins: int, dtype: torch.dtype) -> Ready:
+        """`tensors`: those of all parts, of `parts` outputs each, one below the other. They are spent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +46,8 @@ class Plain:
     def tensors(self, num_outs: int, num_ins: int) -> dict[str, StoredTensor]:
         return {"weight": StoredTensor((num_outs, num_ins))}
 
-    def ready(self, tensors: Mapping[str, Tensor], parts: Sequence[int], num_ins: int, dtype: torch.dtype) -> Weight:
-        return pack_weight(tensors["weight"])
+    def ready(self, tensors: Mapping[str, Tensor], parts: Sequence[int], num_ins: int, dtype: torch.dtype) -> Ready:
+        return tensors["weight"]
 
 
 PLAIN = Plain()
@@ -69,7 +71,7 @@ class Fp8:
             self.scale: StoredTensor(shape, torch.float32),
         }
 
-    def ready(self, tensors: Mapping[str, Tensor], parts: Sequence[int], num_ins: int, dtype: torch.dtype) -> Weight:
+    def ready(self, tensors: Mapping[str, Tensor], parts: Sequence[int], num_ins: int, dtype: torch.dtype) -> Ready:
         codes, scale = tensors["weight"], tensors[self.scale]
         scale = scale.view(len(scale), -1)
         row_block = self.row_block
@@ -84,7 +86,7 @@ class Fp8:
             )
             row_block = 1
         weight = fp8_weight(codes, scale, row_block, self.col_block or num_ins, self.quantises_inputs)
-        return weight if _has_kernels(codes, dtype) else pack_weight(dequantise(weight, dtype))
+        return weight if _has_kernels(codes, dtype) else dequantise(weight, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,20 +102,50 @@ class Int4:
             "weight_scale": StoredTensor((num_outs, num_ins // self.group)),
         }
 
-    def ready(self, tensors: Mapping[str, Tensor], parts: Sequence[int], num_ins: int, dtype: torch.dtype) -> Weight:
+    def ready(self, tensors: Mapping[str, Tensor], parts: Sequence[int], num_ins: int, dtype: torch.dtype) -> Ready:
         words, scale = tensors["weight_packed"], tensors["weight_scale"]
         if _has_kernels(words, dtype):
             return int4_weight(words, scale)
-        return pack_weight(unpack_int4(words, scale, dtype))
+        return unpack_int4(words, scale, dtype)
 
 
 def stacked(stored: Stored, parts: Sequence[int], num_ins: int) -> dict[str, StoredTensor]:
     """The tensors of all parts, one below the other."""
-    of_parts = [stored.tensors(part, num_ins) for part in parts]
+    by_size = {part: stored.tensors(part, num_ins) for part in set(parts)}
     return {
-        name: StoredTensor((sum(part[name].shape[0] for part in of_parts), *tensor.shape[1:]), tensor.dtype)
-        for name, tensor in of_parts[0].items()
+        name: StoredTensor((sum(by_size[part][name].shape[0] for part in parts), *tensor.shape[1:]), tensor.dtype)
+        for name, tensor in by_size[parts[0]].items()
     }
+
+
+class StoredWeight(nn.Module):
+    """The parameters of a weight, with the checkpoint's names. `parts`: the outputs of each of the products that are one here."""
+
+    def __init__(self, in_features: int, parts: Sequence[int], stored: Stored) -> None:
+        super().__init__()
+        self._parts = tuple(parts)
+        self.in_features, self.out_features = in_features, sum(self._parts)
+        self._stored, self._dtype = stored, torch.get_default_dtype()
+        for name, tensor in stacked(stored, self._parts, in_features).items():
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype)
+            self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+        self._names = list(self._parameters)
+
+    def ready(self) -> Ready:
+        """Once, after loading. What is made of the parameters takes their place, so that the weight is held once and what the
+        parameters take is what the weight does."""
+        parameters = [self.get_parameter(name) for name in self._names]
+        tensors = {name: parameter.data for name, parameter in zip(self._names, parameters, strict=True)}
+        made = self._stored.ready(tensors, self._parts, self.in_features, self._dtype)
+        held = [made.codes, made.scale] if isinstance(made, QuantWeight) else [made]
+        for parameter, tensor in zip(parameters, chain(held, repeat(torch.empty(0))), strict=False):
+            parameter.data = tensor
+        return made
+
+    def drop(self) -> None:
+        """The parameters: somebody holds a copy of his own."""
+        for name in self._names:
+            self.get_parameter(name).data = torch.empty(0)
 
 
 def _blocks(size: int, block: int | None) -> int:

@@ -1,4 +1,4 @@
-"""What dense families share: fields of config.json, and where a decoder's weights lie. Registers nothing itself."""
+"""What families share: fields of config.json, and where a decoder's weights lie, experts' too. Registers nothing itself."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 
 from stoker.base.errors import ModelFilesError
 from stoker.layers.decoder import DecoderConfig
+from stoker.layers.moe import MoeConfig
 from stoker.layers.quant import PLAIN, Stored
 from stoker.layers.rope import RopeConfig
 from stoker.models.contract import Rule, field
 from stoker.models.quantisation import product_rules, read_quantisation
 
 
-def read_config(hf: Mapping[str, Any], *, qk_norm: bool) -> DecoderConfig:
+def read_config(hf: Mapping[str, Any], *, qk_norm: bool, moe: MoeConfig | None) -> DecoderConfig:
     hidden_size = field(hf, "hidden_size", int)
     num_heads = field(hf, "num_attention_heads", int)
     activation = hf.get("hidden_act", "silu")
@@ -36,6 +37,7 @@ def read_config(hf: Mapping[str, Any], *, qk_norm: bool) -> DecoderConfig:
         attention_bias=field(hf, "attention_bias", bool, False),
         mlp_bias=field(hf, "mlp_bias", bool, False),
         qk_norm=qk_norm,
+        moe=moe,
     )
     return replace(config, stored=read_stored(hf, config))
 
@@ -76,7 +78,13 @@ def _products(config: DecoderConfig) -> Iterator[_Product]:
         qkv = {f"{src}self_attn.{x}_proj": kv_size if x in "kv" else q_size for x in "qkv"}
         yield _Product(f"{dst}attention.qkv", qkv, hidden_size, config.attention_bias)
         yield _Product(f"{dst}attention.out", {f"{src}self_attn.o_proj": hidden_size}, q_size, config.attention_bias)
-        if config.moe is None or i not in config.moe.layers:
+        if (moe := config.moe) is not None and i in moe.layers:
+            experts = [f"{src}mlp.experts.{j}." for j in range(moe.num_experts)]
+            gate_up = {f"{one}{x}_proj": moe.intermediate_size for one in experts for x in ("gate", "up")}
+            yield _Product(f"{dst}mlp.gate_up", gate_up, hidden_size)
+            down = {f"{one}down_proj": hidden_size for one in experts}
+            yield _Product(f"{dst}mlp.down", down, moe.intermediate_size)
+        else:
             gate_up = {f"{src}mlp.{x}_proj": mlp_size for x in ("gate", "up")}
             yield _Product(f"{dst}mlp.gate_up", gate_up, hidden_size, config.mlp_bias)
             yield _Product(f"{dst}mlp.down", {f"{src}mlp.down_proj": hidden_size}, mlp_size, config.mlp_bias)
@@ -105,6 +113,8 @@ def decoder_rules(config: DecoderConfig) -> list[Rule]:
             Rule(f"{src}input_layernorm.weight", f"{dst}attention_norm.weight"),
             Rule(f"{src}post_attention_layernorm.weight", f"{dst}mlp_norm.weight"),
         ]
+        if config.moe is not None and i in config.moe.layers:
+            rules.append(Rule(f"{src}mlp.gate.weight", f"{dst}mlp.router"))
         if config.qk_norm:
             rules += [Rule(f"{src}self_attn.{x}_norm.weight", f"{dst}attention.{x}_norm.weight") for x in "qk"]
     return rules

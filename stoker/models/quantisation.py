@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from typing import Any
 
 from stoker.base.errors import ModelFilesError
@@ -23,33 +24,68 @@ _GROUP = 32
 
 
 @dataclass(frozen=True, slots=True)
+class Names:
+    """A model with experts has tens of thousands of modules, each of which is looked up among names by the hundred."""
+
+    whole: frozenset[str] = frozenset()
+    begins: tuple[re.Pattern[str], ...] = ()
+    parts: Mapping[str, Sequence[str]] = dataclass_field(default_factory=dict)  # of a name, by their last word
+
+    @classmethod
+    def read(cls, said: Sequence[str]) -> Names:
+        """As compressed-tensors writes them: a module's name or, after `re:`, an expression that its begin matches."""
+        patterns = [name for name in said if name.startswith("re:")]
+        return cls(frozenset(said) - frozenset(patterns), tuple(re.compile(name[3:]) for name in patterns))
+
+    @classmethod
+    def read_parts(cls, said: Sequence[str]) -> Names:
+        """Words that stand somewhere in a module's name, one after the other."""
+        parts: dict[str, list[str]] = {}
+        for name in said:
+            parts.setdefault(name.rpartition(".")[2], []).append(name)
+        return cls(parts=parts)
+
+    def has(self, module: str) -> bool:
+        if module in self.whole or any(pattern.match(module) for pattern in self.begins):
+            return True
+        words = module.split(".")
+        for number, word in enumerate(words, 1):
+            if word in self.parts and any(
+                f".{'.'.join(words[:number])}".endswith(f".{name}") for name in self.parts[word]
+            ):
+                return True
+        return False
+
+
+@dataclass(frozen=True, slots=True)
 class Group:
     """Modules that are stored alike."""
 
-    targets: tuple[str, ...]
+    targets: Names
     stored: Stored
 
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
     groups: tuple[Group, ...] = ()
-    ignored: tuple[str, ...] = ()
+    ignored: Names = dataclass_field(default_factory=Names)
 
     def stored_as(self, module: str) -> Stored:
         """`module`: a linear one, by the checkpoint's name."""
-        if not _names(self.ignored, module):
+        if not self.ignored.has(module):
             for group in self.groups:
-                if "Linear" in group.targets or _names(group.targets, module):
+                if "Linear" in group.targets.whole or group.targets.has(module):
                     return group.stored
         return PLAIN
 
     def of_parts(self, modules: Sequence[str]) -> Stored:
         """Of modules whose products are one here."""
-        first, *others = [self.stored_as(module) for module in modules]
-        if any(other != first for other in others):
-            raise ModelFilesError(
-                f"config.json: quantization_config treats {', '.join(modules)} differently; they are one product here"
-            )
+        first = self.stored_as(modules[0])
+        for module in modules[1:]:
+            if self.stored_as(module) != first:
+                raise ModelFilesError(
+                    f"config.json: quantization_config treats {modules[0]} and {module} differently; they are one product here"
+                )
         return first
 
 
@@ -67,20 +103,17 @@ def read_quantisation(hf: Mapping[str, Any]) -> Quantisation:
     raise _refusal(f"quant_method {method!r}")
 
 
-def refuse_quantised(hf: Mapping[str, Any], module: str) -> None:
-    """For modules that are served only with plain weights."""
-    if (stored := read_quantisation(hf).stored_as(module)) != PLAIN:
-        raise _refusal(f"{stored} weights of {module}, which are served only in the model's own dtype")
-
-
 def product_rules(
     stored: Stored, sources: Sequence[str], target: str, parts: Sequence[int], num_ins: int, bias: bool
 ) -> list[Rule]:
     """For the product `target` of the modules `sources`, with so many outputs each."""
     rules: list[Rule] = []
     firsts: dict[str, int] = {}
+    rows_of = {
+        part: {name: tensor.shape[0] for name, tensor in stored.tensors(part, num_ins).items()} for part in set(parts)
+    }
     for source, part in zip(sources, parts, strict=True):
-        rows = {name: tensor.shape[0] for name, tensor in stored.tensors(part, num_ins).items()}
+        rows = rows_of[part]
         for name, count in (rows | {"bias": part} if bias else rows).items():
             first = firsts.get(name, 0)
             firsts[name] = first + count
@@ -98,9 +131,7 @@ def _read_fp8(said: Mapping[str, Any]) -> Quantisation:
     stored = whole if block is None else blocks
     # Whoever writes these leaves the head alone.
     kept = said.get("modules_to_not_convert") or said.get("ignored_layers") or ()
-    return Quantisation(
-        (Group(("Linear",), stored),), ("lm_head", *(rf"re:(.*\.)?{re.escape(name)}(\.|$)" for name in kept))
-    )
+    return Quantisation((Group(Names.read(["Linear"]), stored),), Names.read_parts(["lm_head", *kept]))
 
 
 def _read_compressed(said: Mapping[str, Any]) -> Quantisation:
@@ -113,8 +144,8 @@ def _read_compressed(said: Mapping[str, Any]) -> Quantisation:
     for group in groups.values():
         kind = group.get("format") or field(said, "format", str)
         weights, inputs = group.get("weights") or {}, group.get("input_activations")
-        read.append(Group(tuple(group.get("targets") or ()), _read_weights(kind, weights, inputs)))
-    return Quantisation(tuple(read), tuple(said.get("ignore") or ()))
+        read.append(Group(Names.read(group.get("targets") or ()), _read_weights(kind, weights, inputs)))
+    return Quantisation(tuple(read), Names.read(said.get("ignore") or ()))
 
 
 def _read_weights(kind: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> Stored:
@@ -136,14 +167,6 @@ def _read_weights(kind: str, weights: Mapping[str, Any], inputs: Mapping[str, An
     if kind == "pack-quantized" and number == ("int", 4) and inputs is None and is_grouped:
         return Int4(size)
     raise _refusal(f"{what}, groups of {size}, blocks of {block}, inputs {inputs}")
-
-
-def _names(patterns: Sequence[str], module: str) -> bool:
-    """A pattern is a module's name or, after `re:`, an expression that its begin matches."""
-    return any(
-        re.match(pattern[3:], module) is not None if pattern.startswith("re:") else pattern == module
-        for pattern in patterns
-    )
 
 
 def _refusal(what: str) -> ModelFilesError:

@@ -54,6 +54,42 @@ def test_prompts() -> None:
         moe_cases.prompt(num_tokens, QWEN_30B_A3B, CUDA, torch.bfloat16)
 
 
+# Rows of an expert that begin in the middle of a block, and inputs that do not fill the last one.
+ODD_QUANTISED = [Shape(64, 64, 5, 3, renormalises=False), Shape(320, 96, 16, 4)]
+
+
+def test_few_tokens_of_quantised_experts() -> None:
+    for form in moe_cases.FORMS:
+        for num_tokens in (1, 3):
+            moe_cases.few_quantised(num_tokens, ODD_QUANTISED[0], form, CUDA, torch.bfloat16)
+            moe_cases.few_quantised(num_tokens, QWEN_30B_A3B, form, CUDA, torch.bfloat16)
+    moe_cases.few_quantised(1, ODD_QUANTISED[1], "fp8 blocks", CUDA, torch.bfloat16)
+    moe_cases.few_quantised(1, ODD_QUANTISED[1], "int4 groups of 32", CUDA, torch.bfloat16)
+
+
+def test_many_tokens_of_quantised_experts() -> None:
+    for form in moe_cases.FORMS:
+        for num_tokens in (5, 64, 300):
+            moe_cases.many_quantised(num_tokens, ODD_QUANTISED[0], form, CUDA, torch.bfloat16)
+        for num_tokens in (8, 64, 300, 3000):
+            moe_cases.many_quantised(num_tokens, QWEN_30B_A3B, form, CUDA, torch.bfloat16)
+    moe_cases.many_quantised(100, ODD_QUANTISED[1], "fp8 blocks", CUDA, torch.bfloat16)
+    moe_cases.many_quantised(100, ODD_QUANTISED[1], "int4 groups of 32", CUDA, torch.bfloat16)
+
+
+def test_one_weight_may_be_plain() -> None:
+    for num_tokens in (1, 7, 2000):
+        moe_cases.one_quantised(num_tokens, QWEN_30B_A3B, "int4 groups of 32", CUDA, torch.bfloat16)
+
+
+def test_both_sides_in_8_bits() -> None:
+    for form in ("fp8 channels", "fp8 blocks"):
+        for num_tokens in (65, 300, 1000):
+            moe_cases.many_in_codes(num_tokens, Shape(256, 128, 8, 2), form, CUDA, torch.bfloat16)
+        # Few experts: the reference makes a copy of an expert for each pair.
+        moe_cases.many_in_codes(70, Shape(2048, 768, 16, 8), form, CUDA, torch.bfloat16)
+
+
 if __name__ == "__main__":
     failed = 0
     for name, test in list(globals().items()):

@@ -16,7 +16,7 @@ else:
 
     pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
-from tiny_quantised import SCHEMES, make, worst_difference
+from tiny_quantised import SCHEMES, make, make_moe, worst_difference
 
 from stoker.base.config import EngineSettings, KvSettings, SchedSettings
 from stoker.engine.llm import LLM
@@ -24,9 +24,9 @@ from stoker.engine.llm import LLM
 MOST_DIFFERENCE = 0.3  # of log-probabilities; without inputs of 8 bits it is 0.03
 
 
-def difference(scheme: str) -> float:
+def difference(scheme: str, has_experts: bool) -> float:
     with tempfile.TemporaryDirectory() as folder:
-        reference = make(Path(folder), scheme)
+        reference = make_moe(Path(folder), scheme) if has_experts else make(Path(folder), scheme)
         sched, kv = SchedSettings(512, max_rows=4), KvSettings(64, num_blocks=16)
         llm = LLM(Path(folder), EngineSettings(device="cuda", dtype="bfloat16", kv=kv, sched=sched))
     # A prompt for the way of few rows, and one for that of many.
@@ -35,15 +35,20 @@ def difference(scheme: str) -> float:
     )
 
 
-def check(schemes: list[str]) -> None:
-    found = {scheme: difference(scheme) for scheme in schemes}
+def check(schemes: list[str], has_experts: bool) -> None:
+    found = {scheme: difference(scheme, has_experts) for scheme in schemes}
     print(" ".join(f"{scheme}: {worst:.3f}" for scheme, worst in found.items()), flush=True)
     assert max(found.values()) < MOST_DIFFERENCE, found
 
 
 def test_quantised_checkpoints() -> None:
-    check(list(SCHEMES))
+    check(list(SCHEMES), has_experts=False)
+
+
+def test_quantised_experts() -> None:
+    check(list(SCHEMES), has_experts=True)
 
 
 if __name__ == "__main__":
-    check(sys.argv[1:] or list(SCHEMES))
+    for has_experts in (False, True):
+        check(sys.argv[1:] or list(SCHEMES), has_experts)

@@ -3,18 +3,24 @@ Held against the reference in float64 on the same inputs, with routing that is n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from kernels.quant_cases import made_fp8, made_int4
 from torch import Tensor
 
+from stoker.kernels.activation import silu_mul_ref
 from stoker.kernels.linear import Norm
-from stoker.kernels.moe import Experts, add_experts_ref, choose_ref
-from stoker.kernels.moe_few import few_tokens
+from stoker.kernels.moe import Experts, add_experts_ref, add_experts_triton, choose_ref, plain_ref
+from stoker.kernels.moe_few import down_few, gate_up_few
 from stoker.kernels.moe_many import Tile, combine, down_lists, gate_up_lists, tiles_for
 from stoker.kernels.moe_prompt import DOWN, GATE_UP, down_prompt, gate_up_prompt
+from stoker.kernels.moe_quant import quant_down, quant_gate_up, takes_codes
+from stoker.kernels.moe_quant_few import quant_down_few, quant_gate_up_few
 from stoker.kernels.moe_route import COUNT_STRIDE, Lists, list_by_expert, router_logits
 from stoker.kernels.norm import rms_norm_ref
+from stoker.kernels.quant import QuantWeight
+from stoker.kernels.quant_many import quantise_triton
 
 MOST_ERROR = {torch.float32: 5e-6, torch.bfloat16: 8e-3}
 
@@ -43,11 +49,13 @@ class Case:
     @property
     def wide(self) -> Case:
         norm, experts = self.norm, self.experts
-        weights = (experts.router.double(), experts.gate_up.double(), experts.down.double())
+        gate_up, down = (
+            plain_ref(weight, len(experts.router), torch.float64) for weight in (experts.gate_up, experts.down)
+        )
         return Case(
             self.x.double(),
             Norm(norm.weight.double(), norm.eps),
-            Experts(*weights, experts.granule, experts.top_k, experts.renormalises),
+            replace(experts, router=experts.router.double(), gate_up=gate_up.double(), down=down.double()),
         )
 
     def expected(self) -> Tensor:
@@ -102,8 +110,9 @@ def few(num_tokens: int, shape: Shape, device: torch.device, dtype: torch.dtype)
     case = make(num_tokens, shape, device, dtype)
     experts = case.experts
     logits, _counts = router_logits(case.x, case.norm.weight, experts.router)
-    arguments = (logits, experts.gate_up, experts.granule, experts.down, experts.top_k, experts.renormalises)
-    close(few_tokens(case.x.clone(), case.norm.weight, case.norm.eps, *arguments), case.expected())
+    x, options = case.x.clone(), (experts.top_k, experts.renormalises)
+    found = gate_up_few(x, case.norm.weight, case.norm.eps, logits, experts.gate_up, experts.granule, *options)
+    close(down_few(x, found, experts.down, experts.renormalises), case.expected())
 
 
 def listed(case: Case) -> Lists:
@@ -129,3 +138,78 @@ def prompt(
     inner = gate_up_prompt(lists, case.experts.gate_up, shape.granule, gate_up)
     made = down_prompt(lists, inner, case.experts.down, down)
     close(combine(case.x.clone(), made, lists.weights), case.expected())
+
+
+# How experts may be stored: rows and columns that share a scale (None: all columns), or inputs of 4 bits that do.
+FORMS: dict[str, tuple[int, int | None] | int] = {
+    "fp8 channels": (1, None),
+    "fp8 blocks": (128, 128),
+    "fp8 rows of blocks": (1, 128),
+    "int4 groups of 32": 32,
+    "int4 groups of 64": 64,
+}
+
+
+def make_quantised(num_tokens: int, shape: Shape, form: str, device: torch.device, dtype: torch.dtype) -> Case:
+    case, described = make(num_tokens, shape, device, dtype), FORMS[form]
+
+    def weight(num_out: int, num_in: int) -> QuantWeight:
+        if isinstance(described, int):
+            return made_int4(num_out, num_in, described, device)[0]
+        return made_fp8(num_out, num_in, *described, device)[0]
+
+    gate_up = weight(shape.experts * 2 * shape.width, shape.hidden)
+    down = weight(shape.experts * shape.hidden, shape.width)
+    return replace(case, experts=replace(case.experts, gate_up=gate_up, down=down, granule=shape.width))
+
+
+def few_quantised(num_tokens: int, shape: Shape, form: str, device: torch.device, dtype: torch.dtype) -> None:
+    case = make_quantised(num_tokens, shape, form, device, dtype)
+    x, norm, experts = case.x.clone(), case.norm, case.experts
+    logits, _counts = router_logits(x, norm.weight, experts.router)
+    options = (experts.top_k, experts.renormalises)
+    found = quant_gate_up_few(x, norm.weight, norm.eps, logits, experts.gate_up, *options)
+    close(quant_down_few(x, found, experts.down, experts.renormalises), case.expected())
+
+
+def many_quantised(num_tokens: int, shape: Shape, form: str, device: torch.device, dtype: torch.dtype) -> None:
+    case = make_quantised(num_tokens, shape, form, device, dtype)
+    lists = listed(case)
+    made = quant_down(lists, quant_gate_up(lists, case.experts.gate_up), case.experts.down)
+    close(combine(case.x.clone(), made, lists.weights), case.expected())
+
+
+def one_quantised(num_tokens: int, shape: Shape, form: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Of the two weights, the other one plain."""
+    case, plain = make_quantised(num_tokens, shape, form, device, dtype), make(1, shape, device, dtype).experts
+    for experts in (
+        replace(case.experts, gate_up=plain.gate_up, granule=shape.granule),
+        replace(case.experts, down=plain.down),
+    ):
+        mixed = replace(case, experts=experts)
+        close(add_experts_triton(mixed.x.clone(), mixed.norm, experts), mixed.expected())
+
+
+def many_in_codes(num_tokens: int, shape: Shape, form: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Both sides in 8 bits, as checkpoints that were made for it are multiplied: products of the codes that the inputs become."""
+    case = make_quantised(num_tokens, shape, form, device, dtype)
+    lists, wide, top_k = listed(case), case.wide.experts, shape.top_k
+    gate_up, down = (replace(weight, quantises_inputs=True) for weight in (case.experts.gate_up, case.experts.down))
+    assert takes_codes(gate_up, num_tokens)
+    assert not takes_codes(gate_up, 64)  # as in linear.py
+    chosen = torch.empty(num_tokens * top_k, dtype=torch.int64, device=device)
+    for expert, count in enumerate(lists.counts.view(-1, COUNT_STRIDE)[:, 0].tolist()):
+        chosen[lists.pairs[expert, :count].long()] = expert
+    inner = quant_gate_up(lists, gate_up)
+    both = torch.einsum(
+        "pi,poi->po", _as_codes(lists.normed, gate_up).repeat_interleave(top_k, 0), wide.gate_up[chosen]
+    )
+    close(inner, silu_mul_ref(both))
+    expected = torch.einsum("pi,poi->po", _as_codes(inner, down), wide.down[chosen])
+    close(quant_down(lists, inner, down), expected)
+
+
+def _as_codes(x: Tensor, weight: QuantWeight) -> Tensor:
+    """What is left of x, in float64."""
+    codes, scale = quantise_triton(x, weight.col_block)
+    return codes[: len(x)].double() * scale[: len(x)].double().repeat_interleave(weight.col_block, 1)

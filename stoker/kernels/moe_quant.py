@@ -1,0 +1,234 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+"""Experts in 8 or 4 bits over lists of pairs: moe_many.py's products, where the codes are all that is read of a weight.
+
+A QuantWeight of experts has the rows of all of them, one below the other; gate_up has an expert's gate, then its up. As with
+other weights (linear.py), a step of few tokens multiplies in x's own kind, and one of more in 8 bits on both sides where the
+checkpoint was made for it. A program takes some of an expert's pairs and some rows of its weight as the tall side, gate and up of
+an output together. moe.py has the reference.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stoker.kernels.dispatch import overlaps, tl, triton
+from stoker.kernels.moe_many import Tile, Tiles, find_tile, most_tiles
+from stoker.kernels.moe_route import COUNT_STRIDE, Lists
+from stoker.kernels.quant import SPAN, QuantWeight, half_of_pair
+from stoker.kernels.quant_many import quantise_triton
+from stoker.kernels.quant_skinny import EXPAND, EXPAND_REGISTERS, expand
+from stoker.kernels.skinny import ANY
+
+# By the most pairs an expert gets on average. None was timed yet: bench/gpu.py --tiles has candidates.
+CODES = (  # both sides in 8 bits
+    (10, Tiles(Tile(16, 64, 128, 4, 4), Tile(16, 128, 128, 4, 4))),
+    (30, Tiles(Tile(32, 64, 128, 4, 4), Tile(32, 128, 128, 4, 4))),
+    (ANY, Tiles(Tile(64, 64, 128, 8, 4), Tile(64, 128, 128, 8, 4))),
+)
+FP8 = (
+    (10, Tiles(Tile(16, 32, 128, 4, 4), Tile(16, 64, 128, 4, 4))),
+    (30, Tiles(Tile(32, 64, 128, 4, 3), Tile(32, 128, 128, 4, 3))),
+    (ANY, Tiles(Tile(64, 64, 128, 8, 3), Tile(64, 128, 128, 8, 3))),
+)
+INT4 = (
+    (10, Tiles(Tile(16, 64, SPAN, 4, 3), Tile(16, 128, SPAN, 4, 3))),
+    (30, Tiles(Tile(32, 64, SPAN, 4, 3), Tile(32, 128, SPAN, 4, 3))),
+    (ANY, Tiles(Tile(64, 64, SPAN, 8, 2), Tile(64, 128, SPAN, 8, 2))),
+)
+
+
+def takes_codes(weight: QuantWeight, num_tokens: int) -> bool:
+    """Whether what it is multiplied by is brought to 8 bits too, in a step of so many tokens. As in quant_many.py, but for what the
+    library asks of shapes."""
+    return weight.quantises_inputs and not weight.is_few(num_tokens) and weight.shape[1] % weight.col_block == 0
+
+
+def tiles_for(weight: QuantWeight, lists: Lists) -> Tiles:
+    table = INT4 if weight.is_int4 else CODES if takes_codes(weight, len(lists.normed)) else FP8
+    return next(tiles for most, tiles in table if lists.load <= most)
+
+
+@triton.jit
+def _fp8_sums(
+    x, x_scale, x_stride, codes, scale, made, given_row,
+    INS: tl.constexpr, BOTH: tl.constexpr, ROW_BLOCK: tl.constexpr, COL_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_IN: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, BLOCK_IN)
+    taken_from = codes + made.to(tl.int64)[:, None] * INS + column[None, :]
+    given_from = x + given_row[None, :] * INS + column[:, None]
+    COLS: tl.constexpr = (INS + COL_BLOCK - 1) // COL_BLOCK
+    scale_from = scale + (made // ROW_BLOCK)[:, None] * COLS
+    given_scale_from = x_scale + given_row[None, :]
+    sums = tl.zeros([BLOCK, ROWS], tl.float32)
+    for start in range(0, INS, BLOCK_IN):
+        if INS % BLOCK_IN == 0:
+            taken = tl.load(taken_from + start)
+            given = tl.load(given_from + start)
+        else:
+            is_in = start + column < INS
+            taken = tl.load(taken_from + start, mask=is_in[None, :], other=0.0)
+            given = tl.load(given_from + start, mask=is_in[:, None], other=0.0)
+        if not BOTH:
+            # By way of float16 and float32: straight to bfloat16 is an instruction of a quarter of the speed.
+            taken = taken.to(tl.float16).to(tl.float32).to(x.dtype.element_ty)
+        if COLS == 1:
+            sums = tl.dot(taken, given, sums, input_precision="ieee")
+        else:
+            factor = tl.load(scale_from + start // COL_BLOCK)
+            if BOTH:
+                factor = factor * tl.load(given_scale_from + (start // COL_BLOCK) * x_stride)
+            sums += tl.dot(taken, given, input_precision="ieee") * factor
+    if COLS == 1:
+        sums = sums * tl.load(scale_from)
+        if BOTH:
+            sums = sums * tl.load(given_scale_from)
+    return sums
+
+
+@triton.jit
+def _int4_sums(
+    x, codes, scale, made, given_row,
+    INS: tl.constexpr, ALL_OUTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    PAIRS: tl.constexpr, EXPAND: tl.constexpr, EXPAND_REGISTERS: tl.constexpr,
+):  # fmt: skip
+    word = tl.arange(0, 32)
+    SPANS: tl.constexpr = (INS + 255) // 256
+    taken_from = codes + made.to(tl.int64)[:, None] * (SPANS * 32) + word[None, :]
+    given_from = x + given_row[None, :] * INS + word[:, None]
+    sums = tl.zeros([BLOCK, ROWS], tl.float32)
+    for span in range(SPANS):
+        taken = tl.load(taken_from + span * 32)
+        pairs_from = scale + span * 4 * ALL_OUTS + made[:, None]
+        pair0 = tl.load(pairs_from)
+        pair1 = tl.load(pairs_from + ALL_OUTS)
+        pair2 = tl.load(pairs_from + 2 * ALL_OUTS)
+        pair3 = tl.load(pairs_from + 3 * ALL_OUTS)
+        pairs = (pair0, pair1, pair2, pair3)
+        if PAIRS:
+            values = expand(taken, pair0, pair1, pair2, pair3, EXPAND, EXPAND_REGISTERS)
+        for j in tl.static_range(8):
+            start = span * 256 + j * 32
+            if INS % 256 == 0:
+                given = tl.load(given_from + start)
+            else:
+                given = tl.load(given_from + start, mask=(start + word < INS)[:, None], other=0.0)
+            if PAIRS:
+                value = values[j]
+            else:
+                value = (((taken >> (4 * j)) & 15) - 8).to(tl.float32) * half_of_pair(pairs[j // 2], j % 2)
+                value = value.to(x.dtype.element_ty)
+            sums = tl.dot(value, given, sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit
+def _sums(
+    x, x_scale, x_stride, codes, scale, made, given_row,
+    INS: tl.constexpr, ALL_OUTS: tl.constexpr, INT4: tl.constexpr, BOTH: tl.constexpr, ROW_BLOCK: tl.constexpr,
+    COL_BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_IN: tl.constexpr,
+    PAIRS: tl.constexpr, EXPAND: tl.constexpr, EXPAND_REGISTERS: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK, ROWS]: the rows `made` of a weight times the rows `given_row` of x."""
+    if INT4:
+        return _int4_sums(x, codes, scale, made, given_row, INS, ALL_OUTS, ROWS, BLOCK, PAIRS, EXPAND, EXPAND_REGISTERS)
+    else:
+        return _fp8_sums(
+            x, x_scale, x_stride, codes, scale, made, given_row,
+            INS, BOTH, ROW_BLOCK, COL_BLOCK, ROWS, BLOCK, BLOCK_IN,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["x_stride"])
+def _gate_up(
+    x, x_scale, x_stride, codes, scale, counts, pairs, inner, capacity,
+    OUTS: tl.constexpr, INS: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
+    INT4: tl.constexpr, BOTH: tl.constexpr, ROW_BLOCK: tl.constexpr, COL_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, COUNTS: tl.constexpr,
+    PAIRS: tl.constexpr, EXPAND: tl.constexpr, EXPAND_REGISTERS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    WIDTH: tl.constexpr = OUTS // 2
+    PARTS: tl.constexpr = (WIDTH + BLOCK_OUT - 1) // BLOCK_OUT
+    expert, first, left = find_tile(counts, tl.program_id(0) // PARTS, EXPERTS, BLOCK_EXPERTS, ROWS, COUNTS)
+    if left <= 0:
+        return
+    row = tl.arange(0, ROWS)
+    # What is padding, here and below, reads something that is there, and is written nowhere.
+    pair = tl.load(pairs + expert.to(tl.int64) * capacity + first + row, mask=row < left, other=0).to(tl.int64)
+    first_out = (tl.program_id(0) % PARTS) * BLOCK_OUT
+    both = tl.arange(0, 2 * BLOCK_OUT)
+    made = expert * OUTS + (both // BLOCK_OUT) * WIDTH + tl.minimum(first_out + both % BLOCK_OUT, WIDTH - 1)
+    sums = _sums(
+        x, x_scale, x_stride, codes, scale, made, pair // TOP_K,
+        INS, EXPERTS * OUTS, INT4, BOTH, ROW_BLOCK, COL_BLOCK, ROWS, 2 * BLOCK_OUT, BLOCK_IN,
+        PAIRS, EXPAND, EXPAND_REGISTERS,
+    )  # fmt: skip
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    gate, up = sums.reshape(2, BLOCK_OUT, ROWS).permute(1, 2, 0).split()
+    found = gate / (1 + tl.exp(-gate)) * up
+    out = first_out + tl.arange(0, BLOCK_OUT)
+    place = inner + pair[None, :] * WIDTH + out[:, None]
+    tl.store(place, found.to(inner.dtype.element_ty), mask=(out < WIDTH)[:, None] & (row < left)[None, :])
+
+
+@triton.jit(do_not_specialize=["x_stride"])
+def _down(
+    x, x_scale, x_stride, codes, scale, counts, pairs, made_of, capacity,
+    OUTS: tl.constexpr, INS: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
+    INT4: tl.constexpr, BOTH: tl.constexpr, ROW_BLOCK: tl.constexpr, COL_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, COUNTS: tl.constexpr,
+    PAIRS: tl.constexpr, EXPAND: tl.constexpr, EXPAND_REGISTERS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    PARTS: tl.constexpr = (OUTS + BLOCK_OUT - 1) // BLOCK_OUT
+    expert, first, left = find_tile(counts, tl.program_id(0) // PARTS, EXPERTS, BLOCK_EXPERTS, ROWS, COUNTS)
+    if left <= 0:
+        return
+    row = tl.arange(0, ROWS)
+    pair = tl.load(pairs + expert.to(tl.int64) * capacity + first + row, mask=row < left, other=0).to(tl.int64)
+    out = (tl.program_id(0) % PARTS) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    sums = _sums(
+        x, x_scale, x_stride, codes, scale, expert * OUTS + tl.minimum(out, OUTS - 1), pair,
+        INS, EXPERTS * OUTS, INT4, BOTH, ROW_BLOCK, COL_BLOCK, ROWS, BLOCK_OUT, BLOCK_IN,
+        PAIRS, EXPAND, EXPAND_REGISTERS,
+    )  # fmt: skip
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    place = made_of + pair[None, :] * OUTS + out[:, None]
+    tl.store(place, sums.to(made_of.dtype.element_ty), mask=(out < OUTS)[:, None] & (row < left)[None, :])
+
+
+def _launch(kernel, lists: Lists, x: Tensor, weight: QuantWeight, out: Tensor, tile: Tile) -> Tensor:
+    """`out` [pairs, outputs], of which a program makes `tile.outs`."""
+    num_experts, num_ins = len(lists.pairs), weight.shape[1]
+    num_outs, overlap = weight.shape[0] // num_experts, overlaps(x)
+    both = takes_codes(weight, len(lists.normed))
+    given, given_scale = quantise_triton(x, weight.col_block) if both else (x, x)
+    assert weight.is_int4 or weight.col_block == num_ins or weight.col_block % tile.ins == 0
+    kernel[(most_tiles(lists, tile.rows) * triton.cdiv(out.shape[1], tile.outs),)](
+        given, given_scale, given_scale.stride(1), weight.codes, weight.scale, lists.counts, lists.pairs, out,
+        lists.pairs.shape[1],
+        OUTS=num_outs, INS=num_ins, TOP_K=lists.weights.shape[1], EXPERTS=num_experts,
+        BLOCK_EXPERTS=triton.next_power_of_2(num_experts), INT4=weight.is_int4, BOTH=both, ROW_BLOCK=weight.row_block,
+        COL_BLOCK=weight.col_block, ROWS=tile.rows, BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins, COUNTS=COUNT_STRIDE,
+        PAIRS=overlap and x.dtype == torch.bfloat16, EXPAND=EXPAND, EXPAND_REGISTERS=EXPAND_REGISTERS, OVERLAP=overlap,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=overlap,
+    )  # fmt: skip
+    return out
+
+
+def quant_gate_up(lists: Lists, gate_up: QuantWeight, tile: Tile | None = None) -> Tensor:
+    """-> [pairs, width]"""
+    inner = lists.normed.new_empty(lists.weights.numel(), gate_up.shape[0] // len(lists.pairs) // 2)
+    return _launch(_gate_up, lists, lists.normed, gate_up, inner, tile or tiles_for(gate_up, lists).gate_up)
+
+
+def quant_down(lists: Lists, inner: Tensor, down: QuantWeight, tile: Tile | None = None) -> Tensor:
+    """-> [pairs, hidden]"""
+    made = inner.new_empty(len(inner), lists.normed.shape[1])
+    return _launch(_down, lists, inner, down, made, tile or tiles_for(down, lists).down)

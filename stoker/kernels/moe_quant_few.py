@@ -1,0 +1,194 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+"""Experts in 8 or 4 bits (moe_quant.py) of so few tokens that each pair reads its expert's weights itself: moe_few.py's two
+kernels. Products are added up in three dimensions, outputs, groups of inputs that share a scale, and inputs, so that a scale
+is read once for its group. moe.py has the reference.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from stoker.kernels.dispatch import overlaps, tl, triton
+from stoker.kernels.moe_few import LOWEST, Chosen, Tile, choose, put_choice
+from stoker.kernels.quant import SPAN, QuantWeight, half_of_pair
+
+# None was timed yet: bench/gpu.py --tiles has candidates.
+FP8_GATE_UP = Tile(outs=16, ins=256, num_warps=4)
+FP8_DOWN = Tile(outs=4, ins=1024, num_warps=4, num_stages=2)
+INT4_GATE_UP = Tile(outs=16, ins=512, num_warps=4)
+INT4_DOWN = Tile(outs=8, ins=1024, num_warps=4, num_stages=3)
+_FP8_GROUP = 128  # inputs that share a scale: so many, or all
+
+
+@triton.jit
+def _add_fp8(
+    sums, x, norm, share, codes, scale, made, start,
+    INS: tl.constexpr, NORM: tl.constexpr, ROW_BLOCK: tl.constexpr, COL_BLOCK: tl.constexpr, BLOCK_IN: tl.constexpr,
+):  # fmt: skip
+    group = start + tl.arange(0, BLOCK_IN // 128) * 128
+    column = group[:, None] + tl.arange(0, 128)[None, :]
+    is_in = column < INS
+    given = tl.load(x + column, mask=is_in, other=0.0).to(tl.float32) * share
+    if NORM:
+        given = given * tl.load(norm + column, mask=is_in, other=0.0).to(tl.float32)
+    taken = tl.load(
+        codes + made.to(tl.int64)[:, None, None] * INS + column[None, :, :], mask=is_in[None, :, :], other=0.0
+    )
+    COLS: tl.constexpr = (INS + COL_BLOCK - 1) // COL_BLOCK
+    factor_from = scale + (made // ROW_BLOCK)[:, None] * COLS + (group // COL_BLOCK)[None, :]
+    factor = tl.load(factor_from, mask=(group < INS)[None, :], other=0.0)
+    return sums + taken.to(tl.float32) * given[None, :, :] * factor[:, :, None]
+
+
+@triton.jit
+def _add_int4(
+    sums, x, norm, share, codes, scale, made, start,
+    INS: tl.constexpr, ALL_OUTS: tl.constexpr, NORM: tl.constexpr, BLOCK_IN: tl.constexpr,
+):  # fmt: skip
+    SPANS: tl.constexpr = (INS + 255) // 256
+    span = start // 256 + tl.arange(0, BLOCK_IN // 256)
+    is_span = span < SPANS
+    word = tl.arange(0, 32)
+    place = span[:, None] * 32 + word[None, :]
+    taken_from = codes + made.to(tl.int64)[:, None, None] * (SPANS * 32) + place[None, :, :]
+    taken = tl.load(taken_from, mask=is_span[None, :, None], other=0)
+    pairs_from = scale + span[None, :] * (4 * ALL_OUTS) + made[:, None]
+    for j in tl.static_range(8):
+        column = span[:, None] * 256 + j * 32 + word[None, :]
+        is_in = column < INS
+        given = tl.load(x + column, mask=is_in, other=0.0).to(tl.float32) * share
+        if NORM:
+            given = given * tl.load(norm + column, mask=is_in, other=0.0).to(tl.float32)
+        pair = tl.load(pairs_from + (j // 2) * ALL_OUTS, mask=is_span[None, :], other=0)
+        # A code in the last bits of 2**23 makes 2**23 + code, and the codes are stored plus 8: faster than a conversion.
+        value = (((taken >> (4 * j)) & 15) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
+        sums += value * given[None, :, :] * half_of_pair(pair, j % 2)[:, :, None]
+    return sums
+
+
+@triton.jit
+def _add(
+    sums, x, norm, share, codes, scale, made, start,
+    INS: tl.constexpr, ALL_OUTS: tl.constexpr, INT4: tl.constexpr, NORM: tl.constexpr,
+    ROW_BLOCK: tl.constexpr, COL_BLOCK: tl.constexpr, BLOCK_IN: tl.constexpr,
+):  # fmt: skip
+    """`sums` and the rows `made` times BLOCK_IN values of a row of x, which are times `share` and perhaps the norm's weight."""
+    if INT4:
+        return _add_int4(sums, x, norm, share, codes, scale, made, start, INS, ALL_OUTS, NORM, BLOCK_IN)
+    else:
+        return _add_fp8(sums, x, norm, share, codes, scale, made, start, INS, NORM, ROW_BLOCK, COL_BLOCK, BLOCK_IN)
+
+
+@triton.jit
+def _gate_up(
+    x, norm, logits, codes, scale, inner, chosen, weights, eps,
+    HIDDEN: tl.constexpr, BLOCK_HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, PARTS: tl.constexpr,
+    EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, INT4: tl.constexpr, ROW_BLOCK: tl.constexpr,
+    COL_BLOCK: tl.constexpr, GROUP: tl.constexpr, TOGETHER: tl.constexpr, BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr, RENORMALISES: tl.constexpr, LOWEST: tl.constexpr, STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(1)
+    token = pair // TOP_K
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    logit, expert = choose(logits + token * PARTS * EXPERTS, pair % TOP_K, PARTS, EXPERTS, BLOCK_EXPERTS, LOWEST)
+    mine = x + token * HIDDEN
+    column = tl.arange(0, BLOCK_HIDDEN)
+    whole = tl.load(mine + column, mask=column < HIDDEN, other=0.0).to(tl.float32)
+    size = tl.rsqrt(tl.sum(whole * whole) / HIDDEN + eps)
+    first_out = tl.program_id(0) * BLOCK_OUT
+    both = tl.arange(0, 2 * BLOCK_OUT)
+    # What is padding reads the last output, and is written nowhere.
+    made = (expert * 2 + both // BLOCK_OUT).to(tl.int32) * WIDTH + tl.minimum(first_out + both % BLOCK_OUT, WIDTH - 1)
+    sums = tl.zeros([2 * BLOCK_OUT, GROUP, TOGETHER], tl.float32)
+    for start in tl.range(0, HIDDEN, BLOCK_IN, num_stages=STAGES):
+        sums = _add(
+            sums, mine, norm, 1.0, codes, scale, made, start,
+            HIDDEN, EXPERTS * 2 * WIDTH, INT4, True, ROW_BLOCK, COL_BLOCK, BLOCK_IN,
+        )  # fmt: skip
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    gate, up = (tl.sum(tl.sum(sums, 2), 1) * size).reshape(2, BLOCK_OUT).permute(1, 0).split()
+    found = gate / (1 + tl.exp(-gate)) * up
+    out = first_out + tl.arange(0, BLOCK_OUT)
+    tl.store(inner + pair * WIDTH + out, found.to(inner.dtype.element_ty), mask=out < WIDTH)
+    if tl.program_id(0) == 0:
+        put_choice(logit, expert, size, chosen, weights, pair, BLOCK_EXPERTS, RENORMALISES)
+
+
+@triton.jit
+def _down(
+    x, inner, codes, scale, chosen, weights,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, INT4: tl.constexpr,
+    ROW_BLOCK: tl.constexpr, COL_BLOCK: tl.constexpr, GROUP: tl.constexpr, TOGETHER: tl.constexpr,
+    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, RENORMALISES: tl.constexpr, STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(1)
+    out = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    is_out = out < HIDDEN
+    sums = tl.zeros([BLOCK_OUT, GROUP, TOGETHER], tl.float32)
+    all_shares = 0.0
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    for rank in tl.range(0, TOP_K, num_stages=STAGES):
+        pair = token * TOP_K + rank
+        share = tl.load(weights + pair)
+        all_shares += share
+        made = tl.load(chosen + pair) * HIDDEN + tl.minimum(out, HIDDEN - 1)
+        for start in tl.static_range(0, WIDTH, BLOCK_IN):
+            sums = _add(
+                sums, inner + pair * WIDTH, inner, share, codes, scale, made, start,
+                WIDTH, EXPERTS * HIDDEN, INT4, False, ROW_BLOCK, COL_BLOCK, BLOCK_IN,
+            )  # fmt: skip
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    found = tl.sum(tl.sum(sums, 2), 1)
+    if RENORMALISES:
+        found = found / all_shares
+    total = tl.load(x + token * HIDDEN + out, mask=is_out, other=0.0).to(tl.float32) + found
+    tl.store(x + token * HIDDEN + out, total.to(x.dtype.element_ty), mask=is_out)
+
+
+def _of_weight(weight: QuantWeight, tile: Tile) -> dict[str, int]:
+    """What both kernels are told of a weight and of how to go through it."""
+    num_ins, group = weight.shape[1], SPAN if weight.is_int4 else _FP8_GROUP
+    assert weight.is_int4 or weight.col_block % _FP8_GROUP == 0 or weight.col_block == num_ins
+    block = min(tile.ins, max(group, int(triton.next_power_of_2(num_ins))))
+    return {
+        "INT4": weight.is_int4, "ROW_BLOCK": weight.row_block, "COL_BLOCK": weight.col_block,
+        "BLOCK_IN": block, "GROUP": block // group, "TOGETHER": 32 if weight.is_int4 else group,
+        "BLOCK_OUT": tile.outs, "STAGES": tile.num_stages, "num_warps": tile.num_warps,
+    }  # fmt: skip
+
+
+def quant_gate_up_few(
+    x: Tensor, norm: Tensor, eps: float, logits: Tensor, gate_up: QuantWeight, top_k: int, renormalises: bool,
+    tile: Tile | None = None,
+) -> Chosen:  # fmt: skip
+    assert x.is_contiguous()
+    num_experts, hidden = logits.shape[2], gate_up.shape[1]
+    width = gate_up.shape[0] // num_experts // 2
+    tile = tile or (INT4_GATE_UP if gate_up.is_int4 else FP8_GATE_UP)
+    found, overlap = Chosen.empty(x, top_k, width), overlaps(x)
+    _gate_up[(triton.cdiv(width, tile.outs), len(found.inner))](
+        x, norm, logits, gate_up.codes, gate_up.scale, found.inner, found.experts, found.weights, eps,
+        HIDDEN=hidden, BLOCK_HIDDEN=triton.next_power_of_2(hidden), WIDTH=width, TOP_K=top_k, PARTS=logits.shape[1],
+        EXPERTS=num_experts, BLOCK_EXPERTS=triton.next_power_of_2(num_experts), RENORMALISES=renormalises, LOWEST=LOWEST,
+        OVERLAP=overlap, launch_pdl=overlap, **_of_weight(gate_up, tile),
+    )  # fmt: skip
+    return found
+
+
+def quant_down_few(x: Tensor, found: Chosen, down: QuantWeight, renormalises: bool, tile: Tile | None = None) -> Tensor:
+    """x + the experts' weighted sum, in place."""
+    hidden, width = x.shape[1], down.shape[1]
+    tile = tile or (INT4_DOWN if down.is_int4 else FP8_DOWN)
+    overlap = overlaps(x)
+    _down[(triton.cdiv(hidden, tile.outs), len(x))](
+        x, found.inner, down.codes, down.scale, found.experts, found.weights,
+        HIDDEN=hidden, WIDTH=width, TOP_K=len(found.inner) // len(x), EXPERTS=down.shape[0] // hidden,
+        RENORMALISES=renormalises, OVERLAP=overlap, launch_pdl=overlap, **_of_weight(down, tile),
+    )  # fmt: skip
+    return x

@@ -1,0 +1,88 @@
+"""The kernels of experts in 8 and 4 bits compile for a Hopper card, with the tiles that they are launched with, into its matrix
+units and the memory that it has. Run by test_moe_kernels.py in a process of its own: elsewhere kernels are interpreted or not
+there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import triton  # before any kernel: else they are not defined
+from kernels.hopper import SHARED_BYTES, CompiledKernel
+from kernels.moe_cases import FORMS
+from kernels.quant_cases import made_fp8, made_int4
+
+from stoker.kernels import moe_quant, moe_quant_few
+from stoker.kernels.moe_few import Chosen
+from stoker.kernels.moe_quant import quant_down, quant_gate_up
+from stoker.kernels.moe_route import COUNT_STRIDE, Lists
+from stoker.kernels.quant import QuantWeight
+
+assert not triton.knobs.runtime.interpret, "TRITON_INTERPRET is not to be set"
+CPU = torch.device("cpu")
+HIDDEN, WIDTH, EXPERTS, TOP_K = 2048, 768, 4, 2
+
+
+def weight(form: str, num_out: int, num_in: int, quantises_inputs: bool) -> QuantWeight:
+    described = FORMS[form]
+    if isinstance(described, int):
+        return made_int4(num_out, num_in, described, CPU)[0]
+    return replace(made_fp8(num_out, num_in, *described, CPU)[0], quantises_inputs=quantises_inputs)
+
+
+def lists(num_tokens: int) -> Lists:
+    return Lists(
+        torch.empty(num_tokens, HIDDEN, dtype=torch.bfloat16),
+        torch.empty(num_tokens, TOP_K),
+        torch.empty(EXPERTS * COUNT_STRIDE, dtype=torch.int32),
+        torch.empty(EXPERTS, num_tokens, dtype=torch.int32),
+    )
+
+
+def quantised(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.to(torch.float8_e4m3fn), torch.empty(x.shape[1] // group, len(x)).t()
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Those of a module, compiled as for a card."""
+
+    def take(module):
+        found = CompiledKernel(module._gate_up), CompiledKernel(module._down)
+        for name, kernel in zip(("_gate_up", "_down"), found, strict=True):
+            monkeypatch.setattr(module, name, kernel)
+        monkeypatch.setattr(module, "overlaps", lambda x: True)
+        return found
+
+    monkeypatch.setattr(moe_quant, "quantise_triton", quantised)
+    return take
+
+
+@pytest.mark.parametrize("num_tokens", [16, 66, 200])  # 8, 33 and 100 pairs for each expert
+@pytest.mark.parametrize(
+    ("form", "quantises_inputs"),
+    [("fp8 channels", True), ("fp8 blocks", True), ("fp8 blocks", False), ("int4 groups of 32", False)],
+)
+def test_many_tokens(kernels, form, quantises_inputs, num_tokens):
+    gate_up, down = kernels(moe_quant)
+    inner = quant_gate_up(lists(num_tokens), weight(form, EXPERTS * 2 * WIDTH, HIDDEN, quantises_inputs))
+    quant_down(lists(num_tokens), inner, weight(form, EXPERTS * HIDDEN, WIDTH, quantises_inputs))
+    is_in_codes = quantises_inputs and num_tokens > 64
+    for kernel in (gate_up, down):
+        assert kernel.found.metadata.shared <= SHARED_BYTES
+        products = [line for line in kernel.found.asm["ptx"].splitlines() if "wgmma.mma_async" in line]
+        assert products
+        assert all(("e4m3.e4m3" in line) == is_in_codes for line in products)
+
+
+@pytest.mark.parametrize("form", ["fp8 channels", "fp8 blocks", "int4 groups of 32"])
+def test_few_tokens(kernels, form):
+    gate_up, down = kernels(moe_quant_few)
+    x, norm = torch.empty(1, HIDDEN, dtype=torch.bfloat16), torch.empty(HIDDEN, dtype=torch.bfloat16)
+    weights = weight(form, EXPERTS * 2 * WIDTH, HIDDEN, False), weight(form, EXPERTS * HIDDEN, WIDTH, False)
+    found = moe_quant_few.quant_gate_up_few(x, norm, 1e-6, torch.empty(1, 8, EXPERTS), weights[0], TOP_K, True)
+    assert isinstance(found, Chosen)
+    moe_quant_few.quant_down_few(x, found, weights[1], True)
+    for kernel in (gate_up, down):
+        assert kernel.found.metadata.shared <= SHARED_BYTES
