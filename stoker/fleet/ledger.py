@@ -58,7 +58,8 @@ class Charge:
             self._ledger._return_prefill(self, now)
 
     def end(self, now: float) -> None:
-        self.first_token(now)
+        if self in self._load._prefilling:
+            self._ledger._return_prefill(self, now)
         if self._open:
             self._open = False
             self._ledger._return_rest(self)
@@ -174,8 +175,9 @@ class Ledger:
         load.output_tokens -= charge.output_tokens
         load.requests -= 1
         load.decoding -= 1
-        self._drop_if_done(charge.worker_id, load)
+        if load._leaving:
+            self._drop_if_done(charge.worker_id, load)
 
     def _drop_if_done(self, worker_id: WorkerId, load: Load) -> None:
-        if load._leaving and not load.requests and self._loads.get(worker_id) is load:
+        if not load.requests and self._loads.get(worker_id) is load:
             del self._loads[worker_id]

@@ -27,6 +27,7 @@ Key = int | bytes
 _DEVICE, _HOST, _DISK = range(3)
 _TIERS = {"GPU": _DEVICE, "CPU": _HOST, "CPU_PINNED": _HOST}  # every other medium is slower than these: the disk's tier
 _BATCH = 64  # forgotten at a time: the front of a dict is slow to reach one by one
+_LATELY = 16_384  # blocks: of what came and went before that many, half is remembered
 
 
 @dataclass(slots=True)
@@ -74,6 +75,7 @@ class PrefixIndex:
         self._all = 0  # every worker's bit
         self._taken = 0  # and every store's
         self._num_entries = 0
+        self._came = self._evicted = 0  # blocks, lately, of those workers whose evictions we know of
 
     def __len__(self) -> int:
         """(block, holder) pairs, of all tiers."""
@@ -131,6 +133,12 @@ class PrefixIndex:
         at the end of what several have in common, such as a system prompt."""
         return self._branches.get(key, 0)
 
+    @property
+    def evicting(self) -> float:
+        """0..1: of the blocks that came lately, how many pushed another one out. Caches of which nobody tells are taken to be
+        full."""
+        return self._evicted / self._came if self._came else 1.0
+
     # ---- events
 
     def stored(self, worker_id: WorkerId, keys: Iterable[Key], medium: str = "GPU") -> None:
@@ -139,17 +147,19 @@ class PrefixIndex:
         holder = holder.stores.get(medium, holder)
         tier = _TIERS.get(medium, _DISK)
         held, masks = holder.held[tier], self._masks[tier]
+        before = self._num_entries
         for key in keys:
             if key not in held:
                 masks[key] = masks.get(key, 0) | holder.bit
                 self._num_entries += 1
             held[key] = True
+        self._note_came(self._num_entries - before)
         self._bound()
 
     def removed(self, worker_id: WorkerId, keys: Iterable[Key], medium: str = "GPU") -> None:
         holder = self._holders.get(worker_id)
         if holder is not None:
-            self._drop(holder.stores.get(medium, holder), _TIERS.get(medium, _DISK), keys)
+            self._evict(holder.stores.get(medium, holder), _TIERS.get(medium, _DISK), keys)
 
     def cleared(self, worker_id: WorkerId) -> None:
         """The worker has nothing any more, in no tier. What it shares with others is still theirs."""
@@ -197,10 +207,13 @@ class PrefixIndex:
             self._note_branch(keys, len(keys) - fresh)
         if holder.has_events:
             held.update(dict.fromkeys(new, False))
+            self._note_came(len(new))
             return
         held.update(dict.fromkeys(reversed(keys), False))  # a conversation's end is less often shared than its start
-        if holder.capacity_blocks is not None and len(held) > holder.capacity_blocks:
-            self._drop(holder, _DEVICE, list(islice(held, len(held) - holder.capacity_blocks + _BATCH)))
+        if holder.capacity_blocks is not None:
+            self._note_came(len(new))
+            if len(held) > holder.capacity_blocks:
+                self._evict(holder, _DEVICE, list(islice(held, len(held) - holder.capacity_blocks + _BATCH)))
         self._bound()
 
     def set_capacity(self, worker_id: WorkerId, blocks: int | None) -> None:
@@ -253,6 +266,17 @@ class PrefixIndex:
         for tier, held in enumerate(holder.held):
             self._drop(holder, tier, list(held))
         holder.expected.clear()
+
+    def _note_came(self, num_blocks: int) -> None:
+        self._came += num_blocks
+        if self._came > _LATELY:
+            self._came //= 2
+            self._evicted //= 2
+
+    def _evict(self, holder: _Holder, tier: int, keys: Iterable[Key]) -> None:
+        before = self._num_entries
+        self._drop(holder, tier, keys)
+        self._evicted = min(self._came, self._evicted + before - self._num_entries)
 
     def _drop(self, holder: _Holder, tier: int, keys: Iterable[Key]) -> None:
         held, masks, bit = holder.held[tier], self._masks[tier], holder.bit

@@ -34,6 +34,7 @@ class Candidate:
     context_tokens: int = 0
     output_tokens: int = 0  # expected
     branches: int = 0  # how many ways conversations went on from the last block that anybody has of this one
+    evicting: float = 1.0  # 0..1, of the blocks that workers took lately, how many pushed another one out
     prefill_s: float = 0.0  # what the prefill worker's part costs before this one begins
 
 
@@ -49,7 +50,8 @@ class CostSettings:
     stall_share: float = 0.1  # of a prompt's time, what each sequence that decodes there is held up
     move_factor: float = 40.0  # what a lost hit weighs, against the same time waited
     returns_weight: float = 1.5  # what others wait, against what this request waits
-    later_turns: float = 0.6  # of a conversation, to be expected
+    later_turns: float = 0.6  # of a conversation that goes on, to be expected; of a new one, at least
+    most_later_turns: float = 20.0  # and at most: by then, queues are others than now
     recent_weight: float = 3.0  # of a prompt's time, for a worker with twice its part of the recent tokens
     request_s: float = 0.001  # for every recent request more than its part
     idle_queue_s: float = 0.1  # a fleet with shorter queues on average is idle

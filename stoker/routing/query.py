@@ -74,6 +74,7 @@ _TERMS = (
     "decode_s",
     "kv_s",
     "others_s",
+    "later_s",
     "recent_s",
     "move_s",
 )

@@ -53,6 +53,7 @@ class _Asked:
     index: PrefixIndex
     now: float
     branches: int = 0  # how many ways conversations went on from the last block that anybody has of this one
+    evicting: float = 1.0  # 0..1, whether what comes pushes out what is there
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ class Router:
             raise self._no_worker(query, now)
         index = self._indexes[query.model]
         matches = index.match(query.keys) if query.matches is None else query.matches
-        asked = _Asked(query, matches, index, now)
+        asked = _Asked(query, matches, index, now, 0, index.evicting)
         if matches:
             most_blocks = max([match.blocks for match in matches.values()])
             asked.branches = index.branches(query.keys[most_blocks - 1])
@@ -178,6 +179,7 @@ class Router:
         way.compute_tokens = query.num_tokens - cached
         way.output_tokens = output_tokens
         way.branches = asked.branches
+        way.evicting = asked.evicting
         way.prefill_s = 0.0
         return way
 

@@ -111,6 +111,28 @@ def test_with_events_what_was_routed_is_believed_for_a_while() -> None:
     assert depths(index, [1, 2, 3]) == {A: 2}, "the third never came"
 
 
+def test_the_index_knows_whether_what_comes_pushes_something_out() -> None:
+    index = PrefixIndex()
+    index.routed(A, range(100), 0.0)
+    assert index.evicting == 1.0  # nobody tells what A drops
+    index.stored(B, range(100))
+    assert index.evicting == 0.0
+    index.removed(B, range(50))
+    assert index.evicting == 0.5
+    index.removed(B, range(100))
+    index.forget(A)
+    assert index.evicting == 1.0
+    for start in range(1000, 200_000, 1000):  # it forgets
+        index.stored(B, range(start, start + 1000))
+    assert index.evicting < 0.01
+    limited = PrefixIndex()
+    limited.set_capacity(A, 100)
+    limited.routed(A, range(100), 0.0)
+    assert limited.evicting == 0.0
+    limited.routed(A, range(1000, 1050), 0.0)
+    assert limited.evicting > 0.3
+
+
 def test_memory_is_bounded() -> None:
     index = PrefixIndex(max_entries=1000)
     index.share(C, {"DISK": "disk"})

@@ -9,7 +9,8 @@
 **Others.** Requests with a cached conversation come back to their worker at some rate r. A prompt of S seconds behind a
 queue of B delays those that come meanwhile by r S (B + S/2) in all. Long prompts therefore gather on workers that few
 return to, and short ones, with their many sessions, keep away from there. **Later** does the other half of that: a new
-conversation prefers workers whose queue is short on average, not just now.
+conversation prefers workers whose queue is short on average, not just now, for as many turns as conversations had of late:
+of recent requests, those that came back for each that did not. A prompt that leaves no block of its own has none to come.
 
 **Move.** A conversation that continues (its last known block has not been continued differently) pays `move_factor` times
 what it would lose elsewhere: its hits are worth more than its own wait, since work done twice delays all. Where many
@@ -17,10 +18,10 @@ conversations went on from the last known block, that block ends a common prefix
 one more worker is an investment, the more so the more branches there are. A conversation that was evicted, or is new, is
 free.
 
-**Recent.** Decaying requests and tokens say who had more than its part. Tokens weigh with the prompt's length: they push
-other conversations out of the cache. Requests decide between idle workers, where every queue is empty at every pick. In an
-idle fleet a worker that is over its bound also gives conversations away: new ones on a common prefix at once, others if
-they lose little, and never more than `balance_share` of all tokens.
+**Recent.** Decaying requests and tokens say who had more than its part. Tokens weigh with the prompt's length, as far as
+they push other conversations out of caches: not at all while caches are known to have room. Requests decide between idle
+workers, where every queue is empty at every pick. In an idle fleet a worker that is over its bound also gives conversations
+away: new ones on a common prefix at once, others if they lose little, and never more than `balance_share` of all tokens.
 
 **Sessions.** Prefixes find the way back by themselves. A session key says which conversations are alive, and so what is to
 come. A *new* session goes to a worker with room, that is, not more living sessions than its part; among those that are
@@ -51,9 +52,10 @@ class _Scene(NamedTuple):
     most_cached: int
     compute_s: float  # at least, wherever it goes
     returning: float  # share of the recent requests that came for what only one worker has
-    private: float  # 0..1, whether it matters who holds what: with a store that all share, it does not
     requests: float  # recent ones, for a unit of weight
     tokens: float
+    later_turns: float  # of this conversation, to be expected
+    recent_weight: float  # 0 where nobody has to make room, or where all share a store
     move_factor: float
     continues: bool  # a known conversation's next turn
     idle: bool  # queues say nothing
@@ -78,7 +80,7 @@ class Cost:
         return reasons
 
     def _scene(self, query: RouteQuery, candidates: Sequence[Candidate]) -> _Scene:
-        settings, branches = self._settings, candidates[0].branches
+        settings, branches, evicting = self._settings, candidates[0].branches, candidates[0].evicting
         most_cached, compute_s = 0, inf
         requests = returns = tokens = queue_s = weight = 0.0
         for one in candidates:
@@ -95,27 +97,38 @@ class Cost:
                 compute_s = own_s
         self._spare_tokens = min(self._spare_tokens + settings.balance_share * query.num_tokens, tokens)
         returning = returns / requests if requests else 0.0
+        private = min(1.0, 3 * returning)  # whether it matters who holds what: with a store that all share, it does not
+        continues = most_cached > 0 and branches < 2
+        later_turns = settings.later_turns
+        if not continues:
+            if len(query.keys) * query.block_tokens - most_cached < query.block_tokens:
+                later_turns = 0.0  # it leaves no block of its own, so nothing will come back to it
+            else:
+                had = returns / max(requests - returns, 1e-9)
+                later_turns = min(max(had, later_turns), settings.most_later_turns)
         scene = (
             most_cached,
             compute_s,
             returning,
-            min(1.0, 3 * returning),
             requests / weight,
             (tokens + 1) / weight,
+            private * later_turns,
+            private * settings.recent_weight * evicting,
             settings.move_factor / (branches * branches) if branches > 1 else settings.move_factor,
-            most_cached > 0 and branches < 2,
+            continues,
             queue_s < settings.idle_queue_s * len(candidates),
         )
         return _make(_Scene, scene)
 
     def _reasons(self, scene: _Scene, candidates: Sequence[Candidate]) -> list[Reason]:
-        """The cost of every candidate. On the path of every request: what is the same for all is worked out once."""
+        """The cost of every candidate. On the path of every request: what is the same for all is worked out once, and what is
+        nothing for all is not worked out."""
         settings = self._settings
         most_cached, move_factor = scene.most_cached, scene.move_factor
-        stall_share = settings.stall_share
+        stall_share, crowd_tokens = settings.stall_share, settings.crowd_tokens
         returns_per_s = settings.returns_weight * scene.returning * candidates[0].load.decay_per_s
-        later_turns = scene.private * settings.later_turns
-        recent_s_for_tokens = scene.private * settings.recent_weight * scene.compute_s
+        later_turns = scene.later_turns
+        recent_s_for_tokens = scene.recent_weight * scene.compute_s
         recent_s_for_requests = settings.request_s if scene.idle else 0.0
         mean_requests, mean_tokens = scene.requests, scene.tokens
         reasons = []
@@ -124,30 +137,37 @@ class Cost:
             rate = member.tokens_per_s
             queue_s = one.queued_tokens / rate
             compute_s = one.compute_tokens / rate
-            decode_s = fetch_s = kv_s = 0.0
-            if one.output_tokens:
+            decode_s = fetch_s = kv_s = later_s = recent_s = move_s = 0.0
+            output_tokens, pull_tokens, prefill_s = one.output_tokens, one.pull_tokens, one.prefill_s
+            if output_tokens:
                 crowd = load.context_tokens + load.output_tokens + one.context_tokens
-                decode_s = one.output_tokens * member.step_s * (1 + crowd / settings.crowd_tokens)
-            if one.host_tokens or one.disk_tokens or one.pull_tokens:
+                decode_s = output_tokens * member.step_s * (1 + crowd / crowd_tokens)
+            if pull_tokens or one.host_tokens or one.disk_tokens:
                 fetch_s = self._fetch_s(one)
             used = member.kv_used
             if used:
                 kv_s = settings.kv_pressure_s * used / max(0.02, 1 - used)
-            held_up_s = returns_per_s * load.recent_requests * (queue_s + compute_s / 2)
-            others_s = compute_s * (stall_share * load.decoding + held_up_s)
-            later_s = later_turns * load.mean_queued_tokens / rate
-            recent_s = recent_s_for_tokens * ((load.recent_tokens + 1) / (mean_tokens * member.weight + 1) - 1)
-            recent_s += recent_s_for_requests * (load.recent_requests - mean_requests * member.weight)
+            others = stall_share * load.decoding
+            if returns_per_s:
+                others += returns_per_s * load.recent_requests * (queue_s + compute_s / 2)
+            others_s = compute_s * others
+            if later_turns:
+                later_s = later_turns * load.mean_queued_tokens / rate
+            if recent_s_for_tokens:
+                recent_s = recent_s_for_tokens * ((load.recent_tokens + 1) / (mean_tokens * member.weight + 1) - 1)
+            if recent_s_for_requests:
+                recent_s += recent_s_for_requests * (load.recent_requests - mean_requests * member.weight)
             cached = one.cached_tokens
-            move_s = move_factor * (most_cached - cached) / rate
-            own_s = one.prefill_s + queue_s + compute_s + fetch_s + decode_s + kv_s
+            if cached != most_cached:
+                move_s = move_factor * (most_cached - cached) / rate
+            own_s = prefill_s + queue_s + compute_s + fetch_s + decode_s + kv_s
             cost_s = own_s + others_s + later_s + recent_s + move_s
-            part = "decode" if one.pull_tokens else "whole"
+            part = "decode" if pull_tokens else "whole"
             why = (
-                *(one.worker_id, cost_s, cached, part),
-                *(one.prefill_s, queue_s, compute_s, fetch_s, decode_s, kv_s),
-                *(others_s, later_s, recent_s, move_s),
-            )
+                one.worker_id, cost_s, cached, part,
+                prefill_s, queue_s, compute_s, fetch_s, decode_s, kv_s,
+                others_s, later_s, recent_s, move_s,
+            )  # fmt: skip
             reasons.append(_make(Reason, why))
         return reasons
 
