@@ -113,7 +113,7 @@ def serve(pipe: Connection, size_mib: float, transports: tuple[str, ...]) -> Non
     server = PeerServer(pool.kv, pool.identity, leases, HandoffSettings(transports=transports), lambda _: None)
     for lease_id in LEASES.values():  # sums are made when blocks become ready
         set_sums(lease_id == LEASES["sum"])
-        leases.open(lease_id, pool.keys, pool.ids, pool.count, True)
+        leases.put(lease_id, pool.keys, pool.ids, pool.count, True)
         while leases.unsummed(1, 0.0):
             time.sleep(0.01)
     listener = socket.create_server(("127.0.0.1", 0))

@@ -1,10 +1,12 @@
 """The Mooncake tier beside Mooncake's bare API, in one run: GB/s of whole blocks, with all that a tier adds (header, checksum).
 
-    python bench/kv_mooncake.py --out kv_mooncake
+    python bench/kv_mooncake.py [--rounds 41] [--out OUT]
 
 A master and a worker that owns a segment are processes of their own; this process has a bare client and a tier, both without
-a segment, so that every byte crosses a socket. Sizes are taken in turn, the two sides alternate within each round, and the
-medians are what counts: of the rates, and of the rounds' own ratios. Writes OUT.json and OUT.md.
+a segment, so that every byte crosses a socket. Both move the same blocks, in as many calls of the client, from and into the same
+memory, which was touched before. Sizes are taken in turn, the two sides alternate within each round, and the medians are what
+counts: of the rates, and of the rounds' own ratios, whose middle half is given too. Writes OUT.json and OUT.md, where
+they are asked for.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ class Figure:
     bare_gb_per_s: float
     tier_gb_per_s: float
     ratio: float
+    middle_half: tuple[float, float]  # of the rounds' ratios
 
 
 def own_a_segment(master: str) -> None:
@@ -111,15 +114,15 @@ def measure(master: str, block_bytes: int, num_rounds: int) -> list[Figure]:
     for what in ("write", "read"):
         bare_rate, tier_rate = (BATCH_BYTES / statistics.median(seconds[side, what]) / 1e9 for side in ("bare", "tier"))
         rounds = zip(seconds["bare", what], seconds["tier", what], strict=True)
-        ratio = statistics.median(bare_s / tier_s for bare_s, tier_s in rounds)
-        figures.append(Figure(block_bytes / 2**20, what, bare_rate, tier_rate, ratio))
+        low, ratio, high = statistics.quantiles(bare_s / tier_s for bare_s, tier_s in rounds)
+        figures.append(Figure(block_bytes / 2**20, what, bare_rate, tier_rate, ratio, (low, high)))
     return figures
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("kv_mooncake"))
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--rounds", type=int, default=41)
     parser.add_argument("--owner", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.owner:
@@ -136,14 +139,16 @@ def main() -> None:
         ]
         owner.stdin.close()
         owner.wait(20)
-    lines = ["| block | | bare API GB/s | tier GB/s | ratio |", "|---|---|---|---|---|"]
+    lines = ["| block | | bare API GB/s | tier GB/s | ratio | middle half |", "|---|---|---|---|---|---|"]
     lines += [
         f"| {figure.block_mib:g} MiB | {figure.what} | {figure.bare_gb_per_s:.2f} | {figure.tier_gb_per_s:.2f} "
-        f"| {figure.ratio:.2f} |"
+        f"| {figure.ratio:.2f} | {figure.middle_half[0]:.2f} to {figure.middle_half[1]:.2f} |"
         for figure in figures
     ]
     table = "\n".join(lines)
     print(table)
+    if arguments.out is None:
+        return
     arguments.out.with_suffix(".md").write_text(table + "\n")
     whole = {
         "environment": environment(),

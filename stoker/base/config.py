@@ -12,6 +12,7 @@ class KvSettings:
     block_tokens: int | None = None
     num_blocks: int | None = None  # None: what the memory holds
     memory_gib: float | None = None  # on a CPU: how much RAM the cache may take
+    card_gib: float | None = None  # of a card that others use too: all that this engine may take, weights and all
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from stoker.base.log import EventLog
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:
@@ -32,6 +34,10 @@ class Timeline:
 
     def add(self, name: str, begun_s: float, ended_s: float) -> None:
         self.stages.append(Stage(name, begun_s - self.origin_s, ended_s - begun_s))
+
+    def tell(self, log: EventLog) -> None:
+        for stage in self.stages:
+            log.event("timeline", stage=stage.name, start_s=round(stage.start_s, 3), seconds=round(stage.seconds, 3))
 
 
 def process_start_s() -> float:

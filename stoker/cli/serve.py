@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from stoker.base import collector
 from stoker.base import log as logs
+from stoker.base.address import join_address, local_host
 from stoker.base.config import EngineSettings, KvSettings, SchedSettings
 from stoker.base.errors import ConfigError
 from stoker.base.timeline import Timeline
@@ -23,7 +24,12 @@ from stoker.cli.serving import Signals, drained, listen
 from stoker.worker.spawn import SpawnedEngine, spawn_engine
 
 if TYPE_CHECKING:
+    from aiohttp import web
+
     from stoker.checkpoint.progress import Progress
+    from stoker.worker.context import WorkerContext
+    from stoker.worker.register import Registrar
+    from stoker.worker.report import NoReporter, Reporter
 
 NAME = "serve"
 HELP = "serve one model over an OpenAI-compatible API"
@@ -72,6 +78,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     engine.add_argument("--kv-blocks", type=int, metavar="N", help="KV blocks (default: what the memory holds)")
     engine.add_argument("--kv-memory-gib", type=float, metavar="GIB", help="memory for KV blocks")
+    engine.add_argument(
+        "--card-memory-gib",
+        type=float,
+        metavar="GIB",
+        help="all that this worker may take of its card, weights and all (default: what is free)",
+    )
     engine.add_argument("--step-tokens", type=int, metavar="N", help="tokens computed in one step over all requests")
     engine.add_argument(
         "--mixed-tokens",
@@ -141,7 +153,7 @@ def _settings(args: argparse.Namespace, fleet_host: str, secret: str | None) -> 
         max_model_tokens=args.max_model_tokens,
         num_threads=args.threads,
         steps_ahead=args.steps_ahead,
-        kv=KvSettings(args.block_tokens, args.kv_blocks, args.kv_memory_gib),
+        kv=KvSettings(args.block_tokens, args.kv_blocks, args.kv_memory_gib, args.card_memory_gib),
         sched=SchedSettings(args.step_tokens, args.max_rows, args.mixed_tokens),
         store=store_settings(args, fleet_host),
         handoff=handoff_settings(args, fleet_host, secret),
@@ -159,7 +171,8 @@ async def _serve(args: argparse.Namespace) -> int:
     timeline.add("server: process", timeline.origin_s, time.time())
     try:
         fleet = _Fleet(fleet_host, gateways, secret)
-        return await _serve_with(args, settings, fleet, listener, spawned, timeline)
+        worker = await _make_worker(args, settings, fleet, listener, spawned, timeline)
+        return await _run_worker(worker, args, listener, timeline)
     finally:
         spawned.kill()
 
@@ -176,32 +189,39 @@ class _Fleet:
     secret: str | None
 
 
-async def _serve_with(
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    """All parts of the server's process; nothing of it listens yet."""
+
+    context: WorkerContext
+    runner: web.AppRunner
+    reporter: Reporter | NoReporter
+    registrar: Registrar
+
+
+async def _make_worker(
     args: argparse.Namespace,
     settings: EngineSettings,
     fleet: _Fleet,
     listener: socket.socket,
     spawned: SpawnedEngine,
     timeline: Timeline,
-) -> int:
-    importing_s = time.time()
-    from aiohttp import web
-
+) -> _Worker:
+    importing_s = time.time()  # while the engine's process does the same
     from stoker.checkpoint.source import default_cache_dir, resolve_model
     from stoker.proto.messages import EngineArguments
     from stoker.worker.app import make_app, make_runner
     from stoker.worker.config import HttpConfig
     from stoker.worker.context import CONTEXT, ModelText
-    from stoker.worker.fleet_side import registration, worker_report
+    from stoker.worker.fleet_side import registration
     from stoker.worker.identity import Identity
     from stoker.worker.register import Registrar
     from stoker.worker.report import NoReporter, Reporter
     from stoker.worker.service import EngineService
-    from stoker.worker.state import ServerState
 
     timeline.add("server: import", importing_s, time.time())
     progress = _progress_line()
-    url = args.advertise or _url(fleet.host, listener.getsockname()[1])
+    url = args.advertise or f"http://{join_address(fleet.host, listener.getsockname()[1])}"
     cache_dir = args.cache_dir or default_cache_dir(os.environ)
     with timeline.stage("server: model folder"):
         folder = await asyncio.to_thread(resolve_model, args.model, cache_dir, progress, args.offline)
@@ -231,30 +251,38 @@ async def _serve_with(
         events_port=reporter.events_port,
         replay_port=reporter.replay_port,
     )
-    state = ServerState(config.drain_retry_after_s)
-    app = make_app(service, text, config, identity=identity, state=state)
+    app = make_app(service, text, config, identity=identity)
     context = app[CONTEXT]
-    runner = make_runner(app)
     registrar = Registrar(fleet.gateways, lambda: registration(context, url, fleet.host), fleet.secret)
+    return _Worker(context, make_runner(app), reporter, registrar)
+
+
+async def _run_worker(worker: _Worker, args: argparse.Namespace, listener: socket.socket, timeline: Timeline) -> int:
+    """Until a signal says otherwise, and then to the end of what still runs."""
+    from aiohttp import web
+
+    from stoker.worker.fleet_side import worker_report
+
+    context, reporter, registrar = worker.context, worker.reporter, worker.registrar
     signals = Signals()
     try:
-        start = asyncio.create_task(runner.setup())
+        start = asyncio.create_task(worker.runner.setup())
         with timeline.stage("server: engine"):
             await signals.first_of(start)
         if signals.count:
             return 130
-        await web.SockSite(runner, listener).start()
-        port = listener.getsockname()[1]
+        await web.SockSite(worker.runner, listener).start()
         if args.timeline:
-            for stage in timeline.stages:
-                log.event(
-                    "timeline", stage=stage.name, start_s=round(stage.start_s, 3), seconds=round(stage.seconds, 3)
-                )
-        _print_welcome(args.host, port, config.served_names[0], service.info.device, service.info.kv_tokens)
-        reporter.start(lambda number: worker_report(context, number), service.info.stores)
+            timeline.tell(log)
+        info = context.service.info
+        _print_welcome(
+            args.host, listener.getsockname()[1], context.config.served_names[0], info.device, info.kv_tokens
+        )
+        reporter.start(lambda number: worker_report(context, number))
         registrar.start()
         collector.settle()
         await signals.wait()
+        state = context.state
         state.begin_drain()
         leaving = asyncio.create_task(registrar.leave())
         reporter.load_changed()
@@ -265,7 +293,7 @@ async def _serve_with(
         return 0
     finally:
         await registrar.leave()
-        await runner.cleanup()
+        await worker.runner.cleanup()
         await reporter.stop()
 
 
@@ -306,10 +334,6 @@ def _fleet_host(advertise: str | None, host: str, gateways: list[str]) -> str:
     return "127.0.0.1"
 
 
-def _url(host: str, port: int) -> str:
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
-
-
 def _progress_line() -> Progress:
     """On a terminal one line that is written over; elsewhere a line a stage."""
     last_stage = ""
@@ -328,8 +352,7 @@ def _progress_line() -> Progress:
 
 
 def _print_welcome(host: str, port: int, model: str, device: str, kv_tokens: int) -> None:
-    reachable = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
-    url = _url(reachable, port)
+    url = f"http://{join_address(local_host(host), port)}"
     print(
         f"""
 {model} is being served on {device}, with KV for {kv_tokens:,} tokens. Try:

@@ -94,33 +94,15 @@ def build_engine(
     # cuDNN's attention makes a plan for every new shape, which takes longer than the attention itself.
     torch.backends.cuda.enable_cudnn_sdp(False)
     with timeline.stage("weights"):
-        model = _build_model(family, resolved)
-        if random_weights_seed is None:
-            load(model, family.rules, family.ignored, folder, partial(progress, "loading weights"), ahead)
-        else:
-            _randomise(model, family, random_weights_seed)
-        progress("preparing weights", 0, 1)
-        tensors = [*model.buffers(), *(parameter for _name, parameter in model.named_parameters())]
-        weight_bytes = sum(tensor.nbytes for tensor in tensors)
-        with torch.no_grad():
-            model.pack()
+        model, weight_bytes = _load_model(family, resolved, folder, random_weights_seed, progress, ahead)
     memory.note("weights", weight_bytes)
     with timeline.stage("KV"):
-        layout = _kv_layout(family, resolved)
-        working = WorkingMemory.plan(
-            resolved.step_tokens,
-            resolved.max_rows,
-            family.shape.vocab_size,
-            resolved.dtype.itemsize,
-            model.bytes_per_token,
-        )
-        blocks = num_blocks(settings, resolved, layout, working)
-        kv = DeviceKv(layout, blocks, resolved.device)
+        kv, working = _make_kv(settings, family, resolved, model)
+    layout, blocks = kv.layout, kv.num_blocks
     memory.note("KV", blocks * layout.block_bytes)
     max_model_tokens = min(resolved.max_model_tokens, blocks * layout.block_tokens)
     max_blocks = -(-max_model_tokens // layout.block_tokens) + 1
-    grammars = grammars or NoGrammars()
-    rows = RowTable(resolved.max_rows, max_blocks, family.shape.vocab_size, resolved.device, grammars)
+    rows = RowTable(resolved.max_rows, max_blocks, family.shape.vocab_size, resolved.device, grammars or NoGrammars())
     identity = _identity(folder, hf, layout, random_weights_seed)
     fingerprint = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
     rates = StepRates()
@@ -154,7 +136,7 @@ def build_engine(
     memory.note("graphs and libraries", working.graph_bytes)
     memory.take_arena(working.arena_bytes)
     memory.end(working.reserve_bytes)
-    if settings.handoff.serves or store.tiers:
+    if handoff.serves or store.tiers:
         progress("measuring", 0, 1)
         _measure_prefill(runner, config, blocks, rates, resolved)
         store.measure()
@@ -174,6 +156,42 @@ def build_engine(
         time.monotonic() - started_s,
         memory.lines,
     )
+
+
+def _load_model(
+    family: ModelFamily,
+    resolved: Resolved,
+    folder: Path,
+    random_weights_seed: int | None,
+    progress: Progress,
+    ahead: ReadAhead | None,
+) -> tuple[Model, int]:
+    """With its weights in the form that kernels want; and how many bytes those are."""
+    model = _build_model(family, resolved)
+    if random_weights_seed is None:
+        load(model, family.rules, family.ignored, folder, partial(progress, "loading weights"), ahead)
+    else:
+        _randomise(model, family, random_weights_seed)
+    progress("preparing weights", 0, 1)
+    with torch.no_grad():
+        model.pack()
+    tensors = [*model.buffers(), *(parameter for _name, parameter in model.named_parameters())]
+    return model, sum(tensor.nbytes for tensor in tensors)
+
+
+def _make_kv(
+    settings: EngineSettings, family: ModelFamily, resolved: Resolved, model: Model
+) -> tuple[DeviceKv, WorkingMemory]:
+    """As many blocks as the memory holds beside what a step needs."""
+    layout = _kv_layout(family, resolved)
+    working = WorkingMemory.plan(
+        resolved.step_tokens,
+        resolved.max_rows,
+        family.shape.vocab_size,
+        resolved.dtype.itemsize,
+        model.bytes_per_token,
+    )
+    return DeviceKv(layout, num_blocks(settings, resolved, layout, working), resolved.device), working
 
 
 def _measure_prefill(

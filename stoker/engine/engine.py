@@ -60,14 +60,14 @@ class Engine:
 
     def add(self, request: GenerateRequest, num_stored: int = 0) -> None:
         """A request that cannot run ends at once, with a chunk that says why. `num_stored`: leading blocks worth loading."""
-        if request.ticket is not None:
-            self._tickets[request.request_id] = request.ticket
+        self._note_ticket(request)
         try:
             self._scheduler.add(request, num_stored)
         except InvalidRequest as error:
             self.refuse(request, error)
 
     def refuse(self, request: GenerateRequest, error: InvalidRequest) -> None:
+        self._note_ticket(request)
         finish = Finish("error", error_code=error.code, error_message=error.message)
         self._chunks.append(TokenChunk(request.request_id, [], Usage(request.num_prompt, 0, 0), None, finish))
 
@@ -105,6 +105,11 @@ class Engine:
         chunks, self._chunks = self._chunks, []
         return chunks
 
+    def _note_ticket(self, request: GenerateRequest) -> None:
+        """Given back with the request's first chunk, whatever that says."""
+        if request.ticket is not None:
+            self._tickets[request.request_id] = request.ticket
+
     def _pass_on(self, now: float) -> bool:
         """New blocks to the store, KV under lease to those who may pull it, and what was lent back into the pool: whether
         there was any of that, which somebody may be waiting for."""
@@ -113,8 +118,7 @@ class Engine:
             self._scheduler.end_offer(copied)
         growing, broken = self._scheduler.take_leases()
         for kv in growing:
-            tell = self._leases.update if kv.lease_id in self._leases else self._leases.open
-            tell(kv.lease_id, kv.keys, kv.blocks, kv.num_ready, kv.complete, kv.names)
+            self._leases.put(kv.lease_id, kv.keys, kv.blocks, kv.num_ready, kv.complete, kv.names)
         self._closing.update(broken)
         while not self._released.empty():
             self._closing.add(self._released.get())

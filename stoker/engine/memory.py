@@ -19,6 +19,7 @@ _GIB = 1 << 30
 # In RAM: a worker shares the machine, so by default the cache takes a part of what is free, and no more than this.
 _CPU_SHARE = 0.25
 _CPU_MOST_BYTES = 4 * _GIB
+_CONTEXT_BYTES = 640 << 20  # what the driver takes of a card for a process, before it asks for anything
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,9 @@ def num_blocks(settings: EngineSettings, resolved: Resolved, layout: KvLayout, w
     """Called when the weights are loaded, so that free memory is what it seems."""
     on_card = resolved.device.type == "cuda"
     free = torch.cuda.mem_get_info(resolved.device)[0] if on_card else 0
+    if on_card and settings.kv.card_gib is not None:
+        taken = _CONTEXT_BYTES + torch.cuda.memory_reserved(resolved.device)
+        free = min(free, int(settings.kv.card_gib * _GIB) - taken)
     if settings.kv.num_blocks is not None:
         budget = settings.kv.num_blocks * layout.block_bytes
     elif settings.kv.memory_gib is not None:

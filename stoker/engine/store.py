@@ -33,6 +33,7 @@ def build_store(
 
     def lost(name: str, keys: Sequence[BlockKey]) -> None:
         events.append(TierEvent(name, removed=tuple(keys)))
+        wake()
 
     def forgotten(name: str, keys: Sequence[BlockKey]) -> None:
         store.offer_again(uses[name], keys)

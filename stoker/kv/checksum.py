@@ -63,14 +63,14 @@ def checksum(data: HostBytes) -> int:
 
 def checksums(crew: Crew, blocks: Sequence[HostBytes]) -> list[int]:
     """Of each; the crew shares out their pieces."""
+    return _by_pieces(crew, blocks, lambda at, start: piece_digest(blocks[at][start : start + PIECE_BYTES]))
 
-    def digest(at: int, start: int) -> int:
-        data = blocks[at][start : start + PIECE_BYTES]
-        piece = xxh3_64(data.data)
-        piece.update(bytes(-len(data) % KIB))
-        return piece.intdigest()
 
-    return _by_pieces(crew, blocks, digest)
+def piece_digest(data: HostBytes) -> int:
+    """Of one piece: `total` makes the checksum of all of them. For those whose pieces do not come in order."""
+    piece = xxh3_64(data.data)
+    piece.update(bytes(-len(data) % KIB))
+    return piece.intdigest()
 
 
 def copies_checksummed(crew: Crew, dsts: Sequence[HostBytes], srcs: Sequence[HostBytes]) -> list[int]:
@@ -95,7 +95,7 @@ def _by_pieces(crew: Crew, blocks: Sequence[HostBytes], digest: Callable[[int, i
     digests: list[list[int]] = [[] for _ in blocks]
     for (at, _), found in zip(pieces, crew.each(lambda piece: digest(*piece), pieces), strict=True):
         digests[at].append(found)
-    return [_total(some, len(block)) for some, block in zip(digests, blocks, strict=True)]
+    return [total(some, len(block)) for some, block in zip(digests, blocks, strict=True)]
 
 
 class RunningChecksum:
@@ -120,7 +120,7 @@ class RunningChecksum:
         if tail := self._num_bytes % PIECE_BYTES:
             self._piece.update(bytes(-tail % KIB))
             self._end_piece()
-        return _total(self._digests, self._num_bytes)
+        return total(self._digests, self._num_bytes)
 
     def _end_piece(self) -> None:
         self._digests.append(self._piece.intdigest())
@@ -143,9 +143,10 @@ def tensor_checksums(blocks: Tensor) -> list[int]:
     digests = np.empty(accs.shape[:2], np.uint64)
     digests[:, :-1] = xxh3_digests(accs[:, :-1], PIECE_BYTES)
     digests[:, -1] = xxh3_digests(accs[:, -1], (blocks.shape[1] - 1) % PIECE_BYTES + 1)
-    return [_total(some, num_bytes) for some in digests.tolist()]
+    return [total(some, num_bytes) for some in digests.tolist()]
 
 
-def _total(digests: Sequence[int], num_bytes: int) -> int:
+def total(digests: Sequence[int], num_bytes: int) -> int:
+    """The checksum of a block of so many bytes, from its pieces' digests."""
     packed = struct.pack(f"<{len(digests) + 1}Q", *digests, num_bytes)
     return xxh3_64(packed + bytes(-len(packed) % KIB)).intdigest()

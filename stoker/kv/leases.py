@@ -44,12 +44,12 @@ class Unsummed:
 
 @dataclass(slots=True, eq=False)
 class _Lease:
-    keys: list[BlockKey]
-    blocks: list[BlockId]
-    names: list[BlockName]
-    num_ready: int
-    complete: bool
-    generation: int
+    keys: list[BlockKey] = field(default_factory=list)
+    blocks: list[BlockId] = field(default_factory=list)
+    names: list[BlockName] = field(default_factory=list)
+    num_ready: int = 0
+    complete: bool = False
+    generation: int = 0  # from 1 on once it is put anywhere
     sums: list[int] = field(default_factory=list)  # of leading blocks, in this generation
     readers: int = 0
     closing: bool = False
@@ -62,7 +62,7 @@ class LeaseBook:
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _generation: int = 0
 
-    def open(
+    def put(
         self,
         lease_id: str,
         keys: Sequence[BlockKey],
@@ -71,32 +71,18 @@ class LeaseBook:
         complete: bool,
         names: Sequence[BlockName] = (),
     ) -> None:
-        """Keys and blocks of all of the sequence's KV, also of the unfilled last block, whose key is the last. `num_ready`:
-        leading blocks whose bytes are final, on the device too. `names`: of its leading full blocks, for read-ahead."""
+        """The lease as it is now: it opens, more of it is ready, or, after a preemption, its KV lies in other blocks, or less of it
+        is there. Keys and blocks of all of the sequence's KV, also of the unfilled last block, whose key is the last.
+        `num_ready`: leading blocks whose bytes are final, on the device too. `names`: of its leading full blocks, for
+        read-ahead."""
         with self._changed:
-            if lease_id in self._leases:
-                raise ValueError(f"lease {lease_id!r} is open already")
-            self._closed.pop(lease_id, None)
-            self._generation += 1
-            self._leases[lease_id] = _Lease(
-                list(keys), list(blocks), list(names), num_ready, complete, self._generation
-            )
-            self._changed.notify_all()
-
-    def update(
-        self,
-        lease_id: str,
-        keys: Sequence[BlockKey],
-        blocks: Sequence[BlockId],
-        num_ready: int,
-        complete: bool,
-        names: Sequence[BlockName] = (),
-    ) -> None:
-        """More is ready; or, after a preemption, the KV lies in other blocks, or less of it is there."""
-        with self._changed:
-            lease = self._leases[lease_id]
+            lease = self._leases.get(lease_id)
+            if lease is None:
+                self._closed.pop(lease_id, None)
+                lease = self._leases[lease_id] = _Lease()
             held = lease.num_ready
-            if num_ready < held or lease.blocks[:held] != list(blocks[:held]) or lease.keys[:held] != list(keys[:held]):
+            was, now = (lease.keys[:held], lease.blocks[:held]), (list(keys[:held]), list(blocks[:held]))
+            if lease.generation == 0 or num_ready < held or was != now:
                 self._generation += 1
                 lease.generation, lease.sums = self._generation, []
             lease.keys, lease.blocks, lease.names = list(keys), list(blocks), list(names)

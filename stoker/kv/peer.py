@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
+from stoker.base.address import split_address
 from stoker.base.config import HandoffSettings
 from stoker.base.log import EventLog
 from stoker.kv.block_bytes import BeforeWrite, Sink
@@ -125,9 +126,8 @@ class Peer:
         connection.close()
 
     def _connect(self, timeout_s: float) -> Connection:
-        host, _, port = self.address.rpartition(":")
         try:
-            sock = socket.create_connection((host.strip("[]"), int(port)), timeout=max(0.001, min(IO_S, timeout_s)))
+            sock = socket.create_connection(split_address(self.address), timeout=max(0.001, min(IO_S, timeout_s)))
         except (OSError, ValueError) as lost:
             raise PeerLost(f"{self.address}: {lost}") from lost
         connection = Connection(sock)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from ipaddress import ip_address
 
+from stoker.base.address import join_address
 from stoker.base.config import HandoffSettings
 from stoker.base.errors import ConfigError
 from stoker.base.log import EventLog
@@ -84,8 +85,7 @@ class PeerServer:
         family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
         self._listener = socket.create_server((settings.host, settings.port), family=family, backlog=128)
         self._is_closed = False
-        host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        self.address = join_address(settings.host, self._listener.getsockname()[1])
         self._acceptor = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
         self._acceptor.start()
         self._summer = threading.Thread(target=self._sum, name="kv-sums", daemon=True)

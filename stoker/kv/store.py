@@ -6,6 +6,7 @@ knows bytes and seconds; it refuses to know sequences. Whatever is missing, late
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,6 +31,7 @@ _FEWEST_BUFFERS, _MOST_BUFFERS = 16, 4096
 _UNKNOWN_COMPUTE_S = 0.1  # for a block, until the first prompt was measured
 _CLOSE_S = 2.0
 _TOLD_AT_A_TIME = 256
+_CATCH_UP_S = 1.0  # so late may be known here, and told, what others removed
 
 log = logs.EventLog("kv")
 P = ParamSpec("P")
@@ -76,6 +78,9 @@ class KvStore:
         self._ahead = ReadAhead(self.tiers, peers, buffers, self._stored)
         self._loads = ThreadPoolExecutor(_LOADERS, thread_name_prefix="kv-load")
         self._hints = ThreadPoolExecutor(1, thread_name_prefix="kv-ahead")
+        self._closed = threading.Event()
+        if shared := [use for use in self.tiers if use.tier.shared]:
+            threading.Thread(target=self._catch_up, args=(shared,), name="kv-catch-up", daemon=True).start()
 
     # ---- asked by any thread
 
@@ -152,6 +157,7 @@ class KvStore:
         self._run(self._hints, self._tell_held)
 
     def close(self) -> None:
+        self._closed.set()
         for threads in (self._loads, self._hints):
             threads.shutdown(wait=False, cancel_futures=True)
         self._loader.close()
@@ -177,6 +183,11 @@ class KvStore:
             names = use.tier.names()
             while group := tuple(islice(names, _TOLD_AT_A_TIME)):
                 self._stored(use, group)
+
+    def _catch_up(self, shared: Sequence[TierUse]) -> None:
+        while not self._closed.wait(_CATCH_UP_S):
+            for use in shared:
+                use.catch_up()
 
     def _stored(self, use: TierUse, names: Sequence[BlockName]) -> None:
         if names:

@@ -85,6 +85,12 @@ class TierUse:
             self.figures.write_s += time.monotonic() - started_s
         return taken
 
+    def catch_up(self) -> None:
+        try:
+            self.tier.catch_up()
+        except TierUnavailable as lost:
+            self._note_lost(lost)
+
     def measure(self, block_bytes: int) -> None:
         """A block there and back, before anybody relies on the speed."""
         name = BlockName(BlockKey(os.urandom(16)), BlockKey(bytes(16)), ())

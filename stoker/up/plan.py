@@ -20,8 +20,7 @@ from stoker.up.machine import GIB, Machine
 from stoker.up.ports import Ports
 from stoker.up.supervisor import Rule
 
-_CARD_RESERVE_BYTES = 6 * GIB  # what the engine leaves free on a card
-_LEAST_CARD_KV_BYTES = GIB // 2
+_LEAST_CARD_BYTES = 2 * GIB  # beside the weights: the least that an engine works with
 _STORE_STOP_S = 10.0
 _AFTER_DRAIN_S = 15.0  # for a part that has drained to end its processes
 
@@ -203,20 +202,20 @@ class Planner:
         return options if gateway.tls else options | {"gateway": [gateway.url]}
 
     def _card_share(self, workers: WorkersConfig, card: int, sharers: int) -> dict[str, Any]:
-        """An engine alone takes what its card has left. Several must not each take that."""
+        """An engine alone takes what its card has left. Several must not each take that; what of its part an engine has left for
+        KV it knows best itself."""
         cards = self.machine.card_bytes
         if card >= len(cards):
             raise ConfigError(f"workers.devices: card {card}: this machine has {len(cards)}, counted from 0")
-        if sharers == 1 or {"kv_memory_gib", "kv_blocks"} & set(workers.options):
+        if sharers == 1 or {"card_memory_gib", "kv_memory_gib", "kv_blocks"} & set(workers.options):
             return {}
-        each = cards[card] // sharers - _CARD_RESERVE_BYTES - self.models[workers.model].weight_bytes
-        if each < _LEAST_CARD_KV_BYTES:
+        each, weights = cards[card] // sharers, self.models[workers.model].weight_bytes
+        if each < weights + _LEAST_CARD_BYTES:
             raise ConfigError(
-                f"card {card} has {cards[card] / GIB:.1f} GiB free for {sharers} workers: with weights and "
-                f"{_CARD_RESERVE_BYTES // GIB} GiB for each one's work, {each / GIB:.1f} GiB are left for the KV of each. "
-                "Put fewer workers there, or set their kv_memory_gib"
+                f"card {card} has {cards[card] / GIB:.1f} GiB free for {sharers} workers, {each / GIB:.1f} for each: with "
+                f"{weights / GIB:.1f} GiB of weights too little. Put fewer workers there, or set their kv_memory_gib"
             )
-        return {"kv_memory_gib": round(each / GIB, 2)}
+        return {"card_memory_gib": round(each / GIB, 2)}
 
     def _flags(self, options: Mapping[str, Any], name: str) -> list[str]:
         flags: list[str] = []

@@ -25,6 +25,7 @@ from stoker.worker.info import detokenize, health, list_models, metrics, ready, 
 from stoker.worker.metrics import WorkerMetrics
 from stoker.worker.prefetch import prefetch
 from stoker.worker.record import RECORD, RequestRecord
+from stoker.worker.release import release
 from stoker.worker.responses import responses
 from stoker.worker.state import ServerState
 from stoker.worker.stream import STREAM
@@ -87,6 +88,7 @@ def make_app(
     app.router.add_get("/stoker/worker", show_worker)
     app.router.add_get("/stoker/tokenizer", show_tokenizer)
     app.router.add_post("/stoker/prefetch", prefetch)
+    app.router.add_post("/stoker/release", release)
     return app
 
 

@@ -55,8 +55,6 @@ _QUIET_S = 2.0  # without a request: time to do what would disturb one
 _COMPILERS = 4
 _LOOKERS = 2
 
-_LEFT = object()
-
 log = logs.EventLog("engine")
 
 
@@ -167,8 +165,8 @@ class EngineLoop:
         self._mailbox = mailbox
         self._pipe = pipe
         self._blocks = blocks
-        self._preparing: dict[GrammarSpec, list[GenerateRequest]] = {}  # who waits for it
-        self._looking: dict[RequestId, None] = {}  # whose blocks are being looked for
+        self._early: dict[RequestId, GenerateRequest] = {}  # not the engine's yet: others see to grammar or blocks
+        self._preparing: dict[GrammarSpec, list[RequestId]] = {}  # who waits for it
         self._media = {use.name: use.tier.medium for use in built.store.tiers}
         self._stats_at_s = 0.0
         self._grammars_warm = False
@@ -205,46 +203,52 @@ class EngineLoop:
             case Add(request=request):
                 self._add(request)
             case Prepared(spec=spec, error=error):
-                for request in self._preparing.pop(spec):
+                for request in self._still_wanted(self._preparing.pop(spec)):
                     if error is None:
                         self._look_up(request)
                     else:
                         self._engine.refuse(request, error)
             case Found(request=request, num_blocks=num_blocks):
-                if self._looking.pop(request.request_id, _LEFT) is not _LEFT:
-                    self._engine.add(request, num_blocks)
+                for wanted in self._still_wanted([request.request_id]):
+                    self._engine.add(wanted, num_blocks)
             case Cancel(request_id=request_id):
-                for waiting in self._preparing.values():
-                    waiting[:] = [request for request in waiting if request.request_id != request_id]
-                self._looking.pop(request_id, None)
+                for request in self._still_wanted([request_id]):
+                    if request.ticket is not None:  # the engine, which gives back others, has not seen it
+                        self._built.store.release(request.ticket)
                 self._engine.cancel(request_id)
             case Prefetch(token_ids=token_ids, cache_salt=salt, ticket=ticket):
                 self._built.store.prefetch(token_ids, salt, ticket)
             case Release(lease_id=lease_id):
                 self._engine.released(lease_id)
 
+    def _still_wanted(self, request_ids: Sequence[RequestId]) -> list[GenerateRequest]:
+        """Of those that were early: who was not cancelled. They go on from here."""
+        early = [self._early.pop(request_id, None) for request_id in request_ids]
+        return [request for request in early if request is not None]
+
     def _add(self, request: GenerateRequest) -> None:
         spec = request.sampling.grammar
         if spec is None:
             self._look_up(request)
-        elif spec in self._preparing:
-            self._preparing[spec].append(request)
-        else:
-            self._preparing[spec] = [request]
+            return
+        self._early[request.request_id] = request
+        if spec not in self._preparing:
+            self._preparing[spec] = []
             self._mailbox.prepare(spec)
+        self._preparing[spec].append(request.request_id)
 
     def _look_up(self, request: GenerateRequest) -> None:
         """What the store has of it is found out on other threads; it is added when they have looked."""
         if not self._built.store.tiers:
             self._engine.add(request)
             return
-        self._looking[request.request_id] = None
+        self._early[request.request_id] = request
         self._mailbox.look_up(request, self._built.store)
 
     def _stats(self) -> EngineStats:
         scheduler, pool, counters = self._built.scheduler, self._built.pool, self._built.scheduler.counters
         return EngineStats(
-            waiting_sequences=scheduler.num_waiting + sum(map(len, self._preparing.values())) + len(self._looking),
+            waiting_sequences=scheduler.num_waiting + len(self._early),
             waiting_tokens=scheduler.waiting_tokens,
             running_sequences=scheduler.num_running,
             free_blocks=pool.num_free,
@@ -346,8 +350,7 @@ def serve(
     )
     _log_memory(built.memory)
     if arguments.timeline_origin_s is not None:
-        for stage in timeline.stages:
-            log.event("timeline", stage=stage.name, start_s=round(stage.start_s, 3), seconds=round(stage.seconds, 3))
+        timeline.tell(log)
     store.tell_held()
     try:
         EngineLoop(built, blocks, mailbox, pipe).run()

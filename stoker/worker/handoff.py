@@ -26,6 +26,13 @@ from stoker.proto.openai.handoff import KvTransfer, KvTransferParams, KvTransfer
 PARAM = "kv_transfer_params"
 _OURS = "stoker"
 
+TransferId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,128}\Z")]
+
+
+def lease_name(transfer_id: str, index: int) -> str:
+    """Of a request's choice, for whoever gave the request's KV a name of its own."""
+    return f"{transfer_id}-{index}"
+
 
 class _Which(msgspec.Struct):
     do_remote_decode: bool | None = None
@@ -33,7 +40,7 @@ class _Which(msgspec.Struct):
 
 
 class _Keep(msgspec.Struct):
-    transfer_id: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,128}\Z")] | None = None
+    transfer_id: TransferId | None = None
 
 
 class HasTicket(Protocol):
@@ -51,7 +58,7 @@ class Handoff:
     tickets: Sequence[KvTicket | None] = ()
 
     def lease_id(self, index: int) -> str | None:
-        return None if self.lease is None else f"{self.lease}-{index}"
+        return None if self.lease is None else lease_name(self.lease, index)
 
     def ticket(self, index: int) -> KvTicket | None:
         return self.tickets[index] if index < len(self.tickets) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from stoker.base.ids import BlockKey
@@ -35,14 +35,9 @@ class KvMirror:
         """The same in the public form."""
         return [self._apply(event) for event in events.events]
 
-    def clear(self, lasting: Collection[str] = ()) -> list[KvEvent]:
-        """Forget all but what is in `lasting` media. The public form knows no end of a medium: where something stays, what
-        went is told block by block."""
-        lost = {medium: held for medium, held in self._held.items() if medium not in lasting}
-        self._held = {medium: held for medium, held in self._held.items() if medium in lasting}
-        if not len(self):
-            return [AllBlocksCleared()]
-        return [BlockRemoved(block_hashes=list(held), medium=medium) for medium, held in lost.items() if held]
+    def clear(self) -> list[KvEvent]:
+        self._held.clear()
+        return [AllBlocksCleared()]
 
     def snapshot(self) -> Iterator[KvEvent]:
         """All blocks as they are now; may be read on another thread, later."""

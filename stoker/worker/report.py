@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import islice
 from typing import Any
@@ -51,7 +51,7 @@ class NoReporter:
     events_port: int | None = None
     replay_port: int | None = None
 
-    def start(self, report: Callable[[int], WorkerReport], lasting_media: Collection[str] = ()) -> None: ...
+    def start(self, report: Callable[[int], WorkerReport]) -> None: ...
 
     async def stop(self) -> None: ...
 
@@ -82,17 +82,15 @@ class Reporter:
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=kept_batches)
         self._next_seq = 0
         self._report: Callable[[int], WorkerReport] | None = None
-        self._lasting_media: Collection[str] = ()
         self._num_reports = 0
         self._reported_s = 0.0
         self._tasks: list[asyncio.Task[None]] = []
         self._encoder = msgspec.msgpack.Encoder()
         self._publish(self._mirror.clear())  # who listened to an earlier process on this port must start anew
 
-    def start(self, report: Callable[[int], WorkerReport], lasting_media: Collection[str] = ()) -> None:
-        """`report(number)` makes the load report. `lasting_media`: what is in them outlives the engine."""
+    def start(self, report: Callable[[int], WorkerReport]) -> None:
+        """`report(number)` makes the load report."""
         self._report = report
-        self._lasting_media = lasting_media
         self._tasks = [
             asyncio.create_task(self._keep_reporting(), name="load-reports"),
             asyncio.create_task(self._keep_replaying(), name="kv-replays"),
@@ -110,7 +108,8 @@ class Reporter:
         self._publish(self._mirror.apply(events))
 
     def all_blocks_lost(self) -> None:
-        self._publish(self._mirror.clear(self._lasting_media))
+        """Also of what outlives the engine: others may remove it meanwhile, and the next engine tells what is there."""
+        self._publish(self._mirror.clear())
 
     def load_changed(self) -> None:
         now = time.monotonic()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 import torch
 from kv.peer_world import (
     LAYOUT,
+    PATIENCE_S,
     Puller,
     RemoteServer,
     ServerSetup,
@@ -76,6 +78,11 @@ def in_background(do: object, *args: object) -> threading.Thread:
     return thread
 
 
+def num_looks(server: RemoteServer) -> int:
+    """Whoever looks again has taken what the last look showed."""
+    return int(server("leases", "num_looks"))
+
+
 def test_the_bytes_arrive_and_nothing_else_changes(remote: RemoteServer, puller: Puller) -> None:
     expected, before = contents(LAYOUT, NUM_BLOCKS), puller.kv.blocks.clone()
     remote.lease("L", keys(6), block_ids(9, 2, 30, 4, 31, 0), 6, True)
@@ -113,12 +120,14 @@ def test_a_pull_may_begin_before_the_lease_and_grows_with_it(remote: RemoteServe
     blocks = block_ids(*range(8, 18))
     found: list[list[bool]] = []
     pulling = in_background(lambda: found.append(puller.pull(remote.ticket, keys(10), block_ids(*range(10)))))
-    time.sleep(0.2)
+    wait_until(lambda: num_looks(remote) >= 1)
     remote.lease("L", keys(9), blocks[:9], 0, False)
-    for num_ready, complete in ((3, False), (4, False), (9, False), (10, True)):
-        time.sleep(0.05)
-        remote("leases", "update", "L", keys(10), blocks, num_ready, complete)
-    pulling.join(20)
+    for num_ready in (3, 4, 9):
+        before = num_looks(remote)
+        remote("leases", "put", "L", keys(10), blocks, num_ready, False)
+        wait_until(lambda before=before: num_looks(remote) > before)  # it has those, and asks for more
+    remote("leases", "put", "L", keys(10), blocks, 10, True)
+    pulling.join(PATIENCE_S)
     assert found == [[True] * 10]
     assert raw(puller.kv.blocks[:10]) == raw(contents(LAYOUT, NUM_BLOCKS)[8:18])
 
@@ -127,12 +136,10 @@ def test_a_lease_that_closes_while_it_is_waited_for(remote: RemoteServer, puller
     remote.lease("L", keys(4), block_ids(1, 2, 3, 4), 2, False)
     found: list[list[bool]] = []
     pulling = in_background(lambda: found.append(puller.pull(remote.ticket, keys(4), block_ids(0, 1, 2, 3))))
-    time.sleep(0.3)
-    started = time.monotonic()
+    wait_until(lambda: num_looks(remote) >= 2)  # the two that are there were taken, and more is asked for
     wait_until(lambda: remote("leases", "close", "L"))
-    pulling.join(20)
-    assert found == [[True, True, False, False]]
-    assert time.monotonic() - started < 3
+    pulling.join(PATIENCE_S / 2)
+    assert found == [[True, True, False, False]], "not at its own deadline, but now"
     with pytest.raises(PeerUnavailable, match="closed"):
         puller.pull(remote.ticket, keys(4), block_ids(0, 1, 2, 3))
 
@@ -140,11 +147,14 @@ def test_a_lease_that_closes_while_it_is_waited_for(remote: RemoteServer, puller
 def test_the_deadline_holds(remote: RemoteServer, puller: Puller) -> None:
     remote.lease("L", keys(4), block_ids(1, 2, 3, 4), 1, False)
     assert puller.pull(remote.ticket, keys(1), block_ids(0)) == [True]  # the link is there
-    started = time.monotonic()
-    assert puller.pull(remote.ticket, keys(4), block_ids(0, 1, 2, 3), within_s=1.5) == [True, False, False, False]
+    for within_s in (0.5, 2.0, 8.0):  # more than one: a machine that stalls has not even time for the first block
+        with suppress(PeerUnavailable):
+            assert puller.pull(remote.ticket, keys(4), block_ids(0, 1, 2, 3), within_s=within_s) == [True] + [False] * 3
+            break
+    else:
+        pytest.fail("what was there did not come")
     with pytest.raises(PeerUnavailable):
         puller.pull(replace(remote.ticket, lease_id="none"), keys(4), block_ids(0, 1, 2, 3), within_s=0.5)
-    assert time.monotonic() - started < 5
 
 
 def test_other_keys_are_refused(remote: RemoteServer, puller: Puller) -> None:
@@ -159,7 +169,7 @@ def test_other_keys_are_refused(remote: RemoteServer, puller: Puller) -> None:
 def test_a_lease_that_moved_is_read_at_its_new_place(remote: RemoteServer, puller: Puller) -> None:
     remote.lease("L", keys(2), block_ids(1, 2), 2, False)
     assert puller.pull(remote.ticket, keys(2), block_ids(0, 1)) == [True, True]
-    remote("leases", "update", "L", keys(2), block_ids(11, 12), 2, True)
+    remote("leases", "put", "L", keys(2), block_ids(11, 12), 2, True)
     assert puller.pull(remote.ticket, keys(2), block_ids(0, 1)) == [True, True]
     assert raw(puller.kv.blocks[:2]) == raw(contents(LAYOUT, NUM_BLOCKS)[11:13])
 
@@ -176,7 +186,7 @@ def test_threads_may_pull_at_the_same_time(remote: RemoteServer, puller: Puller)
 
     threads = [in_background(pull, first) for first in range(0, 32, 8)]
     for thread in threads:
-        thread.join(30)
+        thread.join(PATIENCE_S)
     assert found == {first: [True] * 8 for first in range(0, 32, 8)}
     assert raw(puller.kv.blocks) == raw(expected.flip(0))
 
@@ -224,15 +234,14 @@ def test_reading_ahead_brings_full_blocks_with_their_names(settings: HandoffSett
     with closing(server, puller := Puller(num_blocks=NUM_BLOCKS, settings=with_tcp)):
         counts: list[int] = []
         reading = in_background(
-            lambda: counts.append(puller.client.read_ahead(server.ticket, into, time.monotonic() + 10))
+            lambda: counts.append(puller.client.read_ahead(server.ticket, into, time.monotonic() + PATIENCE_S))
         )
-        time.sleep(0.1)
+        wait_until(lambda: num_looks(server) >= 1)
         blocks = block_ids(*range(4, 11))
         server.lease("L", keys(7), blocks, 2, False, names(6))
-        time.sleep(0.2)
-        assert len(found) == 2, "before the lease is complete"
-        server("leases", "update", "L", keys(7), blocks, 7, True, names(6))
-        reading.join(20)
+        wait_until(lambda: len(found) == 2)  # before the lease is complete
+        server("leases", "put", "L", keys(7), blocks, 7, True, names(6))
+        reading.join(PATIENCE_S)
         assert counts == [6]
     expected = contents(LAYOUT, NUM_BLOCKS)[4:10]
     assert [found[name.key][0] for name in names(6)] == names(6)
@@ -253,22 +262,22 @@ def test_a_peer_that_is_killed_in_the_middle_leaves_only_right_blocks(
 
         def pull() -> None:
             try:
-                found.append(puller.pull(server.ticket, keys(count + 1), block_ids(*range(count), 0), within_s=30))
+                found.append(
+                    puller.pull(server.ticket, keys(count + 1), block_ids(*range(count), 0), within_s=4 * PATIENCE_S)
+                )
             except PeerUnavailable as lost:
                 reasons.append(lost.message)
 
         pulling = in_background(pull)
         time.sleep(delay_s)
         server.kill()
-        killed = time.monotonic()
-        pulling.join(40)
-        assert len(found) + len(reasons) == 1
-        assert time.monotonic() - killed < 15
+        pulling.join(PATIENCE_S)
+        assert len(found) + len(reasons) == 1, "it waits for its deadline"
         expected = contents(LARGE, count)
         for at, is_there in enumerate(found[0] if found else []):
             assert not is_there or at == 0 or raw(puller.kv.blocks[at]) == raw(expected[at])
         with pytest.raises(PeerUnavailable):
-            puller.pull(server.ticket, keys(2), block_ids(0, 1), within_s=5)
+            puller.pull(server.ticket, keys(2), block_ids(0, 1))
 
 
 def test_bytes_that_are_not_those_of_the_checksum_are_not_taken(settings: HandoffSettings) -> None:

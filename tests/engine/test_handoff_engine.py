@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kv.mooncake_worker import calls_take
 from tiny import make_tiny
 
 from stoker.base.config import EngineSettings, HandoffSettings, KvSettings, SchedSettings, StoreSettings
@@ -88,12 +89,28 @@ def hand_over(prefill: LLM, decode: LLM, asked: list[list[int]]) -> list[Complet
 def settle(llm: LLM) -> None:
     """Until every lease and every offer has come back."""
     scheduler = llm.built.scheduler
-    for _ in range(2000):
+    for _ in range(10_000):
         llm.built.engine.step()
         if not scheduler.num_held and llm.built.pool.num_free == llm.built.pool.num_blocks:
             return
         time.sleep(0.005)
     raise AssertionError(f"{scheduler.num_held} leases held, {llm.built.pool.num_free} blocks free")
+
+
+def wait_until_written(llm: LLM, asked: list[list[int]]) -> None:
+    """All full blocks of these prompts, which have no block in common, and of their answers, to the first tier."""
+    num_blocks = sum((len(prompt) + NEW_TOKENS - 1) // BLOCK for prompt in asked)
+    figures, until_s = llm.built.store.tiers[0].figures, time.monotonic() + 60
+    while figures.written_bytes < num_blocks * llm.built.layout.block_bytes:
+        assert time.monotonic() < until_s, f"{figures.written_bytes} bytes of {num_blocks} blocks were written"
+        time.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What can be had is waited for, also on a machine that stalls."""
+    for name in ("_TIER_PATIENCE_S", "_PEER_PATIENCE_S"):
+        monkeypatch.setattr(f"stoker.kv.loads.{name}", 60.0)
 
 
 LENGTHS = [1, 2, 7, 8, 9, 16, 17, 40, 64, 100]
@@ -156,7 +173,7 @@ def a_store(tier: str, folder: Path) -> Iterator[StoreSettings]:
         case "mooncake":
             if not is_installed():
                 pytest.skip(INSTALL_HINT)
-            with MooncakeMaster(folder / "master.log") as master:
+            with calls_take(60.0), MooncakeMaster(folder / "master.log") as master:
                 yield StoreSettings(mooncake_master=master.address, mooncake_segment_gib=0.05)
 
 
@@ -175,11 +192,7 @@ def test_a_prefix_computed_by_one_worker_is_found_by_another_through_the_store(
         expected = unified.generate(asked, SamplingParams(temperature=0.0), NEW_TOKENS)
         first.generate(asked, SamplingParams(temperature=0.0), NEW_TOKENS)
         settle(first)
-        stored = first.built.store.tiers[0]
-        for _ in range(500):
-            if stored.figures.written_bytes >= (100 + NEW_TOKENS - 1) // BLOCK * first.built.layout.block_bytes:
-                break
-            time.sleep(0.01)
+        wait_until_written(first, asked)
         with engine(folder, settings(store)) as second:
             answer = second.generate(asked, SamplingParams(temperature=0.0), NEW_TOKENS)[0]
             assert answer.token_ids == expected[0].token_ids

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -18,11 +18,12 @@ from stoker.base.config import HandoffSettings
 from stoker.base.ids import BlockId, BlockKey
 from stoker.kv.device import DeviceKv
 from stoker.kv.layout import KvLayout
-from stoker.kv.leases import LeaseBook
+from stoker.kv.leases import LeaseBook, LeaseView
 from stoker.kv.peer_client import PeerClient
 from stoker.kv.peer_server import PeerServer
 from stoker.kv.transfer import BlockName, KvIdentity, KvTicket
 
+PATIENCE_S = 60.0  # for what comes at once, however busy the machine is
 LAYOUT = KvLayout(num_layers=3, num_heads=4, head_dim=8, block_tokens=16, dtype="float32", dtype_bytes=4)
 SEED = 5
 
@@ -67,10 +68,6 @@ def block_ids(*numbers: int) -> list[BlockId]:
     return [BlockId(number) for number in numbers]
 
 
-def soon(seconds: float = 10.0) -> float:
-    return time.monotonic() + seconds
-
-
 def raw(blocks: torch.Tensor) -> bytes:
     return bytes(blocks.cpu().contiguous().view(-1).view(torch.uint8).numpy())
 
@@ -86,13 +83,23 @@ class ServerSetup:
     device: str = "cpu"
 
 
+class Leases(LeaseBook):
+    """Counts who asks, so that a test can wait until somebody waits."""
+
+    num_looks = 0
+
+    def look(self, *args: Any, **kwargs: Any) -> LeaseView:
+        self.num_looks += 1
+        return super().look(*args, **kwargs)
+
+
 class World:
     """A server and its leases, in this process."""
 
     def __init__(self, setup: ServerSetup) -> None:
         self.kv = DeviceKv(setup.layout, setup.num_blocks, torch.device(setup.device))
         self.kv.blocks.copy_(contents(setup.layout, setup.num_blocks, setup.seed))
-        self.leases = LeaseBook()
+        self.leases = Leases()
         self.released: list[str] = []
         identity = setup.identity or identity_of(setup.layout)
         self.server = PeerServer(
@@ -132,16 +139,16 @@ class RemoteServer:
         self.process = FORKED.Process(target=_process, args=(theirs, setup), daemon=True)
         self.process.start()
         theirs.close()
-        assert self._pipe.poll(60), "the server does not start"
+        assert self._pipe.poll(PATIENCE_S), "the server does not start"
         self.ticket: KvTicket = self._pipe.recv()
 
     def __call__(self, target: str, name: str, *args: Any, **kwargs: Any) -> Any:
         self._pipe.send((target, name, args, kwargs))
-        assert self._pipe.poll(20), f"{target}.{name} does not come back"
+        assert self._pipe.poll(PATIENCE_S), f"{target}.{name} does not come back"
         return self._pipe.recv()
 
     def lease(self, *args: Any, **kwargs: Any) -> None:
-        self("leases", "open", *args, **kwargs)
+        self("leases", "put", *args, **kwargs)
 
     def kill(self) -> None:
         assert self.process.pid is not None
@@ -175,9 +182,9 @@ class Puller:
         wanted: Sequence[BlockKey],
         into: Sequence[BlockId],
         first: int = 0,
-        within_s: float = 10.0,
+        within_s: float = PATIENCE_S,
     ) -> list[bool]:
-        return self.client.pull(ticket, first, wanted, into, soon(within_s))
+        return self.client.pull(ticket, first, wanted, into, time.monotonic() + within_s)
 
     def close(self) -> None:
         self.client.close()
@@ -192,7 +199,7 @@ def closing(*things: Any) -> Iterator[None]:
             thing.close()
 
 
-def wait_until(condition: Any, within_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], within_s: float = PATIENCE_S) -> None:
     until = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < until, "it did not come to pass"

@@ -131,9 +131,13 @@ def test_other_threads_run_meanwhile() -> None:
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        before = count
-        checksum(data)
-        assert count - before > 10, "the lock of the interpreter was held"
+        # More than one try: on a busy machine the other thread may have no turn in that time.
+        for _ in range(5):
+            before = count
+            checksum(data)
+            if count - before > 10:
+                return
+        pytest.fail("the lock of the interpreter was held")
     finally:
         stop.set()
         thread.join()

@@ -21,7 +21,7 @@ def test_results_come_in_the_items_order(size: int, count: int) -> None:
 
 def test_all_hands_work() -> None:
     crew, here = Crew(3, "crew"), threading.Barrier(3)
-    assert crew.each(lambda _: here.wait(10) >= 0, range(3)) == [True] * 3
+    assert crew.each(lambda _: here.wait(60) >= 0, range(3)) == [True] * 3
     crew.close()
 
 
@@ -29,17 +29,16 @@ def test_helpers_that_are_busy_elsewhere_are_not_waited_for() -> None:
     crew, until, is_inside = Crew(2, "crew"), threading.Event(), threading.Barrier(3)
 
     def hold(_: int) -> bool:
-        is_inside.wait(10)
-        return until.wait(10)
+        is_inside.wait(60)
+        return until.wait(60)
 
     other = threading.Thread(target=crew.each, args=(hold, range(2)))
     other.start()
-    is_inside.wait(10)
-    started_s = time.monotonic()
+    is_inside.wait(60)
     assert crew.each(str, range(5)) == ["0", "1", "2", "3", "4"]
-    assert time.monotonic() - started_s < 5
+    assert other.is_alive(), "it was waited for"
     until.set()
-    other.join(10)
+    other.join(60)
     crew.close()
 
 

@@ -38,6 +38,13 @@ def store() -> Iterator[str]:
     remove_host_store(name)
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lock is waited for, also on a machine that stalls while somebody has it."""
+    for name in ("host", "host_files"):
+        monkeypatch.setattr(f"stoker.kv.tiers.{name}.LOCK_S", 60.0)
+
+
 def make(name: str | None, slots: int = SLOTS, lost: list[BlockKey] | None = None, fingerprint: str = "f") -> HostTier:
     on_evicted = (lambda keys: None) if lost is None else lost.extend
     return HostTier(slots * BLOCK, TierContext(fingerprint, LAYOUT, on_evicted), name)
@@ -209,7 +216,7 @@ def test_a_crash_inside_a_change_is_repaired_from_the_slots(store: str, damage: 
     elif damage == "doubled":
         slot = slot_of(one, 1)
         other = 7
-        table._keys[other], table.states[other] = table._keys[slot], READY
+        table.keys[other], table.states[other] = table.keys[slot], READY
         table.last_use_ns[other] = 1
     else:
         table.states[slot_of(one, 3)] = 77

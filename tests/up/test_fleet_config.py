@@ -43,7 +43,14 @@ OPTIONS: Mapping[str, ServeOption] = {
     },
     **{
         name: ServeOption(f"--{name.replace('_', '-')}", float)
-        for name in ("kv_host_gib", "kv_disk_gib", "kv_mooncake_segment_gib", "kv_memory_gib", "drain_s")
+        for name in (
+            "kv_host_gib",
+            "kv_disk_gib",
+            "kv_mooncake_segment_gib",
+            "kv_memory_gib",
+            "card_memory_gib",
+            "drain_s",
+        )
     },
     "gateway": ServeOption("--gateway", str, repeatable=True),
     "secret_file": ServeOption("--secret-file", Path),
@@ -171,17 +178,23 @@ def test_cards_are_taken_in_turns_and_shared_fairly() -> None:
     plan = plan_of(config_of("[[workers]]\ncount = 3\ndevices = [0, 1]"))
     cards = [flags(plan, f"unified-{n}")["--device"] for n in range(3)]
     assert cards == ["cuda:0", "cuda:1", "cuda:0"]
-    # 80 GiB for two: 40 each, less 6 to work with, less 2 of weights. Alone on its card, a worker finds out itself.
-    assert [flags(plan, f"unified-{n}").get("--kv-memory-gib") for n in range(3)] == ["32.0", None, "32.0"]
+    # Alone on its card, a worker finds out itself.
+    assert [flags(plan, f"unified-{n}").get("--card-memory-gib") for n in range(3)] == ["40.0", None, "40.0"]
     plan = plan_of(config_of("[[workers]]\ncount = 2\ndevices = [0]\nkv_memory_gib = 3"))
     assert flags(plan, "unified-1")["--kv-memory-gib"] == "3"
+    assert "--card-memory-gib" not in flags(plan, "unified-1")
+    plan = plan_of(config_of("[[workers]]\ncount = 20\ndevices = [0]"))  # of a small model as many as there is room for
+    assert flags(plan, "unified-19")["--card-memory-gib"] == "4.0"
 
 
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
         ("[[workers]]\ndevices = [2]", "workers.devices: card 2: this machine has 2, counted from 0"),
-        ("[[workers]]\ncount = 20\ndevices = [1]", "card 1 has 80.0 GiB free for 20 workers"),
+        (
+            "[[workers]]\ncount = 21\ndevices = [1]",
+            "card 1 has 80.0 GiB free for 21 workers, 3.8 for each: with 2.0 GiB",
+        ),
         ("[[workers]]\n[store]\nhost_gib = 9", "store.host_gib=9: /dev/shm has 8.00 GiB free"),
         (
             "[[workers]]\n[[workers]]\nmodel = 'x'\n[store]\nhost_gib = 5",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -53,6 +54,7 @@ class Script:
     cached_tokens: int = 0
     pulled_tokens: int = 0
     overloaded: bool = False
+    let_go: threading.Event | None = None  # nothing comes after the first chunk before it is set
 
 
 @dataclass
@@ -141,6 +143,8 @@ class FakeService:
         while True:
             for cut in cuts:
                 await asyncio.sleep(script.delay_s)
+                if number and script.let_go is not None:
+                    await asyncio.to_thread(script.let_go.wait, 120)
                 if script.dies_after is not None and number >= script.dies_after:
                     raise EngineDied("The engine process ended (exit code -9).")
                 number += 1

@@ -81,7 +81,7 @@ class Server:
         names = {"Content-Type": "application/json"} | {name.replace("_", "-"): text for name, text in headers.items()}
         request = urllib.request.Request(self.url + path, data, names, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=20) as answer:
+            with urllib.request.urlopen(request, timeout=60) as answer:
                 return Answer(answer.status, dict(answer.headers), answer.read())
         except urllib.error.HTTPError as refused:
             return Answer(refused.code, dict(refused.headers), refused.read())
@@ -92,7 +92,7 @@ class Server:
         return self.send("/v1/chat/completions", {name: value for name, value in body.items() if value is not ...})
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     until = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < until, "it never came true"

@@ -138,7 +138,7 @@ class Stream:
     def last_error(self) -> dict[str, Any]:
         return json.loads(self.events[-1].data)["error"]  # type: ignore[no-any-return]
 
-    def wait_end(self, timeout_s: float = 30.0) -> None:
+    def wait_end(self, timeout_s: float = 60.0) -> None:
         self._thread.join(timeout_s)
         assert not self._thread.is_alive(), "the stream has no end"
 
@@ -172,7 +172,7 @@ class RealServer:
     def client(self, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120, **options)
 
-    def send(self, path: str, body: Any = None, timeout_s: float = 60.0) -> Answer:
+    def send(self, path: str, body: Any = None, timeout_s: float = 120.0) -> Answer:
         """`body` is sent as it is where it is bytes, else as JSON."""
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
@@ -213,8 +213,8 @@ class RealServer:
         return self.send("/ready").status == 200
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 10.0) -> float:
-    """Seconds until it came true."""
+def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> float:
+    """Seconds until it came true. The time is for machines that stall: what must come soon is seen by what came before it."""
     started_s = time.monotonic()
     while not condition():
         assert time.monotonic() - started_s < timeout_s, "it never came true"

@@ -241,7 +241,7 @@ def test_ten_megabytes_are_taken_or_refused(start_server: Callable[..., Server])
 
 def test_a_body_over_the_limit_without_its_length(start_server: Callable[..., Server]) -> None:
     server = start_server(max_body_bytes=1000)
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
         client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
         client.sendall(b"800\r\n" + b"x" * 0x800 + b"\r\n0\r\n\r\n")
         assert client.recv(4096).startswith(b"HTTP/1.1 413")
@@ -249,7 +249,7 @@ def test_a_body_over_the_limit_without_its_length(start_server: Callable[..., Se
 
 def test_a_body_that_never_comes(start_server: Callable[..., Server]) -> None:
     server = start_server(body_read_s=0.2)
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
         client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{")
         assert client.recv(4096).startswith(b"HTTP/1.1 408")
 
@@ -325,7 +325,7 @@ def test_no_body_is_a_servers_fault(shared: Server, data: st.DataObject, path: s
 
 
 def test_bytes_that_are_no_http(shared: Server) -> None:
-    with socket.create_connection(("127.0.0.1", shared.port), timeout=10) as client:
+    with socket.create_connection(("127.0.0.1", shared.port), timeout=60) as client:
         client.sendall(b"\x16\x03\x01\x00\xff\r\n\r\n")
         assert client.recv(4096).startswith(b"HTTP/1.")
     assert shared.chat().status == 200

@@ -123,13 +123,21 @@ class Gateway:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(1000):
+    for _ in range(10_000):
         if condition():
             return
         await asyncio.sleep(0.005)
     pytest.fail("it never came true")
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway that answers is waited for, also on a machine that stalls."""
+    for name in ("_ANSWER_S", "_LEAVE_S"):
+        monkeypatch.setattr(f"stoker.worker.register.{name}", 60.0)
+
+
+@pytest.mark.usefixtures("patient")
 def test_it_registers_with_every_gateway_again_and_again_and_leaves() -> None:
     async def main() -> None:
         async with Gateway() as first, Gateway() as second:
@@ -149,6 +157,7 @@ def test_it_registers_with_every_gateway_again_and_again_and_leaves() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_gateway_that_is_away_or_refuses_is_asked_again_later() -> None:
     async def main() -> None:
         async with Gateway() as gateway:

@@ -409,15 +409,28 @@ def test_a_prefetch_that_cannot_be_read(worker: Server, body: Any, param: str) -
     assert worker.service.prefetched == []
 
 
-def test_a_prefetch_needs_the_secret() -> None:
+def test_what_gateways_say_needs_the_secret() -> None:
     server = make_server(None, Identity(secret="open sesame"))
     stop = run_server(server)
     try:
-        body = {"kv_transfer_params": TRANSFER}
-        assert server.send("/stoker/prefetch", body).status == 401
-        assert server.send("/stoker/prefetch", body, x_stoker_secret="open sesame").status == 202
+        for path, body in (
+            ("/stoker/prefetch", {"kv_transfer_params": TRANSFER}),
+            ("/stoker/release", {"transfer_id": "x.1"}),
+        ):
+            assert server.send(path, body).status == 401
+            assert server.send(path, body, x_stoker_secret="open sesame").status == 202
     finally:
         stop()
+
+
+def test_kv_that_nobody_comes_for_is_released_by_the_name_that_it_was_kept_under(worker: Server) -> None:
+    worker.say("Hello")
+    worker.send(CHAT, USER | KEEP | {"n": 2, "stream": True}, **OUR_STREAM)
+    answer = worker.send("/stoker/release", {"transfer_id": "x.1", "num_choices": 2})
+    assert (answer.status, answer.body) == (202, b"")
+    assert worker.service.released == [request.lease_id for request in worker.service.requests]
+    for body in ({}, {"transfer_id": "../x"}, {"transfer_id": "x", "num_choices": 0}, {"transfer_id": "x", "n": 1}):
+        assert worker.send("/stoker/release", body).status == 400
 
 
 # ---- what it tells of itself

@@ -1,4 +1,4 @@
-"""KV events of several media: what a gateway learns is where each block is, also when it comes late or an engine dies."""
+"""KV events of several media: what a gateway learns is where each block is, also when it comes late."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from stoker.base.ids import BlockKey
 from stoker.gateway.rekey import Rekeyer
 from stoker.kv.keys import next_key, root_key
-from stoker.proto.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from stoker.proto.events import BlockRemoved, BlockStored, KvEvent
 from stoker.proto.messages import BlocksForgotten, BlocksNamed, KvEvents
 from stoker.worker.kv_mirror import KvMirror
 
@@ -97,21 +97,6 @@ def test_a_snapshot_tells_the_same_as_all_events(media: tuple[str, ...]) -> None
     assert len(mirror) == sum(map(len, known.values())) > 100
     late = Gateway().read([BlockStored(block_hashes=[b"x"], parent_block_hash=None, token_ids=[1] * 4, block_size=4)])
     assert late.read(list(mirror.snapshot())).places.held == {m: k for m, k in gateway.places.held.items() if k}
-
-
-def test_what_others_hold_outlives_the_engine() -> None:
-    mirror, gateway = KvMirror(), Gateway()
-    chain = list(range(SIZE * 8))
-    events: list[BlocksNamed | BlocksForgotten] = [named(chain, "GPU"), named(chain[: SIZE * 5], "CPU")]
-    events.append(named(chain[: SIZE * 3], "DISK"))
-    gateway.read(mirror.apply(KvEvents(events=events)))
-    gateway.read(mirror.clear(["DISK", "MOONCAKE"]))
-    assert gateway.places.counts == {"DISK": 3}
-    assert Gateway().read(list(mirror.snapshot())).places.held == {"DISK": gateway.places.held["DISK"]}
-    gateway.read(mirror.apply(KvEvents(events=[named(chain, "GPU", start=3)])))
-    assert gateway.places.counts == {"GPU": 5, "DISK": 3}
-    assert mirror.clear(["CPU"]) == [AllBlocksCleared()], "nothing stays"
-    assert len(mirror) == 0
 
 
 def test_a_chain_over_several_media_keeps_its_order() -> None:

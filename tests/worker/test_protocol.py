@@ -106,7 +106,8 @@ def test_the_sampling_fields_reach_the_engine(server: Server) -> None:
     assert sampling.seed == choice_seed(-3, 0) >= 0
     assert (sampling.stop_token_ids, sampling.min_tokens, request.max_new_tokens) == ((5, eos), 2, 9)
     assert (request.priority, request.cache_salt, sampling.num_logprobs) == (-2, "tenant", None)
-    assert request.deadline_s == pytest.approx(before_s + 30, abs=5)
+    assert request.deadline_s is not None
+    assert before_s <= request.deadline_s - 30 <= time.monotonic()
 
 
 def test_defaults(server: Server) -> None:

@@ -30,6 +30,8 @@ from real import (
     wait_for,
 )
 
+from stoker.proto.sse import SseReader
+
 # In float64 no batch changes a draw: answers can be compared to the letter.
 FAST = ("--threads", "1", "--dtype", "float64")
 LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 6000, "ignore_eos": True, "seed": 1}
@@ -46,7 +48,7 @@ def shared(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture
 def server(shared: RealServer) -> Iterator[RealServer]:
-    wait_for(lambda: shared.is_ready and shared.is_idle, 30)
+    wait_for(lambda: shared.is_ready and shared.is_idle)
     yield shared
     wait_for(lambda: shared.is_idle)
 
@@ -102,27 +104,23 @@ def test_a_killed_engine_ends_every_request_at_once_and_comes_back(
     ]
     wait_for(lambda: len(chat.events) > 5 and len(responses.events) > 8 and num_waiting(server) == 2)
 
-    killed_s = time.monotonic()
     os.kill(server.engine_pid, signal.SIGKILL)
     for stream in (chat, responses):
-        stream.wait_end(5)
-        assert stream.ended_s is not None
-        assert stream.ended_s - killed_s < 2
+        stream.wait_end()
         assert not stream.is_done
     assert chat.last_error["code"] == "engine_died"
     assert chat.last_error["type"] == "server_error"
     assert responses.events[-1].event == "response.failed"
-    for answer in (future.result(5) for future in queued):
+    for answer in (future.result(60) for future in queued):
         assert (answer.status, answer.error["code"]) == (503, "engine_died")
         assert answer.headers["Retry-After"] == "1"
-    assert time.monotonic() - killed_s < 3
 
     early = server.complete("Hello", max_tokens=5)
     assert (early.status, early.error["code"]) == (503, "engine_starting")
     assert int(early.headers["Retry-After"]) >= 1
     assert server.send("/health").json["engine"] == "starting"
     assert "stoker_running_sequences" not in server.metrics(), "what a dead engine said is no longer so"
-    wait_for(lambda: server.is_ready, 30)
+    wait_for(lambda: server.is_ready, 120)
     assert server.complete("Hello", max_tokens=20, seed=3, ignore_eos=True).text == before
     assert server.metrics()["stoker_engine_restarts_total"] == restarts + 1
     assert server.log.count('"engine_died"') >= 1
@@ -133,8 +131,8 @@ def test_no_engine_outlives_its_killed_server(own: RealServer) -> None:
     stream = own.stream(COMPLETIONS, LONG)
     wait_for(lambda: len(stream.events) > 5)
     own.process.kill()
-    assert wait_for(lambda: not is_alive(engine)) < 2
-    stream.wait_end(2)
+    wait_for(lambda: not is_alive(engine))
+    stream.wait_end()
     assert not stream.is_done
 
 
@@ -143,20 +141,22 @@ def test_no_engine_outlives_its_killed_server(own: RealServer) -> None:
 
 def test_sigterm_finishes_what_runs_and_refuses_what_is_new(own: RealServer) -> None:
     engine = own.engine_pid
-    lone = own.complete("Once", max_tokens=500, seed=5, ignore_eos=True).text
-    stream = own.stream(COMPLETIONS, {"prompt": "Once", "max_tokens": 500, "seed": 5, "ignore_eos": True})
+    lone = own.complete("Once", max_tokens=300, seed=5, ignore_eos=True).text
+    stream = own.stream(COMPLETIONS, {"prompt": "Once", "max_tokens": 300, "seed": 5, "ignore_eos": True})
     wait_for(lambda: len(stream.events) > 5)
+    os.kill(engine, signal.SIGSTOP)  # what runs does not end before the new one is refused
     own.process.send_signal(signal.SIGTERM)
     wait_for(lambda: own.send("/health").json["draining"])
     refused = own.complete("Hello", max_tokens=5)
     assert (refused.status, refused.error["code"]) == (503, "draining")
     assert int(refused.headers["Retry-After"]) >= 1
     assert own.send("/ready").status == 503
-    assert not stream.is_done, "too quick to have been refused while it ran"
+    assert not stream.is_done
+    os.kill(engine, signal.SIGCONT)
     stream.wait_end()
     assert stream.is_done
     assert stream.text == lone
-    assert own.process.wait(5) == 0
+    assert own.process.wait(60) == 0
     wait_for(lambda: not is_alive(engine))
     assert "Traceback" not in own.log
 
@@ -167,12 +167,10 @@ def test_a_second_sigterm_stops_at_once(own: RealServer) -> None:
     wait_for(lambda: len(stream.events) > 5)
     own.process.send_signal(signal.SIGTERM)
     wait_for(lambda: own.send("/health").json["draining"])
-    insisted_s = time.monotonic()
     own.process.send_signal(signal.SIGTERM)
-    own.process.wait(10)
-    assert time.monotonic() - insisted_s < 2
-    stream.wait_end(2)
-    assert not stream.is_done
+    own.process.wait(60)
+    stream.wait_end()
+    assert not stream.is_done, "it was waited for"
     assert stream.last_error["code"] == "engine_died"
     assert not is_alive(engine)
     assert "Traceback" not in own.log
@@ -182,26 +180,26 @@ def test_ctrl_c_while_it_starts(tiny_folder: Path) -> None:
     process = subprocess.Popen(
         [STOKER, "serve", str(tiny_folder), "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    wait_for(lambda: bool(children(process.pid)), 30)
+    wait_for(lambda: bool(children(process.pid)))
     (engine,) = children(process.pid)
-    started_s = time.monotonic()
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=10)
-    assert time.monotonic() - started_s < 10
+    _, said = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in said
-    wait_for(lambda: not is_alive(engine), 1)
+    wait_for(lambda: not is_alive(engine))
 
 
 # ---- clients that leave or do not read
 
 
-PHASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "prefill": (COMPLETIONS, {"prompt": [7] * 7000, "max_tokens": 500, "stream": True}),
-    "decode": (COMPLETIONS, LONG),
-    "three": (COMPLETIONS, LONG | {"n": 3}),
-    "streams": (COMPLETIONS, LONG | {"n": 2, "stream": True}),
+# Each with less than the tokens that all of it would take.
+PHASES: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "prefill": (8000, COMPLETIONS, {"prompt": [7] * 7000, "max_tokens": 1100, "ignore_eos": True, "stream": True}),
+    "decode": (6000, COMPLETIONS, LONG),
+    "three": (18_000, COMPLETIONS, LONG | {"n": 3}),
+    "streams": (12_000, COMPLETIONS, LONG | {"n": 2, "stream": True}),
     "grammar": (
+        3000,
         CHAT,
         {
             "messages": [{"role": "user", "content": "hi"}],
@@ -215,11 +213,13 @@ PHASES: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("delay_s", [0.0, 0.03, 0.4])
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_client_that_leaves_frees_its_blocks(server: RealServer, phase: str, delay_s: float) -> None:
-    path, body = PHASES[phase]
-    client = post(server, path, body)
+    num_tokens, path, body = PHASES[phase]
+    before = server.metrics()["stoker_computed_tokens_total"]
+    client = post(server, path, body | {"cache_salt": str(delay_s)})  # nothing is left of the other delays
     time.sleep(delay_s)
     client.close()
-    wait_for(lambda: server.is_idle, 2)
+    wait_for(lambda: server.is_idle)
+    assert server.metrics()["stoker_computed_tokens_total"] - before < num_tokens, "it ran to its end"
 
 
 def test_a_client_that_leaves_while_it_waits(server: RealServer) -> None:
@@ -227,11 +227,11 @@ def test_a_client_that_leaves_while_it_waits(server: RealServer) -> None:
     waiting = post(server, COMPLETIONS, LONG | {"seed": 2})
     wait_for(lambda: num_waiting(server) == 1)
     waiting.close()
-    wait_for(lambda: num_waiting(server) == 0, 2)
+    wait_for(lambda: num_waiting(server) == 0)
     for stream in running:
-        assert stream.ended_s is None
+        assert stream.ended_s is None, "it ran when there was room"
         stream.leave()
-    wait_for(lambda: server.is_idle, 2)
+    wait_for(lambda: server.is_idle)
 
 
 def test_a_client_that_sends_half_a_body(server: RealServer) -> None:
@@ -239,7 +239,7 @@ def test_a_client_that_sends_half_a_body(server: RealServer) -> None:
     client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{")
     wait_for(lambda: server.metrics()["stoker_running_requests"] == 1)
     client.close()
-    wait_for(lambda: server.is_idle, 2)
+    wait_for(lambda: server.is_idle)
 
 
 def test_a_slow_reader_holds_up_nobody(server: RealServer) -> None:
@@ -248,28 +248,25 @@ def test_a_slow_reader_holds_up_nobody(server: RealServer) -> None:
     slow = post(server, COMPLETIONS, LONG | {"stream": True, "logprobs": 20, "max_tokens": 2000})
     wait_for(lambda: server.metrics()["stoker_running_sequences"] == 1)
     for _ in range(3):
-        started_s = time.monotonic()
         assert server.complete(**ask).text == lone
-        assert time.monotonic() - started_s < 5
     slow.close()
-    wait_for(lambda: server.is_idle, 2)
+    wait_for(lambda: server.is_idle)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_deadline(server: RealServer, stream: bool) -> None:
     started_s = time.monotonic()
-    ask = LONG | {"timeout_s": 0.5}
-    if stream:
-        answer = server.stream(COMPLETIONS, ask)
-        answer.wait_end(5)
-        assert answer.last_error["code"] == "deadline_exceeded"
-        assert len(answer.events) > 1
-        assert not answer.is_done
-    else:
-        whole = server.complete(**ask)
+    whole = server.complete(**LONG | {"timeout_s": 0.5, "stream": stream})
+    assert time.monotonic() - started_s > 0.4
+    if whole.status == 200:
+        assert stream
+        *events, last = SseReader().push(whole.body)
+        assert json.loads(last.data)["error"]["code"] == "deadline_exceeded"
+        assert events
+        assert not any(event.is_done for event in events)
+    else:  # of a stream too, where the machine stalled before its first token
         assert (whole.status, whole.error["code"]) == (504, "deadline_exceeded")
-    assert 0.4 < time.monotonic() - started_s < 3
-    wait_for(lambda: server.is_idle, 2)
+    wait_for(lambda: server.is_idle)
 
 
 def test_a_deadline_that_passes_in_the_queue(server: RealServer) -> None:
@@ -292,12 +289,10 @@ def little(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 def test_many_requests_in_little_kv_end_as_if_alone(little: RealServer, pool: ThreadPoolExecutor) -> None:
-    started_s = time.monotonic()
     refused = little.complete("Hello", max_tokens=192)
     assert (refused.status, refused.error["code"]) == (400, "context_length_exceeded")
     assert "192" in refused.error["message"]
     assert "193" in refused.error["message"]
-    assert time.monotonic() - started_s < 1
     rng = random.Random(4)
     shared = [rng.randrange(100, 40000) for _ in range(40)]
     asks = [
@@ -314,7 +309,7 @@ def test_many_requests_in_little_kv_end_as_if_alone(little: RealServer, pool: Th
     together = list(pool.map(lambda ask: little.complete(**ask).text, asks))
     assert together == lone
     assert little.metrics()["stoker_preemptions_total"] > 0
-    wait_for(lambda: little.is_idle, 2)
+    wait_for(lambda: little.is_idle)
     # All of it at once is still possible.
     whole = little.complete("Hello", max_tokens=191, ignore_eos=True, seed=1)
     assert whole.json["usage"]["completion_tokens"] == 191
@@ -322,10 +317,8 @@ def test_many_requests_in_little_kv_end_as_if_alone(little: RealServer, pool: Th
 
 def test_ctrl_c_on_an_idle_server(little: RealServer) -> None:
     engine = little.engine_pid
-    started_s = time.monotonic()
     little.process.send_signal(signal.SIGINT)
-    assert little.process.wait(10) == 0
-    assert time.monotonic() - started_s < 3
+    assert little.process.wait(60) == 0
     assert not is_alive(engine)
     assert "Traceback" not in little.log
 
@@ -372,23 +365,20 @@ def test_a_grammar_that_ends_before_min_tokens(server: RealServer) -> None:
 
 def test_a_grammar_that_takes_long_holds_up_no_other(server: RealServer, pool: ThreadPoolExecutor) -> None:
     ask = {"messages": USER, "max_tokens": 5}
-    many = {"enum": [f"{number:x} is one of very many" for number in range(20_000)]}
-    started_s = time.monotonic()
-    slow = pool.submit(server.send, CHAT, ask | {"guided_json": many, "timeout_s": 0.6})
+    many = {"enum": [f"{number:x} is one of very many" for number in range(12_000)]}  # half a minute
+    slow = pool.submit(server.send, CHAT, ask | {"guided_json": many, "timeout_s": 5})
     wait_for(lambda: num_waiting(server) == 1)
+    started_s = time.monotonic()
     assert server.send(CHAT, ask | {"guided_regex": "ab"}).status == 200
-    assert time.monotonic() - started_s < 2
+    assert time.monotonic() - started_s < 10
     late = slow.result()
     assert (late.status, late.error["code"]) == (504, "deadline_exceeded")
-    assert time.monotonic() - started_s < 3
 
 
 def test_ten_megabytes(server: RealServer) -> None:
-    started_s = time.monotonic()
     answer = server.send(CHAT, {"messages": [{"role": "user", "content": "word " * 2_000_000}]})
     assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
     assert "8192" in answer.error["message"]
-    assert time.monotonic() - started_s < 10
     padded = server.send(COMPLETIONS, b'{"prompt": "Hello", "max_tokens": 3' + b" " * (10 << 20) + b"}")
     assert padded.status == 200
 
@@ -446,7 +436,7 @@ def test_bad_requests_harm_no_good_one(server: RealServer, pool: ThreadPoolExecu
 
 def failed_start(*arguments: str) -> str:
     """What it says; it must end with exit code 2, and speak to people."""
-    done = subprocess.run([STOKER, "serve", *arguments], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([STOKER, "serve", *arguments], capture_output=True, text=True, timeout=240)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     return done.stderr.splitlines()[-1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from real import CHAT, COMPLETIONS, RESPONSES, RealServer, serving_together, wai
 from test_real_resume import CASES, FAST, comparable, stream
 
 BLOCK = 16
+LEASE_S = 6
 KEEP = {"do_remote_decode": True}
 VLLM_KEEP = KEEP | {"do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
 SECRET = "correct-horse-battery-staple"
@@ -39,7 +39,7 @@ def fleet(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     with serving_together(
         tiny_folder,
         (logs / "u", options),
-        (logs / "p", (*options, "--role", "prefill", "--kv-lease-s", "3")),
+        (logs / "p", (*options, "--role", "prefill", "--kv-lease-s", str(LEASE_S))),
         (logs / "d", (*options, "--role", "decode")),
     ) as servers:
         yield Fleet(*servers)
@@ -50,10 +50,17 @@ def fleet(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 class Handed:
     events: list[bytes]  # of both
     transfer: Any  # None: the first token ended the answer
+    pulled_tokens: int = 0
 
 
 def begins(num_choices: int) -> dict[str, Any]:
     return {"resume": {"created": CREATED, "choices": [{} for _ in range(num_choices)]}}
+
+
+def requests(worker: RealServer) -> list[dict[str, Any]]:
+    """As it logged them; a log's last line may be on its way."""
+    lines = [line for line in worker.log.splitlines(keepends=True) if line.startswith("{") and line.endswith("\n")]
+    return [line for line in map(json.loads, lines) if line["event"] == "request"]
 
 
 def hand_over(fleet: Fleet, path: str, body: dict[str, Any], change: dict[str, Any] | None = None) -> Handed:
@@ -65,17 +72,14 @@ def hand_over(fleet: Fleet, path: str, body: dict[str, Any], change: dict[str, A
     transfer = json.loads(first[-1].lines[-1].removeprefix(b":k ")) | (change or {})
     events = {"events": len(shown(first))} if path == RESPONSES else {}
     resume = Seen().read(first[:-1]).resume(num_choices, **events)
+    before = len(requests(fleet.decode))
     rest = blocks_of(stream(fleet.decode, path, body | {"resume": resume, "kv_transfer_params": transfer}))
-    return Handed(shown(first) + shown(rest), transfer)
+    wait_for(lambda: len(requests(fleet.decode)) > before)
+    return Handed(shown(first) + shown(rest), transfer, requests(fleet.decode)[-1].get("pulled_tokens", 0))
 
 
 def alone(fleet: Fleet, path: str, body: dict[str, Any]) -> list[bytes]:
     return shown(blocks_of(stream(fleet.unified, path, body | begins(body.get("n", 1)))))
-
-
-def pulled(fleet: Fleet) -> float:
-    time.sleep(0.3)  # the engine reports four times a second
-    return fleet.decode.metrics()["stoker_kv_pulled_tokens_total"]
 
 
 def prompt(num_tokens: int, seed: int = 0) -> list[int]:
@@ -97,7 +101,15 @@ def test_two_workers_say_what_one_says(fleet: Fleet, name: str) -> None:
 @pytest.mark.parametrize("num_tokens", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 4 * BLOCK, 4 * BLOCK + 1, 50 * BLOCK + 7])
 @pytest.mark.parametrize("dialect", ["stoker", "vllm"])
 def test_only_what_cannot_be_pulled_is_computed(fleet: Fleet, num_tokens: int, dialect: str) -> None:
-    fields = {"prompt": prompt(num_tokens, len(dialect)), "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    # More than one try: a pull has a second, and where the machine stalls for so long all is computed, as it should be.
+    for attempt in range(3):
+        if not pull_was_late(fleet, num_tokens, dialect, seed=10 * attempt + len(dialect)):
+            return
+    pytest.fail("three pulls brought too little")
+
+
+def pull_was_late(fleet: Fleet, num_tokens: int, dialect: str, seed: int) -> bool:
+    fields = {"prompt": prompt(num_tokens, seed), "max_tokens": 6, "temperature": 0, "ignore_eos": True}
     expected = fleet.unified.complete(**fields).text
     wait_for(lambda: fleet.decode.is_idle)
     before = fleet.decode.metrics()
@@ -113,18 +125,20 @@ def test_only_what_cannot_be_pulled_is_computed(fleet: Fleet, num_tokens: int, d
     computed = "stoker_computed_tokens_total"
     wait_for(lambda: fleet.decode.metrics()[computed] >= before[computed] + num_new and fleet.decode.is_idle)
     after = fleet.decode.metrics()
+    if after["stoker_kv_failed_loads_total"] > before["stoker_kv_failed_loads_total"]:
+        return True
     assert after[computed] - before[computed] == num_new
     num_pulled = after["stoker_kv_pulled_tokens_total"] - before["stoker_kv_pulled_tokens_total"]
     assert num_pulled == (num_tokens if dialect == "stoker" else num_tokens - 1)
+    return False
 
 
 def test_the_next_turn_finds_what_was_pulled(fleet: Fleet) -> None:
     fields = {"prompt": prompt(5 * BLOCK), "max_tokens": 4, "temperature": 0, "ignore_eos": True}
     hand_over(fleet, COMPLETIONS, fields)
-    before = pulled(fleet)
     again = hand_over(fleet, COMPLETIONS, fields | {"max_tokens": 5})
     assert comparable(again.events) == comparable(alone(fleet, COMPLETIONS, fields | {"max_tokens": 5}))
-    assert pulled(fleet) - before < BLOCK, "blocks that decode has are not moved"
+    assert again.pulled_tokens < BLOCK, "blocks that decode has are not moved"
 
 
 @pytest.mark.parametrize(
@@ -139,16 +153,15 @@ def test_the_next_turn_finds_what_was_pulled(fleet: Fleet) -> None:
 )
 def test_a_ticket_that_opens_nothing_costs_time_alone(fleet: Fleet, change: dict[str, Any]) -> None:
     body = {"prompt": prompt(3 * BLOCK + 1, len(str(change))), "max_tokens": 6, "temperature": 0}
-    before = pulled(fleet)
     handed = hand_over(fleet, COMPLETIONS, body, change)
     assert comparable(handed.events) == comparable(alone(fleet, COMPLETIONS, body))
-    assert pulled(fleet) == before
+    assert handed.pulled_tokens == 0
 
 
 def test_a_lease_that_nobody_came_for_ends(fleet: Fleet) -> None:
     answer = fleet.prefill.complete(prompt(3 * BLOCK, 7), max_tokens=1, kv_transfer_params=VLLM_KEEP).json
     wait_for(lambda: fleet.prefill.metrics()["stoker_kv_leases"] >= 1)
-    wait_for(lambda: fleet.prefill.metrics()["stoker_kv_leases"] == 0, 10)
+    wait_for(lambda: fleet.prefill.metrics()["stoker_kv_leases"] == 0)
     text = fleet.decode.complete(
         prompt(3 * BLOCK, 7), max_tokens=4, temperature=0, kv_transfer_params=answer["kv_transfer_params"]
     ).text
@@ -158,7 +171,7 @@ def test_a_lease_that_nobody_came_for_ends(fleet: Fleet) -> None:
 def test_every_lease_is_returned(fleet: Fleet) -> None:
     for seed in range(4):
         hand_over(fleet, COMPLETIONS, {"prompt": prompt(40, seed), "max_tokens": 3, "n": 2, "ignore_eos": True})
-    wait_for(lambda: fleet.prefill.metrics()["stoker_kv_leases"] == 0, 2.5)  # less than a lease's own end
+    wait_for(lambda: fleet.prefill.metrics()["stoker_kv_leases"] == 0, LEASE_S - 0.5)  # before it ends by itself
     wait_for(lambda: fleet.prefill.is_idle and fleet.decode.is_idle)
     info = [worker.metrics() for worker in (fleet.prefill, fleet.decode)]
     assert all(values["stoker_kv_blocks_free"] == values["stoker_kv_blocks"] for values in info)
@@ -172,7 +185,7 @@ def test_a_prefetch_changes_no_answer(fleet: Fleet) -> None:
     assert fleet.decode.send("/stoker/prefetch", hint).status == 401
     headers = {"Content-Type": "application/json", "x-stoker-secret": SECRET}
     request = urllib.request.Request(f"{fleet.decode.url}/stoker/prefetch", hint, headers)
-    with urllib.request.urlopen(request, timeout=10) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         assert answer.status == 202
     answered = fleet.decode.send(CHAT, body | pull).json
     assert answered["choices"] == fleet.unified.send(CHAT, body).json["choices"]

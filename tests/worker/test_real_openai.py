@@ -356,7 +356,7 @@ def test_metrics_agree_with_the_usages(client: openai.OpenAI, server: RealServer
 
 def test_chat_from_a_pipe(server: RealServer) -> None:
     command = [STOKER, "chat", "--url", server.url, "--temperature", "0", "--max-tokens", "12"]
-    done = subprocess.run(command, input=FRANCE[0]["content"] + "\n", capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, input=FRANCE[0]["content"] + "\n", capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
 
@@ -365,7 +365,7 @@ def test_bench(server: RealServer, tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
     command = [STOKER, "bench", "serve", "--url", server.url, "--num-requests", "4", "--concurrency", "2"]
     command += ["--input-tokens", "24", "--output-tokens", "4", "--json", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     figures = json.loads(out.read_text())["figures"]
     assert (figures["requests"], figures["failed"], figures["output_tokens"]) == (4, 0, 16)

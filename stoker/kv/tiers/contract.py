@@ -69,6 +69,10 @@ class Tier(Protocol):
 
     def drop(self, keys: Sequence[BlockKey]) -> None: ...
 
+    def catch_up(self) -> None:
+        """Called every second or so, whatever else is asked: tell of blocks that other processes removed. May be late for
+        those that died over it. TierUnavailable: not now."""
+
     def names(self) -> Iterator[BlockName]:
         """All that it holds, as far as it can tell: for listeners that come late. Parents before children where known."""
 

@@ -5,14 +5,21 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from contextlib import suppress
+from errno import EDQUOT, ENOSPC
 from pathlib import Path
 
 from stoker.base.errors import ConfigError
+from stoker.base.log import EventLog
 from stoker.kv.tiers.disk_crypt import Cipher
 from stoker.kv.tiers.processes import is_alive
+from stoker.kv.transfer import TierUnavailable
 
+log = EventLog("kv.disk")
+
+_ERRORS_IN_A_ROW = 3
 _OLD_TMP_S = 600.0
 _PAUSE_S = (1.0, 60.0)  # the first and the longest
 
@@ -36,6 +43,45 @@ class Pause:
 
     def end(self) -> None:
         self._next_s = _PAUSE_S[0]
+
+
+class Health:
+    """How the disk has done lately. For a while, one that is full is not written to, and one that fails again and again not asked
+    at all."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._lock = threading.Lock()
+        self._in_a_row = 0
+        self.num_errors = 0
+        self.full, self.resting = Pause(), Pause()
+
+    @property
+    def takes_blocks(self) -> bool:
+        return not self.resting.left_s and not self.full.left_s
+
+    def failed(self, what: str, error: OSError) -> None:
+        with self._lock:
+            self.num_errors += 1
+            if error.errno in (ENOSPC, EDQUOT):
+                if not self.full.left_s:
+                    log.warning("disk_full", what=what, pause_s=self.full.begin(), path=str(self._root))
+                return
+            self._in_a_row += 1
+            is_hopeless = self._in_a_row >= _ERRORS_IN_A_ROW and not self.resting.left_s
+            pause_s = self.resting.begin() if is_hopeless else 0.0
+        log.warning("disk_error", what=what, error=error.strerror, in_a_row=self._in_a_row, pause_s=pause_s)
+
+    def worked(self, has_room: bool = False) -> None:
+        with self._lock:
+            self._in_a_row = 0
+            self.resting.end()
+            if has_room:
+                self.full.end()
+
+    def check(self) -> None:
+        if left_s := self.resting.left_s:
+            raise TierUnavailable(f"{self._root} failed {_ERRORS_IN_A_ROW} times in a row; it rests for {left_s:.1f} s")
 
 
 def check_marker(root: Path, cipher: Cipher | None) -> None:

@@ -43,6 +43,7 @@ class DiskIndex:
         self._uses: list[tuple[int, FileId]] = []  # a heap; those that are not an entry's last are skipped
         self._latest_ns = 0
         self.num_bytes = 0
+        self.reserved_bytes = 0  # of blocks that are being written
 
     def __contains__(self, file: FileId) -> bool:
         return file in self._entries

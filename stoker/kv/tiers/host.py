@@ -28,6 +28,7 @@ from stoker.kv.checksum import copies_checksummed
 from stoker.kv.crew import Crew, num_copiers
 from stoker.kv.tiers.contract import TIERS, HostBytes, Tier, TierContext, TierStats
 from stoker.kv.tiers.host_files import LOCK_S, lock, private_memory, shared_memory, unlock
+from stoker.kv.tiers.host_seen import Seen
 from stoker.kv.tiers.host_table import READY, WRITING, Geometry, HostTable, packed
 from stoker.kv.tiers.names import parents_first
 from stoker.kv.tiers.processes import is_alive, started_at
@@ -38,6 +39,7 @@ log = EventLog("kv.host")
 _GIB = 1 << 30
 _WRITE_S = 60.0  # a block that is being written for longer is given up
 _BATCH = 32  # blocks that one call has in WRITING at a time, at most
+_LOOKED_AT = 1 << 16  # slots under one lock: that takes less than a millisecond
 _BATCH_BYTES = 32 << 20  # their memory may have to be made by the kernel, under the lock
 
 
@@ -82,8 +84,10 @@ class HostTier:
         self._table: HostTable | None = HostTable(memory, geometry)
         self._blocks_at = geometry.offsets()["blocks"]
         self._slot_bytes = geometry.slot_bytes
+        self._seen = Seen(geometry.num_slots)
         with self._changing() as table:
             self._free_dead(table)
+            self._seen.lost(table, slice(0, table.num_fresh))
         self._unpin = _pin(self._table.slab)
         self._crew = Crew(num_copiers(), "kv-host")
 
@@ -139,8 +143,17 @@ class HostTier:
         with self._changing() as table:
             for slot in table.lookup(packed(keys)).tolist():
                 if slot >= 0 and table.states[slot] == READY:
-                    table.clear(slot)
+                    self._remove(table, slot)
                     table.give_back(slot)
+
+    def catch_up(self) -> None:
+        if not self.shared:
+            return
+        for start in range(0, self._open().num_fresh, _LOOKED_AT):
+            with self._changing() as table:
+                # Told under the lock: whatever we write again afterwards is told later.
+                if lost := self._seen.lost(table, slice(start, start + _LOOKED_AT)):
+                    self._on_evicted(lost)
 
     def names(self) -> Iterator[BlockName]:
         table = self._open()
@@ -200,6 +213,7 @@ class HostTier:
                 # If it is not ours any more, we were so slow that another gave us up.
                 if int(table.generations[item.slot]) == item.generation and table.states[item.slot] == WRITING:
                     table.finish(item.slot, _seal(item.name.key, of_bytes), item.use_ns)
+                    self._seen.note(table, item.slot)
                     item.is_here = True
 
     def _take_slot(self, table: HostTable, before_ns: int, lost: list[BlockKey]) -> int | None:
@@ -236,9 +250,13 @@ class HostTier:
                     self._victims.appendleft((slot, use_ns))
                     return None
                 lost.append(table.key(slot))
-                table.clear(slot)
+                self._remove(table, slot)
                 return slot
         return None
+
+    def _remove(self, table: HostTable, slot: int) -> None:
+        table.clear(slot)
+        self._seen.forget(slot)
 
     def _free_dead(self, table: HostTable) -> None:
         """Slots of writers that were killed half-way, or have taken too long."""
@@ -266,7 +284,7 @@ class HostTier:
             for slot, generation in wrong:
                 if int(table.generations[slot]) == generation and table.states[slot] == READY:
                     lost.append(table.key(slot))
-                    table.clear(slot)
+                    self._remove(table, slot)
                     table.give_back(slot)
         if lost:
             self._count(corrupt=len(lost))

@@ -131,7 +131,7 @@ class HostTable:
         self._free = array("free")
         self.states = array("states")
         self.generations = array("generations")
-        self._keys = array("keys")
+        self.keys = array("keys")
         self.seals = array("seals")
         self.last_use_ns = array("last_use_ns")
         self.owners = array("owners")
@@ -164,7 +164,7 @@ class HostTable:
         for _ in range(_MAX_PROBES):
             entries = self._buckets[at].astype(np.int64)
             is_slot = (entries > 0) & (entries <= self.geometry.num_slots)
-            hit = is_slot & (self._keys[np.where(is_slot, entries - 1, 0)] == keys[left]).all(axis=1)
+            hit = is_slot & (self.keys[np.where(is_slot, entries - 1, 0)] == keys[left]).all(axis=1)
             found[left[hit]] = entries[hit] - 1
             goes_on = (entries != _EMPTY) & ~hit
             if not goes_on.any():
@@ -182,7 +182,7 @@ class HostTable:
         return self.slab[slot, : self.geometry.block_bytes]
 
     def key(self, slot: int) -> BlockKey:
-        return BlockKey(self._keys[slot].tobytes())
+        return BlockKey(self.keys[slot].tobytes())
 
     def name(self, slot: int) -> BlockName | None:
         """None: it is not READY, or was changed while we read it."""
@@ -234,7 +234,7 @@ class HostTable:
         """The slot is WRITING from here on. Returns its generation."""
         self.states[slot] = FREE
         self.generations[slot] += np.uint64(1)
-        self._keys[slot] = np.frombuffer(name.key, dtype="<u8")
+        self.keys[slot] = np.frombuffer(name.key, dtype="<u8")
         self._parents[slot] = np.frombuffer(name.parent, dtype="<u8")
         self._num_tokens[slot] = len(name.token_ids)
         self._token_ids[slot, : len(name.token_ids)] = name.token_ids
@@ -256,7 +256,7 @@ class HostTable:
         """Forget what the slot holds; it belongs to the caller, who fills it or gives it back."""
         self.states[slot] = FREE
         self.generations[slot] += np.uint64(1)
-        at = int(self._keys[slot, 0]) & self._mask
+        at = int(self.keys[slot, 0]) & self._mask
         for _ in range(_MAX_PROBES):
             entry = int(self._buckets[at])
             if entry == slot + 1:
@@ -295,7 +295,7 @@ class HostTable:
         # Of two slots with one key, the later use counts.
         used = np.flatnonzero(self.states)
         used = used[np.argsort(self.last_use_ns[used], kind="stable")[::-1]]
-        _, firsts = np.unique(self._keys[used], axis=0, return_index=True)
+        _, firsts = np.unique(self.keys[used], axis=0, return_index=True)
         double = np.delete(used, firsts)
         self.states[double] = FREE
         free = np.flatnonzero(self.states[: self.num_fresh] == FREE)
@@ -305,7 +305,7 @@ class HostTable:
         self._place_all()
 
     def _put(self, slot: int) -> None:
-        at = int(self._keys[slot, 0]) & self._mask
+        at = int(self.keys[slot, 0]) & self._mask
         for _ in range(_MAX_PROBES):
             entry = int(self._buckets[at])
             if entry in (_EMPTY, _GONE):
@@ -320,7 +320,7 @@ class HostTable:
         self._buckets[:] = _EMPTY
         self._header["num_gone"] = 0
         slots = np.flatnonzero(self.states)
-        at = (self._keys[slots, 0] & np.uint64(self._mask)).astype(np.int64)
+        at = (self.keys[slots, 0] & np.uint64(self._mask)).astype(np.int64)
         for _ in range(_MAX_PROBES):
             if not len(slots):
                 break

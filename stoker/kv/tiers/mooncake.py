@@ -1,9 +1,8 @@
 """The Mooncake tier: blocks in the RAM (and on the SSDs) of all workers of a cluster, found through one master.
 
 Bytes go straight between the store and the caller's buffers. A call that hangs keeps its buffers alive until it ends, and whoever
-waited for it is told not to use them again. Blocks are summed up before and after, not meanwhile: the client needs a core for
-each side of its socket. What the store does when parts of it die is written in mooncake_link.py; here it means: a miss, or a
-block that is declined.
+waited for it is told not to use them again. Blocks are summed up before they go, and as they come. What the store does when
+parts of it die is written in mooncake_link.py; here it means: a miss, or a block that is declined.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from stoker.base.log import EventLog
 from stoker.kv.checksum import checksums
 from stoker.kv.crew import Crew, num_copiers
 from stoker.kv.tiers.contract import TIERS, HostBytes, Tier, TierContext, TierStats
+from stoker.kv.tiers.mooncake_arrivals import Arrivals
 from stoker.kv.tiers.mooncake_doubts import Doubts
 from stoker.kv.tiers.mooncake_frames import Frames
 from stoker.kv.tiers.mooncake_known import Known
@@ -60,7 +60,7 @@ class MooncakeTier:
         self._on_forgotten = context.on_forgotten
         self._segment_bytes = int(settings.mooncake_segment_gib * 2**30)
         self._has_ssd = settings.mooncake_ssd_dir is not None
-        self._batch_blocks = max(1, min(_BATCH_BLOCKS, _BATCH_BYTES // self._format.object_bytes))
+        self._batch_blocks = max(1, min(_BATCH_BLOCKS, _BATCH_BYTES // self._format.block_bytes))
         self._room_bytes = context.room_bytes
         self._is_tcp = settings.mooncake_protocol == "tcp"
         self._registered: dict[int, HostBytes] = {}  # by address; kept, so that it never becomes other memory
@@ -76,9 +76,10 @@ class MooncakeTier:
     # ---- the contract
 
     def find(self, keys: Sequence[BlockKey]) -> list[bool]:
-        store_keys = [self._format.store_key(key) for key in keys]
+        if not keys:
+            return []
         try:
-            found = self._exist(store_keys, _FIND_S)
+            found = self._answer(self._ask(keys), _FIND_S)
             doubtful = self._doubts.of(self._link, keys)
         except TierUnavailable:
             return [False] * len(keys)
@@ -106,15 +107,19 @@ class MooncakeTier:
 
     def write(self, names: Sequence[BlockName], data: Sequence[HostBytes]) -> list[bool]:
         taken = [False] * len(names)
-        if time.monotonic() < self._rest_until_s:
+        if not names or time.monotonic() < self._rest_until_s:
             return taken
         try:
-            missing = self._missing(names, taken)
+            listed = self._ask([name.key for name in names])
+            # While the master answers: the store has just looked, so most of them will be missing.
+            ahead = range(min(len(names), self._batch_blocks))
+            sums = dict(zip(ahead, checksums(self._crew, [data[i] for i in ahead]), strict=True))
+            missing = self._missing(names, self._answer(listed, self._call_s), taken)
             first = {names[i].key: i for i in reversed(missing)}
             for indices in _batches(sorted(first.values()), self._batch_blocks):
                 if time.monotonic() < self._rest_until_s:
                     break
-                self._write(indices, names, data, taken)
+                self._write(indices, names, data, sums, taken)
             for i in missing:
                 taken[i] = taken[first[names[i].key]]
         except TierUnavailable:
@@ -128,6 +133,9 @@ class MooncakeTier:
             self._link.wait(self._remove(keys), self._call_s)
         except TierUnavailable:
             self._errors += 1
+
+    def catch_up(self) -> None:
+        """The link does, between its other work: see `tick`."""
 
     def names(self) -> Iterator[BlockName]:
         """What this worker wrote or read; others tell of theirs."""
@@ -185,16 +193,24 @@ class MooncakeTier:
 
     # ---- reading
 
-    def _exist(self, store_keys: list[str], deadline_s: float) -> list[int]:
-        if not store_keys:
-            return []
-        found = self._link.wait(
-            self._link.submit("find", lambda client: list(client.batch_is_exist(store_keys))), deadline_s
-        )
+    def _ask(self, keys: Sequence[BlockKey]) -> Future[list[int]]:
+        """Which of them, at least one, the master lists."""
+        store_keys = [self._format.store_key(key) for key in keys]
+        return self._link.submit("find", lambda client: list(client.batch_is_exist(store_keys)))
+
+    def _answer(self, listed: Future[list[int]], deadline_s: float) -> list[int]:
+        found = self._link.wait(listed, deadline_s)
         self._link.heard(found)
         return found
 
-    def _read(self, indices: list[int], keys: Sequence[BlockKey], into: Sequence[HostBytes], right: list[bool]) -> None:
+    def _read(
+        self,
+        indices: list[int],
+        keys: Sequence[BlockKey],
+        into: Sequence[HostBytes],
+        right: list[bool],
+        is_second: bool = False,
+    ) -> None:
         store_keys = [self._format.store_key(keys[i]) for i in indices]
         frames = Frames(self._format, [into[i] for i in indices], self._room_bytes)
 
@@ -202,16 +218,28 @@ class MooncakeTier:
             self._register(client, frames)
             return list(client.batch_get_into_multi_buffers(store_keys, frames.places, frames.sizes))
 
+        arrivals = Arrivals(frames.buffers)
         try:
-            codes = self._link.wait(self._link.submit("read", get), self._call_s)
+            codes = self._link.wait(self._link.submit("read", get), self._call_s, arrivals.follow)
         except TierUnavailable:
             self._give_up([keys[i] for i in indices])
             raise
 
         whole = [at for at, code in enumerate(codes) if code == self._format.object_bytes]
-        sums = checksums(self._crew, [frames.buffers[at] for at in whole])
-        for at, of_bytes in zip(whole, sums, strict=True):
-            right[indices[at]] = self._is_right(keys[indices[at]], frames.header(at), of_bytes)
+        headers = {at: self._format.unpack(frames.header(at), keys[indices[at]]) for at in whole}
+        expected = {at: header.checksum for at, header in headers.items() if header is not None}
+        good = arrivals.right(self._crew, expected)
+        wrong: dict[int, str] = {}
+        for at, header in headers.items():
+            i = indices[at]
+            if header is None:
+                wrong[i] = "not this block's header"
+            elif at not in good:
+                wrong[i] = "checksum"
+            else:
+                right[i] = True
+                if keys[i] not in self._known:
+                    self._know(header.name)
         failed: list[BlockKey] = []
         for i, code in zip(indices, codes, strict=True):
             if code == TRANSFER_FAILED:
@@ -223,6 +251,12 @@ class MooncakeTier:
         if failed:
             self._note_failed(failed)
         self._link.heard(codes)
+        if wrong and not is_second:
+            # Somebody may have removed them while they were read: their place is another's by now, and they are not listed.
+            self._read(list(wrong), keys, into, right, is_second=True)
+        elif wrong:
+            for i, reason in wrong.items():
+                self._note_corrupt(keys[i], reason)
 
     def _note_failed(self, keys: Sequence[BlockKey]) -> None:
         """Their owner is dead, or they are too short to fill the buffers: the master knows."""
@@ -237,18 +271,6 @@ class MooncakeTier:
             self._errors += 1
             self._give_up(lost)
 
-    def _is_right(self, key: BlockKey, packed: bytes, of_bytes: int) -> bool:
-        header = self._format.unpack(packed, key)
-        if header is None:
-            self._note_corrupt(key, "not this block's header")
-            return False
-        if of_bytes != header.checksum:
-            self._note_corrupt(key, "checksum")
-            return False
-        if key not in self._known:
-            self._know(header.name)
-        return True
-
     def _note_corrupt(self, key: BlockKey, reason: str) -> None:
         self._corrupt += 1
         log.warning("mooncake_corrupt", block=key.hex(), reason=reason)
@@ -257,10 +279,8 @@ class MooncakeTier:
 
     # ---- writing
 
-    def _missing(self, names: Sequence[BlockName], taken: list[bool]) -> list[int]:
+    def _missing(self, names: Sequence[BlockName], found: Sequence[int], taken: list[bool]) -> list[int]:
         """Those that must be sent. What is listed but lies with the dead is taken off the list, or it would be kept there."""
-        store_keys = [self._format.store_key(name.key) for name in names]
-        found = self._exist(store_keys, self._call_s)
         doubtful = self._doubts.of(self._link, [name.key for name in names])
         missing, unreadable = [], []
         for i, (name, is_there) in enumerate(zip(names, found, strict=True)):
@@ -276,10 +296,17 @@ class MooncakeTier:
         return missing
 
     def _write(
-        self, indices: list[int], names: Sequence[BlockName], data: Sequence[HostBytes], taken: list[bool]
+        self,
+        indices: list[int],
+        names: Sequence[BlockName],
+        data: Sequence[HostBytes],
+        sums: dict[int, int],
+        taken: list[bool],
     ) -> None:
-        sums = checksums(self._crew, [data[i] for i in indices])
-        packed = {i: self._format.pack(names[i], of_bytes) for i, of_bytes in zip(indices, sums, strict=True)}
+        """`sums`: those that were made before; it has all of these afterwards."""
+        unknown = [i for i in indices if i not in sums]
+        sums |= zip(unknown, checksums(self._crew, [data[i] for i in unknown]), strict=True)
+        packed = {i: self._format.pack(names[i], sums[i]) for i in indices}
         sent = {i: header for i, header in packed.items() if header is not None}
         if not sent:
             return
@@ -343,6 +370,9 @@ class MooncakeTier:
         return self._link.submit("write", lambda client: list(client.batch_remove(store_keys, True)))
 
 
-def _batches(items: Sequence[T], size: int) -> Iterator[list[T]]:
-    for start in range(0, len(items), size):
-        yield list(items[start : start + size])
+def _batches(items: Sequence[T], most: int) -> Iterator[list[T]]:
+    """As few as can be, and of one size: a call for the few that are left over would cost nearly as much as a whole one."""
+    count = -(-len(items) // most)
+    ends = [len(items) * number // count for number in range(1, count + 1)]
+    for start, end in zip([0, *ends], ends, strict=False):
+        yield list(items[start:end])

@@ -29,11 +29,16 @@ class Known:
 
     def add(self, name: BlockName) -> None:
         packed = self._format.pack(name, 0)  # its checksum is not needed to tell of a block
+        dropped: list[BlockKey] = []
         with self._lock:
+            self._headers.pop(name.key, None)
             if packed is not None:
                 self._headers[name.key] = packed
             while len(self._headers) > _MOST:
-                del self._headers[next(iter(self._headers))]
+                dropped.append(next(iter(self._headers)))
+                del self._headers[dropped[-1]]
+        if dropped:  # they may be there yet, but nobody would tell when they go
+            self._on_evicted(dropped)
 
     def drop(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """Which of them there were."""

@@ -41,6 +41,7 @@ _DOWN_TICK_S = 0.1
 _HUNG_S = 15.0
 _CLOSE_S = 8.0
 _PENDING_PER_THREAD = 4
+_POLLING_NICE = 10
 
 log = logs.EventLog("kv.mooncake")
 T = TypeVar("T")
@@ -57,6 +58,10 @@ class Keeper(Protocol):
         """About once a second while all is well."""
 
 
+def _rest(call: Future[Any], until_s: float) -> None:
+    return
+
+
 @dataclass(slots=True)
 class LinkStats:
     late: int = 0
@@ -64,10 +69,14 @@ class LinkStats:
 
 
 class Lane:
-    """A few threads for one kind of call. They are daemons, since a call that hangs must not keep the process."""
+    """A few threads for one kind of call. They are daemons, since a call that hangs must not keep the process.
 
-    def __init__(self, name: str, num_threads: int) -> None:
+    `nice`: of calls that move bytes. Until the last byte has come they ask again and again whether it has, and the client's own
+    threads, which move them, had better not wait for a core that is taken by that."""
+
+    def __init__(self, name: str, num_threads: int, nice: int) -> None:
         self._name = name
+        self._nice = nice
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._max_pending = num_threads * _PENDING_PER_THREAD
         self._pending = 0
@@ -103,6 +112,8 @@ class Lane:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _work(self) -> None:
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + self._nice)
         while (job := self._jobs.get()) is not None:
             job()
             del job  # and with it the client that it called
@@ -125,7 +136,11 @@ class MooncakeLink:
         self._wake = threading.Event()
         self._connected = threading.Event()
         self._sentinel = f"stoker/alive/{token_hex(8)}"
-        self._lanes = {name: Lane(name, count) for name, count in (("find", 2), ("read", 4), ("write", 2))}
+        self._lanes = {
+            "find": Lane("find", 2, 0),
+            "read": Lane("read", 4, _POLLING_NICE),
+            "write": Lane("write", 2, _POLLING_NICE),
+        }
         self._thread = threading.Thread(target=self._keep, name="mooncake-keep", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -143,10 +158,13 @@ class MooncakeLink:
         client = self._client
         return self._lanes[lane].submit(lambda: work(client))
 
-    def wait(self, call: Future[T], deadline_s: float) -> T:
-        """TierUnavailable when it does not end in time; the call itself goes on, with all that it was given."""
+    def wait(self, call: Future[T], deadline_s: float, meanwhile: Callable[[Future[T], float], None] = _rest) -> T:
+        """TierUnavailable when it does not end in time; the call itself goes on, with all that it was given. `meanwhile` gets
+        the call and the time (monotonic) until which it may go on."""
+        until_s = time.monotonic() + deadline_s
+        meanwhile(call, until_s)
         try:
-            return call.result(timeout=deadline_s)
+            return call.result(timeout=max(0.0, until_s - time.monotonic()))
         except TimeoutError:
             self.stats.late += 1
             self.suspect(f"a call took more than {deadline_s:.2f} s")

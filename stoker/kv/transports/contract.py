@@ -97,7 +97,7 @@ class OneSidedLink(ABC):
     """Reads the peer's memory without its help: LOCATE says where and with which checksums, CONFIRM whether the lease held
     until the bytes were copied. The next batch is located while this one is copied."""
 
-    batch_bytes: ClassVar[tuple[int, int]] = (8 << 20, 32 << 20)
+    batch_bytes: ClassVar[tuple[int, int]] = (16 << 20, 64 << 20)
     """Located at one time: at first, so that both sides soon have work, and at most. Each next batch is twice as large."""
 
     def __init__(self, peer: KvLayout) -> None:
@@ -121,6 +121,7 @@ class OneSidedLink(ABC):
         connection.limit(ask.wait_s + IO_S, IO_S)
         connection.send(Kind.LOCATE, ask.pack())
         answer = _located(connection)
+        copied: list[bool] = []  # whose CONFIRMED is still to come: nobody waits for it but at the end
         while answer.view.blocks:
             view, end = answer.view, ask.first + len(answer.view.blocks)
             pull.names += view.names
@@ -129,16 +130,26 @@ class OneSidedLink(ABC):
             following = _after(ask, end, last, most)
             if has_next:
                 connection.send(Kind.LOCATE, following.pack())
-            right = self.copy(view.blocks, part, answer.sums, pull.sink, pull.at)
+            right = self.copy(view.blocks, part, answer.sums, pull.sink, pull.at + len(copied))
+            _confirmed(connection, copied, pull)
             connection.send(Kind.CONFIRM, pack_confirm(ask.lease_id, view.generation))
-            following_answer = _located(connection) if has_next else None
-            held = connection.receive(Kind.CONFIRMED)[1] == b"\x01"
-            for one in right:
-                pull.took(one, held)
-            if following_answer is None:
+            copied = right
+            if not has_next:
+                _confirmed(connection, copied, pull)
                 return view
-            ask, answer = following, following_answer
+            ask, answer = following, _located(connection)
+        _confirmed(connection, copied, pull)
         return answer.view
+
+
+def _confirmed(connection: Connection, copied: list[bool], pull: Pull) -> None:
+    """`copied`, none or a batch: which of them came with the right checksum. The next thing that the peer says is whether the
+    lease held."""
+    if not copied:
+        return
+    held = connection.receive(Kind.CONFIRMED)[1] == b"\x01"
+    for right in copied:
+        pull.took(right, held)
 
 
 def _after(ask: Ask, first: int, last: int, most: int) -> Ask:

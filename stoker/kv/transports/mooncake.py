@@ -19,7 +19,7 @@ from stoker.kv.layout import KvLayout, Part
 from stoker.kv.transfer import PeerUnavailable
 from stoker.kv.transports.contract import TRANSPORTS, OneSidedLink
 
-_CHECKED_BYTES = 16 << 20  # at one time
+_CHECKED_BYTES = 8 << 20  # at one time: still in the cache
 
 
 @TRANSPORTS.register("mooncake")

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from stoker.kv.block_bytes import BeforeWrite, Sink, Source
-from stoker.kv.checksum import CHUNK_BYTES, HostBytes, RunningChecksum
+from stoker.kv.checksum import PIECE_BYTES, HostBytes, RunningChecksum, piece_digest, total
 from stoker.kv.device import DeviceKv
 from stoker.kv.layout import KvLayout, part_of
 from stoker.kv.leases import LeaseBook, LeaseView
@@ -45,12 +45,15 @@ class TcpLink:
         connection.send(Kind.READ, ask.pack())
         view = Answer.unpack(connection.receive(Kind.DATA)[1]).view
         pull.names += view.names
-        for _ in view.blocks:
-            connection.limit(pull.patience_s(), IO_S)
-            if connection.receive_bytes(1) != _FOLLOWS:
+        follows = connection.receive_bytes(1) if view.blocks else _ENDED
+        for left in reversed(range(len(view.blocks))):
+            if follows != _FOLLOWS:
                 break
+            connection.limit(pull.patience_s(), IO_S)
             found = _receive(connection, pull.sink.buffer(pull.at))
-            expected, held = TRAILER.unpack(connection.receive_bytes(TRAILER.size))
+            # With what stands before the next block: one call less for each.
+            end = connection.receive_bytes(TRAILER.size + (left > 0))
+            (expected, held), follows = TRAILER.unpack_from(end), end[TRAILER.size :]
             if found == expected and held:
                 pull.sink.place(pull.at)
             pull.took(found == expected, bool(held))
@@ -58,12 +61,13 @@ class TcpLink:
 
 
 def _receive(connection: Connection, into: HostBytes) -> int:
-    running = RunningChecksum()
-    for start in range(0, len(into), CHUNK_BYTES):
-        chunk = into[start : start + CHUNK_BYTES]
-        connection.receive_into(chunk.data)
-        running.add(chunk)
-    return running.value()
+    """Its checksum: each piece is summed up while it is in the cache."""
+    digests = []
+    for start in range(0, len(into), PIECE_BYTES):
+        piece = into[start : start + PIECE_BYTES]
+        connection.receive_into(piece.data)
+        digests.append(piece_digest(piece))
+    return total(digests, len(into))
 
 
 def send_blocks(
@@ -90,7 +94,7 @@ def send_blocks(
 
 def _send(connection: Connection, data: HostBytes, known: int | None) -> int:
     running, until_s = RunningChecksum(), time.monotonic() + _BLOCK_S
-    step = CHUNK_BYTES if known is None else _SEND_BYTES
+    step = PIECE_BYTES if known is None else _SEND_BYTES
     for start in range(0, len(data), step):
         part = data[start : start + step]
         if known is None:

@@ -1,0 +1,93 @@
+"""Requests that have not reached the engine yet: whoever gives one up there leaves nothing behind, at other workers neither."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from tiny import make_tiny
+
+from stoker.base.config import EngineSettings, KvSettings, StoreSettings
+from stoker.base.errors import InvalidRequest
+from stoker.base.ids import RequestId
+from stoker.engine.build import BuiltEngine, build_engine
+from stoker.kv.store import KvStore
+from stoker.kv.transfer import KvTicket
+from stoker.proto.messages import Add, Cancel, Chunks, Shutdown
+from stoker.sched.request import GenerateRequest, GrammarSpec, SamplingParams
+from stoker.worker.block_log import BlockLog
+from stoker.worker.engine_process import EngineLoop, Found, Message, Prepared
+
+TICKET = KvTicket("engine", "127.0.0.1:9", "lease", 4, 30.0)
+GRAMMAR = GrammarSpec("regex", "a+")
+
+
+@dataclass
+class Mailbox:
+    """Messages of a script, a step each; what is asked of other threads is never answered by itself."""
+
+    script: list[Message]
+    asked: list[object] = field(default_factory=list)
+
+    def take(self, wait: bool, timeout_s: float | None = None) -> list[Message]:
+        return [self.script.pop(0) if self.script else Shutdown()]
+
+    def warm_up(self) -> None: ...
+
+    def look_up(self, request: GenerateRequest, store: KvStore) -> None:
+        self.asked.append(request.request_id)
+
+    def prepare(self, spec: GrammarSpec) -> None:
+        self.asked.append(spec)
+
+
+@dataclass
+class Pipe:
+    sent: list[object] = field(default_factory=list)
+
+    def send(self, message: object) -> None:
+        self.sent.append(message)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BuiltEngine]:
+    folder = tmp_path_factory.mktemp("tiny")
+    make_tiny(folder, "llama", torch.float32)
+    store = StoreSettings(host_gib=0.001)
+    built = build_engine(folder, EngineSettings(device="cpu", num_threads=1, kv=KvSettings(8, 16), store=store))
+    yield built
+    built.close()
+
+
+def request(name: str, grammar: GrammarSpec | None = None) -> GenerateRequest:
+    return GenerateRequest(
+        RequestId(name), [1, 2, 3, 4, 5], 4, SamplingParams(temperature=0.0, grammar=grammar), 2, ticket=TICKET
+    )
+
+
+LOOKED_UP, COMPILED = request("l"), request("c", GRAMMAR)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        [Add(request=LOOKED_UP), Cancel(request_id=LOOKED_UP.request_id), Found(LOOKED_UP, 0)],
+        [Add(request=COMPILED), Cancel(request_id=COMPILED.request_id), Prepared(GRAMMAR, None)],
+        [Add(request=COMPILED), Prepared(GRAMMAR, InvalidRequest("no")), Cancel(request_id=COMPILED.request_id)],
+    ],
+    ids=["looked up", "its grammar compiled", "its grammar refused"],
+)
+def test_kv_that_is_not_pulled_after_all_is_given_back(
+    built: BuiltEngine, script: list[Message], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_back: list[KvTicket] = []
+    monkeypatch.setattr(KvStore, "release", lambda store, ticket: given_back.append(ticket))
+    mailbox, pipe = Mailbox(list(script)), Pipe()
+    EngineLoop(built, BlockLog(), mailbox, pipe).run()  # type: ignore[arg-type]
+    assert len(mailbox.asked) == 1
+    assert given_back == [TICKET]
+    assert not built.scheduler.has_work
+    finishes = [chunk.finish for message in pipe.sent if isinstance(message, Chunks) for chunk in message.chunks]
+    assert all(finish is not None and finish.reason == "error" for finish in finishes)

@@ -1,0 +1,88 @@
+"""Two workers over one store: what a gateway that comes late is told by one of them is what is there, also where the other removed
+blocks while the first was idle, or its engine was not there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+from real import RealServer, serving_together, wait_for
+from test_real_resume import FAST
+
+from stoker.kv.tiers.host_files import remove_host_store
+from stoker.proto.events import BlockHash, BlockStored, decode_batch, read_replay, replay_request
+
+TOKENS, BLOCKS, BLOCK_BYTES = 1024, 64, 8192  # of a prompt
+SHARED = ("CPU", "DISK")
+
+
+@pytest.fixture(scope="module")
+def two(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RealServer, RealServer]]:
+    """Their store has room for two prompts, in RAM and in files."""
+    folder = tmp_path_factory.mktemp("two")
+    name = f"test-{os.getpid()}-{time.monotonic_ns()}"
+    store = ("--kv-store", name, "--kv-host-gib", "0.001", "--kv-disk", str(folder / "kv"), "--kv-disk-gib", "0.0015")
+    try:
+        with serving_together(tiny_folder, (folder / "0", FAST + store), (folder / "1", FAST + store)) as both:
+            yield both[0], both[1]
+    finally:
+        remove_host_store(name)
+
+
+def told(worker: RealServer) -> dict[str, set[BlockHash]]:
+    """By medium, to whoever asks for all of it."""
+    replay = worker.send("/stoker/worker").json["replay"]
+    held: dict[str, set[BlockHash]] = {medium: set() for medium in SHARED}
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.set(zmq.RCVTIMEO, 20_000)
+        socket.connect(replay)
+        socket.send_multipart(replay_request(-1))
+        while not (message := read_replay(socket.recv_multipart())).is_end:
+            for event in decode_batch(message.payload).events:
+                if isinstance(event, BlockStored) and event.medium in held:
+                    held[event.medium] |= set(event.block_hashes)
+    return held
+
+
+def ask(worker: RealServer, number: int) -> None:
+    """Returns when all of the prompt is in the store."""
+    before = written_bytes(worker)
+    answer = worker.complete([100 + number] * TOKENS, max_tokens=1, temperature=0)
+    assert answer.status == 200, answer.body
+    wait_for(lambda: min(map(int.__sub__, written_bytes(worker), before)) >= BLOCKS * BLOCK_BYTES, 60.0)
+
+
+def written_bytes(worker: RealServer) -> list[int]:
+    figures = worker.metrics()
+    return [int(figures.get(f'stoker_kv_tier_written_bytes_total{{tier="{tier}"}}', 0)) for tier in ("host", "disk")]
+
+
+def test_what_the_other_removed_is_not_told(two: tuple[RealServer, RealServer]) -> None:
+    one, other = two
+    ask(one, 0)
+    mine = told(one)
+    assert {medium: len(keys) for medium, keys in mine.items()} == dict.fromkeys(SHARED, BLOCKS)
+    for number in (1, 2, 3):
+        ask(other, number)
+    wait_for(lambda: not any(mine[medium] & told(one)[medium] for medium in SHARED), 30.0)
+
+
+def test_what_the_other_removed_while_the_engine_was_away_is_not_told(two: tuple[RealServer, RealServer]) -> None:
+    one, other = two
+    ask(one, 4)
+    mine = told(one)
+    assert {medium: len(keys) for medium, keys in mine.items()} == dict.fromkeys(SHARED, BLOCKS)
+    os.kill(one.engine_pid, signal.SIGKILL)
+    for number in (5, 6, 7):
+        ask(other, number)
+
+    def is_right() -> bool:
+        late, others = told(one), told(other)
+        return all(len(late[medium]) >= BLOCKS and late[medium] <= others[medium] - mine[medium] for medium in SHARED)
+
+    wait_for(is_right, 120.0)
