@@ -121,7 +121,6 @@ class Gateway:
         exchange = Exchange(request, kind, row_id, request_id, parts.clock(), time.time(), trace)
         # A client that leaves ends its request's task: every leg, wait and reservation is given up on the way out.
         request.on_gone = request.task.cancel
-        parts.metrics.in_flight += 1
         parts.state.began()
         try:
             await self._run(exchange)
@@ -134,7 +133,6 @@ class Gateway:
             self._fail(exchange, error)
         finally:
             parts.state.ended()
-            parts.metrics.in_flight -= 1
             self._record(exchange)
 
     async def _run(self, exchange: Exchange) -> None:

@@ -24,7 +24,7 @@ from stoker.gateway.app import Gateway, Parts
 from stoker.gateway.capacity import Capacities
 from stoker.gateway.config import GatewayConfig, ListenSettings, read_secret
 from stoker.gateway.conversation import KeyMakers
-from stoker.gateway.early_pull import EarlyPulls
+from stoker.gateway.handoff_notes import HandoffNotes
 from stoker.gateway.http import Server, ServerLimits
 from stoker.gateway.keys import AdminToken, Keys
 from stoker.gateway.legs import Cleanups, Tools
@@ -118,8 +118,8 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         clock=clock,
         on_lost=upstreams.cut,
     )
-    early_pulls = EarlyPulls(watchers.info, secret)
-    tools = Tools(fleet, upstreams, config.proxy, metrics, Cleanups(), clock, early_pulls)
+    notes = HandoffNotes(watchers.info, secret)
+    tools = Tools(fleet, upstreams, config.proxy, metrics, Cleanups(), clock, notes)
     proxy = Proxy(router, tools, resume_grace_s=config.proxy.resume_grace_s, debug_routes=config.routing.debug_routes)
     workers = Workers(fleet, ledger, watchers, upstreams, clock)
     ledger_path = config.meter.ledger
@@ -168,7 +168,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         max_body_bytes=int(config.listen.max_body_mib * (1 << 20)), max_connections=config.listen.max_connections
     )
     server = Server(gateway.handle, limits, on_bad=gateway.saw_bad_request)
-    _add_gauges(metrics, fleet, ledger, indexes, admission, meter, server)
+    _add_gauges(metrics, fleet, ledger, indexes, admission, meter, server, state)
     return GatewayServer(config, server, state, fleet, workers, proxy, key_makers, meter, request_log, tracing, tls)
 
 
@@ -205,6 +205,7 @@ def _add_gauges(
     admission: Admission,
     meter: Meter | NoMeter,
     server: Server,
+    state: GatewayState,
 ) -> None:
     def of_workers(read: Callable[[Member, float], float]) -> Iterator[Sample]:
         now = time.monotonic()
@@ -218,6 +219,7 @@ def _add_gauges(
         return ledger.load(member.worker_id, now, fleet.prefill_rate(member))
 
     name = "stoker_gateway_{}".format
+    metrics.gauge(name("running_requests"), "Requests being answered", lambda: state.num_running)
     metrics.gauge(name("waiting_requests"), "Requests in the queue", lambda: admission.num_waiting)
     metrics.gauge(name("connections"), "Client connections", lambda: server.num_connections)
     metrics.gauge(name("ledger_pending_rows"), "Usage rows not yet on disk", lambda: meter.pending)

@@ -74,7 +74,8 @@ class Call(msgspec.Struct, eq=False):
 
 
 class RequestIds:
-    """Names that no other request of this or another gateway has: a random start, then counting."""
+    """Names that no other request of this or another gateway has: a random start, then counting. They sort as they come: the
+    ledger's tree grows at its end."""
 
     def __init__(self) -> None:
         self._start = secrets.token_hex(8)
@@ -82,7 +83,7 @@ class RequestIds:
 
     def new(self) -> str:
         self._count += 1
-        return f"req_{self._start}{self._count:x}"
+        return f"req_{self._start}{self._count:08x}"
 
 
 def given_request_id(given: bytes | None) -> bytes | None:

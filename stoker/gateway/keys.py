@@ -55,6 +55,9 @@ class Caller:
         return self.priority if asked is None else max(self.priority, asked)
 
 
+NOBODY = Caller(ANONYMOUS, DEFAULT_TENANT, known=False)  # who has not, or not yet, said who it is
+
+
 class Keys:
     def __init__(self, keys: Sequence[KeySettings], tenants: Sequence[TenantSettings] = ()) -> None:
         by_name = {tenant.name: tenant for tenant in tenants}

@@ -17,8 +17,8 @@ from stoker.fleet.fleet import Fleet
 from stoker.gateway.body import Kind
 from stoker.gateway.call import Call
 from stoker.gateway.config import ProxySettings
-from stoker.gateway.early_pull import EarlyPulls
 from stoker.gateway.errors import LegFailed, Refused
+from stoker.gateway.handoff_notes import HandoffNotes
 from stoker.gateway.http import (
     Answer,
     AnswerAborted,
@@ -72,13 +72,14 @@ class Tools:
     metrics: GatewayMetrics
     cleanups: Cleanups
     clock: Callable[[], float]
-    early_pulls: EarlyPulls = field(default_factory=EarlyPulls)
+    notes: HandoffNotes = field(default_factory=HandoffNotes)
 
 
 class Legs:
     __slots__ = (
         "_early_pull",
         "_has_first_token",
+        "_lent",
         "_lifeline",
         "_open",
         "_prefill_began_s",
@@ -104,6 +105,7 @@ class Legs:
         if route.prefill is not None:
             self._upstreams.append(tools.upstreams.of(route.prefill.worker))
         self._open: dict[Answer, Span] = {}
+        self._lent: str | None = None  # under which name prefill keeps KV that decode has not taken
         self._early_pull: asyncio.Task[None] | None = None
         self._prefilling: Upstream | None = None  # where the prompt is being computed
         self._prefill_began_s: float | None = None  # None: among others, so that the time says nothing
@@ -126,6 +128,9 @@ class Legs:
         for answer, span in self._open.items():
             answer.abort()
             span.end("aborted")
+        if self._lent is not None and self.prefill is not None:
+            give_back, upstream = self._tools.notes.give_back, self.upstream(self.prefill)
+            self._tools.cleanups.start(give_back(self.prefill, upstream, self._lent, self.call.envelope.num_choices))
 
     def upstream(self, leg: Leg) -> Upstream:
         return self._upstreams[0 if leg is self.decode else 1]
@@ -154,6 +159,8 @@ class Legs:
         self._open[answer] = span
         if answer.status >= 400:
             await self._refuse(leg, answer)
+        if leg is self.decode:
+            self._lent = None  # it answers with what came after the KV, and has given that back
         return answer
 
     async def send_surely(self, leg: Leg, body: bytes, headers: bytes = b"") -> Answer:
@@ -166,11 +173,13 @@ class Legs:
             self._tools.cleanups.start(_let_go(sending))
             raise
 
-    def pull_early(self, transfer_id: str) -> None:
-        """Decode's worker may take the KV that prefill's computes under this name from now on, block after block."""
+    def lend(self, transfer_id: str) -> None:
+        """Prefill's worker keeps its KV under this name from now on. Decode's may take it meanwhile, block after block; if
+        decode does not answer, it is given back."""
         if self.prefill is not None:
-            begin = self._tools.early_pulls.begin
-            self._early_pull = begin(self.prefill, self.decode, self.upstream(self.decode), transfer_id)
+            self._lent = transfer_id
+            pull_early = self._tools.notes.pull_early
+            self._early_pull = pull_early(self.prefill, self.decode, self.upstream(self.decode), transfer_id)
 
     async def get(self, leg: Leg, pool: Pool, path: bytes) -> bytes:
         """A side question about a hand-off; the answer's body."""
@@ -232,9 +241,9 @@ class Legs:
             self.call.request.start(answer.status, self._client_headers(answer))
 
     def respond(self, answer: Answer, body: bytes) -> None:
-        self._saw_first_token()
         self.call.status = answer.status
         self.call.request.respond(answer.status, self._client_headers(answer), body)
+        self._saw_first_token()  # told when the answer is on its way: nobody waits for our accounts
 
     def end_prefill(self, *, handed_off: bool = False) -> None:
         """The prefill worker is done, or was not needed: its reservation goes back."""
@@ -246,6 +255,8 @@ class Legs:
             self._computed_prompt(now)
             self.has_handed_off = True
             self._transfer = self.call.trace.begin("transfer")
+        else:
+            self._lent = None
 
     def fail(self, leg: Leg, kind: str, message: str, refused: Refused | None = None) -> NoReturn:
         """The worker did not do its part: the fleet is told, and whoever runs the route."""

@@ -124,6 +124,8 @@ class Meter:
                     if not self._write(connection, batch, price_ids):
                         return
                     self._unwritten = 0
+                    if len(self._rows) < self._settings.flush_rows and not closing:
+                        break  # what came meanwhile makes no batch yet: a commit costs as much for a few rows as for many
                 if closing:
                     return
         finally:

@@ -5,10 +5,11 @@ docs/gateway.md lists the names.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import defaultdict
+from bisect import bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
+from math import inf
 
 from stoker.gateway.usage_row import UsageRow
 
@@ -19,7 +20,7 @@ _E2E_S = (0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300, 600, 1800)
 _QUEUE_S = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60)
 _OWN_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1)
 
-_MAX_UNCOUNTED = 500  # values that a histogram holds: every request has one or few in each
+_MAX_UNCOUNTED = 500  # requests that wait to be counted, and whose values histograms hold: each has one or few
 
 Labels = tuple[tuple[str, str], ...]
 Sample = tuple[Labels, float]
@@ -28,7 +29,7 @@ Sample = tuple[Labels, float]
 class Histogram:
     """What is observed is put down as it comes and counted later, many at once: that takes a fraction of the time."""
 
-    __slots__ = ("_bounds", "_counts", "_fresh", "_sum", "observe")
+    __slots__ = ("_bounds", "_counts", "_fresh", "_sum", "observe", "observe_all")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
@@ -36,16 +37,18 @@ class Histogram:
         self._sum = 0.0
         self._fresh: list[float] = []
         self.observe = self._fresh.append
-
-    @property
-    def num_uncounted(self) -> int:
-        return len(self._fresh)
+        self.observe_all = self._fresh.extend
 
     def count(self) -> None:
-        for value in self._fresh:
-            self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += sum(self._fresh)
-        self._fresh.clear()
+        fresh = self._fresh
+        self._sum += sum(fresh)
+        fresh.sort()
+        below = 0
+        for bucket, bound in enumerate((*self._bounds, inf)):
+            up_to = bisect_right(fresh, bound)
+            self._counts[bucket] += up_to - below
+            below = up_to
+        fresh.clear()
 
     def lines(self, name: str) -> Iterator[str]:
         self.count()
@@ -57,8 +60,7 @@ class Histogram:
 
 class GatewayMetrics:
     def __init__(self) -> None:
-        self.in_flight = 0
-        self.requests: defaultdict[tuple[str, int], int] = defaultdict(int)
+        self.requests: Counter[tuple[str, int]] = Counter()
         self.prompt_tokens: defaultdict[str, int] = defaultdict(int)
         self.cached_tokens: defaultdict[str, int] = defaultdict(int)
         self.completion_tokens: defaultdict[str, int] = defaultdict(int)
@@ -73,23 +75,14 @@ class GatewayMetrics:
         self.queue_s = Histogram(_QUEUE_S)
         self.keys_s = Histogram(_OWN_S)
         self.route_s = Histogram(_OWN_S)
+        self._fresh: list[UsageRow] = []
         self._gauges: list[tuple[str, str, str, Callable[[], Iterable[Sample]]]] = []
 
     def ended(self, row: UsageRow) -> None:
-        """One generating request is over."""
-        self.requests[row.endpoint, row.status] += 1
-        if self.keys_s.num_uncounted >= _MAX_UNCOUNTED:
-            for histogram in (self.ttft_s, self.e2e_s, self.queue_s, self.keys_s, self.route_s):
-                histogram.count()
-        if not row.worker:
-            return  # refused: its model is a client's word, and such words are without end
-        self.prompt_tokens[row.model] += row.prompt_tokens
-        self.cached_tokens[row.model] += row.cached_tokens
-        self.completion_tokens[row.model] += row.completion_tokens
-        self.e2e_s.observe(row.e2e_ms * 1e-3)
-        self.queue_s.observe(row.queued_ms * 1e-3)
-        if row.ttft_ms is not None:
-            self.ttft_s.observe(row.ttft_ms * 1e-3)
+        """One generating request is over. It is counted later, as what a histogram observes."""
+        self._fresh.append(row)
+        if len(self._fresh) >= _MAX_UNCOUNTED:
+            self._count()
 
     def gauge(self, name: str, text: str, read: Callable[[], float], *, kind: str = "gauge") -> None:
         """A number of somebody else's, read when somebody scrapes."""
@@ -99,7 +92,24 @@ class GatewayMetrics:
         self._gauges.append((name, text, kind, read))
 
     def render(self) -> bytes:
+        self._count()
         return "\n".join([*self._lines(), ""]).encode()
+
+    def _count(self) -> None:
+        rows, self._fresh = self._fresh, []
+        self.requests.update([(row.endpoint, row.status) for row in rows])
+        # A refused one's model is a client's word, and such words are without end.
+        served = [row for row in rows if row.worker]
+        for row in served:
+            model = row.model
+            self.prompt_tokens[model] += row.prompt_tokens
+            self.cached_tokens[model] += row.cached_tokens
+            self.completion_tokens[model] += row.completion_tokens
+        self.e2e_s.observe_all([row.e2e_ms * 1e-3 for row in served])
+        self.queue_s.observe_all([row.queued_ms * 1e-3 for row in served])
+        self.ttft_s.observe_all([row.ttft_ms * 1e-3 for row in served if row.ttft_ms is not None])
+        for histogram in (self.ttft_s, self.e2e_s, self.queue_s, self.keys_s, self.route_s):
+            histogram.count()
 
     def _lines(self) -> Iterator[str]:
         requests = {(("endpoint", e), ("status", str(s))): float(n) for (e, s), n in self.requests.items()}
@@ -117,8 +127,6 @@ class GatewayMetrics:
             yield from _family(f"stoker_gateway_{name}_total", text, "counter", _labelled(label, counts))
         upstream = {(("worker", w), ("kind", k)): float(n) for (w, k), n in self.upstream.items()}
         yield from _family("stoker_gateway_worker_failures_total", "Failures of workers", "counter", upstream.items())
-        in_flight: list[Sample] = [((), self.in_flight)]
-        yield from _family("stoker_gateway_running_requests", "Requests being answered", "gauge", in_flight)
         for name, text, histogram in (
             ("ttft", "Arrival to the first byte of the answer's text", self.ttft_s),
             ("e2e", "Arrival to the end", self.e2e_s),

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import re
 
+import msgspec
+
 from stoker.gateway.rewrite import EventCutter, Usage, set_cached_tokens_in_events
 from stoker.proto.sse import DONE
 
@@ -32,19 +34,19 @@ _GONE_STATUS = (
 )
 
 
-class TokenMemory:
+class TokenMemory(msgspec.Struct, eq=False):
     """The comment lines of one answer, over all its workers."""
 
-    __slots__ = ("_cached_tokens", "_lines", "num_events", "ticket")
-
-    def __init__(self) -> None:
-        self.clear()
+    _lines: bytearray = msgspec.field(default_factory=bytearray)
+    _cached_tokens: int | None = None  # what the first worker found; later ones were handed what they have
+    num_events: int = 0  # that the client has got
+    ticket: bytes | None = None  # a prefill worker's, until a decode worker has it
 
     def clear(self) -> None:
         self._lines = bytearray()
-        self._cached_tokens: int | None = None  # what the first worker found; later ones were handed what they have
-        self.num_events = 0  # that the client has got
-        self.ticket: bytes | None = None  # a prefill worker's, until a decode worker has it
+        self._cached_tokens = None
+        self.num_events = 0
+        self.ticket = None
 
     def __bool__(self) -> bool:
         return bool(self._lines)

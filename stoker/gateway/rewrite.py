@@ -8,7 +8,6 @@ was handed as cached, which would bill a prompt that was computed in full as one
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 import msgspec
 from msgspec import Raw
@@ -25,8 +24,7 @@ _END = re.compile(rb"^(?:data: ?\[DONE\]|event: ?response\.(?:completed|incomple
 _MAX_EVENT_BYTES = 64 << 20
 
 
-@dataclass(slots=True)
-class Usage:
+class Usage(msgspec.Struct):
     """The tokens of one request, as far as a worker has told."""
 
     prompt_tokens: int = 0
@@ -187,9 +185,9 @@ def read_usage(data: bytes) -> Usage | None:
         return None
     details = told.prompt_tokens_details or told.input_tokens_details
     return Usage(
-        prompt_tokens=told.prompt_tokens or told.input_tokens or 0,
-        cached_tokens=(details and details.cached_tokens) or 0,
-        completion_tokens=told.completion_tokens or told.output_tokens or 0,
+        told.prompt_tokens or told.input_tokens or 0,
+        (details and details.cached_tokens) or 0,
+        told.completion_tokens or told.output_tokens or 0,
     )
 
 

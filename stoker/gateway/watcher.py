@@ -23,7 +23,7 @@ from stoker.fleet.fleet import Fleet
 from stoker.fleet.spec import WorkerLoad, WorkerSpec
 from stoker.gateway import scrape
 from stoker.gateway.conversation import KeyMakers
-from stoker.gateway.http import AnswerLost, ClientLimits, Origin, Pool, Unreachable
+from stoker.gateway.http import AnswerLost, ClientLimits, ConnectTimeout, Origin, Pool, Unreachable
 from stoker.gateway.kv_events import KvFollower, LoadListener
 from stoker.gateway.rekey import Rekeyer, StoreBlocks, WorkerIndex
 from stoker.gateway.token_keys import TokenKeys, TokenText
@@ -149,11 +149,11 @@ class Watcher:
         """Live and ready; None: late, which says nothing yet."""
         try:
             status = await self._ready_status()
-        except Unreachable:
-            return False, False
-        except (AnswerLost, TimeoutError):
+        except (ConnectTimeout, AnswerLost, TimeoutError):
             self._num_late += 1
             return (False, False) if self._num_late >= self._settings.late_probes else None
+        except Unreachable:
+            return False, False
         self._num_late = 0
         return True, 200 <= status < 300
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from stoker.base.address import join_address
 from stoker.base.errors import ConfigError
 from stoker.base.ids import WorkerId
 from stoker.fleet.spec import Role, WorkerSpec
@@ -100,8 +101,7 @@ def worker_id_of(url: str) -> WorkerId:
     """host:port, and the path where there is one: what people call a worker, and the same in every gateway."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
-    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
-    return WorkerId(f"{host}:{port}{parts.path.rstrip('/')}")
+    return WorkerId(join_address(parts.hostname or "", port) + parts.path.rstrip("/"))
 
 
 def worker_spec(settings: WorkerSettings) -> WorkerSpec:

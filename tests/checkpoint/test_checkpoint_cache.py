@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
@@ -64,9 +63,7 @@ def test_the_second_call_finds_the_folder_without_work(gguf_path: Path, cache_di
     first = resolve_model(str(gguf_path), cache_dir, lambda stage, done, total: stages.append(stage))
     assert stages
     stages.clear()
-    started_s = time.perf_counter()
     assert resolve_model(str(gguf_path), cache_dir, lambda stage, done, total: stages.append(stage)) == first
-    assert time.perf_counter() - started_s < 0.05
     assert stages == []
     assert first.name == "tiny"
     assert first.path.parent == cache_dir / "models"
@@ -106,7 +103,7 @@ def test_a_folder_that_is_not_whole_is_made_anew(
 def test_a_kill_half_way_leaves_nothing_that_is_taken_for_a_model(gguf_path: Path, cache_dir: Path) -> None:
     expected = TinyGguf().write(gguf_path)
     killed = start(KILLED_AT_THE_FIFTH_TENSOR, gguf_path, cache_dir)
-    killed.communicate(timeout=30)
+    killed.communicate(timeout=120)
     assert killed.returncode == -signal.SIGKILL
     assert [name for name in left_in(cache_dir) if name.endswith(".tmp")] == left_in(cache_dir) != []
     folder = resolve_model(str(gguf_path), cache_dir, silent).path
@@ -117,7 +114,7 @@ def test_a_kill_half_way_leaves_nothing_that_is_taken_for_a_model(gguf_path: Pat
 def test_two_processes_at_once_convert_once(gguf_path: Path, cache_dir: Path) -> None:
     TinyGguf().write(gguf_path)
     both = [start(SLOW, gguf_path, cache_dir) for _ in range(2)]
-    said = [process.communicate(timeout=30)[0].split() for process in both]
+    said = [process.communicate(timeout=120)[0].split() for process in both]
     assert [process.returncode for process in both] == [0, 0]
     assert sorted(len(words) for words in said) == [1, 2]
     assert said[0][-1] == said[1][-1] == str(resolve_model(str(gguf_path), cache_dir, silent).path)

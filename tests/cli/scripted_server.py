@@ -14,13 +14,14 @@ from typing import Any
 from aiohttp import web
 
 CUT = "cut"  # drop the connection here
+Piece = bytes | float | str | Callable[[], bool]
 
 
 @dataclass(frozen=True)
 class Reply:
-    """`pieces`: bytes are sent, numbers are waited for in seconds, CUT drops the connection."""
+    """`pieces`: bytes are sent, numbers are waited for in seconds, a condition until it holds; CUT drops the connection."""
 
-    pieces: Sequence[bytes | float | str] = ()
+    pieces: Sequence[Piece] = ()
     status: int = 200
     body: Any = None
 
@@ -48,10 +49,11 @@ def finish(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None
     ]
 
 
-def answer(*words: str, pause_s: float = 0.0, prompt_tokens: int = 10, cached_tokens: int | None = 4) -> Reply:
-    pieces: list[bytes | float | str] = [delta(role="assistant", content="")]
+def answer(*words: str, pause: Piece = 0.0, prompt_tokens: int = 10, cached_tokens: int | None = 4) -> Reply:
+    """`pause` comes before each word."""
+    pieces: list[Piece] = [delta(role="assistant", content="")]
     for word in words:
-        pieces += [pause_s, delta(content=word)]
+        pieces += [pause, delta(content=word)]
     return Reply([*pieces, *finish(prompt_tokens, len(words), cached_tokens)])
 
 
@@ -100,6 +102,9 @@ class ScriptedServer:
                     assert request.transport is not None
                     request.transport.abort()
                     return response
+                elif callable(piece):
+                    while not piece():  # noqa: ASYNC110 - what it asks for happens in another thread
+                        await asyncio.sleep(0.002)
                 else:
                     await asyncio.sleep(float(piece))
         except (ConnectionError, asyncio.CancelledError):
@@ -130,14 +135,14 @@ def running(server: ScriptedServer, port: int = 0) -> Iterator[ScriptedServer]:
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(60)
     try:
         yield server
     finally:
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(60)
 
 
 if __name__ == "__main__":
-    with running(ScriptedServer(lambda seen: answer("a", "b", "c", pause_s=0.002)), int(sys.argv[1])):
+    with running(ScriptedServer(lambda seen: answer("a", "b", "c", pause=0.002)), int(sys.argv[1])):
         threading.Event().wait()

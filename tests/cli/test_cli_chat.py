@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from scripted_server import CUT, Reply, ScriptedServer, answer, delta, failure, finish
@@ -49,6 +50,9 @@ def test_an_error_ends_a_pipe(server: ScriptedServer, monkeypatch, capsys):
     assert capsys.readouterr().err == "stoker: 429 overloaded: too many\n"
 
 
+LONG_S = 60.0  # for what comes in a second: only a test that fails waits so long
+
+
 class Terminal:
     """`stoker chat` on a pseudo-terminal."""
 
@@ -72,7 +76,7 @@ class Terminal:
         self.process.send_signal(signal.SIGINT)
 
     def wait_for(self, text: str, times: int = 1) -> None:
-        deadline_s = time.monotonic() + 15
+        deadline_s = time.monotonic() + LONG_S
         while self.shown.count(text) < times:
             assert time.monotonic() < deadline_s, f"{text!r} never came: {self.shown!r}"
             if select.select([self._master], [], [], 0.1)[0]:
@@ -81,6 +85,15 @@ class Terminal:
                 except OSError:  # the other side is closed
                     break
         assert self.shown.count(text) >= times, self.shown
+
+    def listens(self) -> None:
+        """Until it sleeps over its prompt. A prompt is shown a moment before there is anybody to hear Ctrl-C."""
+        num_asleep, deadline_s = 0, time.monotonic() + LONG_S
+        while num_asleep < 20:
+            assert time.monotonic() < deadline_s, f"it never slept: {self.shown!r}"
+            state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            num_asleep = num_asleep + 1 if state == "S" else 0
+            time.sleep(0.01)
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -109,22 +122,22 @@ def test_answers_come_with_their_figures_and_dim_reasoning(server: ScriptedServe
     assert "tokens/s" in terminal.shown
     terminal.wait_for("> ", times=2)
     terminal.type("\x04")
-    assert terminal.process.wait(10) == 0
+    assert terminal.process.wait(LONG_S) == 0
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_chat(server: ScriptedServer, terminal: Terminal):
-    server.script = lambda seen: Reply([delta(content="thinking"), 30.0])
+    server.script = lambda seen: Reply([delta(content="thinking"), 600.0])
     terminal.type("hello\n")
     terminal.wait_for("thinking")
     terminal.interrupt()
     terminal.wait_for("(stopped)")
-    deadline_s = time.monotonic() + 5
+    deadline_s = time.monotonic() + LONG_S
     while not server.dropped and time.monotonic() < deadline_s:
         time.sleep(0.02)
     assert server.dropped == 1
     server.script = lambda seen: answer("fine", " again")
     terminal.wait_for("> ", times=2)
-    time.sleep(0.2)  # readline shows its prompt a moment before it listens
+    terminal.listens()
     terminal.interrupt()  # at the prompt it only begins a new line
     terminal.wait_for("> ", times=3)
     terminal.type("and now?\n")
@@ -132,7 +145,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(server: ScriptedServer, termin
     assert contents(server, 1) == ["and now?"]  # what was stopped is no part of the conversation
     terminal.wait_for("> ", times=4)
     terminal.type("/exit\n")
-    assert terminal.process.wait(10) == 0
+    assert terminal.process.wait(LONG_S) == 0
 
 
 def test_several_lines_are_one_message(server: ScriptedServer, terminal: Terminal):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+from waiting import LONG_S
 
 from stoker.gateway.http import Request, Server, ServerLimits
 
@@ -52,9 +52,6 @@ class MockWorker:
     def jsons(self) -> list[Any]:
         return [json.loads(body) for body in self.bodies]
 
-    async def until(self, condition: Callable[[], bool], timeout_s: float = 2.0) -> None:
-        await until(condition, timeout_s)
-
     async def _handle(self, request: Request) -> None:
         self.bodies.append(request.body)
         self.headers.append({name.decode(): value.decode() for name, value in request.headers})
@@ -75,15 +72,6 @@ class MockWorker:
                 raise
         finally:
             self.num_running -= 1
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 2.0, every_s: float = 0.002) -> None:
-    began = time.monotonic()
-    for wait_s in itertools.repeat(every_s):
-        if condition():
-            return
-        assert time.monotonic() - began < timeout_s, "it did not come"
-        await asyncio.sleep(wait_s)
 
 
 def answers(
@@ -126,7 +114,7 @@ def hangs() -> Script:
     """Takes the request and never answers."""
 
     async def script(worker: MockWorker, request: Request) -> None:
-        await asyncio.sleep(60)
+        await asyncio.sleep(2 * LONG_S)
 
     return script
 

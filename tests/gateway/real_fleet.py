@@ -45,7 +45,7 @@ class Process:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def start(self, start_s: float = 60.0) -> None:
+    def start(self, start_s: float = 180.0) -> None:
         command = [STOKER, *self.arguments, "--port", str(self.port)]
         with self.log_path.open("a") as log:
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
@@ -109,11 +109,11 @@ class Process:
         request = urllib.request.Request(self.url + path)
         if token:
             request.add_header("Authorization", f"Bearer {token}")
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return json.loads(answer.read())
 
     def metrics(self) -> dict[str, float]:
-        with urllib.request.urlopen(self.url + "/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(self.url + "/metrics", timeout=60) as answer:
             lines = answer.read().decode().splitlines()
         return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
 
@@ -131,7 +131,7 @@ class Process:
     @property
     def is_ready(self) -> bool:
         try:
-            with urllib.request.urlopen(self.url + "/ready", timeout=5) as answer:
+            with urllib.request.urlopen(self.url + "/ready", timeout=30) as answer:
                 return answer.status == 200  # type: ignore[no-any-return]
         except (urllib.error.URLError, OSError):
             return False
@@ -163,7 +163,7 @@ class Exchange:
         self._thread.start()
 
     def _run(self) -> None:
-        connection = self._connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=90)
+        connection = self._connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=180)
         try:
             connection.request(
                 "POST", self.path, json.dumps(self.body), {"Content-Type": "application/json"} | self.headers
@@ -195,7 +195,7 @@ class Exchange:
     def is_over(self) -> bool:
         return not self._thread.is_alive()
 
-    def wait(self, timeout_s: float = 60.0) -> None:
+    def wait(self, timeout_s: float = 120.0) -> None:
         self._thread.join(timeout_s)
         assert self.is_over, "no end of the answer"
 
@@ -273,11 +273,6 @@ class RealFleet:
     def in_flight(self) -> Any:
         return self.gateway.get("/admin/ledger", ADMIN_TOKEN)
 
-    def usable(self) -> int:
-        """How many workers the gateway would send to."""
-        workers = self.gateway.get("/admin/fleet", ADMIN_TOKEN)["workers"]
-        return sum(bool(worker["usable"] and worker["models"]) for worker in workers)
-
     def serving_worker(self) -> Process:
         """The worker that has a request running."""
         found: list[Process] = []
@@ -309,9 +304,15 @@ class RealFleet:
         """Everything up again, and known to be."""
         for process in [*self.workers, self.gateway]:
             if not process.is_running:
-                process.start(120)
-        wait_for(lambda: all(process.is_ready for process in [*self.workers, self.gateway]), 60)
-        wait_for(lambda: self.usable() == len(self.workers), 60)
+                process.start()
+        wait_for(lambda: all(process.is_ready for process in [*self.workers, self.gateway]), 120)
+        wait_for(lambda: usable_workers(self.gateway) == len(self.workers))
+
+
+def usable_workers(gateway: Process) -> int:
+    """How many the gateway would send to."""
+    workers = gateway.get("/admin/fleet", ADMIN_TOKEN)["workers"]
+    return sum(bool(worker["usable"] and worker["models"]) for worker in workers)
 
 
 def _running(worker: Process) -> bool:
@@ -329,6 +330,7 @@ def real_fleet(
     worker_options: Sequence[str] = (),
     gateway_options: Sequence[str] = (),
     roles: Sequence[str] = (),
+    lease_s: float = LEASE_S,
 ) -> Iterator[RealFleet]:
     """With `roles`, of which each worker has one: a fleet that hands every prompt over, and a reference beside it."""
     token = work / "admin-token"
@@ -343,13 +345,13 @@ def real_fleet(
             (work / "gateway.toml").write_text(_ALWAYS_HAND_OFF)
             secret = ["--secret-file", str(work / "secret")]
             gateway_options = [*gateway_options, *secret, "--config", str(work / "gateway.toml")]
-            serve += [*secret, "--kv-lease-s", f"{LEASE_S:g}"]
+            serve += [*secret, "--kv-lease-s", f"{lease_s:g}"]
             workers = [Process([*serve, "--role", role], work / f"{role}-{i}.log") for i, role in enumerate(roles)]
             reference = Process(serve, work / "reference.log")
         starting = workers if reference is None else [*workers, reference]
         for worker in starting:
             stack.callback(worker.stop)
-        starts = [threading.Thread(target=worker.start, args=(120,)) for worker in starting]
+        starts = [threading.Thread(target=worker.start) for worker in starting]
         for start in starts:
             start.start()
         for start in starts:

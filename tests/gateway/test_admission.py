@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import LONG_S
 
 from stoker.base.clock import VirtualClock
 from stoker.base.errors import Overloaded
@@ -315,7 +316,7 @@ def test_enter_does_not_suspend_when_there_is_room() -> None:
 
 def test_waiting_tasks_are_woken_in_turn_and_every_place_comes_back() -> None:
     async def main() -> None:
-        admission = make(Capacity(requests=3))
+        admission = make(Capacity(requests=3), AdmissionSettings(queue_s=1e6, standing_s=1e6))
         peak = 0
 
         async def one(index: int) -> None:
@@ -328,7 +329,7 @@ def test_waiting_tasks_are_woken_in_turn_and_every_place_comes_back() -> None:
             got.done(100, 5)
             got.done(100, 5)
 
-        await asyncio.wait_for(asyncio.gather(*(one(index) for index in range(200))), 30)
+        await asyncio.wait_for(asyncio.gather(*(one(index) for index in range(200))), LONG_S)
         assert peak == 3
         assert (admission.num_waiting, admission.num_in_flight, admission.tokens_in_flight) == (0, 0, 0)
         assert admission.num_admitted == 200
@@ -348,7 +349,7 @@ def test_a_cancelled_waiter_leaves_no_trace_even_when_it_was_just_admitted() -> 
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        last = await asyncio.wait_for(behind, 5)
+        last = await asyncio.wait_for(behind, LONG_S)
         gone = asyncio.create_task(admission.enter(caller, 10, lane="m"))
         await asyncio.sleep(0)
         gone.cancel()
@@ -369,7 +370,7 @@ def test_room_that_comes_without_an_event_is_noticed() -> None:
         second = asyncio.create_task(admission.enter(Caller("k", "t"), 10, lane="m"))
         await asyncio.sleep(0)
         capacity = Capacity(requests=2)  # a worker came back
-        (await asyncio.wait_for(second, 5)).done()
+        (await asyncio.wait_for(second, LONG_S)).done()
         first.done()
 
     asyncio.run(main())

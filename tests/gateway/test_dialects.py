@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import time
 from typing import Any
 
 import pytest
 from fake_stoker import FakeStoker
 from foreign_pairs import SCRIPTS, TICKET, Meeting
-from mocks import DONE, answers, chunk, drops, event, hangs, until, usage, usage_chunk
+from mocks import DONE, answers, chunk, drops, event, hangs, usage, usage_chunk
+from waiting import LONG_S, turns, until
 from world import World
 
 from stoker.fleet.spec import Role
@@ -21,6 +21,11 @@ PAIRED = sorted(SCRIPTS)
 WHOLE = b'{"model": "m", "messages": [{"role": "user", "content": "h\\u00e9"}], "max_tokens": 64}'
 STREAM = b'{"model": "m", "stream": true, "messages": [{"role": "user", "content": "h\\u00e9"}], "min_tokens": 5}'
 SHOWN = chunk("a") + chunk("b") + event({"id": "c1", "choices": [], "x": 1}) + DONE
+
+
+@pytest.fixture(autouse=True)
+def prefills_last_word_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stoker.gateway.dialects.foreign._LAST_WORD_S", LONG_S)
 
 
 async def pair(world: World, dialect: str, meeting: Meeting, prefill: Any = None, decode: Any = None) -> None:
@@ -67,12 +72,12 @@ def test_one_worker_that_does_all(dialect: str, stream: bool) -> None:
 def test_a_client_that_leaves_frees_one_worker(dialect: str) -> None:
     async def main() -> None:
         async with World() as world:
-            worker = await world.add("a", FakeStoker(pace_s=1.0), dialect=dialect)
+            worker = await world.add("a", FakeStoker(pace_s=2 * LONG_S), dialect=dialect)
             asking = asyncio.create_task(world.ask(ALONE | {"stream": True}))
-            await worker.until(lambda: worker.num_running == 1)
-            await asyncio.sleep(0.05)
+            await until(lambda: worker.num_running == 1)
+            await turns()
             asking.cancel()
-            await worker.until(lambda: worker.num_gone == 1, 0.3)
+            await until(lambda: worker.num_gone == 1)
             assert (await world.settled()).status == 499
 
     asyncio.run(main())
@@ -81,8 +86,8 @@ def test_a_client_that_leaves_frees_one_worker(dialect: str) -> None:
 @pytest.mark.parametrize("dialect", sorted(DIALECTS))
 def test_a_stream_that_cannot_go_on_ends_with_an_error_and_no_done(dialect: str) -> None:
     async def main() -> None:
-        async with World(resume_grace_s=0.2) as world:
-            await world.add("a", FakeStoker(dies=[3, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]), dialect=dialect)
+        async with World(resume_grace_s=0.0) as world:
+            await world.add("a", FakeStoker(dies=[3] + [0] * 10), dialect=dialect)
             got = await world.ask(ALONE | {"stream": True})
             assert DONE not in got.body
             *_, error, _ = got.body.split(b"\n\n")
@@ -242,7 +247,7 @@ def test_prefills_refusal_is_the_clients_answer(dialect: str, body: bytes) -> No
             assert (got.status, got.json) == (400, said)
             await world.settled()
             d = world.workers["d"]
-            await d.until(lambda: d.num_running == 0)  # decode does not wait for what never comes
+            await until(lambda: d.num_running == 0)  # decode does not wait for what never comes
 
     asyncio.run(main())
 
@@ -263,7 +268,7 @@ def test_a_prefill_worker_that_fails_leaves_the_prompt_to_decode(dialect: str, f
             assert got.status == 200
             assert b"kv_transfer_params" not in world.workers["d"].bodies[-1]
             d = world.workers["d"]
-            await d.until(lambda: d.num_running == 0)
+            await until(lambda: d.num_running == 0)
             row = await world.settled()
             assert row.cached_tokens == 39  # now it is decode's own word
 
@@ -280,30 +285,27 @@ def test_a_prefill_worker_that_fails_is_replaced_by_another() -> None:
                 assert (await world.ask(STREAM)).body == SHOWN
             assert len(other.bodies) == 2
             d = world.workers["d"]
-            await d.until(lambda: d.num_running == 0)
+            await until(lambda: d.num_running == 0)
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize("dialect", ["vllm_mooncake", "sglang"])
-def test_when_prefill_fails_its_twin_is_ended_in_milliseconds(dialect: str) -> None:
+def test_when_prefill_fails_its_twin_is_ended_too(dialect: str) -> None:
     async def main() -> None:
         async with world_of_pairs() as world:
-            seen: list[float] = []
 
             async def dies(worker: Any, request: Any) -> None:
                 if request.path == b"/query":
                     request.respond(200, [], b'{"0": {"engine_id": "e-0"}}')
                     return
-                await asyncio.sleep(0.05)
-                seen.append(time.monotonic())
+                await until(lambda: d.num_running == 1)
                 request.abort()
 
             await pair(world, dialect, Meeting(), prefill=dies, decode=hangs())
-            asking = asyncio.create_task(world.ask(STREAM))
             d = world.workers["d"]
-            await d.until(lambda: d.num_gone == 1)
-            assert time.monotonic() - seen[0] < 0.05
+            asking = asyncio.create_task(world.ask(STREAM))
+            await until(lambda: d.num_gone == 1)
             asking.cancel()
             await world.settled()
 
@@ -314,10 +316,10 @@ def test_when_prefill_fails_its_twin_is_ended_in_milliseconds(dialect: str) -> N
 def test_when_decode_fails_prefill_is_ended_too(dialect: str) -> None:
     async def main() -> None:
         async with world_of_pairs() as world:
-            await pair(world, dialect, Meeting(prefill_s=30.0), decode=answers({"error": {"message": "no"}}, 400))
+            await pair(world, dialect, Meeting(prefill_s=2 * LONG_S), decode=answers({"error": {"message": "no"}}, 400))
             assert (await world.ask(STREAM)).status == 400
             p = world.workers["p"]
-            await p.until(lambda: p.num_gone == 1)
+            await until(lambda: p.num_gone == 1)
             await world.settled()
 
     asyncio.run(main())
@@ -327,33 +329,36 @@ def test_when_decode_fails_prefill_is_ended_too(dialect: str) -> None:
 def test_a_client_that_leaves_frees_both(dialect: str) -> None:
     async def main() -> None:
         async with world_of_pairs() as world:
-            await pair(world, dialect, Meeting(prefill_s=30.0))
+            await pair(world, dialect, Meeting(prefill_s=2 * LONG_S))
             p, d = world.workers["p"], world.workers["d"]
             asking = asyncio.create_task(world.ask(STREAM))
-            await p.until(lambda: "/v1/chat/completions" in p.paths)
-            await asyncio.sleep(0.05)
+            await until(lambda: "/v1/chat/completions" in p.paths)
+            await turns()
             asking.cancel()
-            await p.until(lambda: p.num_running == 0 and d.num_running == 0, 0.3)
+            await until(lambda: p.num_running == 0 and d.num_running == 0)
             assert (await world.settled()).status == 499
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize("body", [WHOLE, STREAM])
-def test_a_client_that_leaves_between_the_legs_leaves_no_blocks_behind(body: bytes) -> None:
+def test_a_client_that_leaves_between_the_legs_leaves_no_blocks_behind(
+    body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vLLM's prefill worker keeps them until a decode worker has seen the request."""
+    monkeypatch.setattr("stoker.gateway.legs._RELEASE_S", 3.0)
 
     async def main() -> None:
         async with world_of_pairs() as world:
             meeting = Meeting()
-            await pair(world, "vllm", meeting, decode=meeting.nixl_decode(pause_s=30.0))
+            await pair(world, "vllm", meeting, decode=meeting.nixl_decode(pause_s=2 * LONG_S))
             d = world.workers["d"]
             asking = asyncio.create_task(world.ask(body))
             await until(lambda: bool(meeting.held), every_s=0.0)
             asking.cancel()
-            await d.until(lambda: not meeting.held)
+            await until(lambda: not meeting.held)
             assert len(d.bodies) == 1
-            await d.until(lambda: d.num_running == 0, 3.0)  # and it is dropped there
+            await until(lambda: d.num_running == 0)  # and it is dropped there
             assert (await world.settled()).status == 499
 
     asyncio.run(main())

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 from fake_stoker import FakeStoker
-from mocks import MockWorker, until
+from mocks import MockWorker
+from waiting import LONG_S, until
 from world import World
 
 from stoker.base.ids import WorkerId
 from stoker.fleet.spec import Role
-from stoker.gateway.early_pull import EarlyPulls
+from stoker.gateway.handoff_notes import HandoffNotes
 from stoker.gateway.http import Request
 from stoker.proto.messages import WorkerInfo
 
@@ -44,7 +45,7 @@ class Hinted:
         self.hints.append(json.loads(request.body))
         self.secrets.append(request.header(b"x-stoker-secret"))
         if self.hangs:
-            await asyncio.sleep(60)
+            await asyncio.sleep(2 * LONG_S)
         request.respond(202, [], b"")
 
 
@@ -52,12 +53,19 @@ KEEPS = {"engine_id": "e1", "kv_address": "[::1]:7000"}
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_decode_is_told_where_the_blocks_will_be(hangs: bool) -> None:
+def test_decode_is_told_where_the_blocks_will_be(hangs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stoker.gateway.handoff_notes._ANSWER_S", 2 * LONG_S)
+
     async def main() -> None:
         infos = {"p": info("p", **KEEPS), "d": info("d")}
-        async with World(prompt_tokens=5000, early_pulls=EarlyPulls(infos.get, "sesame")) as world:
-            p = await world.add("p", FakeStoker(pace_s=0.05), role=Role.PREFILL, dialect="stoker")
+        async with World(prompt_tokens=5000, notes=HandoffNotes(infos.get, "sesame")) as world:
             decode = Hinted(hangs=hangs)
+
+            async def prefill(worker: MockWorker, request: Request) -> None:
+                await until(lambda: bool(decode.hints))
+                await FakeStoker()(worker, request)
+
+            p = await world.add("p", prefill, role=Role.PREFILL, dialect="stoker")
             await world.add("d", decode, role=Role.DECODE, dialect="stoker")
             got = await world.ask(BODY)
             assert got.body.endswith(b"data: [DONE]\n\n")
@@ -79,7 +87,7 @@ def test_decode_is_told_where_the_blocks_will_be(hangs: bool) -> None:
             ]
             assert decode.secrets == [b"sesame"]
             await world.settled()
-            await until(lambda: not [one for one in asyncio.all_tasks() if one.get_name() == "early-pull"], 1.0)
+            await until(lambda: not [one for one in asyncio.all_tasks() if one.get_name() == "early-pull"])
 
     asyncio.run(main())
 
@@ -96,7 +104,7 @@ def test_decode_is_told_where_the_blocks_will_be(hangs: bool) -> None:
 def test_no_hint_that_would_be_of_no_use(prompt_tokens: int, prefill: dict[str, Any], decode: dict[str, Any]) -> None:
     async def main() -> None:
         infos = {"p": info("p", **prefill), "d": info("d", **decode)}
-        async with World(prompt_tokens=prompt_tokens, early_pulls=EarlyPulls(infos.get)) as world:
+        async with World(prompt_tokens=prompt_tokens, notes=HandoffNotes(infos.get)) as world:
             p = await world.add("p", FakeStoker(), role=Role.PREFILL, dialect="stoker")
             hinted = Hinted()
             await world.add("d", hinted, role=Role.DECODE, dialect="stoker")

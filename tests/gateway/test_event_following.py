@@ -15,6 +15,7 @@ import pytest
 import uvloop
 import zmq
 import zmq.asyncio
+from waiting import LONG_S, until
 
 from stoker.base.ids import BlockId, BlockKey, WorkerId
 from stoker.fleet.prefix_index import PrefixIndex
@@ -133,7 +134,7 @@ async def listening(
     index = PrefixIndex()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     rekeyer = Rekeyer(WorkerIndex(W, [index]), SIZE, hashes_salts=not snapshots)
-    settings = FollowSettings(**{"replay_s": 0.3, "first_wait_s": 0.01, "max_wait_s": 0.2, **more})
+    settings = FollowSettings(**{"replay_s": LONG_S, "first_wait_s": 0.01, "max_wait_s": 0.2, **more})
     reports: list[bytes] = []
     follower = Lossy(
         "w",
@@ -174,12 +175,6 @@ def report(number: int) -> WorkerReport:
     )
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
-
-
 def run(main: Any) -> None:
     uvloop.run(main)
 
@@ -187,12 +182,11 @@ def run(main: Any) -> None:
 async def settled(engine: Engine, listener: Listening) -> None:
     """What was lost last is noticed with the next message: there is always a next one."""
 
-    for _ in range(200):
+    def agrees() -> bool:
         engine.reporter.blocks_changed(KvEvents(events=[]))
-        await asyncio.sleep(0.02)
-        if listener.follower.is_current and listener.agrees(engine):
-            return
-    raise AssertionError("the index is not what the pool is")
+        return listener.follower.is_current and listener.agrees(engine)
+
+    await until(agrees, every_s=0.02)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -208,14 +202,20 @@ def test_a_lost_event_heals(seed: int, kept: int) -> None:
         for _ in range(50):  # before anybody listens
             engine.step()
         lossy = True
-        async with listening(urls(reporter), lambda: lossy and rng.random() < 0.1) as listener:
-            for i in range(400):
-                engine.step()
-                if i % 20 == 0:
-                    await asyncio.sleep(0.002)
+        async with listening(urls(reporter), lambda: lossy and rng.random() < 0.1, replay_s=0.3) as listener:
+            follower = listener.follower
+
+            def steps() -> bool:
+                for _ in range(20):
+                    engine.step()
+                return follower.num_gaps + follower.num_resyncs > 1
+
+            for _ in range(20):
+                steps()
+                await asyncio.sleep(0.002)
+            await until(steps)  # also where it took long to subscribe
             lossy = False
             await settled(engine, listener)
-            assert listener.follower.num_gaps + listener.follower.num_resyncs > 1
             assert len(engine.truth()) > 10
             await until(lambda: bool(listener.reports))
         await reporter.stop()
@@ -248,7 +248,7 @@ def test_a_worker_that_began_anew_on_its_port_is_believed_anew(steps_before: int
         first.start(report)
         engine = Engine(random.Random(1), first)
         where = urls(first)
-        async with listening(where) as listener:
+        async with listening(where, replay_s=0.3) as listener:
             for _ in range(100):
                 engine.step()
             await settled(engine, listener)
@@ -291,7 +291,7 @@ class Foreign:
 
     def __init__(self, kept: int, with_topic: bool, replays: bool = True) -> None:
         self._context = zmq.asyncio.Context()
-        self._publisher = zmq.Context(self._context).socket(zmq.PUB)
+        self._publisher = zmq.Context(self._context).socket(zmq.XPUB)  # a PUB that hears who subscribes
         self._replayer = self._context.socket(zmq.ROUTER)
         self.port = self._publisher.bind_to_random_port("tcp://127.0.0.1")
         self.replay_port = self._replayer.bind_to_random_port("tcp://127.0.0.1")
@@ -301,6 +301,10 @@ class Foreign:
 
     def url(self) -> tuple[str, str | None]:
         return f"tcp://127.0.0.1:{self.port}", f"tcp://127.0.0.1:{self.replay_port}" if self._replays else None
+
+    async def subscribed(self) -> None:
+        """What is published from now on is heard."""
+        await until(lambda: self._publisher.poll(0) != 0)
 
     def publish(self, *events: Any, lost: bool = False) -> None:
         seq = self._sent[-1][0] + 1 if self._sent else 0
@@ -359,7 +363,7 @@ def test_a_foreign_engine_s_gap_is_filled_from_its_replay(with_topic: bool) -> N
         engine.publish(stored(0, block(0)))
         async with listening(engine.url(), snapshots=False) as listener:
             await until(lambda: held(listener, TOKENS) == 1)  # published before we came
-            await asyncio.sleep(0.05)
+            await engine.subscribed()
             engine.publish(stored(1, block(1), 0))
             await until(lambda: held(listener, TOKENS) == 2)
             engine.publish(stored(2, block(2), 1), lost=True)
@@ -379,7 +383,8 @@ def test_what_a_foreign_engine_cannot_tell_again_is_forgotten(replays: bool) -> 
     async def main() -> None:
         engine = Foreign(2, True, replays)
         async with listening(engine.url(), snapshots=False) as listener:
-            await asyncio.sleep(0.1)
+            await engine.subscribed()
+            await until(lambda: listener.follower.num_resyncs == 1)  # it has seen that it is connected, and forgot all
             engine.publish(stored(0, block(0)))
             engine.publish(stored(1, block(1), 0))
             await until(lambda: held(listener, TOKENS) == 2)
@@ -398,7 +403,7 @@ def test_nonsense_is_no_end_of_listening() -> None:
     async def main() -> None:
         engine = Foreign(100, True)
         async with listening(engine.url(), snapshots=False) as listener:
-            await asyncio.sleep(0.1)
+            await engine.subscribed()
             engine._publisher.send_multipart([b"kv-events", b"short", b""])
             engine._publisher.send_multipart([b"one"])
             engine._sent.append((0, b"\xc1\xc1"))

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from mocks import DONE, SSE, MockWorker, answers, chunk, drops, hangs, in_turn, streams, until, usage, usage_chunk
-from world import World
+from mocks import DONE, SSE, MockWorker, answers, chunk, drops, hangs, in_turn, streams, usage, usage_chunk
+from waiting import LONG_S, settled, turns, until
+from world import PATIENT, World
 
-from stoker.gateway.config import KeySettings, ProxySettings
+from stoker.base.ids import WorkerId
+from stoker.gateway.config import KeySettings
 from stoker.gateway.http import Request
 
 CHAT = b'{"model": "m",  "messages": [{"role": "user", "content": "hi"}]}'
@@ -71,12 +73,19 @@ def test_an_odd_request_id_is_replaced() -> None:
 def test_a_stream_passes_event_by_event_and_its_usage_is_metered_unseen() -> None:
     async def main() -> None:
         async with World() as world:
-            worker = await world.add("a", streams(chunk("a"), chunk("b"), usage_chunk(10, 4, 2), DONE, pause_s=0.01))
             pieces: list[bytes] = []
+
+            async def script(worker: MockWorker, request: Request) -> None:
+                request.start(200, SSE)
+                for number, piece in enumerate([chunk("a"), chunk("b"), usage_chunk(10, 4, 2) + DONE], 1):
+                    request.write(piece)
+                    await until(lambda number=number: len(pieces) == number)  # type: ignore[misc]
+                request.finish()
+
+            worker = await world.add("a", script)
             answer = await world.send(STREAM)
             await answer.relay(pieces.append)
-            assert b"".join(pieces) == chunk("a") + chunk("b") + DONE
-            assert len(pieces) >= 3
+            assert pieces == [chunk("a"), chunk("b"), DONE]
             assert answer.header(b"content-type") == SSE[0][1]
             assert worker.bodies == [b'{"stream_options":{"include_usage":true},' + STREAM[1:]]
             row = await world.settled()
@@ -162,10 +171,11 @@ def test_a_lone_worker_that_is_restarted_is_waited_for(body: bytes) -> None:
         async with World(resume_grace_s=5.0) as world:
             worker = await world.add("a", in_turn(drops(), streams(chunk("a"), DONE)))
             asking = asyncio.create_task(world.ask(body))
-            await worker.until(lambda: len(worker.bodies) == 1)
+            await until(lambda: len(worker.bodies) == 1)
             await worker.stop()
-            await asyncio.sleep(0.3)
+            await until(lambda: world.metrics.upstream["a", "connect"] > 0)
             await worker.start()
+            world.clock.advance(2.0)  # it may be tried once more
             assert (await asking).status == 200
             await world.settled()
 
@@ -235,7 +245,7 @@ def test_when_nobody_is_left_the_client_gets_one_clean_error() -> None:
 
 def test_retries_stay_a_small_part_of_all_requests() -> None:
     async def main() -> None:
-        async with World(proxy=ProxySettings(retry_share=0.1, retries=50)) as world:
+        async with World(proxy=replace(PATIENT, retry_share=0.1, retries=50)) as world:
             worker = await world.add("a", answers({"error": {}}, 429))
             for _ in range(50):
                 await world.ask(CHAT)
@@ -271,19 +281,17 @@ def test_a_stream_cut_after_its_end_is_whole() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("script", [hangs(), streams(chunk("a"), chunk("b"), pause_s=5.0)])
+@pytest.mark.parametrize("script", [hangs(), streams(chunk("a"), chunk("b"), pause_s=2 * LONG_S)])
 @pytest.mark.parametrize("body", [CHAT, STREAM])
 def test_a_client_that_leaves_frees_its_worker_at_once(script: Any, body: bytes) -> None:
     async def main() -> None:
         async with World() as world:
             worker = await world.add("a", script)
             asking = asyncio.create_task(world.ask(body))
-            await worker.until(lambda: worker.num_running == 1)
-            await asyncio.sleep(0.05)
-            left = time.monotonic()
+            await until(lambda: worker.num_running == 1)
+            await turns()
             asking.cancel()
-            await worker.until(lambda: worker.num_gone == 1)
-            assert time.monotonic() - left < 0.2
+            await until(lambda: worker.num_gone == 1)
             row = await world.settled()
             assert (row.status, row.error) == (499, "client_gone")
 
@@ -311,9 +319,7 @@ def test_a_client_that_reads_slowly_slows_its_worker_down() -> None:
             await world.add("a", pours)
             answer = await world.send(STREAM)
             answer.pause()
-            await asyncio.sleep(0.7)
-            stalled_at = num_written
-            assert stalled_at < 1000
+            assert await settled(lambda: num_written) < 1000
             answer.resume()
             body = await answer.read(1 << 28)
             assert body == piece * 2000 + DONE
@@ -325,11 +331,14 @@ def test_a_client_that_reads_slowly_slows_its_worker_down() -> None:
 def test_a_prompt_computed_alone_tells_how_fast_its_worker_is() -> None:
     async def main() -> None:
         async with World(prompt_tokens=5000) as world:
-            await world.add("a", streams(chunk("a"), DONE, pause_s=0.01))
+
+            async def computes(worker: MockWorker, request: Request) -> None:
+                world.clock.advance(0.5)
+                await streams(chunk("a"), DONE)(worker, request)
+
+            await world.add("a", computes)
             await world.ask(STREAM)
-            alone = world.fleet.members()[0].rates.prefill_tokens_per_s
-            assert alone is not None
-            assert alone > 5000
+            assert world.fleet.members()[0].rates.prefill_tokens_per_s == 10_000
         async with World(prompt_tokens=100) as world:
             await world.add("a", streams(chunk("a"), DONE))
             await world.ask(STREAM)
@@ -341,12 +350,25 @@ def test_a_prompt_computed_alone_tells_how_fast_its_worker_is() -> None:
 def test_the_prompt_is_no_longer_reserved_once_the_first_byte_is_there() -> None:
     async def main() -> None:
         async with World(prompt_tokens=5000) as world:
-            await world.add("a", streams(b"", chunk("a"), chunk("b"), DONE, pause_s=0.1))
+            begins, ends = asyncio.Event(), asyncio.Event()
+
+            async def script(worker: MockWorker, request: Request) -> None:
+                request.start(200, SSE)
+                await begins.wait()
+                request.write(chunk("a"))
+                await ends.wait()
+                request.write(DONE)
+                request.finish()
+
+            worker = await world.add("a", script)
             asking = asyncio.create_task(world.ask(STREAM))
-            await until(lambda: world.ledger.totals().prefill_tokens == 5000)
+            await until(lambda: worker.num_running == 1)
+            assert world.ledger.totals().prefill_tokens == 5000
+            begins.set()
             await until(lambda: world.ledger.totals().prefill_tokens == 0)
             assert world.ledger.totals().requests == 1
             assert world.admission.tokens_in_flight == 0
+            ends.set()
             await asking
             await world.settled()
 
@@ -397,7 +419,7 @@ def test_a_tenants_salt_is_put_over_the_clients_own_for_those_who_know_salts() -
             headers = [(b"authorization", b"Bearer secret-key")]
             await world.ask(CHAT, headers=headers)
             assert plain.bodies == [CHAT]
-            world.fleet.remove("plain", time.monotonic())  # type: ignore[arg-type]
+            world.fleet.remove(WorkerId("plain"), world.clock.now())
             engine = await world.add("engine", answers(ANSWER), dialect="vllm")
             await world.ask(CHAT, headers=headers)
             await world.ask({"model": "m", "cache_salt": "mine", "priority": 1}, headers=headers)
@@ -453,13 +475,23 @@ def test_the_other_paths() -> None:
 def test_a_draining_gateway_ends_what_it_has_and_takes_no_more() -> None:
     async def main() -> None:
         async with World() as world:
-            await world.add("a", streams(chunk("a"), DONE, pause_s=0.1))
+            asked = asyncio.Event()
+
+            async def script(worker: MockWorker, request: Request) -> None:
+                request.start(200, SSE)
+                request.write(chunk("a"))
+                await asked.wait()
+                request.write(DONE)
+                request.finish()
+
+            await world.add("a", script)
             running = await world.send(STREAM)
             world.state.begin_drain()
             refused = await world.ask(CHAT)
             assert (refused.status, refused.json["error"]["code"]) == (503, "draining")
             assert "retry-after" in refused.headers
             assert (await world.get("/ready")).status == 503
+            asked.set()
             assert await running.read(1 << 20) == chunk("a") + DONE
 
     asyncio.run(main())
@@ -485,9 +517,9 @@ def test_a_client_that_only_half_closed_is_gone() -> None:
             writer.write(
                 b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(CHAT) + CHAT
             )
-            await worker.until(lambda: worker.num_running == 1)
+            await until(lambda: worker.num_running == 1)
             writer.close()
-            await worker.until(lambda: worker.num_gone == 1)
+            await until(lambda: worker.num_gone == 1)
             await world.settled()
 
     asyncio.run(main())

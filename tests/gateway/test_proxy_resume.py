@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import time
 from typing import Any
 
 import pytest
 from fake_stoker import FakeStoker
+from mocks import hangs
+from waiting import LONG_S, turns, until
 from world import World
 
+from stoker.base.ids import WorkerId
 from stoker.fleet.spec import Role
 
 BODY: dict[str, Any] = {"model": "m", "messages": [], "stream": True, "seed": 42, "max_tokens": 8}
@@ -105,10 +106,11 @@ def test_a_lone_worker_that_comes_back_goes_on_itself() -> None:
         async with World(resume_grace_s=5.0) as world:
             worker = await world.add("a", FakeStoker(dies=[4]), dialect="stoker")
             asking = asyncio.create_task(world.ask(BODY, headers=ID))
-            await worker.until(lambda: len(worker.bodies) == 1 and worker.num_running == 0)
+            await until(lambda: len(worker.bodies) == 1 and worker.num_running == 0)
             await worker.stop()
-            await asyncio.sleep(0.4)
+            await until(lambda: world.metrics.upstream["a", "connect"] > 0)
             await worker.start()
+            world.clock.advance(2.0)  # it may be tried once more
             assert (await asking).body == expected
             assert (await world.settled()).resumed == 1
 
@@ -142,15 +144,19 @@ def test_three_workers_may_die_but_not_four() -> None:
 
 def test_when_nobody_comes_back_the_stream_ends_with_an_error_in_time() -> None:
     async def main() -> None:
-        async with World(resume_grace_s=0.4) as world:
-            worker = await world.add("a", FakeStoker(dies=[4], pace_s=0.01), dialect="stoker")
+        async with World(resume_grace_s=2.0) as world:
+            worker = await world.add("a", FakeStoker(dies=[4]), dialect="stoker")
             asking = asyncio.create_task(world.ask(BODY, headers=ID))
-            await worker.until(lambda: worker.num_running == 1)
-            began = time.monotonic()
-            await worker.until(lambda: worker.num_running == 0)
+            await until(lambda: len(worker.bodies) == 1 and worker.num_running == 0)
             await worker.stop()
+            for num_failures in (1, 2):
+                await until(lambda wanted=num_failures: world.metrics.upstream["a", "connect"] == wanted)  # type: ignore[misc]
+                await turns()
+                assert not asking.done()
+                world.clock.advance(
+                    1.2
+                )  # after the first, it is tried again; after the second, the time is over before that
             got = await asking
-            assert 0.3 < time.monotonic() - began < 1.5
             assert b"worker_lost" in got.body
             assert b"[DONE]" not in got.body
             row = await world.settled()
@@ -162,14 +168,17 @@ def test_when_nobody_comes_back_the_stream_ends_with_an_error_in_time() -> None:
 
 def test_a_stream_of_ours_is_never_continued_by_a_foreign_worker() -> None:
     async def main() -> None:
-        async with World(resume_grace_s=0.3) as world:
+        async with World(resume_grace_s=5.0) as world:
             await world.add("a", FakeStoker(dies=[4]), dialect="stoker")
             foreign = await world.add("f", FakeStoker(), dialect="openai")
-            world.fleet.drain("f", time.monotonic())  # type: ignore[arg-type]
+            world.fleet.drain(WorkerId("f"), world.clock.now())
             asking = asyncio.create_task(world.ask(BODY))
-            await world.workers["a"].until(lambda: len(world.workers["a"].bodies) == 1)
-            world.fleet.drain("f", time.monotonic(), False)  # type: ignore[arg-type]
+            await until(lambda: len(world.workers["a"].bodies) == 1)
+            world.fleet.drain(WorkerId("f"), world.clock.now(), False)
             await world.workers["a"].stop()
+            await until(lambda: world.metrics.upstream["a", "connect"] > 0)
+            await turns()
+            world.clock.advance(10.0)
             assert b"worker_lost" in (await asking).body
             assert foreign.bodies == []
 
@@ -181,9 +190,9 @@ def test_a_client_that_leaves_while_its_stream_is_being_saved() -> None:
         async with World(resume_grace_s=5.0) as world:
             worker = await world.add("a", FakeStoker(dies=[4]), dialect="stoker")
             asking = asyncio.create_task(world.ask(BODY))
-            await worker.until(lambda: len(worker.bodies) == 1 and worker.num_running == 0)
+            await until(lambda: len(worker.bodies) == 1 and worker.num_running == 0)
             await worker.stop()
-            await asyncio.sleep(0.2)
+            await until(lambda: world.metrics.upstream["a", "connect"] > 0)
             asking.cancel()
             row = await world.settled()
             assert (row.status, row.completion_tokens) == (499, 4)
@@ -307,10 +316,10 @@ def test_a_decode_worker_that_dies_after_a_hand_off_is_replaced() -> None:
         async with World(prompt_tokens=5000, policy="least_tokens") as world:
             await pair(world, FakeStoker(), FakeStoker(dies=[2]))
             await world.add("u", FakeStoker(created=3000), dialect="stoker")
-            world.fleet.drain("u", time.monotonic())  # type: ignore[arg-type]
+            world.fleet.drain(WorkerId("u"), world.clock.now())
             asking = asyncio.create_task(world.ask(BODY, headers=ID))
-            await world.workers["d"].until(lambda: len(world.workers["d"].bodies) == 1)
-            world.fleet.drain("u", time.monotonic(), False)  # type: ignore[arg-type]
+            await until(lambda: len(world.workers["d"].bodies) == 1)
+            world.fleet.drain(WorkerId("u"), world.clock.now(), False)
             assert (await asking).body == expected
             row = await world.settled()
             assert row.resumed == 1
@@ -323,24 +332,17 @@ def test_a_worker_that_stops_without_a_word_is_left_when_it_is_found_out(stage: 
     async def main() -> None:
         expected = await undisturbed(BODY)
         async with World() as world:
-
-            class Stops(FakeStoker):
-                async def __call__(self, worker: Any, request: Any) -> None:
-                    if stage == "during":
-                        with contextlib.suppress(TimeoutError):
-                            async with asyncio.timeout(0.05):
-                                await super().__call__(worker, request)
-                    await asyncio.sleep(30)
-
-            a = await world.add("a", Stops(pace_s=0.01), dialect="stoker")
+            # Never a byte, or one token and then the same.
+            script: Any = hangs() if stage == "before" else FakeStoker(pace_s=2 * LONG_S)
+            a = await world.add("a", script, dialect="stoker")
             await world.add("b", FakeStoker(), dialect="stoker")
             asking = asyncio.create_task(world.ask(BODY, headers=ID))
-            await a.until(lambda: a.num_running == 1)
-            await asyncio.sleep(0.2)
+            await until(lambda: a.num_running == 1)
+            await turns()
             assert not asking.done()
-            world.upstreams.cut("a")  # type: ignore[arg-type]
+            world.upstreams.cut(WorkerId("a"))
             assert (await asking).body == expected
-            await a.until(lambda: a.num_gone == 1)
+            await until(lambda: a.num_gone == 1)
             row = await world.settled()
             assert (row.worker, row.resumed) == ("b", int(stage == "during"))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import pytest
 from real_fleet import LEASE_S, Exchange, Process, RealFleet, real_fleet
 from worker.real import wait_for
 
-SETTLES_S = 5.0  # after an answer's end, by when every counter is back at zero
+SETTLES_S = 20.0  # after an answer's end, by when every counter is back at zero; on a quiet machine it takes a second
 
 WORDS = "river stone lamp garden signal copper winter orbit pepper violin"
 LONG_PROMPT = " ".join(f"{number} {WORDS}" for number in range(220))  # some seconds of prefill for the tiny model
@@ -46,6 +46,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "tool_choice": {"type": "function", "function": {"name": "move"}},
     },
 }
+COMPUTED = "stoker_computed_tokens_total"
 STAGES = ("queued", "prefilling", "first_token", "mid_stream")
 VICTIMS = ("worker", "engine")
 
@@ -73,6 +74,16 @@ def at_stage(fleet: RealFleet, exchange: Exchange, stage: str) -> Process:
     return worker
 
 
+def ask(fleet: RealFleet, body: dict[str, Any], reach: Callable[[Exchange], Process]) -> tuple[Exchange, Process]:
+    """A request at its stage, and the worker to strike. One that was over before we looked is asked once more."""
+    for _ in range(5):
+        exchange = fleet.ask(body)
+        worker = reach(exchange)
+        if not exchange.is_over or not body.get("stream"):
+            return exchange, worker
+    raise AssertionError("too fast to be struck")
+
+
 def strike(victim: str, worker: Process) -> None:
     if victim == "worker":
         worker.kill()
@@ -97,9 +108,7 @@ def test_a_dead_worker_changes_no_answer(fleet: RealFleet, victim: str, stage: s
         for number in range(6):  # all rows of both workers
             crowd.append(fleet.ask(body_of("stream", "mid_stream") | {"seed": 100 + number}))
         wait_for(lambda: all(len(one.events) > 1 for one in crowd))
-    exchange = fleet.ask(body)
-    worker = at_stage(fleet, exchange, stage)
-    assert not exchange.is_over or kind == "whole", "too fast to be struck"
+    exchange, worker = ask(fleet, body, lambda exchange: at_stage(fleet, exchange, stage))
     strike(victim, worker)
     exchange.wait()
     assert exchange.said == undisturbed.said
@@ -119,11 +128,14 @@ def test_a_dead_gateway_leaves_nothing_running(fleet: RealFleet) -> None:
     endless = {"max_tokens": 6000, "ignore_eos": True}
     exchanges = [fleet.ask(body_of(kind, "mid_stream") | endless) for kind in ("stream", "whole")]
     wait_for(lambda: all(len(one.events) > 1 for one in exchanges if one.body.get("stream")))
+    before = sum(worker.metrics()[COMPUTED] for worker in fleet.workers)
     fleet.gateway.kill()
     for one in exchanges:  # the client is not left waiting
-        one.wait(SETTLES_S)
+        one.wait()
         assert one.broken or not one.events or one.events[-1] != "[DONE]"
-    wait_for(lambda: all(worker.get("/health")["running_requests"] == 0 for worker in fleet.workers), SETTLES_S)
+    wait_for(lambda: all(worker.is_idle for worker in fleet.workers))
+    computed = sum(worker.metrics()[COMPUTED] for worker in fleet.workers) - before
+    assert computed < 6000, "somebody went on to the end"
     fleet.gateway.start()
     fleet.heal()
     again = fleet.ask(body_of("stream", "first_token"))
@@ -161,7 +173,7 @@ def test_no_worker_left_is_a_clean_error(fleet: RealFleet) -> None:
     wait_for(lambda: len(exchange.events) > 10)
     for worker in fleet.workers:
         worker.kill()
-    exchange.wait(60)
+    exchange.wait()
     assert exchange.events[-1] != "[DONE]"
     error = json.loads(exchange.events[-1])["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -203,7 +215,7 @@ def test_a_dead_half_of_a_pair_changes_no_answer(pair: RealFleet, victim: str, s
     if stage == "prefilling":
         body["messages"] = [{"role": "user", "content": LONG_PROMPT[: len(LONG_PROMPT) // 2] + victim + kind}]
     undisturbed = pair.direct(body)
-    undisturbed.wait(90)
+    undisturbed.wait()
     with ExitStack() as stopped:
         if stage == "queued":  # in a worker of this role
             for worker in pair.of_role(role):
@@ -211,30 +223,28 @@ def test_a_dead_half_of_a_pair_changes_no_answer(pair: RealFleet, victim: str, s
         if stage == "between_legs":
             for worker in pair.of_role("decode"):
                 stopped.enter_context(worker.stopped())
-        exchange = pair.ask(body)
-        worker = reached(pair, exchange, role, stage)
-        assert not exchange.is_over or kind == "whole", "too fast to be struck"
+        exchange, worker = ask(pair, body, lambda exchange: reached(pair, exchange, role, stage))
         strike(part, worker)
-    exchange.wait(90)
+    exchange.wait()
     assert exchange.said == undisturbed.said
     pair.settle(LEASE_S + SETTLES_S)
 
 
 def reached(pair: RealFleet, exchange: Exchange, role: str, stage: str) -> Process:
     """Waits until the request is there, and says which worker of this role has it, or had it, or will."""
-    wait_for(lambda: any(pair.in_flight()["reserved"].values()), 30)
+    wait_for(lambda: any(pair.in_flight()["reserved"].values()))
     prefill, decode = pair.last_route()
     assert prefill is not None
     worker = prefill if role == "prefill" else decode
     if stage == "queued":
-        wait_for(lambda: bool(worker.get("/health")["running_requests"]), 30)
+        wait_for(lambda: bool(worker.get("/health")["running_requests"]))
     elif stage == "prefilling":
-        wait_for(lambda: bool(prefill.get("/health")["running_requests"]), 30)
+        wait_for(lambda: bool(prefill.get("/health")["running_requests"]))
     elif stage == "between_legs":
-        wait_for(lambda: prefill.metrics()["stoker_kv_leases"] > 0, 30)
+        wait_for(lambda: prefill.metrics()["stoker_kv_leases"] > 0)
     elif exchange.body.get("stream"):
         wanted = {"first_token": 2, "mid_stream": 25}[stage]
-        wait_for(lambda: len(exchange.events) >= wanted or exchange.is_over, 60)
+        wait_for(lambda: len(exchange.events) >= wanted or exchange.is_over)
     else:
-        wait_for(lambda: exchange.is_over or bool(decode.get("/health")["running_requests"]), 60)
+        wait_for(lambda: exchange.is_over or bool(decode.get("/health")["running_requests"]))
     return worker

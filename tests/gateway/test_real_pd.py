@@ -90,7 +90,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def fleet(request: Any, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealFleet]:
     roles = ("prefill",) * request.param + ("decode",) * request.param
     work = tmp_path_factory.mktemp("fleet")
-    with real_fleet(tiny_folder, work, roles=roles) as fleet:
+    # No lease ends by itself in the time of a test.
+    with real_fleet(tiny_folder, work, roles=roles, lease_s=600.0) as fleet:
         yield fleet
     assert not [path.name for path in work.glob("*.log") if "Traceback" in path.read_text()]
 
@@ -98,9 +99,9 @@ def fleet(request: Any, tiny_folder: Path, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(autouse=True)
 def nothing_left(fleet: RealFleet) -> Iterator[None]:
     yield
-    wait_for(lambda: not any(fleet.in_flight()["reserved"].values()), 10)
-    # Sooner than a lease ends by itself: whoever pulled has said so.
-    wait_for(lambda: all(worker.is_idle for worker in fleet.workers), 3)
+    wait_for(lambda: not any(fleet.in_flight()["reserved"].values()))
+    # Whoever pulled has said so.
+    wait_for(lambda: all(worker.is_idle for worker in fleet.workers))
 
 
 def both(fleet: RealFleet, path: str, body: dict[str, Any]) -> tuple[Exchange, Exchange]:
@@ -148,7 +149,7 @@ def test_two_workers_say_what_one_says(fleet: RealFleet, name: str, streams: boo
     computed, late, handed_off = total(decode, COMPUTED), total(decode, LATE), handoffs(fleet)
     through, alone = both(fleet, path, body)
     assert shown(through) == shown(alone)
-    wait_for(lambda: all(worker.is_idle for worker in fleet.workers), 10)
+    wait_for(lambda: all(worker.is_idle for worker in fleet.workers))
     if name in ("one-token", "stop-at-once"):
         assert total(decode, COMPUTED) == computed, "prefill's token was the whole answer"
         return
@@ -169,7 +170,7 @@ def test_decode_computes_no_prompt_token(fleet: RealFleet, num_tokens: int) -> N
     assert through.json["choices"] == alone.json["choices"]
     assert through.usage == alone.usage | {"prompt_tokens_details": through.usage["prompt_tokens_details"]}
     # An engine's counts come a moment after its answers.
-    wait_for(lambda: total(decode, COMPUTED) > computed and all(worker.is_idle for worker in fleet.workers), 10)
+    wait_for(lambda: total(decode, COMPUTED) > computed and all(worker.is_idle for worker in fleet.workers))
     if total(decode, LATE) == late:
         assert total(decode, COMPUTED) - computed == 5, "one for each token after the first"
         assert total(decode, PULLED) - pulled == num_tokens
@@ -214,14 +215,14 @@ def test_many_at_once_and_clients_that_leave(fleet: RealFleet) -> None:
     exchanges = [fleet.ask(body) for body in bodies]
     leaving = [fleet.ask(body | {"stream": True, "max_tokens": 2000}) for body in bodies[::3]]
     for number, one in enumerate(leaving):
-        wait_for(lambda one=one, number=number: len(one.events) >= number or one.is_over, 60)  # type: ignore[misc]
+        wait_for(lambda one=one, number=number: len(one.events) >= number or one.is_over)  # type: ignore[misc]
         one.leave()
     for one, body in zip(exchanges, bodies, strict=True):
         one.wait(120)
         undisturbed = fleet.direct(body)
         undisturbed.wait(120)
         assert one.said[0] == undisturbed.said[0]
-    wait_for(lambda: all(worker.is_idle for worker in fleet.workers), 10)
+    wait_for(lambda: all(worker.is_idle for worker in fleet.workers))
 
 
 def test_an_error_is_the_clients_in_its_own_words(fleet: RealFleet) -> None:

@@ -40,7 +40,7 @@ def serving(folder: Path, work: Path, options: Sequence[Sequence[str]]) -> Itera
         Process(["serve", str(folder), *WORKER_OPTIONS, *more], work / f"worker-{i}.log")
         for i, more in enumerate(options)
     ]
-    starts = [threading.Thread(target=worker.start, args=(120,)) for worker in workers]
+    starts = [threading.Thread(target=worker.start) for worker in workers]
     for start in starts:
         start.start()
     for start in starts:
@@ -67,7 +67,7 @@ def routing(work: Path, *options: str) -> Iterator[int]:
         return tried.status == 200
 
     try:
-        wait_for(answers, 60)
+        wait_for(answers)
         yield port
     finally:
         router.terminate()

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import types
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import uvloop
 from aiohttp import web
-from mocks import JSON, MockWorker, Script, hangs, until
+from mocks import JSON, MockWorker, Script, hangs
 from test_event_following import Foreign, stored
 from tiny_text import make_folder
+from waiting import LONG_S, until
 
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Fleet, Member
@@ -43,7 +46,9 @@ from stoker.worker.state import ServerState
 
 W = WorkerId("w")
 BLOCK = 16
-QUICK = WatchSettings(probe_s=0.02, connect_s=0.5, answer_s=0.3, late_probes=2, learn_s=0.1)
+QUICK = WatchSettings(probe_s=0.02, connect_s=LONG_S, answer_s=LONG_S, learn_s=0.1)
+# One probe may be late for a reason of this machine's own; not so many one after the other.
+HURRIED = replace(QUICK, answer_s=0.3, late_probes=5)
 
 
 class World:
@@ -163,12 +168,12 @@ def test_a_conversation_is_found_where_our_worker_computed_it(folder: Path) -> N
         worker = await Ours(folder, secret="s").start()
         world = World(secret="s")
         member = world.watch(worker.url)
-        await until(lambda: isinstance(world.makers.exact("m"), TokenKeys), 5)
+        await until(lambda: isinstance(world.makers.exact("m"), TokenKeys))
         assert member.models == {"m", "m-alias"}
         assert world.is_usable
         watcher = world.watchers.watcher(W)
         assert watcher is not None
-        await until(lambda: isinstance(f := watcher.follower, KvFollower) and f.is_current, 5)
+        await until(lambda: isinstance(f := watcher.follower, KvFollower) and f.is_current)
         found = await world.makers.keys("m", parse(Kind.CHAT, BODY), None)
         assert found.block_tokens == BLOCK
         assert len(found.keys) > 5
@@ -176,9 +181,9 @@ def test_a_conversation_is_found_where_our_worker_computed_it(folder: Path) -> N
         prompt = text.template.render([{"role": "user", "content": "def add(a, b): " * 60}])
         worker.compute(text.tokenizer.encode(prompt))
         for model in ("m", "m-alias"):
-            await until(lambda model=model: bool(world.indexes[model].match(found.keys)), 5)  # type: ignore[misc]
+            await until(lambda model=model: bool(world.indexes[model].match(found.keys)))  # type: ignore[misc]
             assert world.indexes[model].match(found.keys)[W].device_blocks == len(found.keys)
-        await until(lambda: member.report is not None, 5)
+        await until(lambda: member.report is not None)
         assert member.report is not None
         assert (member.report.waiting_tokens, member.report.running_sequences) == (200, 3)
         assert (member.report.kv_used, member.report.prefill_tokens_per_s) == (0.75, 1234.0)
@@ -195,23 +200,23 @@ def test_a_worker_that_drains_gets_nothing_and_one_that_came_back_is_known_anew(
         worker = await Ours(folder).start()
         world = World()
         world.watch(worker.url)
-        await until(lambda: world.is_usable and "m" in world.fleet.models(), 5)
+        await until(lambda: world.is_usable and "m" in world.fleet.models())
         watcher = world.watchers.watcher(W)
         assert watcher is not None
-        await until(lambda: isinstance(watcher.follower, KvFollower), 5)
+        await until(lambda: isinstance(watcher.follower, KvFollower))
         worker.state.begin_drain()
-        await until(lambda: not world.is_usable, 5)
+        await until(lambda: not world.is_usable)
         assert world.lost == []
         tokens = list(range(64))
         keys = token_keys(array("I", tokens), root_key(None), BLOCK)
         worker.compute(tokens)
-        await until(lambda: bool(world.indexes["m"].match(keys)), 5)
+        await until(lambda: bool(world.indexes["m"].match(keys)))
         await worker.stop()
-        await until(lambda: world.lost == [W], 5)
+        await until(lambda: world.lost == [W])
         again = await Ours(folder, port=worker.port).start()
-        await until(lambda: world.is_usable, 5)
-        await until(lambda: (info := watcher.info) is not None and info.worker_id == again.identity.worker_id, 5)
-        await until(lambda: isinstance(f := watcher.follower, KvFollower) and f.is_current, 5)
+        await until(lambda: world.is_usable)
+        await until(lambda: (info := watcher.info) is not None and info.worker_id == again.identity.worker_id)
+        await until(lambda: isinstance(f := watcher.follower, KvFollower) and f.is_current)
         assert not world.indexes["m"].match(keys)
         await world.close()
         await again.stop()
@@ -224,7 +229,7 @@ def test_the_wrong_secret_leaves_text_keys_and_the_public_side(folder: Path) -> 
         worker = await Ours(folder, secret="s").start()
         world = World(secret="wrong")
         member = world.watch(worker.url)
-        await until(lambda: bool(member.models), 5)
+        await until(lambda: bool(member.models))
         await asyncio.sleep(0.1)
         assert world.is_usable
         assert world.makers.exact("m") is None
@@ -237,9 +242,9 @@ def test_the_wrong_secret_leaves_text_keys_and_the_public_side(folder: Path) -> 
 def test_without_tokenizing_only_the_load_is_listened_to(folder: Path) -> None:
     async def main() -> None:
         worker = await Ours(folder).start()
-        world = World(WatchSettings(probe_s=0.02, tokenize=False))
+        world = World(replace(QUICK, tokenize=False))
         member = world.watch(worker.url)
-        await until(lambda: member.report is not None, 5)
+        await until(lambda: member.report is not None)
         watcher = world.watchers.watcher(W)
         assert watcher is not None
         assert isinstance(watcher.follower, LoadListener)
@@ -286,11 +291,13 @@ def paths(answers: dict[str, tuple[int, Any]]) -> Script:
     return script
 
 
-def watched(script: Script, check: Callable[[World, MockWorker, Member], Any], **spec: Any) -> None:
+def watched(
+    script: Script, check: Callable[[World, MockWorker, Member], Any], settings: WatchSettings = QUICK, **spec: Any
+) -> None:
     async def main() -> None:
         worker = MockWorker(script)
         await worker.start()
-        world = World()
+        world = World(settings)
         member = world.watch(worker.url, **spec)
         await check(world, worker, member)
         await world.close()
@@ -301,7 +308,7 @@ def watched(script: Script, check: Callable[[World, MockWorker, Member], Any], *
 
 def test_vllm() -> None:
     async def check(world: World, worker: MockWorker, member: Member) -> None:
-        await until(lambda: member.report is not None and bool(member.models), 5)
+        await until(lambda: member.report is not None and bool(member.models))
         assert member.report is not None
         assert (member.report.running_sequences, member.report.waiting_sequences) == (4, 2)
         assert member.report.kv_used == pytest.approx(0.3)
@@ -314,11 +321,11 @@ def test_vllm() -> None:
 @pytest.mark.parametrize("page", ["/v1/loads", "/metrics"])
 def test_sglang(page: str) -> None:
     async def check(world: World, worker: MockWorker, member: Member) -> None:
-        await until(lambda: member.report is not None and bool(member.models), 5)
+        await until(lambda: member.report is not None and bool(member.models))
         assert member.report is not None
         assert member.report.running_sequences == (4 if page == "/v1/loads" else 5)
         assert member.report.waiting_sequences == (2 if page == "/v1/loads" else 4)
-        await until(lambda: member.report is not None and member.report.block_tokens == 64, 5)
+        await until(lambda: member.report is not None and member.report.block_tokens == 64)
         assert member.report.num_blocks == (200 if page == "/v1/loads" else 1000)
 
     answers = {"/health": (200, b""), "/v1/models": (200, MODELS), "/get_server_info": (200, {"page_size": 64})}
@@ -328,7 +335,7 @@ def test_sglang(page: str) -> None:
 
 def test_any_openai_server_is_there_when_it_lists_its_models() -> None:
     async def check(world: World, worker: MockWorker, member: Member) -> None:
-        await until(lambda: member.models == {"m"}, 5)
+        await until(lambda: member.models == {"m"})
         assert world.is_usable
         assert set(worker.paths) == {"/health", "/v1/models"}
 
@@ -337,7 +344,7 @@ def test_any_openai_server_is_there_when_it_lists_its_models() -> None:
 
 def test_models_that_the_operator_wrote_are_left_alone() -> None:
     async def check(world: World, worker: MockWorker, member: Member) -> None:
-        await until(lambda: "/v1/models" in worker.paths, 5)
+        await until(lambda: "/v1/models" in worker.paths)
         await asyncio.sleep(0.05)
         assert member.models == {"mine"}
 
@@ -350,7 +357,7 @@ def test_the_api_key_is_shown_and_odd_answers_change_nothing() -> None:
         await worker.start()
         world = World(api_keys={worker.url: "k"}, secret="ours alone")
         member = world.watch(worker.url, dialect="vllm")
-        await until(lambda: worker.paths.count("/metrics") > 2, 5)
+        await until(lambda: worker.paths.count("/metrics") > 2)
         assert all(headers["authorization"] == "Bearer k" for headers in worker.headers)
         assert all("x-stoker-secret" not in headers for headers in worker.headers)
         assert member.report is None
@@ -365,26 +372,45 @@ def test_the_api_key_is_shown_and_odd_answers_change_nothing() -> None:
 def test_one_that_is_sick_hangs_or_is_gone_is_seen_so_and_back_again() -> None:
     async def check(world: World, worker: MockWorker, member: Member) -> None:
         well = worker.script
-        await until(lambda: world.is_usable and bool(member.models), 5)
+        await until(lambda: world.is_usable and bool(member.models))
         worker.script = paths({"/health": (503, b"")})
-        await until(lambda: not world.is_usable, 5)
+        await until(lambda: not world.is_usable)
         assert world.lost == []
         worker.script = well
-        await until(lambda: world.is_usable, 5)
+        await until(lambda: world.is_usable)
         worker.script = hangs()
-        await until(lambda: not world.is_usable, 5)
+        await until(lambda: not world.is_usable)
         assert world.lost == [W]
         worker.script = well
-        await until(lambda: world.is_usable, 5)
+        await until(lambda: world.is_usable)
         world.indexes["m"].routed(W, [1, 2, 3], world.now())
         await worker.stop()
-        await until(lambda: not world.is_usable, 5)
+        await until(lambda: not world.is_usable)
         assert world.lost == [W, W]
         assert not world.indexes["m"].match([1, 2, 3])  # its cache died with it
         await worker.start()
-        await until(lambda: world.is_usable, 5)
+        await until(lambda: world.is_usable)
 
-    watched(paths({"/health": (200, b""), "/v1/models": (200, MODELS)}), check, dialect="openai")
+    watched(paths({"/health": (200, b""), "/v1/models": (200, MODELS)}), check, HURRIED, dialect="openai")
+
+
+def test_a_connection_that_does_not_come_in_time_is_late_as_an_answer_is() -> None:
+    """It may be ourselves who stood still: only several such one after the other mean that nobody is there."""
+
+    async def main() -> None:
+        world = World(replace(QUICK, connect_s=0.05))
+        with socket.create_server(("127.0.0.1", 0), backlog=0) as deaf, socket.socket() as filler:
+            filler.connect(deaf.getsockname())  # further handshakes are not answered
+            world.watch(f"http://127.0.0.1:{deaf.getsockname()[1]}")
+            watcher = world.watchers.watcher(W)
+            assert watcher is not None
+            await until(lambda: watcher._num_late == 1, every_s=0.0)
+            assert world.is_usable
+            await until(lambda: not world.is_usable)
+            assert watcher._num_late >= QUICK.late_probes
+            await world.close()
+
+    run(main())
 
 
 def test_a_foreign_engine_s_events_are_followed_once_its_tokens_are_understood(folder: Path) -> None:
@@ -396,13 +422,13 @@ def test_a_foreign_engine_s_events_are_followed_once_its_tokens_are_understood(f
         world = World()
         events_url, replay_url = engine.url()
         world.watch(worker.url, dialect="vllm", events_url=events_url, replay_url=replay_url)
-        await until(lambda: worker.paths.count("/metrics") > 2, 5)
+        await until(lambda: worker.paths.count("/metrics") > 2)
         watcher = world.watchers.watcher(W)
         assert watcher is not None
         assert watcher.follower is None
         world.makers.set_exact("m", TokenKeys(TokenText.from_files(text_files(folder)), 4))
         keys = token_keys(array("I", [5, 6, 7, 8]), root_key(None), 4)
-        await until(lambda: bool(world.indexes["m"].match(keys)), 5)
+        await until(lambda: bool(world.indexes["m"].match(keys)))
         await world.close()
         await worker.stop()
         await engine.close()

@@ -1,15 +1,17 @@
-"""A gateway with its real parts over mock workers, in one event loop; only what tells conversations apart is a double."""
+"""A gateway with its real parts over mock workers, in one event loop; only the clock, and what tells conversations apart, are
+doubles. `clock` stands still until a test moves it."""
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mocks import MockWorker, Script, until
+from mocks import MockWorker, Script
+from waiting import LONG_S, until
 
+from stoker.base.clock import VirtualClock
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Fleet
 from stoker.fleet.ledger import Ledger, Totals
@@ -19,8 +21,8 @@ from stoker.gateway.app import Gateway, Parts
 from stoker.gateway.body import Envelope
 from stoker.gateway.config import AdmissionSettings, KeySettings, ProxySettings
 from stoker.gateway.conversation import Keys as ConversationKeys
-from stoker.gateway.early_pull import EarlyPulls
 from stoker.gateway.fair_queue import Capacity
+from stoker.gateway.handoff_notes import HandoffNotes
 from stoker.gateway.http import Answer, ClientLimits, Origin, Pool, Request, Server, ServerLimits
 from stoker.gateway.keys import Keys
 from stoker.gateway.legs import Cleanups, Tools
@@ -35,6 +37,7 @@ from stoker.routing.policy import RouterSettings
 from stoker.routing.router import PrefixIndexes, Router
 
 NOTHING = Totals(0, 0, 0, 0)
+PATIENT = ProxySettings(connect_s=LONG_S)
 
 
 @dataclass
@@ -84,7 +87,7 @@ class World:
         resume_grace_s: float = 2.0,
         debug_routes: bool = False,
         keys: Sequence[KeySettings] = (),
-        early_pulls: EarlyPulls | None = None,
+        notes: HandoffNotes | None = None,
     ) -> None:
         self.fleet = Fleet()
         self.ledger = Ledger()
@@ -93,17 +96,18 @@ class World:
         self.metrics = GatewayMetrics()
         self.state = GatewayState()
         indexes = PrefixIndexes()
-        clock = time.monotonic
+        self.clock = VirtualClock(start_s=1000.0)
+        clock = self.clock.now
         router = Router(self.fleet, self.ledger, indexes, settings=RouterSettings(policy=policy))
         self.upstreams = Upstreams()
         tools = Tools(
             self.fleet,
             self.upstreams,
-            proxy or ProxySettings(),
+            proxy or PATIENT,
             self.metrics,
             Cleanups(),
             clock,
-            early_pulls or EarlyPulls(),
+            notes or HandoffNotes(),
         )
         self.proxy = Proxy(router, tools, resume_grace_s=resume_grace_s, debug_routes=debug_routes)
         self.admission = Admission(
@@ -153,7 +157,7 @@ class World:
     def register(self, name: str, *, role: Role = Role.UNIFIED, dialect: str = "openai", **more: Any) -> None:
         url = self.workers[name].url
         spec = WorkerSpec(worker_id=WorkerId(name), url=url, role=role, dialect=dialect, models=("m",), **more)
-        self.fleet.add(spec, time.monotonic())
+        self.fleet.add(spec, self.clock.now())
 
     async def send(
         self,
@@ -162,7 +166,7 @@ class World:
         headers: Sequence[tuple[bytes, bytes]] = (),
     ) -> Answer:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return await self.client.send(b"POST", path.encode(), headers, data, connect_s=1.0, head_s=20.0)
+        return await self.client.send(b"POST", path.encode(), headers, data, connect_s=LONG_S, head_s=LONG_S)
 
     async def ask(
         self,
@@ -173,13 +177,11 @@ class World:
         return await _got(await self.send(body, path, headers))
 
     async def get(self, path: str) -> Got:
-        return await _got(await self.client.send(b"GET", path.encode(), (), b"", connect_s=1.0, head_s=5.0))
+        return await _got(await self.client.send(b"GET", path.encode(), (), b"", connect_s=LONG_S, head_s=LONG_S))
 
     async def settled(self) -> UsageRow:
         """After one request: nothing is held any more, and its one row is there."""
-        await until(
-            lambda: self.ledger.totals() == NOTHING and not self.state.num_running and bool(self.rows.rows), 3.0
-        )
+        await until(lambda: self.ledger.totals() == NOTHING and not self.state.num_running and bool(self.rows.rows))
         assert self.admission.num_in_flight == 0
         [row] = self.rows.rows
         return row

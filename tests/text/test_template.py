@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -244,12 +245,22 @@ def test_formats_are_guessed(source: str, marks: list[str], tool_format: str, re
     assert template.tool_format in TOOL_PARSERS
 
 
-def test_a_long_conversation_renders_in_milliseconds(tokenizer: Tokenizer) -> None:
+def test_the_work_of_rendering_grows_as_the_conversation_does(tokenizer: Tokenizer) -> None:
     template = _template(SMOL, tokenizer)
-    messages = [{"role": "user", "content": "word " * 500} for _ in range(200)]
-    started = time.perf_counter()
-    assert len(template.render(messages, [TOOL])) > 400_000
-    assert time.perf_counter() - started < 0.5
+
+    def num_calls(num_messages: int) -> int:
+        messages = [{"role": "user", "content": "word " * 500} for _ in range(num_messages)]
+        events: list[str] = []
+        sys.setprofile(lambda frame, event, argument: events.append(event))
+        try:
+            rendered = template.render(messages, [TOOL])
+        finally:
+            sys.setprofile(None)
+        assert len(rendered) > 2000 * num_messages
+        return len(events)
+
+    num_calls(100)  # whatever is done once
+    assert num_calls(200) < 2.2 * num_calls(100)
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="the public conversations are not here")

@@ -6,7 +6,6 @@ import functools
 import gzip
 import json
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -142,9 +141,7 @@ def test_a_resent_chat_tokenizes_only_its_new_tail(raw: tokenizers.Tokenizer) ->
     assert len(ids) > 100_000
     before = tokenizer.encoded_chars
     tail = "I see.<|im_end|>\n" + _turn("user", 20, 999)
-    started = time.perf_counter()
     again = tokenizer.encode(chat + "<|im_start|>assistant\n" + tail)
-    assert time.perf_counter() - started < 0.5
     assert tokenizer.encoded_chars - before <= len("<|im_start|>assistant\n") + len(tail)
     assert again == raw.encode(chat + "<|im_start|>assistant\n" + tail, add_special_tokens=False).ids
 

@@ -2,7 +2,7 @@
 
 Every request carries a seed, so that a second worker draws what the first would have drawn. On a stream the worker tells us,
 in comment lines, which tokens it sent; `resume.py` keeps them. A prefill worker streams the first token and ends with a
-ticket for its blocks; decode resumes from that token, with the ticket. It may begin to pull before (`early_pull.py`).
+ticket for its blocks; decode resumes from that token, with the ticket. It may begin to pull before (`handoff_notes.py`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import ClassVar
 from stoker.gateway.body import Kind
 from stoker.gateway.call import Call
 from stoker.gateway.dialects.contract import DIALECTS
-from stoker.gateway.early_pull import new_transfer_id
 from stoker.gateway.errors import LegFailed
+from stoker.gateway.handoff_notes import new_transfer_id
 from stoker.gateway.http import Answer
 from stoker.gateway.legs import Legs, is_event_stream
 from stoker.gateway.resume import StokerStream
@@ -51,7 +51,7 @@ class Stoker:
         put = {"kv_transfer_params": b'{"do_remote_decode":true,"transfer_id":"%b"}' % transfer_id.encode()}
         if not call.streams:
             put["stream"] = b"true"
-        legs.pull_early(transfer_id)
+        legs.lend(transfer_id)
         answer = await legs.send(prefill, self._body(call, put), _TELL_TOKENS)
         await self._relay(call, legs, prefill, answer, shown=call.streams)
         legs.end_prefill(handed_off=call.memory.ticket is not None)
@@ -80,11 +80,9 @@ class Stoker:
         legs.respond(answer, data)
 
     async def _send_decode(self, call: Call, legs: Legs, headers: bytes = b"") -> Answer:
-        ticket = call.memory.ticket
-        if ticket is None:
-            return await legs.send(legs.decode, self._body(call, {}), headers)
-        call.memory.ticket = None  # it opens one door, once
-        return await legs.send_surely(legs.decode, self._body(call, {"kv_transfer_params": ticket}), headers)
+        ticket, call.memory.ticket = call.memory.ticket, None  # it opens one door, once
+        put = {} if ticket is None else {"kv_transfer_params": ticket}
+        return await legs.send(legs.decode, self._body(call, put), headers)
 
     def _body(self, call: Call, put: Mapping[str, bytes]) -> bytes:
         envelope = call.envelope

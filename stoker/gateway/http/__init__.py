@@ -5,7 +5,15 @@ It knows nothing of OpenAI but the shape of an error body, nothing of workers, r
 
 from stoker.gateway.http.answer import Answer
 from stoker.gateway.http.client import Pool
-from stoker.gateway.http.errors import AnswerAborted, AnswerLost, AnswerTooLarge, BadMessage, Unreachable, error_body
+from stoker.gateway.http.errors import (
+    AnswerAborted,
+    AnswerLost,
+    AnswerTooLarge,
+    BadMessage,
+    ConnectTimeout,
+    Unreachable,
+    error_body,
+)
 from stoker.gateway.http.head import HeaderFilter, Headers, end_to_end, header_block
 from stoker.gateway.http.limits import ClientLimits, ServerLimits
 from stoker.gateway.http.origin import Origin
@@ -19,6 +27,7 @@ __all__ = [
     "AnswerTooLarge",
     "BadMessage",
     "ClientLimits",
+    "ConnectTimeout",
     "HeaderFilter",
     "Headers",
     "Origin",

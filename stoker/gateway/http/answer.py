@@ -313,10 +313,11 @@ class WorkerConnection(asyncio.Protocol):
                 self._read_chunks(answer, reader, data)
             return
         self._left = length
-        if data:
-            self._read_plain(answer, data)
-        elif length == 0:
+        if len(data) == length:  # short answers mostly come in one piece
+            answer.keep(data)
             self._complete(answer)
+        elif data:
+            self._read_plain(answer, data)
 
     def _read_chunks(self, answer: Answer, reader: ChunkedReader, data: bytes) -> None:
         try:

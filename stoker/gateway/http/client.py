@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from stoker.gateway.http.answer import Answer, WorkerConnection
-from stoker.gateway.http.errors import Unreachable
+from stoker.gateway.http.errors import ConnectTimeout, Unreachable
 from stoker.gateway.http.head import Headers, HeadParser, header_block
 from stoker.gateway.http.limits import ClientLimits
 from stoker.gateway.http.origin import Origin
@@ -125,7 +125,7 @@ class Pool:
                     server_hostname=origin.host if origin.ssl is not None else None,
                 )
         except TimeoutError as late:
-            raise Unreachable(f"{self.where}: no connection within {connect_s:g} s") from late
+            raise ConnectTimeout(f"{self.where}: no connection within {connect_s:g} s") from late
         except OSError as refused:
             raise Unreachable(f"{self.where}: {refused}") from refused
         self._open.add(connection)

@@ -29,7 +29,7 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class Owner(Protocol):
-    """What a connection needs of its server. `now` is coarse: the time of the last sweep."""
+    """What a connection needs of its server. `now` is coarse: it moves with each sweep."""
 
     limits: ServerLimits
     heads: HeadParser

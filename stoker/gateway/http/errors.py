@@ -14,6 +14,10 @@ class Unreachable(StokerError):
     retryable = True
 
 
+class ConnectTimeout(Unreachable):
+    """No connection in time. Nobody may be there; or somebody was slow, and that may have been this process."""
+
+
 class AnswerLost(StokerError):
     """The worker took the request and did not answer it to the end: cut, timed out, or not HTTP."""
 

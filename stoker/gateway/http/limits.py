@@ -19,7 +19,8 @@ class ServerLimits:
 
     @property
     def sweep_s(self) -> float:
-        """How often connections are looked over. A limit strikes at most this much too late, and never too early."""
+        """How often connections are looked over. A limit strikes about this much too late, and never too early; a time in which
+        the whole process stood still is not counted."""
         shortest = min(self.head_s, self.body_idle_s, self.body_s, self.keepalive_s, self.write_stall_s)
         return min(1.0, max(0.01, shortest / 4))
 

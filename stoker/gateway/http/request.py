@@ -109,13 +109,9 @@ class Request:
         """The whole answer; its length is set here."""
         if self.gone:
             return
-        self._begin()
-        head = b"%bcontent-length: %d\r\n%b%b\r\n" % (
-            STATUS_LINES[status],
-            len(body),
-            headers if isinstance(headers, bytes) else header_block(headers),
-            self._connection_header(),
-        )
+        connection = self._begin()
+        block = headers if isinstance(headers, bytes) else header_block(headers)
+        head = b"%bcontent-length: %d\r\n%b%b\r\n" % (STATUS_LINES[status], len(body), block, connection)
         if status in _BODILESS:
             head = head.replace(b"content-length: %d\r\n" % len(body), b"", 1)
             self._transport.write(head)
@@ -130,19 +126,18 @@ class Request:
     def start(self, status: int, headers: Headers) -> None:
         if self.gone:
             return
-        self._begin()
-        block = headers if isinstance(headers, bytes) else header_block(headers)
         bodiless = self.method == b"HEAD" or status in _BODILESS
+        if not bodiless and self._minor == 0:
+            self.keep_alive = False
+        connection = self._begin()
+        block = headers if isinstance(headers, bytes) else header_block(headers)
         if not bodiless and self._minor == 1:
             self._framing = _HEAD_WAITS
-            line, connection = STATUS_LINES[status], self._connection_header()
-            self._head_waiting = b"%btransfer-encoding: chunked\r\n%b%b\r\n" % (line, block, connection)
+            self._head_waiting = b"%btransfer-encoding: chunked\r\n%b%b\r\n" % (STATUS_LINES[status], block, connection)
             self._carrier.loop.call_soon(self._flush)
             return
         self._framing = _SILENT if bodiless else _PLAIN
-        if not bodiless:
-            self.keep_alive = False
-        self._transport.write(b"%b%b%b\r\n" % (STATUS_LINES[status], block, self._connection_header()))
+        self._transport.write(b"%b%b%b\r\n" % (STATUS_LINES[status], block, connection))
 
     def write(self, data: bytes) -> None:
         if self._framing == _CHUNKED and data:
@@ -187,14 +182,13 @@ class Request:
             self._framing = _CHUNKED
             self._transport.write(self._head_waiting)
 
-    def _begin(self) -> None:
+    def _begin(self) -> bytes:
+        """What the head has to say about the connection."""
         if self._framing != _NOT_STARTED:
             raise RuntimeError("an answer was started already")
         self.started = True
         if self._carrier.draining:
             self.keep_alive = False
-
-    def _connection_header(self) -> bytes:
         if not self.keep_alive:
             return b"connection: close\r\n"
         return _NO_HEADERS if self._minor == 1 else b"connection: keep-alive\r\n"

@@ -145,9 +145,10 @@ class Server:
         return Connection(self)
 
     def _sweep(self) -> None:
-        self.now = now = self.loop.time()
+        # A step for each sweep and not the time: while this process stood still, what clients sent could not be seen either.
+        self.now += self.limits.sweep_s
         for connection in list(self._connections):
-            connection.sweep(now)
+            connection.sweep(self.now)
         self._sweeper = self.loop.call_later(self.limits.sweep_s, self._sweep)
 
 

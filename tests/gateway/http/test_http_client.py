@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+from types import SimpleNamespace
 
 import pytest
-from wire import FakeWorker, Run, serving, until, worker_saying
+from waiting import LONG_S, settled, until
+from wire import FakeWorker, Run, serving, worker_saying
 
 from stoker.base.errors import ConfigError
 from stoker.gateway.http import (
@@ -16,6 +18,7 @@ from stoker.gateway.http import (
     AnswerLost,
     AnswerTooLarge,
     ClientLimits,
+    ConnectTimeout,
     Origin,
     Pool,
     Request,
@@ -27,8 +30,8 @@ OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nX-A:  b \r\n\r\nok"
 SSE = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
-async def get(pool: Pool, method: bytes = b"GET", head_s: float | None = 5, body: bytes = b"") -> Answer:
-    return await pool.send(method, b"/p", [(b"x-h", b"1")], body, connect_s=2, head_s=head_s)
+async def get(pool: Pool, method: bytes = b"GET", head_s: float | None = LONG_S, body: bytes = b"") -> Answer:
+    return await pool.send(method, b"/p", [(b"x-h", b"1")], body, connect_s=LONG_S, head_s=head_s)
 
 
 async def text(pool: Pool, method: bytes = b"GET") -> bytes:
@@ -128,10 +131,8 @@ def test_nobody_there_is_unreachable_at_once(run: Run) -> None:
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
             pool = Pool(Origin.from_url(f"http://127.0.0.1:{taken.getsockname()[1]}"), ClientLimits())
-            began = time.monotonic()
-            with pytest.raises(Unreachable):
+            with pytest.raises(Unreachable, match=r"[Rr]efused|Connect call failed"):  # and not "no connection within"
                 await get(pool)
-            assert time.monotonic() - began < 0.5
             assert pool.num_open == 0
 
     run(main())
@@ -150,7 +151,7 @@ def test_a_connect_that_hangs_is_unreachable_in_time(run: Run) -> None:
                 filler.connect_ex(deaf.getsockname())
                 fillers.append(filler)
             pool = Pool(Origin.from_url(f"http://127.0.0.1:{deaf.getsockname()[1]}"), ClientLimits())
-            with pytest.raises(Unreachable, match=r"within 0\.1 s"):
+            with pytest.raises(ConnectTimeout, match=r"within 0\.1 s"):
                 await pool.send(b"GET", b"/", [], b"", connect_s=0.1, head_s=None)
             for filler in fillers:
                 filler.close()
@@ -166,7 +167,7 @@ def test_a_head_that_does_not_come_is_lost_in_time(run: Run) -> None:
                 began = time.monotonic()
                 with pytest.raises(AnswerLost, match="within the time"):
                     await get(pool, head_s=0.1)
-                assert 0.1 <= time.monotonic() - began < 1
+                assert 0.1 <= time.monotonic() - began < LONG_S
                 await until(lambda: pool.num_open == 0)
 
     run(main())
@@ -174,15 +175,22 @@ def test_a_head_that_does_not_come_is_lost_in_time(run: Run) -> None:
 
 def test_the_head_deadline_does_not_bound_the_body(run: Run) -> None:
     async def main() -> None:
+        deadline_passed = asyncio.Event()
+
         async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await worker.request(reader)
             writer.write(OK[:-2])
-            await asyncio.sleep(0.2)
+            await deadline_passed.wait()
             writer.write(b"ok")
 
         worker = FakeWorker(play)
-        async with worker.up(ClientLimits(sweep_s=0.02)) as pool:
-            answer = await get(pool, head_s=0.05)
+        async with worker.up() as pool:
+            answer = await get(pool)
+            loop = pool._loop
+            late = SimpleNamespace(time=lambda: loop.time() + 2 * LONG_S, call_later=loop.call_later)
+            pool._loop = late  # type: ignore[assignment]
+            pool._sweep()
+            deadline_passed.set()
             assert await answer.read(10) == b"ok"
 
     run(main())
@@ -215,14 +223,14 @@ def test_relay_brings_pieces_as_they_come_and_what_came_before_the_cut(run: Run)
         async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await worker.request(reader)
             writer.write(SSE + b"3\r\none\r\n")
-            await asyncio.sleep(0.02)
+            await until(lambda: len(pieces) == 1)
             writer.write(b"3\r\ntwo\r\n5\r\nthree\r\n")
-            await asyncio.sleep(0.02)
+            await until(lambda: len(pieces) == 2)
             writer.transport.abort()
 
+        pieces: list[bytes] = []
         worker = FakeWorker(play)
         async with worker.up() as pool:
-            pieces: list[bytes] = []
             with pytest.raises(AnswerLost):
                 await (await get(pool)).relay(pieces.append)
             assert pieces == [b"one", b"twothree"]
@@ -231,27 +239,26 @@ def test_relay_brings_pieces_as_they_come_and_what_came_before_the_cut(run: Run)
 
 
 def test_abort_closes_at_once(run: Run) -> None:
-    seen: list[float] = []
-
     async def main() -> None:
+        seen = asyncio.Event()
+        relayed = asyncio.Event()
+
         async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await worker.request(reader)
             writer.write(SSE + b"3\r\none\r\n")
             await reader.read()
-            seen.append(time.monotonic())
+            seen.set()
 
         worker = FakeWorker(play)
         async with worker.up() as pool:
             answer = await get(pool)
-            relaying = asyncio.ensure_future(answer.relay(lambda data: None))
-            await asyncio.sleep(0.02)
-            began = time.monotonic()
+            relaying = asyncio.ensure_future(answer.relay(lambda data: relayed.set()))
+            await relayed.wait()
             answer.abort()
             answer.abort()
             with pytest.raises(AnswerAborted):
                 await relaying
-            await until(lambda: bool(seen))
-            assert seen[0] - began < 0.25  # milliseconds on a quiet machine
+            await asyncio.wait_for(seen.wait(), LONG_S)
             with pytest.raises(AnswerAborted):
                 await answer.read(10)
             await until(lambda: pool.num_open == 0)
@@ -278,8 +285,7 @@ def test_cancelling_who_waits_closes_the_connection(run: Run) -> None:
         worker = worker_saying(b"")
         async with worker.up() as pool:
             waiting = asyncio.ensure_future(get(pool))
-            await until(lambda: pool.num_open == 1)
-            await asyncio.sleep(0.01)
+            await until(lambda: bool(worker.requests))
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waiting
@@ -288,7 +294,7 @@ def test_cancelling_who_waits_closes_the_connection(run: Run) -> None:
         async with worker.up() as pool:
             answer = await get(pool)
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(answer.relay(lambda data: None), 0.05)
+                await asyncio.wait_for(answer.relay(lambda data: None), 0.01)
             await until(lambda: pool.num_open == 0)
 
     run(main())
@@ -391,13 +397,16 @@ def test_bytes_that_nobody_asked_for_close_an_idle_connection(run: Run) -> None:
         async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await worker.request(reader)
             writer.write(OK)
-            await asyncio.sleep(0.02)
+            await answered.wait()
             writer.write(OK)
             await reader.read()
 
+        answered = asyncio.Event()
         worker = FakeWorker(play)
         async with worker.up() as pool:
             assert await text(pool) == b"ok"
+            assert pool.num_idle == 1
+            answered.set()
             await until(lambda: pool.num_open == 0)
 
     run(main())
@@ -468,14 +477,16 @@ def test_a_failing_sink_ends_the_answer(run: Run) -> None:
         async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await worker.request(reader)
             writer.write(SSE)
-            await asyncio.sleep(0.02)
+            await until(lambda: answer is not None and answer.sink is not None)
             writer.write(b"2\r\nok\r\n")
             await reader.read()
 
+        answer: Answer | None = None
         worker = FakeWorker(play)
         async with worker.up() as pool:
+            answer = await get(pool)
             with pytest.raises(ZeroDivisionError):
-                await (await get(pool)).relay(sink)
+                await answer.relay(sink)
             await until(lambda: pool.num_open == 0)
 
     run(main())
@@ -484,20 +495,20 @@ def test_a_failing_sink_ends_the_answer(run: Run) -> None:
 def test_an_answer_that_nobody_reads_yet_is_not_read_ahead(run: Run) -> None:
     async def main() -> None:
         size = 50_000_000
-        stuck: list[int] = []
+        writers: list[asyncio.StreamWriter] = []
 
         async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await worker.request(reader)
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size + b"x" * size)
-            await asyncio.sleep(0.1)
-            stuck.append(writer.transport.get_write_buffer_size())
+            writers.append(writer)
             await reader.read()
 
         worker = FakeWorker(play)
         async with worker.up() as pool:
             answer = await get(pool)
-            await until(lambda: bool(stuck))
-            assert stuck[0] > 30_000_000
+            await until(lambda: bool(writers))
+            stuck = await settled(writers[0].transport.get_write_buffer_size)
+            assert stuck > 30_000_000
             assert answer._kept_bytes < 1 << 20
             assert len(await answer.read(size)) == size
             assert pool.num_idle == 1
@@ -535,11 +546,9 @@ def test_back_pressure_goes_from_a_slow_client_to_the_worker(run: Run) -> None:
             async with serving(splice) as (server, _):
                 reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
                 writer.write(b"GET /x HTTP/1.1\r\nhost: a\r\n\r\n")
-                await asyncio.sleep(0.3)
-                before = sum(sent)
-                await asyncio.sleep(0.2)
+                await until(lambda: bool(sent))
                 # Only socket buffers and our two high-water marks lie between the two.
-                assert sum(sent) == before < 25_000_000
+                assert await settled(lambda: sum(sent)) < 25_000_000
                 got = 0
                 while got < size:
                     got += len(await reader.read(1 << 20))
@@ -555,14 +564,16 @@ def test_a_closed_pool_ends_idle_connections_and_lets_answers_end(run: Run) -> N
         async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await worker.request(reader)
             writer.write(SSE)
-            await asyncio.sleep(0.05)
+            await pool_closed.wait()
             writer.write(b"2\r\nok\r\n0\r\n\r\n")
             await reader.read()
 
+        pool_closed = asyncio.Event()
         worker = FakeWorker(play)
         async with worker.up() as pool:
             answer = await get(pool)
             pool.close()
+            pool_closed.set()
             assert await answer.read(10) == b"ok"
             await until(lambda: pool.num_open == 0)
             with pytest.raises(Unreachable, match="removed"):

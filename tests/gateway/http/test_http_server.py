@@ -7,7 +7,8 @@ import json
 import logging
 
 import pytest
-from wire import GET, Run, ask, echo, peer, serving, until
+from waiting import LONG_S, settled, until
+from wire import GET, Run, ask, echo, peer, serving
 
 from stoker.gateway.http import Request, ServerLimits, header_block
 
@@ -60,8 +61,7 @@ def test_a_flood_of_pipelined_requests_is_not_read_ahead(run: Run) -> None:
         async with serving(gated) as (server, _), peer(server.port) as client:
             flood = b"POST /x HTTP/1.1\r\nhost: a\r\ncontent-length: 100000\r\n\r\n" + b"x" * 100_000
             client.send(flood * 300)
-            await asyncio.sleep(0.1)
-            waiting = client.writer.transport.get_write_buffer_size()
+            waiting = await settled(client.writer.transport.get_write_buffer_size)
             gate.set()
             # What is not read stays with the client and in the kernel.
             assert waiting > 10 << 20
@@ -273,14 +273,14 @@ def test_close_lets_running_exchanges_end_and_idle_ones_go(run: Run) -> None:
             busy.send(b"GET /wait HTTP/1.1\r\nhost: a\r\n\r\n")
             await until(lambda: server.num_running == 1)
             port = server.port
-            closing = asyncio.ensure_future(server.close(10))
+            closing = asyncio.ensure_future(server.close(2 * LONG_S))
             assert await idle.closed()
             with pytest.raises(OSError):
                 await asyncio.open_connection("127.0.0.1", port)
             gate.set()
             _, headers, body = await busy.answer()
             assert (headers[b"connection"], body) == (b"close", b"GET|/wait||")
-            await asyncio.wait_for(closing, 2)
+            await asyncio.wait_for(closing, LONG_S)
 
     run(main())
 

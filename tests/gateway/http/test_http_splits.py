@@ -9,7 +9,8 @@ from typing import Any
 
 import httptools
 import pytest
-from wire import Bad, until
+from waiting import until
+from wire import Bad
 
 from stoker.gateway.http import BadMessage, Request, Server, ServerLimits
 from stoker.gateway.http.answer import Answer, WorkerConnection

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from waiting import LONG_S
 from wire import Bad, Peer, Run, echo
 
 from stoker.gateway.http import ClientLimits, Origin, Pool, Request, Server, ServerLimits, Unreachable
@@ -45,9 +46,9 @@ def test_tls_end_to_end(run: Run, contexts: tuple[ssl.SSLContext, ssl.SSLContext
         await server.listen("127.0.0.1", 0, ssl=contexts[0])
         pool = Pool(Origin.from_url(f"https://127.0.0.1:{server.port}", contexts[1]), ClientLimits())
         for _ in range(2):
-            answer = await pool.send(b"POST", b"/t", [], b"x" * 1_000_000, connect_s=5, head_s=5)
+            answer = await pool.send(b"POST", b"/t", [], b"x" * 1_000_000, connect_s=LONG_S, head_s=LONG_S)
             assert await answer.read(2_000_000) == b"POST|/t||" + b"x" * 1_000_000
-            answer = await pool.send(b"GET", b"/stream", [], b"", connect_s=5, head_s=5)
+            answer = await pool.send(b"GET", b"/stream", [], b"", connect_s=LONG_S, head_s=LONG_S)
             assert await answer.read(2_000_000) == b"x" * 300_000
         assert pool.num_open == 1
         pool.close()
@@ -77,14 +78,14 @@ def test_strangers_are_unreachable(run: Run, contexts: tuple[ssl.SSLContext, ssl
         await server.listen("127.0.0.1", 0, ssl=contexts[0])
         untrusting = Pool(Origin.from_url(f"https://127.0.0.1:{server.port}"), ClientLimits())
         with pytest.raises(Unreachable, match="CERTIFICATE_VERIFY_FAILED"):
-            await untrusting.send(b"GET", b"/", [], b"", connect_s=5, head_s=5)
+            await untrusting.send(b"GET", b"/", [], b"", connect_s=LONG_S, head_s=LONG_S)
         await server.close(0)
 
         plain = Server(echo, ServerLimits(), on_bad=Bad())
         await plain.listen("127.0.0.1", 0)
         pool = Pool(Origin.from_url(f"https://127.0.0.1:{plain.port}", contexts[1]), ClientLimits())
         with pytest.raises(Unreachable):
-            await pool.send(b"GET", b"/", [], b"", connect_s=5, head_s=5)
+            await pool.send(b"GET", b"/", [], b"", connect_s=LONG_S, head_s=LONG_S)
         assert pool.num_open == 0
         await plain.close(0)
 

@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, cast
 
+from waiting import LONG_S, until
+
 from stoker.gateway.http import ClientLimits, Origin, Pool, Request, Server, ServerLimits
 
 Run = Callable[[Coroutine[Any, Any, None]], None]  # the fixture `run`: runs a test on each event loop
@@ -56,7 +58,7 @@ class Peer:
 
     async def answer(self, *, to_head: bool = False) -> tuple[int, dict[bytes, bytes], bytes]:
         """One whole answer, read independently of the code under test."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LONG_S):
             lines = (await self.reader.readuntil(b"\r\n\r\n"))[:-4].split(b"\r\n")
             status = int(lines[0].split(b" ")[1])
             headers = dict(line.split(b": ", 1) for line in lines[1:])
@@ -74,8 +76,8 @@ class Peer:
             return status, headers, await self.reader.read()
 
     async def closed(self) -> bool:
-        """The server closes within a moment, and says nothing more before that."""
-        async with asyncio.timeout(5):
+        """The server closes, and says nothing more before that."""
+        async with asyncio.timeout(LONG_S):
             try:
                 return await self.reader.read() == b""
             except ConnectionError:
@@ -100,12 +102,6 @@ async def ask(port: int, data: bytes) -> tuple[int, dict[bytes, bytes], bytes]:
     async with peer(port) as one:
         one.send(data)
         return await one.answer()
-
-
-async def until(condition: Callable[[], bool], seconds: float = 5) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 - what is watched is the code under test, which has no event for it
-            await asyncio.sleep(0.002)
 
 
 Play = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -154,8 +150,8 @@ class FakeWorker:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await asyncio.sleep(0.02)
             assert pool.num_idle == 0
+            await until(lambda: pool.num_open == 0)
 
 
 def worker_saying(*answers: bytes, then_close: bool = False) -> FakeWorker:

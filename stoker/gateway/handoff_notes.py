@@ -1,7 +1,8 @@
-"""A decode worker is told of a hand-off while the prefill worker still computes, and can pull block after block meanwhile.
+"""What the two workers of a hand-off are told besides their requests. Decode's: where the KV is that prefill's still computes, so
+that it can pull block after block meanwhile. Prefill's: that nobody will come for its KV.
 
-The gateway names the lease itself, so that it can write the ticket before there is one. A hint: nobody waits for it, it ends
-with its request, and what went wrong with it costs nothing but the time that it would have saved.
+The gateway names the lease itself, so that it can write the ticket before there is one. These are hints: nobody waits for
+them, and what went wrong with one costs nothing but the time that it would have saved.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from contextlib import suppress
 
 import msgspec
 
+from stoker.base.address import split_address
 from stoker.base.ids import WorkerId
 from stoker.gateway.http import AnswerAborted, AnswerLost, AnswerTooLarge, Unreachable, header_block
 from stoker.gateway.upstream import Upstream
@@ -20,8 +22,8 @@ from stoker.proto.messages import WorkerInfo
 from stoker.proto.openai.handoff import KvTransfer
 from stoker.routing.query import Leg
 
-PATH = b"/stoker/prefetch"
-
+_PREFETCH = b"/stoker/prefetch"
+_RELEASE = b"/stoker/release"
 _WORTH_TOKENS = 1024  # to be computed: the KV of fewer is pulled in less time than a hint takes
 _MAX_AT_ONCE = 64
 _ANSWER_S = 2.0
@@ -29,7 +31,7 @@ _MAX_ANSWER_BYTES = 1 << 16
 _IN_RAM = "CPU"  # the medium of the tier that early blocks go to
 
 
-class EarlyPulls:
+class HandoffNotes:
     """`info_of`: what a worker said of itself, if it is known."""
 
     def __init__(
@@ -43,15 +45,22 @@ class EarlyPulls:
             self._headers += header_block([(b"x-stoker-secret", secret.encode())])
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def begin(self, prefill: Leg, decode: Leg, upstream: Upstream, transfer_id: str) -> asyncio.Task[None] | None:
+    def pull_early(self, prefill: Leg, decode: Leg, upstream: Upstream, transfer_id: str) -> asyncio.Task[None] | None:
         """`upstream` is decode's. Whoever gets the task cancels it when the hint has lost its point."""
         hint = self._hint(prefill, decode, transfer_id)
         if hint is None or len(self._tasks) >= _MAX_AT_ONCE:
             return None
-        task = asyncio.create_task(self._tell(upstream, hint), name="early-pull")
+        task = asyncio.create_task(self._tell(upstream, _PREFETCH, hint), name="early-pull")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+    async def give_back(self, prefill: Leg, upstream: Upstream, transfer_id: str, num_choices: int) -> None:
+        """`upstream` is prefill's. Of no effect where there is no such lease any more, or not yet."""
+        src = self._info_of(prefill.worker.worker_id)
+        if src is not None and src.kv_address is not None:
+            lease = {"transfer_id": transfer_id, "num_choices": num_choices}
+            await self._tell(upstream, _RELEASE, msgspec.json.encode(lease))
 
     def _hint(self, prefill: Leg, decode: Leg, transfer_id: str) -> bytes | None:
         if prefill.charge.prefill_tokens < _WORTH_TOKENS:
@@ -61,21 +70,21 @@ class EarlyPulls:
             return None
         if src.stores.get(_IN_RAM) is not None and src.stores.get(_IN_RAM) == dst.stores.get(_IN_RAM):
             return None  # what prefill computes goes there by itself
-        host, _, port = src.kv_address.rpartition(":")
+        host, port = split_address(src.kv_address)
         # Of several choices the first has all that is of use before decode begins: the prompt.
         ticket = KvTransfer(
             remote_engine_id=src.engine_id,
-            remote_host=host.removeprefix("[").removesuffix("]"),
-            remote_port=int(port),
+            remote_host=host,
+            remote_port=port,
             remote_request_id=f"{transfer_id}-0",
         )
         return msgspec.json.encode({"kv_transfer_params": ticket})
 
-    async def _tell(self, upstream: Upstream, hint: bytes) -> None:
+    async def _tell(self, upstream: Upstream, path: bytes, body: bytes) -> None:
         with suppress(Unreachable, AnswerLost, AnswerAborted, AnswerTooLarge, TimeoutError):
             async with asyncio.timeout(_ANSWER_S):
                 headers = self._headers + upstream.headers
-                answer = await upstream.pool.send(b"POST", PATH, headers, hint, connect_s=_ANSWER_S, head_s=None)
+                answer = await upstream.pool.send(b"POST", path, headers, body, connect_s=_ANSWER_S, head_s=None)
                 await answer.read(_MAX_ANSWER_BYTES)
 
 
