@@ -44,7 +44,7 @@ from stoker.proto.messages import (
     ToEngine,
 )
 from stoker.proto.pipe import EngineEnd, FrameEnd
-from stoker.sched.request import GenerateRequest, GrammarSpec
+from stoker.sched.request import GenerateRequest, GrammarSpec, TokenChunk
 from stoker.worker.block_log import BlockLog
 from stoker.worker.late_grammars import LateGrammars
 
@@ -187,16 +187,21 @@ class EngineLoop:
                     return
                 self._handle(message)
             chunks = self._engine.step()
+            self._tell_stats(messages, chunks)
             if chunks:
                 self._pipe.send(Chunks(chunks=chunks))
             for event in self._built.store.take_events():
                 self._blocks.tier_changed(self._media[event.tier], event.stored, event.removed)
             if changes := self._blocks.take():
                 self._pipe.send(KvEvents(events=changes))
-            now = time.monotonic()
-            if now - self._stats_at_s >= _STATS_EVERY_S:
-                self._stats_at_s = now
-                self._pipe.send(self._stats())
+
+    def _tell_stats(self, messages: Sequence[Message], chunks: Sequence[TokenChunk]) -> None:
+        """Now and then, and before anybody hears that a request has begun or ended: whoever has an answer finds it counted."""
+        is_other = any(isinstance(message, Add | Cancel) for message in messages)
+        now = time.monotonic()
+        if is_other or any(chunk.finish for chunk in chunks) or now - self._stats_at_s >= _STATS_EVERY_S:
+            self._stats_at_s = now
+            self._pipe.send(self._stats())
 
     def _handle(self, message: Message) -> None:
         match message:

@@ -67,6 +67,8 @@ class Terminal:
             env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "200"},
         )
         os.close(slave)
+        self._readable = select.poll()
+        self._readable.register(self._master, select.POLLIN)
         self.shown = ""
 
     def type(self, text: str) -> None:
@@ -79,7 +81,7 @@ class Terminal:
         deadline_s = time.monotonic() + LONG_S
         while self.shown.count(text) < times:
             assert time.monotonic() < deadline_s, f"{text!r} never came: {self.shown!r}"
-            if select.select([self._master], [], [], 0.1)[0]:
+            if self._readable.poll(100):
                 try:
                     self.shown += os.read(self._master, 65536).decode(errors="replace")
                 except OSError:  # the other side is closed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,11 @@ def prompts(vocab_size: int) -> list[list[int]]:
 
 
 def answers(llm: LLM) -> list[Completion]:
-    """Greedy, with the log-probability of every token of the vocabulary at each step."""
+    """Greedy, with the log-probability of every token of the vocabulary at each step. The engine is closed then."""
     vocab_size = llm.built.vocab_size
     sampling = SamplingParams(temperature=0.0, num_logprobs=vocab_size)
-    done = llm.generate(prompts(vocab_size), sampling, max_new_tokens=NUM_NEW)
+    with closing(llm):
+        done = llm.generate(prompts(vocab_size), sampling, max_new_tokens=NUM_NEW)
     assert all(one.finish is not None and one.finish.reason == "length" for one in done)
     return done
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -121,8 +122,8 @@ def test_any_schedule_gives_the_tokens_of_the_lone_run(folder: Path, seed: int) 
     lone = {}
     for request in requests:
         # Of its own in every sense: an engine that has cached nothing, one request, whole prompts.
-        alone = LLM(folder, settings(100, 512, 1, 0))
-        lone[request.request_id] = run(alone, [(0, request)], {})[request.request_id]
+        with closing(LLM(folder, settings(100, 512, 1, 0))) as alone:
+            lone[request.request_id] = run(alone, [(0, request)], {})[request.request_id]
     assert {len(answer.token_ids) > 0 for answer in lone.values()} == {True}
     preemptions = cached = 0
     for steps_ahead in (0, 1, 2):
@@ -140,8 +141,8 @@ def test_any_schedule_gives_the_tokens_of_the_lone_run(folder: Path, seed: int) 
             arrivals = [(rng.choice([0, rng.randint(0, 20)]), request) for request in requests]
             cancels = {request.request_id: rng.randint(0, 80) for request in requests if rng.random() < 0.15}
             print(f"{num_blocks=} {step_tokens=} {max_rows=} {steps_ahead=}")
-            llm = LLM(folder, settings(num_blocks, step_tokens, max_rows, steps_ahead))
-            answers = run(llm, arrivals, cancels)
+            with closing(LLM(folder, settings(num_blocks, step_tokens, max_rows, steps_ahead))) as llm:
+                answers = run(llm, arrivals, cancels)
             for request in requests:
                 is_cancelled = request.request_id in cancels
                 assert_same(request, answers[request.request_id], lone[request.request_id], is_cancelled)

@@ -1,4 +1,5 @@
-"""Requests that have not reached the engine yet: whoever gives one up there leaves nothing behind, at other workers neither."""
+"""The engine's loop: requests given up before the engine has them leave nothing behind, at other workers neither; what is told
+of the engine is never older than what is told of its requests."""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ from stoker.base.ids import RequestId
 from stoker.engine.build import BuiltEngine, build_engine
 from stoker.kv.store import KvStore
 from stoker.kv.transfer import KvTicket
-from stoker.proto.messages import Add, Cancel, Chunks, Shutdown
+from stoker.proto.messages import Add, Cancel, Chunks, EngineStats, Shutdown
 from stoker.sched.request import GenerateRequest, GrammarSpec, SamplingParams
 from stoker.worker.block_log import BlockLog
-from stoker.worker.engine_process import EngineLoop, Found, Message, Prepared
+from stoker.worker.engine_process import EngineLoop, Found, Message, Prepared, Wake
 
 TICKET = KvTicket("engine", "127.0.0.1:9", "lease", 4, 30.0)
 GRAMMAR = GrammarSpec("regex", "a+")
@@ -91,3 +92,16 @@ def test_kv_that_is_not_pulled_after_all_is_given_back(
     assert not built.scheduler.has_work
     finishes = [chunk.finish for message in pipe.sent if isinstance(message, Chunks) for chunk in message.chunks]
     assert all(finish is not None and finish.reason == "error" for finish in finishes)
+
+
+def test_whoever_hears_of_a_request_finds_it_counted(built: BuiltEngine) -> None:
+    asked = GenerateRequest(RequestId("counted"), [1, 2, 3, 4], 4, SamplingParams(temperature=0.0), 3)
+    mailbox, pipe = Mailbox([Add(request=asked), Found(asked, 0), *[Wake()] * 8]), Pipe()
+    generated = built.scheduler.counters.generated_tokens
+    EngineLoop(built, BlockLog(), mailbox, pipe).run()  # type: ignore[arg-type]
+    told: list[EngineStats] = []  # the last that was told before each chunk
+    for before, message in enumerate(pipe.sent):
+        if isinstance(message, Chunks):
+            told.append([earlier for earlier in pipe.sent[:before] if isinstance(earlier, EngineStats)][-1])
+    assert [stats.waiting_sequences + stats.running_sequences for stats in told] == [1, 1, 0]
+    assert told[-1].generated_tokens == generated + 3
