@@ -13,9 +13,8 @@ from stoker.kv.tiers.host_table import READY, HostTable
 
 class Seen:
     def __init__(self, num_slots: int) -> None:
-        self._generations = np.zeros(
-            num_slots, dtype=np.uint64
-        )  # 0: there was nothing; a slot with a block has had one
+        # 0: there was nothing. The generation of a slot with a block in it is at least 1.
+        self._generations = np.zeros(num_slots, dtype=np.uint64)
         self._keys = np.zeros((num_slots, 2), dtype=np.uint64)
 
     def note(self, table: HostTable, slot: int) -> None:
