@@ -143,27 +143,30 @@ def run(args: argparse.Namespace, engines: list[EngineProcess]) -> dict[str, Any
     heapq.heapify(arrivals)
 
     def start(request: GenerateRequest, to: EngineProcess) -> None:
+        if to is not decode:
+            request = replace(request, lease_id=str(request.request_id))
         seen.requests[request.request_id] = request
         seen.started[request.request_id] = time.monotonic()
         to.pipe.send(request)
 
+    def start_short() -> None:
+        to = engines[0] if args.hand_over == "all" else decode
+        start(load.request(args.short_in, args.short_out, "short"), to)
+
     for _ in range(args.streams):
-        start(load.request(args.short_in, args.short_out, "short"), decode)
+        start_short()
     while True:
         now = time.monotonic()
         if now > end:
             break
         while arrivals and arrivals[0] <= now:
             heapq.heappop(arrivals)
-            request = load.request(args.long_in, args.long_out, "long")
-            if len(engines) == 2:
-                request = replace(request, lease_id=str(request.request_id))
-            start(request, engines[0])
+            start(load.request(args.long_in, args.long_out, "long"), engines[0])
         until = min([end, *arrivals[:1]]) - time.monotonic()
         for pipe in wait([engine.pipe for engine in engines], timeout=max(0.0, until)):
             at, chunks = pipe.recv()  # type: ignore[union-attr]
             for chunk in chunks:
-                take(args, load, seen, decode, at, chunk, begin, start)
+                take(args, seen, decode, at, chunk, begin, start_short)
     for engine in engines:
         engine.pipe.send(None)
     for engine in engines:
@@ -173,7 +176,7 @@ def run(args: argparse.Namespace, engines: list[EngineProcess]) -> dict[str, Any
 
 
 def take(
-    args: Any, load: Load, seen: Seen, decode: EngineProcess, at: float, chunk: TokenChunk, begin: float, start: Any
+    args: Any, seen: Seen, decode: EngineProcess, at: float, chunk: TokenChunk, begin: float, start_short: Any
 ) -> None:
     request_id = chunk.request_id
     counts = at > begin + args.warm_s
@@ -194,7 +197,7 @@ def take(
         known = request.token_ids + chunk.token_ids
         decode.pipe.send(replace(request, token_ids=known, lease_id=None, ticket=chunk.ticket))
     elif not is_long:
-        start(load.request(args.short_in, args.short_out, "short"), decode)
+        start_short()
 
 
 def share(values: list[float], part: float) -> float:
@@ -203,9 +206,7 @@ def share(values: list[float], part: float) -> float:
 
 def figures(args: argparse.Namespace, seen: Seen) -> dict[str, Any]:
     return {
-        "itl_ms": {
-            name: round(share(seen.gaps, part), 2) for name, part in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))
-        },
+        "itl_ms": {f"p{part}": round(share(seen.gaps, part / 100), 2) for part in (50, 75, 90, 95, 99)},
         "itl_max_ms": round(1e3 * max(seen.gaps, default=0.0), 1),
         "long_ttft_ms": {name: round(share(seen.ttfts, part), 1) for name, part in (("p50", 0.5), ("p90", 0.9))},
         "long_prompts": len(seen.ttfts),
@@ -233,6 +234,9 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=128)
     parser.add_argument("--max-model-tokens", type=int, default=4096)
     parser.add_argument("--kv-gib", type=float)
+    parser.add_argument(
+        "--hand-over", choices=["long", "all"], default="long", help="whose prompts are computed apart from decoding"
+    )
     parser.add_argument("--shares", help="SM percentages of prefill and decode under MPS, such as 70,100")
     args = parser.parse_args()
     args.vocab = min(48000, json.loads((Path(args.model) / "config.json").read_text())["vocab_size"])

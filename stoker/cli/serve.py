@@ -89,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--mixed-tokens",
         type=int,
         metavar="N",
-        help="the same where some of them are being answered, who wait for it (default: 1024 on a GPU)",
+        help="the same where some of them are being answered, who wait for it (default: about 50 ms of work on a GPU)",
     )
     engine.add_argument("--max-rows", type=int, metavar="N", help="sequences that run at a time")
     add_kv_arguments(parser)

@@ -20,9 +20,11 @@ from stoker.layers.batch import ForwardBatch
 from stoker.models.contract import Model
 from stoker.sched.plan import Span, StepPlan
 
+MOST_CAPTURED = 2048  # tokens; to launch more takes the host less time than to compute them takes the card
 # Steps of one token a row, by rows; and steps with prompts in them, by tokens. Those that serve for most are captured first.
 _ROWS_FIRST, _ROWS = (256, 64, 8, 1), (1024, 768, 512, 384, 192, 128, 96, 48, 32, 24, 16, 12, 4, 2)
-_TOKENS_FIRST, _TOKENS = (1024, 256, 64), (896, 768, 640, 512, 448, 384, 320, 192, 128, 96, 32, 16)
+_TOKENS_FIRST = (MOST_CAPTURED, 1024, 256, 64)
+_TOKENS = (1792, 1536, 1280, 896, 768, 640, 512, 448, 384, 320, 192, 128, 96, 32, 16)
 _HEADS = (64, 256, 512)  # rows that such a step draws for: each costs its share of the logits
 _MORE_SPANS = 32  # room for so many spans of several tokens beyond those that fill their tiles
 

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 import torch
 
+from stoker.engine.card import MOST_CAPTURED
 from stoker.engine.sampler import DRAWN_TOGETHER
 
 _MIB = 1 << 20
 # Beside what is planned by name: for the gaps between allocations, and for what libraries load late.
 _RESERVE_BYTES = 512 * _MIB
 # Kernels as they are loaded, cuBLAS's workspaces (32 MiB for each of two streams), what the driver keeps of captured steps.
-_LIBRARY_BYTES = 384 * _MIB
+_LIBRARY_BYTES = 256 * _MIB
 # Drawing by the reference takes so many bytes for each row of those it takes together, and each token of the vocabulary.
 _DRAWING_BYTES = 48
 # By so much plan and use may differ before it is worth a warning.
@@ -38,7 +39,7 @@ class WorkingMemory:
         drawing_bytes = min(max_rows, DRAWN_TOGETHER) * vocab_size * _DRAWING_BYTES
         return cls(
             arena_bytes=max(step_tokens * bytes_per_token, drawing_bytes) + logits_bytes,
-            graph_bytes=_LIBRARY_BYTES + max_rows * bytes_per_token + logits_bytes,
+            graph_bytes=_LIBRARY_BYTES + max(max_rows, MOST_CAPTURED) * bytes_per_token + logits_bytes,
         )
 
     @property

@@ -19,6 +19,9 @@ _GIB = 1 << 30
 # In RAM: a worker shares the machine, so by default the cache takes a part of what is free, and no more than this.
 _CPU_SHARE = 0.25
 _CPU_MOST_BYTES = 4 * _GIB
+# A step in which answers go on, on a card: so much arithmetic takes an H200 about 50 ms, and all who are answered wait for it.
+_MIXED_FLOP = 30e12
+_LEAST_MIXED_TOKENS = 512
 _CONTEXT_BYTES = 640 << 20  # what the driver takes of a card for a process, before it asks for anything
 
 
@@ -52,13 +55,18 @@ def resolve(settings: EngineSettings, shape: ModelShape) -> Resolved:
         dtype=dtype,
         block_tokens=settings.kv.block_tokens or (16 if on_cpu else 64),
         step_tokens=step_tokens,
-        # A full step takes 200 ms at 8B on an H200: too long for those who are being answered. This one is also captured.
-        mixed_tokens=settings.sched.mixed_tokens or (step_tokens if on_cpu else 1024),
+        mixed_tokens=settings.sched.mixed_tokens or (step_tokens if on_cpu else _mixed_tokens(shape, step_tokens)),
         max_rows=settings.sched.max_rows or (64 if on_cpu else 512),
         threads=_threads(settings, on_cpu),
         steps_ahead=(0 if on_cpu else 1) if settings.steps_ahead is None else settings.steps_ahead,
         max_model_tokens=settings.max_model_tokens or shape.max_positions,
     )
+
+
+def _mixed_tokens(shape: ModelShape, step_tokens: int) -> int:
+    """A power of two, which captured steps are."""
+    tokens = int(_MIXED_FLOP / (2 * shape.active_weights))
+    return min(step_tokens, max(_LEAST_MIXED_TOKENS, 1 << (tokens.bit_length() - 1)))
 
 
 def _device(name: str | None) -> torch.device:

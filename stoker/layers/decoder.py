@@ -40,6 +40,15 @@ class DecoderConfig:
     def stored_as(self, product: str) -> Stored:
         return self.stored.get(product, PLAIN)
 
+    @property
+    def active_weights(self) -> int:
+        """Of the products that one token goes through, the head's apart."""
+        moe, num_sparse = self.moe, len(self.moe.layers) if self.moe is not None else 0
+        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        experts = 3 * self.hidden_size * moe.intermediate_size * moe.top_k if moe is not None else 0
+        return self.num_layers * attention + (self.num_layers - num_sparse) * mlp + num_sparse * experts
+
 
 class DecoderLayer(nn.Module):
     def __init__(self, config: DecoderConfig, number: int) -> None:

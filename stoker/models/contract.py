@@ -33,6 +33,7 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     num_heads: int
+    active_weights: int  # of the products that one token goes through, the head's apart
 
 
 class Model(Protocol):

@@ -25,6 +25,7 @@ class Llama:
             config.num_kv_heads,
             config.head_dim,
             config.num_heads,
+            config.active_weights,
         )
         self.rules = decoder_rules(config)
         self.ignored = decoder_ignored(config)

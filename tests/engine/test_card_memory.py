@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,17 @@ LLAMA_8B = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "head_dim": 128,
+}
+WHOLE_8B = {**LLAMA_8B, "num_hidden_layers": 32}
+WHOLE_30B_A3B = {
+    **WHOLE_8B,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
 }
 
 
@@ -82,6 +94,34 @@ def test_kv_that_leaves_no_room_to_work_in_is_refused(monkeypatch: pytest.Monkey
     for kv in (KvSettings(memory_gib=10.6), KvSettings(num_blocks=1400)):
         with pytest.raises(ConfigError, match=r"room for 10\.50: of the card's memory 12\.50 GiB are free, and 2\.00"):
             on_card(12.5, kv, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("hf", "settings", "expected"),
+    [
+        (WHOLE_8B, SchedSettings(), 2048),
+        (WHOLE_30B_A3B, SchedSettings(), 4096),  # of which a token meets a tenth
+        (WHOLE_8B, SchedSettings(step_tokens=1024), 1024),
+        (WHOLE_8B, SchedSettings(mixed_tokens=700), 700),
+    ],
+)
+def test_steps_that_answers_wait_for_are_as_long_as_the_arithmetic_is_little(
+    hf: dict[str, Any], settings: SchedSettings, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    shape = family_of(hf, "here").shape
+    assert resolve(EngineSettings(device="cuda", sched=settings), shape).mixed_tokens == expected
+
+
+def test_weights_that_a_token_meets_are_those_of_its_experts() -> None:
+    for hf, held, met in ((WHOLE_8B, 6.98e9, 6.98e9), (WHOLE_30B_A3B, 29.9e9, 2.72e9)):
+        family = family_of(hf, "here")
+        with torch.device("meta"):
+            weights = dict(family.build(64).named_parameters())
+        in_layers = sum(w.numel() for name, w in weights.items() if name.startswith("layers.") and w.dim() > 1)
+        assert in_layers == pytest.approx(held, rel=0.01)
+        assert family.shape.active_weights == pytest.approx(met, rel=0.01)
 
 
 def test_in_ram_nothing_is_measured() -> None:

@@ -21,7 +21,8 @@ from tiny_quantised import SCHEMES, make, make_moe, worst_difference
 from stoker.base.config import EngineSettings, KvSettings, SchedSettings
 from stoker.engine.llm import LLM
 
-MOST_DIFFERENCE = 0.3  # of log-probabilities; without inputs of 8 bits it is 0.03
+# Of log-probabilities; without inputs of 8 bits it is 0.03. Noise also makes tokens choose other experts.
+MOST_DIFFERENCE, MOST_WITH_EXPERTS = 0.3, 0.6
 
 
 def difference(scheme: str, has_experts: bool) -> float:
@@ -38,7 +39,7 @@ def difference(scheme: str, has_experts: bool) -> float:
 def check(schemes: list[str], has_experts: bool) -> None:
     found = {scheme: difference(scheme, has_experts) for scheme in schemes}
     print(" ".join(f"{scheme}: {worst:.3f}" for scheme, worst in found.items()), flush=True)
-    assert max(found.values()) < MOST_DIFFERENCE, found
+    assert max(found.values()) < (MOST_WITH_EXPERTS if has_experts else MOST_DIFFERENCE), found
 
 
 def test_quantised_checkpoints() -> None:
