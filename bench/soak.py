@@ -198,7 +198,7 @@ class Worker:
                     if response.status == 200:
                         return
             await asyncio.sleep(0.1)
-        raise SystemExit(f"worker {self.port} did not get ready")
+        raise TimeoutError(f"worker {self.port} did not get ready: {self._log}")
 
     async def kill(self, number: int) -> None:
         assert self._process is not None
@@ -216,6 +216,11 @@ class Worker:
     async def stop(self) -> None:
         if self._process is not None and self._process.returncode is None:
             await self.kill(signal.SIGTERM)
+
+
+def kill(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.kill()
 
 
 async def disturb(
@@ -312,8 +317,12 @@ async def soak(args: argparse.Namespace, folder: Path) -> int:
     url = f"http://127.0.0.1:{port}"
     requests, tally = bodies("tiny", args.bodies, rng), Tally()
     timeout = aiohttp.ClientTimeout(total=120)
-    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as http:
+    async with (
+        contextlib.AsyncExitStack() as stack,
+        aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as http,
+    ):
         for worker in workers:
+            stack.push_async_callback(worker.stop)
             await worker.start()
         for worker in workers:
             await worker.wait_ready(http)
@@ -336,6 +345,7 @@ async def soak(args: argparse.Namespace, folder: Path) -> int:
             command += ["--worker", worker.url]
         with (folder / "gateway.log").open("ab") as out:
             gateway = await asyncio.create_subprocess_exec(*command, stdout=out, stderr=out, start_new_session=True)
+        stack.callback(kill, gateway)
         for _ in range(300):
             with contextlib.suppress(aiohttp.ClientError):
                 async with http.get(f"{url}/ready") as response:
@@ -351,6 +361,8 @@ async def soak(args: argparse.Namespace, folder: Path) -> int:
         memory = []
         while not all(one.done() for one in clients):
             await asyncio.wait(clients, timeout=args.report_s)
+            if trouble.done():
+                trouble.result()
             memory.append(round(rss_mib(gateway.pid), 1))
             print(
                 json.dumps({"counts": dict(tally.counts), "wrong": len(tally.wrong), "gateway_rss_mib": memory[-1]}),
@@ -363,8 +375,6 @@ async def soak(args: argparse.Namespace, folder: Path) -> int:
         left = await in_flight(http, url)
         os.kill(gateway.pid, signal.SIGTERM)
         code = await asyncio.wait_for(gateway.wait(), 30)
-        for worker in workers:
-            await worker.stop()
     booked = ledger_sums(ledger, tally.finished)
     reported = {
         "rows": len(tally.finished),
