@@ -55,8 +55,12 @@ class Engine:
         return bool(self._scheduler.num_held or self._closing)
 
     def prepare(self) -> None:
-        """Now, all that is else prepared between requests: scripts have no such time."""
+        """Now, all that is else prepared while it is quiet: scripts have no such time."""
         self._runner.capture_all()
+
+    def prepare_next(self) -> bool:
+        """A part of that, of about a tenth of a second; whether there may be more. Only while `idle`."""
+        return self._runner.capture_next()
 
     def add(self, request: GenerateRequest, num_stored: int = 0) -> None:
         """A request that cannot run ends at once, with a chunk that says why. `num_stored`: leading blocks worth loading."""
@@ -100,8 +104,7 @@ class Engine:
             self._chunks += self._scheduler.commit(result)
             took_in = True
         gave_back = self._pass_on(now)
-        is_idle = plan is None and not (took_in or gave_back or self._chunks)
-        self.idle = is_idle and not self._runner.capture_next()
+        self.idle = plan is None and not (took_in or gave_back or self._chunks)
         chunks, self._chunks = self._chunks, []
         return chunks
 

@@ -20,6 +20,8 @@ from stoker.sched.plan import Span, StepPlan
 
 Ints = NDArray[np.int64]
 
+_MULTIPLE = 16
+
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
@@ -111,13 +113,14 @@ class StepData:
 
     @property
     def exact(self) -> StepShape:
-        """Room for as many pieces as are of use."""
+        """Room for as many pieces as are of use, and a few tokens and heads more than there are: kernels are compiled anew for
+        numbers that are not multiples of 16, and for addresses that are not."""
         cutter, least = self._cutter, self.least
         return StepShape(
-            least.tokens,
+            -(-least.tokens // _MULTIPLE) * _MULTIPLE,
             cutter.most_singles(least.singles - 1) if least.singles else 0,
             cutter.most_tiles(least.tiles - 1) if least.tiles else 0,
-            least.heads,
+            -(-least.heads // _MULTIPLE) * _MULTIPLE,
         )
 
     def pack(self, run: Ints, shape: StepShape, draws: bool) -> None:

@@ -47,11 +47,13 @@ from stoker.proto.pipe import EngineEnd, FrameEnd
 from stoker.sched.request import GenerateRequest, GrammarSpec, TokenChunk
 from stoker.worker.block_log import BlockLog
 from stoker.worker.late_grammars import LateGrammars
+from stoker.worker.quiet_time import Chore, QuietTime
 
 _STATS_EVERY_S = 0.25
 _LOOK_EVERY_S = 0.05  # while idle with leases or deadlines open
 _PROGRESS_EVERY_S = 0.1
-_QUIET_S = 2.0  # without a request: time to do what would disturb one
+# Without a request, before what would disturb one: to capture steps, which makes requests fast, and to try a grammar.
+_CAPTURES_AFTER_S, _GRAMMARS_AFTER_S = 0.25, 2.0
 _COMPILERS = 4
 _LOOKERS = 2
 
@@ -169,7 +171,9 @@ class EngineLoop:
         self._preparing: dict[GrammarSpec, list[RequestId]] = {}  # who waits for it
         self._media = {use.name: use.tier.medium for use in built.store.tiers}
         self._stats_at_s = 0.0
-        self._grammars_warm = False
+        self._quiet = QuietTime(
+            [Chore(_CAPTURES_AFTER_S, self._engine.prepare_next), Chore(_GRAMMARS_AFTER_S, mailbox.warm_up)]
+        )
 
     def run(self) -> None:
         while True:
@@ -177,11 +181,12 @@ class EngineLoop:
             waits_for_events = self._engine.has_work or self._engine.has_leases
             if idle and not waits_for_events:
                 self._pipe.send(self._stats())
-            quiet_s = None if self._grammars_warm else _QUIET_S
-            messages = self._mailbox.take(wait=idle, timeout_s=_LOOK_EVERY_S if waits_for_events else quiet_s)
+            timeout_s = _LOOK_EVERY_S if waits_for_events else self._quiet.wait_s
+            messages = self._mailbox.take(wait=idle, timeout_s=timeout_s)
             if idle and not waits_for_events and not messages:
-                self._grammars_warm = True
-                self._mailbox.warm_up()
+                self._quiet.use()
+                continue
+            self._quiet.disturbed()
             for message in messages:
                 if isinstance(message, Shutdown):
                     return

@@ -99,3 +99,17 @@ def test_every_step_of_few_tokens_has_a_shape() -> None:
         chunk = StepShape(tokens, 0, CUTTER.num_tiles(np.array([tokens])) + 1, 1)
         assert any(shape.holds(chunk) for shape in shapes)
         assert min(shape.tokens for shape in shapes if shape.holds(chunk)) <= max(16, 1.5 * tokens + 16)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_kernels_meet_no_number_and_no_address_that_is_not_a_multiple_of_16(seed: int) -> None:
+    """They would be compiled anew for it, in the midst of serving."""
+    rng = random.Random(seed)
+    for _ in range(20):
+        plan = random_plan(rng)
+        data = StepData(plan, [span for span in plan.spans if span.samples], CUTTER, [])
+        inputs = inputs_of(plan, data.exact, data)
+        assert data.exact.holds(data.least)
+        assert data.exact.tokens % 16 == data.exact.heads % 16 == 0
+        views = (inputs.tokens, *inputs.tokens, inputs.singles, inputs.tiles, *inputs.heads)
+        assert all((view.data_ptr() - inputs.packed.data_ptr()) % 16 == 0 for view in views)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import mmap
+import os
 import struct
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +17,15 @@ from safetensors.torch import save_file
 from stoker.base.errors import ModelFilesError
 from stoker.models import reader
 from stoker.models.fill import Copy, fill
-from stoker.models.reader import ReadAhead, read_header, stored_tensors, weight_files
+from stoker.models.reader import (
+    BLOCK_BYTES,
+    ReadAhead,
+    is_cached,
+    read_block,
+    read_header,
+    stored_tensors,
+    weight_files,
+)
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -37,7 +49,7 @@ def test_every_value_finds_its_place(
     file = tmp_path / "model.safetensors"
     save_file(values, file)
     if where != "cached":
-        monkeypatch.setattr(reader, "_read_cached", lambda fd, into, offset: 0)
+        monkeypatch.setattr(reader, "_is_resident", lambda fd, offset, length: False)
     ahead = ReadAhead([file], {"read ahead": 1 << 30, "partly read ahead": 20000}.get(where, 0))
     stored = stored_tensors(tmp_path)
     places = {name: torch.full(value.shape, float("nan"), dtype=dtype) for name, value in values.items()}
@@ -106,7 +118,7 @@ def test_reading_ahead_says_nothing_of_files_that_are_not_there(tmp_path: Path) 
 
 def test_a_block_is_read_ahead_or_by_whoever_asks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "BLOCK_BYTES", 4096)
-    monkeypatch.setattr(reader, "_read_cached", lambda fd, into, offset: 0)
+    monkeypatch.setattr(reader, "_is_resident", lambda fd, offset, length: False)
     file = tmp_path / "weights"
     file.write_bytes(bytes(range(256)) * 100)
     ahead = ReadAhead([file], 1 << 30)
@@ -130,7 +142,7 @@ def test_only_the_files_of_the_index_are_read_ahead(tmp_path: Path) -> None:
 
 
 def test_a_file_is_the_same_by_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "_read_cached", lambda fd, into, offset: 0)
+    monkeypatch.setattr(reader, "_is_resident", lambda fd, offset, length: False)
     (tmp_path / "file").write_bytes(b"bytes")
     (tmp_path / "link").symlink_to(tmp_path / "file")
     ahead = ReadAhead([tmp_path / "link"], 1 << 30)
@@ -139,3 +151,48 @@ def test_a_file_is_the_same_by_any_name(tmp_path: Path, monkeypatch: pytest.Monk
     block = ahead.take(tmp_path / "file", 0)
     assert block is not None
     assert bytes(block) == b"bytes"
+
+
+def on_the_drive(file: Path) -> bool:
+    """Whether the file could be made to be there alone: memory that is a file system cannot."""
+    fd = os.open(file, os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+    return not is_cached(file, 0)
+
+
+def test_what_is_in_memory_is_known_and_asking_reads_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "weights"
+    file.write_bytes(os.urandom(3 * BLOCK_BYTES + 5))
+    numbers = range(4)
+    assert all(is_cached(file, number) for number in numbers)
+    if not on_the_drive(file):
+        pytest.skip("this file system keeps its files in memory")
+    for _ in range(3):
+        assert not any(is_cached(file, number) for number in numbers)
+        time.sleep(0.05)  # for what the system might read by itself
+
+
+def test_reading_past_the_cache_leaves_nothing_there(tmp_path: Path) -> None:
+    file, content = tmp_path / "weights", os.urandom(2 * BLOCK_BYTES + 4097)
+    file.write_bytes(content)
+    if not on_the_drive(file):
+        pytest.skip("this file system keeps its files in memory")
+    into = memoryview(mmap.mmap(-1, BLOCK_BYTES))
+    for number in range(3):
+        got = read_block(file, number, into)
+        assert bytes(into[:got]) == content[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
+    assert not is_cached(file, 0)
+    assert not is_cached(file, 1)
+
+
+def test_threads_take_turns_faster_only_while_files_are_read(tmp_path: Path) -> None:
+    usual = 0.005
+    sys.setswitchinterval(usual)
+    ahead = ReadAhead([tmp_path / "gone"], 1 << 30)
+    assert sys.getswitchinterval() < usual
+    ahead.close()
+    assert sys.getswitchinterval() == usual
+    ReadAhead([], 0).close()
+    assert sys.getswitchinterval() == usual
