@@ -1,11 +1,12 @@
 """Random requests at a card whose memory, and whose KV, are kept full: lengths, sampling, stops, logprobs, cancels.
 
-    python bench/gpu_fuzz.py OUT.json [--requests 10000] [--seconds S] [--left-gib 4] [--seed 0] [--checked 40]
+    python bench/gpu_fuzz.py OUT.json [--requests 10000] [--seconds S] [--left-gib 2.6] [--seed 0] [--checked 40]
+    compute-sanitizer --tool memcheck python bench/gpu_fuzz.py OUT.json --requests 24 --rows 16 --left-gib 140 --kv-gib 0.1
 
 A small model of SmolLM2's shape with random weights; all but --left-gib of the card is taken away first, so that the memory plan
-is held to. What must hold: every request ends, as it should; no block is lost; the driver is never asked for memory that is not
-there. Some greedy answers are then computed by transformers at once, in float32: each token must be the most likely one, or
-within a near tie of it.
+is held to: 2.6 leave some 150,000 tokens of KV, which 512 rows would fill twice. What must hold: every request ends, as it
+should; no block is lost; the driver is never asked for memory that is not there. Some greedy answers are then computed by
+transformers at once, in float32: each token must be the most likely one, or within a near tie of it.
 """
 
 from __future__ import annotations
@@ -176,7 +177,8 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seconds", type=float, default=3600.0)
-    parser.add_argument("--left-gib", type=float, default=4.0)
+    parser.add_argument("--left-gib", type=float, default=2.6)
+    parser.add_argument("--kv-gib", type=float, help="default: what is left")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checked", type=int, default=40)
     parser.add_argument("--rows", type=int, default=512)
@@ -189,7 +191,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(SHAPE))
-        kv = KvSettings() if on_card else KvSettings(16, 400)
+        kv = KvSettings(memory_gib=args.kv_gib) if on_card else KvSettings(16, 400)
         llm = LLM(folder, EngineSettings(kv=kv, sched=SchedSettings(max_rows=args.rows)), random_weights_seed=args.seed)
         fuzz = Fuzz(llm, args.seed)
         begun = time.monotonic()

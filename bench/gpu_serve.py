@@ -4,7 +4,7 @@
     python bench/gpu_serve.py run DIR OUT.json --server stoker [--client own] [--loads 1,200,512]
     PYTHONPATH=SITE python bench/gpu_serve.py run DIR OUT.json --server vllm
 
-The loads are `vllm bench serve`'s, random lengths within 80% of the mean: 1 and 200 streams of 512 tokens in and 256 out, 512
+The loads are `vllm bench serve`'s, random lengths within 80% of the mean: 1, 64 and 200 streams of 512 tokens in and 256 out, 512
 streams of 1,024 in and 128 out. --client own is a plain client of our own for where vLLM is not.
 """
 
@@ -43,7 +43,12 @@ class Load:
     num_requests: int
 
 
-LOADS = {1: Load(1, 512, 256, 10), 200: Load(200, 512, 256, 800), 512: Load(512, 1024, 128, 1024)}
+LOADS = {
+    1: Load(1, 512, 256, 10),
+    64: Load(64, 512, 256, 256),
+    200: Load(200, 512, 256, 800),
+    512: Load(512, 1024, 128, 1024),
+}
 
 
 def make_model(folder: Path, tokenizer: Path, with_weights: bool) -> None:
@@ -324,7 +329,7 @@ def main() -> None:
     running.add_argument("out", type=Path)
     running.add_argument("--server", choices=["stoker", "vllm"], default="stoker")
     running.add_argument("--client", choices=["vllm", "own"], default="vllm")
-    running.add_argument("--loads", default="1,200,512")
+    running.add_argument("--loads", default="1,64,200,512")
     running.add_argument("--share", type=float, default=1.0, help="of the requests")
     running.add_argument("--context", type=int, default=16384)
     running.add_argument("--serve", default="", help="further arguments of the server, as one text")
