@@ -68,7 +68,7 @@ class StepBench:
         self._runner.launch(first).wait()
         sampling = [span for span in plan.spans if span.samples]
         with torch.inference_mode():
-            logits = self._card.run(plan, sampling, False).logits
+            logits = self._card.run(plan, False).logits
         assert logits is not None
         found = logits[: len(sampling)].float()
         self._runner.launch(StepPlan([], [], freed_rows=[Row(row) for row in range(len(spans))])).wait()

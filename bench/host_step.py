@@ -4,7 +4,7 @@ card that has drawn before anybody asks.
     python bench/host_step.py [--rows 256] [--profile]
 
 Every row decodes from 600 tokens of context on, in blocks of 64, one step ahead of the card. Microseconds, the median over 256
-steps; `launch` is without what the card's own calls take.
+steps; a card's own calls are not in them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from stoker.engine.runner import PendingStep  # noqa: E402
 from stoker.kernels.paged import Cutter  # noqa: E402
 from stoker.proto.messages import Add, Shutdown  # noqa: E402
 from stoker.proto.pipe import EngineEnd  # noqa: E402
-from stoker.sched.plan import Span, StepPlan  # noqa: E402
+from stoker.sched.plan import StepPlan  # noqa: E402
 from stoker.sched.request import GenerateRequest, SamplingParams  # noqa: E402
 from stoker.worker.block_log import BlockLog  # noqa: E402
 from stoker.worker.engine_process import EngineLoop, Message  # noqa: E402
@@ -61,8 +61,8 @@ class DrawnCard:
         self._by_cost = sorted((*first, *rest), key=_cost)
         self._drawn = torch.arange(1024) % 997 + 3
 
-    def run(self, plan: StepPlan, sampling: Sequence[Span], draws: bool) -> StepOutputs:
-        data = StepData(plan, sampling, self._cutter, [2048])
+    def run(self, plan: StepPlan, draws: bool) -> StepOutputs:
+        data = StepData(plan, self._cutter, [2048])
         shape = next((shape for shape in self._by_cost if shape.holds(data.least)), data.exact)
         packed = torch.zeros(sum(shape.sizes), dtype=torch.int64)
         data.pack(packed.numpy(), shape, draws)
@@ -94,31 +94,33 @@ class Parts:
 
 
 class Script:
-    """A mailbox: all requests at once, then nothing until they have been measured."""
+    """A mailbox: all requests at once, then nothing until enough steps have only decoded."""
 
-    def __init__(self, requests: Sequence[GenerateRequest], parts: Parts) -> None:
+    def __init__(self, built: BuiltEngine, requests: Sequence[GenerateRequest], parts: Parts) -> None:
+        self._counters = built.scheduler.counters
         self._messages: list[Message] = [Add(request=request) for request in requests]
+        self._num_rows = len(requests)
         self._parts = parts
-        self._at_s = 0.0
+        self._computed = 0
+        self._began_s = 0.0
         self.steps: list[dict[str, float]] = []
-        self.profile: cProfile.Profile | None = None
 
     def warm_up(self) -> None: ...
 
     def take(self, wait: bool, timeout_s: float | None = None) -> list[Message]:
-        now = time.perf_counter()
-        whole = now - self._at_s
-        self.steps.append({**self._parts.seconds, "rest": whole - sum(self._parts.seconds.values()), "total": whole})
+        step_s = time.perf_counter() - self._began_s
+        if self._counters.computed_tokens - self._computed == self._num_rows:
+            rest_s = step_s - sum(self._parts.seconds.values())
+            self.steps.append({**self._parts.seconds, "rest": rest_s, "total": step_s})
+        self._computed = self._counters.computed_tokens
+        messages: list[Message] = [Shutdown()] if len(self.steps) == STEPS else self._messages
+        self._messages = []
         self._parts.seconds.clear()
-        messages, self._messages = self._messages, []
-        # The first chunks come before the last prompts: steps that only decode are those at the end.
-        if self.profile is not None and len(self.steps) == CONTEXT // 2:
-            self.profile.enable()
-        self._at_s = time.perf_counter()
+        self._began_s = time.perf_counter()
         return messages
 
 
-def build(folder: Path, rows: int) -> tuple[BuiltEngine, BlockLog]:
+def build(folder: Path, num_rows: int) -> tuple[BuiltEngine, BlockLog]:
     (folder / "config.json").write_text(json.dumps(SMALL))
     blocks = BlockLog()
     settings = EngineSettings(
@@ -127,10 +129,26 @@ def build(folder: Path, rows: int) -> tuple[BuiltEngine, BlockLog]:
         num_threads=1,
         max_model_tokens=4096,
         steps_ahead=1,
-        kv=KvSettings(BLOCK_TOKENS, rows * 32),
-        sched=SchedSettings(step_tokens=8192, max_rows=rows),
+        kv=KvSettings(BLOCK_TOKENS, 32 * num_rows),
+        sched=SchedSettings(step_tokens=8192, max_rows=num_rows),
     )
-    return build_engine(folder, settings, observer=blocks, random_weights_seed=0), blocks
+    built = build_engine(folder, settings, observer=blocks, random_weights_seed=0)
+    runner = built.engine._runner
+    runner._card = DrawnCard(num_rows)  # type: ignore[assignment]
+    runner._kv.clear = lambda blocks: None  # type: ignore[method-assign]  # a card does that by itself, too
+    return built, blocks
+
+
+def make_requests(num_rows: int) -> list[GenerateRequest]:
+    """Prompts of as many lengths as a block has tokens: some blocks fill in every step."""
+    rng = random.Random(0)
+    requests = []
+    for number in range(num_rows):
+        token_ids = [rng.randrange(1000) for _ in range(CONTEXT + number % BLOCK_TOKENS)]
+        name = RequestId(f"chatcmpl-{rng.getrandbits(128):032x}")
+        sampling = SamplingParams(temperature=0.0, stop_token_ids=(1, 2))
+        requests.append(GenerateRequest(name, token_ids, len(token_ids), sampling, 2 * STEPS))
+    return requests
 
 
 def main() -> None:
@@ -138,17 +156,36 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
-    rng = random.Random(0)
-    num_new = 2 * STEPS
-    requests = [
-        GenerateRequest(
-            RequestId(f"chatcmpl-{rng.getrandbits(128):032x}"),
-            [rng.randrange(1000) for _ in range(CONTEXT + rng.randrange(-32, 32))],
-            CONTEXT - 32,
-            SamplingParams(temperature=0.0, stop_token_ids=(1, 2)),
-            num_new,
-        )
-        for _ in range(args.rows)
-    ]
     with tempfile.TemporaryDirectory() as folder:
         built, blocks = build(Path(folder), args.rows)
+    ours, theirs = socket.socketpair()
+    server = subprocess.Popen(["cat"], stdin=theirs, stdout=subprocess.DEVNULL)
+    theirs.close()
+    pipe, parts, profile = EngineEnd(ours), Parts(), cProfile.Profile()
+    script = Script(built, make_requests(args.rows), parts)
+    loop = EngineLoop(built, blocks, script, pipe)  # type: ignore[arg-type]
+    if not args.profile:
+        parts.time("plan", built.scheduler, "plan")
+        parts.time("launch", built.engine._runner, "launch")
+        parts.time("read", PendingStep, "wait")
+        parts.time("commit", built.scheduler, "commit")
+        parts.time("step, other", built.engine, "step")
+        parts.time("stats", loop, "_tell_stats")
+        parts.time("send", pipe, "send")
+    collector.settle()
+    if args.profile:
+        profile.enable()
+    loop.run()
+    profile.disable()
+    if args.profile:
+        pstats.Stats(profile).sort_stats("tottime").print_stats(30)
+    for name in sorted(set().union(*script.steps), key=list(script.steps[0]).index):
+        figure = statistics.median(step.get(name, 0.0) for step in script.steps)
+        print(f"{name:12} {1e6 * figure:8.0f} us")
+    built.close()
+    ours.shutdown(socket.SHUT_RDWR)
+    server.wait()
+
+
+if __name__ == "__main__":
+    main()

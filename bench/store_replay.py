@@ -44,7 +44,7 @@ from stoker.kv.leases import LeaseBook
 from stoker.kv.pool import BlockPool
 from stoker.kv.tiers.host_files import remove_host_store
 from stoker.kv.transfer import KvIdentity
-from stoker.sched.plan import SpanResult, StepPlan, StepResult
+from stoker.sched.plan import StepPlan, StepResult
 from stoker.sched.request import GenerateRequest, SamplingParams
 from stoker.sched.scheduler import Scheduler, SchedulerConfig
 
@@ -61,7 +61,7 @@ class Step:
     plan: StepPlan
 
     def wait(self) -> StepResult:
-        return StepResult([SpanResult([1]) if span.samples else None for span in self.plan.spans], 0.001)
+        return StepResult([[1] if span.samples else [] for span in self.plan.spans], 0.001)
 
 
 class NoModel:

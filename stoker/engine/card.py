@@ -3,8 +3,6 @@ kernel by kernel. Both take the same inputs and do the same."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -18,7 +16,7 @@ from stoker.kernels.step_inputs import step_inputs_triton
 from stoker.kv.device import DeviceKv
 from stoker.layers.batch import ForwardBatch
 from stoker.models.contract import Model
-from stoker.sched.plan import Span, StepPlan
+from stoker.sched.plan import StepPlan
 
 MOST_CAPTURED = 2048  # tokens; to launch more takes the host less time than to compute them takes the card
 # Steps of one token a row, by rows; and steps with prompts in them, by tokens. Those that serve for most are captured first.
@@ -53,10 +51,10 @@ class CardSteps:
             pass
         self._dense.plan_all()
 
-    def run(self, plan: StepPlan, sampling: Sequence[Span], draws: bool) -> StepOutputs:
-        """`sampling`: the spans whose logits are wanted. `draws`: and a token of each, by the rows' own settings. The outputs are
-        valid until the next run, and may have more rows than there are spans."""
-        data = StepData(plan, sampling, self._cutter, self._dense.lengths)
+    def run(self, plan: StepPlan, draws: bool) -> StepOutputs:
+        """The logits of the spans that sample; with `draws` also a token of each, by the rows' own settings. The outputs are
+        valid until the next run, and may have more rows than there are such spans."""
+        data = StepData(plan, self._cutter, self._dense.lengths)
         captured = self._graphs.find(data.least)
         shape = data.exact if captured is None else captured.shape
         # Memory that the card reads by itself; torch gives it to nobody else until it has.

@@ -14,7 +14,7 @@ from stoker.engine.runner import PendingStep, Runner
 from stoker.kv.leases import LeaseBook
 from stoker.kv.store import KvStore
 from stoker.kv.transfer import KvTicket
-from stoker.sched.request import Finish, GenerateRequest, TokenChunk, Usage
+from stoker.sched.request import Finish, GenerateRequest, TokenChunks, Usage
 from stoker.sched.scheduler import Scheduler
 
 
@@ -39,7 +39,7 @@ class Engine:
         self._closing: set[str] = set()  # leases to be closed once nobody reads them
         self._tickets: dict[RequestId, KvTicket] = {}  # to be given back when their request has begun
         self._launched: deque[PendingStep] = deque()
-        self._chunks: list[TokenChunk] = []  # made between steps
+        self._chunks = TokenChunks()  # made between steps
         self.idle = False
         """Nothing can be done until something new arrives: a request, a load, a release."""
         self.num_steps = 0
@@ -73,21 +73,21 @@ class Engine:
     def refuse(self, request: GenerateRequest, error: InvalidRequest) -> None:
         self._note_ticket(request)
         finish = Finish("error", error_code=error.code, error_message=error.message)
-        self._chunks.append(TokenChunk(request.request_id, [], Usage(request.num_prompt, 0, 0), None, finish))
+        self._chunks.add(request.request_id, [], Usage(request.num_prompt, 0, 0), None, finish)
 
     def cancel(self, request_id: RequestId) -> None:
-        self._chunks += self._scheduler.cancel(request_id)
+        self._chunks.extend(self._scheduler.cancel(request_id))
 
     def released(self, lease_id: str) -> None:
         """From any thread: a peer has pulled what it wanted."""
         self._released.put(lease_id)
 
-    def step(self) -> list[TokenChunk]:
+    def step(self) -> TokenChunks:
         """Launch one plan, if there is anything to compute, and take in what is due."""
         now = self._clock.now()
         for filled in self._store.take_filled():
             self._scheduler.loaded(filled)
-        self._chunks += self._scheduler.expire(now)
+        self._chunks.extend(self._scheduler.expire(now))
         plan = self._scheduler.plan()
         if plan is not None:
             self._launched.append(self._runner.launch(plan))
@@ -101,11 +101,11 @@ class Engine:
                 self.num_steps += 1
                 self.step_s += result.step_s
                 self.rates.saw(step.plan, result.step_s)
-            self._chunks += self._scheduler.commit(result)
+            self._chunks.extend(self._scheduler.commit(result))
             took_in = True
         gave_back = self._pass_on(now)
         self.idle = plan is None and not (took_in or gave_back or self._chunks)
-        chunks, self._chunks = self._chunks, []
+        chunks, self._chunks = self._chunks, TokenChunks()
         return chunks
 
     def _note_ticket(self, request: GenerateRequest) -> None:
@@ -131,7 +131,7 @@ class Engine:
             self._closing.discard(lease_id)
             self._scheduler.release(lease_id)
         if self._tickets:
-            for chunk in self._chunks:
-                if (ticket := self._tickets.pop(chunk.request_id, None)) is not None:
+            for request_id in self._chunks.request_ids:
+                if (ticket := self._tickets.pop(request_id, None)) is not None:
                     self._store.release(ticket)
         return bool(copied or closed)

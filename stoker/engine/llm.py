@@ -75,7 +75,7 @@ class LLM:
                 completion.token_ids += chunk.token_ids
                 completion.logprobs += chunk.logprobs or []
                 completion.finish = chunk.finish
-                completion.usage = chunk.usage
+                completion.usage = chunk.usage or completion.usage
                 completion.ticket = chunk.ticket
             if engine.idle:
                 self._bell.wait(_LOOK_EVERY_S)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stoker.kernels.paged import Cutter
 from stoker.kernels.pieces import FIELDS
-from stoker.sched.plan import Span, StepPlan
+from stoker.sched.plan import StepPlan
 
 Ints = NDArray[np.int64]
 
@@ -78,7 +78,7 @@ class StepInputs:
 class StepData:
     """A plan's spans as arrays."""
 
-    def __init__(self, plan: StepPlan, sampling: Sequence[Span], cutter: Cutter, dense: Sequence[int]) -> None:
+    def __init__(self, plan: StepPlan, cutter: Cutter, dense: Sequence[int]) -> None:
         """`dense`: numbers of leading tokens that kernels/dense.py may take."""
         spans, number = plan.spans, len(plan.spans)
         self._cutter = cutter
@@ -98,7 +98,10 @@ class StepData:
         tiles = cutter.num_tiles(self._longer[1]) if singles < len(first) else 0
         # One piece more than spans: the least that is enough to cut them.
         self.least = StepShape(
-            len(plan.token_ids), singles + 1 if singles else 0, tiles + 1 if tiles else 0, len(sampling)
+            len(plan.token_ids),
+            singles + 1 if singles else 0,
+            tiles + 1 if tiles else 0,
+            int(np.count_nonzero(self._samples)),
         )
 
     def _take_whole(self, dense: Sequence[int]) -> tuple[tuple[tuple[int, int], ...], Ints, Ints, Ints]:

@@ -26,11 +26,12 @@ class StepRates:
         return self._decode_s / self._decode_steps if self._decode_steps else None
 
     def saw(self, plan: StepPlan, step_s: float) -> None:
-        prompt_tokens = sum(span.count for span in plan.spans if span.count > 1)
-        if prompt_tokens == 0:
+        if plan.num_tokens == len(plan.spans):
             self._decode_steps = _KEPT * self._decode_steps + 1
             self._decode_s = _KEPT * self._decode_s + step_s
-        elif 2 * prompt_tokens >= plan.num_tokens and prompt_tokens >= _FEWEST_PROMPT_TOKENS:
+            return
+        prompt_tokens = sum(span.count for span in plan.spans if span.count > 1)
+        if 2 * prompt_tokens >= plan.num_tokens and prompt_tokens >= _FEWEST_PROMPT_TOKENS:
             # The decoding rows of the step had their share of its time: they count as tokens, too.
             self._prompt_tokens = _KEPT * self._prompt_tokens + plan.num_tokens
             self._prompt_s = _KEPT * self._prompt_s + step_s

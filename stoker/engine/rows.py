@@ -45,19 +45,16 @@ class RowTable:
         self.settings = new_settings(max_rows, device)
         self.finished = new_counters(device)
         self.last_token = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self._states: dict[Row, RowState] = {}
+        self.states: dict[Row, RowState] = {}
         self._vocab_size = vocab_size
         self._device = device
         self._grammars = grammars
 
-    def __getitem__(self, row: Row) -> RowState:
-        return self._states[row]
-
     def apply(self, plan: StepPlan) -> None:
         for row in plan.freed_rows:
-            del self._states[row]
+            del self.states[row]
         for new in plan.new_rows:
-            self._states[new.row] = self._make(new)
+            self.states[new.row] = self._make(new)
         for change in plan.block_table_changes:
             self.blocks[change.row, change.first : change.first + len(change.blocks)] = change.blocks
         if self._device.type != "cpu":

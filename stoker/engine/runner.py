@@ -22,7 +22,7 @@ from stoker.kernels.paged import fits
 from stoker.kernels.transfer import to_device
 from stoker.kv.device import DeviceKv
 from stoker.models.contract import Model
-from stoker.sched.plan import Span, SpanResult, StepPlan, StepResult
+from stoker.sched.plan import StepPlan, StepResult
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +31,7 @@ class PendingStep:
 
     plan: StepPlan
     drawn: Drawn | None
-    states: list[RowState]  # of the spans that sample, in their order
+    states: list[RowState]  # of the spans that sample, in their order; none where all of them are plain
     started_s: float
     copied: torch.cuda.Event | None
     _result: StepResult | None = None
@@ -44,26 +44,28 @@ class PendingStep:
         return self._result
 
     def _read(self) -> StepResult:
-        results: list[SpanResult | None] = []
-        token_ids = self.drawn.token_ids.tolist() if self.drawn is not None else []
-        i = 0
-        for span in self.plan.spans:
-            if not span.samples:
-                results.append(None)
-                continue
-            results.append(self._take(i, token_ids[i]))
-            i += 1
-        return StepResult(results, time.monotonic() - self.started_s)
+        drawn = iter(self.drawn.token_ids.tolist() if self.drawn is not None else [])
+        token_ids = [[next(drawn)] if span.samples else [] for span in self.plan.spans]
+        result = StepResult(token_ids, time.monotonic() - self.started_s)
+        if self.states:
+            samples = [number for number, span in enumerate(self.plan.spans) if span.samples]
+            for i, (number, state) in enumerate(zip(samples, self.states, strict=True)):
+                self._say_more(i, state, number, result)
+        return result
 
-    def _take(self, i: int, token_id: int) -> SpanResult:
-        state = self.states[i]
+    def _say_more(self, i: int, state: RowState, number: int, result: StepResult) -> None:
+        """Of what the i-th sampling span drew, which is the plan's span `number`."""
         assert self.drawn is not None
         logprobs = self.drawn.token_logprobs(i, state.sampling.num_logprobs)
+        if logprobs is not None:
+            result.logprobs[number] = logprobs
         if state.matcher is None:
-            return SpanResult([token_id], logprobs)
+            return
+        token_id = result.token_ids[number][0]
         if not state.matcher.done and not state.matcher.accept(token_id):
-            return SpanResult([], error=f"the grammar has no way on from here (token {token_id})")
-        return SpanResult([token_id], logprobs, grammar_done=state.matcher.done)
+            result.errors[number] = f"the grammar has no way on from here (token {token_id})"
+        elif state.matcher.done:
+            result.grammar_done.add(number)
 
 
 class Runner:
@@ -119,41 +121,38 @@ class Runner:
             self._kv.clear(plan.fresh_blocks)
         if not plan.spans:
             return PendingStep(plan, None, [], started_s, None)
-        sampling = [span for span in plan.spans if span.samples]
-        states = [self._rows[span.row] for span in sampling]
-        drawn = (
-            self._card_step(plan, sampling, states) if self._card is not None else self._step(plan, sampling, states)
-        )
+        states = [self._rows.states[span.row] for span in plan.spans if span.samples]
+        plain = all(state.is_plain for state in states)
+        drawn = self._step(plan, states) if self._card is None else self._card_step(self._card, plan, states, plain)
         copied = None
         if drawn is not None:
             drawn = drawn.to_host()
             if self._kv.blocks.is_cuda:
                 copied = torch.cuda.Event(blocking=True)
                 copied.record()
-        return PendingStep(plan, drawn, states, started_s, copied)
+        return PendingStep(plan, drawn, [] if plain else states, started_s, copied)
 
-    def _card_step(self, plan: StepPlan, sampling: list[Span], states: list[RowState]) -> Drawn | None:
-        assert self._card is not None
-        draws = all(state.is_plain for state in states)
-        outputs = self._card.run(plan, sampling, draws)
-        if draws or outputs.logits is None:
-            return Drawn(outputs.token_ids[: len(sampling)], None, None, None) if sampling else None
-        return self._sample(outputs.logits[: len(sampling)], sampling, states)
+    def _card_step(self, card: CardSteps, plan: StepPlan, states: list[RowState], plain: bool) -> Drawn | None:
+        outputs = card.run(plan, draws=plain)
+        if plain or outputs.logits is None:
+            return Drawn(outputs.token_ids[: len(states)], None, None, None) if states else None
+        return self._sample(outputs.logits[: len(states)], plan, states)
 
-    def _step(self, plan: StepPlan, sampling: list[Span], states: list[RowState]) -> Drawn | None:
+    def _step(self, plan: StepPlan, states: list[RowState]) -> Drawn | None:
         """By the references."""
         hidden = self._model(build_batch(plan, self._rows, self._kv))
-        if not sampling:
+        if not states:
             return None
         ends, end = [], 0
         for span in plan.spans:
             end += span.count
             if span.samples:
                 ends.append(end - 1)
-        return self._sample(self._model.logits(hidden[to_device(ends, hidden.device)]), sampling, states)
+        return self._sample(self._model.logits(hidden[to_device(ends, hidden.device)]), plan, states)
 
-    def _sample(self, logits: Tensor, sampling: list[Span], states: list[RowState]) -> Drawn:
+    def _sample(self, logits: Tensor, plan: StepPlan, states: list[RowState]) -> Drawn:
         if self._last is not None and any(state.matcher is not None for state in states):
             self._last.wait()
+        sampling = [span for span in plan.spans if span.samples]
         lengths = [span.start + span.count for span in sampling]
         return sample(logits, [span.row for span in sampling], lengths, self._rows)

@@ -40,7 +40,7 @@ class Drawn:
 
 def sample(logits: Tensor, rows: Sequence[Row], lengths: Sequence[int], table: RowTable) -> Drawn:
     """`lengths[i]`: tokens before the one that row i draws, which is its position and half of its randomness."""
-    states = [table[row] for row in rows]
+    states = [table.states[row] for row in rows]
     num_logprobs = max((-1 if s.sampling.num_logprobs is None else s.sampling.num_logprobs for s in states), default=-1)
     parts = []
     for i in range(0, len(states), DRAWN_TOGETHER):

@@ -9,7 +9,7 @@ import msgspec
 from stoker.base.config import EngineSettings
 from stoker.base.ids import BlockKey, RequestId, WorkerId
 from stoker.kv.transfer import KvTicket
-from stoker.sched.request import GenerateRequest, TokenChunk
+from stoker.sched.request import GenerateRequest, TokenChunks
 
 
 class EngineArguments(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -157,9 +157,7 @@ class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Chunks(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What one step brought, for all its sequences."""
-
-    chunks: list[TokenChunk]
+    chunks: TokenChunks
 
 
 ToEngine = EngineArguments | Add | Cancel | Prefetch | Release | Shutdown

@@ -45,16 +45,17 @@ class Draft:
         spans: list[Span] = []
         token_ids: list[int] = []
         for seq, count in self.counts.items():
-            start = seq.num_computed
-            known = seq.token_ids[start : start + count]
-            token_ids += known
-            if len(known) < count:
-                token_ids += [ON_DEVICE] * (count - len(known))
-            seq.num_computed += count
-            samples = seq.num_computed == seq.num_known
+            start, num_here = seq.num_computed, len(seq.token_ids)
+            end = seq.num_computed = start + count
+            if end <= num_here:
+                token_ids += seq.token_ids[start:end]
+            else:  # while a token is drawn there is nothing to compute before it: it is the only one
+                token_ids.append(ON_DEVICE)
+            samples = end == num_here + seq.num_drawing
             if samples:
                 seq.num_drawing += 1
-            spans.append(Span(seq.running_row, start, count, samples))
+            assert seq.row is not None
+            spans.append(Span(seq.row, start, count, samples))
         filled = {copy.dst for copy in self.copies} | {block for load in self.loads for block in load.blocks}
         return StepPlan(
             spans,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from stoker.base.ids import BlockId, Row
 from stoker.kv.transfer import KvLoad
@@ -13,9 +12,10 @@ from stoker.sched.request import SamplingParams, TokenLogprobs
 ON_DEVICE = -1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Span:
-    """`count` tokens of a row, from position `start` on. If `samples`, the token after them is drawn."""
+    """`count` tokens of a row, from position `start` on. If `samples`, the token after them is drawn. (Nobody changes it: but one
+    is made for every row and step, and a frozen one takes three times as long.)"""
 
     row: Row
     start: int
@@ -69,19 +69,12 @@ class StepPlan:
         return len(self.token_ids)
 
 
-class SpanResult(NamedTuple):
-    """What a sampling span drew. `grammar_done`: the output is complete, nothing may follow. `error`: the row's grammar has no
-    way on. (A tuple: there is one for every row and step, and a frozen dataclass takes three times as long to make.)"""
-
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None = None
-    grammar_done: bool = False
-    error: str | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """`spans[i]` belongs to the plan's i-th span; None where it did not sample."""
+    """What the plan's spans drew, in their order; and of the few of which there is more to say, by their number, what that is."""
 
-    spans: list[SpanResult | None]
+    token_ids: list[list[int]]  # none where a span did not sample
     step_s: float
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    grammar_done: set[int] = field(default_factory=set)  # the output is complete, nothing may follow
+    errors: dict[int, str] = field(default_factory=dict)  # the row's grammar has no way on

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -73,7 +74,7 @@ class Finish:
     error_message: str | None = None
 
 
-@dataclass(slots=True)  # not frozen, though nobody changes it: one is made for every token, in a third of the time
+@dataclass(slots=True)
 class Usage:
     """`cached_tokens`: prompt tokens in whole blocks found in the cache, of any tier, when the sequence first ran.
     `pulled_tokens`: those that came from the worker that the ticket names; that worker has counted them."""
@@ -90,7 +91,58 @@ class TokenChunk:
 
     request_id: RequestId
     token_ids: list[int]
-    usage: Usage
+    usage: Usage | None = None  # with the first chunk and with the last: between them only the completion grows
     logprobs: list[TokenLogprobs] | None = None
     finish: Finish | None = None
     ticket: KvTicket | None = None  # with the last chunk, if the KV is kept
+
+
+@dataclass(slots=True)
+class TokenChunks:
+    """What a step brought, for all its sequences, as columns: most chunks are a token and nothing else. What only a few of them
+    have goes by their number."""
+
+    request_ids: list[RequestId] = field(default_factory=list)
+    token_ids: list[list[int]] = field(default_factory=list)
+    usages: dict[int, Usage] = field(default_factory=dict)
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    finishes: dict[int, Finish] = field(default_factory=dict)
+    tickets: dict[int, KvTicket] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
+
+    def __iter__(self) -> Iterator[TokenChunk]:
+        for i, (request_id, token_ids) in enumerate(zip(self.request_ids, self.token_ids, strict=True)):
+            sparse = (self.usages.get(i), self.logprobs.get(i), self.finishes.get(i), self.tickets.get(i))
+            yield TokenChunk(request_id, token_ids, *sparse)
+
+    def add(
+        self,
+        request_id: RequestId,
+        token_ids: list[int],
+        usage: Usage | None = None,
+        logprobs: list[TokenLogprobs] | None = None,
+        finish: Finish | None = None,
+        ticket: KvTicket | None = None,
+    ) -> None:
+        number = len(self.request_ids)
+        self.request_ids.append(request_id)
+        self.token_ids.append(token_ids)
+        if usage is not None:
+            self.usages[number] = usage
+        if logprobs is not None:
+            self.logprobs[number] = logprobs
+        if finish is not None:
+            self.finishes[number] = finish
+        if ticket is not None:
+            self.tickets[number] = ticket
+
+    def extend(self, later: TokenChunks) -> None:
+        first = len(self)
+        self.request_ids += later.request_ids
+        self.token_ids += later.token_ids
+        self.usages |= {first + i: usage for i, usage in later.usages.items()}
+        self.logprobs |= {first + i: logprobs for i, logprobs in later.logprobs.items()}
+        self.finishes |= {first + i: finish for i, finish in later.finishes.items()}
+        self.tickets |= {first + i: ticket for i, ticket in later.tickets.items()}

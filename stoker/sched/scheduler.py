@@ -22,8 +22,8 @@ from stoker.sched.draft import Draft
 from stoker.sched.leases import LeasedKv, Leases, LeaseTerms
 from stoker.sched.loads import Loads, loadable_tokens
 from stoker.sched.offers import Offers
-from stoker.sched.plan import BlockCopy, BlockTableChange, SpanResult, StepPlan, StepResult
-from stoker.sched.request import Finish, GenerateRequest, TokenChunk
+from stoker.sched.plan import BlockCopy, BlockTableChange, Span, StepPlan, StepResult
+from stoker.sched.request import Finish, GenerateRequest, TokenChunks
 from stoker.sched.sequence import Sequence, State
 
 
@@ -54,11 +54,11 @@ class Counters:
 
 
 class _UnderWay(NamedTuple):
-    """A span of a launched plan: whose it is, and how far it computes. `run` tells whether `seq` was preempted since."""
+    """A launched plan's spans, and whose they are. `runs` tell which of those have been preempted since."""
 
-    seq: Sequence
-    run: int
-    end: int
+    spans: list[Span]
+    seqs: list[Sequence]
+    runs: list[int]
 
 
 class Scheduler:
@@ -70,7 +70,7 @@ class Scheduler:
         self._running: list[Sequence] = []  # by precedence
         self._free_rows = [Row(row) for row in reversed(range(config.max_rows))]
         self._freed_rows: list[Row] = []  # to be told to the runner with the next plan
-        self._under_way: deque[list[_UnderWay]] = deque()
+        self._under_way: deque[_UnderWay] = deque()
         self._computing: dict[BlockKey, Sequence] = {}  # prompt blocks that a running sequence has yet to finish
         self._loads = Loads()
         self._unfilled: list[BlockId] = []  # blocks of loads that failed, to be cleared with the next plan
@@ -121,7 +121,7 @@ class Scheduler:
             )
         size, root = self._config.block_tokens, root_key(self._config.fingerprint, request.cache_salt)
         keys = block_keys(request.token_ids, root, size)
-        seq = Sequence(request, self._num_arrivals, root, size, list(request.token_ids), keys, num_stored)
+        seq = Sequence(request, self._num_arrivals, root, size, total_tokens, list(request.token_ids), keys, num_stored)
         if request.lease_id is not None:
             self._leases.open(request.lease_id, seq)
         self._num_arrivals += 1
@@ -129,13 +129,18 @@ class Scheduler:
         insort(self._waiting, seq, key=lambda s: s.precedence)
         self.counters.prompt_tokens += request.num_prompt
 
-    def cancel(self, request_id: RequestId) -> list[TokenChunk]:
-        seq = self._by_id.get(request_id)
-        return [] if seq is None else [self._end(seq, Finish("cancelled"))]
+    def cancel(self, request_id: RequestId) -> TokenChunks:
+        chunks = TokenChunks()
+        if (seq := self._by_id.get(request_id)) is not None:
+            self._end(seq, Finish("cancelled"), chunks)
+        return chunks
 
-    def expire(self, now: float) -> list[TokenChunk]:
+    def expire(self, now: float) -> TokenChunks:
         late = [s for s in self._by_id.values() if s.request.deadline_s is not None and s.request.deadline_s <= now]
-        return [self._end(seq, Finish("deadline")) for seq in late]
+        chunks = TokenChunks()
+        for seq in late:
+            self._end(seq, Finish("deadline"), chunks)
+        return chunks
 
     # ---- KV from elsewhere and for others
 
@@ -180,12 +185,16 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step, or None if there is nothing to compute now."""
         to_go = [(seq, seq.num_to_compute) for seq in self._running]
-        draft = Draft(budget=self._budget(sum(count == 1 for _, count in to_go)))
         # One token to go comes before a prompt to go: a long prompt must not stop the others' answers.
-        to_go.sort(key=lambda one: one[1] > 1)
-        for seq, num_to_compute in to_go:
-            count = min(num_to_compute, draft.budget)
-            if count and seq.state is State.RUNNING and self._make_room(seq, count, draft):
+        answers = [one for one in to_go if one[1] == 1]
+        prompts = [one for one in to_go if one[1] > 1]
+        draft = Draft(budget=self._budget(len(answers)))
+        for seq, num_to_compute in answers + prompts:
+            count = num_to_compute if num_to_compute <= draft.budget else draft.budget
+            if not count or seq.state is not State.RUNNING:
+                continue
+            has_room = seq.num_computed + count <= len(seq.blocks) * seq.block_tokens
+            if has_room or self._make_room(seq, count, draft):
                 draft.give(seq, count)
         for seq in list(self._waiting):
             if not draft.budget:
@@ -200,7 +209,7 @@ class Scheduler:
             return None
         plan = draft.finish(self._freed_rows, self._unfilled)
         self._freed_rows, self._unfilled = [], []
-        self._under_way.append([_UnderWay(seq, seq.run, seq.num_computed) for seq in draft.counts])
+        self._under_way.append(_UnderWay(plan.spans, list(draft.counts), [seq.run for seq in draft.counts]))
         self.counters.computed_tokens += plan.num_tokens
         return plan
 
@@ -209,50 +218,44 @@ class Scheduler:
         most, mixed = self._config.step_tokens, self._config.mixed_tokens
         return most if mixed is None or not num_answers else min(most, max(mixed, num_answers + mixed // 4))
 
-    def commit(self, result: StepResult) -> list[TokenChunk]:
+    def commit(self, result: StepResult) -> TokenChunks:
         """Take in the oldest launched plan's result."""
-        chunks = []
-        for span, outcome in zip(self._under_way.popleft(), result.spans, strict=True):
-            seq = span.seq
-            if seq.state is State.DONE:
+        chunks = TokenChunks()
+        spans, seqs, runs = self._under_way.popleft()
+        for i, (span, seq, run, token_ids) in enumerate(zip(spans, seqs, runs, result.token_ids, strict=True)):
+            if seq.run == run:
+                if span.start + span.count >= (seq.num_named + 1) * seq.block_tokens:
+                    self._name_blocks(seq, span.start + span.count)
+            elif seq.state is State.DONE:
                 continue
-            if seq.run == span.run and seq.state is State.RUNNING:
-                self._name_blocks(seq, span.end)
-            if outcome is not None:
-                chunks.append(self._take_tokens(seq, outcome))
+            if i in result.errors:
+                self._end(seq, Finish("error", error_code="invalid_grammar", error_message=result.errors[i]), chunks)
+            elif span.samples:
+                self._take_tokens(seq, token_ids, i, result, chunks)
+        self.counters.generated_tokens += sum(map(len, chunks.token_ids))
         return chunks
 
-    def _take_tokens(self, seq: Sequence, outcome: SpanResult) -> TokenChunk:
+    def _take_tokens(
+        self, seq: Sequence, token_ids: list[int], i: int, result: StepResult, chunks: TokenChunks
+    ) -> None:
+        """Drawn by span `i`."""
         seq.num_drawing -= 1
-        if outcome.error is not None:
-            return self._end(seq, Finish("error", error_code="invalid_grammar", error_message=outcome.error))
-        seq.token_ids.extend(outcome.token_ids)
-        self.counters.generated_tokens += len(outcome.token_ids)
-        finish, ticket = self._finish_of(seq, outcome), None
+        request = seq.request
+        is_first = len(seq.token_ids) == len(request.token_ids)
+        seq.token_ids += token_ids
+        finish, ticket = _finish_of(seq, i in result.grammar_done), None
         if finish is not None:
-            if seq.request.lease_id is not None and (finish.reason == "handoff" or seq.request.max_new_tokens == 1):
-                ticket = self._leases.keep(seq.request.lease_id, seq)
+            if request.lease_id is not None and (finish.reason == "handoff" or request.max_new_tokens == 1):
+                ticket = self._leases.keep(request.lease_id, seq)
             self._leave(seq)
-        return TokenChunk(seq.request.request_id, outcome.token_ids, seq.usage, outcome.logprobs, finish, ticket)
-
-    @staticmethod
-    def _finish_of(seq: Sequence, outcome: SpanResult) -> Finish | None:
-        request, last = seq.request, seq.token_ids[-1]
-        if last in request.sampling.stop_token_ids:
-            return Finish("stop", stop_token_id=last)
-        if outcome.grammar_done:
-            return Finish("stop")
-        if len(seq.token_ids) - request.num_prompt >= request.max_new_tokens:
-            return Finish("length")
-        return Finish("handoff") if request.lease_id is not None else None
+        usage = seq.usage if is_first or finish is not None else None
+        chunks.add(request.request_id, token_ids, usage, result.logprobs.get(i), finish, ticket)
 
     # ---- who gets rows and blocks
 
     def _make_room(self, seq: Sequence, count: int, draft: Draft) -> bool:
         """Blocks for `count` more tokens of a running sequence; the last comers give way, at worst itself."""
         missing = seq.num_blocks_for(seq.num_computed + count) - len(seq.blocks)
-        if missing <= 0:
-            return True
         while self._pool.num_free < missing:
             victim = next(other for other in reversed(self._running) if other.state is State.RUNNING)
             self._preempt(victim, draft)
@@ -340,11 +343,8 @@ class Scheduler:
         return self._pool.match_partial(seq.parent_of(num_matched), seq.token_ids[start:end])
 
     def _name_blocks(self, seq: Sequence, num_computed: int) -> None:
-        num_full = num_computed // seq.block_tokens
-        if num_full <= seq.num_named:
-            return
         seq.extend_keys()
-        for i in range(seq.num_named, num_full):
+        for i in range(seq.num_named, num_computed // seq.block_tokens):
             salt = None if i else seq.request.cache_salt
             self._pool.name(seq.blocks[i], seq.keys[i], seq.parent_of(i), seq.tokens_of(i), salt)
             self._stop_computing(seq, seq.keys[i])
@@ -364,9 +364,9 @@ class Scheduler:
         insort(self._waiting, seq, key=lambda s: s.precedence)
         self.counters.preemptions += 1
 
-    def _end(self, seq: Sequence, finish: Finish) -> TokenChunk:
+    def _end(self, seq: Sequence, finish: Finish, chunks: TokenChunks) -> None:
         self._leave(seq)
-        return TokenChunk(seq.request.request_id, [], seq.usage, None, finish)
+        chunks.add(seq.request.request_id, [], seq.usage, None, finish)
 
     def _leave(self, seq: Sequence) -> None:
         if seq.state is State.WAITING:
@@ -388,3 +388,16 @@ class Scheduler:
         self._free_rows.append(seq.running_row)
         self._freed_rows.append(seq.running_row)
         seq.row = None
+
+        seq.run += 1
+
+
+def _finish_of(seq: Sequence, grammar_done: bool) -> Finish | None:
+    request, last = seq.request, seq.token_ids[-1]
+    if last in request.sampling.stop_token_ids:
+        return Finish("stop", stop_token_id=last)
+    if grammar_done:
+        return Finish("stop")
+    if len(seq.token_ids) >= seq.most_tokens:
+        return Finish("length")
+    return Finish("handoff") if request.lease_id is not None else None

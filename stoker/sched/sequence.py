@@ -26,6 +26,7 @@ class Sequence:
     arrival: int  # order of arrival, which breaks ties
     root: BlockKey
     block_tokens: int
+    most_tokens: int  # that it may come to know
     token_ids: list[int]
     keys: list[BlockKey]  # of the leading full blocks of token_ids, as far as needed yet
     num_stored: int = 0  # leading blocks that tiers have and that are worth loading
@@ -35,21 +36,15 @@ class Sequence:
     num_named: int = 0  # leading blocks that have been offered to the pool by key
     num_computed: int = 0  # tokens computed, or planned in a step that is under way
     num_drawing: int = 0  # tokens that steps under way will draw; not yet in token_ids
-    run: int = 0  # counts admissions: results of a step from before a preemption name no blocks
+    run: int = 0  # changes with each row that it gets or gives back: results of a step from before name no blocks
     cached_tokens: int | None = None  # set when it first runs
     pulled_tokens: int = 0
 
     @property
-    def num_known(self) -> int:
-        return len(self.token_ids) + self.num_drawing
-
-    @property
     def num_to_compute(self) -> int:
         """Zero once the tokens to come are all that may come: with a lease, one."""
-        num_known, request = self.num_known, self.request
-        if num_known - request.num_prompt >= request.max_new_tokens or (
-            request.lease_id is not None and self.num_drawing
-        ):
+        num_known = len(self.token_ids) + self.num_drawing
+        if num_known >= self.most_tokens or (self.num_drawing and self.request.lease_id is not None):
             return 0
         return num_known - self.num_computed
 

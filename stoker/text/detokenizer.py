@@ -5,8 +5,7 @@ It holds back bytes that may still become a character. It refuses to know stop s
 
 from __future__ import annotations
 
-import codecs
-from collections.abc import Iterable
+from codecs import utf_8_decode
 from typing import Protocol
 
 from stoker.text.vocabulary import Vocabulary
@@ -24,22 +23,30 @@ class Detokenizer:
     """The texts of all pushes and of flush, joined, are what decoding all the ids at once gives."""
 
     def __init__(self, tokenizer: HasVocabulary, skip_special_tokens: bool = True) -> None:
-        self._vocabulary = tokenizer.vocabulary
+        vocabulary = tokenizer.vocabulary
+        self._table = vocabulary.table
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._first_token = self._vocabulary.leading_space == "first_token"
-        self._spaces_to_cut = self._vocabulary.leading_cut
+        self._held = b""  # the beginning of a character
+        self._first_token = vocabulary.leading_space == "first_token"
+        self._spaces_to_cut = vocabulary.leading_cut
 
-    def push(self, token_ids: Iterable[int]) -> str:
-        spelled = [self._vocabulary.bytes_of(token_id) for token_id in token_ids if token_id not in self._skipped]
-        if self._first_token and spelled:
+    def push(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
+        spelled = self._table[token_id] if 0 <= token_id < len(self._table) else b""
+        if self._first_token:
             self._first_token = False
-            spelled[0] = spelled[0].replace(b" ", b"")
-        return self._cut(self._decoder.decode(b"".join(spelled)))
+            spelled = spelled.replace(b" ", b"")
+        if self._held:
+            spelled = self._held + spelled
+        text, num_bytes = utf_8_decode(spelled, "replace", False)
+        self._held = spelled[num_bytes:]
+        return self._cut(text) if self._spaces_to_cut else text
 
     def flush(self) -> str:
         """What was held back: a character that never became whole is one U+FFFD."""
-        return self._cut(self._decoder.decode(b"", True))
+        held, self._held = self._held, b""
+        return self._cut(held.decode("utf-8", "replace"))
 
     def _cut(self, text: str) -> str:
         while self._spaces_to_cut and text:

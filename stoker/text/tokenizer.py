@@ -121,7 +121,7 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         detokenizer = Detokenizer(self, skip_special_tokens)
-        return detokenizer.push(ids) + detokenizer.flush()
+        return "".join(map(detokenizer.push, ids)) + detokenizer.flush()
 
     def token_bytes(self, token_id: int) -> bytes:
         """The token's bytes: often not valid UTF-8 by themselves. Empty for an id that has no token."""

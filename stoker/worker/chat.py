@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import msgspec
@@ -24,6 +23,7 @@ from stoker.proto.openai.chat import (
     ToolCallDelta,
 )
 from stoker.proto.openai.decode import decode
+from stoker.proto.openai.envelope import Envelope
 from stoker.proto.openai.handoff import KvTransferParams
 from stoker.proto.openai.tools import FunctionCall, ToolCall
 from stoker.proto.sse import encode_event
@@ -33,7 +33,7 @@ from stoker.text.parsers.contract import ReasoningDelta, TextDelta, ToolArgument
 from stoker.text.tools import ToolPlan, chat_tools
 from stoker.worker.constraint import resolve_constraint
 from stoker.worker.context import CONTEXT, WorkerContext, read_body
-from stoker.worker.generate import Choice, Piece, pieces
+from stoker.worker.generate import Choice, Piece, generate
 from stoker.worker.handoff import transfer_params
 from stoker.worker.ids import AnswerIds
 from stoker.worker.journal import open_journal, wants_journal
@@ -53,7 +53,7 @@ from stoker.worker.prompt import (
 from stoker.worker.record import RECORD, RequestRecord
 from stoker.worker.resume import created_of
 from stoker.worker.sampling import check_token_ids
-from stoker.worker.stream import open_stream
+from stoker.worker.stream import SseStream, open_stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,18 +183,28 @@ class _Gathered:
                     self.calls[delta.index].function.arguments += delta.text
 
 
+class _Whole:
+    def __init__(self, answer: ChatAnswer) -> None:
+        self._answer = answer
+        self.gathered = [_Gathered() for _ in answer.choices]
+
+    def take(self, piece: Piece) -> bool:
+        self.gathered[piece.index].add(piece)
+        if piece.finish is not None:
+            self.gathered[piece.index].finish = _finish(self._answer, piece.index, piece.finish)
+        return True
+
+    async def room(self) -> None: ...
+
+
 async def _whole(answer: ChatAnswer, record: RequestRecord) -> ChatCompletion:
-    gathered = [_Gathered() for _ in answer.choices]
-    async with aclosing(pieces(answer.context.service, answer.choices, record)) as stream:
-        async for piece in stream:
-            gathered[piece.index].add(piece)
-            if piece.finish is not None:
-                gathered[piece.index].finish = _finish(answer, piece.index, piece.finish)
+    whole = _Whole(answer)
+    await generate(answer.context.service, answer.choices, record, whole)
     return ChatCompletion(
         id=answer.id,
         created=answer.created,
         model=answer.model,
-        choices=[_choice(answer, i, got) for i, got in enumerate(gathered)],
+        choices=[_choice(answer, i, got) for i, got in enumerate(whole.gathered)],
         usage=usage_report(answer.choices),
         system_fingerprint=answer.fingerprint,
         prompt_token_ids=answer.prompt_token_ids,
@@ -228,29 +238,44 @@ def _finish(answer: ChatAnswer, index: int, reason: ChatFinish) -> ChatFinish:
 # ---- the stream
 
 
-async def _stream(request: web.Request, answer: ChatAnswer) -> web.StreamResponse:
+class _Events:
     """A piece makes one event at most: what a client has got can be told in tokens, whichever event was the last."""
-    started = {choice.index for choice in answer.choices if choice.is_resumed}
-    async with aclosing(pieces(answer.context.service, answer.choices, request[RECORD])) as source:
-        journal = open_journal(request, answer.choices, answer.created)
-        stream = open_stream(request, answer.context.config.client_stall_s, journal)
-        async for piece in source:
-            if piece.replayed:
-                continue
-            opens, first = piece.index not in started, not started
-            started.add(piece.index)
-            event = b""
-            if opens or piece.deltas or piece.finish is not None or piece.logprobs or answer.body.return_token_ids:
-                finish = piece.finish and _finish(answer, piece.index, piece.finish)
-                event = _event(answer, _chunk_choice(answer, piece, finish, opens), first)
-            await stream.send(piece, event)
+
+    def __init__(self, answer: ChatAnswer, stream: SseStream) -> None:
+        self._answer = answer
+        self._stream = stream
+        self._started = {choice.index for choice in answer.choices if choice.is_resumed}
+        usage = None if answer.include_usage else UNSET
+        self._first = Envelope(_chunk(answer, usage, prompt_token_ids=answer.prompt_token_ids))
+        self._later = Envelope(_chunk(answer, usage))
+        self._with_ids = bool(answer.body.return_token_ids)
+        self.room = stream.room
+
+    def take(self, piece: Piece) -> bool:
+        if piece.replayed:
+            return True
+        envelope = self._later if self._started else self._first
+        opens = piece.index not in self._started
+        if opens:
+            self._started.add(piece.index)
+        event = b""
+        if opens or piece.deltas or piece.finish is not None or piece.logprobs or self._with_ids:
+            finish = piece.finish and _finish(self._answer, piece.index, piece.finish)
+            event = envelope.event(_chunk_choice(self._answer, piece, finish, opens))
+        return self._stream.send(piece, event)
+
+
+async def _stream(request: web.Request, answer: ChatAnswer) -> web.StreamResponse:
+    journal = open_journal(request, answer.choices, answer.created)
+    stream = open_stream(request, answer.context.config.client_stall_s, journal)
+    await generate(answer.context.service, answer.choices, request[RECORD], _Events(answer, stream))
     transfer = transfer_params(answer.choices)
     if transfer is not UNSET and answer.choices[0].goes_on:
         return await stream.hand_off(transfer)
     last = b""
     if answer.include_usage or transfer is not UNSET:
         usage = usage_report(answer.choices) if answer.include_usage else UNSET
-        last = _chunk(answer, [], usage, transfer=transfer)
+        last = encode_event(msgspec.json.encode(_chunk(answer, usage, transfer=transfer)))
     return await stream.done(last)
 
 
@@ -293,25 +318,19 @@ def _delta(piece: Piece) -> ChatDelta:
     )
 
 
-def _event(answer: ChatAnswer, choice: ChatChunkChoice, first: bool = False) -> bytes:
-    return _chunk(answer, [choice], None if answer.include_usage else UNSET, first)
-
-
 def _chunk(
     answer: ChatAnswer,
-    choices: list[ChatChunkChoice],
     usage: UsageReport | msgspec.UnsetType | None,
-    first: bool = False,
+    prompt_token_ids: list[int] | msgspec.UnsetType = UNSET,
     transfer: KvTransferParams | msgspec.UnsetType = UNSET,
-) -> bytes:
-    chunk = ChatChunk(
+) -> ChatChunk:
+    return ChatChunk(
         id=answer.id,
         created=answer.created,
         model=answer.model,
         system_fingerprint=answer.fingerprint,
-        choices=choices,
+        choices=[],
         usage=usage,
-        prompt_token_ids=answer.prompt_token_ids if first else UNSET,
+        prompt_token_ids=prompt_token_ids,
         kv_transfer_params=transfer,
     )
-    return encode_event(msgspec.json.encode(chunk))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import aclosing
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -13,6 +13,7 @@ from stoker.base.errors import InvalidRequest
 from stoker.proto.openai.answers import UsageReport
 from stoker.proto.openai.completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from stoker.proto.openai.decode import decode
+from stoker.proto.openai.envelope import Envelope
 from stoker.proto.openai.handoff import KvTransferParams
 from stoker.proto.sse import encode_event
 from stoker.sched.request import TokenLogprobs
@@ -20,17 +21,17 @@ from stoker.text.conversation import completion_prompts
 from stoker.text.parsers.contract import TextDelta
 from stoker.worker.constraint import resolve_constraint
 from stoker.worker.context import CONTEXT, WorkerContext, read_body
-from stoker.worker.generate import Choice, Piece, pieces
+from stoker.worker.generate import Choice, Piece, generate
 from stoker.worker.handoff import transfer_params
 from stoker.worker.ids import AnswerIds
 from stoker.worker.journal import open_journal, wants_journal
 from stoker.worker.logprobs import completion_logprobs
-from stoker.worker.output import OutputParser
+from stoker.worker.output import NoTools
 from stoker.worker.prompt import Asked, Prompt, encode, make_choices, usage_report
 from stoker.worker.record import RECORD, RequestRecord
 from stoker.worker.resume import created_of
 from stoker.worker.sampling import check_token_ids
-from stoker.worker.stream import open_stream
+from stoker.worker.stream import SseStream, open_stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,10 @@ class CompletionAnswer:
     fingerprint: str
     prompts: list[Prompt]
     choices: list[Choice]
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.body.stream_options and self.body.stream_options.include_usage)
 
     def prompt_of(self, index: int) -> Prompt:
         return self.prompts[index // (len(self.choices) // len(self.prompts))]
@@ -94,7 +99,7 @@ async def prepare_completion(
     )
     choices: list[Choice] = []
     for prompt in prompts:
-        choices += make_choices(context, body, asked, prompt, lambda _: OutputParser(), first_index=len(choices))
+        choices += make_choices(context, body, asked, prompt, lambda _: NoTools(), first_index=len(choices))
     created = created_of(body)
     answer_id = AnswerIds.of(request_id, created, prompts[0].token_ids).make("cmpl-")
     return CompletionAnswer(context, body, answer_id, model, created, context.fingerprint, prompts, choices)
@@ -120,61 +125,87 @@ async def _prompts(context: WorkerContext, body: CompletionRequest) -> list[Prom
 
 
 def _text(piece: Piece) -> str:
-    return "".join(delta.text for delta in piece.deltas if isinstance(delta, TextDelta))
+    text = ""
+    for delta in piece.deltas:
+        if isinstance(delta, TextDelta):
+            text += delta.text
+    return text
+
+
+class _Whole:
+    """The choices, joined from their pieces."""
+
+    def __init__(self, answer: CompletionAnswer) -> None:
+        self.texts = [answer.echoed(choice.index) for choice in answer.choices]
+        self.results = [
+            CompletionChoice(index=choice.index, text="", finish_reason="stop") for choice in answer.choices
+        ]
+        self.logprobs: list[list[TokenLogprobs]] = [[] for _ in answer.choices]
+        self.token_ids: list[list[int]] = [[] for _ in answer.choices]
+
+    def take(self, piece: Piece) -> bool:
+        self.texts[piece.index] += _text(piece)
+        self.logprobs[piece.index] += piece.logprobs
+        self.token_ids[piece.index] += piece.token_ids
+        self.results[piece.index].finish_reason = piece.finish
+        return True
+
+    async def room(self) -> None: ...
 
 
 async def _whole(answer: CompletionAnswer, record: RequestRecord) -> Completion:
-    texts = [answer.echoed(choice.index) for choice in answer.choices]
-    results = [CompletionChoice(index=choice.index, text="", finish_reason="stop") for choice in answer.choices]
-    logprobs: list[list[TokenLogprobs]] = [[] for _ in answer.choices]
-    token_ids: list[list[int]] = [[] for _ in answer.choices]
-    async with aclosing(pieces(answer.context.service, answer.choices, record)) as stream:
-        async for piece in stream:
-            texts[piece.index] += _text(piece)
-            logprobs[piece.index] += piece.logprobs
-            token_ids[piece.index] += piece.token_ids
-            results[piece.index].finish_reason = piece.finish
-    for i, result in enumerate(results):
-        result.text = texts[i]
-        result.logprobs = _logprobs(answer, logprobs[i], 0)
+    got = _Whole(answer)
+    await generate(answer.context.service, answer.choices, record, got)
+    for i, result in enumerate(got.results):
+        result.text = got.texts[i]
+        result.logprobs = _logprobs(answer, got.logprobs[i], 0)
         if answer.body.return_token_ids:
-            result.token_ids = token_ids[i]
+            result.token_ids = got.token_ids[i]
             result.prompt_token_ids = answer.prompt_of(i).token_ids
-    return _completion(answer, results, usage_report(answer.choices), transfer_params(answer.choices))
+    return _completion(answer, got.results, usage_report(answer.choices), transfer_params(answer.choices))
+
+
+class _Events:
+    """Each piece as an event, at once."""
+
+    def __init__(self, answer: CompletionAnswer, stream: SseStream) -> None:
+        self._answer = answer
+        self._stream = stream
+        self._envelope = Envelope(_completion(answer, [], None if answer.include_usage else UNSET))
+        self._offsets = [0] * len(answer.choices)
+        self._started = {choice.index for choice in answer.choices if choice.is_resumed}
+        self._with_ids = bool(answer.body.return_token_ids)
+        self.room = stream.room
+
+    def take(self, piece: Piece) -> bool:
+        i = piece.index
+        result = CompletionChoice(index=i, text=_text(piece), finish_reason=piece.finish)
+        if piece.logprobs:
+            result.logprobs = _logprobs(self._answer, piece.logprobs, self._offsets[i])
+            self._offsets[i] += sum(map(len, result.logprobs.tokens)) if result.logprobs else 0
+        if piece.replayed:
+            return True
+        if self._with_ids:
+            result.token_ids = piece.token_ids
+        if i not in self._started:
+            self._started.add(i)
+            result.text = self._answer.echoed(i) + result.text
+            if self._with_ids:
+                result.prompt_token_ids = self._answer.prompt_of(i).token_ids
+        is_event = result.text or piece.finish or self._with_ids or result.logprobs
+        return self._stream.send(piece, self._envelope.event(result) if is_event else b"")
 
 
 async def _stream(request: web.Request, answer: CompletionAnswer) -> web.StreamResponse:
-    include_usage = bool(answer.body.stream_options and answer.body.stream_options.include_usage)
-    usage = None if include_usage else UNSET
-    offsets = [0] * len(answer.choices)
-    started = {choice.index for choice in answer.choices if choice.is_resumed}
-    async with aclosing(pieces(answer.context.service, answer.choices, request[RECORD])) as source:
-        journal = open_journal(request, answer.choices, answer.created)
-        stream = open_stream(request, answer.context.config.client_stall_s, journal)
-        async for piece in source:
-            i, text = piece.index, _text(piece)
-            result = CompletionChoice(index=i, text=text, finish_reason=piece.finish)
-            result.logprobs = _logprobs(answer, piece.logprobs, offsets[i]) if piece.logprobs else None
-            offsets[i] += sum(map(len, result.logprobs.tokens)) if result.logprobs else 0
-            if piece.replayed:
-                continue
-            if answer.body.return_token_ids:
-                result.token_ids = piece.token_ids
-            if i not in started:
-                started.add(i)
-                result.text = answer.echoed(i) + text
-                if answer.body.return_token_ids:
-                    result.prompt_token_ids = answer.prompt_of(i).token_ids
-            event = b""
-            if result.text or piece.finish or answer.body.return_token_ids or result.logprobs:
-                event = encode_event(msgspec.json.encode(_completion(answer, [result], usage)))
-            await stream.send(piece, event)
+    journal = open_journal(request, answer.choices, answer.created)
+    stream = open_stream(request, answer.context.config.client_stall_s, journal)
+    await generate(answer.context.service, answer.choices, request[RECORD], _Events(answer, stream))
     transfer = transfer_params(answer.choices)
     if transfer is not UNSET and answer.choices[0].goes_on:
         return await stream.hand_off(transfer)
     last = b""
-    if include_usage or transfer is not UNSET:
-        total = usage_report(answer.choices) if include_usage else UNSET
+    if answer.include_usage or transfer is not UNSET:
+        total = usage_report(answer.choices) if answer.include_usage else UNSET
         last = encode_event(msgspec.json.encode(_completion(answer, [], total, transfer)))
     return await stream.done(last)
 
@@ -196,7 +227,7 @@ def _completion(
     )
 
 
-def _logprobs(answer: CompletionAnswer, entries: list[TokenLogprobs], offset: int) -> CompletionLogprobs | None:
+def _logprobs(answer: CompletionAnswer, entries: Sequence[TokenLogprobs], offset: int) -> CompletionLogprobs | None:
     if answer.body.logprobs is None:
         return None
     return completion_logprobs(entries, answer.body.logprobs, offset, answer.context.text.tokenizer.token_bytes)

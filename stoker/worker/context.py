@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -17,13 +16,13 @@ import stoker
 from stoker.base.errors import InvalidRequest, NotFound
 from stoker.base.log import EventLog
 from stoker.proto.messages import EngineInfo, EngineStats, Prefetch
-from stoker.sched.request import GenerateRequest, TokenChunk
 from stoker.text.folder import text_digest, text_files
 from stoker.text.parsers.contract import REASONING_PARSERS, TOOL_PARSERS, ReasoningParser, ToolParser
 from stoker.text.template import ChatTemplate
 from stoker.text.tokenizer import Tokenizer
 from stoker.worker.config import HttpConfig
 from stoker.worker.errors import BodyTooSlow
+from stoker.worker.generate import ChunkSource
 from stoker.worker.identity import Identity
 from stoker.worker.metrics import WorkerMetrics
 from stoker.worker.sampling import ModelLimits
@@ -32,7 +31,7 @@ from stoker.worker.state import ServerState
 T = TypeVar("T")
 
 
-class Service(Protocol):
+class Service(ChunkSource, Protocol):
     """What of EngineService the HTTP side uses."""
 
     @property
@@ -51,11 +50,7 @@ class Service(Protocol):
 
     async def stop(self) -> None: ...
 
-    def open(self, request: GenerateRequest) -> AbstractAsyncContextManager[AsyncIterator[TokenChunk]]: ...
-
     def prefetch(self, hint: Prefetch) -> None: ...
-
-    def release(self, lease_id: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ from stoker.proto.messages import (
     ToEngine,
 )
 from stoker.proto.pipe import EngineEnd, FrameEnd
-from stoker.sched.request import GenerateRequest, GrammarSpec, TokenChunk
+from stoker.sched.request import GenerateRequest, GrammarSpec, TokenChunks
 from stoker.worker.block_log import BlockLog
 from stoker.worker.late_grammars import LateGrammars
 from stoker.worker.quiet_time import Chore, QuietTime
@@ -200,11 +200,11 @@ class EngineLoop:
             if changes := self._blocks.take():
                 self._pipe.send(KvEvents(events=changes))
 
-    def _tell_stats(self, messages: Sequence[Message], chunks: Sequence[TokenChunk]) -> None:
+    def _tell_stats(self, messages: Sequence[Message], chunks: TokenChunks) -> None:
         """Now and then, and before anybody hears that a request has begun or ended: whoever has an answer finds it counted."""
         is_other = any(isinstance(message, Add | Cancel) for message in messages)
         now = time.monotonic()
-        if is_other or any(chunk.finish for chunk in chunks) or now - self._stats_at_s >= _STATS_EVERY_S:
+        if is_other or chunks.finishes or now - self._stats_at_s >= _STATS_EVERY_S:
             self._stats_at_s = now
             self._pipe.send(self._stats())
 

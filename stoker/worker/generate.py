@@ -1,18 +1,18 @@
 """Sequences of one request, run together: token chunks in, pieces of text, reasoning and tool calls out.
 
-A `Choice` is one sequence with its text machinery. Leaving `pieces` by any road cancels every sequence that still runs.
+A `Choice` is one sequence with its text machinery. Leaving `generate` by any road cancels every sequence that still runs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from stoker.base.errors import DeadlineExceeded, EngineDied, InvalidRequest
+from stoker.base.errors import DeadlineExceeded, InvalidRequest
 from stoker.kv.transfer import KvTicket
 from stoker.sched.request import Finish, GenerateRequest, TokenChunk, TokenLogprobs, Usage
 from stoker.text.detokenizer import Detokenizer
@@ -24,29 +24,42 @@ from stoker.worker.record import RequestRecord
 
 _ENGINE_FIRST_S = 0.25  # past its deadline a request is the engine's to end, and then ours
 _REPLAYED_AT_A_TIME = 128  # tokens, before other streams have their turn
-_QUEUED_PIECES = 2  # a choice; more would only grow behind a client that reads slowly
+
+
+class Chunks(Protocol):
+    async def relay(self, take: Callable[[TokenChunk], bool]) -> None:
+        """Feeds chunks to `take` as they come, until it says no or has the last one. What it raises is raised here."""
 
 
 class ChunkSource(Protocol):
     """What of EngineService is needed here."""
 
-    def open(self, request: GenerateRequest) -> AbstractAsyncContextManager[AsyncIterator[TokenChunk]]: ...
+    def open(self, request: GenerateRequest) -> AbstractAsyncContextManager[Chunks]: ...
 
     def release(self, lease_id: str) -> None: ...
 
 
 @dataclass(slots=True)
 class Piece:
-    """What one chunk brought to one choice."""
+    """What one chunk brought to one choice. One is made for every token: what it lacks costs nothing."""
 
     index: int
-    token_ids: list[int] = field(default_factory=list)
-    deltas: list[AnswerDelta] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of tokens that became content
-    token_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of all token_ids, where they were asked for
+    token_ids: list[int]
+    deltas: Sequence[AnswerDelta] = ()
+    logprobs: Sequence[TokenLogprobs] = ()  # of tokens that became content
+    token_logprobs: Sequence[TokenLogprobs] = ()  # of all token_ids, where they were asked for
     finish: Literal["stop", "length"] | None = None
     handed_off: bool = False  # the last from here, but not the choice's: another worker goes on with it
     replayed: bool = False  # said before, by another worker: a stream's client has it already
+
+
+class PieceSink(Protocol):
+    """Whoever makes an answer of the pieces."""
+
+    def take(self, piece: Piece) -> bool:
+        """False: no more of them until `room` has returned."""
+
+    async def room(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -94,11 +107,11 @@ class Choice:
         sampled = self.request.token_ids[self.request.num_prompt :]
         last_stops = bool(sampled) and sampled[-1] in self.request.sampling.stop_token_ids
         num_text = len(sampled) - int(last_stops and not self.keep_stop_token)
-        piece = Piece(self.index, replayed=True)
+        piece = Piece(self.index, [], replayed=True)
         for i, token_id in enumerate(sampled):
             if i:
                 yield piece
-                piece = Piece(self.index, replayed=True)
+                piece = Piece(self.index, [], replayed=True)
             piece.token_ids.append(token_id)
             if i < num_text:
                 self._take(token_id, self.resumed_logprobs[i] if self.resumed_logprobs else None, piece)
@@ -108,7 +121,7 @@ class Choice:
         self.ended = said_end or bool(self.stops.stopped) or last_stops or is_full
         if not said_end and sampled:
             yield piece
-            piece = Piece(self.index)
+            piece = Piece(self.index, [])
         if self.ended:
             piece.finish = "length" if is_full and not (self.stops.stopped or last_stops) else "stop"
             self._flush(piece)
@@ -119,18 +132,16 @@ class Choice:
             if isinstance(error, InvalidRequest) and error.code == "invalid_grammar":
                 error.param = self.grammar_param
             raise error
-        piece = Piece(self.index)
-        self.usage = chunk.usage
-        num_text = len(chunk.token_ids) - self._stop_tokens(chunk.finish)
-        for i, token_id in enumerate(chunk.token_ids):
-            piece.token_ids.append(token_id)
-            if chunk.logprobs:
-                piece.token_logprobs.append(chunk.logprobs[i])
+        token_ids, logprobs = chunk.token_ids, chunk.logprobs or ()
+        piece = Piece(self.index, token_ids, (), (), logprobs)
+        if chunk.usage is not None:
+            self.usage.cached_tokens, self.usage.pulled_tokens = chunk.usage.cached_tokens, chunk.usage.pulled_tokens
+        num_text = len(token_ids) if chunk.finish is None else len(token_ids) - self._stop_tokens(chunk.finish)
+        for i, token_id in enumerate(token_ids):
             if i < num_text:
-                self._take(token_id, chunk.logprobs[i] if chunk.logprobs else None, piece)
+                self._take(token_id, logprobs[i] if logprobs else None, piece)
             if self.stops.stopped:
-                unread = len(chunk.token_ids) - i - 1
-                self.usage = replace(chunk.usage, completion_tokens=chunk.usage.completion_tokens - unread)
+                piece.token_ids, piece.token_logprobs = token_ids[: i + 1], logprobs[: i + 1]
                 piece.finish = "stop"
                 break
         else:
@@ -139,34 +150,40 @@ class Choice:
                 assert chunk.ticket is not None or not piece.handed_off, "handed off, but nobody could go on"
                 if not piece.handed_off:
                     piece.finish = "stop" if chunk.finish.reason == "stop" else "length"
+        self.usage.completion_tokens += len(piece.token_ids)
         if piece.handed_off or not self.goes_on:
             self.ticket = chunk.ticket
         if piece.finish is not None:
             self._flush(piece)
         return piece
 
-    def _stop_tokens(self, finish: Finish | None) -> int:
-        return int(finish is not None and finish.stop_token_id is not None and not self.keep_stop_token)
+    def _stop_tokens(self, finish: Finish) -> int:
+        return int(finish.stop_token_id is not None and not self.keep_stop_token)
 
     def _take(self, token_id: int, logprobs: TokenLogprobs | None, piece: Piece) -> None:
-        spelled = self.detokenizer.push([token_id])
+        spelled = self.detokenizer.push(token_id)
         self._held_tokens += 1
         if logprobs is not None:
             self._held_logprobs.append((spelled, logprobs))
         if text := self.stops.push(spelled):
             self._settle(self.parser.push(text), piece)
 
-    def _settle(self, deltas: list[AnswerDelta], piece: Piece) -> None:
+    def _settle(self, deltas: Sequence[AnswerDelta], piece: Piece) -> None:
         """Tokens that had shown nothing so far go with what they turned out to be a part of."""
         if not deltas:
             return
-        piece.deltas += deltas
-        self.has_called = self.has_called or any(isinstance(delta, ToolCallStart) for delta in deltas)
-        if all(isinstance(delta, ReasoningDelta) for delta in deltas):
+        piece.deltas = [*piece.deltas, *deltas] if piece.deltas else deltas
+        is_reasoning = True
+        for delta in deltas:
+            if not isinstance(delta, ReasoningDelta):
+                is_reasoning = False
+                self.has_called = self.has_called or isinstance(delta, ToolCallStart)
+        if is_reasoning:
             self.reasoning_tokens += self._held_tokens
         self._held_tokens = 0
         if self._held_logprobs:
-            piece.logprobs += self._released("".join(delta.text for delta in deltas if isinstance(delta, TextDelta)))
+            content = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))
+            piece.logprobs = [*piece.logprobs, *self._released(content)]
 
     def _released(self, content: str) -> list[TokenLogprobs]:
         """The held entries whose tokens are in `content`. Those before it were marks and go; those after it wait on."""
@@ -189,78 +206,67 @@ class Choice:
     def _flush(self, piece: Piece) -> None:
         text = "" if self.stops.stopped else self.stops.push(self.detokenizer.flush())
         text += self.stops.flush()
-        self._settle((self.parser.push(text) if text else []) + self.parser.flush(), piece)
+        self._settle([*(self.parser.push(text) if text else ()), *self.parser.flush()], piece)
 
 
-async def pieces(source: ChunkSource, choices: Sequence[Choice], record: RequestRecord) -> AsyncGenerator[Piece, None]:
-    """All choices' pieces as they come, each choice's in order, the last with `finish`. Close it (`aclosing`)."""
+async def generate(source: ChunkSource, choices: Sequence[Choice], record: RequestRecord, sink: PieceSink) -> None:
+    """All choices' pieces into `sink` as they come, each choice's in order, the last with `finish`."""
     try:
         running = []
         for choice in choices:
             for number, piece in enumerate(choice.replay()):
-                yield piece
+                if not sink.take(piece):
+                    await sink.room()
                 if number % _REPLAYED_AT_A_TIME == _REPLAYED_AT_A_TIME - 1:
                     await asyncio.sleep(0)
             if not choice.ended:
                 running.append(choice)
-        async with aclosing(_one(source, running[0]) if len(running) == 1 else _merged(source, running)) as stream:
-            async for piece in stream:
-                record.saw_chunk(piece.index)
-                yield piece
+        if len(running) == 1:
+            await _run(source, running[0], record, sink)
+        else:
+            await _together([_run(source, choice, record, sink) for choice in running])
     finally:
         for choice in choices:
             record.count_tokens(choice.usage, choice.num_resumed, with_prompt=choice.counts_prompt)
 
 
-async def _one(source: ChunkSource, choice: Choice) -> AsyncGenerator[Piece, None]:
+async def _run(source: ChunkSource, choice: Choice, record: RequestRecord, sink: PieceSink) -> None:
+    ended = False
+
+    def take(chunk: TokenChunk) -> bool:
+        """Called by the reader of the engine's pipe: for each token this is all that is done, and nobody is woken."""
+        nonlocal ended
+        piece = choice.push(chunk)
+        if chunk.ticket is not None and choice.ticket is None:
+            source.release(chunk.ticket.lease_id)  # a stop string in the first token: nobody goes on from there
+        record.saw_chunk(piece.index)
+        ended = piece.finish is not None or piece.handed_off
+        return sink.take(piece) and not ended
+
     async with source.open(choice.request) as chunks:
-        deadline_s = choice.request.deadline_s
-        async for chunk in chunks if deadline_s is None else _in_time(chunks, deadline_s):
-            piece = choice.push(chunk)
-            if chunk.ticket is not None and choice.ticket is None:
-                source.release(chunk.ticket.lease_id)  # a stop string in the first token: nobody goes on from there
-            yield piece
-            if piece.finish is not None or piece.handed_off:
+        while True:
+            await _in_time(chunks.relay(take), choice.request.deadline_s)
+            if ended:
                 return
-    raise EngineDied("The engine's stream ended before the answer did.")
+            await sink.room()
 
 
-async def _in_time(chunks: AsyncIterator[TokenChunk], deadline_s: float) -> AsyncIterator[TokenChunk]:
+async def _in_time(relay: Awaitable[None], deadline_s: float | None) -> None:
     """The engine keeps the deadline of what it runs; here it holds too while a grammar is compiled, or a step hangs."""
-    while True:
-        try:
-            async with asyncio.timeout(deadline_s + _ENGINE_FIRST_S - time.monotonic()):
-                chunk = await anext(chunks)
-        except StopAsyncIteration:
-            return
-        except TimeoutError:
-            raise DeadlineExceeded("The request's deadline passed before its answer was complete.") from None
-        yield chunk
-
-
-async def _merged(source: ChunkSource, choices: Sequence[Choice]) -> AsyncGenerator[Piece, None]:
-    arrived: asyncio.Queue[Piece | asyncio.Task[None]] = asyncio.Queue()
-    room = asyncio.Semaphore(_QUEUED_PIECES * len(choices))
-
-    async def pump(choice: Choice) -> None:
-        async with aclosing(_one(source, choice)) as stream:
-            async for piece in stream:
-                await room.acquire()
-                arrived.put_nowait(piece)
-
-    tasks = [asyncio.create_task(pump(choice)) for choice in choices]
-    for task in tasks:
-        task.add_done_callback(arrived.put_nowait)
+    if deadline_s is None:
+        return await relay
     try:
-        num_running = len(tasks)
-        while num_running:
-            item = await arrived.get()
-            if isinstance(item, asyncio.Task):
-                num_running -= 1
-                item.result()  # raises what ended the pump, if not the choice's end did
-            else:
-                room.release()
-                yield item
+        async with asyncio.timeout(deadline_s + _ENGINE_FIRST_S - time.monotonic()):
+            await relay
+    except TimeoutError:
+        raise DeadlineExceeded("The request's deadline passed before its answer was complete.") from None
+
+
+async def _together(runs: Sequence[Coroutine[None, None, None]]) -> None:
+    """What ends one of them ends all."""
+    tasks = [asyncio.create_task(run) for run in runs]
+    try:
+        await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from stoker.proto.openai.answers import TokenLogprob, TopLogprob
 from stoker.proto.openai.chat import ChoiceLogprobs
@@ -15,11 +15,11 @@ _LOWEST = -9999.0  # JSON has no -inf
 TokenBytes = Callable[[int], bytes]
 
 
-def chat_logprobs(entries: list[TokenLogprobs], token_bytes: TokenBytes) -> ChoiceLogprobs:
+def chat_logprobs(entries: Sequence[TokenLogprobs], token_bytes: TokenBytes) -> ChoiceLogprobs:
     return ChoiceLogprobs(content_logprobs(entries, token_bytes))
 
 
-def content_logprobs(entries: list[TokenLogprobs], token_bytes: TokenBytes) -> list[TokenLogprob]:
+def content_logprobs(entries: Sequence[TokenLogprobs], token_bytes: TokenBytes) -> list[TokenLogprob]:
     content = []
     for entry in entries:
         spelled = token_bytes(entry.token_id)
@@ -34,7 +34,7 @@ def content_logprobs(entries: list[TokenLogprobs], token_bytes: TokenBytes) -> l
 
 
 def completion_logprobs(
-    entries: list[TokenLogprobs], num_logprobs: int, offset: int, token_bytes: TokenBytes
+    entries: Sequence[TokenLogprobs], num_logprobs: int, offset: int, token_bytes: TokenBytes
 ) -> CompletionLogprobs:
     """`offset`: where in the choice's text the first of these tokens begins."""
     tokens = [_text(token_bytes(entry.token_id)) for entry in entries]

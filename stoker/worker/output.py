@@ -11,6 +11,12 @@ from stoker.text.parsers.contract import Delta, ReasoningDelta, TextDelta, ToolC
 AnswerDelta: TypeAlias = Delta | ReasoningDelta
 
 
+class OutputParser(Protocol):
+    def push(self, text: str) -> Sequence[AnswerDelta]: ...
+
+    def flush(self) -> Sequence[AnswerDelta]: ...
+
+
 class _ToolSide(Protocol):
     def push(self, text: str) -> list[Delta]: ...
 
@@ -30,16 +36,6 @@ class NoTools:
         return [TextDelta(text)]
 
     def flush(self) -> list[Delta]:
-        return []
-
-
-class NoReasoning:
-    """All is the answer itself."""
-
-    def push(self, text: str) -> list[ReasoningDelta | TextDelta]:
-        return [TextDelta(text)]
-
-    def flush(self) -> list[ReasoningDelta | TextDelta]:
         return []
 
 
@@ -72,10 +68,12 @@ class WantedCalls:
         return self._parallel or delta.index == 0
 
 
-class OutputParser:
-    def __init__(self, reasoning: _ReasoningSide | None = None, tools: _ToolSide | None = None) -> None:
-        self._reasoning = reasoning or NoReasoning()
-        self._tools = tools or NoTools()
+class ReasonedOutput:
+    """Reasoning first; the answer itself is the tool side's."""
+
+    def __init__(self, reasoning: _ReasoningSide, tools: _ToolSide) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
 
     def push(self, text: str) -> list[AnswerDelta]:
         return self._route(self._reasoning.push(text))

@@ -22,7 +22,7 @@ from stoker.worker.context import ModelText, WorkerContext
 from stoker.worker.generate import Choice
 from stoker.worker.handoff import resolve_handoff
 from stoker.worker.ids import AnswerIds
-from stoker.worker.output import OutputParser, WantedCalls
+from stoker.worker.output import NoTools, OutputParser, ReasonedOutput, WantedCalls
 from stoker.worker.resume import Resumed, resumed_choices
 from stoker.worker.sampling import ModelLimits, resolve_max_tokens, resolve_sampling, resolve_stops
 
@@ -82,10 +82,10 @@ def chat_parser(
     if text.reasoning_parser is not None and split and not constrained:
         opened = prompt.text is not None and text.reasoning_parser.opened_by(prompt.text)
         reasoning = text.reasoning_parser(opened)
-    if tools.mode == "none":
-        return OutputParser(reasoning)
-    parser = text.tool_parser(tools.allowed)
-    return OutputParser(reasoning, WantedCalls(parser, tools.parallel, tools.forced, call_id))
+    answer: NoTools | WantedCalls = NoTools()
+    if tools.mode != "none":
+        answer = WantedCalls(text.tool_parser(tools.allowed), tools.parallel, tools.forced, call_id)
+    return answer if reasoning is None else ReasonedOutput(reasoning, answer)
 
 
 def call_ids(ids: AnswerIds, choice: int) -> Callable[[int], str]:

@@ -26,13 +26,13 @@ class RequestRecord:
 
     def saw_chunk(self, choice: int) -> None:
         now_s = time.monotonic()
-        if self.first_token_s is None:
-            self.first_token_s = now_s
-            self.metrics.ttft_s.observe(now_s - self.started_s)
         last_s = self._last_chunk_s.get(choice)
+        self._last_chunk_s[choice] = now_s
         if last_s is not None:
             self.metrics.itl_s.observe(now_s - last_s)
-        self._last_chunk_s[choice] = now_s
+        elif self.first_token_s is None:
+            self.first_token_s = now_s
+            self.metrics.ttft_s.observe(now_s - self.started_s)
 
     def count_tokens(self, usage: Usage, num_resumed: int, with_prompt: bool) -> None:
         """Tokens that another worker generated are that worker's to count."""

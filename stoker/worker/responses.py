@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,7 +19,7 @@ from stoker.text.tools import ToolPlan, responses_tools
 from stoker.worker.constraint import resolve_constraint
 from stoker.worker.context import CONTEXT, WorkerContext, read_body
 from stoker.worker.errors import Problem
-from stoker.worker.generate import Choice, pieces
+from stoker.worker.generate import Choice, Piece, generate
 from stoker.worker.handoff import transfer_params
 from stoker.worker.ids import AnswerIds
 from stoker.worker.journal import open_journal, wants_journal
@@ -40,7 +39,7 @@ from stoker.worker.record import RECORD
 from stoker.worker.responses_writer import ResponseWriter
 from stoker.worker.resume import created_of
 from stoker.worker.sampling import check_token_ids
-from stoker.worker.stream import open_stream
+from stoker.worker.stream import SseStream, open_stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +57,41 @@ async def responses(request: web.Request) -> web.StreamResponse:
     writer = ResponseWriter(answer.response, context.text.tokenizer.token_bytes, answer.ids)
     if body.stream:
         return await _stream(request, answer, writer)
-    async with aclosing(pieces(context.service, [answer.choice], request[RECORD])) as source:
-        async for piece in source:
-            writer.push(piece)
-            if piece.finish is not None:
-                _finish(writer, piece.finish, answer.choice)
+    await generate(context.service, [answer.choice], request[RECORD], _Whole(answer.choice, writer))
     return web.Response(body=msgspec.json.encode(writer.response), content_type="application/json")
+
+
+class _Whole:
+    def __init__(self, choice: Choice, writer: ResponseWriter) -> None:
+        self._choice = choice
+        self._writer = writer
+
+    def take(self, piece: Piece) -> bool:
+        self._writer.push(piece)
+        if piece.finish is not None:
+            _finish(self._writer, piece.finish, self._choice)
+        return True
+
+    async def room(self) -> None: ...
+
+
+class _Events:
+    def __init__(self, answer: ResponseAnswer, writer: ResponseWriter, stream: SseStream) -> None:
+        self._answer = answer
+        self._writer = writer
+        self._stream = stream
+        self.room = stream.room
+
+    def take(self, piece: Piece) -> bool:
+        writer, num_sent = self._writer, self._answer.num_sent
+        events = [] if writer.started else writer.start()
+        events += writer.push(piece)
+        if piece.finish is not None:
+            events += _finish(writer, piece.finish, self._answer.choice)
+        if piece.replayed:
+            # A token may make several events, and the stream may have been cut between them.
+            events = [] if num_sent is None else [event for event in events if event.sequence_number >= num_sent]
+        return self._stream.send(piece, _encode(events))
 
 
 async def _stream(request: web.Request, answer: ResponseAnswer, writer: ResponseWriter) -> web.StreamResponse:
@@ -71,18 +99,9 @@ async def _stream(request: web.Request, answer: ResponseAnswer, writer: Response
         return _encode(writer.fail(problem.body.message))
 
     context, choice = request.app[CONTEXT], answer.choice
-    async with aclosing(pieces(context.service, [choice], request[RECORD])) as source:
-        journal = open_journal(request, [choice], answer.response.created_at)
-        stream = open_stream(request, context.config.client_stall_s, journal, failed)
-        async for piece in source:
-            events = [] if writer.started else writer.start()
-            events += writer.push(piece)
-            if piece.finish is not None:
-                events += _finish(writer, piece.finish, choice)
-            if piece.replayed:
-                # A token may make several events, and the stream may have been cut between them.
-                events = [] if answer.num_sent is None else [e for e in events if e.sequence_number >= answer.num_sent]
-            await stream.send(piece, _encode(events))
+    journal = open_journal(request, [choice], answer.response.created_at)
+    stream = open_stream(request, context.config.client_stall_s, journal, failed)
+    await generate(context.service, [choice], request[RECORD], _Events(answer, writer, stream))
     transfer = transfer_params([choice])
     if transfer is not UNSET and choice.goes_on:
         return await stream.hand_off(transfer)

@@ -41,32 +41,66 @@ _STOP_S = 5.0
 
 log = logs.EventLog("service")
 Progress = Callable[[str, int, int], None]
+TakeChunk = Callable[[TokenChunk], bool]  # False: no more of them until it is asked for
 
 
-class _Stream:
-    """One request's chunks on their way from the pipe's reader to whoever iterates."""
+class ChunkStream:
+    """One request's chunks: from the pipe's reader straight to whoever takes them. No task is woken for a token."""
 
     def __init__(self) -> None:
-        self._chunks: deque[TokenChunk | EngineDied] = deque()  # bounded by the request's max_new_tokens
-        self._waiting: asyncio.Future[None] | None = None  # lighter than an asyncio.Queue, which shows at every token
-        self.finished = False
+        self._early: deque[TokenChunk] = deque()  # nobody took them yet; bounded by max_new_tokens
+        self._died: EngineDied | None = None
+        self._take: TakeChunk | None = None
+        self._held: asyncio.Future[None] | None = None  # of a relay: done when it is to return
+        self.finished = False  # all was taken, or no more will come
 
-    def put(self, item: TokenChunk | EngineDied) -> None:
-        self._chunks.append(item)
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(None)
+    async def relay(self, take: TakeChunk) -> None:
+        """Feeds chunks to `take` as they come, until it says no or has the last one. What it raises is raised here."""
+        while self._early:
+            chunk = self._early.popleft()
+            self.finished = chunk.finish is not None
+            if not take(chunk) or self.finished:
+                return
+        if self._died is not None:
+            self.finished = True
+            raise self._died
+        if self.finished:
+            raise EngineDied("The engine's stream ended before the answer did.")
+        self._take, self._held = take, asyncio.get_running_loop().create_future()
+        try:
+            await self._held
+        finally:
+            self._take = None
 
-    async def __aiter__(self) -> AsyncIterator[TokenChunk]:
-        while not self.finished:
-            while not self._chunks:
-                self._waiting = asyncio.get_running_loop().create_future()
-                await self._waiting
-            item = self._chunks.popleft()
-            if isinstance(item, EngineDied):
-                self.finished = True
-                raise item
-            self.finished = item.finish is not None
-            yield item
+    def put(self, chunk: TokenChunk) -> None:
+        take = self._take
+        if take is None:
+            self._early.append(chunk)
+            return
+        self.finished = chunk.finish is not None
+        try:
+            if take(chunk) and not self.finished:
+                return
+        except Exception as error:  # the reader of the pipe goes on: whoever relays can answer for it
+            self._let_go(error)
+        else:
+            self._let_go()
+
+    def fail(self, died: EngineDied) -> None:
+        """No more will come: raised behind what has come."""
+        self._died = died
+        if self._take is not None:
+            self.finished = True
+            self._let_go(died)
+
+    def _let_go(self, error: Exception | None = None) -> None:
+        self._take = None
+        if self._held is None or self._held.done():
+            return
+        if error is None:
+            self._held.set_result(None)
+        else:
+            self._held.set_exception(error)
 
 
 class EngineListener(Protocol):
@@ -107,7 +141,7 @@ class EngineService:
         self._environment = environment
         self._max_open = max_open
         self._progress = progress
-        self._streams: dict[RequestId, _Stream] = {}
+        self._streams: dict[RequestId, ChunkStream] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: ServerEnd | None = None
         self._info: EngineInfo | None = None
@@ -137,17 +171,17 @@ class EngineService:
         await self._end_process()
 
     @asynccontextmanager
-    async def open(self, request: GenerateRequest) -> AsyncIterator[AsyncIterator[TokenChunk]]:
+    async def open(self, request: GenerateRequest) -> AsyncIterator[ChunkStream]:
         if not self.ready or self._pipe is None:
             raise Overloaded("the engine is starting", retry_after_s=2.0, code="engine_starting")
         if len(self._streams) >= self._max_open:
             raise Overloaded(f"{len(self._streams)} sequences are open, the most that this worker takes")
-        stream = _Stream()
+        stream = ChunkStream()
         pipe = self._pipe
         self._streams[request.request_id] = stream
         try:
             pipe.send(Add(request=request))
-            yield aiter(stream)
+            yield stream
         finally:
             del self._streams[request.request_id]
             if not stream.finished and pipe is self._pipe:
@@ -244,7 +278,7 @@ class EngineService:
 
     def _fail_streams(self, message: str) -> None:
         for stream in self._streams.values():
-            stream.put(EngineDied(message))
+            stream.fail(EngineDied(message))
 
     async def _end_process(self) -> int | None:
         """Asked first, then told."""

@@ -20,7 +20,7 @@ _HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # proxies that would gather events first: do not
 }
-_HIGH_WATER_BYTES = 64 << 10  # asyncio's and uvloop's: a transport with less buffered makes no writer wait
+_HIGH_WATER_BYTES = 64 << 10  # asyncio's and uvloop's: with less buffered there is nothing to wait for
 
 
 def chat_error_event(problem: Problem) -> bytes:
@@ -30,8 +30,8 @@ def chat_error_event(problem: Problem) -> bytes:
 class SseStream:
     """Starts with the first event: until then an error can still have a status of its own.
 
-    Nothing is buffered here: a write waits once the transport's own buffer (64 KiB) is full, and gives up after
-    `stall_s`.
+    Only `room` waits: for the response to begin, and for a client that does not read; it gives up after `stall_s`. What is
+    sent meanwhile lies in the transport's own buffer: full at 64 KiB, `send` says so.
     """
 
     def __init__(
@@ -45,35 +45,49 @@ class SseStream:
         self._journal = journal
         self._stall_s = stall_s
         self._error_event = error_event
+        self._early: list[bytes] = []  # sent before the response has begun
+        self._transport: asyncio.Transport | None = None  # once it has
+        self._is_chunked = True
+        self._opening = asyncio.Lock()  # several choices may wait for room
         self.response = web.StreamResponse(headers=_HEADERS)
 
     @property
     def started(self) -> bool:
         return self.response.prepared
 
-    async def send(self, piece: Piece, events: bytes) -> None:
-        """The events that `piece` made, if any, behind the journal's lines about it."""
-        await self._write(self._journal.lines(piece), events)
+    def send(self, piece: Piece, events: bytes) -> bool:
+        """The events that `piece` made, if any, behind the journal's lines about it. False: wait for `room` now."""
+        return self._write(self._journal.lines(piece), events)
+
+    async def room(self) -> None:
+        try:
+            async with asyncio.timeout(self._stall_s), self._opening:
+                if self._transport is None:
+                    await self._begin()
+                await self._request.writer.drain()
+        except TimeoutError:
+            raise ClientStalled(f"The client read nothing for {self._stall_s:g} s.") from None
 
     async def done(self, events: bytes) -> web.StreamResponse:
         """The last events, and the mark that they were."""
-        await self._write(self._journal.end(), events + DONE)
+        self._write(self._journal.end(), events + DONE)
         return await self.end()
 
     async def hand_off(self, transfer: KvTransferParams) -> web.StreamResponse:
         """The rest comes from elsewhere: no end here."""
-        await self._write(self._journal.handed_off(transfer), b"")
+        self._write(self._journal.handed_off(transfer), b"")
         return await self.end()
 
     async def fail(self, problem: Problem) -> web.StreamResponse:
         """The error as the stream's last event; no [DONE] follows, and the connection closes."""
         self.response.force_close()
-        await self._write(self._journal.failed(problem), self._error_event(problem))
+        self._write(self._journal.failed(problem), self._error_event(problem))
         return await self.end()
 
     async def end(self) -> web.StreamResponse:
-        if not self.started:
-            await self._write(b"", b"\n")  # all had been said before: an empty stream, but a stream
+        if not self.started and not self._early:
+            self._write(b"", b"\n")  # all had been said before: an empty stream, but a stream
+        await self.room()
         try:
             async with asyncio.timeout(self._stall_s):
                 await self.response.write_eof()
@@ -81,26 +95,28 @@ class SseStream:
             raise ClientStalled(f"The client read nothing for {self._stall_s:g} s.") from None
         return self.response
 
-    async def _write(self, lines: bytes, events: bytes) -> None:
+    def _write(self, lines: bytes, events: bytes) -> bool:
         """`lines` are comments that belong to the events; without events they make a block of their own."""
         if lines:
             events = lines + (events or b"\n")
         if not events:
-            return
-        if self.response.prepared and self._fits(len(events)):
-            await self.response.write(events)  # cannot wait: a timer for each token would cost more than its text
-            return
-        try:
-            async with asyncio.timeout(self._stall_s):
-                if not self.response.prepared:
-                    await self.response.prepare(self._request)
-                await self.response.write(events)
-        except TimeoutError:
-            raise ClientStalled(f"The client read nothing for {self._stall_s:g} s.") from None
+            return True
+        transport = self._transport
+        if transport is None:
+            self._early.append(events)
+            return False
+        if transport.is_closing():
+            raise ConnectionResetError("the client has gone")
+        # Past aiohttp's own writer, whose coroutines would cost more than the token's text.
+        transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._is_chunked else events)
+        return transport.get_write_buffer_size() < _HIGH_WATER_BYTES
 
-    def _fits(self, num_bytes: int) -> bool:
-        transport = self._request.transport
-        return transport is None or transport.get_write_buffer_size() + num_bytes < _HIGH_WATER_BYTES
+    async def _begin(self) -> None:
+        await self.response.prepare(self._request)
+        self._is_chunked = self.response.headers.get("Transfer-Encoding") == "chunked"  # not in HTTP/1.0
+        early, self._early = b"".join(self._early), []
+        self._transport = self._request.transport
+        await self.response.write(early)
 
 
 STREAM = web.RequestKey("stream", SseStream)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 
 from stoker.base.ids import RequestId
-from stoker.sched.plan import ON_DEVICE, SpanResult, StepPlan, StepResult
+from stoker.sched.plan import ON_DEVICE, StepPlan, StepResult
 from stoker.sched.request import GenerateRequest, SamplingParams
 
 VOCAB = 50
@@ -56,7 +56,7 @@ class FakeDevice:
                 self._kv[block][position % self._block_tokens] = token
         assert len(set(writes)) == len(writes), "two spans wrote one slot"
         return StepResult(
-            [self._sample(span.row, span.start + span.count) if span.samples else None for span in plan.spans], 0.0
+            [self._sample(span.row, span.start + span.count) if span.samples else [] for span in plan.spans], 0.0
         )
 
     def read(self, block: int) -> list[int | None]:
@@ -65,12 +65,12 @@ class FakeDevice:
     def fill(self, block: int, tokens: list[int | None]) -> None:
         self._kv[block] = list(tokens)
 
-    def _sample(self, row: int, length: int) -> SpanResult:
+    def _sample(self, row: int, length: int) -> list[int]:
         table, size = self._tables[row], self._block_tokens
         prefix = [self._kv[table[i // size]][i % size] for i in range(length)]
         assert None not in prefix
         self._last[row] = next_token(prefix, self._seeds[row])  # type: ignore[arg-type]
-        return SpanResult([self._last[row]])
+        return [self._last[row]]
 
 
 def lone_run(request: GenerateRequest) -> list[int]:

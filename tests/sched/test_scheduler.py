@@ -8,7 +8,15 @@ from test_any_schedule import FakeDevice
 from stoker.base.errors import InvalidRequest
 from stoker.base.ids import RequestId
 from stoker.kv.pool import BlockPool
-from stoker.sched.request import GenerateRequest, SamplingParams, TokenChunk
+from stoker.sched.request import (
+    Finish,
+    GenerateRequest,
+    SamplingParams,
+    TokenChunk,
+    TokenChunks,
+    TokenLogprobs,
+    Usage,
+)
 from stoker.sched.scheduler import Scheduler, SchedulerConfig
 
 BLOCK = 4
@@ -47,7 +55,9 @@ class World:
         raise AssertionError("no end in sight")
 
     def cached(self, name: str) -> int:
-        return self.chunks[name][-1].usage.cached_tokens
+        usage = self.chunks[name][-1].usage
+        assert usage is not None
+        return usage.cached_tokens
 
 
 def test_a_second_request_finds_all_full_blocks_of_the_common_prefix() -> None:
@@ -143,6 +153,32 @@ def test_what_can_never_fit_is_refused_at_once() -> None:
     assert not world.scheduler.has_work
 
 
+def test_usage_comes_with_the_first_chunk_and_with_the_last() -> None:
+    world = World(step_tokens=8)
+    world.add("short", list(range(20)), max_new=1)
+    world.add("long", list(range(30, 60)), max_new=5)
+    world.run()
+    (only,) = world.chunks["short"]
+    assert only.usage == Usage(20, 0, 1)
+    assert [chunk.usage for chunk in world.chunks["long"]] == [Usage(30, 0, 1), None, None, None, Usage(30, 0, 5)]
+
+
+def test_chunks_as_columns_are_the_chunks_that_were_added() -> None:
+    logprobs, finish = [TokenLogprobs(7, -0.5, [], [])], Finish("length")
+    one, two = TokenChunks(), TokenChunks()
+    one.add(RequestId("a"), [1], Usage(3, 0, 1))
+    one.add(RequestId("b"), [2])
+    two.add(RequestId("c"), [7], None, logprobs)
+    two.add(RequestId("d"), [], Usage(4, 0, 0), None, finish)
+    one.extend(two)
+    assert list(one) == [
+        TokenChunk(RequestId("a"), [1], Usage(3, 0, 1)),
+        TokenChunk(RequestId("b"), [2]),
+        TokenChunk(RequestId("c"), [7], logprobs=logprobs),
+        TokenChunk(RequestId("d"), [], Usage(4, 0, 0), finish=finish),
+    ]
+
+
 def test_a_cancelled_sequence_gives_back_its_blocks_at_once() -> None:
     world = World()
     world.add("gone", list(range(30)), max_new=50)
@@ -151,7 +187,7 @@ def test_a_cancelled_sequence_gives_back_its_blocks_at_once() -> None:
     assert chunk.finish is not None
     assert chunk.finish.reason == "cancelled"
     assert world.pool.num_free == world.pool.num_blocks
-    assert world.scheduler.cancel(RequestId("gone")) == []
+    assert not world.scheduler.cancel(RequestId("gone"))
 
 
 def test_the_least_recently_used_prefix_goes_first_and_its_end_before_its_beginning() -> None:

@@ -1,4 +1,4 @@
-"""Pushed in any portions, the text is the one that decoding everything gives, and it is never half a character."""
+"""Pushed token by token, the text is the one that decoding everything gives, and it is never half a character."""
 
 from __future__ import annotations
 
@@ -13,22 +13,14 @@ from stoker.text.detokenizer import Detokenizer
 from stoker.text.tokenizer import Tokenizer
 
 
-def _portions(ids: list[int], sizes: list[int]) -> list[list[int]]:
-    portions, at = [], 0
-    for size in [*sizes, len(ids)]:
-        portions.append(ids[at : at + size])
-        at += size
-    return portions
-
-
 @settings(max_examples=300, deadline=None, print_blob=True)
-@given(data=st.data(), sizes=st.lists(st.integers(0, 4), max_size=40), skip=st.booleans())
-def test_portions_do_not_matter(raw: tokenizers.Tokenizer, data: st.DataObject, sizes: list[int], skip: bool) -> None:
+@given(data=st.data(), skip=st.booleans())
+def test_token_by_token_is_as_all_at_once(raw: tokenizers.Tokenizer, data: st.DataObject, skip: bool) -> None:
     tokenizer = _shared(raw)
     # Any ids: most of them together are not valid UTF-8.
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=40))
     detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
-    text = "".join(detokenizer.push(portion) for portion in _portions(ids, sizes)) + detokenizer.flush()
+    text = "".join(detokenizer.push(token) for token in ids) + detokenizer.flush()
     assert text == raw.decode(ids, skip_special_tokens=skip)
     assert text == tokenizer.decode(ids, skip_special_tokens=skip)
 
@@ -43,8 +35,8 @@ def test_a_character_comes_out_whole(tokenizer: Tokenizer) -> None:
         next(t for t in range(tokenizer.vocab_size) if tokenizer.token_bytes(t) == bytes([b])) for b in "🦊".encode()
     ]
     detokenizer = Detokenizer(tokenizer)
-    assert [detokenizer.push([token]) for token in byte_ids] == ["", "", "", "🦊"]
-    assert detokenizer.push(byte_ids[:2]) == ""
+    assert [detokenizer.push(token) for token in byte_ids] == ["", "", "", "🦊"]
+    assert [detokenizer.push(token) for token in byte_ids[:2]] == ["", ""]
     assert detokenizer.flush() == "\ufffd"
 
 
@@ -55,7 +47,7 @@ def test_sentence_piece_drops_its_own_leading_space() -> None:
         for text in ("The quick brown fox", "quick  fox ", "狐 fox", " x"):
             ids = tokenizer.encode(text)
             detokenizer = Detokenizer(tokenizer)
-            pushed = "".join(detokenizer.push([token]) for token in ids) + detokenizer.flush()
+            pushed = "".join(detokenizer.push(token) for token in ids) + detokenizer.flush()
             assert pushed == raw.decode(ids) == tokenizer.decode(ids)
 
 
@@ -67,4 +59,4 @@ def test_metaspace_decoder_drops_the_first_tokens_space() -> None:
         for text in ("The quick brown fox", " x", "   The"):
             ids = tokenizer.encode(text)
             detokenizer = Detokenizer(tokenizer)
-            assert "".join(detokenizer.push([token]) for token in ids) + detokenizer.flush() == raw.decode(ids)
+            assert "".join(detokenizer.push(token) for token in ids) + detokenizer.flush() == raw.decode(ids)

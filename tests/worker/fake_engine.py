@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -55,6 +55,16 @@ class Script:
     pulled_tokens: int = 0
     overloaded: bool = False
     let_go: threading.Event | None = None  # nothing comes after the first chunk before it is set
+
+
+@dataclass
+class FakeChunks:
+    chunks: AsyncIterator[TokenChunk]
+
+    async def relay(self, take: Callable[[TokenChunk], bool]) -> None:
+        async for chunk in self.chunks:
+            if not take(chunk):
+                return
 
 
 @dataclass
@@ -113,7 +123,7 @@ class FakeService:
         self.prefetched.append(hint)
 
     @asynccontextmanager
-    async def open(self, request: GenerateRequest) -> AsyncIterator[AsyncIterator[TokenChunk]]:
+    async def open(self, request: GenerateRequest) -> AsyncIterator[FakeChunks]:
         if self.script.overloaded or not self.ready:
             raise Overloaded("The queue is full: 8 requests wait.", retry_after_s=2.5)
         self.requests.append(request)
@@ -121,13 +131,15 @@ class FakeService:
         ended: list[bool] = []
         chunks = self._chunks(request, self.script, ended)
         try:
-            yield chunks
+            yield FakeChunks(chunks)
         finally:
             await chunks.aclose()
             self.running -= 1
             (self.finished if ended else self.cancelled).append(request.request_id)
 
-    async def _chunks(self, request: GenerateRequest, script: Script, ended: list[bool]) -> AsyncIterator[TokenChunk]:
+    async def _chunks(
+        self, request: GenerateRequest, script: Script, ended: list[bool]
+    ) -> AsyncGenerator[TokenChunk, None]:
         ids, finish = self._answer(request, script)
         already = len(request.token_ids) - request.num_prompt
         ticket = None
@@ -149,6 +161,7 @@ class FakeService:
                     raise EngineDied("The engine process ended (exit code -9).")
                 number += 1
                 done += len(cut)
+                usage = Usage(request.num_prompt, script.cached_tokens, done, script.pulled_tokens)
                 last = cut is cuts[-1] and not script.endless
                 if last:
                     ended.append(True)
@@ -156,7 +169,7 @@ class FakeService:
                 yield TokenChunk(
                     request_id=request.request_id,
                     token_ids=cut,
-                    usage=Usage(request.num_prompt, script.cached_tokens, done, script.pulled_tokens),
+                    usage=usage if number == 1 or last else None,
                     logprobs=[_logprobs(id_, request.sampling.num_logprobs) for id_ in cut]
                     if request.sampling.num_logprobs is not None
                     else None,

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from http_server import Server, wait_for
+from http_server import Answer, Server, wait_for
 
 from stoker.sched.request import GenerateRequest
 
@@ -94,6 +94,36 @@ def test_a_slow_client_gets_everything(server: Server) -> None:
         time.sleep(0.001)
     assert received.count(b'"content":"0123456789"') == 100
     client.close()
+
+
+def test_a_client_that_reads_late_gets_everything(server: Server) -> None:
+    text = "0123456789" * 190
+    server.say(text, chunk_tokens=50)
+    client = ask(server, stream=True, n=4, logprobs=True, top_logprobs=20)  # 12 MB: more than the buffers hold
+    wait_for(lambda: server.service.sent_chunks > 40)
+    time.sleep(0.3)
+    assert server.service.running  # held up, not dropped
+    with client, http.client.HTTPResponse(client) as answer:
+        answer.begin()
+        chunks = Answer(answer.status, {}, answer.read()).chunks
+    said = [""] * 4
+    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+        said[choice["index"]] += choice["delta"].get("content") or ""
+    assert said == [text] * 4
+
+
+def test_a_client_of_an_older_http_gets_bare_events(server: Server) -> None:
+    body = b'{"prompt": "hi", "stream": true}'
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        received = b""
+        while data := client.recv(4096):
+            received += data
+    head, _, events = received.partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head.lower()
+    said = Answer(200, {}, events).chunks
+    assert "".join(chunk["choices"][0]["text"] for chunk in said) == "Hello, world"
+    assert b"".join(b"data: " + event.data + b"\n\n" for event in Answer(200, {}, events).events) == events
 
 
 def test_others_stream_on_while_a_long_prompt_is_tokenized(start_server: Callable[..., Server]) -> None:

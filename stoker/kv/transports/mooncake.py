@@ -20,6 +20,9 @@ from stoker.kv.transfer import PeerUnavailable
 from stoker.kv.transports.contract import TRANSPORTS, OneSidedLink
 
 _CHECKED_BYTES = 8 << 20  # at one time: still in the cache
+# Of one request, where a block is one run. The engine's few connections take a request each: larger ones would all end at the
+# same time, and what they brought is then summed up while the wire has nothing to do.
+_REQUEST_BYTES = 2 << 20
 
 
 @TRANSPORTS.register("mooncake")
@@ -123,6 +126,8 @@ class MooncakeLink(OneSidedLink):
     def _start(self, blocks: Sequence[BlockId], part: Part, into: Sequence[BlockId], our_part: Part) -> int:
         # The same bytes may be one run here and many there: both are cut as the finer of the two.
         count = max(part.count, our_part.count)
+        if count == 1 and part.total_bytes % _REQUEST_BYTES == 0:
+            count = part.total_bytes // _REQUEST_BYTES
         theirs = _addresses(self._base, self._peer.block_bytes, blocks, part, count)
         ours = _addresses(self._kv.blocks.data_ptr(), self._kv.layout.block_bytes, into, our_part, count)
         lengths = [part.total_bytes // count] * len(ours)
