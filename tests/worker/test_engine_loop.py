@@ -105,3 +105,36 @@ def test_whoever_hears_of_a_request_finds_it_counted(built: BuiltEngine) -> None
             told.append([earlier for earlier in pipe.sent[:before] if isinstance(earlier, EngineStats)][-1])
     assert [stats.waiting_sequences + stats.running_sequences for stats in told] == [1, 1, 0]
     assert told[-1].generated_tokens == generated + 3
+
+
+@dataclass
+class QuietMailbox(Mailbox):
+    """None in the script: nothing comes for as long as the loop waits. Notes how long that is, and what is done meanwhile."""
+
+    scripted: list[Message | None] = field(default_factory=list)
+    waits: list[float | None] = field(default_factory=list)
+
+    def take(self, wait: bool, timeout_s: float | None = None) -> list[Message]:
+        if not wait:
+            return []
+        self.waits.append(timeout_s)
+        message = self.scripted.pop(0) if self.scripted else Shutdown()
+        return [] if message is None else [message]
+
+    def warm_up(self) -> None:
+        self.asked.append("grammars")
+
+
+def test_steps_are_captured_only_while_it_is_quiet(built: BuiltEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    captures = iter([True, True, False])
+    mailbox = QuietMailbox([], scripted=[Wake(), None, None, Wake(), None, None])
+
+    def prepare_next() -> bool:
+        mailbox.asked.append("capture")
+        return next(captures)
+
+    monkeypatch.setattr(built.engine, "prepare_next", prepare_next)
+    EngineLoop(built, BlockLog(), mailbox, Pipe()).run()  # type: ignore[arg-type]
+    assert mailbox.asked == ["capture"] * 3 + ["grammars"]
+    # Once it is quiet, one after the other; after a message it has to be quiet again; then nothing is left to wait for.
+    assert mailbox.waits == [0.25, 0.25, 0.0, 0.0, 0.25, 2.0, None]
