@@ -46,12 +46,12 @@ class NothingCaptured:
         return False
 
 
+plainly = RowTable.apply
+
+
 def tell_the_device_too(rows: RowTable, plan: StepPlan) -> None:
     plainly(rows, plan)
     rows._tell_device(plan.new_rows, plan.block_table_changes)
-
-
-plainly = RowTable.apply
 
 
 def requests(rng: random.Random, samplings: list[SamplingParams]) -> list[GenerateRequest]:

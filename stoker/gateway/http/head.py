@@ -8,7 +8,7 @@ Heads are parsed whole, once their end is there: splitting of the stream cannot 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import islice
 from typing import TypeVar
 
@@ -108,31 +108,11 @@ class HeadParser:
 
     def request(self, head: bytes) -> tuple[RequestHead, int]:
         """What it says, and the length of the body, or CHUNKED."""
-        length = _CONTENT_LENGTH.search(head)
-        if length is None:
-            return self._request(head)
-        start, end = length.span(1)
-        shape = head[:start] + head[end:]
-        known = self._requests.get(shape)
-        if known is not None:
-            return known, int(length[1])
-        parsed = self._request(head)  # refuses a second length: no head that is remembered has one
-        _remember_head(self._requests, shape, parsed[0])
-        return parsed
+        return _by_shape(head, self._requests, self._request)
 
     def answer(self, head: bytes) -> tuple[AnswerHead, int]:
         """What it says, and the length of the body, or CHUNKED, or UNTIL_CLOSE."""
-        length = _CONTENT_LENGTH.search(head)
-        if length is None:
-            return self._answer(head)
-        start, end = length.span(1)
-        shape = head[:start] + head[end:]
-        known = self._answers.get(shape)
-        if known is not None:
-            return known, int(length[1])
-        parsed = self._answer(head)  # refuses a second length: no head that is remembered has one
-        _remember_head(self._answers, shape, parsed[0])
-        return parsed
+        return _by_shape(head, self._answers, self._answer)
 
     def _request(self, head: bytes) -> tuple[RequestHead, int]:
         lines = head.split(b"\r\n")
@@ -257,11 +237,22 @@ class HeaderFilter:
         return not pair[0].startswith(self._prefixes)
 
 
-def _remember_head(known: dict[bytes, H], shape: bytes, head: H) -> None:
+def _by_shape(head: bytes, known: dict[bytes, H], parse: Callable[[bytes], tuple[H, int]]) -> tuple[H, int]:
+    """Heads that differ in nothing but their length are parsed once."""
+    length = _CONTENT_LENGTH.search(head)
+    if length is None:
+        return parse(head)
+    start, end = length.span(1)
+    shape = head[:start] + head[end:]
+    found = known.get(shape)
+    if found is not None:
+        return found, int(length[1])
+    parsed = parse(head)  # refuses a second length: no head that is remembered has one
     if len(shape) <= _MAX_SHAPE_BYTES:
         if len(known) >= _MAX_SEEN:
             known.clear()
-        known[shape] = head
+        known[shape] = parsed[0]
+    return parsed
 
 
 def _remember(seen: dict[bytes, T], line: bytes, meaning: T) -> None:
