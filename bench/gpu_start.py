@@ -23,7 +23,7 @@ from typing import Any
 
 from gpu_serve import Server
 
-_PIECE = 8 << 20
+_PIECE = 32 << 20
 
 
 def forget(files: list[Path]) -> None:

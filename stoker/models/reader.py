@@ -27,11 +27,14 @@ NUM_BYTES = {
 }  # fmt: skip
 _LONGEST_HEADER = 100_000_000  # the format's own limit
 _AHEAD_THREADS = 8
+# Blocks that are read ahead at a time. An import keeps the interpreter while it loads a library, some for tenths of a second, and
+# what the drive has not been asked for by then waits as long.
+_RUN_BLOCKS = 16
 # How long a thread may keep the interpreter while others want it. At the usual 5 ms an import beside us halves the drive's speed:
 # each call of a thread that reads waits its turn.
 _TURN_S, _USUAL_TURN_S = 0.0005, sys.getswitchinterval()
 _PAGE = 4096  # what reads past the cache are aligned to
-BLOCK_BYTES = 8 << 20  # of a file: what is read at a time
+BLOCK_BYTES = 8 << 20  # of a file: what is taken at a time
 _NOT_MAPPED = ctypes.c_void_p(-1).value
 _NEARLY_ALL = 0.95
 
@@ -125,12 +128,13 @@ def _tensor(file: Path, name: str, entry: Any, header_bytes: int) -> StoredTenso
 
 
 def read_block(file: Path, number: int, into: memoryview) -> int:
-    """A file's block, into memory that begins at a page; how many bytes there are of it. Out of the system's cache where it is
-    there, else past it: at the drive's own speed, and without driving out what others have there."""
+    """A file's block, and as many after it as there is room for, into memory that begins at a page; how many bytes there are.
+    Out of the system's cache where they are there, else past it: at the drive's own speed, and without driving out what
+    others have there."""
     offset = number * BLOCK_BYTES
     fd = os.open(file, os.O_RDONLY)
     try:
-        length = min(BLOCK_BYTES, os.fstat(fd).st_size - offset)
+        length = min(len(into), os.fstat(fd).st_size - offset)
         got = 0 if _is_resident(fd, offset, length) else _read_directly(file, into, offset, length)
         while got < length and (count := os.preadv(fd, [into[got:length]], offset + got)):
             got += count
@@ -139,12 +143,12 @@ def read_block(file: Path, number: int, into: memoryview) -> int:
         os.close(fd)
 
 
-def is_cached(file: Path, number: int) -> bool:
-    """Whether the system holds a block in memory, as good as all of it."""
+def is_cached(file: Path, number: int, num_blocks: int = 1) -> bool:
+    """Whether the system holds blocks in memory, as good as all of them."""
     offset = number * BLOCK_BYTES
     fd = os.open(file, os.O_RDONLY)
     try:
-        return _is_resident(fd, offset, min(BLOCK_BYTES, os.fstat(fd).st_size - offset))
+        return _is_resident(fd, offset, min(num_blocks * BLOCK_BYTES, os.fstat(fd).st_size - offset))
     finally:
         os.close(fd)
 
@@ -197,10 +201,10 @@ class ReadAhead:
     holds in its cache anyway is left there, and whatever is wrong with a file is left for others to say."""
 
     def __init__(self, files: Sequence[Path], most_bytes: int) -> None:
-        self._left = _blocks([_one_name(file) for file in files], most_bytes)
+        self._left = _runs([_one_name(file) for file in files], most_bytes)
         self._lock = threading.Lock()
-        self._read: dict[tuple[Path, int], Future[memoryview | None]] = {}
-        self._passed: set[tuple[Path, int]] = set()  # somebody read it himself
+        self._read: dict[tuple[Path, int], Future[dict[int, memoryview]]] = {}  # by file and first block: its blocks
+        self._passed: set[tuple[Path, int]] = set()  # somebody reads them himself
         if files:
             sys.setswitchinterval(_TURN_S)
         for number in range(_AHEAD_THREADS if files else 0):
@@ -208,12 +212,12 @@ class ReadAhead:
 
     def take(self, file: Path, number: int) -> memoryview | None:
         """A block, once; None: it was not read. Waits for one that is being read."""
-        block = (_one_name(file), number)
+        run = (_one_name(file), number - number % _RUN_BLOCKS)
         with self._lock:
-            found = self._read.pop(block, None)
+            found = self._read.get(run)
             if found is None:
-                self._passed.add(block)
-        return None if found is None else found.result()
+                self._passed.add(run)
+        return None if found is None else found.result().pop(number, None)
 
     def close(self) -> None:
         """Nobody wants what was not taken."""
@@ -225,21 +229,23 @@ class ReadAhead:
     def _run(self) -> None:
         while True:
             with self._lock:
-                block = next((block for block in self._left if block not in self._passed), None)
-                if block is None:
+                run = next((run for run in self._left if run not in self._passed), None)
+                if run is None:
                     return
-                done = self._read[block] = Future()
+                done = self._read[run] = Future()
             try:
-                done.set_result(self._block(*block))
+                done.set_result(_uncached_blocks(*run))
             except OSError:
-                done.set_result(None)
+                done.set_result({})
 
-    @staticmethod
-    def _block(file: Path, number: int) -> memoryview | None:
-        if is_cached(file, number):
-            return None
-        into = memoryview(mmap.mmap(-1, BLOCK_BYTES))
-        return into[: read_block(file, number, into)]
+
+def _uncached_blocks(file: Path, first: int) -> dict[int, memoryview]:
+    """Those of a run, by their numbers; none where the system has them."""
+    if is_cached(file, first, _RUN_BLOCKS):
+        return {}
+    into = memoryview(mmap.mmap(-1, _RUN_BLOCKS * BLOCK_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    read = into[: read_block(file, first, into)]
+    return {first + at // BLOCK_BYTES: read[at : at + BLOCK_BYTES] for at in range(0, len(read), BLOCK_BYTES)}
 
 
 def _one_name(file: Path) -> Path:
@@ -247,14 +253,14 @@ def _one_name(file: Path) -> Path:
     return Path(os.path.realpath(file))
 
 
-def _blocks(files: Sequence[Path], most_bytes: int) -> Iterator[tuple[Path, int]]:
+def _runs(files: Sequence[Path], most_bytes: int) -> Iterator[tuple[Path, int]]:
+    """Each by its first block."""
     for file in files:
         try:
             num_bytes = file.stat().st_size
         except OSError:
             continue
-        for number in range(-(-min(num_bytes, most_bytes) // BLOCK_BYTES)):
-            yield file, number
+        yield from ((file, number) for number in range(0, -(-min(num_bytes, most_bytes) // BLOCK_BYTES), _RUN_BLOCKS))
         most_bytes -= min(num_bytes, most_bytes)
 
 
