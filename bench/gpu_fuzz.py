@@ -1,7 +1,8 @@
-"""Random requests at a card whose memory, and whose KV, are kept full: lengths, sampling, stops, logprobs, cancels.
+r"""Random requests at a card whose memory, and whose KV, are kept full: lengths, sampling, stops, logprobs, cancels.
 
     python bench/gpu_fuzz.py OUT.json [--requests 10000] [--seconds S] [--left-gib 2.6] [--seed 0] [--checked 40]
-    compute-sanitizer --tool memcheck python bench/gpu_fuzz.py OUT.json --requests 24 --rows 16 --left-gib 140 --kv-gib 0.1
+    compute-sanitizer --tool memcheck python bench/gpu_fuzz.py OUT.json --requests 12 --rows 8 --step-tokens 64 \
+        --left-gib 140 --kv-gib 0.1 --checked 4
 
 A small model of SmolLM2's shape with random weights; all but --left-gib of the card is taken away first, so that the memory plan
 is held to: 2.6 leave some 150,000 tokens of KV, which 512 rows would fill twice. What must hold: every request ends, as it
@@ -182,6 +183,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checked", type=int, default=40)
     parser.add_argument("--rows", type=int, default=512)
+    parser.add_argument("--step-tokens", type=int, help="default: the engine's")
     args = parser.parse_args()
     on_card = torch.cuda.is_available()
     ballast = None
@@ -192,7 +194,8 @@ def main() -> None:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(SHAPE))
         kv = KvSettings(memory_gib=args.kv_gib) if on_card else KvSettings(16, 400)
-        llm = LLM(folder, EngineSettings(kv=kv, sched=SchedSettings(max_rows=args.rows)), random_weights_seed=args.seed)
+        settings = EngineSettings(kv=kv, sched=SchedSettings(args.step_tokens, args.rows))
+        llm = LLM(folder, settings, random_weights_seed=args.seed)
         fuzz = Fuzz(llm, args.seed)
         begun = time.monotonic()
         num_requests = fuzz.run(args.requests, args.seconds)

@@ -164,6 +164,17 @@ class Server:
                 time.sleep(0.02)
         raise SystemExit(f"no token within {STARTS_WITHIN_S:g} s")
 
+    def settle(self) -> float:
+        """Until it does no more by itself, such as to prepare for loads to come; its CPU seconds for that."""
+        before = last = sum(self.cpu_s().values())
+        for _ in range(40):
+            time.sleep(0.5)
+            now = sum(self.cpu_s().values())
+            if now - last < 0.05:
+                break
+            last = now
+        return now - before
+
     def cpu_s(self) -> dict[str, float]:
         """Of each process under it, by its number."""
         return {f"{pid}:{name}": seconds for pid, name, seconds in _tree(self.process.pid)}
@@ -291,7 +302,12 @@ def run(args: argparse.Namespace) -> None:
         if args.client == "vllm":
             import vllm.benchmarks.serve  # noqa: F401  # while its server starts
         results["first_token_s"] = server.first_token_s()
-        print(f"{args.server}: first token after {results['first_token_s']:.2f} s", flush=True)
+        results["settling_cpu_s"] = server.settle()
+        print(
+            f"{args.server}: first token after {results['first_token_s']:.2f} s; "
+            f"CPU {results['settling_cpu_s']:.1f} s until it was quiet",
+            flush=True,
+        )
         for streams in (int(number) for number in args.loads.split(",")):
             load = replace(LOADS[streams], num_requests=round(LOADS[streams].num_requests * args.share))
             before = server.cpu_s()

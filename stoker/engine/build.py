@@ -127,7 +127,7 @@ def build_engine(
         resolved.mixed_tokens,
     )
     scheduler = Scheduler(config, pool)
-    runner = Runner(model, family.shape.num_heads, kv, rows, resolved.threads)
+    runner = Runner(model, family.shape.num_heads, kv, rows, resolved.threads, resolved.step_tokens)
     engine = Engine(scheduler, runner, RealClock(), resolved.steps_ahead, store, leases, rates)
     if resolved.device.type == "cuda":
         progress("compiling and capturing", 0, 1)

@@ -3,6 +3,8 @@ kernel by kernel. Both take the same inputs and do the same."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -18,24 +20,24 @@ from stoker.layers.batch import ForwardBatch
 from stoker.models.contract import Model
 from stoker.sched.plan import StepPlan
 
-MOST_CAPTURED = 2048  # tokens; to launch more takes the host less time than to compute them takes the card
 # Steps of one token a row, by rows; and steps with prompts in them, by tokens. Those that serve for most are captured first.
 _ROWS_FIRST, _ROWS = (256, 64, 8, 1), (1024, 768, 512, 384, 192, 128, 96, 48, 32, 24, 16, 12, 4, 2)
-_TOKENS_FIRST = (MOST_CAPTURED, 1024, 256, 64)
+# To launch a step larger than all of these takes the host less time than to compute it takes the card.
+_TOKENS_FIRST = (2048, 1024, 256, 64)
 _TOKENS = (1792, 1536, 1280, 896, 768, 640, 512, 448, 384, 320, 192, 128, 96, 32, 16)
 _HEADS = (64, 256, 512)  # rows that such a step draws for: each costs its share of the logits
 _MORE_SPANS = 32  # room for so many spans of several tokens beyond those that fill their tiles
 
 
 class CardSteps:
-    def __init__(self, model: Model, kv: DeviceKv, rows: RowTable, num_heads: int) -> None:
+    def __init__(self, model: Model, kv: DeviceKv, rows: RowTable, num_heads: int, step_tokens: int) -> None:
         self._model = model
         self._kv = kv
         self._rows = rows
         layout = kv.layout
         self._dense = DensePlans(kv.blocks, num_heads, layout.num_heads, layout.head_dim)
         self._cutter = Cutter.of(num_heads, layout.num_heads, layout.block_tokens, kv.blocks.dtype)
-        first, rest = _shapes(rows.max_rows, self._cutter)
+        first, rest = _shapes(rows.max_rows, step_tokens, self._cutter)
         self._graphs = StepGraphs(self._forward, first, rest, kv.blocks.device)
 
     def warm_up(self) -> None:
@@ -82,7 +84,17 @@ class CardSteps:
         return sample_rows_triton(logits, head_rows, lengths, self._rows.settings, self._rows.last_token)
 
 
-def _shapes(max_rows: int, cutter: Cutter) -> tuple[list[StepShape], list[StepShape]]:
+def most_captured(step_tokens: int) -> int:
+    """Tokens of the largest step with prompts in it that is captured, where a step has at most `step_tokens`."""
+    return _least((*_TOKENS_FIRST, *_TOKENS), step_tokens)
+
+
+def _least(sizes: Sequence[int], wanted: int) -> int:
+    """The least that has room for what is wanted, or the largest of all."""
+    return min((size for size in sizes if size >= wanted), default=max(sizes))
+
+
+def _shapes(max_rows: int, step_tokens: int, cutter: Cutter) -> tuple[list[StepShape], list[StepShape]]:
     """Those to be captured first, and the others."""
 
     def decode(rows: int) -> StepShape:
@@ -94,14 +106,15 @@ def _shapes(max_rows: int, cutter: Cutter) -> tuple[list[StepShape], list[StepSh
         room = (tokens, cutter.most_singles(rows), cutter.most_tiles(tiles))
         return [StepShape(*room, heads) for heads in sorted({min(rows, heads) for heads in _HEADS})]
 
-    sizes = sorted((*_ROWS_FIRST, *_ROWS))
-    largest = next((size for size in sizes if size >= max_rows), sizes[-1])
-    first = [decode(rows) for rows in _ROWS_FIRST if rows <= largest]
-    rest = [decode(rows) for rows in _ROWS if rows <= largest]
+    most_rows, most_tokens = _least((*_ROWS_FIRST, *_ROWS), max_rows), most_captured(step_tokens)
+    first = [decode(rows) for rows in _ROWS_FIRST if rows <= most_rows]
+    rest = [decode(rows) for rows in _ROWS if rows <= most_rows]
     for tokens in _TOKENS_FIRST:
-        *fewer, most = mixed(tokens)
-        first.append(most)
-        rest += fewer
+        if tokens <= most_tokens:
+            *fewer, most = mixed(tokens)
+            first.append(most)
+            rest += fewer
     for tokens in _TOKENS:
-        rest += mixed(tokens)
+        if tokens <= most_tokens:
+            rest += mixed(tokens)
     return first, rest

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from stoker.engine.card import MOST_CAPTURED
+from stoker.engine.card import most_captured
 from stoker.engine.sampler import DRAWN_TOGETHER
 
 _MIB = 1 << 20
@@ -39,7 +39,7 @@ class WorkingMemory:
         drawing_bytes = min(max_rows, DRAWN_TOGETHER) * vocab_size * _DRAWING_BYTES
         return cls(
             arena_bytes=max(step_tokens * bytes_per_token, drawing_bytes) + logits_bytes,
-            graph_bytes=_LIBRARY_BYTES + max(max_rows, MOST_CAPTURED) * bytes_per_token + logits_bytes,
+            graph_bytes=_LIBRARY_BYTES + max(max_rows, most_captured(step_tokens)) * bytes_per_token + logits_bytes,
         )
 
     @property

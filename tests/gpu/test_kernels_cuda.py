@@ -43,7 +43,7 @@ def test_quantised_weights() -> None:
     for num_rows, num_in, num_out in [(67, 96, 34), (70, 4096, 6144), (301, 512, 1280)]:
         quant_cases.many_rows(num_rows, num_in, num_out, CUDA)
     for num_rows, num_in, group in [(1, 4096, 4096), (300, 14336, 14336), (33, 4096, 128)]:
-        quant_cases.quantised(num_rows, num_in, group, CUDA, torch.bfloat16, 0.001)
+        quant_cases.quantised(num_rows, num_in, group, CUDA, torch.bfloat16, 0.003)
 
 
 def test_rope_write() -> None:
