@@ -57,7 +57,7 @@ class DrawnCard:
 
     def __init__(self, max_rows: int) -> None:
         self._cutter = Cutter(num_kv_heads=8, tile_tokens=32, block_tokens=BLOCK_TOKENS)
-        first, rest = _shapes(max_rows, 8192, self._cutter)
+        first, rest = _shapes(max_rows, 2048, self._cutter)
         self._by_cost = sorted((*first, *rest), key=_cost)
         self._drawn = torch.arange(1024) % 997 + 3
 

@@ -127,7 +127,7 @@ def build_engine(
         resolved.mixed_tokens,
     )
     scheduler = Scheduler(config, pool)
-    runner = Runner(model, family.shape.num_heads, kv, rows, resolved.threads, resolved.step_tokens)
+    runner = Runner(model, family.shape.num_heads, kv, rows, resolved.threads, resolved.mixed_tokens)
     engine = Engine(scheduler, runner, RealClock(), resolved.steps_ahead, store, leases, rates)
     if resolved.device.type == "cuda":
         progress("compiling and capturing", 0, 1)
@@ -186,6 +186,7 @@ def _make_kv(
     layout = _kv_layout(family, resolved)
     working = WorkingMemory.plan(
         resolved.step_tokens,
+        resolved.mixed_tokens,
         resolved.max_rows,
         family.shape.vocab_size,
         resolved.dtype.itemsize,

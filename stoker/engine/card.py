@@ -22,22 +22,22 @@ from stoker.sched.plan import StepPlan
 
 # Steps of one token a row, by rows; and steps with prompts in them, by tokens. Those that serve for most are captured first.
 _ROWS_FIRST, _ROWS = (256, 64, 8, 1), (1024, 768, 512, 384, 192, 128, 96, 48, 32, 24, 16, 12, 4, 2)
-# To launch a step larger than all of these takes the host less time than to compute it takes the card.
 _TOKENS_FIRST = (2048, 1024, 256, 64)
-_TOKENS = (1792, 1536, 1280, 896, 768, 640, 512, 448, 384, 320, 192, 128, 96, 32, 16)
+_TOKENS = (8192, 7168, 6144, 5120, 4096, 3584, 3072, 2560, 1792, 1536, 1280, 896, 768, 640, 512, 448, 384, 320, 192, 128, 96,
+           32, 16)  # fmt: skip
 _HEADS = (64, 256, 512)  # rows that such a step draws for: each costs its share of the logits
 _MORE_SPANS = 32  # room for so many spans of several tokens beyond those that fill their tiles
 
 
 class CardSteps:
-    def __init__(self, model: Model, kv: DeviceKv, rows: RowTable, num_heads: int, step_tokens: int) -> None:
+    def __init__(self, model: Model, kv: DeviceKv, rows: RowTable, num_heads: int, mixed_tokens: int) -> None:
         self._model = model
         self._kv = kv
         self._rows = rows
         layout = kv.layout
         self._dense = DensePlans(kv.blocks, num_heads, layout.num_heads, layout.head_dim)
         self._cutter = Cutter.of(num_heads, layout.num_heads, layout.block_tokens, kv.blocks.dtype)
-        first, rest = _shapes(rows.max_rows, step_tokens, self._cutter)
+        first, rest = _shapes(rows.max_rows, mixed_tokens, self._cutter)
         self._graphs = StepGraphs(self._forward, first, rest, kv.blocks.device)
 
     def warm_up(self) -> None:
@@ -84,9 +84,10 @@ class CardSteps:
         return sample_rows_triton(logits, head_rows, lengths, self._rows.settings, self._rows.last_token)
 
 
-def most_captured(step_tokens: int) -> int:
-    """Tokens of the largest step with prompts in it that is captured, where a step has at most `step_tokens`."""
-    return _least((*_TOKENS_FIRST, *_TOKENS), step_tokens)
+def most_captured(mixed_tokens: int) -> int:
+    """Tokens of the largest step with prompts in it that is captured: all steps in which answers go on have room. To launch a
+    larger one takes the host less time than to compute it takes the card."""
+    return _least((*_TOKENS_FIRST, *_TOKENS), mixed_tokens)
 
 
 def _least(sizes: Sequence[int], wanted: int) -> int:
@@ -94,7 +95,7 @@ def _least(sizes: Sequence[int], wanted: int) -> int:
     return min((size for size in sizes if size >= wanted), default=max(sizes))
 
 
-def _shapes(max_rows: int, step_tokens: int, cutter: Cutter) -> tuple[list[StepShape], list[StepShape]]:
+def _shapes(max_rows: int, mixed_tokens: int, cutter: Cutter) -> tuple[list[StepShape], list[StepShape]]:
     """Those to be captured first, and the others."""
 
     def decode(rows: int) -> StepShape:
@@ -106,15 +107,11 @@ def _shapes(max_rows: int, step_tokens: int, cutter: Cutter) -> tuple[list[StepS
         room = (tokens, cutter.most_singles(rows), cutter.most_tiles(tiles))
         return [StepShape(*room, heads) for heads in sorted({min(rows, heads) for heads in _HEADS})]
 
-    most_rows, most_tokens = _least((*_ROWS_FIRST, *_ROWS), max_rows), most_captured(step_tokens)
+    most_rows, most_tokens = _least((*_ROWS_FIRST, *_ROWS), max_rows), most_captured(mixed_tokens)
     first = [decode(rows) for rows in _ROWS_FIRST if rows <= most_rows]
     rest = [decode(rows) for rows in _ROWS if rows <= most_rows]
-    for tokens in _TOKENS_FIRST:
-        if tokens <= most_tokens:
-            *fewer, most = mixed(tokens)
-            first.append(most)
-            rest += fewer
-    for tokens in _TOKENS:
-        if tokens <= most_tokens:
-            rest += mixed(tokens)
+    for tokens in (tokens for tokens in (*_TOKENS_FIRST, *_TOKENS) if tokens <= most_tokens):
+        *fewer, most = mixed(tokens)
+        (first if tokens in (most_tokens, *_TOKENS_FIRST) else rest).append(most)
+        rest += fewer
     return first, rest

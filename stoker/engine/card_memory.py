@@ -33,13 +33,19 @@ class WorkingMemory:
 
     @classmethod
     def plan(
-        cls, step_tokens: int, max_rows: int, vocab_size: int, dtype_bytes: int, bytes_per_token: int
+        cls,
+        step_tokens: int,
+        mixed_tokens: int,
+        max_rows: int,
+        vocab_size: int,
+        dtype_bytes: int,
+        bytes_per_token: int,
     ) -> WorkingMemory:
         logits_bytes = max_rows * vocab_size * dtype_bytes
         drawing_bytes = min(max_rows, DRAWN_TOGETHER) * vocab_size * _DRAWING_BYTES
         return cls(
             arena_bytes=max(step_tokens * bytes_per_token, drawing_bytes) + logits_bytes,
-            graph_bytes=_LIBRARY_BYTES + max(max_rows, most_captured(step_tokens)) * bytes_per_token + logits_bytes,
+            graph_bytes=_LIBRARY_BYTES + max(max_rows, most_captured(mixed_tokens)) * bytes_per_token + logits_bytes,
         )
 
     @property

@@ -55,7 +55,7 @@ def resolve(settings: EngineSettings, shape: ModelShape) -> Resolved:
         dtype=dtype,
         block_tokens=settings.kv.block_tokens or (16 if on_cpu else 64),
         step_tokens=step_tokens,
-        mixed_tokens=settings.sched.mixed_tokens or (step_tokens if on_cpu else _mixed_tokens(shape, step_tokens)),
+        mixed_tokens=min(step_tokens, settings.sched.mixed_tokens or (step_tokens if on_cpu else _mixed_tokens(shape))),
         max_rows=settings.sched.max_rows or (64 if on_cpu else 512),
         threads=_threads(settings, on_cpu),
         steps_ahead=(0 if on_cpu else 1) if settings.steps_ahead is None else settings.steps_ahead,
@@ -63,10 +63,10 @@ def resolve(settings: EngineSettings, shape: ModelShape) -> Resolved:
     )
 
 
-def _mixed_tokens(shape: ModelShape, step_tokens: int) -> int:
+def _mixed_tokens(shape: ModelShape) -> int:
     """A power of two, which captured steps are."""
     tokens = int(_MIXED_FLOP / (2 * shape.active_weights))
-    return min(step_tokens, max(_LEAST_MIXED_TOKENS, 1 << (tokens.bit_length() - 1)))
+    return max(_LEAST_MIXED_TOKENS, 1 << (tokens.bit_length() - 1))
 
 
 def _device(name: str | None) -> torch.device:

@@ -70,14 +70,14 @@ class PendingStep:
 
 class Runner:
     def __init__(
-        self, model: Model, num_heads: int, kv: DeviceKv, rows: RowTable, threads: Threads, step_tokens: int
+        self, model: Model, num_heads: int, kv: DeviceKv, rows: RowTable, threads: Threads, mixed_tokens: int
     ) -> None:
         self._model = model
         self._kv = kv
         self._rows = rows
         self._threads = threads
         is_able = fits(kv.blocks, kv.layout.block_tokens, kv.layout.head_dim)
-        self._card = CardSteps(model, kv, rows, num_heads, step_tokens) if is_able else None
+        self._card = CardSteps(model, kv, rows, num_heads, mixed_tokens) if is_able else None
         self._last: PendingStep | None = None
 
     def warm_up(self) -> None:

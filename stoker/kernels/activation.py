@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stoker.kernels.dispatch import overlaps, tl, triton, use_triton, wait_for_inputs
+from stoker.kernels.dispatch import cdiv, overlaps, tl, triton, use_triton, wait_for_inputs
 
 _BLOCK = 1024
 
@@ -32,7 +32,7 @@ def silu_mul_triton(gate_up: Tensor) -> Tensor:
     assert gate_up.is_contiguous()
     num_tokens, width = len(gate_up), gate_up.shape[1] // 2
     out = gate_up.new_empty(num_tokens, width)
-    grid, overlap = (num_tokens, triton.cdiv(width, _BLOCK)), overlaps(gate_up)
+    grid, overlap = (num_tokens, cdiv(width, _BLOCK)), overlaps(gate_up)
     _silu_mul[grid](gate_up, out, WIDTH=width, BLOCK=_BLOCK, OVERLAP=overlap, num_warps=4, launch_pdl=overlap)
     return out
 

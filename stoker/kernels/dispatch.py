@@ -37,6 +37,15 @@ def use_triton(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in _DTYPES
 
 
+# As Triton's own, which take microseconds at every launch to look whether they are called by a kernel.
+def cdiv(number: int, divisor: int) -> int:
+    return -(-number // divisor)
+
+
+def next_power_of_2(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
 def is_power_of_2(number: int) -> bool:
     return number & (number - 1) == 0
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stoker.kernels.dispatch import overlaps, tl, triton
+from stoker.kernels.dispatch import cdiv, next_power_of_2, overlaps, tl, triton
 from stoker.kernels.moe_route import add_parts
 
 MOST_TOKENS = 1  # two are faster by lists already, measured with Qwen3-30B-A3B's shape
@@ -164,10 +164,10 @@ def gate_up_few(
     assert gate_up.is_contiguous()
     num_experts, width, hidden = gate_up.shape[0], gate_up.shape[1] // 2, gate_up.shape[2]
     found, overlap = Chosen.empty(x, top_k, width), overlaps(x)
-    _gate_up[(triton.cdiv(width, tile.outs), len(found.inner))](
+    _gate_up[(cdiv(width, tile.outs), len(found.inner))](
         x, norm, logits, gate_up, found.inner, found.experts, found.weights, eps,
         HIDDEN=hidden, WIDTH=width, TOP_K=top_k, PARTS=logits.shape[1], EXPERTS=num_experts,
-        BLOCK_EXPERTS=triton.next_power_of_2(num_experts), GRANULE=granule, BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins,
+        BLOCK_EXPERTS=next_power_of_2(num_experts), GRANULE=granule, BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins,
         RENORMALISES=renormalises, LOWEST=LOWEST, STAGES=tile.num_stages, OVERLAP=overlap,
         num_warps=tile.num_warps, launch_pdl=overlap,
     )  # fmt: skip
@@ -178,7 +178,7 @@ def down_few(x: Tensor, found: Chosen, down: Tensor, renormalises: bool, tile: T
     """x + the experts' weighted sum, in place."""
     assert down.is_contiguous()
     (_num_experts, hidden, width), overlap = down.shape, overlaps(x)
-    _down[(triton.cdiv(hidden, tile.outs), len(x))](
+    _down[(cdiv(hidden, tile.outs), len(x))](
         x, found.inner, down, found.experts, found.weights,
         HIDDEN=hidden, WIDTH=width, TOP_K=len(found.inner) // len(x), BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins,
         RENORMALISES=renormalises, OVERLAP=overlap, num_warps=tile.num_warps, launch_pdl=overlap,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from stoker.kernels.dispatch import overlaps, tl, triton, wait_for_inputs
+from stoker.kernels.dispatch import cdiv, next_power_of_2, overlaps, tl, triton, wait_for_inputs
 from stoker.kernels.moe_route import COUNT_STRIDE, Lists
 
 
@@ -161,9 +161,9 @@ def gate_up_lists(lists: Lists, gate_up: Tensor, granule: int, tile: Tile) -> Te
     assert gate_up.is_contiguous()
     top_k, overlap = lists.weights.shape[1], overlaps(gate_up)
     inner = lists.normed.new_empty(lists.weights.numel(), width)
-    _gate_up[(most_tiles(lists, tile.rows) * triton.cdiv(width, tile.outs),)](
+    _gate_up[(most_tiles(lists, tile.rows) * cdiv(width, tile.outs),)](
         lists.normed, gate_up, lists.counts, lists.pairs, inner, lists.pairs.shape[1],
-        HIDDEN=hidden, WIDTH=width, TOP_K=top_k, EXPERTS=num_experts, BLOCK_EXPERTS=triton.next_power_of_2(num_experts),
+        HIDDEN=hidden, WIDTH=width, TOP_K=top_k, EXPERTS=num_experts, BLOCK_EXPERTS=next_power_of_2(num_experts),
         GRANULE=granule, ROWS=tile.rows, BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins, COUNTS=COUNT_STRIDE, OVERLAP=overlap,
         num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=overlap,
     )  # fmt: skip
@@ -176,9 +176,9 @@ def down_lists(lists: Lists, inner: Tensor, down: Tensor, tile: Tile) -> Tensor:
     assert down.is_contiguous()
     overlap = overlaps(down)
     made = inner.new_empty(len(inner), hidden)
-    _down[(most_tiles(lists, tile.rows) * triton.cdiv(hidden, tile.outs),)](
+    _down[(most_tiles(lists, tile.rows) * cdiv(hidden, tile.outs),)](
         inner, down, lists.counts, lists.pairs, made, lists.pairs.shape[1],
-        HIDDEN=hidden, WIDTH=width, EXPERTS=num_experts, BLOCK_EXPERTS=triton.next_power_of_2(num_experts),
+        HIDDEN=hidden, WIDTH=width, EXPERTS=num_experts, BLOCK_EXPERTS=next_power_of_2(num_experts),
         ROWS=tile.rows, BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins, COUNTS=COUNT_STRIDE, OVERLAP=overlap,
         num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=overlap,
     )  # fmt: skip
@@ -189,7 +189,7 @@ def combine(x: Tensor, made: Tensor, weights: Tensor) -> Tensor:
     """x + the weighted sum of each token's pairs, in place."""
     num_tokens, hidden = x.shape
     overlap = overlaps(x)
-    _combine[(num_tokens, triton.cdiv(hidden, _COMBINED))](
+    _combine[(num_tokens, cdiv(hidden, _COMBINED))](
         x, made, weights, HIDDEN=hidden, TOP_K=weights.shape[1], BLOCK=_COMBINED, OVERLAP=overlap,
         num_warps=4, launch_pdl=overlap,
     )  # fmt: skip

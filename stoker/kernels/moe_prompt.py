@@ -11,7 +11,7 @@ from importlib import import_module
 
 from torch import Tensor
 
-from stoker.kernels.dispatch import overlaps, tl, triton
+from stoker.kernels.dispatch import cdiv, next_power_of_2, overlaps, tl, triton
 from stoker.kernels.moe_many import Tile, find_tile, most_tiles
 from stoker.kernels.moe_route import COUNT_STRIDE, Lists
 
@@ -134,10 +134,10 @@ def gate_up_prompt(lists: Lists, gate_up: Tensor, granule: int, tile: Tile = GAT
     inner = lists.normed.new_empty(lists.weights.numel(), width)
     descriptor = import_module("triton.tools.tensor_descriptor").TensorDescriptor
     weight = descriptor.from_tensor(gate_up.view(-1, hidden), [2 * tile.outs, tile.ins])
-    _gate_up[(most_tiles(lists, tile.rows) * triton.cdiv(width, tile.outs),)](
+    _gate_up[(most_tiles(lists, tile.rows) * cdiv(width, tile.outs),)](
         lists.normed, weight, lists.counts, lists.pairs, inner, lists.pairs.shape[1],
         HIDDEN=hidden, WIDTH=width, TOP_K=lists.weights.shape[1], EXPERTS=num_experts,
-        BLOCK_EXPERTS=triton.next_power_of_2(num_experts), GRANULE=granule, ROWS=tile.rows, BLOCK_OUT=tile.outs,
+        BLOCK_EXPERTS=next_power_of_2(num_experts), GRANULE=granule, ROWS=tile.rows, BLOCK_OUT=tile.outs,
         BLOCK_IN=tile.ins, COUNTS=COUNT_STRIDE, OVERLAP=overlap,
         num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=overlap,
     )  # fmt: skip
@@ -149,9 +149,9 @@ def down_prompt(lists: Lists, inner: Tensor, down: Tensor, tile: Tile = DOWN) ->
     num_experts, hidden, width = down.shape
     overlap = overlaps(down)
     made = inner.new_empty(len(inner), hidden)
-    _down[(most_tiles(lists, tile.rows) * triton.cdiv(hidden, tile.outs),)](
+    _down[(most_tiles(lists, tile.rows) * cdiv(hidden, tile.outs),)](
         inner, down, lists.counts, lists.pairs, made, lists.pairs.shape[1],
-        HIDDEN=hidden, WIDTH=width, EXPERTS=num_experts, BLOCK_EXPERTS=triton.next_power_of_2(num_experts),
+        HIDDEN=hidden, WIDTH=width, EXPERTS=num_experts, BLOCK_EXPERTS=next_power_of_2(num_experts),
         ROWS=tile.rows, BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins, COUNTS=COUNT_STRIDE, OVERLAP=overlap,
         num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=overlap,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stoker.kernels.dispatch import overlaps, tl, triton
+from stoker.kernels.dispatch import cdiv, next_power_of_2, overlaps, tl, triton
 from stoker.kernels.moe_many import Tile, Tiles, find_tile, most_tiles
 from stoker.kernels.moe_route import COUNT_STRIDE, Lists
 from stoker.kernels.quant import SPAN, QuantWeight, half_of_pair
@@ -210,11 +210,11 @@ def _launch(kernel, lists: Lists, x: Tensor, weight: QuantWeight, out: Tensor, t
     both = takes_codes(weight, len(lists.normed))
     given, given_scale = quantise_triton(x, weight.col_block) if both else (x, x)
     assert weight.is_int4 or weight.col_block == num_ins or weight.col_block % tile.ins == 0
-    kernel[(most_tiles(lists, tile.rows) * triton.cdiv(out.shape[1], tile.outs),)](
+    kernel[(most_tiles(lists, tile.rows) * cdiv(out.shape[1], tile.outs),)](
         given, given_scale, given_scale.stride(1), weight.codes, weight.scale, lists.counts, lists.pairs, out,
         lists.pairs.shape[1],
         OUTS=num_outs, INS=num_ins, TOP_K=lists.weights.shape[1], EXPERTS=num_experts,
-        BLOCK_EXPERTS=triton.next_power_of_2(num_experts), INT4=weight.is_int4, BOTH=both, ROW_BLOCK=weight.row_block,
+        BLOCK_EXPERTS=next_power_of_2(num_experts), INT4=weight.is_int4, BOTH=both, ROW_BLOCK=weight.row_block,
         COL_BLOCK=weight.col_block, ROWS=tile.rows, BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins, COUNTS=COUNT_STRIDE,
         PAIRS=overlap and x.dtype == torch.bfloat16, EXPAND=EXPAND, EXPAND_REGISTERS=EXPAND_REGISTERS, OVERLAP=overlap,
         num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=overlap,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from stoker.kernels.dispatch import overlaps, tl, triton
+from stoker.kernels.dispatch import cdiv, next_power_of_2, overlaps, tl, triton
 from stoker.kernels.moe_few import LOWEST, Chosen, Tile, choose, put_choice
 from stoker.kernels.quant import SPAN, QuantWeight, half_of_pair
 
@@ -155,7 +155,7 @@ def _of_weight(weight: QuantWeight, tile: Tile) -> dict[str, int]:
     """What both kernels are told of a weight and of how to go through it."""
     num_ins, group = weight.shape[1], SPAN if weight.is_int4 else _FP8_GROUP
     assert weight.is_int4 or weight.col_block % _FP8_GROUP == 0 or weight.col_block == num_ins
-    block = min(tile.ins, max(group, int(triton.next_power_of_2(num_ins))))
+    block = min(tile.ins, max(group, next_power_of_2(num_ins)))
     return {
         "INT4": weight.is_int4, "ROW_BLOCK": weight.row_block, "COL_BLOCK": weight.col_block,
         "BLOCK_IN": block, "GROUP": block // group, "TOGETHER": 32 if weight.is_int4 else group,
@@ -172,10 +172,10 @@ def quant_gate_up_few(
     width = gate_up.shape[0] // num_experts // 2
     tile = tile or (INT4_GATE_UP if gate_up.is_int4 else FP8_GATE_UP)
     found, overlap = Chosen.empty(x, top_k, width), overlaps(x)
-    _gate_up[(triton.cdiv(width, tile.outs), len(found.inner))](
+    _gate_up[(cdiv(width, tile.outs), len(found.inner))](
         x, norm, logits, gate_up.codes, gate_up.scale, found.inner, found.experts, found.weights, eps,
-        HIDDEN=hidden, BLOCK_HIDDEN=triton.next_power_of_2(hidden), WIDTH=width, TOP_K=top_k, PARTS=logits.shape[1],
-        EXPERTS=num_experts, BLOCK_EXPERTS=triton.next_power_of_2(num_experts), RENORMALISES=renormalises, LOWEST=LOWEST,
+        HIDDEN=hidden, BLOCK_HIDDEN=next_power_of_2(hidden), WIDTH=width, TOP_K=top_k, PARTS=logits.shape[1],
+        EXPERTS=num_experts, BLOCK_EXPERTS=next_power_of_2(num_experts), RENORMALISES=renormalises, LOWEST=LOWEST,
         OVERLAP=overlap, launch_pdl=overlap, **_of_weight(gate_up, tile),
     )  # fmt: skip
     return found
@@ -186,7 +186,7 @@ def quant_down_few(x: Tensor, found: Chosen, down: QuantWeight, renormalises: bo
     hidden, width = x.shape[1], down.shape[1]
     tile = tile or (INT4_DOWN if down.is_int4 else FP8_DOWN)
     overlap = overlaps(x)
-    _down[(triton.cdiv(hidden, tile.outs), len(x))](
+    _down[(cdiv(hidden, tile.outs), len(x))](
         x, found.inner, down.codes, down.scale, found.experts, found.weights,
         HIDDEN=hidden, WIDTH=width, TOP_K=len(found.inner) // len(x), EXPERTS=down.shape[0] // hidden,
         RENORMALISES=renormalises, OVERLAP=overlap, launch_pdl=overlap, **_of_weight(down, tile),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stoker.kernels.dispatch import overlaps, tl, triton, wait_for_inputs
+from stoker.kernels.dispatch import cdiv, next_power_of_2, overlaps, tl, triton, wait_for_inputs
 
 # An expert's count lies in a line of the cache of its own: thousands of tokens count at once.
 COUNT_STRIDE = 32
@@ -149,7 +149,7 @@ def router_logits(x: Tensor, norm: Tensor, router: Tensor, tile: Tile | None = N
     logits = torch.empty(len(x), tile.splits, num_experts, dtype=torch.float32, device=x.device)
     counts = torch.empty(num_experts * COUNT_STRIDE, dtype=torch.int32, device=x.device)
     overlap = overlaps(x)
-    _router_logits[(triton.cdiv(num_experts, tile.outs), triton.cdiv(len(x), tile.rows), tile.splits)](
+    _router_logits[(cdiv(num_experts, tile.outs), cdiv(len(x), tile.rows), tile.splits)](
         x, norm, router, logits, counts, len(x), num_experts,
         HIDDEN=x.shape[1], SPLITS=tile.splits, ROWS=tile.rows, BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins,
         COUNTS=COUNT_STRIDE, OVERLAP=overlap, num_warps=4, num_stages=tile.num_stages, launch_pdl=overlap,
@@ -168,9 +168,9 @@ def list_by_expert(
     overlap = overlaps(x)
     _list_by_expert[(num_tokens,)](
         x, norm, logits, normed, weights, counts, pairs, eps, pairs.shape[1],
-        HIDDEN=hidden, BLOCK=triton.next_power_of_2(hidden), PARTS=num_parts, EXPERTS=num_experts,
-        BLOCK_EXPERTS=triton.next_power_of_2(num_experts), TOP_K=top_k,
-        BLOCK_K=max(_WARP, triton.next_power_of_2(top_k)), RENORMALISES=renormalises, COUNTS=COUNT_STRIDE,
+        HIDDEN=hidden, BLOCK=next_power_of_2(hidden), PARTS=num_parts, EXPERTS=num_experts,
+        BLOCK_EXPERTS=next_power_of_2(num_experts), TOP_K=top_k,
+        BLOCK_K=max(_WARP, next_power_of_2(top_k)), RENORMALISES=renormalises, COUNTS=COUNT_STRIDE,
         OVERLAP=overlap, num_warps=1, launch_pdl=overlap,
     )  # fmt: skip
     return Lists(normed, weights, counts, pairs)

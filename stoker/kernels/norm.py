@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stoker.kernels.dispatch import overlaps, tl, triton, use_triton, wait_for_inputs
+from stoker.kernels.dispatch import next_power_of_2, overlaps, tl, triton, use_triton, wait_for_inputs
 
 
 def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -33,7 +33,7 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(x)
     width = x.shape[-1]
     grid, overlap = (x.numel() // width,), overlaps(x)
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     _rms_norm[grid](x, weight, out, eps, WIDTH=width, BLOCK=block, OVERLAP=overlap, num_warps=4, launch_pdl=overlap)
     return out
 

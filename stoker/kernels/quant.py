@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stoker.kernels.dispatch import overlaps, tl, triton, wait_for_inputs
+from stoker.kernels.dispatch import cdiv, overlaps, tl, triton, wait_for_inputs
 
 WORD_CODES = 8  # four-bit codes in a word
 GROUP = 32  # inputs that share a scale: at least so many
@@ -141,7 +141,7 @@ def dequantise_triton(weight: QuantWeight, dtype: torch.dtype, first: int = 0, c
     count = num_outs if count is None else count
     out = torch.empty(count, num_ins, dtype=dtype, device=weight.codes.device)
     overlap, rows = overlaps(out), 16
-    _dequantise[(triton.cdiv(count, rows), triton.cdiv(num_ins, SPAN))](
+    _dequantise[(cdiv(count, rows), cdiv(num_ins, SPAN))](
         weight.codes, weight.scale, out, num_outs, first, count,
         INS=num_ins, WORDS=weight.codes.shape[1], INT4=weight.is_int4, ROW_BLOCK=weight.row_block,
         COL_BLOCK=weight.col_block, BLOCK_OUT=rows, OVERLAP=overlap, num_warps=4, launch_pdl=overlap,

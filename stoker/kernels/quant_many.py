@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stoker.kernels.dispatch import overlaps, tl, triton, wait_for_inputs
+from stoker.kernels.dispatch import cdiv, next_power_of_2, overlaps, tl, triton, wait_for_inputs
 from stoker.kernels.quant import QuantWeight, dequantise_triton
 
 _LARGEST = 448.0  # of float8_e4m3fn
@@ -50,9 +50,9 @@ def quantise_triton(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     num_rows, num_groups = -(-len(x) // 4) * 4, x.shape[1] // group
     codes = torch.empty(num_rows, x.shape[1], dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(num_groups, num_rows, dtype=torch.float32, device=x.device)
-    block = triton.next_power_of_2(group)
+    block = next_power_of_2(group)
     together, overlap = max(1, _TOGETHER // block), overlaps(x)
-    _quantise[(len(x), triton.cdiv(num_groups, together))](
+    _quantise[(len(x), cdiv(num_groups, together))](
         x, codes, scale, num_rows, NUM_GROUPS=num_groups, GROUP=group, TOGETHER=together, BLOCK=block, OVERLAP=overlap,
         num_warps=4, launch_pdl=overlap,
     )  # fmt: skip

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stoker.kernels.dispatch import overlaps, tl, triton
+from stoker.kernels.dispatch import cdiv, overlaps, tl, triton
 from stoker.kernels.quant import QuantWeight, half_of_pair
 from stoker.kernels.skinny import ANY, Tile, Tuned, padded_rows, put_sums, tile_of, workspace
 
@@ -177,7 +177,7 @@ def quant_rows_linear(
     tile = tile or tile_of(table, len(x), num_outs, num_ins)
     assert table is not FP8_BLOCKS or weight.col_block % tile.ins == 0
     rows, overlap = padded_rows(len(x)), overlaps(x)
-    grid = (triton.cdiv(num_outs, tile.outs), tile.splits)
+    grid = (cdiv(num_outs, tile.outs), tile.splits)
     given = (x, weight.codes, weight.scale, out, *workspace(tile, rows, out), len(x), num_outs)
     if weight.is_int4:
         _int4_rows[grid](

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stoker.kernels.dispatch import is_power_of_2, overlaps, tl, triton, use_triton, wait_for_inputs
+from stoker.kernels.dispatch import cdiv, is_power_of_2, overlaps, tl, triton, use_triton, wait_for_inputs
 from stoker.kernels.kv_write import kv_write
 from stoker.kernels.norm import rms_norm
 from stoker.kernels.rope import rope
@@ -116,7 +116,7 @@ def rope_write_triton(
     num_tokens, all_heads, head_dim = heads.shape
     overlap = overlaps(heads)
     query = heads.new_empty(num_tokens, all_heads - 2 * num_kv_heads, head_dim)
-    _rope_write[(num_tokens, triton.cdiv(all_heads, _HEADS_AT_ONCE))](
+    _rope_write[(num_tokens, cdiv(all_heads, _HEADS_AT_ONCE))](
         heads, cos, sin, positions, pages, slots, query,
         norms.query if norms else heads, norms.key if norms else heads, norms.eps if norms else 0.0,
         HEADS=all_heads - 2 * num_kv_heads, KV_HEADS=num_kv_heads, DIM=head_dim,

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stoker.kernels.dispatch import overlaps, tl, triton, wait_for_inputs
+from stoker.kernels.dispatch import cdiv, next_power_of_2, overlaps, tl, triton, wait_for_inputs
 
 _BLOCK = 8192
 _SETTINGS = 5
@@ -332,10 +332,10 @@ def sample_rows_triton(logits: Tensor, rows: Tensor, lengths: Tensor, settings: 
     """`lengths`: tokens before the one that is drawn, 0 for padding. What is drawn is the rows' last token, too."""
     assert logits.is_contiguous()
     num_rows, vocab = logits.shape
-    block = min(_BLOCK, triton.next_power_of_2(vocab))
-    blocks = triton.cdiv(vocab, block)
+    block = min(_BLOCK, next_power_of_2(vocab))
+    blocks = cdiv(vocab, block)
     repeat = 1 if num_rows <= _MANY_ROWS else _REPEATS
-    chunks = triton.cdiv(blocks, repeat)
+    chunks = cdiv(blocks, repeat)
     shift = 16 if logits.dtype == torch.bfloat16 else 0
     passes = (32 - shift) // _BITS
     found = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
@@ -346,7 +346,7 @@ def sample_rows_triton(logits: Tensor, rows: Tensor, lengths: Tensor, settings: 
     overlap = overlaps(logits)
     cut = {"CHUNKS": chunks, "REPEAT": repeat, "BLOCK": block}
     common = {
-        **cut, "CHUNKS_PADDED": triton.next_power_of_2(chunks), "PASSES": passes, "SHIFT": shift, "COLUMNS": _COLUMNS,
+        **cut, "CHUNKS_PADDED": next_power_of_2(chunks), "PASSES": passes, "SHIFT": shift, "COLUMNS": _COLUMNS,
     }  # fmt: skip
     launch = {"OVERLAP": overlap, "num_warps": 8, "launch_pdl": overlap}
     where = (logits, rows, lengths, settings, tops)
@@ -358,6 +358,6 @@ def sample_rows_triton(logits: Tensor, rows: Tensor, lengths: Tensor, settings: 
     _weigh[grid](*where, bounds, sums, masses, vocab, **common, **launch)
     _draw[(num_rows,)](
         *where, places, bounds, sums, masses, last_token, found, vocab,
-        BLOCKS_PADDED=triton.next_power_of_2(chunks * repeat), **common, **launch,
+        BLOCKS_PADDED=next_power_of_2(chunks * repeat), **common, **launch,
     )  # fmt: skip
     return found

@@ -17,7 +17,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from stoker.kernels.dispatch import overlaps, tl, triton
+from stoker.kernels.dispatch import cdiv, next_power_of_2, overlaps, tl, triton
 
 MOST_ROWS = 64
 _LEAST_ROWS = 16  # the matrix units take so many at once
@@ -76,14 +76,14 @@ def _counters(device: torch.device) -> Tensor:
 
 
 def padded_rows(num_rows: int) -> int:
-    return max(_LEAST_ROWS, int(triton.next_power_of_2(num_rows)))
+    return max(_LEAST_ROWS, next_power_of_2(num_rows))
 
 
 def workspace(tile: Tile, rows: int, out: Tensor) -> tuple[Tensor, Tensor]:
     """Where programs that share their inputs leave their parts, and how many have finished."""
     if tile.splits == 1:
         return out, out  # nobody looks there
-    num_tiles = triton.cdiv(out.shape[1], tile.outs)
+    num_tiles = cdiv(out.shape[1], tile.outs)
     assert num_tiles <= _MOST_TILES
     size = num_tiles * tile.splits * tile.outs * rows
     return torch.empty(size, dtype=torch.float32, device=out.device), _counters(out.device)
@@ -204,7 +204,7 @@ def one_row_linear(
     out = x.new_empty(1, len(weight)) if add_to is None else add_to
     tile = tile or ONE_ROW
     overlap = overlaps(x)
-    _one_row[(triton.cdiv(len(weight), tile.outs),)](
+    _one_row[(cdiv(len(weight), tile.outs),)](
         x, weight, x if norm is None else norm, out, eps, len(weight),
         INS=weight.shape[1], BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins, STAGES=tile.num_stages,
         NORM=norm is not None, GATED=is_gated, ADD=add_to is not None, OVERLAP=overlap,
@@ -222,7 +222,7 @@ def few_rows_linear(x: Tensor, weight: Tensor, *, add_to: Tensor | None = None, 
     out = x.new_empty(len(x), num_outs) if add_to is None else add_to
     tile = tile or (FEW_WIDE_ROWS if x.element_size() == 4 else tile_of(FEW_ROWS, len(x), num_outs, num_ins))
     rows, overlap = padded_rows(len(x)), overlaps(x)
-    _few_rows[(triton.cdiv(num_outs, tile.outs), tile.splits)](
+    _few_rows[(cdiv(num_outs, tile.outs), tile.splits)](
         x, weight, out, *workspace(tile, rows, out), len(x), num_outs,
         INS=num_ins, ROWS=rows, BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins, SPLITS=tile.splits, FETCHED=tile.fetched,
         ADD=add_to is not None, OVERLAP=overlap,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stoker.kernels.dispatch import tl, triton
+from stoker.kernels.dispatch import next_power_of_2, tl, triton
 
 
 def step_inputs_ref(
@@ -48,6 +48,6 @@ def step_inputs_triton(
     token_ids, slots = step.new_empty(num_rows), step.new_empty(num_rows * num_kv_heads)
     _step_inputs[(num_rows,)](
         step, last_token, table, token_ids, slots, table.stride(0), pages_per_block,
-        KV_HEADS=num_kv_heads, HEADS_PADDED=triton.next_power_of_2(num_kv_heads), BLOCK_TOKENS=block_tokens, num_warps=1,
+        KV_HEADS=num_kv_heads, HEADS_PADDED=next_power_of_2(num_kv_heads), BLOCK_TOKENS=block_tokens, num_warps=1,
     )  # fmt: skip
     return token_ids, slots

@@ -54,14 +54,14 @@ def test_a_token_of_the_8b_takes_its_stream_and_the_mlp() -> None:
 
 
 def test_what_is_not_kv_stays_below_three_gib_at_the_8bs_shape() -> None:
-    working = WorkingMemory.plan(8192, 512, 128256, 2, 103_424)
+    working = WorkingMemory.plan(8192, 2048, 512, 128256, 2, 103_424)
     assert working.reserve_bytes <= GIB // 2
     assert 8192 * 103_424 <= working.arena_bytes <= 8192 * 103_424 + 512 * 128256 * 2
     assert working.total_bytes < 3 * GIB
 
 
 def test_drawing_for_a_large_vocabulary_counts_where_steps_are_small() -> None:
-    working = WorkingMemory.plan(64, 64, 151936, 2, 1024)
+    working = WorkingMemory.plan(64, 64, 64, 151936, 2, 1024)
     assert working.arena_bytes > 64 * 151936 * 4 * 4  # logits in float32, several times over
 
 

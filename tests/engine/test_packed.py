@@ -47,7 +47,7 @@ def test_the_plan_is_what_is_in_them(seed: int) -> None:
     plan = random_plan(random.Random(seed))
     sampling = [span for span in plan.spans if span.samples]
     data = StepData(plan, CUTTER, [])
-    first, rest = _shapes(512, 8192, CUTTER)
+    first, rest = _shapes(512, 2048, CUTTER)
     holding = [shape for shape in (*first, *rest) if shape.holds(data.least)]
     for shape in (data.exact, *holding[:3]):
         inputs = inputs_of(plan, shape, data)
@@ -90,7 +90,7 @@ def test_leading_tokens_of_planned_lengths_are_taken_whole() -> None:
 
 
 def test_every_step_of_few_tokens_has_a_shape() -> None:
-    first, rest = _shapes(512, 8192, CUTTER)
+    first, rest = _shapes(512, 2048, CUTTER)
     shapes = (*first, *rest)
     for tokens in (1, 2, 17, 500, 1000, 1024):
         rows = min(tokens, 512)
@@ -106,6 +106,7 @@ def test_nothing_is_captured_that_no_step_can_be() -> None:
     shapes = (*first, *rest)
     assert max(shape.tokens for shape in shapes) == 256
     assert max(shape.tokens for shape in shapes if not shape.tiles) == 8
+    assert max(shape.tokens for shape in first) == 256  # the others fit into its memory
     chunk = StepShape(200, 0, CUTTER.num_tiles(np.array([200])) + 1, 1)
     assert any(shape.holds(chunk) for shape in shapes)
 
