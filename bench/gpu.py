@@ -29,7 +29,7 @@ import torch  # noqa: E402
 from engine import Workload  # noqa: E402
 from gpu_quant import QUANTISED  # noqa: E402
 from replay import graph_s  # noqa: E402
-from shapes import LLAMA_8B, QWEN_30B_A3B  # noqa: E402
+from shapes import PLAIN, QWEN_30B_A3B  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.nn.functional import linear  # noqa: E402
 
@@ -43,7 +43,6 @@ from stoker.sched.request import SamplingParams  # noqa: E402
 
 _import_s = time.time() - _started
 
-PLAIN = {"llama8b": LLAMA_8B, "qwen30a3b": QWEN_30B_A3B}
 SHAPES = PLAIN | {
     f"{shape}-{name}": {**hf, "quantization_config": said}
     for shape, hf in PLAIN.items()

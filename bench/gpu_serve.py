@@ -1,6 +1,6 @@
 """Serving over HTTP on one card: a server under three loads, with its CPU seconds. Run once for each server, one after the other.
 
-    python bench/gpu_serve.py model DIR --tokenizer DIR [--weights]         # Llama-3.1-8B's shape behind any tokenizer
+    python bench/gpu_serve.py model DIR --tokenizer DIR [--shape qwen30a3b] [--weights]     # behind any tokenizer
     python bench/gpu_serve.py run DIR OUT.json --server stoker [--client own] [--loads 1,200,512]
     PYTHONPATH=SITE python bench/gpu_serve.py run DIR OUT.json --server vllm
 
@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from shapes import LLAMA_8B
+from shapes import PLAIN
 
 ROOT = Path(__file__).parents[1]
 PORT = 23000
@@ -51,16 +51,16 @@ LOADS = {
 }
 
 
-def make_model(folder: Path, tokenizer: Path, with_weights: bool) -> None:
+def make_model(folder: Path, shape: dict[str, Any], tokenizer: Path, with_weights: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
+    (folder / "config.json").write_text(json.dumps(shape))
     (folder / "tokenizer_config.json").write_text((tokenizer / "tokenizer_config.json").read_text())
     words = json.loads((tokenizer / "tokenizer.json").read_text())
     vocab = words["model"]["vocab"]
     # Random weights say any token of the vocabulary: those that the tokenizer lacks are made up, so that each is some text.
     letters = "abcdefghijklmnopqrstuvwxyz"
     names = ("Ġq" + "".join(each) for each in product(letters, repeat=4))
-    while len(vocab) < LLAMA_8B["vocab_size"]:
+    while len(vocab) < shape["vocab_size"]:
         name = next(names)
         vocab.setdefault(name, len(vocab))
     (folder / "tokenizer.json").write_text(json.dumps(words))
@@ -69,10 +69,11 @@ def make_model(folder: Path, tokenizer: Path, with_weights: bool) -> None:
 
 
 def write_weights(folder: Path) -> None:
+    """Of config.json's shape, in files of some 4 GB."""
     import torch
     from safetensors.torch import save_file
 
-    shape, files, names = LLAMA_8B, 0, {}
+    device, files, names = "cuda" if torch.cuda.is_available() else "cpu", 0, {}
     torch.manual_seed(0)
     part: dict[str, torch.Tensor] = {}
 
@@ -83,35 +84,30 @@ def write_weights(folder: Path) -> None:
         names.update(dict.fromkeys(part, file))
         files, part = files + 1, {}
 
-    for name, size in _llama_tensors(shape):
+    for name, size in _tensors(folder):
         if len(size) == 1:
             part[name] = torch.ones(size, dtype=torch.bfloat16)
         else:
-            part[name] = (torch.randn(size, device="cuda", dtype=torch.bfloat16) * 0.02).cpu()
+            part[name] = (torch.randn(size, device=device, dtype=torch.bfloat16) * 0.02).cpu()
         if sum(tensor.nbytes for tensor in part.values()) > 4e9:
             flush()
     flush()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
 
 
-def _llama_tensors(c: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
-    hidden, inner = c["hidden_size"], c["intermediate_size"]
-    q, kv = c["num_attention_heads"] * c["head_dim"], c["num_key_value_heads"] * c["head_dim"]
-    tensors: list[tuple[str, tuple[int, ...]]] = [("model.embed_tokens.weight", (c["vocab_size"], hidden))]
-    for layer in range(c["num_hidden_layers"]):
-        at = f"model.layers.{layer}."
-        tensors += [
-            (f"{at}self_attn.q_proj.weight", (q, hidden)),
-            (f"{at}self_attn.k_proj.weight", (kv, hidden)),
-            (f"{at}self_attn.v_proj.weight", (kv, hidden)),
-            (f"{at}self_attn.o_proj.weight", (hidden, q)),
-            (f"{at}mlp.gate_proj.weight", (inner, hidden)),
-            (f"{at}mlp.up_proj.weight", (inner, hidden)),
-            (f"{at}mlp.down_proj.weight", (hidden, inner)),
-            (f"{at}input_layernorm.weight", (hidden,)),
-            (f"{at}post_attention_layernorm.weight", (hidden,)),
-        ]
-    return [*tensors, ("model.norm.weight", (hidden,)), ("lm_head.weight", (c["vocab_size"], hidden))]
+def _tensors(folder: Path) -> list[tuple[str, tuple[int, ...]]]:
+    """A checkpoint's names and shapes, as the family says."""
+    import torch
+
+    sys.path.insert(0, str(ROOT))
+    from stoker.engine.build import read_hf_config
+    from stoker.models.contract import family_of
+    from stoker.models.weights import parameter_slices
+
+    family = family_of(read_hf_config(folder), str(folder))
+    with torch.device("meta"):
+        model = family.build(64)
+    return [(name, tuple(place.shape)) for name, place in parameter_slices(model, family.rules)]
 
 
 class Server:
@@ -338,8 +334,9 @@ def main() -> None:
     making = commands.add_parser("model")
     making.add_argument("folder", type=Path)
     making.add_argument("--tokenizer", type=Path, required=True, help="a folder with tokenizer.json")
-    making.add_argument("--weights", action="store_true", help="random ones, 16 GB on the drive")
-    making.set_defaults(run=lambda args: make_model(args.folder, args.tokenizer, args.weights))
+    making.add_argument("--shape", choices=PLAIN, default="llama8b")
+    making.add_argument("--weights", action="store_true", help="random ones on the drive: 16 GB, or 61 of qwen30a3b")
+    making.set_defaults(run=lambda args: make_model(args.folder, PLAIN[args.shape], args.tokenizer, args.weights))
     running = commands.add_parser("run")
     running.add_argument("folder", type=Path)
     running.add_argument("out", type=Path)

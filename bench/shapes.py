@@ -34,6 +34,7 @@ LLAMA_8B: dict[str, Any] = {
 }
 QWEN_30B_A3B: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
     "vocab_size": 151936,
     "hidden_size": 2048,
     "intermediate_size": 6144,
@@ -47,8 +48,14 @@ QWEN_30B_A3B: dict[str, Any] = {
     "norm_topk_prob": True,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
+    "hidden_act": "silu",
     "max_position_embeddings": 40960,
     "rms_norm_eps": 1e-6,
     "rope_theta": 1000000.0,
+    "use_sliding_window": False,
     "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
+PLAIN = {"llama8b": LLAMA_8B, "qwen30a3b": QWEN_30B_A3B}
