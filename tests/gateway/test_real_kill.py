@@ -239,7 +239,7 @@ def reached(pair: RealFleet, exchange: Exchange, role: str, stage: str) -> Proce
     if stage == "queued":
         wait_for(lambda: bool(worker.get("/health")["running_requests"]))
     elif stage == "prefilling":
-        wait_for(lambda: bool(prefill.get("/health")["running_requests"]))
+        wait_for(lambda: exchange.is_over or bool(prefill.get("/health")["running_requests"]))
     elif stage == "between_legs":
         wait_for(lambda: prefill.metrics()["stoker_kv_leases"] > 0)
     elif exchange.body.get("stream"):
