@@ -204,13 +204,13 @@ def _tree(root: int) -> list[tuple[int, str, float]]:
     return found
 
 
-async def own_client(folder: Path, load: Load) -> dict[str, float]:
+async def own_client(folder: Path, load: Load, seed: int) -> dict[str, float]:
     """Streams that each send their next request when the last is answered."""
     import aiohttp
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    rng = random.Random(load.streams)
+    rng = random.Random(seed)
 
     def length(mean: int) -> int:
         return max(1, rng.randint(int(mean * 0.2), int(mean * 1.8)))
@@ -270,7 +270,7 @@ async def own_client(folder: Path, load: Load) -> dict[str, float]:
     }
 
 
-def vllm_client(folder: Path, load: Load) -> dict[str, float]:
+def vllm_client(folder: Path, load: Load, seed: int) -> dict[str, float]:
     """`vllm bench serve` in this process: importing it takes longer than a load."""
     from vllm.benchmarks.serve import add_cli_args, main
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -280,7 +280,7 @@ def vllm_client(folder: Path, load: Load) -> dict[str, float]:
     args = parser.parse_args(
         f"--backend openai --port {PORT} --model {folder} --served-model-name {NAME} --dataset-name random "
         f"--random-input-len {load.tokens_in} --random-output-len {load.tokens_out} --random-range-ratio 0.8 "
-        f"--num-prompts {load.num_requests} --max-concurrency {load.streams} --ignore-eos --temperature 0 --seed 1 "
+        f"--num-prompts {load.num_requests} --max-concurrency {load.streams} --ignore-eos --temperature 0 --seed {seed} "
         f"--percentile-metrics ttft,tpot,itl,e2el --metric-percentiles 50,99 --num-warmups {min(8, load.streams)}".split()
     )
     result = main(args)
@@ -304,14 +304,14 @@ def run(args: argparse.Namespace) -> None:
             f"CPU {results['settling_cpu_s']:.1f} s until it was quiet",
             flush=True,
         )
-        for streams in (int(number) for number in args.loads.split(",")):
+        for seed, streams in enumerate(map(int, args.loads.split(",")), 1):  # no prompt comes twice
             load = replace(LOADS[streams], num_requests=round(LOADS[streams].num_requests * args.share))
             before = server.cpu_s()
             try:
                 if args.client == "own":
-                    figures = asyncio.run(own_client(args.folder, load))
+                    figures = asyncio.run(own_client(args.folder, load, seed))
                 else:
-                    figures = vllm_client(args.folder, load)
+                    figures = vllm_client(args.folder, load, seed)
             except Exception as error:  # the other loads are still worth having
                 print(f"{args.server} c={streams}: {error!r}", flush=True)
                 continue
