@@ -141,6 +141,11 @@ class Fleet:
             member.rates.measured(tokens, seconds)
             self._settle_rates()
 
+    def saw_first_token(self, worker_id: WorkerId, now: float) -> None:
+        member = self._members.get(worker_id)
+        if member is not None and member.health.saw_first_token(now):
+            self._changed()
+
     def saw_success(self, worker_id: WorkerId, now: float) -> None:
         member = self._members.get(worker_id)
         if member is not None and member.health.saw_success(now):
@@ -160,7 +165,7 @@ class Fleet:
     # ---- what routers ask
 
     def candidates(self, model: str, roles: Collection[Role], now: float) -> list[Member]:
-        """Who may get a request for the model now. Those that just said "busy" only when all did."""
+        """Who may get a request for the model now. Those that just said "busy" only when all who do the same work did."""
         return list(self.pool(model, now, roles if isinstance(roles, frozenset) else frozenset(roles)).members)
 
     def pool(self, model: str, now: float, roles: frozenset[Role] = _ALL) -> Pool:
@@ -203,7 +208,9 @@ class Fleet:
         for member in usable:
             member.share = member.health.share(now)
         self._settle_rates()
-        found = [m for m in usable if not m.health.busy(now)] or usable
+        # A prefill worker cannot make up for one that answers, nor the other way round.
+        free = {m.spec.role is Role.PREFILL for m in usable if not m.health.busy(now)}
+        found = [m for m in usable if not m.health.busy(now) or (m.spec.role is Role.PREFILL) not in free]
         plain = all(m.spec.role is Role.UNIFIED for m in found) and len({m.spec.cluster for m in found}) < 2
         return Pool(found, plain, min((m.health.changes_at(now) for m in there), default=float("inf")))
 

@@ -3,8 +3,9 @@
 Three sources are joined. Probes say *live* (its process answers) and *ready* (it would take work). Requests that went
 wrong say what probes do not: a circuit breaker opens after `failures_to_open` failures in a row (at once when the
 worker could not even be connected to), lets one trial request through after a back-off that doubles each time, and
-closes when a trial succeeds. An operator may drain it. A worker that comes back is warmed up: its share of the work
-rises from `slow_start_share` to 1 over `slow_start_s`, so that a cold cache is not met by a full queue.
+closes when a trial brings its first token; until an answer has come to its end, one more failure opens it again. An
+operator may drain it. A worker that comes back is warmed up: its share of the work rises from `slow_start_share` to 1
+over `slow_start_s`, so that a cold cache is not met by a full queue.
 
 There is no jitter: the same calls give the same states, in tests, in the simulator and in two gateways.
 """
@@ -111,13 +112,22 @@ class Health:
         if self._breaker is Breaker.OPEN and self._opened_by in _GONE:
             self._retry_at = min(self._retry_at, now)
 
-    def saw_success(self, now: float) -> bool:
-        """Whether that changed anything."""
+    def saw_first_token(self, now: float) -> bool:
+        """Whether that changed anything. A trial need not be waited for to its end, which may be minutes away; but a worker
+        may die in the middle of every answer, so nothing is forgiven yet."""
         if self._breaker is _CLOSED:
-            changed, self._failures = False, 0
-            return changed
-        self._breaker, self._failures = Breaker.CLOSED, 0
-        self._open_s, self._trial_until, self._warm_from = self._settings.open_s, None, now
+            return False
+        self._close(now)
+        self._failures = self._settings.failures_to_open - 1
+        self._open_s = min(2 * self._open_s, self._settings.max_open_s)
+        return True
+
+    def saw_success(self, now: float) -> bool:
+        """An answer came to its end. Whether that changed anything."""
+        self._failures, self._open_s = 0, self._settings.open_s
+        if self._breaker is _CLOSED:
+            return False
+        self._close(now)
         return True
 
     def saw_failure(self, kind: str, now: float) -> None:
@@ -145,6 +155,9 @@ class Health:
         if self._draining and not on:
             self._warm_from = now
         self._draining = on
+
+    def _close(self, now: float) -> None:
+        self._breaker, self._trial_until, self._warm_from = Breaker.CLOSED, None, now
 
     def _open(self, kind: str, now: float) -> None:
         self._breaker, self._opened_by = Breaker.OPEN, kind

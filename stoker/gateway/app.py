@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
+from urllib.parse import unquote
 
 from stoker.base.errors import InvalidRequest, NotFound
 from stoker.base.log import EventLog
@@ -30,6 +31,7 @@ from stoker.gateway.keys import Keys
 from stoker.gateway.metrics import CONTENT_TYPE, GatewayMetrics
 from stoker.gateway.proxy import Proxy
 from stoker.gateway.reply import Reply, error_reply, json_reply, text_reply
+from stoker.gateway.rewrite import Usage
 from stoker.gateway.session import Session, session_of
 from stoker.gateway.state import GatewayState
 from stoker.gateway.tracing import Tracing
@@ -123,7 +125,10 @@ class Gateway:
         request.on_gone = request.task.cancel
         parts.state.began()
         try:
-            await self._run(exchange)
+            if request.gone:  # before this task began: over TLS, a farewell may be read together with the request
+                exchange.client_left()
+            else:
+                await self._run(exchange)
         except asyncio.CancelledError:
             exchange.client_left()
             if not request.gone:
@@ -168,6 +173,10 @@ class Gateway:
         call.on_first_byte = admitted.first_token
         try:
             await parts.proxy.run(call)
+        except Exception:
+            if not request.started:
+                call.usage = Usage()  # it was not served, however far a worker came with it
+            raise
         finally:
             usage = call.usage
             if usage is None:
@@ -228,7 +237,7 @@ class Gateway:
             return await parts.registration.answer(request)
         if path == b"/v1/models" or path.startswith(b"/v1/models/"):
             parts.keys.authenticate(request)
-            return self._models(path.removeprefix(b"/v1/models").removeprefix(b"/").decode("latin-1"))
+            return self._models(unquote(path.removeprefix(b"/v1/models").removeprefix(b"/").decode("ascii")))
         if path in _GENERATING:
             reply = error_reply(405, f"{path.decode()} takes POST.", code="method_not_allowed")
             reply.headers.append((b"allow", b"POST"))

@@ -99,10 +99,11 @@ class Envelope(msgspec.Struct, kw_only=True):
 
     @property
     def max_new_tokens(self) -> int | None:
-        """The client's own bound on the answer, under whichever name its endpoint has."""
+        """The client's own bound on the answer, under whichever name its endpoint has. One below zero is none: reserved as it
+        is, it would make a loaded worker look idle."""
         for bound in (self.max_completion_tokens, self.max_tokens, self.max_output_tokens):
             if isinstance(bound, int):
-                return bound
+                return bound if bound >= 0 else None
         return None
 
     @property

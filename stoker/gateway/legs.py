@@ -78,7 +78,6 @@ class Tools:
 class Legs:
     __slots__ = (
         "_early_pull",
-        "_has_first_token",
         "_lent",
         "_lifeline",
         "_open",
@@ -110,7 +109,6 @@ class Legs:
         self._prefilling: Upstream | None = None  # where the prompt is being computed
         self._prefill_began_s: float | None = None  # None: among others, so that the time says nothing
         self._transfer: Span | None = None  # from prefill's end to decode's first byte
-        self._has_first_token = False
         self.has_handed_off = False
 
     def __enter__(self) -> Legs:
@@ -211,13 +209,16 @@ class Legs:
     async def relay(self, leg: Leg, answer: Answer, push: Callable[[bytes], bytes]) -> None:
         """The body as it comes, through `push`, to the client."""
         request = self.call.request
-        write = request.write
+        write, has_begun = request.write, False
 
         def sink(data: bytes) -> None:
+            nonlocal has_begun
             shown = push(data)
             if shown:
-                if not self._has_first_token:
+                if not has_begun:
+                    has_begun = True
                     self.begin(answer)
+                    self._tools.fleet.saw_first_token(leg.worker.worker_id, self._tools.clock())
                 write(shown)
 
         request.on_pause, request.on_resume = answer.pause, answer.resume
@@ -275,7 +276,6 @@ class Legs:
 
     def _saw_first_token(self) -> None:
         call, now = self.call, self._tools.clock()
-        self._has_first_token = True
         self._computed_prompt(now)
         self._route.first_token(now)
         if self._transfer is not None:

@@ -52,9 +52,9 @@ class Watchers:
         known = self._watchers.get(spec.worker_id)
         if known is not None and known.spec == spec:
             return
+        self._watchers[spec.worker_id] = Watcher(spec, self._around, self._api_keys.get(spec.url))
         if known is not None:
             known.end()
-        self._watchers[spec.worker_id] = Watcher(spec, self._around, self._api_keys.get(spec.url))
 
     def restarted(self, worker_id: WorkerId) -> None:
         """Somebody heard that this worker is a new process: what it said of itself is asked for again."""
@@ -70,12 +70,13 @@ class Watchers:
         watcher = self._watchers.get(worker_id)
         return None if watcher is None else watcher.info
 
-    async def stop(self, worker_id: WorkerId) -> None:
-        """The worker has left the fleet."""
+    def stop(self, worker_id: WorkerId) -> Watcher | None:
+        """The worker has left the fleet; it may be back at once. What is returned is to be closed."""
         watcher = self._watchers.pop(worker_id, None)
         if watcher is not None:
-            await watcher.close()
+            watcher.end()
         self._around.indexes.forget(worker_id)
+        return watcher
 
     async def close(self) -> None:
         watchers = list(self._watchers.values())

@@ -4,6 +4,7 @@ indexes. One object tells them all, so that nothing of a worker that left stays 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -45,8 +46,8 @@ class Workers:
         """A new one, or a known one again."""
         dialect = DIALECTS.get(spec.dialect)  # one that nobody can speak to is refused here, by name
         spec = replace(spec, decodes_alone=dialect.decodes_alone)
+        self._watchers.start(spec)  # refuses an address that nobody could be asked at
         self._fleet.add(spec, self._clock())
-        self._watchers.start(spec)
         if not spec.from_config and self._expiry is None:
             self._expiry = asyncio.create_task(self._expire(), name="worker-expiry")
 
@@ -61,9 +62,11 @@ class Workers:
         if not self._ledger.load(worker_id, now).requests:
             self._upstreams.cut(worker_id)
         self._ledger.forget(worker_id)
-        task = asyncio.create_task(self._watchers.stop(worker_id))
-        self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
+        watcher = self._watchers.stop(worker_id)
+        if watcher is not None:
+            task = asyncio.create_task(watcher.close())
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
 
     async def looked(self, timeout_s: float) -> None:
         """Until every worker has said what it serves, or was found to be away; not longer than `timeout_s`."""
@@ -81,8 +84,16 @@ class Workers:
         await self._watchers.close()
 
     async def _expire(self) -> None:
+        looked_s, deaf_until_s = self._clock(), -math.inf
         while True:
             await asyncio.sleep(min(_LOOK_S, self._silent_s / 3))
-            for worker_id in self._fleet.expire(self._clock(), self._silent_s):
+            now = self._clock()
+            if now - looked_s > self._silent_s / 2:
+                deaf_until_s = now  # this process stood still: what workers said meanwhile is not read yet
+            looked_s = now
+            if now - deaf_until_s <= self._silent_s:
+                continue
+            for worker_id in self._fleet.expire(now, self._silent_s):
                 log.warning("worker_silent", worker=worker_id, seconds=self._silent_s)
+                self._upstreams.cut(worker_id)  # it may hang; once it is forgotten, nobody looks whether it does
                 self.remove(worker_id)

@@ -85,6 +85,35 @@ def test_half_open_lets_one_trial_through_and_backs_off_twice_as_long_when_it_fa
     assert health.usable_at(now + 5.0) == now + 6.0, "the back-off starts anew after a success"
 
 
+def test_a_trial_succeeds_with_its_first_token_but_is_on_probation_until_its_end() -> None:
+    health, now = Health(SETTINGS, 0.0), 0.0
+    health.saw_failure("connect", now)
+    for wait_s in (1.0, 2.0, 4.0):
+        now += wait_s
+        health.begin_request(now)
+        assert health.saw_first_token(now)
+        assert health.usable(now)
+        assert health.share(now) == SETTINGS.slow_start_share
+        health.saw_failure("lost", now)
+        assert not health.usable(now), "in the middle of its answer it died again: as if the trial had failed"
+    now += 4.0
+    health.saw_first_token(now)
+    health.saw_success(now)
+    for _ in range(2):
+        health.saw_failure("lost", now)
+    assert health.usable(now), "it has ended an answer: what was before counts no more"
+    health.saw_failure("lost", now)
+    assert health.usable_at(now) == now + SETTINGS.open_s
+
+
+def test_first_tokens_do_not_excuse_a_worker_that_ends_no_answer() -> None:
+    health = Health(SETTINGS, 0.0)
+    for _ in range(3):
+        assert not health.saw_first_token(1.0)
+        health.saw_failure("lost", 1.0)
+    assert not health.usable(1.0)
+
+
 def test_a_trial_of_which_nothing_is_heard_does_not_lock_the_worker_out() -> None:
     health = Health(SETTINGS, 0.0)
     health.saw_failure("connect", 0.0)
@@ -120,6 +149,22 @@ def test_busy_workers_are_passed_over_while_there_are_others() -> None:
     assert names(of, 1.2) == [A, B]
     assert names(of, 1.55) == [A]
     assert names(of, 1.7) == [A, B]
+
+
+def test_a_prefill_worker_at_leisure_does_not_make_up_for_busy_ones_that_answer() -> None:
+    made = fleet()
+    for worker_id, role in (("p1", Role.PREFILL), ("p2", Role.PREFILL), ("d1", Role.DECODE), ("d2", Role.DECODE)):
+        made.add(spec(WorkerId(worker_id), role), 0.0)
+
+    def found() -> list[str]:
+        return [member.worker_id for member in made.pool("m", 1.0).members]
+
+    made.saw_failure(WorkerId("d1"), 1.0, "busy")
+    assert found() == ["p1", "p2", "d2"]
+    made.saw_failure(WorkerId("d2"), 1.0, "busy")
+    assert found() == ["p1", "p2", "d1", "d2"], "all who could answer are busy: then any of them"
+    made.saw_failure(WorkerId("p1"), 1.0, "busy")
+    assert found() == ["p2", "d1", "d2"]
 
 
 def test_candidates_change_with_the_time_alone() -> None:

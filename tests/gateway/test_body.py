@@ -56,6 +56,11 @@ def test_what_workers_and_gateway_say_to_each_other_no_client_may_say(name: str)
     assert parse(Kind.CHAT, json.dumps({"model": "m", name: None}).encode()).model == "m"
 
 
+@pytest.mark.parametrize(("said", "bound"), [("7", 7), ("0", 0), ("-1", None), ("-1000000000", None), ("null", None)])
+def test_a_bound_below_zero_is_no_bound(said: str, bound: int | None) -> None:
+    assert parse(Kind.CHAT, f'{{"max_tokens": {said}}}'.encode()).max_new_tokens == bound
+
+
 def test_an_escaped_name_is_the_same_name() -> None:
     with pytest.raises(InvalidRequest, match="kv_transfer_params"):
         parse(Kind.CHAT, b'{"kv_transfer_p\\u0061rams": {"do_remote_decode": true}}')

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from mocks import DONE, SSE, MockWorker, answers, chunk, drops, hangs, in_turn, streams, usage, usage_chunk
 from waiting import LONG_S, settled, turns, until
-from world import PATIENT, World
+from world import NOTHING, PATIENT, World
 
 from stoker.base.ids import WorkerId
 from stoker.gateway.config import KeySettings
-from stoker.gateway.http import Request
+from stoker.gateway.http import Request, Server, ServerLimits
 
 CHAT = b'{"model": "m",  "messages": [{"role": "user", "content": "hi"}]}'
 STREAM = b'{"model": "m", "stream": true, "messages": [{"role": "user", "content": "hi"}]}'
@@ -472,6 +472,18 @@ def test_the_other_paths() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("path", ["org/a:b%20c", "org%2Fa%3Ab%20c"])
+def test_a_model_is_found_by_its_name_however_a_client_escapes_it(path: str) -> None:
+    async def main() -> None:
+        async with World() as world:
+            await world.add("a", answers(ANSWER))
+            world.fleet.add(replace(world.fleet.members()[0].spec, models=("org/a:b c",)), world.clock.now())
+            assert (await world.get(f"/v1/models/{path}")).json["id"] == "org/a:b c"
+            assert (await world.get("/v1%2Fmodels")).status == 404
+
+    asyncio.run(main())
+
+
 def test_a_draining_gateway_ends_what_it_has_and_takes_no_more() -> None:
     async def main() -> None:
         async with World() as world:
@@ -521,6 +533,57 @@ def test_a_client_that_only_half_closed_is_gone() -> None:
             writer.close()
             await until(lambda: worker.num_gone == 1)
             await world.settled()
+
+    asyncio.run(main())
+
+
+def test_a_request_that_was_not_served_uses_nothing_of_its_keys_tokens() -> None:
+    async def main() -> None:
+        settings = KeySettings(name="k", sha256=hashlib.sha256(b"secret").hexdigest(), tokens_per_minute=15)
+        shown = [(b"authorization", b"Bearer secret")]
+        async with World(keys=[settings], proxy=replace(PATIENT, retries=0)) as world:
+            await world.add("a", in_turn(drops(), answers(b"{}", status=400), answers(ANSWER)))
+            assert (await world.ask(CHAT, headers=shown)).status == 502
+            assert (await world.ask(CHAT, headers=shown)).status == 400
+            assert (await world.ask(CHAT, headers=shown)).status == 200
+            assert (await world.ask(CHAT, headers=shown)).status == 429
+
+    asyncio.run(main())
+
+
+def test_nobody_works_for_a_client_that_left_before_its_request_was_begun() -> None:
+    async def main() -> None:
+        world = World()
+
+        async def handle(request: Request) -> None:
+            request.lose()  # over TLS a client's farewell may be read together with its request
+            await world.gateway.handle(request)
+
+        world.server = Server(handle, ServerLimits(), on_bad=world.gateway.saw_bad_request)
+        async with world:
+            worker = await world.add("a", answers(ANSWER))
+            _, writer = await asyncio.open_connection("127.0.0.1", world.server.port)
+            writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(CHAT))
+            writer.write(CHAT)
+            await until(lambda: b'status="499"' in world.metrics.render())
+            assert worker.bodies == []
+            assert world.ledger.totals() == NOTHING
+            writer.close()
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_is_back_is_trusted_from_its_first_token_on() -> None:
+    """Not from the end of its first answer: that may be minutes away, and the others would be refused until then."""
+
+    async def main() -> None:
+        async with World() as world:
+            await world.add("a", in_turn(streams(chunk("x"), *[chunk("y")] * 1000, pause_s=LONG_S), answers(ANSWER)))
+            world.fleet.saw_failure(WorkerId("a"), world.clock.now(), "connect")
+            world.fleet.saw_probe(WorkerId("a"), live=True, ready=True, now=world.clock.now())
+            first = await world.send(STREAM)
+            assert (await world.ask(CHAT)).status == 200
+            first.abort()
 
     asyncio.run(main())
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from fake_stoker import FakeStoker
-from mocks import hangs
+from mocks import drops, hangs
 from waiting import LONG_S, turns, until
-from world import World
+from world import PATIENT, World
 
 from stoker.base.ids import WorkerId
 from stoker.fleet.spec import Role
@@ -113,6 +114,26 @@ def test_a_lone_worker_that_comes_back_goes_on_itself() -> None:
             world.clock.advance(2.0)  # it may be tried once more
             assert (await asking).body == expected
             assert (await world.settled()).resumed == 1
+
+    asyncio.run(main())
+
+
+def test_all_streams_of_a_lone_worker_go_on_when_it_is_back_and_none_waits_for_another_to_end() -> None:
+    async def main() -> None:
+        body = BODY | {"max_tokens": 60}
+        expected = await undisturbed(body)
+        async with World(resume_grace_s=10.0) as world:
+            await world.add("a", FakeStoker(dies=[3] * 4, pace_s=0.03), dialect="stoker")
+
+            async def tick() -> None:
+                while True:
+                    world.clock.advance(0.02)  # an answer takes longer than a stream that is lost may wait
+                    await asyncio.sleep(0.002)
+
+            ticking = asyncio.create_task(tick())
+            got = await asyncio.gather(*(world.ask(body, headers=ID) for _ in range(4)))
+            ticking.cancel()
+            assert [one.body for one in got] == [expected] * 4
 
     asyncio.run(main())
 
@@ -262,6 +283,19 @@ def test_a_whole_answer_is_handed_off_too() -> None:
             assert world.workers["p"].jsons[0]["stream"] is True
             assert "stream" not in world.workers["d"].jsons[0]
             assert (await world.settled()).cached_tokens == 3
+
+    asyncio.run(main())
+
+
+def test_a_whole_answer_that_never_came_is_not_billed() -> None:
+    async def main() -> None:
+        async with World(prompt_tokens=1000, proxy=replace(PATIENT, retries=0)) as world:
+            await world.add("p", FakeStoker(), role=Role.PREFILL, dialect="stoker")
+            await world.add("d", drops(), role=Role.DECODE, dialect="stoker")
+            got = await world.ask({**BODY, "stream": False})
+            row = await world.settled()
+            assert got.status == row.status == 502
+            assert (row.prompt_tokens, row.cached_tokens, row.completion_tokens) == (0, 0, 0)
 
     asyncio.run(main())
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 
+from fake_stoker import FakeStoker
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from world import World
 
+from stoker.fleet.spec import Role
 from stoker.gateway.config import TracingSettings
 from stoker.gateway.tracing import LiveTracing, NoTracing, make_tracing
 
@@ -50,6 +54,20 @@ def test_a_request_through_two_legs_is_one_trace() -> None:
             assert span.parent.span_id == root.context.span_id
             sent = f"00-{span.context.trace_id:032x}-{span.context.span_id:016x}-01".encode()
             assert passed_on[name] == sent
+
+
+def test_a_transfer_ends_with_the_first_byte_that_decode_sends() -> None:
+    async def main() -> None:
+        tracing, exporter = live()
+        async with World(tracing=tracing, prompt_tokens=1000) as world:
+            await world.add("p", FakeStoker(), role=Role.PREFILL, dialect="stoker")
+            await world.add("d", FakeStoker(), role=Role.DECODE, dialect="stoker")
+            await world.ask({"model": "m", "messages": [], "stream": True, "max_tokens": 8})
+            await world.settled()
+        names = [span.name for span in exporter.get_finished_spans()]
+        assert names == ["admission", "route", "leg.prefill", "transfer", "leg.decode", "gateway.request"]
+
+    asyncio.run(main())
 
 
 def test_without_a_clients_trace_it_has_one_of_its_own() -> None:

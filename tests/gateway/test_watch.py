@@ -187,7 +187,9 @@ def test_a_conversation_is_found_where_our_worker_computed_it(folder: Path) -> N
         assert member.report is not None
         assert (member.report.waiting_tokens, member.report.running_sequences) == (200, 3)
         assert (member.report.kv_used, member.report.prefill_tokens_per_s) == (0.75, 1234.0)
-        await world.watchers.stop(W)
+        watcher = world.watchers.stop(W)
+        assert watcher is not None
+        await watcher.close()
         assert not world.indexes["m"].match(found.keys)
         await world.close()
         await worker.stop()

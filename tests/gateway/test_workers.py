@@ -7,14 +7,14 @@ import time
 
 import pytest
 from mocks import MockWorker, answers
-from waiting import LONG_S, until
+from waiting import LONG_S, turns, until
 
 from stoker.base.errors import ConfigError
 from stoker.fleet.fleet import Fleet
 from stoker.fleet.ledger import Ledger
 from stoker.fleet.spec import WorkerSpec
 from stoker.gateway.conversation import KeyMakers
-from stoker.gateway.upstream import Upstreams
+from stoker.gateway.upstream import Lifeline, Upstreams
 from stoker.gateway.watch import Watchers
 from stoker.gateway.worker_option import worker_id_of
 from stoker.gateway.workers import Workers
@@ -28,7 +28,12 @@ class World:
         self.fleet, self.ledger, self.indexes = Fleet(), Ledger(), PrefixIndexes()
         self.makers = KeyMakers()
         self.watchers = Watchers(self.fleet, self.indexes, self.makers)
-        self.workers = Workers(self.fleet, self.ledger, self.watchers, Upstreams(), time.monotonic, silent_s)
+        self.upstreams = Upstreams()
+        self.stood_still_s = 0.0
+        self.workers = Workers(self.fleet, self.ledger, self.watchers, self.upstreams, self.now, silent_s)
+
+    def now(self) -> float:
+        return time.monotonic() + self.stood_still_s
 
     async def close(self) -> None:
         await self.workers.close()
@@ -84,6 +89,85 @@ def test_one_that_registered_itself_and_falls_silent_is_forgotten() -> None:
         assert world.fleet.members()[0].spec.from_config
         await world.close()
         await mock.stop()
+
+    asyncio.run(main())
+
+
+def test_nobody_is_forgotten_because_the_gateway_itself_stood_still() -> None:
+    """What the workers said meanwhile is not read yet, or they could not say it."""
+
+    async def main() -> None:
+        world, mock = World(silent_s=0.3), MockWorker(answers(MODELS))
+        await mock.start()
+        world.workers.add(spec_of(mock.url, from_config=False))
+        await turns()
+        world.stood_still_s = 60.0
+        began = time.monotonic()
+        await until(lambda: not world.fleet.members())
+        assert time.monotonic() - began >= 0.3, "from then on it had its time"
+        await world.close()
+        await mock.stop()
+
+    asyncio.run(main())
+
+
+def test_what_runs_on_one_that_fell_silent_is_not_waited_for() -> None:
+    """A worker that hangs, or whose machine is gone, closes no connection; once it is forgotten nobody else finds out."""
+
+    async def main() -> None:
+        world, mock = World(silent_s=0.3), MockWorker(answers(MODELS))
+        await mock.start()
+        spec = spec_of(mock.url, from_config=False)
+        world.workers.add(spec)
+        [member] = world.fleet.members()
+        waiting = asyncio.create_task(asyncio.sleep(2 * LONG_S))
+        lifeline = Lifeline(waiting)
+        world.upstreams.of(member).lifelines.add(lifeline)
+        world.ledger.charge(spec.worker_id, prefill_tokens=5, context_tokens=5, output_tokens=5, now=0.0)
+        await until(lambda: not world.fleet.members())
+        assert lifeline.lost_worker == spec.worker_id
+        await asyncio.wait([waiting])
+        await world.close()
+        await mock.stop()
+
+    asyncio.run(main())
+
+
+def test_one_that_comes_back_as_it_leaves_is_watched() -> None:
+    async def main() -> None:
+        world, mock = World(), MockWorker(answers(MODELS))
+        await mock.start()
+        spec = spec_of(mock.url)
+        world.workers.add(spec)
+        await world.workers.looked(LONG_S)
+        world.workers.remove(spec.worker_id)
+        world.workers.add(spec)
+        world.indexes["m"].routed(spec.worker_id, [1, 2, 3], 0.0)
+        await world.workers.looked(LONG_S)
+        await turns()
+        assert world.watchers.watcher(spec.worker_id) is not None
+        assert set(world.fleet.models()) == {"m"}
+        assert world.indexes["m"].match([1, 2, 3]), "what came after it had left is not forgotten with it"
+        await world.close()
+        await mock.stop()
+
+    asyncio.run(main())
+
+
+def test_an_address_that_cannot_be_asked_makes_no_worker_and_takes_none_away() -> None:
+    async def main() -> None:
+        world = World()
+        with pytest.raises(ConfigError, match="odd characters"):
+            world.workers.add(spec_of("http://w\xf6rker:8000"))
+        assert world.fleet.members() == []
+        spec = spec_of("http://127.0.0.1:1")
+        world.workers.add(spec)
+        watcher = world.watchers.watcher(spec.worker_id)
+        with pytest.raises(ConfigError, match="odd characters"):
+            world.workers.add(spec_of("http://@127.0.0.1:1"))
+        assert world.watchers.watcher(spec.worker_id) is watcher
+        assert [member.spec.url for member in world.fleet.members()] == ["http://127.0.0.1:1"]
+        await world.close()
 
     asyncio.run(main())
 

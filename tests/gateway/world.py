@@ -30,7 +30,7 @@ from stoker.gateway.metrics import GatewayMetrics
 from stoker.gateway.proxy import Proxy
 from stoker.gateway.reply import Reply, json_reply
 from stoker.gateway.state import GatewayState
-from stoker.gateway.tracing import NoTracing
+from stoker.gateway.tracing import NoTracing, Tracing
 from stoker.gateway.upstream import Upstreams
 from stoker.gateway.usage_row import UsageRow
 from stoker.routing.policy import RouterSettings
@@ -88,6 +88,7 @@ class World:
         debug_routes: bool = False,
         keys: Sequence[KeySettings] = (),
         notes: HandoffNotes | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self.fleet = Fleet()
         self.ledger = Ledger()
@@ -124,7 +125,7 @@ class World:
                 meter=self.rows,
                 request_log=Rows(),
                 metrics=self.metrics,
-                tracing=NoTracing(),
+                tracing=tracing or NoTracing(),
                 state=self.state,
                 admin=Nothing(),
                 usage=Nothing(),

@@ -357,8 +357,10 @@ class WorkerConnection(asyncio.Protocol):
         if answer.stopped:
             # Nothing else will, and a connection that does not read does not see that its worker left.
             self.transport.resume_reading()
-        # A request that is answered before it was sent to the end leaves a connection in the middle of something.
-        if self._keep_alive and self.transport.get_write_buffer_size() == 0:
+        if self.transport.get_write_buffer_size():
+            # Answered before it was sent to the end: nobody wants the rest, and a close would wait until it is taken.
+            self.transport.abort()
+        elif self._keep_alive:
             self._owner.release(self)
         else:
             self.transport.close()

@@ -30,7 +30,8 @@ _HEADER = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*([^\x00-\x08\x0a-\x
 _VERSION = re.compile(rb"[^\r\n]* HTTP/([0-9](?:\.[0-9])?)")
 _REQUEST_SHAPE = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+) ([^ \r\n]+) HTTP/1\.[01]")
 _CONTENT_LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ([0-9]{1,18})(?:\r\n|\Z)")
-_BAD_ESCAPE = re.compile(rb"%(?![0-9A-Fa-f]{2})|%(?:2[eEfF5]|5[cC]|[01][0-9A-Fa-f]|7[fF])")
+# An escaped slash may stay: names have them (`org%2Fmodel`), it is not read as a slash here, and no path is passed on.
+_BAD_ESCAPE = re.compile(rb"%(?![0-9A-Fa-f]{2})|%(?:2[eE5]|5[cC]|[01][0-9A-Fa-f]|7[fF])")
 
 _MAX_SEEN = 2048  # lines that a parser remembers
 _MAX_SEEN_BYTES = 512  # the longest of them

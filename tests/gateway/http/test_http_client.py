@@ -392,6 +392,21 @@ def test_connections_that_must_not_be_reused_are_not(run: Run, said: bytes) -> N
     run(main())
 
 
+def test_an_answer_to_half_a_request_lets_go_of_the_other_half(run: Run) -> None:
+    async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 413 Content Too Large\r\ncontent-length: 0\r\n\r\n")
+        await asyncio.sleep(2 * LONG_S)  # what else was sent is never read
+
+    async def main() -> None:
+        async with FakeWorker(play).up() as pool:
+            answer = await pool.send(b"POST", b"/", [], bytes(32 << 20), connect_s=LONG_S, head_s=LONG_S)
+            assert (answer.status, await answer.read(100)) == (413, b"")
+            await until(lambda: pool.num_open == 0)
+
+    run(main())
+
+
 def test_bytes_that_nobody_asked_for_close_an_idle_connection(run: Run) -> None:
     async def main() -> None:
         async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
