@@ -82,11 +82,16 @@ class Loader:
         num_loaded = next((i for i, source in enumerate(sources) if source is None), len(sources))
         return LoadResult(wanted.load_id, num_loaded, sources[:num_loaded].count(_PEER))
 
+    def is_worth(self, use: TierUse) -> bool:
+        """Whether a block is had sooner from there than by computing."""
+        return use.speed.seconds(self._block_bytes) <= self._compute_s(1)
+
     def close(self) -> None:
         self._readers.shutdown(wait=False, cancel_futures=True)
 
     def _fill(self, wanted: KvLoad, sources: list[str | None]) -> None:
-        holders = first_holders(self._tiers, wanted.keys)
+        # One that has come to a stop is expected to take for ever: nobody shall wait for that.
+        holders = first_holders([use for use in self._tiers if self.is_worth(use)], wanted.keys)
         ticket = wanted.ticket
         deadline_s = time.monotonic() + self._patience_s(holders, ticket is not None)
         pulls_first = self._pulls_are_faster(holders)

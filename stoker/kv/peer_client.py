@@ -31,6 +31,7 @@ from stoker.kv.transports.contract import Pull, make_transports
 
 _WAIT_S = 1.0  # that a peer waits for more blocks before it says that there are none yet: a dead one is noticed
 _RELEASE_S = 2.0
+_OPENS_S = 5.0  # that a lease may take to open: one whose request was refused never does
 _SWEEP_S = 1.0
 _MAX_PEERS = 64
 _MAX_RELEASES = 4096
@@ -132,6 +133,7 @@ class PeerClient:
         if len(shares) > 1:
             raise PeerUnavailable(f"{len(shares)} ranks hold our heads: there is no reading ahead from several")
         layout, first, count = self._kv.layout, 0, 0
+        opens_by_s = time.monotonic() + _OPENS_S
         part = part_of(layout, layout.first_head, layout.end_head)
         num_blocks = min(MAX_BLOCKS, max(1, _AHEAD_BYTES // layout.block_bytes))
         while True:
@@ -139,7 +141,7 @@ class PeerClient:
             pull = Pull(HostSink(data, part, None), [False] * num_blocks, deadline_s)
             failure, is_end = None, False
             try:
-                view = self._round(shares[0], ticket.lease_id, first, None, pull)
+                view = self._round(shares[0], ticket.lease_id, first, None, pull, opens_by_s)
                 is_end = view.complete and view.num_ready <= first + pull.at
             except PeerUnavailable as lost:
                 failure = lost
@@ -182,7 +184,7 @@ class PeerClient:
         """All blocks of one rank, round by round. What ended it before its time."""
         try:
             while pull.at < len(keys):
-                view = self._round(share, lease_id, first_index, keys, pull)
+                view = self._round(share, lease_id, first_index, keys, pull, pull.until_s)
                 if view.complete and view.num_ready <= first_index + pull.at:
                     return None  # the lease has no more
         except PeerUnavailable as failure:
@@ -192,10 +194,16 @@ class PeerClient:
         return None
 
     def _round(
-        self, share: _Share, lease_id: str, first_index: int, keys: Sequence[BlockKey] | None, pull: Pull
+        self,
+        share: _Share,
+        lease_id: str,
+        first_index: int,
+        keys: Sequence[BlockKey] | None,
+        pull: Pull,
+        opens_by_s: float,
     ) -> LeaseView:
-        """What is ready now, or within a second. A lease that is not open yet is waited for; a kept connection that turns
-        out to be broken is made anew, once."""
+        """What is ready now, or within a second. A lease that is not open yet is waited for until `opens_by_s` (monotonic); a
+        kept connection that turns out to be broken is made anew, once."""
         peer = share.peer
         reason: PeerUnavailable | None = None
         while True:
@@ -220,7 +228,7 @@ class PeerClient:
                     raise
                 reason = lost
             except PeerUnavailable as refusal:
-                if refusal.code != "kv_lease_unknown":
+                if refusal.code != "kv_lease_unknown" or time.monotonic() > opens_by_s:
                     raise
                 reason = refusal
 

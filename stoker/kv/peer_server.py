@@ -10,6 +10,7 @@ import hmac
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from ipaddress import ip_address
@@ -42,6 +43,7 @@ _MAX_CONNECTIONS = 256
 _MAX_WAIT_S = 60.0
 _SUM_BYTES = 8 << 20
 _SUM_WAIT_S = 1.0
+_ACCEPT_AGAIN_S = 0.2
 _log = EventLog("kv.peer_server")
 
 
@@ -126,8 +128,13 @@ class PeerServer:
         while True:
             try:
                 sock, peer = self._listener.accept()
-            except OSError:
-                return  # closed
+            except OSError as failed:
+                if self._is_closed:
+                    return
+                # Too many open files, say: whoever waits is let in once there are fewer.
+                _log.warning("kv_accept_failed", reason=str(failed))
+                time.sleep(_ACCEPT_AGAIN_S)
+                continue
             connection = Connection(sock)
             with self._lock:
                 if self._is_closed or len(self._connections) >= _MAX_CONNECTIONS:

@@ -157,7 +157,7 @@ class Connection:
 def load_json(payload: bytes) -> dict[str, Any]:
     try:
         content = json.loads(payload)
-    except ValueError as wrong:
+    except (ValueError, RecursionError) as wrong:  # the latter: brackets in brackets in brackets
         raise BadFrame(f"{len(payload)} bytes that are no JSON") from wrong
     if not isinstance(content, dict):
         raise BadFrame("JSON that is no object")

@@ -26,6 +26,10 @@ class Speed:
             self._bytes = _KEPT * self._bytes + num_bytes
             self._seconds = _KEPT * self._seconds + max(seconds, 1e-6)
 
+    def is_now(self, num_bytes: int, seconds: float) -> None:
+        """Measured by itself: whatever was before counts no more."""
+        self._bytes, self._seconds = float(num_bytes), max(seconds, 1e-6)
+
     def failed(self, seconds: float) -> None:
         """Time went by and nothing came: it counts against the next estimate."""
         self._seconds += seconds

@@ -32,6 +32,7 @@ _UNKNOWN_COMPUTE_S = 0.1  # for a block, until the first prompt was measured
 _CLOSE_S = 2.0
 _TOLD_AT_A_TIME = 256
 _CATCH_UP_S = 1.0  # so late may be known here, and told, what others removed
+_MOST_HINTS = 256  # that wait: they are of use soon or not at all
 
 log = logs.EventLog("kv")
 P = ParamSpec("P")
@@ -79,8 +80,9 @@ class KvStore:
         self._loads = ThreadPoolExecutor(_LOADERS, thread_name_prefix="kv-load")
         self._hints = ThreadPoolExecutor(1, thread_name_prefix="kv-ahead")
         self._closed = threading.Event()
-        if shared := [use for use in self.tiers if use.tier.shared]:
-            threading.Thread(target=self._catch_up, args=(shared,), name="kv-catch-up", daemon=True).start()
+        self._hint_room = threading.Semaphore(_MOST_HINTS)
+        if self.tiers:
+            threading.Thread(target=self._look_after, name="kv-look-after", daemon=True).start()
 
     # ---- asked by any thread
 
@@ -91,21 +93,21 @@ class KvStore:
         keys = block_keys(token_ids, root_key(self._context.fingerprint, salt), self._context.block_tokens)
         count = 0
         for holder in first_holders(self.tiers, keys):
-            if holder is None or not self._is_worth(holder):
+            if holder is None or not self._loader.is_worth(holder):
                 break
             count += 1
         return count
 
     def crossover_tokens(self, use: TierUse) -> int | None:
         """From so many tokens on, loading from there beats computing; None: never, or not measured."""
-        return self._context.block_tokens if use.speed.measured is not None and self._is_worth(use) else None
+        return self._context.block_tokens if use.speed.measured is not None and self._loader.is_worth(use) else None
 
     def prefetch(self, token_ids: Sequence[int], salt: str, ticket: KvTicket | None) -> None:
         """A hint: bring it into RAM, from slower tiers or from the ticket's worker while that still computes it."""
         if ticket is not None:
-            self._run(self._hints, self._ahead.pull, ticket)
+            self._hint(self._ahead.pull, ticket)
         if token_ids:
-            self._run(self._hints, self._ahead.promote, self._names(token_ids, salt))
+            self._hint(self._ahead.promote, self._names(token_ids, salt))
 
     def offer_again(self, to: TierUse, keys: Sequence[BlockKey]) -> None:
         self._run(self._hints, self._ahead.offer_again, to, list(keys))
@@ -184,15 +186,31 @@ class KvStore:
             while group := tuple(islice(names, _TOLD_AT_A_TIME)):
                 self._stored(use, group)
 
-    def _catch_up(self, shared: Sequence[TierUse]) -> None:
+    def _look_after(self) -> None:
         while not self._closed.wait(_CATCH_UP_S):
-            for use in shared:
-                use.catch_up()
+            for use in self.tiers:
+                if use.tier.shared:
+                    use.catch_up()
+                if not self._loader.is_worth(use):
+                    use.measure_again(self._context.block_bytes)
 
     def _stored(self, use: TierUse, names: Sequence[BlockName]) -> None:
         if names:
             self._events.append(TierEvent(use.name, stored=tuple(names)))
             self._context.wake()
+
+    def _hint(self, work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        if not self._hint_room.acquire(blocking=False):
+            log.event("kv_hint_dropped")
+            return
+
+        def hint() -> None:
+            try:
+                work(*args, **kwargs)
+            finally:
+                self._hint_room.release()
+
+        self._run(self._hints, hint)
 
     def _run(self, threads: ThreadPoolExecutor, work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         try:
@@ -201,9 +219,6 @@ class KvStore:
             log.event("kv_store_closed")
 
     # ---- what is worth it
-
-    def _is_worth(self, use: TierUse) -> bool:
-        return use.speed.seconds(self._context.block_bytes) <= self._compute_s(1)
 
     def _compute_s(self, num_blocks: int) -> float:
         rate = self._context.prefill_tokens_per_s()

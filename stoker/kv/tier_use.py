@@ -18,6 +18,7 @@ from stoker.kv.transfer import BlockName, TierUnavailable
 _GUESS_BYTES_PER_S = 1e9
 _PROBES = 5
 _WARN_EVERY_S = 10.0
+_MEASURE_AGAIN_S = 30.0
 
 log = logs.EventLog("kv")
 
@@ -42,6 +43,8 @@ class TierUse:
     speed: Speed = field(default_factory=lambda: Speed(_GUESS_BYTES_PER_S))
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _warned_s: float = -_WARN_EVERY_S
+    _measured_s: float = -_MEASURE_AGAIN_S
+    _measuring: threading.Thread | None = None
 
     def find(self, keys: Sequence[BlockKey]) -> list[bool]:
         """A tier that cannot answer has nothing."""
@@ -93,6 +96,7 @@ class TierUse:
 
     def measure(self, block_bytes: int) -> None:
         """A block there and back, before anybody relies on the speed."""
+        self._measured_s = time.monotonic()
         name = BlockName(BlockKey(os.urandom(16)), BlockKey(bytes(16)), ())
         data = new_buffer(block_bytes)
         try:
@@ -105,10 +109,21 @@ class TierUse:
                 if self.tier.read([name.key], [data])[0]:
                     taken_s.append(time.monotonic() - started_s)
             if taken_s:  # whatever else the machine does makes some of them longer, none shorter
-                self.speed.saw(block_bytes, min(taken_s))
+                with self._lock:
+                    self.speed.is_now(block_bytes, min(taken_s))
             self.tier.drop([name.key])
         except TierUnavailable as lost:
             self._note_lost(lost)
+
+    def measure_again(self, block_bytes: int) -> None:
+        """Now and then, for a tier that nobody reads, since it is too slow: it may have got over that. Not waited for: it may
+        as well hang."""
+        if time.monotonic() - self._measured_s < _MEASURE_AGAIN_S:
+            return
+        if self._measuring is None or not self._measuring.is_alive():
+            name = f"kv-measure-{self.name}"
+            self._measuring = threading.Thread(target=self.measure, args=(block_bytes,), name=name, daemon=True)
+            self._measuring.start()
 
     def late(self, num_blocks: int, seconds: float) -> None:
         """So many blocks did not come within this time: it counts against the next estimate."""

@@ -75,8 +75,8 @@ MODELS: Registry[type[ModelFamily]] = Registry("model architecture", "stoker.mod
 
 def family_of(hf: Mapping[str, Any], where: str) -> ModelFamily:
     architectures = hf.get("architectures") or []
-    for name in architectures:
-        if name in MODELS:
+    for name in architectures if isinstance(architectures, list) else ():
+        if isinstance(name, str) and name in MODELS:
             return MODELS.get(name)(hf)
     raise ModelFilesError(
         f"{where}: architectures {architectures!r} are not served; those that are: {', '.join(MODELS)}",
@@ -93,4 +93,6 @@ def field(hf: Mapping[str, Any], name: str, kind: type, default: Any = None) -> 
         value = float(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise ModelFilesError(f"config.json: {name!r} must be {kind.__name__}, found {value!r}")
+    if isinstance(value, int) and kind is int and value < 1:  # all of them are sizes
+        raise ModelFilesError(f"config.json: {name!r} must be at least 1, found {value}")
     return value

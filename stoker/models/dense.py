@@ -29,7 +29,7 @@ def read_config(hf: Mapping[str, Any], *, qk_norm: bool, moe: MoeConfig | None) 
         num_layers=field(hf, "num_hidden_layers", int),
         num_heads=num_heads,
         num_kv_heads=field(hf, "num_key_value_heads", int, num_heads),
-        head_dim=hf.get("head_dim") or hidden_size // num_heads,
+        head_dim=field(hf, "head_dim", int) if hf.get("head_dim") else hidden_size // num_heads,
         norm_eps=field(hf, "rms_norm_eps", float),
         rope=read_rope(hf, max_positions),
         max_positions=max_positions,
@@ -45,16 +45,19 @@ def read_config(hf: Mapping[str, Any], *, qk_norm: bool, moe: MoeConfig | None) 
 def read_rope(hf: Mapping[str, Any], max_positions: int) -> RopeConfig:
     """Newer configs have all in rope_parameters, older ones rope_theta and rope_scaling."""
     scaling = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if not isinstance(scaling, Mapping):
+        raise ModelFilesError(f"config.json: rope_parameters or rope_scaling must be an object, found {scaling!r}")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in ("default", "linear", "llama3"):
         raise ModelFilesError(f"config.json: rope type {kind!r} is not served, only default, linear and llama3")
+    theta = scaling.get("rope_theta") or hf.get("rope_theta") or 10_000.0
     return RopeConfig(
-        theta=float(scaling.get("rope_theta") or hf.get("rope_theta") or 10_000.0),
+        theta=field({"rope_theta": theta}, "rope_theta", float),
         kind=kind,
-        factor=float(scaling.get("factor", 1.0)),
-        low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
-        original_positions=int(scaling.get("original_max_position_embeddings", max_positions)),
+        factor=field(scaling, "factor", float, 1.0),
+        low_freq_factor=field(scaling, "low_freq_factor", float, 1.0),
+        high_freq_factor=field(scaling, "high_freq_factor", float, 4.0),
+        original_positions=field(scaling, "original_max_position_embeddings", int, max_positions),
     )
 
 

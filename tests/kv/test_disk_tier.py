@@ -25,6 +25,7 @@ from stoker.kv.tiers import disk_contents, disk_dir, disk_index
 from stoker.kv.tiers.contract import HostBytes, TierContext
 from stoker.kv.tiers.disk import DiskTier, disk_tier
 from stoker.kv.tiers.disk_crypt import Cipher, read_key
+from stoker.kv.tiers.disk_file import BlockFiles
 from stoker.kv.tiers.disk_index import Change, Journal
 from stoker.kv.tiers.processes import started_at
 from stoker.kv.transfer import BlockName, TierUnavailable
@@ -336,6 +337,21 @@ def test_a_file_that_somebody_removed_is_a_miss(make: Made) -> None:
     shutil.rmtree(make.root)
     assert write(tier, 3) == [True]
     assert read(tier, 2, 3) == [False, True]
+
+
+def test_a_block_that_goes_while_it_is_read_is_not_counted_again(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = make()
+    write(tier, 1)
+    real_read = BlockFiles.read
+
+    def read_and_evict(files: BlockFiles, path: str, key: BlockKey, into: HostBytes, use_ns: int | None) -> None:
+        real_read(files, path, key, into, use_ns)
+        tier.drop([key])  # as another thread does, which makes room
+
+    monkeypatch.setattr(BlockFiles, "read", read_and_evict)
+    assert read(tier, 1) == [True]
+    assert find(tier, 1) == [False]
+    assert tier.stats().used_bytes == 0
 
 
 def test_blocks_of_other_models_count_and_go_when_they_are_the_oldest(make: Made) -> None:

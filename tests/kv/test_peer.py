@@ -125,6 +125,7 @@ GARBAGE = [
     bytes(64),
     frame(1, b"{"),
     frame(1, b"[]"),
+    frame(1, b"[" * 60_000),
     frame(1, json.dumps({"version": VERSION}).encode()),
     frame(1, json.dumps({"version": VERSION, "nonce": 5}).encode()),
     frame(5, b'{"code": "x"}'),

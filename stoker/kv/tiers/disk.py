@@ -129,7 +129,9 @@ class DiskTier:
             for at, result in zip(wanted, results, strict=True):
                 if result is _Read.OK:
                     done[at] = True
-                    index.use(files[at], self._file_bytes, now_ns - at, is_noted=at in to_note)
+                    # It may have gone since: whoever removed it has counted that.
+                    if files[at] in index or not self._contents.scanned.is_set():
+                        index.use(files[at], self._file_bytes, now_ns - at, is_noted=at in to_note)
                 elif result is not _Read.FAILED:
                     self._num_corrupt += result is _Read.WRONG
                     index.remove(files[at])

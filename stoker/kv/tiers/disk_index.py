@@ -115,12 +115,20 @@ def scan(root: Path) -> Iterator[dict[FileId, Entry]]:
                     with os.scandir(second) as entries:
                         for entry in entries:
                             file = _file_id(model.name, entry.name)
-                            if file is not None:
-                                stat = entry.stat(follow_symlinks=False)
-                                found[file] = Entry(stat.st_size, stat.st_mtime_ns, stat.st_mtime_ns)
+                            if file is not None and (seen := _entry(entry)) is not None:
+                                found[file] = seen
                 except FileNotFoundError:
                     pass  # removed by another while we looked
                 yield found
+
+
+def _entry(found: os.DirEntry[str]) -> Entry | None:
+    """None: removed by another while we looked; the rest of its folder is still there."""
+    try:
+        stat = found.stat(follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    return Entry(stat.st_size, stat.st_mtime_ns, stat.st_mtime_ns)
 
 
 def _folders(above: Path, num_digits: int) -> Iterator[Path]:
@@ -179,8 +187,7 @@ class Journal:
         records = b"".join(self._record(change) for change in changes)
         os.write(self._write_fd, records)  # one write to a file opened for appending is not mixed with another's
         while not self._is_current(self._write_fd):  # those who have gone on to the new one would not see it
-            os.close(self._write_fd)
-            self._write_fd = self._opened(os.O_WRONLY)
+            self._write_fd = self._moved(self._write_fd, os.O_WRONLY)
             os.write(self._write_fd, records)
         if os.fstat(self._write_fd).st_size > _ROTATE_BYTES:
             self._rotate()
@@ -190,8 +197,7 @@ class Journal:
         is_current = self._is_current(self._read_fd)
         changes = self._unread()
         if not is_current:
-            os.close(self._read_fd)
-            self._read_fd = self._opened(os.O_RDONLY)
+            self._read_fd = self._moved(self._read_fd, os.O_RDONLY)
             self._at = 0
             changes += self._unread()
         return changes
@@ -233,6 +239,12 @@ class Journal:
             return os.stat(self._path).st_ino == os.fstat(fd).st_ino
         except FileNotFoundError:
             return False
+
+    def _moved(self, old_fd: int, flags: int) -> int:
+        """On to the new one. Where that cannot be opened we keep the old: its number, closed, would soon be another's."""
+        fd = self._opened(flags)
+        os.close(old_fd)
+        return fd
 
     def _opened(self, flags: int) -> int:
         return os.open(self._path, flags | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)

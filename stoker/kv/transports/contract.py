@@ -24,6 +24,7 @@ from stoker.kv.peer_wire import Answer, Ask, Connection, Kind, pack_confirm
 from stoker.kv.transfer import BlockName, PeerUnavailable
 
 IO_S = 5.0  # that a peer may say nothing, or take nothing, before it is given up
+_WORD_S = 0.25  # past the deadline: a peer that waits for blocks until then says that there are none
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +45,10 @@ class Pull:
         if left_s <= 0:
             raise PeerUnavailable("the deadline has passed", code="kv_pull_deadline")
         return min(IO_S, left_s)
+
+    def answer_s(self, wait_s: float) -> float:
+        """How long to wait for the answer of a peer that may itself wait for `wait_s`."""
+        return min(wait_s + IO_S, self.patience_s() + _WORD_S)
 
     def took(self, right: bool, held: bool) -> None:
         """The next block came. `right`: its checksum; `held`: the lease, for as long as it was read."""
@@ -118,7 +123,7 @@ class OneSidedLink(ABC):
         least, most = (max(1, size // part.total_bytes) for size in self.batch_bytes)
         last = ask.first + ask.limit
         ask = replace(ask, limit=min(ask.limit, least))
-        connection.limit(ask.wait_s + IO_S, IO_S)
+        connection.limit(pull.answer_s(ask.wait_s), IO_S)
         connection.send(Kind.LOCATE, ask.pack())
         answer = _located(connection)
         copied: list[bool] = []  # whose CONFIRMED is still to come: nobody waits for it but at the end

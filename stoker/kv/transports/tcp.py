@@ -41,7 +41,7 @@ class TcpLink:
         pass
 
     def take(self, connection: Connection, ask: Ask, pull: Pull) -> LeaseView:
-        connection.limit(ask.wait_s + IO_S, IO_S)
+        connection.limit(pull.answer_s(ask.wait_s), IO_S)
         connection.send(Kind.READ, ask.pack())
         view = Answer.unpack(connection.receive(Kind.DATA)[1]).view
         pull.names += view.names
