@@ -16,6 +16,10 @@ class Matcher(Protocol):
     def done(self) -> bool:
         """The output is complete, nothing may follow."""
 
+    @property
+    def too_slow(self) -> bool:
+        """It holds up every other row: better that its own answer ends."""
+
     def accept(self, token_id: int) -> bool:
         """Go on by one token; False if the grammar has no such way."""
 

@@ -66,6 +66,8 @@ class PendingStep:
             result.errors[number] = f"the grammar has no way on from here (token {token_id})"
         elif state.matcher.done:
             result.grammar_done.add(number)
+        elif state.matcher.too_slow:
+            result.errors[number] = "the grammar can be followed in too many ways at once: each token takes too long"
 
 
 class Runner:

@@ -77,4 +77,4 @@ class StepResult:
     step_s: float
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     grammar_done: set[int] = field(default_factory=set)  # the output is complete, nothing may follow
-    errors: dict[int, str] = field(default_factory=dict)  # the row's grammar has no way on
+    errors: dict[int, str] = field(default_factory=dict)  # why the row's grammar cannot go on

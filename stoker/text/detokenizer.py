@@ -20,15 +20,16 @@ class HasVocabulary(Protocol):
 
 
 class Detokenizer:
-    """The texts of all pushes and of flush, joined, are what decoding all the ids at once gives."""
+    """The texts of all pushes and of flush, joined, are what decoding all the ids at once gives. `goes_on`: they stand behind
+    another text, and what a text's beginning would lose belongs between the two."""
 
-    def __init__(self, tokenizer: HasVocabulary, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: HasVocabulary, skip_special_tokens: bool = True, goes_on: bool = False) -> None:
         vocabulary = tokenizer.vocabulary
         self._table = vocabulary.table
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._held = b""  # the beginning of a character
-        self._first_token = vocabulary.leading_space == "first_token"
-        self._spaces_to_cut = vocabulary.leading_cut
+        self._first_token = vocabulary.leading_space == "first_token" and not goes_on
+        self._spaces_to_cut = 0 if goes_on else vocabulary.leading_cut
 
     def push(self, token_id: int) -> str:
         if token_id in self._skipped:

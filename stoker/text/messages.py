@@ -109,6 +109,9 @@ def _parse(arguments: str) -> Any:
         value = json.loads(arguments)
     except ValueError:
         return arguments  # what a model really wrote: the template prints it as a string
+    if "\\ud" in arguments.lower():
+        # A model may write half a surrogate pair, which no prompt can hold: its conversation must go on all the same.
+        value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
     return value if isinstance(value, dict) else arguments
 
 

@@ -116,6 +116,7 @@ async def prepare_chat(
             max_tokens_param="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
             num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             constraint=constraint,
+            continues_text=bool(body.continue_final_message),
             goes_on=goes_on,
         ),
         prompt,

@@ -95,6 +95,7 @@ async def prepare_completion(
         num_logprobs=body.logprobs,
         constraint=resolve_constraint(body, body.response_format),
         num_prompts=len(prompts),
+        continues_text=True,
         goes_on=goes_on,
     )
     choices: list[Choice] = []

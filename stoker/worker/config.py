@@ -16,6 +16,7 @@ class HttpConfig:
     client_stall_s: float = 60.0  # a client that reads nothing for so long is dropped
     max_choices: int = MAX_CHOICES  # sequences of one request: n, or prompts times n
     max_stops: int = 16
+    max_stop_token_ids: int = 1024  # the engine looks through them at every token
     max_logit_biases: int = 1024
     max_tools: int = 1024
     drain_retry_after_s: float = 5.0

@@ -10,6 +10,7 @@ import json
 import re
 import sys
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,6 +37,11 @@ _CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 _LITERAL = re.compile(r'"((?:[^"\\]|\\.)*)"')
 
 _MAX_ENDING = 1024  # tokens; no shorter way out: there is none worth steering to
+# Of the thread's CPU time: as nothing else runs on the engine's meanwhile. A schema's takes a thirtieth; an expression that can
+# be read in very many ways at once may take minutes.
+_MAX_FIND_S = 0.1
+# The same for the matching of one token: with some expressions it takes ever longer, and all others wait with it.
+_MAX_TOKEN_S = 0.5
 _MARGIN = 6  # tokens that a way out may grow by at a token that begins nothing
 _OPENERS = frozenset(b"{[,")
 # What to go on with where nothing can be closed, the shortest first.
@@ -68,27 +74,31 @@ class Endings:
 
     def find(self, matcher: xgrammar.GrammarMatcher) -> list[int] | None:
         """Tokens that end the output, a stop token last; None if no way was found."""
+        until_s = time.thread_time() + _MAX_FIND_S
         ahead = matcher.fork()
         mask = np.zeros(len(self.begin_nothing), dtype=np.int32)
         used: Counter[int] = Counter()
         ending: list[int] = []
-        while len(ending) < _MAX_ENDING:
+        # What must come next begins at `at`. Asked for once: all of it is spelled out each time, and it may be long.
+        sure, at = b"", 0
+        while len(ending) < _MAX_ENDING and time.thread_time() < until_s:
             if ahead.is_completed():
                 return [*ending, self._stop_id]
-            token_id = self._sure(ahead)
-            if token_id is None or not ahead.accept_token(token_id):
+            if at == len(sure):
+                sure, at = _forced(ahead), 0
+            token_id = self._longest_of(sure[at : at + self._longest])
+            if token_id is not None and ahead.accept_token(token_id):
+                at += len(self._vocabulary[token_id])
+            else:
+                sure, at = b"", 0
                 token_id = self._chosen(ahead, mask, used)
                 if token_id is None or not ahead.accept_token(token_id):
                     return None
             ending.append(token_id)
         return None
 
-    def _sure(self, ahead: xgrammar.GrammarMatcher) -> int | None:
-        """The longest token of the text that must come next."""
-        try:
-            text = ahead.find_jump_forward_string().encode()[: self._longest]
-        except UnicodeDecodeError:  # it begins within a character
-            return None
+    def _longest_of(self, text: bytes) -> int | None:
+        """The longest token that it begins with."""
         for length in range(len(text), 0, -1):
             if (token_id := self._ids.get(text[:length])) is not None:
                 return token_id
@@ -119,6 +129,14 @@ class Endings:
         return token_id
 
 
+def _forced(ahead: xgrammar.GrammarMatcher) -> bytes:
+    """The text that must come next."""
+    try:
+        return ahead.find_jump_forward_string().encode()
+    except UnicodeDecodeError:  # it begins within a character
+        return b""
+
+
 @dataclass(frozen=True, slots=True)
 class Compiled:
     grammar: xgrammar.CompiledGrammar
@@ -138,6 +156,8 @@ class XGrammarMatcher:
         # The number of tokens left at which an ending is looked for: ever closer together as the end comes near.
         self._look_at = -1
         self._reserve = 0
+        self._spent_s = 0.0  # since the token before
+        self.too_slow = False
         if max_tokens is not None and compiled.first_ending is not None:
             self._reserve = _MARGIN + min(compiled.reserve, max_tokens // 4)
             self._look_at = self._next_look(compiled.first_ending)
@@ -149,8 +169,11 @@ class XGrammarMatcher:
         return bool(self._matcher.is_terminated())
 
     def accept(self, token_id: int) -> bool:
+        started_s = time.thread_time()
         if not self._matcher.accept_token(token_id):
             return False
+        self.too_slow = self._spent_s + time.thread_time() - started_s > _MAX_TOKEN_S
+        self._spent_s = 0.0
         self._left -= 1
         if self._ending is not None and self._ending[0] == token_id:
             self._ending = self._ending[1:] or None
@@ -161,7 +184,9 @@ class XGrammarMatcher:
         return True
 
     def fill(self, allowed: Tensor) -> None:
+        started_s = time.thread_time()
         self._matcher.fill_next_token_bitmask(allowed[None])
+        self._spent_s += time.thread_time() - started_s
         if self._ending is None or (spare := self._left - len(self._ending)) > self._reserve:
             return
         mask = allowed.numpy()

@@ -47,6 +47,7 @@ class Asked:
     num_logprobs: int | None = None
     constraint: Constraint | None = None
     num_prompts: int = 1  # of the request, each with `n` choices
+    continues_text: bool = False  # the answer is read as one text with what stands before it
     goes_on: bool = False  # where KV is kept: whoever asks has another worker go on from the first token
 
 
@@ -140,6 +141,8 @@ def make_choices(
     _check_lengths(resumed, first_index, max_tokens)
     include_stop = bool(fields.include_stop_str_in_output or fields.no_stop_trim)
     skip_special = fields.skip_special_tokens is not False and not keep_special_tokens
+    tokenizer = context.text.tokenizer
+    continues_text = asked.continues_text and not tokenizer.special_ids.issuperset(prompt.token_ids)
     deadline_s = None if fields.timeout_s is None else time.monotonic() + fields.timeout_s
     unique = uuid.uuid4().hex  # two requests may have one X-Request-Id; the engine must tell them apart
 
@@ -163,7 +166,7 @@ def make_choices(
                 lease_id=lease_id(i),
                 ticket=handoff.ticket(first_index + i),
             ),
-            detokenizer=Detokenizer(context.text.tokenizer, skip_special),
+            detokenizer=Detokenizer(tokenizer, skip_special, continues_text),
             stops=StopStrings(stops, include_stop),
             parser=new_parser(first_index + i),
             counts_prompt=i == 0,

@@ -11,6 +11,8 @@ from stoker.proto.openai.fields import SEED_MASK, GenerationFields
 from stoker.sched.request import GrammarSpec, SamplingParams
 from stoker.worker.config import HttpConfig
 
+_LEAST_TEMPERATURE = 1e-6  # nothing but the most likely token can be drawn there
+
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
@@ -29,12 +31,12 @@ def resolve_sampling(
     grammar: GrammarSpec | None,
 ) -> SamplingParams:
     """Choice 0's; the others differ in their seed."""
-    stop_ids = _checked_ids(request.stop_token_ids or (), "stop_token_ids", limits.vocab_size)
+    stop_ids = _stop_token_ids(request.stop_token_ids or [], limits.vocab_size, config.max_stop_token_ids)
     if not request.ignore_eos:
         stop_ids += tuple(id_ for id_ in limits.eos_token_ids if id_ not in stop_ids)
     seed = secrets.randbits(63) if request.seed is None else request.seed & SEED_MASK
     return SamplingParams(
-        temperature=_default(request.temperature, 1.0),
+        temperature=_temperature(_default(request.temperature, 1.0)),
         top_p=_default(request.top_p, 1.0),
         top_k=max(0, request.top_k or 0),
         min_p=_default(request.min_p, 0.0),
@@ -88,6 +90,20 @@ def resolve_max_tokens(
 
 def check_token_ids(token_ids: Iterable[int], param: str, limits: ModelLimits) -> list[int]:
     return list(_checked_ids(token_ids, param, limits.vocab_size))
+
+
+def _temperature(asked: float) -> float:
+    """Logits divided by less would be infinite, and no token likelier than another."""
+    return asked if asked >= _LEAST_TEMPERATURE else 0.0
+
+
+def _stop_token_ids(token_ids: list[int], vocab_size: int, max_ids: int) -> tuple[int, ...]:
+    if len(token_ids) > max_ids:
+        raise InvalidRequest(
+            f"Invalid 'stop_token_ids': {len(token_ids)} were given, at most {max_ids} are allowed.",
+            param="stop_token_ids",
+        )
+    return _checked_ids(token_ids, "stop_token_ids", vocab_size)
 
 
 def _logit_bias(biases: dict[str, float], vocab_size: int, max_biases: int) -> dict[int, float]:

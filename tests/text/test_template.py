@@ -113,6 +113,13 @@ def test_arguments_are_an_object_for_templates_that_serialize(tokenizer: Tokeniz
     assert template.render([broken]) == 'assistant:<tool_call>"{nope";'
 
 
+def test_half_a_surrogate_pair_that_a_model_wrote_ends_no_conversation(tokenizer: Tokenizer) -> None:
+    calls = [{"function": {"name": "f", "arguments": '{"a": "\\uD83D", "b": "\\ud83e\\udd8a"}'}}]
+    rendered = _template(OWN_TOOLS, tokenizer).render([{"role": "assistant", "tool_calls": calls}])
+    assert '{"a": "?", "b": "🦊"}' in rendered
+    assert tokenizer.encode(rendered)
+
+
 def test_arguments_are_text_for_templates_that_join_strings(tokenizer: Tokenizer) -> None:
     joins = (
         "{% for message in messages %}{% if message['content'] is none %}{% for tool in message['tool_calls'] %}"

@@ -188,6 +188,7 @@ def test_chunk_borders_do_not_matter(name: str, parts: list[str], seed: int) -> 
     [
         ('{"arguments": {"query": "x"}, "name": "search"}', '{"query": "x"}'),
         ('{"name": "search", "arguments": "{\\"query\\": \\"x\\"}"}', '{"query": "x"}'),
+        ('{"name": "search", "arguments": "{\\"query\\": \\"\\ud83d\\"}"}', '{"query": "?"}'),
         ('{"name": "search", "arguments": null}', "{}"),
         ('{"name": "search"}', "{}"),
         ('{"name": "search", "arguments": {"a": 1}, "arguments": {"b": 2}, "name": "now"}', '{"a": 1}'),

@@ -107,6 +107,8 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"seed": 1.5}, "seed"),
     ({"stop_token_ids": [99999]}, "stop_token_ids[0]"),
     ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+    ({"stop_token_ids": [1] * 1025}, "stop_token_ids"),
+    ({"repetition_penalty": 1e-40}, "repetition_penalty"),
     ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
     ({"timeout_s": 0}, "timeout_s"),
     ({"priority": 2**40}, "priority"),

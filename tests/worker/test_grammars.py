@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +16,7 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
+import xgrammar
 
 from stoker.base.errors import InvalidRequest
 from stoker.sched.request import GrammarSpec
@@ -316,6 +318,41 @@ def test_any_grammar_ends_within_its_tokens(grammars: XGrammars, tokenizer: Toke
         ids, done = written(grammars, spec, 32 + seed, seed)
         assert done
         assert re.fullmatch(pattern, tokenizer.decode(ids), re.DOTALL)
+
+
+def test_what_must_come_is_asked_for_once_however_long_it_is(grammars: XGrammars, monkeypatch: pytest.MonkeyPatch):
+    """All of it is spelled out each time: for every token of it, compilers and the engine would stand still for seconds."""
+    asked: list[str] = []
+
+    def ask(self: xgrammar.GrammarMatcher) -> str:
+        asked.append(find_jump_forward_string(self))
+        return asked[-1]
+
+    find_jump_forward_string = xgrammar.GrammarMatcher.find_jump_forward_string
+    monkeypatch.setattr(xgrammar.GrammarMatcher, "find_jump_forward_string", ask)
+    grammars.prepare(GrammarSpec("regex", "(é{10}={100}){20}[ab]"))
+    assert len(asked) < 5
+
+
+def test_an_end_that_is_hard_to_find_is_not_looked_for_for_long(grammars: XGrammars):
+    """Nothing else runs on the engine's thread meanwhile. This one took 40 seconds, at a single token."""
+    started_s = time.thread_time()
+    matcher = grammars.matcher(GrammarSpec("regex", r"(\w+\s?)*x"), [], 40)
+    for _ in range(8):
+        assert matcher.accept(allowed_ids(matcher)[-1])
+    assert time.thread_time() - started_s < 10
+
+
+def test_a_grammar_that_holds_up_all_others_is_told_apart(grammars: XGrammars):
+    hard, usual = (
+        grammars.matcher(GrammarSpec("regex", "(([a-z]*){30}){30}"), []),
+        grammars.matcher(schema_spec({}), []),
+    )
+    for matcher in (hard, usual):
+        for _ in range(8):
+            if not matcher.done and not matcher.too_slow:
+                assert matcher.accept(allowed_ids(matcher)[-1])
+    assert (hard.too_slow, usual.too_slow) == (True, False)
 
 
 def test_too_few_tokens_for_any_output_break_off(grammars: XGrammars):

@@ -120,6 +120,12 @@ def test_defaults(server: Server) -> None:
     assert second.sampling.stop_token_ids == ()
 
 
+def test_a_temperature_that_no_logit_can_be_divided_by_is_none(server: Server) -> None:
+    for temperature in (0, 1e-40, 1e-300):
+        server.chat(temperature=temperature)
+        assert server.service.requests[-1].sampling.temperature == 0
+
+
 @pytest.mark.parametrize(
     ("fields", "grammar"),
     [

@@ -363,6 +363,13 @@ def test_a_grammar_that_ends_before_min_tokens(server: RealServer) -> None:
     assert answer.json["choices"][0]["message"]["content"] == "yes"
 
 
+def test_a_grammar_that_holds_up_every_step_ends_its_own_answer(server: RealServer) -> None:
+    ask = {"messages": USER, "max_tokens": 2000, "guided_regex": "(([a-z]*){30}){30}"}
+    answer = server.send(CHAT, ask)
+    assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "invalid_grammar", "guided_regex")
+    assert "too long" in answer.error["message"]
+
+
 def test_a_grammar_that_takes_long_holds_up_no_other(server: RealServer, pool: ThreadPoolExecutor) -> None:
     ask = {"messages": USER, "max_tokens": 5}
     many = {"enum": [f"{number:x} is one of very many" for number in range(12_000)]}  # half a minute

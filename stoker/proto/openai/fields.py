@@ -126,7 +126,7 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     # Extensions, under the names that vLLM gave them where it has them.
     top_k: Annotated[int, Meta(ge=-1, le=_INT32)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     stop_token_ids: list[TokenId] | None = None
     min_tokens: CountOrZero | None = None
     ignore_eos: bool | None = None

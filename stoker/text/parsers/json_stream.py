@@ -113,10 +113,7 @@ class CallObject:
         """The arguments of a whole call that did not stream: a JSON text inside a JSON string, or none at all."""
         written = self.take_arguments()
         if self._arguments_kind == '"':
-            try:
-                return str(json.loads(written, strict=False))
-            except ValueError:
-                return written
+            return _unquote(written)
         return written if written and written != "null" else "{}"
 
     def feed(self, text: str) -> int:
@@ -179,6 +176,8 @@ class CallObject:
 
 def _unquote(written: str) -> str:
     try:
-        return str(json.loads(written, strict=False))
+        said = str(json.loads(written, strict=False))
     except ValueError:
         return written
+    # Half a surrogate pair can be written so, but is no character: no answer could carry it.
+    return said.encode("utf-8", "replace").decode()
