@@ -37,15 +37,19 @@ _CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 _LITERAL = re.compile(r'"((?:[^"\\]|\\.)*)"')
 
 _MAX_ENDING = 1024  # tokens; no shorter way out: there is none worth steering to
-# Of the thread's CPU time: as nothing else runs on the engine's meanwhile. A schema's takes a thirtieth; an expression that can
-# be read in very many ways at once may take minutes.
-_MAX_FIND_S = 0.1
-# The same for the matching of one token: with some expressions it takes ever longer, and all others wait with it.
-_MAX_TOKEN_S = 0.5
+# Of the thread's CPU time, for which nothing else runs on the engine's thread. An expression that can be followed in very many ways
+# at once may take minutes for either. Its answer then ends with an error: it must not depend on the time what an answer says.
+_MAX_FIND_S = 5.0
+_MAX_TOKEN_S = 0.5  # to match one token
+_TOO_SLOW = "it can be followed in too many ways at once"
 _MARGIN = 6  # tokens that a way out may grow by at a token that begins nothing
 _OPENERS = frozenset(b"{[,")
 # What to go on with where nothing can be closed, the shortest first.
 _SHORTEST = (",", ":", '""', "0", "1", "[]", "{}", '"', "true", "null", "false", "[", "{", "-", ".", ">")
+
+
+class TooSlow(Exception):
+    """Looking for an ending takes longer than anybody should wait."""
 
 
 class Endings:
@@ -73,7 +77,7 @@ class Endings:
         return [self._ids[text] for text in texts if text in self._ids]
 
     def find(self, matcher: xgrammar.GrammarMatcher) -> list[int] | None:
-        """Tokens that end the output, a stop token last; None if no way was found."""
+        """Tokens that end the output, a stop token last; None if there is no way. Raises TooSlow."""
         until_s = time.thread_time() + _MAX_FIND_S
         ahead = matcher.fork()
         mask = np.zeros(len(self.begin_nothing), dtype=np.int32)
@@ -81,7 +85,9 @@ class Endings:
         ending: list[int] = []
         # What must come next begins at `at`. Asked for once: all of it is spelled out each time, and it may be long.
         sure, at = b"", 0
-        while len(ending) < _MAX_ENDING and time.thread_time() < until_s:
+        while len(ending) < _MAX_ENDING:
+            if time.thread_time() > until_s:
+                raise TooSlow
             if ahead.is_completed():
                 return [*ending, self._stop_id]
             if at == len(sure):
@@ -172,7 +178,7 @@ class XGrammarMatcher:
         started_s = time.thread_time()
         if not self._matcher.accept_token(token_id):
             return False
-        self.too_slow = self._spent_s + time.thread_time() - started_s > _MAX_TOKEN_S
+        self.too_slow |= self._spent_s + time.thread_time() - started_s > _MAX_TOKEN_S
         self._spent_s = 0.0
         self._left -= 1
         if self._ending is not None and self._ending[0] == token_id:
@@ -198,7 +204,10 @@ class XGrammarMatcher:
         mask.view(np.uint32)[token_id >> 5] |= np.uint32(1 << (token_id & 31))
 
     def _look(self) -> None:
-        self._ending = self._endings.find(self._matcher)
+        try:
+            self._ending = self._endings.find(self._matcher)
+        except TooSlow:
+            self.too_slow = True
         self._look_at = self._next_look(len(self._ending)) if self._ending is not None else self._left // 2
 
     def _next_look(self, ending: int) -> int:
@@ -249,10 +258,10 @@ class XGrammars:
         compiler, endings = self._compiler(self._silent(spec))
         try:
             grammar = _compile(compiler, spec)
-        except (RuntimeError, ValueError, TypeError) as error:
-            reason = _ORIGIN.sub("", " ".join(str(error).split()))[:500]
+            first = endings.find(xgrammar.GrammarMatcher(grammar))
+        except (RuntimeError, ValueError, TypeError, TooSlow) as error:
+            reason = _TOO_SLOW if isinstance(error, TooSlow) else _ORIGIN.sub("", " ".join(str(error).split()))[:500]
             raise InvalidRequest(f"not a usable {spec.kind}: {reason}", code="invalid_grammar") from error
-        first = endings.find(xgrammar.GrammarMatcher(grammar))
         # How much a single token can begin is not known; all that the grammar spells out is more, a token being 3 bytes.
         spelled = sum(len(text) for text in _LITERAL.findall(str(grammar.grammar))) // 3
         return Compiled(grammar, endings, None if first is None else len(first), min(64, spelled))
