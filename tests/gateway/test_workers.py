@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 from mocks import MockWorker, answers
@@ -40,29 +42,35 @@ class World:
         self.makers.close()
 
 
+@asynccontextmanager
+async def world_and_worker(silent_s: float = 10.0) -> AsyncIterator[tuple[World, MockWorker]]:
+    world, mock = World(silent_s), MockWorker(answers(MODELS))
+    await mock.start()
+    yield world, mock
+    await world.close()
+    await mock.stop()
+
+
 def spec_of(url: str, *, from_config: bool = True, dialect: str = "openai") -> WorkerSpec:
     return WorkerSpec(worker_id=worker_id_of(url), url=url, dialect=dialect, from_config=from_config)
 
 
 def test_a_worker_is_watched_from_when_it_comes_and_forgotten_when_it_leaves() -> None:
     async def main() -> None:
-        world, mock = World(), MockWorker(answers(MODELS))
-        await mock.start()
-        spec = spec_of(mock.url)
-        world.workers.add(spec)
-        await world.workers.looked(LONG_S)
-        assert set(world.fleet.models()) == {"m"}
-        world.indexes["m"].routed(spec.worker_id, [1, 2, 3], 0.0)
-        charge = world.ledger.charge(spec.worker_id, prefill_tokens=5, context_tokens=5, output_tokens=5, now=0.0)
-        world.workers.remove(spec.worker_id)
-        assert world.fleet.members() == []
-        await until(lambda: not world.indexes["m"].match([1, 2, 3]))
-        assert world.watchers.watcher(spec.worker_id) is None
-        assert world.ledger.totals().requests == 1  # what runs there goes on
-        charge.end(1.0)
-        assert world.ledger.totals().requests == 0
-        await world.close()
-        await mock.stop()
+        async with world_and_worker() as (world, mock):
+            spec = spec_of(mock.url)
+            world.workers.add(spec)
+            await world.workers.looked(LONG_S)
+            assert set(world.fleet.models()) == {"m"}
+            world.indexes["m"].routed(spec.worker_id, [1, 2, 3], 0.0)
+            charge = world.ledger.charge(spec.worker_id, prefill_tokens=5, context_tokens=5, output_tokens=5, now=0.0)
+            world.workers.remove(spec.worker_id)
+            assert world.fleet.members() == []
+            await until(lambda: not world.indexes["m"].match([1, 2, 3]))
+            assert world.watchers.watcher(spec.worker_id) is None
+            assert world.ledger.totals().requests == 1  # what runs there goes on
+            charge.end(1.0)
+            assert world.ledger.totals().requests == 0
 
     asyncio.run(main())
 
@@ -81,14 +89,11 @@ def test_the_start_does_not_wait_for_a_worker_that_is_away() -> None:
 
 def test_one_that_registered_itself_and_falls_silent_is_forgotten() -> None:
     async def main() -> None:
-        world, mock = World(silent_s=0.3), MockWorker(answers(MODELS))
-        await mock.start()
-        world.workers.add(spec_of(mock.url, from_config=False))
-        world.workers.add(spec_of("http://127.0.0.1:1"))
-        await until(lambda: len(world.fleet.members()) == 1)
-        assert world.fleet.members()[0].spec.from_config
-        await world.close()
-        await mock.stop()
+        async with world_and_worker(0.3) as (world, mock):
+            world.workers.add(spec_of(mock.url, from_config=False))
+            world.workers.add(spec_of("http://127.0.0.1:1"))
+            await until(lambda: len(world.fleet.members()) == 1)
+            assert world.fleet.members()[0].spec.from_config
 
     asyncio.run(main())
 
@@ -97,16 +102,13 @@ def test_nobody_is_forgotten_because_the_gateway_itself_stood_still() -> None:
     """What the workers said meanwhile is not read yet, or they could not say it."""
 
     async def main() -> None:
-        world, mock = World(silent_s=0.3), MockWorker(answers(MODELS))
-        await mock.start()
-        world.workers.add(spec_of(mock.url, from_config=False))
-        await turns()
-        world.stood_still_s = 60.0
-        began = time.monotonic()
-        await until(lambda: not world.fleet.members())
-        assert time.monotonic() - began >= 0.3, "from then on it had its time"
-        await world.close()
-        await mock.stop()
+        async with world_and_worker(0.3) as (world, mock):
+            world.workers.add(spec_of(mock.url, from_config=False))
+            await turns()
+            world.stood_still_s = 60.0
+            began = time.monotonic()
+            await until(lambda: not world.fleet.members())
+            assert time.monotonic() - began >= 0.3, "from then on it had its time"
 
     asyncio.run(main())
 
@@ -115,41 +117,35 @@ def test_what_runs_on_one_that_fell_silent_is_not_waited_for() -> None:
     """A worker that hangs, or whose machine is gone, closes no connection; once it is forgotten nobody else finds out."""
 
     async def main() -> None:
-        world, mock = World(silent_s=0.3), MockWorker(answers(MODELS))
-        await mock.start()
-        spec = spec_of(mock.url, from_config=False)
-        world.workers.add(spec)
-        [member] = world.fleet.members()
-        waiting = asyncio.create_task(asyncio.sleep(2 * LONG_S))
-        lifeline = Lifeline(waiting)
-        world.upstreams.of(member).lifelines.add(lifeline)
-        world.ledger.charge(spec.worker_id, prefill_tokens=5, context_tokens=5, output_tokens=5, now=0.0)
-        await until(lambda: not world.fleet.members())
-        assert lifeline.lost_worker == spec.worker_id
-        await asyncio.wait([waiting])
-        await world.close()
-        await mock.stop()
+        async with world_and_worker(0.3) as (world, mock):
+            spec = spec_of(mock.url, from_config=False)
+            world.workers.add(spec)
+            [member] = world.fleet.members()
+            waiting = asyncio.create_task(asyncio.sleep(2 * LONG_S))
+            lifeline = Lifeline(waiting)
+            world.upstreams.of(member).lifelines.add(lifeline)
+            world.ledger.charge(spec.worker_id, prefill_tokens=5, context_tokens=5, output_tokens=5, now=0.0)
+            await until(lambda: not world.fleet.members())
+            assert lifeline.lost_worker == spec.worker_id
+            await asyncio.wait([waiting])
 
     asyncio.run(main())
 
 
 def test_one_that_comes_back_as_it_leaves_is_watched() -> None:
     async def main() -> None:
-        world, mock = World(), MockWorker(answers(MODELS))
-        await mock.start()
-        spec = spec_of(mock.url)
-        world.workers.add(spec)
-        await world.workers.looked(LONG_S)
-        world.workers.remove(spec.worker_id)
-        world.workers.add(spec)
-        world.indexes["m"].routed(spec.worker_id, [1, 2, 3], 0.0)
-        await world.workers.looked(LONG_S)
-        await turns()
-        assert world.watchers.watcher(spec.worker_id) is not None
-        assert set(world.fleet.models()) == {"m"}
-        assert world.indexes["m"].match([1, 2, 3]), "what came after it had left is not forgotten with it"
-        await world.close()
-        await mock.stop()
+        async with world_and_worker() as (world, mock):
+            spec = spec_of(mock.url)
+            world.workers.add(spec)
+            await world.workers.looked(LONG_S)
+            world.workers.remove(spec.worker_id)
+            world.workers.add(spec)
+            world.indexes["m"].routed(spec.worker_id, [1, 2, 3], 0.0)
+            await world.workers.looked(LONG_S)
+            await turns()
+            assert world.watchers.watcher(spec.worker_id) is not None
+            assert set(world.fleet.models()) == {"m"}
+            assert world.indexes["m"].match([1, 2, 3]), "what came after it had left is not forgotten with it"
 
     asyncio.run(main())
 
