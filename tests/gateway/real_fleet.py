@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from stopping import stopped
 from worker.real import CHAT, STOKER, children, wait_for
 
 from stoker.proto.sse import SseReader
@@ -71,15 +72,8 @@ class Process:
     def stopped(self, *, engine: bool = False) -> Iterator[None]:
         """SIGSTOP: its connections stay open, and nothing comes. With `engine`: it takes requests, and none gets on."""
         assert self.process is not None
-        pids = children(self.process.pid) if engine else [self.process.pid]
-        for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
-        try:
+        with stopped(*(children(self.process.pid) if engine else [self.process.pid])):
             yield
-        finally:
-            for pid in pids:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGCONT)
 
     def kill_engine(self) -> None:
         assert self.process is not None

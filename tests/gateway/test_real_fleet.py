@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -98,13 +97,9 @@ def test_a_worker_that_answers_no_more_is_left_and_its_stream_goes_on(fleet: Rea
     exchange = fleet.ask(body)
     wait_for(lambda: len(exchange.events) > 20)
     worker = fleet.serving_worker()
-    assert worker.process is not None
-    os.kill(worker.process.pid, signal.SIGSTOP)
-    try:
+    with worker.stopped():
         exchange.wait()
         assert exchange.said == undisturbed.said
-    finally:
-        os.kill(worker.process.pid, signal.SIGCONT)
     fleet.heal()
     wait_for(lambda: not any(fleet.in_flight()["reserved"].values()))
 

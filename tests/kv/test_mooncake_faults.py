@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +27,7 @@ from kv.mooncake_worker import (
     write,
     writes,
 )
+from stopping import stopped
 
 from stoker.base.ids import BlockKey
 from stoker.kv.checksum import checksum
@@ -145,13 +144,10 @@ def test_a_master_that_hangs_keeps_nobody(master: MooncakeMaster) -> None:
     tier = make_tier(master.address, 1 / 16)
     assert writes(tier, names)
     assert master.pid is not None
-    os.kill(master.pid, signal.SIGSTOP)
-    try:
+    with stopped(master.pid):
         assert seconds_of_all_calls(tier, names, rounds=3) < NOTICED_S
         with pytest.raises(TierUnavailable):
             read(tier, names)
-    finally:
-        os.kill(master.pid, signal.SIGCONT)
     assert finds(tier, names)
     assert reads(tier, names)
     tier.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import signal
 import socket
 import struct
 import threading
@@ -15,6 +14,7 @@ from dataclasses import replace
 
 import pytest
 from kv.peer_world import Puller, RemoteServer, ServerSetup, World, block_ids, closing, keys, wait_until
+from stopping import stopped
 
 from stoker.base.address import join_address, split_address
 from stoker.base.config import HandoffSettings
@@ -100,11 +100,8 @@ def test_a_peer_that_has_stopped_is_not_waited_for_past_the_deadline(transport: 
         remote.lease("L", keys(2), block_ids(5, 6), 2, True)
         assert puller.pull(remote.ticket, keys(2), block_ids(0, 1)) == [True, True]
         assert remote.process.pid is not None
-        os.kill(remote.process.pid, signal.SIGSTOP)
-        try:
+        with stopped(remote.process.pid):
             started_s = time.monotonic()
             with pytest.raises(PeerUnavailable):
                 puller.pull(remote.ticket, keys(2), block_ids(0, 1), within_s=0.5)
             assert time.monotonic() - started_s < 4
-        finally:
-            os.kill(remote.process.pid, signal.SIGCONT)

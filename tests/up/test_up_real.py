@@ -19,6 +19,7 @@ from typing import IO, Any
 
 import pytest
 from gateway.real_fleet import Exchange
+from stopping import stopped
 from worker.real import children, is_alive, wait_for
 
 STOKER = (sys.executable, "-m", "stoker.cli.main")
@@ -142,9 +143,8 @@ def test_a_fleet_answers_outlives_its_parts_and_ends_without_a_trace(tmp_path: P
         wait_for(lambda: fleet.part("unified-0")["pid"] not in (None, worker["pid"]), LONG_S)
         again = fleet.part("unified-0")
         assert again["restarts"] == 1
-        os.kill(again["pid"], signal.SIGSTOP)  # it is not to be ready before it was looked at
-        shown = fleet.status("--json")
-        os.kill(again["pid"], signal.SIGCONT)
+        with stopped(again["pid"]):  # it is not to be ready before it was looked at
+            shown = fleet.status("--json")
         assert shown.returncode == 1
         assert json.loads(shown.stdout)[0]["healthy"] is False
         os.kill(gateway["pid"], signal.SIGKILL)

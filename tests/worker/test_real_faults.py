@@ -29,6 +29,7 @@ from real import (
     serving_together,
     wait_for,
 )
+from stopping import stopped
 
 from stoker.proto.sse import SseReader
 
@@ -144,15 +145,14 @@ def test_sigterm_finishes_what_runs_and_refuses_what_is_new(own: RealServer) -> 
     lone = own.complete("Once", max_tokens=300, seed=5, ignore_eos=True).text
     stream = own.stream(COMPLETIONS, {"prompt": "Once", "max_tokens": 300, "seed": 5, "ignore_eos": True})
     wait_for(lambda: len(stream.events) > 5)
-    os.kill(engine, signal.SIGSTOP)  # what runs does not end before the new one is refused
-    own.process.send_signal(signal.SIGTERM)
-    wait_for(lambda: own.send("/health").json["draining"])
-    refused = own.complete("Hello", max_tokens=5)
-    assert (refused.status, refused.error["code"]) == (503, "draining")
-    assert int(refused.headers["Retry-After"]) >= 1
-    assert own.send("/ready").status == 503
-    assert not stream.is_done
-    os.kill(engine, signal.SIGCONT)
+    with stopped(engine):  # what runs does not end before the new one is refused
+        own.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: own.send("/health").json["draining"])
+        refused = own.complete("Hello", max_tokens=5)
+        assert (refused.status, refused.error["code"]) == (503, "draining")
+        assert int(refused.headers["Retry-After"]) >= 1
+        assert own.send("/ready").status == 503
+        assert not stream.is_done
     stream.wait_end()
     assert stream.is_done
     assert stream.text == lone
