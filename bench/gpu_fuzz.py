@@ -1,8 +1,8 @@
 r"""Random requests at a card whose memory, and whose KV, are kept full: lengths, sampling, stops, logprobs, cancels.
 
-    python bench/gpu_fuzz.py OUT.json [--requests 10000] [--seconds S] [--left-gib 2.6] [--seed 0] [--checked 40]
-    compute-sanitizer --tool memcheck python bench/gpu_fuzz.py OUT.json --requests 12 --rows 8 --step-tokens 64 \
-        --left-gib 140 --kv-gib 0.1 --checked 4
+    python bench/gpu_fuzz.py OUT.json [--requests 10000] [--seconds S] [--left-gib 2.6] [--seed 0] [--checked 400]
+    compute-sanitizer --tool memcheck --target-processes application-only --kernel-name kns=_attend … \
+        python bench/gpu_fuzz.py OUT.json --requests 120 --rows 64 --left-gib 140 --kv-gib 0.25
 
 A small model of SmolLM2's shape with random weights; all but --left-gib of the card is taken away first, so that the memory plan
 is held to: 2.6 leave some 150,000 tokens of KV, which 512 rows would fill twice. What must hold: every request ends, as it
@@ -31,6 +31,7 @@ from stoker.base.config import EngineSettings, KvSettings, SchedSettings  # noqa
 from stoker.base.ids import RequestId  # noqa: E402
 from stoker.engine.build import read_hf_config  # noqa: E402
 from stoker.engine.llm import LLM  # noqa: E402
+from stoker.kernels.sample import penalise  # noqa: E402
 from stoker.models.contract import family_of  # noqa: E402
 from stoker.models.weights import parameter_slices  # noqa: E402
 from stoker.sched.request import GenerateRequest, SamplingParams, TokenChunk  # noqa: E402
@@ -148,7 +149,7 @@ class Fuzz:
             )
 
     def check(self, folder: Path, most: int) -> dict[str, Any]:
-        """Greedy answers against transformers' own model, in float32."""
+        """Greedy answers, with penalties and biases or without, against transformers' own model, in float32."""
         import transformers
 
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE, attn_implementation="eager"))
@@ -157,20 +158,38 @@ class Fuzz:
         missing, unexpected = model.load_state_dict(weights, strict=False)
         assert not unexpected, unexpected
         assert set(missing) <= {"lm_head.weight"}, missing
-        model = model.cuda().eval()
-        plain = SamplingParams(temperature=0.0)
-        greedy = [answer for answer in self.answers.values() if answer.request.sampling == plain and answer.token_ids]
-        worst, wrong, num_tokens = 0.0, 0, 0
-        for answer in greedy[-most:]:
+        device = "cuda"
+        model = model.to(device).eval()
+        greedy = [
+            answer for answer in self.answers.values() if answer.request.sampling.temperature == 0 and answer.token_ids
+        ]
+        worst, wrong, num_tokens = 0.0, list[str](), 0
+        greedy = greedy[:: max(1, len(greedy) // most)]
+        for answer in greedy:
             prompt = answer.request.token_ids
             with torch.inference_mode():
-                logits = model(torch.tensor([prompt + answer.token_ids[:-1]], device="cuda")).logits[
-                    0, len(prompt) - 1 :
-                ]
-            gaps = logits.amax(-1) - logits.gather(1, torch.tensor(answer.token_ids, device="cuda")[:, None])[:, 0]
+                token_ids = torch.tensor([prompt + answer.token_ids[:-1]], device=device)
+                logits = model(token_ids).logits[0, len(prompt) - 1 :].clone()
+            logits = shaped(logits, answer)
+            gaps = logits.amax(-1) - logits.gather(1, torch.tensor(answer.token_ids, device=device)[:, None])[:, 0]
             worst, num_tokens = max(worst, float(gaps.max())), num_tokens + len(gaps)
-            wrong += int((gaps > _NEAR_TIE).sum())
-        return {"answers": len(greedy[-most:]), "tokens": num_tokens, "worst_gap": worst, "wrong": wrong}
+            if float(gaps.max()) > _NEAR_TIE:
+                wrong.append(f"{answer.request.request_id}: prompt of {len(prompt)}, off by {float(gaps.max()):.2f}")
+        return {"answers": len(greedy), "tokens": num_tokens, "worst_gap": worst, "wrong": wrong}
+
+
+def shaped(logits: torch.Tensor, answer: Answer) -> torch.Tensor:
+    """[answer's tokens, vocab] with penalties and biases, and without the stops that may not come yet."""
+    sampling, vocab, device = answer.request.sampling, logits.shape[1], logits.device
+    drawn = torch.nn.functional.one_hot(torch.tensor(answer.token_ids, device=device), vocab)
+    in_prompt = torch.tensor(answer.request.token_ids, device=device).bincount(minlength=vocab) > 0
+    penalties = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
+    each = (torch.full(logits.shape[:1], penalty, device=device) for penalty in penalties)
+    logits = penalise(logits, drawn.cumsum(0) - drawn, in_prompt[None], *each)
+    for token_id, bias in sampling.logit_bias.items():
+        logits[:, token_id] += bias
+    logits[: sampling.min_tokens, list(sampling.stop_token_ids)] = float("-inf")
+    return logits
 
 
 def main() -> None:
@@ -181,7 +200,7 @@ def main() -> None:
     parser.add_argument("--left-gib", type=float, default=2.6)
     parser.add_argument("--kv-gib", type=float, help="default: what is left")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--checked", type=int, default=40)
+    parser.add_argument("--checked", type=int, default=400)
     parser.add_argument("--rows", type=int, default=512)
     parser.add_argument("--step-tokens", type=int, help="default: the engine's")
     args = parser.parse_args()
@@ -224,11 +243,13 @@ def main() -> None:
                     flush=True,
                 )
             del ballast
+            print({key: results[key] for key in ("free_mib", "retries", "ooms")}, flush=True)
             results["checked"] = fuzz.check(folder, args.checked)
-            print({key: results[key] for key in ("free_mib", "retries", "ooms", "checked")}, flush=True)
+            print(results["checked"], flush=True)
         args.out.write_text(json.dumps(results, indent=1))
-        if fuzz.problems or results["blocks_lost"]:
-            raise SystemExit(f"{len(fuzz.problems)} problems, {results['blocks_lost']} blocks lost")
+        lost, wrong = results["blocks_lost"], results["checked"]["wrong"] if on_card else []
+        if fuzz.problems or lost or wrong:
+            raise SystemExit(f"{len(fuzz.problems)} problems, {lost} blocks lost, {len(wrong)} answers wrong")
 
 
 if __name__ == "__main__":

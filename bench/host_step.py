@@ -62,7 +62,7 @@ class DrawnCard:
         self._drawn = torch.arange(1024) % 997 + 3
 
     def run(self, plan: StepPlan, draws: bool) -> StepOutputs:
-        data = StepData(plan, self._cutter, [2048])
+        data = StepData(plan, self._cutter)
         shape = next((shape for shape in self._by_cost if shape.holds(data.least)), data.exact)
         packed = torch.zeros(sum(shape.sizes), dtype=torch.int64)
         data.pack(packed.numpy(), shape, draws)

@@ -125,6 +125,7 @@ def build_engine(
         LeaseTerms(engine_id, server.address, handoff.lease_s) if server is not None else None,
         min(store.max_offers, blocks // 4),  # blocks on their way into the store are not free for anything else
         resolved.mixed_tokens,
+        family.shape.vocab_size,
     )
     scheduler = Scheduler(config, pool)
     runner = Runner(model, family.shape.num_heads, kv, rows, resolved.threads, resolved.mixed_tokens)
@@ -200,7 +201,8 @@ def _measure_prefill(
 ) -> None:
     """How fast prompts are computed here, before anybody has asked: what loading is weighed against. In a world of its
     own, so that nothing of it is found by anybody."""
-    size = min(_MEASURED_TOKENS[resolved.device.type], config.step_tokens, num_blocks * config.block_tokens - 1)
+    context = min(resolved.max_model_tokens, num_blocks * config.block_tokens)
+    size = min(_MEASURED_TOKENS[resolved.device.type], config.step_tokens, context - 1)
     scheduler = Scheduler(replace(config, lease=None, max_offers=0), BlockPool(num_blocks))
     for number in range(2):  # the first one also warms up
         request = GenerateRequest(RequestId(f"{number}"), [1 + number] * size, size, SamplingParams(temperature=0.0), 1)

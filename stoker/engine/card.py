@@ -56,15 +56,20 @@ class CardSteps:
     def run(self, plan: StepPlan, draws: bool) -> StepOutputs:
         """The logits of the spans that sample; with `draws` also a token of each, by the rows' own settings. The outputs are
         valid until the next run, and may have more rows than there are such spans."""
-        data = StepData(plan, self._cutter, self._dense.lengths)
+        data = StepData(plan, self._cutter)
         captured = self._graphs.find(data.least)
-        shape = data.exact if captured is None else captured.shape
-        # Memory that the card reads by itself; torch gives it to nobody else until it has.
+        if captured is not None:
+            return captured.run(self._pack(data, captured.shape, draws))
+        whole = data.take_whole(self._dense.lengths)
+        shape = data.exact
+        packed = self._pack(data, shape, draws).to(self._kv.blocks.device, non_blocking=True)
+        return self._forward(StepInputs.of(packed, shape), whole)
+
+    def _pack(self, data: StepData, shape: StepShape, draws: bool) -> Tensor:
+        """In memory that the card reads by itself; torch gives it to nobody else until it has."""
         packed = torch.zeros(sum(shape.sizes), dtype=torch.int64, pin_memory=self._kv.blocks.is_cuda)
         data.pack(packed.numpy(), shape, draws)
-        if captured is not None:
-            return captured.run(packed)
-        return self._forward(StepInputs.of(packed.to(self._kv.blocks.device, non_blocking=True), shape), data.whole)
+        return packed
 
     def _forward(self, inputs: StepInputs, whole: tuple[tuple[int, int], ...] = ()) -> StepOutputs:
         kv, rows, layout = self._kv, self._rows, self._kv.layout

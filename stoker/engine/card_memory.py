@@ -19,6 +19,9 @@ _RESERVE_BYTES = 512 * _MIB
 _LIBRARY_BYTES = 256 * _MIB
 # Drawing by the reference takes so many bytes for each row of those it takes together, and each token of the vocabulary.
 _DRAWING_BYTES = 48
+# A row with penalties keeps a count and a mark for each token of the vocabulary. Seldom do all rows have them: half the reserve is
+# for this, too, and only what is beyond it is planned.
+_PENALTY_BYTES = 5
 # By so much plan and use may differ before it is worth a warning.
 TOLERANCE_BYTES = 256 * _MIB
 
@@ -27,7 +30,7 @@ TOLERANCE_BYTES = 256 * _MIB
 class WorkingMemory:
     """What a card holds beside weights and KV."""
 
-    arena_bytes: int  # of the largest step that is launched kernel by kernel, and of drawing its tokens
+    arena_bytes: int  # of the largest step that is launched kernel by kernel, of drawing its tokens, and of penalties
     graph_bytes: int  # of captured steps and libraries
     reserve_bytes: int = _RESERVE_BYTES
 
@@ -43,8 +46,9 @@ class WorkingMemory:
     ) -> WorkingMemory:
         logits_bytes = max_rows * vocab_size * dtype_bytes
         drawing_bytes = min(max_rows, DRAWN_TOGETHER) * vocab_size * _DRAWING_BYTES
+        penalty_bytes = max(0, max_rows * vocab_size * _PENALTY_BYTES - _RESERVE_BYTES // 2)
         return cls(
-            arena_bytes=max(step_tokens * bytes_per_token, drawing_bytes) + logits_bytes,
+            arena_bytes=max(step_tokens * bytes_per_token, drawing_bytes) + logits_bytes + penalty_bytes,
             graph_bytes=_LIBRARY_BYTES + max(max_rows, most_captured(mixed_tokens)) * bytes_per_token + logits_bytes,
         )
 

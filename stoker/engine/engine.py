@@ -89,6 +89,10 @@ class Engine:
             self._scheduler.loaded(filled)
         self._chunks.extend(self._scheduler.expire(now))
         plan = self._scheduler.plan()
+        # Before the plan's writes: whoever reads the old blocks meanwhile, and asks afterwards, must not take them for the lease's.
+        for lease_id in self._scheduler.take_bare_leases():
+            if lease_id in self._leases:
+                self._leases.put(lease_id, (), (), 0, complete=False)
         if plan is not None:
             self._launched.append(self._runner.launch(plan))
             for load in plan.loads:

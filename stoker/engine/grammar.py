@@ -28,8 +28,9 @@ class Matcher(Protocol):
 
 
 class Grammars(Protocol):
-    def prepare(self, spec: GrammarSpec) -> None:
-        """The slow part, done on another thread before the request is added. InvalidRequest if `spec` is not a grammar."""
+    def prepare(self, spec: GrammarSpec) -> object:
+        """The slow part, done on another thread before the request is added. InvalidRequest if `spec` is not a grammar. While
+        somebody keeps what it returns, matchers are quick to make."""
 
     def matcher(self, spec: GrammarSpec, token_ids: Sequence[int], max_tokens: int) -> Matcher:
         """A matcher that has gone through `token_ids`; quick once prepared. It will be given `max_tokens` in all, and should
@@ -39,7 +40,7 @@ class Grammars(Protocol):
 class NoGrammars:
     """For engines that nobody gave a vocabulary."""
 
-    def prepare(self, spec: GrammarSpec) -> None:
+    def prepare(self, spec: GrammarSpec) -> object:
         raise InvalidRequest(f"this engine has no grammars, so no {spec.kind}", code="invalid_grammar")
 
     def matcher(self, spec: GrammarSpec, token_ids: Sequence[int], max_tokens: int) -> Matcher:

@@ -105,7 +105,7 @@ def num_blocks(settings: EngineSettings, resolved: Resolved, layout: KvLayout, w
     else:
         share = min(_CPU_MOST_BYTES, int(available_ram() * _CPU_SHARE))
         # No more than all rows can use: memory that nobody can fill is better left to the file cache.
-        most = resolved.max_rows * resolved.max_model_tokens * layout.block_bytes // layout.block_tokens
+        most = resolved.max_rows * -(-resolved.max_model_tokens // layout.block_tokens) * layout.block_bytes
         budget = min(most, share)
     if on_card and budget > (most := free - working.arena_bytes - working.graph_bytes):
         raise ConfigError(

@@ -78,8 +78,7 @@ class StepInputs:
 class StepData:
     """A plan's spans as arrays."""
 
-    def __init__(self, plan: StepPlan, cutter: Cutter, dense: Sequence[int]) -> None:
-        """`dense`: numbers of leading tokens that kernels/dense.py may take."""
+    def __init__(self, plan: StepPlan, cutter: Cutter) -> None:
         spans, number = plan.spans, len(plan.spans)
         self._cutter = cutter
         self._token_ids = plan.token_ids
@@ -88,31 +87,35 @@ class StepData:
         self._counts = np.fromiter((span.count for span in spans), np.int64, number)
         self._firsts = self._counts.cumsum() - self._counts
         self._samples = np.fromiter((span.samples for span in spans), np.bool_, number)
-        self.whole, first, count, start = self._take_whole(dense)
+        self._cut(self._firsts, self._counts, self._starts)
+
+    def take_whole(self, lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """Leave out as many of each prompt's leading tokens as kernels/dense.py has a plan for: it is to be given them. First
+        token and count of each. A captured step has all its pieces inside: it is to be packed without this."""
+        first, count, start = self._firsts, self._counts, self._starts
+        if not lengths or int(count.max()) < lengths[0]:
+            return ()
+        taken = np.array([0, *lengths])[np.searchsorted(lengths, count, side="right")] * (start == 0)
+        is_left = count > taken
+        self._cut((first + taken)[is_left], (count - taken)[is_left], (start + taken)[is_left])
+        return tuple((a, b) for a, b in zip(first.tolist(), taken.tolist(), strict=True) if b)
+
+    def _cut(self, first: Ints, count: Ints, start: Ints) -> None:
+        """The spans that pieces are made of."""
         is_single = count == 1
         self._singles, self._longer = (first, start), (first, count, start)
         if not is_single.all():
             self._singles = first[is_single], start[is_single]
             self._longer = first[~is_single], count[~is_single], start[~is_single]
         singles = len(self._singles[0])
-        tiles = cutter.num_tiles(self._longer[1]) if singles < len(first) else 0
+        tiles = self._cutter.num_tiles(self._longer[1]) if singles < len(first) else 0
         # One piece more than spans: the least that is enough to cut them.
         self.least = StepShape(
-            len(plan.token_ids),
+            len(self._token_ids),
             singles + 1 if singles else 0,
             tiles + 1 if tiles else 0,
             int(np.count_nonzero(self._samples)),
         )
-
-    def _take_whole(self, dense: Sequence[int]) -> tuple[tuple[tuple[int, int], ...], Ints, Ints, Ints]:
-        """First token and count of what is taken, and spans of what is left."""
-        first, count, start = self._firsts, self._counts, self._starts
-        if not dense or int(count.max()) < dense[0]:
-            return (), first, count, start
-        taken = np.array([0, *dense])[np.searchsorted(dense, count, side="right")] * (start == 0)
-        whole = tuple((a, b) for a, b in zip(first.tolist(), taken.tolist(), strict=True) if b)
-        is_left = count > taken
-        return whole, (first + taken)[is_left], (count - taken)[is_left], (start + taken)[is_left]
 
     @property
     def exact(self) -> StepShape:

@@ -87,7 +87,8 @@ class RowTable:
             values = to_device(list(sampling.logit_bias.values()), self._device, torch.float32)
             bias = (self._tensor(list(sampling.logit_bias)), values)
         if sampling.min_tokens:
-            stop_ids = self._tensor(sampling.stop_token_ids)
+            # What the model has no logit for is never drawn: some configurations name ends that are not the model's.
+            stop_ids = self._tensor([token_id for token_id in sampling.stop_token_ids if token_id < self._vocab_size])
         matcher = None
         if sampling.grammar is not None:
             matcher = self._grammars.matcher(sampling.grammar, output, new.max_new_tokens)

@@ -34,10 +34,15 @@ class PendingStep:
     states: list[RowState]  # of the spans that sample, in their order; none where all of them are plain
     started_s: float
     copied: torch.cuda.Event | None
+    before: PendingStep | None = None  # a row that this step has passed over may have drawn there
     _result: StepResult | None = None
 
     def wait(self) -> StepResult:
+        """Steps are read in the order in which they were launched: a grammar goes on by the tokens in theirs."""
         if self._result is None:
+            if self.before is not None:
+                self.before.wait()
+                self.before = None
             if self.copied is not None:
                 self.copied.synchronize()
             self._result = self._read()
@@ -107,9 +112,10 @@ class Runner:
         threads = self._threads.choose(plan.num_tokens)
         if threads != torch.get_num_threads():
             torch.set_num_threads(threads)
-        self._last = self._launch(plan, started_s)
+        launched = self._launch(plan, started_s)
+        launched.before, self._last = self._last, launched
         self._threads.note(plan.num_tokens, threads, time.monotonic() - started_s)
-        return self._last
+        return launched
 
     def _choose_device(self) -> None:
         """Triton launches on the calling thread's card, whatever the tensors say."""

@@ -14,6 +14,10 @@ from stoker.models.qwen import Qwen3
 @MODELS.register("Qwen3MoeForCausalLM")
 class Qwen3Moe(Qwen3):
     @staticmethod
+    def _num_whole(hf: Mapping[str, Any]) -> int:
+        return 0
+
+    @staticmethod
     def _read_moe(hf: Mapping[str, Any]) -> MoeConfig:
         num_experts = hf["num_local_experts"] if "num_local_experts" in hf else hf.get("num_experts")
         num_experts = field({"num_experts": num_experts}, "num_experts", int)

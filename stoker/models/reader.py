@@ -30,9 +30,6 @@ _AHEAD_THREADS = 8
 # Blocks that are read ahead at a time. An import keeps the interpreter while it loads a library, some for tenths of a second, and
 # what the drive has not been asked for by then waits as long.
 _RUN_BLOCKS = 16
-# How long a thread may keep the interpreter while others want it. At the usual 5 ms an import beside us halves the drive's speed:
-# each call of a thread that reads waits its turn.
-_TURN_S, _USUAL_TURN_S = 0.0005, sys.getswitchinterval()
 _PAGE = 4096  # what reads past the cache are aligned to
 BLOCK_BYTES = 8 << 20  # of a file: what is taken at a time
 _NOT_MAPPED = ctypes.c_void_p(-1).value
@@ -198,15 +195,16 @@ def _read_directly(file: Path, into: memoryview, offset: int, length: int) -> in
 
 class ReadAhead:
     """Reads the blocks of files into memory, in their order, on threads, until somebody comes and takes them. What the system
-    holds in its cache anyway is left there, and whatever is wrong with a file is left for others to say."""
+    holds in its cache anyway is left there, and whatever is wrong with a file is left for others to say. The files' heads go into
+    that cache first: others look at them meanwhile, and would each time wait behind all that the drive has been asked for."""
 
     def __init__(self, files: Sequence[Path], most_bytes: int) -> None:
         self._left = _runs([_one_name(file) for file in files], most_bytes)
         self._lock = threading.Lock()
         self._read: dict[tuple[Path, int], Future[dict[int, memoryview]]] = {}  # by file and first block: its blocks
         self._passed: set[tuple[Path, int]] = set()  # somebody reads them himself
-        if files:
-            sys.setswitchinterval(_TURN_S)
+        for file in files:
+            _cache_head(file)
         for number in range(_AHEAD_THREADS if files else 0):
             threading.Thread(target=self._run, name=f"read-ahead-{number}", daemon=True).start()
 
@@ -221,7 +219,6 @@ class ReadAhead:
 
     def close(self) -> None:
         """Nobody wants what was not taken."""
-        sys.setswitchinterval(_USUAL_TURN_S)
         with self._lock:
             self._left = iter(())
             self._read.clear()
@@ -237,6 +234,14 @@ class ReadAhead:
                 done.set_result(_uncached_blocks(*run))
             except OSError:
                 done.set_result({})
+
+
+def _cache_head(file: Path) -> None:
+    try:
+        with file.open("rb") as data:
+            data.read(min(_LONGEST_HEADER, *struct.unpack("<Q", data.read(8))))
+    except (OSError, struct.error):
+        return
 
 
 def _uncached_blocks(file: Path, first: int) -> dict[int, memoryview]:

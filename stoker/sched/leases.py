@@ -49,6 +49,7 @@ class Leases:
         self._ends_s: dict[str, float] = {}  # of the held ones
         self._completed: list[LeasedKv] = []  # since they were last asked for
         self._broken: list[str] = []  # since they were last asked for
+        self._bare: list[str] = []  # since they were last asked for
 
     @property
     def num_held(self) -> int:
@@ -71,6 +72,16 @@ class Leases:
             self._pool.hold(self._held[lease_id])
             self._completed.append(_kv_of(lease_id, self._growing.pop(lease_id), complete=True))
         return ticket
+
+    def gave_back(self, lease_id: str) -> None:
+        """The sequence gives its blocks back. Of no effect once its KV is kept."""
+        if lease_id in self._growing:
+            self._bare.append(lease_id)
+
+    def take_bare(self) -> list[str]:
+        """Leases that lost their KV."""
+        bare, self._bare = self._bare, []
+        return bare
 
     def left(self, lease_id: str) -> None:
         """The sequence is gone."""

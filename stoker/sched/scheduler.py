@@ -36,6 +36,7 @@ class SchedulerConfig:
     lease: LeaseTerms | None = None  # None: no KV is kept for others
     max_offers: int = 0  # blocks that may be on their way into the store at a time
     mixed_tokens: int | None = None  # tokens of a step in which answers go on; None: step_tokens
+    vocab_size: int | None = None  # None: any token id is the model's
 
 
 @dataclass(slots=True)
@@ -119,6 +120,10 @@ class Scheduler:
             raise InvalidRequest(
                 f"num_prompt {request.num_prompt}, {len(request.token_ids)} tokens known, at most {total_tokens}: nothing to do"
             )
+        vocab_size = self._config.vocab_size
+        if vocab_size is not None and (largest := max(request.token_ids)) >= vocab_size:
+            # Some tokenizers have words that were added after the model was made.
+            raise InvalidRequest(f"token id {largest} is not the model's: it has {vocab_size}", code="unknown_token")
         size, root = self._config.block_tokens, root_key(self._config.fingerprint, request.cache_salt)
         keys = block_keys(request.token_ids, root, size)
         seq = Sequence(request, self._num_arrivals, root, size, total_tokens, list(request.token_ids), keys, num_stored)
@@ -165,6 +170,10 @@ class Scheduler:
     def take_leases(self) -> tuple[list[LeasedKv], list[str]]:
         """The KV under lease that is new or still growing, and the leases that came to nothing."""
         return self._leases.take()
+
+    def take_bare_leases(self) -> list[str]:
+        """Those whose KV was given up: with the next plan others may write where it was."""
+        return self._leases.take_bare()
 
     def due_leases(self, now: float) -> list[str]:
         return self._leases.due(now)
@@ -382,13 +391,14 @@ class Scheduler:
         self._running.remove(seq)
         for key in seq.keys[seq.num_named :]:
             self._stop_computing(seq, key)
+        if seq.request.lease_id is not None:
+            self._leases.gave_back(seq.request.lease_id)
         if seq.state is not State.LOADING:  # somebody still writes into those: `loaded` gives them back
             self._pool.release(seq.blocks)
             seq.blocks = []
         self._free_rows.append(seq.running_row)
         self._freed_rows.append(seq.running_row)
         seq.row = None
-
         seq.run += 1
 
 

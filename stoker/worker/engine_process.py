@@ -71,6 +71,7 @@ class Prepared(msgspec.Struct, frozen=True):
 
     spec: GrammarSpec
     error: InvalidRequest | None
+    kept: object = None  # to be kept while somebody may need it
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -139,8 +140,7 @@ class Mailbox:
 
     def _prepare(self, spec: GrammarSpec) -> None:
         try:
-            self._grammars.prepare(spec)
-            self._messages.put(Prepared(spec, None))
+            self._messages.put(Prepared(spec, None, self._grammars.prepare(spec)))
         except InvalidRequest as error:
             self._messages.put(Prepared(spec, error))
         except Exception as error:  # whatever a compiler may throw: those who wait for it must hear of it
@@ -169,6 +169,8 @@ class EngineLoop:
         self._blocks = blocks
         self._early: dict[RequestId, GenerateRequest] = {}  # not the engine's yet: others see to grammar or blocks
         self._preparing: dict[GrammarSpec, list[RequestId]] = {}  # who waits for it
+        # Of the open requests: to compile one again, for a row that comes back, would hold up all others.
+        self._kept_grammars: dict[RequestId, object] = {}
         self._media = {use.name: use.tier.medium for use in built.store.tiers}
         self._stats_at_s = 0.0
         self._quiet = QuietTime(
@@ -192,6 +194,8 @@ class EngineLoop:
                     return
                 self._handle(message)
             chunks = self._engine.step()
+            for number in chunks.finishes:
+                self._kept_grammars.pop(chunks.request_ids[number], None)
             self._tell_stats(messages, chunks)
             if chunks:
                 self._pipe.send(Chunks(chunks=chunks))
@@ -212,9 +216,10 @@ class EngineLoop:
         match message:
             case Add(request=request):
                 self._add(request)
-            case Prepared(spec=spec, error=error):
+            case Prepared(spec=spec, error=error, kept=kept):
                 for request in self._still_wanted(self._preparing.pop(spec)):
                     if error is None:
+                        self._kept_grammars[request.request_id] = kept
                         self._look_up(request)
                     else:
                         self._engine.refuse(request, error)
@@ -225,6 +230,7 @@ class EngineLoop:
                 for request in self._still_wanted([request_id]):
                     if request.ticket is not None:  # the engine, which gives back others, has not seen it
                         self._built.store.release(request.ticket)
+                self._kept_grammars.pop(request_id, None)
                 self._engine.cancel(request_id)
             case Prefetch(token_ids=token_ids, cache_salt=salt, ticket=ticket):
                 self._built.store.prefetch(token_ids, salt, ticket)

@@ -15,6 +15,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 from torch import Tensor
@@ -29,7 +30,7 @@ from stoker.worker.stand_in import standing_in
 with standing_in("transformers"):
     import xgrammar
 
-_MAX_COMPILED = 256
+_MAX_KEPT = 256
 # "a": 1 and no other white space: a model that may write any white space can do so for ever.
 _SEPARATORS = (", ", ": ")
 _ORIGIN = re.compile(r"^(\[[\d:]+\] )?\S+\.(cc|h):\d+: ")  # where in xgrammar's sources an error was raised, and when
@@ -143,7 +144,7 @@ def _forced(ahead: xgrammar.GrammarMatcher) -> bytes:
         return b""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Compiled:
     grammar: xgrammar.CompiledGrammar
     endings: Endings
@@ -216,7 +217,8 @@ class XGrammarMatcher:
 
 
 class XGrammars:
-    """`prepare` may be called by several threads; `matcher` by the engine's alone."""
+    """`prepare` may be called by several threads; `matcher` by the engine's alone. What was prepared is found while somebody keeps
+    it, or while it is one of the last used."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer = tokenizer
@@ -224,16 +226,25 @@ class XGrammars:
         self._with_control = frozenset(
             i for i in range(tokenizer.vocab_size) if _CONTROL.search(tokenizer.token_bytes(i))
         )
-        self._compiled: OrderedDict[GrammarSpec, Compiled] = OrderedDict()
+        self._living: WeakValueDictionary[GrammarSpec, Compiled] = WeakValueDictionary()  # whoever keeps them
+        self._kept: OrderedDict[GrammarSpec, Compiled] = OrderedDict()  # by us, the last used
         self._compilers: dict[frozenset[int], tuple[xgrammar.GrammarCompiler, Endings]] = {}
         self._lock = threading.Lock()
         self._making_compiler = threading.Lock()
 
-    def prepare(self, spec: GrammarSpec) -> None:
-        self._prepared(spec)
+    def prepare(self, spec: GrammarSpec) -> Compiled:
+        with self._lock:
+            if (found := self._living.get(spec)) is not None:
+                self._keep(spec, found)
+                return found
+        compiled = self._compile(spec)
+        with self._lock:
+            self._living[spec] = compiled
+            self._keep(spec, compiled)
+        return compiled
 
     def matcher(self, spec: GrammarSpec, token_ids: Sequence[int], max_tokens: int | None = None) -> XGrammarMatcher:
-        matcher = XGrammarMatcher(self._prepared(spec), max_tokens)
+        matcher = XGrammarMatcher(self.prepare(spec), max_tokens)
         for token_id in token_ids:
             matcher.accept(token_id)
         return matcher
@@ -242,21 +253,15 @@ class XGrammars:
         """Half a second of reading the vocabulary that the first request need not wait for."""
         self.prepare(GrammarSpec("json_object"))
 
-    def _prepared(self, spec: GrammarSpec) -> Compiled:
-        with self._lock:
-            if (found := self._compiled.get(spec)) is not None:
-                self._compiled.move_to_end(spec)
-                return found
-        compiled = self._compile(spec)
-        with self._lock:
-            self._compiled[spec] = compiled
-            while len(self._compiled) > _MAX_COMPILED:
-                self._compiled.popitem(last=False)
-        return compiled
+    def _keep(self, spec: GrammarSpec, compiled: Compiled) -> None:
+        self._kept[spec] = compiled
+        self._kept.move_to_end(spec)
+        while len(self._kept) > _MAX_KEPT:
+            self._kept.popitem(last=False)
 
     def _compile(self, spec: GrammarSpec) -> Compiled:
-        compiler, endings = self._compiler(self._silent(spec))
         try:
+            compiler, endings = self._compiler(self._silent(spec))
             grammar = _compile(compiler, spec)
             first = endings.find(xgrammar.GrammarMatcher(grammar))
         except (RuntimeError, ValueError, TypeError, TooSlow) as error:
@@ -272,10 +277,11 @@ class XGrammars:
         ends, token_bytes = self._tokenizer.eos_token_ids, self._tokenizer.token_bytes
         silent = set(self._tokenizer.special_ids)
         if spec.kind == "structural_tag":
+            marks = _spelled(json.loads(spec.text))
             silent -= {
                 token_id
                 for token_id in self._tokenizer.special_ids
-                if token_id not in ends and token_bytes(token_id).decode("utf-8", "replace") in spec.text
+                if token_id not in ends and token_bytes(token_id).decode("utf-8", "replace") in marks
             }
         if spec.kind in ("json_object", "json_schema", "structural_tag"):
             silent |= self._with_control
@@ -288,8 +294,10 @@ class XGrammars:
             return self._compilers[silent]
 
     def _make_compiler(self, silent: frozenset[int]) -> tuple[xgrammar.GrammarCompiler, Endings]:
-        vocabulary = [b"" if i in silent else self._tokenizer.token_bytes(i) for i in range(self._tokenizer.vocab_size)]
-        stop_ids = list(self._tokenizer.eos_token_ids)
+        # Some tokenizers have words that were added after the model was made.
+        known = range(min(self._tokenizer.vocab_size, self._vocab_size))
+        vocabulary = [b"" if i in silent else self._tokenizer.token_bytes(i) for i in known]
+        stop_ids = [i for i in self._tokenizer.eos_token_ids if i < self._vocab_size]
         info = xgrammar.TokenizerInfo(vocabulary, vocab_size=self._vocab_size, stop_token_ids=stop_ids)
         compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=256 << 20)
         return compiler, Endings(vocabulary, self._vocab_size, stop_ids[0])
@@ -311,6 +319,15 @@ def _compile(compiler: xgrammar.GrammarCompiler, spec: GrammarSpec) -> xgrammar.
 
 def _compile_schema(compiler: xgrammar.GrammarCompiler, schema: Any) -> xgrammar.CompiledGrammar:
     return compiler.compile_json_schema(json.dumps(schema), any_whitespace=False, separators=_SEPARATORS)
+
+
+def _spelled(node: Any) -> str:
+    """What a structural tag itself spells out, and not its schemas: they are the client's, and a compiler is kept for ever."""
+    if isinstance(node, str):
+        return f"{node}\n"
+    if isinstance(node, dict):
+        node = [] if node.get("type") == "json_schema" else list(node.values())
+    return "".join(map(_spelled, node)) if isinstance(node, list) else ""
 
 
 def _with_enforceable(node: Any) -> Any:

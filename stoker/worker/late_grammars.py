@@ -12,7 +12,7 @@ from stoker.sched.request import GrammarSpec
 from stoker.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from stoker.worker.grammar import XGrammarMatcher, XGrammars
+    from stoker.worker.grammar import Compiled, XGrammarMatcher, XGrammars
 
 
 class LateGrammars:
@@ -24,8 +24,8 @@ class LateGrammars:
         self._made: XGrammars | None = None
         self._making = threading.Lock()
 
-    def prepare(self, spec: GrammarSpec) -> None:
-        self._get().prepare(spec)
+    def prepare(self, spec: GrammarSpec) -> Compiled:
+        return self._get().prepare(spec)
 
     def matcher(self, spec: GrammarSpec, token_ids: Sequence[int], max_tokens: int | None = None) -> XGrammarMatcher:
         return self._get().matcher(spec, token_ids, max_tokens)

@@ -56,13 +56,20 @@ def test_a_token_of_the_8b_takes_its_stream_and_the_mlp() -> None:
 def test_what_is_not_kv_stays_below_three_gib_at_the_8bs_shape() -> None:
     working = WorkingMemory.plan(8192, 2048, 512, 128256, 2, 103_424)
     assert working.reserve_bytes <= GIB // 2
-    assert 8192 * 103_424 <= working.arena_bytes <= 8192 * 103_424 + 512 * 128256 * 2
+    assert 8192 * 103_424 <= working.arena_bytes <= 8192 * 103_424 + 512 * 128256 * 2 + 64 * MIB
     assert working.total_bytes < 3 * GIB
 
 
 def test_drawing_for_a_large_vocabulary_counts_where_steps_are_small() -> None:
     working = WorkingMemory.plan(64, 64, 64, 151936, 2, 1024)
     assert working.arena_bytes > 64 * 151936 * 4 * 4  # logits in float32, several times over
+
+
+@pytest.mark.parametrize("rows", [64, 512, 1024])
+def test_every_row_may_have_penalties(rows: int) -> None:
+    working = WorkingMemory.plan(8192, 2048, rows, 151936, 2, 50_000)
+    step, logits, tables = 8192 * 50_000, rows * 151936 * 2, rows * 151936 * (4 + 1)
+    assert step + logits + tables <= working.arena_bytes + working.reserve_bytes // 2
 
 
 def on_card(free_gib: float, kv: KvSettings, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -137,3 +144,10 @@ def test_kv_in_ram_is_as_it_was_asked_for() -> None:
     resolved = resolve(settings, family_of(LLAMA_8B, "here").shape)
     layout = KvLayout(2, 8, 128, 16, "float32", 4)
     assert num_blocks(settings, resolved, layout, WorkingMemory(0, 0)) == (GIB // 2) // layout.block_bytes
+
+
+def test_kv_in_ram_holds_the_whole_context_of_a_single_row() -> None:
+    settings = EngineSettings(device="cpu", sched=SchedSettings(max_rows=1), max_model_tokens=100)
+    resolved = resolve(settings, family_of(LLAMA_8B, "here").shape)
+    layout = KvLayout(2, 8, 128, 16, "float32", 4)
+    assert num_blocks(settings, resolved, layout, WorkingMemory(0, 0)) * layout.block_tokens >= 100

@@ -19,9 +19,12 @@ from stoker.base.config import EngineSettings, HandoffSettings, KvSettings, Sche
 from stoker.base.ids import RequestId
 from stoker.engine.llm import LLM, Completion
 from stoker.engine.rates import StepRates
+from stoker.engine.runner import PendingStep, Runner
+from stoker.kv.leases import LeaseBook
 from stoker.kv.mooncake_master import INSTALL_HINT, MooncakeMaster, is_installed
 from stoker.kv.tiers.host_files import remove_host_store
 from stoker.kv.transfer import KvTicket
+from stoker.sched.plan import StepPlan
 from stoker.sched.request import GenerateRequest, SamplingParams
 
 BLOCK = 8
@@ -143,6 +146,58 @@ def test_a_lost_prefill_worker_costs_time_not_the_answer(folder: Path) -> None:
         assert [answer.token_ids for answer in decode.run(requests)] == [answer.token_ids for answer in expected]
         assert decode.built.scheduler.counters.failed_loads == 3
         settle(decode)
+
+
+def test_an_engine_of_a_short_context_measures_itself_with_a_prompt_that_fits(folder: Path) -> None:
+    with engine(folder, replace(settings(serves=True), max_model_tokens=20)) as short:
+        [done] = short.run([request(0, *prompts(3, [8]))])
+    assert len(done.token_ids) == NEW_TOKENS
+
+
+@pytest.mark.parametrize("gives_way", ["preempted", "cancelled"])
+def test_nobody_takes_what_was_written_over_for_a_leases_kv(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, gives_way: str
+) -> None:
+    """A peer reads while a step runs, and asks afterwards whether the lease was still there."""
+    book = LeaseBook()
+    monkeypatch.setattr("stoker.engine.build.LeaseBook", lambda: book)
+    first, second = prompts(4, [72, 60])
+    with engine(folder, settings(serves=True, num_blocks=11)) as llm:
+        running = llm.built.engine
+        running.add(request(0, first, lease_id="l", priority=1))
+        running.step()
+        view = book.look("l", 0, None, 10)
+        assert len(view.blocks) == 4
+        was_held = []
+
+        def launch(runner: Runner, plan: StepPlan) -> PendingStep:
+            if set(view.blocks) & set(plan.fresh_blocks):
+                was_held.append(book.holds("l", view.generation))
+            return launch_plainly(runner, plan)
+
+        launch_plainly = Runner.launch
+        monkeypatch.setattr(Runner, "launch", launch)
+        if gives_way == "cancelled":
+            running.cancel(RequestId("r0"))
+        running.add(request(1, second))
+        while running.has_work:
+            running.step()
+        assert was_held
+        assert was_held[0] is False
+        settle(llm)
+
+
+def test_a_lease_whose_answer_ended_at_once_is_forgotten(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    book = LeaseBook()
+    monkeypatch.setattr("stoker.engine.build.LeaseBook", lambda: book)
+    any_token = SamplingParams(temperature=0.0, stop_token_ids=tuple(range(199)))
+    with engine(folder, settings(serves=True)) as llm:
+        for number, prompt in enumerate(prompts(5, [40, 9])):
+            [ended] = llm.run([request(number, prompt, lease_id=f"l{number}", sampling=any_token)])
+            assert ended.finish is not None
+            assert ended.finish.reason == "stop"
+            settle(llm)
+        assert len(book) == 0
 
 
 def test_what_decode_has_is_not_pulled_again(folder: Path) -> None:

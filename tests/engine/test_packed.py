@@ -46,7 +46,7 @@ def seen_blocks(pieces: torch.Tensor) -> dict[int, int]:
 def test_the_plan_is_what_is_in_them(seed: int) -> None:
     plan = random_plan(random.Random(seed))
     sampling = [span for span in plan.spans if span.samples]
-    data = StepData(plan, CUTTER, [])
+    data = StepData(plan, CUTTER)
     first, rest = _shapes(512, 2048, CUTTER)
     holding = [shape for shape in (*first, *rest) if shape.holds(data.least)]
     for shape in (data.exact, *holding[:3]):
@@ -80,8 +80,10 @@ def test_leading_tokens_of_planned_lengths_are_taken_whole() -> None:
         Span(Row(3), 64, 4500, True),
     ]
     plan = StepPlan(spans, [1] * sum(span.count for span in spans))
-    data = StepData(plan, CUTTER, [2048, 4096])
-    assert data.whole == ((0, 4096), (5001, 4096))
+    data = StepData(plan, CUTTER)
+    all_tokens = inputs_of(plan, data.exact, data)
+    assert sorted(seen_blocks(all_tokens.tiles) | seen_blocks(all_tokens.singles)) == list(range(13597))
+    assert data.take_whole([2048, 4096]) == ((0, 4096), (5001, 4096))
     inputs = inputs_of(plan, data.exact, data)
     tiles = seen_blocks(inputs.tiles)
     assert sorted(tiles) == [*range(4096, 5000), *range(9097, 13597)]
@@ -117,7 +119,7 @@ def test_kernels_meet_no_number_and_no_address_that_is_not_a_multiple_of_16(seed
     rng = random.Random(seed)
     for _ in range(20):
         plan = random_plan(rng)
-        data = StepData(plan, CUTTER, [])
+        data = StepData(plan, CUTTER)
         inputs = inputs_of(plan, data.exact, data)
         assert data.exact.holds(data.least)
         assert data.exact.tokens % 16 == data.exact.heads % 16 == 0

@@ -167,3 +167,11 @@ def test_min_tokens_and_penalties_start_from_the_output_after_a_preemption(folde
         assert llm.built.scheduler.counters.preemptions
         assert [answer.token_ids for answer in together] == [answer.token_ids for answer in alone]
         assert llm.built.pool.num_free == llm.built.pool.num_blocks
+
+
+def test_an_end_that_the_model_cannot_draw_is_no_reason_to_fail(folder: Path) -> None:
+    """Configurations name such ones: ids of words that were added to a tokenizer and not to the model."""
+    sampling = SamplingParams(temperature=0.0, stop_token_ids=(VOCAB, VOCAB + 5), min_tokens=3)
+    with closing(LLM(folder, settings(20, 64, 1, 0))) as llm:
+        [answer] = llm.generate([[1, 2, 3]], sampling, 6)
+    assert len(answer.token_ids) == 6

@@ -41,3 +41,39 @@ def test_a_wrong_field_is_named(wrong: dict[str, Any], named: str) -> None:
     family_of(RIGHT, "config.json")
     with pytest.raises(ModelFilesError, match=named):
         family_of(RIGHT | wrong, "config.json")
+
+
+QWEN = RIGHT | {"architectures": ["Qwen3ForCausalLM"]}
+MOE = RIGHT | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+
+
+@pytest.mark.parametrize(
+    "hf",
+    [
+        QWEN | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
+        QWEN | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0},
+        QWEN | {"layer_types": ["full_attention", "sliding_attention"]},
+        MOE | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2},
+    ],
+)
+def test_a_sliding_window_is_refused_not_left_out(hf: dict[str, Any]) -> None:
+    with pytest.raises(ModelFilesError, match="sliding window"):
+        family_of(hf, "config.json")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"use_sliding_window": False, "sliding_window": 64, "max_window_layers": 0},
+        {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0},
+        {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2},
+        {"layer_types": ["full_attention"] * 2},
+    ],
+)
+def test_a_window_that_no_layer_has_is_no_reason_to_refuse(changes: dict[str, Any]) -> None:
+    family_of(QWEN | changes, "config.json")

@@ -6,7 +6,6 @@ import json
 import mmap
 import os
 import struct
-import sys
 import time
 from pathlib import Path
 
@@ -187,12 +186,13 @@ def test_reading_past_the_cache_leaves_nothing_there(tmp_path: Path) -> None:
     assert not is_cached(file, 1)
 
 
-def test_threads_take_turns_faster_only_while_files_are_read(tmp_path: Path) -> None:
-    usual = 0.005
-    sys.setswitchinterval(usual)
-    ahead = ReadAhead([tmp_path / "gone"], 1 << 30)
-    assert sys.getswitchinterval() < usual
-    ahead.close()
-    assert sys.getswitchinterval() == usual
-    ReadAhead([], 0).close()
-    assert sys.getswitchinterval() == usual
+def test_heads_are_in_memory_before_the_drive_is_busy(tmp_path: Path) -> None:
+    """The server looks at them while the engine reads ahead: 16 files took it 19 s."""
+    files = [tmp_path / "a", tmp_path / "b"]
+    for file in files:  # of which nearly all is head, so that it counts as cached
+        head_bytes = BLOCK_BYTES - 2000
+        file.write_bytes(struct.pack("<Q", head_bytes) + os.urandom(BLOCK_BYTES))
+    if not all(on_the_drive(file) for file in files):
+        pytest.skip("this file system keeps its files in memory")
+    ReadAhead(files, 0).close()
+    assert all(is_cached(file, 0) for file in files)

@@ -153,6 +153,16 @@ def test_what_can_never_fit_is_refused_at_once() -> None:
     assert not world.scheduler.has_work
 
 
+def test_a_token_that_the_model_does_not_have_is_refused() -> None:
+    """Its embedding would be read from beyond the last: the end of everybody's requests."""
+    scheduler = Scheduler(SchedulerConfig(4, 16, 2, vocab_size=50), BlockPool(8))
+    with pytest.raises(InvalidRequest) as refused:
+        scheduler.add(GenerateRequest(RequestId("r"), [3, 50, 4], 3, SamplingParams(), 5))
+    assert refused.value.code == "unknown_token"
+    assert not scheduler.has_work
+    scheduler.add(GenerateRequest(RequestId("r"), [3, 49, 4], 3, SamplingParams(), 5))
+
+
 def test_usage_comes_with_the_first_chunk_and_with_the_last() -> None:
     world = World(step_tokens=8)
     world.add("short", list(range(20)), max_new=1)

@@ -94,6 +94,40 @@ def test_kv_that_is_not_pulled_after_all_is_given_back(
     assert all(finish is not None and finish.reason == "error" for finish in finishes)
 
 
+class AnythingGoes:
+    """Grammars, and their matchers."""
+
+    done = too_slow = False
+
+    def matcher(self, spec: GrammarSpec, token_ids: list[int], max_tokens: int) -> AnythingGoes:
+        return self
+
+    def accept(self, token_id: int) -> bool:
+        return True
+
+    def fill(self, allowed: torch.Tensor) -> None:
+        allowed.fill_(-1)
+
+
+ALONE = GenerateRequest(RequestId("a"), [1, 2, 3], 3, SamplingParams(temperature=0.0, grammar=GRAMMAR), 2)
+
+
+@pytest.mark.parametrize(
+    ("after", "is_kept"),
+    [([], True), ([Cancel(request_id=ALONE.request_id)], False), ([Found(ALONE, 0), *[Wake()] * 8], False)],
+    ids=["open", "cancelled", "answered"],
+)
+def test_a_grammar_is_kept_while_its_request_is_open(
+    built: BuiltEngine, after: list[Message], is_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(built.engine._runner._rows, "_grammars", AnythingGoes())
+    kept = object()
+    mailbox, pipe = Mailbox([Add(request=ALONE), Prepared(GRAMMAR, None, kept), *after]), Pipe()
+    loop = EngineLoop(built, BlockLog(), mailbox, pipe)  # type: ignore[arg-type]
+    loop.run()
+    assert loop._kept_grammars == ({ALONE.request_id: kept} if is_kept else {})
+
+
 def test_whoever_hears_of_a_request_finds_it_counted(built: BuiltEngine) -> None:
     asked = GenerateRequest(RequestId("counted"), [1, 2, 3, 4], 4, SamplingParams(temperature=0.0), 3)
     mailbox, pipe = Mailbox([Add(request=asked), Found(asked, 0), *[Wake()] * 8]), Pipe()

@@ -51,6 +51,25 @@ def accepts(grammars: XGrammars, tokenizer: Tokenizer) -> Callable[[GrammarSpec,
     return accepts
 
 
+def test_words_that_the_model_does_not_have_are_in_no_grammar(tokenizer: Tokenizer) -> None:
+    """Some tokenizers were added to after the model was made."""
+    fewer = VOCAB_SIZE - 64
+    matcher = XGrammars(tokenizer, fewer).matcher(GrammarSpec("regex", "[a-z]+"), [])
+    allowed = torch.zeros(fewer // 32, dtype=torch.int32)
+    matcher.fill(allowed)
+    assert bool(allowed.any())
+
+
+def test_special_tokens_that_a_tools_schema_speaks_of_cost_nothing(tokenizer: Tokenizer) -> None:
+    """A compiler has a vocabulary of its own, tens of megabytes, and is kept."""
+    grammars = XGrammars(tokenizer, VOCAB_SIZE)
+    for mark in ("", "<|im_start|>", "<repo_name>", "<|im_start|> <repo_name>"):
+        parameters = {"type": "object", "properties": {"x": {"type": "string", "description": f"like {mark}"}}}
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+        grammars.prepare(HermesParser.grammar([tool], parallel=True))
+    assert len(grammars._compilers) == 1
+
+
 def schema_spec(schema: Any) -> GrammarSpec:
     return GrammarSpec("json_schema", json.dumps(schema))
 
@@ -380,13 +399,26 @@ def test_threads_prepare_at_once(tokenizer: Tokenizer):
     assert len(set(counts)) == 1
 
 
+def test_a_grammar_that_somebody_keeps_is_not_made_again(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
+    """Of more open requests than we keep ourselves, each has its own grammar: the engine's thread must not compile."""
+    monkeypatch.setattr("stoker.worker.grammar._MAX_KEPT", 1)
+    grammars = XGrammars(tokenizer, VOCAB_SIZE)
+    specs = [GrammarSpec("regex", f"a{{{i}}}") for i in range(1, 8)]
+    kept = [grammars.prepare(spec) for spec in specs]
+    monkeypatch.setattr(grammars, "_compile", lambda spec: pytest.fail(f"{spec} was compiled again"))
+    for spec in specs:
+        grammars.matcher(spec, [])
+    kept.clear()
+    assert len(grammars._living) == 1
+
+
 def test_old_grammars_are_forgotten_and_made_again(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("stoker.worker.grammar._MAX_COMPILED", 4)
+    monkeypatch.setattr("stoker.worker.grammar._MAX_KEPT", 4)
     grammars = XGrammars(tokenizer, VOCAB_SIZE)
     specs = [GrammarSpec("regex", f"a{{{i}}}") for i in range(1, 8)]
     for spec in specs:
         grammars.prepare(spec)
-    assert len(grammars._compiled) == 4
+    assert len(grammars._living) == 4
     for length, spec in enumerate(specs, 1):
         ids, done = written(grammars, spec, 32, seed=0)
         assert done
