@@ -10,7 +10,6 @@ reservations, and gives them back whatever happens.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 from stoker.fleet.spec import Role
 from stoker.gateway.call import Call
@@ -84,9 +83,6 @@ class Proxy:
             raise NoWorker(
                 f"worker {decode.worker_id} only decodes ({decode.dialect}), and no prefill worker is usable"
             )
-        if route.prefill is not None and route.prefill.worker.spec.dialect != decode.dialect:
-            route.prefill.charge.end(self._tools.clock())  # they cannot hand over to each other
-            route = replace(route, prefill=None)
         call.policy, call.worker_id = route.policy, decode.worker_id
         if self._debug_routes:
             call.explained = explained(route, call)

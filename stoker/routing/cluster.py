@@ -33,12 +33,7 @@ class ClusterLevel:
         by_cluster: dict[str, list[Member]] = {}
         for member in members:
             by_cluster.setdefault(member.spec.cluster, []).append(member)
-        can_answer = [m for m in members if m.spec.role is not Role.PREFILL]
-        queues = {
-            name: self._queue_s(those, now)
-            for name, those in by_cluster.items()
-            if any(m.spec.cluster == name for m in can_answer)
-        }
+        queues = {name: self._queue_s(those, now) for name, those in by_cluster.items() if _can_answer(those)}
         if not queues:
             return []
         bound = min(queues.values()) + self._spill_s
@@ -68,3 +63,12 @@ class ClusterLevel:
             return load.queued_tokens / member.tokens_per_s
 
         return min(map(wait_s, members))
+
+
+def _can_answer(members: Sequence[Member]) -> bool:
+    prefill = {member.spec.dialect for member in members if member.spec.role is Role.PREFILL}
+    return any(
+        member.spec.role is Role.UNIFIED
+        or (member.spec.role is Role.DECODE and (member.spec.decodes_alone or member.spec.dialect in prefill))
+        for member in members
+    )

@@ -94,22 +94,24 @@ class Router:
         if matches:
             most_blocks = max([match.blocks for match in matches.values()])
             asked.branches = index.branches(query.keys[most_blocks - 1])
-        prefill: _Prefill | None = None
+        prefills: dict[str, _Prefill] = {}
         reasons: list[Reason] = []
         if pool.plain:
             output_tokens = self._output_tokens(query)
             candidates = [self._candidate(asked, member, output_tokens) for member in members]
         else:
             members = self._clusters.narrow(query, members, matches, now)
-            prefill, reasons = self._cheapest_prefill(asked, members)
-            candidates = self._ways(asked, members, prefill)
+            prefills, reasons = self._cheapest_prefills(asked, members)
+            candidates = self._ways(asked, members, prefills)
             if not candidates:
                 raise self._no_worker(query, now)
         scored = self._policy.score(query, candidates, now)
         chosen = candidates[_least(scored)]
         returning = bool(matches) and chosen.cached_tokens > min([one.cached_tokens for one in candidates])
         decode = self._reserve(chosen, asked, returning)
-        first = self._reserve(prefill.candidate, asked, returning) if prefill and chosen.pull_tokens else None
+        first = None
+        if chosen.pull_tokens:
+            first = self._reserve(prefills[chosen.member.spec.dialect].candidate, asked, returning)
         route = Route(decode, first, self._settings.policy, reasons + scored if reasons else scored)
         self._decisions.append((now, query.model, query.session, query.num_tokens, route))
         return route
@@ -121,16 +123,21 @@ class Router:
 
     # ---- the ways to run a request
 
-    def _cheapest_prefill(self, asked: _Asked, members: Sequence[Member]) -> tuple[_Prefill | None, list[Reason]]:
-        those = [member for member in members if member.spec.role is Role.PREFILL]
-        if not those:
-            return None, []
-        candidates = [self._candidate(asked, member, 0) for member in those]
-        scored = self._policy.score(asked.query, candidates, asked.now)
-        best = _least(scored)
-        return _Prefill(candidates[best], scored[best].cost_s), [reason._replace(part="prefill") for reason in scored]
+    def _cheapest_prefills(self, asked: _Asked, members: Sequence[Member]) -> tuple[dict[str, _Prefill], list[Reason]]:
+        """By dialect: workers hand over to those of their own kind alone."""
+        by_dialect: dict[str, list[Candidate]] = {}
+        for member in members:
+            if member.spec.role is Role.PREFILL:
+                by_dialect.setdefault(member.spec.dialect, []).append(self._candidate(asked, member, 0))
+        cheapest, reasons = {}, []
+        for dialect, candidates in by_dialect.items():
+            scored = self._policy.score(asked.query, candidates, asked.now)
+            best = _least(scored)
+            cheapest[dialect] = _Prefill(candidates[best], scored[best].cost_s)
+            reasons += [reason._replace(part="prefill") for reason in scored]
+        return cheapest, reasons
 
-    def _ways(self, asked: _Asked, members: Sequence[Member], prefill: _Prefill | None) -> list[Candidate]:
+    def _ways(self, asked: _Asked, members: Sequence[Member], prefills: Mapping[str, _Prefill]) -> list[Candidate]:
         settings, output_tokens = self._settings, self._output_tokens(asked.query)
         ways = []
         for member in members:
@@ -140,6 +147,7 @@ class Router:
             way = self._candidate(asked, member, output_tokens)
             alone = role is Role.UNIFIED or member.spec.decodes_alone
             least = settings.local_prefill_tokens if alone else 0
+            prefill = prefills.get(member.spec.dialect)
             hands_off = role is Role.DECODE and prefill is not None and way.compute_tokens > least
             if hands_off and prefill is not None:
                 ways.append(replace(way, compute_tokens=0, pull_tokens=way.compute_tokens, prefill_s=prefill.cost_s))

@@ -63,7 +63,10 @@ class Sessions:
             there = self._last_seen.get(worker)
             if there is not None:
                 last = there.pop(session, last)
-        self._last_seen.setdefault(chosen, {})[session] = now
+        if chosen not in self._last_seen:
+            self._forget_silent(now)
+            self._last_seen[chosen] = {}
+        self._last_seen[chosen][session] = now
         self._requests += 1
         if self._requests > _LONG_AGO:  # what was long ago counts half
             self._requests, self._begun = self._requests // 2, max(1, self._begun // 2)
@@ -71,6 +74,13 @@ class Sessions:
             self._begun += 1
         else:
             self._saw_pause(now - last)
+
+    def _forget_silent(self, now: float) -> None:
+        """Workers without a living session are as good as unknown: also those who left the fleet, for whom nobody asks."""
+        silent_since = now - self.patience_s
+        for worker, there in list(self._last_seen.items()):
+            if next(reversed(there.values()), silent_since) <= silent_since:
+                del self._last_seen[worker]
 
     def _saw_pause(self, pause_s: float) -> None:
         if self._pause_s is None:

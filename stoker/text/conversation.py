@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from stoker.base.errors import InvalidRequest
 from stoker.proto.openai.chat import ChatRequest
 from stoker.proto.openai.completions import CompletionRequest
@@ -19,6 +21,7 @@ from stoker.text.template import ChatTemplate
 from stoker.text.tools import ToolPlan
 
 _RENDERED = ("messages", "tools", "add_generation_prompt")  # a template gets these from the request itself
+_CUT = "\U0010fffd"  # for private use: where a message to be continued ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +116,9 @@ def render_text(template: ChatTemplate, conversation: Conversation) -> str:
         raise InvalidRequest(
             "'continue_final_message' and 'add_generation_prompt' cannot both be set.", param="add_generation_prompt"
         )
+    if continued:
+        # What the template writes after the message may have the message's own text in it: a mark says where it ends.
+        messages = [*messages[:-1], messages[-1] | {"content": messages[-1]["content"].rstrip() + _CUT}]
     rendered = template.render(
         messages,
         conversation.tools.shown,
@@ -120,18 +126,19 @@ def render_text(template: ChatTemplate, conversation: Conversation) -> str:
         **conversation.template_kwargs,
     )
     if continued:
-        final = str(messages[-1]["content"]).strip()
-        at = rendered.rfind(final)
-        if at < 0:
+        rendered, cut, _ = rendered.rpartition(_CUT)
+        if not cut:
             raise InvalidRequest(
                 "The model's chat template changes the last message, so it cannot be continued.",
                 param="continue_final_message",
             )
-        rendered = rendered[: at + len(final)]
     return rendered
 
 
 def num_chars(conversation: Conversation) -> int:
     """Roughly how long the prompt will be: enough to decide where to render it."""
-    texts = sum(len(message.get("content") or "") for message in conversation.messages)
-    return texts + 512 * len(conversation.tools.offered) + 64 * len(conversation.messages)
+    total = 64 * len(conversation.messages)
+    for message in conversation.messages:
+        total += len(message.get("content") or "") + len(message.get("reasoning_content") or "")
+        total += sum(len(call["function"]["arguments"]) for call in message.get("tool_calls") or ())
+    return total + len(msgspec.json.encode((conversation.tools.shown, conversation.template_kwargs)))

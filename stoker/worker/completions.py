@@ -25,7 +25,7 @@ from stoker.worker.generate import Choice, Piece, generate
 from stoker.worker.handoff import transfer_params
 from stoker.worker.ids import AnswerIds
 from stoker.worker.journal import open_journal, wants_journal
-from stoker.worker.logprobs import completion_logprobs
+from stoker.worker.logprobs import TextOffsets, completion_logprobs
 from stoker.worker.output import NoTools
 from stoker.worker.prompt import Asked, Prompt, encode, make_choices, usage_report
 from stoker.worker.record import RECORD, RequestRecord
@@ -142,6 +142,7 @@ class _Whole:
             CompletionChoice(index=choice.index, text="", finish_reason="stop") for choice in answer.choices
         ]
         self.logprobs: list[list[TokenLogprobs]] = [[] for _ in answer.choices]
+        self.offsets = [TextOffsets(choice.detokenizer) for choice in answer.choices]
         self.token_ids: list[list[int]] = [[] for _ in answer.choices]
 
     def take(self, piece: Piece) -> bool:
@@ -159,7 +160,7 @@ async def _whole(answer: CompletionAnswer, record: RequestRecord) -> Completion:
     await generate(answer.context.service, answer.choices, record, got)
     for i, result in enumerate(got.results):
         result.text = got.texts[i]
-        result.logprobs = _logprobs(answer, got.logprobs[i], 0)
+        result.logprobs = _logprobs(answer, got.logprobs[i], got.offsets[i])
         if answer.body.return_token_ids:
             result.token_ids = got.token_ids[i]
             result.prompt_token_ids = answer.prompt_of(i).token_ids
@@ -173,7 +174,7 @@ class _Events:
         self._answer = answer
         self._stream = stream
         self._envelope = Envelope(_completion(answer, [], None if answer.include_usage else UNSET))
-        self._offsets = [0] * len(answer.choices)
+        self._offsets = [TextOffsets(choice.detokenizer) for choice in answer.choices]
         self._started = {choice.index for choice in answer.choices if choice.is_resumed}
         self._with_ids = bool(answer.body.return_token_ids)
         self.room = stream.room
@@ -183,7 +184,6 @@ class _Events:
         result = CompletionChoice(index=i, text=_text(piece), finish_reason=piece.finish)
         if piece.logprobs:
             result.logprobs = _logprobs(self._answer, piece.logprobs, self._offsets[i])
-            self._offsets[i] += sum(map(len, result.logprobs.tokens)) if result.logprobs else 0
         if piece.replayed:
             return True
         if self._with_ids:
@@ -228,7 +228,9 @@ def _completion(
     )
 
 
-def _logprobs(answer: CompletionAnswer, entries: Sequence[TokenLogprobs], offset: int) -> CompletionLogprobs | None:
+def _logprobs(
+    answer: CompletionAnswer, entries: Sequence[TokenLogprobs], offsets: TextOffsets
+) -> CompletionLogprobs | None:
     if answer.body.logprobs is None:
         return None
-    return completion_logprobs(entries, answer.body.logprobs, offset, answer.context.text.tokenizer.token_bytes)
+    return completion_logprobs(entries, answer.body.logprobs, offsets, answer.context.text.tokenizer.token_bytes)

@@ -20,7 +20,7 @@ from stoker.sched.request import Finish
 
 CLIENT_GONE_STATUS = 499  # never sent: what the log and the metrics say of a client that left
 # The engine's words for a request that cannot be served.
-_CLIENT_CODES = frozenset({"duplicate_lease", "invalid_grammar", "kv_too_small"})
+_CLIENT_CODES = frozenset({"duplicate_lease", "invalid_grammar", "kv_too_small", "unknown_token"})
 
 
 class ClientStalled(StokerError):
@@ -66,6 +66,9 @@ def problem_of(error: BaseException) -> Problem:
             return Problem(500, _body(error, "server_error"))
         case web.HTTPException():
             return _of_http(error)
+        case RecursionError():
+            # Nothing here is nested but by a client: it could be read, and not be written again with more around it.
+            return problem_of(InvalidRequest("The request's body is nested too deeply.", code="invalid_json"))
         case _:
             # The message may hold what a client must not see: it goes to the log alone.
             message = "The server had an error while processing your request."

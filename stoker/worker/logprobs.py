@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 
@@ -9,6 +10,7 @@ from stoker.proto.openai.answers import TokenLogprob, TopLogprob
 from stoker.proto.openai.chat import ChoiceLogprobs
 from stoker.proto.openai.completions import CompletionLogprobs
 from stoker.sched.request import TokenLogprobs
+from stoker.text.detokenizer import Detokenizer
 
 _LOWEST = -9999.0  # JSON has no -inf
 
@@ -33,15 +35,24 @@ def content_logprobs(entries: Sequence[TokenLogprobs], token_bytes: TokenBytes) 
     return content
 
 
+class TextOffsets:
+    """Where in a choice's text its tokens begin, one after the other. Those that are parts of one character begin where it does."""
+
+    def __init__(self, detokenizer: Detokenizer) -> None:
+        """`detokenizer`: the choice's, before its first token."""
+        self._detokenizer = copy.copy(detokenizer)
+        self._num_chars = 0
+
+    def take(self, token_id: int) -> int:
+        begins = self._num_chars
+        self._num_chars += len(self._detokenizer.push(token_id))
+        return begins
+
+
 def completion_logprobs(
-    entries: Sequence[TokenLogprobs], num_logprobs: int, offset: int, token_bytes: TokenBytes
+    entries: Sequence[TokenLogprobs], num_logprobs: int, offsets: TextOffsets, token_bytes: TokenBytes
 ) -> CompletionLogprobs:
-    """`offset`: where in the choice's text the first of these tokens begins."""
     tokens = [_text(token_bytes(entry.token_id)) for entry in entries]
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
     tops: list[dict[str, float] | None] = []
     for token, entry in zip(tokens, entries, strict=True):
         top = {
@@ -54,7 +65,7 @@ def completion_logprobs(
         tokens=tokens,
         token_logprobs=[finite(entry.logprob) for entry in entries],
         top_logprobs=tops if num_logprobs else None,
-        text_offset=offsets,
+        text_offset=[offsets.take(entry.token_id) for entry in entries],
     )
 
 

@@ -27,6 +27,7 @@ from stoker.worker.resume import Resumed, resumed_choices
 from stoker.worker.sampling import ModelLimits, resolve_max_tokens, resolve_sampling, resolve_stops
 
 _CALL_ID_CHARS = 29  # as OpenAI's
+_END_TOKENS = 64  # of a prompt: more than opening the reasoning takes
 _NORMALIZED_LENGTH = 4  # normalizing may shorten a text, never by this much
 
 
@@ -81,8 +82,10 @@ def chat_parser(
     """`constrained` answers have no reasoning: their grammar holds from the first token on."""
     reasoning = None
     if text.reasoning_parser is not None and split and not constrained:
-        opened = prompt.text is not None and text.reasoning_parser.opened_by(prompt.text)
-        reasoning = text.reasoning_parser(opened)
+        end = prompt.text
+        if end is None:
+            end = text.tokenizer.decode(prompt.token_ids[-_END_TOKENS:], skip_special_tokens=False)
+        reasoning = text.reasoning_parser(text.reasoning_parser.opened_by(end))
     answer: NoTools | WantedCalls = NoTools()
     if tools.mode != "none":
         answer = WantedCalls(text.tool_parser(tools.allowed), tools.parallel, tools.forced, call_id)

@@ -6,6 +6,7 @@ import pytest
 from routing_world import World, where
 
 from stoker.base.ids import WorkerId
+from stoker.fleet.spec import Role
 from stoker.routing.hashing import rendezvous
 
 
@@ -42,6 +43,16 @@ def test_a_home_without_a_usable_worker_is_left_and_found_again(world: World) ->
     assert cluster_of(world, session) == "west"
     world.fleet.saw_probe(WorkerId("east0"), live=True, ready=True, now=1.0)
     assert cluster_of(world, session, now=60.0) == "east"
+
+
+def test_a_home_whose_decode_workers_have_lost_their_prefill_workers_is_left() -> None:
+    world = World()
+    world.add(WorkerId("east0"), Role.PREFILL, "east")
+    world.add(WorkerId("east1"), Role.DECODE, "east", decodes_alone=False)
+    world.add(WorkerId("west0"), cluster="west")
+    session = next(name for name in map(str, range(99)) if cluster_of(world, name, 900) == "east")
+    world.fleet.saw_probe(WorkerId("east0"), live=False, ready=False, now=0.0)
+    assert cluster_of(world, session) == "west"
 
 
 def test_an_overloaded_home_spills_beyond_the_bound_and_not_before(world: World) -> None:

@@ -140,6 +140,18 @@ def test_a_decode_worker_that_cannot_compute_prompts_is_never_alone() -> None:
         world.route(range(1))
 
 
+def test_prefill_and_decode_are_of_one_kind() -> None:
+    world = World()
+    for dialect in ("stoker", "sglang"):
+        world.add(WorkerId(f"p-{dialect}"), Role.PREFILL, dialect=dialect)
+    world.add(D, Role.DECODE, dialect="sglang", decodes_alone=False)
+    world.ledger.charge(WorkerId("p-sglang"), prefill_tokens=9000, context_tokens=0, output_tokens=0, now=0.0)
+    assert where(world.route(range(5))) == ("p-sglang", D)
+    world.fleet.saw_probe(WorkerId("p-sglang"), live=False, ready=False, now=0.0)
+    with pytest.raises(NoWorker):
+        world.route(range(5))
+
+
 def test_decode_computes_all_when_prefill_is_busier() -> None:
     world = split_world()
     world.ledger.charge(P, prefill_tokens=60_000, context_tokens=0, output_tokens=0, now=0.0)

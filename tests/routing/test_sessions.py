@@ -22,6 +22,16 @@ def test_a_session_is_alive_until_it_is_silent_for_longer_than_sessions_usually_
     assert sessions.home("long", (A, B)) is None
 
 
+def test_sessions_of_workers_that_left_are_forgotten() -> None:
+    sessions = Sessions()
+    for number in range(50):
+        worker = WorkerId(f"w{number}")
+        for turn in range(20):
+            sessions.placed(f"{number} {turn}", worker, (worker,), number * 1000.0 + turn)
+    assert sum(map(len, sessions._last_seen.values())) == 20
+    assert sessions.home("49 3", (WorkerId("w49"),)) == "w49"
+
+
 def test_a_session_that_moves_is_counted_once() -> None:
     sessions = Sessions()
     sessions.placed("s", A, (A, B), 0.0)

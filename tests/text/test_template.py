@@ -14,9 +14,13 @@ import tokenizers
 from tokenizers import AddedToken
 
 from stoker.base.errors import InvalidRequest, ModelFilesError
+from stoker.proto.openai.chat import ChatRequest
+from stoker.proto.openai.decode import decode
+from stoker.text.conversation import chat_conversation, num_chars
 from stoker.text.parsers.contract import TOOL_PARSERS, ToolArgumentsDelta, ToolCallStart
 from stoker.text.template import ChatTemplate
 from stoker.text.tokenizer import Tokenizer
+from stoker.text.tools import chat_tools
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
 SMOL = (
@@ -268,6 +272,16 @@ def test_the_work_of_rendering_grows_as_the_conversation_does(tokenizer: Tokeniz
 
     num_calls(100)  # whatever is done once
     assert num_calls(200) < 2.2 * num_calls(100)
+
+
+@pytest.mark.parametrize("where", ["content", "reasoning", "arguments", "tools"])
+def test_a_prompt_is_known_to_be_long_before_it_is_rendered(where: str) -> None:
+    texts = {name: "x" * (100_000 if name == where else 1) for name in ("content", "reasoning", "arguments", "tools")}
+    call = {"id": "c", "function": {"name": "f", "arguments": json.dumps({"text": texts["arguments"]})}}
+    said = {"role": "assistant", "content": texts["content"], "reasoning": texts["reasoning"], "tool_calls": [call]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"title": texts["tools"]}}}
+    body = decode(ChatRequest, json.dumps({"messages": [said], "tools": [tool]}).encode())
+    assert num_chars(chat_conversation(body, chat_tools(body, 8), constrained=False)) > 100_000
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="the public conversations are not here")

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.text.parsers.contract import TOOL_PARSERS, Delta, TextDelta, ToolArgumentsDelta, ToolCallStart
+from stoker.text.parsers.json_stream import CallObject
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -212,6 +213,38 @@ def test_llama_calls_only_the_requests_tools() -> None:
     assert _whole(_parse("llama3_json", list("Well. " + tagged))) == [("text", "Well."), ("call", "now", "{}")]
     code = "<|python_tag|>print(1)"
     assert _whole(_parse("llama3_json", list(code))) == [("text", code)]
+
+
+@pytest.mark.parametrize(
+    ("name", "beginning"),
+    [
+        ("hermes", '<tool_call>{"a": ['),
+        ("llama3_json", '<|python_tag|>{"a": ['),
+        ("llama3_json", '<|python_tag|>{"name": "now"}; {"a": ['),
+        ("llama3_json", '<|python_tag|>{"name": "other", "a": ['),
+    ],
+)
+def test_calls_begun_over_and_over_are_not_read_over_and_over(
+    name: str, beginning: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fed, feed = 0, CallObject.feed
+
+    def counted(call: CallObject, text: str) -> int:
+        nonlocal fed
+        taken = feed(call, text)
+        fed += taken
+        return taken
+
+    monkeypatch.setattr(CallObject, "feed", counted)
+    chunks = ['{"a": [', *[beginning] * 2000]
+    whole = _whole(_parse(name, chunks))
+    assert fed < 1_000_000
+    assert _whole(_parse(name, ["".join(chunks)])) == whole
+
+
+def test_a_call_is_found_within_what_began_like_one() -> None:
+    written = '<tool_call>{"a": [' * 20 + WRITTEN["hermes"](CALLS[:1])
+    assert _whole(_parse("hermes", [written])) == [("text", '<tool_call>{"a": [' * 20), ("call", "search", SEARCH)]
 
 
 def test_kimi_keeps_its_call_ids() -> None:

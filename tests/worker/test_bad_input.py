@@ -128,6 +128,8 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "regex"}}, "response_format.regex"),
     ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
     ({"guided_json": "{"}, "guided_json"),
+    ({"guided_grammar": 'root ::= "a"\n' * 6000}, "guided_grammar"),
+    ({"response_format": {"type": "regex", "regex": "a" * 65_537}}, "response_format.regex"),
     ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
     ({"structured_outputs": {"what": 1}}, "structured_outputs.what"),
     ({"tools": [{"type": "retrieval"}]}, "tools[0].type"),
@@ -283,7 +285,7 @@ def test_a_bad_grammar_is_the_clients_fault(server: Server) -> None:
         answer = server.chat(response_format={"type": "regex", "regex": "("}, stream=stream)
         assert (answer.status, answer.error["code"]) == (400, "invalid_grammar")
         assert answer.error["param"] == "response_format.regex"
-    for code in ("kv_too_small", "duplicate_lease"):
+    for code in ("kv_too_small", "duplicate_lease", "unknown_token"):
         server.say("", ends=Finish("error", error_code=code, error_message="needs 99 blocks, there are 64"))
         assert server.chat().status == 400
     server.say("", ends=Finish("error", error_code="oops", error_message="broken"))
@@ -291,6 +293,24 @@ def test_a_bad_grammar_is_the_clients_fault(server: Server) -> None:
     server.say("", ends=Finish("deadline"))
     answer = server.chat(timeout_s=0.5)
     assert (answer.status, answer.error["code"]) == (504, "deadline_exceeded")
+
+
+FORCED = '"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "f", "parameters": %s}}]'
+DEEP = [
+    (CHAT, '{"messages": [{"role": "user", "content": "hi"}], "guided_json": %s}'),
+    (CHAT, '{"messages": [{"role": "user", "content": "hi"}], ' + FORCED + "}"),
+    (RESPONSES, '{"input": "a", "stream": true, "metadata": %s}'),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), DEEP, ids=["guided_json", "tools", "metadata"])
+def test_what_can_just_be_read_need_not_be_written_again(shared: Server, path: str, body: str) -> None:
+    """Into a grammar, or into the answer's first event, where more stands around it."""
+    for depth in range(965, 995):
+        answer = shared.send(path, (body % ('{"a": ' * depth + "{}" + "}" * depth)).encode())
+        if answer.status != 200:
+            assert (answer.status, answer.error["type"]) == (400, "invalid_request_error"), depth
+    assert answer.status == 400
 
 
 VALUES = st.recursive(

@@ -191,6 +191,16 @@ def test_completion_logprobs(server: Server) -> None:
     assert set(logprobs.top_logprobs[0]) >= {"h"}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_text_offsets_are_places_in_the_text(server: Server, stream: bool) -> None:
+    server.say("🦊x é!")
+    got = server.send("/v1/completions", {"prompt": "x", "logprobs": 1, "stream": stream})
+    choices = [chunk["choices"][0] for chunk in got.chunks] if stream else got.json["choices"]
+    logprobs = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+    assert [token for one in logprobs for token in one["tokens"]] == [*"\ufffd\ufffd\ufffd\ufffdx \ufffd\ufffd!"]
+    assert [offset for one in logprobs for offset in one["text_offset"]] == [0, 0, 0, 0, 1, 2, 3, 3, 4]
+
+
 def test_responses(server: Server) -> None:
     server.say("Hello", cached_tokens=16)
     answer = server.client().responses.create(model="tiny", input="hi", instructions="Be brief")

@@ -218,10 +218,28 @@ def test_prompt_token_ids_stand_for_the_messages(server: Server) -> None:
     assert server.text.tokenizer.decode(answer["choices"][0]["token_ids"]) == "Hello, world"
 
 
+def test_thinking_that_the_prompts_token_ids_opened_is_split_off(start_server: Callable[..., Server]) -> None:
+    server = start_server(template=THINKING)
+    server.say("hm, let me see</think>\n\nYes.")
+    messages = [{"role": "user", "content": "?"}]
+    ids = server.send("/tokenize", {"messages": messages}).json["tokens"]
+    asked = server.chat(messages=messages).json["choices"][0]["message"]
+    assert (asked["reasoning_content"], asked["content"]) == ("hm, let me see", "Yes.")
+    assert server.chat(messages=..., prompt_token_ids=ids).json["choices"][0]["message"] == asked
+
+
 def test_the_last_message_can_be_continued(server: Server) -> None:
     messages = [{"role": "user", "content": "count"}, {"role": "assistant", "content": "one two"}]
     assert server.chat(messages=messages, continue_final_message=True).status == 200
     assert server.text.tokenizer.decode(server.service.requests[0].token_ids).endswith("one two")
+
+
+@pytest.mark.parametrize("begun", ["<", "end", "|>", "\n", "i"])
+def test_a_continued_message_may_be_like_what_the_template_writes_after_it(server: Server, begun: str) -> None:
+    messages = [{"role": "user", "content": "count"}, {"role": "assistant", "content": begun}]
+    assert server.chat(messages=messages, continue_final_message=True).status == 200
+    prompt = server.text.tokenizer.decode(server.service.requests[0].token_ids, skip_special_tokens=False)
+    assert prompt.endswith(f"<|im_start|>assistant\n{begun.strip()}")
 
 
 def test_special_tokens_are_kept_on_demand(server: Server) -> None:

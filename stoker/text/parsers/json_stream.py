@@ -117,9 +117,9 @@ class CallObject:
         return written if written and written != "null" else "{}"
 
     def feed(self, text: str) -> int:
-        """Returns how many characters it took: all, unless the object ended or broke before."""
-        at = 0
-        while at < len(text) and not self.done and not self.broken:
+        """Returns how many characters it took: all, unless the object ended or broke before, or said its name."""
+        at, name = 0, self.name
+        while at < len(text) and not self.done and not self.broken and self.name is name:
             if self._value is None:
                 space = _SPACE.match(text, at)
                 at = space.end() if space else self._step(text, at)

@@ -16,6 +16,9 @@ from stoker.text.stops import open_chars
 Step = Callable[[], bool]
 
 HEADER_CHARS = 512  # a call's name and marks are shorter; what is longer began like a call and is text
+# What began like a call and was none is read again, for a call may begin within it. An answer that is full of such beginnings
+# would be read once for each of them: after so many characters read in vain, objects are text.
+_IN_VAIN_CHARS = 1 << 19
 
 
 class StreamingToolParser(ToolParser):
@@ -126,11 +129,12 @@ class ObjectCalls(StreamingToolParser):
         super().__init__(tools)
         self._object = CallObject()
         self._started = False
+        self._in_vain_chars = 0
 
     def _begin_call(self) -> Step:
         self._object = CallObject()
         self._started = False
-        return self._in_object
+        return self._in_object if self._in_vain_chars < _IN_VAIN_CHARS else self._give_back
 
     def _accepts(self, name: str) -> bool:
         return True
@@ -147,18 +151,22 @@ class ObjectCalls(StreamingToolParser):
         self._buffer = self._buffer[taken:]
         if call.name is not None and not self._started:
             if not self._accepts(call.name):
-                return self._give_back()
+                return self._no_call()
             if call.streams or call.done:
                 self._started = True
                 self._start(call.name)
         if self._started:
             self._emit_arguments(call.take_arguments() if call.streams else call.final_arguments())
-        if call.done or call.broken or self._final:
+        if call.done or call.broken or (self._final and not self._buffer):
             if not self._started:
-                return self._give_back()
+                return self._no_call()
             self._step = self._end_object() if call.done else self._in_text
             return True
-        return False
+        return bool(self._buffer)
+
+    def _no_call(self) -> bool:
+        self._in_vain_chars += len(self._seen)
+        return self._give_back()
 
 
 class HeaderCalls(StreamingToolParser):
