@@ -110,6 +110,9 @@ def _tensors(folder: Path) -> list[tuple[str, tuple[int, ...]]]:
     return [(name, tuple(place.shape)) for name, place in parameter_slices(model, family.rules)]
 
 
+_QUIET_S = 3.0  # ours goes on with its preparations after up to 2
+
+
 class Server:
     """A server's processes, from the start to the first token and under load."""
 
@@ -163,10 +166,12 @@ class Server:
     def settle(self) -> float:
         """Until it does no more by itself, such as to prepare for loads to come; its CPU seconds for that."""
         before = last = sum(self.cpu_s().values())
-        for _ in range(40):
+        quiet_s = 0.0
+        for _ in range(60):
             time.sleep(0.5)
             now = sum(self.cpu_s().values())
-            if now - last < 0.05:
+            quiet_s = quiet_s + 0.5 if now - last < 0.05 else 0.0
+            if quiet_s >= _QUIET_S:
                 break
             last = now
         return now - before

@@ -70,12 +70,13 @@ class EngineSettings:
             "kv.block_tokens": self.kv.block_tokens,
             "kv.num_blocks": self.kv.num_blocks,
             "kv.memory_gib": self.kv.memory_gib,
+            "kv.card_gib": self.kv.card_gib,
             "sched.step_tokens": self.sched.step_tokens,
             "sched.max_rows": self.sched.max_rows,
             "sched.mixed_tokens": self.sched.mixed_tokens,
         }
         for name, value in positive.items():
-            if value is not None and value <= 0:
+            if value is not None and not value > 0:
                 raise ConfigError(f"{name}={value}: it must be above zero")
         if self.steps_ahead is not None and self.steps_ahead < 0:
             raise ConfigError(f"steps_ahead={self.steps_ahead}: it must not be below zero")

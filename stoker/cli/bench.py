@@ -103,6 +103,7 @@ def _serve(args: argparse.Namespace) -> int:
 
     from stoker.loadgen.report import figures, print_report, write_json
 
+    _check(args)
     target, spec = _target(args), _dataset(args)
     sessions = load_dataset(spec)
     load = _load(args, sessions)
@@ -127,6 +128,15 @@ def _serve(args: argparse.Namespace) -> int:
     if interrupted:
         raise KeyboardInterrupt
     return EXIT_FAILURES if result.failed else 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name in ("vocab_size", "max_tokens", "max_turns", "input_tokens", "output_tokens"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: must be above 0")
+    if args.json is not None and not args.json.parent.is_dir():  # before the load, not after it
+        raise ConfigError(f"--json {args.json}: there is no folder {args.json.parent}")
 
 
 async def _first_model(target: Target) -> str:

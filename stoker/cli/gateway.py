@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.base import log as logs
 from stoker.base.address import join_address, local_host
+from stoker.base.speech import say
 from stoker.cli.serving import Signals, drained, listen
 
 if TYPE_CHECKING:
@@ -145,9 +146,7 @@ async def _run(config: GatewayConfig, server: GatewayServer, listener: socket.so
         await signals.wait()
         server.begin_drain()
         if server.num_running:
-            print(
-                f"stoker: finishing {server.num_running} requests; once more to stop now", file=sys.stderr, flush=True
-            )
+            say(f"stoker: finishing {server.num_running} requests; once more to stop now", sys.stderr)
         await signals.first_of(asyncio.create_task(drained(server, config.listen.drain_s)))
         return 0
     finally:
@@ -182,12 +181,12 @@ def _print_welcome(config: GatewayConfig, port: int, server: GatewayServer) -> N
     workers = f"{server.num_workers} worker{'' if server.num_workers == 1 else 's'}"
     served = f"serving {', '.join(models)}" if models else "no model is known yet; see /v1/models"
     body = {"model": models[0] if models else "MODEL", "messages": [{"role": "user", "content": _QUESTION}]}
-    print(
+    say(
         f"""
 The gateway stands before {workers}: {served}. Try:
 
 curl -s {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\
   -d '{json.dumps(body)}'
 """,
-        flush=True,
+        sys.stdout,
     )

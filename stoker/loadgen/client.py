@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 
 from stoker.base.clock import Clock, RealClock
-from stoker.base.errors import StokerError
+from stoker.base.errors import ConfigError, StokerError
 from stoker.loadgen.session import Turn
 from stoker.loadgen.stream import AnswerReader, Delta, Record, error_body
 
@@ -36,6 +36,10 @@ class Target:
     timeout_s: float = 600.0
     new_connections: bool = False  # one for each request
     session_header: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.timeout_s > 0:  # to the HTTP client it would mean: none at all
+            raise ConfigError(f"timeout={self.timeout_s:g} s: must be above 0")
 
 
 class _Model(msgspec.Struct, frozen=True):

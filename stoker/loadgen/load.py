@@ -30,9 +30,9 @@ class Load:
     def __post_init__(self) -> None:
         if self.slots is not None and self.slots < 1:
             raise ConfigError(f"concurrency={self.slots}: no request could ever be sent")
-        if self.rate is not None and self.rate <= 0:
+        if self.rate is not None and not self.rate > 0:
             raise ConfigError(f"rate={self.rate:g} requests a second: must be above 0")
-        if self.burstiness <= 0:
+        if not self.burstiness > 0:
             raise ConfigError(f"burstiness={self.burstiness:g}: must be above 0")
 
     def starts(self) -> Iterator[float | None]:

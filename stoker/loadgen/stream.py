@@ -119,6 +119,9 @@ class Record:
         self.error_message = message
 
 
+_FAILED = ("abort", "error")  # finish reasons of vLLM and SGLang that are none of OpenAI's
+
+
 class AnswerReader:
     """Feeds a stream's bytes into a Record."""
 
@@ -147,8 +150,11 @@ class AnswerReader:
         record = self.record
         record.ended_s = now_s
         record.text = "".join(self._texts)
-        if record.error is None and not self._done and record.finish_reason is None:
-            record.fail("stream truncated", "the stream ended without a finish reason")
+        if record.error is None and record.finish_reason is None:
+            if not self._done:
+                record.fail("stream truncated", "the stream ended without a finish reason")
+            elif not (record.num_chunks or record.completion_tokens):
+                record.fail("stream empty", "the stream ended without a token and without a finish reason")
         if not record.has_usage:
             record.completion_tokens = record.num_chunks
         elif record.completion_tokens and record.first_s is None:
@@ -166,6 +172,8 @@ class AnswerReader:
         for choice in chunk.choices:
             if choice.finish_reason is not None:
                 record.finish_reason = choice.finish_reason
+                if choice.finish_reason in _FAILED:
+                    record.fail(f"stream {choice.finish_reason}", "the server gave the answer up")
             delta = choice.delta if choice.text is None else Delta(content=choice.text)
             if delta.content or delta.reasoning_content or delta.tool_calls:
                 self._take_token(now_s, record.completion_tokens - before)

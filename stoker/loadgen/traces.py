@@ -31,7 +31,7 @@ class Replay:
     def __post_init__(self) -> None:
         if self.block_tokens is not None and self.block_tokens < 1:
             raise ConfigError(f"block tokens scale={self.block_tokens}: a block needs a token")
-        if self.speedup <= 0:
+        if not self.speedup > 0:
             raise ConfigError(f"speedup={self.speedup}: must be above 0")
 
 

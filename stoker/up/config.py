@@ -157,9 +157,19 @@ def _workers(table: dict[str, Any], serve_options: Mapping[str, ServeOption], wh
         raise ConfigError(
             f"{where}: device={options['device']!r} and devices={list(workers.devices)}: give one of them"
         )
+    _check_ports(options.get("port", 0), workers.count, where)
+    if unfit := [name for name, text in workers.env.items() if not name or "=" in name or "\0" in name + text]:
+        raise ConfigError(f"{where}.env: {unfit[0]!r}: no environment can hold that")
     if wrong := [device for device in workers.devices if device < 0]:
         raise ConfigError(f"{where}.devices: {wrong[0]}: cards are counted from 0")
     return workers
+
+
+def _check_ports(first: int, count: int, where: str) -> None:
+    last = first + count - 1 if first else 0  # 0: any free one for each
+    if not 0 <= first <= last <= 65535:
+        others = f" for {count} workers" if count > 1 else ""
+        raise ConfigError(f"{where}.port={first}{others}: a port is 0 to 65535")
 
 
 def _option_value(value: Any, option: ServeOption, where: str) -> Any:
@@ -169,6 +179,8 @@ def _option_value(value: Any, option: ServeOption, where: str) -> Any:
     types: tuple[type, ...] = {int: (int,), float: (int, float), bool: (bool,)}.get(option.kind, (str,))
     if not isinstance(value, types) or (isinstance(value, bool) and option.kind is not bool):
         raise ConfigError(f"{where}={value!r}: it must be {wanted}")
+    if isinstance(value, str) and "\0" in value:
+        raise ConfigError(f"{where}={value!r}: no command can hold that")
     if option.choices and value not in option.choices:
         raise ConfigError(f"{where}={value!r}: it must be {_or(option.choices)}")
     return value

@@ -198,6 +198,8 @@ class Planner:
             "secret_file": str(self.place.secret_file),
             "offline": True,  # all that a model needs is here already
         }
+        if self.config.up.cache_dir is not None:
+            options["cache_dir"] = str(self.config.up.cache_dir)
         # Its certificate is hardly made for the address by which we reach it; the gateway knows its workers anyway.
         return options if gateway.tls else options | {"gateway": [gateway.url]}
 

@@ -32,6 +32,7 @@ class PartProcess:
 
     @staticmethod
     async def start(command: tuple[str, ...], env: Mapping[str, str], log_path: Path) -> PartProcess:
+        log_path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have tidied up
         with log_path.open("ab") as log:
             reader = LogReader(log_path)
             process = await asyncio.create_subprocess_exec(
@@ -80,21 +81,27 @@ class LogReader:
     def new_words(self) -> list[str]:
         """Whole lines since the last look that say what it is doing while it starts: no events, and no trace of an error,
         which is shown as a whole when it has ended."""
-        with self._path.open("rb") as log:
-            log.seek(self._at)
-            text, newline, _ = log.read(_LOOK_BYTES).rpartition(b"\n")
+        text, newline, _ = self._read_from(self._at).rpartition(b"\n")
         self._at += len(text) + len(newline)
         words = takewhile(lambda line: not line.startswith("Traceback"), text.decode(errors="replace").splitlines())
         return [line for line in words if line.strip() and not line.startswith(("{", " "))]
 
     def last_lines(self, num_lines: int) -> list[str]:
-        with self._path.open("rb") as log:
-            size = log.seek(0, os.SEEK_END)
-            log.seek(max(self._start, size - _LOOK_BYTES))
-            return log.read().decode(errors="replace").splitlines()[-num_lines:]
+        size = self._path.stat().st_size if self._path.exists() else 0
+        text = self._read_from(max(self._start, size - _LOOK_BYTES))
+        return text.decode(errors="replace").splitlines()[-num_lines:]
+
+    def _read_from(self, start: int) -> bytes:
+        """Nothing of a log that somebody has removed: the process writes on, and nobody reads it."""
+        try:
+            with self._path.open("rb") as log:
+                log.seek(start)
+                return log.read(_LOOK_BYTES)
+        except OSError:
+            return b""
 
 
-def put_aside(log_path: Path, max_bytes: int) -> None:
+def put_aside(log_path: Path, max_bytes: float) -> None:
     """A log that has grown becomes LOG.1, the older ones move up, the oldest goes."""
     if not log_path.exists() or log_path.stat().st_size <= max_bytes:
         return

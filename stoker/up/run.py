@@ -70,7 +70,8 @@ class Fleet:
                 while not self.supervisor.is_over:
                     await self._carry_out()
                     self._write_state()
-                    await self._wait()
+                    if not self.supervisor.is_over:  # who did not run needs no end that anybody would tell us of
+                        await self._wait()
         finally:
             for process in self._processes.values():
                 process.tell(How.KILL)
@@ -103,13 +104,13 @@ class Fleet:
 
     async def _start(self, part: Part) -> None:
         log_path = self._log_path(part.name)
-        put_aside(log_path, int(self.up.log_mib * (1 << 20)))
         restarts = self.supervisor.parts[part.name].restarts
         self.terminal.say(f"{part.name}: starting{' again' if restarts else ''}")
         try:
+            put_aside(log_path, self.up.log_mib * (1 << 20))
             process = await PartProcess.start(part.command, {**self.environment, **part.env}, log_path)
         except OSError as error:
-            self._last_words[part.name] = [f"{part.command[0]}: {error.strerror}"]
+            self._last_words[part.name] = [f"{error.filename or part.command[0]}: {error.strerror}"]
             self._exited(part.name, _CANNOT_RUN)
             return
         self._processes[part.name] = process
@@ -213,18 +214,21 @@ class Fleet:
                     log=str(self._log_path(name)),
                 )
             )
-        self.run_dir.write_state(
-            FleetState(
-                pid=os.getpid(),
-                started_at=self._started_at,
-                gateway_url=self.plan.gateway.url,
-                admin_token_file=str(self.admin_token_file),
-                store_name=self.plan.store_name,
-                log_dir=str(self.log_dir),
-                models=list(self.plan.models),
-                parts=parts,
-            )
+        whole = FleetState(
+            pid=os.getpid(),
+            started_at=self._started_at,
+            gateway_url=self.plan.gateway.url,
+            admin_token_file=str(self.admin_token_file),
+            store_name=self.plan.store_name,
+            log_dir=str(self.log_dir),
+            models=list(self.plan.models),
+            parts=parts,
         )
+        try:
+            self.run_dir.write_state(whole)
+        except OSError as error:  # a full disk is no reason to end what runs
+            place = error.filename or self.run_dir.path
+            self.terminal.say(f"{place}: {error.strerror}; `stoker status` shows what was before")
 
 
 async def _answers(session: aiohttp.ClientSession, part: Part) -> bool:

@@ -154,8 +154,9 @@ class Supervisor:
         return actions
 
     def next_look_s(self) -> float:
-        """When something is due, if nothing happens before."""
-        return min((part.due_s for part in self.parts.values()), default=math.inf)
+        """When something is due, if nothing happens before. At the end that is only whom to kill: nobody starts again."""
+        parts = (part for part in self.parts.values() if not self.stopping or part.phase is Phase.STOPPING)
+        return min((part.due_s for part in parts), default=math.inf)
 
     def _keep_up(self, now: float) -> list[Action]:
         actions: list[Action] = []

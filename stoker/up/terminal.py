@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import IO
 
+from stoker.base.speech import say
 from stoker.up.plan import FleetPlan
 
 _QUESTION = "What is the capital of France?"
@@ -26,16 +27,16 @@ class Terminal:
     def say(self, text: str) -> None:
         start = "\r\033[K" if self._unfinished else ""
         self._unfinished = False
-        print(f"{start}{time.monotonic() - self._started_s:6.1f} s  {text}", file=self._err, flush=True)
+        say(f"{start}{time.monotonic() - self._started_s:6.1f} s  {text}", self._err)
 
     def progress(self, stage: str, done: int, total: int) -> None:
         """On a terminal one line that is written over; elsewhere a line a stage."""
         if self._err.isatty() and total:
             part = f"{stage} {100 * done // total}%"
-            print(f"\r\033[K{time.monotonic() - self._started_s:6.1f} s  {part}", end="", file=self._err, flush=True)
+            say(f"\r\033[K{time.monotonic() - self._started_s:6.1f} s  {part}", self._err, end="")
             self._unfinished = True
             if done >= total:
-                print(file=self._err)
+                say("", self._err)
                 self._unfinished = False
         elif stage != self._stage:
             self.say(stage)
@@ -46,7 +47,7 @@ class Terminal:
         insecure = " -k" if plan.gateway.tls else ""
         body = {"model": plan.models[0] if plan.models else "MODEL", "temperature": 0}
         body |= {"messages": [{"role": "user", "content": _QUESTION}]}
-        print(
+        say(
             f"""
 {table(("PART", "ROLE", "ADDRESS", "PID", "LOG"), rows)}
 
@@ -55,8 +56,7 @@ Logs lie in {log_dir}. `stoker status` shows how it goes; Ctrl-C stops everythin
 curl -s{insecure} {plan.gateway.url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\
   -d '{json.dumps(body)}'
 """,
-            file=self._out,
-            flush=True,
+            self._out,
         )
 
 

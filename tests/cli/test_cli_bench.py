@@ -112,6 +112,13 @@ def test_public_sets_are_played(server: ScriptedServer, data_dir: Path, name: st
         (["--header", "nonsense"], "NAME:VALUE"),
         (["--range-ratio", "2"], "range ratio=2"),
         (["--num-requests", "0"], "num_requests=0"),
+        (["--rate", "nan"], "rate=nan"),
+        (["--vocab-size", "0"], "--vocab-size 0: must be above 0"),
+        (["--max-tokens", "0"], "--max-tokens 0: must be above 0"),
+        (["--max-turns", "-1"], "--max-turns -1: must be above 0"),
+        (["--timeout-s", "0"], "timeout=0 s: must be above 0"),
+        (["--timeout-s", "nan"], "timeout=nan s: must be above 0"),
+        (["--json", "/not/there/out.json"], "--json /not/there/out.json: there is no folder /not/there"),
     ],
 )
 def test_settings_that_cannot_work_are_named(server: ScriptedServer, capsys, argv: list[str], message: str):

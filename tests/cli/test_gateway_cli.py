@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shlex
 import shutil
@@ -229,6 +230,25 @@ def test_the_first_signal_waits_for_what_runs_and_the_second_does_not(tmp_path: 
             running.process.wait(1)
         assert running.stop() == 0
         endless.communicate(timeout=60)
+
+
+def test_what_runs_is_finished_also_when_nobody_reads_what_the_gateway_says(
+    tmp_path: Path, server: ScriptedServer
+) -> None:
+    """Ctrl-C on `stoker gateway 2>&1 | tee log` ends the reader first."""
+    server.script = lambda seen: answer("slow", "er", pause=1.0)
+    fifo = tmp_path / "gateway.log"
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    with started(tmp_path, "--worker", f"{server.url},dialect=openai", "--ledger", "none") as running:
+        body = json.dumps({"model": "scripted", "stream": True, "messages": [{"role": "user", "content": "Hi"}]})
+        command = ["curl", "-sSN", "-m", "200", f"{running.url}/v1/chat/completions", "-d", body]
+        asking = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert asking.stdout is not None
+        assert asking.stdout.readline().startswith("data:")
+        os.close(reader)
+        assert running.stop(signal.SIGINT) == 0
+        assert asking.communicate(timeout=60)[0].rstrip().endswith("data: [DONE]")
 
 
 def test_https(tmp_path: Path, server: ScriptedServer) -> None:

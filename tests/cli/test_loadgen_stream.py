@@ -114,6 +114,9 @@ def test_tokens_without_a_text_of_their_own_came_by_the_end():
         (event({"error": "gone"}), "stream unknown"),
         (b"data: {nonsense\n\n", "stream bad_chunk"),
         (b"", "stream truncated"),
+        (b"data: [DONE]\n\n", "stream empty"),
+        (whole(event({"object": "error", "message": "gone"}), b"data: [DONE]\n\n"), "stream empty"),
+        (whole(delta(content="a"), event({"choices": [{"delta": {}, "finish_reason": "abort"}]})), "stream abort"),
     ],
 )
 def test_a_broken_stream_is_an_error_of_its_kind(stream, kind):

@@ -194,6 +194,15 @@ def test_the_first_workers_need_no_warming_up_and_later_ones_do() -> None:
     assert first.share == 1.0
 
 
+def test_heartbeats_of_the_first_do_not_spare_later_ones_their_warming_up() -> None:
+    of = fleet(A)
+    for beat in range(34):
+        of.add(spec(A), 3.0 * beat)
+    late = of.add(spec(B), 100.0)
+    names(of, 100.0)
+    assert late.share == pytest.approx(0.1)
+
+
 def test_candidates_are_those_of_the_model_and_role() -> None:
     of = Fleet()
     of.add(spec(A, Role.PREFILL), 0.0)

@@ -55,6 +55,7 @@ OPTIONS: Mapping[str, ServeOption] = {
     "gateway": ServeOption("--gateway", str, repeatable=True),
     "secret_file": ServeOption("--secret-file", Path),
     "offline": ServeOption("--offline", bool),
+    "cache_dir": ServeOption("--cache-dir", Path),
 }
 MACHINE = Machine(ram_bytes=64 * GIB, shared_bytes=8 * GIB, disk_bytes=500 * GIB, card_bytes=(80 * GIB, 80 * GIB))
 
@@ -103,6 +104,12 @@ def flags(plan: FleetPlan, name: str) -> dict[str, Any]:
         ("[[workers]]\ndevices = [-1]", "workers.devices: -1: cards are counted from 0"),
         ("[[workers]]\nname = 'a b'", "workers.name='a b': up to 41 letters, digits and . _ - are allowed"),
         ("[[workers]]\n[workers.env]\nA = 1", "workers.env[...]: expected `str`, got `int`"),
+        ("[[workers]]\n[workers.env]\n'A=B' = 'x'", "workers.env: 'A=B': no environment can hold that"),
+        ('[[workers]]\n[workers.env]\nA = "x\\u0000"', "workers.env: 'A': no environment can hold that"),
+        ('[[workers]]\ndevice = "x\\u0000"', "workers.device='x\\x00': no command can hold that"),
+        ("[[workers]]\nport = 70000", "workers.port=70000: a port is 0 to 65535"),
+        ("[[workers]]\nport = -1", "workers.port=-1: a port is 0 to 65535"),
+        ("[[workers]]\nport = 65534\ncount = 3", "workers.port=65534 for 3 workers: a port is 0 to 65535"),
         (
             "[[workers]]\nrole = 'prefill'\ncount = 3",
             "the embedded model: 3 prefill and no decode or unified workers: nobody would write its answers",
@@ -172,6 +179,11 @@ def test_workers_get_their_options_ports_and_tiers() -> None:
     assert next(part.env for part in plan.parts if part.name == "prefill-0") == {"OMP": "1"}
     assert plan.parts[0].command == ("/bin/master", "--rpc_port=8001", "--metrics_port=8002")
     assert plan.gateway_table["worker"][2] == {"url": "http://127.0.0.1:9000", "role": "decode"}
+
+
+def test_workers_keep_compiled_kernels_where_the_fleet_keeps_all_else() -> None:
+    assert flags(plan_of(config_of("[[workers]]\n[up]\ncache_dir = '/c'")), "unified-0")["--cache-dir"] == "/c"
+    assert "--cache-dir" not in flags(plan_of(config_of("[[workers]]")), "unified-0")
 
 
 def test_cards_are_taken_in_turns_and_shared_fairly() -> None:

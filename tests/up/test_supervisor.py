@@ -173,6 +173,22 @@ def test_who_does_not_end_in_time_is_killed(world: World) -> None:
     assert world.pass_time(100) == [Stop("gateway", How.KILL)]
 
 
+def test_while_the_gateway_drains_nothing_is_due_of_those_behind_it() -> None:
+    """Else whoever carries this out would look again and again, without a pause, for as long as that takes."""
+    world = World(Patience(start_s=10.0))
+    world.bring_up()
+    world.exit("prefill-0")
+    world.exit("decode-0")
+    world.pass_time(0.5)  # both start again, and one of them ends again
+    world.exit("decode-0")
+    world.supervisor.stop()
+    assert world.look() == [Stop("gateway", How.ASK)]
+    assert world.pass_time(50) == []
+    assert world.supervisor.next_look_s() == 100.5
+    world.exit("gateway", 0)
+    assert world.look() == [Stop("prefill-0", How.ASK)]
+
+
 def test_a_second_and_a_third_request_to_end_are_stronger(world: World) -> None:
     world.bring_up()
     world.exit("decode-0")

@@ -98,12 +98,19 @@ def test_a_kept_port_is_for_its_part_alone() -> None:
         ports.take("127.0.0.1", port)
     with socket.socket() as other, pytest.raises(OSError):
         other.bind(("127.0.0.1", port))  # somebody who does not know
+    with pytest.raises(ConfigError, match="another fleet keeps it"):
+        others.take("127.0.0.1", port)  # also while nobody listens there
+    assert others.take_after("127.0.0.1", port - 1) != port
     for _ in range(2):  # the part, and the part started again
         with listen("127.0.0.1", port) as listener:
             listener.listen()
             with pytest.raises(ConfigError, match="Address already in use"):
                 others.take("127.0.0.1", port)
             assert others.take_after("127.0.0.1", port - 1) > port
+    with pytest.raises(ConfigError, match=r"port 0 of a\.\.b cannot be used: .*; choose another one"):
+        ports.take("a..b", 0)
+    with pytest.raises(ConfigError, match=r"cannot listen on a\.\.b:0: .*; choose another --host or --port"):
+        listen("a..b", 0)
     ports.close()
     others.close()
 

@@ -1,0 +1,148 @@
+"""A fleet's life over parts that do nothing: it goes on when nobody hears it, when its logs are gone, when the disk is full."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from waiting import until
+
+from stoker.cli.serving import listen
+from stoker.up.config import UpConfig
+from stoker.up.plan import FleetPlan, Kind, Listening, Part
+from stoker.up.run import Fleet, FleetFailed
+from stoker.up.state import RunDir, open_run_dir
+from stoker.up.supervisor import Phase
+from stoker.up.terminal import Terminal
+
+# Ready at once; asked to end, it says so in a file before it does: killed, it could not.
+PART = """
+import pathlib, signal, socket, sys
+kept = socket.create_server(("127.0.0.1", int(sys.argv[1])))
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(pathlib.Path(sys.argv[2]).write_text("asked")))
+while True:
+    kept.accept()[0].close()
+"""
+
+
+def free_port() -> int:
+    with listen("127.0.0.1", 0) as one:
+        return int(one.getsockname()[1])
+
+
+def part_of(tmp_path: Path, name: str, kind: Kind, program: str = PART) -> Part:
+    port = free_port()
+    command = (sys.executable, "-c", program, str(port), str(tmp_path / "ended"))
+    return Part(name, kind, kind.value, command, f"127.0.0.1:{port}", None, stop_s=20.0)
+
+
+def fleet_of(tmp_path: Path, run_dir: RunDir, terminal: Terminal, *parts: Part, first_pause_s: float = 0.01) -> Fleet:
+    parts = parts or (part_of(tmp_path, "one", Kind.STORE),)
+    return Fleet(
+        plan=FleetPlan(parts, Listening("127.0.0.1", 9), {}, None, (), False),
+        up=UpConfig(first_pause_s=first_pause_s, log_mib=1e-6),
+        run_dir=run_dir,
+        log_dir=tmp_path / "logs",
+        admin_token="",
+        admin_token_file=tmp_path / "token",
+        environment=os.environ,
+        terminal=terminal,
+        on_stopped=lambda: None,
+    )
+
+
+@asynccontextmanager
+async def running(fleet: Fleet) -> AsyncIterator[None]:
+    """Asked to end when the block is left; whatever it raises is raised here."""
+    life = asyncio.create_task(fleet.run())
+    try:
+        await until(lambda: fleet.supervisor.all_ready or life.done())
+        yield
+        if not life.done():
+            os.kill(os.getpid(), signal.SIGTERM)
+        async with asyncio.timeout(30):
+            assert await life in (0, 130)
+    finally:
+        life.cancel()
+        await asyncio.gather(life, return_exceptions=True)
+
+
+async def killed_and_back(fleet: Fleet) -> None:
+    state = fleet.supervisor.parts["one"]
+    os.kill(fleet._processes["one"].pid, signal.SIGKILL)
+    await until(lambda: (state.restarts == 1 and state.phase is Phase.READY) or fleet.supervisor.stopping)
+    assert not fleet.supervisor.stopping
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Iterator[RunDir]:
+    (tmp_path / "logs").mkdir()
+    ours = open_run_dir(tmp_path / "fleets", 9)
+    yield ours
+    ours.remove()
+
+
+def test_a_fleet_that_nobody_hears_any_more_still_ends_in_order(tmp_path: Path, run_dir: RunDir) -> None:
+    reader, writer = os.pipe()
+    with open(writer, "w") as nobody:
+        os.close(reader)  # a terminal that was closed, a `tee` that Ctrl-C ended first
+
+        async def life() -> None:
+            async with running(fleet_of(tmp_path, run_dir, Terminal(nobody, nobody))):
+                pass
+
+        asyncio.run(life())
+    assert (tmp_path / "ended").read_text() == "asked"
+
+
+def test_logs_that_somebody_removed_end_nothing(tmp_path: Path, run_dir: RunDir) -> None:
+    async def life() -> None:
+        fleet = fleet_of(tmp_path, run_dir, Terminal())
+        async with running(fleet):
+            for log in (tmp_path / "logs").iterdir():
+                log.unlink()
+            (tmp_path / "logs").rmdir()
+            await killed_and_back(fleet)
+
+    asyncio.run(life())
+    assert (tmp_path / "logs" / "one.log").exists()
+
+
+def test_a_state_that_cannot_be_written_ends_nothing(
+    tmp_path: Path, run_dir: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def life() -> None:
+        fleet = fleet_of(tmp_path, run_dir, Terminal())
+        async with running(fleet):
+            run_dir.path.rename(tmp_path / "elsewhere")
+            await killed_and_back(fleet)
+
+    asyncio.run(life())
+    assert "No such file or directory; `stoker status` shows what was before" in capsys.readouterr().err
+
+
+def test_a_part_that_cannot_start_is_told_at_once_where_nothing_else_runs(tmp_path: Path, run_dir: RunDir) -> None:
+    async def life() -> None:
+        async with asyncio.timeout(30):
+            one = part_of(tmp_path, "one", Kind.STORE, "raise SystemExit('no secret')")
+            two = part_of(tmp_path, "two", Kind.GATEWAY)
+            await fleet_of(tmp_path, run_dir, Terminal(), one, two).run()
+
+    with pytest.raises(FleetFailed, match=r"one cannot run: it ended with code 1 before it was ready.*\n +no secret"):
+        asyncio.run(life())
+
+
+def test_a_fleet_is_stopped_while_its_last_part_waits_to_be_started_again(tmp_path: Path, run_dir: RunDir) -> None:
+    async def life() -> None:
+        fleet = fleet_of(tmp_path, run_dir, Terminal(), first_pause_s=20.0)
+        async with running(fleet):
+            os.kill(fleet._processes["one"].pid, signal.SIGKILL)
+            await until(lambda: fleet.supervisor.parts["one"].phase is Phase.PAUSED)
+
+    asyncio.run(life())
