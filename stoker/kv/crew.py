@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import TypeVar
+
+from stoker.base.allowance import usable_cores
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -16,7 +17,7 @@ _MOST_COPIERS = 4
 
 def num_copiers() -> int:
     """Threads that fill a machine's memory bandwidth, the caller among them."""
-    return min(_MOST_COPIERS, len(os.sched_getaffinity(0)))
+    return min(_MOST_COPIERS, usable_cores())
 
 
 class Crew:

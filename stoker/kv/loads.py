@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 from stoker.base import log as logs
 from stoker.base.ids import BlockId, BlockKey
+from stoker.kv.aside import Aside
 from stoker.kv.block_io import BlockIo, Buffers, HostBytes, Mark
 from stoker.kv.speed import Speed
 from stoker.kv.tier_use import TierUse, first_holders
@@ -20,7 +20,6 @@ from stoker.kv.transfer import BlockName, KvLoad, KvTicket, LoadResult, PeerUnav
 
 IN_RAM = "CPU"
 
-_READERS = 4
 _AT_A_TIME = 16  # blocks of one read: the deadline is looked at between them
 _GUESS_PEER_BYTES_PER_S = 1e9
 # A load is given up when it takes so many times what was expected and so long, or, if that is more, such a part of the time
@@ -62,6 +61,7 @@ class Loader:
         peers: Peers,
         io: BlockIo,
         buffers: Buffers,
+        aside: Aside,
         block_bytes: int,
         compute_s: Callable[[int], float],
     ) -> None:
@@ -72,7 +72,7 @@ class Loader:
         self._buffers = buffers
         self._block_bytes = block_bytes
         self._compute_s = compute_s
-        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="kv-read")
+        self._aside = aside
 
     def load(self, wanted: KvLoad, mark: Mark) -> LoadResult:
         """Blocking. The blocks are free to be written from `mark` on."""
@@ -85,9 +85,6 @@ class Loader:
     def is_worth(self, use: TierUse) -> bool:
         """Whether a block is had sooner from there than by computing."""
         return use.speed.seconds(self._block_bytes) <= self._compute_s(1)
-
-    def close(self) -> None:
-        self._readers.shutdown(wait=False, cancel_futures=True)
 
     def _fill(self, wanted: KvLoad, sources: list[str | None]) -> None:
         # One that has come to a stop is expected to take for ever: nobody shall wait for that.
@@ -155,28 +152,11 @@ class Loader:
         return own if len(own) == len(blocks) else None
 
     def _read_aside(self, use: TierUse, keys: list[BlockKey], blocks: list[BlockId], deadline_s: float) -> list[bool]:
-        buffers = [self._buffers.obtain() for _ in keys]
-        started_s = time.monotonic()
-        reading: Future[list[bool]] = self._readers.submit(use.read, keys, buffers)
-        try:
-            right = reading.result(timeout=max(0.0, deadline_s - started_s))
-        except TimeoutError:
-            use.late(len(keys), time.monotonic() - started_s)
-            reading.add_done_callback(lambda done: self._left_behind(done, buffers))
-            raise TierUnavailable(f"{use.name}: {len(keys)} blocks did not come in time") from None
-        except TierUnavailable:
-            self._buffers.lose(buffers)
-            raise
+        buffers, right = self._aside.read(use, keys, deadline_s)
         good = [i for i, is_right in enumerate(right) if is_right]
         self._io.write([buffers[i] for i in good], [blocks[i] for i in good])
         self._buffers.give_back(buffers)
         return right
-
-    def _left_behind(self, reading: Future[list[bool]], buffers: list[HostBytes]) -> None:
-        if reading.cancelled() or reading.exception() is None:
-            self._buffers.give_back(buffers)
-        else:
-            self._buffers.lose(buffers)
 
 
 def _runs(indices: Sequence[int]) -> Iterator[range]:

@@ -31,6 +31,7 @@ from stoker.kv.transports.contract import Pull, make_transports
 
 _WAIT_S = 1.0  # that a peer waits for more blocks before it says that there are none yet: a dead one is noticed
 _RELEASE_S = 2.0
+_SILENT_S = 10.0  # that no lease is released at a peer which could not be asked: its leases end by themselves
 _OPENS_S = 5.0  # that a lease may take to open: one whose request was refused never does
 _SWEEP_S = 1.0
 _MAX_PEERS = 64
@@ -274,6 +275,7 @@ class PeerClient:
 
     def _keep(self) -> None:
         """Releases leases; and forgets peers that are gone, whose memory a link would keep from being freed."""
+        silent_until_s: dict[tuple[str, str], float] = {}  # each try would hold up the others' leases
         while True:
             try:
                 ticket = self._releases.get(timeout=_SWEEP_S)
@@ -286,18 +288,29 @@ class PeerClient:
                 continue
             if ticket is None:
                 return
+            now_s = time.monotonic()
+            silent_until_s = {peer: until_s for peer, until_s in silent_until_s.items() if until_s > now_s}
             for address in ticket.address.split(","):
-                self._release(self._peer(address, ticket.engine_id), ticket.lease_id)
+                named = (address, ticket.engine_id)
+                if named not in silent_until_s and not self._release(*named, ticket.lease_id):
+                    silent_until_s[named] = time.monotonic() + _SILENT_S
 
-    def _release(self, peer: Peer, lease_id: str) -> None:
-        try:
-            with peer.connection(_RELEASE_S) as connection:
-                connection.limit(_RELEASE_S, _RELEASE_S)
-                connection.send(Kind.RELEASE, lease_id.encode())
-                connection.receive(Kind.RELEASED)
-        except PeerUnavailable as lost:
-            self._drop(peer)
-            _log.event("kv_release_failed", peer=peer.address, lease=lease_id, reason=lost.message)
+    def _release(self, address: str, engine_id: str, lease_id: str) -> bool:
+        """False: it could not be asked."""
+        while True:
+            peer, was_kept = self._peer(address, engine_id), False
+            try:
+                with peer.connection(_RELEASE_S) as connection:
+                    was_kept = connection.was_kept
+                    connection.limit(_RELEASE_S, _RELEASE_S)
+                    connection.send(Kind.RELEASE, lease_id.encode())
+                    connection.receive(Kind.RELEASED)
+                return True
+            except PeerUnavailable as lost:
+                self._drop(peer)
+                if not was_kept:  # else it may have broken long ago, and is made anew
+                    _log.event("kv_release_failed", peer=address, lease=lease_id, reason=lost.message)
+                    return False
 
     def _count(self, num_blocks: int, num_corrupt: int, part_bytes: int) -> None:
         with self._lock:

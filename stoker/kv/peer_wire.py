@@ -12,10 +12,12 @@ import hmac
 import json
 import socket
 import struct
+import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from math import ceil, inf
 from typing import Any
 
 from stoker.base.ids import BlockId, BlockKey
@@ -82,12 +84,13 @@ class Connection:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
 
     def limit(self, receive_s: float, send_s: float) -> None:
-        """How long one call may wait from now on; 0 is for ever."""
+        """How long receiving something may take, and one call that sends, from now on; 0 is for ever."""
         if (receive_s, send_s) == self._limits:
             return
         for option, seconds in ((socket.SO_RCVTIMEO, receive_s), (socket.SO_SNDTIMEO, send_s)):
-            whole = int(seconds)
-            timeval = struct.pack("@ll", whole, int((seconds - whole) * 1e6))
+            timeval = struct.pack(
+                "@ll", *divmod(ceil(seconds * 1e6), 1_000_000)
+            )  # the least is not rounded to for ever
             self._sock.setsockopt(socket.SOL_SOCKET, option, timeval)
         self._limits = (receive_s, send_s)
 
@@ -123,7 +126,8 @@ class Connection:
         return bytes(data)
 
     def receive_into(self, view: memoryview) -> None:
-        at, end = 0, len(view)
+        limit_s, at, end = self._limits[0], 0, len(view)
+        until_s = time.monotonic() + (limit_s or inf)
         while at < end:
             try:
                 count = self._sock.recv_into(view[at:], end - at, socket.MSG_WAITALL)
@@ -132,6 +136,10 @@ class Connection:
             if not count:
                 raise PeerLost(f"the connection ended with {end - at} of {end} bytes to come")
             at += count
+            if (
+                at < end and time.monotonic() >= until_s
+            ):  # the kernel's limit is of one call, and any byte begins another
+                raise PeerLost(f"{end - at} of {end} bytes did not come in {limit_s:.2f} s")
 
     def is_idle(self) -> bool:
         """Whether it stands and nothing lies on it; a connection that is kept for later has nothing to say."""

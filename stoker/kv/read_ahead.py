@@ -11,12 +11,14 @@ from collections.abc import Callable, Sequence
 
 from stoker.base import log as logs
 from stoker.base.ids import BlockKey
+from stoker.kv.aside import Aside
 from stoker.kv.block_io import Buffers, HostBytes
 from stoker.kv.loads import IN_RAM, Peers
 from stoker.kv.tier_use import TierUse, first_holders
 from stoker.kv.transfer import BlockName, KvTicket, PeerUnavailable, TierUnavailable
 
 _PULL_S = 60.0
+_MOVE_S = 5.0  # that reading a block may take, from however slow a tier
 
 log = logs.EventLog("kv")
 
@@ -27,11 +29,13 @@ class ReadAhead:
         tiers: Sequence[TierUse],
         peers: Peers,
         buffers: Buffers,
+        aside: Aside,
         stored: Callable[[TierUse, Sequence[BlockName]], None],
     ) -> None:
         self._tiers = tiers
         self._peers = peers
         self._buffers = buffers
+        self._aside = aside
         self._stored = stored
         self._ram = next((use for use in tiers if use.tier.medium == IN_RAM), None)
 
@@ -40,10 +44,8 @@ class ReadAhead:
         if self._ram is None:
             return
         for name, holder in zip(names, first_holders(self._tiers, [name.key for name in names]), strict=True):
-            if holder is None:
+            if holder is None or (holder is not self._ram and not self._move(name, holder, self._ram)):
                 return
-            if holder is not self._ram:
-                self._move(name, holder, self._ram)
 
     def pull(self, ticket: KvTicket) -> None:
         """Full blocks of a lease, as they become ready: into RAM."""
@@ -66,23 +68,22 @@ class ReadAhead:
             for name in use.tier.names():
                 if name.key in wanted:
                     wanted.discard(name.key)
-                    self._move(name, use, to)
+                    if not self._move(name, use, to):
+                        break
 
-    def _move(self, name: BlockName, src: TierUse, dst: TierUse) -> None:
-        buffer = self._buffers.obtain()
+    def _move(self, name: BlockName, src: TierUse, dst: TierUse) -> bool:
+        """False: one of the two does not answer."""
         try:
-            is_right = src.read([name.key], [buffer])[0]
-        except TierUnavailable as lost:
-            self._buffers.lose([buffer])
-            log.event("kv_move_failed", src=src.name, dst=dst.name, reason=lost.message)
-            return
-        try:
-            if is_right:
-                self._write([name], [buffer], dst)
+            buffers, (is_right,) = self._aside.read(src, [name.key], time.monotonic() + _MOVE_S)
+            try:
+                if is_right:
+                    self._write([name], buffers, dst)
+            finally:
+                self._buffers.give_back(buffers)
         except TierUnavailable as lost:
             log.event("kv_move_failed", src=src.name, dst=dst.name, reason=lost.message)
-        finally:
-            self._buffers.give_back([buffer])
+            return False
+        return True
 
     def _write(self, names: list[BlockName], data: list[HostBytes], to: TierUse) -> None:
         taken = to.write(names, data)

@@ -30,6 +30,10 @@ class Speed:
         """Measured by itself: whatever was before counts no more."""
         self._bytes, self._seconds = float(num_bytes), max(seconds, 1e-6)
 
+    def forget(self) -> None:
+        """The guess holds again."""
+        self._bytes = self._seconds = 0.0
+
     def failed(self, seconds: float) -> None:
         """Time went by and nothing came: it counts against the next estimate."""
         self._seconds += seconds

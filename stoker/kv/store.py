@@ -16,6 +16,7 @@ from typing import ParamSpec
 
 from stoker.base import log as logs
 from stoker.base.ids import BlockId, BlockKey
+from stoker.kv.aside import Aside
 from stoker.kv.block_io import BlockIo, Buffers, Mark
 from stoker.kv.keys import block_keys, root_key, salt_hash
 from stoker.kv.loads import Loader, Peers
@@ -74,11 +75,15 @@ class KvStore:
         count = max(_FEWEST_BUFFERS, min(_MOST_BUFFERS, _BUFFER_BYTES[context.on_card] // context.block_bytes))
         self.max_offers = count if self.tiers else 0
         buffers = Buffers(count, context.block_bytes, context.on_card)
-        self._loader = Loader(self.tiers, peers, io, buffers, context.block_bytes, self._compute_s)
+        self._aside = Aside(self.tiers, buffers)
+        self._loader = Loader(self.tiers, peers, io, buffers, self._aside, context.block_bytes, self._compute_s)
         self._behind = WriteBehind(self.tiers, io, buffers, count // 2, context.wake, self._stored)
-        self._ahead = ReadAhead(self.tiers, peers, buffers, self._stored)
+        self._ahead = ReadAhead(self.tiers, peers, buffers, self._aside, self._stored)
         self._loads = ThreadPoolExecutor(_LOADERS, thread_name_prefix="kv-load")
+        # Apart from those: a worker that does not answer takes its time of whoever pulls, and of nobody else.
+        self._pulls = ThreadPoolExecutor(_LOADERS, thread_name_prefix="kv-pull")
         self._hints = ThreadPoolExecutor(1, thread_name_prefix="kv-ahead")
+        self._telling = ThreadPoolExecutor(1, thread_name_prefix="kv-tell")
         self._closed = threading.Event()
         self._hint_room = threading.Semaphore(_MOST_HINTS)
         if self.tiers:
@@ -107,7 +112,7 @@ class KvStore:
         if ticket is not None:
             self._hint(self._ahead.pull, ticket)
         if token_ids:
-            self._hint(self._ahead.promote, self._names(token_ids, salt))
+            self._hint(self._promote, token_ids, salt)
 
     def offer_again(self, to: TierUse, keys: Sequence[BlockKey]) -> None:
         self._run(self._hints, self._ahead.offer_again, to, list(keys))
@@ -116,7 +121,8 @@ class KvStore:
 
     def start(self, wanted: KvLoad) -> None:
         """The blocks are the store's until `take_filled` tells of them."""
-        self._run(self._loads, self._load, wanted, self._io.mark())
+        threads = self._loads if wanted.ticket is None else self._pulls
+        self._run(threads, self._load, wanted, self._io.mark())
 
     def take_filled(self) -> list[LoadResult]:
         return [self._filled.popleft() for _ in range(len(self._filled))]
@@ -156,13 +162,13 @@ class KvStore:
 
     def tell_held(self) -> None:
         """What the tiers held before this worker began, as events. Behind the engine's back: a disk of many blocks takes long."""
-        self._run(self._hints, self._tell_held)
+        self._run(self._telling, self._tell_held)
 
     def close(self) -> None:
         self._closed.set()
-        for threads in (self._loads, self._hints):
+        for threads in (self._loads, self._pulls, self._hints, self._telling):
             threads.shutdown(wait=False, cancel_futures=True)
-        self._loader.close()
+        self._aside.close()
         self._behind.close(_CLOSE_S)
         self._peers.close()
         for use in self.tiers:
@@ -180,11 +186,19 @@ class KvStore:
             if wanted.ticket is not None:
                 self._peers.release(wanted.ticket)
 
+    def _promote(self, token_ids: Sequence[int], salt: str) -> None:
+        self._ahead.promote(self._names(token_ids, salt))
+
     def _tell_held(self) -> None:
         for use in self.tiers:
             names = use.tier.names()
-            while group := tuple(islice(names, _TOLD_AT_A_TIME)):
+            while not self._closed.is_set() and (group := tuple(islice(names, _TOLD_AT_A_TIME))):
                 self._stored(use, group)
+                # Listing takes long: some may have gone since they were listed, and their end was told before they were.
+                here = use.find([name.key for name in group])
+                if gone := tuple(name.key for name, is_here in zip(group, here, strict=True) if not is_here):
+                    self._events.append(TierEvent(use.name, removed=gone))
+                    self._context.wake()
 
     def _look_after(self) -> None:
         while not self._closed.wait(_CATCH_UP_S):

@@ -101,6 +101,8 @@ class TierUse:
         data = new_buffer(block_bytes)
         try:
             if not self.tier.write([name], [data])[0]:
+                with self._lock:  # it is full, say: how fast it reads is seen when the next load tries it
+                    self.speed.forget()
                 return
             self.tier.read([name.key], [data])  # the first one also opens connections and files
             taken_s = []

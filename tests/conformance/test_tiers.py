@@ -158,7 +158,7 @@ WORLDS = {make.__name__: make for make in (host_private, host_shared, disk, disk
 
 @pytest.fixture(params=WORLDS)
 def world(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    for name in ("host.LOCK_S", "disk_room._LOCK_S"):
+    for name in ("host.LOCK_S", "disk_room._LOCK_S", "disk._ANSWER_S"):
         monkeypatch.setattr(f"stoker.kv.tiers.{name}", PATIENCE_S)
     makes = WORLDS[request.param](tmp_path)
     world = next(makes)

@@ -77,6 +77,12 @@ class Clock:
         monkeypatch.setattr(disk_dir, "time", SimpleNamespace(monotonic=lambda: self.now_s, time=time.time))
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is, its disk answers in time."""
+    monkeypatch.setattr(disk_module, "_ANSWER_S", 60.0)
+
+
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Made]:
     made = Made(tmp_path / "kv")
@@ -178,6 +184,29 @@ def test_a_start_does_not_wait_for_the_scan(make: Made, monkeypatch: pytest.Monk
     assert again._contents.scanned.wait(30)
     assert again.stats().blocks == 11
     assert again.stats().used_bytes == 11 * FILE
+
+
+def test_what_a_long_scan_finds_is_told(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = make()
+    write(tier, *range(10))
+    tier.close()
+    may_go_on = threading.Event()
+    real = disk_index.scan
+
+    def slow(root: Path) -> Iterator[dict[bytes, disk_index.Entry]]:
+        may_go_on.wait(60)
+        yield from real(root)
+
+    monkeypatch.setattr(disk_contents, "scan", slow)
+    again = make(scanned=False)
+    told: list[BlockName] = []
+    listing = threading.Thread(target=lambda: told.extend(again.names()))
+    listing.start()
+    listing.join(0.2)
+    assert listing.is_alive(), "it waits, however long that takes: a million files are looked at for minutes"
+    may_go_on.set()
+    listing.join(60)
+    assert {name.key for name in told} == {name_of(number).key for number in range(10)}
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
@@ -427,6 +456,31 @@ def test_a_full_disk_declines_and_is_tried_again_later(tiny_disk: Path, monkeypa
     assert write(tier, 11) == [True]
     assert read(tier, 11) == [True]
     make.close()
+
+
+def test_a_disk_that_has_become_read_only_is_still_read(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr(disk_module, "_NOTE_USE_NS", 0)
+    tier = make(blocks=10)
+    write(tier, *range(10))
+    real = os.open
+
+    def refuse(*args: object, **rest: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    def open_only_to_read(path: str, flags: int, mode: int = 0o777, **rest: int) -> int:
+        return refuse() or 0 if flags & (os.O_WRONLY | os.O_RDWR) else real(path, flags, mode, **rest)
+
+    with monkeypatch.context() as read_only:
+        for call in ("utime", "unlink", "rename", "write"):
+            read_only.setattr(os, call, refuse)
+        read_only.setattr(os, "open", open_only_to_read)
+        for number in range(20, 25):
+            assert write(tier, number) == [False]  # with room to be made first
+            assert read(tier, *range(10)) == [True] * 10
+        assert tier.stats().errors == 1, "it was not tried again before its time"
+    clock.now_s += tier._health.full.left_s
+    assert write(tier, 20) == [True]
 
 
 def test_a_failing_disk_rests_and_is_tried_again_later(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import signal
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -39,13 +40,14 @@ from stoker.base.ids import BlockId
 from stoker.kv.block_bytes import Sink
 from stoker.kv.layout import KvLayout, Part
 from stoker.kv.leases import LeaseView
-from stoker.kv.peer_wire import VERSION, Answer, Ask, BadFrame
+from stoker.kv.peer_wire import VERSION, Answer, Ask, BadFrame, Connection
 from stoker.kv.transfer import KvTicket, PeerUnavailable
 from stoker.kv.transports.local import LocalLink
 
 TCP = HandoffSettings(transports=("tcp",))
 LOCAL = HandoffSettings(transports=("local",))
 LARGE = KvLayout(num_layers=8, num_heads=4, head_dim=64, block_tokens=64, dtype="float32", dtype_bytes=4)  # 1 MiB
+HUGE = replace(LARGE, num_layers=128)  # 16 MiB
 
 
 @pytest.fixture
@@ -270,6 +272,25 @@ def test_a_peer_that_stops_sending_is_given_up_at_the_deadline(monkeypatch: pyte
     assert found == sorted(found, reverse=True)
 
 
+def test_a_peer_that_sends_slowly_is_given_up_at_the_deadline_and_not_at_the_blocks_end() -> None:
+    world = World(ServerSetup(HUGE, 1, TCP))
+    world.leases.put("L", keys(1), block_ids(0), 1, True)
+    is_over = threading.Event()
+
+    def trickle(data: bytes, before: int) -> bytes:
+        is_over.wait(0.25 if before > 4096 else 0.0)
+        return data
+
+    proxy = Proxy(world.server.address, trickle)
+    ticket = replace(world.ticket(), address=proxy.address)
+    with closing(puller := Puller(HUGE, 1, TCP), proxy, world):
+        started_s = time.monotonic()
+        with pytest.raises(PeerUnavailable):
+            puller.pull(ticket, keys(1), block_ids(0), within_s=1.0)
+        assert time.monotonic() - started_s < 15, "all of it takes a minute"
+        is_over.set()
+
+
 @pytest.mark.parametrize("do", ["close", "move"])
 def test_a_lease_that_goes_while_memory_is_read_counts_for_nothing(monkeypatch: pytest.MonkeyPatch, do: str) -> None:
     world = World(ServerSetup(settings=LOCAL))
@@ -350,6 +371,21 @@ def test_a_kept_connection_that_broke_is_made_anew(world: World) -> None:
                     one.shutdown(socket.SHUT_RDWR)
                 except OSError:
                     continue
+
+
+def test_a_lease_is_released_also_where_the_kept_connection_broke_without_a_word(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxy = Proxy(world.server.address, lambda data, _: data)
+    ticket = replace(world.ticket(), address=proxy.address)
+    with closing(puller := Puller(settings=TCP), proxy):
+        assert puller.pull(ticket, keys(4), block_ids(0, 1, 2, 3)) == [True] * 4
+        monkeypatch.setattr(Connection, "is_idle", lambda connection: True)
+        for one in proxy._sockets:
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+        puller.client.release(ticket)
+        wait_until(lambda: world.released == ["L"])
 
 
 def test_releasing_at_a_silent_dead_or_wrong_address_raises_nothing_and_is_not_waited_for(

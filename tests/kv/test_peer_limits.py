@@ -66,6 +66,25 @@ def test_nonsense_from_a_tickets_address_does_not_end_the_thread_that_releases_l
             wait_until(lambda: world.released == ["L"])
 
 
+def test_a_peer_that_has_fallen_silent_holds_up_the_release_of_others_leases_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its own leases end by themselves: nobody need try each of them."""
+    world = World(ServerSetup())
+    world.leases.put("L", keys(2), block_ids(5, 6), 2, True)
+    monkeypatch.setattr(peer_client, "_SILENT_S", 600.0)  # however long the test is held up
+    with closing(world, puller := Puller(), silent := socket.create_server(("127.0.0.1", 0), backlog=64)):
+        gone = replace(world.ticket(), address=join_address(*silent.getsockname()), engine_id="gone")
+        for number in range(8):
+            puller.client.release(replace(gone, lease_id=f"G{number}"))
+        puller.client.release(world.ticket())
+        wait_until(lambda: world.released == ["L"])
+        silent.setblocking(False)
+        silent.accept()[0].close()
+        with pytest.raises(BlockingIOError):
+            silent.accept()
+
+
 def test_reading_ahead_does_not_wait_long_for_a_lease_that_never_opens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_client, "_OPENS_S", 0.5)
     with closing(world := World(ServerSetup()), puller := Puller()):

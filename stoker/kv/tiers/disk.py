@@ -1,7 +1,7 @@
 """The disk tier: a file for each block, in a directory that several workers of a machine may share and that outlives them.
 
 Here blocks are read and written. What is known to lie in the directory is disk_contents.py's, room in it disk_room.py's, a block
-as a file disk_file.py's, and whether the disk is fit to be asked disk_dir.py's.
+as a file disk_file.py's, whether the disk is fit to be asked disk_dir.py's, and to give up a question to it disk_asks.py's.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from stoker.base.ids import BlockKey
 from stoker.base.log import EventLog
 from stoker.kv.crew import Crew
 from stoker.kv.tiers.contract import TIERS, HostBytes, Tier, TierContext, TierStats
+from stoker.kv.tiers.disk_asks import Asker
 from stoker.kv.tiers.disk_contents import DiskContents
 from stoker.kv.tiers.disk_crypt import Cipher, read_key
 from stoker.kv.tiers.disk_dir import Health, check_marker, remove_left_behind
@@ -37,7 +38,7 @@ THREADS = 4
 DIRECT_BYTES = 64 << 10
 _GIB = 1 << 30
 _NOTE_USE_NS = 10_000_000_000  # a use is written to the file if the last one noted there is older
-_SCAN_S = 30.0
+_ANSWER_S = 1.0  # that the disk may take to say what it has; by then most prompts are computed
 
 
 @TIERS.register("disk")
@@ -96,23 +97,24 @@ class DiskTier:
             check_marker(root, cipher)
             remove_left_behind(self._tmp)
             self._contents = DiskContents(root, self._health, self._report)
-            self._room = DiskRoom(root, capacity_bytes, self._file_bytes, self._contents)
+            self._room = DiskRoom(root, capacity_bytes, self._file_bytes, self._contents, self._health)
         except OSError as failed:
             raise ConfigError(f"store.disk_dir={root}: {failed.strerror}") from failed
         self._tmp_prefix = f"{os.getpid()}-{started_at(os.getpid())}-{os.urandom(4).hex()}"
         self._tmp_numbers = count()
         self._crew = Crew(THREADS, "kv-disk")
+        self._asker = Asker(self._health)
         self._contents.begin_scan(then=lambda: self._room.make(0, keep=set()))
 
     def find(self, keys: Sequence[BlockKey]) -> list[bool]:
-        if self._health.resting.left_s:
+        if self._closed or self._health.is_left_alone:
             return [False] * len(keys)
-        return self._contents.here([self._folder + key for key in keys])
+        return self._here([self._folder + key for key in keys])
 
     def read(self, keys: Sequence[BlockKey], into: Sequence[HostBytes]) -> list[bool]:
         self._check_usable()
         files = [self._folder + key for key in keys]
-        wanted = [at for at, is_here in enumerate(self._contents.here(files)) if is_here]
+        wanted = [at for at, is_here in enumerate(self._here(files)) if is_here]
         with self._contents.index() as index:
             # The first count as used last: without a chain's beginning its rest is of no use.
             now_ns = index.now_ns()
@@ -181,11 +183,12 @@ class DiskTier:
         self._contents.tell_removed(gone)
 
     def catch_up(self) -> None:
-        self._contents.catch_up(at_once=True)
+        if not self._closed:
+            self._asker.ask(lambda: self._contents.catch_up(at_once=True), _ANSWER_S)
 
     def names(self) -> Iterator[BlockName]:
-        """Reads a page of every file. Right after the start it waits for the scan."""
-        self._contents.scanned.wait(_SCAN_S)
+        """Reads a page of every file. Right after the start it waits for the scan, which takes minutes for a million of them."""
+        self._contents.wait_for_scan()
         with self._contents.index() as index:
             files = [file for file in index.files() if file[:FOLDER_BYTES] == self._folder]
         names = []
@@ -210,6 +213,7 @@ class DiskTier:
         if self._closed:
             return
         self._closed = True
+        self._asker.close()
         self._crew.close()
         self._contents.close()
         self._room.close()
@@ -218,7 +222,7 @@ class DiskTier:
 
     def _read_one(self, file: FileId, into: HostBytes, use_ns: int | None) -> _Read:
         path = path_of(self._root, file)
-        if self._closed or self._health.resting.left_s:
+        if self._closed or self._health.is_left_alone:
             return _Read.FAILED
         try:
             self._reads.read(path, BlockKey(file[FOLDER_BYTES:]), into, use_ns)
@@ -266,6 +270,9 @@ class DiskTier:
             self._health.failed("unlink", failed)
             return False
         return True
+
+    def _here(self, files: Sequence[FileId]) -> list[bool]:
+        return self._asker.ask(lambda: self._contents.here(files), _ANSWER_S)
 
     def _check_usable(self) -> None:
         if self._closed:

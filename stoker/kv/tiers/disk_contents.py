@@ -50,10 +50,14 @@ class DiskContents:
         self._scanner = threading.Thread(target=self._scan, args=(then,), name="kv-disk-scan", daemon=True)
         self._scanner.start()
 
-    def close(self) -> None:
-        self._closed = True
+    def wait_for_scan(self) -> None:
+        """Until it has ended, one way or the other."""
         if self._scanner is not None:
             self._scanner.join()
+
+    def close(self) -> None:
+        self._closed = True
+        self.wait_for_scan()
         with self._journal_lock:
             self._journal.close()
 

@@ -7,9 +7,11 @@ import json
 import os
 import threading
 import time
+from concurrent.futures import Future
 from contextlib import suppress
-from errno import EDQUOT, ENOSPC
+from errno import EDQUOT, ENOSPC, EROFS
 from pathlib import Path
+from typing import Any
 
 from stoker.base.errors import ConfigError
 from stoker.base.log import EventLog
@@ -22,6 +24,7 @@ log = EventLog("kv.disk")
 _ERRORS_IN_A_ROW = 3
 _OLD_TMP_S = 600.0
 _PAUSE_S = (1.0, 60.0)  # the first and the longest
+_ONLY_READ = (ENOSPC, EDQUOT, EROFS)  # kernels make a file system read-only when its disk fails
 
 
 class Pause:
@@ -46,8 +49,8 @@ class Pause:
 
 
 class Health:
-    """How the disk has done lately. For a while, one that is full is not written to, and one that fails again and again not asked
-    at all."""
+    """How the disk has done lately. For a while, one that takes nothing is not written to, and one that fails again and again
+    not asked at all; nor is one that hangs, until its call has come back."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -55,17 +58,28 @@ class Health:
         self._in_a_row = 0
         self.num_errors = 0
         self.full, self.resting = Pause(), Pause()
+        self._hanging: Future[Any] | None = None  # the call that was last given up
+        self._hangs_since_s = 0.0
+
+    @property
+    def is_left_alone(self) -> bool:
+        return self.resting.left_s > 0 or self._is_hanging
 
     @property
     def takes_blocks(self) -> bool:
-        return not self.resting.left_s and not self.full.left_s
+        return not self.is_left_alone and not self.full.left_s
+
+    @property
+    def _is_hanging(self) -> bool:
+        return self._hanging is not None and not self._hanging.done()
 
     def failed(self, what: str, error: OSError) -> None:
         with self._lock:
             self.num_errors += 1
-            if error.errno in (ENOSPC, EDQUOT):
+            if error.errno in _ONLY_READ:
                 if not self.full.left_s:
-                    log.warning("disk_full", what=what, pause_s=self.full.begin(), path=str(self._root))
+                    pause_s, path = self.full.begin(), str(self._root)
+                    log.warning("disk_takes_nothing", what=what, error=error.strerror, pause_s=pause_s, path=path)
                 return
             self._in_a_row += 1
             is_hopeless = self._in_a_row >= _ERRORS_IN_A_ROW and not self.resting.left_s
@@ -79,7 +93,23 @@ class Health:
             if has_room:
                 self.full.end()
 
+    def hangs(self, call: Future[Any], waited_s: float) -> None:
+        """The call was begun and has not come back for so long."""
+        with self._lock:
+            self.num_errors += 1
+            self._hanging, self._hangs_since_s = call, time.monotonic() - waited_s
+        log.warning("disk_hangs", path=str(self._root), waited_s=waited_s)
+        call.add_done_callback(lambda _: log.event("disk_answers_again", path=str(self._root)))
+
+    def check_answers(self) -> None:
+        if self._is_hanging:
+            raise TierUnavailable(
+                f"{self._root} has not answered for {time.monotonic() - self._hangs_since_s:.1f} s; it is asked again when "
+                "its call has come back"
+            )
+
     def check(self) -> None:
+        self.check_answers()
         if left_s := self.resting.left_s:
             raise TierUnavailable(f"{self._root} failed {_ERRORS_IN_A_ROW} times in a row; it rests for {left_s:.1f} s")
 

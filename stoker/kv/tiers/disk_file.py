@@ -83,7 +83,8 @@ class BlockFiles:
         try:
             got = _read_all(fd, [head, target])
             if use_ns is not None:
-                os.utime(fd, ns=(use_ns, use_ns))
+                with suppress(OSError):  # a file system that has become read-only, say, can be read all the same
+                    os.utime(fd, ns=(use_ns, use_ns))
         finally:
             os.close(fd)
         if got < self._head_bytes + target.nbytes:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from stoker.base.log import EventLog
 from stoker.kv.tiers.disk_contents import DiskContents
+from stoker.kv.tiers.disk_dir import Health
 from stoker.kv.tiers.disk_index import Entry, FileId, path_of
 from stoker.kv.transfer import TierUnavailable
 
@@ -21,8 +22,11 @@ _LOCK_S = 2.0
 
 
 class DiskRoom:
-    def __init__(self, root: Path, capacity_bytes: int, file_bytes: int, contents: DiskContents) -> None:
+    def __init__(
+        self, root: Path, capacity_bytes: int, file_bytes: int, contents: DiskContents, health: Health
+    ) -> None:
         self._root = root
+        self._health = health
         self._capacity_bytes = capacity_bytes
         self._file_bytes = file_bytes
         self._contents = contents
@@ -49,8 +53,11 @@ class DiskRoom:
                     elif self._evict(*oldest):
                         removed.append(oldest[0])
                         self.num_evicted += 1
-        except (TierUnavailable, OSError) as failed:
-            log.warning("disk_eviction_failed", reason=str(failed))
+        except OSError as failed:
+            self._health.failed("evict", failed)
+            num_blocks = 0
+        except TierUnavailable as failed:
+            log.warning("disk_eviction_failed", reason=failed.message)
             num_blocks = 0
         self._contents.tell_lost(removed)
         return num_blocks

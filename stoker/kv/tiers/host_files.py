@@ -15,6 +15,7 @@ from hashlib import sha256
 from mmap import mmap
 from pathlib import Path
 
+from stoker.base.allowance import available_ram
 from stoker.base.errors import ConfigError
 from stoker.base.log import EventLog
 from stoker.kv.tiers.host_table import Geometry, HostTable, read_geometry
@@ -63,7 +64,7 @@ def remove_host_store(name: str) -> int:
 
 
 def private_memory(geometry: Geometry) -> tuple[int, mmap]:
-    available = _available_bytes()
+    available = available_ram()
     if geometry.total_bytes > available:
         raise ConfigError(_too_large(geometry, available, "of this machine's RAM"))
     fd = os.memfd_create("stoker-kv-host", os.MFD_CLOEXEC)
@@ -135,13 +136,6 @@ def _too_large(geometry: Geometry, free_bytes: int, where: str) -> str:
     return (
         f"store.host_gib needs {geometry.total_bytes / _GIB:.2f} GiB, and {free_bytes / _GIB:.2f} GiB {where} are free"
     )
-
-
-def _available_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise ConfigError("/proc/meminfo does not say how much memory is available")
 
 
 def _has_users(fd: int) -> bool:

@@ -45,6 +45,7 @@ class Doubts:
         now = time.monotonic()
         with self._lock:
             self._keys = {key: until_s for key, until_s in self._keys.items() if until_s > now}
+            self._owner_unknown &= self._keys.keys()  # by now another may have it
             self._owners = {owner: until_s for owner, until_s in self._owners.items() if until_s > now}
             doubtful, asked = frozenset(self._keys), frozenset(self._owner_unknown)
         if not asked and not self._owners:

@@ -49,8 +49,7 @@ class TcpLink:
         for left in reversed(range(len(view.blocks))):
             if follows != _FOLLOWS:
                 break
-            connection.limit(pull.patience_s(), IO_S)
-            found = _receive(connection, pull.sink.buffer(pull.at))
+            found = _receive(connection, pull)
             # With what stands before the next block: one call less for each.
             end = connection.receive_bytes(TRAILER.size + (left > 0))
             (expected, held), follows = TRAILER.unpack_from(end), end[TRAILER.size :]
@@ -60,11 +59,13 @@ class TcpLink:
         return view
 
 
-def _receive(connection: Connection, into: HostBytes) -> int:
-    """Its checksum: each piece is summed up while it is in the cache."""
+def _receive(connection: Connection, pull: Pull) -> int:
+    """The next block's checksum: each piece is summed up while it is in the cache."""
+    into = pull.sink.buffer(pull.at)
     digests = []
     for start in range(0, len(into), PIECE_BYTES):
         piece = into[start : start + PIECE_BYTES]
+        connection.limit(pull.patience_s(), IO_S)
         connection.receive_into(piece.data)
         digests.append(piece_digest(piece))
     return total(digests, len(into))
