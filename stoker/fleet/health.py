@@ -4,8 +4,10 @@ Three sources are joined. Probes say *live* (its process answers) and *ready* (i
 wrong say what probes do not: a circuit breaker opens after `failures_to_open` failures in a row (at once when the
 worker could not even be connected to), lets one trial request through after a back-off that doubles each time, and
 closes when a trial brings its first token; until an answer has come to its end, one more failure opens it again. An
-operator may drain it. A worker that comes back is warmed up: its share of the work rises from `slow_start_share` to 1
-over `slow_start_s`, so that a cold cache is not met by a full queue.
+answer that is not streamed brings nothing until its end, which may be minutes away: such a trial is also passed when it
+has not failed for `trial_s`, unless it was just such silence that opened the breaker. A worker that probes have seen to go
+and to come back needs no trial. An operator may drain a worker. One that comes back is warmed up: its share of the work
+rises from `slow_start_share` to 1 over `slow_start_s`, so that a cold cache is not met by a full queue.
 
 There is no jitter: the same calls give the same states, in tests, in the simulator and in two gateways.
 """
@@ -27,7 +29,7 @@ class HealthSettings:
     failures_to_open: int = 3
     open_s: float = 1.0  # the first back-off
     max_open_s: float = 30.0
-    trial_s: float = 10.0  # a trial that says nothing for so long counts as gone
+    trial_s: float = 10.0  # a trial that says nothing for so long is not waited for
     busy_s: float = 0.5  # a worker that refused for load is passed over for so long, if there are others
     slow_start_s: float = 10.0
     slow_start_share: float = 0.1
@@ -35,8 +37,10 @@ class HealthSettings:
 
 _CLOSED = Breaker.CLOSED  # an enum's member is found slowly, and every request asks twice
 
-# Failures that say the worker is not there at all, and failures that say nothing about its health.
+# Failures that say the worker is not there at all, that it is there and says nothing, and those that say nothing about its
+# health.
 _GONE = frozenset({"connect"})
+_SILENT = frozenset({"timeout"})
 _BUSY = frozenset({"busy"})
 
 
@@ -107,9 +111,13 @@ class Health:
             return
         if not was_up:
             self._warm_from = now
-        # It could not be connected to, and now it answers: try it at once. One that answers probes but fails
-        # requests gains nothing by its probes.
-        if self._breaker is Breaker.OPEN and self._opened_by in _GONE:
+        if self._breaker is not Breaker.OPEN:
+            return
+        # It went, and came back: a process or an engine like any that is new, of which nothing is known. It could not be
+        # connected to, and now it answers: try it at once. One that answers probes but fails requests gains nothing by them.
+        if not was_up:
+            self._trust(now)
+        elif self._opened_by in _GONE:
             self._retry_at = min(self._retry_at, now)
 
     def saw_first_token(self, now: float) -> bool:
@@ -117,9 +125,7 @@ class Health:
         may die in the middle of every answer, so nothing is forgiven yet."""
         if self._breaker is _CLOSED:
             return False
-        self._close(now)
-        self._failures = self._settings.failures_to_open - 1
-        self._open_s = min(2 * self._open_s, self._settings.max_open_s)
+        self._trust(now)
         return True
 
     def saw_success(self, now: float) -> bool:
@@ -145,16 +151,26 @@ class Health:
             self._open(kind, now)
 
     def begin_request(self, now: float) -> bool:
-        """The router sends a request there. Whether that changed anything: a trial is under way from now on."""
+        """The router sends a request there. Whether that changed anything: a trial is under way from now on, or the one
+        before has passed."""
         if self._breaker is _CLOSED:
             return False
-        self._trial_until = now + self._settings.trial_s
+        if self._trial_until is not None and now >= self._trial_until and self._opened_by not in _SILENT:
+            self._trust(now)
+        else:
+            self._trial_until = now + self._settings.trial_s
         return True
 
     def drain(self, on: bool, now: float) -> None:
         if self._draining and not on:
             self._warm_from = now
         self._draining = on
+
+    def _trust(self, now: float) -> None:
+        """On probation: one more failure opens it again, for longer."""
+        self._close(now)
+        self._failures = self._settings.failures_to_open - 1
+        self._open_s = min(2 * self._open_s, self._settings.max_open_s)
 
     def _close(self, now: float) -> None:
         self._breaker, self._trial_until, self._warm_from = Breaker.CLOSED, None, now

@@ -26,7 +26,8 @@ Key = int | bytes
 
 _DEVICE, _HOST, _DISK = range(3)
 _TIERS = {"GPU": _DEVICE, "CPU": _HOST, "CPU_PINNED": _HOST}  # every other medium is slower than these: the disk's tier
-_BATCH = 64  # forgotten at a time: the front of a dict is slow to reach one by one
+_BATCH = 64  # forgotten at a time, at least: the front of a dict is slow to reach, the slower the larger the dict was
+_BATCH_SHARE = 512  # and of a large dict so small a part
 _LATELY = 16_384  # blocks: of what came and went before that many, half is remembered
 
 
@@ -213,7 +214,7 @@ class PrefixIndex:
         if holder.capacity_blocks is not None:
             self._note_came(len(new))
             if len(held) > holder.capacity_blocks:
-                self._evict(holder, _DEVICE, list(islice(held, len(held) - holder.capacity_blocks + _BATCH)))
+                self._evict(holder, _DEVICE, _oldest(held, len(held) - holder.capacity_blocks))
         self._bound()
 
     def set_capacity(self, worker_id: WorkerId, blocks: int | None) -> None:
@@ -303,4 +304,9 @@ class PrefixIndex:
             holders = chain(self._holders.values(), self._stores.values())
             fullest = max(holders, key=lambda holder: max(map(len, holder.held)))
             tier = max(range(3), key=lambda one: len(fullest.held[one]))
-            self._drop(fullest, tier, list(islice(fullest.held[tier], _BATCH)))
+            self._drop(fullest, tier, _oldest(fullest.held[tier], self._num_entries - self._max_entries))
+
+
+def _oldest(held: dict[Key, bool], least: int) -> list[Key]:
+    """So many, and some besides: the next that come need not ask again."""
+    return list(islice(held, least + max(_BATCH, len(held) // _BATCH_SHARE)))

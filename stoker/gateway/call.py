@@ -46,6 +46,7 @@ class Call(msgspec.Struct, eq=False):
     num_resumes: int = 0
     worker_id: WorkerId | None = None  # who decodes it, the last one if there were more
     policy: str = ""
+    ended: bool = False  # the client had all of a stream when its try was cancelled
     explained: bytes | None = None  # for `x-stoker-route`
 
     @property

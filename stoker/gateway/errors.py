@@ -11,7 +11,7 @@ from stoker.base.ids import WorkerId
 from stoker.gateway.body import Kind
 from stoker.gateway.keys import Unauthorized
 from stoker.gateway.reply import Headers, Reply, error_reply
-from stoker.proto.openai.answers import ErrorBody
+from stoker.proto.openai.answers import ErrorAnswer, ErrorBody
 from stoker.proto.sse import encode_event
 
 CLIENT_GONE_STATUS = 499  # never sent: what ledger, log and metrics say of a client that left
@@ -95,16 +95,19 @@ def code_of(error: BaseException) -> str:
 
 def error_event(error: BaseException, kind: Kind) -> bytes:
     """The error as a stream's last event; no [DONE] follows it."""
-    body = reply_of(error).body
+    told = _told(error)
     if kind is not Kind.RESPONSES:
-        return encode_event(body)
-    told = msgspec.json.decode(body, type=_Told).error
-    event = {"type": "error", "code": told.code, "message": told.message, "param": told.param}
+        return encode_event(msgspec.json.encode(told))
+    body = told.error
+    event = {"type": "error", "code": body.code, "message": body.message, "param": body.param}
     return encode_event(msgspec.json.encode(event), "error")
 
 
-class _Told(msgspec.Struct):
-    error: ErrorBody
+def _told(error: BaseException) -> ErrorAnswer:
+    try:
+        return msgspec.json.decode(reply_of(error).body, type=ErrorAnswer)
+    except (msgspec.DecodeError, UnicodeDecodeError):  # what a worker, or a proxy before it, said in its own way
+        return ErrorAnswer(ErrorBody(message=str(error), type="server_error", code=code_of(error)))
 
 
 def _reply(status: int, error: StokerError, kind: str) -> Reply:

@@ -16,7 +16,7 @@ import msgspec
 
 from stoker.base.address import split_address
 from stoker.base.ids import WorkerId
-from stoker.gateway.http import AnswerAborted, AnswerLost, AnswerTooLarge, Unreachable, header_block
+from stoker.gateway.http import AnswerAborted, AnswerLost, NoSocketLeft, Unreachable, header_block
 from stoker.gateway.upstream import Upstream
 from stoker.proto.messages import WorkerInfo
 from stoker.proto.openai.handoff import KvTransfer
@@ -81,7 +81,7 @@ class HandoffNotes:
         return msgspec.json.encode({"kv_transfer_params": ticket})
 
     async def _tell(self, upstream: Upstream, path: bytes, body: bytes) -> None:
-        with suppress(Unreachable, AnswerLost, AnswerAborted, AnswerTooLarge, TimeoutError):
+        with suppress(Unreachable, NoSocketLeft, AnswerLost, AnswerAborted, TimeoutError):
             async with asyncio.timeout(_ANSWER_S):
                 headers = self._headers + upstream.headers
                 answer = await upstream.pool.send(b"POST", path, headers, body, connect_s=_ANSWER_S, head_s=None)

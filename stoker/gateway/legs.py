@@ -22,8 +22,10 @@ from stoker.gateway.handoff_notes import HandoffNotes
 from stoker.gateway.http import (
     Answer,
     AnswerAborted,
+    AnswerLate,
     AnswerLost,
     AnswerTooLarge,
+    NoSocketLeft,
     Pool,
     Unreachable,
     header_block,
@@ -153,7 +155,7 @@ class Legs:
             )
         except (Unreachable, AnswerLost) as error:
             span.end(error.code)
-            self.fail(leg, "connect" if isinstance(error, Unreachable) else "lost", error.message)
+            self.fail(leg, _kind(error), error.message)
         self._open[answer] = span
         if answer.status >= 400:
             await self._refuse(leg, answer)
@@ -186,7 +188,7 @@ class Legs:
             answer = await pool.send(b"GET", path, (), b"", connect_s=seconds, head_s=seconds)
             data = await answer.read(_MAX_ERROR_BYTES)
         except (Unreachable, AnswerLost) as error:
-            self.fail(leg, "connect" if isinstance(error, Unreachable) else "lost", error.message)
+            self.fail(leg, _kind(error), error.message)
         if answer.status != 200:
             self.fail(leg, "status5xx", f"worker {leg.worker.worker_id}: status {answer.status} for {path.decode()}")
         return data
@@ -203,11 +205,12 @@ class Legs:
                 raise
             except (AnswerLost, AnswerAborted) as error:
                 self.fail(leg, "lost", error.message)
-        self._done(leg, answer)
+        self.done(leg, answer)
         return data
 
     async def relay(self, leg: Leg, answer: Answer, push: Callable[[bytes], bytes]) -> None:
-        """The body as it comes, through `push`, to the client."""
+        """The body as it comes, through `push`, to the client. Whether it was an answer to its end is for `push`'s owner to
+        say, with `done` or `fail`: a worker may end in good order a stream that its engine did not."""
         request = self.call.request
         write, has_begun = request.write, False
 
@@ -230,7 +233,11 @@ class Legs:
             self.fail(leg, "lost", error.message)
         finally:
             request.on_pause = request.on_resume = None
-        self._done(leg, answer)
+
+    def done(self, leg: Leg, answer: Answer) -> None:
+        """The worker did its part."""
+        self._open.pop(answer).end()
+        self._tools.fleet.saw_success(leg.worker.worker_id, self._tools.clock())
 
     # ---- to the client
 
@@ -323,14 +330,17 @@ class Legs:
         self._tools.fleet.saw_failure(worker_id, self._tools.clock(), kind)
         self._tools.metrics.upstream[worker_id, kind] += 1
 
-    def _done(self, leg: Leg, answer: Answer) -> None:
-        self._open.pop(answer).end()
-        self._tools.fleet.saw_success(leg.worker.worker_id, self._tools.clock())
-
 
 def is_event_stream(answer: Answer) -> bool:
     kind = answer.header(b"content-type")
     return kind is not None and kind.startswith(_EVENT_STREAM)
+
+
+def _kind(error: Unreachable | AnswerLost) -> str:
+    """As the fleet calls it."""
+    if isinstance(error, Unreachable):
+        return "connect"
+    return "timeout" if isinstance(error, AnswerLate) else "lost"
 
 
 def _known_status(status: int) -> int:
@@ -341,7 +351,7 @@ def _known_status(status: int) -> int:
 async def _let_go(sending: asyncio.Task[Answer]) -> None:
     try:
         answer = await asyncio.wait_for(sending, _RELEASE_S)
-    except (TimeoutError, LegFailed, Refused):
+    except (TimeoutError, LegFailed, Refused, NoSocketLeft):
         return
     try:
         await asyncio.sleep(_RELEASE_S)

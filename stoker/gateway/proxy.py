@@ -46,6 +46,9 @@ class Proxy:
                     self._tools.metrics.resumes["completed"] += 1
                 return
             except LegFailed as failed:
+                if call.ended:  # nothing was missing but the end of a worker's connection
+                    call.request.finish()
+                    return
                 if tries is None:
                     tries = self._tries(call)
                 tries.failed(failed)

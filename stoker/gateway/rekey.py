@@ -24,6 +24,7 @@ from stoker.proto.events import AllBlocksCleared, BlockHash, BlockRemoved, Block
 _GPU = "GPU"
 _NOTHING_LEFT = b""
 _TOKEN_BYTES = 4
+_BATCH_SHARE = 512  # of a full store, what is forgotten at a time
 # Groups of layers that keep only what they still see: such a block's absence does not end a prefix.
 _PARTIAL_KINDS = ("sliding", "window", "chunk", "mamba", "linear", "local")
 
@@ -147,8 +148,9 @@ class Rekeyer:
             elif medium not in block.media:
                 block.media |= {medium}
             told += block.keys
-        if store is not None:
-            for block_hash in list(islice(store, max(0, len(store) - self._max_blocks))):
+        if store is not None and len(store) > self._max_blocks:
+            # And some besides: a large dict's front is slow to reach, too slow for every event.
+            for block_hash in list(islice(store, len(store) - self._max_blocks + self._max_blocks // _BATCH_SHARE)):
                 del store[block_hash]
         if told:
             self._index.stored(told, medium)

@@ -59,7 +59,10 @@ class RequestLog:
             stopping = self._stop.wait(_FLUSH_S)
             while self._rows:
                 batch = [self._rows.popleft() for _ in range(min(len(self._rows), 1000))]
-                self._write(b"".join(map(lines.line, batch)))
+                try:
+                    self._write(b"".join(map(lines.line, batch)))
+                except (OSError, ValueError):  # a full disk, a closed stderr: this thread goes on, the lines are lost
+                    self.dropped += len(batch)
             if self.dropped != reported:
                 log.warning("request_lines_dropped", lines=self.dropped - reported)
                 reported = self.dropped

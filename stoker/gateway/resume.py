@@ -158,8 +158,8 @@ class StokerStream(EventCutter):
 
     @property
     def lacks_only_done(self) -> bool:
-        """The usage chunk, the last before [DONE], was sent."""
-        return b'"usage":{' in self._last and b'"choices":[]' in self._last
+        """The usage chunk, the last before [DONE], was sent, and [DONE] was not."""
+        return not self.is_complete and b'"usage":{' in self._last and b'"choices":[]' in self._last
 
     def _remember(self, lines: bytes) -> None:
         if b":k " in lines:

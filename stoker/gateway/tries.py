@@ -13,7 +13,7 @@ from stoker.base.log import EventLog
 from stoker.gateway.call import Call
 from stoker.gateway.errors import LegFailed, StreamBroken
 from stoker.gateway.legs import Tools
-from stoker.routing.query import NoWorker, Route, RouteQuery
+from stoker.routing.query import ModelNotFound, NoWorker, Route, RouteQuery
 
 _BACK_OFF_S = (0.010, 0.050)
 _MAX_SAVED_RETRIES = 20.0  # what a quiet gateway may spend at once when a worker dies
@@ -120,4 +120,7 @@ class Tries:
         num_tokens = query.num_tokens + self._call.memory.num_tokens
         excluded = frozenset(self._excluded)
         again = replace(query, num_tokens=num_tokens, excluded=excluded, needs_dialect=dialects, matches=None)
-        return self._choose(again)
+        try:
+            return self._choose(again)
+        except ModelNotFound as gone:  # it was served when the request came, and its worker may register anew
+            raise NoWorker(f"the last worker of {query.model!r} has left") from gone

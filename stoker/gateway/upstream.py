@@ -94,10 +94,16 @@ class Upstreams:
 
     def cut(self, worker_id: WorkerId) -> None:
         """The worker is gone, or no longer answers: who waits for it is told now. What can go on elsewhere does."""
-        known = self._known.pop(worker_id, None)
+        known = self._known.get(worker_id)
         if known is not None:
             for lifeline in list(known.lifelines):
                 lifeline.cut(worker_id)
+            self.let_go(worker_id)
+
+    def let_go(self, worker_id: WorkerId) -> None:
+        """Nothing new is sent there; answers that have begun go on to their end."""
+        known = self._known.pop(worker_id, None)
+        if known is not None:
             known.pool.close()
 
     def close(self) -> None:

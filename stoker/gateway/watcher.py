@@ -23,7 +23,7 @@ from stoker.fleet.fleet import Fleet
 from stoker.fleet.spec import WorkerLoad, WorkerSpec
 from stoker.gateway import scrape
 from stoker.gateway.conversation import KeyMakers
-from stoker.gateway.http import AnswerLost, ClientLimits, ConnectTimeout, Origin, Pool, Unreachable
+from stoker.gateway.http import AnswerLost, ClientLimits, ConnectTimeout, NoSocketLeft, Origin, Pool, Unreachable
 from stoker.gateway.kv_events import KvFollower, LoadListener
 from stoker.gateway.rekey import Rekeyer, StoreBlocks, WorkerIndex
 from stoker.gateway.token_keys import TokenKeys, TokenText
@@ -118,7 +118,7 @@ class Watcher:
         while True:
             try:
                 await self._look()
-            except (Unreachable, AnswerLost, TimeoutError) as lost:
+            except (Unreachable, NoSocketLeft, AnswerLost, TimeoutError) as lost:
                 self._complain("question_failed", reason=str(lost) or "no answer in time")
             except Exception:  # a watcher that ends would leave its worker as it was last seen, for good
                 log.error("watch_failed", exc_info=True, worker=self.spec.worker_id)
@@ -185,13 +185,20 @@ class Watcher:
 
     async def _learn(self) -> None:
         self._learnt_s = self._around.clock()
+        try:
+            await self._ask()
+        except (Unreachable, NoSocketLeft, AnswerLost, TimeoutError):
+            self._learn_soon()  # a worker whose models are not known gets no request
+            raise
+
+    async def _ask(self) -> None:
         if self.spec.dialect == _OURS and await self._learn_ours():
             return
         status, answer = await self._get(b"/v1/models")
         names = scrape.model_names(answer) if status == 200 else None
         if names is None:
             self._complain("models_unknown", status=status)
-            self._learnt_s = float("-inf")
+            self._learn_soon()
             return
         self._saw_models(names)
         if self.spec.dialect == "sglang" and self._page_tokens is None:

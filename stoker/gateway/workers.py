@@ -17,7 +17,7 @@ from stoker.gateway.dialects.contract import DIALECTS
 from stoker.gateway.upstream import Upstreams
 from stoker.gateway.watch import Watchers
 
-_SILENT_S = 10.0  # three heartbeats
+_SILENT_S = 20.0  # a lost heartbeat and the longer wait after it; who is gone is seen sooner, by its watcher
 _LOOK_S = 1.0
 
 log = EventLog("workers")
@@ -57,10 +57,8 @@ class Workers:
 
     def remove(self, worker_id: WorkerId) -> None:
         """What runs there goes on; nothing new is sent."""
-        now = self._clock()
-        self._fleet.remove(worker_id, now)
-        if not self._ledger.load(worker_id, now).requests:
-            self._upstreams.cut(worker_id)
+        self._fleet.remove(worker_id, self._clock())
+        self._upstreams.let_go(worker_id)
         self._ledger.forget(worker_id)
         watcher = self._watchers.stop(worker_id)
         if watcher is not None:

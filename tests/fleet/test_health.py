@@ -122,6 +122,46 @@ def test_a_trial_of_which_nothing_is_heard_does_not_lock_the_worker_out() -> Non
     assert health.usable(11.0)
 
 
+@pytest.mark.parametrize("live", [True, False], ids=["engine", "process"])
+@pytest.mark.parametrize("kind", ["lost", "connect"])
+def test_a_worker_that_was_seen_to_come_back_needs_no_trial(kind: str, live: bool) -> None:
+    """All streams of a lone worker whose engine died wait for it; one after the other they would wait too long."""
+    health = Health(SETTINGS, 0.0)
+    for _ in range(3):
+        health.saw_failure(kind, 1.0)
+    health.saw_probe(live=live, ready=False, now=1.1)
+    assert not health.usable(5.0)
+    health.saw_probe(live=True, ready=True, now=5.0)
+    for _ in range(3):
+        assert health.usable(5.0)
+        assert not health.begin_request(5.0)
+    assert health.share(5.0) == SETTINGS.slow_start_share
+    health.saw_failure("lost", 6.0)
+    assert health.usable_at(6.0) == 8.0, "it dies again: on probation, once is enough"
+
+
+def test_a_trial_that_is_still_being_answered_has_passed_on_probation() -> None:
+    health = Health(SETTINGS, 0.0)
+    for _ in range(3):
+        health.saw_failure("lost", 0.0)
+    assert health.begin_request(1.0)
+    assert health.begin_request(11.0)
+    assert health.breaker(11.0) is Breaker.CLOSED
+    assert not health.begin_request(11.0), "nobody waits for a trial any more"
+    health.saw_failure("lost", 12.0)
+    assert health.usable_at(12.0) == 14.0, "as if the trial had failed"
+
+
+def test_silence_is_no_excuse_for_a_worker_that_was_silent() -> None:
+    health = Health(SETTINGS, 0.0)
+    for _ in range(3):
+        health.saw_failure("timeout", 0.0)
+    for now in (1.0, 11.0, 21.0):
+        assert health.usable(now)
+        health.begin_request(now)
+        assert not health.usable(now), "one trial at a time"
+
+
 def test_a_worker_that_comes_back_is_warmed_up() -> None:
     health = Health(SETTINGS, 0.0)
     health.saw_probe(live=False, ready=False, now=1.0)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -141,6 +142,17 @@ def test_memory_is_bounded() -> None:
         index.stored(C, range(start, start + 100), "DISK")
     assert len(index) <= 1000
     assert len(index._masks[0]) <= 1000
+
+
+@pytest.mark.parametrize("capacity", [None, 50_000])
+def test_the_larger_the_index_the_more_is_forgotten_at_a_time(capacity: int | None) -> None:
+    """A large dict's front is slow to reach: were few forgotten at a time, a full index would hold up every request."""
+    index = PrefixIndex(max_entries=50_000 if capacity is None else 1_000_000)
+    index.set_capacity(A, capacity)
+    index.routed(A, range(50_000), 0.0)
+    assert len(index) == 50_000
+    index.routed(A, range(50_000, 50_001), 0.0)
+    assert 50_000 - 200 <= len(index) <= 50_000 - 90
 
 
 @settings(max_examples=60)

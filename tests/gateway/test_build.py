@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import hashlib
 import json
+import resource
 import socket
 import sqlite3
 from collections.abc import AsyncIterator, Sequence
@@ -144,6 +145,21 @@ def test_every_request_is_billed_once_to_its_tenant_and_all_books_agree(tmp_path
         assert rows == (60, 6000)
 
     asyncio.run(main())
+
+
+def test_it_asks_for_as_many_files_as_its_connections_need(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+
+    async def main() -> None:
+        async with built(tmp_path, {"listen.max_connections": 1000}, [serving()]):
+            allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            assert allowed == (3024 if hard == resource.RLIM_INFINITY else min(3024, hard))
+
+    try:
+        asyncio.run(main())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_keys_limits_are_answered_with_429_and_a_time(tmp_path: Path) -> None:

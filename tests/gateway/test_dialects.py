@@ -14,8 +14,12 @@ from mocks import DONE, answers, chunk, drops, event, hangs, usage, usage_chunk
 from waiting import LONG_S, turns, until
 from world import World
 
+from stoker.base.ids import WorkerId
 from stoker.fleet.spec import Role
 from stoker.gateway.dialects.contract import DIALECTS
+from stoker.gateway.dialects.foreign import together
+from stoker.gateway.errors import LegFailed
+from stoker.gateway.upstream import Lifeline
 
 PAIRED = sorted(SCRIPTS)
 WHOLE = b'{"model": "m", "messages": [{"role": "user", "content": "h\\u00e9"}], "max_tokens": 64}'
@@ -308,6 +312,34 @@ def test_when_prefill_fails_its_twin_is_ended_too(dialect: str) -> None:
             await until(lambda: d.num_gone == 1)
             asking.cancel()
             await world.settled()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("found_out", [True, False], ids=["worker_lost", "client_left"])
+def test_a_cancel_that_comes_with_a_twins_failure_is_heard(found_out: bool) -> None:
+    """A client that leaves is not worked for; and when the next worker is lost, it is still known whose cancel that was."""
+
+    async def main() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        lifeline = Lifeline(task)
+
+        async def prefill() -> None:
+            if found_out:
+                lifeline.cut(WorkerId("p"))
+            else:
+                task.cancel()
+            raise LegFailed(WorkerId("p"), "lost", "cut")
+
+        async def decode(prefilling: asyncio.Task[None]) -> None:
+            await asyncio.sleep(2 * LONG_S)
+
+        with pytest.raises(asyncio.CancelledError):
+            await together(prefill(), decode)
+        assert lifeline.explains_cancel == found_out
+        assert task.cancelling() == int(not found_out)
+        task.uncancel()
 
     asyncio.run(main())
 

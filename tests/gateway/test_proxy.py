@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import json
 from dataclasses import replace
@@ -182,6 +183,34 @@ def test_a_lone_worker_that_is_restarted_is_waited_for(body: bytes) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_lone_worker_that_left_the_fleet_was_there_all_the_same(comes_back: bool) -> None:
+    """The request found a worker: it is never told that there is no such model, and clients try again what it is told."""
+
+    async def main() -> None:
+        async with World(resume_grace_s=5.0) as world:
+
+            async def leaves(worker: MockWorker, request: Request) -> None:
+                world.fleet.remove(WorkerId("a"), world.clock.now())
+                request.respond(503, [], b"{}")
+
+            await world.add("a", in_turn(leaves, answers(ANSWER)))
+            asking = asyncio.create_task(world.ask(CHAT))
+            await until(lambda: not world.fleet.members())
+            await turns(100)
+            assert not asking.done()
+            if comes_back:
+                world.register("a")
+                assert (await asking).status == 200
+            else:
+                world.clock.advance(5.1)
+                got = await asking
+                assert (got.status, got.json["error"]["code"]) == (503, "no_worker")
+            await world.settled()
+
+    asyncio.run(main())
+
+
 def test_a_whole_answer_that_is_cut_short_is_asked_for_again() -> None:
     async def cut(worker: MockWorker, request: Request) -> None:
         request.start(200, [(b"content-type", b"application/json")])
@@ -267,6 +296,32 @@ def test_a_foreign_stream_that_breaks_ends_with_an_error_and_no_done() -> None:
             assert json.loads(error[6:])["error"]["code"] == "worker_lost"
             row = await world.settled()
             assert (row.status, row.error) == (200, "worker_lost")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("dialect", ["stoker", "openai"])
+def test_a_worker_that_is_lost_after_a_streams_end_takes_nothing_back(dialect: str) -> None:
+    """Only the connection has not ended: nobody is asked to go on, and no error follows."""
+    pieces = (b":u 10 3 1000 7\n:t 0 1\n" if dialect == "stoker" else b"", chunk("a") + usage_chunk(10, 4, 2) + DONE)
+
+    async def main() -> None:
+        async with World() as world:
+            for name in "ab":
+                await world.add(name, streams(b"".join(pieces), b"", pause_s=2 * LONG_S), dialect=dialect)
+            answer = await world.send(STREAM)
+            got: list[bytes] = []
+            reading = asyncio.create_task(answer.relay(got.append))
+            await until(lambda: b"".join(got).endswith(DONE))
+            row_worker = next(name for name, worker in world.workers.items() if worker.bodies)
+            world.upstreams.cut(WorkerId(row_worker))
+            async with asyncio.timeout(LONG_S):
+                await reading
+            assert b"".join(got).endswith(DONE)
+            assert b"".join(got).count(DONE) == 1
+            row = await world.settled()
+            assert (row.status, row.error, row.worker, row.resumed) == (200, None, row_worker, 0)
+            assert row.prompt_tokens == 10
 
     asyncio.run(main())
 
@@ -584,6 +639,65 @@ def test_a_worker_that_is_back_is_trusted_from_its_first_token_on() -> None:
             first = await world.send(STREAM)
             assert (await world.ask(CHAT)).status == 200
             first.abort()
+
+    asyncio.run(main())
+
+
+def test_a_whole_answer_that_takes_minutes_does_not_keep_the_others_out_of_a_worker_that_is_back() -> None:
+    """Nothing is heard of it until its end; but it was not cut, as those were that had opened the breaker."""
+
+    async def main() -> None:
+        async with World() as world:
+            a = await world.add("a", hangs())
+            for _ in range(3):
+                world.fleet.saw_failure(WorkerId("a"), world.clock.now(), "lost")
+            world.clock.advance(1.0)
+            asking = [asyncio.create_task(world.ask(CHAT))]
+            await until(lambda: len(a.bodies) == 1)
+            assert (await world.ask(CHAT)).status == 503
+            world.clock.advance(10.0)
+            asking += [asyncio.create_task(world.ask(CHAT)) for _ in range(3)]
+            await until(lambda: len(a.bodies) == 4)
+            for one in asking:
+                one.cancel()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("kind", "script", "first_byte_s"), [("timeout", hangs(), 0.05), ("lost", drops(), LONG_S)])
+def test_a_worker_that_lets_its_time_pass_is_told_from_one_that_breaks_off(
+    kind: str, script: Any, first_byte_s: float
+) -> None:
+    async def main() -> None:
+        async with World(proxy=replace(PATIENT, first_byte_s=first_byte_s, retries=0)) as world:
+            await world.add("a", script)
+            assert (await world.ask(CHAT)).status == 502
+            assert world.metrics.upstream == {("a", kind): 1}
+
+    asyncio.run(main())
+
+
+def no_file_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on this process may open no more connections. Those that it has stay."""
+
+    async def refused(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", refused)
+
+
+def test_a_gateway_without_a_socket_left_says_so_and_blames_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with World() as world:
+            await world.add("a", answers(ANSWER))
+            assert (await world.get("/health")).status == 200  # the client has its connection
+            no_file_left(monkeypatch)
+            got = await world.ask(CHAT)
+            assert (got.status, got.json["error"]["code"]) == (503, "no_socket_left")
+            assert "retry-after" in got.headers
+            monkeypatch.undo()
+            assert (await world.ask(CHAT)).status == 200
+            assert world.metrics.upstream == {}
 
     asyncio.run(main())
 

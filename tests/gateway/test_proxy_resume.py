@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fake_stoker import FakeStoker
-from mocks import drops, hangs
+from mocks import answers, drops, hangs, in_turn
 from waiting import LONG_S, turns, until
 from world import PATIENT, World
 
@@ -24,7 +24,9 @@ ID = [(b"x-request-id", b"r1")]
 async def undisturbed(body: dict[str, Any]) -> bytes:
     async with World() as world:
         await world.add("a", FakeStoker(), dialect="stoker")
-        return (await world.ask(body, headers=ID)).body
+        answer = (await world.ask(body, headers=ID)).body
+        assert answer.count(b"[DONE]") == 1
+        return answer
 
 
 @pytest.mark.parametrize("more", [{}, USAGE, {"n": 3, **USAGE}], ids=["plain", "usage", "three"])
@@ -101,6 +103,24 @@ def test_an_engine_that_dies_inside_its_worker_is_a_death_like_any_other() -> No
     asyncio.run(main())
 
 
+def test_a_worker_whose_engine_dies_in_every_answer_is_left_alone_for_a_while() -> None:
+    """It ends each of its streams in good order, with an error: that is no success."""
+
+    async def main() -> None:
+        expected = await undisturbed(BODY)
+        async with World() as world:
+            a = await world.add("a", FakeStoker(fails=[4] * 9), dialect="stoker")
+            await world.add("b", FakeStoker(), dialect="stoker")
+            for _ in range(9):
+                assert (await world.ask(BODY, headers=ID)).body == expected
+            assert len(a.bodies) == 3
+            member = world.fleet.member(WorkerId("a"))
+            assert member is not None
+            assert not member.health.usable(world.clock.now())
+
+    asyncio.run(main())
+
+
 def test_a_lone_worker_that_comes_back_goes_on_itself() -> None:
     async def main() -> None:
         expected = await undisturbed(BODY)
@@ -112,6 +132,23 @@ def test_a_lone_worker_that_comes_back_goes_on_itself() -> None:
             await until(lambda: world.metrics.upstream["a", "connect"] > 0)
             await worker.start()
             world.clock.advance(2.0)  # it may be tried once more
+            assert (await asking).body == expected
+            assert (await world.settled()).resumed == 1
+
+    asyncio.run(main())
+
+
+def test_a_lone_worker_that_registers_anew_goes_on_itself() -> None:
+    async def main() -> None:
+        expected = await undisturbed(BODY)
+        async with World(resume_grace_s=5.0) as world:
+            worker = await world.add("a", FakeStoker(dies=[4]), dialect="stoker")
+            asking = asyncio.create_task(world.ask(BODY, headers=ID))
+            await until(lambda: len(worker.bodies) == 1)
+            world.fleet.remove(WorkerId("a"), world.clock.now())
+            await until(lambda: worker.num_running == 0)
+            await turns(100)
+            world.register("a", dialect="stoker")
             assert (await asking).body == expected
             assert (await world.settled()).resumed == 1
 
@@ -202,6 +239,30 @@ def test_a_stream_of_ours_is_never_continued_by_a_foreign_worker() -> None:
             world.clock.advance(10.0)
             assert b"worker_lost" in (await asking).body
             assert foreign.bodies == []
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+@pytest.mark.parametrize(
+    "said", [b"<html>\n\ntoo large\n</html>", b'{\n\n"error": {"message": "no", "code": 413}}', b""]
+)
+def test_whatever_refuses_to_go_on_the_stream_ends_with_one_readable_error(path: str, said: bytes) -> None:
+    """A proxy between us and a worker has words of its own."""
+
+    async def main() -> None:
+        async with World() as world:
+            script = in_turn(FakeStoker(dies=[4]), answers(said, 413))
+            for name in "ab":
+                await world.add(name, script, dialect="stoker")
+            got = await world.ask(BODY, path, headers=ID)
+            *_, last, end = got.body.split(b"\n\n")
+            assert end == b""
+            error = json.loads(last[last.index(b"data: ") + 6 :])
+            error = error if path == "/v1/responses" else error["error"]
+            assert error["code"] == "worker_refused"
+            assert "413" in error["message"]
+            assert (await world.settled()).error == "worker_refused"
 
     asyncio.run(main())
 

@@ -165,3 +165,11 @@ def test_what_one_worker_put_into_a_store_another_may_remove_or_go_on_from() -> 
     assert index.match(keys(TOKENS, 16)) == {W: Match(1, 0, 0), other: Match(0, 1, 0)}
     assert first.apply([AllBlocksCleared()])
     assert index.match(keys(TOKENS, 16)) == {W: Match(0, 1, 0), other: Match(0, 1, 0)}, "the store's stay"
+
+
+def test_a_full_store_forgets_its_oldest_some_at_a_time() -> None:
+    """A large dict's front is slow to reach: not for every event."""
+    blocks = {"CPU": StoreBlocks()}
+    rekeyer = Rekeyer(WorkerIndex(W, [PrefixIndex()]), 16, hashes_salts=False, stores=blocks, max_blocks=5120)
+    rekeyer.apply(stored([number], [number] * 16, 16, medium="CPU") for number in range(5121))
+    assert list(blocks["CPU"]) == list(range(11, 5121))

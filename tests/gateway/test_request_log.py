@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import threading
+
+from waiting import LONG_S
 
 from stoker.gateway.request_log import NoRequestLog, RequestLog
 from stoker.gateway.usage_row import UsageRow
@@ -35,6 +39,25 @@ def test_what_cannot_be_written_in_time_is_dropped_and_counted() -> None:
     requests.close()
     assert requests.dropped + len(b"".join(written).splitlines()) == 1000
     assert requests.dropped > 0
+
+
+def test_a_disk_that_was_full_costs_the_lines_of_that_time_and_no_others() -> None:
+    written: list[bytes] = []
+    was_full = threading.Event()
+
+    def write(lines: bytes) -> None:
+        if not was_full.is_set():
+            was_full.set()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written.append(lines)
+
+    requests = RequestLog(write)
+    requests.record(ROW)
+    assert was_full.wait(LONG_S)
+    requests.record(ROW)
+    requests.close()
+    assert len(b"".join(written).splitlines()) == 1
+    assert requests.dropped == 1
 
 
 def test_off() -> None:

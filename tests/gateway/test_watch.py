@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import socket
 import types
@@ -344,6 +345,25 @@ def test_any_openai_server_is_there_when_it_lists_its_models() -> None:
     watched(paths({"/v1/models": (200, MODELS)}), check, dialect="openai")
 
 
+def test_a_question_that_was_not_answered_is_asked_again_at_the_next_look() -> None:
+    """A worker whose models are not known gets no request: one lost answer must not cost it all of `learn_s`."""
+    lists = paths({"/health": (200, b""), "/v1/models": (200, MODELS)})
+    num_dropped = 0
+
+    async def script(worker: MockWorker, request: Request) -> None:
+        nonlocal num_dropped
+        if request.path == b"/v1/models" and num_dropped < 2:
+            num_dropped += 1
+            request.abort()
+        else:
+            await lists(worker, request)
+
+    async def check(world: World, worker: MockWorker, member: Member) -> None:
+        await until(lambda: member.models == {"m"})
+
+    watched(script, check, replace(QUICK, learn_s=10 * LONG_S), dialect="openai")
+
+
 def test_models_that_the_operator_wrote_are_left_alone() -> None:
     async def check(world: World, worker: MockWorker, member: Member) -> None:
         await until(lambda: "/v1/models" in worker.paths)
@@ -413,6 +433,26 @@ def test_a_connection_that_does_not_come_in_time_is_late_as_an_answer_is() -> No
             await world.close()
 
     run(main())
+
+
+def test_a_gateway_that_can_open_no_connection_calls_nobody_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_tries = 0
+
+    async def refused(*_: Any, **__: Any) -> Any:
+        nonlocal num_tries
+        num_tries += 1
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async def main() -> None:
+        world = World()
+        monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", refused)
+        world.watch("http://127.0.0.1:1")
+        await until(lambda: num_tries > 2 * QUICK.late_probes)
+        assert world.is_usable
+        assert world.lost == []
+        await world.close()
+
+    asyncio.run(main())
 
 
 def test_a_foreign_engine_s_events_are_followed_once_its_tokens_are_understood(folder: Path) -> None:

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from mocks import MockWorker, answers
+from mocks import JSON, MockWorker, answers
 from waiting import LONG_S, turns, until
 
 from stoker.base.errors import ConfigError
 from stoker.fleet.fleet import Fleet
 from stoker.fleet.ledger import Ledger
 from stoker.fleet.spec import WorkerSpec
+from stoker.gateway import workers
 from stoker.gateway.conversation import KeyMakers
+from stoker.gateway.http import Request
 from stoker.gateway.upstream import Lifeline, Upstreams
 from stoker.gateway.watch import Watchers
 from stoker.gateway.worker_option import worker_id_of
 from stoker.gateway.workers import Workers
 from stoker.routing.router import PrefixIndexes
+from stoker.worker import register
 
 MODELS = {"object": "list", "data": [{"id": "m", "object": "model"}]}
 
@@ -75,6 +79,37 @@ def test_a_worker_is_watched_from_when_it_comes_and_forgotten_when_it_leaves() -
     asyncio.run(main())
 
 
+def test_of_one_that_left_with_a_request_running_nothing_stays_behind() -> None:
+    """As every worker does that is drained: with the connections goes what was learnt of its answers' heads."""
+    has_begun, may_end = asyncio.Event(), asyncio.Event()
+
+    async def script(worker: MockWorker, request: Request) -> None:
+        if request.method == b"POST":
+            has_begun.set()
+            await may_end.wait()
+        request.respond(200, JSON, json.dumps(MODELS).encode())
+
+    async def main() -> None:
+        async with world_and_worker() as (world, mock):
+            mock.script = script
+            spec = spec_of(mock.url)
+            world.workers.add(spec)
+            member = world.fleet.member(spec.worker_id)
+            assert member is not None
+            charge = world.ledger.charge(spec.worker_id, prefill_tokens=5, context_tokens=5, output_tokens=5, now=0.0)
+            pool = world.upstreams.of(member).pool
+            asking = asyncio.create_task(pool.send(b"POST", b"/", (), b"{}", connect_s=LONG_S, head_s=LONG_S))
+            await has_begun.wait()
+            world.workers.remove(spec.worker_id)
+            may_end.set()
+            assert (await asking).status == 200
+            charge.end(1.0)
+            assert not world.upstreams._known
+            await until(lambda: pool.num_open == 0)
+
+    asyncio.run(main())
+
+
 def test_the_start_does_not_wait_for_a_worker_that_is_away() -> None:
     async def main() -> None:
         world = World()
@@ -96,6 +131,14 @@ def test_one_that_registered_itself_and_falls_silent_is_forgotten() -> None:
             assert world.fleet.members()[0].spec.from_config
 
     asyncio.run(main())
+
+
+def test_one_heartbeat_that_got_lost_is_no_silence() -> None:
+    """What runs on a silent worker is cut. The next heartbeat comes after the lost one's time-out and a wait twice as long as
+    the usual one, and may take its time, too."""
+    lost_s = register._HEARTBEAT_S + register._ANSWER_S
+    next_s = 2 * register._HEARTBEAT_S + register._ANSWER_S
+    assert lost_s + next_s < workers._SILENT_S
 
 
 def test_nobody_is_forgotten_because_the_gateway_itself_stood_still() -> None:

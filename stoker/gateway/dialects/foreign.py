@@ -74,9 +74,14 @@ async def deliver(
 async def _stream(call: Call, legs: Legs, answer: Answer, reply: ForeignAnswer) -> None:
     try:
         await legs.relay(legs.decode, answer, reply.push)
+    except asyncio.CancelledError:
+        call.ended = reply.ended
+        raise
     except LegFailed:
         if not reply.ended:  # cut after its own last event, the answer is whole all the same
             raise
+    else:
+        legs.done(legs.decode, answer)
     rest = reply.finish()
     if not call.request.started:
         legs.begin(answer)
@@ -93,6 +98,9 @@ async def together(prefill: Coroutine[Any, Any, None], decode: Callable[[asyncio
             await asyncio.wait([prefilling], timeout=_LAST_WORD_S)
             prefilling.cancel()
     except BaseExceptionGroup as failed:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():  # also from outside, in the same turn: a group keeps that to itself
+            raise asyncio.CancelledError from None
         raise failed.exceptions[0] from None
 
 

@@ -7,6 +7,7 @@ ticket for its blocks; decode resumes from that token, with the ticket. It may b
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -98,12 +99,16 @@ class Stoker:
         stream = StokerStream(call.memory, counts_events=call.envelope.kind is Kind.RESPONSES)
         try:
             await legs.relay(leg, answer, stream.push if shown else stream.push_unseen)
+        except asyncio.CancelledError:
+            call.ended = shown and stream.is_complete
+            raise
         except LegFailed:
             if not stream.is_complete and not stream.lacks_only_done:
                 raise
-        if stream.is_complete or call.memory.ticket is not None:
-            return
+        else:
+            if not (stream.is_complete or stream.lacks_only_done or call.memory.ticket is not None):
+                why = stream.failure or "its stream ended without an end"
+                legs.fail(leg, "lost", f"worker {leg.worker.worker_id}: {why}")
+            legs.done(leg, answer)
         if stream.lacks_only_done:
             call.request.write(DONE)
-            return
-        legs.fail(leg, "lost", f"worker {leg.worker.worker_id}: {stream.failure or 'its stream ended without an end'}")

@@ -7,10 +7,12 @@ from stoker.gateway.http.answer import Answer
 from stoker.gateway.http.client import Pool
 from stoker.gateway.http.errors import (
     AnswerAborted,
+    AnswerLate,
     AnswerLost,
     AnswerTooLarge,
     BadMessage,
     ConnectTimeout,
+    NoSocketLeft,
     Unreachable,
     error_body,
 )
@@ -23,6 +25,7 @@ from stoker.gateway.http.server import Server
 __all__ = [
     "Answer",
     "AnswerAborted",
+    "AnswerLate",
     "AnswerLost",
     "AnswerTooLarge",
     "BadMessage",
@@ -30,6 +33,7 @@ __all__ = [
     "ConnectTimeout",
     "HeaderFilter",
     "Headers",
+    "NoSocketLeft",
     "Origin",
     "Pool",
     "Request",

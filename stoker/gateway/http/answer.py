@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Protocol, cast
 
 from stoker.gateway.http.chunked import ChunkedReader
-from stoker.gateway.http.errors import AnswerAborted, AnswerLost, AnswerTooLarge, BadMessage
+from stoker.gateway.http.errors import AnswerAborted, AnswerLate, AnswerLost, AnswerTooLarge, BadMessage
 from stoker.gateway.http.head import CHUNKED, UNTIL_CLOSE, AnswerHead, HeadParser
 from stoker.gateway.http.limits import ClientLimits
 
@@ -215,7 +215,7 @@ class WorkerConnection(asyncio.Protocol):
         self.transport.abort()
 
     def time_out(self) -> None:
-        self._fail("no answer within the time that was given")
+        self._fail("no answer within the time that was given", AnswerLate)
 
     # ---- what the event loop calls
 
@@ -267,9 +267,10 @@ class WorkerConnection(asyncio.Protocol):
     # ---- reading
 
     def _read_head(self, data: bytes) -> None:
-        if self._waiter is None:
-            # Nobody asked anything.
-            self.transport.abort()
+        if self._waiter is None or self._waiter.cancelled():
+            # Nobody asked anything; or whoever did was cancelled in this very turn of the loop, and will cut this connection:
+            # it must not serve anybody else meanwhile.
+            self.cut()
             return
         if self._buffer:
             data = self._buffer + data
@@ -366,8 +367,8 @@ class WorkerConnection(asyncio.Protocol):
             self.transport.close()
         answer.end(None)
 
-    def _fail(self, why: str) -> None:
-        lost = AnswerLost(f"{self._owner.where}: {why}")
+    def _fail(self, why: str, kind: type[AnswerLost] = AnswerLost) -> None:
+        lost = kind(f"{self._owner.where}: {why}")
         if self._answer is not None:
             self._answer.end(lost)
         elif self._waiter is not None and not self._waiter.done():

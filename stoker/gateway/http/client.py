@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 
 from stoker.gateway.http.answer import Answer, WorkerConnection
-from stoker.gateway.http.errors import ConnectTimeout, Unreachable
+from stoker.gateway.http.errors import ConnectTimeout, NoSocketLeft, Unreachable
 from stoker.gateway.http.head import Headers, HeadParser, header_block
 from stoker.gateway.http.limits import ClientLimits
 from stoker.gateway.http.origin import Origin
+
+# Too many open files, here or on this machine; no memory for another socket.
+_OUR_OWN = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 class Pool:
@@ -48,7 +52,8 @@ class Pool:
         """Sends a request and returns its answer as soon as the head is there. `headers` hold none that are about the
         connection (`end_to_end`); host and length are set here.
 
-        Raises Unreachable when there is no connection, AnswerLost when it ended, or `head_s` passed, before a whole head came.
+        Raises Unreachable when there is no connection (NoSocketLeft if that is our own doing), AnswerLost when it ended, or
+        `head_s` passed, before a whole head came.
         A reused connection that dies without one byte of an answer was closed before the worker saw the request: it is tried once
         more, on a new one.
         """
@@ -127,6 +132,8 @@ class Pool:
         except TimeoutError as late:
             raise ConnectTimeout(f"{self.where}: no connection within {connect_s:g} s") from late
         except OSError as refused:
+            if refused.errno in _OUR_OWN:
+                raise NoSocketLeft(f"The gateway cannot open another connection: {refused.strerror}.") from refused
             raise Unreachable(f"{self.where}: {refused}") from refused
         self._open.add(connection)
         if self._sweeper is None:

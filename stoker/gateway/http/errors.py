@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from stoker.base.errors import StokerError
+from stoker.base.errors import Overloaded, StokerError
 
 
 class Unreachable(StokerError):
@@ -18,11 +18,23 @@ class ConnectTimeout(Unreachable):
     """No connection in time. Nobody may be there; or somebody was slow, and that may have been this process."""
 
 
+class NoSocketLeft(Overloaded):
+    """This process may open no more connections: nobody's fault but ours, so nobody else is to be blamed or asked."""
+
+    code = "no_socket_left"
+
+
 class AnswerLost(StokerError):
     """The worker took the request and did not answer it to the end: cut, timed out, or not HTTP."""
 
     code = "answer_lost"
     retryable = True
+
+
+class AnswerLate(AnswerLost):
+    """No answer had begun when its time was over."""
+
+    code = "answer_late"
 
 
 class AnswerTooLarge(AnswerLost):

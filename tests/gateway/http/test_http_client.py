@@ -326,6 +326,27 @@ def test_a_cancel_that_comes_with_the_answer_does_not_cut_the_next_request(run: 
     run(main())
 
 
+def test_an_answer_that_comes_with_the_cancel_is_nobodys_and_hurts_nobody(run: Run) -> None:
+    """As above, the other way round: the one who asked is cancelled, and the answer is read before it has heard so."""
+
+    async def main() -> None:
+        worker = worker_saying(OK, OK)
+        async with worker.up() as pool:
+            await text(pool)
+            first = asyncio.ensure_future(get(pool))
+            await asyncio.sleep(0)
+            (connection,) = pool._open
+            other = asyncio.ensure_future(text(pool))  # its turn comes before the cancelled one's
+            first.cancel()
+            connection.data_received(OK)
+            async with asyncio.timeout(LONG_S):
+                assert await other == b"ok"
+            with pytest.raises(asyncio.CancelledError):
+                await first
+
+    run(main())
+
+
 def test_interim_answers_are_skipped(run: Run) -> None:
     async def main() -> None:
         interim = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: </x>\r\n\r\n"
