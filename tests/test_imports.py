@@ -56,7 +56,7 @@ TABLE = {
     "engine": Allowed("sched kv models layers kernels", ENGINE_SIDE),
     "proto": Allowed(f"sched {KV_LIGHT}", "msgspec", light=True),
     "text": Allowed("sched.request proto.openai", "tokenizers jinja2 msgspec", light=True),
-    "checkpoint": Allowed("", "numpy gguf tokenizers huggingface_hub safetensors", light=True),
+    "checkpoint": Allowed("models.reader", "numpy gguf tokenizers huggingface_hub safetensors", light=True),
     "loadgen": Allowed("", "aiohttp msgspec rich", light=True),
     # The server process is light. The engine process is these four modules, and the only way from here to the engine.
     "worker": Allowed(f"text proto sched {KV_LIGHT}", "aiohttp msgspec prometheus_client zmq", light=True),

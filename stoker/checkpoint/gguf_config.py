@@ -130,28 +130,24 @@ def generation_config(file: GgufFile) -> dict[str, Any]:
 def _rope(file: GgufFile, shape: Shape) -> dict[str, Any]:
     prefix = f"{shape.architecture.model_type}.rope"
     theta = _shortest(file.find(f"{prefix}.freq_base", float) or 10000.0)
-    scaling = file.find(f"{prefix}.scaling.type", str) or "none"
-    factor = file.find(f"{prefix}.scaling.factor", float) or 1.0
-    for key in ("attn_factor", "yarn_attn_factor"):  # HF's attention_factor means something else
+    # Without a type llama.cpp takes it as linear; older files have scale_linear.
+    scaling = file.find(f"{prefix}.scaling.type", str) or "linear"
+    factor = file.find(f"{prefix}.scaling.factor", float) or file.find(f"{prefix}.scale_linear", float) or 1.0
+    for key in ("attn_factor", "yarn_attn_factor"):
         if (file.find(f"{prefix}.scaling.{key}", float) or 1.0) != 1.0:
-            raise ModelFilesError(f"{file.path}: it has {prefix}.scaling.{key}, which has no place in an HF config")
+            raise ModelFilesError(f"{file.path}: it has {prefix}.scaling.{key}, which is not served")
+    rope = {"rope_type": "default", "rope_theta": theta}
     if ROPE_FREQS in file.tensors:
-        return _llama3_rope(file, shape, theta)
+        rope = _llama3_rope(file, shape, theta)
     if scaling == "none" or factor == 1.0:
-        return {"rope_type": "default", "rope_theta": theta}
-    if scaling == "linear":
+        return rope
+    if scaling == "linear" and rope["rope_type"] == "default":
         return {"rope_type": "linear", "rope_theta": theta, "factor": factor}
-    if scaling == "yarn":
-        original = file.get(f"{prefix}.scaling.original_context_length", int)
-        rope = {
-            "rope_type": "yarn",
-            "rope_theta": theta,
-            "factor": factor,
-            "original_max_position_embeddings": original,
-        }
-        found = {key: file.find(f"{prefix}.scaling.yarn_{key}", float) for key in ("beta_fast", "beta_slow")}
-        return rope | {key: value for key, value in found.items() if value is not None}
-    raise ModelFilesError(f"{file.path}: its rope scaling is {scaling!r}, and Stoker knows linear and yarn")
+    # Said here: a conversion takes minutes and much of the disk, and the engine would not take what comes of it.
+    both = f" beside {ROPE_FREQS}" if rope["rope_type"] != "default" else ""
+    raise ModelFilesError(
+        f"{file.path}: its rope scaling is {scaling!r}{both}, which is not served, only linear and Llama 3's"
+    )
 
 
 def _llama3_rope(file: GgufFile, shape: Shape, theta: float) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from stoker.checkpoint.gguf_weights import head_bytes, weights_of, write_weights
 from stoker.checkpoint.progress import Progress
 
 # Raise it when a conversion's outcome changes: folders of other versions are then made anew.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 def convert_gguf(source: Path, folder: Path, progress: Progress) -> None:

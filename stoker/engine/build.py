@@ -126,6 +126,7 @@ def build_engine(
         min(store.max_offers, blocks // 4),  # blocks on their way into the store are not free for anything else
         resolved.mixed_tokens,
         family.shape.vocab_size,
+        resolved.max_model_tokens,
     )
     scheduler = Scheduler(config, pool)
     runner = Runner(model, family.shape.num_heads, kv, rows, resolved.threads, resolved.mixed_tokens)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
 
+from stoker.base.allowance import available_ram, usable_cores
 from stoker.base.config import EngineSettings
 from stoker.base.errors import ConfigError
 from stoker.engine.card_memory import WorkingMemory
 from stoker.engine.threads import FixedThreads, Threads, ThreadTuner
 from stoker.kv.layout import KvLayout
 from stoker.models.contract import ModelShape
-from stoker.models.reader import available_ram
 
 _GIB = 1 << 30
 # In RAM: a worker shares the machine, so by default the cache takes a part of what is free, and no more than this.
@@ -83,7 +82,7 @@ def _device(name: str | None) -> torch.device:
 
 
 def _threads(settings: EngineSettings, on_cpu: bool) -> Threads:
-    cores = max(1, len(os.sched_getaffinity(0)))
+    cores = usable_cores()
     if settings.num_threads is not None:
         return FixedThreads(settings.num_threads)
     return ThreadTuner(cores) if on_cpu else FixedThreads(min(4, cores))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,10 @@ from stoker.kernels.paged import fits
 from stoker.kernels.transfer import to_device
 from stoker.kv.device import DeviceKv
 from stoker.models.contract import Model
-from stoker.sched.plan import StepPlan, StepResult
+from stoker.sched.plan import BlockCopy, StepPlan, StepResult
+
+# Of blocks that are copied at a time: on their way they are held once more, and hundreds of requests may each want one in one step.
+_COPIED_BYTES = 128 << 20
 
 
 @dataclass(slots=True, eq=False)
@@ -33,25 +37,29 @@ class PendingStep:
     drawn: Drawn | None
     states: list[RowState]  # of the spans that sample, in their order; none where all of them are plain
     started_s: float
-    copied: torch.cuda.Event | None
+    done: torch.cuda.Event | None  # what it drew is here, and the device is free for others
     before: PendingStep | None = None  # a row that this step has passed over may have drawn there
+    _ended_s: float = 0.0
     _result: StepResult | None = None
 
     def wait(self) -> StepResult:
-        """Steps are read in the order in which they were launched: a grammar goes on by the tokens in theirs."""
+        """Steps are read in the order in which they were launched: a grammar goes on by the tokens in theirs. The device does them
+        one after the other, too: a step's time begins when the one before has ended."""
         if self._result is None:
             if self.before is not None:
                 self.before.wait()
+                self.started_s = max(self.started_s, self.before._ended_s)
                 self.before = None
-            if self.copied is not None:
-                self.copied.synchronize()
+            if self.done is not None:
+                self.done.synchronize()
+            self._ended_s = time.monotonic()
             self._result = self._read()
         return self._result
 
     def _read(self) -> StepResult:
         drawn = iter(self.drawn.token_ids.tolist() if self.drawn is not None else [])
         token_ids = [[next(drawn)] if span.samples else [] for span in self.plan.spans]
-        result = StepResult(token_ids, time.monotonic() - self.started_s)
+        result = StepResult(token_ids, self._ended_s - self.started_s)
         if self.states:
             samples = [number for number, span in enumerate(self.plan.spans) if span.samples]
             for i, (number, state) in enumerate(zip(samples, self.states, strict=True)):
@@ -125,8 +133,7 @@ class Runner:
     @torch.inference_mode()
     def _launch(self, plan: StepPlan, started_s: float) -> PendingStep:
         self._rows.apply(plan)
-        if plan.copies:
-            self._kv.copy([copy.src for copy in plan.copies], [copy.dst for copy in plan.copies])
+        self._copy_blocks(plan.copies)
         if plan.fresh_blocks:
             self._kv.clear(plan.fresh_blocks)
         if not plan.spans:
@@ -134,13 +141,20 @@ class Runner:
         states = [self._rows.states[span.row] for span in plan.spans if span.samples]
         plain = all(state.is_plain for state in states)
         drawn = self._step(plan, states) if self._card is None else self._card_step(self._card, plan, states, plain)
-        copied = None
-        if drawn is not None:
-            drawn = drawn.to_host()
-            if self._kv.blocks.is_cuda:
-                copied = torch.cuda.Event(blocking=True)
-                copied.record()
-        return PendingStep(plan, drawn, [] if plain else states, started_s, copied)
+        drawn = None if drawn is None else drawn.to_host()
+        done = None
+        if self._kv.blocks.is_cuda:
+            # Also where nothing is drawn: else a long prompt's steps would all be launched at once.
+            done = torch.cuda.Event(blocking=True)
+            done.record()
+        return PendingStep(plan, drawn, [] if plain else states, started_s, done)
+
+    def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """In their order, a few at a time: what was copied from may be another's to copy into."""
+        most = max(1, _COPIED_BYTES // self._kv.layout.block_bytes)
+        for first in range(0, len(copies), most):
+            some = copies[first : first + most]
+            self._kv.copy([copy.src for copy in some], [copy.dst for copy in some])
 
     def _card_step(self, card: CardSteps, plan: StepPlan, states: list[RowState], plain: bool) -> Drawn | None:
         outputs = card.run(plan, draws=plain)

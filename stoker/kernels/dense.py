@@ -15,6 +15,7 @@ from stoker.kernels.dispatch import overlaps
 
 _LENGTHS = (2048, 4096, 6144, 8192)
 _SHORT = 256  # any length brings cuDNN up
+_PART_S = 0.1
 
 
 def dense_attention(q: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -40,16 +41,17 @@ class DensePlans:
         self.lengths: list[int] = []
 
     def plan_next(self) -> bool:
-        """Whether it planned for one. At first cuDNN has to come up, on a thread of its own: then it did not."""
+        """Whether more may be left. At first cuDNN has to come up, on a thread of its own: nobody waits for that longer than for
+        other parts."""
         if not self._left:
             return False
         if self._comes_up is None:
             self._comes_up = Thread(target=self._plan, args=(_SHORT,), name="cudnn", daemon=True)
             self._comes_up.start()
-        if self._comes_up.is_alive():
-            return False
-        self._plan(self._left[0])
-        self.lengths.append(self._left.pop(0))
+        self._comes_up.join(_PART_S)
+        if not self._comes_up.is_alive():
+            self._plan(self._left[0])
+            self.lengths.append(self._left.pop(0))
         return True
 
     def plan_all(self) -> None:

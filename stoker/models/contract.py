@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -85,14 +86,17 @@ def family_of(hf: Mapping[str, Any], where: str) -> ModelFamily:
 
 
 def field(hf: Mapping[str, Any], name: str, kind: type, default: Any = None) -> Any:
-    """A field of config.json, checked: a wrong one is named, not met later as a strange shape."""
-    value = hf.get(name, default)
+    """A field of config.json, checked: a wrong one is named, not met later as a strange shape. One that is null is not there."""
+    value: Any = hf.get(name)
+    value = default if value is None else value
     if value is None:
         raise ModelFilesError(f"config.json: {name!r} is missing")
-    if kind is float and isinstance(value, int):
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise ModelFilesError(f"config.json: {name!r} must be {kind.__name__}, found {value!r}")
     if isinstance(value, int) and kind is int and value < 1:  # all of them are sizes
         raise ModelFilesError(f"config.json: {name!r} must be at least 1, found {value}")
+    if isinstance(value, float) and not 0 < value < inf:  # all of them are factors
+        raise ModelFilesError(f"config.json: {name!r} must be more than 0, found {value}")
     return value

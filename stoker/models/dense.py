@@ -9,7 +9,7 @@ from typing import Any
 from stoker.base.errors import ModelFilesError
 from stoker.layers.decoder import DecoderConfig
 from stoker.layers.moe import MoeConfig
-from stoker.layers.quant import PLAIN, Stored
+from stoker.layers.quant import PLAIN, Int4, Stored
 from stoker.layers.rope import RopeConfig
 from stoker.models.contract import Rule, field
 from stoker.models.quantisation import product_rules, read_quantisation
@@ -39,26 +39,53 @@ def read_config(hf: Mapping[str, Any], *, qk_norm: bool, moe: MoeConfig | None) 
         qk_norm=qk_norm,
         moe=moe,
     )
+    if config.num_heads % config.num_kv_heads:
+        raise ModelFilesError(
+            f"config.json: num_attention_heads {config.num_heads} is no multiple of num_key_value_heads {config.num_kv_heads}"
+        )
+    if config.head_dim % 2:
+        raise ModelFilesError(f"config.json: head_dim {config.head_dim} is odd: rope turns its numbers in pairs")
     return replace(config, stored=read_stored(hf, config))
 
 
 def read_rope(hf: Mapping[str, Any], max_positions: int) -> RopeConfig:
-    """Newer configs have all in rope_parameters, older ones rope_theta and rope_scaling."""
-    scaling = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    if not isinstance(scaling, Mapping):
-        raise ModelFilesError(f"config.json: rope_parameters or rope_scaling must be an object, found {scaling!r}")
+    """Newer configs have all in rope_parameters, older ones rope_theta and rope_scaling. One that has both must say it twice:
+    a scaling that is added by hand must not be passed over."""
+    said = {name: hf[name] for name in ("rope_parameters", "rope_scaling") if hf.get(name)}
+    for name, scaling in said.items():
+        if not isinstance(scaling, Mapping):
+            raise ModelFilesError(f"config.json: {name} must be an object, found {scaling!r}")
+    thetas = [place["rope_theta"] for place in (*said.values(), hf) if place.get("rope_theta") is not None]
+    theta = field({"rope_theta": thetas[0] if thetas else 10_000.0}, "rope_theta", float)
+    ropes = [_scaled_rope(scaling, theta, max_positions) for scaling in said.values()] or [RopeConfig(theta)]
+    if ropes[0] != ropes[-1]:
+        raise ModelFilesError(
+            "config.json: rope_parameters and rope_scaling ask for different things; keep one of them"
+        )
+    for place in (*said.values(), hf):
+        if (part := field(place, "partial_rotary_factor", float, 1.0)) != 1.0:
+            raise ModelFilesError(f"config.json: partial_rotary_factor {part} is not served: all of a head is turned")
+    return ropes[0]
+
+
+def _scaled_rope(scaling: Mapping[str, Any], theta: float, max_positions: int) -> RopeConfig:
+    if nested := [name for name, part in scaling.items() if isinstance(part, Mapping)]:
+        raise ModelFilesError(f"config.json: a rope for layers of each kind is not served ({', '.join(nested)})")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind not in ("default", "linear", "llama3"):
-        raise ModelFilesError(f"config.json: rope type {kind!r} is not served, only default, linear and llama3")
-    theta = scaling.get("rope_theta") or hf.get("rope_theta") or 10_000.0
-    return RopeConfig(
-        theta=field({"rope_theta": theta}, "rope_theta", float),
-        kind=kind,
-        factor=field(scaling, "factor", float, 1.0),
-        low_freq_factor=field(scaling, "low_freq_factor", float, 1.0),
-        high_freq_factor=field(scaling, "high_freq_factor", float, 4.0),
-        original_positions=field(scaling, "original_max_position_embeddings", int, max_positions),
-    )
+    if kind == "default":
+        return RopeConfig(theta)
+    if kind == "linear":
+        return RopeConfig(theta, kind, field(scaling, "factor", float))
+    if kind == "llama3":
+        return RopeConfig(
+            theta,
+            kind,
+            field(scaling, "factor", float),
+            field(scaling, "low_freq_factor", float),
+            field(scaling, "high_freq_factor", float),
+            field(scaling, "original_max_position_embeddings", int, max_positions),
+        )
+    raise ModelFilesError(f"config.json: rope type {kind!r} is not served, only default, linear and llama3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +126,11 @@ def read_stored(hf: Mapping[str, Any], config: DecoderConfig) -> dict[str, Store
     found = {}
     for product in _products(config):
         stored = quantisation.of_parts(list(product.parts))
+        if isinstance(stored, Int4) and product.num_ins % stored.group:
+            raise ModelFilesError(
+                f"config.json: quantization_config has groups of {stored.group} inputs, {next(iter(product.parts))} has "
+                f"{product.num_ins}"
+            )
         if stored != PLAIN:
             found[product.target] = stored
     return found

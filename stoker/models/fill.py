@@ -142,7 +142,7 @@ class _Filling:
 
     def _work_in_ram(self, buffers: Tensor) -> None:
         for block in self._take():
-            if all(part.copy.is_plain for part in block.parts) and reader.is_cached(block.file, block.number):
+            if all(part.copy.is_plain for part in block.parts) and _is_cached(block):
                 for part in block.parts:
                     into = part.copy.place_bytes[part.first : part.first + part.num_bytes]
                     _read_at(block.file, into, block.number * reader.BLOCK_BYTES + part.at)
@@ -155,7 +155,10 @@ class _Filling:
         read = self._ahead.take(block.file, block.number)
         if read is not None:
             buffer[: len(read)].copy_(torch.frombuffer(read, dtype=torch.uint8))
-        got = len(read) if read is not None else read_block(block.file, block.number, memoryview(buffer.numpy().data))
+            got = len(read)
+        else:
+            with reader.naming(block.file):
+                got = read_block(block.file, block.number, memoryview(buffer.numpy().data))
         if got < block.num_bytes:
             raise _ends(block.file, block.number * reader.BLOCK_BYTES + got)
 
@@ -203,17 +206,19 @@ def _fill_at_once(copy: Copy) -> None:
         copy.place.copy_(data.view(copy.dtype).view(copy.place.shape))
 
 
+def _is_cached(block: _Block) -> bool:
+    with reader.naming(block.file):
+        return reader.is_cached(block.file, block.number)
+
+
 def _read_at(file: Path, into: Tensor, offset: int) -> None:
     view, got = memoryview(into.numpy().data), 0
-    fd = os.open(file, os.O_RDONLY)
-    try:
+    with reader.naming(file), file.open("rb", buffering=0) as data:
         while got < len(view):
-            count = os.preadv(fd, [view[got:]], offset + got)
+            count = os.preadv(data.fileno(), [view[got:]], offset + got)
             if count == 0:
                 raise _ends(file, offset + got)
             got += count
-    finally:
-        os.close(fd)
 
 
 def _ends(file: Path, at: int) -> ModelFilesError:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
+from itertools import chain
 from typing import Any
 
 from stoker.base.errors import ModelFilesError
@@ -72,11 +73,13 @@ class Quantisation:
 
     def stored_as(self, module: str) -> Stored:
         """`module`: a linear one, by the checkpoint's name."""
-        if not self.ignored.has(module):
-            for group in self.groups:
-                if "Linear" in group.targets.whole or group.targets.has(module):
-                    return group.stored
-        return PLAIN
+        if self.ignored.has(module):
+            return PLAIN
+        # A name counts before an expression, and that before what all of them are, whatever the groups' order.
+        named = (group.stored for group in self.groups if module in group.targets.whole)
+        matched = (group.stored for group in self.groups if group.targets.has(module))
+        others = (group.stored for group in self.groups if "Linear" in group.targets.whole)
+        return next(chain(named, matched, others), PLAIN)
 
     def of_parts(self, modules: Sequence[str]) -> Stored:
         """Of modules whose products are one here."""
@@ -140,6 +143,10 @@ def _read_compressed(said: Mapping[str, Any]) -> Quantisation:
         raise ModelFilesError(f"config.json: quantization_config's 'config_groups' must be objects, found {groups!r}")
     if (said.get("sparsity_config") or {}).get("format", "dense") != "dense":
         raise _refusal("sparse weights")
+    rotations = (said.get("transform_config") or {}).get("config_groups") or {}
+    for place in (one.get("location") for group in rotations.values() for one in group.get("apply") or ()):
+        if not str(place).startswith("weight_"):  # those are in the weights already
+            raise _refusal(f"a rotation of {place!r} while it runs (transform_config)")
     read = []
     for group in groups.values():
         kind = group.get("format") or field(said, "format", str)

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -46,46 +47,72 @@ class StoredTensor:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors of a model's folder, by name."""
-    if not (folder / INDEX).exists():
-        if not (folder / SINGLE).exists():
-            raise ModelFilesError(f"{folder}: neither {SINGLE} nor {INDEX} is there")
+    """All tensors of a model's folder, by name. Files that are missing, cut off or not the index's are named."""
+    if not (folder / INDEX).is_file():
+        if not (folder / SINGLE).is_file():
+            raise _no_weights(folder)
         return read_header(folder / SINGLE)
-    files = _weight_map(folder / INDEX)
-    headers = {file: read_header(folder / file) for file in sorted(set(files.values()))}
-    for name, file in files.items():
+    places = _weight_map(folder / INDEX)
+    files = sorted(set(places.values()))
+    if missing := [file for file in files if not (folder / file).is_file()]:
+        raise ModelFilesError(
+            f"{folder} lacks {len(missing)} of the {len(files)} files that {INDEX} names: {', '.join(missing[:5])}. "
+            "Fetch them into it"
+        )
+    headers = {file: read_header(folder / file) for file in files}
+    for name, file in places.items():
         if name not in headers[file]:
             raise ModelFilesError(
-                f"{folder / file}: tensor {name!r} cannot be read (the file has none); fetch it again"
+                f"{folder / file} has no tensor {name!r}, where {INDEX} says it is: the two are of different versions; "
+                "fetch the model again"
             )
-    return {name: headers[file][name] for name, file in files.items()}
+    return {name: headers[file][name] for name, file in places.items()}
 
 
 def weight_files(folder: Path) -> list[Path]:
     """Those that hold a model's tensors, in the order in which they are read; none that can be named is no error here."""
     try:
-        names = set(_weight_map(folder / INDEX).values()) if (folder / INDEX).exists() else {SINGLE}
+        names = set(_weight_map(folder / INDEX).values()) if (folder / INDEX).is_file() else {SINGLE}
     except ModelFilesError:
         return []
     return [folder / name for name in sorted(names)]
 
 
+def _no_weights(folder: Path) -> ModelFilesError:
+    others = sorted(path.name for path in folder.glob("*") if path.suffix in (".bin", ".pt", ".pth"))
+    found = f" (it has {', '.join(others[:3])}, which Stoker does not read)" if others else ""
+    return ModelFilesError(f"{folder} has neither {SINGLE} nor {INDEX}{found}: fetch the model's safetensors")
+
+
 def _weight_map(index: Path) -> dict[str, str]:
     """Tensor name -> its file's."""
     try:
-        return dict(json.loads(index.read_text())["weight_map"])
+        with naming(index):
+            places = json.loads(index.read_bytes())["weight_map"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ModelFilesError(f"{index}: no weight_map can be read from it ({error}); fetch it again") from error
+        raise ModelFilesError(f"{index}: no weight_map can be read from it ({error!r}); fetch it again") from error
+    if not isinstance(places, dict) or not places or not all(isinstance(file, str) for file in places.values()):
+        raise ModelFilesError(f"{index}: its weight_map does not say which tensor is in which file; fetch it again")
+    return places
+
+
+@contextmanager
+def naming(file: Path) -> Iterator[None]:
+    """What the system says of reading `file`, with its name."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise ModelFilesError(f"{file} is missing; fetch the model's folder again") from error
+    except OSError as error:
+        raise ModelFilesError(f"{file} cannot be read: {error.strerror or error}") from error
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
     try:
-        with file.open("rb") as data:
+        with naming(file), file.open("rb") as data:
             num_bytes = os.fstat(data.fileno()).st_size
             header = _json_of(data.read(8), data.read, num_bytes)
-    except FileNotFoundError as error:
-        raise ModelFilesError(f"{file} is missing; fetch the model's folder again") from error
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise ModelFilesError(f"{file} is not a whole safetensors file ({error}); fetch it again") from error
     header_bytes, entries = header
     tensors = {}
@@ -267,25 +294,3 @@ def _runs(files: Sequence[Path], most_bytes: int) -> Iterator[tuple[Path, int]]:
             continue
         yield from ((file, number) for number in range(0, -(-min(num_bytes, most_bytes) // BLOCK_BYTES), _RUN_BLOCKS))
         most_bytes -= min(num_bytes, most_bytes)
-
-
-def available_ram() -> int:
-    """What the machine has left, or the container this runs in, if that is less."""
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for line in _lines("/proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    for limit in _lines("/sys/fs/cgroup/memory.max"):
-        if limit.strip().isdigit():
-            used = sum(int(line) for line in _lines("/sys/fs/cgroup/memory.current"))
-            available = min(available, int(limit) - used)
-    return max(0, available)
-
-
-def _lines(path: str) -> list[str]:
-    """None where the system has no such file."""
-    try:
-        with open(path) as file:
-            return file.readlines()
-    except OSError:
-        return []

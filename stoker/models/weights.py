@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from stoker.base.errors import ModelFilesError
 from stoker.models.contract import Model, Rule
 from stoker.models.fill import Copy, Progress, fill
 from stoker.models.reader import ReadAhead, stored_tensors
+
+# What floating numbers are converted to. Codes are not: what they mean depends on their scale, and on how they were made.
+_WIDE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def load(
@@ -33,7 +37,12 @@ def load(
             raise ModelFilesError(
                 f"{tensor.file}: tensor {rule.source!r} is {tensor.shape}, config.json promises {tuple(place.shape)}"
             )
-        copies.append(Copy(tensor, place))
+        copy = Copy(tensor, place)
+        if not copy.is_plain and not (copy.dtype.is_floating_point and place.dtype in _WIDE):
+            raise ModelFilesError(
+                f"{tensor.file}: tensor {rule.source!r} is {tensor.dtype}, config.json promises {place.dtype}"
+            )
+        copies.append(copy)
         filled[rule.target] = filled.get(rule.target, 0) + place.numel()
     for name, parameter in parameters.items():
         if filled.get(name, 0) != parameter.numel():

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from stoker.base.errors import InvalidRequest
+from stoker.base.errors import ContextTooLong, InvalidRequest
 from stoker.base.ids import BlockId, BlockKey, RequestId, Row
 from stoker.kv.keys import block_keys, root_key
 from stoker.kv.pool import BlockPool
@@ -37,6 +37,7 @@ class SchedulerConfig:
     max_offers: int = 0  # blocks that may be on their way into the store at a time
     mixed_tokens: int | None = None  # tokens of a step in which answers go on; None: step_tokens
     vocab_size: int | None = None  # None: any token id is the model's
+    max_tokens: int | None = None  # that one sequence may come to know; None: as many as there is KV for
 
 
 @dataclass(slots=True)
@@ -108,6 +109,12 @@ class Scheduler:
         """`num_stored`: leading blocks that tiers have and that are worth loading."""
         total_tokens = request.num_prompt + request.max_new_tokens
         kv_tokens = self._pool.num_blocks * self._config.block_tokens
+        max_tokens = self._config.max_tokens
+        if max_tokens is not None and total_tokens > max_tokens:
+            raise ContextTooLong(
+                f"{request.num_prompt} prompt tokens and {request.max_new_tokens} to come are {total_tokens}, "
+                f"the model's context is {max_tokens}"
+            )
         if total_tokens > kv_tokens:
             raise InvalidRequest(
                 f"{request.num_prompt} prompt tokens and {request.max_new_tokens} to come need KV for {total_tokens} tokens, "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -89,32 +90,59 @@ def test_a_chat_models_second_end_is_in_the_generation_config(gguf_path: Path, c
     assert generation == {"bos_token_id": 1, "eos_token_id": [2, 0]}
 
 
-def test_rope_scaling_is_carried_over(gguf_path: Path, cache_dir: Path) -> None:
-    scaling = {
-        "qwen3.rope.scaling.type": "yarn",
-        "qwen3.rope.scaling.factor": 4.0,
-        "qwen3.rope.scaling.original_context_length": 128,
-    }
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"qwen3.rope.scaling.type": "linear", "qwen3.rope.scaling.factor": 4.0},
+        {"qwen3.rope.scaling.factor": 4.0},  # llama.cpp takes it for linear
+        {"qwen3.rope.scale_linear": 4.0},  # of files of 2023
+    ],
+)
+def test_rope_scaling_is_carried_over(scaling: dict[str, Any], gguf_path: Path, cache_dir: Path) -> None:
     folder, _ = convert(TinyGguf(arch="qwen3", metadata=scaling), gguf_path, cache_dir)
     config = json.loads((folder / "config.json").read_text())
-    assert config["rope_scaling"] == {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    assert config["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
     assert config["rope_parameters"] == {**config["rope_scaling"], "rope_theta": 50000.0}
 
 
-def test_llama_3s_rope_factors_become_its_scaling(gguf_path: Path, cache_dir: Path) -> None:
-    rope = {
-        "rope_type": "llama3",
-        "rope_theta": 50000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
+@pytest.mark.parametrize("kind", ["yarn", "longrope"])
+def test_rope_scaling_that_the_engine_would_refuse_is_refused_before_the_conversion(
+    kind: str, gguf_path: Path, cache_dir: Path
+) -> None:
+    scaling = {
+        "qwen3.rope.scaling.type": kind,
+        "qwen3.rope.scaling.factor": 4.0,
+        "qwen3.rope.scaling.original_context_length": 128,
     }
+    with pytest.raises(ModelFilesError, match=f"'{kind}', which is not served"):
+        convert(TinyGguf(arch="qwen3", metadata=scaling), gguf_path, cache_dir)
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def test_llama_3s_rope_factors_become_its_scaling(gguf_path: Path, cache_dir: Path) -> None:
+    rope = {**LLAMA3, "rope_theta": 50000.0}
     factors = llama3_divisors(rope, 32).astype(np.float32)
     folder, expected = convert(TinyGguf(extra={"rope_freqs.weight": factors}), gguf_path, cache_dir)
     config = json.loads((folder / "config.json").read_text())
     assert config["rope_parameters"] == rope
     assert load_file(folder / "model.safetensors").keys() == expected.keys()
+
+
+def test_rope_factors_with_a_scaling_beside_them_are_refused(gguf_path: Path, cache_dir: Path) -> None:
+    plain, llama3 = np.ones(16, np.float32), llama3_divisors({**LLAMA3, "rope_theta": 50000.0}, 32).astype(np.float32)
+    scaling = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}
+    folder, _ = convert(TinyGguf(metadata=scaling, extra={"rope_freqs.weight": plain}), gguf_path, cache_dir)
+    assert json.loads((folder / "config.json").read_text())["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
+    with pytest.raises(ModelFilesError, match=r"beside rope_freqs\.weight, which is not served"):
+        convert(TinyGguf(metadata=scaling, extra={"rope_freqs.weight": llama3}), gguf_path, cache_dir)
 
 
 def test_rope_factors_of_another_kind_are_refused(gguf_path: Path, cache_dir: Path) -> None:

@@ -15,9 +15,9 @@ from safetensors.numpy import save_file
 from tiny_gguf import TinyGguf
 
 from stoker.base.errors import ModelFilesError
-from stoker.checkpoint.hf_folder import INDEX
 from stoker.checkpoint.progress import silent
 from stoker.checkpoint.source import default_cache_dir, resolve_model
+from stoker.models.reader import INDEX
 
 
 @pytest.fixture
@@ -79,6 +79,10 @@ def _break(folder: Path, how: str) -> None:
         second.write_bytes(first.read_bytes())
     elif how == "no map":
         (folder / INDEX).write_text("{}")
+    elif how == "bad map":
+        (folder / INDEX).write_text('{"weight_map": {"w1": ["a", "b"]}}')
+    elif how == "bad dtype":
+        second.write_bytes(second.read_bytes().replace(b"F32", b"F99"))
     elif how == "no weights":
         (folder / INDEX).unlink()
 
@@ -90,14 +94,16 @@ def _break(folder: Path, how: str) -> None:
         ("bad config", r"config\.json is not JSON"),
         ("list config", r"config\.json does not hold a JSON object"),
         ("missing shard", r"lacks 1 of the 2 files .*: model-00002-of-00002\.safetensors"),
-        ("cut data", r"model-00002.* is cut off or damaged: it has \d+ bytes, and its head says \d+"),
-        ("cut head", r"model-00002.* hold no whole head"),
-        ("empty", r"model-00002.* hold no whole head"),
-        ("too long", r"model-00002.* is cut off or damaged"),
-        ("bad head", r"model-00002.* its head cannot be read"),
-        ("web page", r"model-00002.* hold no whole head"),
-        ("other shard", r"model-00002.* has no tensor w2"),
-        ("no map", r"index\.json has no weight_map"),
+        ("cut data", r"model-00002.* is not a whole .*it has \d+ bytes, its header promises \d+"),
+        ("cut head", r"model-00002.* is not a whole .*a header of \d+ bytes in a file of 20"),
+        ("empty", r"model-00002.* is not a whole .*it has 0 bytes"),
+        ("too long", r"model-00002.* is not a whole .*it has \d+ bytes, its header promises \d+"),
+        ("bad head", r"model-00002.* is not a whole .*Expecting value"),
+        ("web page", r"model-00002.* is not a whole .*a header of \d+ bytes in a file of 600"),
+        ("other shard", r"model-00002.* has no tensor 'w2'"),
+        ("no map", r"index\.json: no weight_map"),
+        ("bad map", r"index\.json: its weight_map"),
+        ("bad dtype", r"model-00002.*'w2'.*F99"),
         ("no weights", r"neither model\.safetensors nor"),
     ],
 )

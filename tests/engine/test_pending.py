@@ -1,11 +1,21 @@
-"""Launched steps are read in their order."""
+"""Launched steps are read in their order, and waited for."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
-from stoker.engine.runner import PendingStep
-from stoker.sched.plan import StepPlan, StepResult
+import pytest
+import torch
+
+from stoker.base.ids import Row
+from stoker.engine.grammar import NoGrammars
+from stoker.engine.rows import RowTable
+from stoker.engine.runner import PendingStep, Runner
+from stoker.engine.threads import FixedThreads
+from stoker.kv.layout import KvLayout
+from stoker.sched.plan import NewRow, Span, StepPlan, StepResult
+from stoker.sched.request import SamplingParams
 
 
 class NotedStep(PendingStep):
@@ -27,3 +37,34 @@ def test_waiting_for_a_step_reads_those_before_it_first() -> None:
     assert all(step.before is None for step in steps[:3])
     steps[1].wait()
     assert NotedStep.read == steps[:3]
+
+
+def test_a_card_is_waited_for_also_where_nothing_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else all of a long prompt's steps would be launched at once, and whoever comes next would wait for all of them."""
+    events: list[str] = []
+
+    class FakeEvent:
+        def __init__(self, blocking: bool) -> None:
+            assert blocking
+
+        def record(self) -> None:
+            events.append("recorded")
+
+        def synchronize(self) -> None:
+            events.append("waited for")
+
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    # float64: by the references, without graphs.
+    blocks = SimpleNamespace(is_cuda=True, dtype=torch.float64, device="cuda")
+    kv: Any = SimpleNamespace(blocks=blocks, layout=KvLayout(1, 1, 2, 4, "float64", 8))
+    model: Any = None
+    rows = RowTable(1, 1, 10, torch.device("cpu"), NoGrammars())
+    runner = Runner(model, 1, kv, rows, FixedThreads(torch.get_num_threads()), 16)
+    monkeypatch.setattr(runner, "_step", lambda plan, states: None)
+    row = Row(0)
+    plan = StepPlan([Span(row, 0, 2, False)], [1, 2], new_rows=[NewRow(row, SamplingParams(), [1, 2, 3], 3, 1)])
+    step = runner.launch(plan)
+    assert events == ["recorded"]
+    assert step.wait().token_ids == [[]]
+    assert events == ["recorded", "waited for"]

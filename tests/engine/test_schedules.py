@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -175,3 +176,22 @@ def test_an_end_that_the_model_cannot_draw_is_no_reason_to_fail(folder: Path) ->
     with closing(LLM(folder, settings(20, 64, 1, 0))) as llm:
         [answer] = llm.generate([[1, 2, 3]], sampling, 6)
     assert len(answer.token_ids) == 6
+
+
+def test_a_prompt_beyond_the_models_context_ends_alone(folder: Path) -> None:
+    context = SHAPE["max_position_embeddings"]
+    with closing(LLM(folder, settings(400, 64, 2, 1))) as llm:
+        long, short = llm.generate([[1] * context, [1, 2, 3]], SamplingParams(temperature=0.0), 6)
+    assert long.finish is not None
+    assert long.finish.error_code == "context_length_exceeded"
+    assert len(short.token_ids) == 6
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1, 2])
+def test_the_time_of_all_steps_is_no_more_than_the_time_that_passed(folder: Path, steps_ahead: int) -> None:
+    """Steps that are launched ahead wait for those before them, whose time is not theirs."""
+    with closing(LLM(folder, settings(400, 16, 8, steps_ahead))) as llm:
+        started_s = time.monotonic()
+        llm.generate([[number] * 40 for number in range(8)], SamplingParams(temperature=0.0), 20)
+        passed_s = time.monotonic() - started_s
+        assert 0 < llm.built.engine.step_s <= passed_s

@@ -20,6 +20,7 @@ RIGHT = {
     "max_position_embeddings": 128,
     "rms_norm_eps": 1e-5,
 }
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 @pytest.mark.parametrize(
@@ -32,8 +33,17 @@ RIGHT = {
         ({"head_dim": -16}, "head_dim"),
         ({"rope_scaling": ["linear"]}, "rope_scaling"),
         ({"rope_scaling": {"type": "linear", "factor": None}}, "factor"),
-        ({"rope_parameters": {"rope_type": "llama3", "original_max_position_embeddings": "8k"}}, "original_max"),
+        ({"rope_parameters": LLAMA3 | {"original_max_position_embeddings": "8k"}}, "original_max"),
         ({"rope_theta": "10k"}, "rope_theta"),
+        ({"rope_theta": 0}, "rope_theta"),
+        ({"rope_theta": -1.0}, "rope_theta"),
+        ({"rms_norm_eps": True}, "rms_norm_eps"),
+        ({"rope_scaling": {"type": "linear"}}, "factor"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+        ({"num_attention_heads": 5, "head_dim": 16}, "num_key_value_heads"),
+        ({"num_attention_heads": 2, "num_key_value_heads": 4}, "num_key_value_heads"),
+        ({"head_dim": 15}, "head_dim"),
         ({"architectures": 5}, "architectures"),
     ],
 )
@@ -41,6 +51,67 @@ def test_a_wrong_field_is_named(wrong: dict[str, Any], named: str) -> None:
     family_of(RIGHT, "config.json")
     with pytest.raises(ModelFilesError, match=named):
         family_of(RIGHT | wrong, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}}, "full_attention"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        # As a model's page says how to reach longer texts, into a file that a newer transformers wrote.
+        ({"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
+    ],
+)
+def test_a_rope_that_is_not_served_is_refused_not_left_out(asked: dict[str, Any], named: str) -> None:
+    with pytest.raises(ModelFilesError, match=named):
+        family_of(RIGHT | asked, "config.json")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_key_value_heads": None, "attention_bias": None, "head_dim": None, "tie_word_embeddings": None},
+        {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "rope_scaling": None, "rope_theta": 1e6},
+        {
+            "rope_parameters": {"rope_theta": 1e6, "rope_type": "linear", "factor": 2.0},
+            "rope_scaling": {"type": "linear", "factor": 2},
+        },
+        {"partial_rotary_factor": 1},
+    ],
+)
+def test_what_is_null_or_said_twice_alike_is_no_reason_to_refuse(changes: dict[str, Any]) -> None:
+    family_of(RIGHT | changes, "config.json")
+
+
+def fp8_rotated_at(location: str) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "transform_config": {"config_groups": {"R4": {"type": "hadamard", "apply": [{"location": location}]}}},
+    }
+
+
+def test_a_rotation_that_a_model_does_while_it_runs_is_refused() -> None:
+    with pytest.raises(ModelFilesError, match="transform_config"):
+        family_of(RIGHT | {"quantization_config": fp8_rotated_at("input")}, "config.json")
+    family_of(RIGHT | {"quantization_config": fp8_rotated_at("weight_input")}, "config.json")
+
+
+def test_a_group_that_is_longer_than_a_row_is_named() -> None:
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
+    asked = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }
+    with pytest.raises(ModelFilesError, match="groups of 128 inputs"):
+        family_of(RIGHT | {"quantization_config": asked}, "config.json")
 
 
 QWEN = RIGHT | {"architectures": ["Qwen3ForCausalLM"]}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from tiny_quantised import BLOCKS, DYNAMIC, SCHEMES, compressed, floats, ints, make, worst_difference
 
@@ -46,6 +48,28 @@ def test_every_tensor_is_needed(tmp_path: Path, scheme: str) -> None:
             engine(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("scheme", "name", "dtype"),
+    [
+        # Whoever saved it before its weights were turned into codes left their scales beside them.
+        ("compressed channel", "q_proj.weight", torch.bfloat16),
+        ("fp8 blocks", "down_proj.weight", torch.float8_e5m2),
+        ("int4 groups of 32", "up_proj.weight_packed", torch.int64),
+        ("int4 groups of 32", "up_proj.weight_scale", torch.int8),
+    ],
+)
+def test_numbers_of_another_kind_than_promised_are_refused_not_converted(
+    tmp_path: Path, scheme: str, name: str, dtype: torch.dtype
+) -> None:
+    make(tmp_path, scheme)
+    tensors = load_file(tmp_path / "model.safetensors")
+    changed = next(full for full in tensors if full.endswith(name))
+    tensors[changed] = tensors[changed].float().to(dtype)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelFilesError, match=changed):
+        engine(tmp_path)
+
+
 def test_names_say_what_is_quantised() -> None:
     said = {**BLOCKS, "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate", "model.layers.3"]}
     found = read_quantisation({"quantization_config": said})
@@ -57,6 +81,29 @@ def test_names_say_what_is_quantised() -> None:
         "model.layers.30.mlp.up_proj": True,
     }.items():
         assert (found.stored_as(name) != PLAIN) == is_quantised, name
+
+
+def test_a_name_counts_before_an_expression_and_that_before_a_kind_of_module() -> None:
+    """As compressed-tensors has it, whatever the order of the groups."""
+    targets = {"int4": ["Linear"], "channel": [r"re:.*down_proj"], "tensor": ["model.layers.1.mlp.down_proj"]}
+    groups = {
+        "int4": {"format": "pack-quantized", "weights": ints(32)},
+        "channel": {"format": "float-quantized", "weights": floats("channel")},
+        "tensor": {"format": "float-quantized", "weights": floats("tensor")},
+    }
+    expected = {
+        "model.layers.0.mlp.up_proj": Int4(32),
+        "model.layers.0.mlp.down_proj": Fp8(1, None, "weight_scale", False),
+        "model.layers.1.mlp.down_proj": Fp8(None, None, "weight_scale", False),
+    }
+    for order in permutations(groups):
+        said = {
+            "quant_method": "compressed-tensors",
+            "format": "mixed-precision",
+            "config_groups": {name: groups[name] | {"targets": targets[name]} for name in order},
+        }
+        found = read_quantisation({"quantization_config": said})
+        assert {name: found.stored_as(name) for name in expected} == expected, order
 
 
 def test_schemes_are_told_apart() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
@@ -91,6 +92,28 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[: stored.offset + 10])
     with pytest.raises(ModelFilesError, match=r"model\.safetensors ends at byte"):
         fill([Copy(stored, torch.empty(stored.shape, dtype=torch.bfloat16))], quiet)
+
+
+@pytest.mark.parametrize("where", ["cached", "on the drive"])
+def test_a_drive_that_fails_is_said_with_the_files_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    save_file(tensors(), tmp_path / "model.safetensors")
+    stored = stored_tensors(tmp_path)["d"]
+    monkeypatch.setattr(reader, "_is_resident", lambda fd, offset, length: where == "cached")
+
+    def fail(fd: int, buffers: object, offset: int) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(ModelFilesError, match=r"model\.safetensors cannot be read: Input/output error"):
+        fill([Copy(stored, torch.empty(stored.shape, dtype=torch.bfloat16))], quiet)
+
+
+def test_a_file_that_may_not_be_read_is_not_said_to_be_broken(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(ModelFilesError, match=r"model\.safetensors cannot be read: Is a directory"):
+        read_header(tmp_path / "model.safetensors")
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,18 @@ def test_a_token_that_the_model_does_not_have_is_refused() -> None:
     scheduler.add(GenerateRequest(RequestId("r"), [3, 49, 4], 3, SamplingParams(), 5))
 
 
+def test_more_tokens_than_the_models_context_are_refused() -> None:
+    """They would be turned by angles from beyond the table: the end of everybody's requests."""
+    scheduler = Scheduler(SchedulerConfig(4, 16, 2, max_tokens=10), BlockPool(8))
+    with pytest.raises(InvalidRequest) as refused:
+        scheduler.add(GenerateRequest(RequestId("r"), [1, 2, 3, 4, 5, 6], 6, SamplingParams(), 5))
+    assert refused.value.code == "context_length_exceeded"
+    assert "11" in refused.value.message
+    assert "10" in refused.value.message
+    assert not scheduler.has_work
+    scheduler.add(GenerateRequest(RequestId("r"), [1, 2, 3, 4, 5, 6], 6, SamplingParams(), 4))
+
+
 def test_usage_comes_with_the_first_chunk_and_with_the_last() -> None:
     world = World(step_tokens=8)
     world.add("short", list(range(20)), max_new=1)

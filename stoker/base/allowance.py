@@ -1,0 +1,80 @@
+"""What this process may use: the machine's RAM and cores, or less where its container, its unit or a group above that has a limit.
+
+In a container the system still tells what the whole machine has; who takes that for its own is killed, or held up.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from math import ceil
+from pathlib import Path, PurePosixPath
+
+_ROOT = Path("/")
+_GROUPS = "sys/fs/cgroup"
+# The names in groups of version 2, then those of version 1.
+_LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
+_USED = ("memory.current", "memory.usage_in_bytes")
+
+
+def available_ram(root: Path = _ROOT) -> int:
+    """Bytes that can be taken now."""
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for line in _lines(root / "proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    for group in _own_groups(root, "memory"):
+        limits = [number for name in _LIMITS if (number := _number(group / name)) is not None]
+        if limits:
+            available = min(available, min(limits) - _kept_bytes(group))
+    return max(0, available)
+
+
+def usable_cores(root: Path = _ROOT) -> int:
+    """Threads that can run at a time. A part of a core counts as one: another thread still gains that part."""
+    cores = len(os.sched_getaffinity(0))
+    for group in _own_groups(root, "cpu"):
+        quota_us, period_us = _number(group / "cpu.cfs_quota_us"), _number(group / "cpu.cfs_period_us")
+        for line in _lines(group / "cpu.max"):
+            quota_us, period_us = (int(word) if word.isdigit() else None for word in line.split())
+        if quota_us and period_us:
+            cores = min(cores, ceil(quota_us / period_us))
+    return max(1, cores)
+
+
+def _own_groups(root: Path, controller: str) -> Iterator[Path]:
+    """Our group's folder and those of the groups above it. A container often sees its own at the top, whatever it is called:
+    then the others are not there."""
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, name = line.rstrip("\n").split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        top = root / _GROUPS / (controller if controllers else "")
+        inside = PurePosixPath(name.lstrip("/"))
+        if ".." in inside.parts:  # beside all that can be seen from here
+            inside = PurePosixPath()
+        yield from (top / one for one in (inside, *inside.parents))
+
+
+def _kept_bytes(group: Path) -> int:
+    """What those in the group use, but for the file cache, which the system takes back before it kills anybody: else who has just
+    read a model's files would seem to have no room left."""
+    stat = dict(line.split(maxsplit=1) for line in _lines(group / "memory.stat"))
+    # Version 1 counts the groups below under other names, version 2 under these.
+    cached = sum(int(stat.get(f"total_{name}", stat.get(name, 0))) for name in ("inactive_file", "active_file"))
+    return max(_number(group / name) or 0 for name in _USED) - cached
+
+
+def _number(path: Path) -> int | None:
+    """None where there is no such file, and where it says that there is no limit."""
+    text = "".join(_lines(path)).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _lines(path: Path) -> list[str]:
+    """Of a file that not every system has."""
+    try:
+        with path.open() as file:
+            return file.readlines()
+    except OSError:
+        return []

@@ -1,0 +1,114 @@
+"""What a process may use is what its container leaves it, not what the machine has."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from stoker.base.allowance import available_ram, usable_cores
+
+GIB = 1 << 30
+MACHINE = {"proc/meminfo": f"MemTotal: {1024 * GIB // 1024} kB\nMemAvailable: {900 * GIB // 1024} kB\n"}
+NO_LIMIT = "9223372036854771712\n"  # as version 1 writes it
+
+
+@pytest.fixture
+def cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+
+
+def system(root: Path, files: dict[str, str]) -> Path:
+    for name, text in (MACHINE | files).items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_without_groups_it_is_what_the_machine_has(tmp_path: Path, cores: None) -> None:
+    root = system(tmp_path, {})
+    assert (available_ram(root), usable_cores(root)) == (900 * GIB, 64)
+
+
+def test_groups_without_limits_leave_all(tmp_path: Path, cores: None) -> None:
+    old = "sys/fs/cgroup/memory/session"
+    files = {"proc/self/cgroup": "4:memory:/session\n2:cpu,cpuacct:/\n1:name=systemd:/a\n0::/\n"}
+    files |= {f"{old}/memory.limit_in_bytes": NO_LIMIT, f"{old}/memory.usage_in_bytes": str(5 * GIB)}
+    files |= {"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n"}
+    files |= {"sys/fs/cgroup/memory.max": "max\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}
+    root = system(tmp_path, files)
+    assert (available_ram(root), usable_cores(root)) == (900 * GIB, 64)
+
+
+def test_a_container_that_sees_its_group_at_the_top_has_that_groups_limits(tmp_path: Path, cores: None) -> None:
+    files = {
+        "proc/self/cgroup": "0::/kubepods/pod-1/c-2\n",  # the name outside, which is not there inside
+        "sys/fs/cgroup/memory.max": f"{8 * GIB}\n",
+        "sys/fs/cgroup/memory.current": f"{3 * GIB}\n",
+        "sys/fs/cgroup/cpu.max": "400000 100000\n",
+    }
+    root = system(tmp_path, files)
+    assert (available_ram(root), usable_cores(root)) == (5 * GIB, 4)
+
+
+def test_the_tightest_of_all_groups_above_counts(tmp_path: Path, cores: None) -> None:
+    top = "sys/fs/cgroup"
+    files = {
+        "proc/self/cgroup": "0::/user.slice/stoker.service\n",
+        f"{top}/user.slice/stoker.service/memory.max": "max\n",
+        f"{top}/user.slice/stoker.service/memory.high": f"{20 * GIB}\n",
+        f"{top}/user.slice/stoker.service/memory.current": f"{GIB}\n",
+        f"{top}/user.slice/stoker.service/cpu.max": "max 100000\n",
+        f"{top}/user.slice/memory.max": f"{32 * GIB}\n",
+        f"{top}/user.slice/memory.current": f"{30 * GIB}\n",
+        f"{top}/user.slice/cpu.max": "150000 100000\n",
+    }
+    root = system(tmp_path, files)
+    assert (available_ram(root), usable_cores(root)) == (2 * GIB, 2)
+    (root / f"{top}/user.slice/memory.current").write_text(f"{GIB}\n")
+    assert available_ram(root) == 19 * GIB  # above that, who asks for memory is held up
+
+
+def test_groups_of_version_1_are_read_too(tmp_path: Path, cores: None) -> None:
+    files = {
+        "proc/self/cgroup": "5:memory:/docker/0af\n3:cpu,cpuacct:/docker/0af\n0::/docker/0af\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{8 * GIB}\n",
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{2 * GIB}\n",
+        "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "300000\n",
+        "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+    }
+    root = system(tmp_path, files)
+    assert (available_ram(root), usable_cores(root)) == (6 * GIB, 3)
+
+
+@pytest.mark.parametrize(
+    ("group", "limit", "used", "cache"),
+    [
+        ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file {}\nactive_file 0\nanon 7\n"),
+        (
+            "sys/fs/cgroup/memory",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "inactive_file 4096\nactive_file 0\ntotal_inactive_file {}\ntotal_active_file 0\n",
+        ),
+    ],
+)
+def test_files_that_were_read_take_no_memory_away(
+    tmp_path: Path, group: str, limit: str, used: str, cache: str
+) -> None:
+    files = {"proc/self/cgroup": "5:memory:/\n0::/\n", f"{group}/{limit}": f"{8 * GIB}\n"}
+    files |= {f"{group}/{used}": f"{8 * GIB - 4096}\n", f"{group}/memory.stat": cache.format(6 * GIB)}
+    assert available_ram(system(tmp_path, files)) == 6 * GIB + 4096
+
+
+def test_a_full_group_leaves_nothing_and_one_core(tmp_path: Path, cores: None) -> None:
+    files = {
+        "proc/self/cgroup": "0::/../beside\n",
+        "sys/fs/cgroup/memory.max": f"{GIB}\n",
+        "sys/fs/cgroup/memory.current": f"{GIB + 4096}\n",
+        "sys/fs/cgroup/cpu.max": "10000 100000\n",
+    }
+    root = system(tmp_path, files)
+    assert (available_ram(root), usable_cores(root)) == (0, 1)
