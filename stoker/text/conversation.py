@@ -20,7 +20,8 @@ from stoker.text.openai_messages import input_messages, template_messages
 from stoker.text.template import ChatTemplate
 from stoker.text.tools import ToolPlan
 
-_RENDERED = ("messages", "tools", "add_generation_prompt")  # a template gets these from the request itself
+# A template gets these from the request itself, or, the last, from whoever renders it.
+_RENDERED = ("messages", "tools", "add_generation_prompt", "self")
 _CUT = "\U0010fffd"  # for private use: where a message to be continued ends
 
 

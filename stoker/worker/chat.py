@@ -307,7 +307,7 @@ def _delta(piece: Piece) -> ChatDelta:
                 function = FunctionDelta(name=delta.name, arguments="")
                 calls.append(ToolCallDelta(index=delta.index, id=delta.call_id, type="function", function=function))
             case ToolArgumentsDelta():
-                if calls and calls[-1].index == delta.index and calls[-1].id is UNSET:
+                if calls and calls[-1].index == delta.index:  # some clients look at a chunk's first entry alone
                     calls[-1].function.arguments += delta.text
                     continue
                 calls.append(ToolCallDelta(index=delta.index, function=FunctionDelta(arguments=delta.text)))

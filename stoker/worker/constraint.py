@@ -13,6 +13,7 @@ from stoker.sched.request import GrammarSpec
 
 # Of a grammar or an expression. With the square of its rules the compiler's memory grows: 0.7 MB of them took 6 GB.
 _MAX_CHARS = 1 << 16
+_MAX_CHOICES = 20_000  # with their square the compiler's time grows: these take a minute
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,4 +111,8 @@ def _schema_grammar(schema: dict[str, Any] | bool | str, param: str) -> GrammarS
 def _choice_grammar(choices: list[str], param: str) -> GrammarSpec:
     if not choices or not all(choices):
         raise InvalidRequest(f"Invalid '{param}': it needs at least one choice, and none may be empty.", param=param)
+    if len(choices) > _MAX_CHOICES:
+        raise InvalidRequest(
+            f"Invalid '{param}': {len(choices)} choices, more than the {_MAX_CHOICES} allowed.", param=param
+        )
     return GrammarSpec("ebnf", "root ::= " + " | ".join(msgspec.json.encode(choice).decode() for choice in choices))

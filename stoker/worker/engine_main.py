@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stoker.base import log as logs
+from stoker.base.allowance import available_ram
 from stoker.base.timeline import Timeline, process_start_s
-from stoker.models.reader import ReadAhead, available_ram, weight_files
+from stoker.models.reader import ReadAhead, weight_files
 from stoker.proto.messages import EngineArguments
 from stoker.proto.pipe import EngineEnd, FrameEnd
 

@@ -9,8 +9,9 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -54,7 +55,7 @@ _LOOK_EVERY_S = 0.05  # while idle with leases or deadlines open
 _PROGRESS_EVERY_S = 0.1
 # Without a request, before what would disturb one: to capture steps, which makes requests fast, and to try a grammar.
 _CAPTURES_AFTER_S, _GRAMMARS_AFTER_S = 0.25, 2.0
-_COMPILERS = 4
+_COMPILERS, _FREE_COMPILERS = 4, 2
 _LOOKERS = 2
 
 log = logs.EventLog("engine")
@@ -97,8 +98,10 @@ class Mailbox:
         self._grammars = grammars
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._woken = threading.Event()  # there is a Wake in the queue: one is enough
-        # Several, for a schema may take seconds and must not hold up the simple ones behind it.
+        # Several, for a schema may take seconds and must not hold up the simple ones behind it. An expression may take minutes,
+        # whatever its length, and nothing can stop it: those hold up each other alone.
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="grammar", initializer=_give_way)
+        self._free_compilers = ThreadPoolExecutor(_FREE_COMPILERS, thread_name_prefix="grammar", initializer=_give_way)
         self._lookers = ThreadPoolExecutor(_LOOKERS, thread_name_prefix="kv-look")
         threading.Thread(target=self._read, name="mailbox", daemon=True).start()
 
@@ -134,9 +137,10 @@ class Mailbox:
             log.error("kv_lookup_failed", exc_info=True)
         self._messages.put(Found(request, num_blocks))
 
-    def prepare(self, spec: GrammarSpec) -> None:
-        """A Prepared will follow."""
-        self._compilers.submit(self._prepare, spec)
+    def prepare(self, spec: GrammarSpec) -> Future[None]:
+        """A Prepared will follow, unless it is cancelled before it has begun."""
+        compilers = self._free_compilers if has_expression(spec) else self._compilers
+        return compilers.submit(self._prepare, spec)
 
     def _prepare(self, spec: GrammarSpec) -> None:
         try:
@@ -160,6 +164,17 @@ class Mailbox:
             os._exit(1)  # deaf, but alive to all who look: better to be started again
 
 
+def has_expression(spec: GrammarSpec) -> bool:
+    """Whether its writer had a free hand: there is no bound on what it takes to compile."""
+    return spec.kind in ("regex", "ebnf") or '"pattern' in spec.text
+
+
+@dataclass(slots=True, eq=False)
+class _Preparing:
+    compiling: Future[None]
+    waiting: list[RequestId] = field(default_factory=list)
+
+
 class EngineLoop:
     def __init__(self, built: BuiltEngine, blocks: BlockLog, mailbox: Mailbox, pipe: EngineEnd) -> None:
         self._built = built
@@ -168,7 +183,7 @@ class EngineLoop:
         self._pipe = pipe
         self._blocks = blocks
         self._early: dict[RequestId, GenerateRequest] = {}  # not the engine's yet: others see to grammar or blocks
-        self._preparing: dict[GrammarSpec, list[RequestId]] = {}  # who waits for it
+        self._preparing: dict[GrammarSpec, _Preparing] = {}
         # Of the open requests: to compile one again, for a row that comes back, would hold up all others.
         self._kept_grammars: dict[RequestId, object] = {}
         self._media = {use.name: use.tier.medium for use in built.store.tiers}
@@ -217,7 +232,7 @@ class EngineLoop:
             case Add(request=request):
                 self._add(request)
             case Prepared(spec=spec, error=error, kept=kept):
-                for request in self._still_wanted(self._preparing.pop(spec)):
+                for request in self._still_wanted(self._preparing.pop(spec).waiting):
                     if error is None:
                         self._kept_grammars[request.request_id] = kept
                         self._look_up(request)
@@ -230,6 +245,7 @@ class EngineLoop:
                 for request in self._still_wanted([request_id]):
                     if request.ticket is not None:  # the engine, which gives back others, has not seen it
                         self._built.store.release(request.ticket)
+                    self._waits_no_more(request)
                 self._kept_grammars.pop(request_id, None)
                 self._engine.cancel(request_id)
             case Prefetch(token_ids=token_ids, cache_salt=salt, ticket=ticket):
@@ -249,9 +265,18 @@ class EngineLoop:
             return
         self._early[request.request_id] = request
         if spec not in self._preparing:
-            self._preparing[spec] = []
-            self._mailbox.prepare(spec)
-        self._preparing[spec].append(request.request_id)
+            self._preparing[spec] = _Preparing(self._mailbox.prepare(spec))
+        self._preparing[spec].waiting.append(request.request_id)
+
+    def _waits_no_more(self, request: GenerateRequest) -> None:
+        """A grammar that nobody waits for is not compiled, if that has not begun."""
+        spec = request.sampling.grammar
+        preparing = self._preparing.get(spec) if spec is not None else None
+        if spec is None or preparing is None or request.request_id not in preparing.waiting:
+            return
+        preparing.waiting.remove(request.request_id)
+        if not preparing.waiting and preparing.compiling.cancel():
+            del self._preparing[spec]
 
     def _look_up(self, request: GenerateRequest) -> None:
         """What the store has of it is found out on other threads; it is added when they have looked."""

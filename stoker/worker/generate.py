@@ -81,6 +81,7 @@ class Choice:
     resumed_logprobs: list[TokenLogprobs] | None = None  # of the request's tokens after its prompt
     ended: bool = False  # nothing is left to be generated: known before a replay, or by it
     goes_on: bool = False  # after a hand-off, elsewhere, from where it stands; else a hand-off is its end
+    ran: bool = False  # the engine has said what of its prompt was in the cache
     ticket: KvTicket | None = None  # for its KV, if that was kept
     usage: Usage = field(init=False)
     reasoning_tokens: int = 0
@@ -135,6 +136,7 @@ class Choice:
         token_ids, logprobs = chunk.token_ids, chunk.logprobs or ()
         piece = Piece(self.index, token_ids, (), (), logprobs)
         if chunk.usage is not None:
+            self.ran = True
             self.usage.cached_tokens, self.usage.pulled_tokens = chunk.usage.cached_tokens, chunk.usage.pulled_tokens
         num_text = len(token_ids) if chunk.finish is None else len(token_ids) - self._stop_tokens(chunk.finish)
         for i, token_id in enumerate(token_ids):
@@ -227,7 +229,7 @@ async def generate(source: ChunkSource, choices: Sequence[Choice], record: Reque
             await _together([_run(source, choice, record, sink) for choice in running])
     finally:
         for choice in choices:
-            record.count_tokens(choice.usage, choice.num_resumed, with_prompt=choice.counts_prompt)
+            record.count_tokens(choice.usage, choice.num_resumed, with_prompt=choice.counts_prompt and choice.ran)
 
 
 async def _run(source: ChunkSource, choice: Choice, record: RequestRecord, sink: PieceSink) -> None:

@@ -30,7 +30,7 @@ from stoker.worker.stand_in import standing_in
 with standing_in("transformers"):
     import xgrammar
 
-_MAX_KEPT = 256
+_MAX_KEPT, _MAX_KEPT_BYTES = 256, 256 << 20  # most take 100 KB, one of thousands of listed values 20 MB
 # "a": 1 and no other white space: a model that may write any white space can do so for ever.
 _SEPARATORS = (", ", ": ")
 _ORIGIN = re.compile(r"^(\[[\d:]+\] )?\S+\.(cc|h):\d+: ")  # where in xgrammar's sources an error was raised, and when
@@ -45,8 +45,9 @@ _MAX_TOKEN_S = 0.5  # to match one token
 _TOO_SLOW = "it can be followed in too many ways at once"
 _MARGIN = 6  # tokens that a way out may grow by at a token that begins nothing
 _OPENERS = frozenset(b"{[,")
-# What to go on with where nothing can be closed, the shortest first.
-_SHORTEST = (",", ":", '""', "0", "1", "[]", "{}", '"', "true", "null", "false", "[", "{", "-", ".", ">")
+# What to go on with where nothing can be closed or separated, the shortest first. In a text that follows a pattern they
+# take turns: a quote may end it after any of them, and many go on past a delimiter alone.
+_SHORTEST = ('""', "0", '"', "1", "[]", "{}", "@", "-", ".", "true", "null", "false", "[", "{", ">")
 
 
 class TooSlow(Exception):
@@ -61,12 +62,18 @@ class Endings:
         for token_id, text in enumerate(vocabulary):
             if text:
                 self._ids.setdefault(text, token_id)
-        self._longest = max(map(len, self._ids), default=1)
         self._vocabulary = vocabulary
         self._stop_id = stop_id
+        self._sorted = sorted(range(len(vocabulary)), key=vocabulary.__getitem__)
+        self._places = np.zeros(-(-vocab_size // 32) * 32, dtype=np.int32)  # of the token ids in it
+        self._places[self._sorted] = np.arange(len(vocabulary))
+        single = np.array([token_id for text, token_id in self._ids.items() if len(text) == 1], dtype=np.int32)
+        self._byte_words, self._byte_bits = single >> 5, np.int32(1) << (single & 31)
         closers = sorted((text for text in self._ids if not text.strip(b'"}]')), key=len, reverse=True)
         self._string_closers = self._known(text for text in closers if text[:1] == b'"' and b'"' not in text[1:])
         self._closers = self._known(text for text in closers if b'"' not in text)
+        self._quote = self._known([b'"'])
+        self._separators = self._known([b",", b":"])
         self._shortest = self._known(text.encode() for text in _SHORTEST)
         self._single = self._known(bytes([byte]) for byte in [*range(0x20, 0x7F), 0x0A, *range(0x80, 0x100)])
         begins = np.array([bool(_OPENERS.intersection(text)) for text in vocabulary], dtype=bool)
@@ -83,65 +90,69 @@ class Endings:
         ahead = matcher.fork()
         mask = np.zeros(len(self.begin_nothing), dtype=np.int32)
         used: Counter[int] = Counter()
+        tried: Counter[int] = Counter()  # since something was closed or separated
         ending: list[int] = []
-        # What must come next begins at `at`. Asked for once: all of it is spelled out each time, and it may be long.
-        sure, at = b"", 0
         while len(ending) < _MAX_ENDING:
             if time.thread_time() > until_s:
                 raise TooSlow
             if ahead.is_completed():
                 return [*ending, self._stop_id]
-            if at == len(sure):
-                sure, at = _forced(ahead), 0
-            token_id = self._longest_of(sure[at : at + self._longest])
-            if token_id is not None and ahead.accept_token(token_id):
-                at += len(self._vocabulary[token_id])
-            else:
-                sure, at = b"", 0
-                token_id = self._chosen(ahead, mask, used)
-                if token_id is None or not ahead.accept_token(token_id):
-                    return None
+            ahead.fill_next_token_bitmask(mask[None])
+            token_id = self._forced(mask)
+            if token_id is None:
+                token_id = self._chosen(mask, used, tried)
+            if token_id is None or not ahead.accept_token(token_id):
+                return None
             ending.append(token_id)
         return None
 
-    def _longest_of(self, text: bytes) -> int | None:
-        """The longest token that it begins with."""
-        for length in range(len(text), 0, -1):
-            if (token_id := self._ids.get(text[:length])) is not None:
+    def _forced(self, mask: np.ndarray[Any, Any]) -> int | None:
+        """The longest token that all allowed ones go along with: of the text that must come next, as far as tokens tell.
+        (The matcher could spell that text out, but only all of it: a few rules may make it longer than memory.)"""
+        if np.count_nonzero(mask[self._byte_words] & self._byte_bits) > 1:
+            return None
+        words = np.flatnonzero(mask)
+        bits = np.flatnonzero(np.unpackbits(mask[words].view(np.uint8), bitorder="little"))
+        allowed = np.sort(self._places[words[bits >> 5] << 5 | bits & 31])
+        if not len(allowed):
+            return None
+        first, last = (self._vocabulary[self._sorted[place]] for place in (allowed[0], allowed[-1]))
+        for place in allowed[1:]:
+            # Of a text's beginnings the longest comes last: where they part, the next one does not go on from there.
+            if not (text := self._vocabulary[self._sorted[place]]).startswith(first):
+                break
+            first = text
+        for length in range(min(len(first), len(last)), 0, -1):
+            if first[:length] == last[:length] and (token_id := self._ids.get(first[:length])) is not None:
                 return token_id
         return None
 
-    def _chosen(self, ahead: xgrammar.GrammarMatcher, mask: np.ndarray[Any, Any], used: Counter[int]) -> int | None:
-        ahead.fill_next_token_bitmask(mask[None])
-
+    def _chosen(self, mask: np.ndarray[Any, Any], used: Counter[int], tried: Counter[int]) -> int | None:
         def allowed(token_id: int) -> bool:
             return bool(mask[token_id >> 5] >> (token_id & 31) & 1)
 
         brace, end_brace = self._ids.get(b"{"), self._ids.get(b"}")
         # Both may come: then they are a string's content.
         in_string = brace is not None and end_brace is not None and allowed(brace) and allowed(end_brace)
-        first = self._string_closers if in_string else [*self._closers, *self._shortest]
+        first = self._string_closers if in_string else [*self._closers, *self._separators]
+        if not in_string and any(map(allowed, self._separators)):
+            first = self._quote + first  # it can only end a string: none begins where a separator may stand
         for token_id in first:
             # An expression may want the same token many times, or may have a way on only past it.
             if allowed(token_id) and used[token_id] < 32:
                 used[token_id] += 1
+                tried.clear()
                 return token_id
-        candidates = [token_id for token_id in self._single if allowed(token_id)]
+        candidates = [token_id for token_id in self._shortest if allowed(token_id) and tried[token_id] < 8]
+        if not candidates:
+            candidates = [token_id for token_id in self._single if allowed(token_id)]
         if not candidates:
             candidates = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))[:1].tolist()
         if not candidates:
             return None
-        token_id = min(candidates, key=used.__getitem__)
-        used[token_id] += 1
+        token_id = min(candidates, key=tried.__getitem__)
+        tried[token_id] += 1
         return token_id
-
-
-def _forced(ahead: xgrammar.GrammarMatcher) -> bytes:
-    """The text that must come next."""
-    try:
-        return ahead.find_jump_forward_string().encode()
-    except UnicodeDecodeError:  # it begins within a character
-        return b""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -150,6 +161,7 @@ class Compiled:
     endings: Endings
     first_ending: int | None  # tokens of the shortest output that was found
     reserve: int  # tokens before the last possible moment from which on nothing new is begun
+    num_bytes: int
 
 
 class XGrammarMatcher:
@@ -228,6 +240,7 @@ class XGrammars:
         )
         self._living: WeakValueDictionary[GrammarSpec, Compiled] = WeakValueDictionary()  # whoever keeps them
         self._kept: OrderedDict[GrammarSpec, Compiled] = OrderedDict()  # by us, the last used
+        self._kept_bytes = 0
         self._compilers: dict[frozenset[int], tuple[xgrammar.GrammarCompiler, Endings]] = {}
         self._lock = threading.Lock()
         self._making_compiler = threading.Lock()
@@ -254,10 +267,13 @@ class XGrammars:
         self.prepare(GrammarSpec("json_object"))
 
     def _keep(self, spec: GrammarSpec, compiled: Compiled) -> None:
+        if (before := self._kept.pop(spec, None)) is not None:
+            self._kept_bytes -= before.num_bytes
         self._kept[spec] = compiled
-        self._kept.move_to_end(spec)
-        while len(self._kept) > _MAX_KEPT:
-            self._kept.popitem(last=False)
+        self._kept_bytes += compiled.num_bytes
+        while len(self._kept) > _MAX_KEPT or self._kept_bytes > _MAX_KEPT_BYTES:
+            _, oldest = self._kept.popitem(last=False)
+            self._kept_bytes -= oldest.num_bytes
 
     def _compile(self, spec: GrammarSpec) -> Compiled:
         try:
@@ -269,7 +285,8 @@ class XGrammars:
             raise InvalidRequest(f"not a usable {spec.kind}: {reason}", code="invalid_grammar") from error
         # How much a single token can begin is not known; all that the grammar spells out is more, a token being 3 bytes.
         spelled = sum(len(text) for text in _LITERAL.findall(str(grammar.grammar))) // 3
-        return Compiled(grammar, endings, None if first is None else len(first), min(64, spelled))
+        num_bytes = grammar.memory_size_bytes
+        return Compiled(grammar, endings, None if first is None else len(first), min(64, spelled), num_bytes)
 
     def _silent(self, spec: GrammarSpec) -> frozenset[int]:
         """Tokens that stand for no text: special ones, but where a tool format is written in them; and in JSON those with

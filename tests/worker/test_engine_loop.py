@@ -3,7 +3,9 @@ of the engine is never older than what is told of its requests."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import pytest
@@ -18,6 +20,7 @@ from stoker.kv.store import KvStore
 from stoker.kv.transfer import KvTicket
 from stoker.proto.messages import Add, Cancel, Chunks, EngineStats, Shutdown
 from stoker.sched.request import GenerateRequest, GrammarSpec, SamplingParams
+from stoker.worker import engine_process
 from stoker.worker.block_log import BlockLog
 from stoker.worker.engine_process import EngineLoop, Found, Message, Prepared, Wake
 
@@ -31,6 +34,8 @@ class Mailbox:
 
     script: list[Message]
     asked: list[object] = field(default_factory=list)
+    compiles: bool = True  # at once; else that has yet to begin
+    compiling: list[Future[None]] = field(default_factory=list)
 
     def take(self, wait: bool, timeout_s: float | None = None) -> list[Message]:
         return [self.script.pop(0) if self.script else Shutdown()]
@@ -40,8 +45,12 @@ class Mailbox:
     def look_up(self, request: GenerateRequest, store: KvStore) -> None:
         self.asked.append(request.request_id)
 
-    def prepare(self, spec: GrammarSpec) -> None:
+    def prepare(self, spec: GrammarSpec) -> Future[None]:
         self.asked.append(spec)
+        self.compiling.append(Future())
+        if self.compiles:
+            self.compiling[-1].set_running_or_notify_cancel()
+        return self.compiling[-1]
 
 
 @dataclass
@@ -172,3 +181,55 @@ def test_steps_are_captured_only_while_it_is_quiet(built: BuiltEngine, monkeypat
     assert mailbox.asked == ["capture"] * 3 + ["grammars"]
     # Once it is quiet, one after the other; after a message it has to be quiet again; then nothing is left to wait for.
     assert mailbox.waits == [0.25, 0.25, 0.0, 0.0, 0.25, 2.0, None]
+
+
+def test_a_grammar_that_nobody_waits_for_any_more_is_not_compiled(built: BuiltEngine) -> None:
+    first, second = request("1", GRAMMAR), request("2", GRAMMAR)
+    left = [Cancel(request_id=first.request_id), Cancel(request_id=second.request_id)]
+    mailbox = Mailbox([Add(request=first), Add(request=second), *left, Add(request=first)], compiles=False)
+    EngineLoop(built, BlockLog(), mailbox, Pipe()).run()  # type: ignore[arg-type]
+    assert mailbox.asked == [GRAMMAR, GRAMMAR]
+    assert [one.cancelled() for one in mailbox.compiling] == [True, False]
+
+
+def test_a_grammar_that_is_wanted_by_another_or_has_begun_is_compiled(built: BuiltEngine) -> None:
+    first, second = request("1", GRAMMAR), request("2", GRAMMAR)
+    mailbox = Mailbox([Add(request=first), Add(request=second), Cancel(request_id=first.request_id)], compiles=False)
+    loop = EngineLoop(built, BlockLog(), mailbox, Pipe())  # type: ignore[arg-type]
+    loop.run()
+    assert not mailbox.compiling[0].cancelled()
+    mailbox.compiling[0].set_running_or_notify_cancel()
+    mailbox.script += [Cancel(request_id=second.request_id), Add(request=first), Prepared(GRAMMAR, None)]
+    loop.run()
+    assert mailbox.asked == [GRAMMAR, first.request_id]
+
+
+class SlowExpressions:
+    """A compiler that never ends with an expression while it is held."""
+
+    def __init__(self) -> None:
+        self.let_go = threading.Event()
+
+    def prepare(self, spec: GrammarSpec) -> object:
+        if spec.kind != "json_schema" or "pattern" in spec.text:
+            self.let_go.wait(60)
+        return spec
+
+
+class DeafPipe(Pipe):
+    def receive(self) -> object:
+        threading.Event().wait()
+        raise AssertionError
+
+
+def test_expressions_that_take_minutes_hold_up_no_other_grammar() -> None:
+    slow, plain = SlowExpressions(), GrammarSpec("json_schema", "{}")
+    mailbox = engine_process.Mailbox(DeafPipe(), slow)  # type: ignore[arg-type]
+    try:
+        for number in range(20):
+            mailbox.prepare(GrammarSpec("regex", f"a{number}"))
+            mailbox.prepare(GrammarSpec("json_schema", f'{{"type": "string", "pattern": "a{number}"}}'))
+        mailbox.prepare(plain)
+        assert mailbox.take(wait=True, timeout_s=30) == [Prepared(plain, None, plain)]
+    finally:
+        slow.let_go.set()

@@ -292,3 +292,13 @@ def test_metrics(server: Server) -> None:
     assert float(values["stoker_preemptions_total"]) == 12
     assert float(values["stoker_kv_blocks_free"]) == 4
     assert float(values["stoker_running_sequences"]) == 3
+
+
+def test_prompts_that_never_ran_are_no_misses_of_the_cache(server: Server) -> None:
+    """While an engine restarts, refused requests come again and again."""
+    server.say(overloaded=True)
+    for fields in ({}, {"stream": True}, {"n": 2}):
+        assert server.chat(**fields).status == 503
+    metrics = server.send("/metrics").body.decode()
+    assert "stoker_prompt_tokens_total 0.0" in metrics
+    assert "stoker_e2e_seconds_count{" not in metrics

@@ -34,7 +34,8 @@ from stoker.worker.schema.words import (
 )
 
 _MAX_DEPTH = 64
-_MAX_PARTS = 20_000
+_MAX_PARTS = 20_000  # and listed values: a minute of compiling, and every grammar waits for a compiler
+_MAX_OPTIONAL = 2_000  # properties of one object: with their square, at least, the compiler's time grows
 
 
 def enforceable(schema: Any) -> Any:
@@ -81,6 +82,7 @@ class _Document:
             if word in node:
                 node[word] = whole_number(node[word], word, place)
         if "const" in node or "enum" in node:
+            self._count(len(node.get("enum", ())))
             return values_schema(node, place)
         if "anyOf" in node or "oneOf" in node:
             return self._alternatives(node, place, depth)
@@ -91,9 +93,7 @@ class _Document:
 
     def _flat(self, node: Schema, place: str, depth: int) -> Schema:
         """Without $ref and allOf: what they say is the schema's own."""
-        self._num_parts += 1
-        if self._num_parts > _MAX_PARTS:
-            raise wrong_schema("", f"with its references followed it has more than {_MAX_PARTS} parts")
+        self._count(1)
         check_shapes(node, place)
         if depth > _MAX_DEPTH:
             raise wrong_schema(place, "its references go in circles, or it is nested too deep")
@@ -107,6 +107,13 @@ class _Document:
                 check_evaluation(said, place)
             flat = merge(flat, said, place)
         return flat
+
+    def _count(self, num_parts: int) -> None:
+        self._num_parts += num_parts
+        if self._num_parts > _MAX_PARTS:
+            raise wrong_schema(
+                "", f"with its references followed it has more than {_MAX_PARTS} parts and listed values"
+            )
 
     def _alternatives(self, node: Schema, place: str, depth: int) -> Schema:
         word = "anyOf" if "anyOf" in node else "oneOf"
@@ -189,6 +196,8 @@ class _Document:
             raise unsatisfiable(place, f"{strange[0]!r} is required and not allowed")
         made: Schema = {"type": "object"}
         properties = self._properties(declared, required, True if others is None else others, place, depth)
+        if len(set(properties) - set(required)) > _MAX_OPTIONAL:
+            raise wrong_schema(place, f"more than {_MAX_OPTIONAL} of its properties need not be there")
         if "propertyNames" in node:
             if properties or patterns:
                 raise refused_word("propertyNames", place, "there are other properties")
