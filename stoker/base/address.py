@@ -1,6 +1,10 @@
-"""HOST:PORT as text, in which an IPv6 host stands in brackets."""
+"""HOST:PORT as text, in which an IPv6 host stands in brackets; and URLs that people type."""
 
 from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from stoker.base.errors import ConfigError
 
 _EVERYWHERE = ("0.0.0.0", "::", "")
 
@@ -17,3 +21,14 @@ def split_address(address: str) -> tuple[str, int]:
 def local_host(host: str) -> str:
     """How who listens on `host` is reached from this machine."""
     return "127.0.0.1" if host in _EVERYWHERE else host
+
+
+def host_of_url(flag: str, url: str) -> str:
+    """`flag`: who gave the URL."""
+    try:
+        parts = urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0):
+            return parts.hostname
+    except ValueError:  # brackets that do not close, a port that is no number
+        pass
+    raise ConfigError(f"{flag} {url}: not a URL such as http://10.0.0.7:8000")

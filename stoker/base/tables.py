@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from stoker.base.errors import ConfigError
+from stoker.base.paths import written_path
 
 
 def read_tables(path: Path) -> dict[str, Any]:
@@ -57,7 +58,7 @@ def in_words(wrong: object, at: str = "") -> str:
 def path_of(kind: type, value: Any) -> Any:
     """msgspec's dec_hook: a path is written as text."""
     if kind is Path and isinstance(value, str | Path):
-        return Path(value).expanduser()
+        return written_path(value)
     raise TypeError(f"Expected a {kind.__name__}, got {value!r}")
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stoker.base.errors import ConfigError
+from stoker.base.paths import written_path
 from stoker.loadgen.datasets import DATASETS, MADE_UP, DatasetSpec, load_dataset, num_turns
 from stoker.loadgen.load import ARRIVALS, Load
 from stoker.loadgen.prompts import random_tokens, random_words
@@ -36,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_server_arguments(serve.add_argument_group("server"))
     _add_prompt_arguments(serve.add_argument_group("prompts"))
     _add_load_arguments(serve.add_argument_group("load"))
-    serve.add_argument("--json", type=Path, metavar="OUT", help="write configuration, environment and figures there")
+    serve.add_argument(
+        "--json", type=written_path, metavar="OUT", help="write configuration, environment and figures there"
+    )
 
 
 def _add_server_arguments(group: argparse._ArgumentGroup) -> None:
@@ -50,8 +54,10 @@ def _add_server_arguments(group: argparse._ArgumentGroup) -> None:
 
 def _add_prompt_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--dataset", choices=DATASETS, default="random", help="default: %(default)s")
-    group.add_argument("--data-dir", type=Path, help="folder of the data sets (default: data or ../shared/data)")
-    group.add_argument("--dataset-file", type=Path, help="sharegpt: the file")
+    group.add_argument(
+        "--data-dir", type=written_path, help="folder of the data sets (default: data or ../shared/data)"
+    )
+    group.add_argument("--dataset-file", type=written_path, help="sharegpt: the file")
     group.add_argument("--max-turns", type=int, help="of each conversation, this many turns at most")
     group.add_argument("--flatten-tools", action="store_true", help="send tool calls and results as plain text")
     group.add_argument("--input-tokens", type=int, default=512, help="random: mean prompt (default: %(default)s)")
@@ -60,7 +66,7 @@ def _add_prompt_arguments(group: argparse._ArgumentGroup) -> None:
         "--range-ratio", type=float, default=0.0, help="random: lengths are uniform within mean*(1±this)"
     )
     group.add_argument("--vocab-size", type=int, help="random: send token ids below this; trace: draw them below this")
-    group.add_argument("--trace", type=Path, metavar="FILE", help="trace: Mooncake's format, or agent sessions")
+    group.add_argument("--trace", type=written_path, metavar="FILE", help="trace: Mooncake's format, or agent sessions")
     group.add_argument(
         "--block-tokens-scale", type=int, metavar="N", help="trace: N tokens stand for one block; lengths shrink alike"
     )
@@ -118,13 +124,15 @@ def _serve(args: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             interrupted = True
     result = figures(records)
+    outcome = {"load": asdict(load), "sessions": len(sessions), "interrupted": interrupted}
     console = Console(highlight=False)
-    if interrupted:
-        console.print("Interrupted: these are the requests that had ended.")
-    print_report(console, result)
-    if args.json is not None:
-        outcome = {"load": asdict(load), "sessions": len(sessions), "interrupted": interrupted}
-        write_json(args.json, {**_config(args), **outcome}, result)
+    try:
+        if args.json is not None:  # first: who reads the table may have gone
+            write_json(args.json, {**_config(args), **outcome}, result)
+    finally:
+        if interrupted:
+            console.print("Interrupted: these are the requests that had ended.")
+        print_report(console, result)
     if interrupted:
         raise KeyboardInterrupt
     return EXIT_FAILURES if result.failed else 0
@@ -135,8 +143,11 @@ def _check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: must be above 0")
-    if args.json is not None and not args.json.parent.is_dir():  # before the load, not after it
-        raise ConfigError(f"--json {args.json}: there is no folder {args.json.parent}")
+    if args.json is not None:  # before the load, not after it
+        if not os.path.isdir(args.json.parent):
+            raise ConfigError(f"--json {args.json}: there is no folder {args.json.parent}")
+        if os.path.isdir(args.json):
+            raise ConfigError(f"--json {args.json}: that is a folder; a file is wanted")
 
 
 async def _first_model(target: Target) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import io
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
 
     from stoker.loadgen.client import Target
 
-    headers = {"authorization": f"Bearer {args.api_key}"} if args.api_key else {}
+    key = (args.api_key or "").strip()  # files with keys end their lines in their own ways
+    headers = {"authorization": f"Bearer {key}"} if key else {}
     target = Target(args.url, headers=headers, timeout_s=args.timeout_s)
     # One loop for the whole conversation. Ctrl-C during run() cancels what runs there, which closes its connection.
     with asyncio.Runner() as runner:
@@ -51,7 +53,10 @@ def run(args: argparse.Namespace) -> int:
         for name in ("temperature", "max_tokens"):
             if getattr(args, name) is not None:
                 options[name] = getattr(args, name)
-        chat = Chat(target, options, args.system, runner, Console(highlight=False))
+        system = None if args.system is None else args.system.encode(errors="replace").decode()
+        chat = Chat(target, options, system, runner, Console(highlight=False))
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="replace")  # what is no text cannot be sent; it must not end the conversation
         return _interactive(chat) if sys.stdin.isatty() else _piped(chat)
 
 

@@ -11,12 +11,12 @@ import socket
 import sys
 from collections.abc import Mapping
 from contextlib import closing
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stoker.base import log as logs
 from stoker.base.address import join_address, local_host
-from stoker.base.speech import say
+from stoker.base.paths import written_path
+from stoker.base.speech import answer, say
 from stoker.cli.serving import Signals, drained, listen
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--config", type=Path, metavar="FILE", help="settings in TOML; flags win over it")
+    parser.add_argument("--config", type=written_path, metavar="FILE", help="settings in TOML; flags win over it")
     parser.add_argument(
         "--worker",
         action="append",
@@ -167,9 +167,9 @@ def _print_new_key(name: str, tenant: str) -> int:
 
     key, digest = new_key()
     KeySettings(name, digest, tenant)  # names that no config may have are refused before the key is used anywhere
-    print(f"{key}\n")
-    print("That is shown once, and kept nowhere. For the file of --config:\n", file=sys.stderr)
-    print(f'[[key]]\nname = "{name}"\ntenant = "{tenant}"\nsha256 = "{digest}"')
+    answer(f"{key}\n")
+    say("That is shown once, and kept nowhere. For the file of --config:\n", sys.stderr)
+    answer(f'[[key]]\nname = "{name}"\ntenant = "{tenant}"\nsha256 = "{digest}"')
     return 0
 
 

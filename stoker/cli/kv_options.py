@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from stoker.base.config import HandoffSettings, StoreSettings
 from stoker.base.errors import ConfigError
+from stoker.base.paths import written_path
 
 ROLES = ("unified", "prefill", "decode")
 
@@ -34,13 +36,19 @@ def add_kv_arguments(parser: argparse.ArgumentParser) -> None:
         help="share that RAM with all workers of this machine that give the same name; it outlives them",
     )
     group.add_argument(
-        "--kv-disk", metavar="DIR", help="keep KV in files there; workers with the same folder share them"
+        "--kv-disk",
+        type=written_path,
+        metavar="DIR",
+        help="keep KV in files there; workers with the same folder share them",
     )
     group.add_argument(
         "--kv-disk-gib", type=float, metavar="GIB", help=f"so much of the disk (default: {store.disk_gib:g})"
     )
     group.add_argument(
-        "--kv-disk-key-file", metavar="FILE", help="32 bytes: files in --kv-disk are encrypted with this key"
+        "--kv-disk-key-file",
+        type=written_path,
+        metavar="FILE",
+        help="32 bytes: files in --kv-disk are encrypted with this key",
     )
     group.add_argument("--kv-mooncake", metavar="HOST:PORT", help="use the Mooncake store with its master there")
     group.add_argument(
@@ -51,7 +59,9 @@ def add_kv_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"how Mooncake moves bytes: tcp or rdma (default: {store.mooncake_protocol})",
     )
-    group.add_argument("--kv-mooncake-ssd", metavar="DIR", help="where Mooncake may put what its RAM cannot hold")
+    group.add_argument(
+        "--kv-mooncake-ssd", type=written_path, metavar="DIR", help="where Mooncake may put what its RAM cannot hold"
+    )
     group = parser.add_argument_group(
         "KV hand-off", "How a prefill worker's KV reaches a decode worker. The secret is that of --secret-file."
     )
@@ -98,14 +108,14 @@ def store_settings(args: argparse.Namespace, host: str) -> StoreSettings:
     return StoreSettings(
         name=args.kv_store,
         host_gib=args.kv_host_gib or default.host_gib,
-        disk_dir=args.kv_disk,
+        disk_dir=_text(args.kv_disk),
         disk_gib=args.kv_disk_gib or default.disk_gib,
-        disk_key_file=args.kv_disk_key_file,
+        disk_key_file=_text(args.kv_disk_key_file),
         mooncake_master=args.kv_mooncake,
         mooncake_host=host,
         mooncake_segment_gib=args.kv_mooncake_segment_gib or default.mooncake_segment_gib,
         mooncake_protocol=args.kv_mooncake_protocol or default.mooncake_protocol,
-        mooncake_ssd_dir=args.kv_mooncake_ssd,
+        mooncake_ssd_dir=_text(args.kv_mooncake_ssd),
     )
 
 
@@ -122,6 +132,10 @@ def handoff_settings(args: argparse.Namespace, host: str, secret: str | None) ->
         lease_s=args.kv_lease_s or default.lease_s,
         serves=args.role == "prefill" or args.kv_port is not None,
     )
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
 
 
 def _flag(name: str) -> str:

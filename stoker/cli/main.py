@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import pkgutil
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from typing import Protocol, cast
 import stoker
 from stoker import cli
 from stoker.base.errors import StokerError
+from stoker.base.speech import say
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130  # as a shell reports a process ended by Ctrl-C
@@ -47,6 +49,7 @@ def build_parser(commands: Sequence[Command]) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    _open_standard_streams()
     parser = build_parser(find_commands())
     args = parser.parse_args(argv)
     if not hasattr(args, "run"):
@@ -55,10 +58,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(args.run(args))
     except StokerError as error:
-        print(f"stoker: {error.message}", file=sys.stderr)
+        say(f"stoker: {error.message}", sys.stderr)
         return EXIT_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+
+
+def _open_standard_streams() -> None:
+    """Some who start daemons close them. The next socket would have such a number; libraries would write into it, and libuv,
+    which is asked to close it, ends the process."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, os.O_RDWR)  # the lowest that is free: the one that is missing
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, mode))
 
 
 if __name__ == "__main__":

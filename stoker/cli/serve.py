@@ -11,13 +11,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from stoker.base import collector
 from stoker.base import log as logs
-from stoker.base.address import join_address, local_host
+from stoker.base.address import host_of_url, join_address, local_host
 from stoker.base.config import EngineSettings, KvSettings, SchedSettings
 from stoker.base.errors import ConfigError
+from stoker.base.paths import written_path
 from stoker.base.speech import say
 from stoker.base.timeline import Timeline
 from stoker.cli.kv_options import ROLES, add_kv_arguments, check_kv_arguments, handoff_settings, store_settings
@@ -108,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--drain-s", type=float, default=_DRAIN_S, help="longest wait for running requests at SIGTERM")
     server.add_argument(
         "--cache-dir",
-        type=Path,
+        type=written_path,
         help="where fetched and converted models and compiled kernels are kept (default: ~/.cache/stoker)",
     )
     server.add_argument("--offline", action="store_true", help="fetch nothing")
@@ -123,7 +123,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     fleet.add_argument(
         "--secret-file",
-        type=Path,
+        type=written_path,
         metavar="FILE",
         help="holds the secret that this worker, its gateways and its peers share",
     )
@@ -194,7 +194,7 @@ async def _serve(args: argparse.Namespace) -> int:
 
 def _folder_named(model: str | None) -> Path | None:
     """Where MODEL is a folder as the engine reads it; any other has to be found, fetched or converted first."""
-    return Path(model) if model is not None and (Path(model) / "config.json").is_file() else None
+    return Path(model) if model is not None and os.path.isfile(Path(model) / "config.json") else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,24 +327,17 @@ def _secret(path: Path | None) -> str | None:
 def _gateways(given: list[str]) -> list[str]:
     urls = [url for urls in given for url in urls.split(",") if url]
     for url in urls:
-        _host_of("--gateway", url)
+        host_of_url("--gateway", url)
     return urls
-
-
-def _host_of(flag: str, url: str) -> str:
-    parts = urlsplit(url)
-    if not parts.hostname or parts.scheme not in ("http", "https"):
-        raise ConfigError(f"{flag} {url}: not a URL such as http://10.0.0.7:8000")
-    return parts.hostname
 
 
 def _fleet_host(advertise: str | None, host: str, gateways: list[str]) -> str:
     """The name under which gateways reach this machine."""
     if advertise:
-        return _host_of("--advertise", advertise)
+        return host_of_url("--advertise", advertise)
     if host not in ("0.0.0.0", "::", ""):
         return host
-    if any(_host_of("--gateway", gateway) not in _THIS_MACHINE for gateway in gateways):
+    if any(host_of_url("--gateway", gateway) not in _THIS_MACHINE for gateway in gateways):
         raise ConfigError(f"--host {host} does not say where gateways reach this worker: give --advertise URL")
     return "127.0.0.1"
 

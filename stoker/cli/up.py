@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stoker.base.errors import ConfigError
+from stoker.base.paths import written_path
+from stoker.base.speech import answer
 from stoker.base.tables import read_tables
 from stoker.cli import serve
 
@@ -34,12 +36,16 @@ ROLES = ("prefill", "decode", "unified")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
-    parser.add_argument("file", nargs="?", type=Path, metavar="FLEET.TOML", help="what to start (default: see above)")
+    parser.add_argument(
+        "file", nargs="?", type=written_path, metavar="FLEET.TOML", help="what to start (default: see above)"
+    )
     parser.add_argument("--check", action="store_true", help="look through the file, say what would start, and end")
     parser.add_argument("--host", help="address the gateway listens on (default: 127.0.0.1, this machine only)")
     parser.add_argument("--port", type=int, help="its port; 0 takes a free one (default: 8000)")
-    parser.add_argument("--log-dir", type=Path, help="where the parts' logs go (default: in the state folder)")
-    parser.add_argument("--cache-dir", type=Path, help="where models and KV are kept (default: ~/.cache/stoker)")
+    parser.add_argument("--log-dir", type=written_path, help="where the parts' logs go (default: in the state folder)")
+    parser.add_argument(
+        "--cache-dir", type=written_path, help="where models and KV are kept (default: ~/.cache/stoker)"
+    )
     parser.add_argument("--offline", action="store_true", help="fetch nothing")
     without = parser.add_argument_group("without a file")
     without.add_argument("--model", metavar="MODEL", help="as for stoker serve")
@@ -91,7 +97,7 @@ def _config(args: argparse.Namespace, machine: Machine, cache_dir: Path) -> Flee
             raise ConfigError(
                 f"--{flag} is for a fleet without a file; with one, it stands in [[workers]] of {args.file}"
             )
-        if not args.file.exists() and args.file.suffix != ".toml":
+        if not os.path.exists(args.file) and args.file.suffix != ".toml":
             raise ConfigError(f"{args.file}: there is no such file; a model is named with --model {args.file}")
         table = read_tables(args.file)
     else:
@@ -181,10 +187,10 @@ def _check(args: argparse.Namespace, ports: Ports) -> int:
     run_dir = Path("RUN")
     place = Place(run_dir, run_dir / "secret", run_dir / "admin-token")
     plan = _plan(config, machine, _unresolved(config), place, ports, gateway)
-    print(table(("PART", "ROLE", "ADDRESS"), [(part.name, part.role, part.address) for part in plan.parts]))
+    answer(table(("PART", "ROLE", "ADDRESS"), [(part.name, part.role, part.address) for part in plan.parts]))
     for part in plan.parts:
         changes = "".join(f"{name}={shlex.quote(value)} " for name, value in part.env.items())
-        print(f"\n{part.name}:\n  {changes}{shlex.join(part.command)}")
+        answer(f"\n{part.name}:\n  {changes}{shlex.join(part.command)}")
     return 0
 
 
@@ -213,7 +219,7 @@ def _up(args: argparse.Namespace, ports: Ports, terminal: Terminal) -> int:
         )
         models = _resolve(config, config.up.cache_dir or cache_dir, terminal)
         plan = _plan(config, machine, models, place, ports, gateway)
-        place.gateway_file.write_text(toml.dumps(plan.gateway_table), encoding="utf-8")
+        run_dir.write(place.gateway_file.name, toml.dumps(plan.gateway_table))
         log_dir = config.up.log_dir or state_dir / "logs" / str(gateway.port)
         try:
             log_dir.mkdir(parents=True, exist_ok=True)
@@ -252,7 +258,7 @@ def _settle(gateway: Listening, ports: Ports, fleets_dir: Path) -> tuple[Listeni
 
 
 def _file_or_new(named: str | None, run_dir: RunDir, name: str) -> Path:
-    return Path(named).expanduser() if named else run_dir.write_secret(name)
+    return written_path(named) if named else run_dir.write_secret(name)
 
 
 def _resolve(config: FleetConfig, cache_dir: Path, terminal: Terminal) -> dict[str | None, Model]:

@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from stoker.base.address import host_of_url
 from stoker.base.clock import Clock, RealClock
 from stoker.base.errors import ConfigError, StokerError
 from stoker.loadgen.session import Turn
@@ -38,8 +39,9 @@ class Target:
     session_header: bool = False
 
     def __post_init__(self) -> None:
-        if not self.timeout_s > 0:  # to the HTTP client it would mean: none at all
-            raise ConfigError(f"timeout={self.timeout_s:g} s: must be above 0")
+        host_of_url("--url", self.url)
+        if not 0 < self.timeout_s < float("inf"):  # to the HTTP client 0 would mean: none at all
+            raise ConfigError(f"timeout={self.timeout_s:g} s: must be above 0, and have an end")
 
 
 class _Model(msgspec.Struct, frozen=True):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from stoker.loadgen.session import Session, TokenRange, Turn, first_requests
 
 DATA_DIRS = (Path("data"), Path("../shared/data"))
 MADE_UP = ("random", "trace")  # they have lengths of their own
+_UNFIT = (KeyError, TypeError, AttributeError, ValueError)  # a field is missing, or of another kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +70,24 @@ def _random(spec: DatasetSpec) -> list[Session]:
 
 
 def _sharegpt(spec: DatasetSpec) -> list[Session]:
-    return prompts.sharegpt_set(_file(spec, "--dataset-file"))
+    file = _file(spec, "--dataset-file")
+    with _shaped(file, "conversations in ShareGPT's format"):
+        return prompts.sharegpt_set(file)
 
 
 def _trace(spec: DatasetSpec) -> list[Session]:
-    return traces.trace_sessions(_file(spec, "--trace"), spec.replay)
+    file = _file(spec, "--trace")
+    with _shaped(file, "a trace in Mooncake's format, nor of agent sessions"):
+        return traces.trace_sessions(file, spec.replay)
+
+
+@contextmanager
+def _shaped(file: Path, shape: str) -> Iterator[None]:
+    """Where a user's file is taken apart: what does not fit is the file's fault."""
+    try:
+        yield
+    except _UNFIT as wrong:
+        raise ConfigError(f"{file}: not {shape}: {type(wrong).__name__}: {wrong}") from wrong
 
 
 def _prompts(spec: DatasetSpec) -> list[Session]:

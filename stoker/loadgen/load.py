@@ -32,8 +32,10 @@ class Load:
             raise ConfigError(f"concurrency={self.slots}: no request could ever be sent")
         if self.rate is not None and not self.rate > 0:
             raise ConfigError(f"rate={self.rate:g} requests a second: must be above 0")
-        if not self.burstiness > 0:
-            raise ConfigError(f"burstiness={self.burstiness:g}: must be above 0")
+        if not 0 < self.burstiness < float("inf"):
+            raise ConfigError(
+                f"burstiness={self.burstiness:g}: must be above 0, and a number; --arrival constant is even"
+            )
 
     def starts(self) -> Iterator[float | None]:
         """A start time for each session; None: as its trace says."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import os
 import random
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,28 +42,38 @@ _COMMON = """
 """
 WORDS = tuple(_COMMON.split())
 
+_UNREADABLE = (OSError, EOFError, zlib.error)  # also of a file that was cut short, or is no gzip file at all
+
 
 def read_lines(path: Path) -> Iterator[Any]:
     """The objects of a JSON lines file, gzipped or not."""
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ConfigError(f"no file {path}; --data-dir names the folder of the data sets")
-    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                try:
-                    yield msgspec.json.decode(line)
-                except msgspec.DecodeError as wrong:
-                    raise ConfigError(f"{path}, line {number}: {wrong}") from wrong
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield _decoded(line, f"{path}, line {number}")
+    except _UNREADABLE as wrong:
+        raise ConfigError(f"{path}: cannot be read: {wrong}") from wrong
 
 
 def read_json(path: Path) -> Any:
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ConfigError(f"no file {path}")
-    data = path.read_bytes()
     try:
-        return msgspec.json.decode(gzip.decompress(data) if path.suffix == ".gz" else data)
+        data = path.read_bytes()
+        text = gzip.decompress(data) if path.suffix == ".gz" else data
+    except _UNREADABLE as wrong:
+        raise ConfigError(f"{path}: cannot be read: {wrong}") from wrong
+    return _decoded(text, str(path))
+
+
+def _decoded(text: bytes, where: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
     except msgspec.DecodeError as wrong:
-        raise ConfigError(f"{path}: {wrong}") from wrong
+        raise ConfigError(f"{where}: {wrong}") from wrong
 
 
 def prompt_set(path: Path) -> list[Session]:

@@ -15,7 +15,10 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from stoker.base.errors import ConfigError
 from stoker.loadgen.stream import Record
+
+_WIDEST = 500  # columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +136,10 @@ def environment() -> dict[str, str]:
 
 def write_json(path: Path, config: Mapping[str, Any], result: Figures) -> None:
     whole = {"config": config, "environment": environment(), "figures": asdict(result)}
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(whole), indent=2) + b"\n")
+    try:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(whole), indent=2) + b"\n")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def print_report(console: Console, result: Figures) -> None:
@@ -171,6 +177,9 @@ def print_report(console: Console, result: Figures) -> None:
     ]:
         if spread is not None:
             times.add_row(name, *(f"{getattr(spread, column):,.1f}" for column in columns))
+    # A figure that is cut is worth nothing, and a file, a pipe or a narrow window counts as 80 columns.
+    whole = console.measure(times, options=console.options.update_width(_WIDEST)).maximum
+    console.width = max(console.width, whole)
     console.print(times)
 
     if result.without_usage:

@@ -8,11 +8,13 @@ that a policy knows no roles.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
+from stoker.base.errors import ConfigError
 from stoker.base.ids import WorkerId
 from stoker.base.registry import Registry
+from stoker.base.tables import check_positive
 from stoker.fleet.fleet import Member
 from stoker.fleet.ledger import Load
 from stoker.routing.query import Reason, RouteQuery
@@ -64,6 +66,13 @@ class CostSettings:
     even_s: float = 1.0  # in an idle fleet: what a session may wait for each session that another worker has more
     move_share: float = 4.5  # of the tokens spared for balance, what a session's move may take for an excess of 100 %
     move_part: float = 0.75  # of its prompt, what a session may lose by that
+
+    def __post_init__(self) -> None:
+        rates = ("host_tokens_per_s", "disk_tokens_per_s", "pull_tokens_per_s", "crowd_tokens")
+        check_positive("routing.cost", self, *rates)
+        for name, value in asdict(self).items():
+            if not value >= 0:
+                raise ConfigError(f"routing.cost.{name}={value:g}: it must not be below zero")
 
 
 @dataclass(frozen=True, slots=True)

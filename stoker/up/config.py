@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from stoker.base.errors import ConfigError
+from stoker.base.paths import written_path
 from stoker.base.tables import check_positive, in_words, no_such_setting, path_of, read_tables, refuse_unknown
 
 START = "start"
@@ -193,7 +194,7 @@ def _gateway_table(table: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(table["config"], str):
         raise ConfigError(f"gateway.config={table['config']!r}: it must be the path of a gateway's file")
     here = {name: value for name, value in table.items() if name != "config"}
-    return merged(read_tables(Path(table["config"]).expanduser()), here)
+    return merged(read_tables(written_path(table["config"])), here)
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
+from stoker.base.allowance import available_ram
+
 GIB = 1 << 30
 _SHARED_MEMORY = Path("/dev/shm")
 _CARDS_S = 20.0
@@ -16,26 +18,18 @@ _CARDS_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    ram_bytes: int  # free now
+    ram_bytes: int  # free now, for us
     shared_bytes: int  # free in the file system of shared memory: containers often have little
     disk_bytes: int  # free where the cache folder lies
     card_bytes: tuple[int, ...] = ()  # free on each card
 
     @staticmethod
     def look(cache_dir: Path) -> Machine:
-        existing = next((path for path in (cache_dir, *cache_dir.absolute().parents) if path.exists()), Path("/"))
+        existing = next(
+            (path for path in (cache_dir, *cache_dir.absolute().parents) if os.path.exists(path)), Path("/")
+        )
         shared = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else 0
-        return Machine(_free_ram(), shared, shutil.disk_usage(existing).free, _free_on_cards())
-
-
-def _free_ram() -> int:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # another system
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return Machine(available_ram(), shared, shutil.disk_usage(existing).free, _free_on_cards())
 
 
 def _free_on_cards() -> tuple[int, ...]:

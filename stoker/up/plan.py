@@ -139,11 +139,17 @@ class Planner:
 
     def _check_shared_memory(self) -> None:
         host_gib, num_models = self.config.store.host_gib, len(self.models)
-        if host_gib * num_models * GIB > self.machine.shared_bytes:
-            models = f" for each of {num_models} models" if num_models > 1 else ""
+        wanted_bytes = host_gib * num_models * GIB
+        asked = f"store.host_gib={host_gib:g}" + (f" for each of {num_models} models" if num_models > 1 else "")
+        if wanted_bytes > self.machine.shared_bytes:
             raise ConfigError(
-                f"store.host_gib={host_gib:g}{models}: /dev/shm has {self.machine.shared_bytes / GIB:.2f} GiB free. "
+                f"{asked}: /dev/shm has {self.machine.shared_bytes / GIB:.2f} GiB free. "
                 "Take less, or give it more (docker: --shm-size)"
+            )
+        if wanted_bytes > self.machine.ram_bytes:  # it fills up over hours; who asks for memory then is killed
+            raise ConfigError(
+                f"{asked}: {self.machine.ram_bytes / GIB:.2f} GiB of RAM are free on this machine, or in this container. "
+                "Take less, or give it more (docker: --memory)"
             )
 
     def _master(self, gateway_port: int) -> Part:

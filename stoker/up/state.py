@@ -27,27 +27,28 @@ def default_state_dir(environ: Mapping[str, str]) -> Path:
     return Path(environ.get("HOME", "~")).expanduser() / ".local" / "state" / "stoker"
 
 
+# What another version of stoker wrote down, or left behind, is read as far as it goes: hence the defaults.
 class PartInfo(msgspec.Struct, frozen=True, kw_only=True):
     name: str
-    kind: str
-    role: str
-    address: str
-    phase: str
-    pid: int | None
-    restarts: int
-    last_code: int | None
-    log: str
+    kind: str = ""
+    role: str = ""
+    address: str = ""
+    phase: str = ""
+    pid: int | None = None
+    restarts: int = 0
+    last_code: int | None = None
+    log: str = ""
 
 
 class FleetState(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     started_at: float  # seconds since 1970
     gateway_url: str
-    admin_token_file: str
-    store_name: str | None
-    log_dir: str
-    models: list[str]
-    parts: list[PartInfo]
+    admin_token_file: str = ""
+    store_name: str | None = None
+    log_dir: str = ""
+    models: list[str] = []
+    parts: list[PartInfo] = []
 
 
 class RunDir:
@@ -58,11 +59,18 @@ class RunDir:
         self.left = left  # by a fleet that did not end in order
         self._lock = lock
 
-    def write_secret(self, name: str) -> Path:
+    def write(self, name: str, text: str) -> Path:
+        """For us and our parts alone."""
         path = self.path / name
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            file.write(secrets.token_urlsafe(32))
+        try:
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            raise _unusable(path, error) from error
         return path
+
+    def write_secret(self, name: str) -> Path:
+        return self.write(name, secrets.token_urlsafe(32))
 
     def write_state(self, state: FleetState) -> None:
         """Whole or not at all."""
@@ -90,29 +98,38 @@ def open_run_dir(fleets_dir: Path, port: int) -> RunDir:
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(mode=0o700)
     except OSError as error:
-        raise ConfigError(
-            f"{error.filename or path}: {error.strerror}; choose another folder (XDG_STATE_HOME)"
-        ) from error
+        raise _unusable(path, error) from error
     return RunDir(path, lock)
 
 
+def _unusable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{error.filename or path}: {error.strerror}; choose another folder (XDG_STATE_HOME)")
+
+
 def living_fleets(fleets_dir: Path) -> Iterator[FleetState]:
-    for path in sorted(fleets_dir.glob(f"*/{_STATE}")):
-        lock = _lock(path.parent)
+    for place in _places(fleets_dir):
+        lock = _lock(place)
         if lock is not None:
             lock.close()
             continue
-        state = _read(path.parent)
+        state = _read(place)
         if state is not None:
             yield state
 
 
 def abandoned_fleets(fleets_dir: Path) -> Iterator[RunDir]:
     """Of fleets that were killed. Whoever gets one should tidy up and remove it."""
-    for path in sorted(fleets_dir.glob(f"*/{_STATE}")):
-        lock = _lock(path.parent)
+    for place in _places(fleets_dir):
+        lock = _lock(place)
         if lock is not None:
-            yield RunDir(path.parent, lock, _read(path.parent))
+            yield RunDir(place, lock, _read(place))
+
+
+def _places(fleets_dir: Path) -> list[Path]:
+    try:
+        return [path.parent for path in sorted(fleets_dir.glob(f"*/{_STATE}"))]
+    except OSError as error:  # a home that is somebody else's
+        raise _unusable(fleets_dir, error) from error
 
 
 def _lock(path: Path) -> IO[bytes] | None:

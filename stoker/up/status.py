@@ -5,6 +5,7 @@ their KV. Each is asked once, with a deadline; who does not answer is shown as s
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import time
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from stoker.up.terminal import table
 _ANSWER_S = 3.0
 _TIER = re.compile(r'stoker_kv_tier_(\w+)\{tier="([^"]+)"\} (\S+)')
 _GIB = 1 << 30
+_HINTS = {401: "; give its token with --admin-token-file", 404: "; a gateway's address is wanted, without a path"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +60,14 @@ async def look(url: str, token: str | None, fleet: FleetState | None = None) -> 
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
     async with aiohttp.ClientSession(timeout=timeout) as session:
-        status, workers, reason = None, [], None
+        status, known, reason = None, {}, None
         try:
             status = await _get(session, f"{url}/admin/status", headers)
-            workers = (await _get(session, f"{url}/admin/fleet", headers))["workers"]
+            known = {one["worker"]: one for one in (await _get(session, f"{url}/admin/fleet", headers))["workers"]}
+        except (aiohttp.ContentTypeError, KeyError, TypeError, json.JSONDecodeError):
+            status, reason = None, f"{url} does not answer as a gateway does"
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             reason = f"{url} does not tell: {_words(error)}"
-        known = {one["worker"]: one for one in workers}
         listed = _of_fleet(fleet, known, status) if fleet else []
         ours = {urlsplit(part.address).netloc for part in listed}
         others = [one for name, one in known.items() if name not in ours]
@@ -78,8 +81,8 @@ async def look(url: str, token: str | None, fleet: FleetState | None = None) -> 
         gateway=status,
         parts=parts,
         pid=fleet.pid if fleet else None,
-        up_s=round(time.time() - fleet.started_at, 1) if fleet else None,
-        models=sorted({model for one in workers for model in one["models"]}) or (fleet.models if fleet else []),
+        up_s=round(max(0.0, time.time() - fleet.started_at), 1) if fleet else None,
+        models=sorted({model for one in known.values() for model in one["models"]}) or (fleet.models if fleet else []),
         reason=reason,
     )
 
@@ -142,8 +145,7 @@ async def _get(session: aiohttp.ClientSession, url: str, headers: dict[str, str]
 
 def _words(error: BaseException) -> str:
     if isinstance(error, aiohttp.ClientResponseError):
-        hint = "; give its token with --admin-token-file" if error.status == 401 else ""
-        return f"status {error.status}{hint}"
+        return f"status {error.status}{_HINTS.get(error.status, '')}"
     return str(error) or type(error).__name__
 
 

@@ -8,9 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from scripted_server import ScriptedServer, Seen, answer, failure
 
 from stoker.cli.main import main
+from stoker.loadgen.report import figures, print_report
+from stoker.loadgen.stream import Record
 
 
 def bench(server: ScriptedServer, *argv: str) -> int:
@@ -52,6 +55,31 @@ def test_figures_and_configuration_are_written(server: ScriptedServer, tmp_path:
     assert {(seen.body["max_tokens"], seen.body["ignore_eos"], seen.body["temperature"]) for seen in measured} == {
         (9, True, 0.0)
     }
+
+
+def test_the_file_is_written_though_nobody_reads_the_table(server: ScriptedServer, tmp_path: Path):
+    out = tmp_path / "out.json"
+    argv = ["bench", "serve", "--url", server.url, "--num-requests", "1", "--json", str(out)]
+    process = subprocess.Popen([sys.executable, "-m", "stoker.cli.main", *argv], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.close()
+    process.wait(60)
+    assert json.loads(out.read_text())["figures"]["requests"] == 1
+
+
+def test_the_table_is_shown_though_the_file_cannot_be_written(server: ScriptedServer, capsys):
+    assert bench(server, "--num-requests", "1", "--json", "/dev/full") == 2
+    told = capsys.readouterr()
+    assert "requests answered" in told.out
+    assert told.err == "stoker: /dev/full: cannot be written: No space left on device\n"
+
+
+def test_figures_of_slow_servers_are_shown_whole(capsys):
+    slow = Record(started_s=0.0, first_s=314.5, last_s=414.25, ended_s=414.25, completion_tokens=2, has_usage=True)
+    print_report(Console(width=80), figures([slow]))
+    shown = capsys.readouterr().out
+    assert shown.count("314,500.0") == 6
+    assert "…" not in shown
 
 
 def test_failures_are_told_and_change_the_exit_code(server: ScriptedServer, capsys):
@@ -118,6 +146,12 @@ def test_public_sets_are_played(server: ScriptedServer, data_dir: Path, name: st
         (["--max-turns", "-1"], "--max-turns -1: must be above 0"),
         (["--timeout-s", "0"], "timeout=0 s: must be above 0"),
         (["--timeout-s", "nan"], "timeout=nan s: must be above 0"),
+        (["--timeout-s", "inf"], "timeout=inf s: must be above 0, and have an end"),
+        (["--burstiness", "inf"], "burstiness=inf"),
+        (["--url", "localhost:8000"], "--url localhost:8000: not a URL such as http://"),
+        (["--json", f"/{'x' * 300}/out.json"], "there is no folder"),
+        (["--dataset", "trace", "--trace", "x" * 300], "no file xxx"),
+        (["--json", "/tmp"], "--json /tmp: that is a folder; a file is wanted"),
         (["--json", "/not/there/out.json"], "--json /not/there/out.json: there is no folder /not/there"),
     ],
 )

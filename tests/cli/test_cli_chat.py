@@ -50,6 +50,17 @@ def test_an_error_ends_a_pipe(server: ScriptedServer, monkeypatch, capsys):
     assert capsys.readouterr().err == "stoker: 429 overloaded: too many\n"
 
 
+def test_bytes_that_are_no_text_do_not_end_the_conversation(server: ScriptedServer):
+    argv = ["--url", server.url, "--system", b"caf\xe9", "--api-key", "k\r"]
+    command = [sys.executable, "-m", "stoker.cli.main", "chat", *argv]
+    done = subprocess.run(
+        command, input=b"na\xefve\nbye\n", capture_output=True, env={**os.environ, "LC_ALL": "C.UTF-8"}
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"Hello there.\n" * 2, b"")
+    assert contents(server, 1) == ["caf?", "na\ufffdve", "Hello there.", "bye"]
+    assert server.seen[0].headers["Authorization"] == "Bearer k"
+
+
 LONG_S = 60.0  # for what comes in a second: only a test that fails waits so long
 
 

@@ -95,3 +95,30 @@ def test_help_imports_nothing_heavy():
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert shown == "[]\n"
+
+
+def test_streams_that_were_closed_are_there_for_us_and_our_children():
+    code = (
+        "import os\n"
+        "from stoker.cli.main import main\n"
+        "main([])\n"
+        "nowhere = os.stat(os.devnull).st_rdev\n"
+        "print([os.fstat(fd).st_rdev == nowhere and os.get_inheritable(fd) for fd in (0, 2)])"
+    )
+    command = ["sh", "-c", 'exec "$0" -c "$1" <&- 2>&-', sys.executable, code]
+    assert subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout == "[True, True]\n"
+
+
+def test_who_stops_reading_an_answer_sees_no_error(tmp_path):
+    command = [sys.executable, "-m", "stoker.cli.main", "up", "--check", "--unified", "1", "--cache-dir", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait(60)) == (b"", 0)
+    process.stderr.close()
+
+
+def test_an_answer_that_the_disk_has_no_room_for_is_an_error(tmp_path):
+    command = [sys.executable, "-m", "stoker.cli.main", "up", "--check", "--unified", "1", "--cache-dir", str(tmp_path)]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (2, "stoker: stdout cannot be written: No space left on device\n")

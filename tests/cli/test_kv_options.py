@@ -36,6 +36,14 @@ def test_every_flag_has_its_setting() -> None:
     assert handoff_settings(args, "h", "sesame") == HandoffSettings("h", 7, ("tcp", "local"), "sesame", 1.5, True)
 
 
+def test_a_home_that_no_shell_has_filled_in_is_filled_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    args = parse("--kv-disk=~/kv", "--kv-disk-key-file=~/key", "--cache-dir=~/cache", "--secret-file=~/secret")
+    settings = store_settings(args, "h")
+    assert (settings.disk_dir, settings.disk_key_file) == ("/home/me/kv", "/home/me/key")
+    assert [str(path) for path in (args.cache_dir, args.secret_file)] == ["/home/me/cache", "/home/me/secret"]
+
+
 @pytest.mark.parametrize(
     ("words", "serves"),
     [

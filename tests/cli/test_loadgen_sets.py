@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 from itertools import islice, pairwise
 from pathlib import Path
@@ -109,6 +110,34 @@ def test_a_trace_of_neither_kind_is_refused(tmp_path: Path):
     path.write_text("{nonsense\n")
     with pytest.raises(ConfigError, match="line 1"):
         trace_sessions(path, Replay())
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("trace", b"5\n", "not a trace"),
+        ("trace", b'{"hash_ids": [1]}\n', "KeyError: 'timestamp'"),
+        ("trace", b'{"hash_ids": [1], "timestamp": 0, "input_length": "x", "output_length": 1}\n', "not a trace"),
+        ("trace", b'{"requests": []}\n', "KeyError: 'id'"),
+        ("sharegpt", b'{"conversations": []}\n', "not conversations in ShareGPT's format"),
+        ("sharegpt", b'[{"conversations": [{"from": "human"}]}]\n', "KeyError: 'value'"),
+    ],
+)
+def test_a_file_of_another_shape_is_refused_by_its_name(tmp_path: Path, name: str, text: bytes, message: str):
+    path = tmp_path / "set.json"
+    path.write_bytes(text)
+    with pytest.raises(ConfigError, match=r"set\.json: ") as refused:
+        load_dataset(DatasetSpec(name, file=path))
+    assert message in refused.value.message
+
+
+@pytest.mark.parametrize("name", ["trace", "sharegpt"])
+@pytest.mark.parametrize("cut", [slice(-9), slice(1, None)])
+def test_a_file_that_came_incomplete_is_refused_by_its_name(tmp_path: Path, name: str, cut: slice):
+    path = tmp_path / "set.json.gz"
+    path.write_bytes(gzip.compress(b"{}\n" * 9)[cut])
+    with pytest.raises(ConfigError, match=r"set\.json\.gz: cannot be read: "):
+        load_dataset(DatasetSpec(name, file=path))
 
 
 def test_the_public_conversation_trace_repeats_as_much_scaled_as_whole(data_dir: Path):

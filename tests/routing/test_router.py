@@ -3,9 +3,11 @@ from __future__ import annotations
 import pytest
 from routing_world import BLOCK, World, where
 
+from stoker.base.errors import ConfigError
 from stoker.base.ids import WorkerId
 from stoker.fleet.ledger import Totals
 from stoker.fleet.spec import Role, WorkerLoad
+from stoker.routing.policy import CostSettings
 from stoker.routing.query import ModelNotFound, NoWorker
 
 A, B, P, D = WorkerId("a"), WorkerId("b"), WorkerId("p"), WorkerId("d")
@@ -254,3 +256,12 @@ def test_two_gateways_agree_on_most_new_sessions() -> None:
             homes.append(where(route))
         agreed += homes[0] == homes[1]
     assert agreed > 180
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("crowd_tokens", 0.0), ("pull_tokens_per_s", -1.0), ("bound", float("nan")), ("even_s", -0.5)],
+)
+def test_a_cost_that_could_not_be_worked_out_is_refused_by_its_name(setting: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"routing.cost.{setting}="):
+        CostSettings(**{setting: value})

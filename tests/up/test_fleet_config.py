@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +259,21 @@ def test_the_default_fleet_fits_the_machine() -> None:
     poor = Machine(ram_bytes=2 * GIB, shared_bytes=64 << 20, disk_bytes=GIB // 4)
     table = default_table({"unified": 1}, "org/m", poor, Path("/cache"))
     assert table == {"workers": [{"role": "unified", "count": 1, "model": "org/m"}], "store": {}}
+
+
+def test_the_default_fleet_fits_its_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stoker.up.machine.available_ram", lambda: GIB)
+    machine = Machine.look(tmp_path)
+    assert machine.ram_bytes == GIB
+    store = default_table({"unified": 1}, None, replace(machine, shared_bytes=8 * GIB), tmp_path)["store"]
+    assert store["host_gib"] == 0.12
+
+
+def test_a_host_tier_that_its_container_could_not_fill_is_refused() -> None:
+    small = replace(MACHINE, ram_bytes=4 * GIB)
+    plan_of(config_of("[[workers]]\n[store]\nhost_gib = 4"), small)
+    with pytest.raises(ConfigError, match=r"store\.host_gib=5: 4\.00 GiB of RAM are free .* container"):
+        plan_of(config_of("[[workers]]\n[store]\nhost_gib = 5"), small)
 
 
 def test_cards_are_those_that_cuda_shows() -> None:

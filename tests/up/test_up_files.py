@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import stat
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -55,6 +58,47 @@ def test_a_place_is_private_and_found_by_others_until_it_is_left(tmp_path: Path)
     ours.remove()
     assert list((tmp_path / "fleets").iterdir()) == []
     open_run_dir(tmp_path / "fleets", 8000).remove()
+
+
+def test_what_another_version_left_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    theirs = open_run_dir(tmp_path / "fleets", 8000)
+    old = {"pid": 1, "started_at": 0.0, "gateway_url": "http://g", "store_name": "s", "parts": [{"name": "p"}], "x": 1}
+    (theirs.path / "state.json").write_text(json.dumps(old))
+    [living] = living_fleets(tmp_path / "fleets")
+    assert [part.name for part in living.parts] == ["p"]
+    theirs._lock.close()  # killed
+    [left] = abandoned_fleets(tmp_path / "fleets")
+    assert left.left is not None
+    assert left.left.store_name == "s"
+    left.remove()
+
+
+NOWHERE = "x" * 300  # no system has such a name: looking for it is an error, as it is in another user's home
+
+
+def test_a_state_folder_that_cannot_be_looked_into_is_told_with_the_way_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", f"/{NOWHERE}")
+    assert main(["status"]) == 2
+    assert main(["up", "--unified", "1", "--port", "0"]) == 2
+    assert capsys.readouterr().err.count("choose another folder (XDG_STATE_HOME)") == 2
+
+
+def test_other_folders_that_cannot_be_looked_into_are_no_reason_to_break_off(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["up", "--check", "--cache-dir", f"/{NOWHERE}"]) == 0
+    assert main(["up", "--check", f"/{NOWHERE}"]) == 2
+    assert f"{NOWHERE}: there is no such file" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_told_with_the_way_out(tmp_path: Path) -> None:
+    ours = open_run_dir(tmp_path / "fleets", 8000)
+    (ours.path / "secret").symlink_to("/dev/full")
+    with pytest.raises(ConfigError, match=r"secret: No space left on device; choose another folder \(XDG_STATE_HOME\)"):
+        ours.write_secret("secret")
+    ours.remove()
 
 
 def test_a_second_fleet_on_a_port_is_told_of_the_first(
@@ -143,6 +187,36 @@ def test_a_log_that_has_grown_is_put_aside_and_three_are_kept(tmp_path: Path) ->
         "x.log.2": "log 4",
         "x.log.3": "log 3",
     }
+
+
+class Stranger(BaseHTTPRequestHandler):
+    """Answers, and is no gateway."""
+
+    body = b""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(self.body)))
+        self.end_headers()
+        self.wfile.write(self.body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Not into the tests' output."""
+
+
+@pytest.mark.parametrize("body", [b"{}", b"[]", b'{"workers": [{}]}', b"{nonsense"])
+def test_status_of_what_is_no_gateway_says_so(body: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    with HTTPServer(("127.0.0.1", 0), type("Server", (Stranger,), {"body": body})) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        try:
+            assert main(["status", "--url", url]) == 1
+        finally:
+            server.shutdown()
+            serving.join()
+    assert f"{url} does not answer as a gateway does" in capsys.readouterr().out
 
 
 def test_status_of_a_machine_without_fleets_says_what_to_do(
