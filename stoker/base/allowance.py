@@ -1,4 +1,5 @@
-"""What this process may use: the machine's RAM and cores, or less where its container, its unit or a group above that has a limit.
+"""What this process may use: as many files as it asks for; the machine's RAM and cores, or less where its container, its unit or a
+group above that has a limit.
 
 In a container the system still tells what the whole machine has; who takes that for its own is killed, or held up.
 """
@@ -6,6 +7,7 @@ In a container the system still tells what the whole machine has; who takes that
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Iterator
 from math import ceil
 from pathlib import Path, PurePosixPath
@@ -40,6 +42,20 @@ def usable_cores(root: Path = _ROOT) -> int:
         if quota_us and period_us:
             cores = min(cores, ceil(quota_us / period_us))
     return max(1, cores)
+
+
+def allow_files(wanted: int) -> int:
+    """How many may be open now: so many, or as near to that as the system lets us. Many systems let a process have 1,024 until it
+    asks for more, and every connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return wanted
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    except (OSError, ValueError):  # the system has a bound of its own
+        return soft
+    return allowed
 
 
 def _own_groups(root: Path, controller: str) -> Iterator[Path]:

@@ -6,6 +6,7 @@ MODEL is nothing (the embedded SmolLM2), a folder, a GGUF file, or a repository'
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,17 +43,17 @@ def resolve_model(model: str | None, cache_dir: Path, progress: Progress, offlin
     if model is None:
         return _embedded(cache_dir, progress, offline)
     path = Path(model).expanduser()
-    if model and path.is_dir():  # an empty name is no name for the folder that we are in
+    if model and os.path.isdir(path):  # an empty name is no name for the folder that we are in
         return _folder(path.resolve(), cache_dir, progress)
-    if path.is_file() and path.suffix == ".gguf":
+    if os.path.isfile(path) and path.suffix == ".gguf":
         return _gguf(path.resolve(), cache_dir, progress)
     match = _REPOSITORY.fullmatch(model)
-    if match and not path.exists() and path.suffix != ".gguf":
+    if match and not os.path.exists(path) and path.suffix != ".gguf":
         folder = download_repository(match["name"], match["revision"], progress, offline)
         check_folder(folder)
         return ModelFolder(folder, match["name"], f"repository {model}")
     raise ModelFilesError(
-        f"MODEL {model!r} is {'no GGUF file' if path.exists() else 'not there'}. It may be a folder with config.json, "
+        f"MODEL {model!r} is {'no GGUF file' if os.path.exists(path) else 'not there'}. It may be a folder with config.json, "
         "tokenizer.json and safetensors; a .gguf file, or a folder with one; org/name or org/name@revision on the "
         f"Hugging Face Hub; or nothing, for {embedded.NAME}"
     )

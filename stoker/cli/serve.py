@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from stoker.base import collector
 from stoker.base import log as logs
 from stoker.base.address import host_of_url, join_address, local_host
+from stoker.base.allowance import allow_files
 from stoker.base.config import EngineSettings, KvSettings, SchedSettings
 from stoker.base.errors import ConfigError
 from stoker.base.paths import written_path
@@ -40,6 +41,7 @@ With no MODEL it serves SmolLM2-135M-Instruct, which is fetched from PyPI once (
 log = logs.EventLog("serve")
 _DRAIN_S = 3600.0
 _EXIT_INTERRUPTED = 130
+_FILES = 65_536  # each client's connection is one; the engine has its own, to other workers and to files of KV
 _THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
 
 
@@ -178,6 +180,7 @@ async def _serve(args: argparse.Namespace) -> int:
     fleet_host = _fleet_host(args.advertise, args.host, gateways)
     settings = _settings(args, fleet_host, secret)
     listener = listen(args.host, args.port)  # first: a taken port should not be noticed after the model is loaded
+    allow_files(_FILES)
     spawned = spawn_engine(os.environ, _folder_named(args.model))
     timeline.add("server: process", timeline.origin_s, time.time())
     try:

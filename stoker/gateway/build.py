@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import resource
 import socket
 import ssl
 import time
@@ -16,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import stoker
+from stoker.base.allowance import allow_files
 from stoker.base.errors import ConfigError, Overloaded
 from stoker.base.log import EventLog
 from stoker.fleet.fleet import Fleet, Member
@@ -79,7 +79,9 @@ class GatewayServer:
         return sorted(self.fleet.models())
 
     async def start(self, listener: socket.socket) -> None:
-        _allow_files(self.config.listen.max_connections)
+        wanted = 2 * self.config.listen.max_connections + _OTHER_FILES  # a client's connection, and one to a worker
+        if (allowed := allow_files(wanted)) < wanted:
+            log.warning("few_open_files", allowed=allowed, wanted=wanted, hint="raise `ulimit -Hn`")
         for spec in self.config.worker_specs():
             self.workers.add(spec)
         await self.workers.looked(_LOOK_S)
@@ -176,21 +178,6 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     server = Server(gateway.handle, limits, on_bad=gateway.saw_bad_request)
     _add_gauges(metrics, fleet, ledger, indexes, admission, meter, server, state)
     return GatewayServer(config, server, state, fleet, workers, proxy, key_makers, meter, request_log, tracing, tls)
-
-
-def _allow_files(max_connections: int) -> None:
-    """For each client's connection, and one to a worker. Many systems let a process have 1,024 files until it asks for more."""
-    wanted = 2 * max_connections + _OTHER_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    except (OSError, ValueError):  # the system has a bound of its own
-        allowed = soft
-    if allowed < wanted:
-        log.warning("few_open_files", allowed=allowed, wanted=wanted, hint="raise `ulimit -Hn`")
 
 
 def _shut(state: GatewayState, meter: Meter | NoMeter) -> Overloaded | None:

@@ -33,8 +33,8 @@ class WorkerSettings:
 
     def __post_init__(self) -> None:
         what = f"worker {self.url}"
-        parts = urlsplit(self.url)
         try:
+            parts = urlsplit(self.url)
             port = parts.port
         except ValueError as error:
             raise ConfigError(f"{what}: url: {error}") from error

@@ -17,7 +17,7 @@ from stoker.gateway.dialects.contract import DIALECTS
 from stoker.gateway.upstream import Upstreams
 from stoker.gateway.watch import Watchers
 
-_SILENT_S = 20.0  # a lost heartbeat and the longer wait after it; who is gone is seen sooner, by its watcher
+_SILENT_S = 20.0  # three heartbeats that were not heard; who is gone is seen sooner, by its watcher
 _LOOK_S = 1.0
 
 log = EventLog("workers")

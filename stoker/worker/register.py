@@ -18,7 +18,6 @@ PATH = "/stoker/register"
 _HEARTBEAT_S = 3.0
 _ANSWER_S = 3.0
 _LEAVE_S = 1.0
-_MAX_BACKOFF_S = 30.0
 
 log = logs.EventLog("register")
 
@@ -63,7 +62,6 @@ class Registrar:
     async def _keep(self, url: str) -> None:
         assert self._session is not None
         reached: bool | None = None
-        wait_s = self._heartbeat_s
         while True:
             reason = await self._send(self._session, "POST", url)
             if (reason is None) != reached:
@@ -72,8 +70,8 @@ class Registrar:
                     log.event("registered", gateway=url)
                 else:
                     log.warning("gateway_not_reached", gateway=url, reason=reason)
-            wait_s = self._heartbeat_s if reached else min(2 * wait_s, _MAX_BACKOFF_S)
-            await asyncio.sleep(wait_s)
+            # Just as soon where it was not heard: a gateway that was started again has no other way to learn of us.
+            await asyncio.sleep(self._heartbeat_s)
 
     async def _send(self, session: aiohttp.ClientSession, method: str, url: str) -> str | None:
         """Why the gateway did not take it; None if it did."""

@@ -130,7 +130,9 @@ def test_an_empty_folder_is_no_model(tmp_path: Path, cache_dir: Path) -> None:
         resolve_model(str(tmp_path), cache_dir, silent)
 
 
-@pytest.mark.parametrize("model", ["no-such-thing", "a/b/c", "./missing/model", "org/model.gguf", "", "org/name@"])
+@pytest.mark.parametrize(
+    "model", ["no-such-thing", "a/b/c", "./missing/model", "org/model.gguf", "", "org/name@", "long" * 100]
+)
 def test_anything_else_is_told_what_model_may_be(model: str, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(cache_dir.parent)
     with pytest.raises(ModelFilesError, match=r"org/name@revision.*SmolLM2-135M-Instruct"):

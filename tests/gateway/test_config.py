@@ -117,6 +117,7 @@ def test_no_file_is_the_defaults() -> None:
         ("[[worker]]\nurl = 'http://a'\nweight = 'x'", "worker[0].weight: expected `float`"),
         ("[[worker]]\nrole = 'prefill'", "worker[0]: object missing required field `url`"),
         ("[[worker]]\nurl = 'http://a'\n[[worker]]\nurl = 'http://a/'", "worker.url: http://a is there twice"),
+        ("[[worker]]\nurl = 'http://[::1'", "worker http://[::1: url: Invalid IPv6 URL"),
         ("[[worker]]\nurl = 'ftp://a'", "worker ftp://a: url must be like http://host:port"),
         ("[[worker]]\nurl = 'http://a:99999'", "worker http://a:99999: url"),
         ("[[worker]]\nurl = 'http://u:p@a'", "nothing else"),

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import signal
 import socket
+import subprocess
 import sys
 
-import pytest
-
-from stoker.worker import engine_main
+_THEN_TELL = "import sys; from stoker.worker.engine_main import main; main(); print(sys.getswitchinterval())"
 
 
-@pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning"
-)  # the process would end here, its pipe open
-def test_threads_beside_the_engine_keep_the_interpreter_for_short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_beside_the_engine_keep_the_interpreter_for_short_turns() -> None:
     """While a grammar is made, each of a step's calls to the card would wait 5 ms to go on."""
-    usual, on_interrupt = sys.getswitchinterval(), signal.getsignal(signal.SIGINT)
     ours, theirs = socket.socketpair()
-    theirs.close()
-    monkeypatch.setattr(sys, "argv", ["engine", str(ours.fileno())])
-    monkeypatch.setattr(socket, "socket", lambda fileno: ours)
-    try:
-        engine_main.main()
-        assert sys.getswitchinterval() <= 0.001
-    finally:
-        sys.setswitchinterval(usual)
-        signal.signal(signal.SIGINT, on_interrupt)
-        ours.close()
+    ours.close()  # so that it ends before it serves
+    with theirs:
+        command = [sys.executable, "-c", _THEN_TELL, str(theirs.fileno())]
+        told = subprocess.run(command, pass_fds=[theirs.fileno()], capture_output=True, text=True, check=True)
+    assert float(told.stdout) <= 0.001
