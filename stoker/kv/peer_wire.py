@@ -88,9 +88,8 @@ class Connection:
         if (receive_s, send_s) == self._limits:
             return
         for option, seconds in ((socket.SO_RCVTIMEO, receive_s), (socket.SO_SNDTIMEO, send_s)):
-            timeval = struct.pack(
-                "@ll", *divmod(ceil(seconds * 1e6), 1_000_000)
-            )  # the least is not rounded to for ever
+            # Rounded up: the least must not become for ever.
+            timeval = struct.pack("@ll", *divmod(ceil(seconds * 1e6), 1_000_000))
             self._sock.setsockopt(socket.SOL_SOCKET, option, timeval)
         self._limits = (receive_s, send_s)
 
@@ -136,9 +135,8 @@ class Connection:
             if not count:
                 raise PeerLost(f"the connection ended with {end - at} of {end} bytes to come")
             at += count
-            if (
-                at < end and time.monotonic() >= until_s
-            ):  # the kernel's limit is of one call, and any byte begins another
+            # The kernel's limit is of one call, and any byte begins another.
+            if at < end and time.monotonic() >= until_s:
                 raise PeerLost(f"{end - at} of {end} bytes did not come in {limit_s:.2f} s")
 
     def is_idle(self) -> bool:
