@@ -19,17 +19,15 @@ _LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
 _USED = ("memory.current", "memory.usage_in_bytes")
 
 
+def all_ram(root: Path = _ROOT) -> int:
+    """Bytes that we could have if nobody else had any."""
+    return min([_machine_ram(root, "MemTotal:"), *(limit for _, limit in _memory_limits(root))])
+
+
 def available_ram(root: Path = _ROOT) -> int:
     """Bytes that can be taken now."""
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for line in _lines(root / "proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    for group in _own_groups(root, "memory"):
-        limits = [number for name in _LIMITS if (number := _number(group / name)) is not None]
-        if limits:
-            available = min(available, min(limits) - _kept_bytes(group))
-    return max(0, available)
+    left = [limit - _kept_bytes(group) for group, limit in _memory_limits(root)]
+    return max(0, min([_machine_ram(root, "MemAvailable:"), *left]))
 
 
 def usable_cores(root: Path = _ROOT) -> int:
@@ -70,6 +68,19 @@ def _own_groups(root: Path, controller: str) -> Iterator[Path]:
         if ".." in inside.parts:  # beside all that can be seen from here
             inside = PurePosixPath()
         yield from (top / one for one in (inside, *inside.parents))
+
+
+def _machine_ram(root: Path, name: str) -> int:
+    for line in _lines(root / "proc/meminfo"):
+        if line.startswith(name):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _memory_limits(root: Path) -> Iterator[tuple[Path, int]]:
+    for group in _own_groups(root, "memory"):
+        if limits := [number for name in _LIMITS if (number := _number(group / name)) is not None]:
+            yield group, min(limits)
 
 
 def _kept_bytes(group: Path) -> int:

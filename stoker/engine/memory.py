@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from stoker.base.allowance import available_ram, usable_cores
+from stoker.base.allowance import all_ram, available_ram, usable_cores
 from stoker.base.config import EngineSettings
 from stoker.base.errors import ConfigError
 from stoker.engine.card_memory import WorkingMemory
@@ -110,6 +110,10 @@ def num_blocks(settings: EngineSettings, resolved: Resolved, layout: KvLayout, w
         raise ConfigError(
             f"{budget / _GIB:.2f} GiB of KV were asked for, and there is room for {max(0, most) / _GIB:.2f}: of the card's memory "
             f"{free / _GIB:.2f} GiB are free, and {(free - most) / _GIB:.2f} of that are needed to work in"
+        )
+    if not on_card and budget > (most := all_ram()):
+        raise ConfigError(
+            f"{budget / _GIB:.2f} GiB of KV were asked for, and all the RAM that we may use is {most / _GIB:.2f}"
         )
     blocks = budget // layout.block_bytes
     if blocks < 2 and settings.kv.num_blocks is None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.base.allowance import available_ram, usable_cores
+from stoker.base.allowance import all_ram, available_ram, usable_cores
 
 GIB = 1 << 30
 MACHINE = {"proc/meminfo": f"MemTotal: {1024 * GIB // 1024} kB\nMemAvailable: {900 * GIB // 1024} kB\n"}
@@ -30,6 +30,7 @@ def system(root: Path, files: dict[str, str]) -> Path:
 def test_without_groups_it_is_what_the_machine_has(tmp_path: Path, cores: None) -> None:
     root = system(tmp_path, {})
     assert (available_ram(root), usable_cores(root)) == (900 * GIB, 64)
+    assert all_ram(root) == 1024 * GIB
 
 
 def test_groups_without_limits_leave_all(tmp_path: Path, cores: None) -> None:
@@ -51,6 +52,7 @@ def test_a_container_that_sees_its_group_at_the_top_has_that_groups_limits(tmp_p
     }
     root = system(tmp_path, files)
     assert (available_ram(root), usable_cores(root)) == (5 * GIB, 4)
+    assert all_ram(root) == 8 * GIB
 
 
 def test_the_tightest_of_all_groups_above_counts(tmp_path: Path, cores: None) -> None:

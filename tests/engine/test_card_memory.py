@@ -146,6 +146,14 @@ def test_kv_in_ram_is_as_it_was_asked_for() -> None:
     assert num_blocks(settings, resolved, layout, WorkingMemory(0, 0)) == (GIB // 2) // layout.block_bytes
 
 
+def test_more_kv_than_all_the_ram_is_refused() -> None:
+    """It would be taken bit by bit, until the system kills the engine."""
+    settings = EngineSettings(device="cpu", kv=KvSettings(memory_gib=1e6))
+    layout = KvLayout(2, 2, 16, 16, "float32", 4)
+    with pytest.raises(ConfigError, match=r"1000000\.00 GiB of KV were asked for"):
+        num_blocks(settings, resolve(settings, family_of(LLAMA_8B, "here").shape), layout, WorkingMemory(0, 0))
+
+
 def test_kv_in_ram_holds_the_whole_context_of_a_single_row() -> None:
     settings = EngineSettings(device="cpu", sched=SchedSettings(max_rows=1), max_model_tokens=100)
     resolved = resolve(settings, family_of(LLAMA_8B, "here").shape)
