@@ -39,6 +39,7 @@ from tests.worker.real import make_tiny_folder
 
 STOKER = str(Path(sys.executable).parent / "stoker")
 ADMIN_TOKEN = "soak-admin-token"
+LEDGER = "ledger.sqlite"
 TOOL = {
     "type": "function",
     "function": {
@@ -308,13 +309,50 @@ def ledger_sums(path: Path, ids: set[str]) -> dict[str, int]:
     }
 
 
+async def start_gateway(
+    stack: contextlib.AsyncExitStack, http: aiohttp.ClientSession, workers: list[Worker], folder: Path
+) -> tuple[str, asyncio.subprocess.Process]:
+    port = free_port()
+    (folder / "admin").write_text(ADMIN_TOKEN)
+    command = [STOKER, "gateway", "--port", str(port)]
+    command += ["--admin-token-file", str(folder / "admin"), "--ledger", str(folder / LEDGER)]
+    for worker in workers:
+        command += ["--worker", worker.url]
+    with (folder / "gateway.log").open("ab") as out:
+        gateway = await asyncio.create_subprocess_exec(*command, stdout=out, stderr=out, start_new_session=True)
+    stack.callback(kill, gateway)
+    url = f"http://127.0.0.1:{port}"
+    for _ in range(300):
+        with contextlib.suppress(aiohttp.ClientError):
+            async with http.get(f"{url}/ready") as response:
+                if response.status == 200:
+                    break
+        await asyncio.sleep(0.1)
+    return url, gateway
+
+
+async def under_load(
+    args: argparse.Namespace, clients: list[asyncio.Task[None]], trouble: asyncio.Task[None], tally: Tally, pid: int
+) -> list[float]:
+    """Until all clients have ended; the gateway's memory at each report."""
+    memory: list[float] = []
+    while not all(one.done() for one in clients):
+        await asyncio.wait(clients, timeout=args.report_s)
+        if trouble.done():
+            trouble.result()
+        memory.append(round(rss_mib(pid), 1))
+        report = {"counts": dict(tally.counts), "wrong": len(tally.wrong), "gateway_rss_mib": memory[-1]}
+        print(json.dumps(report), flush=True)
+    trouble.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await trouble
+    return memory
+
+
 async def soak(args: argparse.Namespace, folder: Path) -> int:
     rng = random.Random(args.seed)
     tiny = make_tiny_folder(folder / "tiny", resolve_model(None, default_cache_dir(os.environ), silent).path)
     workers = [Worker(tiny, free_port(), folder / f"worker{number}.log") for number in range(args.workers)]
-    (folder / "admin").write_text(ADMIN_TOKEN)
-    port, ledger = free_port(), folder / "ledger.sqlite"
-    url = f"http://127.0.0.1:{port}"
     requests, tally = bodies("tiny", args.bodies, rng), Tally()
     timeout = aiohttp.ClientTimeout(total=120)
     async with (
@@ -331,51 +369,24 @@ async def soak(args: argparse.Namespace, folder: Path) -> int:
             answer = await ask(http, workers[0].url, body, "whole", "first", rng)
             assert answer is not None
             right.append(answer)
-        command = [
-            STOKER,
-            "gateway",
-            "--port",
-            str(port),
-            "--admin-token-file",
-            str(folder / "admin"),
-            "--ledger",
-            str(ledger),
-        ]
-        for worker in workers:
-            command += ["--worker", worker.url]
-        with (folder / "gateway.log").open("ab") as out:
-            gateway = await asyncio.create_subprocess_exec(*command, stdout=out, stderr=out, start_new_session=True)
-        stack.callback(kill, gateway)
-        for _ in range(300):
-            with contextlib.suppress(aiohttp.ClientError):
-                async with http.get(f"{url}/ready") as response:
-                    if response.status == 200:
-                        break
-            await asyncio.sleep(0.1)
+        url, gateway = await start_gateway(stack, http, workers, folder)
         end_s = time.monotonic() + 60 * args.minutes
         trouble = asyncio.create_task(disturb(workers, http, tally, rng, args.every_s))
         clients = [
             asyncio.create_task(client(number, url, http, requests, right, tally, end_s, args.seed))
             for number in range(args.clients)
         ]
-        memory = []
-        while not all(one.done() for one in clients):
-            await asyncio.wait(clients, timeout=args.report_s)
-            if trouble.done():
-                trouble.result()
-            memory.append(round(rss_mib(gateway.pid), 1))
-            print(
-                json.dumps({"counts": dict(tally.counts), "wrong": len(tally.wrong), "gateway_rss_mib": memory[-1]}),
-                flush=True,
-            )
-        trouble.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await trouble
+        memory = await under_load(args, clients, trouble, tally, gateway.pid)
         await asyncio.sleep(2.0)
         left = await in_flight(http, url)
         os.kill(gateway.pid, signal.SIGTERM)
         code = await asyncio.wait_for(gateway.wait(), 30)
-    booked = ledger_sums(ledger, tally.finished)
+    seen = {"in_flight_after": left, "gateway_rss_mib": memory, "gateway_exit_code": code}
+    return judge(args, tally, ledger_sums(folder / LEDGER, tally.finished), seen)
+
+
+def judge(args: argparse.Namespace, tally: Tally, booked: dict[str, int], seen: dict[str, Any]) -> int:
+    """The exit code; and all that was found, to the file and to the screen."""
     reported = {
         "rows": len(tally.finished),
         "prompt_tokens": tally.prompt_tokens,
@@ -388,9 +399,7 @@ async def soak(args: argparse.Namespace, folder: Path) -> int:
         "counts": dict(tally.counts),
         "wrong": tally.wrong[:50],
         "num_wrong": len(tally.wrong),
-        "in_flight_after": left,
-        "gateway_rss_mib": memory,
-        "gateway_exit_code": code,
+        **seen,
         "reported": reported,
         "booked": booked,
         "slowest_s": round(tally.slowest_s, 1),
@@ -398,8 +407,10 @@ async def soak(args: argparse.Namespace, folder: Path) -> int:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.with_suffix(".json").write_text(json.dumps(result, indent=1))
     print(json.dumps(result, indent=1))
-    exact = all(booked[name] == reported[name] for name in reported)
-    return int(bool(tally.wrong) or not exact or code != 0)
+    left = seen["in_flight_after"]
+    is_left = any([*left["reserved"].values(), *left["admitted"].values(), left["waiting"]])
+    is_exact = all(booked[name] == reported[name] for name in reported)
+    return int(bool(tally.wrong) or is_left or not is_exact or seen["gateway_exit_code"] != 0)
 
 
 def main() -> int:
