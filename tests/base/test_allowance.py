@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -114,3 +116,19 @@ def test_a_full_group_leaves_nothing_and_one_core(tmp_path: Path, cores: None) -
     }
     root = system(tmp_path, files)
     assert (available_ram(root), usable_cores(root)) == (0, 1)
+
+
+_ASK = """
+import resource
+from stoker.base.allowance import allow_files
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, {hard}))
+print(allow_files({wanted}), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+
+
+@pytest.mark.parametrize(("wanted", "told", "allowed"), [(50, 50, 64), (100, 100, 100), (300, 200, 200)])
+def test_files_are_allowed_as_far_as_the_system_lets_us(wanted: int, told: int, allowed: int) -> None:
+    """In a process of its own: this one may have more files open than that."""
+    ask = _ASK.format(hard=200, wanted=wanted)
+    answer = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
+    assert answer.stdout.split() == [str(told), str(allowed)]
