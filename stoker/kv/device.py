@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from collections.abc import Sequence
 from math import prod
 
@@ -26,6 +27,7 @@ class DeviceKv:
         shape = (num_blocks, *layout.block_shape)
         if device.type == "cpu":
             self.memory_fd, raw = _shareable(prod(shape) * dtype.itemsize)
+            weakref.finalize(self, os.close, self.memory_fd)  # while it is open, the memory is not given back
             self.blocks = torch.from_numpy(raw).view(dtype).view(shape)
         else:
             self.blocks = torch.zeros(shape, dtype=dtype, device=device)
