@@ -17,34 +17,37 @@ from stoker.kv.layout import KvLayout
 from stoker.sched.request import SamplingParams
 
 
-def num_files() -> int:
-    """Open ones that are the memory of blocks."""
+def files() -> set[int]:
+    """The inodes of open ones that are the memory of blocks."""
     gc.collect()
-    found = 0
+    found = set()
     for fd in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):
-            found += os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:stoker-kv")
+            if os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:stoker-kv"):
+                found.add(os.stat(f"/proc/self/fd/{fd}").st_ino)
     return found
 
 
 def test_memory_is_given_back_with_the_blocks_and_not_before() -> None:
-    before = num_files()
+    before = files()  # what others left may go at any moment
     kv = DeviceKv(KvLayout(2, 2, 16, 16, "float32", 4), 4, torch.device("cpu"))
     blocks = kv.host_blocks()
     assert blocks is not None
-    assert num_files() > before
+    ours = files() - before
+    assert len(ours) == 1
     del kv
     blocks[:] = 1  # whoever still looks at them may
     del blocks
-    assert num_files() == before
+    assert not ours & files()
 
 
 def test_engines_that_are_made_one_after_the_other_leave_no_memory_behind(tmp_path: Path) -> None:
     make_tiny(tmp_path, "llama", torch.float32)
-    before = num_files()
+    before = files()  # what others left may go at any moment
     for _ in range(2):
         llm = LLM(tmp_path, EngineSettings(device="cpu", num_threads=1, kv=KvSettings(8, 16)))
         llm.generate([[1, 2, 3]], SamplingParams(temperature=0.0), 4)
+        assert len(files() - before) == 1
         llm.close()
         del llm
-    assert num_files() == before
+    assert not files() - before
