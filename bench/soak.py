@@ -178,6 +178,16 @@ async def ask(
     return answer
 
 
+async def wait_ready(http: aiohttp.ClientSession, url: str, log: Path) -> None:
+    for _ in range(600):
+        with contextlib.suppress(aiohttp.ClientError):
+            async with http.get(f"{url}/ready") as response:
+                if response.status == 200:
+                    return
+        await asyncio.sleep(0.1)
+    raise TimeoutError(f"{url} did not get ready: {log}")
+
+
 class Worker:
     def __init__(self, folder: Path, port: int, log: Path) -> None:
         self.port, self._folder, self._log = port, folder, log
@@ -193,13 +203,7 @@ class Worker:
             )
 
     async def wait_ready(self, http: aiohttp.ClientSession) -> None:
-        for _ in range(600):
-            with contextlib.suppress(aiohttp.ClientError):
-                async with http.get(f"{self.url}/ready") as response:
-                    if response.status == 200:
-                        return
-            await asyncio.sleep(0.1)
-        raise TimeoutError(f"worker {self.port} did not get ready: {self._log}")
+        await wait_ready(http, self.url, self._log)
 
     async def kill(self, number: int) -> None:
         assert self._process is not None
@@ -318,16 +322,12 @@ async def start_gateway(
     command += ["--admin-token-file", str(folder / "admin"), "--ledger", str(folder / LEDGER)]
     for worker in workers:
         command += ["--worker", worker.url]
-    with (folder / "gateway.log").open("ab") as out:
+    log = folder / "gateway.log"
+    with log.open("ab") as out:
         gateway = await asyncio.create_subprocess_exec(*command, stdout=out, stderr=out, start_new_session=True)
     stack.callback(kill, gateway)
     url = f"http://127.0.0.1:{port}"
-    for _ in range(300):
-        with contextlib.suppress(aiohttp.ClientError):
-            async with http.get(f"{url}/ready") as response:
-                if response.status == 200:
-                    break
-        await asyncio.sleep(0.1)
+    await wait_ready(http, url, log)
     return url, gateway
 
 

@@ -56,3 +56,23 @@ def test_ctrl_c_does_not_wait_for_the_model_to_be_fetched() -> None:
         finally:
             process.kill()
             process.wait()
+
+
+FILES = """
+import resource, sys
+from stoker.base.errors import ModelFilesError
+from stoker.checkpoint import source
+from stoker.cli.main import main
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 512))
+def told(*_):
+    print(*resource.getrlimit(resource.RLIMIT_NOFILE), flush=True)
+    raise ModelFilesError("no model")
+source.resolve_model = told
+main(["serve", "some/model", "--port", "0"])
+"""
+
+
+def test_a_server_may_have_as_many_connections_as_the_system_allows() -> None:
+    """Not only as many as a process has files without asking."""
+    told = subprocess.run([sys.executable, "-c", FILES], capture_output=True, text=True, timeout=120, check=True)
+    assert told.stdout == "512 512\n", told.stderr

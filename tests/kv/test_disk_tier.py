@@ -164,18 +164,24 @@ def test_a_smaller_size_takes_effect_at_the_start(make: Made) -> None:
     assert find(smaller, *range(20)) == [False] * 15 + [True] * 5
 
 
-def test_a_start_does_not_wait_for_the_scan(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    tier = make()
-    write(tier, *range(10))
-    tier.close()
+def held_scans(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Scans find nothing before this is set."""
     may_go_on = threading.Event()
     real = disk_index.scan
 
     def slow(root: Path) -> Iterator[dict[bytes, disk_index.Entry]]:
-        may_go_on.wait(30)
+        may_go_on.wait(60)
         yield from real(root)
 
     monkeypatch.setattr(disk_contents, "scan", slow)
+    return may_go_on
+
+
+def test_a_start_does_not_wait_for_the_scan(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = make()
+    write(tier, *range(10))
+    tier.close()
+    may_go_on = held_scans(monkeypatch)
     again = make(scanned=False)
     assert find(again, 0, 99) == [True, False]
     assert read(again, 0, 99) == [True, False]
@@ -190,14 +196,7 @@ def test_what_a_long_scan_finds_is_told(make: Made, monkeypatch: pytest.MonkeyPa
     tier = make()
     write(tier, *range(10))
     tier.close()
-    may_go_on = threading.Event()
-    real = disk_index.scan
-
-    def slow(root: Path) -> Iterator[dict[bytes, disk_index.Entry]]:
-        may_go_on.wait(60)
-        yield from real(root)
-
-    monkeypatch.setattr(disk_contents, "scan", slow)
+    may_go_on = held_scans(monkeypatch)
     again = make(scanned=False)
     told: list[BlockName] = []
     listing = threading.Thread(target=lambda: told.extend(again.names()))
