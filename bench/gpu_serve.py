@@ -5,7 +5,7 @@
     PYTHONPATH=SITE python bench/gpu_serve.py run DIR OUT.json --server vllm
 
 The loads are `vllm bench serve`'s, random lengths within 80% of the mean: 1, 64 and 200 streams of 512 tokens in and 256 out, 512
-streams of 1,024 in and 128 out. --client own is a plain client of our own for where vLLM is not.
+streams of 1,024 in and 128 out, 8 of 4,096 in and 64 out. --client own is a plain client of our own for where vLLM is not.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class Load:
 
 LOADS = {
     1: Load(1, 512, 256, 10),
+    8: Load(8, 4096, 64, 48),
     64: Load(64, 512, 256, 256),
     200: Load(200, 512, 256, 800),
     512: Load(512, 1024, 128, 1024),
