@@ -32,6 +32,7 @@ from rich.table import Table
 
 from stoker.base.config import StoreSettings
 from stoker.base.ids import BlockKey
+from stoker.kv.checksum import checksum
 from stoker.kv.layout import KvLayout
 from stoker.kv.tiers.contract import TIERS, HostBytes, Tier, TierContext
 from stoker.kv.tiers.disk import THREADS
@@ -99,8 +100,12 @@ def made(tier_name: str, settings: StoreSettings, blocks: Blocks) -> Tier:
 def of_tier(
     medium: str, tier: Tier, blocks: Blocks, raw_read: Measurement, raw_write: Measurement
 ) -> list[Measurement]:
+    sums = [
+        checksum(block) for block in blocks.source
+    ]  # which the store makes once for all tiers, when it copies a block
+
     def write() -> None:
-        assert all(tier.write(blocks.names, blocks.source))
+        assert all(tier.write(blocks.names, blocks.source, sums))
 
     def read() -> None:
         assert all(tier.read(blocks.keys, blocks.target))

@@ -21,8 +21,7 @@ from torch import Tensor
 from stoker.kv.crew import Crew
 
 NAME = "xxh3-512k"  # is part of whatever says which bytes may be shared: formats, folders, handshakes
-PIECE_BYTES = 1 << 19
-CHUNK_BYTES = 1 << 18  # to move at one time: worth a call, and still in the cache when it is hashed
+PIECE_BYTES = 1 << 19  # worth a call, and still in the cache when it is hashed after it was moved
 KIB = 1024
 
 HostBytes = NDArray[np.uint8]
@@ -74,17 +73,12 @@ def piece_digest(data: HostBytes) -> int:
 
 
 def copies_checksummed(crew: Crew, dsts: Sequence[HostBytes], srcs: Sequence[HostBytes]) -> list[int]:
-    """Copy each, and the checksum of what was written: a chunk is still in the cache when it is read again."""
+    """Copy each, and the checksum of what was written: a piece is still in the cache when it is read again."""
 
-    def copy(at_block: int, start: int) -> int:
-        dst, src = dsts[at_block], srcs[at_block]
-        piece, end = xxh3_64(), min(len(src), start + PIECE_BYTES)
-        for at in range(start, end, CHUNK_BYTES):
-            chunk = dst[at : min(end, at + CHUNK_BYTES)]
-            np.copyto(chunk, src[at : at + len(chunk)])
-            piece.update(chunk.data)
-        piece.update(bytes(-end % KIB))
-        return piece.intdigest()
+    def copy(at: int, start: int) -> int:
+        piece = dsts[at][start : start + PIECE_BYTES]
+        np.copyto(piece, srcs[at][start : start + PIECE_BYTES])
+        return piece_digest(piece)
 
     return _by_pieces(crew, srcs, copy)
 

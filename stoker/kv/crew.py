@@ -7,12 +7,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from stoker.base.allowance import usable_cores
 
 S = TypeVar("S")
 T = TypeVar("T")
 
+HostBytes = NDArray[np.uint8]
+
 _MOST_COPIERS = 4
+_PIECE_BYTES = 1 << 19
 
 
 def num_copiers() -> int:
@@ -52,3 +58,13 @@ class Crew:
 
     def close(self) -> None:
         self._pool.shutdown()
+
+
+def copies(crew: Crew, dsts: Sequence[HostBytes], srcs: Sequence[HostBytes]) -> None:
+    pieces = [(at, start) for at, src in enumerate(srcs) for start in range(0, len(src), _PIECE_BYTES)]
+
+    def copy(piece: tuple[int, int]) -> None:
+        at, start = piece
+        np.copyto(dsts[at][start : start + _PIECE_BYTES], srcs[at][start : start + _PIECE_BYTES])
+
+    crew.each(copy, pieces)

@@ -13,6 +13,7 @@ from stoker.base import log as logs
 from stoker.base.ids import BlockKey
 from stoker.kv.aside import Aside
 from stoker.kv.block_io import Buffers, HostBytes
+from stoker.kv.checksum import checksum
 from stoker.kv.loads import IN_RAM, Peers
 from stoker.kv.tier_use import TierUse, first_holders
 from stoker.kv.transfer import BlockName, KvTicket, PeerUnavailable, TierUnavailable
@@ -86,5 +87,5 @@ class ReadAhead:
         return True
 
     def _write(self, names: list[BlockName], data: list[HostBytes], to: TierUse) -> None:
-        taken = to.write(names, data)
+        taken = to.write(names, data, [checksum(block) for block in data])
         self._stored(to, [name for name, is_there in zip(names, taken, strict=True) if is_there])

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from stoker.base import log as logs
 from stoker.base.ids import BlockKey
 from stoker.kv.block_io import HostBytes, new_buffer
+from stoker.kv.checksum import checksum
 from stoker.kv.speed import Speed
 from stoker.kv.tiers.contract import Tier
 from stoker.kv.transfer import BlockName, TierUnavailable
@@ -72,10 +73,10 @@ class TierUse:
             self.figures.read_s += seconds
         return right
 
-    def write(self, names: Sequence[BlockName], data: Sequence[HostBytes]) -> list[bool]:
+    def write(self, names: Sequence[BlockName], data: Sequence[HostBytes], sums: Sequence[int]) -> list[bool]:
         started_s = time.monotonic()
         try:
-            taken = self.tier.write(names, data)
+            taken = self.tier.write(names, data, sums)
         except TierUnavailable as lost:
             self.figures.declined += len(names)
             self._note_lost(lost)
@@ -100,7 +101,7 @@ class TierUse:
         name = BlockName(BlockKey(os.urandom(16)), BlockKey(bytes(16)), ())
         data = new_buffer(block_bytes)
         try:
-            if not self.tier.write([name], [data])[0]:
+            if not self.tier.write([name], [data], [checksum(data)])[0]:
                 with self._lock:  # it is full, say: how fast it reads is seen when the next load tries it
                     self.speed.forget()
                 return

@@ -1,7 +1,7 @@
 """WriteBehind: blocks that were just computed go into the tiers, behind the engine's back.
 
-A block is kept only until its bytes are copied into a buffer; the tiers write from there, each on a thread of its own, so
-that a slow one holds up nobody. There are so many buffers and so long a queue, and no more: what finds no room is not
+A block is kept only until its bytes are copied into a buffer, and summed up; the tiers write from there, each on a thread of its
+own, so that a slow one holds up nobody. There are so many buffers and so long a queue, and no more: what finds no room is not
 written. The engine never waits here.
 """
 
@@ -15,6 +15,7 @@ from queue import SimpleQueue
 
 from stoker.base.ids import BlockId, BlockKey
 from stoker.kv.block_io import BlockIo, Buffers, HostBytes
+from stoker.kv.checksum import checksum
 from stoker.kv.tier_use import TierUse
 from stoker.kv.transfer import BlockName, OfferedBlock, TierUnavailable
 
@@ -27,6 +28,7 @@ class _Staged:
 
     name: BlockName
     data: HostBytes
+    checksum: int
     readers: int
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -77,7 +79,7 @@ class _Writer:
     def _write(self, batch: list[_Staged]) -> None:
         names = [staged.name for staged in batch]
         try:
-            taken = self.use.write(names, [staged.data for staged in batch])
+            taken = self.use.write(names, [staged.data for staged in batch], [staged.checksum for staged in batch])
         except TierUnavailable:
             return
         written = [name for name, is_there in zip(names, taken, strict=True) if is_there]
@@ -158,6 +160,6 @@ class WriteBehind:
                 writer.use.figures.declined += 1
             return
         self._io.read([offer.block], [buffer])
-        staged = _Staged(offer.name, buffer, len(ready))
+        staged = _Staged(offer.name, buffer, checksum(buffer), len(ready))
         for writer in ready:
             writer.put(staged)

@@ -50,8 +50,8 @@ class Troubled:
         self.before_read()
         return self.tier.read(keys, into)
 
-    def write(self, names: Sequence[BlockName], data: Sequence[HostBytes]) -> list[bool]:
-        return self.tier.write(names, data)
+    def write(self, names: Sequence[BlockName], data: Sequence[HostBytes], sums: Sequence[int]) -> list[bool]:
+        return self.tier.write(names, data, sums)
 
     def drop(self, keys: Sequence[BlockKey]) -> None:
         self.tier.drop(keys)

@@ -16,6 +16,7 @@ import numpy as np
 
 from stoker.base.config import StoreSettings
 from stoker.base.ids import BlockKey
+from stoker.kv.checksum import checksum
 from stoker.kv.keys import next_key, root_key
 from stoker.kv.layout import KvLayout
 from stoker.kv.tiers.contract import HostBytes, TierContext
@@ -59,7 +60,8 @@ def make_tier(
 
 
 def write(tier: MooncakeTier, names: list[BlockName]) -> list[bool]:
-    return tier.write(names, [contents(name) for name in names])
+    data = [contents(name) for name in names]
+    return tier.write(names, data, [checksum(block) for block in data])
 
 
 def read(tier: MooncakeTier, names: list[BlockName]) -> list[bool]:

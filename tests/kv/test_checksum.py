@@ -16,7 +16,6 @@ from xxhash import xxh3_64_intdigest
 
 from stoker.kv import checksum as module
 from stoker.kv.checksum import (
-    CHUNK_BYTES,
     PIECE_BYTES,
     HostBytes,
     PlainXxh3,
@@ -67,7 +66,7 @@ def test_every_way_gives_the_number_of_the_definition(num_bytes: int) -> None:
     running = RunningChecksum()
     parts, at = random.Random(num_bytes), 0
     while at < num_bytes:
-        size = parts.randint(1, 3 * CHUNK_BYTES)
+        size = parts.randint(1, 2 * PIECE_BYTES)
         running.add(data[at : at + size])
         at += size
     assert running.value() == expected

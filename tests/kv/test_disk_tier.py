@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tier_writes import put
 
 from stoker.base.config import StoreSettings
 from stoker.base.errors import ConfigError
@@ -100,7 +101,7 @@ def data_of(number: int, size: int = BLOCK) -> HostBytes:
 
 
 def write(tier: DiskTier, *numbers: int) -> list[bool]:
-    return tier.write([name_of(number) for number in numbers], [data_of(number) for number in numbers])
+    return put(tier, [name_of(number) for number in numbers], [data_of(number) for number in numbers])
 
 
 def read(tier: DiskTier, *numbers: int) -> list[bool]:
@@ -260,8 +261,8 @@ def test_nothing_of_the_prompt_can_be_read_in_an_encrypted_directory(make: Made)
     tier = make(key=KEY)
     name = BlockName(BlockKey(b"k" * 16), BlockKey(b"p" * 16), tuple([0x41424344] * 64), "thesalt")
     data = np.frombuffer(b"secret bytes...." * (BLOCK // 16), dtype=np.uint8)
-    assert tier.write([name], [data]) == [True]
-    assert tier.write([replace(name, key=BlockKey(b"l" * 16))], [data]) == [True]
+    assert put(tier, [name], [data]) == [True]
+    assert put(tier, [replace(name, key=BlockKey(b"l" * 16))], [data]) == [True]
     raw = [path.read_bytes() for path in make.root.rglob("*.kv")]
     for one in raw:
         for secret in (b"secret", b"DCBA", b"p" * 16, b"thesalt"):
@@ -402,7 +403,7 @@ def test_blocks_and_buffers_of_odd_sizes(
     tier = make(layout=ODD, key=key, direct=direct)
     size = ODD.block_bytes
     assert size % 4096
-    assert tier.write([name_of(1, 10)], [data_of(1, size)]) == [True]
+    assert put(tier, [name_of(1, 10)], [data_of(1, size)]) == [True]
     into = np.empty(size + 3, dtype=np.uint8)[3:]
     assert tier.read([name_of(1).key], [into]) == [True]
     assert np.array_equal(into, data_of(1, size))

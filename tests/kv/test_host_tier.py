@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kv.forked import FORKED
+from tier_writes import put
 
 from stoker.base.errors import ConfigError
 from stoker.base.ids import BlockKey
@@ -59,7 +60,7 @@ def data_of(number: int) -> HostBytes:
 
 
 def write(tier: HostTier, *numbers: int) -> list[bool]:
-    return tier.write([name_of(number) for number in numbers], [data_of(number) for number in numbers])
+    return put(tier, [name_of(number) for number in numbers], [data_of(number) for number in numbers])
 
 
 def read(tier: HostTier, *numbers: int) -> list[bool]:
@@ -359,7 +360,7 @@ def test_a_file_of_another_user_is_refused(store: str) -> None:
 def test_a_blocks_name_that_has_no_room_is_declined() -> None:
     tier = make(None)
     odd = [replace(name_of(1), salt="x" * 65), replace(name_of(2), token_ids=tuple(range(17))), name_of(3)]
-    assert tier.write(odd, [data_of(number) for number in (1, 2, 3)]) == [False, False, True]
+    assert put(tier, odd, [data_of(number) for number in (1, 2, 3)]) == [False, False, True]
     tier.close()
 
 

@@ -33,7 +33,7 @@ def test_calls_that_poll_stand_back() -> None:
 
 
 def test_a_lane_takes_so_many_calls() -> None:
-    lane, until = Lane("test", 1, 0), threading.Event()
+    lane, until = Lane("test", 1), threading.Event()
     for _ in range(4):
         lane.submit(lambda: until.wait(60))
     with pytest.raises(TierUnavailable, match="4 calls wait in the test lane"):

@@ -12,7 +12,8 @@ from stoker.kv.block_bytes import sink_of
 from stoker.kv.checksum import checksum
 from stoker.kv.device import DeviceKv
 from stoker.kv.layout import KvLayout, part_of, shared_heads
-from stoker.kv.transports.mooncake import _REQUEST_BYTES, MooncakeLink
+from stoker.kv.mooncake_engine import REQUEST_BYTES
+from stoker.kv.transports.mooncake import MooncakeLink
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -30,6 +31,9 @@ class Engine:
         self.sizes += lengths
         return 1
 
+    def transfer_check_status(self, job: int) -> int:
+        return 1
+
     def get_batch_transfer_status(self, jobs: list[int]) -> int:
         return 0
 
@@ -44,7 +48,7 @@ def a_layout(mib: float, num_heads: int = 2, first_head: int = 0) -> KvLayout:
     [
         (a_layout(0.5), a_layout(0.5), {MIB // 2}),
         (a_layout(2), a_layout(2), {2 * MIB}),
-        (a_layout(8), a_layout(8), {_REQUEST_BYTES}),
+        (a_layout(8), a_layout(8), {REQUEST_BYTES}),
         (a_layout(5), a_layout(5), {5 * MIB}),  # not so many whole requests
         (a_layout(16), a_layout(16, 1, 1), {2 * MIB}),  # one head of two: many runs there, one here
         (a_layout(16, 1, 0), a_layout(16), {2 * MIB}),

@@ -26,6 +26,7 @@ from kv.mooncake_worker import (
     write,
     writes,
 )
+from tier_writes import put
 
 from stoker.base.config import StoreSettings
 from stoker.base.ids import BlockKey
@@ -89,7 +90,7 @@ def test_what_is_there_is_not_sent_again(tier: MooncakeTier) -> None:
     [name] = chain(1)
     assert write(tier, [name]) == [True]
     other_bytes = np.zeros(LAYOUT.block_bytes, dtype=np.uint8)
-    assert tier.write([name], [other_bytes]) == [True]
+    assert put(tier, [name], [other_bytes]) == [True]
     assert read(tier, [name]) == [True]
 
 
@@ -170,7 +171,7 @@ def test_headers_in_the_room_before_a_buffer_make_the_same_objects(master: Moonc
         assert not string_at(buffer.ctypes.data - ROOM_BYTES, ROOM_BYTES - 1024).strip(b"\0")
     for name, buffer in zip(ours, buffers, strict=True):
         buffer[:] = contents(name)
-    assert within(PATIENCE_S, lambda: roomy.write(ours, buffers) == [True] * 40)
+    assert within(PATIENCE_S, lambda: put(roomy, ours, buffers) == [True] * 40)
     assert reads(tier, ours)
     assert set(roomy.names()) == {*theirs, *ours}
     roomy.close()

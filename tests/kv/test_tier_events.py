@@ -9,6 +9,7 @@ import pytest
 import torch
 from kv.peer_world import LAYOUT, wait_until
 from kv.test_slow_tier import NoPeers
+from tier_writes import put
 
 from stoker.base.ids import BlockKey
 from stoker.kv.block_io import block_io, new_buffer
@@ -30,7 +31,7 @@ def name_of(number: int) -> BlockName:
 
 def write(tier: DiskTier, *numbers: int) -> None:
     buffers = [new_buffer(LAYOUT.block_bytes) for _ in numbers]
-    assert all(tier.write([name_of(number) for number in numbers], buffers))
+    assert all(put(tier, [name_of(number) for number in numbers], buffers))
 
 
 def test_a_block_that_goes_while_a_start_lists_what_is_there_does_not_count_as_held(

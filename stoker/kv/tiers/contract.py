@@ -64,8 +64,9 @@ class Tier(Protocol):
         A wrong block is dropped and counted. TierUnavailable: nothing can be had now; a call that hangs may yet fill the
         buffers, which nobody may use for anything else."""
 
-    def write(self, names: Sequence[BlockName], data: Sequence[HostBytes]) -> list[bool]:
-        """True: it is here now, also if it was before. False: declined, for now or for good."""
+    def write(self, names: Sequence[BlockName], data: Sequence[HostBytes], sums: Sequence[int]) -> list[bool]:
+        """True: it is here now, also if it was before. False: declined, for now or for good. `sums`: the blocks' checksums, made
+        once for all tiers; bytes that no longer have it by the time they are written are found wrong when they are read."""
 
     def drop(self, keys: Sequence[BlockKey]) -> None: ...
 

@@ -143,10 +143,10 @@ class DiskTier:
             self._check_usable()
         return done
 
-    def write(self, names: Sequence[BlockName], data: Sequence[HostBytes]) -> list[bool]:
+    def write(self, names: Sequence[BlockName], data: Sequence[HostBytes], sums: Sequence[int]) -> list[bool]:
         if self._closed or not self._health.takes_blocks:
             return [False] * len(names)
-        blocks = {self._folder + name.key: (name, block) for name, block in zip(names, data, strict=True)}
+        blocks = {self._folder + given[0].key: given for given in zip(names, data, sums, strict=True)}
         files = list(blocks)
         # Looked at, not believed: a process that was killed while it evicted has told nobody.
         here = {file: os.path.exists(path_of(self._root, file)) for file in files}
@@ -238,20 +238,20 @@ class DiskTier:
         self._health.worked()
         return _Read.OK
 
-    def _write_one(self, file: FileId, name: BlockName, data: HostBytes, use_ns: int) -> bool:
+    def _write_one(self, file: FileId, name: BlockName, data: HostBytes, of_bytes: int, use_ns: int) -> bool:
         if self._closed or not self._health.takes_blocks:
             return False
         tmp = f"{self._tmp}/{self._tmp_prefix}-{next(self._tmp_numbers)}"
         path = path_of(self._root, file)
         try:
             try:
-                self._writes.write(tmp, name, data, use_ns)
+                self._writes.write(tmp, name, data, of_bytes, use_ns)
                 os.rename(tmp, path)
             except FileNotFoundError:  # the first block of its folder, or somebody emptied the directory
                 os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
                 self._tmp.mkdir(mode=0o700, exist_ok=True)
                 if not os.path.exists(tmp):
-                    self._writes.write(tmp, name, data, use_ns)
+                    self._writes.write(tmp, name, data, of_bytes, use_ns)
                 os.rename(tmp, path)
         except OSError as failed:
             with suppress(OSError):

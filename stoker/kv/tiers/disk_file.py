@@ -54,10 +54,10 @@ class BlockFiles:
         self.direct = direct
         self._own = threading.local()
 
-    def write(self, path: str, name: BlockName, data: HostBytes, use_ns: int) -> None:
-        """`path` must not exist. OSError: whatever is there then is not a block."""
+    def write(self, path: str, name: BlockName, data: HostBytes, of_bytes: int, use_ns: int) -> None:
+        """`of_bytes`: their checksum. `path` must not exist. OSError: whatever is there then is not a block."""
         head, body = self._scratch()
-        self._fill_head(head, name, data)
+        self._fill_head(head, name, of_bytes)
         if self._cipher:
             public = head[: _PUBLIC.size].tobytes()
             nonce = public[-NONCE_BYTES:]
@@ -123,11 +123,11 @@ class BlockFiles:
         room = self._head_bytes - _PUBLIC.size - _FACTS.size - (TAG_BYTES if self._cipher else 0)
         return 4 * len(name.token_ids) <= room and len((name.salt or "").encode()) <= 64 and len(name.parent) == 16
 
-    def _fill_head(self, head: HostBytes, name: BlockName, data: HostBytes) -> None:
+    def _fill_head(self, head: HostBytes, name: BlockName, of_bytes: int) -> None:
         salt = (name.salt or "").encode()
         facts = _FACTS.pack(
             name.parent,
-            0 if self._cipher else checksum(data),
+            0 if self._cipher else of_bytes,
             len(name.token_ids),
             _NO_SALT if name.salt is None else len(salt),
             salt,

@@ -25,7 +25,7 @@ from stoker.base.errors import ConfigError
 from stoker.base.ids import BlockKey
 from stoker.base.log import EventLog
 from stoker.kv.checksum import copies_checksummed
-from stoker.kv.crew import Crew, num_copiers
+from stoker.kv.crew import Crew, copies, num_copiers
 from stoker.kv.tiers.contract import TIERS, HostBytes, Tier, TierContext, TierStats
 from stoker.kv.tiers.host_files import LOCK_S, lock, private_memory, shared_memory, unlock
 from stoker.kv.tiers.host_seen import Seen
@@ -56,6 +56,7 @@ class _Item:
 
     name: BlockName
     data: HostBytes
+    checksum: int
     use_ns: int
     slot: int = -1
     generation: int = 0
@@ -125,11 +126,12 @@ class HostTier:
             self._drop_wrong(wrong)
         return done
 
-    def write(self, names: Sequence[BlockName], data: Sequence[HostBytes]) -> list[bool]:
+    def write(self, names: Sequence[BlockName], data: Sequence[HostBytes], sums: Sequence[int]) -> list[bool]:
         # The chain's first blocks count as used last: without them the others could not be found.
         now_ns = time.monotonic_ns()
         items = {
-            name.key: _Item(name, block, now_ns - at) for at, (name, block) in enumerate(zip(names, data, strict=True))
+            name.key: _Item(name, block, of_bytes, now_ns - at)
+            for at, (name, block, of_bytes) in enumerate(zip(names, data, sums, strict=True))
         }
         waiting = list(items.values())
         step = max(1, min(_BATCH, _BATCH_BYTES // self._slot_bytes))
@@ -207,12 +209,12 @@ class HostTier:
             self._on_evicted(lost)
         if not begun:
             return
-        sums = copies_checksummed(self._crew, [table.block(item.slot) for item in begun], [item.data for item in begun])
+        copies(self._crew, [table.block(item.slot) for item in begun], [item.data for item in begun])
         with self._changing() as table:
-            for item, of_bytes in zip(begun, sums, strict=True):
+            for item in begun:
                 # If it is not ours any more, we were so slow that another gave us up.
                 if int(table.generations[item.slot]) == item.generation and table.states[item.slot] == WRITING:
-                    table.finish(item.slot, _seal(item.name.key, of_bytes), item.use_ns)
+                    table.finish(item.slot, _seal(item.name.key, item.checksum), item.use_ns)
                     self._seen.note(table, item.slot)
                     item.is_here = True
 

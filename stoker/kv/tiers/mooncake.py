@@ -1,7 +1,7 @@
 """The Mooncake tier: blocks in the RAM (and on the SSDs) of all workers of a cluster, found through one master.
 
 Bytes go straight between the store and the caller's buffers. A call that hangs keeps its buffers alive until it ends, and whoever
-waited for it is told not to use them again. Blocks are summed up before they go, and as they come. What the store does when
+waited for it is told not to use them again. Blocks are summed up as they come. What the store does when
 parts of it die is written in mooncake_link.py; here it means: a miss, or a block that is declined.
 """
 
@@ -17,15 +17,13 @@ import numpy as np
 from stoker.base.config import StoreSettings
 from stoker.base.ids import BlockKey
 from stoker.base.log import EventLog
-from stoker.kv.checksum import checksums
-from stoker.kv.crew import Crew, num_copiers
 from stoker.kv.tiers.contract import TIERS, HostBytes, Tier, TierContext, TierStats
-from stoker.kv.tiers.mooncake_arrivals import Arrivals
 from stoker.kv.tiers.mooncake_doubts import Doubts
 from stoker.kv.tiers.mooncake_frames import Frames
 from stoker.kv.tiers.mooncake_known import Known
-from stoker.kv.tiers.mooncake_link import NO_SPACE, NOT_FOUND, TRANSFER_FAILED, WRONG_SIZE, Client, MooncakeLink
+from stoker.kv.tiers.mooncake_link import NO_SPACE, NOT_FOUND, WRONG_SIZE, Client, MooncakeLink
 from stoker.kv.tiers.mooncake_object import ObjectFormat
+from stoker.kv.tiers.mooncake_reads import TRANSFER_FAILED, Fetched, fetch
 from stoker.kv.transfer import BlockName, TierUnavailable
 
 _BATCH_BYTES = 64 << 20  # of one call: each costs a millisecond besides
@@ -70,7 +68,6 @@ class MooncakeTier:
         self._rest_until_s = 0.0
         self._audit_s = 0.0
         self._corrupt = self._errors = 0
-        self._crew = Crew(num_copiers(), "kv-mooncake")
         self._link = MooncakeLink(settings, self)
 
     # ---- the contract
@@ -105,15 +102,12 @@ class MooncakeTier:
                 right[i] = True
         return right
 
-    def write(self, names: Sequence[BlockName], data: Sequence[HostBytes]) -> list[bool]:
+    def write(self, names: Sequence[BlockName], data: Sequence[HostBytes], sums: Sequence[int]) -> list[bool]:
         taken = [False] * len(names)
         if not names or time.monotonic() < self._rest_until_s:
             return taken
         try:
             listed = self._ask([name.key for name in names])
-            # While the master answers: the store has just looked, so most of them will be missing.
-            ahead = range(min(len(names), self._batch_blocks))
-            sums = dict(zip(ahead, checksums(self._crew, [data[i] for i in ahead]), strict=True))
             missing = self._missing(names, self._answer(listed, self._call_s), taken)
             first = {names[i].key: i for i in reversed(missing)}
             for indices in _batches(sorted(first.values()), self._batch_blocks):
@@ -153,7 +147,6 @@ class MooncakeTier:
 
     def close(self) -> None:
         self._link.close()
-        self._crew.close()
 
     # ---- on the link's thread
 
@@ -214,34 +207,30 @@ class MooncakeTier:
         store_keys = [self._format.store_key(keys[i]) for i in indices]
         frames = Frames(self._format, [into[i] for i in indices], self._room_bytes)
 
-        def get(client: Client) -> list[int]:
+        def get(client: Client) -> Fetched:
             self._register(client, frames)
-            return list(client.batch_get_into_multi_buffers(store_keys, frames.places, frames.sizes))
+            return fetch(client, self._link.engine, store_keys, frames)
 
-        arrivals = Arrivals(frames.buffers)
         try:
-            codes = self._link.wait(self._link.submit("read", get), self._call_s, arrivals.follow)
+            fetched = self._link.wait(self._link.submit("read", get), self._call_s)
         except TierUnavailable:
             self._give_up([keys[i] for i in indices])
             raise
 
-        whole = [at for at, code in enumerate(codes) if code == self._format.object_bytes]
-        headers = {at: self._format.unpack(frames.header(at), keys[indices[at]]) for at in whole}
-        expected = {at: header.checksum for at, header in headers.items() if header is not None}
-        good = arrivals.right(self._crew, expected)
+        headers = {at: self._format.unpack(frames.header(at), keys[indices[at]]) for at in fetched.sums}
         wrong: dict[int, str] = {}
         for at, header in headers.items():
             i = indices[at]
             if header is None:
                 wrong[i] = "not this block's header"
-            elif at not in good:
+            elif header.checksum != fetched.sums[at]:
                 wrong[i] = "checksum"
             else:
                 right[i] = True
                 if keys[i] not in self._known:
                     self._know(header.name)
         failed: list[BlockKey] = []
-        for i, code in zip(indices, codes, strict=True):
+        for i, code in zip(indices, fetched.codes, strict=True):
             if code == TRANSFER_FAILED:
                 failed.append(keys[i])
             elif code == NOT_FOUND:
@@ -250,7 +239,7 @@ class MooncakeTier:
                 self._note_corrupt(keys[i], f"{code} instead of {self._format.object_bytes} bytes")
         if failed:
             self._note_failed(failed)
-        self._link.heard(codes)
+        self._link.heard(fetched.codes)
         if wrong and not is_second:
             # Somebody may have removed them while they were read: their place is another's by now, and they are not listed.
             self._read(list(wrong), keys, into, right, is_second=True)
@@ -300,12 +289,9 @@ class MooncakeTier:
         indices: list[int],
         names: Sequence[BlockName],
         data: Sequence[HostBytes],
-        sums: dict[int, int],
+        sums: Sequence[int],
         taken: list[bool],
     ) -> None:
-        """`sums`: those that were made before; it has all of these afterwards."""
-        unknown = [i for i in indices if i not in sums]
-        sums |= zip(unknown, checksums(self._crew, [data[i] for i in unknown]), strict=True)
         packed = {i: self._format.pack(names[i], sums[i]) for i in indices}
         sent = {i: header for i, header in packed.items() if header is not None}
         if not sent:

@@ -23,14 +23,14 @@ from typing import Any, Protocol, TypeVar
 from stoker.base import log as logs
 from stoker.base.config import StoreSettings
 from stoker.base.errors import ConfigError
-from stoker.kv.mooncake_master import INSTALL_HINT, free_port
+from stoker.kv.mooncake_engine import configure
+from stoker.kv.mooncake_master import INSTALL_HINT
 from stoker.kv.transfer import TierUnavailable
 
 # What the client answers instead of a result.
 NO_SPACE = -200
 WRONG_SIZE = -600
 NOT_FOUND = -704
-TRANSFER_FAILED = -800
 _MASTER_CODES = frozenset({-900, -901})  # no connection; no answer in time
 
 _LOCAL_BUFFER_BYTES = 16 << 20
@@ -58,10 +58,6 @@ class Keeper(Protocol):
         """About once a second while all is well."""
 
 
-def _rest(call: Future[Any], until_s: float) -> None:
-    return
-
-
 @dataclass(slots=True)
 class LinkStats:
     late: int = 0
@@ -74,7 +70,7 @@ class Lane:
     `nice`: of calls that move bytes. Until the last byte has come they ask again and again whether it has, and the client's own
     threads, which move them, had better not wait for a core that is taken by that."""
 
-    def __init__(self, name: str, num_threads: int, nice: int) -> None:
+    def __init__(self, name: str, num_threads: int, nice: int = 0) -> None:
         self._name = name
         self._nice = nice
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -128,7 +124,8 @@ class MooncakeLink:
         self._settings = settings
         self._master = settings.mooncake_master
         self._keeper = keeper
-        self._new_client, self._new_config = _load(settings)
+        self._library = _load(settings)
+        self.engine: Any = None  # the client's, for calls of the read lane
         self._client: Client | None = None
         self._down_reason: str | None = f"not yet connected to the master at {self._master}"
         self._is_told = False  # that it is down
@@ -137,8 +134,8 @@ class MooncakeLink:
         self._connected = threading.Event()
         self._sentinel = f"stoker/alive/{token_hex(8)}"
         self._lanes = {
-            "find": Lane("find", 2, 0),
-            "read": Lane("read", 4, _POLLING_NICE),
+            "find": Lane("find", 2),
+            "read": Lane("read", 4),
             "write": Lane("write", 2, _POLLING_NICE),
         }
         self._thread = threading.Thread(target=self._keep, name="mooncake-keep", daemon=True)
@@ -158,13 +155,10 @@ class MooncakeLink:
         client = self._client
         return self._lanes[lane].submit(lambda: work(client))
 
-    def wait(self, call: Future[T], deadline_s: float, meanwhile: Callable[[Future[T], float], None] = _rest) -> T:
-        """TierUnavailable when it does not end in time; the call itself goes on, with all that it was given. `meanwhile` gets
-        the call and the time (monotonic) until which it may go on."""
-        until_s = time.monotonic() + deadline_s
-        meanwhile(call, until_s)
+    def wait(self, call: Future[T], deadline_s: float) -> T:
+        """TierUnavailable when it does not end in time; the call itself goes on, with all that it was given."""
         try:
-            return call.result(timeout=max(0.0, until_s - time.monotonic()))
+            return call.result(timeout=deadline_s)
         except TimeoutError:
             self.stats.late += 1
             self.suspect(f"a call took more than {deadline_s:.2f} s")
@@ -183,7 +177,7 @@ class MooncakeLink:
 
     def config(self, *, pinned: bool = False) -> Any:
         """How to put: near us, where we own a segment; that is never a dead worker's, and a copy in RAM."""
-        config = self._new_config()
+        config = self._library.new_config()
         config.with_hard_pin = pinned
         if self._settings.mooncake_segment_gib > 0 and self._client is not None:
             config.preferred_segment = self._client.get_hostname()
@@ -224,16 +218,18 @@ class MooncakeLink:
         hung = threading.Timer(_HUNG_S, self._tell_down, [f"set-up hangs since {_HUNG_S:.0f} s; {_CHECK_HINT}"])
         hung.daemon = True
         hung.start()
-        client = self._new_client()
+        engine, client = self._library.new_engine(), self._library.new_client()
+        code = engine.initialize(settings.mooncake_host, "P2PHANDSHAKE", settings.mooncake_protocol, "")
         # With a port of its own it tries once, not twenty times over a minute and a half.
-        code = client.setup(
-            f"{settings.mooncake_host}:{free_port(settings.mooncake_host)}",
+        code = code or client.setup(
+            f"{settings.mooncake_host}:{engine.get_rpc_port()}",
             "P2PHANDSHAKE",
             int(settings.mooncake_segment_gib * 2**30),
             _LOCAL_BUFFER_BYTES,
             settings.mooncake_protocol,
             "",
             self._master,
+            engine.get_engine(),
             enable_ssd_offload=settings.mooncake_ssd_dir is not None,
             ssd_offload_path=settings.mooncake_ssd_dir or "",
         )
@@ -241,7 +237,7 @@ class MooncakeLink:
         if code != 0:
             self._tell_down(f"set-up ended with code {code} after {time.monotonic() - started_s:.1f} s; {_CHECK_HINT}")
             return False
-        self._client = client
+        self._client, self.engine = client, engine
         self._put_sentinel(client)
         self._set_up()
         log.event("mooncake_connected", master=self._master, segment=client.get_hostname())
@@ -306,7 +302,7 @@ class MooncakeLink:
             if self._is_reachable(timeout_s=0.2):
                 client.remove(self._sentinel, True)
             client.close()
-            self._client = None  # what close() leaves is taken apart with the last reference, here and not at exit
+            self._client = self.engine = None  # what close() leaves is taken apart with the last reference, not at exit
 
 
 _CHECK_HINT = (
@@ -315,28 +311,28 @@ _CHECK_HINT = (
 )
 
 
-def _load(settings: StoreSettings) -> tuple[Callable[[], Client], Callable[[], Any]]:
-    """The client's library. It is configured by environment variables alone, read when it is loaded or set up; what the
-    user has set stands."""
-    ours = {
-        "GLOG_minloglevel": "2",  # its lines for every failed call say nothing that our events do not
-        "MC_LOG_LEVEL": "ERROR",
-        "MC_RPC_TIMEOUT_MS": "2000",  # a master that hangs: 30 s
-        "MC_TCP_PROGRESS_TIMEOUT_SEC": "3",  # a worker that hangs: 60 s
-        "MC_TCP_STATUS_TIMEOUT_SEC": "3",
-    }
+@dataclass(frozen=True, slots=True)
+class _Library:
+    new_engine: Callable[[], Any]
+    new_client: Callable[[], Client]
+    new_config: Callable[[], Any]
+
+
+def _load(settings: StoreSettings) -> _Library:
+    """The client's library and the engine's."""
+    further = {}
     if settings.mooncake_ssd_dir is not None:
         os.makedirs(settings.mooncake_ssd_dir, exist_ok=True)
-        ours |= {
+        further = {
             "MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS": "1",
             "MOONCAKE_OFFLOAD_LOCAL_BUFFER_SIZE_BYTES": str(256 << 20),
             "MOONCAKE_OFFLOAD_BUCKET_SIZE_LIMIT_BYTES": str(64 << 20),
             "MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT": "16",  # what does not fill a file is not written at all
         }
-    for name, value in ours.items():
-        os.environ.setdefault(name, value)
+    configure(further)
     try:
+        from mooncake.engine import TransferEngine
         from mooncake.store import MooncakeDistributedStore, ReplicateConfig
     except ImportError as missing:
         raise ConfigError(f"Mooncake's client cannot be loaded ({missing}): {INSTALL_HINT}") from None
-    return MooncakeDistributedStore, ReplicateConfig
+    return _Library(TransferEngine, MooncakeDistributedStore, ReplicateConfig)

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from itertools import chain
+from contextlib import closing
+from itertools import chain, islice
 from typing import Any
 
 from stoker.base.ids import BlockId
 from stoker.kv.block_bytes import BeforeWrite, CudaSink, Sink, source_of
 from stoker.kv.device import DeviceKv
 from stoker.kv.layout import KvLayout, Part
+from stoker.kv.mooncake_engine import REQUEST_BYTES, Runs, configure, read_in_turn
 from stoker.kv.transfer import PeerUnavailable
 from stoker.kv.transports.contract import TRANSPORTS, OneSidedLink
 
-_CHECKED_BYTES = 8 << 20  # at one time: still in the cache
-# Of one request, where a block is one run. The engine's few connections take a request each: larger ones would all end at the
-# same time, and what they brought is then summed up while the wire has nothing to do.
-_REQUEST_BYTES = 2 << 20
+_CHECKED_BYTES = 2 << 20  # summed up at one time: still in the cache
 
 
 @TRANSPORTS.register("mooncake")
@@ -62,6 +61,7 @@ class MooncakeTransport:
         with self._lock:
             if self._engine is not None:
                 return self._engine
+            configure()
             try:
                 from mooncake.engine import TransferEngine
             except ImportError as absent:
@@ -108,34 +108,36 @@ class MooncakeLink(OneSidedLink):
         if isinstance(sink, CudaSink):
             sink.stream.synchronize()  # the engine knows no streams
         into = sink.into[first : first + len(blocks)]
+        runs = [self._runs(one, part, mine, sink.part) for one, mine in zip(blocks, into, strict=True)]
         step = max(1, _CHECKED_BYTES // part.total_bytes)
-        starts = range(0, len(blocks), step)
-        # All are on the wire at once, and each is summed up when it has come: the wire is never idle, nor is the cache cold.
-        jobs = [self._start(blocks[at : at + step], part, into[at : at + step], sink.part) for at in starts]
         found: list[int] = []
-        failed = 0
-        for at, job in zip(starts, jobs, strict=True):
-            status = self._engine.get_batch_transfer_status([job]) if job > 0 else job or -1
-            failed = failed or status
-            if not failed:
+        # The next are on the wire while some are summed up, as soon as they have come: nor is the cache cold by then.
+        with closing(read_in_turn(self._engine, chain.from_iterable(runs))) as reads:
+            for at in range(0, len(blocks), step):
+                if not all(islice(reads, sum(map(len, runs[at : at + step])))):
+                    raise PeerUnavailable(f"mooncake: reading {len(blocks)} blocks of {self._segment} failed")
                 found += self._arrived.checksums(into[at : at + step], sink.part)
-        if failed:
-            raise PeerUnavailable(f"mooncake: reading {len(blocks)} blocks of {self._segment} gave {failed}")
         return [mine == expected for mine, expected in zip(found, sums, strict=True)]
 
-    def _start(self, blocks: Sequence[BlockId], part: Part, into: Sequence[BlockId], our_part: Part) -> int:
-        # The same bytes may be one run here and many there: both are cut as the finer of the two.
+    def _runs(self, block: BlockId, part: Part, into: BlockId, our_part: Part) -> list[Runs]:
+        """Of one block: one run, in several reads; or many runs, in one. The same bytes may be one run here and many there:
+        both are cut as the finer of the two."""
         count = max(part.count, our_part.count)
-        if count == 1 and part.total_bytes % _REQUEST_BYTES == 0:
-            count = part.total_bytes // _REQUEST_BYTES
-        theirs = _addresses(self._base, self._peer.block_bytes, blocks, part, count)
-        ours = _addresses(self._kv.blocks.data_ptr(), self._kv.layout.block_bytes, into, our_part, count)
-        lengths = [part.total_bytes // count] * len(ours)
-        job: int = self._engine.batch_transfer_async_read(self._segment, ours, theirs, lengths)
-        return job
+        is_one = count == 1
+        if is_one and part.total_bytes % REQUEST_BYTES == 0:
+            count = part.total_bytes // REQUEST_BYTES
+        theirs = _addresses(self._base + block * self._peer.block_bytes, part, count)
+        ours = _addresses(self._kv.blocks.data_ptr() + into * self._kv.layout.block_bytes, our_part, count)
+        lengths = [part.total_bytes // count] * count
+        if not is_one:
+            return [Runs(self._segment, ours, theirs, lengths)]
+        return [
+            Runs(self._segment, [mine], [its], [length])
+            for mine, its, length in zip(ours, theirs, lengths, strict=True)
+        ]
 
 
-def _addresses(base: int, block_bytes: int, blocks: Sequence[BlockId], part: Part, count: int) -> list[int]:
+def _addresses(block: int, part: Part, count: int) -> list[int]:
     step = part.stride if part.count == count else part.total_bytes // count
-    starts = (base + block * block_bytes + part.offset for block in blocks)
-    return list(chain.from_iterable(range(start, start + count * step, step) for start in starts))
+    start = block + part.offset
+    return list(range(start, start + count * step, step))

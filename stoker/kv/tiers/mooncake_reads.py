@@ -1,0 +1,74 @@
+"""How objects of the Mooncake store are read: out of another worker's memory by the Transfer Engine, whatever else by the client.
+
+The client's reads wait without a rest (kv/mooncake_engine.py) and say nothing before the last object has come. So it is asked only
+where objects lie, and each one is summed up as soon as it is there, still in the cache, while the next are on their way. What lies
+in this process's own segment it copies faster than a socket would; what lies on an SSD, or nowhere, is its business too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any
+
+from stoker.kv.checksum import checksum
+from stoker.kv.mooncake_engine import REQUEST_BYTES, Runs, read_in_turn
+from stoker.kv.tiers.mooncake_frames import Frames
+
+TRANSFER_FAILED = -800
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    codes: list[int]  # the object's size, or what the client says instead
+    sums: dict[int, int]  # of the blocks that came, by their place
+
+
+def fetch(client: Any, engine: Any, store_keys: Sequence[str], frames: Frames) -> Fetched:
+    object_bytes = sum(frames.sizes[0])
+    found = client.batch_get_replica_desc(list(store_keys))
+    here = client.get_hostname()
+    away = {
+        at: _runs(replica, frames, at)
+        for at, key in enumerate(store_keys)
+        if (replica := _remote(found.get(key, ()), object_bytes, here)) is not None
+    }
+    codes, sums = [TRANSFER_FAILED] * len(store_keys), {}
+    if rest := [at for at in range(len(store_keys)) if at not in away]:
+        said = client.batch_get_into_multi_buffers(
+            [store_keys[at] for at in rest], [frames.places[at] for at in rest], [frames.sizes[at] for at in rest]
+        )
+        for at, code in zip(rest, said, strict=True):
+            codes[at] = code
+            if code == object_bytes:
+                sums[at] = checksum(frames.buffers[at])
+    with closing(read_in_turn(engine, chain.from_iterable(away.values()))) as reads:
+        for at, runs in away.items():
+            if all(list(islice(reads, len(runs)))):
+                codes[at], sums[at] = object_bytes, checksum(frames.buffers[at])
+    return Fetched(codes, sums)
+
+
+def _remote(replicas: Sequence[Any], object_bytes: int, here: str) -> Any | None:
+    """Where it lies whole in another's memory."""
+    for replica in replicas:
+        if replica.is_memory_replica():
+            place = replica.get_memory_descriptor().buffer_descriptor
+            if place.size == object_bytes and place.transport_endpoint != here:
+                return place
+    return None
+
+
+def _runs(place: Any, frames: Frames, at: int) -> list[Runs]:
+    """A read each, none much larger than a request should be."""
+    runs, theirs = [], place.buffer_address
+    for ours, size in zip(frames.places[at], frames.sizes[at], strict=True):
+        piece = -(-size // max(1, size // REQUEST_BYTES))
+        runs += [
+            Runs(place.transport_endpoint, [ours + start], [theirs + start], [min(piece, size - start)])
+            for start in range(0, size, piece)
+        ]
+        theirs += size
+    return runs
