@@ -4,7 +4,8 @@
   python bench/routing_replay.py --trace-stats PATH/trace_stats.py --format sessions claude_code_sessions.jsonl.gz [--session-ids]
 
 The model is trace_stats.simulate_nodes': N workers prefill at one speed, such that without any cache they would be busy
-all the time; each has an LRU cache of blocks; a request waits for the backlog of its worker and for its own misses. The
+all the time; each has a cache of blocks, which evicts by last use alone for the simple policies, and in the order of our workers'
+pools for the router (but --lru); a request waits for the backlog of its worker and for its own misses. The
 router is told what KV events would tell it (blocks stored and evicted) and the workers' speed; it knows backlogs by its
 own ledger. `shared` is one store that all workers
 read for nothing: what one stores, all have. There is no decoding in this model, so outputs are asked as 0.
@@ -22,10 +23,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from stoker.base.ids import WorkerId
+from stoker.base.ids import BlockId, WorkerId
 from stoker.fleet.fleet import Fleet
 from stoker.fleet.ledger import Ledger
 from stoker.fleet.spec import WorkerLoad, WorkerSpec
+from stoker.kv.free_blocks import FreeBlocks
 from stoker.routing.policy import RouterSettings
 from stoker.routing.query import Route, RouteQuery
 from stoker.routing.router import PrefixIndexes, Router
@@ -50,6 +52,9 @@ class Cache:
         self._capacity = capacity
         self._blocks: dict[int, None] = {}  # the least recently used first
 
+    def at(self, now: float) -> None:
+        """The time, from now on."""
+
     def match(self, path: tuple[int, ...]) -> int:
         blocks = self._blocks
         return next((at for at, block in enumerate(path) if block not in blocks), len(path))
@@ -71,6 +76,32 @@ class Cache:
         return new, gone
 
 
+class PoolCache:
+    """The same with blocks that go in the order of our workers' pools (kv/free_blocks.py)."""
+
+    def __init__(self, capacity: float) -> None:
+        self._capacity = capacity
+        self._now = 0.0
+        self._free = FreeBlocks((), lambda: self._now)
+
+    def at(self, now: float) -> None:
+        self._now = now
+
+    def match(self, path: tuple[int, ...]) -> int:
+        return next((at for at, block in enumerate(path) if BlockId(block) not in self._free), len(path))
+
+    def insert(self, path: tuple[int, ...]) -> tuple[list[int], list[int]]:
+        new = []
+        for block in map(BlockId, reversed(path)):
+            was_found = block in self._free
+            if was_found:
+                self._free.remove(block)
+            else:
+                new.append(block)
+            self._free.add(block, was_found=was_found)
+        return new, [self._free.pop() for _ in range(int(max(0, len(self._free) - self._capacity)))]
+
+
 def replay(
     trace: list[Any],
     block: int,
@@ -80,6 +111,7 @@ def replay(
     shared: bool,
     session_ids: bool,
     settings: RouterSettings,
+    lru: bool,
 ) -> Any:
     """(hit, mean wait, p90 wait, imbalance) of our router; the loop is simulate_nodes', with the choice replaced."""
     total = sum(r.n_in for r in trace)
@@ -93,7 +125,8 @@ def replay(
     index = indexes["m"]
     for name in names if shared else ():
         index.share(name, {"CPU": "store"})
-    caches = [Cache(capacity * nodes)] * nodes if shared else [Cache(capacity) for _ in names]
+    of_a_worker = Cache if lru else PoolCache
+    caches = [Cache(capacity * nodes)] * nodes if shared else [of_a_worker(capacity) for _ in names]
     backlog, now = [0.0] * nodes, trace[0].t
     hit, work, waits = 0, [0] * nodes, []
     running: list[tuple[float, int, Route]] = []
@@ -114,6 +147,7 @@ def replay(
         )
         route = router.route(query, now)
         node = names.index(route.decode.charge.worker_id)
+        caches[node].at(now)
         found = caches[node].match(r.blocks) * block
         new, gone = caches[node].insert(r.blocks)
         medium = "CPU" if shared else "GPU"
@@ -162,6 +196,9 @@ def main() -> None:
     )
     parser.add_argument("--format", choices=("mooncake", "sessions"), default="mooncake")
     parser.add_argument("--session-ids", action="store_true", help="tell the router the trace's session ids")
+    parser.add_argument(
+        "--lru", action="store_true", help="our workers' caches evict by last use alone, as the columns'"
+    )
     parser.add_argument("--nodes", default="4,8")
     parser.add_argument("--caps", default="1000,4000,inf")
     parser.add_argument("--policy", default="cost")
@@ -184,7 +221,8 @@ def main() -> None:
             capacity, name = math.inf if cap == "inf" else int(cap), f"{nodes}/{cap}"
             if name not in known:
                 known[name] = baselines(stats, trace, block, nodes, capacity, keys)
-            options: dict[str, Any] = {"session_ids": args.session_ids, "settings": RouterSettings(policy=args.policy)}
+            settings = RouterSettings(policy=args.policy)
+            options: dict[str, Any] = {"session_ids": args.session_ids, "settings": settings, "lru": args.lru}
             ours = replay(trace, block, nodes, capacity, shared=False, **options)
             ours_shared = replay(trace, block, nodes, capacity, shared=True, **options)
             base = known[name]

@@ -41,7 +41,8 @@ TABLE = {
     "kv": Allowed("kernels", ENGINE_SIDE),
     "kv.checksum": Allowed("kernels kv.crew", f"{ENGINE_SIDE} xxhash"),  # without it, slower
     "kv.keys": Allowed(light=True),
-    "kv.pool": Allowed(light=True),
+    "kv.free_blocks": Allowed(light=True),
+    "kv.pool": Allowed("kv.free_blocks", light=True),
     "kv.layout": Allowed(light=True),
     "kv.transfer": Allowed(light=True),
     "kv.mooncake_master": Allowed(light=True),

@@ -1,16 +1,17 @@
 """BlockPool: who holds which block of the device's KV, which blocks are findable by key, and which goes next.
 
-The only place where a block is taken or freed. It knows nothing of bytes, sequences or time.
+The only place where a block is taken or freed. It knows nothing of bytes or sequences.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from stoker.base.ids import BlockId, BlockKey
+from stoker.kv.free_blocks import FreeBlocks
 
 # A parent with very many children (a system prompt before every chat) is searched only this far back.
 _PARTIAL_SEARCH = 8
@@ -38,15 +39,17 @@ class NoObserver:
 
 
 class BlockPool:
-    def __init__(self, num_blocks: int, observer: PoolObserver | None = None) -> None:
+    def __init__(
+        self, num_blocks: int, observer: PoolObserver | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.num_blocks = num_blocks
         self._observer = observer or NoObserver()
         self._refs = [0] * num_blocks
         self._names: list[_Name | None] = [None] * num_blocks
         self._by_key: dict[BlockKey, BlockId] = {}
         self._children: dict[BlockKey, dict[BlockId, None]] = {}
-        # Blocks without an owner, next to go first: those without a name, then the named ones by last use.
-        self._free: OrderedDict[BlockId, None] = OrderedDict((BlockId(i), None) for i in range(num_blocks))
+        self._was_found = [False] * num_blocks
+        self._free = FreeBlocks(map(BlockId, reversed(range(num_blocks))), clock)
 
     @property
     def num_free(self) -> int:
@@ -91,15 +94,21 @@ class BlockPool:
         """One more owner for each."""
         for block in blocks:
             if self._refs[block] == 0:
-                del self._free[block]
+                self._free.remove(block)
             self._refs[block] += 1
+
+    def hold_found(self, blocks: Sequence[BlockId]) -> None:
+        """Likewise, for a request that goes on from them: they will be kept longer."""
+        self.hold(blocks)
+        for block in blocks:
+            self._was_found[block] = True
 
     def take(self, count: int) -> list[BlockId]:
         """`count` blocks for one owner; whatever they held is forgotten. The caller has looked at num_free."""
         assert count <= len(self._free), f"{count} blocks asked for, {len(self._free)} free"
         taken = []
         for _ in range(count):
-            block, _none = self._free.popitem(last=False)
+            block = self._free.pop()
             self._forget(block)
             self._refs[block] = 1
             taken.append(block)
@@ -129,9 +138,10 @@ class BlockPool:
             assert self._refs[block] > 0, f"block {block} released more often than held"
             self._refs[block] -= 1
             if self._refs[block] == 0:
-                self._free[block] = None
                 if self._names[block] is None:
-                    self._free.move_to_end(block, last=False)
+                    self._free.add_nameless(block)
+                else:
+                    self._free.add(block, was_found=self._was_found[block])
 
     def check(self) -> None:
         """What must hold at any time; tests call it after each step."""
@@ -155,4 +165,5 @@ class BlockPool:
         if not siblings:
             del self._children[name.parent]
         self._names[block] = None
+        self._was_found[block] = False
         self._observer.forgot(name.key)

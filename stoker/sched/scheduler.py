@@ -298,7 +298,7 @@ class Scheduler:
         missing = seq.num_blocks_for(len(seq.token_ids) + 1) - len(matched)
         if not self._clear_the_way(seq, matched, missing, draft):
             return False
-        self._pool.hold(matched)
+        self._pool.hold_found(matched)
         found_tokens = len(matched) * seq.block_tokens
         loadable = loadable_tokens(seq)
         partial = self._match_partial(seq, len(matched)) if loadable <= found_tokens else None
