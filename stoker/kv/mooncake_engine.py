@@ -59,9 +59,10 @@ def read_in_turn(engine: Any, all_runs: Iterable[Runs]) -> Generator[bool]:
     failed: set[str] = set()
 
     def came(read: _Read) -> bool:
-        if not read.wait():
+        is_whole = read.wait()
+        if not is_whole:
             failed.add(read.segment)
-        return read.segment not in failed
+        return is_whole
 
     try:
         for runs in all_runs:

@@ -27,6 +27,7 @@ class Engine:
 
     looks: int = 3
     dead: tuple[str, ...] = ()
+    lost: tuple[int, ...] = ()  # jobs that fail
     refused: tuple[str, ...] = ()
     jobs: dict[int, tuple[str, list[int], list[int], list[int]]] = field(default_factory=dict)
     asked: dict[int, int] = field(default_factory=dict)
@@ -53,7 +54,7 @@ class Engine:
 
     def _end(self, job: int) -> int:
         segment, ours, theirs, lengths = self.jobs.pop(job)
-        if segment in self.dead:
+        if segment in self.dead or job in self.lost:
             return -1
         for dst, src, size in zip(ours, theirs, lengths, strict=True):
             memmove(dst, src, size)
@@ -108,6 +109,12 @@ def test_a_segment_that_has_failed_is_not_asked_again() -> None:
     parts = [runs(segment, [d], [s]) for segment, d, s in zip(segments, dst, src, strict=True)]
     assert list(read_in_turn(engine, parts)) == [False, True] * 20
     assert len(engine.asked) == 20 + 4, "those that were under way when the first one failed"
+
+
+def test_what_was_under_way_counts_for_itself() -> None:
+    src, dst, engine = blocks(20, 512), blocks(20, 512), Engine(lost=(3,))
+    parts = [runs("there", [d], [s]) for d, s in zip(dst, src, strict=True)]
+    assert list(read_in_turn(engine, parts)) == [True] * 2 + [False] + [True] * 7 + [False] * 10
 
 
 # ---- the store's objects
