@@ -35,7 +35,7 @@ class FreeBlocks:
         self._nameless[block] = None
 
     def add(self, block: BlockId, *, was_found: bool) -> None:
-        """One with a name. `was_found`: by a request after the one that made it."""
+        """One with a name. `was_found`: a sequence that came after the one that made it went on from it."""
         if was_found:
             self._again[block] = self._clock() + FOUND_AGAIN_S
         else:

@@ -17,8 +17,9 @@ from stoker.kv.layout import KvLayout
 from stoker.kv.mooncake_engine import REQUEST_BYTES, Runs, read_in_turn
 from stoker.kv.tiers.contract import HostBytes
 from stoker.kv.tiers.mooncake_frames import Frames
+from stoker.kv.tiers.mooncake_link import TRANSFER_FAILED
 from stoker.kv.tiers.mooncake_object import ObjectFormat
-from stoker.kv.tiers.mooncake_reads import TRANSFER_FAILED, fetch
+from stoker.kv.tiers.mooncake_reads import fetch
 
 
 @dataclass
@@ -128,13 +129,18 @@ class Client:
     """Objects in RAM: key -> where it lies, and its bytes."""
 
     objects: dict[str, tuple[str, HostBytes]]
+    copies: dict[str, str] = field(default_factory=dict)  # where it lies besides
     asked: list[str] = field(default_factory=list)
 
     def get_hostname(self) -> str:
         return HERE
 
     def batch_get_replica_desc(self, keys: list[str]) -> dict[str, list[Any]]:
-        return {key: [_replica(*self.objects[key])] for key in keys if key in self.objects}
+        known = {key: self.objects[key] for key in keys if key in self.objects}
+        return {
+            key: [_replica(place, data) for place in (where, self.copies.get(key)) if place]
+            for key, (where, data) in known.items()
+        }
 
     def batch_get_into_multi_buffers(
         self, keys: list[str], places: list[list[int]], sizes: list[list[int]]
@@ -195,3 +201,12 @@ def test_objects_away_come_by_the_engine_and_the_rest_by_the_client(mib: float, 
         assert of_bytes == checksum(into[at])
     assert not engine.jobs
     assert max(engine.lengths) < REQUEST_BYTES * 1.5
+
+
+def test_a_copy_in_our_own_segment_is_the_clients() -> None:
+    layout = KvLayout(1, 1, 64, 16, "float32", 4)
+    format = ObjectFormat("test", layout)
+    [data] = blocks(1, format.object_bytes)
+    client, engine = Client({"a": ("10.0.0.1:1", data)}, copies={"a": HERE}), Engine()
+    fetched = fetch(client, engine, ["a"], Frames(format, [new_buffer(format.block_bytes)], 0))
+    assert (fetched.codes, client.asked, engine.asked) == ([format.object_bytes], ["a"], {})

@@ -21,9 +21,9 @@ from stoker.kv.tiers.contract import TIERS, HostBytes, Tier, TierContext, TierSt
 from stoker.kv.tiers.mooncake_doubts import Doubts
 from stoker.kv.tiers.mooncake_frames import Frames
 from stoker.kv.tiers.mooncake_known import Known
-from stoker.kv.tiers.mooncake_link import NO_SPACE, NOT_FOUND, WRONG_SIZE, Client, MooncakeLink
+from stoker.kv.tiers.mooncake_link import NO_SPACE, NOT_FOUND, TRANSFER_FAILED, WRONG_SIZE, Client, MooncakeLink
 from stoker.kv.tiers.mooncake_object import ObjectFormat
-from stoker.kv.tiers.mooncake_reads import TRANSFER_FAILED, Fetched, fetch
+from stoker.kv.tiers.mooncake_reads import Fetched, fetch
 from stoker.kv.transfer import BlockName, TierUnavailable
 
 _BATCH_BYTES = 64 << 20  # of one call: each costs a millisecond besides

@@ -31,6 +31,7 @@ from stoker.kv.transfer import TierUnavailable
 NO_SPACE = -200
 WRONG_SIZE = -600
 NOT_FOUND = -704
+TRANSFER_FAILED = -800
 _MASTER_CODES = frozenset({-900, -901})  # no connection; no answer in time
 
 _LOCAL_BUFFER_BYTES = 16 << 20

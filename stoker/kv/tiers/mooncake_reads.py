@@ -16,8 +16,7 @@ from typing import Any
 from stoker.kv.checksum import checksum
 from stoker.kv.mooncake_engine import REQUEST_BYTES, Runs, read_in_turn
 from stoker.kv.tiers.mooncake_frames import Frames
-
-TRANSFER_FAILED = -800
+from stoker.kv.tiers.mooncake_link import TRANSFER_FAILED
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +51,11 @@ def fetch(client: Any, engine: Any, store_keys: Sequence[str], frames: Frames) -
 
 
 def _remote(replicas: Sequence[Any], object_bytes: int, here: str) -> Any | None:
-    """Where it lies whole in another's memory."""
-    for replica in replicas:
-        if replica.is_memory_replica():
-            place = replica.get_memory_descriptor().buffer_descriptor
-            if place.size == object_bytes and place.transport_endpoint != here:
-                return place
-    return None
+    """Where it lies whole in another's memory, and not in ours, too."""
+    in_memory = [one.get_memory_descriptor().buffer_descriptor for one in replicas if one.is_memory_replica()]
+    if any(place.transport_endpoint == here for place in in_memory):
+        return None
+    return next((place for place in in_memory if place.size == object_bytes), None)
 
 
 def _runs(place: Any, frames: Frames, at: int) -> list[Runs]:
