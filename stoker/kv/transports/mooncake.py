@@ -22,6 +22,7 @@ from stoker.kv.transfer import PeerUnavailable
 from stoker.kv.transports.contract import TRANSPORTS, OneSidedLink
 
 _CHECKED_BYTES = 2 << 20  # summed up at one time: still in the cache
+_CHECKED_ON_A_CARD_BYTES = 8 << 20  # which is a launch each time
 
 
 @TRANSPORTS.register("mooncake")
@@ -105,11 +106,13 @@ class MooncakeLink(OneSidedLink):
         assert sink.into is not None
         if max(blocks) >= self._num_blocks:
             raise PeerUnavailable(f"block {max(blocks)} of a peer that has {self._num_blocks}")
+        checked_bytes = _CHECKED_BYTES
         if isinstance(sink, CudaSink):
             sink.stream.synchronize()  # the engine knows no streams
+            checked_bytes = _CHECKED_ON_A_CARD_BYTES
         into = sink.into[first : first + len(blocks)]
         runs = [self._runs(one, part, mine, sink.part) for one, mine in zip(blocks, into, strict=True)]
-        step = max(1, _CHECKED_BYTES // part.total_bytes)
+        step = max(1, checked_bytes // part.total_bytes)
         found: list[int] = []
         # The next are on the wire while some are summed up, as soon as they have come: nor is the cache cold by then.
         with closing(read_in_turn(self._engine, chain.from_iterable(runs))) as reads:
