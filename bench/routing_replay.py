@@ -7,8 +7,8 @@ The model is trace_stats.simulate_nodes': N workers prefill at one speed, such t
 all the time; each has a cache of blocks, which evicts by last use alone for the simple policies, and in the order of our workers'
 pools for the router (but --lru); a request waits for the backlog of its worker and for its own misses. The
 router is told what KV events would tell it (blocks stored and evicted) and the workers' speed; it knows backlogs by its
-own ledger. `shared` is one store that all workers
-read for nothing: what one stores, all have. There is no decoding in this model, so outputs are asked as 0.
+own ledger. `shared` is one store that all workers read for nothing, and the router is told so: what one stores, all have. There
+is no decoding in this model, so outputs are asked as 0.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import importlib.util
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,6 +33,7 @@ from stoker.routing.policy import RouterSettings
 from stoker.routing.query import Route, RouteQuery
 from stoker.routing.router import PrefixIndexes, Router
 
+FREE_FETCHES = {"host_tokens_per_s": math.inf, "disk_tokens_per_s": math.inf}  # as in the model
 BASELINES = ("random", "least", "sticky", "aware", "shared")
 
 
@@ -224,6 +226,7 @@ def main() -> None:
             settings = RouterSettings(policy=args.policy)
             options: dict[str, Any] = {"session_ids": args.session_ids, "settings": settings, "lru": args.lru}
             ours = replay(trace, block, nodes, capacity, shared=False, **options)
+            options["settings"] = replace(settings, cost=replace(settings.cost, **FREE_FETCHES))
             ours_shared = replay(trace, block, nodes, capacity, shared=True, **options)
             base = known[name]
             rows.append({"nodes": nodes, "cap": cap, **base, "ours": ours, "ours_shared": ours_shared})

@@ -21,13 +21,13 @@ BLOCK = 100
 class World:
     """A fleet whose workers prefill 1000 tokens a second."""
 
-    policy: str = "cost"
+    settings: RouterSettings = field(default_factory=RouterSettings)
     fleet: Fleet = field(default_factory=lambda: Fleet(FleetSettings(prefill_tokens_per_s=1000.0)))
     ledger: Ledger = field(default_factory=Ledger)
     indexes: PrefixIndexes = field(default_factory=PrefixIndexes)
 
     def __post_init__(self) -> None:
-        self.router = Router(self.fleet, self.ledger, self.indexes, settings=RouterSettings(policy=self.policy))
+        self.router = Router(self.fleet, self.ledger, self.indexes, settings=self.settings)
 
     def add(
         self,

@@ -7,7 +7,7 @@ from stoker.base.errors import ConfigError
 from stoker.base.ids import WorkerId
 from stoker.fleet.ledger import Totals
 from stoker.fleet.spec import Role, WorkerLoad
-from stoker.routing.policy import CostSettings
+from stoker.routing.policy import CostSettings, RouterSettings
 from stoker.routing.query import ModelNotFound, NoWorker
 
 A, B, P, D = WorkerId("a"), WorkerId("b"), WorkerId("p"), WorkerId("d")
@@ -182,7 +182,7 @@ def test_unified_workers_stand_beside_a_pair() -> None:
 
 @pytest.mark.parametrize("policy", ["round_robin", "least_tokens", "random", "consistent_hash"])
 def test_other_policies_hand_over_too(policy: str) -> None:
-    world = World(policy)
+    world = World(RouterSettings(policy=policy))
     for number in range(2):
         world.add(WorkerId(f"p{number}"), Role.PREFILL)
         world.add(WorkerId(f"d{number}"), Role.DECODE)

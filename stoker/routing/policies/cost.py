@@ -30,6 +30,8 @@ gateways agree without talking. Sessions then turn out to be short or long. In a
 will have the most requests, had and to come (a living session is taken to ask once more as often as sessions did so far),
 for the one that will have the least. What it loses comes out of the same `balance_share`, of which a move may take
 `move_share` times the excess: a small excess moves none but a young session, and one that would lose nearly all stays.
+
+Nobody waits longer than `balance_s` for balance, with a session or without: what would take longer to compute again stays.
 """
 
 from __future__ import annotations
@@ -187,10 +189,13 @@ class Cost:
         if best.load.recent_requests - fair <= max(settings.bound_requests, settings.bound * fair):
             return
         # A common prefix is computed once more for all who will share it; a conversation's own tail is a loss.
-        most = min(self._spare_tokens, settings.balance_part * query.num_tokens) if scene.continues else inf
+        most, most_s = inf, inf
+        if scene.continues:
+            most, most_s = min(self._spare_tokens, settings.balance_part * query.num_tokens), settings.balance_s
         for at, one in enumerate(candidates):
             lost = scene.most_cached - one.cached_tokens
-            if lost <= most and one.load.recent_requests < scene.requests * one.member.weight:
+            is_worth_it = lost <= min(most, most_s * one.member.tokens_per_s)
+            if is_worth_it and one.load.recent_requests < scene.requests * one.member.weight:
                 reasons[at] = _cheaper(reasons[at]._replace(move_s=0.0), reasons[at].move_s, settings.over_bound_s)
         if scene.continues:
             chosen = min(reasons, key=lambda reason: reason.cost_s)
@@ -251,9 +256,13 @@ class Cost:
         least = excess.index(min(excess))
         # Where nothing is lost, as with a store that all share, cost has decided already.
         lost = candidates[home].cached_tokens - candidates[least].cached_tokens
-        worth = min(1.0, settings.move_share * excess[home]) * self._spare_tokens
+        most = min(
+            min(1.0, settings.move_share * excess[home]) * self._spare_tokens,
+            settings.move_part * candidates[home].context_tokens,
+            settings.balance_s * candidates[least].member.tokens_per_s,
+        )
         if (
-            0 < lost <= min(worth, settings.move_part * candidates[home].context_tokens)
+            0 < lost <= most
             and excess[home] == max(excess)
             and in_all[home] - in_all[least] > max(further, settings.bound_requests)
             and reasons[least].queue_s - reasons[home].queue_s <= settings.even_s
