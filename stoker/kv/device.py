@@ -52,7 +52,7 @@ class DeviceKv:
         self.blocks.index_copy_(0, to_device(dst, device), self.blocks[to_device(src, device)])
 
     def clear(self, blocks: Sequence[int]) -> None:
-        self.blocks.index_fill_(0, to_device(blocks, self.blocks.device), 0)
+        torch._foreach_zero_([self.blocks[block] for block in blocks])
 
 
 def _shareable(num_bytes: int) -> tuple[int, NDArray[np.uint8]]:

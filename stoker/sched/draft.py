@@ -41,9 +41,11 @@ class Draft:
         return bool(self.counts or self.loads)
 
     def finish(self, freed_rows: list[Row], unfilled: list[BlockId]) -> StepPlan:
-        """What it gave out counts as computed from here on. `unfilled` blocks are cleared beside the fresh ones."""
+        """What it gave out counts as computed from here on. `unfilled` blocks are cleared beside the fresh ones, but for those
+        that this very step fills to the last token."""
         spans: list[Span] = []
         token_ids: list[int] = []
+        filled = {copy.dst for copy in self.copies} | {block for load in self.loads for block in load.blocks}
         for seq, count in self.counts.items():
             start, num_here = seq.num_computed, len(seq.token_ids)
             end = seq.num_computed = start + count
@@ -56,7 +58,8 @@ class Draft:
                 seq.num_drawing += 1
             assert seq.row is not None
             spans.append(Span(seq.row, start, count, samples))
-        filled = {copy.dst for copy in self.copies} | {block for load in self.loads for block in load.blocks}
+            if count >= seq.block_tokens:
+                filled.update(seq.blocks[-(-start // seq.block_tokens) : end // seq.block_tokens])
         return StepPlan(
             spans,
             token_ids,

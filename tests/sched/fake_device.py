@@ -28,6 +28,7 @@ class FakeDevice:
         self._tables: dict[int, list[int]] = {}
         self._seeds: dict[int, int] = {}
         self._last: dict[int, int] = {}
+        self._filled: set[int] = set()  # by others than this sequence's own steps, and not cleared since
         self._max_rows = max_rows
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -41,9 +42,10 @@ class FakeDevice:
         for change in plan.block_table_changes:
             self._tables[change.row][change.first :] = change.blocks
         for copy in plan.copies:
-            self._kv[copy.dst] = list(self._kv[copy.src])
+            self.fill(copy.dst, self._kv[copy.src])
         for block in plan.fresh_blocks:
             self._kv[block] = [None] * self._block_tokens
+            self._filled.discard(block)
         at = 0
         writes = []
         for span in plan.spans:
@@ -54,6 +56,8 @@ class FakeDevice:
                 block = self._tables[span.row][position // self._block_tokens]
                 writes.append((block, position % self._block_tokens))
                 self._kv[block][position % self._block_tokens] = token
+            rest = self._kv[block][position % self._block_tokens + 1 :]
+            assert block in self._filled or rest == [None] * len(rest), "an earlier owner's tokens are in reach"
         assert len(set(writes)) == len(writes), "two spans wrote one slot"
         return StepResult(
             [self._sample(span.row, span.start + span.count) if span.samples else [] for span in plan.spans], 0.0
@@ -64,6 +68,7 @@ class FakeDevice:
 
     def fill(self, block: int, tokens: list[int | None]) -> None:
         self._kv[block] = list(tokens)
+        self._filled.add(block)
 
     def _sample(self, row: int, length: int) -> list[int]:
         table, size = self._tables[row], self._block_tokens
