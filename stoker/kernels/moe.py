@@ -140,9 +140,10 @@ def _down(lists: Lists, inner: Tensor, experts: Experts) -> Tensor:
 
 
 def _has_large_tiles(lists: Lists, experts: Experts) -> bool:
-    gate_up = experts.gate_up
-    is_woven = isinstance(gate_up, Tensor) and fits(gate_up) and experts.granule == GRANULE
-    return is_woven and lists.load >= LEAST_LOAD
+    gate_up, down = experts.gate_up, experts.down
+    if lists.load < LEAST_LOAD or not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
+        return False
+    return fits(gate_up) and experts.granule == GRANULE
 
 
 def add_experts(x: Tensor, norm: Norm, experts: Experts) -> Tensor:

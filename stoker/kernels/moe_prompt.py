@@ -2,7 +2,8 @@
 """Experts over lists of so many pairs that arithmetic is the limit: moe_many.py's products in large tiles, pairs as the tall side.
 
 An expert's last pairs take a tile of half the size where that holds them: with 500 pairs, a tenth of all rows would else be
-padding. Gate and up are read by the card's copy engine. For 16-bit weights on Hopper and later; moe.py has the reference.
+padding. Weights are read by the card's copy engine, and so is what goes into the last product: it lies in the order of the lists,
+not of pairs, so that a tile of it is one piece. For 16-bit weights on Hopper and later; moe.py has the reference.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from stoker.kernels.moe_route import COUNT_STRIDE, Lists
 
 # Measured on an H200 with Qwen3-30B-A3B's shape: bench/gpu.py --tiles.
 GATE_UP = Tile(rows=128, outs=128, ins=64, num_warps=8, num_stages=4)
-DOWN = Tile(rows=128, outs=256, ins=64, num_warps=8, num_stages=4)
+DOWN = Tile(rows=128, outs=128, ins=64, num_warps=4, num_stages=3)
 LEAST_LOAD = 60  # pairs of an expert, on average, from which on these tiles pay
 GRANULE = 64  # of gate_up: see moe.py
 _ALIGNED = 8  # values in 16 bytes, the copy engine's measure
@@ -29,8 +30,15 @@ def fits(gate_up: Tensor) -> bool:
 
 
 @triton.jit
+def _pairs_before(counts, expert, BLOCK_EXPERTS: tl.constexpr, COUNTS: tl.constexpr):
+    """Of the experts before this one."""
+    other = tl.arange(0, BLOCK_EXPERTS)
+    return tl.sum(tl.load(counts + other * COUNTS, mask=other < expert, other=0))
+
+
+@triton.jit
 def _gate_up_tile(
-    x, weight, pairs, inner, first_out, first_weight, left,
+    x, weight, pairs, inner, first_made, first_out, first_weight, left,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, GRANULE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
 ):  # fmt: skip
@@ -50,7 +58,7 @@ def _gate_up_tile(
     gate, up = sums.reshape(ROWS, BLOCK_OUT // GRANULE, 2, GRANULE).permute(0, 1, 3, 2).split()
     found = (gate / (1 + tl.exp(-gate)) * up).reshape(ROWS, BLOCK_OUT)
     out = first_out + tl.arange(0, BLOCK_OUT)
-    place = inner + pair[:, None] * WIDTH + out[None, :]
+    place = inner + (first_made + row).to(tl.int64)[:, None] * WIDTH + out[None, :]
     tl.store(place, found.to(inner.dtype.element_ty), mask=is_row[:, None] & (out < WIDTH)[None, :])
 
 
@@ -67,49 +75,40 @@ def _gate_up(
     expert, first, left = find_tile(counts, tl.program_id(0) // PARTS, EXPERTS, BLOCK_EXPERTS, ROWS, COUNTS)
     first_out = (tl.program_id(0) % PARTS) * BLOCK_OUT
     first_weight = 2 * (expert * WIDTH + first_out)
+    first_made = _pairs_before(counts, expert, BLOCK_EXPERTS, COUNTS) + first
     mine = pairs + expert.to(tl.int64) * capacity + first
     if left > ROWS // 2:
         _gate_up_tile(
-            x, weight, mine, inner, first_out, first_weight, left,
+            x, weight, mine, inner, first_made, first_out, first_weight, left,
             HIDDEN, WIDTH, TOP_K, GRANULE, ROWS, BLOCK_OUT, BLOCK_IN,
         )  # fmt: skip
     elif left > 0:
         _gate_up_tile(
-            x, weight, mine, inner, first_out, first_weight, left,
+            x, weight, mine, inner, first_made, first_out, first_weight, left,
             HIDDEN, WIDTH, TOP_K, GRANULE, ROWS // 2, BLOCK_OUT, BLOCK_IN,
         )  # fmt: skip
 
 
 @triton.jit
 def _down_tile(
-    inner, weight, pairs, made, first_out, left,
+    given, weight, pairs, made, first_given, first_weight, first_out, left,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
 ):  # fmt: skip
+    sums = tl.zeros([ROWS, BLOCK_OUT], tl.float32)
+    for start in range(0, WIDTH, BLOCK_IN):
+        # Rows and outputs beyond the expert's are another's, and columns beyond the last are zero.
+        sums = tl.dot(given.load([first_given, start]), weight.load([first_weight, start]).T, sums)
     row = tl.arange(0, ROWS)
     is_row = row < left
     pair = tl.load(pairs + row, mask=is_row, other=0).to(tl.int64)
-    column = tl.arange(0, BLOCK_IN)
     out = first_out + tl.arange(0, BLOCK_OUT)
-    is_out = out < HIDDEN
-    given_from = inner + pair[:, None] * WIDTH + column[None, :]
-    taken_from = weight + out[None, :] * WIDTH + column[:, None]
-    sums = tl.zeros([ROWS, BLOCK_OUT], tl.float32)
-    for start in range(0, WIDTH, BLOCK_IN):
-        if WIDTH % BLOCK_IN == 0 and HIDDEN % BLOCK_OUT == 0:
-            taken = tl.load(taken_from + start)
-            given = tl.load(given_from + start)
-        else:
-            is_in = start + column < WIDTH
-            taken = tl.load(taken_from + start, mask=is_in[:, None] & is_out[None, :], other=0.0)
-            given = tl.load(given_from + start, mask=is_in[None, :], other=0.0)
-        sums = tl.dot(given, taken, sums)
     place = made + pair[:, None] * HIDDEN + out[None, :]
-    tl.store(place, sums.to(made.dtype.element_ty), mask=is_row[:, None] & is_out[None, :])
+    tl.store(place, sums.to(made.dtype.element_ty), mask=is_row[:, None] & (out < HIDDEN)[None, :])
 
 
 @triton.jit
 def _down(
-    inner, weight, counts, pairs, made, capacity,
+    inner, inner_half, weight, counts, pairs, made, capacity,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, COUNTS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -117,17 +116,24 @@ def _down(
         tl.extra.cuda.gdc_wait()
     PARTS: tl.constexpr = (HIDDEN + BLOCK_OUT - 1) // BLOCK_OUT
     expert, first, left = find_tile(counts, tl.program_id(0) // PARTS, EXPERTS, BLOCK_EXPERTS, ROWS, COUNTS)
+    first_given = _pairs_before(counts, expert, BLOCK_EXPERTS, COUNTS) + first
     first_out = (tl.program_id(0) % PARTS) * BLOCK_OUT
-    weight += expert.to(tl.int64) * (HIDDEN * WIDTH)
+    first_weight = expert * HIDDEN + first_out
     mine = pairs + expert.to(tl.int64) * capacity + first
     if left > ROWS // 2:
-        _down_tile(inner, weight, mine, made, first_out, left, HIDDEN, WIDTH, ROWS, BLOCK_OUT, BLOCK_IN)
+        _down_tile(
+            inner, weight, mine, made, first_given, first_weight, first_out, left,
+            HIDDEN, WIDTH, ROWS, BLOCK_OUT, BLOCK_IN,
+        )  # fmt: skip
     elif left > 0:
-        _down_tile(inner, weight, mine, made, first_out, left, HIDDEN, WIDTH, ROWS // 2, BLOCK_OUT, BLOCK_IN)
+        _down_tile(
+            inner_half, weight, mine, made, first_given, first_weight, first_out, left,
+            HIDDEN, WIDTH, ROWS // 2, BLOCK_OUT, BLOCK_IN,
+        )  # fmt: skip
 
 
 def gate_up_prompt(lists: Lists, gate_up: Tensor, granule: int, tile: Tile = GATE_UP) -> Tensor:
-    """-> [pairs, width]"""
+    """-> [pairs, width], expert after expert, each one's pairs as they are listed"""
     assert tile.outs % granule == 0
     num_experts, width, hidden = gate_up.shape[0], gate_up.shape[1] // 2, gate_up.shape[2]
     overlap = overlaps(gate_up)
@@ -145,12 +151,15 @@ def gate_up_prompt(lists: Lists, gate_up: Tensor, granule: int, tile: Tile = GAT
 
 
 def down_prompt(lists: Lists, inner: Tensor, down: Tensor, tile: Tile = DOWN) -> Tensor:
-    """-> [pairs, hidden]"""
+    """From what gate_up_prompt made. -> [pairs, hidden], in the order of pairs"""
     num_experts, hidden, width = down.shape
     overlap = overlaps(down)
     made = inner.new_empty(len(inner), hidden)
+    described = import_module("triton.tools.tensor_descriptor").TensorDescriptor.from_tensor
+    given, given_half = (described(inner, [rows, tile.ins]) for rows in (tile.rows, tile.rows // 2))
+    weight = described(down.view(-1, width), [tile.outs, tile.ins])
     _down[(most_tiles(lists, tile.rows) * cdiv(hidden, tile.outs),)](
-        inner, down, lists.counts, lists.pairs, made, lists.pairs.shape[1],
+        given, given_half, weight, lists.counts, lists.pairs, made, lists.pairs.shape[1],
         HIDDEN=hidden, WIDTH=width, EXPERTS=num_experts, BLOCK_EXPERTS=next_power_of_2(num_experts),
         ROWS=tile.rows, BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins, COUNTS=COUNT_STRIDE, OVERLAP=overlap,
         num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=overlap,
