@@ -66,7 +66,7 @@ class CostSettings:
     even_s: float = 1.0  # in an idle fleet: what a session may wait for each session that another worker has more
     move_share: float = 4.5  # of the tokens spared for balance, what a session's move may take for an excess of 100 %
     move_part: float = 0.75  # of its prompt, what a session may lose by that
-    balance_s: float = 1.0  # what anyone may wait for balance: the time in which the lost tokens are computed again
+    balance_s: float = 0.5  # what anyone may wait for balance: the time in which the lost tokens are computed again
 
     def __post_init__(self) -> None:
         rates = ("host_tokens_per_s", "disk_tokens_per_s", "pull_tokens_per_s", "crowd_tokens")
