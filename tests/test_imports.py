@@ -67,6 +67,7 @@ TABLE = {
     ),
     "worker.late_grammars": Allowed("text sched worker"),
     "worker.grammar": Allowed("engine text sched worker", "xgrammar torch numpy"),
+    "worker.grammar_helper": Allowed("text sched worker", "msgspec"),
     "fleet": Allowed("", light=True),
     "routing": Allowed("fleet", light=True),
     "gateway": Allowed(

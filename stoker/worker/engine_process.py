@@ -47,6 +47,7 @@ from stoker.proto.messages import (
 from stoker.proto.pipe import EngineEnd, FrameEnd
 from stoker.sched.request import GenerateRequest, GrammarSpec, TokenChunks
 from stoker.worker.block_log import BlockLog
+from stoker.worker.grammar_trials import is_tame
 from stoker.worker.late_grammars import LateGrammars
 from stoker.worker.quiet_time import Chore, QuietTime
 
@@ -98,8 +99,8 @@ class Mailbox:
         self._grammars = grammars
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._woken = threading.Event()  # there is a Wake in the queue: one is enough
-        # Several, for a schema may take seconds and must not hold up the simple ones behind it. An expression may take minutes,
-        # whatever its length, and nothing can stop it: those hold up each other alone.
+        # Several, for a schema may take a moment and must not hold up the simple ones behind it. What has to be tried first may
+        # take as long as a trial can: those hold up each other alone.
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="grammar", initializer=_give_way)
         self._free_compilers = ThreadPoolExecutor(_FREE_COMPILERS, thread_name_prefix="grammar", initializer=_give_way)
         self._lookers = ThreadPoolExecutor(_LOOKERS, thread_name_prefix="kv-look")
@@ -139,7 +140,7 @@ class Mailbox:
 
     def prepare(self, spec: GrammarSpec) -> Future[None]:
         """A Prepared will follow, unless it is cancelled before it has begun."""
-        compilers = self._free_compilers if has_expression(spec) else self._compilers
+        compilers = self._compilers if is_tame(spec) else self._free_compilers
         return compilers.submit(self._prepare, spec)
 
     def _prepare(self, spec: GrammarSpec) -> None:
@@ -162,11 +163,6 @@ class Mailbox:
         except msgspec.DecodeError:
             log.error("mailbox_broken", exc_info=True)
             os._exit(1)  # deaf, but alive to all who look: better to be started again
-
-
-def has_expression(spec: GrammarSpec) -> bool:
-    """Whether its writer had a free hand: there is no bound on what it takes to compile."""
-    return spec.kind in ("regex", "ebnf") or '"pattern' in spec.text
 
 
 @dataclass(slots=True, eq=False)

@@ -23,6 +23,7 @@ from torch import Tensor
 from stoker.base.errors import InvalidRequest
 from stoker.sched.request import GrammarSpec
 from stoker.text.tokenizer import Tokenizer
+from stoker.worker.grammar_trials import GrammarTrials, is_tame
 from stoker.worker.schema.enforce import enforceable
 from stoker.worker.stand_in import standing_in
 
@@ -232,9 +233,10 @@ class XGrammars:
     """`prepare` may be called by several threads; `matcher` by the engine's alone. What was prepared is found while somebody keeps
     it, or while it is one of the last used."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, trials: GrammarTrials | None = None) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._trials = trials
         self._with_control = frozenset(
             i for i in range(tokenizer.vocab_size) if _CONTROL.search(tokenizer.token_bytes(i))
         )
@@ -250,6 +252,8 @@ class XGrammars:
             if (found := self._living.get(spec)) is not None:
                 self._keep(spec, found)
                 return found
+        if self._trials is not None and not is_tame(spec):
+            self._trials.check(spec)
         compiled = self._compile(spec)
         with self._lock:
             self._living[spec] = compiled

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from stoker.sched.request import GrammarSpec
 from stoker.text.tokenizer import Tokenizer
+from stoker.worker.grammar_trials import GrammarTrials
 
 if TYPE_CHECKING:
     from stoker.worker.grammar import Compiled, XGrammarMatcher, XGrammars
@@ -38,5 +39,6 @@ class LateGrammars:
             if self._made is None:
                 from stoker.worker.grammar import XGrammars
 
-                self._made = XGrammars(Tokenizer.from_folder(self._folder), self._vocab_size)
+                trials = GrammarTrials(self._folder, self._vocab_size)
+                self._made = XGrammars(Tokenizer.from_folder(self._folder), self._vocab_size, trials)
             return self._made
