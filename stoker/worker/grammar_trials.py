@@ -25,8 +25,8 @@ from stoker.sched.request import GrammarSpec
 
 _MAX_REFUSED = 1024
 
-# What is compiled without a trial: it takes two seconds at most. A count in braces, or a length in a schema, is about a
-# millisecond at worst.
+# What is compiled without a trial: it takes two seconds at most, or ten if it lists 10,000 values. A count in braces, or a length
+# in a schema, is about a millisecond at worst.
 _TAME_REGEX_CHARS, _TAME_SCHEMA_CHARS = 1024, 256 << 10
 _TAME_COUNTS = 2048
 _IN_BRACES, _NUMBER = re.compile(r"\{[^{}]*\}"), re.compile(r"\d+")
@@ -55,7 +55,7 @@ def is_tame(spec: GrammarSpec) -> bool:
 class Limits(msgspec.Struct, frozen=True):
     """Of one trial."""
 
-    cpu_s: int = 20
+    cpu_s: int = 40  # 20,000 listed values take 30
     wall_s: int = 240  # on a busy machine; a compiler that waits for something waits for ever
     num_bytes: int = 1 << 30  # more than the helper itself has
 
