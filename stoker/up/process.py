@@ -7,18 +7,17 @@ Ctrl-C on the terminal is for `stoker up`, which decides who ends first. Should 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 
+from stoker.base.orphans import die_with
 from stoker.up.supervisor import How
 
-_PR_SET_PDEATHSIG = 1
 _KEPT_LOGS = 3
 _LOOK_BYTES = 1 << 16
 
@@ -42,7 +41,7 @@ class PartProcess:
                 stderr=log,
                 env=env,
                 start_new_session=True,
-                preexec_fn=_die_with(os.getpid()) if sys.platform == "linux" else None,
+                preexec_fn=die_with(os.getpid()) if sys.platform == "linux" else None,
             )
         return PartProcess(process, reader)
 
@@ -58,17 +57,6 @@ class PartProcess:
         for number in _SIGNALS[how]:
             with suppress(ProcessLookupError):
                 self._process.send_signal(number)
-
-
-def _die_with(parent: int) -> Callable[[], None]:
-    libc = ctypes.CDLL(None)  # before the fork: after it nothing may be loaded
-
-    def set_death_signal() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it died before we asked
-            os._exit(1)
-
-    return set_death_signal
 
 
 class LogReader:

@@ -56,7 +56,7 @@ _LOOK_EVERY_S = 0.05  # while idle with leases or deadlines open
 _PROGRESS_EVERY_S = 0.1
 # Without a request, before what would disturb one: to capture steps, which makes requests fast, and to try a grammar.
 _CAPTURES_AFTER_S, _GRAMMARS_AFTER_S = 0.25, 2.0
-_COMPILERS, _FREE_COMPILERS = 4, 2
+_COMPILERS, _MOST_TRIALS = 4, 8
 _LOOKERS = 2
 
 log = logs.EventLog("engine")
@@ -100,9 +100,10 @@ class Mailbox:
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._woken = threading.Event()  # there is a Wake in the queue: one is enough
         # Several, for a schema may take a moment and must not hold up the simple ones behind it. What has to be tried first may
-        # take as long as a trial can: those hold up each other alone.
+        # take as long as a trial can: those hold up each other alone, and half of the processors.
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="grammar", initializer=_give_way)
-        self._free_compilers = ThreadPoolExecutor(_FREE_COMPILERS, thread_name_prefix="grammar", initializer=_give_way)
+        num_trials = min(_MOST_TRIALS, max(2, len(os.sched_getaffinity(0)) // 2))
+        self._trials = ThreadPoolExecutor(num_trials, thread_name_prefix="grammar", initializer=_give_way)
         self._lookers = ThreadPoolExecutor(_LOOKERS, thread_name_prefix="kv-look")
         threading.Thread(target=self._read, name="mailbox", daemon=True).start()
 
@@ -140,7 +141,7 @@ class Mailbox:
 
     def prepare(self, spec: GrammarSpec) -> Future[None]:
         """A Prepared will follow, unless it is cancelled before it has begun."""
-        compilers = self._compilers if is_tame(spec) else self._free_compilers
+        compilers = self._compilers if is_tame(spec) else self._trials
         return compilers.submit(self._prepare, spec)
 
     def _prepare(self, spec: GrammarSpec) -> None:

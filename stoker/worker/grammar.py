@@ -31,6 +31,7 @@ from stoker.worker.stand_in import standing_in
 with standing_in("transformers"):
     import xgrammar
 
+_SLOW_COMPILERS = 2  # at a time, of those that may take as long as a trial
 _MAX_KEPT, _MAX_KEPT_BYTES = 256, 256 << 20  # most take 100 KB, one of thousands of listed values 20 MB
 # "a": 1 and no other white space: a model that may write any white space can do so for ever.
 _SEPARATORS = (", ", ": ")
@@ -237,6 +238,7 @@ class XGrammars:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._trials = trials
+        self._slow_compilers = threading.Semaphore(_SLOW_COMPILERS)
         self._with_control = frozenset(
             i for i in range(tokenizer.vocab_size) if _CONTROL.search(tokenizer.token_bytes(i))
         )
@@ -252,9 +254,7 @@ class XGrammars:
             if (found := self._living.get(spec)) is not None:
                 self._keep(spec, found)
                 return found
-        if self._trials is not None and not is_tame(spec):
-            self._trials.check(spec)
-        compiled = self._compile(spec)
+        compiled = self._compile(spec) if is_tame(spec) else self._compile_tried(spec)
         with self._lock:
             self._living[spec] = compiled
             self._keep(spec, compiled)
@@ -278,6 +278,12 @@ class XGrammars:
         while len(self._kept) > _MAX_KEPT or self._kept_bytes > _MAX_KEPT_BYTES:
             _, oldest = self._kept.popitem(last=False)
             self._kept_bytes -= oldest.num_bytes
+
+    def _compile_tried(self, spec: GrammarSpec) -> Compiled:
+        if self._trials is not None:
+            self._trials.check(spec)
+        with self._slow_compilers:
+            return self._compile(spec)
 
     def _compile(self, spec: GrammarSpec) -> Compiled:
         try:

@@ -2,7 +2,7 @@
 
 It ends when nobody has needed it for a while, or when the engine has gone.
 
-    python -m stoker.worker.grammar_helper FOLDER VOCAB_SIZE LIMITS      a GrammarSpec in JSON a line in, a Verdict a line out
+    python -m stoker.worker.grammar_helper FOLDER VOCAB_SIZE LIMITS      a Question in JSON a line in, a Verdict a line out
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ import select
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from stoker.base.errors import InvalidRequest
+from stoker.base.orphans import die_with
 from stoker.sched.request import GrammarSpec
 from stoker.text.tokenizer import Tokenizer
 from stoker.worker.grammar import XGrammars
-from stoker.worker.grammar_trials import Limits, Verdict
+from stoker.worker.grammar_trials import Limits, Question, Verdict
 
 _IDLE_MS = 300_000
 _ADVICE = "fewer or smaller counts, lengths and nested repetitions would help"
@@ -35,36 +37,59 @@ def main() -> None:
     grammars = XGrammars(Tokenizer.from_folder(Path(sys.argv[1])), int(sys.argv[2]))
     limits = msgspec.json.decode(sys.argv[3], type=Limits)
     grammars.warm_up()
-    asked = select.poll()
-    asked.register(0, select.POLLIN)
-    questions = os.fdopen(0, "rb")
-    while asked.poll(_IDLE_MS) and (line := questions.readline()):
-        verdict = _tried(grammars.prepare, msgspec.json.decode(line, type=GrammarSpec), limits)
-        os.write(answers, msgspec.json.encode(verdict) + b"\n")
+    events, rest = select.poll(), b""
+    events.register(0, select.POLLIN)
+    trials: dict[int, Trial] = {}
+    while ready := events.poll(None if trials else _IDLE_MS):
+        for fd, _ in ready:
+            if fd in trials:
+                events.unregister(fd)
+                os.write(answers, msgspec.json.encode(trials.pop(fd).verdict()) + b"\n")
+                continue
+            if not (data := os.read(0, 1 << 20)):
+                for trial in trials.values():
+                    os.kill(trial.pid, signal.SIGKILL)
+                return
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                trial = begin(grammars.prepare, msgspec.json.decode(line, type=Question), limits)
+                trials[trial.told] = trial
+                events.register(trial.told, select.POLLIN)
 
 
-def _tried(compile_it: Callable[[GrammarSpec], object], spec: GrammarSpec, limits: Limits) -> Verdict:
-    """In a process of its own, which ends with the trial."""
-    found, tells = os.pipe()
-    if not (trial := os.fork()):
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A process of its own, which ends with it."""
+
+    question: Question
+    limits: Limits
+    pid: int
+    told: int  # where it says what it found
+
+    def verdict(self) -> Verdict:
+        """When there is something to read, or it has ended."""
+        with os.fdopen(self.told, "rb") as told:
+            words = told.read()
+        _, status = os.waitpid(self.pid, 0)
+        refused = words.decode()[1:]
+        if not words:
+            was_slow = os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGALRM)
+            refused = (_too_slow if was_slow else _too_large)(self.question.spec, self.limits)
+        return Verdict(self.question.number, refused)
+
+
+def begin(compile_it: Callable[[GrammarSpec], object], question: Question, limits: Limits) -> Trial:
+    told, tells = os.pipe()
+    die_with_helper = die_with(os.getpid())
+    pid = os.fork()
+    if not pid:
+        die_with_helper()
         _keep_to(limits)
-        os.write(tells, msgspec.json.encode(_compiled(compile_it, spec, limits)))
+        with os.fdopen(tells, "wb") as found:
+            found.write(b"." + _why_not(compile_it, question.spec, limits).encode())
         os._exit(0)
     os.close(tells)
-    with os.fdopen(found, "rb") as told:
-        events = select.poll()
-        events.register(told, select.POLLIN)
-        events.register(0, select.POLLIN)  # nobody asks anything meanwhile: then the engine has gone
-        if any(fd == 0 for fd, _ in events.poll()):
-            os.kill(trial, signal.SIGKILL)
-            os._exit(0)
-        words = told.read()
-    _, status = os.waitpid(trial, 0)
-    if words:
-        return msgspec.json.decode(words, type=Verdict)
-    if os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGALRM):
-        return Verdict(f"not a usable {spec.kind}: it takes longer than {limits.cpu_s} s to compile; {_ADVICE}")
-    return Verdict(_too_large(spec, limits))
+    return Trial(question, limits, pid, told)
 
 
 def _keep_to(limits: Limits) -> None:
@@ -75,16 +100,21 @@ def _keep_to(limits: Limits) -> None:
     signal.alarm(limits.wall_s)
 
 
-def _compiled(compile_it: Callable[[GrammarSpec], object], spec: GrammarSpec, limits: Limits) -> Verdict:
+def _why_not(compile_it: Callable[[GrammarSpec], object], spec: GrammarSpec, limits: Limits) -> str:
+    """Empty: it can be compiled."""
     try:
         compile_it(spec)
     except InvalidRequest as error:
-        return Verdict(_too_large(spec, limits) if "bad_alloc" in error.message else error.message)
+        return _too_large(spec, limits) if "bad_alloc" in error.message else error.message
     except MemoryError:
-        return Verdict(_too_large(spec, limits))
+        return _too_large(spec, limits)
     except Exception as error:
-        return Verdict(f"no grammar could be made: {error}")
-    return Verdict("")
+        return f"no grammar could be made: {error}"
+    return ""
+
+
+def _too_slow(spec: GrammarSpec, limits: Limits) -> str:
+    return f"not a usable {spec.kind}: it takes longer than {limits.cpu_s} s to compile; {_ADVICE}"
 
 
 def _too_large(spec: GrammarSpec, limits: Limits) -> str:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 
@@ -60,60 +61,107 @@ class Limits(msgspec.Struct, frozen=True):
     num_bytes: int = 1 << 30  # more than the helper itself has
 
 
+class Question(msgspec.Struct, frozen=True):
+    number: int
+    spec: GrammarSpec
+
+
 class Verdict(msgspec.Struct, frozen=True):
+    number: int  # the question's
     refused: str  # why; empty: it can be compiled
 
 
+class _HelperGone(Exception):
+    """Before it gave its verdict."""
+
+
+class _Helper:
+    """A helper's process, and who waits for its verdicts."""
+
+    def __init__(self, command: list[str]) -> None:
+        # It computes nothing on a card, and its share of one would be taken from others.
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        self._lock = threading.Lock()
+        self._waiting: dict[int, Future[str]] = {}
+        self._num_asked = 0
+        self.is_gone = False
+        threading.Thread(target=self._read, name="grammar-trials", daemon=True).start()
+
+    def ask(self, spec: GrammarSpec) -> str:
+        """Why it is refused; empty: it is not."""
+        answer: Future[str] = Future()
+        with self._lock:
+            if self.is_gone:
+                raise _HelperGone
+            self._num_asked += 1
+            self._waiting[self._num_asked] = answer
+            assert self.process.stdin is not None
+            with suppress(BrokenPipeError):  # then its end is read, too
+                self.process.stdin.write(msgspec.json.encode(Question(self._num_asked, spec)) + b"\n")
+                self.process.stdin.flush()
+        return answer.result()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout:
+            for line in self.process.stdout:
+                verdict = msgspec.json.decode(line, type=Verdict)
+                with self._lock:
+                    answer = self._waiting.pop(verdict.number)
+                answer.set_result(verdict.refused)
+        with self._lock:
+            self.is_gone = True
+            left = list(self._waiting.values())
+            assert self.process.stdin is not None
+            with suppress(BrokenPipeError):
+                self.process.stdin.close()
+        for answer in left:
+            answer.set_exception(_HelperGone())
+        self.process.wait()
+
+
 class GrammarTrials:
-    """For any thread. One trial at a time: the next may have to wait as long as one can take."""
+    """For any thread: as many trials at a time as are asked for."""
 
     def __init__(self, folder: Path, vocab_size: int, limits: Limits | None = None) -> None:
         told = (str(folder), str(vocab_size), msgspec.json.encode(limits or Limits()).decode())
         self._command = [sys.executable, "-m", "stoker.worker.grammar_helper", *told]
-        self._helper: subprocess.Popen[bytes] | None = None
-        self._trying = threading.Lock()
+        self._lock = threading.Lock()
+        self._helper: _Helper | None = None
         self._refused: OrderedDict[bytes, str] = OrderedDict()
+
+    @property
+    def pid(self) -> int | None:
+        """The helper's, while there is one."""
+        return None if self._helper is None or self._helper.is_gone else self._helper.process.pid
 
     def check(self, spec: GrammarSpec) -> None:
         """InvalidRequest if it cannot be compiled, or not within the limits."""
         name = hashlib.sha256(f"{spec.kind}\0{spec.text}".encode()).digest()
-        with self._trying:
-            reason = self._refused.get(name)
-            if reason is None:
-                reason = self._try(spec)
-                if reason:
-                    self._refused[name] = reason
-                    if len(self._refused) > _MAX_REFUSED:
-                        self._refused.popitem(last=False)
+        reason = self._refused.get(name)
+        if reason is None:
+            reason = self._try(spec)
         if reason:
+            with self._lock:
+                self._refused[name] = reason
+                if len(self._refused) > _MAX_REFUSED:
+                    self._refused.popitem(last=False)
             raise InvalidRequest(reason, code="invalid_grammar")
 
     def _try(self, spec: GrammarSpec) -> str:
         for _ in range(2):  # one that had nothing to do may be leaving just now
-            helper = self._started()
-            assert helper.stdin is not None
-            assert helper.stdout is not None
-            line = b""
-            with suppress(BrokenPipeError):
-                helper.stdin.write(msgspec.json.encode(spec) + b"\n")
-                helper.stdin.flush()
-                line = helper.stdout.readline()
-            if line:
-                return msgspec.json.decode(line, type=Verdict).refused
-            self.close()
+            with self._lock:
+                if self._helper is None or self._helper.is_gone:
+                    self._helper = _Helper(self._command)
+                helper = self._helper
+            with suppress(_HelperGone):
+                return helper.ask(spec)
         raise RuntimeError("the process that tries grammars ended")
 
-    def _started(self) -> subprocess.Popen[bytes]:
-        if self._helper is None:
-            # It computes nothing on a card, and its share of one would be taken from others.
-            environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-            self._helper = subprocess.Popen(
-                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-            )
-        return self._helper
-
     def close(self) -> None:
-        helper, self._helper = self._helper, None
+        with self._lock:
+            helper, self._helper = self._helper, None
         if helper is not None:
-            helper.kill()
-            helper.communicate()
+            helper.process.kill()
+            helper.process.wait()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,7 @@ def test_an_expression_that_would_never_end_is_refused_and_so_once_more_without_
     trials.close()
     with pytest.raises(InvalidRequest, match="longer than 1 s to compile"):
         trials.check(GrammarSpec("regex", ENDLESS))
-    assert trials._helper is None
+    assert trials.pid is None
 
 
 def test_an_expression_that_would_take_all_memory_is_refused(smollm2: Path) -> None:
@@ -96,10 +97,8 @@ def test_an_expression_that_would_take_all_memory_is_refused(smollm2: Path) -> N
 
 def test_a_helper_that_was_killed_is_started_anew(trials: GrammarTrials) -> None:
     trials.check(GrammarSpec("regex", "(ab)*"))
-    helper = trials._helper
-    assert helper is not None
-    helper.kill()
-    helper.wait()
+    assert trials.pid is not None
+    os.kill(trials.pid, signal.SIGKILL)
     trials.check(GrammarSpec("regex", "(abc)*"))
 
 
@@ -111,7 +110,7 @@ def test_grammars_try_what_is_not_tame_and_once(smollm2: Path, trials: GrammarTr
     trials.close()
     assert grammars.prepare(GrammarSpec("regex", "(abcd)*")) is kept
     grammars.prepare(GrammarSpec("regex", "abcd*"))
-    assert trials._helper is None
+    assert trials.pid is None
 
 
 def processes(folder: Path) -> list[int]:
@@ -151,6 +150,25 @@ def test_nobody_is_left_when_the_engine_is_killed_in_the_middle_of_a_trial(smoll
         engine.kill()
         for pid in processes(folder):
             os.kill(pid, signal.SIGKILL)
+
+
+def test_a_trial_that_takes_long_holds_up_no_other(smollm2: Path) -> None:
+    trials = GrammarTrials(smollm2, VOCAB_SIZE)
+
+    def ask() -> None:
+        with suppress(RuntimeError):
+            trials.check(GrammarSpec("regex", ENDLESS))
+
+    endless = threading.Thread(target=ask)
+    endless.start()
+    try:
+        asyncio.run(until(lambda: trials.pid is not None))
+        trials.check(GrammarSpec("regex", "(ab)*"))
+        assert endless.is_alive()
+    finally:
+        while endless.is_alive():  # it is tried once more by another helper
+            trials.close()
+            endless.join(0.1)
 
 
 def test_verdicts_go_to_those_who_asked(trials: GrammarTrials) -> None:
