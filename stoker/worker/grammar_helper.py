@@ -83,20 +83,25 @@ def begin(compile_it: Callable[[GrammarSpec], object], question: Question, limit
     die_with_helper = die_with(os.getpid())
     pid = os.fork()
     if not pid:
-        die_with_helper()
-        _keep_to(limits)
-        with os.fdopen(tells, "wb") as found:
-            found.write(b"." + _why_not(compile_it, question.spec, limits).encode())
-        os._exit(0)
+        try:
+            die_with_helper()
+            _keep_to(limits)
+            os.write(tells, b"." + _why_not(compile_it, question.spec, limits).encode())
+        finally:
+            os._exit(0)  # whatever happened: there is one helper
     os.close(tells)
     return Trial(question, limits, pid, told)
 
 
 def _keep_to(limits: Limits) -> None:
     most_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + limits.num_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
-    resource.setrlimit(resource.RLIMIT_CPU, (limits.cpu_s, limits.cpu_s + 1))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for kind, most in (
+        (resource.RLIMIT_AS, most_bytes),
+        (resource.RLIMIT_CPU, limits.cpu_s),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        _, hard = resource.getrlimit(kind)
+        resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
     signal.alarm(limits.wall_s)
 
 
