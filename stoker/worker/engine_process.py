@@ -18,6 +18,7 @@ import msgspec
 
 from stoker.base import collector
 from stoker.base import log as logs
+from stoker.base.allowance import usable_cores
 from stoker.base.config import StoreSettings
 from stoker.base.errors import InvalidRequest, StokerError
 from stoker.base.ids import RequestId
@@ -102,7 +103,7 @@ class Mailbox:
         # Several, for a schema may take a moment and must not hold up the simple ones behind it. What has to be tried first may
         # take as long as a trial can: those hold up each other alone, and half of the processors.
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="grammar", initializer=_give_way)
-        num_trials = min(_MOST_TRIALS, max(2, len(os.sched_getaffinity(0)) // 2))
+        num_trials = min(_MOST_TRIALS, max(2, usable_cores() // 2))
         self._trials = ThreadPoolExecutor(num_trials, thread_name_prefix="grammar", initializer=_give_way)
         self._lookers = ThreadPoolExecutor(_LOOKERS, thread_name_prefix="kv-look")
         threading.Thread(target=self._read, name="mailbox", daemon=True).start()

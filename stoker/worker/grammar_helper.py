@@ -71,11 +71,13 @@ class Trial:
         with os.fdopen(self.told, "rb") as told:
             words = told.read()
         _, status = os.waitpid(self.pid, 0)
-        refused = words.decode()[1:]
-        if not words:
-            was_slow = os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGALRM)
-            refused = (_too_slow if was_slow else _too_large)(self.question.spec, self.limits)
-        return Verdict(self.question.number, refused)
+        if words:
+            return Verdict(self.question.number, words.decode()[1:])
+        signal_number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+        if signal_number in (signal.SIGALRM, signal.SIGKILL):  # starved, or the first to go when memory ran out
+            return Verdict(self.question.number, _not_now(self.question.spec), lasts=False)
+        why = _too_slow if signal_number == signal.SIGXCPU else _too_large
+        return Verdict(self.question.number, why(self.question.spec, self.limits))
 
 
 def begin(compile_it: Callable[[GrammarSpec], object], question: Question, limits: Limits) -> Trial:
@@ -102,6 +104,7 @@ def _keep_to(limits: Limits) -> None:
     ):
         _, hard = resource.getrlimit(kind)
         resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, rather a trial than an engine
     signal.alarm(limits.wall_s)
 
 
@@ -116,6 +119,10 @@ def _why_not(compile_it: Callable[[GrammarSpec], object], spec: GrammarSpec, lim
     except Exception as error:
         return f"no grammar could be made: {error}"
     return ""
+
+
+def _not_now(spec: GrammarSpec) -> str:
+    return f"this {spec.kind} could not be compiled while the machine is short of memory or processors; try again, or a simpler one"
 
 
 def _too_slow(spec: GrammarSpec, limits: Limits) -> str:

@@ -69,6 +69,7 @@ class Question(msgspec.Struct, frozen=True):
 class Verdict(msgspec.Struct, frozen=True):
     number: int  # the question's
     refused: str  # why; empty: it can be compiled
+    lasts: bool = True  # False: it was the machine's fault, and may go better another time
 
 
 class _HelperGone(Exception):
@@ -83,14 +84,13 @@ class _Helper:
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
         self._lock = threading.Lock()
-        self._waiting: dict[int, Future[str]] = {}
+        self._waiting: dict[int, Future[Verdict]] = {}
         self._num_asked = 0
         self.is_gone = False
         threading.Thread(target=self._read, name="grammar-trials", daemon=True).start()
 
-    def ask(self, spec: GrammarSpec) -> str:
-        """Why it is refused; empty: it is not."""
-        answer: Future[str] = Future()
+    def ask(self, spec: GrammarSpec) -> Verdict:
+        answer: Future[Verdict] = Future()
         with self._lock:
             if self.is_gone:
                 raise _HelperGone
@@ -109,7 +109,7 @@ class _Helper:
                 verdict = msgspec.json.decode(line, type=Verdict)
                 with self._lock:
                     answer = self._waiting.pop(verdict.number)
-                answer.set_result(verdict.refused)
+                answer.set_result(verdict)
         with self._lock:
             self.is_gone = True
             left = list(self._waiting.values())
@@ -141,15 +141,17 @@ class GrammarTrials:
         name = hashlib.sha256(f"{spec.kind}\0{spec.text}".encode()).digest()
         reason = self._refused.get(name)
         if reason is None:
-            reason = self._try(spec)
+            verdict = self._try(spec)
+            reason = verdict.refused
+            if reason and verdict.lasts:
+                with self._lock:
+                    self._refused[name] = reason
+                    if len(self._refused) > _MAX_REFUSED:
+                        self._refused.popitem(last=False)
         if reason:
-            with self._lock:
-                self._refused[name] = reason
-                if len(self._refused) > _MAX_REFUSED:
-                    self._refused.popitem(last=False)
             raise InvalidRequest(reason, code="invalid_grammar")
 
-    def _try(self, spec: GrammarSpec) -> str:
+    def _try(self, spec: GrammarSpec) -> Verdict:
         for _ in range(2):  # one that had nothing to do may be leaving just now
             with self._lock:
                 if self._helper is None or self._helper.is_gone:

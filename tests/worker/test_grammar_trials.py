@@ -95,6 +95,18 @@ def test_an_expression_that_would_take_all_memory_is_refused(smollm2: Path) -> N
         trials.close()
 
 
+def test_what_a_starved_machine_could_not_try_is_tried_again(smollm2: Path) -> None:
+    trials = GrammarTrials(smollm2, VOCAB_SIZE, Limits(wall_s=1))
+    try:
+        for _ in range(2):
+            trials.close()
+            with pytest.raises(InvalidRequest, match="try again"):
+                trials.check(GrammarSpec("regex", ENDLESS))
+            assert trials.pid is not None
+    finally:
+        trials.close()
+
+
 def test_a_helper_that_was_killed_is_started_anew(trials: GrammarTrials) -> None:
     trials.check(GrammarSpec("regex", "(ab)*"))
     assert trials.pid is not None
