@@ -32,7 +32,7 @@ from stoker.base.ids import RequestId  # noqa: E402
 from stoker.engine.build import read_hf_config  # noqa: E402
 from stoker.engine.llm import LLM  # noqa: E402
 from stoker.kernels.sample import penalise  # noqa: E402
-from stoker.models.contract import family_of  # noqa: E402
+from stoker.models.family import family_of  # noqa: E402
 from stoker.models.weights import parameter_slices  # noqa: E402
 from stoker.sched.request import GenerateRequest, SamplingParams, TokenChunk  # noqa: E402
 

@@ -102,7 +102,7 @@ def _tensors(folder: Path) -> list[tuple[str, tuple[int, ...]]]:
 
     sys.path.insert(0, str(ROOT))
     from stoker.engine.build import read_hf_config
-    from stoker.models.contract import family_of
+    from stoker.models.family import family_of
     from stoker.models.weights import parameter_slices
 
     family = family_of(read_hf_config(folder), str(folder))

@@ -28,7 +28,8 @@ from stoker.checkpoint.progress import silent
 from stoker.checkpoint.source import default_cache_dir, resolve_model
 from stoker.engine.build import read_hf_config
 from stoker.engine.llm import LLM, Completion
-from stoker.models.contract import family_of
+from stoker.engine.process.grammars.compiler import XGrammars
+from stoker.models.family import family_of
 from stoker.proto.openai.chat import ChatRequest
 from stoker.proto.openai.decode import decode
 from stoker.sched.request import GrammarSpec, SamplingParams
@@ -38,7 +39,6 @@ from stoker.text.parsers.contract import ToolArgumentsDelta, ToolCallStart
 from stoker.text.tools import chat_tools
 from stoker.worker.constraint import resolve_constraint
 from stoker.worker.context import ModelText
-from stoker.worker.grammar import XGrammars
 from stoker.worker.prompt import forced_constraint, render
 from stoker.worker.sampling import ModelLimits
 

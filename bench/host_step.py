@@ -35,17 +35,17 @@ from stoker.base import collector  # noqa: E402
 from stoker.base.config import EngineSettings, KvSettings, SchedSettings  # noqa: E402
 from stoker.base.ids import RequestId  # noqa: E402
 from stoker.engine.build import BuiltEngine, build_engine  # noqa: E402
-from stoker.engine.card import _shapes  # noqa: E402
+from stoker.engine.gpu_steps import _shapes  # noqa: E402
 from stoker.engine.graphs import StepOutputs, _cost  # noqa: E402
 from stoker.engine.packed import StepData  # noqa: E402
+from stoker.engine.process.block_log import BlockLog  # noqa: E402
+from stoker.engine.process.main import EngineLoop, Message  # noqa: E402
 from stoker.engine.runner import PendingStep  # noqa: E402
 from stoker.kernels.paged import Cutter  # noqa: E402
 from stoker.proto.messages import Add, Shutdown  # noqa: E402
 from stoker.proto.pipe import EngineEnd  # noqa: E402
 from stoker.sched.plan import StepPlan  # noqa: E402
 from stoker.sched.request import GenerateRequest, SamplingParams  # noqa: E402
-from stoker.worker.block_log import BlockLog  # noqa: E402
-from stoker.worker.engine_process import EngineLoop, Message  # noqa: E402
 
 BLOCK_TOKENS, CONTEXT, STEPS = 64, 600, 256
 SMALL = LLAMA_8B | {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,

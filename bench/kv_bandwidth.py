@@ -30,14 +30,14 @@ from numpy.typing import NDArray
 
 from stoker.base.config import HandoffSettings
 from stoker.base.ids import BlockId, BlockKey
-from stoker.kv import checksum
-from stoker.kv.device import DeviceKv
-from stoker.kv.layout import KvLayout
-from stoker.kv.leases import LeaseBook
-from stoker.kv.peer_client import PeerClient
-from stoker.kv.peer_server import PeerServer
-from stoker.kv.transfer import KvIdentity, KvTicket, PeerUnavailable
-from stoker.kv.transports.contract import TRANSPORTS
+from stoker.kv.blocks.layout import KvLayout
+from stoker.kv.blocks.transfer import KvIdentity, KvTicket, PeerUnavailable
+from stoker.kv.device import checksum
+from stoker.kv.device.device_kv import DeviceKv
+from stoker.kv.peer.lease_book import LeaseBook
+from stoker.kv.peer.peer_client import PeerClient
+from stoker.kv.peer.peer_server import PeerServer
+from stoker.kv.peer.transports.transport import TRANSPORTS
 
 SIZES_MIB = (0.5, 2.0, 8.0)
 POOL_BYTES = 128 << 20  # well above the caches

@@ -27,13 +27,13 @@ import numpy as np
 
 from stoker.base.config import StoreSettings
 from stoker.base.ids import BlockKey
-from stoker.kv.block_io import ROOM_BYTES, new_buffer
-from stoker.kv.checksum import checksum
-from stoker.kv.layout import KvLayout
-from stoker.kv.mooncake_master import MooncakeMaster
-from stoker.kv.tiers.contract import TierContext
-from stoker.kv.tiers.mooncake import MooncakeTier
-from stoker.kv.transfer import BlockName
+from stoker.kv.blocks.layout import KvLayout
+from stoker.kv.blocks.transfer import BlockName
+from stoker.kv.device.checksum import checksum
+from stoker.kv.mooncake.master import MooncakeMaster
+from stoker.kv.store.block_io import ROOM_BYTES, new_buffer
+from stoker.kv.store.tiers.mooncake.mooncake_tier import MooncakeTier
+from stoker.kv.store.tiers.tier import TierContext
 from stoker.loadgen.report import environment
 
 BATCH_BYTES = 64 << 20

@@ -32,12 +32,12 @@ from rich.table import Table
 
 from stoker.base.config import StoreSettings
 from stoker.base.ids import BlockKey
-from stoker.kv.checksum import checksum
-from stoker.kv.layout import KvLayout
-from stoker.kv.tiers.contract import TIERS, HostBytes, Tier, TierContext
-from stoker.kv.tiers.disk import THREADS
-from stoker.kv.tiers.host_files import remove_host_store
-from stoker.kv.transfer import BlockName
+from stoker.kv.blocks.layout import KvLayout
+from stoker.kv.blocks.transfer import BlockName
+from stoker.kv.device.checksum import checksum
+from stoker.kv.store.tiers.disk.disk_tier import THREADS
+from stoker.kv.store.tiers.host.host_memory import remove_host_store
+from stoker.kv.store.tiers.tier import TIERS, HostBytes, Tier, TierContext
 
 BLOCK_MIB = (0.5, 2.0, 8.0)
 

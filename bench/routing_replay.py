@@ -28,7 +28,7 @@ from stoker.base.ids import BlockId, WorkerId
 from stoker.fleet.fleet import Fleet
 from stoker.fleet.ledger import Ledger
 from stoker.fleet.spec import WorkerLoad, WorkerSpec
-from stoker.kv.free_blocks import FreeBlocks
+from stoker.kv.blocks.free_blocks import FreeBlocks
 from stoker.routing.policy import RouterSettings
 from stoker.routing.query import Route, RouteQuery
 from stoker.routing.router import PrefixIndexes, Router
@@ -79,7 +79,7 @@ class Cache:
 
 
 class PoolCache:
-    """The same with blocks that go in the order of our workers' pools (kv/free_blocks.py)."""
+    """The same with blocks that go in the order of our workers' pools (kv/blocks/free_blocks.py)."""
 
     def __init__(self, capacity: float) -> None:
         self._capacity = capacity

@@ -35,15 +35,15 @@ import torch
 from stoker.base.clock import RealClock
 from stoker.base.config import EngineSettings, HandoffSettings, StoreSettings
 from stoker.base.ids import RequestId
-from stoker.engine.engine import Engine
+from stoker.engine.loop import Engine
 from stoker.engine.rates import StepRates
 from stoker.engine.store import build_store
-from stoker.kv.device import DeviceKv
-from stoker.kv.layout import KvLayout
-from stoker.kv.leases import LeaseBook
-from stoker.kv.pool import BlockPool
-from stoker.kv.tiers.host_files import remove_host_store
-from stoker.kv.transfer import KvIdentity
+from stoker.kv.blocks.layout import KvLayout
+from stoker.kv.blocks.pool import BlockPool
+from stoker.kv.blocks.transfer import KvIdentity
+from stoker.kv.device.device_kv import DeviceKv
+from stoker.kv.peer.lease_book import LeaseBook
+from stoker.kv.store.tiers.host.host_memory import remove_host_store
 from stoker.sched.plan import StepPlan, StepResult
 from stoker.sched.request import GenerateRequest, SamplingParams
 from stoker.sched.scheduler import Scheduler, SchedulerConfig

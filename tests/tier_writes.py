@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stoker.kv.checksum import checksum
-from stoker.kv.tiers.contract import HostBytes, Tier
-from stoker.kv.transfer import BlockName
+from stoker.kv.blocks.transfer import BlockName
+from stoker.kv.device.checksum import checksum
+from stoker.kv.store.tiers.tier import HostBytes, Tier
 
 
 def put(tier: Tier, names: Sequence[BlockName], data: Sequence[HostBytes]) -> list[bool]:

@@ -162,8 +162,8 @@ def _settle_memory() -> None:
 
 
 def _print_new_key(name: str, tenant: str) -> int:
+    from stoker.gateway.admission.api_keys import new_key
     from stoker.gateway.config import KeySettings
-    from stoker.gateway.keys import new_key
 
     key, digest = new_key()
     KeySettings(name, digest, tenant)  # names that no config may have are refused before the key is used anywhere

@@ -160,7 +160,7 @@ def _plan(
 
 def _master_command(ssd: bool) -> list[str]:
     """But for its ports."""
-    from stoker.kv.mooncake_master import program
+    from stoker.kv.mooncake.master import program
 
     command = [str(program()), "--rpc_address=127.0.0.1", "--metrics_host=127.0.0.1", "--logtostderr=true"]
     command += ["--default_kv_lease_ttl=2000", "--client_ttl=10"]
@@ -286,6 +286,6 @@ def _tidy_up(fleets_dir: Path) -> None:
 
 def _remove_store(name: str | None) -> None:
     if name is not None:
-        from stoker.kv.tiers.host_files import remove_host_store
+        from stoker.kv.store.tiers.host.host_memory import remove_host_store
 
         remove_host_store(name)

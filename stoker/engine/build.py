@@ -19,22 +19,22 @@ from stoker.base.config import EngineSettings
 from stoker.base.errors import ModelFilesError
 from stoker.base.ids import RequestId
 from stoker.base.timeline import Timeline
-from stoker.engine.card_memory import MemoryLine, MemoryTable, WorkingMemory
-from stoker.engine.engine import Engine
+from stoker.engine.gpu_memory import MemoryLine, MemoryTable, WorkingMemory
 from stoker.engine.grammar import Grammars, NoGrammars
+from stoker.engine.loop import Engine
 from stoker.engine.memory import Resolved, num_blocks, resolve
 from stoker.engine.rates import StepRates
 from stoker.engine.rows import RowTable
 from stoker.engine.runner import Runner
 from stoker.engine.store import build_store
-from stoker.kv.device import DeviceKv
-from stoker.kv.layout import KvLayout
-from stoker.kv.leases import LeaseBook
-from stoker.kv.peer_server import PeerServer
-from stoker.kv.pool import BlockPool, PoolObserver
-from stoker.kv.store import KvStore
-from stoker.kv.transfer import KvIdentity
-from stoker.models.contract import Model, ModelFamily, family_of
+from stoker.kv.blocks.layout import KvLayout
+from stoker.kv.blocks.pool import BlockPool, PoolObserver
+from stoker.kv.blocks.transfer import KvIdentity
+from stoker.kv.device.device_kv import DeviceKv
+from stoker.kv.peer.lease_book import LeaseBook
+from stoker.kv.peer.peer_server import PeerServer
+from stoker.kv.store.kv_store import KvStore
+from stoker.models.family import Model, ModelFamily, family_of
 from stoker.models.reader import ReadAhead
 from stoker.models.weights import load, parameter_slices
 from stoker.sched.leases import LeaseTerms

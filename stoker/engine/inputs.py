@@ -10,7 +10,7 @@ from torch import Tensor
 from stoker.engine.rows import RowTable
 from stoker.kernels.attention import SpanShape, group_spans
 from stoker.kernels.transfer import to_device
-from stoker.kv.device import DeviceKv
+from stoker.kv.device.device_kv import DeviceKv
 from stoker.layers.batch import ForwardBatch
 from stoker.sched.plan import ON_DEVICE, StepPlan
 

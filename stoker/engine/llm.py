@@ -11,7 +11,7 @@ from stoker.base.config import EngineSettings
 from stoker.base.ids import RequestId
 from stoker.engine.build import build_engine
 from stoker.engine.grammar import Grammars
-from stoker.kv.transfer import KvTicket
+from stoker.kv.blocks.transfer import KvTicket
 from stoker.sched.request import Finish, GenerateRequest, SamplingParams, TokenLogprobs, Usage
 
 _LOOK_EVERY_S = 0.01

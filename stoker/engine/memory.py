@@ -9,10 +9,10 @@ import torch
 from stoker.base.allowance import all_ram, available_ram, usable_cores
 from stoker.base.config import EngineSettings
 from stoker.base.errors import ConfigError
-from stoker.engine.card_memory import WorkingMemory
+from stoker.engine.gpu_memory import WorkingMemory
 from stoker.engine.threads import FixedThreads, Threads, ThreadTuner
-from stoker.kv.layout import KvLayout
-from stoker.models.contract import ModelShape
+from stoker.kv.blocks.layout import KvLayout
+from stoker.models.family import ModelShape
 
 _GIB = 1 << 30
 # In RAM: a worker shares the machine, so by default the cache takes a part of what is free, and no more than this.

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stoker.engine.card import CardSteps
+from stoker.engine.gpu_steps import CardSteps
 from stoker.engine.inputs import build_batch
 from stoker.engine.rows import RowState, RowTable
 from stoker.engine.sampler import Drawn, sample
 from stoker.engine.threads import Threads
 from stoker.kernels.paged import fits
 from stoker.kernels.transfer import to_device
-from stoker.kv.device import DeviceKv
-from stoker.models.contract import Model
+from stoker.kv.device.device_kv import DeviceKv
+from stoker.models.family import Model
 from stoker.sched.plan import BlockCopy, StepPlan, StepResult
 
 # Of blocks that are copied at a time: on their way they are held once more, and hundreds of requests may each want one in one step.

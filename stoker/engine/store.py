@@ -8,13 +8,13 @@ from functools import partial
 
 from stoker.base.config import EngineSettings
 from stoker.base.ids import BlockKey
-from stoker.kv.block_io import ROOM_BYTES, block_io
-from stoker.kv.device import DeviceKv
-from stoker.kv.peer_client import PeerClient
-from stoker.kv.store import KvStore, StoreContext, TierEvent
-from stoker.kv.tier_use import TierUse
-from stoker.kv.tiers.contract import TIERS, TierContext
-from stoker.kv.transfer import KvIdentity
+from stoker.kv.blocks.transfer import KvIdentity
+from stoker.kv.device.device_kv import DeviceKv
+from stoker.kv.peer.peer_client import PeerClient
+from stoker.kv.store.block_io import ROOM_BYTES, block_io
+from stoker.kv.store.kv_store import KvStore, StoreContext, TierEvent
+from stoker.kv.store.tier_use import TierUse
+from stoker.kv.store.tiers.tier import TIERS, TierContext
 
 _CHAIN = ("host", "disk", "mooncake")  # the nearest first; others come after them
 

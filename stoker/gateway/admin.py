@@ -19,9 +19,9 @@ from stoker.base.log import EventLog
 from stoker.fleet.fleet import Fleet, Member
 from stoker.fleet.ledger import Ledger
 from stoker.fleet.spec import WorkerSpec
-from stoker.gateway.admission import Admission
-from stoker.gateway.keys import AdminToken
-from stoker.gateway.reply import Reply, error_reply, json_reply
+from stoker.gateway.admission.admission import Admission
+from stoker.gateway.admission.api_keys import AdminToken
+from stoker.gateway.api.reply import Reply, error_reply, json_reply
 from stoker.gateway.worker_option import WorkerSettings, worker_spec
 from stoker.routing.router import Router
 

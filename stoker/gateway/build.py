@@ -21,27 +21,27 @@ from stoker.base.log import EventLog
 from stoker.fleet.fleet import Fleet, Member
 from stoker.fleet.ledger import Ledger, Load
 from stoker.gateway.admin import Admin, AdminView
-from stoker.gateway.admission import Admission
-from stoker.gateway.app import Gateway, Parts
-from stoker.gateway.capacity import Capacities
+from stoker.gateway.admission.admission import Admission
+from stoker.gateway.admission.api_keys import AdminToken, Keys
+from stoker.gateway.admission.capacity import Capacities
 from stoker.gateway.config import GatewayConfig, ListenSettings, read_secret
-from stoker.gateway.conversation import KeyMakers
-from stoker.gateway.handoff_notes import HandoffNotes
 from stoker.gateway.http import Server, ServerLimits
-from stoker.gateway.keys import AdminToken, Keys
-from stoker.gateway.legs import Cleanups, Tools
-from stoker.gateway.meter import Meter, NoMeter
-from stoker.gateway.metrics import GatewayMetrics, Sample
-from stoker.gateway.prices import PriceList
-from stoker.gateway.proxy import Proxy
-from stoker.gateway.registration import Registration
-from stoker.gateway.request_log import NoRequestLog, RequestLog
-from stoker.gateway.state import GatewayState
-from stoker.gateway.tracing import Tracing, make_tracing
-from stoker.gateway.upstream import Upstreams
-from stoker.gateway.usage import Usage
-from stoker.gateway.watch import Watchers, WatchSettings
-from stoker.gateway.workers import Workers
+from stoker.gateway.membership import Workers
+from stoker.gateway.path.app import Gateway, Parts
+from stoker.gateway.path.drain_state import GatewayState
+from stoker.gateway.path.handoff_notes import HandoffNotes
+from stoker.gateway.path.legs import Cleanups, Tools
+from stoker.gateway.path.proxy import Proxy
+from stoker.gateway.path.upstream import Upstreams
+from stoker.gateway.prefix.conversation import KeyMakers
+from stoker.gateway.records.meter import Meter, NoMeter
+from stoker.gateway.records.metrics import GatewayMetrics, Sample
+from stoker.gateway.records.prices import PriceList
+from stoker.gateway.records.request_log import NoRequestLog, RequestLog
+from stoker.gateway.records.tracing import Tracing, make_tracing
+from stoker.gateway.records.usage_endpoint import Usage
+from stoker.gateway.watch.registration import Registration
+from stoker.gateway.watch.watchers import Watchers, WatchSettings
 from stoker.routing.router import PrefixIndexes, Router
 
 _CUT_S = 0.5  # for connections to end by themselves once the gateway stops

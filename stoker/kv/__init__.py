@@ -1,1 +1,1 @@
-"""KV blocks and where they lie. keys, pool and layout are light: they never import torch."""
+"""KV blocks: what they are (blocks), their device memory (device), the store below it (store), other workers (peer)."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from stoker.kernels.attention import SpanGroup
 from stoker.kernels.attention_rows import RowGroup
 from stoker.kernels.paged import PagedSpans
-from stoker.kv.device import DeviceKv
+from stoker.kv.device.device_kv import DeviceKv
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from stoker.layers.decoder import DecoderConfig
 from stoker.layers.moe import MoeConfig
 from stoker.layers.quant import PLAIN, Int4, Stored
 from stoker.layers.rope import RopeConfig
-from stoker.models.contract import Rule, field
+from stoker.models.family import Rule, field
 from stoker.models.quantisation import product_rules, read_quantisation
 
 

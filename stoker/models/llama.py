@@ -7,8 +7,8 @@ from typing import Any
 
 from stoker.layers.decoder import Decoder
 from stoker.layers.moe import MoeConfig
-from stoker.models.contract import MODELS, Model, ModelShape
 from stoker.models.dense import decoder_ignored, decoder_rules, read_config
+from stoker.models.family import MODELS, Model, ModelShape
 
 
 @MODELS.register("LlamaForCausalLM")

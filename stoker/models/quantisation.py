@@ -14,7 +14,7 @@ from typing import Any
 
 from stoker.base.errors import ModelFilesError
 from stoker.layers.quant import PLAIN, Fp8, Int4, Stored
-from stoker.models.contract import Rule, field
+from stoker.models.family import Rule, field
 
 _SERVED = (
     "served are fp8 (a scale for a tensor, an output, or 128x128 blocks) and compressed-tensors' float-quantized (the same) and "

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stoker.base.errors import ModelFilesError
-from stoker.models.contract import MODELS, field
+from stoker.models.family import MODELS, field
 from stoker.models.llama import Llama
 
 

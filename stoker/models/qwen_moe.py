@@ -7,7 +7,7 @@ from typing import Any
 
 from stoker.base.errors import ModelFilesError
 from stoker.layers.moe import MoeConfig
-from stoker.models.contract import MODELS, field
+from stoker.models.family import MODELS, field
 from stoker.models.qwen import Qwen3
 
 

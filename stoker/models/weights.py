@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stoker.base.errors import ModelFilesError
-from stoker.models.contract import Model, Rule
+from stoker.models.family import Model, Rule
 from stoker.models.fill import Copy, Progress, fill
 from stoker.models.reader import ReadAhead, stored_tensors
 

@@ -8,7 +8,7 @@ import msgspec
 
 from stoker.base.config import EngineSettings
 from stoker.base.ids import BlockKey, RequestId, WorkerId
-from stoker.kv.transfer import KvTicket
+from stoker.kv.blocks.transfer import KvTicket
 from stoker.sched.request import GenerateRequest, TokenChunks
 
 

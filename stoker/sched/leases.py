@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from stoker.base.errors import InvalidRequest
 from stoker.base.ids import BlockId, BlockKey
-from stoker.kv.pool import BlockPool
-from stoker.kv.transfer import BlockName, KvTicket
+from stoker.kv.blocks.pool import BlockPool
+from stoker.kv.blocks.transfer import BlockName, KvTicket
 from stoker.sched.sequence import Sequence, State
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stoker.base.ids import BlockId
-from stoker.kv.transfer import KvLoad, LoadResult
+from stoker.kv.blocks.transfer import KvLoad, LoadResult
 from stoker.sched.sequence import Sequence
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from stoker.base.ids import BlockId
-from stoker.kv.pool import BlockPool
-from stoker.kv.transfer import OfferedBlock
+from stoker.kv.blocks.pool import BlockPool
+from stoker.kv.blocks.transfer import OfferedBlock
 from stoker.sched.sequence import Sequence
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from stoker.base.ids import BlockId, Row
-from stoker.kv.transfer import KvLoad
+from stoker.kv.blocks.transfer import KvLoad
 from stoker.sched.request import SamplingParams, TokenLogprobs
 
 # In StepPlan.token_ids: this token was sampled by an earlier step and is known on the device, maybe not yet here.

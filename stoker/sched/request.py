@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from stoker.base.ids import RequestId
-from stoker.kv.transfer import KvTicket
+from stoker.kv.blocks.transfer import KvTicket
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "ebnf", "structural_tag"]
 FinishReason = Literal["stop", "length", "handoff", "cancelled", "deadline", "error"]

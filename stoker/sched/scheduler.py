@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 from stoker.base.errors import ContextTooLong, InvalidRequest
 from stoker.base.ids import BlockId, BlockKey, RequestId, Row
-from stoker.kv.keys import block_keys, root_key
-from stoker.kv.pool import BlockPool
-from stoker.kv.transfer import LoadResult, OfferedBlock
-from stoker.sched.draft import Draft
+from stoker.kv.blocks.keys import block_keys, root_key
+from stoker.kv.blocks.pool import BlockPool
+from stoker.kv.blocks.transfer import LoadResult, OfferedBlock
 from stoker.sched.leases import LeasedKv, Leases, LeaseTerms
 from stoker.sched.loads import Loads, loadable_tokens
 from stoker.sched.offers import Offers
 from stoker.sched.plan import BlockCopy, BlockTableChange, Span, StepPlan, StepResult
+from stoker.sched.plan_builder import Draft
 from stoker.sched.request import Finish, GenerateRequest, TokenChunks
 from stoker.sched.sequence import Sequence, State
 

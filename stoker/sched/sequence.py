@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from stoker.base.ids import BlockId, BlockKey, Row
-from stoker.kv.keys import next_key, salt_hash
-from stoker.kv.transfer import BlockName
+from stoker.kv.blocks.keys import next_key, salt_hash
+from stoker.kv.blocks.transfer import BlockName
 from stoker.sched.request import GenerateRequest, Usage
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from stoker.base.errors import DeadlineExceeded, InvalidRequest
-from stoker.kv.transfer import KvTicket
+from stoker.kv.blocks.transfer import KvTicket
 from stoker.sched.request import Finish, GenerateRequest, TokenChunk, TokenLogprobs, Usage
 from stoker.text.detokenizer import Detokenizer
 from stoker.text.parsers.contract import ReasoningDelta, TextDelta, ToolCallStart

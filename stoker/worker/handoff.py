@@ -18,7 +18,7 @@ from msgspec import UNSET, Meta, UnsetType
 from stoker.base.address import join_address, split_address
 from stoker.base.errors import InvalidRequest
 from stoker.base.log import EventLog
-from stoker.kv.transfer import KvTicket
+from stoker.kv.blocks.transfer import KvTicket
 from stoker.proto.messages import EngineInfo
 from stoker.proto.openai.decode import convert
 from stoker.proto.openai.handoff import KvTransfer, KvTransferParams, KvTransfers

@@ -32,7 +32,7 @@ def spawn_engine(environment: Mapping[str, str], folder: Path | None = None) -> 
             [
                 sys.executable,
                 "-m",
-                "stoker.worker.engine_main",
+                "stoker.engine.process.start",
                 str(theirs.fileno()),
                 *([str(folder)] if folder else []),
             ],

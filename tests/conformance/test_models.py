@@ -16,7 +16,7 @@ from tiny import SHAPES, make_tiny
 from stoker.base.config import EngineSettings, KvSettings, SchedSettings
 from stoker.base.errors import ModelFilesError
 from stoker.engine.llm import LLM, Completion
-from stoker.models.contract import MODELS, family_of
+from stoker.models.family import MODELS, family_of
 from stoker.sched.request import SamplingParams
 
 Tensors = dict[str, torch.Tensor]

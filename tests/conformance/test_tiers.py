@@ -20,11 +20,11 @@ from tier_writes import put
 
 from stoker.base.config import StoreSettings
 from stoker.base.ids import BlockKey
-from stoker.kv.layout import KvLayout
-from stoker.kv.tiers.contract import TIERS, HostBytes, Tier, TierContext
-from stoker.kv.tiers.host import HostTier
-from stoker.kv.tiers.host_files import remove_host_store
-from stoker.kv.transfer import BlockName, TierUnavailable
+from stoker.kv.blocks.layout import KvLayout
+from stoker.kv.blocks.transfer import BlockName, TierUnavailable
+from stoker.kv.store.tiers.host.host_memory import remove_host_store
+from stoker.kv.store.tiers.host.host_tier import HostTier
+from stoker.kv.store.tiers.tier import TIERS, HostBytes, Tier, TierContext
 
 LAYOUT = KvLayout(num_layers=2, num_heads=2, head_dim=64, block_tokens=64, dtype="float32", dtype_bytes=4)
 BLOCK = LAYOUT.block_bytes
@@ -144,7 +144,7 @@ def disk_encrypted(tmp_path: Path) -> Iterator[World]:
 def mooncake(tmp_path: Path) -> Iterator[World]:
     if "mooncake" not in TIERS:
         pytest.skip("there is no mooncake tier")
-    from stoker.kv.mooncake_master import MooncakeMaster, is_installed
+    from stoker.kv.mooncake.master import MooncakeMaster, is_installed
 
     if not is_installed():
         pytest.skip("mooncake's client is not installed, or a library that it needs")
@@ -159,8 +159,8 @@ WORLDS = {make.__name__: make for make in (host_private, host_shared, disk, disk
 
 @pytest.fixture(params=WORLDS)
 def world(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    for name in ("host.LOCK_S", "disk_room._LOCK_S", "disk._ANSWER_S"):
-        monkeypatch.setattr(f"stoker.kv.tiers.{name}", PATIENCE_S)
+    for name in ("host.host_tier.LOCK_S", "disk.disk_eviction._LOCK_S", "disk.disk_tier._ANSWER_S"):
+        monkeypatch.setattr(f"stoker.kv.store.tiers.{name}", PATIENCE_S)
     makes = WORLDS[request.param](tmp_path)
     world = next(makes)
     yield world

@@ -29,11 +29,11 @@ from kv.peer_world import (
 
 from stoker.base.config import HandoffSettings
 from stoker.base.ids import BlockId
-from stoker.kv.checksum import HostBytes
-from stoker.kv.device import DeviceKv
-from stoker.kv.layout import KvLayout
-from stoker.kv.transfer import BlockName, KvTicket, PeerUnavailable
-from stoker.kv.transports.contract import TRANSPORTS
+from stoker.kv.blocks.layout import KvLayout
+from stoker.kv.blocks.transfer import BlockName, KvTicket, PeerUnavailable
+from stoker.kv.device.checksum import HostBytes
+from stoker.kv.device.device_kv import DeviceKv
+from stoker.kv.peer.transports.transport import TRANSPORTS
 
 NUM_BLOCKS = 32
 MLA = KvLayout(num_layers=3, num_heads=1, head_dim=72, block_tokens=16, dtype="bfloat16", dtype_bytes=2)

@@ -18,8 +18,8 @@ from stoker.engine.llm import LLM
 from stoker.engine.rows import RowTable
 from stoker.engine.runner import Runner
 from stoker.engine.threads import FixedThreads
-from stoker.kv.device import DeviceKv
-from stoker.kv.layout import KvLayout
+from stoker.kv.blocks.layout import KvLayout
+from stoker.kv.device.device_kv import DeviceKv
 from stoker.sched.plan import BlockCopy, StepPlan
 from stoker.sched.request import SamplingParams
 

@@ -20,10 +20,10 @@ from stoker.base.ids import RequestId
 from stoker.engine.llm import LLM, Completion
 from stoker.engine.rates import StepRates
 from stoker.engine.runner import PendingStep, Runner
-from stoker.kv.leases import LeaseBook
-from stoker.kv.mooncake_master import INSTALL_HINT, MooncakeMaster, is_installed
-from stoker.kv.tiers.host_files import remove_host_store
-from stoker.kv.transfer import KvTicket
+from stoker.kv.blocks.transfer import KvTicket
+from stoker.kv.mooncake.master import INSTALL_HINT, MooncakeMaster, is_installed
+from stoker.kv.peer.lease_book import LeaseBook
+from stoker.kv.store.tiers.host.host_memory import remove_host_store
 from stoker.sched.plan import StepPlan
 from stoker.sched.request import GenerateRequest, SamplingParams
 
@@ -113,7 +113,7 @@ def wait_until_written(llm: LLM, asked: list[list[int]]) -> None:
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What can be had is waited for, also on a machine that stalls."""
     for name in ("_TIER_PATIENCE_S", "_PEER_PATIENCE_S"):
-        monkeypatch.setattr(f"stoker.kv.loads.{name}", 60.0)
+        monkeypatch.setattr(f"stoker.kv.store.loader.{name}", 60.0)
 
 
 LENGTHS = [1, 2, 7, 8, 9, 16, 17, 40, 64, 100]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stoker.base.ids import Row
-from stoker.engine.card import _shapes
+from stoker.engine.gpu_steps import _shapes
 from stoker.engine.packed import StepData, StepInputs, StepShape
 from stoker.kernels.paged import Cutter
 from stoker.sched.plan import ON_DEVICE, Span, StepPlan

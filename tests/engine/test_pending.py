@@ -13,7 +13,7 @@ from stoker.engine.grammar import NoGrammars
 from stoker.engine.rows import RowTable
 from stoker.engine.runner import PendingStep, Runner
 from stoker.engine.threads import FixedThreads
-from stoker.kv.layout import KvLayout
+from stoker.kv.blocks.layout import KvLayout
 from stoker.sched.plan import NewRow, Span, StepPlan, StepResult
 from stoker.sched.request import SamplingParams
 

@@ -18,8 +18,8 @@ from stoker.base.config import StoreSettings
 from stoker.base.ids import BlockKey
 from stoker.engine.llm import LLM
 from stoker.engine.rates import StepRates
-from stoker.kv.tiers.contract import HostBytes, Tier, TierStats
-from stoker.kv.transfer import BlockName, TierUnavailable
+from stoker.kv.blocks.transfer import BlockName, TierUnavailable
+from stoker.kv.store.tiers.tier import HostBytes, Tier, TierStats
 from stoker.sched.request import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -88,7 +88,7 @@ def filled(
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A read is waited for, also on a machine that stalls."""
-    monkeypatch.setattr("stoker.kv.loads._TIER_PATIENCE_S", 60.0)
+    monkeypatch.setattr("stoker.kv.store.loader._TIER_PATIENCE_S", 60.0)
 
 
 @pytest.fixture(autouse=True)

@@ -14,11 +14,11 @@ from stoker.fleet.fleet import Fleet
 from stoker.fleet.ledger import Ledger
 from stoker.fleet.spec import WorkerLoad, WorkerSpec
 from stoker.gateway.admin import Admin, AdminView
-from stoker.gateway.admission import Admission
-from stoker.gateway.capacity import Capacities
+from stoker.gateway.admission.admission import Admission
+from stoker.gateway.admission.api_keys import AdminToken, Caller
+from stoker.gateway.admission.capacity import Capacities
+from stoker.gateway.api.reply import Reply
 from stoker.gateway.config import AdmissionSettings
-from stoker.gateway.keys import AdminToken, Caller
-from stoker.gateway.reply import Reply
 from stoker.routing.query import RouteQuery
 from stoker.routing.router import PrefixIndexes, Router
 

@@ -10,7 +10,7 @@ from typing import get_type_hints
 import pytest
 
 from stoker.gateway.config import GatewayConfig
-from stoker.gateway.metrics import GatewayMetrics
+from stoker.gateway.records.metrics import GatewayMetrics
 
 TEXT = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text(encoding="utf-8")
 INTERNAL = {"meter.default_path"}  # the command line's, not the file's

@@ -14,7 +14,7 @@ import pytest
 from real_fleet import WORKER_OPTIONS, Exchange, Process, RealFleet, real_fleet
 from worker.real import COMPLETIONS, wait_for
 
-from stoker.kv.mooncake_master import INSTALL_HINT, MooncakeMaster, is_installed
+from stoker.kv.mooncake.master import INSTALL_HINT, MooncakeMaster, is_installed
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason=f"Mooncake is not installed: {INSTALL_HINT}")
 

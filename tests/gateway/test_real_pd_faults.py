@@ -17,7 +17,7 @@ import pytest
 from real_fleet import Exchange, Process, RealFleet, real_fleet
 from worker.real import COMPLETIONS, wait_for
 
-from stoker.kv.tiers.host_files import remove_host_store
+from stoker.kv.store.tiers.host.host_memory import remove_host_store
 
 BLOCK = 16
 PULLED, LOADED = "stoker_kv_pulled_tokens_total", "stoker_kv_loaded_tokens_total"

@@ -16,23 +16,23 @@ from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Fleet
 from stoker.fleet.ledger import Ledger, Totals
 from stoker.fleet.spec import Role, WorkerSpec
-from stoker.gateway.admission import Admission
-from stoker.gateway.app import Gateway, Parts
-from stoker.gateway.body import Envelope
+from stoker.gateway.admission.admission import Admission
+from stoker.gateway.admission.api_keys import Keys
+from stoker.gateway.admission.fair_queue import Capacity
+from stoker.gateway.api.client_body import Envelope
+from stoker.gateway.api.reply import Reply, json_reply
 from stoker.gateway.config import AdmissionSettings, KeySettings, ProxySettings
-from stoker.gateway.conversation import Keys as ConversationKeys
-from stoker.gateway.fair_queue import Capacity
-from stoker.gateway.handoff_notes import HandoffNotes
 from stoker.gateway.http import Answer, ClientLimits, Origin, Pool, Request, Server, ServerLimits
-from stoker.gateway.keys import Keys
-from stoker.gateway.legs import Cleanups, Tools
-from stoker.gateway.metrics import GatewayMetrics
-from stoker.gateway.proxy import Proxy
-from stoker.gateway.reply import Reply, json_reply
-from stoker.gateway.state import GatewayState
-from stoker.gateway.tracing import NoTracing, Tracing
-from stoker.gateway.upstream import Upstreams
-from stoker.gateway.usage_row import UsageRow
+from stoker.gateway.path.app import Gateway, Parts
+from stoker.gateway.path.drain_state import GatewayState
+from stoker.gateway.path.handoff_notes import HandoffNotes
+from stoker.gateway.path.legs import Cleanups, Tools
+from stoker.gateway.path.proxy import Proxy
+from stoker.gateway.path.upstream import Upstreams
+from stoker.gateway.prefix.conversation import Keys as ConversationKeys
+from stoker.gateway.records.metrics import GatewayMetrics
+from stoker.gateway.records.tracing import NoTracing, Tracing
+from stoker.gateway.records.usage_row import UsageRow
 from stoker.routing.policy import RouterSettings
 from stoker.routing.router import PrefixIndexes, Router
 

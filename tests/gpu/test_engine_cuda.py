@@ -44,7 +44,7 @@ def make_folder(path: Path) -> Path:
     # CPU and CUDA draw different random weights from one seed: both load the same file instead.
     from safetensors.torch import save_file
 
-    from stoker.models.contract import family_of
+    from stoker.models.family import family_of
     from stoker.models.weights import parameter_slices
 
     family = family_of(CONFIG, "config.json")

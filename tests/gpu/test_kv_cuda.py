@@ -22,9 +22,9 @@ else:
 from kv.peer_world import LAYOUT, Puller, RemoteServer, ServerSetup, block_ids, closing, contents, keys, rank, raw
 
 from stoker.base.config import HandoffSettings
-from stoker.kv.checksum import checksum, tensor_checksums
-from stoker.kv.layout import KvLayout
-from stoker.kv.transfer import PeerUnavailable
+from stoker.kv.blocks.layout import KvLayout
+from stoker.kv.blocks.transfer import PeerUnavailable
+from stoker.kv.device.checksum import checksum, tensor_checksums
 
 NUM_BLOCKS = 32
 LARGE = KvLayout(num_layers=16, num_heads=8, head_dim=64, block_tokens=64, dtype="bfloat16", dtype_bytes=2)  # 2 MiB

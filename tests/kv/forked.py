@@ -7,5 +7,11 @@ import multiprocessing
 
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(
-    ["torch", "stoker.kv.peer_server", "stoker.kv.peer_client", "stoker.kv.tiers.host", "stoker.kv.tiers.disk"]
+    [
+        "torch",
+        "stoker.kv.peer.peer_server",
+        "stoker.kv.peer.peer_client",
+        "stoker.kv.store.tiers.host.host_tier",
+        "stoker.kv.store.tiers.disk.disk_tier",
+    ]
 )

@@ -16,12 +16,12 @@ import numpy as np
 
 from stoker.base.config import StoreSettings
 from stoker.base.ids import BlockKey
-from stoker.kv.checksum import checksum
-from stoker.kv.keys import next_key, root_key
-from stoker.kv.layout import KvLayout
-from stoker.kv.tiers.contract import HostBytes, TierContext
-from stoker.kv.tiers.mooncake import MooncakeTier
-from stoker.kv.transfer import BlockName, TierUnavailable
+from stoker.kv.blocks.keys import next_key, root_key
+from stoker.kv.blocks.layout import KvLayout
+from stoker.kv.blocks.transfer import BlockName, TierUnavailable
+from stoker.kv.device.checksum import checksum
+from stoker.kv.store.tiers.mooncake.mooncake_tier import MooncakeTier
+from stoker.kv.store.tiers.tier import HostBytes, TierContext
 
 FINGERPRINT = "tiny"
 PATIENCE_S = 60.0  # for what comes soon, however busy the machine is
@@ -86,10 +86,10 @@ def within(deadline_s: float, holds: Callable[[], bool]) -> bool:
 def calls_take(seconds: float) -> Iterator[None]:
     """So long may a call of a tier that is made here take before it is a miss: a machine that stalls for a moment is no reason."""
     with (
-        patch("stoker.kv.tiers.mooncake._FIND_S", seconds),
-        patch("stoker.kv.tiers.mooncake._CALL_S", seconds),
-        patch("stoker.kv.tiers.mooncake_doubts._ASK_S", seconds),
-        patch("stoker.kv.tiers.mooncake_link._FIRST_WAIT_S", seconds),
+        patch("stoker.kv.store.tiers.mooncake.mooncake_tier._FIND_S", seconds),
+        patch("stoker.kv.store.tiers.mooncake.mooncake_tier._CALL_S", seconds),
+        patch("stoker.kv.store.tiers.mooncake.mooncake_suspects._ASK_S", seconds),
+        patch("stoker.kv.store.tiers.mooncake.mooncake_client._FIRST_WAIT_S", seconds),
     ):
         yield
 

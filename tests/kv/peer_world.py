@@ -16,12 +16,12 @@ from kv.forked import FORKED
 
 from stoker.base.config import HandoffSettings
 from stoker.base.ids import BlockId, BlockKey
-from stoker.kv.device import DeviceKv
-from stoker.kv.layout import KvLayout
-from stoker.kv.leases import LeaseBook, LeaseView
-from stoker.kv.peer_client import PeerClient
-from stoker.kv.peer_server import PeerServer
-from stoker.kv.transfer import BlockName, KvIdentity, KvTicket
+from stoker.kv.blocks.layout import KvLayout
+from stoker.kv.blocks.transfer import BlockName, KvIdentity, KvTicket
+from stoker.kv.device.device_kv import DeviceKv
+from stoker.kv.peer.lease_book import LeaseBook, LeaseView
+from stoker.kv.peer.peer_client import PeerClient
+from stoker.kv.peer.peer_server import PeerServer
 
 PATIENCE_S = 60.0  # for what comes at once, however busy the machine is
 LAYOUT = KvLayout(num_layers=3, num_heads=4, head_dim=8, block_tokens=16, dtype="float32", dtype_bytes=4)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from stoker.base.errors import ModelFilesError
-from stoker.models.contract import family_of
+from stoker.models.family import family_of
 
 RIGHT = {
     "architectures": ["LlamaForCausalLM"],

@@ -16,7 +16,7 @@ from stoker.engine.build import build_engine
 from stoker.engine.llm import LLM
 from stoker.kernels.linear import Norm
 from stoker.kernels.moe import Experts, add_experts_ref, weave
-from stoker.models.contract import family_of
+from stoker.models.family import family_of
 from stoker.sched.request import SamplingParams
 
 SETTINGS = EngineSettings(device="cpu", num_threads=1, kv=KvSettings(8, 64))

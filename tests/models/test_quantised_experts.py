@@ -17,7 +17,7 @@ from stoker.kernels.quant import QuantWeight
 from stoker.layers import quant
 from stoker.layers.moe import MoeConfig, MoeMlp
 from stoker.layers.quant import PLAIN, Fp8, Int4, Stored
-from stoker.models.contract import Rule, family_of
+from stoker.models.family import Rule, family_of
 from stoker.models.quantisation import read_quantisation
 
 # What Kimi K2 leaves alone: all but the experts.

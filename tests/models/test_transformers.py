@@ -14,7 +14,7 @@ from stoker.engine.build import BuiltEngine, build_engine
 from stoker.engine.grammar import NoGrammars
 from stoker.engine.inputs import build_batch
 from stoker.engine.rows import RowTable
-from stoker.kv.device import DeviceKv
+from stoker.kv.device.device_kv import DeviceKv
 from stoker.sched.plan import BlockTableChange, NewRow, Span, StepPlan
 from stoker.sched.request import SamplingParams
 

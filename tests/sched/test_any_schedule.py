@@ -8,7 +8,7 @@ from collections import deque
 import pytest
 from fake_device import VOCAB, FakeDevice, lone_run, random_request
 
-from stoker.kv.pool import BlockPool
+from stoker.kv.blocks.pool import BlockPool
 from stoker.sched.plan import StepResult
 from stoker.sched.request import TokenChunk
 from stoker.sched.scheduler import Scheduler, SchedulerConfig

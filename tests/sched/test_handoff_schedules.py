@@ -15,9 +15,9 @@ from fake_device import VOCAB, FakeDevice, lone_run, random_request
 
 from stoker.base.errors import InvalidRequest
 from stoker.base.ids import BlockKey, RequestId
-from stoker.kv.keys import block_keys, root_key
-from stoker.kv.pool import BlockPool
-from stoker.kv.transfer import KvLoad, KvTicket, LoadResult
+from stoker.kv.blocks.keys import block_keys, root_key
+from stoker.kv.blocks.pool import BlockPool
+from stoker.kv.blocks.transfer import KvLoad, KvTicket, LoadResult
 from stoker.sched.leases import LeasedKv, LeaseTerms
 from stoker.sched.plan import StepResult
 from stoker.sched.request import GenerateRequest, SamplingParams, TokenChunk

@@ -5,7 +5,7 @@ from __future__ import annotations
 from test_any_schedule import FakeDevice
 
 from stoker.base.ids import RequestId
-from stoker.kv.pool import BlockPool
+from stoker.kv.blocks.pool import BlockPool
 from stoker.sched.request import GenerateRequest, SamplingParams
 from stoker.sched.scheduler import Scheduler, SchedulerConfig
 

@@ -7,7 +7,7 @@ from test_any_schedule import FakeDevice
 
 from stoker.base.errors import InvalidRequest
 from stoker.base.ids import RequestId
-from stoker.kv.pool import BlockPool
+from stoker.kv.blocks.pool import BlockPool
 from stoker.sched.request import (
     Finish,
     GenerateRequest,

@@ -12,7 +12,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from stoker.base.errors import EngineDied, Overloaded
-from stoker.kv.transfer import KvTicket
+from stoker.kv.blocks.transfer import KvTicket
 from stoker.proto.messages import EngineInfo, EngineStats, Prefetch
 from stoker.sched.request import Finish, GenerateRequest, TokenChunk, TokenLogprobs, Usage
 from stoker.text.template import ChatTemplate

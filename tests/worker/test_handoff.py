@@ -14,8 +14,8 @@ from http_server import Answer, Server, run_server
 from journal import Block, Seen, blocks_of, shown
 from test_resume import by_choice, by_seed
 
-from stoker.gateway.resume import StokerStream, TokenMemory
-from stoker.kv.transfer import KvTicket
+from stoker.gateway.path.resume import StokerStream, TokenMemory
+from stoker.kv.blocks.transfer import KvTicket
 from stoker.proto.messages import Prefetch, TierReport
 from stoker.worker.config import HttpConfig
 from stoker.worker.identity import Identity

@@ -14,7 +14,8 @@ import zmq.asyncio
 
 from stoker.base.errors import ConfigError
 from stoker.base.ids import BlockKey, WorkerId
-from stoker.kv.keys import block_keys, next_key, root_key, salt_hash
+from stoker.engine.process.block_log import BlockLog
+from stoker.kv.blocks.keys import block_keys, next_key, root_key, salt_hash
 from stoker.proto.events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -25,7 +26,6 @@ from stoker.proto.events import (
     replay_request,
 )
 from stoker.proto.messages import BlocksForgotten, BlocksNamed, KvEvents, WorkerReport
-from stoker.worker.block_log import BlockLog
 from stoker.worker.kv_mirror import KvMirror
 from stoker.worker.report import Reporter
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from stoker.base.ids import BlockKey
-from stoker.gateway.rekey import Rekeyer
-from stoker.kv.keys import next_key, root_key
+from stoker.gateway.watch.rekey import Rekeyer
+from stoker.kv.blocks.keys import next_key, root_key
 from stoker.proto.events import BlockRemoved, BlockStored, KvEvent
 from stoker.proto.messages import BlocksForgotten, BlocksNamed, KvEvents
 from stoker.worker.kv_mirror import KvMirror

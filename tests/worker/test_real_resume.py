@@ -21,7 +21,7 @@ from journal import Seen, blocks_of, cuts, shown
 from real import CHAT, COMPLETIONS, RESPONSES, RealServer, serving, serving_together, wait_for
 
 from stoker.cli.main import main
-from stoker.kv.keys import block_keys, root_key
+from stoker.kv.blocks.keys import block_keys, root_key
 from stoker.proto.events import AllBlocksCleared, BlockRemoved, BlockStored, decode_batch, read_message
 from stoker.proto.messages import WorkerReport
 from stoker.text.folder import text_digest

@@ -14,7 +14,7 @@ import zmq
 from real import RealServer, serving_together, wait_for
 from test_real_resume import FAST
 
-from stoker.kv.tiers.host_files import remove_host_store
+from stoker.kv.store.tiers.host.host_memory import remove_host_store
 from stoker.proto.events import BlockHash, BlockStored, decode_batch, read_replay, replay_request
 
 TOKENS, BLOCKS, BLOCK_BYTES = 1024, 64, 8192  # of a prompt

@@ -1,0 +1,1 @@
+"""Grammars for structured output, compiled with xgrammar."""

@@ -1,1 +1,0 @@
-"""How workers of each kind are spoken to: a file each."""

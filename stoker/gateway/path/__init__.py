@@ -1,0 +1,1 @@
+"""The path of a request: routes, proxy, dialects, retries, resume and rewriting."""

@@ -1,0 +1,300 @@
+"""Routes, the path of a request through the gateway's parts, and the one place where errors become responses.
+
+    authenticate -> envelope -> session, conversation keys -> admission -> proxy (route, legs, retries, resume)
+
+Whatever happens on the way, a generating request ends in `_generate`: its place is given back and its one row written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+from urllib.parse import unquote
+
+from stoker.base.errors import InvalidRequest, NotFound
+from stoker.base.log import EventLog
+from stoker.fleet.fleet import Fleet
+from stoker.fleet.prefix_index import PrefixIndex
+from stoker.fleet.spec import Role
+from stoker.gateway.admission.admission import Admission
+from stoker.gateway.admission.api_keys import Keys
+from stoker.gateway.api.client_body import Envelope, Kind, parse
+from stoker.gateway.api.reply import Reply, error_reply, json_reply, text_reply
+from stoker.gateway.http import Request
+from stoker.gateway.path.call import Call, RequestIds, body_changes, given_request_id
+from stoker.gateway.path.drain_state import GatewayState
+from stoker.gateway.path.errors import error_event, is_ours, reply_of
+from stoker.gateway.path.exchange import Exchange
+from stoker.gateway.path.proxy import Proxy
+from stoker.gateway.path.rewrite import Usage
+from stoker.gateway.prefix.conversation import Keys as ConversationKeys
+from stoker.gateway.prefix.session import Session, session_of
+from stoker.gateway.records.metrics import CONTENT_TYPE, GatewayMetrics
+from stoker.gateway.records.tracing import Tracing
+from stoker.gateway.records.usage_row import UsageRow
+from stoker.routing.query import RouteQuery
+
+_GENERATING = {
+    b"/v1/chat/completions": Kind.CHAT,
+    b"/v1/completions": Kind.COMPLETIONS,
+    b"/v1/responses": Kind.RESPONSES,
+}
+_ANSWERING = frozenset({Role.UNIFIED, Role.DECODE})
+_YES = frozenset({b"1", b"true", b"yes"})
+
+log = EventLog("gateway")
+
+
+class Answers(Protocol):
+    """A part that answers a path of its own."""
+
+    async def answer(self, request: Request) -> Reply: ...
+
+
+class KeyMaking(Protocol):
+    def keys_now(self, model: str, envelope: Envelope, salt: str | None) -> ConversationKeys | None:
+        """None: that would take long; `keys` does it elsewhere."""
+
+    async def keys(self, model: str, envelope: Envelope, salt: str | None) -> ConversationKeys: ...
+
+
+class Indexes(Protocol):
+    def get(self, model: str) -> PrefixIndex | None: ...
+
+
+class Records(Protocol):
+    """The ledger, or the log."""
+
+    def record(self, row: UsageRow) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a gateway is made of."""
+
+    fleet: Fleet
+    indexes: Indexes
+    proxy: Proxy
+    keys: Keys
+    admission: Admission
+    key_makers: KeyMaking
+    meter: Records
+    request_log: Records
+    metrics: GatewayMetrics
+    tracing: Tracing
+    state: GatewayState
+    admin: Answers
+    usage: Answers
+    registration: Answers
+    clock: Callable[[], float]
+
+
+class Gateway:
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._ids = RequestIds()
+        self._started_s = int(time.time())
+
+    def handle(self, request: Request) -> Awaitable[None]:
+        """For the HTTP server: one request, answered."""
+        kind = _GENERATING.get(request.path)
+        if kind is not None and request.method == b"POST":
+            return self._generate(request, kind)
+        return self._reply(request)
+
+    def saw_bad_request(self, peer: str, reason: str) -> None:
+        """For the HTTP server: something came that is not a request, and was refused."""
+        self._parts.metrics.bad_requests["malformed"] += 1
+        log.warning("bad_request", peer=peer, reason=reason)
+
+    # ---- generating
+
+    async def _generate(self, request: Request, kind: Kind) -> None:
+        parts, header = self._parts, request.head.by_name.get
+        row_id = self._ids.new()
+        request_id = given_request_id(header(b"x-request-id")) or row_id.encode()
+        trace = parts.tracing.request(
+            header(b"traceparent"), header(b"tracestate"), request_id=request_id.decode(), endpoint=kind
+        )
+        exchange = Exchange(request, kind, row_id, request_id, parts.clock(), time.time(), trace)
+        # A client that leaves ends its request's task: every leg, wait and reservation is given up on the way out.
+        request.on_gone = request.task.cancel
+        parts.state.began()
+        try:
+            if request.gone:  # before this task began: over TLS, a farewell may be read together with the request
+                exchange.client_left()
+            else:
+                await self._run(exchange)
+        except asyncio.CancelledError:
+            exchange.client_left()
+            if not request.gone:
+                raise  # it is the gateway that ends
+        except Exception as error:
+            exchange.failed(error)
+            self._fail(exchange, error)
+        finally:
+            parts.state.ended()
+            self._record(exchange)
+
+    async def _run(self, exchange: Exchange) -> None:
+        parts, request = self._parts, exchange.request
+        caller = exchange.caller = parts.keys.authenticate(request)
+        envelope = parse(exchange.kind, request.body)
+        model = exchange.model = envelope.model or self._only_model()
+        put, drop = body_changes(envelope, caller)
+        session = session_of(request.head.by_name, envelope, caller.tenant)
+        exchange.session = session.session
+        began_s = parts.clock()
+        conversation = parts.key_makers.keys_now(model, envelope, envelope.salt)
+        if conversation is None:
+            conversation = await parts.key_makers.keys(model, envelope, envelope.salt)
+        parts.metrics.keys_s.observe(parts.clock() - began_s)
+        query = _query(model, envelope, session, conversation)
+        seed, arrived_s, trace = random.getrandbits(53), exchange.arrived_s, exchange.trace
+        call = Call(request, envelope, query, exchange.request_id, put, drop, arrived_s, seed, trace)
+        exchange.call = call
+        entering = trace.begin("admission")
+        admitted = await parts.admission.enter(
+            caller,
+            self._uncached_tokens(query),
+            lane=model,
+            reject_if_busy=_rejects_if_busy(request, envelope),
+            priority=envelope.priority if isinstance(envelope.priority, int) else None,
+        )
+        entering.end()
+        exchange.is_admitted = True
+        if admitted.waited_s:
+            exchange.queued_s = admitted.waited_s
+            query.matches = None  # others were sent on meanwhile
+        call.on_first_byte = admitted.first_token
+        try:
+            await parts.proxy.run(call)
+        except Exception:
+            if not request.started:
+                call.usage = Usage()  # it was not served, however far a worker came with it
+            raise
+        finally:
+            usage = call.usage
+            if usage is None:
+                admitted.done()
+            else:
+                admitted.done(usage.prompt_tokens - usage.cached_tokens, usage.completion_tokens)
+
+    def _only_model(self) -> str:
+        models = self._parts.fleet.models()
+        if len(models) == 1:
+            return next(iter(models))
+        names = ", ".join(sorted(models)) or "none"
+        message = f"Missing required parameter: 'model'; there are: {names}."
+        raise InvalidRequest(message, param="model", code="missing_required_parameter")
+
+    def _uncached_tokens(self, query: RouteQuery) -> int:
+        """What the worker that has most of this prompt would still compute. The router is spared asking the same again."""
+        index = self._parts.indexes.get(query.model)
+        if index is None or not query.keys:
+            return query.num_tokens
+        query.matches = index.match(query.keys)
+        held = max([match.blocks for match in query.matches.values()], default=0)
+        return max(1, query.num_tokens - held * query.block_tokens)
+
+    def _record(self, exchange: Exchange) -> None:
+        parts = self._parts
+        row = exchange.row(parts.clock())
+        exchange.trace.end(row.status, row.error)
+        parts.metrics.ended(row)
+        parts.request_log.record(row)
+        if exchange.is_admitted:
+            parts.meter.record(row)
+        elif row.error is not None:
+            parts.metrics.refusals[row.error] += 1
+
+    # ---- everything else
+
+    async def _reply(self, request: Request) -> None:
+        try:
+            reply = await self._other(request)
+        except Exception as error:
+            reply = self._reply_to(error, request)
+        request.respond(reply.status, reply.headers, reply.body)
+
+    async def _other(self, request: Request) -> Reply:
+        path, parts = request.path, self._parts
+        if path == b"/health":
+            return json_reply({"status": "ok"})
+        if path == b"/ready":
+            return self._ready()
+        if path == b"/metrics":
+            return text_reply(parts.metrics.render(), CONTENT_TYPE)
+        if path.startswith(b"/admin/"):
+            return await parts.admin.answer(request)
+        if path == b"/v1/usage":
+            return await parts.usage.answer(request)
+        if path == b"/stoker/register":
+            return await parts.registration.answer(request)
+        if path == b"/v1/models" or path.startswith(b"/v1/models/"):
+            parts.keys.authenticate(request)
+            return self._models(unquote(path.removeprefix(b"/v1/models").removeprefix(b"/").decode("ascii")))
+        if path in _GENERATING:
+            reply = error_reply(405, f"{path.decode()} takes POST.", code="method_not_allowed")
+            reply.headers.append((b"allow", b"POST"))
+            return reply
+        raise NotFound(f"No such path: {path.decode('latin-1')}.", code="unknown_url")
+
+    def _ready(self) -> Reply:
+        parts, now = self._parts, self._parts.clock()
+        if parts.state.draining:
+            return error_reply(503, "This gateway is draining.", code="draining", kind="overloaded_error")
+        if not any(member.health.usable(now) and member.spec.role in _ANSWERING for member in parts.fleet.members()):
+            return error_reply(503, "No worker is usable.", code="no_worker", kind="overloaded_error")
+        return json_reply({"status": "ready"})
+
+    def _models(self, name: str) -> Reply:
+        cards = [
+            {"id": model, "object": "model", "created": self._started_s, "owned_by": "stoker"}
+            for model in sorted(self._parts.fleet.models())
+        ]
+        if not name:
+            return json_reply({"object": "list", "data": cards})
+        for card in cards:
+            if card["id"] == name:
+                return json_reply(card)
+        raise NotFound(f"The model {name!r} is not served here.", param="model", code="model_not_found")
+
+    # ---- errors
+
+    def _fail(self, exchange: Exchange, error: Exception) -> None:
+        request = exchange.request
+        reply = self._reply_to(error, request)
+        if request.finished or request.gone:
+            return
+        if not request.started:
+            request.respond(reply.status, [*reply.headers, (b"x-request-id", exchange.request_id)], reply.body)
+            return
+        request.write(error_event(error, exchange.kind))
+        request.finish()
+
+    def _reply_to(self, error: Exception, request: Request) -> Reply:
+        if is_ours(error):
+            log.error("request_failed", exc_info=True, path=request.path.decode("latin-1"), peer=request.peer)
+        return reply_of(error)
+
+
+def _query(model: str, envelope: Envelope, session: Session, conversation: ConversationKeys) -> RouteQuery:
+    return RouteQuery(
+        model=model,
+        keys=conversation.keys,
+        block_tokens=conversation.block_tokens,
+        num_tokens=conversation.num_tokens,
+        max_output_tokens=envelope.max_new_tokens,
+        session=session.session,
+        parent_session=session.parent,
+    )
+
+
+def _rejects_if_busy(request: Request, envelope: Envelope) -> bool:
+    asked = request.head.by_name.get(b"x-reject-if-busy")
+    return envelope.reject_if_busy is True or (asked is not None and asked.lower() in _YES)

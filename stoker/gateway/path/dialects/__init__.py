@@ -1,0 +1,1 @@
+"""Dialects: how each kind of worker is called, one file each."""

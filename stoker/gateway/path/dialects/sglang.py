@@ -1,0 +1,62 @@
+"""SGLang's prefill and decode servers: the same body to both at once; they meet in a bootstrap room that we choose."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import ClassVar
+
+import msgspec
+
+from stoker.gateway.path.call import Call
+from stoker.gateway.path.dialects.dialect import DIALECTS
+from stoker.gateway.path.dialects.foreign import (
+    ENGINE_FIELDS,
+    asking_for_usage,
+    deliver,
+    hides_usage,
+    reply_for,
+    run_alone,
+    together,
+)
+from stoker.gateway.path.legs import Legs
+from stoker.gateway.path.rewrite import ForeignAnswer, read_last_usage
+from stoker.routing.query import Leg
+
+BOOTSTRAP_PORT = 8998
+
+
+@DIALECTS.register("sglang")
+class SgLang:
+    resumes: ClassVar[bool] = False
+    decodes_alone: ClassVar[bool] = False
+
+    async def run(self, call: Call, legs: Legs) -> None:
+        prefill = legs.prefill
+        if prefill is None:
+            await run_alone(call, legs)
+            return
+        hides = hides_usage(call, legs)
+        put = self._meeting(legs, prefill) | (asking_for_usage(call) if hides else {})
+        body = call.body(put, may_add=ENGINE_FIELDS)
+        reply = reply_for(call, hides, is_pair=True)
+
+        async def decode(prefilling: asyncio.Task[None]) -> None:
+            answer = await legs.send(legs.decode, body)
+            await deliver(call, legs, answer, reply, prefilling)
+
+        await together(self._prefill(legs, prefill, body, reply), decode)
+
+    async def _prefill(self, legs: Legs, prefill: Leg, body: bytes, reply: ForeignAnswer) -> None:
+        answer = await legs.send(prefill, body)
+        usage = read_last_usage(await legs.read(prefill, answer))
+        legs.end_prefill(handed_off=True)
+        reply.prefill_cached_tokens = None if usage is None else usage.cached_tokens
+
+    def _meeting(self, legs: Legs, prefill: Leg) -> dict[str, bytes]:
+        """A scalar room also does for several sequences: SGLang counts on from it."""
+        return {
+            "bootstrap_host": msgspec.json.encode(legs.upstream(prefill).origin.host),
+            "bootstrap_port": b"%d" % (prefill.worker.spec.bootstrap_port or BOOTSTRAP_PORT),
+            "bootstrap_room": b"%d" % secrets.randbits(63),
+        }

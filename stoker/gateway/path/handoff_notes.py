@@ -1,0 +1,92 @@
+"""What the two workers of a hand-off are told besides their requests. Decode's: where the KV is that prefill's still computes, so
+that it can pull block after block meanwhile. Prefill's: that nobody will come for its KV.
+
+The gateway names the lease itself, so that it can write the ticket before there is one. These are hints: nobody waits for
+them, and what went wrong with one costs nothing but the time that it would have saved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+
+import msgspec
+
+from stoker.base.address import split_address
+from stoker.base.ids import WorkerId
+from stoker.gateway.http import AnswerAborted, AnswerLost, NoSocketLeft, Unreachable, header_block
+from stoker.gateway.path.upstream import Upstream
+from stoker.proto.messages import WorkerInfo
+from stoker.proto.openai.handoff import KvTransfer
+from stoker.routing.query import Leg
+
+_PREFETCH = b"/stoker/prefetch"
+_RELEASE = b"/stoker/release"
+_WORTH_TOKENS = 1024  # to be computed: the KV of fewer is pulled in less time than a hint takes
+_MAX_AT_ONCE = 64
+_ANSWER_S = 2.0
+_MAX_ANSWER_BYTES = 1 << 16
+_IN_RAM = "CPU"  # the medium of the tier that early blocks go to
+
+
+class HandoffNotes:
+    """`info_of`: what a worker said of itself, if it is known."""
+
+    def __init__(
+        self,
+        info_of: Callable[[WorkerId], WorkerInfo | None] = lambda worker_id: None,
+        secret: str | None = None,
+    ) -> None:
+        self._info_of = info_of
+        self._headers = header_block([(b"content-type", b"application/json")])
+        if secret is not None:
+            self._headers += header_block([(b"x-stoker-secret", secret.encode())])
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def pull_early(self, prefill: Leg, decode: Leg, upstream: Upstream, transfer_id: str) -> asyncio.Task[None] | None:
+        """`upstream` is decode's. Whoever gets the task cancels it when the hint has lost its point."""
+        hint = self._hint(prefill, decode, transfer_id)
+        if hint is None or len(self._tasks) >= _MAX_AT_ONCE:
+            return None
+        task = asyncio.create_task(self._tell(upstream, _PREFETCH, hint), name="early-pull")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def give_back(self, prefill: Leg, upstream: Upstream, transfer_id: str, num_choices: int) -> None:
+        """`upstream` is prefill's. Of no effect where there is no such lease any more, or not yet."""
+        src = self._info_of(prefill.worker.worker_id)
+        if src is not None and src.kv_address is not None:
+            lease = {"transfer_id": transfer_id, "num_choices": num_choices}
+            await self._tell(upstream, _RELEASE, msgspec.json.encode(lease))
+
+    def _hint(self, prefill: Leg, decode: Leg, transfer_id: str) -> bytes | None:
+        if prefill.charge.prefill_tokens < _WORTH_TOKENS:
+            return None
+        src, dst = self._info_of(prefill.worker.worker_id), self._info_of(decode.worker.worker_id)
+        if src is None or dst is None or src.engine_id is None or src.kv_address is None:
+            return None
+        if src.stores.get(_IN_RAM) is not None and src.stores.get(_IN_RAM) == dst.stores.get(_IN_RAM):
+            return None  # what prefill computes goes there by itself
+        host, port = split_address(src.kv_address)
+        # Of several choices the first has all that is of use before decode begins: the prompt.
+        ticket = KvTransfer(
+            remote_engine_id=src.engine_id,
+            remote_host=host,
+            remote_port=port,
+            remote_request_id=f"{transfer_id}-0",
+        )
+        return msgspec.json.encode({"kv_transfer_params": ticket})
+
+    async def _tell(self, upstream: Upstream, path: bytes, body: bytes) -> None:
+        with suppress(Unreachable, NoSocketLeft, AnswerLost, AnswerAborted, TimeoutError):
+            async with asyncio.timeout(_ANSWER_S):
+                headers = self._headers + upstream.headers
+                answer = await upstream.pool.send(b"POST", path, headers, body, connect_s=_ANSWER_S, head_s=None)
+                await answer.read(_MAX_ANSWER_BYTES)
+
+
+def new_transfer_id() -> str:
+    return secrets.token_hex(12)

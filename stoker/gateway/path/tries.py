@@ -1,0 +1,126 @@
+"""What a request has gone through that lost a worker, and whether and where it goes on. See proxy.py for the rules in words."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NoReturn
+
+from stoker.base.ids import WorkerId
+from stoker.base.log import EventLog
+from stoker.gateway.path.call import Call
+from stoker.gateway.path.errors import LegFailed, StreamBroken
+from stoker.gateway.path.legs import Tools
+from stoker.routing.query import ModelNotFound, NoWorker, Route, RouteQuery
+
+_BACK_OFF_S = (0.010, 0.050)
+_MAX_SAVED_RETRIES = 20.0  # what a quiet gateway may spend at once when a worker dies
+
+log = EventLog("proxy")
+
+
+class RetryBudget:
+    """Every request adds a share of a retry; every retry takes a whole one."""
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._saved = _MAX_SAVED_RETRIES if share else 0.0
+
+    def request(self) -> None:
+        if self._saved < _MAX_SAVED_RETRIES:
+            self._saved += self._share
+
+    def take(self) -> bool:
+        if self._saved < 1:
+            return False
+        self._saved -= 1
+        return True
+
+
+class Tries:
+    def __init__(
+        self,
+        call: Call,
+        tools: Tools,
+        budget: RetryBudget,
+        choose: Callable[[RouteQuery], Route],
+        *,
+        resumable: frozenset[str],
+        grace_s: float,
+    ) -> None:
+        self._call = call
+        self._tools = tools
+        self._choose = choose
+        self._budget = budget
+        self._resumable = resumable
+        self._grace_s = grace_s
+        self._excluded: set[WorkerId] = set()
+        self._last: LegFailed | None = None
+        self._known_tokens = 0  # when the last worker was lost
+        self._give_up_at = 0.0
+
+    async def next_route(self) -> Route:
+        """Reserved: whoever gets it must end it. A moment in which nobody is usable is waited out."""
+        assert self._last is not None, "asked before anything failed"
+        is_resume = self._call.request.started
+        dialects = self._resumable if is_resume else None
+        if not is_resume:
+            self._give_up_at = self._tools.clock() + self._grace_s
+            await asyncio.sleep(random.uniform(*_BACK_OFF_S))
+        while True:
+            try:
+                return self._route(dialects)
+            except NoWorker:
+                if self._tools.clock() >= self._give_up_at:
+                    if is_resume:
+                        self._give_up(self._last)
+                    raise
+            self._excluded.clear()  # whoever comes back first may do it, also the one that failed
+            await asyncio.sleep(2 * random.uniform(*_BACK_OFF_S))
+
+    def failed(self, failed: LegFailed) -> None:
+        """Returns if the request may go on; else raises what the client is to hear."""
+        self._last = failed
+        self._excluded.add(failed.worker_id)
+        if self._call.request.started:
+            self._stream_lost(failed)
+        else:
+            self._retry(failed)
+
+    def _retry(self, failed: LegFailed) -> None:
+        call = self._call
+        if call.num_retries >= self._tools.settings.retries or not self._budget.take():
+            raise failed.refused or failed
+        call.num_retries += 1
+        self._tools.metrics.retries[failed.kind] += 1
+
+    def _stream_lost(self, failed: LegFailed) -> None:
+        """Only workers that added to the stream are counted: others cost time, and that has a bound of its own."""
+        call = self._call
+        if call.memory.cached_tokens is None:
+            raise StreamBroken(f"{failed.message}; this worker's streams cannot be continued elsewhere") from failed
+        now = self._tools.clock()
+        num_tokens = call.memory.num_tokens
+        if num_tokens > self._known_tokens:
+            call.num_resumes += 1
+            self._known_tokens = num_tokens
+            self._give_up_at = now + self._grace_s
+            log.warning("stream_lost", request=call.request_id.decode(), worker=failed.worker_id, reason=failed.message)
+        if call.num_resumes > self._tools.settings.resumes or now >= self._give_up_at:
+            self._give_up(failed)
+
+    def _give_up(self, failed: LegFailed) -> NoReturn:
+        self._tools.metrics.resumes["failed"] += 1
+        raise StreamBroken(f"{failed.message}; no other worker could continue the stream") from failed
+
+    def _route(self, dialects: frozenset[str] | None) -> Route:
+        query = self._call.query
+        num_tokens = query.num_tokens + self._call.memory.num_tokens
+        excluded = frozenset(self._excluded)
+        again = replace(query, num_tokens=num_tokens, excluded=excluded, needs_dialect=dialects, matches=None)
+        try:
+            return self._choose(again)
+        except ModelNotFound as gone:  # it was served when the request came, and its worker may register anew
+            raise NoWorker(f"the last worker of {query.model!r} has left") from gone

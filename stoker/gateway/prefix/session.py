@@ -1,0 +1,104 @@
+"""Which session a request belongs to, and which session started that one: by the headers that agents send, else by the body.
+
+A session is a hint for routing, so nothing here is ever an error: what is too long or has odd characters is hashed, what is
+no text is passed over. Keys of different tenants are different, whatever their clients call them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from xxhash import xxh3_128_hexdigest
+
+from stoker.gateway.api.client_body import Envelope
+
+# The first that is there counts.
+_SESSION_HEADERS = (
+    b"x-session-affinity",
+    b"x-session-id",
+    b"x-claude-code-session-id",
+    b"session_id",  # Codex
+    b"session-id",
+    b"thread-id",
+    b"x-dynamo-session-id",
+    b"x-correlation-id",
+)
+_PARENT_HEADERS = (
+    b"x-parent-session-id",
+    b"x-codex-parent-thread-id",
+    b"x-dynamo-parent-session-id",
+)
+_AGENT = b"x-claude-code-agent-id"
+_PARENT_AGENT = b"x-claude-code-parent-agent-id"
+_RANKS = {name: rank for rank, name in enumerate((*_SESSION_HEADERS, *_PARENT_HEADERS, _AGENT, _PARENT_AGENT))}
+_FIRST_PARENT = len(_SESSION_HEADERS)
+_FIRST_AGENT = _FIRST_PARENT + len(_PARENT_HEADERS)
+_CLAUDE = _SESSION_HEADERS.index(b"x-claude-code-session-id")
+
+_PLAIN = re.compile(r"[!-~]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    session: str | None = None
+    parent: str | None = None
+
+
+_NONE = Session()
+
+
+def session_of(headers: Mapping[bytes, bytes], envelope: Envelope, tenant: str) -> Session:
+    """`headers` by their names in lower case."""
+    key = parent = None
+    if not _RANKS.keys().isdisjoint(headers):
+        named = {rank: headers[name].strip() for name, rank in _RANKS.items() if name in headers}
+        key, parent = _of_headers({rank: value for rank, value in named.items() if value})
+    if key is None:
+        for given in (envelope.prompt_cache_key, envelope.session_id, envelope.user):
+            if given is not None and (key := _text(given)) is not None:
+                break
+    if key is None and parent is None:
+        return _NONE
+    return Session(_scoped(tenant, key), _scoped(tenant, parent))
+
+
+def _of_headers(found: dict[int, bytes]) -> tuple[str | None, str | None]:
+    ranks = sorted(found)
+    session = next((rank for rank in ranks if rank < _FIRST_PARENT), None)
+    parent = next((rank for rank in ranks if _FIRST_PARENT <= rank < _FIRST_AGENT), None)
+    key = None if session is None else _decoded(found[session])
+    parent_key = None if parent is None else _decoded(found[parent])
+    if session == _CLAUDE and key is not None:
+        # One session id for an agent and all its sub-agents, which have conversations of their own.
+        agent, parent_agent = found.get(_FIRST_AGENT), found.get(_FIRST_AGENT + 1)
+        whole = key
+        if agent is not None:
+            key = f"{whole}/{_decoded(agent)}"
+        if parent_key is None and parent_agent is not None:
+            parent_key = f"{whole}/{_decoded(parent_agent)}"
+        elif parent_key is None and agent is not None:
+            parent_key = whole
+    elif parent_key is None and _FIRST_AGENT + 1 in found:
+        parent_key = _decoded(found[_FIRST_AGENT + 1])
+    return key, parent_key
+
+
+def _decoded(value: bytes) -> str:
+    return value.decode("latin-1")
+
+
+def _text(value: Any) -> str | None:
+    if isinstance(value, str):
+        return value.strip() or None
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _scoped(tenant: str, key: str | None) -> str | None:
+    if key is None:
+        return None
+    if not _PLAIN.fullmatch(key):
+        key = f"hashed-{xxh3_128_hexdigest(key.encode('utf-8', 'surrogatepass'))}"
+    return f"{tenant}:{key}"

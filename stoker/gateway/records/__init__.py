@@ -1,0 +1,1 @@
+"""What is recorded of each request: ledger, prices, usage, request log, metrics, traces."""

@@ -1,0 +1,164 @@
+"""The gateway's Prometheus metrics. On the request path: plain numbers in plain objects; all text is made when somebody scrapes.
+
+docs/gateway.md lists the names.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate
+from math import inf
+
+from stoker.gateway.records.usage_row import UsageRow
+
+CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+
+_TTFT_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_E2E_S = (0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300, 600, 1800)
+_QUEUE_S = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60)
+_OWN_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1)
+
+_MAX_UNCOUNTED = 500  # requests that wait to be counted, and whose values histograms hold: each has one or few
+
+Labels = tuple[tuple[str, str], ...]
+Sample = tuple[Labels, float]
+
+
+class Histogram:
+    """What is observed is put down as it comes and counted later, many at once: that takes a fraction of the time."""
+
+    __slots__ = ("_bounds", "_counts", "_fresh", "_sum", "observe", "observe_all")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+        self._fresh: list[float] = []
+        self.observe = self._fresh.append
+        self.observe_all = self._fresh.extend
+
+    def count(self) -> None:
+        fresh = self._fresh
+        self._sum += sum(fresh)
+        fresh.sort()
+        below = 0
+        for bucket, bound in enumerate((*self._bounds, inf)):
+            up_to = bisect_right(fresh, bound)
+            self._counts[bucket] += up_to - below
+            below = up_to
+        fresh.clear()
+
+    def lines(self, name: str) -> Iterator[str]:
+        self.count()
+        for bound, count in zip([*map(_number, self._bounds), "+Inf"], accumulate(self._counts), strict=True):
+            yield f'{name}_bucket{{le="{bound}"}} {count}'
+        yield f"{name}_sum {_number(self._sum)}"
+        yield f"{name}_count {sum(self._counts)}"
+
+
+class GatewayMetrics:
+    def __init__(self) -> None:
+        self.requests: Counter[tuple[str, int]] = Counter()
+        self.prompt_tokens: defaultdict[str, int] = defaultdict(int)
+        self.cached_tokens: defaultdict[str, int] = defaultdict(int)
+        self.completion_tokens: defaultdict[str, int] = defaultdict(int)
+        self.retries: defaultdict[str, int] = defaultdict(int)
+        self.resumes: defaultdict[str, int] = defaultdict(int)
+        self.handoffs: defaultdict[str, int] = defaultdict(int)
+        self.refusals: defaultdict[str, int] = defaultdict(int)
+        self.bad_requests: defaultdict[str, int] = defaultdict(int)
+        self.upstream: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self.ttft_s = Histogram(_TTFT_S)
+        self.e2e_s = Histogram(_E2E_S)
+        self.queue_s = Histogram(_QUEUE_S)
+        self.keys_s = Histogram(_OWN_S)
+        self.route_s = Histogram(_OWN_S)
+        self._fresh: list[UsageRow] = []
+        self._gauges: list[tuple[str, str, str, Callable[[], Iterable[Sample]]]] = []
+
+    def ended(self, row: UsageRow) -> None:
+        """One generating request is over. It is counted later, as what a histogram observes."""
+        self._fresh.append(row)
+        if len(self._fresh) >= _MAX_UNCOUNTED:
+            self._count()
+
+    def gauge(self, name: str, text: str, read: Callable[[], float], *, kind: str = "gauge") -> None:
+        """A number of somebody else's, read when somebody scrapes."""
+        self._gauges.append((name, text, kind, lambda: [((), read())]))
+
+    def gauges(self, name: str, text: str, read: Callable[[], Iterable[Sample]], *, kind: str = "gauge") -> None:
+        self._gauges.append((name, text, kind, read))
+
+    def render(self) -> bytes:
+        self._count()
+        return "\n".join([*self._lines(), ""]).encode()
+
+    def _count(self) -> None:
+        rows, self._fresh = self._fresh, []
+        self.requests.update([(row.endpoint, row.status) for row in rows])
+        # A refused one's model is a client's word, and such words are without end.
+        served = [row for row in rows if row.worker]
+        for row in served:
+            model = row.model
+            self.prompt_tokens[model] += row.prompt_tokens
+            self.cached_tokens[model] += row.cached_tokens
+            self.completion_tokens[model] += row.completion_tokens
+        self.e2e_s.observe_all([row.e2e_ms * 1e-3 for row in served])
+        self.queue_s.observe_all([row.queued_ms * 1e-3 for row in served])
+        self.ttft_s.observe_all([row.ttft_ms * 1e-3 for row in served if row.ttft_ms is not None])
+        for histogram in (self.ttft_s, self.e2e_s, self.queue_s, self.keys_s, self.route_s):
+            histogram.count()
+
+    def _lines(self) -> Iterator[str]:
+        requests = {(("endpoint", e), ("status", str(s))): float(n) for (e, s), n in self.requests.items()}
+        yield from _family("stoker_gateway_requests_total", "Requests ended", "counter", requests.items())
+        for name, text, label, counts in (
+            ("prompt_tokens", "Prompt tokens of served requests", "model", self.prompt_tokens),
+            ("cached_tokens", "Of these, found in cache", "model", self.cached_tokens),
+            ("completion_tokens", "Tokens generated", "model", self.completion_tokens),
+            ("retries", "Tries on another worker before the first byte", "reason", self.retries),
+            ("resumes", "Streams that another worker was asked to continue", "outcome", self.resumes),
+            ("handoffs", "Requests with a prefill and a decode leg", "outcome", self.handoffs),
+            ("refusals", "Requests refused by limits or for load", "code", self.refusals),
+            ("bad_requests", "Requests refused before they were looked at", "reason", self.bad_requests),
+        ):
+            yield from _family(f"stoker_gateway_{name}_total", text, "counter", _labelled(label, counts))
+        upstream = {(("worker", w), ("kind", k)): float(n) for (w, k), n in self.upstream.items()}
+        yield from _family("stoker_gateway_worker_failures_total", "Failures of workers", "counter", upstream.items())
+        for name, text, histogram in (
+            ("ttft", "Arrival to the first byte of the answer's text", self.ttft_s),
+            ("e2e", "Arrival to the end", self.e2e_s),
+            ("queue", "Waiting for admission", self.queue_s),
+            ("keys", "Making a conversation's keys", self.keys_s),
+            ("route", "Choosing a worker", self.route_s),
+        ):
+            yield from _head(f"stoker_gateway_{name}_seconds", text, "histogram")
+            yield from histogram.lines(f"stoker_gateway_{name}_seconds")
+        for name, text, kind, read in self._gauges:
+            yield from _family(name, text, kind, read())
+
+
+def _labelled(label: str, counts: Mapping[str, int]) -> Iterator[Sample]:
+    return ((((label, value),), float(count)) for value, count in counts.items())
+
+
+def _head(name: str, text: str, kind: str) -> Iterator[str]:
+    yield f"# HELP {name} {text}"
+    yield f"# TYPE {name} {kind}"
+
+
+def _family(name: str, text: str, kind: str, samples: Iterable[Sample]) -> Iterator[str]:
+    yield from _head(name, text, kind)
+    for labels, value in samples:
+        inside = ",".join(f'{key}="{_escaped(label)}"' for key, label in labels)
+        yield f"{name}{{{inside}}} {_number(value)}" if inside else f"{name} {_number(value)}"
+
+
+def _escaped(label: str) -> str:
+    return label.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if float(value).is_integer() and abs(value) < 1e15 else repr(float(value))

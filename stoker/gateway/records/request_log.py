@@ -1,0 +1,92 @@
+"""One line a request in the log, written in the background: the request path pays for an append.
+
+The lines look like all others of the log (base/log.py). When they come faster than they can be written, the excess is dropped
+and counted: a log, unlike the ledger, may have gaps, but must not hold anybody up.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from stoker.base.log import EventLog
+from stoker.gateway.records.usage_row import UsageRow
+
+_FLUSH_S = 0.25
+_MAX_PENDING = 20_000
+
+log = EventLog("requests")
+
+
+class NoRequestLog:
+    def record(self, row: UsageRow) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class RequestLog:
+    def __init__(self, write: Callable[[bytes], object] | None = None, max_pending: int = _MAX_PENDING) -> None:
+        self._write = write or _to_stderr
+        self._rows: deque[UsageRow] = deque()
+        self._max_pending = max_pending
+        self._stop = threading.Event()
+        self.dropped = 0
+        self._thread = threading.Thread(target=self._run, name="request-log", daemon=True)
+        self._thread.start()
+
+    def record(self, row: UsageRow) -> None:
+        if len(self._rows) < self._max_pending:
+            self._rows.append(row)
+        else:
+            self.dropped += 1
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(5.0)
+
+    def _run(self) -> None:
+        reported = 0
+        lines = Lines()
+        stopping = False
+        while not stopping:
+            stopping = self._stop.wait(_FLUSH_S)
+            while self._rows:
+                batch = [self._rows.popleft() for _ in range(min(len(self._rows), 1000))]
+                try:
+                    self._write(b"".join(map(lines.line, batch)))
+                except (OSError, ValueError):  # a full disk, a closed stderr: this thread goes on, the lines are lost
+                    self.dropped += len(batch)
+            if self.dropped != reported:
+                log.warning("request_lines_dropped", lines=self.dropped - reported)
+                reported = self.dropped
+
+
+class Lines:
+    """Rows as lines of the log. The row's own fields stand behind those that every line has."""
+
+    def __init__(self) -> None:
+        self._encode = msgspec.json.Encoder().encode
+        self._second = -1
+        self._stamp = b""
+
+    def line(self, row: UsageRow) -> bytes:
+        end_s = row.time_s + row.e2e_ms * 1e-3
+        second = int(end_s)
+        if second != self._second:  # most rows of a batch end in the same second
+            self._second, self._stamp = second, time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second)).encode()
+        level = b"info" if row.status < 500 else b"warning"
+        fields = (self._stamp, int((end_s - second) * 1000), level, self._encode(row)[1:])
+        return b'{"time":"%b.%03dZ","level":"%b","part":"gateway","event":"request",%b\n' % fields
+
+
+def _to_stderr(lines: bytes) -> None:
+    sys.stderr.flush()  # what others wrote as text stands before it
+    sys.stderr.buffer.write(lines)
+    sys.stderr.buffer.flush()

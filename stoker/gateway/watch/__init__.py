@@ -1,0 +1,1 @@
+"""Watching workers: health, KV events, load reports, metrics of foreign engines, registration."""

@@ -1,0 +1,286 @@
+"""Follows what one worker publishes: its KV events into the prefix index, its load reports to whoever asked for them.
+
+Messages are numbered. A gap is filled from the worker's replay socket, and where the worker has forgotten that much, or
+began anew, everything is told again: our workers answer with a snapshot, others with what they still keep, and what they
+do not tell is forgotten. Until the missing ones are there, later ones wait. So the index is late at times, never wrong for long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from stoker.base import log as logs
+from stoker.gateway.watch.rekey import Rekeyer
+from stoker.gateway.watch.zmq_reader import ZmqReader
+from stoker.proto.events import (
+    LOAD_TOPIC,
+    AllBlocksCleared,
+    BadEvents,
+    Message,
+    decode_batch,
+    read_message,
+    read_replay,
+    replay_request,
+)
+
+log = logs.EventLog("kv_events")
+
+
+@dataclass(frozen=True, slots=True)
+class FollowSettings:
+    replay_s: float = 5.0  # without a message of a replay that is under way
+    first_wait_s: float = 0.05  # before all is asked for anew; doubles while that does not help
+    max_wait_s: float = 10.0
+    max_held: int = 10_000  # messages that wait for a replay
+
+
+class LoadListener:
+    """Of a worker whose blocks we cannot name: its load reports alone."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], events_url: str, on_report: Callable[[bytes], None]
+    ) -> None:
+        socket = context.socket(zmq.SUB)
+        socket.set(zmq.IPV6, 1)
+        socket.subscribe(LOAD_TOPIC)
+        socket.connect(events_url)
+        self._reader = ZmqReader(socket, lambda frames: on_report(frames[-1]))
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+class KvFollower:
+    """`snapshots`: the worker answers a request for everything with a snapshot (ours), not with its oldest messages."""
+
+    def __init__(
+        self,
+        name: str,
+        context: zmq.Context[zmq.Socket[bytes]],
+        events_url: str,
+        replay_url: str | None,
+        rekeyer: Rekeyer,
+        *,
+        snapshots: bool,
+        on_report: Callable[[bytes], None] = lambda payload: None,
+        settings: FollowSettings | None = None,
+    ) -> None:
+        self._name = name
+        self._context = context
+        self._replay_url = replay_url
+        self._rekeyer = rekeyer
+        self._snapshots = snapshots
+        self._on_report = on_report
+        self._settings = settings or FollowSettings()
+        self._loop = asyncio.get_running_loop()
+        self._next: int | None = None  # the number that comes next; None: whichever comes
+        self._last_heard = -1  # on the subscription: going back means that the worker began anew
+        self._held: deque[Message] = deque()
+        self._replay: _Replay | None = None
+        self._again: asyncio.TimerHandle | None = None
+        self._wait_s = self._settings.first_wait_s
+        self._resynced_s = -self._settings.max_wait_s
+        self.num_gaps = 0
+        self.num_resyncs = 0
+
+        socket = context.socket(zmq.SUB)
+        socket.set(zmq.RCVHWM, 0)  # bounded by what is held here, not by silent loss in the socket
+        socket.set(zmq.IPV6, 1)
+        socket.subscribe(b"")
+        self._monitor = ZmqReader(socket.get_monitor_socket(zmq.EVENT_CONNECTED), self._on_monitor)
+        socket.connect(events_url)
+        self._reader = ZmqReader(socket, self._on_frames)
+        self._socket = socket
+
+    @property
+    def is_current(self) -> bool:
+        """Nothing is missing that we know of."""
+        return self._replay is None and self._again is None and self._next is not None
+
+    def resync(self) -> None:
+        """Ask for everything, now."""
+        self.num_resyncs += 1
+        self._resynced_s = self._loop.time()
+        self._cancel_again()
+        self._held.clear()
+        self._last_heard = -1
+        if not self._snapshots:
+            self._rekeyer.clear()
+        self._begin_replay(-1 if self._snapshots else 0)
+
+    def close(self) -> None:
+        self._cancel_again()
+        self._end_replay()
+        self._socket.disable_monitor()
+        self._monitor.close()
+        self._reader.close()
+
+    # ---- the subscription
+
+    def _on_monitor(self, frames: list[bytes]) -> None:
+        if parse_monitor_message(frames)["event"] == zmq.EVENT_CONNECTED:
+            # Whatever was published while there was no connection is lost, and the worker may be another process.
+            self.resync()
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        try:
+            message = read_message(frames)
+        except BadEvents as wrong:
+            log.warning("bad_kv_message", worker=self._name, reason=wrong.message)
+            return
+        if message.topic == LOAD_TOPIC:
+            self._on_report(message.payload)
+            return
+        if message.seq <= self._last_heard:
+            self.resync()
+        self._last_heard = message.seq
+        if self._replay is not None or self._again is not None:
+            self._hold(message)
+        else:
+            self._take(message)
+
+    def _hold(self, message: Message) -> None:
+        if len(self._held) >= self._settings.max_held:
+            self._held.popleft()  # seen as a gap when their turn comes
+        self._held.append(message)
+
+    def _take(self, message: Message) -> None:
+        if self._next is not None and message.seq < self._next:
+            return  # a replay had it already
+        if self._next is not None and message.seq > self._next:
+            self.num_gaps += 1
+            self._hold(message)
+            if self._replay_url is None:
+                self._start_over(message.seq)
+            else:
+                self._begin_replay(self._next)
+            return
+        self._apply(message)
+
+    def _start_over(self, seq: int) -> None:
+        """Nobody can tell what was missed: nothing that is known can be believed."""
+        self._rekeyer.clear()
+        self._next = seq
+        self._flush()
+
+    def _apply(self, message: Message) -> None:
+        self._next = message.seq + 1
+        try:
+            whole = self._rekeyer.apply(decode_batch(message.payload).events)
+        except (BadEvents, OverflowError) as wrong:
+            log.warning("bad_kv_events", worker=self._name, seq=message.seq, reason=str(wrong))
+            whole = False
+        if not whole and (self._snapshots and self._replay is None):
+            self._resync_later()
+
+    def _flush(self) -> None:
+        while self._held and self._replay is None and self._again is None:
+            self._take(self._held.popleft())
+
+    # ---- replays
+
+    def _begin_replay(self, start: int) -> None:
+        self._end_replay()
+        if self._replay_url is None:
+            self._next = None
+            self._flush()
+            return
+        socket = self._context.socket(zmq.DEALER)
+        socket.set(zmq.IPV6, 1)
+        socket.connect(self._replay_url)
+        reader = ZmqReader(socket, self._on_replay)
+        timer = self._loop.call_later(self._settings.replay_s, self._replay_timed_out)
+        self._replay = _Replay(start, reader, timer)
+        reader.send(replay_request(start))
+
+    def _on_replay(self, frames: list[bytes]) -> None:
+        replay = self._replay
+        assert replay is not None
+        try:
+            message = read_replay(frames)
+        except BadEvents as wrong:
+            log.warning("bad_kv_replay", worker=self._name, reason=wrong.message)
+            self._end_replay()
+            self._resync_later()
+            return
+        replay.timer.cancel()
+        if message.is_end:
+            self._replay_ended(replay)
+            return
+        replay.timer = self._loop.call_later(self._settings.replay_s, self._replay_timed_out)
+        if message.seq < replay.start:
+            return
+        if not self._goes_on(replay, message):
+            log.warning("kv_replay_has_gaps", worker=self._name, seq=message.seq, last=replay.last, start=replay.start)
+            self._replay_timed_out()
+            return
+        replay.last = message.seq
+        self._apply(message)
+
+    def _goes_on(self, replay: _Replay, message: Message) -> bool:
+        """Whether this is what a replay says next: the number asked for or the next one, or everything anew."""
+        if replay.last is not None:
+            return message.seq <= replay.last + 1  # the parts of a snapshot have one number
+        if message.seq == replay.start:
+            return True
+        if not self._snapshots:
+            self._rekeyer.clear()  # it does not go back that far: what was missed is missed
+            return True
+        return _is_whole(message.payload)
+
+    def _replay_ended(self, replay: _Replay) -> None:
+        self._end_replay()
+        if replay.last is None and replay.start <= 0:
+            self._next = None  # it has nothing to tell: what it publishes next is its first
+        elif replay.last is None and self._held:
+            self._start_over(self._held[0].seq)
+            return
+        self._flush()
+
+    def _replay_timed_out(self) -> None:
+        self._end_replay()
+        self._resync_later()
+
+    def _end_replay(self) -> None:
+        if self._replay is not None:
+            self._replay.timer.cancel()
+            self._replay.reader.close()
+            self._replay = None
+
+    def _resync_later(self) -> None:
+        """All anew, after a while that grows as long as that does not help."""
+        if self._again is not None:
+            return
+        now, settings = self._loop.time(), self._settings
+        if now - self._resynced_s > settings.max_wait_s:
+            self._wait_s = settings.first_wait_s
+        self._again = self._loop.call_later(self._wait_s, self.resync)
+        self._wait_s = min(2 * self._wait_s, settings.max_wait_s)
+
+    def _cancel_again(self) -> None:
+        if self._again is not None:
+            self._again.cancel()
+            self._again = None
+
+
+@dataclass(slots=True, eq=False)
+class _Replay:
+    start: int
+    reader: ZmqReader
+    timer: asyncio.TimerHandle
+    last: int | None = None
+
+
+def _is_whole(payload: bytes) -> bool:
+    """The first part of a snapshot clears what was known."""
+    try:
+        events = decode_batch(payload).events
+    except BadEvents:
+        return False
+    return bool(events) and isinstance(events[0], AllBlocksCleared)

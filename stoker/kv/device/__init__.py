@@ -1,0 +1,1 @@
+"""KV blocks in device memory: the tensors, and checksums of their bytes."""

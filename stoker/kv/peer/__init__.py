@@ -1,0 +1,1 @@
+"""KV between workers: leases, tickets, and the server and client that move blocks."""

@@ -1,0 +1,332 @@
+"""PeerClient: takes blocks from the workers that a ticket names, into this engine's pool or into host memory.
+
+A ticket may name several addresses: the ranks of one engine, each with some of the heads. What a rank of another tensor-parallel
+size holds is re-sliced on the way. Everything that fails says so and costs a recomputation, never more than the deadline.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from stoker.base.config import HandoffSettings
+from stoker.base.ids import BlockId, BlockKey
+from stoker.base.log import EventLog
+from stoker.kv.blocks.layout import KvLayout, part_of
+from stoker.kv.blocks.transfer import BlockName, KvIdentity, KvTicket, PeerUnavailable
+from stoker.kv.device.checksum import HostBytes
+from stoker.kv.device.device_kv import DeviceKv
+from stoker.kv.peer.block_bytes import HostSink, sink_of
+from stoker.kv.peer.lease_book import LeaseView
+from stoker.kv.peer.peer_wire import MAX_BLOCKS, Ask, Kind, PeerLost
+from stoker.kv.peer.remote_peer import Peer
+from stoker.kv.peer.transports.transport import Pull, make_transports
+
+_WAIT_S = 1.0  # that a peer waits for more blocks before it says that there are none yet: a dead one is noticed
+_RELEASE_S = 2.0
+_SILENT_S = 10.0  # that no lease is released at a peer which could not be asked: its leases end by themselves
+_OPENS_S = 5.0  # that a lease may take to open: one whose request was refused never does
+_SWEEP_S = 1.0
+_MAX_PEERS = 64
+_MAX_RELEASES = 4096
+_AHEAD_BYTES = 64 << 20  # of host memory that a read-ahead fills before it hands it on
+_log = EventLog("kv.peer_client")
+
+
+@dataclass(slots=True)
+class ClientStats:
+    """Since the start."""
+
+    pulls: int = 0
+    failed_pulls: int = 0  # that brought nothing
+    blocks: int = 0
+    num_bytes: int = 0
+    corrupt: int = 0  # blocks that came with the wrong checksum
+    seconds: float = 0.0  # in pulls, waiting included
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """The heads that one peer gives."""
+
+    peer: Peer
+    first_head: int
+    end_head: int
+
+
+def _no_wait(stream: torch.cuda.Stream) -> None:
+    """The caller has seen to it that nothing on the device uses the blocks any more."""
+
+
+class PeerClient:
+    def __init__(
+        self,
+        kv: DeviceKv,
+        identity: KvIdentity,
+        settings: HandoffSettings,
+        before_write: Callable[[torch.cuda.Stream], None] = _no_wait,
+    ) -> None:
+        """`before_write`, for a pool on a card: called before a pull writes, with the stream that will; to make it wait for
+        an event after which nobody uses the blocks."""
+        self._kv = kv
+        self._identity = identity
+        self._settings = settings
+        self._before_write = before_write
+        self._transports = make_transports(settings)
+        self._lock = threading.Lock()
+        self._stats = ClientStats()
+        self._peers: OrderedDict[tuple[str, str], Peer] = OrderedDict()
+        self._releases: queue.Queue[KvTicket | None] = queue.Queue(_MAX_RELEASES)
+        self._keeper = threading.Thread(target=self._keep, name="kv-release", daemon=True)
+        self._keeper.start()
+
+    def stats(self) -> ClientStats:
+        with self._lock:
+            return replace(self._stats)
+
+    def pull(
+        self,
+        ticket: KvTicket,
+        first_index: int,
+        keys: Sequence[BlockKey],
+        into: Sequence[BlockId],
+        deadline_s: float,
+    ) -> list[bool]:
+        """Blocking, on a loader thread. Blocks `first_index` and on of the lease, which must have exactly these keys, go into
+        our blocks `into`. For each: whether its right, checksummed bytes are there. Waits until `deadline_s` (monotonic) for
+        blocks that the peer is still computing. PeerUnavailable, with the reason, where none came."""
+        started_s = time.monotonic()
+        filled, failure = [True] * len(keys), None
+        try:
+            shares = self._shares(ticket, deadline_s) if keys else []
+        except PeerUnavailable:
+            self._count_pull(False, started_s)
+            raise
+        for share in shares:
+            part = part_of(self._kv.layout, share.first_head, share.end_head)
+            pull = Pull(sink_of(self._kv, into, part, self._before_write), [False] * len(keys), deadline_s)
+            failure = self._pull_share(share, ticket.lease_id, first_index, keys, pull) or failure
+            filled = [all(both) for both in zip(filled, pull.filled, strict=True)]
+            self._count(sum(pull.filled), pull.num_corrupt, pull.sink.part.total_bytes)
+        self._count_pull(any(filled), started_s)
+        if failure is not None:
+            _log.warning(
+                "kv_pull_ended_early", peer=ticket.address, lease=ticket.lease_id, asked=len(keys), filled=sum(filled),
+                reason=failure.message,
+            )  # fmt: skip
+            if not any(filled):
+                raise failure
+        return filled
+
+    def read_ahead(
+        self, ticket: KvTicket, into: Callable[[list[BlockName], list[HostBytes]], None], deadline_s: float
+    ) -> int:
+        """Full blocks of the lease as they become ready, into fresh host memory, which `into` gets; until the lease is
+        complete. How many there were. A ticket of several ranks: nothing, unless one of them has all of our heads."""
+        shares = self._shares(ticket, deadline_s)
+        if len(shares) > 1:
+            raise PeerUnavailable(f"{len(shares)} ranks hold our heads: there is no reading ahead from several")
+        layout, first, count = self._kv.layout, 0, 0
+        opens_by_s = time.monotonic() + _OPENS_S
+        part = part_of(layout, layout.first_head, layout.end_head)
+        num_blocks = min(MAX_BLOCKS, max(1, _AHEAD_BYTES // layout.block_bytes))
+        while True:
+            data: list[HostBytes] = [np.empty(layout.block_bytes, np.uint8) for _ in range(num_blocks)]
+            pull = Pull(HostSink(data, part, None), [False] * num_blocks, deadline_s)
+            failure, is_end = None, False
+            try:
+                view = self._round(shares[0], ticket.lease_id, first, None, pull, opens_by_s)
+                is_end = view.complete and view.num_ready <= first + pull.at
+            except PeerUnavailable as lost:
+                failure = lost
+            # Names are those of full blocks: the last one of a lease, unfilled, has none.
+            good = [at for at in range(min(pull.at, len(pull.names))) if pull.filled[at]]
+            if good:
+                into([pull.names[at] for at in good], [data[at] for at in good])
+            self._count(len(good), pull.num_corrupt, layout.block_bytes)
+            first, count = first + pull.at, count + len(good)
+            if failure is not None:
+                if not count:
+                    raise failure
+                return count
+            if is_end:
+                return count
+
+    def release(self, ticket: KvTicket) -> None:
+        """The peer need not keep the blocks any longer. On a thread of its own; where it fails, the lease ends by itself."""
+        try:
+            self._releases.put_nowait(ticket)
+        except queue.Full:
+            _log.warning("kv_release_dropped", peer=ticket.address, lease=ticket.lease_id)
+
+    def close(self) -> None:
+        try:
+            self._releases.put(None, timeout=_RELEASE_S)
+        except queue.Full:
+            _log.warning("kv_releases_left", count=self._releases.qsize())
+        self._keeper.join(2 * _RELEASE_S)
+        with self._lock:
+            peers, self._peers = list(self._peers.values()), OrderedDict()
+        for peer in peers:
+            peer.close()
+        for transport in self._transports.values():
+            transport.close()
+
+    def _pull_share(
+        self, share: _Share, lease_id: str, first_index: int, keys: Sequence[BlockKey], pull: Pull
+    ) -> PeerUnavailable | None:
+        """All blocks of one rank, round by round. What ended it before its time."""
+        try:
+            while pull.at < len(keys):
+                view = self._round(share, lease_id, first_index, keys, pull, pull.until_s)
+                if view.complete and view.num_ready <= first_index + pull.at:
+                    return None  # the lease has no more
+        except PeerUnavailable as failure:
+            return failure
+        finally:
+            pull.sink.finish()
+        return None
+
+    def _round(
+        self,
+        share: _Share,
+        lease_id: str,
+        first_index: int,
+        keys: Sequence[BlockKey] | None,
+        pull: Pull,
+        opens_by_s: float,
+    ) -> LeaseView:
+        """What is ready now, or within a second. A lease that is not open yet is waited for until `opens_by_s` (monotonic); a
+        kept connection that turns out to be broken is made anew, once."""
+        peer = share.peer
+        reason: PeerUnavailable | None = None
+        while True:
+            try:
+                patience_s = pull.patience_s()
+            except PeerUnavailable as late:
+                raise reason or late from None
+            del pull.names[pull.at :]  # of blocks that a try before this one did not bring
+            limit = min(MAX_BLOCKS, len(pull.filled) - pull.at)
+            asked = None if keys is None else keys[pull.at : pull.at + limit]
+            wait_s = min(_WAIT_S, patience_s)
+            ask = Ask(lease_id, first_index + pull.at, asked, limit, wait_s, share.first_head, share.end_head)
+            was_kept = False
+            try:
+                with peer.connection(patience_s) as connection:
+                    was_kept = connection.was_kept
+                    link = peer.link(connection, self._kv, pull.sink, self._before_write)
+                    return link.take(connection, ask, pull)
+            except PeerLost as lost:
+                if not was_kept or reason is not None:
+                    self._drop(peer)
+                    raise
+                reason = lost
+            except PeerUnavailable as refusal:
+                if refusal.code != "kv_lease_unknown" or time.monotonic() > opens_by_s:
+                    raise
+                reason = refusal
+
+    def _shares(self, ticket: KvTicket, deadline_s: float) -> list[_Share]:
+        """Which rank gives which heads, so that all of ours are there once."""
+        ours, peers, failure = self._kv.layout, [], None
+        for address in ticket.address.split(","):
+            peer = self._peer(address, ticket.engine_id)
+            try:
+                peer.meet(deadline_s - time.monotonic())
+                peers.append((_layout_of(peer, ours), peer))
+            except PeerUnavailable as lost:
+                self._drop(peer)
+                failure = lost
+        shares, head = [], ours.first_head
+        for layout, peer in sorted(peers, key=lambda one: one[0].first_head):
+            if layout.first_head <= head < min(layout.end_head, ours.end_head):
+                shares.append(_Share(peer, head, min(layout.end_head, ours.end_head)))
+                head = shares[-1].end_head
+        if head < ours.end_head:
+            raise failure or PeerUnavailable(
+                f"heads {head} up to {ours.end_head} are on no rank of {ticket.address}", code="kv_heads_missing"
+            )
+        return shares
+
+    def _peer(self, address: str, engine_id: str) -> Peer:
+        with self._lock:
+            peer = self._peers.get((address, engine_id))
+            if peer is None:
+                peer = Peer(address, engine_id, self._identity, self._settings, self._transports)
+                self._peers[address, engine_id] = peer
+            self._peers.move_to_end((address, engine_id))
+            old = [self._peers.popitem(last=False)[1] for _ in range(len(self._peers) - _MAX_PEERS)]
+        for one in old:
+            one.close()
+        return peer
+
+    def _drop(self, peer: Peer) -> None:
+        with self._lock:
+            if self._peers.get((peer.address, peer.engine_id)) is peer:
+                del self._peers[peer.address, peer.engine_id]
+        peer.close()
+
+    def _keep(self) -> None:
+        """Releases leases; and forgets peers that are gone, whose memory a link would keep from being freed."""
+        silent_until_s: dict[tuple[str, str], float] = {}  # each try would hold up the others' leases
+        while True:
+            try:
+                ticket = self._releases.get(timeout=_SWEEP_S)
+            except queue.Empty:
+                with self._lock:
+                    peers = list(self._peers.values())
+                for peer in peers:
+                    if not peer.sweep():
+                        self._drop(peer)
+                continue
+            if ticket is None:
+                return
+            now_s = time.monotonic()
+            silent_until_s = {peer: until_s for peer, until_s in silent_until_s.items() if until_s > now_s}
+            for address in ticket.address.split(","):
+                named = (address, ticket.engine_id)
+                if named not in silent_until_s and not self._release(*named, ticket.lease_id):
+                    silent_until_s[named] = time.monotonic() + _SILENT_S
+
+    def _release(self, address: str, engine_id: str, lease_id: str) -> bool:
+        """False: it could not be asked."""
+        while True:
+            peer, was_kept = self._peer(address, engine_id), False
+            try:
+                with peer.connection(_RELEASE_S) as connection:
+                    was_kept = connection.was_kept
+                    connection.limit(_RELEASE_S, _RELEASE_S)
+                    connection.send(Kind.RELEASE, lease_id.encode())
+                    connection.receive(Kind.RELEASED)
+                return True
+            except PeerUnavailable as lost:
+                self._drop(peer)
+                if not was_kept:  # else it may have broken long ago, and is made anew
+                    _log.event("kv_release_failed", peer=address, lease=lease_id, reason=lost.message)
+                    return False
+
+    def _count(self, num_blocks: int, num_corrupt: int, part_bytes: int) -> None:
+        with self._lock:
+            self._stats.blocks += num_blocks
+            self._stats.num_bytes += num_blocks * part_bytes
+            self._stats.corrupt += num_corrupt
+
+    def _count_pull(self, is_good: bool, started_s: float) -> None:
+        with self._lock:
+            self._stats.pulls += 1
+            self._stats.failed_pulls += not is_good
+            self._stats.seconds += time.monotonic() - started_s
+
+
+def _layout_of(peer: Peer, ours: KvLayout) -> KvLayout:
+    layout = peer.layout
+    if layout.identity != ours.identity:
+        raise PeerUnavailable(f"layout: {ours.identity} here, {layout.identity} there", code="kv_identity_differs")
+    return layout

@@ -1,0 +1,300 @@
+"""PeerServer: gives other workers the blocks that this engine keeps for them. A thread for each connection, blocking sockets.
+
+It knows leases and bytes, nothing of requests. Whoever connects must show the shared secret, and be of the same model, tokenizer,
+layout and dtype; a bad frame ends its connection and nothing else.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from ipaddress import ip_address
+
+from stoker.base.address import join_address
+from stoker.base.config import HandoffSettings
+from stoker.base.errors import ConfigError
+from stoker.base.log import EventLog
+from stoker.kv.blocks.layout import part_of
+from stoker.kv.blocks.transfer import KvIdentity, PeerUnavailable
+from stoker.kv.device.device_kv import DeviceKv
+from stoker.kv.peer.block_bytes import source_of
+from stoker.kv.peer.lease_book import LeaseBook
+from stoker.kv.peer.peer_wire import (
+    VERSION,
+    Answer,
+    Ask,
+    BadFrame,
+    Connection,
+    Kind,
+    PeerLost,
+    load_json,
+    proof,
+    unpack_confirm,
+)
+from stoker.kv.peer.transports.tcp import send_blocks
+from stoker.kv.peer.transports.transport import IO_S, make_transports
+
+_MAX_CONNECTIONS = 256
+_MAX_WAIT_S = 60.0
+_SUM_BYTES = 8 << 20
+_SUM_WAIT_S = 1.0
+_ACCEPT_AGAIN_S = 0.2
+_log = EventLog("kv.peer_server")
+
+
+@dataclass(slots=True)
+class ServerStats:
+    """Gauges as they are; counters since the start."""
+
+    connections: int = 0
+    refused: int = 0  # connections that were not let in
+    bad: int = 0  # connections that ended with a frame that no peer sends
+    located_blocks: int = 0
+    sent_blocks: int = 0
+    released: int = 0
+
+
+class PeerServer:
+    def __init__(
+        self,
+        kv: DeviceKv,
+        identity: KvIdentity,
+        leases: LeaseBook,
+        settings: HandoffSettings,
+        on_release: Callable[[str], None],
+        engine_id: str | None = None,
+    ) -> None:
+        """`on_release(lease_id)` is called on a server thread when a peer has all that it wants. `engine_id`: ranks of one
+        engine share one."""
+        if settings.secret is None and not _is_loopback(settings.host):
+            raise ConfigError(f"handoff.host={settings.host} without handoff.secret: anybody there could read the KV")
+        self.engine_id = engine_id or secrets.token_hex(16)
+        self._kv = kv
+        self._identity = identity
+        self._leases = leases
+        self._settings = settings
+        self._on_release = on_release
+        self._source = source_of(kv)
+        self._transports = make_transports(settings)
+        self._lock = threading.Lock()  # of all below
+        self._stats = ServerStats()
+        self._connections: dict[Connection, threading.Thread] = {}
+        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        self._listener = socket.create_server((settings.host, settings.port), family=family, backlog=128)
+        self._is_closed = False
+        self.address = join_address(settings.host, self._listener.getsockname()[1])
+        self._acceptor = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
+        self._acceptor.start()
+        self._summer = threading.Thread(target=self._sum, name="kv-sums", daemon=True)
+        self._summer.start()
+
+    def stats(self) -> ServerStats:
+        with self._lock:
+            return replace(self._stats, connections=len(self._connections))
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            open_now = list(self._connections.items())
+        # close() alone would not wake the thread that waits in accept().
+        try:
+            self._listener.shutdown(socket.SHUT_RDWR)
+        except OSError as gone:
+            _log.event("kv_listener_was_gone", reason=str(gone))
+        self._acceptor.join(IO_S)
+        self._listener.close()
+        for connection, thread in open_now:
+            connection.shut()
+            thread.join(IO_S)
+        self._leases.wake()
+        self._summer.join(IO_S)
+        for transport in self._transports.values():
+            transport.close()
+
+    def _sum(self) -> None:
+        """Checksums of blocks as they become ready, so that a pull need not wait for them."""
+        layout = self._kv.layout
+        whole, limit = part_of(layout, layout.first_head, layout.end_head), max(1, _SUM_BYTES // layout.block_bytes)
+        while not self._is_closed:
+            if (found := self._leases.unsummed(limit, _SUM_WAIT_S)) is not None:
+                self._leases.summed(found, self._source.checksums(found.blocks, whole))
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, peer = self._listener.accept()
+            except OSError as failed:
+                if self._is_closed:
+                    return
+                # Too many open files, say: whoever waits is let in once there are fewer.
+                _log.warning("kv_accept_failed", reason=str(failed))
+                time.sleep(_ACCEPT_AGAIN_S)
+                continue
+            connection = Connection(sock)
+            with self._lock:
+                if self._is_closed or len(self._connections) >= _MAX_CONNECTIONS:
+                    self._stats.refused += 1
+                    connection.close()
+                    continue
+                thread = threading.Thread(
+                    target=self._run, args=(connection, str(peer[0])), name="kv-peer", daemon=True
+                )
+                self._connections[connection] = thread
+            thread.start()
+
+    def _run(self, connection: Connection, peer: str) -> None:
+        try:
+            if self._let_in(connection, peer):
+                self._serve(connection)
+        except BadFrame as bad:
+            self._count(bad=1)
+            _log.warning("kv_bad_frame", peer=peer, reason=bad.message)
+        except PeerUnavailable as lost:
+            _log.event("kv_peer_left", peer=peer, reason=lost.message)
+        finally:
+            with self._lock:
+                del self._connections[connection]
+            connection.close()
+
+    def _let_in(self, connection: Connection, peer: str) -> bool:
+        """The handshake: the server shows first that it knows the secret, so that a client says nothing to a stranger."""
+        connection.limit(IO_S, IO_S)
+        hello = load_json(connection.receive(Kind.HELLO, hello=True)[1])
+        secret = self._settings.secret
+        try:
+            if hello.get("version") != VERSION:
+                raise PeerUnavailable(f"version: {VERSION} here, {hello.get('version')} there", code="kv_version")
+            nonces = _nonce(hello.get("nonce")) + (own := secrets.token_bytes(16))
+            shown = proof(secret, b"server", nonces).hex()
+            connection.send_json(Kind.CHALLENGE, {"nonce": own.hex(), "proof": shown})
+            payload = connection.receive(Kind.PROVE, hello=True)[1]
+            if not hmac.compare_digest(payload[:32], proof(secret, b"client", nonces, payload[32:])):
+                raise PeerUnavailable("secret: not the same on both sides", code="kv_secret")
+            self._check(load_json(payload[32:]))
+        except PeerUnavailable as refusal:
+            if isinstance(refusal, PeerLost | BadFrame):
+                raise
+            self._count(refused=1)
+            _log.warning("kv_peer_refused", peer=peer, reason=refusal.message)
+            _refuse(connection, refusal)
+            return False
+        connection.send_json(
+            Kind.WELCOME,
+            {
+                "engine_id": self.engine_id,
+                "layout": asdict(self._kv.layout),
+                "transports": list(self._transports),
+            },
+        )
+        return True
+
+    def _check(self, client: dict[str, object]) -> None:
+        wanted, theirs = client.get("engine_id"), client.get("identity")
+        if wanted != self.engine_id:
+            message = f"engine_id: {self.engine_id} here, {wanted} wanted: it has ended"
+            raise PeerUnavailable(message, code="kv_engine_gone")
+        try:
+            identity = KvIdentity(**theirs)  # type: ignore[arg-type]  # anything else than strings differs
+        except TypeError as wrong:
+            raise BadFrame(f"an identity with other parts: {wrong}") from wrong
+        differences = self._identity.differences(identity)
+        if differences:
+            raise PeerUnavailable("; ".join(differences), code="kv_identity_differs")
+
+    def _serve(self, connection: Connection) -> None:
+        answers = {
+            Kind.OPEN: self._open,
+            Kind.LOCATE: self._locate,
+            Kind.READ: self._read,
+            Kind.CONFIRM: self._confirm,
+            Kind.RELEASE: self._release,
+        }
+        while True:
+            connection.limit(0, IO_S)  # between two pulls a client may be quiet for hours
+            kind, payload = connection.receive(*answers)
+            try:
+                answers[kind](connection, payload)
+            except PeerUnavailable as refusal:
+                if isinstance(refusal, PeerLost | BadFrame):
+                    raise
+                _refuse(connection, refusal)
+
+    def _open(self, connection: Connection, payload: bytes) -> None:
+        name = str(load_json(payload).get("transport"))
+        if name not in self._transports:
+            raise PeerUnavailable(f"transport {name!r} is not among {', '.join(self._transports)}")
+        connection.send_json(Kind.OPENED, self._transports[name].offer(self._kv))
+
+    def _locate(self, connection: Connection, payload: bytes) -> None:
+        ask = self._ask(payload)
+        view = self._leases.look(ask.lease_id, ask.first, ask.keys, ask.limit, ask.wait_s)
+        sums: list[int] = []
+        if view.blocks:
+            with self._leases.reading(ask.lease_id, view.generation) as may_read:
+                if not may_read:
+                    raise PeerUnavailable(f"lease {ask.lease_id!r} has moved or ended", code="kv_lease_closed")
+                part = part_of(self._kv.layout, ask.first_head, ask.end_head)
+                sums = view.sums if part.total_bytes == self._kv.layout.block_bytes else []
+                sums = sums + self._source.checksums(view.blocks[len(sums) :], part)
+        self._count(located_blocks=len(view.blocks))
+        connection.send(Kind.LOCATED, Answer(view, sums).pack())
+
+    def _read(self, connection: Connection, payload: bytes) -> None:
+        if "tcp" not in self._transports:
+            raise PeerUnavailable(f"transport 'tcp' is not among {', '.join(self._transports)}")
+        ask = self._ask(payload)
+        view = self._leases.look(ask.lease_id, ask.first, ask.keys, ask.limit, ask.wait_s)
+        connection.send(Kind.DATA, Answer(view, []).pack())
+        count = send_blocks(connection, self._source, self._leases, self._kv.layout, ask, view)
+        self._count(sent_blocks=count)
+
+    def _confirm(self, connection: Connection, payload: bytes) -> None:
+        held = self._leases.holds(*unpack_confirm(payload))
+        connection.send(Kind.CONFIRMED, b"\x01" if held else b"\x00")
+
+    def _release(self, connection: Connection, payload: bytes) -> None:
+        lease_id = payload.decode(errors="replace")
+        is_known = lease_id in self._leases
+        if is_known:
+            self._count(released=1)
+            self._on_release(lease_id)
+        connection.send(Kind.RELEASED, b"\x01" if is_known else b"\x00")
+
+    def _ask(self, payload: bytes) -> Ask:
+        ask = Ask.unpack(payload)
+        layout = self._kv.layout
+        if not layout.first_head <= ask.first_head < ask.end_head <= layout.end_head:
+            held = f"{layout.first_head} up to {layout.end_head}"
+            raise BadFrame(f"heads {ask.first_head} up to {ask.end_head} of a rank that holds {held}")
+        return replace(ask, wait_s=min(ask.wait_s, _MAX_WAIT_S))
+
+    def _count(self, **counts: int) -> None:
+        with self._lock:
+            for name, count in counts.items():
+                setattr(self._stats, name, getattr(self._stats, name) + count)
+
+
+def _refuse(connection: Connection, refusal: PeerUnavailable) -> None:
+    connection.send_json(Kind.REFUSED, {"code": refusal.code, "message": refusal.message})
+
+
+def _nonce(text: object) -> bytes:
+    try:
+        nonce = bytes.fromhex(text) if isinstance(text, str) else b""
+    except ValueError:
+        nonce = b""
+    if len(nonce) != 16:
+        raise BadFrame("a HELLO without a nonce of 16 bytes")
+    return nonce
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

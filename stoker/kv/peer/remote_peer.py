@@ -1,0 +1,174 @@
+"""Peer: another worker's KV server as a client sees it. Connections that are kept, and the link that bytes come over."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from stoker.base.address import split_address
+from stoker.base.config import HandoffSettings
+from stoker.base.log import EventLog
+from stoker.kv.blocks.layout import KvLayout
+from stoker.kv.blocks.transfer import KvIdentity, PeerUnavailable
+from stoker.kv.device.device_kv import DeviceKv
+from stoker.kv.peer.block_bytes import BeforeWrite, Sink
+from stoker.kv.peer.peer_wire import VERSION, BadFrame, Connection, Kind, PeerLost, load_json, proof
+from stoker.kv.peer.transports.tcp import TcpLink
+from stoker.kv.peer.transports.transport import IO_S, Link, Transport
+
+_MAX_IDLE = 8
+_log = EventLog("kv.peer")
+
+
+class Peer:
+    """One life of one rank's KV server. Threads may share it; each takes a connection of its own."""
+
+    def __init__(
+        self,
+        address: str,
+        engine_id: str,
+        identity: KvIdentity,
+        settings: HandoffSettings,
+        transports: Mapping[str, Transport],
+    ) -> None:
+        self.address = address
+        self.engine_id = engine_id
+        self._identity = identity
+        self._settings = settings
+        self._transports = transports
+        self._lock = threading.Lock()
+        self._idle: list[Connection] = []
+        self._is_closed = False
+        self._opening = threading.Lock()  # held while the link is opened: once, also where two threads want it
+        self._link: Link | None = None
+        self._welcome: dict[str, Any] = {}
+
+    @property
+    def layout(self) -> KvLayout:
+        """Known once a connection was made."""
+        try:
+            return KvLayout(**self._welcome["layout"])
+        except (KeyError, TypeError) as wrong:
+            raise BadFrame(f"a WELCOME without a layout: {wrong!r}") from wrong
+
+    @contextmanager
+    def connection(self, timeout_s: float) -> Iterator[Connection]:
+        """A kept one that still stands, or a new one. After an error it is not kept."""
+        connection = self._take_idle() or self._connect(timeout_s)
+        is_good = False
+        try:
+            yield connection
+            is_good = True
+        finally:
+            self._give_back(connection, is_good)
+
+    def meet(self, timeout_s: float) -> None:
+        """Shake hands, if that was not done yet: the peer's layout is known afterwards."""
+        if not self._welcome:
+            with self.connection(timeout_s):
+                pass
+
+    def link(self, connection: Connection, kv: DeviceKv, sink: Sink, before_write: BeforeWrite) -> Link:
+        """The first way of ours that the peer offers too and that works; it is opened once."""
+        with self._opening:
+            if self._link is None:
+                self._link = self._open(connection, kv, before_write)
+            link = self._link
+        if link.fits(sink):
+            return link
+        if "tcp" not in self._transports or "tcp" not in self._welcome["transports"]:
+            raise PeerUnavailable(f"{type(link).__name__} cannot bring bytes there, and tcp is not allowed")
+        return TcpLink()
+
+    def sweep(self) -> bool:
+        """Drop connections that have ended. False: there were some and none is left, so that the peer may be gone."""
+        with self._lock:
+            before, kept = self._idle, [one for one in self._idle if one.is_idle()]
+            self._idle = kept
+        for connection in set(before) - set(kept):
+            connection.close()
+        return bool(kept) or not before
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+        with self._opening:
+            if self._link is not None:
+                self._link.close()
+                self._link = None
+
+    def _take_idle(self) -> Connection | None:
+        while True:
+            with self._lock:
+                if not self._idle:
+                    return None
+                connection = self._idle.pop()
+            if connection.is_idle():
+                return connection
+            connection.close()
+
+    def _give_back(self, connection: Connection, is_good: bool) -> None:
+        with self._lock:
+            if is_good and not self._is_closed and len(self._idle) < _MAX_IDLE:
+                connection.was_kept = True
+                self._idle.append(connection)
+                return
+        connection.close()
+
+    def _connect(self, timeout_s: float) -> Connection:
+        try:
+            sock = socket.create_connection(split_address(self.address), timeout=max(0.001, min(IO_S, timeout_s)))
+        except (OSError, ValueError) as lost:
+            raise PeerLost(f"{self.address}: {lost}") from lost
+        connection = Connection(sock)
+        try:
+            connection.limit(max(0.001, min(IO_S, timeout_s)), IO_S)
+            self._introduce(connection)
+        except PeerUnavailable:
+            connection.close()
+            raise
+        return connection
+
+    def _introduce(self, connection: Connection) -> None:
+        nonce, secret = secrets.token_bytes(16), self._settings.secret
+        connection.send_json(Kind.HELLO, {"version": VERSION, "nonce": nonce.hex()})
+        challenge = load_json(connection.receive(Kind.CHALLENGE, hello=True)[1])
+        try:
+            nonces = nonce + bytes.fromhex(challenge["nonce"])
+            shown = bytes.fromhex(challenge["proof"])
+        except (KeyError, TypeError, ValueError) as wrong:
+            raise BadFrame(f"a CHALLENGE without its parts: {wrong!r}") from wrong
+        if not hmac.compare_digest(shown, proof(secret, b"server", nonces)):
+            raise PeerUnavailable("secret: not the same on both sides", code="kv_secret")
+        body = json.dumps({"engine_id": self.engine_id, "identity": asdict(self._identity)}).encode()
+        connection.send(Kind.PROVE, proof(secret, b"client", nonces, body) + body)
+        self._welcome = load_json(connection.receive(Kind.WELCOME, hello=True)[1])
+
+    def _open(self, connection: Connection, kv: DeviceKv, before_write: BeforeWrite) -> Link:
+        reasons = []
+        for name, transport in self._transports.items():
+            if name not in self._welcome.get("transports", ()):
+                reasons.append(f"{name}: not offered")
+                continue
+            try:
+                connection.send_json(Kind.OPEN, {"transport": name})
+                offer = load_json(connection.receive(Kind.OPENED)[1])
+                link = transport.open(offer, self.layout, kv, before_write)
+            except (PeerLost, BadFrame):
+                raise
+            except PeerUnavailable as refusal:
+                reasons.append(f"{name}: {refusal.message}")
+                continue
+            _log.event("kv_peer_linked", peer=self.address, transport=name, passed_over=reasons)
+            return link
+        raise PeerUnavailable(f"no way to {self.address}: {'; '.join(reasons)}", code="kv_no_transport")

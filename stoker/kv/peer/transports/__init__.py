@@ -1,0 +1,1 @@
+"""KV transports: how the bytes of a peer's blocks get into our pool, one file each."""

@@ -1,0 +1,92 @@
+"""CUDA IPC: a worker of the same machine opens the peer's pool on a card and copies from card to card.
+
+The handle is opened once a peer. Everything runs on the sink's stream, which waits for whatever still uses the blocks; checksums
+are those of the bytes that arrived, computed on the card that took them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stoker.base.ids import BlockId
+from stoker.kernels.transfer import to_device
+from stoker.kv.blocks.layout import KvLayout, Part
+from stoker.kv.blocks.transfer import PeerUnavailable
+from stoker.kv.device.checksum import tensor_checksums
+from stoker.kv.device.device_kv import DeviceKv
+from stoker.kv.peer.block_bytes import BeforeWrite, CudaSink, Sink, device_runs
+from stoker.kv.peer.transports.transport import TRANSPORTS, OneSidedLink
+
+# The parts of torch's own description of shared memory, in its order; the device's number is each process's own.
+_BYTES = ("handle", "counter_handle", "event_handle")
+_PARTS = ("handle", "num_bytes", "offset", "counter_handle", "counter_offset", "event_handle", "event_needed")
+
+
+@TRANSPORTS.register("cuda_ipc")
+class CudaIpcTransport:
+    def __init__(self, argument: str, host: str) -> None:
+        pass
+
+    def offer(self, kv: DeviceKv) -> dict[str, Any]:
+        if not kv.blocks.is_cuda:
+            raise PeerUnavailable(f"the pool lies on {kv.blocks.device}")
+        # Asked for anew by each peer: torch counts who has opened it, and gives each one a counter of its own.
+        _device, *parts = kv.blocks.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
+        described = dict(zip(_PARTS, parts, strict=True))
+        for name in _BYTES:
+            described[name] = described[name].hex()
+        first = kv.blocks.storage_offset() * kv.blocks.element_size()
+        return described | {"uuid": _uuid(kv.blocks.device), "first": first, "pool_bytes": kv.blocks.nbytes}
+
+    def open(self, offer: dict[str, Any], peer: KvLayout, kv: DeviceKv, before_write: BeforeWrite) -> CudaIpcLink:
+        if not kv.blocks.is_cuda:
+            raise PeerUnavailable(f"the pool lies on {kv.blocks.device}")
+        uuids = [_uuid(torch.device("cuda", number)) for number in range(torch.cuda.device_count())]
+        if offer.get("uuid") not in uuids:
+            raise PeerUnavailable(f"card {offer.get('uuid')} is not one of ours: {', '.join(uuids)}")
+        try:
+            parts = [bytes.fromhex(offer[name]) if name in _BYTES else offer[name] for name in _PARTS]
+            storage = torch.UntypedStorage._new_shared_cuda(uuids.index(offer["uuid"]), *parts)
+            pool = torch.empty(0, dtype=torch.uint8, device=storage.device)
+            pool.set_(storage, offer["first"], (offer["pool_bytes"],), (1,))
+        except (RuntimeError, KeyError, TypeError, ValueError) as lost:
+            raise PeerUnavailable(f"the peer's memory cannot be opened: {lost!r}") from lost
+        return CudaIpcLink(peer, pool, kv.blocks.device)
+
+    def close(self) -> None:
+        pass
+
+
+def _uuid(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+class CudaIpcLink(OneSidedLink):
+    batch_bytes = (256 << 20, 256 << 20)
+
+    def __init__(self, peer: KvLayout, pool: Tensor, device: torch.device) -> None:
+        super().__init__(peer)
+        self._pool = pool
+        self._device = device
+        self._num_blocks = len(pool) // peer.block_bytes
+
+    def fits(self, sink: Sink) -> bool:
+        return isinstance(sink, CudaSink)
+
+    def copy(self, blocks: Sequence[BlockId], part: Part, sums: Sequence[int], sink: Sink, first: int) -> list[bool]:
+        assert isinstance(sink, CudaSink)
+        if max(blocks) >= self._num_blocks:
+            raise PeerUnavailable(f"block {max(blocks)} of a peer that has {self._num_blocks}")
+        with torch.cuda.stream(sink.stream):
+            runs = device_runs(self._pool, self._peer.block_bytes, part)
+            data = runs.index_select(0, to_device(blocks, self._pool.device)).to(self._device, non_blocking=True)
+            data = data.view(len(blocks), -1)
+            found = tensor_checksums(data)
+            sink.place_device(first, data)
+        # CONFIRM comes after this: it must say how the lease stood when all was read.
+        sink.stream.synchronize()
+        return [mine == theirs for mine, theirs in zip(found, sums, strict=True)]

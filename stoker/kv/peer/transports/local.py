@@ -1,0 +1,96 @@
+"""Shared memory: a worker of the same machine and user maps the peer's pool and copies out of it.
+
+The pool in RAM is a file without a name; the peer says which of its open files it is, and this side opens the very same one
+through /proc. That it is that file is checked by its number, that the peer lives and the blocks are the lease's by CONFIRM.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stoker.base.ids import BlockId
+from stoker.kv.blocks.layout import KvLayout, Part
+from stoker.kv.blocks.transfer import PeerUnavailable
+from stoker.kv.device.checksum import HostBytes, checksums, copies_checksummed
+from stoker.kv.device.device_kv import DeviceKv
+from stoker.kv.device.thread_crew import Crew, num_copiers
+from stoker.kv.peer.block_bytes import BeforeWrite, Sink, runs_of
+from stoker.kv.peer.transports.transport import TRANSPORTS, OneSidedLink
+
+
+def _this_machine() -> dict[str, Any]:
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return {"boot_id": boot_id, "uid": os.getuid()}
+
+
+@TRANSPORTS.register("local")
+class LocalTransport:
+    def __init__(self, argument: str, host: str) -> None:
+        self._crew = Crew(num_copiers(), "kv-copy")
+
+    def offer(self, kv: DeviceKv) -> dict[str, Any]:
+        if kv.memory_fd is None:
+            raise PeerUnavailable(f"the pool lies on {kv.blocks.device}")
+        file = os.fstat(kv.memory_fd)
+        place = {"pid": os.getpid(), "fd": kv.memory_fd, "device": file.st_dev, "inode": file.st_ino}
+        return _this_machine() | place | {"num_bytes": file.st_size}
+
+    def open(self, offer: dict[str, Any], peer: KvLayout, kv: DeviceKv, before_write: BeforeWrite) -> LocalLink:
+        for what, here in _this_machine().items():
+            if offer.get(what) != here:
+                raise PeerUnavailable(f"{what}: {here} here, {offer.get(what)} there")
+        try:
+            memory = _map(f"/proc/{int(offer['pid'])}/fd/{int(offer['fd'])}", offer)
+        except (OSError, KeyError, ValueError, TypeError) as lost:
+            raise PeerUnavailable(f"the peer's memory cannot be mapped: {lost!r}") from lost
+        return LocalLink(peer, memory, self._crew)
+
+    def close(self) -> None:
+        self._crew.close()
+
+
+def _map(path: str, offer: dict[str, Any]) -> HostBytes:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        file = os.fstat(fd)
+        found = (file.st_dev, file.st_ino, file.st_size)
+        if found != (offer["device"], offer["inode"], offer["num_bytes"]):
+            raise ValueError(f"{path} is another file: {found}")
+        return np.frombuffer(mmap.mmap(fd, file.st_size, access=mmap.ACCESS_READ), dtype=np.uint8)
+    finally:
+        os.close(fd)
+
+
+class LocalLink(OneSidedLink):
+    def __init__(self, peer: KvLayout, memory: HostBytes, crew: Crew) -> None:
+        super().__init__(peer)
+        self._crew = crew
+        self._pool = memory[: len(memory) // peer.block_bytes * peer.block_bytes].reshape(-1, peer.block_bytes)
+
+    def copy(self, blocks: Sequence[BlockId], part: Part, sums: Sequence[int], sink: Sink, first: int) -> list[bool]:
+        if max(blocks) >= len(self._pool):
+            raise PeerUnavailable(f"block {max(blocks)} of a peer that has {len(self._pool)}")
+        at_once = len(blocks) if sink.is_direct else 1
+        right: list[bool] = []
+        for start in range(0, len(blocks), at_once):
+            some = range(start, start + at_once)
+            found = self._copy([sink.buffer(first + at) for at in some], [blocks[at] for at in some], part)
+            right += [mine == sums[at] for at, mine in zip(some, found, strict=True)]
+            for at in some:
+                if right[at]:
+                    sink.place(first + at)
+        return right
+
+    def _copy(self, buffers: list[HostBytes], blocks: list[BlockId], part: Part) -> list[int]:
+        if part.count == 1:
+            runs = [self._pool[block, part.offset : part.offset + part.num_bytes] for block in blocks]
+            return copies_checksummed(self._crew, buffers, runs)
+        for buffer, block in zip(buffers, blocks, strict=True):
+            np.copyto(buffer.reshape(part.count, part.num_bytes), runs_of(self._pool[block], part))
+        return checksums(self._crew, buffers)

@@ -1,0 +1,146 @@
+"""Mooncake's Transfer Engine, alone: no store, no master, no metadata server. "mooncake" is its TCP; "mooncake:rdma" and
+"mooncake:rdma:mlx5_0" choose another protocol and device.
+
+Both sides register their pools; the side that pulls reads the peer's memory straight into its own blocks. The engine has no
+authentication: whoever reaches its port can read registered memory, so that it is used only where the settings name it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import closing
+from itertools import chain, islice
+from typing import Any
+
+from stoker.base.ids import BlockId
+from stoker.kv.blocks.layout import KvLayout, Part
+from stoker.kv.blocks.transfer import PeerUnavailable
+from stoker.kv.device.device_kv import DeviceKv
+from stoker.kv.mooncake.transfer_engine import REQUEST_BYTES, Runs, configure, read_in_turn
+from stoker.kv.peer.block_bytes import BeforeWrite, CudaSink, Sink, source_of
+from stoker.kv.peer.transports.transport import TRANSPORTS, OneSidedLink
+
+_CHECKED_BYTES = 2 << 20  # summed up at one time: still in the cache
+_CHECKED_ON_A_CARD_BYTES = 8 << 20  # which is a launch each time
+
+
+@TRANSPORTS.register("mooncake")
+class MooncakeTransport:
+    def __init__(self, argument: str, host: str) -> None:
+        protocol, _, self._device = argument.partition(":")
+        self._protocol = protocol or "tcp"
+        self._host = host
+        self._lock = threading.Lock()
+        self._engine: Any = None
+        self._registered: int | None = None
+
+    def offer(self, kv: DeviceKv) -> dict[str, Any]:
+        engine = self._start(kv)
+        segment = f"{self._host}:{engine.get_rpc_port()}"
+        return {
+            "protocol": self._protocol, "segment": segment, "base": kv.blocks.data_ptr(), "num_blocks": kv.num_blocks,
+        }  # fmt: skip
+
+    def open(self, offer: dict[str, Any], peer: KvLayout, kv: DeviceKv, before_write: BeforeWrite) -> MooncakeLink:
+        if offer.get("protocol") != self._protocol:
+            raise PeerUnavailable(f"protocol: {self._protocol} here, {offer.get('protocol')} there")
+        try:
+            segment, base, num_blocks = str(offer["segment"]), int(offer["base"]), int(offer["num_blocks"])
+        except (KeyError, TypeError, ValueError) as wrong:
+            raise PeerUnavailable(f"an offer without its parts: {wrong!r}") from wrong
+        return MooncakeLink(self._start(kv), segment, base, num_blocks, peer, kv)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._engine is not None and self._registered is not None:
+                self._engine.unregister_memory(self._registered)
+            self._engine = None
+
+    def _start(self, kv: DeviceKv) -> Any:
+        """Once: it takes a moment, and threads of its own."""
+        with self._lock:
+            if self._engine is not None:
+                return self._engine
+            configure()
+            try:
+                from mooncake.engine import TransferEngine
+            except ImportError as absent:
+                raise PeerUnavailable(f"mooncake: {absent}") from absent
+            engine = TransferEngine()
+            status = engine.initialize(self._host, "P2PHANDSHAKE", self._protocol, self._device)
+            if status:
+                raise PeerUnavailable(f"mooncake: initialize({self._host}, {self._protocol}) gave {status}")
+            base = kv.blocks.data_ptr()
+            status = engine.register_memory(base, kv.blocks.nbytes)
+            if status:
+                raise PeerUnavailable(f"mooncake: registering {kv.blocks.nbytes} bytes gave {status}")
+            self._engine, self._registered = engine, base
+            return engine
+
+
+class MooncakeLink(OneSidedLink):
+    batch_bytes = (32 << 20, 128 << 20)
+
+    def __init__(
+        self,
+        engine: Any,
+        segment: str,
+        base: int,
+        num_blocks: int,
+        peer: KvLayout,
+        kv: DeviceKv,
+    ) -> None:
+        super().__init__(peer)
+        self._engine = engine
+        self._segment = segment
+        self._base = base
+        self._num_blocks = num_blocks
+        self._kv = kv
+        self._arrived = source_of(kv)
+
+    def fits(self, sink: Sink) -> bool:
+        return sink.into is not None  # other memory is not registered
+
+    def copy(self, blocks: Sequence[BlockId], part: Part, sums: Sequence[int], sink: Sink, first: int) -> list[bool]:
+        assert sink.into is not None
+        if max(blocks) >= self._num_blocks:
+            raise PeerUnavailable(f"block {max(blocks)} of a peer that has {self._num_blocks}")
+        checked_bytes = _CHECKED_BYTES
+        if isinstance(sink, CudaSink):
+            sink.stream.synchronize()  # the engine knows no streams
+            checked_bytes = _CHECKED_ON_A_CARD_BYTES
+        into = sink.into[first : first + len(blocks)]
+        runs = [self._runs(one, part, mine, sink.part) for one, mine in zip(blocks, into, strict=True)]
+        step = max(1, checked_bytes // part.total_bytes)
+        found: list[int] = []
+        # The next are on the wire while some are summed up, as soon as they have come: nor is the cache cold by then.
+        with closing(read_in_turn(self._engine, chain.from_iterable(runs))) as reads:
+            for at in range(0, len(blocks), step):
+                if not all(islice(reads, sum(map(len, runs[at : at + step])))):
+                    raise PeerUnavailable(f"mooncake: reading {len(blocks)} blocks of {self._segment} failed")
+                found += self._arrived.checksums(into[at : at + step], sink.part)
+        return [mine == expected for mine, expected in zip(found, sums, strict=True)]
+
+    def _runs(self, block: BlockId, part: Part, into: BlockId, our_part: Part) -> list[Runs]:
+        """Of one block: one run, in several reads; or many runs, in one. The same bytes may be one run here and many there:
+        both are cut as the finer of the two."""
+        count = max(part.count, our_part.count)
+        is_one = count == 1
+        if is_one and part.total_bytes % REQUEST_BYTES == 0:
+            count = part.total_bytes // REQUEST_BYTES
+        theirs = _addresses(self._base + block * self._peer.block_bytes, part, count)
+        ours = _addresses(self._kv.blocks.data_ptr() + into * self._kv.layout.block_bytes, our_part, count)
+        lengths = [part.total_bytes // count] * count
+        if not is_one:
+            return [Runs(self._segment, ours, theirs, lengths)]
+        return [
+            Runs(self._segment, [mine], [its], [length])
+            for mine, its, length in zip(ours, theirs, lengths, strict=True)
+        ]
+
+
+def _addresses(block: int, part: Part, count: int) -> list[int]:
+    step = part.stride if part.count == count else part.total_bytes // count
+    start = block + part.offset
+    return list(range(start, start + count * step, step))

@@ -1,0 +1,91 @@
+"""ReadAhead: moves blocks between tiers before anybody asks for them, one after the other, on a thread of its own.
+
+A conversation that will go on is brought into RAM; a prefill worker's blocks while it still computes; and a tier that has
+forgotten what it held is given it again. All of it is a hint: what fails is left.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from stoker.base import log as logs
+from stoker.base.ids import BlockKey
+from stoker.kv.blocks.transfer import BlockName, KvTicket, PeerUnavailable, TierUnavailable
+from stoker.kv.device.checksum import checksum
+from stoker.kv.store.block_io import Buffers, HostBytes
+from stoker.kv.store.bounded_reads import Aside
+from stoker.kv.store.loader import IN_RAM, Peers
+from stoker.kv.store.tier_use import TierUse, first_holders
+
+_PULL_S = 60.0
+_MOVE_S = 5.0  # that reading a block may take, from however slow a tier
+
+log = logs.EventLog("kv")
+
+
+class ReadAhead:
+    def __init__(
+        self,
+        tiers: Sequence[TierUse],
+        peers: Peers,
+        buffers: Buffers,
+        aside: Aside,
+        stored: Callable[[TierUse, Sequence[BlockName]], None],
+    ) -> None:
+        self._tiers = tiers
+        self._peers = peers
+        self._buffers = buffers
+        self._aside = aside
+        self._stored = stored
+        self._ram = next((use for use in tiers if use.tier.medium == IN_RAM), None)
+
+    def promote(self, names: Sequence[BlockName]) -> None:
+        """The leading blocks that any tier has: into RAM."""
+        if self._ram is None:
+            return
+        for name, holder in zip(names, first_holders(self._tiers, [name.key for name in names]), strict=True):
+            if holder is None or (holder is not self._ram and not self._move(name, holder, self._ram)):
+                return
+
+    def pull(self, ticket: KvTicket) -> None:
+        """Full blocks of a lease, as they become ready: into RAM."""
+        ram = self._ram
+        if ram is None:
+            return
+        try:
+            self._peers.read_ahead(
+                ticket, lambda names, data: self._write(names, data, ram), time.monotonic() + _PULL_S
+            )
+        except (PeerUnavailable, TierUnavailable) as lost:
+            log.event("kv_read_ahead_failed", lease=ticket.lease_id, reason=lost.message)
+
+    def offer_again(self, to: TierUse, keys: Sequence[BlockKey]) -> None:
+        """`to` has lost these: give it what other tiers still hold of them."""
+        wanted = set(keys)
+        for use in self._tiers:
+            if use is to:
+                continue
+            for name in use.tier.names():
+                if name.key in wanted:
+                    wanted.discard(name.key)
+                    if not self._move(name, use, to):
+                        break
+
+    def _move(self, name: BlockName, src: TierUse, dst: TierUse) -> bool:
+        """False: one of the two does not answer."""
+        try:
+            buffers, (is_right,) = self._aside.read(src, [name.key], time.monotonic() + _MOVE_S)
+            try:
+                if is_right:
+                    self._write([name], buffers, dst)
+            finally:
+                self._buffers.give_back(buffers)
+        except TierUnavailable as lost:
+            log.event("kv_move_failed", src=src.name, dst=dst.name, reason=lost.message)
+            return False
+        return True
+
+    def _write(self, names: list[BlockName], data: list[HostBytes], to: TierUse) -> None:
+        taken = to.write(names, data, [checksum(block) for block in data])
+        self._stored(to, [name for name, is_there in zip(names, taken, strict=True) if is_there])

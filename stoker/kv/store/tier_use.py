@@ -1,0 +1,158 @@
+"""TierUse: a tier as this worker uses it: with its counts, its measured speed, and no surprise but TierUnavailable."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from stoker.base import log as logs
+from stoker.base.ids import BlockKey
+from stoker.kv.blocks.transfer import BlockName, TierUnavailable
+from stoker.kv.device.checksum import checksum
+from stoker.kv.store.block_io import HostBytes, new_buffer
+from stoker.kv.store.speed import Speed
+from stoker.kv.store.tiers.tier import Tier
+
+_GUESS_BYTES_PER_S = 1e9
+_PROBES = 5
+_WARN_EVERY_S = 10.0
+_MEASURE_AGAIN_S = 30.0
+
+log = logs.EventLog("kv")
+
+
+@dataclass(slots=True)
+class TierFigures:
+    hits: int = 0
+    misses: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    read_s: float = 0.0
+    write_s: float = 0.0
+    declined: int = 0
+    errors: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class TierUse:
+    name: str
+    tier: Tier
+    figures: TierFigures = field(default_factory=TierFigures)
+    speed: Speed = field(default_factory=lambda: Speed(_GUESS_BYTES_PER_S))
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _warned_s: float = -_WARN_EVERY_S
+    _measured_s: float = -_MEASURE_AGAIN_S
+    _measuring: threading.Thread | None = None
+
+    def find(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """A tier that cannot answer has nothing."""
+        try:
+            return self.tier.find(keys)
+        except TierUnavailable as lost:
+            self._note_lost(lost)
+            return [False] * len(keys)
+
+    def read(self, keys: Sequence[BlockKey], into: Sequence[HostBytes]) -> list[bool]:
+        started_s = time.monotonic()
+        try:
+            right = self.tier.read(keys, into)
+        except TierUnavailable as lost:
+            self.speed.failed(time.monotonic() - started_s)
+            self._note_lost(lost)
+            raise
+        seconds, hits = time.monotonic() - started_s, sum(right)
+        num_bytes = hits * (into[0].nbytes if into else 0)
+        with self._lock:
+            self.speed.saw(num_bytes, seconds)
+            self.figures.hits += hits
+            self.figures.misses += len(right) - hits
+            self.figures.read_bytes += num_bytes
+            self.figures.read_s += seconds
+        return right
+
+    def write(self, names: Sequence[BlockName], data: Sequence[HostBytes], sums: Sequence[int]) -> list[bool]:
+        started_s = time.monotonic()
+        try:
+            taken = self.tier.write(names, data, sums)
+        except TierUnavailable as lost:
+            self.figures.declined += len(names)
+            self._note_lost(lost)
+            raise
+        with self._lock:
+            self.figures.written_bytes += sum(
+                buffer.nbytes for buffer, is_there in zip(data, taken, strict=True) if is_there
+            )
+            self.figures.declined += taken.count(False)
+            self.figures.write_s += time.monotonic() - started_s
+        return taken
+
+    def catch_up(self) -> None:
+        try:
+            self.tier.catch_up()
+        except TierUnavailable as lost:
+            self._note_lost(lost)
+
+    def measure(self, block_bytes: int) -> None:
+        """A block there and back, before anybody relies on the speed."""
+        self._measured_s = time.monotonic()
+        name = BlockName(BlockKey(os.urandom(16)), BlockKey(bytes(16)), ())
+        data = new_buffer(block_bytes)
+        try:
+            if not self.tier.write([name], [data], [checksum(data)])[0]:
+                with self._lock:  # it is full, say: how fast it reads is seen when the next load tries it
+                    self.speed.forget()
+                return
+            self.tier.read([name.key], [data])  # the first one also opens connections and files
+            taken_s = []
+            for _ in range(_PROBES):
+                started_s = time.monotonic()
+                if self.tier.read([name.key], [data])[0]:
+                    taken_s.append(time.monotonic() - started_s)
+            if taken_s:  # whatever else the machine does makes some of them longer, none shorter
+                with self._lock:
+                    self.speed.is_now(block_bytes, min(taken_s))
+            self.tier.drop([name.key])
+        except TierUnavailable as lost:
+            self._note_lost(lost)
+
+    def measure_again(self, block_bytes: int) -> None:
+        """Now and then, for a tier that nobody reads, since it is too slow: it may have got over that. Not waited for: it may
+        as well hang."""
+        if time.monotonic() - self._measured_s < _MEASURE_AGAIN_S:
+            return
+        if self._measuring is None or not self._measuring.is_alive():
+            name = f"kv-measure-{self.name}"
+            self._measuring = threading.Thread(target=self.measure, args=(block_bytes,), name=name, daemon=True)
+            self._measuring.start()
+
+    def late(self, num_blocks: int, seconds: float) -> None:
+        """So many blocks did not come within this time: it counts against the next estimate."""
+        with self._lock:
+            self.speed.failed(seconds)
+            self.figures.misses += num_blocks
+            self.figures.errors += 1
+
+    def _note_lost(self, lost: TierUnavailable) -> None:
+        self.figures.errors += 1
+        now = time.monotonic()
+        if now - self._warned_s >= _WARN_EVERY_S:
+            self._warned_s = now
+            log.warning("kv_tier_unavailable", tier=self.name, reason=lost.message, errors=self.figures.errors)
+
+
+def first_holders(tiers: Sequence[TierUse], keys: Sequence[BlockKey]) -> list[TierUse | None]:
+    """For each block the nearest tier that has it."""
+    holders: list[TierUse | None] = [None] * len(keys)
+    missing = list(range(len(keys)))
+    for use in tiers:
+        if not missing:
+            break
+        found = use.find([keys[i] for i in missing])
+        for i, is_there in zip(missing, found, strict=True):
+            if is_there:
+                holders[i] = use
+        missing = [i for i in missing if holders[i] is None]
+    return holders

@@ -1,0 +1,214 @@
+"""A block as a file: a head of whole pages (what it is), then the block. Written under another name and renamed: under its own name
+there is only the whole of it. Everything is checked when it is read: a file is never trusted for its name.
+
+    head    magic, version, flags, crc, key, block_bytes, two nonces | parent, checksum, salt, token ids, zeros
+    block   its bytes, then (encrypted) a tag, then zeros up to a page
+
+With a cipher, what is right of the bar and the block are each sealed, with what is left of it as associated data.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Sequence
+from contextlib import suppress
+from errno import EINVAL
+from mmap import mmap
+
+import numpy as np
+
+from stoker.base.ids import BlockKey
+from stoker.kv.blocks.transfer import BlockName
+from stoker.kv.device.checksum import checksum
+from stoker.kv.store.tiers.disk.disk_encryption import NONCE_BYTES, TAG_BYTES, Cipher, WrongKeyOrBytes
+from stoker.kv.store.tiers.tier import HostBytes
+
+VERSION = 2
+PAGE = 4096
+_MAGIC = b"stokerkv"
+_PUBLIC = struct.Struct("<8sHHI16sQ12s12s")  # magic, version, flags, crc, key, block_bytes, nonces of head and block
+_FACTS = struct.Struct("<16sQIB64s")  # parent, checksum, number of tokens, bytes of the salt, salt
+_CRC_AT = 12
+_ENCRYPTED = 1
+_NO_SALT = 255
+_NO_NONCE = bytes(NONCE_BYTES)
+
+
+class WrongBlock(Exception):
+    """The file is not the block that its name says; `str()` is how that was seen."""
+
+
+class BlockFiles:
+    """Reads and writes them; thread-safe. `direct`: past the kernel's page cache, where the file system can."""
+
+    def __init__(self, block_bytes: int, block_tokens: int, cipher: Cipher | None, *, direct: bool) -> None:
+        self._block_bytes = block_bytes
+        self._cipher = cipher
+        tag_bytes = TAG_BYTES if cipher else 0
+        self._head_bytes = _pages(_PUBLIC.size + _FACTS.size + 4 * block_tokens + tag_bytes)
+        self._body_bytes = _pages(block_bytes + tag_bytes)
+        self.file_bytes = self._head_bytes + self._body_bytes
+        self.direct = direct
+        self._own = threading.local()
+
+    def write(self, path: str, name: BlockName, data: HostBytes, of_bytes: int, use_ns: int) -> None:
+        """`of_bytes`: their checksum. `path` must not exist. OSError: whatever is there then is not a block."""
+        head, body = self._scratch()
+        self._fill_head(head, name, of_bytes)
+        if self._cipher:
+            public = head[: _PUBLIC.size].tobytes()
+            nonce = public[-NONCE_BYTES:]
+            self._cipher.seal_into(nonce, data, public, body[: self._block_bytes + TAG_BYTES])
+        elif self._block_bytes == self._body_bytes and (not self.direct or _is_aligned(data)):
+            body = data
+        else:
+            np.copyto(body[: self._block_bytes], data)
+        fd = self._open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            _write_all(fd, [head, body])
+            os.utime(fd, ns=(use_ns, use_ns))
+        finally:
+            os.close(fd)
+
+    def read(self, path: str, key: BlockKey, into: HostBytes, use_ns: int | None) -> None:
+        """WrongBlock, or an OSError: FileNotFoundError is a plain miss. `use_ns`: note this use in the file."""
+        head, body = self._scratch()
+        is_plain = self._cipher is None
+        in_place = is_plain and (not self.direct or (_is_aligned(into) and self._block_bytes == self._body_bytes))
+        target = into if in_place else body[: self._body_bytes]
+        fd = self._open(path, os.O_RDONLY)
+        try:
+            got = _read_all(fd, [head, target])
+            if use_ns is not None:
+                with suppress(OSError):  # a file system that has become read-only, say, can be read all the same
+                    os.utime(fd, ns=(use_ns, use_ns))
+        finally:
+            os.close(fd)
+        if got < self._head_bytes + target.nbytes:
+            raise WrongBlock(f"{got} bytes long, must be {self.file_bytes}")
+        public = self._check_public(head, key)
+        if self._cipher:
+            try:
+                self._cipher.open_into(public[-NONCE_BYTES:], body[: self._block_bytes + TAG_BYTES], public, into)
+            except WrongKeyOrBytes:
+                raise WrongBlock("another key or changed bytes") from None
+            return
+        if not in_place:
+            np.copyto(into, body[: self._block_bytes])
+        _, expected, _, _, _ = _FACTS.unpack_from(head.data, _PUBLIC.size)
+        if checksum(into) != expected:
+            raise WrongBlock("checksum")
+
+    def read_name(self, path: str, key: BlockKey) -> BlockName:
+        with open(path, "rb", buffering=0) as file:
+            head = np.frombuffer(file.read(self._head_bytes), dtype=np.uint8)
+        if len(head) < self._head_bytes:
+            raise WrongBlock(f"{len(head)} bytes long, must be {self.file_bytes}")
+        public = self._check_public(head, key)
+        facts = head[_PUBLIC.size :].tobytes()
+        if self._cipher:
+            nonce = public[-2 * NONCE_BYTES : -NONCE_BYTES]
+            try:
+                facts = self._cipher.open(nonce, facts, public)
+            except WrongKeyOrBytes:
+                raise WrongBlock("another key or changed bytes") from None
+        parent, _, num_tokens, salt_bytes, salt = _FACTS.unpack_from(facts)
+        tokens = struct.unpack_from(f"<{num_tokens}I", facts, _FACTS.size)
+        return BlockName(key, BlockKey(parent), tokens, None if salt_bytes == _NO_SALT else salt[:salt_bytes].decode())
+
+    def can_hold(self, name: BlockName) -> bool:
+        room = self._head_bytes - _PUBLIC.size - _FACTS.size - (TAG_BYTES if self._cipher else 0)
+        return 4 * len(name.token_ids) <= room and len((name.salt or "").encode()) <= 64 and len(name.parent) == 16
+
+    def _fill_head(self, head: HostBytes, name: BlockName, of_bytes: int) -> None:
+        salt = (name.salt or "").encode()
+        facts = _FACTS.pack(
+            name.parent,
+            0 if self._cipher else of_bytes,
+            len(name.token_ids),
+            _NO_SALT if name.salt is None else len(salt),
+            salt,
+        ) + struct.pack(f"<{len(name.token_ids)}I", *name.token_ids)
+        size = self._head_bytes - _PUBLIC.size
+        if self._cipher:
+            nonces = os.urandom(NONCE_BYTES), os.urandom(NONCE_BYTES)
+            public = _PUBLIC.pack(_MAGIC, VERSION, _ENCRYPTED, 0, name.key, self._block_bytes, *nonces)
+            facts = self._cipher.seal(nonces[0], facts.ljust(size - TAG_BYTES, b"\0"), public)
+        else:
+            public = _PUBLIC.pack(_MAGIC, VERSION, 0, 0, name.key, self._block_bytes, _NO_NONCE, _NO_NONCE)
+        head[:] = np.frombuffer(public + facts.ljust(size, b"\0"), dtype=np.uint8)
+        if not self._cipher:
+            head[_CRC_AT : _CRC_AT + 4] = np.frombuffer(struct.pack("<I", zlib.crc32(head.data)), dtype=np.uint8)
+
+    def _check_public(self, head: HostBytes, key: BlockKey) -> bytes:
+        public = head[: _PUBLIC.size].tobytes()
+        magic, version, flags, crc, of_key, block_bytes, _, _ = _PUBLIC.unpack(public)
+        if (magic, version, flags) != (_MAGIC, VERSION, _ENCRYPTED if self._cipher else 0):
+            raise WrongBlock(f"magic {magic!r}, version {version}, flags {flags}")
+        if of_key != key:
+            raise WrongBlock(f"the block of {of_key.hex()}")
+        if block_bytes != self._block_bytes:
+            raise WrongBlock(f"a block of {block_bytes} bytes, not {self._block_bytes}")
+        if not self._cipher:
+            plain = head.tobytes()
+            if zlib.crc32(plain[:_CRC_AT] + bytes(4) + plain[_CRC_AT + 4 :]) != crc:
+                raise WrongBlock("the head's crc")
+        return public
+
+    def _open(self, path: str, flags: int) -> int:
+        flags |= os.O_CLOEXEC
+        if self.direct:
+            try:
+                return os.open(path, flags | os.O_DIRECT, 0o600)
+            except OSError as failed:
+                if failed.errno != EINVAL:
+                    raise
+                self.direct = False
+                if flags & os.O_CREAT:  # some file systems make the file before they refuse
+                    with suppress(FileNotFoundError):
+                        os.unlink(path)
+        return os.open(path, flags, 0o600)
+
+    def _scratch(self) -> tuple[HostBytes, HostBytes]:
+        """This thread's own head and body, on page borders."""
+        buffer: HostBytes | None = getattr(self._own, "buffer", None)
+        if buffer is None:
+            buffer = self._own.buffer = np.frombuffer(mmap(-1, self.file_bytes), dtype=np.uint8)
+        return buffer[: self._head_bytes], buffer[self._head_bytes :]
+
+
+def _pages(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE) * PAGE
+
+
+def _is_aligned(data: HostBytes) -> bool:
+    return data.ctypes.data % PAGE == 0
+
+
+def _write_all(fd: int, parts: Sequence[HostBytes]) -> None:
+    done, total = 0, sum(part.nbytes for part in parts)
+    while done < total:
+        done += os.pwritev(fd, _after(parts, done), done)
+
+
+def _read_all(fd: int, parts: Sequence[HostBytes]) -> int:
+    """As much as there is."""
+    done, total = 0, sum(part.nbytes for part in parts)
+    while done < total:
+        got = os.preadv(fd, _after(parts, done), done)
+        done += got
+        if got == 0 or got % PAGE:  # the end; direct I/O could not even ask for what would come after half a page
+            break
+    return done
+
+
+def _after(parts: Sequence[HostBytes], skip: int) -> list[memoryview]:
+    left = []
+    for part in parts:
+        if skip < part.nbytes:
+            left.append(part[skip:].data)
+        skip = max(0, skip - part.nbytes)
+    return left

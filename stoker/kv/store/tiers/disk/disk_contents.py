@@ -1,0 +1,145 @@
+"""What lies in the disk tier's directory, as one process knows it: what a scan at the start found, what the process wrote and
+removed itself, and what the others tell in the journal.
+
+A start does not wait for the scan: until it is done, a key that is not known yet is looked for by its name.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from stoker.base.log import EventLog
+from stoker.kv.store.tiers.disk.disk_directory import Health
+from stoker.kv.store.tiers.disk.disk_index import Change, DiskIndex, Entry, FileId, Journal, path_of, scan
+
+log = EventLog("kv.disk")
+
+_GIB = 1 << 30
+_NEWS_S = 0.005  # how late others' changes may be known
+_SCAN_LOG_S = 5.0
+
+
+class DiskContents:
+    """`on_lost` hears of files that were here and are gone, whoever removed them."""
+
+    def __init__(self, root: Path, health: Health, on_lost: Callable[[Sequence[FileId]], None]) -> None:
+        self._root = root
+        self._health = health
+        self._on_lost = on_lost
+        self._index = DiskIndex()
+        self._index_lock = threading.Lock()  # never held while the disk is asked
+        self._journal = Journal(root / "journal")
+        self._journal_lock = threading.Lock()
+        self._news_at_s = 0.0
+        self._closed = False
+        self.scanned = threading.Event()
+        self._scanner: threading.Thread | None = None
+
+    @contextmanager
+    def index(self) -> Iterator[DiskIndex]:
+        """For as long as a look takes, and no file is touched."""
+        with self._index_lock:
+            yield self._index
+
+    def begin_scan(self, then: Callable[[], object]) -> None:
+        self._scanner = threading.Thread(target=self._scan, args=(then,), name="kv-disk-scan", daemon=True)
+        self._scanner.start()
+
+    def wait_for_scan(self) -> None:
+        """Until it has ended, one way or the other."""
+        if self._scanner is not None:
+            self._scanner.join()
+
+    def close(self) -> None:
+        self._closed = True
+        self.wait_for_scan()
+        with self._journal_lock:
+            self._journal.close()
+
+    def here(self, files: Sequence[FileId]) -> list[bool]:
+        is_whole = self.scanned.is_set()
+        self.catch_up()
+        with self.index() as index:
+            here = [file in index for file in files]
+        if is_whole:
+            return here
+        return [is_here or os.path.exists(path_of(self._root, file)) for is_here, file in zip(here, files, strict=True)]
+
+    def catch_up(self, at_once: bool = False) -> None:
+        """With what others did; but for `at_once`, not if that was done just now or is being done."""
+        now_s = time.monotonic()
+        if not at_once and now_s - self._news_at_s < _NEWS_S:
+            return
+        if not self._journal_lock.acquire(blocking=at_once):
+            return
+        try:
+            self._news_at_s = now_s
+            changes = [] if self._closed else self._journal.news()
+        except OSError as failed:
+            self._health.failed("journal", failed)
+            return
+        finally:
+            self._journal_lock.release()
+        # A block that one process removed may have been written again by another before we heard of either.
+        gone = {
+            change.file
+            for change in changes
+            if not change.is_added and not os.path.exists(path_of(self._root, change.file))
+        }
+        with self.index() as index:
+            for change in changes:
+                if change.is_added and change.file not in index and change.file not in gone:
+                    index.use(change.file, change.num_bytes, index.now_ns(), is_noted=True)
+            lost = [file for file in gone if index.remove(file)]
+        self._on_lost(lost)
+
+    def tell_added(self, files: Sequence[FileId], num_bytes: int) -> None:
+        """The other processes."""
+        self._tell([Change(file, num_bytes, True) for file in files])
+
+    def tell_removed(self, files: Sequence[FileId]) -> None:
+        """The other processes."""
+        self._tell([Change(file, 0, False) for file in files])
+
+    def tell_lost(self, files: Sequence[FileId]) -> None:
+        """The other processes, and this one's listeners."""
+        self.tell_removed(files)
+        self._on_lost(files)
+
+    def _tell(self, changes: Sequence[Change]) -> None:
+        if not changes:
+            return
+        try:
+            with self._journal_lock:
+                if not self._closed:
+                    self._journal.append(changes)
+        except OSError as failed:
+            self._health.failed("journal", failed)
+
+    def _scan(self, then: Callable[[], object]) -> None:
+        found: dict[FileId, Entry] = {}
+        began_s = told_s = time.monotonic()
+        try:
+            for some in scan(self._root):
+                found |= some
+                if self._closed:
+                    return
+                if time.monotonic() - told_s > _SCAN_LOG_S:
+                    told_s = time.monotonic()
+                    log.event(
+                        "disk_scan", path=str(self._root), blocks=len(found), elapsed_s=round(told_s - began_s, 1)
+                    )
+        except OSError as failed:  # keys stay to be looked for one by one
+            self._health.failed("scan", failed)
+            return
+        with self.index() as index:
+            index.merge(found)
+            blocks, used = len(index), index.num_bytes
+        self.scanned.set()
+        log.event("disk_scanned", path=str(self._root), blocks=blocks, gib=round(used / _GIB, 3))
+        then()

@@ -1,0 +1,86 @@
+"""Encryption of what the disk tier writes: AES-256-GCM with a key of the operator's. Nobody without it can read a block or what was
+asked, or change either unnoticed; that a block of some key exists, and its length, can be seen."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from stoker.base.errors import ConfigError
+from stoker.base.log import EventLog
+from stoker.kv.store.tiers.tier import HostBytes
+
+log = EventLog("kv.disk")
+
+NONCE_BYTES = 12
+TAG_BYTES = 16
+_KEY_BYTES = 32
+_CHECK = b"stoker disk tier"
+
+
+class WrongKeyOrBytes(Exception):
+    """Made with another key, or changed since."""
+
+
+class Cipher:
+    def __init__(self, key: bytes) -> None:
+        try:
+            from cryptography.exceptions import InvalidTag
+            from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+        except ImportError as missing:
+            raise ConfigError(
+                "store.disk_key_file needs the package cryptography: pip install 'stoker[encryption]'"
+            ) from missing
+        self._invalid = InvalidTag
+        self._aes = AESGCM(key)
+
+    def seal(self, nonce: bytes, data: bytes, public: bytes) -> bytes:
+        return self._aes.encrypt(nonce, data, public)
+
+    def open(self, nonce: bytes, sealed: bytes, public: bytes) -> bytes:
+        try:
+            return self._aes.decrypt(nonce, sealed, public)
+        except self._invalid:
+            raise WrongKeyOrBytes from None
+
+    def seal_into(self, nonce: bytes, data: HostBytes, public: bytes, sealed: HostBytes) -> None:
+        """`sealed` is TAG_BYTES longer than `data`."""
+        self._aes.encrypt_into(nonce, data.data, public, sealed.data)
+
+    def open_into(self, nonce: bytes, sealed: HostBytes, public: bytes, data: HostBytes) -> None:
+        try:
+            self._aes.decrypt_into(nonce, sealed.data, public, data.data)
+        except self._invalid:
+            raise WrongKeyOrBytes from None
+
+    def proof(self) -> str:
+        """Tells, later, whether a key is this one."""
+        nonce = os.urandom(NONCE_BYTES)
+        return (nonce + self.seal(nonce, _CHECK, b"")).hex()
+
+    def proves(self, proof: str) -> bool:
+        raw = bytes.fromhex(proof)
+        try:
+            return self.open(raw[:NONCE_BYTES], raw[NONCE_BYTES:], b"") == _CHECK
+        except WrongKeyOrBytes:
+            return False
+
+
+def read_key(path: Path) -> bytes:
+    """32 bytes as they are, or as 64 hex digits."""
+    try:
+        raw = path.read_bytes()
+        if path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
+            log.warning("disk_key_readable_by_others", path=str(path))
+    except OSError as failed:
+        raise ConfigError(f"store.disk_key_file={path}: {failed.strerror}") from failed
+    if len(raw) == _KEY_BYTES:
+        return raw
+    try:
+        key = bytes.fromhex(raw.decode("ascii").strip())
+    except ValueError:
+        key = b""
+    if len(key) != _KEY_BYTES:
+        raise ConfigError(f"store.disk_key_file={path} holds {len(raw)} bytes: 32 bytes, or 64 hex digits, are needed")
+    return key

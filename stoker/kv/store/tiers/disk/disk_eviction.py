@@ -1,0 +1,110 @@
+"""Room in the disk tier's directory: made by whoever needs it, least recently used first, over all models and processes."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from stoker.base.log import EventLog
+from stoker.kv.blocks.transfer import TierUnavailable
+from stoker.kv.store.tiers.disk.disk_contents import DiskContents
+from stoker.kv.store.tiers.disk.disk_directory import Health
+from stoker.kv.store.tiers.disk.disk_index import Entry, FileId, path_of
+
+log = EventLog("kv.disk")
+
+_LOCK_S = 2.0
+
+
+class DiskRoom:
+    def __init__(
+        self, root: Path, capacity_bytes: int, file_bytes: int, contents: DiskContents, health: Health
+    ) -> None:
+        self._root = root
+        self._health = health
+        self._capacity_bytes = capacity_bytes
+        self._file_bytes = file_bytes
+        self._contents = contents
+        self._lock = threading.Lock()
+        self._fd = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._closed = False
+        self.num_evicted = 0
+
+    def make(self, num_blocks: int, keep: set[FileId]) -> int:
+        """Room for so many blocks is reserved; fewer, if only blocks of `keep` would be left. The caller gives it back."""
+        if self._reserve(num_blocks):
+            return num_blocks
+        removed: list[FileId] = []
+        try:
+            with self._evicting():
+                self._contents.catch_up(at_once=True)
+                while not self._reserve(num_blocks):
+                    with self._contents.index() as index:
+                        oldest = index.oldest()
+                    if oldest is None or oldest[0] in keep:
+                        num_blocks = max(0, num_blocks - 1)
+                        if num_blocks == 0:
+                            break
+                    elif self._evict(*oldest):
+                        removed.append(oldest[0])
+                        self.num_evicted += 1
+        except OSError as failed:
+            self._health.failed("evict", failed)
+            num_blocks = 0
+        except TierUnavailable as failed:
+            log.warning("disk_eviction_failed", reason=failed.message)
+            num_blocks = 0
+        self._contents.tell_lost(removed)
+        return num_blocks
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            os.close(self._fd)
+
+    def _reserve(self, num_blocks: int) -> bool:
+        size = num_blocks * self._file_bytes
+        with self._contents.index() as index:
+            fits = index.num_bytes + index.reserved_bytes + size <= self._capacity_bytes
+            if fits:
+                index.reserved_bytes += size
+            return fits
+
+    def _evict(self, file: FileId, entry: Entry) -> bool:
+        """False: another worker used it since we looked."""
+        path = path_of(self._root, file)
+        with suppress(FileNotFoundError):  # a process that was killed while it evicted has told nobody
+            used_ns = os.stat(path).st_mtime_ns
+            if used_ns > entry.used_ns:
+                with self._contents.index() as index:
+                    index.use(file, entry.num_bytes, used_ns, is_noted=True)
+                return False
+            os.unlink(path)
+        with self._contents.index() as index:
+            index.remove(file)
+        return True
+
+    @contextmanager
+    def _evicting(self) -> Iterator[None]:
+        """One at a time, over all threads and processes; the kernel ends it with its holder."""
+        with self._lock:
+            if self._closed:
+                raise TierUnavailable("the disk tier is closed")
+            until_s = time.monotonic() + _LOCK_S
+            while True:
+                try:
+                    fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > until_s:
+                        raise TierUnavailable(f"another process has been evicting for {_LOCK_S:g} s") from None
+                    time.sleep(0.001)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)

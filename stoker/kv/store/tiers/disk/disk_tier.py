@@ -1,0 +1,286 @@
+"""The disk tier: a file for each block, in a directory that several workers of a machine may share and that outlives them.
+
+Here blocks are read and written. What is known to lie in the directory is disk_contents.py's, room in it disk_room.py's, a block
+as a file disk_file.py's, whether the disk is fit to be asked disk_dir.py's, and to give up a question to it disk_asks.py's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from enum import Enum, auto
+from hashlib import sha256
+from itertools import count
+from pathlib import Path
+from typing import ClassVar
+
+from stoker.base.config import StoreSettings
+from stoker.base.errors import ConfigError
+from stoker.base.ids import BlockKey
+from stoker.base.log import EventLog
+from stoker.kv.blocks.transfer import BlockName, TierUnavailable
+from stoker.kv.device.thread_crew import Crew
+from stoker.kv.store.tiers.disk.block_file import VERSION, BlockFiles, WrongBlock
+from stoker.kv.store.tiers.disk.disk_contents import DiskContents
+from stoker.kv.store.tiers.disk.disk_directory import Health, check_marker, remove_left_behind
+from stoker.kv.store.tiers.disk.disk_encryption import Cipher, read_key
+from stoker.kv.store.tiers.disk.disk_eviction import DiskRoom
+from stoker.kv.store.tiers.disk.disk_index import FOLDER_BYTES, FileId, path_of
+from stoker.kv.store.tiers.disk.disk_lookups import Asker
+from stoker.kv.store.tiers.name_order import parents_first
+from stoker.kv.store.tiers.process_liveness import started_at
+from stoker.kv.store.tiers.tier import TIERS, HostBytes, Tier, TierContext, TierStats
+
+log = EventLog("kv.disk")
+
+THREADS = 4
+DIRECT_BYTES = 64 << 10
+_GIB = 1 << 30
+_NOTE_USE_NS = 10_000_000_000  # a use is written to the file if the last one noted there is older
+_ANSWER_S = 1.0  # that the disk may take to say what it has; by then most prompts are computed
+
+
+@TIERS.register("disk")
+def disk_tier(settings: StoreSettings, context: TierContext) -> Tier | None:
+    if settings.disk_dir is None:
+        return None
+    cipher = Cipher(read_key(Path(settings.disk_key_file))) if settings.disk_key_file else None
+    # Below a host tier the kernel's cache would only hold the same blocks a second time, and without it reads of what is not
+    # cached are up to twice as fast (bench/kv_tiers.py). With no host tier it is the only RAM that the blocks have.
+    return DiskTier(
+        Path(settings.disk_dir),
+        int(settings.disk_gib * _GIB),
+        context,
+        cipher,
+        direct_reads=settings.host_gib > 0,
+    )
+
+
+class _Read(Enum):
+    OK = auto()
+    MISSING = auto()
+    WRONG = auto()
+    FAILED = auto()
+
+
+class DiskTier:
+    medium: ClassVar[str] = "DISK"
+    shared = True
+
+    def __init__(
+        self,
+        root: Path,
+        capacity_bytes: int,
+        context: TierContext,
+        cipher: Cipher | None = None,
+        *,
+        direct_reads: bool = True,
+    ) -> None:
+        layout = context.layout
+        is_large = layout.block_bytes >= DIRECT_BYTES  # a smaller one is mostly the cost of the call, cached or not
+        self._writes = BlockFiles(layout.block_bytes, layout.block_tokens, cipher, direct=is_large)
+        self._reads = BlockFiles(layout.block_bytes, layout.block_tokens, cipher, direct=is_large and direct_reads)
+        self._file_bytes = self._writes.file_bytes
+        if capacity_bytes < self._file_bytes:
+            raise ConfigError(f"store.disk_gib={capacity_bytes / _GIB:g} holds no block of {self._file_bytes} bytes")
+        self._root = root
+        self._tmp = root / "tmp"
+        self._capacity_bytes = capacity_bytes
+        self._on_evicted = context.on_evicted
+        self._folder = sha256(f"{VERSION} {layout.fingerprint} {context.fingerprint}".encode()).digest()[:FOLDER_BYTES]
+        self._health = Health(root)
+        self._num_corrupt = 0
+        self._closed = False
+        try:
+            self._tmp.mkdir(mode=0o700, parents=True, exist_ok=True)
+            check_marker(root, cipher)
+            remove_left_behind(self._tmp)
+            self._contents = DiskContents(root, self._health, self._report)
+            self._room = DiskRoom(root, capacity_bytes, self._file_bytes, self._contents, self._health)
+        except OSError as failed:
+            raise ConfigError(f"store.disk_dir={root}: {failed.strerror}") from failed
+        self._tmp_prefix = f"{os.getpid()}-{started_at(os.getpid())}-{os.urandom(4).hex()}"
+        self._tmp_numbers = count()
+        self._crew = Crew(THREADS, "kv-disk")
+        self._asker = Asker(self._health)
+        self._contents.begin_scan(then=lambda: self._room.make(0, keep=set()))
+
+    def find(self, keys: Sequence[BlockKey]) -> list[bool]:
+        if self._closed or self._health.is_left_alone:
+            return [False] * len(keys)
+        return self._here([self._folder + key for key in keys])
+
+    def read(self, keys: Sequence[BlockKey], into: Sequence[HostBytes]) -> list[bool]:
+        self._check_usable()
+        files = [self._folder + key for key in keys]
+        wanted = [at for at, is_here in enumerate(self._here(files)) if is_here]
+        with self._contents.index() as index:
+            # The first count as used last: without a chain's beginning its rest is of no use.
+            now_ns = index.now_ns()
+            known = {at: index.get(files[at]) for at in wanted}
+        to_note = {at for at, entry in known.items() if entry is None or now_ns - entry.noted_ns >= _NOTE_USE_NS}
+
+        def read_one(at: int) -> _Read:
+            return self._read_one(files[at], into[at], now_ns - at if at in to_note else None)
+
+        results = self._crew.each(read_one, wanted)
+        done = [False] * len(keys)
+        lost = []
+        with self._contents.index() as index:
+            for at, result in zip(wanted, results, strict=True):
+                if result is _Read.OK:
+                    done[at] = True
+                    # It may have gone since: whoever removed it has counted that.
+                    if files[at] in index or not self._contents.scanned.is_set():
+                        index.use(files[at], self._file_bytes, now_ns - at, is_noted=at in to_note)
+                elif result is not _Read.FAILED:
+                    self._num_corrupt += result is _Read.WRONG
+                    index.remove(files[at])
+                    lost.append(files[at])
+        self._contents.tell_lost(lost)
+        if wanted and not any(done):
+            self._check_usable()
+        return done
+
+    def write(self, names: Sequence[BlockName], data: Sequence[HostBytes], sums: Sequence[int]) -> list[bool]:
+        if self._closed or not self._health.takes_blocks:
+            return [False] * len(names)
+        blocks = {self._folder + given[0].key: given for given in zip(names, data, sums, strict=True)}
+        files = list(blocks)
+        # Looked at, not believed: a process that was killed while it evicted has told nobody.
+        here = {file: os.path.exists(path_of(self._root, file)) for file in files}
+        wanted = [file for file in files if not here[file] and self._writes.can_hold(blocks[file][0])]
+        with self._contents.index() as index:
+            now_ns = index.now_ns()
+            for at, file in enumerate(files):
+                if here[file]:
+                    index.use(file, self._file_bytes, now_ns - at, is_noted=False)
+                else:
+                    index.remove(file)
+        wanted = wanted[: self._room.make(len(wanted), keep=set(files))]
+
+        def write_one(at: int) -> bool:
+            return self._write_one(wanted[at], *blocks[wanted[at]], now_ns - at)
+
+        try:
+            here |= dict(zip(wanted, self._crew.each(write_one, range(len(wanted))), strict=True))
+        finally:
+            with self._contents.index() as index:
+                index.reserved_bytes -= len(wanted) * self._file_bytes
+                for at, file in enumerate(wanted):
+                    if here[file]:
+                        index.use(file, self._file_bytes, now_ns - at, is_noted=True)
+        self._contents.tell_added([file for file in wanted if here[file]], self._file_bytes)
+        return [here[self._folder + name.key] for name in names]
+
+    def drop(self, keys: Sequence[BlockKey]) -> None:
+        files = [self._folder + key for key in keys]
+        gone = [file for file in files if self._unlink(file)]
+        with self._contents.index() as index:
+            for file in files:
+                index.remove(file)
+        self._contents.tell_removed(gone)
+
+    def catch_up(self) -> None:
+        if not self._closed:
+            self._asker.ask(lambda: self._contents.catch_up(at_once=True), _ANSWER_S)
+
+    def names(self) -> Iterator[BlockName]:
+        """Reads a page of every file. Right after the start it waits for the scan, which takes minutes for a million of them."""
+        self._contents.wait_for_scan()
+        with self._contents.index() as index:
+            files = [file for file in index.files() if file[:FOLDER_BYTES] == self._folder]
+        names = []
+        for file in files:
+            # A wrong one is found again, and dropped, when it is read.
+            with suppress(OSError, WrongBlock):
+                names.append(self._reads.read_name(path_of(self._root, file), BlockKey(file[FOLDER_BYTES:])))
+        return parents_first(names)
+
+    def stats(self) -> TierStats:
+        with self._contents.index() as index:
+            return TierStats(
+                blocks=len(index),
+                used_bytes=index.num_bytes,
+                capacity_bytes=self._capacity_bytes,
+                evicted=self._room.num_evicted,
+                corrupt=self._num_corrupt,
+                errors=self._health.num_errors,
+            )
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._asker.close()
+        self._crew.close()
+        self._contents.close()
+        self._room.close()
+
+    # One block. The disk is asked here, by several threads at a time.
+
+    def _read_one(self, file: FileId, into: HostBytes, use_ns: int | None) -> _Read:
+        path = path_of(self._root, file)
+        if self._closed or self._health.is_left_alone:
+            return _Read.FAILED
+        try:
+            self._reads.read(path, BlockKey(file[FOLDER_BYTES:]), into, use_ns)
+        except FileNotFoundError:
+            return _Read.MISSING
+        except WrongBlock as wrong:
+            log.warning("disk_block_corrupt", path=path, reason=str(wrong))
+            self._unlink(file)
+            return _Read.WRONG
+        except OSError as failed:
+            self._health.failed("read", failed)
+            return _Read.FAILED
+        self._health.worked()
+        return _Read.OK
+
+    def _write_one(self, file: FileId, name: BlockName, data: HostBytes, of_bytes: int, use_ns: int) -> bool:
+        if self._closed or not self._health.takes_blocks:
+            return False
+        tmp = f"{self._tmp}/{self._tmp_prefix}-{next(self._tmp_numbers)}"
+        path = path_of(self._root, file)
+        try:
+            try:
+                self._writes.write(tmp, name, data, of_bytes, use_ns)
+                os.rename(tmp, path)
+            except FileNotFoundError:  # the first block of its folder, or somebody emptied the directory
+                os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+                self._tmp.mkdir(mode=0o700, exist_ok=True)
+                if not os.path.exists(tmp):
+                    self._writes.write(tmp, name, data, of_bytes, use_ns)
+                os.rename(tmp, path)
+        except OSError as failed:
+            with suppress(OSError):
+                os.unlink(tmp)
+            self._health.failed("write", failed)
+            return False
+        self._health.worked(has_room=True)
+        return True
+
+    def _unlink(self, file: FileId) -> bool:
+        try:
+            os.unlink(path_of(self._root, file))
+        except FileNotFoundError:
+            return False
+        except OSError as failed:
+            self._health.failed("unlink", failed)
+            return False
+        return True
+
+    def _here(self, files: Sequence[FileId]) -> list[bool]:
+        return self._asker.ask(lambda: self._contents.here(files), _ANSWER_S)
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise TierUnavailable("the disk tier is closed")
+        self._health.check()
+
+    def _report(self, files: Sequence[FileId]) -> None:
+        """To our listeners, who know of one model alone."""
+        keys = [BlockKey(file[FOLDER_BYTES:]) for file in files if file[:FOLDER_BYTES] == self._folder]
+        if keys:
+            self._on_evicted(keys)

@@ -1,0 +1,177 @@
+"""Where the host tier's memory comes from: a named file of /dev/shm that workers share and that outlives them, or memory of this
+process alone; who uses a store, and the lock under which its table is changed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import struct
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from errno import EACCES, EAGAIN
+from hashlib import sha256
+from mmap import mmap
+from pathlib import Path
+
+from stoker.base.allowance import available_ram
+from stoker.base.errors import ConfigError
+from stoker.base.log import EventLog
+from stoker.kv.blocks.transfer import TierUnavailable
+from stoker.kv.store.tiers.host.host_table import Geometry, HostTable, read_geometry
+
+log = EventLog("kv.host")
+
+SHM = Path("/dev/shm")
+LOCK_S = 2.0  # changes take microseconds: who waits longer has met a stopped process
+_GIB = 1 << 30
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_DIGEST = 16  # hex digits of the fingerprint in a file's name
+
+
+@dataclass(frozen=True, slots=True)
+class HostStore:
+    """A named store as it lies in /dev/shm."""
+
+    name: str
+    path: Path
+    used_bytes: int
+    in_use: bool
+
+
+def host_stores() -> list[HostStore]:
+    """All of this user."""
+    prefix = f"stoker-kv-{os.getuid()}-"
+    stores = []
+    for path in sorted(SHM.glob(f"{prefix}*")):
+        with suppress(FileNotFoundError):
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                name = path.name[len(prefix) : -_DIGEST - 1]
+                stores.append(HostStore(name, path, os.fstat(fd).st_blocks * 512, _has_users(fd)))
+            finally:
+                os.close(fd)
+    return stores
+
+
+def remove_host_store(name: str) -> int:
+    """Of all models. Workers that still use it keep their memory, which ends with them. Returns how many there were."""
+    ours = [store for store in host_stores() if store.name == name]
+    for store in ours:
+        store.path.unlink(missing_ok=True)
+    return len(ours)
+
+
+def private_memory(geometry: Geometry) -> tuple[int, mmap]:
+    available = available_ram()
+    if geometry.total_bytes > available:
+        raise ConfigError(_too_large(geometry, available, "of this machine's RAM"))
+    fd = os.memfd_create("stoker-kv-host", os.MFD_CLOEXEC)
+    return fd, _make(fd, geometry)
+
+
+def shared_memory(name: str, fingerprint: str, geometry: Geometry) -> tuple[int, mmap]:
+    """Open the named store, or make it. Every user holds a shared flock on it for as long as it lives."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"store.name={name!r}: letters, digits, '.', '_' and '-', at most 64 of them")
+    path = SHM / f"stoker-kv-{os.getuid()}-{name}-{sha256(fingerprint.encode()).hexdigest()[:_DIGEST]}"
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            memory = _attach(fd, path, geometry)
+        except BaseException:
+            if os.fstat(fd).st_size == 0:  # ours alone, and nothing came of it
+                path.unlink(missing_ok=True)
+            os.close(fd)
+            raise
+        if memory is not None:
+            return fd, memory
+        os.close(fd)
+
+
+def _attach(fd: int, path: Path, geometry: Geometry) -> mmap | None:
+    """None: the file was removed while we opened it."""
+    stat = os.fstat(fd)
+    if stat.st_uid != os.getuid():
+        raise ConfigError(f"{path} belongs to user {stat.st_uid}: remove it, or take another store.name")
+    if not lock(fd, LOCK_S):
+        raise TierUnavailable(f"{path}: its lock was not to be had in {LOCK_S:g} s")
+    try:
+        try:
+            if path.stat().st_ino != stat.st_ino:
+                return None
+        except FileNotFoundError:
+            return None
+        size = os.fstat(fd).st_size
+        there = mmap(fd, size) if size >= 4096 else None
+        made_for = read_geometry(there) if there is not None else None
+        if made_for == geometry and there is not None and size == geometry.total_bytes:
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            return there
+        if size and _has_users(fd):
+            raise ConfigError(f"store {path.name} is in use for {made_for or 'another version'}; here: {geometry}")
+        if made_for is not None:
+            log.event("host_store_replaced", path=str(path), was=str(made_for), now=str(geometry))
+        os.ftruncate(fd, 0)
+        free = os.statvfs(SHM)
+        if geometry.total_bytes > free.f_bavail * free.f_frsize:
+            raise ConfigError(_too_large(geometry, free.f_bavail * free.f_frsize, f"in {SHM}"))
+        memory = _make(fd, geometry)
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        return memory
+    finally:
+        unlock(fd)
+
+
+def _make(fd: int, geometry: Geometry) -> mmap:
+    os.ftruncate(fd, geometry.total_bytes)
+    os.posix_fallocate(fd, 0, geometry.offsets()["blocks"])
+    memory = mmap(fd, geometry.total_bytes)
+    HostTable(memory, geometry).make()
+    return memory
+
+
+def _too_large(geometry: Geometry, free_bytes: int, where: str) -> str:
+    return (
+        f"store.host_gib needs {geometry.total_bytes / _GIB:.2f} GiB, and {free_bytes / _GIB:.2f} GiB {where} are free"
+    )
+
+
+def _has_users(fd: int) -> bool:
+    """By a lock of another opening of the file: our own would not be in our way."""
+    other = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(other)
+    return False
+
+
+def lock(fd: int, wait_s: float) -> bool:
+    """A lock of this opening of the file (not of the process: two tiers of one process exclude each other), ended by the
+    kernel with its holder. Tried, not waited for: the kernel's own waiting has no deadline."""
+    until_s = time.monotonic() + wait_s
+    pause_s = 20e-6
+    while True:
+        try:
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _whole_file(fcntl.F_WRLCK))
+        except OSError as busy:
+            if busy.errno not in (EAGAIN, EACCES):
+                raise
+            if time.monotonic() > until_s:
+                return False
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 1e-3)
+        else:
+            return True
+
+
+def unlock(fd: int) -> None:
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _whole_file(fcntl.F_UNLCK))
+
+
+def _whole_file(kind: int) -> bytes:
+    return struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 0, 0)  # struct flock of 64-bit Linux

@@ -1,0 +1,333 @@
+"""HostTable: how the host tier's memory is laid out, and which slot holds which key. All of it lies in the mapping itself, so
+that every process which maps it sees the same.
+
+It knows nothing of files, locks and processes. Whoever changes it holds the tier's lock. Looking up needs none: what is found is
+a hint, to be checked by generation and seal. A slot's state is the last thing written when it is filled and the first when
+it is given up: a process that dies in between leaves no slot READY under a wrong key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from mmap import mmap
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stoker.base.ids import BlockKey
+from stoker.kv.blocks.layout import KvLayout
+from stoker.kv.blocks.transfer import BlockName
+from stoker.kv.store.tiers.tier import HostBytes
+
+MAGIC = b"stokerkv"
+VERSION = 2
+FREE, WRITING, READY = 0, 1, 2
+
+_PAGE = 4096
+_EMPTY, _GONE = 0, -1  # of a bucket; any other is slot + 1
+_MAX_PROBES = 1024
+_SALT_BYTES = 64
+_NO_SALT = 255
+_HEADER = np.dtype(
+    [
+        ("magic", "S8"),
+        ("version", "<u4"),
+        ("is_made", "<u4"),
+        ("num_slots", "<u8"),
+        ("block_bytes", "<u8"),
+        ("block_tokens", "<u8"),
+        ("layout", "S256"),
+        ("dirty", "<u8"),  # a change has begun and not ended: the table may be inconsistent
+        ("num_fresh", "<u8"),  # slots from here on were never used, and take no memory yet
+        ("num_free", "<u8"),  # entries of `free`
+        ("num_gone", "<u8"),  # buckets that held a key once
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    num_slots: int
+    block_bytes: int
+    block_tokens: int
+    layout: str
+
+    @classmethod
+    def of(cls, capacity_bytes: int, layout: KvLayout) -> Geometry:
+        one = cls(1, layout.block_bytes, layout.block_tokens, layout.fingerprint)
+        return replace(one, num_slots=capacity_bytes // one.slot_bytes)
+
+    def __str__(self) -> str:
+        return f"{self.num_slots} blocks of {self.block_bytes} bytes, {self.block_tokens} tokens each, layout {self.layout}"
+
+    @property
+    def slot_bytes(self) -> int:
+        """Slots begin on a page, so that a card's copy engine and direct I/O can use them as they are."""
+        return -(-self.block_bytes // _PAGE) * _PAGE
+
+    @property
+    def num_buckets(self) -> int:
+        return 1 << (4 * self.num_slots - 1).bit_length()
+
+    def arrays(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        slots = self.num_slots
+        return {
+            "buckets": ("<i4", (self.num_buckets,)),
+            "free": ("<i4", (slots,)),
+            "states": ("u1", (slots,)),
+            "generations": ("<u8", (slots,)),
+            "keys": ("<u8", (slots, 2)),
+            "seals": ("<u8", (slots,)),
+            "last_use_ns": ("<u8", (slots,)),
+            "owners": ("<u8", (slots, 2)),  # of a slot being written: pid, and when that process started
+            "parents": ("<u8", (slots, 2)),
+            "num_tokens": ("<u4", (slots,)),
+            "token_ids": ("<u4", (slots, self.block_tokens)),
+            "salt_bytes": ("u1", (slots,)),
+            "salts": ("u1", (slots, _SALT_BYTES)),
+        }
+
+    def offsets(self) -> dict[str, int]:
+        at, offsets = _PAGE, {}
+        for name, (dtype, shape) in self.arrays().items():
+            offsets[name] = at
+            size = np.dtype(dtype).itemsize * int(np.prod(shape))
+            at += -(-size // 64) * 64
+        offsets["blocks"] = -(-at // _PAGE) * _PAGE
+        return offsets
+
+    @property
+    def total_bytes(self) -> int:
+        return self.offsets()["blocks"] + self.num_slots * self.slot_bytes
+
+
+def packed(keys: Sequence[BlockKey]) -> NDArray[np.uint64]:
+    return np.frombuffer(b"".join(keys), dtype="<u8").reshape(len(keys), 2)
+
+
+def read_geometry(memory: mmap) -> Geometry | None:
+    """What a mapping was made for; None: it was never finished, or by another version."""
+    header = np.frombuffer(memory, dtype=_HEADER, count=1)[0]
+    if header["magic"] != MAGIC or header["version"] != VERSION or not header["is_made"]:
+        return None
+    num_slots, block_bytes, block_tokens = (int(header[name]) for name in ("num_slots", "block_bytes", "block_tokens"))
+    return Geometry(num_slots, block_bytes, block_tokens, header["layout"].decode())
+
+
+class HostTable:
+    def __init__(self, memory: mmap, geometry: Geometry) -> None:
+        self.geometry = geometry
+        self._header = np.frombuffer(memory, dtype=_HEADER, count=1)
+        offsets = geometry.offsets()
+
+        def array(name: str) -> NDArray[Any]:
+            dtype, shape = geometry.arrays()[name]
+            flat = np.frombuffer(memory, dtype=dtype, count=int(np.prod(shape)), offset=offsets[name])
+            return flat.reshape(shape)
+
+        self._buckets = array("buckets")
+        self._free = array("free")
+        self.states = array("states")
+        self.generations = array("generations")
+        self.keys = array("keys")
+        self.seals = array("seals")
+        self.last_use_ns = array("last_use_ns")
+        self.owners = array("owners")
+        self._parents = array("parents")
+        self._num_tokens = array("num_tokens")
+        self._token_ids = array("token_ids")
+        self._salt_bytes = array("salt_bytes")
+        self._salts = array("salts")
+        size = geometry.num_slots * geometry.slot_bytes
+        slab = np.frombuffer(memory, dtype=np.uint8, count=size, offset=offsets["blocks"])
+        self.slab = slab.reshape(geometry.num_slots, geometry.slot_bytes)
+        self._mask = geometry.num_buckets - 1
+
+    def make(self) -> None:
+        """Of memory that is all zero."""
+        for name in ("num_slots", "block_bytes", "block_tokens"):
+            self._header[name] = getattr(self.geometry, name)
+        self._header["layout"] = self.geometry.layout.encode()
+        self._header["magic"] = MAGIC
+        self._header["version"] = VERSION
+        self._header["is_made"] = 1
+
+    # Reading, without the lock.
+
+    def lookup(self, keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """The slot of each key, -1 where there is none. Linear probing, all keys a step at a time."""
+        found = np.full(len(keys), -1, dtype=np.int64)
+        left = np.arange(len(keys))
+        at = (keys[:, 0] & np.uint64(self._mask)).astype(np.int64)
+        for _ in range(_MAX_PROBES):
+            entries = self._buckets[at].astype(np.int64)
+            is_slot = (entries > 0) & (entries <= self.geometry.num_slots)
+            hit = is_slot & (self.keys[np.where(is_slot, entries - 1, 0)] == keys[left]).all(axis=1)
+            found[left[hit]] = entries[hit] - 1
+            goes_on = (entries != _EMPTY) & ~hit
+            if not goes_on.any():
+                break
+            left = left[goes_on]
+            at = (at[goes_on] + 1) & self._mask
+        return found
+
+    def ready(self, keys: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        slots = self.lookup(keys)
+        is_ready: NDArray[np.bool_] = (slots >= 0) & (self.states[slots] == READY)
+        return is_ready
+
+    def block(self, slot: int) -> HostBytes:
+        return self.slab[slot, : self.geometry.block_bytes]
+
+    def key(self, slot: int) -> BlockKey:
+        return BlockKey(self.keys[slot].tobytes())
+
+    def name(self, slot: int) -> BlockName | None:
+        """None: it is not READY, or was changed while we read it."""
+        generation = self.generations[slot]
+        if self.states[slot] != READY:
+            return None
+        tokens = self._token_ids[slot, : min(int(self._num_tokens[slot]), self.geometry.block_tokens)]
+        salt_bytes = int(self._salt_bytes[slot])
+        salt = None if salt_bytes == _NO_SALT else self._salts[slot, :salt_bytes].tobytes().decode("utf-8", "replace")
+        name = BlockName(self.key(slot), BlockKey(self._parents[slot].tobytes()), tuple(tokens.tolist()), salt)
+        return name if self.generations[slot] == generation else None
+
+    def count_ready(self) -> int:
+        return int(np.count_nonzero(self.states == READY))
+
+    # Changing, under the lock.
+
+    @property
+    def is_dirty(self) -> bool:
+        return bool(self._header["dirty"][0])
+
+    @is_dirty.setter
+    def is_dirty(self, value: bool) -> None:
+        self._header["dirty"] = value
+
+    @property
+    def num_fresh(self) -> int:
+        return min(int(self._header["num_fresh"][0]), self.geometry.num_slots)
+
+    def take_free(self) -> int | None:
+        left = int(self._header["num_free"][0])
+        if left == 0:
+            return None
+        self._header["num_free"] = left - 1
+        return int(self._free[left - 1])
+
+    def take_fresh(self) -> int | None:
+        fresh = self.num_fresh
+        if fresh == self.geometry.num_slots:
+            return None
+        self._header["num_fresh"] = fresh + 1
+        return fresh
+
+    def can_hold(self, name: BlockName) -> bool:
+        fits = len(name.token_ids) <= self.geometry.block_tokens and len(name.key) == len(name.parent) == 16
+        return fits and len((name.salt or "").encode()) <= _SALT_BYTES
+
+    def begin(self, slot: int, name: BlockName, owner: tuple[int, int], now_ns: int) -> int:
+        """The slot is WRITING from here on. Returns its generation."""
+        self.states[slot] = FREE
+        self.generations[slot] += np.uint64(1)
+        self.keys[slot] = np.frombuffer(name.key, dtype="<u8")
+        self._parents[slot] = np.frombuffer(name.parent, dtype="<u8")
+        self._num_tokens[slot] = len(name.token_ids)
+        self._token_ids[slot, : len(name.token_ids)] = name.token_ids
+        salt = (name.salt or "").encode()
+        self._salt_bytes[slot] = _NO_SALT if name.salt is None else len(salt)
+        self._salts[slot, : len(salt)] = np.frombuffer(salt, dtype=np.uint8)
+        self.owners[slot] = owner
+        self.last_use_ns[slot] = now_ns
+        self.states[slot] = WRITING
+        self._put(slot)
+        return int(self.generations[slot])
+
+    def finish(self, slot: int, seal: int, now_ns: int) -> None:
+        self.seals[slot] = seal
+        self.last_use_ns[slot] = now_ns
+        self.states[slot] = READY
+
+    def clear(self, slot: int) -> None:
+        """Forget what the slot holds; it belongs to the caller, who fills it or gives it back."""
+        self.states[slot] = FREE
+        self.generations[slot] += np.uint64(1)
+        at = int(self.keys[slot, 0]) & self._mask
+        for _ in range(_MAX_PROBES):
+            entry = int(self._buckets[at])
+            if entry == slot + 1:
+                self._buckets[at] = _GONE
+                self._header["num_gone"] += 1
+                break
+            if entry == _EMPTY:
+                break
+            at = (at + 1) & self._mask
+        if int(self._header["num_gone"][0]) > self.geometry.num_buckets // 4:
+            self._place_all()
+
+    def give_back(self, slot: int) -> None:
+        left = int(self._header["num_free"][0])
+        self._free[left] = slot
+        self._header["num_free"] = left + 1
+
+    def oldest(self, count: int) -> list[int]:
+        """READY slots, least recently used first."""
+        slots = np.flatnonzero(self.states == READY)
+        use = self.last_use_ns[slots]
+        if count < len(slots):
+            part = np.argpartition(use, count)[:count]
+            slots, use = slots[part], use[part]
+        oldest: list[int] = slots[np.argsort(use, kind="stable")].tolist()
+        return oldest
+
+    def rebuild(self, is_alive: Callable[[int, int], bool]) -> None:
+        """From the slots alone, whatever state the rest is in."""
+        used = np.flatnonzero(self.states)
+        self._header["num_fresh"] = max(self.num_fresh, int(used[-1]) + 1 if len(used) else 0)
+        for slot in np.flatnonzero(self.states == WRITING).tolist():
+            if not is_alive(*self.owners[slot].tolist()):
+                self.states[slot] = FREE
+        self.states[self.states > READY] = FREE
+        # Of two slots with one key, the later use counts.
+        used = np.flatnonzero(self.states)
+        used = used[np.argsort(self.last_use_ns[used], kind="stable")[::-1]]
+        _, firsts = np.unique(self.keys[used], axis=0, return_index=True)
+        double = np.delete(used, firsts)
+        self.states[double] = FREE
+        free = np.flatnonzero(self.states[: self.num_fresh] == FREE)
+        self.generations[free] += np.uint64(1)
+        self._free[: len(free)] = free
+        self._header["num_free"] = len(free)
+        self._place_all()
+
+    def _put(self, slot: int) -> None:
+        at = int(self.keys[slot, 0]) & self._mask
+        for _ in range(_MAX_PROBES):
+            entry = int(self._buckets[at])
+            if entry in (_EMPTY, _GONE):
+                self._buckets[at] = slot + 1
+                if entry == _GONE:
+                    self._header["num_gone"] -= 1
+                return
+            at = (at + 1) & self._mask
+        # Not found is a miss: the slot ages and is used again.
+
+    def _place_all(self) -> None:
+        self._buckets[:] = _EMPTY
+        self._header["num_gone"] = 0
+        slots = np.flatnonzero(self.states)
+        at = (self.keys[slots, 0] & np.uint64(self._mask)).astype(np.int64)
+        for _ in range(_MAX_PROBES):
+            if not len(slots):
+                break
+            # Of several that want one bucket the first takes it, the others go on to the next.
+            _, firsts = np.unique(at, return_index=True)
+            takes = np.zeros(len(slots), dtype=bool)
+            takes[firsts] = True
+            takes &= self._buckets[at] == _EMPTY
+            self._buckets[at[takes]] = slots[takes] + 1
+            slots, at = slots[~takes], (at[~takes] + 1) & self._mask

@@ -1,0 +1,344 @@
+"""The host tier: blocks in this machine's RAM, of one worker or shared by all workers that name the same store.
+
+A named store is a file of /dev/shm, which outlives its users until somebody removes it; without a name it is memory of this
+process alone. Changes of the table are made under a short lock that the kernel releases with its holder; bytes move outside of it.
+Readers pin nothing: they copy, and look afterwards whether the slot is still the one that they began with.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from stoker.base.config import StoreSettings
+from stoker.base.errors import ConfigError
+from stoker.base.ids import BlockKey
+from stoker.base.log import EventLog
+from stoker.kv.blocks.transfer import BlockName, TierUnavailable
+from stoker.kv.device.checksum import copies_checksummed
+from stoker.kv.device.thread_crew import Crew, copies, num_copiers
+from stoker.kv.store.tiers.host.host_known_keys import Seen
+from stoker.kv.store.tiers.host.host_memory import LOCK_S, lock, private_memory, shared_memory, unlock
+from stoker.kv.store.tiers.host.host_table import READY, WRITING, Geometry, HostTable, packed
+from stoker.kv.store.tiers.name_order import parents_first
+from stoker.kv.store.tiers.process_liveness import is_alive, started_at
+from stoker.kv.store.tiers.tier import TIERS, HostBytes, Tier, TierContext, TierStats
+
+log = EventLog("kv.host")
+
+_GIB = 1 << 30
+_WRITE_S = 60.0  # a block that is being written for longer is given up
+_BATCH = 32  # blocks that one call has in WRITING at a time, at most
+_LOOKED_AT = 1 << 16  # slots under one lock: that takes less than a millisecond
+_BATCH_BYTES = 32 << 20  # their memory may have to be made by the kernel, under the lock
+
+
+@TIERS.register("host")
+def host_tier(settings: StoreSettings, context: TierContext) -> Tier | None:
+    if settings.host_gib <= 0:
+        return None
+    return HostTier(int(settings.host_gib * _GIB), context, settings.name)
+
+
+@dataclass(slots=True, eq=False)
+class _Item:
+    """A block on its way in."""
+
+    name: BlockName
+    data: HostBytes
+    checksum: int
+    use_ns: int
+    slot: int = -1
+    generation: int = 0
+    is_here: bool = False
+
+
+class HostTier:
+    medium: ClassVar[str] = "CPU"
+
+    def __init__(self, capacity_bytes: int, context: TierContext, name: str | None = None) -> None:
+        layout = context.layout
+        self._on_evicted = context.on_evicted
+        self.shared = name is not None
+        geometry = Geometry.of(capacity_bytes, layout)
+        if geometry.num_slots == 0:
+            raise ConfigError(f"store.host_gib={capacity_bytes / _GIB:g} holds no block of {layout.block_bytes} bytes")
+        self._thread_lock = threading.Lock()
+        self._stats_lock = threading.Lock()
+        self._evicted = self._corrupt = self._errors = 0
+        self._victims: deque[tuple[int, int]] = deque()  # slots with the use by which they were among the oldest
+        self._owner = (os.getpid(), started_at(os.getpid()))
+        if name is None:
+            self._fd, memory = private_memory(geometry)
+        else:
+            self._fd, memory = shared_memory(name, context.fingerprint, geometry)
+        self._table: HostTable | None = HostTable(memory, geometry)
+        self._blocks_at = geometry.offsets()["blocks"]
+        self._slot_bytes = geometry.slot_bytes
+        self._seen = Seen(geometry.num_slots)
+        with self._changing() as table:
+            self._free_dead(table)
+            self._seen.lost(table, slice(0, table.num_fresh))
+        self._unpin = _pin(self._table.slab)
+        self._crew = Crew(num_copiers(), "kv-host")
+
+    def find(self, keys: Sequence[BlockKey]) -> list[bool]:
+        if not keys:
+            return []
+        found: list[bool] = self._open().ready(packed(keys)).tolist()
+        return found
+
+    def read(self, keys: Sequence[BlockKey], into: Sequence[HostBytes]) -> list[bool]:
+        if not keys:
+            return []
+        table = self._open()
+        now_ns = time.monotonic_ns()
+        found: dict[int, tuple[int, int, int]] = {}  # of those that are READY: slot, generation, seal
+        for at, slot in enumerate(table.lookup(packed(keys)).tolist()):
+            if slot >= 0:
+                generation, seal = int(table.generations[slot]), int(table.seals[slot])
+                if table.states[slot] == READY and table.key(slot) == keys[at]:
+                    found[at] = slot, generation, seal
+        sums = copies_checksummed(
+            self._crew, [into[at] for at in found], [table.block(slot) for slot, _, _ in found.values()]
+        )
+        done = [False] * len(keys)
+        wrong = []
+        for (at, (slot, generation, seal)), of_bytes in zip(found.items(), sums, strict=True):
+            if int(table.generations[slot]) != generation:
+                continue  # it was given to another block in the meantime
+            if _seal(keys[at], of_bytes) == seal:
+                table.last_use_ns[slot] = now_ns - at
+                done[at] = True
+            else:
+                wrong.append((slot, generation))
+        if wrong:
+            self._drop_wrong(wrong)
+        return done
+
+    def write(self, names: Sequence[BlockName], data: Sequence[HostBytes], sums: Sequence[int]) -> list[bool]:
+        # The chain's first blocks count as used last: without them the others could not be found.
+        now_ns = time.monotonic_ns()
+        items = {
+            name.key: _Item(name, block, of_bytes, now_ns - at)
+            for at, (name, block, of_bytes) in enumerate(zip(names, data, sums, strict=True))
+        }
+        waiting = list(items.values())
+        step = max(1, min(_BATCH, _BATCH_BYTES // self._slot_bytes))
+        for start in range(0, len(waiting), step):
+            self._write_batch(waiting[start : start + step], now_ns - len(names))
+        return [items[name.key].is_here for name in names]
+
+    def drop(self, keys: Sequence[BlockKey]) -> None:
+        if not keys:
+            return
+        with self._changing() as table:
+            for slot in table.lookup(packed(keys)).tolist():
+                if slot >= 0 and table.states[slot] == READY:
+                    self._remove(table, slot)
+                    table.give_back(slot)
+
+    def catch_up(self) -> None:
+        if not self.shared:
+            return
+        for start in range(0, self._open().num_fresh, _LOOKED_AT):
+            with self._changing() as table:
+                # Told under the lock: whatever we write again afterwards is told later.
+                if lost := self._seen.lost(table, slice(start, start + _LOOKED_AT)):
+                    self._on_evicted(lost)
+
+    def names(self) -> Iterator[BlockName]:
+        table = self._open()
+        names = (table.name(slot) for slot in np.flatnonzero(table.states == READY).tolist())
+        return parents_first([name for name in names if name is not None])
+
+    def stats(self) -> TierStats:
+        table = self._open()
+        blocks, size = table.count_ready(), table.geometry.slot_bytes
+        with self._stats_lock:
+            return TierStats(
+                blocks=blocks,
+                used_bytes=blocks * size,
+                capacity_bytes=table.geometry.num_slots * size,
+                evicted=self._evicted,
+                corrupt=self._corrupt,
+                errors=self._errors,
+            )
+
+    def close(self) -> None:
+        with self._thread_lock:
+            if self._table is None:
+                return
+            self._unpin()
+            self._table = None  # the mapping ends with the last read that still uses it
+            os.close(self._fd)
+        self._crew.close()
+
+    def _write_batch(self, items: list[_Item], before_ns: int) -> None:
+        wanted: list[_Item] = []
+        begun: list[_Item] = []
+        lost: list[BlockKey] = []
+        with self._changing() as table:
+            # What the dead have begun would neither be had nor be written again.
+            self._free_dead(table)
+            for item, slot in zip(items, table.lookup(packed([item.name.key for item in items])).tolist(), strict=True):
+                if slot >= 0 and table.states[slot] == READY:
+                    table.last_use_ns[slot] = item.use_ns  # before room is made: none of them goes for another
+                    item.is_here = True
+                elif slot < 0 and table.can_hold(item.name):  # otherwise somebody is writing it right now
+                    wanted.append(item)
+            for item in wanted:
+                slot = self._take_slot(table, before_ns, lost)
+                if slot is None:
+                    break
+                item.slot = slot
+                item.generation = table.begin(slot, item.name, self._owner, item.use_ns)
+                begun.append(item)
+        if lost:
+            self._count(evicted=len(lost))
+            self._on_evicted(lost)
+        if not begun:
+            return
+        copies(self._crew, [table.block(item.slot) for item in begun], [item.data for item in begun])
+        with self._changing() as table:
+            for item in begun:
+                # If it is not ours any more, we were so slow that another gave us up.
+                if int(table.generations[item.slot]) == item.generation and table.states[item.slot] == WRITING:
+                    table.finish(item.slot, _seal(item.name.key, item.checksum), item.use_ns)
+                    self._seen.note(table, item.slot)
+                    item.is_here = True
+
+    def _take_slot(self, table: HostTable, before_ns: int, lost: list[BlockKey]) -> int | None:
+        slot = table.take_free()
+        if slot is None and table.num_fresh < table.geometry.num_slots and self._has_memory(table):
+            slot = table.take_fresh()
+        if slot is None:
+            slot = self._evict(table, before_ns, lost)
+        return slot
+
+    def _has_memory(self, table: HostTable) -> bool:
+        """A page of /dev/shm that cannot be had kills whoever touches it: taken here, it is an error that we can answer for."""
+        try:
+            os.posix_fallocate(self._fd, self._blocks_at + table.num_fresh * self._slot_bytes, self._slot_bytes)
+        except OSError as failed:
+            self._count(errors=1)
+            log.warning("host_memory_full", blocks=table.num_fresh, reason=failed.strerror)
+            return False
+        return True
+
+    def _evict(self, table: HostTable, before_ns: int, lost: list[BlockKey]) -> int | None:
+        """The least recently used slot, exactly: what was among the oldest and was not used since still is. A look over all slots
+        is thus needed only once in many evictions."""
+        for is_new in (False, True):
+            if is_new:
+                oldest = table.oldest(max(_BATCH, table.geometry.num_slots // 64))
+                self._victims = deque((slot, int(table.last_use_ns[slot])) for slot in oldest)
+            while self._victims:
+                slot, use_ns = self._victims.popleft()
+                if table.states[slot] != READY or int(table.last_use_ns[slot]) != use_ns:
+                    continue
+                # Blocks of the same call never push each other out: the first of a chain are worth most.
+                if use_ns >= before_ns:
+                    self._victims.appendleft((slot, use_ns))
+                    return None
+                lost.append(table.key(slot))
+                self._remove(table, slot)
+                return slot
+        return None
+
+    def _remove(self, table: HostTable, slot: int) -> None:
+        table.clear(slot)
+        self._seen.forget(slot)
+
+    def _free_dead(self, table: HostTable) -> None:
+        """Slots of writers that were killed half-way, or have taken too long."""
+        slots = np.flatnonzero(table.states == WRITING)
+        if not len(slots):
+            return
+        owners = {
+            (pid, started): is_alive(pid, started) for pid, started in np.unique(table.owners[slots], axis=0).tolist()
+        }
+        oldest_ns = time.monotonic_ns() - int(_WRITE_S * 1e9)
+        dead = [
+            slot
+            for slot in slots.tolist()
+            if int(table.last_use_ns[slot]) < oldest_ns or not owners[tuple(table.owners[slot].tolist())]
+        ]
+        for slot in dead:
+            table.clear(slot)
+            table.give_back(slot)
+        if dead:
+            log.event("host_slots_reclaimed", slots=len(dead))
+
+    def _drop_wrong(self, wrong: list[tuple[int, int]]) -> None:
+        lost = []
+        with self._changing() as table:
+            for slot, generation in wrong:
+                if int(table.generations[slot]) == generation and table.states[slot] == READY:
+                    lost.append(table.key(slot))
+                    self._remove(table, slot)
+                    table.give_back(slot)
+        if lost:
+            self._count(corrupt=len(lost))
+            log.warning("host_blocks_corrupt", blocks=len(lost), first=lost[0].hex())
+            self._on_evicted(lost)
+
+    def _count(self, evicted: int = 0, corrupt: int = 0, errors: int = 0) -> None:
+        with self._stats_lock:
+            self._evicted += evicted
+            self._corrupt += corrupt
+            self._errors += errors
+
+    def _open(self) -> HostTable:
+        table = self._table
+        if table is None:
+            raise TierUnavailable("the host tier is closed")
+        return table
+
+    @contextmanager
+    def _changing(self) -> Iterator[HostTable]:
+        with self._thread_lock:
+            table = self._open()
+            if not lock(self._fd, LOCK_S):
+                self._count(errors=1)
+                raise TierUnavailable(f"the host tier's lock was not to be had in {LOCK_S:g} s: is its holder stopped?")
+            try:
+                if table.is_dirty:  # its last holder died in the middle of a change
+                    log.warning("host_table_rebuilt", blocks=table.count_ready())
+                    table.rebuild(is_alive)
+                table.is_dirty = True
+                yield table
+                table.is_dirty = False
+            finally:
+                unlock(self._fd)
+
+
+def _seal(key: BlockKey, of_bytes: int) -> int:
+    """Ties a block's bytes to its key: a slot whose key is not its bytes' own is as wrong as one with flipped bits."""
+    low, high = struct.unpack("<QQ", key)
+    sealed: int = (of_bytes + 0x9E3779B97F4A7C15 * low + 0xC2B2AE3D27D4EB4F * high) % (1 << 64)
+    return sealed
+
+
+def _pin(slab: HostBytes) -> Callable[[], None]:
+    """Page-locked memory where a card is in use: its copy engine reads it without a copy in between. That takes all of it at once.
+    Returns what undoes it."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return lambda: None
+    runtime = torch.cuda.cudart()
+    failed = runtime.cudaHostRegister(slab.ctypes.data, slab.nbytes, 0)
+    if int(failed):
+        log.warning("host_memory_not_pinned", bytes=slab.nbytes, reason=str(failed))
+        return lambda: None
+    return lambda: runtime.cudaHostUnregister(slab.ctypes.data)

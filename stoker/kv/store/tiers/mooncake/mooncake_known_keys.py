@@ -1,0 +1,69 @@
+"""Known: the blocks that this worker wrote into Mooncake, or read from it, as far as it knows that they are still there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+from stoker.base.ids import BlockKey
+from stoker.kv.blocks.transfer import BlockName
+from stoker.kv.store.tiers.mooncake.mooncake_object import ObjectFormat
+from stoker.kv.store.tiers.name_order import parents_first
+
+_MOST = 1 << 16
+
+
+class Known:
+    def __init__(self, format: ObjectFormat, on_evicted: Callable[[Sequence[BlockKey]], None]) -> None:
+        self._format = format
+        self._on_evicted = on_evicted
+        self._lock = threading.Lock()
+        self._headers: dict[BlockKey, bytes] = {}  # the oldest first
+        self.num_evicted = 0
+
+    def __len__(self) -> int:
+        return len(self._headers)
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._headers
+
+    def add(self, name: BlockName) -> None:
+        packed = self._format.pack(name, 0)  # its checksum is not needed to tell of a block
+        dropped: list[BlockKey] = []
+        with self._lock:
+            self._headers.pop(name.key, None)
+            if packed is not None:
+                self._headers[name.key] = packed
+            while len(self._headers) > _MOST:
+                dropped.append(next(iter(self._headers)))
+                del self._headers[dropped[-1]]
+        if dropped:  # they may be there yet, but nobody would tell when they go
+            self._on_evicted(dropped)
+
+    def drop(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Which of them there were."""
+        with self._lock:
+            return [key for key in keys if self._headers.pop(key, None) is not None]
+
+    def forget(self, keys: Sequence[BlockKey]) -> None:
+        """They are gone, and others are told."""
+        if gone := self.drop(keys):
+            self.num_evicted += len(gone)
+            self._on_evicted(gone)
+
+    def oldest(self, count: int | None = None) -> list[BlockKey]:
+        with self._lock:
+            return list(self._headers)[:count]
+
+    def renew(self, keys: Sequence[BlockKey]) -> None:
+        """They were seen just now: they are the youngest."""
+        with self._lock:
+            for key in keys:
+                if (packed := self._headers.pop(key, None)) is not None:
+                    self._headers[key] = packed
+
+    def names(self) -> Iterator[BlockName]:
+        with self._lock:
+            known = list(self._headers.items())
+        headers = (self._format.unpack(packed, key) for key, packed in known)
+        return parents_first([header.name for header in headers if header is not None])

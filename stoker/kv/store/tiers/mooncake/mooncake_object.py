@@ -1,0 +1,75 @@
+"""A block as an object in the Mooncake store: a header of fixed size, which says all that is known of the block, then its
+bytes. Whoever reads it can tell whether it is whole, whose it is, and announce it."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+from hashlib import sha256
+
+from stoker.base.ids import BlockKey
+from stoker.kv.blocks.layout import KvLayout
+from stoker.kv.blocks.transfer import BlockName
+from stoker.kv.device.checksum import NAME as CHECKSUM
+
+_MAGIC = b"STOKERK2"
+_FIXED = struct.Struct(
+    "<8s16s16s16sQQIi"
+)  # magic, space, key, parent, block bytes, checksum, tokens, salt's length or -1
+_CRC = struct.Struct("<I")  # of all before it: behind the salt
+_SALT_BYTES = 128
+_ALIGNED = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    name: BlockName
+    checksum: int
+
+
+class ObjectFormat:
+    """For one space: blocks of one fingerprint and one layout. A rank's heads are a layout, and so a space, of their own."""
+
+    def __init__(self, fingerprint: str, layout: KvLayout) -> None:
+        self._space = sha256(f"{CHECKSUM}\0{fingerprint}\0{layout.fingerprint}".encode()).digest()[:16]
+        self.block_bytes = layout.block_bytes
+        room = _FIXED.size + 4 * layout.block_tokens + _SALT_BYTES + _CRC.size
+        self.header_bytes = -(-room // _ALIGNED) * _ALIGNED
+        self.object_bytes = self.header_bytes + self.block_bytes
+        self.prefix = f"stoker/{self._space.hex()}/"
+
+    def store_key(self, key: BlockKey) -> str:
+        return self.prefix + key.hex()
+
+    def pack(self, name: BlockName, checksum: int) -> bytes | None:
+        """None: it does not fit, and is no block of ours."""
+        salt = None if name.salt is None else name.salt.encode()
+        fixed = _FIXED.pack(
+            _MAGIC,
+            self._space,
+            name.key,
+            name.parent,
+            self.block_bytes,
+            checksum,
+            len(name.token_ids),
+            -1 if salt is None else len(salt),
+        )
+        body = fixed + struct.pack(f"<{len(name.token_ids)}I", *name.token_ids) + (salt or b"")
+        packed = body + _CRC.pack(zlib.crc32(body))
+        return packed if len(packed) <= self.header_bytes else None
+
+    def unpack(self, raw: bytes, key: BlockKey) -> Header | None:
+        """None: it is not the header of this block."""
+        if len(raw) < _FIXED.size:
+            return None
+        magic, space, found, parent, block_bytes, checksum, num_tokens, salt_bytes = _FIXED.unpack_from(raw)
+        if (magic, space, found, block_bytes) != (_MAGIC, self._space, key, self.block_bytes):
+            return None
+        tokens_end = _FIXED.size + 4 * num_tokens
+        end = tokens_end + max(0, salt_bytes)
+        if end + _CRC.size > len(raw) or _CRC.unpack_from(raw, end)[0] != zlib.crc32(raw[:end]):
+            return None
+        token_ids = struct.unpack_from(f"<{num_tokens}I", raw, _FIXED.size)
+        salt = None if salt_bytes < 0 else raw[tokens_end:end].decode()
+        return Header(BlockName(key, BlockKey(parent), token_ids, salt), checksum)

@@ -1,0 +1,72 @@
+"""Reads objects of the Mooncake store: by the Transfer Engine from another worker's memory, otherwise by the client.
+
+The client's own reads busy-wait (kv/mooncake/transfer_engine.py) and report nothing before the last object has arrived.
+So the client is asked only where the objects are, and each object is checksummed as soon as it has arrived, while it is
+still in the CPU cache and the next ones are on their way. The client itself reads what lies in this process's own segment
+(a copy is faster than a socket), on an SSD, or nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any
+
+from stoker.kv.device.checksum import checksum
+from stoker.kv.mooncake.transfer_engine import REQUEST_BYTES, Runs, read_in_turn
+from stoker.kv.store.tiers.mooncake.mooncake_client import TRANSFER_FAILED
+from stoker.kv.store.tiers.mooncake.mooncake_frames import Frames
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    codes: list[int]  # the object's size, or what the client says instead
+    sums: dict[int, int]  # of the blocks that came, by their place
+
+
+def fetch(client: Any, engine: Any, store_keys: Sequence[str], frames: Frames) -> Fetched:
+    object_bytes = sum(frames.sizes[0])
+    found = client.batch_get_replica_desc(list(store_keys))
+    here = client.get_hostname()
+    away = {
+        at: _runs(replica, frames, at)
+        for at, key in enumerate(store_keys)
+        if (replica := _remote(found.get(key, ()), object_bytes, here)) is not None
+    }
+    codes, sums = [TRANSFER_FAILED] * len(store_keys), {}
+    if rest := [at for at in range(len(store_keys)) if at not in away]:
+        said = client.batch_get_into_multi_buffers(
+            [store_keys[at] for at in rest], [frames.places[at] for at in rest], [frames.sizes[at] for at in rest]
+        )
+        for at, code in zip(rest, said, strict=True):
+            codes[at] = code
+            if code == object_bytes:
+                sums[at] = checksum(frames.buffers[at])
+    with closing(read_in_turn(engine, chain.from_iterable(away.values()))) as reads:
+        for at, runs in away.items():
+            if all(list(islice(reads, len(runs)))):
+                codes[at], sums[at] = object_bytes, checksum(frames.buffers[at])
+    return Fetched(codes, sums)
+
+
+def _remote(replicas: Sequence[Any], object_bytes: int, here: str) -> Any | None:
+    """Where it lies whole in another's memory, and not in ours, too."""
+    in_memory = [one.get_memory_descriptor().buffer_descriptor for one in replicas if one.is_memory_replica()]
+    if any(place.transport_endpoint == here for place in in_memory):
+        return None
+    return next((place for place in in_memory if place.size == object_bytes), None)
+
+
+def _runs(place: Any, frames: Frames, at: int) -> list[Runs]:
+    """A read each, none much larger than a request should be."""
+    runs, theirs = [], place.buffer_address
+    for ours, size in zip(frames.places[at], frames.sizes[at], strict=True):
+        piece = -(-size // max(1, size // REQUEST_BYTES))
+        runs += [
+            Runs(place.transport_endpoint, [ours + start], [theirs + start], [min(piece, size - start)])
+            for start in range(0, size, piece)
+        ]
+        theirs += size
+    return runs

@@ -1,0 +1,21 @@
+"""The order in which a tier says what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from stoker.base.ids import BlockKey
+from stoker.kv.blocks.transfer import BlockName
+
+
+def parents_first(names: Sequence[BlockName]) -> Iterator[BlockName]:
+    """Every block after its parent, if that is among them."""
+    here = {name.key for name in names}
+    children: dict[BlockKey, list[BlockName]] = {}
+    for name in names:
+        children.setdefault(name.parent, []).append(name)
+    left = [name for name in names if name.parent not in here]
+    while left:
+        name = left.pop()
+        yield name
+        left.extend(children.get(name.key, ()))

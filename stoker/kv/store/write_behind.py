@@ -1,0 +1,165 @@
+"""WriteBehind: blocks that were just computed go into the tiers, behind the engine's back.
+
+A block is kept only until its bytes are copied into a buffer, and summed up; the tiers write from there, each on a thread of its
+own, so that a slow one holds up nobody. There are so many buffers and so long a queue, and no more: what finds no room is not
+written. The engine never waits here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+from stoker.base.ids import BlockId, BlockKey
+from stoker.kv.blocks.transfer import BlockName, OfferedBlock, TierUnavailable
+from stoker.kv.device.checksum import checksum
+from stoker.kv.store.block_io import BlockIo, Buffers, HostBytes
+from stoker.kv.store.tier_use import TierUse
+
+_AT_A_TIME = 8
+
+
+@dataclass(slots=True, eq=False)
+class _Staged:
+    """A buffer's content, for as many tiers as still want it."""
+
+    name: BlockName
+    data: HostBytes
+    checksum: int
+    readers: int
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def done(self) -> bool:
+        """Whether this was the last reader."""
+        with self.lock:
+            self.readers -= 1
+            return self.readers == 0
+
+
+Stored = Callable[[TierUse, Sequence[BlockName]], None]
+
+
+class _Writer:
+    """One tier's thread."""
+
+    def __init__(self, use: TierUse, buffers: Buffers, stored: Stored) -> None:
+        self.use = use
+        self._buffers = buffers
+        self._stored = stored
+        self._queue: SimpleQueue[_Staged | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"kv-write-{use.name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_queued(self) -> int:
+        return self._queue.qsize()
+
+    def put(self, staged: _Staged) -> None:
+        self._queue.put(staged)
+
+    def close(self, timeout_s: float) -> None:
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (first := self._queue.get()) is not None:
+            batch = [first]
+            while len(batch) < _AT_A_TIME and not self._queue.empty():
+                item = self._queue.get()
+                if item is None:
+                    self._queue.put(None)
+                    break
+                batch.append(item)
+            self._write(batch)
+            self._buffers.give_back(staged.data for staged in batch if staged.done())
+
+    def _write(self, batch: list[_Staged]) -> None:
+        names = [staged.name for staged in batch]
+        try:
+            taken = self.use.write(names, [staged.data for staged in batch], [staged.checksum for staged in batch])
+        except TierUnavailable:
+            return
+        written = [name for name, is_there in zip(names, taken, strict=True) if is_there]
+        if written:
+            self._stored(self.use, written)
+
+
+class WriteBehind:
+    """`max_queued` blocks may wait for one tier. `wake` is called when blocks can be given back; `stored` when a tier has
+    taken some."""
+
+    def __init__(
+        self,
+        tiers: Sequence[TierUse],
+        io: BlockIo,
+        buffers: Buffers,
+        max_queued: int,
+        wake: Callable[[], None],
+        stored: Stored,
+    ) -> None:
+        self._io = io
+        self._max_queued = max_queued
+        self._buffers = buffers
+        self._wake = wake
+        self._writers = [_Writer(use, buffers, stored) for use in tiers]
+        self._offered: SimpleQueue[list[OfferedBlock] | None] = SimpleQueue()
+        self._copied: deque[BlockId] = deque()
+        self._thread = threading.Thread(target=self._run, name="kv-offer", daemon=True)
+        self._thread.start()
+
+    def offer(self, offered: list[OfferedBlock]) -> None:
+        if offered:
+            self._offered.put(offered)
+
+    def take_copied(self) -> list[BlockId]:
+        """Blocks that were offered and need not be kept any longer."""
+        return [self._copied.popleft() for _ in range(len(self._copied))]
+
+    @property
+    def num_queued(self) -> list[int]:
+        """Blocks that wait, for each tier."""
+        return [writer.num_queued for writer in self._writers]
+
+    def close(self, timeout_s: float) -> None:
+        self._offered.put(None)
+        self._thread.join(timeout_s)
+        for writer in self._writers:
+            writer.close(timeout_s)
+
+    def _run(self) -> None:
+        while (offered := self._offered.get()) is not None:
+            wanted = self._wanted([offer.name.key for offer in offered])
+            for offer, writers in zip(offered, wanted, strict=True):
+                if writers:
+                    self._stage(offer, writers)
+                self._copied.append(offer.block)
+            self._wake()
+
+    def _wanted(self, keys: list[BlockKey]) -> list[list[_Writer]]:
+        """For each block the tiers that do not have it."""
+        wanted: list[list[_Writer]] = [[] for _ in keys]
+        for writer in self._writers:
+            for writers, is_there in zip(wanted, writer.use.find(keys), strict=True):
+                if not is_there:
+                    writers.append(writer)
+        return wanted
+
+    def _stage(self, offer: OfferedBlock, writers: list[_Writer]) -> None:
+        ready = [writer for writer in writers if writer.num_queued < self._max_queued]
+        for writer in writers:
+            if writer not in ready:
+                writer.use.figures.declined += 1
+        if not ready:
+            return
+        buffer = self._buffers.take()
+        if buffer is None:
+            for writer in ready:
+                writer.use.figures.declined += 1
+            return
+        self._io.read([offer.block], [buffer])
+        staged = _Staged(offer.name, buffer, checksum(buffer), len(ready))
+        for writer in ready:
+            writer.put(staged)

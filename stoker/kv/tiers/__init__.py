@@ -1,1 +1,0 @@
-"""Where KV blocks lie when the device has no room for them: a file for each tier."""

@@ -1,1 +1,0 @@
-"""Ways to move a peer's blocks into our own pool: a file for each."""

@@ -1,0 +1,138 @@
+"""A card's whole step on a CPU: packed inputs, rope, paged attention and drawing run in Triton's interpreter,
+and give the tokens of the references. Run by test_card_steps.py, with TRITON_INTERPRET=1. What a card replays is run anew."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from tiny import make_tiny
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from stoker.base.config import EngineSettings, KvSettings, SchedSettings
+from stoker.base.ids import RequestId
+from stoker.engine import gpu_steps as card
+from stoker.engine.graphs import StepOutputs
+from stoker.engine.llm import LLM
+from stoker.engine.packed import StepInputs, StepShape
+from stoker.engine.rows import RowTable
+from stoker.kernels.dense import DensePlans
+from stoker.sched.plan import StepPlan
+from stoker.sched.request import GenerateRequest, SamplingParams
+
+assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is to be set"
+
+GREEDY = SamplingParams(temperature=0.0)
+ASKED = [
+    GREEDY,
+    SamplingParams(temperature=0.9, seed=5),
+    SamplingParams(temperature=1.1, top_p=0.8, top_k=30, seed=6),
+    SamplingParams(temperature=0.7, min_p=0.05, seed=7),
+]
+SHAPED = [
+    SamplingParams(temperature=0.0, num_logprobs=3),
+    SamplingParams(temperature=0.8, repetition_penalty=1.3, logit_bias={7: 2.0}, seed=8),
+]
+
+
+class NothingCaptured:
+    def __init__(self, *_arguments: object) -> None: ...
+
+    def find(self, least: StepShape) -> ReplayedStep | None:
+        return None
+
+    def capture_next(self) -> bool:
+        return False
+
+
+@dataclass
+class ReplayedStep:
+    """As a captured one it has its own inputs and nothing else."""
+
+    shape: StepShape
+    forward: Callable[[StepInputs], StepOutputs]
+
+    def run(self, packed: Tensor) -> StepOutputs:
+        return self.forward(StepInputs.of(packed, self.shape))
+
+
+class AllCaptured(NothingCaptured):
+    def __init__(self, forward: Callable[[StepInputs], StepOutputs], first: list[StepShape], rest: list[StepShape],
+                 _device: torch.device) -> None:  # fmt: skip
+        self._steps = [
+            ReplayedStep(shape, forward) for shape in sorted((*first, *rest), key=lambda shape: shape.tokens)
+        ]
+
+    def find(self, least: StepShape) -> ReplayedStep | None:
+        return next(step for step in self._steps if step.shape.holds(least))
+
+
+class DenseLengths(DensePlans):
+    """Prompts of so many tokens are taken whole."""
+
+    def __init__(self, like: Tensor, *heads: int) -> None:
+        super().__init__(like, *heads)
+        self.lengths = [8, 16]
+
+
+def dense_attention(q: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    batched = (part.transpose(0, 1)[None] for part in (q, key, value))
+    return scaled_dot_product_attention(*batched, is_causal=True, scale=scale, enable_gqa=True)[0].transpose(0, 1)
+
+
+plainly = RowTable.apply
+
+
+def tell_the_device_too(rows: RowTable, plan: StepPlan) -> None:
+    plainly(rows, plan)
+    rows._tell_device(plan.new_rows, plan.block_table_changes)
+
+
+def requests(rng: random.Random, samplings: list[SamplingParams]) -> list[GenerateRequest]:
+    shared = [rng.randrange(199) for _ in range(20)]
+    made = []
+    for number, sampling in enumerate(samplings):
+        prompt = shared[: rng.choice([0, 17, 20])] + [rng.randrange(199) for _ in range(rng.choice([1, 5, 19]))]
+        made.append(GenerateRequest(RequestId(str(number)), prompt, len(prompt), sampling, rng.randrange(2, 5)))
+    return made
+
+
+def answers(folder: Path, samplings: list[SamplingParams], num_blocks: int) -> list[tuple[list[int], list[float]]]:
+    sched = SchedSettings(step_tokens=24, max_rows=3)
+    llm = LLM(folder, EngineSettings(device="cpu", num_threads=1, kv=KvSettings(16, num_blocks), sched=sched))
+    done = llm.run(requests(random.Random(3), samplings))
+    llm.close()
+    return [(one.token_ids, [token.logprob for token in one.logprobs]) for one in done]
+
+
+@pytest.mark.parametrize("graphs", [NothingCaptured, AllCaptured])
+@pytest.mark.parametrize(
+    ("samplings", "num_blocks"), [(ASKED, 64), (SHAPED, 4)], ids=["drawn by the step", "by the reference, preempted"]
+)
+def test_a_cards_steps_give_the_references_tokens(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    samplings: list[SamplingParams],
+    num_blocks: int,
+    graphs: type[NothingCaptured],
+) -> None:
+    # With one layer only the last token attends for anybody.
+    make_tiny(tmp_path, "qwen3", torch.float32, num_hidden_layers=2)
+    expected = answers(tmp_path, samplings, num_blocks)
+    for name in ("paged", "rope_write"):
+        monkeypatch.setattr(import_module(f"stoker.kernels.{name}"), "use_triton", lambda x: True)
+    monkeypatch.setattr(card, "StepGraphs", graphs)
+    monkeypatch.setattr(card, "DensePlans", DenseLengths)
+    monkeypatch.setattr(import_module("stoker.kernels.paged"), "dense_attention", dense_attention)
+    monkeypatch.setattr(RowTable, "apply", tell_the_device_too)
+    found = answers(tmp_path, samplings, num_blocks)
+    assert [token_ids for token_ids, _ in found] == [token_ids for token_ids, _ in expected]
+    for (_, ours), (_, theirs) in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)

@@ -1,0 +1,45 @@
+"""Real schemas and tools: bench/grammars.py, some of each set by a tiny model, all of them by the real one where time allows."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCH = Path(__file__).parents[3] / "bench" / "grammars.py"
+
+
+def run(data_dir: Path, tmp_path: Path, *argv: str) -> dict[str, Any]:
+    out = tmp_path / "outcomes.json"
+    command = [sys.executable, str(BENCH), "--data", str(data_dir / "tools"), "--json", str(out), *argv]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    report = json.loads(out.read_text())
+    assert isinstance(report, dict)
+    return report
+
+
+def check(report: dict[str, Any]) -> None:
+    for outcomes in report.values():
+        assert not outcomes["invalid"]
+        assert not outcomes["truncated"]
+        assert outcomes["valid"] + sum(outcomes["unsupported"].values()) == outcomes["total"]
+        assert outcomes["valid"] > 0
+
+
+def test_some_of_each_set(data_dir: Path, tiny_folder: Path, tmp_path: Path):
+    """By a model that says nothing but noise: the grammar alone keeps it in shape."""
+    options = ("--limit", "12", "--max-tokens", "96", "--temperature", "1", "--rows", "64")
+    check(run(data_dir, tmp_path, "--model", str(tiny_folder), *options))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(6 * 3600)
+def test_all(data_dir: Path, tmp_path: Path):
+    report = run(data_dir, tmp_path)
+    check(report)
+    assert not report["bfcl"]["unsupported"]

@@ -1,0 +1,161 @@
+"""The memory plan comes from shapes alone; here it is held to figures worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tiny import SHAPE
+
+from stoker.base.config import EngineSettings, KvSettings, SchedSettings
+from stoker.base.errors import ConfigError
+from stoker.engine.gpu_memory import MemoryTable, WorkingMemory
+from stoker.engine.memory import num_blocks, resolve
+from stoker.kv.blocks.layout import KvLayout
+from stoker.models.family import family_of
+
+GIB, MIB = 1 << 30, 1 << 20
+LLAMA_8B = {
+    **SHAPE,
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+WHOLE_8B = {**LLAMA_8B, "num_hidden_layers": 32}
+WHOLE_30B_A3B = {
+    **WHOLE_8B,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
+
+
+def test_a_token_of_the_8b_takes_its_stream_and_the_mlp() -> None:
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            model = family_of(LLAMA_8B, "here").build(512)
+    finally:
+        torch.set_default_dtype(default)
+    gate_up_and_gated, stream, angles = 3 * 14336 * 2, 2 * 4096 * 2, 2 * 128 * 4
+    assert model.bytes_per_token == gate_up_and_gated + stream + angles
+
+
+def test_what_is_not_kv_stays_below_three_gib_at_the_8bs_shape() -> None:
+    working = WorkingMemory.plan(8192, 2048, 512, 128256, 2, 103_424)
+    assert working.reserve_bytes <= GIB // 2
+    assert 8192 * 103_424 <= working.arena_bytes <= 8192 * 103_424 + 512 * 128256 * 2 + 64 * MIB
+    assert working.total_bytes < 3 * GIB
+
+
+def test_drawing_for_a_large_vocabulary_counts_where_steps_are_small() -> None:
+    working = WorkingMemory.plan(64, 64, 64, 151936, 2, 1024)
+    assert working.arena_bytes > 64 * 151936 * 4 * 4  # logits in float32, several times over
+
+
+@pytest.mark.parametrize("rows", [64, 512, 1024])
+def test_every_row_may_have_penalties(rows: int) -> None:
+    working = WorkingMemory.plan(8192, 2048, rows, 151936, 2, 50_000)
+    step, logits, tables = 8192 * 50_000, rows * 151936 * 2, rows * 151936 * (4 + 1)
+    assert step + logits + tables <= working.arena_bytes + working.reserve_bytes // 2
+
+
+def on_card(free_gib: float, kv: KvSettings, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free_gib * GIB), 80 * GIB))
+    settings = EngineSettings(device="cpu", kv=kv)
+    resolved = replace(resolve(settings, family_of(LLAMA_8B, "here").shape), device=torch.device("cuda"))
+    return num_blocks(settings, resolved, KvLayout(32, 8, 128, 64, "bfloat16", 2), WorkingMemory(GIB, GIB))
+
+
+def test_kv_gets_what_is_left_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert on_card(12.5, KvSettings(), monkeypatch) == 10 * GIB // (8 * MIB)
+    with pytest.raises(ConfigError, match=r"0\.00 GiB are left for KV"):
+        on_card(2.4, KvSettings(), monkeypatch)
+
+
+def test_on_a_shared_card_kv_gets_what_is_left_of_the_engines_own_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 15 * GIB)  # the weights
+    part = 15 + 10 + 2.5 + 640 / 1024
+    assert on_card(60.0, KvSettings(card_gib=part), monkeypatch) == 10 * GIB // (8 * MIB)
+    assert on_card(12.5, KvSettings(card_gib=40.0), monkeypatch) == 10 * GIB // (8 * MIB), (
+        "more than there is is not had"
+    )
+    with pytest.raises(ConfigError, match=r"0\.00 GiB are left for KV"):
+        on_card(60.0, KvSettings(card_gib=18.0), monkeypatch)
+
+
+def test_kv_that_leaves_no_room_to_work_in_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert on_card(12.5, KvSettings(memory_gib=10.4), monkeypatch) == int(10.4 * GIB) // (8 * MIB)  # into the reserve
+    for kv in (KvSettings(memory_gib=10.6), KvSettings(num_blocks=1400)):
+        with pytest.raises(ConfigError, match=r"room for 10\.50: of the card's memory 12\.50 GiB are free, and 2\.00"):
+            on_card(12.5, kv, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("hf", "settings", "expected"),
+    [
+        (WHOLE_8B, SchedSettings(), 2048),
+        (WHOLE_30B_A3B, SchedSettings(), 4096),  # of which a token meets a tenth
+        (WHOLE_8B, SchedSettings(step_tokens=1024), 1024),
+        (WHOLE_8B, SchedSettings(mixed_tokens=700), 700),
+    ],
+)
+def test_steps_that_answers_wait_for_are_as_long_as_the_arithmetic_is_little(
+    hf: dict[str, Any], settings: SchedSettings, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    shape = family_of(hf, "here").shape
+    assert resolve(EngineSettings(device="cuda", sched=settings), shape).mixed_tokens == expected
+
+
+def test_weights_that_a_token_meets_are_those_of_its_experts() -> None:
+    for hf, held, met in ((WHOLE_8B, 6.98e9, 6.98e9), (WHOLE_30B_A3B, 29.9e9, 2.72e9)):
+        family = family_of(hf, "here")
+        with torch.device("meta"):
+            weights = dict(family.build(64).named_parameters())
+        in_layers = sum(w.numel() for name, w in weights.items() if name.startswith("layers.") and w.dim() > 1)
+        assert in_layers == pytest.approx(held, rel=0.01)
+        assert family.shape.active_weights == pytest.approx(met, rel=0.01)
+
+
+def test_in_ram_nothing_is_measured() -> None:
+    table = MemoryTable(torch.device("cpu"))
+    table.note("weights", 5)
+    table.take_arena(1 << 50)
+    table.end(7)
+    assert table.lines == []
+
+
+def test_kv_in_ram_is_as_it_was_asked_for() -> None:
+    settings = EngineSettings(device="cpu", kv=KvSettings(memory_gib=0.5), sched=SchedSettings(max_rows=4))
+    resolved = resolve(settings, family_of(LLAMA_8B, "here").shape)
+    layout = KvLayout(2, 8, 128, 16, "float32", 4)
+    assert num_blocks(settings, resolved, layout, WorkingMemory(0, 0)) == (GIB // 2) // layout.block_bytes
+
+
+def test_more_kv_than_all_the_ram_is_refused() -> None:
+    """It would be taken bit by bit, until the system kills the engine."""
+    settings = EngineSettings(device="cpu", kv=KvSettings(memory_gib=1e6))
+    layout = KvLayout(2, 2, 16, 16, "float32", 4)
+    with pytest.raises(ConfigError, match=r"1000000\.00 GiB of KV were asked for"):
+        num_blocks(settings, resolve(settings, family_of(LLAMA_8B, "here").shape), layout, WorkingMemory(0, 0))
+
+
+def test_kv_in_ram_holds_the_whole_context_of_a_single_row() -> None:
+    settings = EngineSettings(device="cpu", sched=SchedSettings(max_rows=1), max_model_tokens=100)
+    resolved = resolve(settings, family_of(LLAMA_8B, "here").shape)
+    layout = KvLayout(2, 8, 128, 16, "float32", 4)
+    assert num_blocks(settings, resolved, layout, WorkingMemory(0, 0)) * layout.block_tokens >= 100

@@ -1,0 +1,439 @@
+"""Admission: who gets in, in which order, and that every place comes back. The queue runs on a virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from waiting import LONG_S
+
+from stoker.base.clock import VirtualClock
+from stoker.base.errors import Overloaded
+from stoker.gateway.admission.admission import Admission, Pass
+from stoker.gateway.admission.api_keys import Caller
+from stoker.gateway.admission.fair_queue import Capacity, FairQueue, State, Ticket
+from stoker.gateway.admission.rate_limits import KeyLimiter
+from stoker.gateway.config import AdmissionSettings
+
+BIG = AdmissionSettings(queue_s=1e6, standing_s=1e6, queue_requests=10**6)
+
+
+@dataclass
+class World:
+    """A fleet that serves `capacity.requests` at a time, each for as long as `service_s` says."""
+
+    settings: AdmissionSettings
+    capacity: Capacity
+    service_s: Callable[[Ticket], float] = lambda ticket: 1.0
+    now: float = 0.0
+    running: list[tuple[float, Ticket]] = field(default_factory=list)
+    admitted: list[Ticket] = field(default_factory=list)
+    refused: list[Overloaded] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.queue = FairQueue(self.settings, lambda now: self.capacity)
+
+    def ask(self, tenant: str, tokens: int = 100, *, weight: float = 1.0, priority: int = 0) -> Ticket | None:
+        try:
+            ticket = self.queue.offer(tenant, weight, tokens, priority, self.now, self.settings.queue_s, False)
+        except Overloaded as refusal:
+            self.refused.append(refusal)
+            return None
+        ticket.wake = lambda: self._woken(ticket)
+        if ticket.state is State.ADMITTED:
+            self._woken(ticket)
+        return ticket
+
+    def _woken(self, ticket: Ticket) -> None:
+        if ticket.state is State.ADMITTED:
+            self.admitted.append(ticket)
+            self.running.append((self.now + self.service_s(ticket), ticket))
+        else:
+            assert ticket.refusal is not None
+            self.refused.append(ticket.refusal)
+
+    def run_until(self, end_s: float) -> None:
+        while True:
+            done = min(self.running, key=lambda one: one[0], default=None)
+            if done is None or done[0] > end_s:
+                self.now = end_s
+                self.queue.expire(end_s)
+                self.queue.pump(end_s)
+                return
+            self.running.remove(done)
+            self.now = done[0]
+            self.queue.end(done[1], done[1].tokens, self.now)
+            self.queue.expire(self.now)
+            self.queue.pump(self.now)
+
+    def drain(self) -> None:
+        while self.running or self.queue.num_waiting:
+            self.run_until(self.now + 10)
+
+
+def tokens_by_tenant(tickets: list[Ticket]) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for ticket in tickets:
+        counts[ticket.tenant] += ticket.tokens
+    return counts
+
+
+def test_nobody_waits_while_there_is_room() -> None:
+    world = World(BIG, Capacity(requests=3))
+    assert [world.ask("a").state for _ in range(4)] == [State.ADMITTED] * 3 + [State.WAITING]  # type: ignore[union-attr]
+    world.drain()
+    assert len(world.admitted) == 4
+    assert (world.queue.num_in_flight, world.queue.tokens_in_flight, world.queue.num_waiting) == (0, 0, 0)
+
+
+def test_a_heavy_tenant_does_not_hold_up_a_light_one() -> None:
+    world = World(BIG, Capacity(requests=2))
+    for _ in range(500):
+        world.ask("heavy", 5000)
+    late = world.ask("light", 100)
+    assert late is not None
+    world.run_until(2.0)
+    assert late.state in (State.ADMITTED, State.DONE)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    weights=st.lists(st.sampled_from([0.5, 1.0, 2.0, 4.0]), min_size=2, max_size=5),
+    slots=st.integers(1, 8),
+)
+def test_backlogged_tenants_share_uncached_tokens_by_weight(seed: int, weights: list[float], slots: int) -> None:
+    """Between any two tenants that always have something waiting, tokens by weight differ by no more than what one request
+    and the requests in flight make."""
+    rng = random.Random(seed)
+    world = World(BIG, Capacity(requests=slots), service_s=lambda ticket: ticket.tokens / 1000)
+    largest = 4000
+    names = [f"t{index}" for index in range(len(weights))]
+    for _ in range(300):
+        for name, weight in zip(names, weights, strict=True):
+            world.ask(name, rng.randint(50, largest), weight=weight)
+    backlog_tokens = 40_000.0
+    while sum(tokens_by_tenant(world.admitted).values()) < backlog_tokens:
+        world.run_until(world.now + 1)
+    counts = tokens_by_tenant(world.admitted)
+    shares = [counts[name] / weight for name, weight in zip(names, weights, strict=True)]
+    # The slots that were free at first went to the first comer, before there was anybody to be fair to.
+    slack = largest * (slots + 1) / min(weights) + largest / min(weights)
+    assert max(shares) - min(shares) <= slack
+    world.drain()
+    assert (world.queue.num_in_flight, world.queue.tokens_in_flight) == (0, 0)
+
+
+def test_what_a_request_really_cost_settles_the_share() -> None:
+    """Both say 1,000 tokens; a's are all cached, so a is owed nearly all of the turns."""
+    world = World(BIG, Capacity(requests=1))
+    for _ in range(200):
+        world.ask("a", 1000)
+        world.ask("b", 1000)
+    for _ in range(100):
+        ticket = world.running.pop()[1]
+        world.now += 1
+        world.queue.end(ticket, 0 if ticket.tenant == "a" else 1000, world.now)
+        world.queue.pump(world.now)
+    counts = Counter(ticket.tenant for ticket in world.admitted)
+    assert counts["a"] > 90
+
+
+def test_better_priorities_go_first_and_none_starves() -> None:
+    rules = AdmissionSettings(queue_s=1e6, standing_s=1e6, queue_requests=10**6, priority_age_s=5)
+    world = World(rules, Capacity(requests=1))
+    world.ask("x")  # takes the slot
+    low = world.ask("low", priority=1)
+    for _ in range(5):
+        world.ask("urgent", priority=0)
+    world.run_until(4.0)
+    assert low is not None
+    assert low.state is State.WAITING
+    # Urgent ones keep coming, more than can be served: the other class has its turn once it is 5 s older.
+    for _ in range(200):
+        world.ask("urgent", priority=0)
+        world.ask("urgent", priority=0)
+        world.run_until(world.now + 1)
+        if low.state is not State.WAITING:
+            break
+    assert low.state is not State.WAITING
+    assert low.admitted_s - low.arrived_s < 20
+
+
+def test_deadlines_end_the_wait() -> None:
+    rules = AdmissionSettings(queue_s=3, standing_s=3)
+    world = World(rules, Capacity(requests=1), service_s=lambda ticket: 100.0)
+    world.ask("a")
+    ticket = world.ask("a")
+    assert ticket is not None
+    world.run_until(2.9)
+    assert ticket.state is State.WAITING
+    world.run_until(3.1)
+    assert ticket.state is State.REFUSED
+    assert ticket.refusal is not None
+    assert ticket.refusal.code == "queue_timeout"
+    assert ticket.refusal.retry_after_s >= 1
+    assert world.queue.num_waiting == 0
+
+
+def test_overload_is_refused_at_once_and_the_admitted_wait_stays_flat() -> None:
+    """One slot of 0.1 s each is 10 requests a second. Offered twice, four times and ten times that, those who are let in
+    wait no longer, the slots are never idle, and the rest hears at once with a time to come again."""
+    waits = {}
+    for rate in (20, 40, 100):
+        rng = random.Random(rate)
+        rules = AdmissionSettings(queue_s=10, standing_s=1)
+        world = World(rules, Capacity(requests=1), service_s=lambda ticket: 0.1)
+        asked = 0
+        while world.now < 120:
+            world.run_until(world.now + rng.expovariate(rate))
+            world.ask("a")
+            asked += 1
+        late = [ticket.admitted_s - ticket.arrived_s for ticket in world.admitted if ticket.arrived_s > 40]
+        waits[rate] = sorted(late)[int(len(late) * 0.99)]
+        assert len(late) > 75 * 10  # 80 s of work for a slot that was never idle
+        assert len(world.admitted) + len(world.refused) + world.queue.num_waiting == asked
+        assert all(refusal.code == "queue_full" and refusal.retry_after_s > 0 for refusal in world.refused)
+    assert max(waits.values()) < 1.5, waits
+
+
+def test_a_burst_may_wait_as_long_as_the_queue_allows() -> None:
+    rules = AdmissionSettings(queue_s=10, standing_s=1)
+    world = World(rules, Capacity(requests=1), service_s=lambda ticket: 0.1)
+    for _ in range(5):
+        world.ask("a")
+        world.run_until(world.now + 1)
+    for _ in range(90):
+        world.ask("a")
+    world.drain()
+    assert world.refused == []
+
+
+def test_a_full_queue_drops_of_whoever_has_most_in_it() -> None:
+    rules = AdmissionSettings(queue_requests=10)
+    world = World(rules, Capacity(requests=1), service_s=lambda ticket: 0.001)
+    world.ask("a")
+    heavy = [world.ask("heavy", 1000) for _ in range(10)]
+    light = world.ask("light", 10)
+    assert light is not None
+    assert heavy[-1] is not None
+    assert heavy[-1].state is State.REFUSED
+    assert world.queue.num_waiting == 10
+    assert world.ask("heavy", 1000) is None
+    important = world.ask("heavy", 1000, priority=-1)
+    assert important is not None
+    world.drain()
+    assert len(world.admitted) == 1 + 8 + 1 + 1
+
+
+def test_prefill_tokens_in_flight_are_bounded_until_the_first_token() -> None:
+    world = World(BIG, Capacity(prefill_tokens=10_000), service_s=lambda ticket: 1e9)
+    first = world.ask("a", 9_000)
+    second = world.ask("a", 9_000)  # there is some room: let in, however large
+    third = world.ask("a", 1)
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    assert [t.state for t in (first, second, third)] == [State.ADMITTED, State.ADMITTED, State.WAITING]
+    world.queue.first_token(first, 1.0)
+    world.queue.first_token(first, 1.0)
+    assert world.queue.tokens_in_flight == 9_001
+    assert third.state is State.ADMITTED
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6))
+def test_any_order_of_events_leaves_nothing_behind(seed: int) -> None:
+    """Requests come, get their first token, end, give up, expire; capacity moves. Nobody who could run waits, and at the end
+    every count is zero."""
+    rng = random.Random(seed)
+    rules = AdmissionSettings(queue_s=20, standing_s=5, queue_requests=rng.choice([0, 3, 50]), priority_age_s=2)
+    capacity = [Capacity(requests=2, prefill_tokens=5000)]
+    queue = FairQueue(rules, lambda now: capacity[0])
+    tickets: list[Ticket] = []
+    now = 0.0
+    for _ in range(300):
+        now += rng.expovariate(3)
+        match rng.randrange(6):
+            case 0 | 1:
+                tenant, weight, priority = rng.choice("abc"), rng.choice([1, 2]), rng.randrange(3)
+                with suppress(Overloaded):
+                    tickets.append(queue.offer(tenant, weight, rng.randrange(4000), priority, now, 10, False))
+            case 2 if tickets:
+                queue.end(tickets.pop(rng.randrange(len(tickets))), rng.choice([None, 0, 100, 9000]), now)
+                queue.pump(now)
+            case 3 if tickets:
+                queue.first_token(rng.choice(tickets), now)
+                queue.pump(now)
+            case 4:
+                queue.expire(now)
+            case 5:
+                capacity[0] = Capacity(requests=rng.randint(1, 4), prefill_tokens=rng.choice([1000, 5000]))
+                now += 0.1
+                queue.pump(now)
+        now += 0.06  # the capacity that it goes by is at most so old
+        queue.pump(now)
+        in_flight = [ticket for ticket in tickets if ticket.state is State.ADMITTED]
+        assert queue.num_in_flight == len(in_flight)
+        assert queue.tokens_in_flight == sum(ticket.held_tokens for ticket in in_flight)
+        assert queue.num_waiting == sum(ticket.state is State.WAITING for ticket in tickets)
+        if queue.num_waiting:
+            limit = capacity[0]
+            assert queue.num_in_flight >= limit.requests or queue.tokens_in_flight >= limit.prefill_tokens
+    for ticket in tickets:
+        queue.end(ticket, None, now)
+        queue.end(ticket, None, now)
+    assert (queue.num_waiting, queue.num_in_flight, queue.tokens_in_flight) == (0, 0, 0)
+
+
+# ---- with tasks
+
+
+def make(capacity: Capacity, rules: AdmissionSettings | None = None, **more: object) -> Admission:
+    loop = asyncio.get_running_loop()
+    return Admission(rules or AdmissionSettings(), lambda lane, now: capacity, clock=loop.time, **more)  # type: ignore[arg-type]
+
+
+def test_enter_does_not_suspend_when_there_is_room() -> None:
+    async def main() -> None:
+        admission = make(Capacity(requests=1))
+        entering = admission.enter(Caller("k", "t"), 10, lane="m")
+        with pytest.raises(StopIteration) as ended:
+            entering.send(None)
+        got: Pass = ended.value.value
+        assert got.waited_s == 0
+        got.done()
+
+    asyncio.run(main())
+
+
+def test_waiting_tasks_are_woken_in_turn_and_every_place_comes_back() -> None:
+    async def main() -> None:
+        admission = make(Capacity(requests=3), AdmissionSettings(queue_s=1e6, standing_s=1e6))
+        peak = 0
+
+        async def one(index: int) -> None:
+            nonlocal peak
+            got = await admission.enter(Caller(f"k{index % 4}", f"t{index % 4}"), 100, lane="m")
+            peak = max(peak, admission.num_in_flight)
+            await asyncio.sleep(0.001 * (index % 3))
+            got.first_token()
+            await asyncio.sleep(0.001 * (index % 2))
+            got.done(100, 5)
+            got.done(100, 5)
+
+        await asyncio.wait_for(asyncio.gather(*(one(index) for index in range(200))), LONG_S)
+        assert peak == 3
+        assert (admission.num_waiting, admission.num_in_flight, admission.tokens_in_flight) == (0, 0, 0)
+        assert admission.num_admitted == 200
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_waiter_leaves_no_trace_even_when_it_was_just_admitted() -> None:
+    async def main() -> None:
+        admission = make(Capacity(requests=1))
+        caller = Caller("k", "t", limiter=KeyLimiter(concurrency=10))
+        first = await admission.enter(caller, 10, lane="m")
+        waiting = asyncio.create_task(admission.enter(caller, 10, lane="m"))
+        behind = asyncio.create_task(admission.enter(caller, 10, lane="m"))
+        await asyncio.sleep(0)
+        first.done()  # admits `waiting`, whose task has not run yet
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        last = await asyncio.wait_for(behind, LONG_S)
+        gone = asyncio.create_task(admission.enter(caller, 10, lane="m"))
+        await asyncio.sleep(0)
+        gone.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+        last.done()
+        assert (admission.num_waiting, admission.num_in_flight, caller.limiter.num_open) == (0, 0, 0)
+
+    asyncio.run(main())
+
+
+def test_room_that_comes_without_an_event_is_noticed() -> None:
+    async def main() -> None:
+        capacity = Capacity(requests=1)
+        loop = asyncio.get_running_loop()
+        admission = Admission(AdmissionSettings(), lambda lane, now: capacity, clock=loop.time)
+        first = await admission.enter(Caller("k", "t"), 10, lane="m")
+        second = asyncio.create_task(admission.enter(Caller("k", "t"), 10, lane="m"))
+        await asyncio.sleep(0)
+        capacity = Capacity(requests=2)  # a worker came back
+        (await asyncio.wait_for(second, LONG_S)).done()
+        first.done()
+
+    asyncio.run(main())
+
+
+def test_refusals_say_which_limit_and_when() -> None:
+    async def main() -> None:
+        admission = make(Capacity(requests=1), AdmissionSettings(queue_s=0.2, standing_s=0.2))
+        poor = Caller("k", "t", limiter=KeyLimiter(requests_per_minute=1))
+        first = await admission.enter(poor, 10, lane="m")
+        with pytest.raises(Overloaded) as limited:
+            await admission.enter(poor, 10, lane="m")
+        assert limited.value.code == "rate_limited"
+        assert limited.value.retry_after_s > 1
+        other = Caller("o", "o", limiter=KeyLimiter(concurrency=1))
+        with pytest.raises(Overloaded) as busy:
+            await admission.enter(other, 10, lane="m", reject_if_busy=True)
+        assert busy.value.code == "busy"
+        with pytest.raises(Overloaded) as late:
+            await admission.enter(other, 10, lane="m", deadline_s=0.05)
+        assert late.value.code == "queue_timeout"
+        assert other.limiter.num_open == 0
+        first.done()
+        (await admission.enter(other, 10, lane="m")).done()
+
+    asyncio.run(main())
+
+
+def test_models_that_nobody_serves_are_the_routers_business() -> None:
+    async def main() -> None:
+        admission = make(Capacity(requests=1), lane=lambda model, now: "m" if model == "m" else None)
+        passes = [await admission.enter(Caller("k", "t"), 10, lane=f"invented-{index}") for index in range(50)]
+        assert admission.num_in_flight == 50
+        for one in passes:
+            one.done()
+        assert admission.num_in_flight == 0
+        assert admission.describe() == []
+
+    asyncio.run(main())
+
+
+def test_a_shut_gate_refuses_before_anything_is_counted() -> None:
+    async def main() -> None:
+        shut = Overloaded("draining", code="draining")
+        caller = Caller("k", "t")
+        admission = make(Capacity(), gate=lambda: shut)
+        with pytest.raises(Overloaded) as refused:
+            await admission.enter(caller, 10)
+        assert refused.value is shut
+        assert caller.limiter.num_open == 0
+
+    asyncio.run(main())
+
+
+def test_the_virtual_clock_is_enough() -> None:
+    async def main() -> None:
+        clock = VirtualClock()
+        admission = Admission(AdmissionSettings(), lambda lane, now: Capacity(requests=1), clock=clock.now)
+        first = await admission.enter(Caller("k", "t"), 10)
+        second = asyncio.create_task(admission.enter(Caller("k", "t"), 10))
+        await asyncio.sleep(0)
+        clock.advance(2.5)
+        first.done()
+        assert (await second).waited_s == 2.5
+
+    asyncio.run(main())

@@ -1,0 +1,121 @@
+"""Keys: who a request comes from, and what that makes of its priority and its cache."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+
+from stoker.base.errors import ConfigError
+from stoker.gateway.admission.api_keys import AdminToken, Keys, Unauthorized, new_key
+from stoker.gateway.config import KeySettings, TenantSettings
+
+
+class Headers:
+    def __init__(self, **headers: str) -> None:
+        self._headers = {name.replace("_", "-").encode(): value.encode() for name, value in headers.items()}
+
+    def header(self, name: bytes) -> bytes | None:
+        return self._headers.get(name)
+
+
+def settings(name: str, key: str, **more: object) -> KeySettings:
+    return KeySettings(name, hashlib.sha256(key.encode()).hexdigest(), **more)  # type: ignore[arg-type]
+
+
+def test_without_keys_everybody_is_anonymous() -> None:
+    keys = Keys([])
+    caller = keys.authenticate(Headers())
+    assert (caller.key_id, caller.tenant, keys.required) == ("anonymous", "default", False)
+    assert keys.authenticate(Headers(authorization="Bearer whatever")) is caller
+    assert caller.cache_salt("mine") == "mine"
+    assert caller.cache_salt(None) is None
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        Headers(authorization="Bearer sk-a"),
+        Headers(authorization="bearer   sk-a "),
+        Headers(x_api_key="sk-a"),
+    ],
+)
+def test_a_known_key_is_its_owner(shown: Headers) -> None:
+    keys = Keys([settings("alice", "sk-a", tenant="team"), settings("bob", "sk-b")])
+    caller = keys.authenticate(shown)
+    assert (caller.key_id, caller.tenant) == ("alice", "team")
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        Headers(),
+        Headers(authorization="Bearer "),
+        Headers(authorization="Bearer sk-A"),
+        Headers(authorization="sk-a"),
+        Headers(authorization="Basic sk-a"),
+        Headers(authorization=f"Bearer {hashlib.sha256(b'sk-a').hexdigest()}"),
+    ],
+)
+def test_anything_else_is_refused_and_not_repeated(shown: Headers) -> None:
+    keys = Keys([settings("alice", "sk-a")])
+    with pytest.raises(Unauthorized) as caught:
+        keys.authenticate(shown)
+    assert caught.value.code == "invalid_api_key"
+    assert "sk-" not in caught.value.message
+
+
+def test_a_new_key_fits_the_hash_that_comes_with_it() -> None:
+    key, digest = new_key()
+    other, _ = new_key()
+    keys = Keys([KeySettings("n", digest)])
+    assert keys.authenticate(Headers(authorization=f"Bearer {key}")).key_id == "n"
+    assert key != other
+    assert len(key) > 40
+
+
+def test_one_key_cannot_have_two_names() -> None:
+    with pytest.raises(ConfigError, match="'b' has the sha256 of 'a'"):
+        Keys([settings("a", "x"), settings("b", "x")])
+
+
+def test_tenants_have_caches_of_their_own_unless_they_share() -> None:
+    tenants = [
+        TenantSettings("own"),
+        TenantSettings("open", share_cache=True),
+        TenantSettings("open2", share_cache=True),
+    ]
+    keys = Keys(
+        [
+            settings("a", "a", tenant="own"),
+            settings("b", "b", tenant="open"),
+            settings("c", "c", tenant="open2"),
+            settings("d", "d", tenant="unlisted"),
+        ],
+        tenants,
+    )
+    own, shared, shared2, unlisted = (keys.authenticate(Headers(x_api_key=name)) for name in "abcd")
+    assert own.cache_salt(None) != unlisted.cache_salt(None) is not None
+    assert shared.cache_salt(None) is shared2.cache_salt(None) is None
+    # Nobody gets at another's cache by naming its salt.
+    salts = {
+        caller.cache_salt(asked) for caller in (own, shared, unlisted) for asked in (None, "x", own.cache_salt(None))
+    }
+    assert len(salts) == 9
+
+
+def test_a_client_may_wait_longer_but_not_push_ahead() -> None:
+    caller = Keys([settings("a", "a", priority=1)]).authenticate(Headers(x_api_key="a"))
+    assert [caller.best_priority(asked) for asked in (None, -5, 1, 7)] == [1, 1, 1, 7]
+
+
+def test_the_admin_token() -> None:
+    token = AdminToken("a-long-admin-token")
+    assert token.allows(Headers(authorization="Bearer a-long-admin-token"))
+    assert token.allows(Headers(x_admin_token="a-long-admin-token"))
+    assert not token.allows(Headers(authorization="Bearer a-long-admin-tokeN"))
+    assert not token.allows(Headers())
+    assert not AdminToken(None).allows(Headers(authorization="Bearer "))
+    assert not AdminToken(None).configured
+    with pytest.raises(ConfigError, match="at least 16"):
+        AdminToken("short")

@@ -1,0 +1,135 @@
+"""KV that a prefill worker keeps and that no decode worker will come for is given back, whatever went wrong in between."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from fake_stoker import FakeStoker
+from mocks import JSON, MockWorker
+from test_early_pull import BODY, KEEPS, info
+from waiting import LONG_S, until
+from world import PATIENT, World
+
+from stoker.fleet.spec import Role
+from stoker.gateway.config import ProxySettings
+from stoker.gateway.http import Request
+from stoker.gateway.path.handoff_notes import HandoffNotes
+
+
+@dataclass
+class Keeper:
+    """A prefill worker with what was given back to it aside. `hangs`: its ticket was sent, and it does not come to an end."""
+
+    hangs: bool = False
+    leases: list[str] = field(default_factory=list)
+    given_back: list[Any] = field(default_factory=list)
+    secrets: list[bytes | None] = field(default_factory=list)
+
+    async def __call__(self, worker: MockWorker, request: Request) -> None:
+        body = json.loads(request.body)
+        if request.path == b"/stoker/release":
+            self.given_back.append(body)
+            self.secrets.append(request.header(b"x-stoker-secret"))
+            request.respond(202, [], b"")
+            return
+        self.leases.append(body["kv_transfer_params"]["transfer_id"])
+        if self.hangs:
+            finish = request.finish
+            request.finish = lambda: None  # type: ignore[method-assign]
+            await FakeStoker()(worker, request)
+            await asyncio.sleep(2 * LONG_S)
+            finish()
+        else:
+            await FakeStoker()(worker, request)
+
+    @property
+    def expected(self) -> list[Any]:
+        return [{"transfer_id": lease, "num_choices": 1} for lease in self.leases]
+
+
+Script = Callable[[MockWorker, Request], Any]
+
+
+async def run(keeper: Keeper, decode: Script, ask: Callable[[World], Any], retries: int = 0) -> None:
+    infos = {"p": info("p", **KEEPS), "d": info("d")}
+    settings = ProxySettings(connect_s=PATIENT.connect_s, retries=retries)
+    notes = HandoffNotes(infos.get, "sesame")
+    async with World(prompt_tokens=500, proxy=settings, resume_grace_s=0.0, notes=notes) as world:
+        await world.add("p", keeper, role=Role.PREFILL, dialect="stoker")
+        await world.add("d", decode, role=Role.DECODE, dialect="stoker")
+        await ask(world)
+        await world.settled()
+        await until(lambda: keeper.given_back == keeper.expected)
+        assert set(keeper.secrets) <= {b"sesame"}
+
+
+async def asks(world: World) -> None:
+    await world.ask(BODY)
+
+
+def leaves_after(condition: Callable[[], bool]) -> Callable[[World], Any]:
+    async def ask(world: World) -> None:
+        answer = await world.send(BODY)
+        await until(condition)
+        answer.abort()
+
+    return ask
+
+
+async def dies(worker: MockWorker, request: Request) -> None:
+    request.abort()
+
+
+@pytest.mark.parametrize("status", [400, 429, 500, 503])
+def test_decode_refuses(status: int) -> None:
+    async def refuses(worker: MockWorker, request: Request) -> None:
+        request.respond(status, JSON, b'{"error": {"message": "no"}}')
+
+    keeper = Keeper()
+    asyncio.run(run(keeper, refuses, asks))
+    assert keeper.leases
+
+
+def test_decode_is_lost_before_it_answers() -> None:
+    keeper = Keeper()
+    asyncio.run(run(keeper, dies, asks))
+    assert keeper.leases
+
+
+def test_the_client_leaves_while_decode_has_not_answered() -> None:
+    asked: list[bytes] = []
+
+    async def hangs(worker: MockWorker, request: Request) -> None:
+        asked.append(request.body)
+        await asyncio.sleep(2 * LONG_S)
+
+    keeper = Keeper()
+    asyncio.run(run(keeper, hangs, leaves_after(lambda: bool(asked))))
+    assert keeper.leases
+
+
+def test_the_client_leaves_before_prefill_has_ended() -> None:
+    """Its lease may be there already, and its ticket on the way."""
+    keeper = Keeper(hangs=True)
+    asyncio.run(run(keeper, FakeStoker(), leaves_after(lambda: bool(keeper.leases))))
+    assert keeper.leases
+
+
+def test_what_decode_answered_to_is_its_own_to_give_back() -> None:
+    async def main() -> None:
+        keeper = Keeper()
+        infos = {"p": info("p", **KEEPS), "d": info("d")}
+        async with World(prompt_tokens=500, notes=HandoffNotes(infos.get)) as world:
+            await world.add("p", keeper, role=Role.PREFILL, dialect="stoker")
+            await world.add("d", FakeStoker(), role=Role.DECODE, dialect="stoker")
+            for body in (BODY, BODY | {"stream": False}, BODY | {"max_tokens": 1}):
+                assert (await world.ask(body)).status == 200
+        assert len(keeper.leases) == 3
+        assert keeper.given_back == []
+
+    asyncio.run(main())

@@ -1,0 +1,716 @@
+"""The request path with plain workers: bytes through, retries before the first byte, clean errors, one row for each request."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from mocks import DONE, SSE, MockWorker, answers, chunk, drops, hangs, in_turn, streams, usage, usage_chunk
+from waiting import LONG_S, settled, turns, until
+from world import NOTHING, PATIENT, World
+
+from stoker.base.ids import WorkerId
+from stoker.gateway.config import KeySettings
+from stoker.gateway.http import Request, Server, ServerLimits
+
+CHAT = b'{"model": "m",  "messages": [{"role": "user", "content": "hi"}]}'
+STREAM = b'{"model": "m", "stream": true, "messages": [{"role": "user", "content": "hi"}]}'
+ANSWER = json.dumps({"id": "c", "choices": [], "usage": usage(10, 4, 2)}).encode()
+
+
+def test_a_whole_answer_passes_both_ways_as_it_is() -> None:
+    async def main() -> None:
+        async with World() as world:
+            worker = await world.add("a", answers(ANSWER, headers=[(b"x-model", b"m1"), (b"x-stoker-inside", b"1")]))
+            headers = [
+                (b"content-type", b"application/json"),
+                (b"authorization", b"Bearer client"),
+                (b"x-stoker-stream", b"1"),
+                (b"x-override-bootstrap-room", b"1"),
+                (b"x-data-parallel-rank", b"3"),
+                (b"accept-encoding", b"gzip"),
+                (b"connection", b"keep-alive, x-hop"),
+                (b"x-hop", b"1"),
+                (b"x-request-id", b"mine-1"),
+                (b"x-custom", b"yes"),
+            ]
+            got = await world.ask(CHAT, headers=headers)
+            assert (got.status, got.body) == (200, ANSWER)
+            assert got.headers["x-request-id"] == "mine-1"
+            assert got.headers["x-model"] == "m1"
+            assert "x-stoker-inside" not in got.headers
+            assert worker.bodies == [CHAT]
+            [seen] = worker.headers
+            assert seen == {
+                "host": f"127.0.0.1:{worker.port}",
+                "content-type": "application/json",
+                "x-custom": "yes",
+                "x-request-id": "mine-1",
+            }
+            row = await world.settled()
+            assert (row.status, row.worker, row.endpoint, row.model) == (200, "a", "chat", "m")
+            assert (row.prompt_tokens, row.cached_tokens, row.completion_tokens) == (10, 4, 2)
+            assert row.request_id != "mine-1"
+
+    asyncio.run(main())
+
+
+def test_an_odd_request_id_is_replaced() -> None:
+    async def main() -> None:
+        async with World() as world:
+            worker = await world.add("a", answers(ANSWER))
+            got = await world.ask(CHAT, headers=[(b"x-request-id", b"has blanks")])
+            assert got.headers["x-request-id"].startswith("req_")
+            assert worker.headers[0]["x-request-id"] == got.headers["x-request-id"]
+
+    asyncio.run(main())
+
+
+def test_a_stream_passes_event_by_event_and_its_usage_is_metered_unseen() -> None:
+    async def main() -> None:
+        async with World() as world:
+            pieces: list[bytes] = []
+
+            async def script(worker: MockWorker, request: Request) -> None:
+                request.start(200, SSE)
+                for number, piece in enumerate([chunk("a"), chunk("b"), usage_chunk(10, 4, 2) + DONE], 1):
+                    request.write(piece)
+                    await until(lambda number=number: len(pieces) == number)  # type: ignore[misc]
+                request.finish()
+
+            worker = await world.add("a", script)
+            answer = await world.send(STREAM)
+            await answer.relay(pieces.append)
+            assert pieces == [chunk("a"), chunk("b"), DONE]
+            assert answer.header(b"content-type") == SSE[0][1]
+            assert worker.bodies == [b'{"stream_options":{"include_usage":true},' + STREAM[1:]]
+            row = await world.settled()
+            assert (row.prompt_tokens, row.cached_tokens, row.completion_tokens) == (10, 4, 2)
+            assert row.ttft_ms is not None
+            assert row.ttft_ms <= row.e2e_ms
+
+    asyncio.run(main())
+
+
+def test_a_client_that_asks_for_usage_gets_it() -> None:
+    async def main() -> None:
+        async with World() as world:
+            worker = await world.add("a", streams(chunk("a"), usage_chunk(10, 4, 2), DONE))
+            body = {"model": "m", "stream": True, "stream_options": {"include_usage": True}}
+            got = await world.ask(body)
+            assert got.body.count(b'"usage"') == 1
+            assert worker.jsons == [body]
+
+    asyncio.run(main())
+
+
+def test_other_stream_options_are_kept_when_usage_is_asked_for() -> None:
+    async def main() -> None:
+        async with World() as world:
+            worker = await world.add("a", streams(chunk("a"), usage_chunk(10, 4, 2), DONE))
+            got = await world.ask({"model": "m", "stream": True, "stream_options": {"x": [1]}})
+            assert got.body == chunk("a") + DONE
+            assert worker.jsons[0]["stream_options"] == {"x": [1], "include_usage": True}
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_will_not_be_asked_for_usage_is_not_asked_again() -> None:
+    async def main() -> None:
+        async with World() as world:
+            refusal = {"error": {"message": "unknown field: stream_options"}}
+            worker = await world.add("a", in_turn(answers(refusal, 400), streams(chunk("a"), DONE)))
+            for _ in range(2):
+                assert (await world.ask(STREAM)).body == chunk("a") + DONE
+            assert [b"stream_options" in body for body in worker.bodies] == [True, False, False]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "failing",
+    [drops(), answers({"error": {}}, 503), answers({"error": {}}, 502), answers({"error": {}}, 429), streams(cut=True)],
+)
+@pytest.mark.parametrize("body", [CHAT, STREAM])
+def test_before_the_first_byte_another_worker_is_asked(failing: Any, body: bytes) -> None:
+    async def main() -> None:
+        good = streams(chunk("a"), DONE) if body == STREAM else answers(ANSWER)
+        async with World() as world:
+            bad = await world.add("bad", failing)
+            await world.add("good", good)
+            for _ in range(2):  # whoever is asked first
+                got = await world.ask(body)
+                assert got.status == 200
+                assert got.body in (ANSWER, chunk("a") + DONE)
+            assert len(bad.bodies) == 1
+            assert sum(world.metrics.retries.values()) == 1
+            assert len(world.rows.rows) == 2
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_is_not_there_costs_a_client_nothing() -> None:
+    async def main() -> None:
+        async with World() as world:
+            gone = await world.add("gone", answers(ANSWER))
+            await gone.stop()
+            await world.add("there", answers(ANSWER))
+            for _ in range(4):
+                assert (await world.ask(CHAT)).status == 200
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("body", [CHAT, STREAM])
+def test_a_lone_worker_that_is_restarted_is_waited_for(body: bytes) -> None:
+    async def main() -> None:
+        async with World(resume_grace_s=5.0) as world:
+            worker = await world.add("a", in_turn(drops(), streams(chunk("a"), DONE)))
+            asking = asyncio.create_task(world.ask(body))
+            await until(lambda: len(worker.bodies) == 1)
+            await worker.stop()
+            await until(lambda: world.metrics.upstream["a", "connect"] > 0)
+            await worker.start()
+            world.clock.advance(2.0)  # it may be tried once more
+            assert (await asking).status == 200
+            await world.settled()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_lone_worker_that_left_the_fleet_was_there_all_the_same(comes_back: bool) -> None:
+    """The request found a worker: it is never told that there is no such model, and clients try again what it is told."""
+
+    async def main() -> None:
+        async with World(resume_grace_s=5.0) as world:
+
+            async def leaves(worker: MockWorker, request: Request) -> None:
+                world.fleet.remove(WorkerId("a"), world.clock.now())
+                request.respond(503, [], b"{}")
+
+            await world.add("a", in_turn(leaves, answers(ANSWER)))
+            asking = asyncio.create_task(world.ask(CHAT))
+            await until(lambda: not world.fleet.members())
+            await turns(100)
+            assert not asking.done()
+            if comes_back:
+                world.register("a")
+                assert (await asking).status == 200
+            else:
+                world.clock.advance(5.1)
+                got = await asking
+                assert (got.status, got.json["error"]["code"]) == (503, "no_worker")
+            await world.settled()
+
+    asyncio.run(main())
+
+
+def test_a_whole_answer_that_is_cut_short_is_asked_for_again() -> None:
+    async def cut(worker: MockWorker, request: Request) -> None:
+        request.start(200, [(b"content-type", b"application/json")])
+        request.write(ANSWER[:10])
+        await asyncio.sleep(0.01)
+        request.abort()
+
+    async def main() -> None:
+        async with World() as world:
+            await world.add("a", in_turn(cut, answers(ANSWER)))
+            await world.add("b", in_turn(cut, answers(ANSWER)))
+            assert (await world.ask(CHAT)).body == ANSWER
+            assert (await world.settled()).status == 200
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("status", [400, 404, 422, 500])
+def test_what_the_client_must_hear_is_not_asked_again(status: int) -> None:
+    async def main() -> None:
+        async with World() as world:
+            said = {"error": {"message": "no", "type": "x", "param": None, "code": "y"}}
+            for name in "ab":
+                await world.add(name, answers(said, status))
+            got = await world.ask(CHAT)
+            assert (got.status, got.json) == (status, said)
+            assert sum(len(worker.bodies) for worker in world.workers.values()) == 1
+            assert (await world.settled()).status == status
+
+    asyncio.run(main())
+
+
+def test_when_all_are_busy_the_client_hears_what_the_last_one_said() -> None:
+    async def main() -> None:
+        async with World() as world:
+            for name in "ab":
+                await world.add(name, answers({"error": {"message": "full"}}, 503, [(b"retry-after", b"7")]))
+            got = await world.ask(CHAT)
+            assert (got.status, got.headers["retry-after"]) == (503, "7")
+            assert got.json == {"error": {"message": "full"}}
+            assert "x-request-id" in got.headers
+            await world.settled()
+
+    asyncio.run(main())
+
+
+def test_when_nobody_is_left_the_client_gets_one_clean_error() -> None:
+    async def main() -> None:
+        async with World() as world:
+            for name in "ab":
+                await world.add(name, drops())
+            got = await world.ask(CHAT)
+            assert got.status == 502
+            assert got.json["error"]["code"] == "worker_failed"
+            row = await world.settled()
+            assert (row.status, row.error) == (502, "worker_failed")
+            assert (await world.ask({"model": "other"})).json["error"]["code"] == "model_not_found"
+
+    asyncio.run(main())
+
+
+def test_retries_stay_a_small_part_of_all_requests() -> None:
+    async def main() -> None:
+        async with World(proxy=replace(PATIENT, retry_share=0.1, retries=50)) as world:
+            worker = await world.add("a", answers({"error": {}}, 429))
+            for _ in range(50):
+                await world.ask(CHAT)
+            # Twenty saved at the start, a tenth for each request.
+            assert 70 <= len(worker.bodies) <= 76
+
+    asyncio.run(main())
+
+
+def test_a_foreign_stream_that_breaks_ends_with_an_error_and_no_done() -> None:
+    async def main() -> None:
+        async with World() as world:
+            for name in "ab":
+                await world.add(name, streams(chunk("a"), b"data: {torn", cut=True, pause_s=0.01))
+            got = await world.ask(STREAM)
+            assert got.status == 200
+            first, error, nothing = got.body.split(b"\n\n")
+            assert (first + b"\n\n", nothing) == (chunk("a"), b"")
+            assert json.loads(error[6:])["error"]["code"] == "worker_lost"
+            row = await world.settled()
+            assert (row.status, row.error) == (200, "worker_lost")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("dialect", ["stoker", "openai"])
+def test_a_worker_that_is_lost_after_a_streams_end_takes_nothing_back(dialect: str) -> None:
+    """Only the connection has not ended: nobody is asked to go on, and no error follows."""
+    pieces = (b":u 10 3 1000 7\n:t 0 1\n" if dialect == "stoker" else b"", chunk("a") + usage_chunk(10, 4, 2) + DONE)
+
+    async def main() -> None:
+        async with World() as world:
+            for name in "ab":
+                await world.add(name, streams(b"".join(pieces), b"", pause_s=2 * LONG_S), dialect=dialect)
+            answer = await world.send(STREAM)
+            got: list[bytes] = []
+            reading = asyncio.create_task(answer.relay(got.append))
+            await until(lambda: b"".join(got).endswith(DONE))
+            row_worker = next(name for name, worker in world.workers.items() if worker.bodies)
+            world.upstreams.cut(WorkerId(row_worker))
+            async with asyncio.timeout(LONG_S):
+                await reading
+            assert b"".join(got).endswith(DONE)
+            assert b"".join(got).count(DONE) == 1
+            row = await world.settled()
+            assert (row.status, row.error, row.worker, row.resumed) == (200, None, row_worker, 0)
+            assert row.prompt_tokens == 10
+
+    asyncio.run(main())
+
+
+def test_a_stream_cut_after_its_end_is_whole() -> None:
+    async def main() -> None:
+        async with World() as world:
+            await world.add("a", streams(chunk("a"), DONE, cut=True, pause_s=0.01))
+            assert (await world.ask(STREAM)).body == chunk("a") + DONE
+            assert (await world.settled()).error is None
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("script", [hangs(), streams(chunk("a"), chunk("b"), pause_s=2 * LONG_S)])
+@pytest.mark.parametrize("body", [CHAT, STREAM])
+def test_a_client_that_leaves_frees_its_worker_at_once(script: Any, body: bytes) -> None:
+    async def main() -> None:
+        async with World() as world:
+            worker = await world.add("a", script)
+            asking = asyncio.create_task(world.ask(body))
+            await until(lambda: worker.num_running == 1)
+            await turns()
+            asking.cancel()
+            await until(lambda: worker.num_gone == 1)
+            row = await world.settled()
+            assert (row.status, row.error) == (499, "client_gone")
+
+    asyncio.run(main())
+
+
+def test_a_client_that_reads_slowly_slows_its_worker_down() -> None:
+    piece = chunk("x" * 65536)
+
+    async def main() -> None:
+        async with World() as world:
+            num_written = 0
+
+            async def pours(worker: MockWorker, request: Request) -> None:
+                nonlocal num_written
+                request.start(200, SSE)
+                while num_written < 2000:
+                    if not request.paused:
+                        request.write(piece)
+                        num_written += 1
+                    await asyncio.sleep(0)
+                request.write(DONE)
+                request.finish()
+
+            await world.add("a", pours)
+            answer = await world.send(STREAM)
+            answer.pause()
+            assert await settled(lambda: num_written) < 1000
+            answer.resume()
+            body = await answer.read(1 << 28)
+            assert body == piece * 2000 + DONE
+            await world.settled()
+
+    asyncio.run(main())
+
+
+def test_a_prompt_computed_alone_tells_how_fast_its_worker_is() -> None:
+    async def main() -> None:
+        async with World(prompt_tokens=5000) as world:
+
+            async def computes(worker: MockWorker, request: Request) -> None:
+                world.clock.advance(0.5)
+                await streams(chunk("a"), DONE)(worker, request)
+
+            await world.add("a", computes)
+            await world.ask(STREAM)
+            assert world.fleet.members()[0].rates.prefill_tokens_per_s == 10_000
+        async with World(prompt_tokens=100) as world:
+            await world.add("a", streams(chunk("a"), DONE))
+            await world.ask(STREAM)
+            assert world.fleet.members()[0].rates.prefill_tokens_per_s is None
+
+    asyncio.run(main())
+
+
+def test_the_prompt_is_no_longer_reserved_once_the_first_byte_is_there() -> None:
+    async def main() -> None:
+        async with World(prompt_tokens=5000) as world:
+            begins, ends = asyncio.Event(), asyncio.Event()
+
+            async def script(worker: MockWorker, request: Request) -> None:
+                request.start(200, SSE)
+                await begins.wait()
+                request.write(chunk("a"))
+                await ends.wait()
+                request.write(DONE)
+                request.finish()
+
+            worker = await world.add("a", script)
+            asking = asyncio.create_task(world.ask(STREAM))
+            await until(lambda: worker.num_running == 1)
+            assert world.ledger.totals().prefill_tokens == 5000
+            begins.set()
+            await until(lambda: world.ledger.totals().prefill_tokens == 0)
+            assert world.ledger.totals().requests == 1
+            assert world.admission.tokens_in_flight == 0
+            ends.set()
+            await asking
+            await world.settled()
+
+    asyncio.run(main())
+
+
+def test_the_route_is_told_where_that_is_wanted() -> None:
+    async def main() -> None:
+        async with World(debug_routes=True, policy="cost") as world:
+            await world.add("a", answers(ANSWER))
+            told = (await world.ask(CHAT)).headers["x-stoker-route"]
+            assert told.startswith("decode=a;policy=cost;cached=0/10;a=")
+        async with World() as world:
+            await world.add("a", answers(ANSWER))
+            assert "x-stoker-route" not in (await world.ask(CHAT)).headers
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b"{", "invalid_json"),
+        (b'{"model":"m","resume":{}}', "unknown_parameter"),
+        (b'{"model":"m","kv_transfer_params":{}}', "unknown_parameter"),
+        (b'{"model":"m","bootstrap_room":1}', "unknown_parameter"),
+        (b'{"model":"nobody"}', "model_not_found"),
+    ],
+)
+def test_what_is_wrong_with_a_request_is_said_before_any_worker_hears_of_it(body: bytes, code: str) -> None:
+    async def main() -> None:
+        async with World() as world:
+            worker = await world.add("a", answers(ANSWER))
+            got = await world.ask(body)
+            assert got.status in (400, 404)
+            assert got.json["error"]["code"] == code
+            assert worker.bodies == []
+
+    asyncio.run(main())
+
+
+def test_a_tenants_salt_is_put_over_the_clients_own_for_those_who_know_salts() -> None:
+    async def main() -> None:
+        key = KeySettings("k", hashlib.sha256(b"secret-key").hexdigest(), tenant="t", priority=5)
+        async with World(keys=[key]) as world:
+            plain = await world.add("plain", answers(ANSWER))
+            assert (await world.ask(CHAT)).status == 401
+            headers = [(b"authorization", b"Bearer secret-key")]
+            await world.ask(CHAT, headers=headers)
+            assert plain.bodies == [CHAT]
+            world.fleet.remove(WorkerId("plain"), world.clock.now())
+            engine = await world.add("engine", answers(ANSWER), dialect="vllm")
+            await world.ask(CHAT, headers=headers)
+            await world.ask({"model": "m", "cache_salt": "mine", "priority": 1}, headers=headers)
+            assert engine.bodies[0] == b'{"cache_salt":"tenant:t",' + CHAT[1:]
+            assert engine.jsons[1] == {"model": "m", "cache_salt": "tenant:t:mine", "priority": 5}
+            assert world.rows.rows[-1].tenant == "t"
+
+    asyncio.run(main())
+
+
+def test_an_option_for_the_gateway_is_not_passed_on() -> None:
+    async def main() -> None:
+        async with World() as world:
+            worker = await world.add("a", answers(ANSWER))
+            await world.ask(
+                {"model": "m", "rejectIfBusy": True, "temperature": 0.5}, headers=[(b"x-reject-if-busy", b"1")]
+            )
+            assert worker.jsons == [{"model": "m", "temperature": 0.5}]
+            assert "x-reject-if-busy" not in worker.headers[0]
+
+    asyncio.run(main())
+
+
+def test_the_model_may_be_left_out_where_there_is_one() -> None:
+    async def main() -> None:
+        async with World() as world:
+            worker = await world.add("a", answers(ANSWER))
+            assert (await world.ask({"messages": []})).status == 200
+            assert worker.jsons == [{"messages": []}]
+
+    asyncio.run(main())
+
+
+def test_the_other_paths() -> None:
+    async def main() -> None:
+        async with World() as world:
+            assert (await world.get("/ready")).status == 503
+            await world.add("a", answers(ANSWER))
+            assert (await world.get("/health")).json == {"status": "ok"}
+            assert (await world.get("/ready")).status == 200
+            assert [card["id"] for card in (await world.get("/v1/models")).json["data"]] == ["m"]
+            assert (await world.get("/v1/models/m")).json["id"] == "m"
+            assert (await world.get("/v1/models/x")).status == 404
+            assert (await world.get("/v1/nothing")).json["error"]["code"] == "unknown_url"
+            assert (await world.get("/v1/chat/completions")).status == 405
+            assert b"stoker_gateway_requests_total" in (await world.get("/metrics")).body
+            for path in ("/admin/fleet", "/v1/usage", "/stoker/register"):
+                assert (await world.get(path)).json == {"part": path}
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("path", ["org/a:b%20c", "org%2Fa%3Ab%20c"])
+def test_a_model_is_found_by_its_name_however_a_client_escapes_it(path: str) -> None:
+    async def main() -> None:
+        async with World() as world:
+            await world.add("a", answers(ANSWER))
+            world.fleet.add(replace(world.fleet.members()[0].spec, models=("org/a:b c",)), world.clock.now())
+            assert (await world.get(f"/v1/models/{path}")).json["id"] == "org/a:b c"
+            assert (await world.get("/v1%2Fmodels")).status == 404
+
+    asyncio.run(main())
+
+
+def test_a_draining_gateway_ends_what_it_has_and_takes_no_more() -> None:
+    async def main() -> None:
+        async with World() as world:
+            asked = asyncio.Event()
+
+            async def script(worker: MockWorker, request: Request) -> None:
+                request.start(200, SSE)
+                request.write(chunk("a"))
+                await asked.wait()
+                request.write(DONE)
+                request.finish()
+
+            await world.add("a", script)
+            running = await world.send(STREAM)
+            world.state.begin_drain()
+            refused = await world.ask(CHAT)
+            assert (refused.status, refused.json["error"]["code"]) == (503, "draining")
+            assert "retry-after" in refused.headers
+            assert (await world.get("/ready")).status == 503
+            asked.set()
+            assert await running.read(1 << 20) == chunk("a") + DONE
+
+    asyncio.run(main())
+
+
+def test_a_bug_is_a_clean_500() -> None:
+    async def main() -> None:
+        async with World() as world:
+            await world.add("a", answers(ANSWER))
+            world.gateway._parts.proxy._dialects.clear()
+            got = await world.ask(CHAT)
+            assert (got.status, got.json["error"]["code"]) == (500, "internal_error")
+            assert (await world.settled()).error == "internal_error"
+
+    asyncio.run(main())
+
+
+def test_a_client_that_only_half_closed_is_gone() -> None:
+    async def main() -> None:
+        async with World() as world:
+            worker = await world.add("a", hangs())
+            _reader, writer = await asyncio.open_connection("127.0.0.1", world.server.port)
+            writer.write(
+                b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(CHAT) + CHAT
+            )
+            await until(lambda: worker.num_running == 1)
+            writer.close()
+            await until(lambda: worker.num_gone == 1)
+            await world.settled()
+
+    asyncio.run(main())
+
+
+def test_a_request_that_was_not_served_uses_nothing_of_its_keys_tokens() -> None:
+    async def main() -> None:
+        settings = KeySettings(name="k", sha256=hashlib.sha256(b"secret").hexdigest(), tokens_per_minute=15)
+        shown = [(b"authorization", b"Bearer secret")]
+        async with World(keys=[settings], proxy=replace(PATIENT, retries=0)) as world:
+            await world.add("a", in_turn(drops(), answers(b"{}", status=400), answers(ANSWER)))
+            assert (await world.ask(CHAT, headers=shown)).status == 502
+            assert (await world.ask(CHAT, headers=shown)).status == 400
+            assert (await world.ask(CHAT, headers=shown)).status == 200
+            assert (await world.ask(CHAT, headers=shown)).status == 429
+
+    asyncio.run(main())
+
+
+def test_nobody_works_for_a_client_that_left_before_its_request_was_begun() -> None:
+    async def main() -> None:
+        world = World()
+
+        async def handle(request: Request) -> None:
+            request.lose()  # over TLS a client's farewell may be read together with its request
+            await world.gateway.handle(request)
+
+        world.server = Server(handle, ServerLimits(), on_bad=world.gateway.saw_bad_request)
+        async with world:
+            worker = await world.add("a", answers(ANSWER))
+            _, writer = await asyncio.open_connection("127.0.0.1", world.server.port)
+            writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(CHAT))
+            writer.write(CHAT)
+            await until(lambda: b'status="499"' in world.metrics.render())
+            assert worker.bodies == []
+            assert world.ledger.totals() == NOTHING
+            writer.close()
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_is_back_is_trusted_from_its_first_token_on() -> None:
+    """Not from the end of its first answer: that may be minutes away, and the others would be refused until then."""
+
+    async def main() -> None:
+        async with World() as world:
+            await world.add("a", in_turn(streams(chunk("x"), *[chunk("y")] * 1000, pause_s=LONG_S), answers(ANSWER)))
+            world.fleet.saw_failure(WorkerId("a"), world.clock.now(), "connect")
+            world.fleet.saw_probe(WorkerId("a"), live=True, ready=True, now=world.clock.now())
+            first = await world.send(STREAM)
+            assert (await world.ask(CHAT)).status == 200
+            first.abort()
+
+    asyncio.run(main())
+
+
+def test_a_whole_answer_that_takes_minutes_does_not_keep_the_others_out_of_a_worker_that_is_back() -> None:
+    """Nothing is heard of it until its end; but it was not cut, as those were that had opened the breaker."""
+
+    async def main() -> None:
+        async with World() as world:
+            a = await world.add("a", hangs())
+            for _ in range(3):
+                world.fleet.saw_failure(WorkerId("a"), world.clock.now(), "lost")
+            world.clock.advance(1.0)
+            asking = [asyncio.create_task(world.ask(CHAT))]
+            await until(lambda: len(a.bodies) == 1)
+            assert (await world.ask(CHAT)).status == 503
+            world.clock.advance(10.0)
+            asking += [asyncio.create_task(world.ask(CHAT)) for _ in range(3)]
+            await until(lambda: len(a.bodies) == 4)
+            for one in asking:
+                one.cancel()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("kind", "script", "first_byte_s"), [("timeout", hangs(), 0.05), ("lost", drops(), LONG_S)])
+def test_a_worker_that_lets_its_time_pass_is_told_from_one_that_breaks_off(
+    kind: str, script: Any, first_byte_s: float
+) -> None:
+    async def main() -> None:
+        async with World(proxy=replace(PATIENT, first_byte_s=first_byte_s, retries=0)) as world:
+            await world.add("a", script)
+            assert (await world.ask(CHAT)).status == 502
+            assert world.metrics.upstream == {("a", kind): 1}
+
+    asyncio.run(main())
+
+
+def no_file_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on this process may open no more connections. Those that it has stay."""
+
+    async def refused(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", refused)
+
+
+def test_a_gateway_without_a_socket_left_says_so_and_blames_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with World() as world:
+            await world.add("a", answers(ANSWER))
+            assert (await world.get("/health")).status == 200  # the client has its connection
+            no_file_left(monkeypatch)
+            got = await world.ask(CHAT)
+            assert (got.status, got.json["error"]["code"]) == (503, "no_socket_left")
+            assert "retry-after" in got.headers
+            monkeypatch.undo()
+            assert (await world.ask(CHAT)).status == 200
+            assert world.metrics.upstream == {}
+
+    asyncio.run(main())
+
+
+def test_an_answer_that_nobody_could_hold_is_an_error_not_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stoker.gateway.path.legs.MAX_ANSWER_BYTES", 100)
+
+    async def main() -> None:
+        async with World() as world:
+            await world.add("a", answers(b"x" * 200))
+            got = await world.ask(CHAT)
+            assert got.status == 500
+            assert got.json["error"]["code"] == "answer_too_large"
+            await world.settled()
+
+    asyncio.run(main())

@@ -1,0 +1,234 @@
+"""GET /v1/usage: exact sums, exact money, and each tenant its own."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import hashlib
+import io
+import random
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from stoker.base.errors import InvalidRequest, NotFound
+from stoker.gateway.admission.api_keys import AdminToken, Keys, Unauthorized
+from stoker.gateway.api.reply import Reply
+from stoker.gateway.config import KeySettings, MeterSettings, PriceSettings
+from stoker.gateway.records.meter import Meter
+from stoker.gateway.records.prices import PriceList, in_currency
+from stoker.gateway.records.usage_endpoint import Usage, parse_query
+from stoker.gateway.records.usage_row import UsageRow
+
+DAY = 86_400
+ADMIN = "the-admin-token-of-tests"
+PRICES = [PriceSettings("big", 3.0, 15.0, 0.3), PriceSettings("*", 0.1, 0.4)]
+
+
+class Asked:
+    def __init__(self, query: str = "", key: str | None = None) -> None:
+        self.query = query.encode()
+        self._key = key
+
+    def header(self, name: bytes) -> bytes | None:
+        return f"Bearer {self._key}".encode() if self._key and name == b"authorization" else None
+
+
+def make_rows(count: int = 500) -> list[UsageRow]:
+    rng = random.Random(7)
+    rows = []
+    for number in range(count):
+        prompt = rng.randrange(100_000)
+        tenant = rng.choice(["red", "blue"])
+        rows.append(
+            UsageRow(
+                request_id=f"r{number}",
+                time_s=rng.uniform(0, 3 * DAY),
+                key_id=f"{tenant}-{rng.randrange(2)}",
+                tenant=tenant,
+                model=rng.choice(["big", "small"]),
+                session=rng.choice([None, "s1", "=cmd()"]),
+                worker="w",
+                endpoint="chat",
+                status=200,
+                prompt_tokens=prompt,
+                cached_tokens=rng.randrange(prompt + 1),
+                completion_tokens=rng.randrange(1000),
+                ttft_ms=1.0,
+                e2e_ms=2.0,
+            )
+        )
+    return rows
+
+
+ROWS = make_rows()
+
+
+@pytest.fixture(scope="module")
+def ledger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("ledger") / "usage.db"
+    meter = Meter(path, MeterSettings(), PriceList(PRICES))
+    for row in ROWS:
+        meter.record(row)
+    meter.close()
+    return path
+
+
+def usage_of(path: Path | None, keys: Keys | None = None) -> Usage:
+    if keys is None:
+        keys = Keys(
+            [
+                KeySettings("red-0", hashlib.sha256(b"sk-red").hexdigest(), tenant="red"),
+                KeySettings("blue-0", hashlib.sha256(b"sk-blue").hexdigest(), tenant="blue"),
+            ]
+        )
+    return Usage(path, keys, AdminToken(ADMIN), unix_time=lambda: 3.0 * DAY)
+
+
+def ask(path: Path | None, query: str = "", key: str | None = ADMIN) -> Reply:
+    return asyncio.run(usage_of(path).answer(Asked(query, key)))
+
+
+def ask_json(path: Path, query: str = "", key: str | None = ADMIN) -> Any:
+    return msgspec.json.decode(ask(path, query, key).body)
+
+
+def cost_of(rows: list[UsageRow]) -> Decimal:
+    total = Decimal(0)
+    for row in rows:
+        price = (3, Decimal("0.3"), 15) if row.model == "big" else (Decimal("0.1"), Decimal("0.1"), Decimal("0.4"))
+        uncached = row.prompt_tokens - row.cached_tokens
+        total += uncached * price[0] + row.cached_tokens * price[1] + row.completion_tokens * price[2]
+    return total / 1_000_000
+
+
+def test_the_total_is_the_sum_of_all_rows_to_the_last_token_and_cent(ledger: Path) -> None:
+    total = ask_json(ledger)["total"]
+    assert total["requests"] == len(ROWS)
+    assert total["prompt_tokens"] == sum(row.prompt_tokens for row in ROWS)
+    assert total["cached_tokens"] == sum(row.cached_tokens for row in ROWS)
+    assert total["uncached_tokens"] == total["prompt_tokens"] - total["cached_tokens"]
+    assert total["completion_tokens"] == sum(row.completion_tokens for row in ROWS)
+    assert Decimal(total["cost"]) == cost_of(ROWS)
+
+
+@pytest.mark.parametrize("group_by", ["key", "tenant", "model", "session", "day", "hour", "tenant,model,day"])
+def test_every_grouping_adds_up_to_the_total(ledger: Path, group_by: str) -> None:
+    answer = ask_json(ledger, f"group_by={group_by}")
+    assert answer["group_by"] == group_by.split(",")
+    for name in ("requests", "prompt_tokens", "cached_tokens", "completion_tokens"):
+        assert sum(line[name] for line in answer["data"]) == answer["total"][name]
+    assert sum(Decimal(line["cost"]) for line in answer["data"]) == Decimal(answer["total"]["cost"])
+    groups = [tuple(line[name] for name in answer["group_by"]) for line in answer["data"]]
+    assert len(set(groups)) == len(groups)
+
+
+def test_groups_hold_their_own_rows(ledger: Path) -> None:
+    answer = ask_json(ledger, "group_by=tenant,day")
+    assert len(answer["data"]) == 6
+    for line in answer["data"]:
+        day = ["1970-01-01", "1970-01-02", "1970-01-03"].index(line["day"])
+        mine = [row for row in ROWS if row.tenant == line["tenant"] and int(row.time_s // DAY) == day]
+        assert line["requests"] == len(mine)
+        assert Decimal(line["cost"]) == cost_of(mine)
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        f"start={DAY}&end={2 * DAY}",
+        "start=1970-01-02&end=1970-01-03T00:00:00Z",
+        "start=1970-01-02T01:00:00+01:00&end=172800",
+    ],
+)
+def test_time_ranges_are_from_and_until(ledger: Path, query: str) -> None:
+    mine = [row for row in ROWS if DAY <= row.time_s < 2 * DAY]
+    assert ask_json(ledger, query)["total"]["requests"] == len(mine)
+
+
+def test_a_key_sees_its_tenant_and_no_other(ledger: Path) -> None:
+    answer = ask_json(ledger, "group_by=tenant", key="sk-red")
+    assert [line["tenant"] for line in answer["data"]] == ["red"]
+    assert answer["total"]["requests"] == sum(row.tenant == "red" for row in ROWS)
+    with pytest.raises(InvalidRequest, match="sees no other"):
+        ask(ledger, "tenant=blue", key="sk-red")
+    with pytest.raises(Unauthorized):
+        ask(ledger, key="sk-unknown")
+    with pytest.raises(Unauthorized):
+        ask(ledger, key=None)
+
+
+def test_filters(ledger: Path) -> None:
+    mine = [row for row in ROWS if row.tenant == "blue" and row.model == "big" and row.session == "s1"]
+    assert ask_json(ledger, "tenant=blue&model=big&session=s1")["total"]["requests"] == len(mine)
+
+
+def test_csv(ledger: Path) -> None:
+    reply = ask(ledger, "group_by=tenant,session&format=csv")
+    assert reply.status == 200
+    assert dict(reply.headers)[b"content-type"].startswith(b"text/csv")
+    lines = list(csv.DictReader(io.StringIO(reply.body.decode())))
+    assert sum(int(line["requests"]) for line in lines) == len(ROWS)
+    assert sum(Decimal(line["cost"]) for line in lines) == cost_of(ROWS)
+    assert "'=cmd()" in {line["session"] for line in lines}
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("group_by=colour", "group_by"),
+        ("group_by=day,day", "group_by"),
+        ("start=yesterday", "start"),
+        ("start=10&end=5", "start"),
+        ("format=xml", "format"),
+        ("limit=3", "limit"),
+        ("group_by=tenant;DROP", "group_by"),
+    ],
+)
+def test_wrong_queries_name_their_field(ledger: Path, query: str, param: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        ask(ledger, query)
+    assert refused.value.param == param
+
+
+def test_a_value_is_never_sql(ledger: Path) -> None:
+    assert ask_json(ledger, "tenant=x'%20OR%20'1'='1")["total"]["requests"] == 0
+    assert ask_json(ledger)["total"]["requests"] == len(ROWS)
+
+
+def test_without_a_ledger_there_is_nothing_to_ask() -> None:
+    with pytest.raises(NotFound):
+        ask(None)
+
+
+def test_without_keys_the_one_tenant_sees_itself(ledger: Path) -> None:
+    usage = usage_of(ledger, Keys([]))
+    assert msgspec.json.decode(asyncio.run(usage.answer(Asked())).body)["total"]["requests"] == 0
+
+
+def test_the_last_thirty_days_are_meant_when_nothing_is_said() -> None:
+    query = parse_query(b"", 100.0 * DAY, None)
+    assert (query.start_s, query.end_s) == (70.0 * DAY, 100.0 * DAY)
+
+
+@pytest.mark.parametrize(
+    ("units", "text"),
+    [
+        (0, "0.00"),
+        (1, "0.000000000001"),
+        (10**12, "1.00"),
+        (1_500_000_000_000, "1.5"),
+        (10**25 + 1, "10000000000000.000000000001"),
+    ],
+)
+def test_money_is_written_exactly(units: int, text: str) -> None:
+    assert in_currency(units) == text
+
+
+def test_prices_are_what_was_written() -> None:
+    price = PriceList([PriceSettings("m", 0.1, 0.075, 0.0125)]).price("m")
+    assert (price.input, price.cached_input, price.output) == (100_000, 12_500, 75_000)
+    assert PriceList().price("m").units(10**9, 0, 10**9) == 0

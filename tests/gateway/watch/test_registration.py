@@ -1,0 +1,100 @@
+"""/stoker/register: shut without the secret; a worker is there once, whatever it says."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from stoker.base.errors import InvalidRequest
+from stoker.base.ids import WorkerId
+from stoker.fleet.fleet import Fleet
+from stoker.fleet.spec import Role, WorkerSpec
+from stoker.gateway.watch.registration import Registration
+
+SECRET = "s3cret"
+
+
+class Asked:
+    def __init__(self, method: str, body: bytes, secret: str | None) -> None:
+        self.method, self.body, self._secret = method.encode(), body, secret
+
+    def header(self, name: bytes) -> bytes | None:
+        return self._secret.encode() if self._secret is not None and name == b"x-stoker-secret" else None
+
+
+class World:
+    def __init__(self, secret: str | None = SECRET) -> None:
+        self.now = 0.0
+        self.fleet = Fleet()
+        self.restarts: list[str] = []
+        self.registration = Registration(secret, self.fleet, self)
+
+    def add(self, spec: WorkerSpec) -> None:
+        self.fleet.add(spec, self.now)
+
+    def restarted(self, worker_id: WorkerId) -> None:
+        self.restarts.append(worker_id)
+
+    def remove(self, worker_id: WorkerId) -> None:
+        self.fleet.remove(worker_id, self.now)
+
+    def say(self, method: str = "POST", secret: str | None = SECRET, **changes: Any) -> int:
+        word = {
+            "worker_id": "w-1", "role": "unified", "models": ["m"], "fingerprint": "f", "block_tokens": 16, "num_blocks": 9,
+            "max_model_tokens": 100, "events": "tcp://h:5557", "replay": None, "tokenizer": "t", "url": "http://h:1",
+        } | changes  # fmt: skip
+        return asyncio.run(self.registration.answer(Asked(method, msgspec.json.encode(word), secret))).status
+
+
+def test_a_worker_comes_stays_and_leaves() -> None:
+    world = World()
+    assert world.say() == 200
+    member = world.fleet.member(WorkerId("h:1"))
+    assert member is not None
+    assert (member.models, member.spec.events_url, member.spec.from_config) == (frozenset({"m"}), "tcp://h:5557", False)
+    world.now = 8.0
+    assert world.say(worker_id="w-2") == 200  # the next heartbeat, of a new process
+    assert world.fleet.members() == [member]
+    assert world.restarts == ["h:1"]
+    assert world.fleet.expire(15.0, 10.0) == []
+    assert world.fleet.expire(19.0, 10.0) == ["h:1"]
+    assert world.say() == 200
+    assert world.say("DELETE") == 200
+    assert world.fleet.members() == []
+
+
+@pytest.mark.parametrize("secret", [None, "", "wrong", "S3CRET"])
+def test_nobody_gets_in_without_the_secret(secret: str | None) -> None:
+    world = World()
+    assert world.say(secret=secret) == 401
+    assert world.fleet.members() == []
+
+
+def test_without_a_secret_nobody_registers() -> None:
+    world = World(secret=None)
+    assert world.say(secret="") == 403
+    assert world.say(secret=None) == 403
+
+
+def test_what_the_operator_wrote_counts_more() -> None:
+    world = World()
+    world.add(WorkerSpec(worker_id=WorkerId("h:1"), url="http://h:1", role=Role.DECODE, weight=3.0))
+    assert world.say() == 200
+    (member,) = world.fleet.members()
+    assert (member.spec.role, member.spec.weight) == (Role.DECODE, 3.0)
+    assert world.say("DELETE") == 200
+    assert world.fleet.members() == [member]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"url": "nowhere"}, {"role": "boss"}, {"url": "http://h:99999"}, {"events": "http://h"}]
+)
+def test_nonsense_is_refused(changes: dict[str, str]) -> None:
+    world = World()
+    with pytest.raises(InvalidRequest):
+        world.say(**changes)
+    assert world.say("PUT") == 405
+    assert world.fleet.members() == []

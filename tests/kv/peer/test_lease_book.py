@@ -1,0 +1,136 @@
+"""What a lease promises: only final blocks, under the right keys, and nobody reads what was given up."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from kv.peer_world import block_ids, key, keys, names
+
+from stoker.kv.blocks.transfer import PeerUnavailable
+from stoker.kv.peer.lease_book import LeaseBook
+
+BLOCKS = block_ids(7, 3, 9, 1)
+
+
+@pytest.fixture
+def book() -> LeaseBook:
+    return LeaseBook()
+
+
+def after(seconds: float, do: object, *args: object) -> threading.Thread:
+    thread = threading.Timer(seconds, do, args)  # type: ignore[arg-type]
+    thread.start()
+    return thread
+
+
+def test_only_ready_blocks_are_shown(book: LeaseBook) -> None:
+    book.put("a", keys(4), BLOCKS, num_ready=2, complete=False, names=names(3))
+    view = book.look("a", 0, keys(4), limit=10)
+    assert (view.blocks, view.num_ready, view.complete) == (block_ids(7, 3), 2, False)
+    assert view.names == names(2)
+    assert book.look("a", 1, keys(3, first=1), limit=1).blocks == block_ids(3)
+    assert book.look("a", 2, keys(2, first=2), limit=10).blocks == []
+    book.put("a", keys(4), BLOCKS, num_ready=4, complete=True)
+    assert book.look("a", 2, keys(2, first=2), limit=10).blocks == block_ids(9, 1)
+    assert book.look("a", 4, keys(2, first=4), limit=10, wait_s=5).blocks == [], "there will be no more: no wait"
+
+
+def test_other_keys_are_refused_and_keys_that_are_not_final_are_not_judged(book: LeaseBook) -> None:
+    book.put("a", keys(4), BLOCKS, num_ready=2, complete=False)
+    with pytest.raises(PeerUnavailable, match="other keys") as refused:
+        book.look("a", 0, [key(0), key(8)], limit=10)
+    assert refused.value.code == "kv_keys_differ"
+    assert book.look("a", 0, [key(0), key(1), key(8)], limit=10).blocks == block_ids(7, 3)
+    book.put("a", keys(4), BLOCKS, num_ready=4, complete=True)
+    with pytest.raises(PeerUnavailable, match="other keys"):
+        book.look("a", 0, [key(0), key(1), key(8)], limit=10)
+
+
+def test_whoever_waits_wakes_when_the_lease_opens_grows_or_closes(book: LeaseBook) -> None:
+    started = time.monotonic()
+    # Each change is set off only once the one before was seen: a machine that stalls cannot put them together.
+    change = after(0.1, book.put, "a", keys(4), BLOCKS, 1, False)
+    assert book.look("a", 0, keys(4), 10, wait_s=60).blocks == block_ids(7)
+    change.join()
+    change = after(0.1, book.put, "a", keys(4), BLOCKS, 3, False)
+    assert book.look("a", 1, keys(3, first=1), 10, wait_s=60).blocks == block_ids(3, 9)
+    change.join()
+    change = after(0.1, book.close, "a")
+    with pytest.raises(PeerUnavailable, match="closed"):
+        book.look("a", 3, keys(1, first=3), 10, wait_s=60)
+    change.join()
+    assert time.monotonic() - started < 60, "woken, not timed out"
+
+
+def test_waiting_ends(book: LeaseBook) -> None:
+    with pytest.raises(PeerUnavailable, match="no lease") as unknown:
+        book.look("a", 0, keys(1), 10, wait_s=0.05)
+    assert unknown.value.code == "kv_lease_unknown"
+    book.put("a", keys(4), BLOCKS, num_ready=0, complete=False)
+    assert book.look("a", 0, keys(1), 10, wait_s=0.05).blocks == []
+
+
+def test_closing_waits_for_the_reader_of_a_block_and_lets_no_other_begin(book: LeaseBook) -> None:
+    book.put("a", keys(4), BLOCKS, 4, True)
+    generation = book.look("a", 0, keys(4), 10).generation
+    with book.reading("a", generation) as may_read:
+        assert may_read
+        assert not book.close("a")
+        assert not book.holds("a", generation), "what is read from now on may be anything"
+        with book.reading("a", generation) as may_also:
+            assert not may_also
+    assert book.close("a")
+    assert book.close("a"), "closing again is no error"
+    assert "a" not in book
+    with book.reading("a", generation) as may_read:
+        assert not may_read
+    with pytest.raises(PeerUnavailable, match="closed"):
+        book.look("a", 0, keys(4), 10, wait_s=5)
+    book.put("a", keys(4), BLOCKS, 4, True)
+    assert book.look("a", 0, keys(4), 10).generation != generation, "another lease of that name is another place"
+
+
+def test_a_lease_that_moved_no_longer_holds_for_whoever_looked_before(book: LeaseBook) -> None:
+    book.put("a", keys(4), BLOCKS, 2, False)
+    generation = book.look("a", 0, keys(4), 10).generation
+    book.put("a", keys(4), BLOCKS, 3, False)
+    assert book.holds("a", generation), "more of the same is no move"
+    book.put("a", keys(4), block_ids(7, 3, 8, 1), 3, False)
+    assert not book.holds("a", generation)
+    moved = book.look("a", 0, keys(4), 10).generation
+    book.put("a", keys(4), block_ids(7, 3, 8, 1), 1, False)
+    assert not book.holds("a", moved), "a preempted sequence has less"
+
+
+def test_sums_are_of_a_place_and_end_with_it(book: LeaseBook) -> None:
+    assert book.unsummed(2, 0.0) is None
+    book.put("L", keys(4), block_ids(5, 6, 7, 8), 3, False)
+    first = book.unsummed(2, 0.0)
+    assert first is not None
+    assert (first.first, first.blocks) == (0, block_ids(5, 6))
+    book.summed(first, [50, 60])
+    book.summed(first, [50, 60])  # once
+    assert book.look("L", 0, None, 9).sums == [50, 60]
+    assert book.look("L", 1, None, 1).sums == [60]
+    book.put("L", keys(4), block_ids(5, 6, 7, 8), 4, True)
+    second = book.unsummed(9, 0.0)
+    assert second is not None
+    assert (second.first, second.blocks) == (2, block_ids(7, 8))
+    book.put("L", keys(4), block_ids(5, 6, 9, 8), 4, True)
+    book.summed(second, [70, 80])
+    assert book.look("L", 0, None, 9).sums == [], "its blocks are others now"
+    again = book.unsummed(9, 0.0)
+    assert again is not None
+    book.close("L")
+    book.summed(again, [1, 2, 3, 4])
+    assert book.unsummed(9, 0.0) is None
+
+
+def test_whoever_makes_sums_wakes_when_blocks_are_ready(book: LeaseBook) -> None:
+    opening = after(0.1, book.put, "L", keys(1), block_ids(5), 1, True)
+    found = book.unsummed(1, 60.0)
+    assert found is not None
+    assert found.blocks == block_ids(5)
+    opening.join()

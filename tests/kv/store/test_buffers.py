@@ -1,0 +1,28 @@
+"""Buffers between the pool and the tiers: on page borders, with room before them, and as many as there may be."""
+
+from __future__ import annotations
+
+from stoker.kv.store.block_io import ROOM_BYTES, Buffers, new_buffer
+
+
+def test_a_buffer_begins_on_a_page_and_has_room_before_it() -> None:
+    buffer = new_buffer(10_000)
+    assert (len(buffer), buffer.ctypes.data % 4096) == (10_000, 0)
+    assert buffer.base is not None
+    assert buffer.base.nbytes == ROOM_BYTES + 10_000
+
+
+def test_there_are_so_many_and_those_lost_to_a_call_that_hangs_are_made_up_for() -> None:
+    buffers = Buffers(2, 512, pinned=False)
+    first, second = buffers.take(), buffers.take()
+    assert first is not None
+    assert second is not None
+    assert buffers.take() is None
+    assert buffers.obtain() is not first, "one more, for whoever cannot go without"
+    buffers.give_back([first])
+    assert buffers.take() is first
+    buffers.lose([second])
+    third = buffers.take()
+    assert third is not None
+    assert third is not second
+    assert buffers.take() is None

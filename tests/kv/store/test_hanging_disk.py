@@ -1,0 +1,123 @@
+"""A disk that hangs: nobody waits for it for long, one thread alone is kept by it, and it is used again once it answers."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kv.peer_world import PATIENCE_S, wait_until
+from kv.store.test_disk_tier import Made, find, name_of, read, write
+
+from stoker.kv.blocks.transfer import TierUnavailable
+from stoker.kv.store.tier_use import TierUse
+from stoker.kv.store.tiers.disk import disk_tier as disk_module
+from stoker.kv.store.tiers.disk.disk_tier import DiskTier
+
+
+class HangingJournal:
+    """In its place a FIFO, which keeps whoever opens it until there is a writer."""
+
+    def __init__(self, root: Path) -> None:
+        self._path = root / "journal"
+        self._path.rename(root / "journal.away")
+        os.mkfifo(self._path)
+
+    def answers(self) -> None:
+        writer = os.open(self._path, os.O_WRONLY | os.O_NONBLOCK)  # somebody waits for it, or this fails
+        self._path.unlink()
+        os.close(writer)
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
+    monkeypatch.setattr(disk_module, "_ANSWER_S", PATIENCE_S)
+    made = Made(tmp_path / "kv")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def tier(make: Made) -> DiskTier:
+    tier = make()
+    assert write(tier, 1, 2) == [True, True]
+    return tier
+
+
+def stale(tier: DiskTier) -> None:
+    """The next look asks the disk, whenever the last one was."""
+    tier._contents._news_at_s = 0.0
+
+
+def test_a_lookup_on_a_disk_that_hangs_is_given_up_and_the_disk_used_again_once_it_answers(
+    make: Made, tier: DiskTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = HangingJournal(make.root)
+    monkeypatch.setattr(disk_module, "_ANSWER_S", 0.1)
+    stale(tier)
+    with pytest.raises(TierUnavailable, match=r"did not answer within 0\.1 s"):
+        find(tier, 1)
+    num_threads = threading.active_count()
+    monkeypatch.setattr(disk_module, "_ANSWER_S", PATIENCE_S)  # whoever waited from here on would wait for this
+    started_s = time.monotonic()
+    for _ in range(20):
+        stale(tier)
+        assert find(tier, 1, 2) == [False, False]
+        assert write(tier, 3) == [False]
+        with pytest.raises(TierUnavailable, match="has not answered for"):
+            read(tier, 1)
+        with pytest.raises(TierUnavailable, match="has not answered for"):
+            tier.catch_up()
+    assert time.monotonic() - started_s < PATIENCE_S / 2
+    assert threading.active_count() == num_threads
+    assert tier.stats().errors == 1
+    journal.answers()
+    wait_until(lambda: find(tier, 1, 2) == [True, True])
+    assert read(tier, 1, 2) == [True, True]
+    assert write(tier, 3) == [True]
+    assert threading.active_count() == num_threads
+    assert make.lost == []
+
+
+def test_whoever_asks_while_another_waits_gives_up_too_and_nothing_is_asked_twice(
+    make: Made, tier: DiskTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = HangingJournal(make.root)
+    monkeypatch.setattr(disk_module, "_ANSWER_S", 0.5)
+    found: list[list[bool]] = []
+    stale(tier)
+    use = TierUse("disk", tier)  # as the store sees it: a tier that does not answer has nothing
+    callers = [threading.Thread(target=lambda: found.append(use.find([name_of(1).key]))) for _ in range(8)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(PATIENCE_S)
+    assert found == [[False]] * 8
+    assert 1 <= use.figures.errors <= 8
+    monkeypatch.setattr(disk_module, "_ANSWER_S", PATIENCE_S)
+    journal.answers()
+    wait_until(lambda: use.find([name_of(1).key]) == [True])
+
+
+def test_before_the_scan_a_folder_that_hangs_is_given_up_too(
+    make: Made, tier: DiskTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier._contents.scanned.clear()
+    answers = threading.Event()
+    real = os.path.exists
+
+    def hanging(path: str) -> bool:
+        answers.wait(PATIENCE_S)
+        return real(path)
+
+    monkeypatch.setattr(os.path, "exists", hanging)
+    monkeypatch.setattr(disk_module, "_ANSWER_S", 0.1)
+    with pytest.raises(TierUnavailable, match="did not answer"):
+        find(tier, 99)
+    assert find(tier, 1) == [False]
+    answers.set()
+    monkeypatch.setattr(disk_module, "_ANSWER_S", PATIENCE_S)
+    wait_until(lambda: find(tier, 1, 99) == [True, False])

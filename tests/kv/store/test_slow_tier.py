@@ -1,0 +1,272 @@
+"""A tier that was too slow: nothing waits for it, and it is used again once it has got over that. And hints that nobody can keep
+up with."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from kv.peer_world import LAYOUT, block_ids, keys, wait_until
+
+from stoker.base.ids import BlockId, BlockKey
+from stoker.kv.blocks.transfer import BlockName, KvLoad, KvTicket, LoadResult, OfferedBlock, PeerUnavailable
+from stoker.kv.device.device_kv import DeviceKv
+from stoker.kv.store import block_io as block_io_module
+from stoker.kv.store import kv_store as store_module
+from stoker.kv.store import loader as loads
+from stoker.kv.store import tier_prefetch as read_ahead
+from stoker.kv.store import tier_use
+from stoker.kv.store.block_io import block_io
+from stoker.kv.store.kv_store import KvStore, StoreContext
+from stoker.kv.store.tier_use import TierUse
+from stoker.kv.store.tiers.tier import HostBytes, TierStats
+
+TOKENS = list(range(8 * LAYOUT.block_tokens))
+TOKENS_PER_S = 1000.0  # computing a block takes 16 ms
+
+
+class Stalling:
+    """Has every block; while it stalls, no read comes back."""
+
+    medium: ClassVar[str] = "DISK"
+    shared = False
+
+    def __init__(self) -> None:
+        self.answers = threading.Event()
+        self.answers.set()
+        self.has = True
+        self.takes = True
+
+    def find(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return [self.has] * len(keys)
+
+    def read(self, keys: Sequence[BlockKey], into: Sequence[HostBytes]) -> list[bool]:
+        self.answers.wait(120)
+        return [True] * len(keys)
+
+    def write(self, names: Sequence[BlockName], data: Sequence[HostBytes], sums: Sequence[int]) -> list[bool]:
+        return [self.takes] * len(names)
+
+    def drop(self, keys: Sequence[BlockKey]) -> None: ...
+
+    def catch_up(self) -> None: ...
+
+    def names(self) -> Iterator[BlockName]:
+        self.answers.wait(120)
+        return iter(())
+
+    def stats(self) -> TierStats:
+        return TierStats()
+
+    def close(self) -> None: ...
+
+
+class InRam(Stalling):
+    medium: ClassVar[str] = "CPU"
+
+
+class Elsewhere(Stalling):
+    medium: ClassVar[str] = "MOONCAKE"
+
+
+class NoPeers:
+    """All have ended; a hint for one takes as long as the test likes, and so does a pull, once they hang."""
+
+    def __init__(self) -> None:
+        self.let_go = threading.Event()
+        self.hang = False
+        self.num_hints = self.num_pulls = 0
+
+    def pull(self, *args: Any) -> list[bool]:
+        self.num_pulls += 1
+        if self.hang:
+            self.let_go.wait(60)
+        raise PeerUnavailable("it has ended")
+
+    def read_ahead(self, *args: Any) -> int:
+        self.num_hints += 1
+        self.let_go.wait(60)
+        return 0
+
+    def release(self, ticket: KvTicket) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class World:
+    def __init__(self, tier: Stalling, *others: Stalling) -> None:
+        self.tier, self.peers = tier, NoPeers()
+        self.use = TierUse("slow", self.tier)
+        uses = [self.use, *(TierUse("other", other) for other in others)]
+        kv = DeviceKv(LAYOUT, 16, torch.device("cpu"))
+        context = StoreContext("f", LAYOUT.block_tokens, LAYOUT.block_bytes, False, lambda: TOKENS_PER_S, lambda: None)
+        self.store = KvStore(uses, self.peers, block_io(kv), context, deque())
+        self.store.measure()
+
+    def load(self, ticket: KvTicket | None, times: int = 1) -> LoadResult:
+        """The last of them to end."""
+        for number in range(times):
+            self.store.start(KvLoad(number, 0, keys(8), block_ids(*range(8)), 8, ticket))
+        found: list[LoadResult] = []
+
+        def are_filled() -> bool:
+            found.extend(self.store.take_filled())
+            return len(found) == times
+
+        wait_until(are_filled)
+        return found[-1]
+
+    @property
+    def num_worth(self) -> int:
+        return self.store.num_worth_loading(TOKENS, "")
+
+    def close(self) -> None:
+        self.tier.answers.set()
+        self.peers.let_go.set()
+        self.store.close()
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World(Stalling())
+    yield made
+    made.close()
+
+
+def test_a_tier_that_stalled_once_is_used_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_use, "_MEASURE_AGAIN_S", 0.1)
+    assert world.num_worth == 8
+    world.tier.answers.clear()
+    assert world.load(None).num_loaded == 0
+    assert world.num_worth == 0
+    time.sleep(1.5)  # it is asked meanwhile, and does not answer
+    assert world.num_worth == 0
+    world.tier.answers.set()
+    wait_until(lambda: world.num_worth == 8)
+    assert world.load(None).num_loaded == 8
+
+
+def test_a_full_tier_that_stalled_once_is_used_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No block can be put there to measure it with."""
+    monkeypatch.setattr(tier_use, "_MEASURE_AGAIN_S", 0.1)
+    world.tier.takes = False
+    world.use.late(8, seconds=60.0)
+    wait_until(lambda: world.num_worth == 8)
+
+
+def test_a_ticket_does_not_make_anybody_wait_for_a_tier_that_stalls(world: World) -> None:
+    ticket = KvTicket("e", "127.0.0.1:1", "L", len(TOKENS), 30.0)
+    world.tier.answers.clear()
+    world.load(ticket)
+    started_s = time.monotonic()
+    assert world.load(ticket) == LoadResult(0, 0, 0)
+    assert time.monotonic() - started_s < 5, "computing it takes a tenth of a second"
+
+
+def test_a_tier_that_stalls_keeps_nobody_from_another_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(Stalling(), Elsewhere())
+    world.tier.answers.clear()
+    world.load(None, times=8)
+    world.tier.has = False
+    monkeypatch.setattr(loads, "_TIER_PATIENCE_S", 10.0)  # however busy the machine is
+    assert world.load(None).num_loaded == 8
+    world.close()
+
+
+def test_a_worker_that_does_not_answer_keeps_nobody_from_the_tiers(world: World) -> None:
+    world.peers.hang, world.tier.has = True, False
+    for number in range(100, 108):
+        ticket = KvTicket("e", "127.0.0.1:1", f"L{number}", len(TOKENS), 30.0)
+        world.store.start(KvLoad(number, 0, keys(8), block_ids(*range(8)), 0, ticket))
+    wait_until(lambda: world.peers.num_pulls == store_module._LOADERS)
+    world.tier.has = True
+    assert world.load(None).load_id == 0
+
+
+def test_where_no_more_memory_is_to_be_had_blocks_are_declined_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(InRam())
+    world.tier.has = False
+    real = block_io_module.new_buffer
+    monkeypatch.setattr(block_io_module, "_NO_MEMORY_S", 0.0)
+
+    def no_memory(*args: Any) -> HostBytes:
+        raise RuntimeError("CUDA error: out of memory")
+
+    offered = [
+        OfferedBlock(BlockName(key, BlockKey(bytes(16)), (), ""), block)
+        for block, key in zip(block_ids(0, 1, 2, 3), keys(4), strict=True)
+    ]
+    copied: list[BlockId] = []
+
+    def are_copied() -> bool:
+        copied.extend(world.store.take_copied())
+        return copied == [one.block for one in offered]
+
+    for new_buffer in (no_memory, real):
+        monkeypatch.setattr(block_io_module, "new_buffer", new_buffer)
+        world.store.offer(offered)
+        wait_until(are_copied)
+        copied.clear()
+    assert world.use.figures.declined == 4
+    world.close()
+
+
+def test_a_hint_is_worked_out_behind_the_engines_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Naming the blocks of a long conversation takes a tenth of a second: no step waits for that."""
+    named_by: list[threading.Thread] = []
+    real = store_module.block_keys
+
+    def block_keys(*args: Any) -> list[BlockKey]:
+        named_by.append(threading.current_thread())
+        return real(*args)
+
+    monkeypatch.setattr(store_module, "block_keys", block_keys)
+    world = World(InRam())
+    world.store.prefetch(TOKENS, "", None)
+    wait_until(lambda: bool(named_by))
+    assert threading.current_thread() not in named_by
+    world.close()
+
+
+def test_hints_do_not_wait_for_a_tier_that_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_ahead, "_MOVE_S", 0.1)
+    ram = InRam()
+    world = World(Stalling(), ram)
+    world.tier.answers.clear()
+    ram.has = False
+    world.store.prefetch(TOKENS, "", None)
+    world.store.prefetch([], "", KvTicket("e", "127.0.0.1:1", "L", 0, 30.0))
+    try:
+        wait_until(lambda: world.peers.num_hints == 1)
+    finally:
+        world.close()
+    assert world.use.figures.errors == 1, "the blocks behind the first are of no use without it"
+
+
+def test_hints_do_not_wait_until_a_start_has_listed_what_is_there() -> None:
+    world = World(InRam())
+    world.tier.answers.clear()
+    world.store.tell_held()
+    world.store.prefetch([], "", KvTicket("e", "127.0.0.1:1", "L", 0, 30.0))
+    try:
+        wait_until(lambda: world.peers.num_hints == 1)
+    finally:
+        world.close()
+
+
+def test_hints_beyond_what_can_be_kept_up_with_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "_MOST_HINTS", 4)
+    world = World(InRam())
+    for number in range(10):
+        world.store.prefetch([], "", KvTicket("e", "127.0.0.1:1", f"L{number}", 0, 30.0))
+    world.peers.let_go.set()
+    wait_until(lambda: world.peers.num_hints == 4)
+    world.store.prefetch([], "", KvTicket("e", "127.0.0.1:1", "later", 0, 30.0))
+    wait_until(lambda: world.peers.num_hints == 5)
+    world.close()
+    assert world.peers.num_hints == 5
