@@ -37,7 +37,7 @@ from stoker.base.config import EngineSettings, SchedSettings  # noqa: E402
 from stoker.base.ids import BlockId, Row  # noqa: E402
 from stoker.engine.llm import LLM  # noqa: E402
 from stoker.kernels.sample_rows import pack_settings, sample_rows_triton  # noqa: E402
-from stoker.kernels.skinny import Tile, few_rows_linear, one_row_linear  # noqa: E402
+from stoker.kernels.skinny import SkinnyTile, few_rows_linear, one_row_linear  # noqa: E402
 from stoker.sched.plan import BlockTableChange, NewRow, Span, StepPlan  # noqa: E402
 from stoker.sched.request import SamplingParams  # noqa: E402
 
@@ -160,7 +160,7 @@ def _say(**figures: float) -> dict[str, float]:
     return figures
 
 
-def tiles(num_rows: int, candidates: list[Tile]) -> list[dict[str, Any]]:
+def tiles(num_rows: int, candidates: list[SkinnyTile]) -> list[dict[str, Any]]:
     """The products of a layer, and the head. Enough copies of each weight that the cache holds none."""
     products = [
         ("qkv", 6144, 4096),
@@ -178,7 +178,9 @@ def tiles(num_rows: int, candidates: list[Tile]) -> list[dict[str, Any]]:
         ]
         x = torch.randn(num_rows, ins, device="cuda", dtype=torch.bfloat16)
 
-        def line(tile: Tile | None, x: Tensor = x, weights: list[Tensor] = weights, name: str = name) -> dict[str, Any]:
+        def line(
+            tile: SkinnyTile | None, x: Tensor = x, weights: list[Tensor] = weights, name: str = name
+        ) -> dict[str, Any]:
             calls = [
                 partial(linear, x, weight) if tile is None else partial(run, x, weight, tile=tile) for weight in weights
             ]
@@ -241,11 +243,17 @@ def main() -> None:
         for line in results["tiles"]:
             print(" ".join(f"{value:.1f}" if isinstance(value, float) else str(value) for value in line.values()))
     elif args.tiles:
-        one = [Tile(outs, ins, 4, stages) for outs, ins in ((8, 256), (8, 512), (16, 256)) for stages in (1, 3, 4)]
-        one += [Tile(4, 512, 4, 4), Tile(8, 512, 8, 1), Tile(8, 512, 8, 3)]
-        few = [Tile(64, ins, 4, stages) for ins, stages in ((128, 4), (128, 6), (256, 4), (256, 5))]
-        few += [Tile(32, 512, 4, 4), Tile(64, 128, 4, 4, splits=2), Tile(64, 256, 4, 4, splits=4)]
-        more = [Tile(64, 128, 4, 6), Tile(128, 128, 8, 4), *(Tile(64, 128, 4, 4, splits) for splits in (1, 2, 4))]
+        one = [
+            SkinnyTile(outs, ins, 4, stages) for outs, ins in ((8, 256), (8, 512), (16, 256)) for stages in (1, 3, 4)
+        ]
+        one += [SkinnyTile(4, 512, 4, 4), SkinnyTile(8, 512, 8, 1), SkinnyTile(8, 512, 8, 3)]
+        few = [SkinnyTile(64, ins, 4, stages) for ins, stages in ((128, 4), (128, 6), (256, 4), (256, 5))]
+        few += [SkinnyTile(32, 512, 4, 4), SkinnyTile(64, 128, 4, 4, splits=2), SkinnyTile(64, 256, 4, 4, splits=4)]
+        more = [
+            SkinnyTile(64, 128, 4, 6),
+            SkinnyTile(128, 128, 8, 4),
+            *(SkinnyTile(64, 128, 4, 4, splits) for splits in (1, 2, 4)),
+        ]
         results["tiles"] = tiles(1, one) + tiles(8, few) + tiles(64, more)
     if args.steps or args.mix or args.kernels or args.calibrate:
         with tempfile.TemporaryDirectory() as folder:

@@ -27,13 +27,15 @@ from stoker.kernels.moe_route import Lists, list_by_expert, router_logits
 from stoker.kernels.quant import QuantWeight
 
 FEW_GATE_UP = [
-    moe_few.Tile(*numbers)
+    moe_few.ExpertTile(*numbers)
     for numbers in (
         (16, 256, 4), (16, 512, 8), (32, 256, 8), (8, 512, 4),
         (8, 256, 4, 3), (8, 256, 4, 4), (16, 256, 4, 3), (8, 512, 4, 3), (4, 512, 4, 3),
     )
 ]  # fmt: skip
-FEW_DOWN = [moe_few.Tile(*t) for t in ((4, 256, 4), (8, 256, 8), (8, 256, 4), (16, 256, 8), (4, 256, 2), (2, 256, 4))]
+FEW_DOWN = [
+    moe_few.ExpertTile(*t) for t in ((4, 256, 4), (8, 256, 8), (8, 256, 4), (16, 256, 8), (4, 256, 2), (2, 256, 4))
+]
 ROUTER = {
     8: [(16, 16, 512, 4), (16, 16, 512, 2, 4), (16, 16, 256, 2, 8), (16, 16, 256, 2, 4)],
     512: [(16, 16, 512, 4), (16, 16, 512, 2, 4), (32, 32, 256, 3), (32, 32, 256, 2, 4), (64, 32, 128, 3, 4)],
@@ -120,7 +122,7 @@ class MoeBench:
             for layer in self._layers
         ]
 
-    def router(self, count: int, tile: moe_route.Tile) -> float:
+    def router(self, count: int, tile: moe_route.RouterTile) -> float:
         x, norm, router = self.tokens(count), self._norm.weight, self._layers[0].router
         return graph_s([partial(router_logits, x, norm, router, tile)] * 20)
 
@@ -133,7 +135,7 @@ class MoeBench:
         lists = graph_s([lambda: list_by_expert(x, *norm, logits, counts.zero_(), layer.top_k, True)] * 20)
         return lists, graph_s([partial(moe_many.combine, x, made, weights)] * 20)
 
-    def few(self, count: int, gate_up: moe_few.Tile, down: moe_few.Tile) -> float:
+    def few(self, count: int, gate_up: moe_few.ExpertTile, down: moe_few.ExpertTile) -> float:
         """The two kernels of few tokens."""
         x = self.tokens(count)
         calls = [
@@ -142,7 +144,9 @@ class MoeBench:
         ]
         return graph_s(calls * 4)
 
-    def _few(self, x: Tensor, logits: Tensor, layer: Experts, gate_up: moe_few.Tile, down: moe_few.Tile) -> Tensor:
+    def _few(
+        self, x: Tensor, logits: Tensor, layer: Experts, gate_up: moe_few.ExpertTile, down: moe_few.ExpertTile
+    ) -> Tensor:
         given = (x, self._norm.weight, self._norm.eps, logits)
         if isinstance(layer.gate_up, Tensor):
             found = moe_few.gate_up_few(*given, layer.gate_up, layer.granule, layer.top_k, True, gate_up)
@@ -151,11 +155,11 @@ class MoeBench:
         run: Any = moe_few.down_few if isinstance(layer.down, Tensor) else quant_down_few
         return run(x, found, layer.down, True, down)
 
-    def gate_up(self, run: Any, lists: list[Lists], tile: moe_many.Tile) -> float:
+    def gate_up(self, run: Any, lists: list[Lists], tile: moe_many.PairTile) -> float:
         pairs = zip(lists, self._layers, strict=True)
         return graph_s([partial(run, one, layer.gate_up, layer.granule, tile) for one, layer in pairs] * 2)
 
-    def down(self, run: Any, lists: list[Lists], tile: moe_many.Tile) -> float:
+    def down(self, run: Any, lists: list[Lists], tile: moe_many.PairTile) -> float:
         inner = torch.randn(lists[0].weights.numel(), self._shape.width, device="cuda", dtype=torch.bfloat16)
         pairs = zip(lists, self._layers, strict=True)
         return graph_s([partial(run, one, inner, layer.down, tile) for one, layer in pairs] * 2)
@@ -183,7 +187,7 @@ class Job:
     num_thirds: int = 0  # of an expert's weights
 
 
-def few_jobs(bench: MoeBench, gate_ups: list[moe_few.Tile], downs: list[moe_few.Tile]) -> Iterator[Job]:
+def few_jobs(bench: MoeBench, gate_ups: list[moe_few.ExpertTile], downs: list[moe_few.ExpertTile]) -> Iterator[Job]:
     """Each first one with all of the others."""
     for gate_up in gate_ups:
         yield Job("few", 1, f"{gate_up} and {downs[0]}", partial(bench.few, 1, gate_up, downs[0]), 3)
@@ -191,18 +195,18 @@ def few_jobs(bench: MoeBench, gate_ups: list[moe_few.Tile], downs: list[moe_few.
         yield Job("few", 1, f"{gate_ups[0]} and {down}", partial(bench.few, 1, gate_ups[0], down), 3)
 
 
-def _quant_gate_up(lists: Lists, weight: QuantWeight, _granule: int, tile: moe_many.Tile) -> Tensor:
+def _quant_gate_up(lists: Lists, weight: QuantWeight, _granule: int, tile: moe_many.PairTile) -> Tensor:
     return quant_gate_up(lists, weight, tile)
 
 
 def quant_jobs(bench: MoeBench, num_bits: int) -> Iterator[Job]:
-    gate_ups, downs = ([moe_few.Tile(*numbers) for numbers in candidates] for candidates in QUANT_FEW[num_bits])
+    gate_ups, downs = ([moe_few.ExpertTile(*numbers) for numbers in candidates] for candidates in QUANT_FEW[num_bits])
     yield from few_jobs(bench, gate_ups, downs)
     for count, candidates in QUANT_MANY[num_bits].items():
         lists = bench.lists(bench.tokens(count))
         for rows, outs, *others in candidates:
             # Gate and up of an output are two rows of the weight, so that down has twice the outputs in the same tile.
-            tile, down = moe_many.Tile(rows, outs, *others), moe_many.Tile(rows, 2 * outs, *others)
+            tile, down = moe_many.PairTile(rows, outs, *others), moe_many.PairTile(rows, 2 * outs, *others)
             yield Job("many gate_up", count, str(tile), partial(bench.gate_up, _quant_gate_up, lists, tile), 2)
             yield Job("many down", count, str(down), partial(bench.down, quant_down, lists, down), 1)
 
@@ -211,16 +215,16 @@ def jobs(bench: MoeBench) -> Iterator[Job]:
     yield from few_jobs(bench, FEW_GATE_UP, FEW_DOWN)
     for count, candidates in ROUTER.items():
         for numbers in candidates:
-            yield Job("router", count, str(numbers), partial(bench.router, count, moe_route.Tile(*numbers)))
+            yield Job("router", count, str(numbers), partial(bench.router, count, moe_route.RouterTile(*numbers)))
     many = [(count, "many", gate_up_lists, down_lists, *candidates) for count, candidates in MANY.items()]
     prompt = [(count, "prompt", gate_up_prompt, down_prompt, *PROMPT) for count in PROMPT_TOKENS]
     for count, name, run_gate_up, run_down, gate_ups, downs in many + prompt:
         lists = bench.lists(bench.tokens(count))
         for numbers in gate_ups:
-            tile = moe_many.Tile(*numbers)
+            tile = moe_many.PairTile(*numbers)
             yield Job(f"{name} gate_up", count, str(numbers), partial(bench.gate_up, run_gate_up, lists, tile), 2)
         for numbers in downs:
-            tile = moe_many.Tile(*numbers)
+            tile = moe_many.PairTile(*numbers)
             yield Job(f"{name} down", count, str(numbers), partial(bench.down, run_down, lists, tile), 1)
 
 

@@ -1,1 +1,2 @@
-"""Device functions, a file each: the reference in plain torch, and beside it the Triton kernel that is held to it."""
+"""Device functions, one file each: the plain-torch reference, and beside it the Triton kernel that is tested against
+it."""

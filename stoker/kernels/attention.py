@@ -1,8 +1,10 @@
-"""Attention over the paged cache.  q [tokens, heads, head_dim]   pages [pages, block_tokens * head_dim]   -> like q
+"""Attention over the paged KV cache.
 
-A page is one head's K or V of one block of one layer. The reference gathers each span's pages into a row of tokens and
-leaves the rest to torch; spans of one token with about as many blocks are taken together. Where a CPU has many keys to read,
-those are read in place (attention_rows.py); on a card by the kernels of paged.py.
+q [tokens, heads, head_dim]   pages [pages, block_tokens * head_dim]   -> like q
+
+A page is one head's K or V of one block of one layer. The reference gathers each span's pages into a contiguous run and
+calls torch; spans of one token with a similar number of blocks are batched. On a CPU with many keys, the keys are read
+in place (attention_rows.py). On a GPU, the kernels of paged.py run.
 """
 
 from __future__ import annotations
@@ -18,13 +20,14 @@ from stoker.kernels.attention_rows import RowGroup, pays_in_place, row_attention
 from stoker.kernels.paged import PagedSpans, paged_attention_triton
 from stoker.kernels.transfer import to_device
 
-# Spans of one token are taken together while the shortest has at least this part of the longest one's blocks.
+# Spans of one token are batched while the shortest has at least this share of the longest one's blocks.
 _LEAST_FILL = 0.6
 
 
 @dataclass(frozen=True, slots=True)
 class SpanShape:
-    """`count` tokens from `start` on, at `first` in the batch; `pages` are the page numbers of its blocks' first head."""
+    """`count` tokens from position `start` on, at `first` in the batch. `pages` has the page number of each block's
+    first head."""
 
     first: int
     start: int
@@ -34,20 +37,20 @@ class SpanShape:
 
 @dataclass(frozen=True, slots=True)
 class SpanGroup:
-    """Spans that one call computes: several of one token, or one of several."""
+    """Spans that one call computes: several of one token, or one of several tokens."""
 
     tokens: Tensor | slice  # which tokens of the batch
-    pages: Tensor  # [2 * spans * kv_heads * blocks]: K's pages, then V's
+    pages: Tensor  # [2 * spans * kv_heads * blocks]: the pages of K, then those of V
     num_spans: int
-    num_keys: int  # of the longest span
-    mask: Tensor | None  # added to the scores; None: all keys are seen, or is_causal says which
+    num_keys: int  # keys of the longest span
+    mask: Tensor | None  # added to the scores; None: every key is visible, or is_causal decides
     is_causal: bool
 
 
 def group_spans(
     spans: Sequence[SpanShape], num_kv_heads: int, block_tokens: int, device: torch.device, dtype: torch.dtype
 ) -> list[SpanGroup | RowGroup]:
-    """Once a step, for all layers."""
+    """Group the spans of a step, once for all layers."""
     heads = torch.arange(num_kv_heads)
 
     def page_index(pages: list[list[int]]) -> Tensor:
@@ -61,14 +64,14 @@ def group_spans(
         taken = [span for span in single if len(span.pages) >= _LEAST_FILL * longest]
         single = single[: len(single) - len(taken)]
         lengths = torch.tensor([span.start + 1 for span in taken])
-        # Whole blocks, so that the shapes change once a block and not with every token.
+        # Whole blocks, so that the shapes change once per block and not with every token.
         num_keys = longest * block_tokens
         mask = None
         if int(lengths.min()) < num_keys:
             hidden = torch.arange(num_keys)[None, :] >= lengths[:, None]
             mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))[:, None, :]
             mask = mask.to(device, non_blocking=True)
-        # Padded with pages of its own: what is masked must still be finite, and a stranger's may not be.
+        # Pad with the span's own pages: masked values must be finite, and another sequence's memory may not be.
         padded = [span.pages + span.pages[:1] * (longest - len(span.pages)) for span in taken]
         if pays_in_place(len(taken) * num_keys, device, dtype):
             groups.append(row_group([span.first for span in taken], padded, mask, num_kv_heads, block_tokens))
@@ -99,7 +102,8 @@ def paged_attention(
     spans: Sequence[SpanGroup | RowGroup] | PagedSpans,
     scale: float,
 ) -> Tensor:
-    """key, value [tokens, kv_heads, head_dim]: the tokens' own, which the pages hold, too. q is spent."""
+    """Compute attention. key and value [tokens, kv_heads, head_dim] are the tokens' own, which the pages hold too. The
+    memory of q is reused."""
     if isinstance(spans, PagedSpans):
         return paged_attention_triton(q, key, value, pages, spans, scale)
     return paged_attention_ref(q, pages, spans, key.shape[1], scale)
@@ -110,7 +114,7 @@ def paged_attention_ref(
 ) -> Tensor:
     out = torch.empty_like(q)
     num_heads, head_dim = q.shape[1:]
-    shared = num_heads // num_kv_heads  # query heads that read one KV head
+    shared = num_heads // num_kv_heads  # query heads per KV head
     for group in groups:
         if isinstance(group, RowGroup):
             keys, values = pages.view(-1, head_dim), pages[num_kv_heads:].view(-1, head_dim)
@@ -126,7 +130,7 @@ def paged_attention_ref(
             found = scaled_dot_product_attention(query, key, value, group.mask, is_causal=group.is_causal, scale=scale)
             out[group.tokens] = found.permute(2, 0, 1, 3).reshape(-1, num_heads, head_dim)
         else:
-            # One token each: the query heads of one KV head stand where a longer span has its tokens.
+            # One token per span: the query heads of one KV head take the place of a longer span's tokens.
             query = mine.view(group.num_spans, num_kv_heads, shared, head_dim)
             found = scaled_dot_product_attention(query, key, value, group.mask, scale=scale)
             out[group.tokens] = found.reshape(-1, num_heads, head_dim)

@@ -1,7 +1,10 @@
-"""Attention of one token a span, its keys read where they lie.  q [spans, heads, head_dim]   slots [slots, head_dim]   -> like q
+"""Attention of one token per span, reading the keys in place.
 
-Gathering pages first reads every key twice and writes it once: at 32 spans of 1,000 keys it takes four times as long. torch has
-both halves under other names: scores where a sparse pattern asks for them, and weighted sums of a table's rows.
+q [spans, heads, head_dim]   slots [slots, head_dim]   -> like q
+
+Gathering pages first reads every key twice and writes it once, which takes four times as long at 32 spans of 1,000
+keys. Torch offers both halves under other names: scores at the positions of a sparse pattern, and weighted sums of a
+table's rows.
 """
 
 from __future__ import annotations
@@ -16,10 +19,10 @@ from torch.nn.functional import embedding_bag
 
 from stoker.kernels.transfer import to_device
 
-# From this many keys on it is the faster way; below, the calls cost more than the copies.
+# Reading in place is faster from this many keys on; below it, the calls cost more than the copies.
 _LEAST_KEYS = 2048
 
-with warnings.catch_warnings():  # torch says once per process that sparse patterns are new
+with warnings.catch_warnings():  # torch warns once per process that sparse patterns are a beta feature
     warnings.simplefilter("ignore")
     torch.sparse_csr_tensor([0, 1], [0], [0.0], (1, 1), check_invariants=False)
 
@@ -29,7 +32,7 @@ class RowGroup:
     """Spans of one token."""
 
     tokens: Tensor  # which tokens of the batch
-    slots: Tensor  # [spans * kv_heads, keys] where each key lies, counted from the layer's first K
+    slots: Tensor  # [spans * kv_heads, keys]: the slot of each key, counted from the layer's first K
     mask: Tensor | None  # [spans, 1, keys], added to the scores
 
 
@@ -40,7 +43,7 @@ def pays_in_place(num_keys: int, device: torch.device, dtype: torch.dtype) -> bo
 def row_group(
     firsts: Sequence[int], pages: Sequence[Sequence[int]], mask: Tensor | None, num_kv_heads: int, block_tokens: int
 ) -> RowGroup:
-    """`pages` [spans, blocks]: the page numbers of each span's blocks' first head."""
+    """Build a group. `pages` [spans, blocks] has the page number of each block's first head."""
     keys = torch.tensor(pages)[:, None, :, None] + torch.arange(num_kv_heads)[None, :, None, None]
     slots = keys * block_tokens + torch.arange(block_tokens)
     return RowGroup(to_device(firsts, torch.device("cpu")), slots.view(len(pages) * num_kv_heads, -1), mask)
@@ -49,7 +52,7 @@ def row_group(
 def row_attention(q: Tensor, keys: Tensor, values: Tensor, group: RowGroup, scale: float) -> Tensor:
     num_spans, num_heads, head_dim = q.shape
     num_keys = group.slots.shape[1]
-    shared = num_spans * num_heads // len(group.slots)  # query heads that read one KV head
+    shared = num_spans * num_heads // len(group.slots)  # query heads per KV head
     slots = group.slots.repeat_interleave(shared, 0)
     starts = torch.arange(0, slots.numel() + 1, num_keys)
     zeros = torch.zeros(slots.numel(), dtype=q.dtype)

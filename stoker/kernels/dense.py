@@ -1,7 +1,9 @@
-"""Attention of a prompt's first tokens over themselves, by cuDNN.  q [tokens, heads, head_dim]   k, v [tokens, kv_heads, head_dim]
+"""Attention of a prompt's first tokens over themselves, by cuDNN.
 
-A quarter faster than the kernel that reads pages (paged.py), but cuDNN takes a second to come up and 50 ms to plan for a new
-length: so there are few lengths, planned for when there is nothing else to do.
+q [tokens, heads, head_dim]   k, v [tokens, kv_heads, head_dim]
+
+It is 25% faster than the kernel that reads pages (paged.py). But cuDNN takes a second to initialise and 50 ms to plan a
+new length, so there are only a few lengths, and they are planned while the engine is idle.
 """
 
 from __future__ import annotations
@@ -14,24 +16,24 @@ from torch import Tensor
 from stoker.kernels.dispatch import overlaps
 
 _LENGTHS = (2048, 4096, 6144, 8192)
-_SHORT = 256  # any length brings cuDNN up
+_SHORT = 256  # any length initialises cuDNN
 _PART_S = 0.1
 
 
 def dense_attention(q: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Each token sees itself and those before it."""
+    """Causal attention: each token attends to itself and to the tokens before it."""
     batched = (part.transpose(0, 1)[None] for part in (q, key, value))
     found = torch.ops.aten._scaled_dot_product_cudnn_attention(*batched, None, False, 0.0, True, False, scale=scale)[0]
-    return found[0].transpose(0, 1).contiguous()  # as it is, where cuDNN keeps the query's order
+    return found[0].transpose(0, 1).contiguous()  # no copy, where cuDNN keeps the query's layout
 
 
 def has_dense(x: Tensor) -> bool:
-    """Whether there is such a kernel, for values like these."""
+    """Return True if cuDNN has a kernel for tensors like these."""
     return overlaps(x) and x.dtype in (torch.bfloat16, torch.float16) and torch.backends.cudnn.is_available()
 
 
 class DensePlans:
-    """The lengths that are planned for. Plans belong to the thread that made them: all of this is for the engine's."""
+    """The planned lengths. Plans belong to the thread that made them: only the engine's thread uses this class."""
 
     def __init__(self, like: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
         self._like = like
@@ -41,8 +43,8 @@ class DensePlans:
         self.lengths: list[int] = []
 
     def plan_next(self) -> bool:
-        """Whether more may be left. At first cuDNN has to come up, on a thread of its own: nobody waits for that longer than for
-        other parts."""
+        """Plan one more length and return True if more may be left. The first call initialises cuDNN on a thread of its
+        own, so that no call takes longer than the others."""
         if not self._left:
             return False
         if self._comes_up is None:
@@ -61,7 +63,7 @@ class DensePlans:
 
     @torch.inference_mode()
     def _plan(self, num_tokens: int) -> None:
-        """With k and v where a fused product leaves them."""
+        """Plan with k and v in the layout that a fused qkv matmul produces."""
         num_heads, num_kv_heads, head_dim = self._heads
         heads = self._like.new_zeros(num_tokens, num_heads + 2 * num_kv_heads, head_dim)
         query = heads[:, :num_heads].contiguous()

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-decorators
-"""Whether a Triton kernel runs or its reference, and Triton itself where it can run.
+"""Chooses between a Triton kernel and its reference, and imports Triton where it can run.
 
-Importing Triton takes most of a second, which a worker on a CPU would pay for nothing. Tests import it first, with
-TRITON_INTERPRET=1 set, and call the launchers: then the kernels themselves run on a CPU.
+Importing Triton takes most of a second, which a CPU worker would pay for nothing. Tests import it first, with
+TRITON_INTERPRET=1, and call the launchers: then the kernels themselves run on a CPU.
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ from torch import Tensor
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-class _Absent:
-    """Stands where Triton would: kernels can be defined, and nobody calls them."""
+class _NoTriton:
+    """Takes Triton's place where it is not imported: kernels can be defined, but are never called."""
 
     @staticmethod
     def jit(function: Any = None, **options: Any) -> Any:
-        return function if function is not None else _Absent.jit
+        return function if function is not None else _NoTriton.jit
 
 
-triton: Any = _Absent
-tl: Any = _Absent
+triton: Any = _NoTriton
+tl: Any = _NoTriton
 if torch.cuda.is_available() or "triton" in sys.modules:
     triton, tl = import_module("triton"), import_module("triton.language")
 
 
 def use_triton(x: Tensor) -> bool:
-    """float64 is for holding answers against each other: that is what references are for."""
+    """Return True if the Triton kernel should run. float64 always takes the reference, since it is used to compare
+    results."""
     return x.is_cuda and x.dtype in _DTYPES
 
 
-# As Triton's own, which take microseconds at every launch to look whether they are called by a kernel.
+# Triton's own versions take microseconds per launch to find out whether a kernel calls them.
 def cdiv(number: int, divisor: int) -> int:
     return -(-number // divisor)
 
@@ -51,7 +52,8 @@ def is_power_of_2(number: int) -> bool:
 
 
 def overlaps(x: Tensor) -> bool:
-    """Whether a kernel may be launched while the one before it still runs (Hopper and later). It waits for what it reads."""
+    """Return True if a kernel may be launched while the one before it still runs (Hopper and later). The kernel itself
+    waits for its inputs."""
     return x.is_cuda and _is_hopper(x.device)
 
 
@@ -62,8 +64,8 @@ def _is_hopper(device: torch.device) -> bool:
 
 @triton.jit
 def wait_for_inputs(OVERLAP: tl.constexpr) -> None:
-    """Let the next kernel come up, and wait for all that the kernels before this one wrote. What lies before this call may
-    read only what was there before the step."""
+    """Let the next kernel start, and wait for everything that the kernels before this one wrote. Code before this call
+    may read only what existed before the step."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

@@ -1,9 +1,9 @@
-"""y = x W^T.  x [tokens, in]   weight [out, in]   ->  [tokens, out]
+"""Matmul with a weight: y = x W^T.  x [tokens, in]   weight [out, in]   ->  [tokens, out]
 
-On a CPU the weight is packed once, at load, into the layout the matrix library wants: with few rows of x, packing it anew
-in every call costs more than the product itself (measured: 140 against 70 ms for all products of a 135M model at 8 rows).
-On a card few rows go through skinny.py, which does the norm or the sum on the way; many through cuBLAS. Weights in 8 or 4 bits
-(quant.py) have their own two ways, quant_skinny.py and quant_many.py.
+On a CPU, the weight is packed once at load time into the layout that the matrix library wants. With few rows of x,
+packing it in every call costs more than the matmul (140 ms instead of 70 ms for all matmuls of a 135M model at 8 rows).
+On a GPU, few rows go through skinny.py, which fuses the norm or the addition; many rows go through cuBLAS. 8-bit and
+4-bit weights (quant.py) have their own two paths, quant_skinny.py and quant_many.py.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from stoker.kernels.quant_skinny import quant_rows_linear
 from stoker.kernels.skinny import MOST_ROWS, few_rows_linear, one_row_linear
 
 # The row count that the packed layout is tuned for. It is a hint: results are the same for any number of rows, and this
-# one was measured best, or near it, from 2 to 256.
+# value was the best, or close to it, from 2 to 256 rows.
 _PACK_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """The norm of what goes into a product."""
+    """The norm that is applied to the input of a matmul."""
 
     weight: Tensor
     eps: float
@@ -37,7 +37,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """MKL's own copy of a weight; `shape` is a tensor of the weight's shape without its memory."""
+    """MKL's own copy of a weight. `shape` is a tensor of the weight's shape without its memory."""
 
     packed: Tensor
     shape: Tensor
@@ -49,7 +49,7 @@ class PackedWeight:
 
 
 def pack_weight(weight: Tensor) -> Tensor | PackedWeight:
-    """What `linear` takes: the weight itself, or a packed copy that makes it unnecessary."""
+    """Return what `linear` takes: the weight itself, or a packed copy that replaces it."""
     if weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkl.is_available():
         return PackedWeight.of(weight)
     return weight
@@ -68,7 +68,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
 
 
 def norm_linear(x: Tensor, norm: Norm, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """The product of the normed x."""
+    """Return the matmul of norm(x)."""
     if _is_skinny(weight, x, bias):
         if len(x) == 1:
             return one_row_linear(x, weight, norm=norm.weight, eps=norm.eps)
@@ -77,7 +77,7 @@ def norm_linear(x: Tensor, norm: Norm, weight: Weight, bias: Tensor | None = Non
 
 
 def add_linear(total: Tensor, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """total + x W^T; `total` is spent."""
+    """Return total + x W^T. The memory of `total` is reused."""
     if _is_skinny(weight, x, bias):
         return (one_row_linear if len(x) == 1 else few_rows_linear)(x, weight, add_to=total)
     if isinstance(weight, QuantWeight) and bias is None:
@@ -88,13 +88,13 @@ def add_linear(total: Tensor, x: Tensor, weight: Weight, bias: Tensor | None = N
 
 
 def add_gated_linear(total: Tensor, gate_up: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """total + x W^T, where x is gate_up's second half, gated by its first; `total` is spent."""
+    """Return total + x W^T, where x is gate_up's second half, gated by its first. The memory of `total` is reused."""
     if len(gate_up) == 1 and _is_skinny(weight, gate_up, bias):
         return one_row_linear(gate_up, weight, is_gated=True, add_to=total)
     return add_linear(total, silu_mul(gate_up), weight, bias)
 
 
 def _is_skinny(weight: Weight, x: Tensor, bias: Tensor | None) -> TypeGuard[Tensor]:
-    """Tiles for several rows are Hopper's: other cards may not have the shared memory for them."""
+    """Return True if the kernels for few rows apply. Tiles of several rows need Hopper's shared memory."""
     most = MOST_ROWS if overlaps(x) else 1
     return isinstance(weight, Tensor) and bias is None and use_triton(x) and len(x) <= most

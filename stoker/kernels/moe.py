@@ -1,12 +1,16 @@
-"""A mixture of experts: each token goes through the few gated MLPs that the router likes best, and their weighted sum is added.
+"""A mixture of experts: each token goes through the gated MLPs that the router scores highest, and their weighted sum
+is added.
 
 x [tokens, hidden]   router [experts, hidden]   gate_up [experts, 2 * width, hidden]   down [experts, hidden, width]
-gate_up has so many rows of gate (a granule), then as many of up, and so on: a program finds what it needs of both in one place.
 
-On a card nothing here waits for the host, and every shape follows from the number of tokens: few tokens read the weights of
-their experts straight away (moe_few.py), more of them are first listed by expert (moe_route.py), and then it is a question of how
-many pairs of token and expert each expert has (moe_many.py, moe_prompt.py). Either weight may be in 8 or 4 bits instead
-(moe_quant_few.py, moe_quant.py): then it has the rows of all experts, one below the other, and an expert's gate before its up.
+gate_up alternates: some rows of gate (a granule), then as many of up, and so on, so that a program finds both in one
+place.
+
+On a GPU, nothing here waits for the host, and every shape follows from the number of tokens. Few tokens read the
+weights of their experts directly (moe_few.py). More tokens are first listed by expert (moe_route.py); then the kernel
+depends on the number of pairs of token and expert per expert (moe_many.py, moe_prompt.py). Either weight may be in 8 or
+4 bits instead (moe_quant_few.py, moe_quant.py): then it has the rows of all experts stacked, and each expert's gate
+before its up.
 """
 
 from __future__ import annotations
@@ -31,7 +35,8 @@ from stoker.kernels.quant import QuantWeight, dequantise_ref
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A layer's experts. Their chosen weights are made to add up to one where the model `renormalises`."""
+    """The experts of a layer. Where the model `renormalises`, the weights of a token's experts are scaled to add up to
+    one."""
 
     router: Tensor
     gate_up: Tensor | QuantWeight
@@ -44,8 +49,8 @@ class Experts:
 def as_kernels_want(
     router: Tensor, gate_up: Tensor | QuantWeight, down: Tensor | QuantWeight, top_k: int, renormalises: bool
 ) -> Experts:
-    """From weights as they are loaded: the rows of all experts, one below the other, of each all of gate, then all of up. They
-    are spent."""
+    """Return the experts in the kernels' layout. The loaded weights have the rows of all experts stacked, for each
+    expert all of gate, then all of up. They are consumed."""
     num_experts = len(router)
     granule = gate_up.shape[0] // num_experts // 2
     if isinstance(gate_up, Tensor):
@@ -59,13 +64,13 @@ def as_kernels_want(
 
 
 def weave(gate_up: Tensor, granule: int) -> None:
-    """From all rows of gate, then all of up, to granules; in place, an expert at a time so that it takes hardly any memory."""
+    """Interleave gate and up in granules, in place. One expert at a time, so that it takes little memory."""
     for one in gate_up:
         one.copy_(one.view(2, -1, granule, one.shape[1]).transpose(0, 1).reshape(one.shape))
 
 
 def choose_ref(logits: Tensor, top_k: int, renormalises: bool) -> tuple[Tensor, Tensor]:
-    """[tokens, experts] -> the chosen experts' weights and numbers, [tokens, top_k] each."""
+    """[tokens, experts] -> weights and indices of the chosen experts, [tokens, top_k] each."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     weights, chosen = wide.softmax(-1).topk(top_k, -1)
     return weights / weights.sum(-1, keepdim=True) if renormalises else weights, chosen
@@ -79,7 +84,7 @@ def plain_ref(weight: Tensor | QuantWeight, num_experts: int, dtype: torch.dtype
 
 
 def add_experts_ref(x: Tensor, norm: Norm, experts: Experts) -> Tensor:
-    """Expert after expert over the tokens that chose it."""
+    """Run expert after expert over the tokens that chose it."""
     gate_up, down = (plain_ref(weight, len(experts.router), x.dtype) for weight in (experts.gate_up, experts.down))
     normed = rms_norm_ref(x, norm.weight, norm.eps)
     weights, chosen = choose_ref(normed @ experts.router.t(), experts.top_k, experts.renormalises)
@@ -147,5 +152,5 @@ def _has_large_tiles(lists: Lists, experts: Experts) -> bool:
 
 
 def add_experts(x: Tensor, norm: Norm, experts: Experts) -> Tensor:
-    """x + the experts of the normed x; `x` is spent."""
+    """Return x + experts(norm(x)). The memory of x is reused."""
     return (add_experts_triton if use_triton(x) else add_experts_ref)(x, norm, experts)

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""Experts of so few tokens that hardly two of them share an expert: each pair reads its expert's weights itself.
+"""Experts for so few tokens that they hardly share any expert: each pair reads its expert's weights itself.
 
-Two kernels, both multiply and add up. Every program of the first finds from the logits which expert its pair has; the second
-runs over all experts of a token, so that their weighted sum is its own. Here they read plain weights; moe_quant_few.py has them
-for others. moe.py has the reference.
+Two kernels, both multiply and accumulate. Every program of the first finds its pair's expert from the logits. The
+second runs over all experts of a token, so that their weighted sum stays in one program. These read plain weights;
+moe_quant_few.py has the quantised versions. moe.py has the reference.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 from stoker.kernels.dispatch import cdiv, next_power_of_2, overlaps, tl, triton
 from stoker.kernels.moe_route import add_parts
 
-MOST_TOKENS = 1  # two are faster by lists already, measured with Qwen3-30B-A3B's shape
+MOST_TOKENS = 1  # lists are faster from two tokens on, measured with the shape of Qwen3-30B-A3B
 LOWEST = -(2**63) + 1
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
-    """How a program works: so many outputs, so many inputs at a time, and so many of these steps under way."""
+class ExpertTile:
+    """How a program works: outputs and inputs at a time, and how many steps are in flight."""
 
     outs: int
     ins: int
@@ -30,14 +30,14 @@ class Tile:
     num_stages: int = 1
 
 
-# Measured on an H200 with Qwen3-30B-A3B's shape: bench/gpu.py --tiles.
-GATE_UP = Tile(outs=16, ins=256, num_warps=4)
-DOWN = Tile(outs=8, ins=256, num_warps=8)
+# Measured on an H200 with the shape of Qwen3-30B-A3B.
+GATE_UP = ExpertTile(outs=16, ins=256, num_warps=4)
+DOWN = ExpertTile(outs=8, ins=256, num_warps=8)
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What the first kernel leaves to the second, pair by pair."""
+    """What the first kernel hands to the second, per pair."""
 
     inner: Tensor  # [pairs, width]
     experts: Tensor  # [pairs]
@@ -53,10 +53,10 @@ class Chosen:
 
 @triton.jit
 def choose(logits, rank, PARTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, LOWEST: tl.constexpr):
-    """-> a token's logits, and which expert is its `rank`th"""
+    """Return a token's logits, and the expert of rank `rank`."""
     each = tl.arange(0, BLOCK_EXPERTS)
     logit = add_parts(logits, PARTS, EXPERTS, BLOCK_EXPERTS)
-    # One number that orders by logit, then by expert, the first of equals first.
+    # One number that orders by logit, then by expert; the first of equal logits wins.
     bits = logit.to(tl.int32, bitcast=True)
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
     key = tl.where(each < EXPERTS, (ordered << 32) | (BLOCK_EXPERTS - 1 - each).to(tl.int64), LOWEST)
@@ -69,7 +69,7 @@ def choose(logits, rank, PARTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_EXPER
 
 @triton.jit
 def put_choice(logit, expert, scale, chosen, weights, pair, BLOCK_EXPERTS: tl.constexpr, RENORMALISES: tl.constexpr):
-    """`scale` is of the token's norm: logits come without it."""
+    """Store the choice. `scale` is that of the token's norm: the logits come without it."""
     shares = tl.exp((logit - tl.max(logit)) * scale)
     share = tl.sum(tl.where(tl.arange(0, BLOCK_EXPERTS) == expert, shares, 0.0))
     if not RENORMALISES:
@@ -158,7 +158,7 @@ def _down(
 
 def gate_up_few(
     x: Tensor, norm: Tensor, eps: float, logits: Tensor, gate_up: Tensor, granule: int,
-    top_k: int, renormalises: bool, tile: Tile = GATE_UP,
+    top_k: int, renormalises: bool, tile: ExpertTile = GATE_UP,
 ) -> Chosen:  # fmt: skip
     assert x.is_contiguous()
     assert gate_up.is_contiguous()
@@ -174,8 +174,8 @@ def gate_up_few(
     return found
 
 
-def down_few(x: Tensor, found: Chosen, down: Tensor, renormalises: bool, tile: Tile = DOWN) -> Tensor:
-    """x + the experts' weighted sum, in place."""
+def down_few(x: Tensor, found: Chosen, down: Tensor, renormalises: bool, tile: ExpertTile = DOWN) -> Tensor:
+    """Return x + the weighted sum of the experts, in place."""
     assert down.is_contiguous()
     (_num_experts, hidden, width), overlap = down.shape, overlaps(x)
     _down[(cdiv(hidden, tile.outs), len(x))](

@@ -1,8 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""Experts over lists of pairs (moe_route.py): a product with gate and up, one with down, and the weighted sum of each token.
+"""Experts over lists of pairs (moe_route.py): a matmul with gate and up, one with down, and each token's weighted sum.
 
-A program takes some of an expert's pairs and some of its outputs, weights as the tall side. Which expert that is, it finds from
-the counts; the grid is what the number of tokens could need at most, and programs beyond what it does need leave at once.
+A program takes some of an expert's pairs and some of its outputs, with the weights as the tall side. It finds its
+expert from the counts. The grid is the most that this number of tokens can need; programs beyond the actual need exit
+at once.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from stoker.kernels.moe_route import COUNT_STRIDE, Lists
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
-    """How a program works: so many pairs, so many outputs, so many inputs at a time."""
+class PairTile:
+    """How a program works: pairs, outputs and inputs at a time."""
 
     rows: int
     outs: int
@@ -27,22 +28,22 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
-    gate_up: Tile
-    down: Tile
+class PairTiles:
+    gate_up: PairTile
+    down: PairTile
 
 
-# By the most pairs an expert gets on average, measured on an H200 with Qwen3-30B-A3B's shape: bench/gpu.py --tiles.
+# By the average number of pairs per expert, measured on an H200 with the shape of Qwen3-30B-A3B.
 _BY_LOAD = [
-    (10, Tiles(Tile(16, 64, 128, 4, 3), Tile(16, 64, 128, 4, 3))),
-    (20, Tiles(Tile(32, 64, 64, 4, 3), Tile(32, 128, 64, 4, 4))),
-    (1 << 30, Tiles(Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 4))),
+    (10, PairTiles(PairTile(16, 64, 128, 4, 3), PairTile(16, 64, 128, 4, 3))),
+    (20, PairTiles(PairTile(32, 64, 64, 4, 3), PairTile(32, 128, 64, 4, 4))),
+    (1 << 30, PairTiles(PairTile(64, 64, 64, 4, 3), PairTile(64, 128, 64, 4, 4))),
 ]
-_WIDE = Tiles(Tile(16, 32, 32, 4, 2), Tile(16, 32, 32, 4, 2))  # of float32
+_WIDE = PairTiles(PairTile(16, 32, 32, 4, 2), PairTile(16, 32, 32, 4, 2))  # for float32
 _COMBINED = 1024
 
 
-def tiles_for(lists: Lists) -> Tiles:
+def tiles_for(lists: Lists) -> PairTiles:
     if lists.normed.element_size() == 4:
         return _WIDE
     return next(tiles for most, tiles in _BY_LOAD if lists.load <= most)
@@ -52,7 +53,7 @@ def tiles_for(lists: Lists) -> Tiles:
 def find_tile(
     counts, tile, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, ROWS: tl.constexpr, COUNTS: tl.constexpr
 ):
-    """-> the expert that this tile belongs to, which of its pairs come first, and how many are left from there; 0 or less: none."""
+    """Return the expert of this tile, its first pair, and how many pairs are left from there; 0 or less means none."""
     expert = tl.arange(0, BLOCK_EXPERTS)
     count = tl.load(counts + expert * COUNTS, mask=expert < EXPERTS, other=0)
     num_tiles = (count + ROWS - 1) // ROWS
@@ -155,7 +156,7 @@ def _combine(
     tl.store(x + token * HIDDEN + column, total.to(x.dtype.element_ty), mask=inside)
 
 
-def gate_up_lists(lists: Lists, gate_up: Tensor, granule: int, tile: Tile) -> Tensor:
+def gate_up_lists(lists: Lists, gate_up: Tensor, granule: int, tile: PairTile) -> Tensor:
     """-> [pairs, width]"""
     num_experts, width, hidden = gate_up.shape[0], gate_up.shape[1] // 2, gate_up.shape[2]
     assert gate_up.is_contiguous()
@@ -170,7 +171,7 @@ def gate_up_lists(lists: Lists, gate_up: Tensor, granule: int, tile: Tile) -> Te
     return inner
 
 
-def down_lists(lists: Lists, inner: Tensor, down: Tensor, tile: Tile) -> Tensor:
+def down_lists(lists: Lists, inner: Tensor, down: Tensor, tile: PairTile) -> Tensor:
     """-> [pairs, hidden]"""
     num_experts, hidden, width = down.shape
     assert down.is_contiguous()
@@ -186,7 +187,7 @@ def down_lists(lists: Lists, inner: Tensor, down: Tensor, tile: Tile) -> Tensor:
 
 
 def combine(x: Tensor, made: Tensor, weights: Tensor) -> Tensor:
-    """x + the weighted sum of each token's pairs, in place."""
+    """Return x + the weighted sum of each token's pairs, in place."""
     num_tokens, hidden = x.shape
     overlap = overlaps(x)
     _combine[(num_tokens, cdiv(hidden, _COMBINED))](
@@ -197,6 +198,7 @@ def combine(x: Tensor, made: Tensor, weights: Tensor) -> Tensor:
 
 
 def most_tiles(lists: Lists, rows: int) -> int:
-    """Of `rows` pairs each: whole ones, and one for the rest of each expert that has any pair."""
+    """Upper bound of the number of tiles of `rows` pairs: the full ones, and one for the rest of each expert that has
+    any pair."""
     num_pairs, num_experts = lists.weights.numel(), len(lists.pairs)
     return min(num_pairs, num_pairs // rows + num_experts)

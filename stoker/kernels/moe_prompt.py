@@ -1,9 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""Experts over lists of so many pairs that arithmetic is the limit: moe_many.py's products in large tiles, pairs as the tall side.
+"""Experts over lists of so many pairs that arithmetic is the limit: moe_many.py's matmuls in large tiles, pairs as the
+tall side.
 
-An expert's last pairs take a tile of half the size where that holds them: with 500 pairs, a tenth of all rows would else be
-padding. Weights are read by the card's copy engine, and so is what goes into the last product: it lies in the order of the lists,
-not of pairs, so that a tile of it is one piece. For 16-bit weights on Hopper and later; moe.py has the reference.
+An expert's last pairs take a tile of half the size if they fit: with 500 pairs, a tenth of all rows would be padding
+otherwise. The bulk tensor copy engine (TMA) reads the weights and the input of the down projection; that input is in
+list order, not in pair order, so that a tile of it is one contiguous piece. For 16-bit weights on Hopper and later.
+moe.py has the reference.
 """
 
 from __future__ import annotations
@@ -13,15 +15,15 @@ from importlib import import_module
 from torch import Tensor
 
 from stoker.kernels.dispatch import cdiv, next_power_of_2, overlaps, tl, triton
-from stoker.kernels.moe_many import Tile, find_tile, most_tiles
+from stoker.kernels.moe_many import PairTile, find_tile, most_tiles
 from stoker.kernels.moe_route import COUNT_STRIDE, Lists
 
-# Measured on an H200 with Qwen3-30B-A3B's shape: bench/gpu.py --tiles.
-GATE_UP = Tile(rows=128, outs=128, ins=64, num_warps=8, num_stages=4)
-DOWN = Tile(rows=128, outs=128, ins=64, num_warps=4, num_stages=3)
-LEAST_LOAD = 60  # pairs of an expert, on average, from which on these tiles pay
-GRANULE = 64  # of gate_up: see moe.py
-_ALIGNED = 8  # values in 16 bytes, the copy engine's measure
+# Measured on an H200 with the shape of Qwen3-30B-A3B.
+GATE_UP = PairTile(rows=128, outs=128, ins=64, num_warps=8, num_stages=4)
+DOWN = PairTile(rows=128, outs=128, ins=64, num_warps=4, num_stages=3)
+LEAST_LOAD = 60  # average pairs per expert from which these tiles are faster
+GRANULE = 64  # rows of a granule of gate_up: see moe.py
+_ALIGNED = 8  # values in 16 bytes, the alignment of the copy engine
 
 
 def fits(gate_up: Tensor) -> bool:
@@ -31,7 +33,7 @@ def fits(gate_up: Tensor) -> bool:
 
 @triton.jit
 def _pairs_before(counts, expert, BLOCK_EXPERTS: tl.constexpr, COUNTS: tl.constexpr):
-    """Of the experts before this one."""
+    """Return the number of pairs of the experts before this one."""
     other = tl.arange(0, BLOCK_EXPERTS)
     return tl.sum(tl.load(counts + other * COUNTS, mask=other < expert, other=0))
 
@@ -51,7 +53,7 @@ def _gate_up_tile(
     for start in range(0, HIDDEN, BLOCK_IN):
         taken = weight.load([first_weight, start])
         if HIDDEN % BLOCK_IN == 0:
-            given = tl.load(given_from + start)  # rows that are padding read pair 0's token: it is there
+            given = tl.load(given_from + start)  # padding rows read pair 0's token, which always exists
         else:
             given = tl.load(given_from + start, mask=(start + column < HIDDEN)[None, :], other=0.0)
         sums = tl.dot(given, taken.T, sums)
@@ -96,7 +98,7 @@ def _down_tile(
 ):  # fmt: skip
     sums = tl.zeros([ROWS, BLOCK_OUT], tl.float32)
     for start in range(0, WIDTH, BLOCK_IN):
-        # Rows and outputs beyond the expert's are another's, and columns beyond the last are zero.
+        # Rows and outputs beyond the expert's belong to another expert, and columns beyond the last are zero.
         sums = tl.dot(given.load([first_given, start]), weight.load([first_weight, start]).T, sums)
     row = tl.arange(0, ROWS)
     is_row = row < left
@@ -132,8 +134,8 @@ def _down(
         )  # fmt: skip
 
 
-def gate_up_prompt(lists: Lists, gate_up: Tensor, granule: int, tile: Tile = GATE_UP) -> Tensor:
-    """-> [pairs, width], expert after expert, each one's pairs as they are listed"""
+def gate_up_prompt(lists: Lists, gate_up: Tensor, granule: int, tile: PairTile = GATE_UP) -> Tensor:
+    """Return [pairs, width], expert by expert, each one's pairs in list order."""
     assert tile.outs % granule == 0
     num_experts, width, hidden = gate_up.shape[0], gate_up.shape[1] // 2, gate_up.shape[2]
     overlap = overlaps(gate_up)
@@ -150,8 +152,8 @@ def gate_up_prompt(lists: Lists, gate_up: Tensor, granule: int, tile: Tile = GAT
     return inner
 
 
-def down_prompt(lists: Lists, inner: Tensor, down: Tensor, tile: Tile = DOWN) -> Tensor:
-    """From what gate_up_prompt made. -> [pairs, hidden], in the order of pairs"""
+def down_prompt(lists: Lists, inner: Tensor, down: Tensor, tile: PairTile = DOWN) -> Tensor:
+    """Return [pairs, hidden] in pair order, from the result of gate_up_prompt."""
     num_experts, hidden, width = down.shape
     overlap = overlaps(down)
     made = inner.new_empty(len(inner), hidden)

@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""Experts in 8 or 4 bits over lists of pairs: moe_many.py's products, where the codes are all that is read of a weight.
+"""8-bit and 4-bit experts over lists of pairs: moe_many.py's matmuls, reading only the codes of a weight.
 
-A QuantWeight of experts has the rows of all of them, one below the other; gate_up has an expert's gate, then its up. As with
-other weights (linear.py), a step of few tokens multiplies in x's own kind, and one of more in 8 bits on both sides where the
-checkpoint was made for it. A program takes some of an expert's pairs and some rows of its weight as the tall side, gate and up of
-an output together. moe.py has the reference.
+The QuantWeight of a layer's experts has the rows of all experts stacked; gate_up has each expert's gate, then its up.
+As with other weights (linear.py), a step of few tokens multiplies in the dtype of x, and one of more tokens in 8 bits
+on both sides where the checkpoint was made for it. A program takes some of an expert's pairs and some rows of its
+weight as the tall side, gate and up of an output together. moe.py has the reference.
 """
 
 from __future__ import annotations
@@ -13,38 +13,38 @@ import torch
 from torch import Tensor
 
 from stoker.kernels.dispatch import cdiv, next_power_of_2, overlaps, tl, triton
-from stoker.kernels.moe_many import Tile, Tiles, find_tile, most_tiles
+from stoker.kernels.moe_many import PairTile, PairTiles, find_tile, most_tiles
 from stoker.kernels.moe_route import COUNT_STRIDE, Lists
 from stoker.kernels.quant import SPAN, QuantWeight, half_of_pair
 from stoker.kernels.quant_many import quantise_triton
 from stoker.kernels.quant_skinny import EXPAND, EXPAND_REGISTERS, expand
 from stoker.kernels.skinny import ANY
 
-# By the most pairs an expert gets on average. None was timed yet: bench/gpu.py --tiles has candidates.
+# By the average number of pairs per expert. Not yet benchmarked.
 CODES = (  # both sides in 8 bits
-    (10, Tiles(Tile(16, 64, 128, 4, 4), Tile(16, 128, 128, 4, 4))),
-    (30, Tiles(Tile(32, 64, 128, 4, 4), Tile(32, 128, 128, 4, 4))),
-    (ANY, Tiles(Tile(64, 64, 128, 8, 4), Tile(64, 128, 128, 8, 4))),
+    (10, PairTiles(PairTile(16, 64, 128, 4, 4), PairTile(16, 128, 128, 4, 4))),
+    (30, PairTiles(PairTile(32, 64, 128, 4, 4), PairTile(32, 128, 128, 4, 4))),
+    (ANY, PairTiles(PairTile(64, 64, 128, 8, 4), PairTile(64, 128, 128, 8, 4))),
 )
 FP8 = (
-    (10, Tiles(Tile(16, 32, 128, 4, 4), Tile(16, 64, 128, 4, 4))),
-    (30, Tiles(Tile(32, 64, 128, 4, 3), Tile(32, 128, 128, 4, 3))),
-    (ANY, Tiles(Tile(64, 64, 128, 8, 3), Tile(64, 128, 128, 8, 3))),
+    (10, PairTiles(PairTile(16, 32, 128, 4, 4), PairTile(16, 64, 128, 4, 4))),
+    (30, PairTiles(PairTile(32, 64, 128, 4, 3), PairTile(32, 128, 128, 4, 3))),
+    (ANY, PairTiles(PairTile(64, 64, 128, 8, 3), PairTile(64, 128, 128, 8, 3))),
 )
 INT4 = (
-    (10, Tiles(Tile(16, 64, SPAN, 4, 3), Tile(16, 128, SPAN, 4, 3))),
-    (30, Tiles(Tile(32, 64, SPAN, 4, 3), Tile(32, 128, SPAN, 4, 3))),
-    (ANY, Tiles(Tile(64, 64, SPAN, 8, 2), Tile(64, 128, SPAN, 8, 2))),
+    (10, PairTiles(PairTile(16, 64, SPAN, 4, 3), PairTile(16, 128, SPAN, 4, 3))),
+    (30, PairTiles(PairTile(32, 64, SPAN, 4, 3), PairTile(32, 128, SPAN, 4, 3))),
+    (ANY, PairTiles(PairTile(64, 64, SPAN, 8, 2), PairTile(64, 128, SPAN, 8, 2))),
 )
 
 
 def takes_codes(weight: QuantWeight, num_tokens: int) -> bool:
-    """Whether what it is multiplied by is brought to 8 bits too, in a step of so many tokens. As in quant_many.py, but for what the
-    library asks of shapes."""
+    """Return True if the input is quantised to 8 bits too, in a step of this many tokens. As in quant_many.py, without
+    the library's constraints on shapes."""
     return weight.quantises_inputs and not weight.is_few(num_tokens) and weight.shape[1] % weight.col_block == 0
 
 
-def tiles_for(weight: QuantWeight, lists: Lists) -> Tiles:
+def tiles_for(weight: QuantWeight, lists: Lists) -> PairTiles:
     table = INT4 if weight.is_int4 else CODES if takes_codes(weight, len(lists.normed)) else FP8
     return next(tiles for most, tiles in table if lists.load <= most)
 
@@ -71,7 +71,7 @@ def _fp8_sums(
             taken = tl.load(taken_from + start, mask=is_in[None, :], other=0.0)
             given = tl.load(given_from + start, mask=is_in[:, None], other=0.0)
         if not BOTH:
-            # By way of float16 and float32: straight to bfloat16 is an instruction of a quarter of the speed.
+            # Through float16 and float32: the direct conversion to bfloat16 has a quarter of the speed.
             taken = taken.to(tl.float16).to(tl.float32).to(x.dtype.element_ty)
         if COLS == 1:
             sums = tl.dot(taken, given, sums, input_precision="ieee")
@@ -130,7 +130,7 @@ def _sums(
     COL_BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_IN: tl.constexpr,
     PAIRS: tl.constexpr, EXPAND: tl.constexpr, EXPAND_REGISTERS: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK, ROWS]: the rows `made` of a weight times the rows `given_row` of x."""
+    """[BLOCK, ROWS]: the weight rows `made` times the rows `given_row` of x."""
     if INT4:
         return _int4_sums(x, codes, scale, made, given_row, INS, ALL_OUTS, ROWS, BLOCK, PAIRS, EXPAND, EXPAND_REGISTERS)
     else:
@@ -156,7 +156,7 @@ def _gate_up(
     if left <= 0:
         return
     row = tl.arange(0, ROWS)
-    # What is padding, here and below, reads something that is there, and is written nowhere.
+    # Padding, here and below, reads memory that exists and is written nowhere.
     pair = tl.load(pairs + expert.to(tl.int64) * capacity + first + row, mask=row < left, other=0).to(tl.int64)
     first_out = (tl.program_id(0) % PARTS) * BLOCK_OUT
     both = tl.arange(0, 2 * BLOCK_OUT)
@@ -203,8 +203,8 @@ def _down(
     tl.store(place, sums.to(made_of.dtype.element_ty), mask=(out < OUTS)[:, None] & (row < left)[None, :])
 
 
-def _launch(kernel, lists: Lists, x: Tensor, weight: QuantWeight, out: Tensor, tile: Tile) -> Tensor:
-    """`out` [pairs, outputs], of which a program makes `tile.outs`."""
+def _launch(kernel, lists: Lists, x: Tensor, weight: QuantWeight, out: Tensor, tile: PairTile) -> Tensor:
+    """Launch the kernel for `out` [pairs, outputs], of which a program computes `tile.outs`."""
     num_experts, num_ins = len(lists.pairs), weight.shape[1]
     num_outs, overlap = weight.shape[0] // num_experts, overlaps(x)
     both = takes_codes(weight, len(lists.normed))
@@ -222,13 +222,13 @@ def _launch(kernel, lists: Lists, x: Tensor, weight: QuantWeight, out: Tensor, t
     return out
 
 
-def quant_gate_up(lists: Lists, gate_up: QuantWeight, tile: Tile | None = None) -> Tensor:
+def quant_gate_up(lists: Lists, gate_up: QuantWeight, tile: PairTile | None = None) -> Tensor:
     """-> [pairs, width]"""
     inner = lists.normed.new_empty(lists.weights.numel(), gate_up.shape[0] // len(lists.pairs) // 2)
     return _launch(_gate_up, lists, lists.normed, gate_up, inner, tile or tiles_for(gate_up, lists).gate_up)
 
 
-def quant_down(lists: Lists, inner: Tensor, down: QuantWeight, tile: Tile | None = None) -> Tensor:
+def quant_down(lists: Lists, inner: Tensor, down: QuantWeight, tile: PairTile | None = None) -> Tensor:
     """-> [pairs, hidden]"""
     made = inner.new_empty(len(inner), lists.normed.shape[1])
     return _launch(_down, lists, inner, down, made, tile or tiles_for(down, lists).down)

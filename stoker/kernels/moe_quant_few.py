@@ -1,23 +1,22 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""Experts in 8 or 4 bits (moe_quant.py) of so few tokens that each pair reads its expert's weights itself: moe_few.py's two
-kernels. Products are added up in three dimensions, outputs, groups of inputs that share a scale, and inputs, so that a scale
-is read once for its group. moe.py has the reference.
-"""
+"""8-bit and 4-bit experts (moe_quant.py) for so few tokens that each pair reads its expert's weights itself:
+moe_few.py's two kernels. Terms are accumulated in three dimensions (outputs, groups of inputs that share a scale,
+inputs), so that a scale is read once per group. moe.py has the reference."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from stoker.kernels.dispatch import cdiv, next_power_of_2, overlaps, tl, triton
-from stoker.kernels.moe_few import LOWEST, Chosen, Tile, choose, put_choice
+from stoker.kernels.moe_few import LOWEST, Chosen, ExpertTile, choose, put_choice
 from stoker.kernels.quant import SPAN, QuantWeight, half_of_pair
 
-# None was timed yet: bench/gpu.py --tiles has candidates.
-FP8_GATE_UP = Tile(outs=16, ins=256, num_warps=4)
-FP8_DOWN = Tile(outs=4, ins=1024, num_warps=4, num_stages=2)
-INT4_GATE_UP = Tile(outs=16, ins=512, num_warps=4)
-INT4_DOWN = Tile(outs=8, ins=1024, num_warps=4, num_stages=3)
-_FP8_GROUP = 128  # inputs that share a scale: so many, or all
+# Not yet benchmarked.
+FP8_GATE_UP = ExpertTile(outs=16, ins=256, num_warps=4)
+FP8_DOWN = ExpertTile(outs=4, ins=1024, num_warps=4, num_stages=2)
+INT4_GATE_UP = ExpertTile(outs=16, ins=512, num_warps=4)
+INT4_DOWN = ExpertTile(outs=8, ins=1024, num_warps=4, num_stages=3)
+_FP8_GROUP = 128  # inputs that share a scale: this many, or all
 
 
 @triton.jit
@@ -60,7 +59,8 @@ def _add_int4(
         if NORM:
             given = given * tl.load(norm + column, mask=is_in, other=0.0).to(tl.float32)
         pair = tl.load(pairs_from + (j // 2) * ALL_OUTS, mask=is_span[None, :], other=0)
-        # A code in the last bits of 2**23 makes 2**23 + code, and the codes are stored plus 8: faster than a conversion.
+        # A code in the low bits of 2**23 makes 2**23 + code, and codes are stored plus 8. This is faster than a
+        # conversion.
         value = (((taken >> (4 * j)) & 15) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
         sums += value * given[None, :, :] * half_of_pair(pair, j % 2)[:, :, None]
     return sums
@@ -72,7 +72,8 @@ def _add(
     INS: tl.constexpr, ALL_OUTS: tl.constexpr, INT4: tl.constexpr, NORM: tl.constexpr,
     ROW_BLOCK: tl.constexpr, COL_BLOCK: tl.constexpr, BLOCK_IN: tl.constexpr,
 ):  # fmt: skip
-    """`sums` and the rows `made` times BLOCK_IN values of a row of x, which are times `share` and perhaps the norm's weight."""
+    """Add to `sums`: the weight rows `made` times BLOCK_IN values of a row of x, scaled by `share` and optionally by
+    the norm's weight."""
     if INT4:
         return _add_int4(sums, x, norm, share, codes, scale, made, start, INS, ALL_OUTS, NORM, BLOCK_IN)
     else:
@@ -99,7 +100,7 @@ def _gate_up(
     size = tl.rsqrt(tl.sum(whole * whole) / HIDDEN + eps)
     first_out = tl.program_id(0) * BLOCK_OUT
     both = tl.arange(0, 2 * BLOCK_OUT)
-    # What is padding reads the last output, and is written nowhere.
+    # Padding reads the last output and is written nowhere.
     made = (expert * 2 + both // BLOCK_OUT).to(tl.int32) * WIDTH + tl.minimum(first_out + both % BLOCK_OUT, WIDTH - 1)
     sums = tl.zeros([2 * BLOCK_OUT, GROUP, TOGETHER], tl.float32)
     for start in tl.range(0, HIDDEN, BLOCK_IN, num_stages=STAGES):
@@ -151,8 +152,8 @@ def _down(
     tl.store(x + token * HIDDEN + out, total.to(x.dtype.element_ty), mask=is_out)
 
 
-def _of_weight(weight: QuantWeight, tile: Tile) -> dict[str, int]:
-    """What both kernels are told of a weight and of how to go through it."""
+def _of_weight(weight: QuantWeight, tile: ExpertTile) -> dict[str, int]:
+    """Return the arguments of both kernels that describe a weight and how to traverse it."""
     num_ins, group = weight.shape[1], SPAN if weight.is_int4 else _FP8_GROUP
     assert weight.is_int4 or weight.col_block % _FP8_GROUP == 0 or weight.col_block == num_ins
     block = min(tile.ins, max(group, next_power_of_2(num_ins)))
@@ -165,7 +166,7 @@ def _of_weight(weight: QuantWeight, tile: Tile) -> dict[str, int]:
 
 def quant_gate_up_few(
     x: Tensor, norm: Tensor, eps: float, logits: Tensor, gate_up: QuantWeight, top_k: int, renormalises: bool,
-    tile: Tile | None = None,
+    tile: ExpertTile | None = None,
 ) -> Chosen:  # fmt: skip
     assert x.is_contiguous()
     num_experts, hidden = logits.shape[2], gate_up.shape[1]
@@ -181,8 +182,10 @@ def quant_gate_up_few(
     return found
 
 
-def quant_down_few(x: Tensor, found: Chosen, down: QuantWeight, renormalises: bool, tile: Tile | None = None) -> Tensor:
-    """x + the experts' weighted sum, in place."""
+def quant_down_few(
+    x: Tensor, found: Chosen, down: QuantWeight, renormalises: bool, tile: ExpertTile | None = None
+) -> Tensor:
+    """Return x + the weighted sum of the experts, in place."""
     hidden, width = x.shape[1], down.shape[1]
     tile = tile or (INT4_DOWN if down.is_int4 else FP8_DOWN)
     overlap = overlaps(x)

@@ -1,10 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""Which expert gets which token.  x [tokens, hidden]   router [experts, hidden]   ->  logits [tokens, parts, experts], in float32
+"""Which expert gets which token.
 
-Logits are those of x times the norm's weight; who reads them adds up their parts, and divides by the token's own size, which does
-not change their order.
-A token and one of its experts are a pair, numbered token * top_k + rank. Each expert's pairs stand in its list in any order:
-what comes of a pair depends on nothing else in the list. moe.py has the reference.
+x [tokens, hidden]   router [experts, hidden]   ->  logits [tokens, parts, experts], float32
+
+The logits are those of x times the norm's weight. The reader adds up their parts and divides by the token's norm, which
+does not change their order. A token and one of its experts are a pair, numbered token * top_k + rank. An expert's pairs
+are listed in any order: the result of a pair depends on nothing else in the list. moe.py has the reference.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from torch import Tensor
 
 from stoker.kernels.dispatch import cdiv, next_power_of_2, overlaps, tl, triton, wait_for_inputs
 
-# An expert's count lies in a line of the cache of its own: thousands of tokens count at once.
+# Each expert's counter has a cache line of its own: thousands of tokens count at the same time.
 COUNT_STRIDE = 32
 _WARP = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
-    """How a program of the router works: so many tokens, so many experts, so many inputs at a time, and its share of all inputs."""
+class RouterTile:
+    """How a program of the router works: tokens, experts and inputs at a time, and its share of all inputs."""
 
     rows: int
     outs: int
@@ -32,25 +33,25 @@ class Tile:
     splits: int = 1
 
 
-# Measured on an H200 with Qwen3-30B-A3B's shape: bench/gpu.py --tiles.
+# Measured on an H200 with the shape of Qwen3-30B-A3B.
 _BY_TOKENS = [
-    (64, Tile(16, 16, 256, 2, splits=8)),
-    (1023, Tile(64, 32, 128, 3, splits=4)),
-    (1 << 30, Tile(64, 64, 64, 4)),
+    (64, RouterTile(16, 16, 256, 2, splits=8)),
+    (1023, RouterTile(64, 32, 128, 3, splits=4)),
+    (1 << 30, RouterTile(64, 64, 64, 4)),
 ]
-_WIDE = Tile(16, 16, 32, 2, splits=2)  # of float32
+_WIDE = RouterTile(16, 16, 32, 2, splits=2)  # for float32
 
 
 @dataclass(frozen=True, slots=True)
 class Lists:
     normed: Tensor  # [tokens, hidden]
     weights: Tensor  # [tokens, top_k], in float32
-    counts: Tensor  # [experts * COUNT_STRIDE] how many pairs each expert has
+    counts: Tensor  # [experts * COUNT_STRIDE]: the number of pairs of each expert
     pairs: Tensor  # [experts, at least tokens]
 
     @property
     def load(self) -> float:
-        """Pairs of an expert, on average."""
+        """Average number of pairs per expert."""
         return self.weights.numel() / len(self.pairs)
 
 
@@ -78,7 +79,8 @@ def _router_logits(
             is_in = column >= 0
         taken = tl.load(taken_from + start, mask=is_expert[:, None] & is_in[None, :], other=0.0)
         given = tl.load(given_from + start, mask=is_row[None, :] & is_in[:, None], other=0.0)
-        # The norm's weight goes to the router's side: x stays as it was loaded, and what it is divided by can come later.
+        # The norm's weight is applied to the router's side: x stays as it was loaded, and the division can follow
+        # later.
         learned = tl.load(norm + start + column, mask=is_in, other=0.0).to(tl.float32)
         taken = (taken.to(tl.float32) * learned[None, :]).to(given.dtype)
         sums = tl.dot(taken, given, sums, input_precision="ieee")
@@ -88,7 +90,7 @@ def _router_logits(
 
 @triton.jit
 def add_parts(logits, PARTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr):
-    """-> a token's logits"""
+    """Return a token's logits."""
     expert = tl.arange(0, BLOCK_EXPERTS)
     found = tl.load(logits + expert, mask=expert < EXPERTS, other=float("-inf"))
     for part in tl.static_range(1, PARTS):
@@ -114,7 +116,7 @@ def _list_by_expert(
     found = found * scale
     largest = tl.max(found)
     total = tl.sum(tl.exp(found - largest))
-    # One number that orders by logit, then by expert, the first of equals first: a single maximum gives both.
+    # One number that orders by logit, then by expert, the first of equal logits first: a single maximum gives both.
     bits = found.to(tl.int32, bitcast=True)
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
     key = (ordered << 32) | (BLOCK_EXPERTS - 1 - expert).to(tl.int64)
@@ -140,8 +142,8 @@ def _list_by_expert(
     tl.store(normed + token * HIDDEN + column, (wide * scale * learned).to(normed.dtype.element_ty), mask=inside)
 
 
-def router_logits(x: Tensor, norm: Tensor, router: Tensor, tile: Tile | None = None) -> tuple[Tensor, Tensor]:
-    """And the counts that `list_by_expert` starts from, all zero."""
+def router_logits(x: Tensor, norm: Tensor, router: Tensor, tile: RouterTile | None = None) -> tuple[Tensor, Tensor]:
+    """Return the router's logits, and the counters that `list_by_expert` starts from, all zero."""
     assert x.is_contiguous()
     assert router.is_contiguous()
     num_experts = len(router)
@@ -163,7 +165,7 @@ def list_by_expert(
     (num_tokens, num_parts, num_experts), hidden = logits.shape, x.shape[1]
     normed = torch.empty_like(x)
     weights = logits.new_empty(num_tokens, top_k)
-    # A multiple of 16 whatever the number of tokens, so that one compiled kernel serves all.
+    # A multiple of 16 for any number of tokens, so that one compiled kernel serves all.
     pairs = counts.new_empty(num_experts, -(-num_tokens // 16) * 16)
     overlap = overlaps(x)
     _list_by_expert[(num_tokens,)](

@@ -10,7 +10,7 @@ from stoker.kernels.dispatch import next_power_of_2, overlaps, tl, triton, use_t
 
 
 def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """In float32 at least, whatever x is: squares of bf16 values lose too much."""
+    """Compute in float32 at least: squares of bfloat16 values lose too much precision."""
     wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
     return (wide * scale).to(x.dtype) * weight

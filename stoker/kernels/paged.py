@@ -1,10 +1,12 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""Attention over the paged cache, in Triton.  q [tokens, heads, head_dim]   pages [pages, block_tokens * head_dim]   -> like q
+"""Attention over the paged KV cache, in Triton.
 
-The query heads of one KV head stand together as the rows of a tile, so that K and V are read once for all of them. What there
-is to do comes as pieces (pieces.py): spans of one token, and tiles of longer ones, each with some of their blocks of keys. Pieces
-of one group leave their parts: of single tokens the last to finish puts these together, of tiles a kernel that follows. What was
-found takes the query's place: padding stays as it was. attention.py is the reference.
+q [tokens, heads, head_dim]   pages [pages, block_tokens * head_dim]   -> like q
+
+The query heads of one KV head are the rows of a tile, so that K and V are read once for all of them. The work comes as
+pieces (pieces.py): spans of one token, and tiles of longer spans, each with some of their key blocks. The pieces of one
+group leave partial results. For single tokens, the last piece to finish merges them; for tiles, a kernel that follows
+does. The result overwrites the query; padding stays unchanged. attention.py is the reference.
 """
 
 from __future__ import annotations
@@ -20,38 +22,36 @@ from stoker.kernels.dispatch import is_power_of_2, overlaps, tl, triton, use_tri
 from stoker.kernels.pieces import FIELDS, Ints, cut_keys, cut_tokens
 
 _LOG2_E = log2(e)
-# Programs that keep a large card busy: small ones for single tokens, which read, and large ones for tiles, which multiply. And the
-# fewest blocks of keys that are worth a program of their own.
+# The number of programs that keep a large GPU busy: small ones for single tokens, which are memory-bound, and large
+# ones for tiles, which are compute-bound. Then the fewest key blocks that are worth a program of their own.
 _SINGLE_PROGRAMS, _TILE_PROGRAMS = 512, 264
 _SINGLE_BLOCKS, _TILE_BLOCKS = 2, 4
 _MOST_SPLITS = 32
-_LEAST_DOT = 16  # the matrix units' smallest tile
-_TILE_ROWS, _WIDE_TILE_ROWS = 128, 32  # tokens times query heads; of float32
+_LEAST_DOT = 16  # the smallest tile of the tensor cores
+_TILE_ROWS, _WIDE_TILE_ROWS = 128, 32  # tokens times query heads; the second is for float32
 _JOINED_ROWS = 32
 _SINGLE_WARPS, _SINGLE_STAGES, _TILE_WARPS, _TILE_STAGES = 2, 3, 8, 3
-_TILE_REGISTERS = (
-    128  # a few values are spilled for it, and two programs fit where one would: 466 TFLOP/s instead of 371
-)
+_TILE_REGISTERS = 128  # a few registers are spilled, but two programs fit instead of one: 466 TFLOP/s instead of 371
 
 
 @dataclass(frozen=True, slots=True)
 class PagedSpans:
-    """What attends to what, on the device."""
+    """Which tokens attend to which, on the device."""
 
-    table: Tensor  # [rows, blocks] each row's blocks
-    token_rows: Tensor  # [tokens] each token's row of the table
+    table: Tensor  # [rows, blocks]: the blocks of each row
+    token_rows: Tensor  # [tokens]: the table row of each token
     positions: Tensor  # [tokens], -1 is padding
-    singles: Tensor  # [pieces, FIELDS] of the spans of one token
-    tiles: Tensor  # [pieces, FIELDS] of the longer ones
-    whole: tuple[tuple[int, int], ...]  # first token and count of what dense.py takes
-    finished: Tensor  # `new_counters`: zeros before a call and after it; calls on it run one after the other
+    singles: Tensor  # [pieces, FIELDS] of the one-token spans
+    tiles: Tensor  # [pieces, FIELDS] of the longer spans
+    whole: tuple[tuple[int, int], ...]  # first token and count of the spans that dense.py computes
+    finished: Tensor  # from `new_counters`: zeros before and after a call; calls that share it run one after the other
     pages_per_block: int
     num_kv_heads: int
 
 
 @dataclass(frozen=True, slots=True)
 class Cutter:
-    """Cuts a step's spans into pieces, as this card's kernels want them."""
+    """Cuts a step's spans into pieces that suit the kernels on this GPU."""
 
     num_kv_heads: int
     tile_tokens: int
@@ -62,20 +62,20 @@ class Cutter:
         return cls(num_kv_heads, _tile_tokens(num_heads // num_kv_heads, dtype), block_tokens)
 
     def most_singles(self, count: int) -> int:
-        """Pieces that so many spans of one token are cut into at most."""
+        """Upper bound of the number of pieces for this many one-token spans."""
         return count + min(self._wanted(_SINGLE_PROGRAMS), (_MOST_SPLITS - 1) * count)
 
     def most_tiles(self, count: int) -> int:
-        """Pieces that so many tiles are cut into at most."""
+        """Upper bound of the number of pieces for this many tiles."""
         return count + self._wanted(_TILE_PROGRAMS)
 
     def num_tiles(self, count: Ints) -> int:
-        """Of spans with so many tokens."""
+        """Return the number of tiles of spans with these token counts."""
         return int((-(-count // self.tile_tokens)).sum())
 
     def singles(self, first: Ints, start: Ints, room: int) -> Ints:
-        """At most `room` pieces, which is more than there are spans. Parts are put together one after the other, so that there
-        should not be more of them than each has blocks."""
+        """Cut one-token spans into at most `room` pieces, which is more than there are spans. Partial results are
+        merged one after the other, so there should not be more of them than each has blocks."""
         wanted = min(self._wanted(_SINGLE_PROGRAMS), room - len(first))
         least = isqrt(int(start.max()) // self.block_tokens + 1)
         return cut_keys(first, first * 0 + 1, start, self.block_tokens, wanted, max(_SINGLE_BLOCKS, least))
@@ -95,14 +95,14 @@ def fits(x: Tensor, block_tokens: int, head_dim: int) -> bool:
 
 
 def new_counters(device: torch.device) -> Tensor:
-    """One for each group of pieces and KV head: see `cut_keys` for how many parts there are."""
+    """Return one counter per group of pieces and KV head; see `cut_keys` for the number of parts."""
     return torch.zeros(2 * _SINGLE_PROGRAMS, dtype=torch.int32, device=device)
 
 
 @triton.jit
 def _merge(parts, part_sums, group, num_parts, head, row, column, is_mine, KV_HEADS: tl.constexpr, ROWS: tl.constexpr,
            DIM: tl.constexpr):  # fmt: skip
-    """All parts of a group. Of the keys of its first, every row sees some."""
+    """Merge all parts of a group. Every row sees some of the keys of the first part."""
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     found = tl.zeros([ROWS, DIM], tl.float32)
@@ -124,14 +124,14 @@ def _attend_single(
     KV_HEADS: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     FIELDS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    head, number = tl.program_id(0), tl.program_id(1)  # padding is what comes last
-    # The tables are the step's own inputs: they were there before its first kernel.
+    head, number = tl.program_id(0), tl.program_id(1)  # padding comes last
+    # The tables are inputs of the step: they existed before its first kernel.
     piece = pieces + number * FIELDS
     token, count = tl.load(piece).to(tl.int64), tl.load(piece + 1)
     begin, end = tl.load(piece + 2).to(tl.int32), tl.load(piece + 3).to(tl.int32)
     group, num_parts = tl.load(piece + 4).to(tl.int32), tl.load(piece + 5).to(tl.int32)
     if count == 0:
-        if number == 0:  # somebody must: the next kernel waits for this one alone
+        if number == 0:  # one program must do it: the next kernel waits for this one only
             wait_for_inputs(OVERLAP)
         return
     position = tl.load(positions + token).to(tl.int32)
@@ -168,7 +168,7 @@ def _attend_single(
         mine = (number * KV_HEADS + head) * ROWS + row
         tl.store(parts + mine[:, None] * DIM + column[None, :], found, mask=is_head)
         tl.store(part_sums + mine, largest + tl.log2(total))
-        tl.debug_barrier()  # all of this program's part is written before it counts itself as finished
+        tl.debug_barrier()  # all of this program's part is written before it counts as finished
         counter = finished + group * KV_HEADS + head
         if tl.atomic_add(counter, 1, sem="acq_rel") == num_parts - 1:
             tl.store(counter, 0)
@@ -252,7 +252,8 @@ def _join_tiles(
     KV_HEADS: tl.constexpr, SHARED: tl.constexpr, SHARED_PADDED: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr,
     ROWS: tl.constexpr, FIELDS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of a tile whose keys were split. One program would take longer to read all its parts than they took to make."""
+    """Merge some rows of a tile whose keys were split. A single program would take longer to read all parts than it
+    took to compute them."""
     number, head = tl.program_id(0), tl.program_id(1)
     piece = pieces + number * FIELDS
     first, count = tl.load(piece).to(tl.int64), tl.load(piece + 1).to(tl.int32)
@@ -283,7 +284,7 @@ def _join_tiles(
 def paged_attention_triton(
     q: Tensor, key: Tensor, value: Tensor, pages: Tensor, spans: PagedSpans, scale: float
 ) -> Tensor:
-    """q is spent: the answer takes its place."""
+    """Compute attention; the result overwrites q."""
     assert q.is_contiguous()
     num_heads, head_dim = q.shape[1:]
     kv_heads, block_tokens = spans.num_kv_heads, pages.shape[1] // head_dim
@@ -331,7 +332,7 @@ def _new_parts(q: Tensor, num_pieces: int, programs: int, kv_heads: int, rows: i
 
 
 def _most_parts(num_pieces: int, programs: int, kv_heads: int) -> int:
-    """Of so many pieces: see `cut_keys`."""
+    """Upper bound of the number of parts among this many pieces: see `cut_keys`."""
     return min(num_pieces, 2 * max(1, programs // kv_heads))
 
 

@@ -1,7 +1,8 @@
-"""Attention's work cut into pieces of about one size: some tokens of one span, and some of the blocks of keys that they see.
+"""Cuts the work of attention into pieces of similar size: some tokens of one span, and some of the key blocks they see.
 
-Once a step, on the host, for all layers. Where a few long contexts would keep only a few programs busy their keys are split, and
-the last piece to finish puts the parts together (paged.py). Pieces that are parts come first: only they need a place to leave them.
+This runs once per step, on the host, for all layers. Where a few long contexts would keep only a few programs busy,
+their keys are split, and the last piece to finish merges the partial results (paged.py). Pieces of split keys come
+first: only they need a place for partial results.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 
-# A piece: its first token, how many (0: padding, nothing is to be done), its first block of keys and the one behind its last,
-# the number of its group's first piece, and how many pieces that group has.
+# A piece: first token, number of tokens (0 is padding: nothing to do), first key block, end of its key blocks, number
+# of its group's first piece, and number of pieces in the group.
 FIELDS = 6
 
 
 def cut_tokens(first: Ints, count: Ints, start: Ints, most: int) -> tuple[Ints, Ints, Ints]:
-    """Spans, by their first token, tokens and first position: the same, none with more than `most` tokens."""
+    """Split spans, given by first token, token count and first position, so that none has more than `most` tokens."""
     tiles = -(-count // most)
     offset = (np.arange(int(tiles.sum())) - (tiles.cumsum() - tiles).repeat(tiles)) * most
     return (
@@ -28,14 +29,15 @@ def cut_tokens(first: Ints, count: Ints, start: Ints, most: int) -> tuple[Ints, 
 
 
 def cut_keys(first: Ints, count: Ints, start: Ints, block_tokens: int, wanted: int, least_blocks: int) -> Ints:
-    """[pieces, FIELDS], the longest first: at most `wanted`, or one for each span and `wanted` beyond where there are more spans
-    than half of that. Fewer than twice `wanted` are parts, and none of these has less than about `least_blocks`."""
+    """Return [pieces, FIELDS], the longest first: at most `wanted` pieces, or one per span plus `wanted` if there are
+    more than half as many spans. Fewer than twice `wanted` pieces are parts, and a part has at least about
+    `least_blocks`."""
     blocks = (start + count - 1) // block_tokens + 1
     order = np.argsort(-blocks, kind="stable")
     blocks = blocks[order]
     each = max(least_blocks, -(-int(blocks.sum()) // wanted))
     parts = -(-blocks // each)
-    # Rounded up, these may be more than run at a time: a few that come late would be as good as twice the work.
+    # Rounding up may give more pieces than run at the same time: a few late ones would double the time.
     while 2 * len(parts) <= wanted < parts.sum():
         each += each // 8 + 1
         parts = -(-blocks // each)

@@ -1,11 +1,14 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""Weights in 8 or 4 bits: what their numbers mean, and back to plain ones.
+"""8-bit and 4-bit weights: what the codes mean, and how to dequantise them.
 
-A code's value times the scale of its block is the weight; a scale covers `row_block` outputs and `col_block` inputs.
+The weight is a code's value times the scale of its block; a scale covers `row_block` outputs and `col_block` inputs.
+
 8 bits: codes [out, in] float8_e4m3fn, scale [row blocks, column blocks] float32.
-4 bits: codes [out, words] int32, laid out for the kernels: the 256 inputs of 32 words stand together, and code j of word w is
-input 32 j + w of them, so that the same four bits of all words are 32 inputs in a row. These share a scale: bfloat16, two in a
-word, [in / 64, out], so that a program reads those of its outputs at once.
+4 bits: codes [out, words] int32, scale [in / 64, out], two bfloat16 in a word.
+
+4-bit codes are laid out for the kernels: the 256 inputs of 32 words stand together, and code j of word w is input 32 j
++ w of them, so that the same four bits of all words are 32 consecutive inputs, which share a scale. The layout of the
+scales lets a program read those of its outputs at once.
 """
 
 from __future__ import annotations
@@ -17,8 +20,8 @@ from torch import Tensor
 
 from stoker.kernels.dispatch import cdiv, overlaps, tl, triton, wait_for_inputs
 
-WORD_CODES = 8  # four-bit codes in a word
-GROUP = 32  # inputs that share a scale: at least so many
+WORD_CODES = 8  # 4-bit codes in a word
+GROUP = 32  # the smallest number of inputs that share a scale
 MOST_ROWS = 64
 SPAN = WORD_CODES * GROUP  # inputs whose codes are interleaved
 
@@ -30,28 +33,28 @@ class QuantWeight:
     shape: tuple[int, int]
     row_block: int
     col_block: int
-    quantises_inputs: bool = False  # what is multiplied by it may be brought to 8 bits too
+    quantises_inputs: bool = False  # the other operand may be quantised to 8 bits too
 
     @property
     def is_int4(self) -> bool:
         return self.codes.dtype == torch.int32
 
     def is_few(self, num_rows: int) -> bool:
-        """Whether reading the codes is most of the work of a product with so many rows."""
+        """Return True if reading the codes is most of the work of a matmul with this many rows."""
         return num_rows <= MOST_ROWS
 
 
 def fp8_weight(
     codes: Tensor, scale: Tensor, row_block: int, col_block: int, quantises_inputs: bool = False
 ) -> QuantWeight:
-    """`scale` [row blocks, column blocks]."""
+    """Make an 8-bit weight. `scale` is [row blocks, column blocks]."""
     shape = (len(codes), codes.shape[1])
     return QuantWeight(codes, scale.float().contiguous(), shape, row_block, col_block, quantises_inputs)
 
 
 def int4_weight(words: Tensor, scale: Tensor) -> QuantWeight:
-    """`words` [out, in / 8] as checkpoints have them: code j of word w is input 8 w + j, stored plus 8; they are spent. `scale`
-    [out, groups]."""
+    """Make a 4-bit weight. `words` [out, in / 8] are as checkpoints have them: code j of word w is input 8 w + j,
+    stored plus 8. They are consumed. `scale` is [out, groups]."""
     num_ins = words.shape[1] * WORD_CODES
     group = num_ins // scale.shape[1]
     assert group % GROUP == 0
@@ -62,7 +65,7 @@ def int4_weight(words: Tensor, scale: Tensor) -> QuantWeight:
 
 
 def unpack_int4(words: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The plain weight, from the same two as `int4_weight`."""
+    """Return the dequantised weight, from the same arguments as `int4_weight`."""
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
     values = ((words[..., None] >> shifts) & 15).flatten(1) - 8
     group = values.shape[1] // scale.shape[1]
@@ -71,22 +74,22 @@ def unpack_int4(words: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def interleave(words: Tensor) -> Tensor:
-    """[out, in / 8] -> [out, words], with as many inputs more as fill the last 256; in place where there are none."""
+    """[out, in / 8] -> [out, words], padded to a multiple of 256 inputs; in place if no padding is needed."""
     if missing := -words.shape[1] % GROUP:
         words = torch.nn.functional.pad(words, (0, missing))
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
-    # By slices of the outputs: the codes one by one take eight times the memory.
+    # By slices of the outputs: unpacked codes take eight times the memory.
     rows = max(1, (1 << 24) // max(1, words.shape[1] * WORD_CODES))
     for first in range(0, len(words), rows):
         codes = (words[first : first + rows, :, None] >> shifts) & 15
         codes = codes.view(len(codes), -1, WORD_CODES, GROUP) << shifts[:, None]
-        # They take different bits, so that their sum, which may wrap, is their union.
+        # They occupy different bits, so that their sum, which may wrap around, is their union.
         words[first : first + rows] = codes.sum(2, dtype=torch.int32).flatten(1)
     return words
 
 
 def dequantise_ref(weight: QuantWeight, dtype: torch.dtype) -> Tensor:
-    """In `dtype`, each number rounded once."""
+    """Dequantise to `dtype`, rounding each value once."""
     num_outs, num_ins = weight.shape
     if weight.is_int4:
         shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=weight.codes.device)
@@ -102,7 +105,7 @@ def dequantise_ref(weight: QuantWeight, dtype: torch.dtype) -> Tensor:
 
 @triton.jit
 def half_of_pair(pair, HIGH: tl.constexpr):
-    """One of the two bfloat16 in a word, as float32."""
+    """Return one of the two bfloat16 values in a word, as float32."""
     return ((pair & -65536) if HIGH else (pair << 16)).to(tl.float32, bitcast=True)
 
 
@@ -136,7 +139,7 @@ def _dequantise(
 
 
 def dequantise_triton(weight: QuantWeight, dtype: torch.dtype, first: int = 0, count: int | None = None) -> Tensor:
-    """Of `count` outputs from `first` on."""
+    """Dequantise `count` outputs from `first` on."""
     num_outs, num_ins = weight.shape
     count = num_outs if count is None else count
     out = torch.empty(count, num_ins, dtype=dtype, device=weight.codes.device)
@@ -150,5 +153,5 @@ def dequantise_triton(weight: QuantWeight, dtype: torch.dtype, first: int = 0, c
 
 
 def dequantise(weight: QuantWeight, dtype: torch.dtype) -> Tensor:
-    on_card = weight.codes.is_cuda and dtype != torch.float64
-    return (dequantise_triton if on_card else dequantise_ref)(weight, dtype)
+    on_gpu = weight.codes.is_cuda and dtype != torch.float64
+    return (dequantise_triton if on_gpu else dequantise_ref)(weight, dtype)

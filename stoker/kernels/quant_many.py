@@ -1,8 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""y = x W^T for many rows of x and a weight in 8 or 4 bits (quant.py), where arithmetic is the work.
+"""Matmul of many rows of x with an 8-bit or 4-bit weight (quant.py), where arithmetic is the limit.
 
-Where the checkpoint was made for activations in 8 bits and the card's matrix units take them, each row of x (or each 128 inputs
-of it, where the weight has blocks) gets a scale of its own. Else the weight is made plain again and multiplied by the library.
+Where the checkpoint was made for 8-bit activations and the tensor cores support them, each row of x (or each 128 inputs
+of it, if the weight has blocks) gets a scale of its own. Otherwise the weight is dequantised and multiplied by the
+library.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ from torch import Tensor
 from stoker.kernels.dispatch import cdiv, next_power_of_2, overlaps, tl, triton, wait_for_inputs
 from stoker.kernels.quant import QuantWeight, dequantise_triton
 
-_LARGEST = 448.0  # of float8_e4m3fn
+_LARGEST = 448.0  # largest float8_e4m3fn value
 _PART_BYTES = 128 << 20
 _ROW_STEP = 256
-_TOGETHER = 2048  # values that a program quantises
+_TOGETHER = 2048  # values that one program quantises
 
 
 def quantise_ref(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """codes [rows, in] float8_e4m3fn, scale [rows, in / group] float32: the largest of a group becomes the largest code."""
+    """Return codes [rows, in] float8_e4m3fn and scale [rows, in / group] float32: the largest value of a group becomes
+    the largest code."""
     groups = x.double().view(len(x), -1, group)
     scale = (groups.abs().amax(-1) / _LARGEST).clamp_min(1e-12).float()
     codes = (groups / scale[..., None]).flatten(1).clamp(-_LARGEST, _LARGEST)
@@ -44,8 +46,8 @@ def _quantise(
 
 
 def quantise_triton(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """As the library wants it: neighbouring scales are those of neighbouring rows, and there are rows to make their number a
-    multiple of four, with anything in them."""
+    """Quantise in the layout that the library wants: neighbouring scales belong to neighbouring rows, and rows of
+    undefined content pad their number to a multiple of four."""
     assert x.is_contiguous()
     num_rows, num_groups = -(-len(x) // 4) * 4, x.shape[1] // group
     codes = torch.empty(num_rows, x.shape[1], dtype=torch.float8_e4m3fn, device=x.device)
@@ -60,7 +62,7 @@ def quantise_triton(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def many_rows_linear(x: Tensor, weight: QuantWeight, *, add_to: Tensor | None = None) -> Tensor:
-    """`add_to`: the sum, in place."""
+    """Return x W^T; with `add_to`, the sum, in place."""
     if not _takes_fp8(weight):
         return _plain(x, weight, add_to)
     found = fp8_linear(x, weight)
@@ -68,7 +70,7 @@ def many_rows_linear(x: Tensor, weight: QuantWeight, *, add_to: Tensor | None = 
 
 
 def _takes_fp8(weight: QuantWeight) -> bool:
-    """What the library has products for."""
+    """Return True if the library has 8-bit matmuls for these operands."""
     num_outs, num_ins = weight.shape
     if not weight.quantises_inputs or num_outs % 16 or num_ins % 16:
         return False
@@ -78,7 +80,7 @@ def _takes_fp8(weight: QuantWeight) -> bool:
 
 
 def fp8_linear(x: Tensor, weight: QuantWeight) -> Tensor:
-    """Both sides in 8 bits: each row of x, or each 128 inputs of it, by its largest."""
+    """Matmul with both sides in 8 bits. Each row of x, or each 128 inputs of it, is scaled by its largest value."""
     is_whole = weight.col_block == x.shape[1]
     codes, scale = quantise_triton(x, weight.col_block)
     of_weight = weight.scale.view(1, -1) if is_whole else weight.scale.t()
@@ -89,7 +91,7 @@ def fp8_linear(x: Tensor, weight: QuantWeight) -> Tensor:
 
 
 def _plain(x: Tensor, weight: QuantWeight, add_to: Tensor | None) -> Tensor:
-    """A part of the outputs at a time: what is made plain is read again from the card's cache, and takes little memory."""
+    """Dequantise some outputs at a time, so that the result is read again from the L2 cache and takes little memory."""
     num_outs, num_ins = weight.shape
     out = x.new_empty(len(x), num_outs) if add_to is None else add_to
     most = max(_ROW_STEP, _PART_BYTES // (num_ins * x.element_size()) // _ROW_STEP * _ROW_STEP)

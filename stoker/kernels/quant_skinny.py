@@ -1,7 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""y = x W^T for few rows of x and a weight in 8 or 4 bits (quant.py): its codes are all that is read of W, and become numbers of
-x's own kind on the way into the matrix units. linear.py has the reference and decides when this pays.
-"""
+"""Matmul of few rows of x with an 8-bit or 4-bit weight (quant.py). Only the codes of W are read; they are converted to
+the dtype of x on the way into the tensor cores. linear.py has the reference and decides when this is used."""
 
 from __future__ import annotations
 
@@ -10,38 +9,39 @@ from torch import Tensor
 
 from stoker.kernels.dispatch import cdiv, overlaps, tl, triton
 from stoker.kernels.quant import QuantWeight, half_of_pair
-from stoker.kernels.skinny import ANY, Tile, Tuned, padded_rows, put_sums, tile_of, workspace
+from stoker.kernels.skinny import ANY, SkinnyTile, Tuned, padded_rows, put_sums, tile_of, workspace
 
-# Measured on an H200 with Llama-3.1-8B's shapes. Expanding codes keeps the programs busy, so that it takes more of them than for
-# plain weights: where there are few outputs, several share the inputs.
+# Measured on an H200 with the shapes of Llama-3.1-8B. Expanding codes keeps programs busy, so it takes more of them
+# than plain weights do: where there are few outputs, several programs share the inputs.
 FP8 = (
-    Tuned(16, 4608, 0, Tile(32, 256, 2, 4, splits=4)),
-    Tuned(16, 16896, 0, Tile(32, 256, 2, 3, splits=4)),
-    Tuned(16, ANY, 0, Tile(32, 256, 2, 4)),
-    Tuned(64, 4608, 0, Tile(64, 128, 4, 4, splits=4)),
-    Tuned(64, 16896, 0, Tile(64, 128, 4, 4, splits=2)),
-    Tuned(64, ANY, 0, Tile(128, 128, 4, 4)),
+    Tuned(16, 4608, 0, SkinnyTile(32, 256, 2, 4, splits=4)),
+    Tuned(16, 16896, 0, SkinnyTile(32, 256, 2, 3, splits=4)),
+    Tuned(16, ANY, 0, SkinnyTile(32, 256, 2, 4)),
+    Tuned(64, 4608, 0, SkinnyTile(64, 128, 4, 4, splits=4)),
+    Tuned(64, 16896, 0, SkinnyTile(64, 128, 4, 4, splits=2)),
+    Tuned(64, ANY, 0, SkinnyTile(128, 128, 4, 4)),
 )
 FP8_BLOCKS = (
-    Tuned(16, 4608, 0, Tile(32, 128, 2, 4, splits=8)),
-    Tuned(16, 16896, 0, Tile(32, 128, 2, 3, splits=4)),
-    Tuned(16, ANY, 0, Tile(32, 128, 2, 3)),
-    Tuned(64, 4608, 0, Tile(64, 128, 4, 3, splits=4)),
-    Tuned(64, 16896, 0, Tile(64, 128, 4, 3, splits=2)),
-    Tuned(64, ANY, 0, Tile(64, 128, 4, 4)),
+    Tuned(16, 4608, 0, SkinnyTile(32, 128, 2, 4, splits=8)),
+    Tuned(16, 16896, 0, SkinnyTile(32, 128, 2, 3, splits=4)),
+    Tuned(16, ANY, 0, SkinnyTile(32, 128, 2, 3)),
+    Tuned(64, 4608, 0, SkinnyTile(64, 128, 4, 3, splits=4)),
+    Tuned(64, 16896, 0, SkinnyTile(64, 128, 4, 3, splits=2)),
+    Tuned(64, ANY, 0, SkinnyTile(64, 128, 4, 4)),
 )
 INT4 = (
-    Tuned(16, 4608, 8192, Tile(128, 256, 4, 3, splits=8)),
-    Tuned(16, 4608, 0, Tile(128, 256, 4, 4, splits=8)),
-    Tuned(16, 16896, 0, Tile(128, 256, 4, 3, splits=4)),
-    Tuned(16, ANY, 0, Tile(128, 256, 4, 3)),
-    Tuned(64, 4608, 0, Tile(128, 256, 4, 3, splits=4)),
-    Tuned(64, 16896, 0, Tile(64, 256, 4, 2, splits=4)),
-    Tuned(64, ANY, 0, Tile(128, 256, 4, 2)),
+    Tuned(16, 4608, 8192, SkinnyTile(128, 256, 4, 3, splits=8)),
+    Tuned(16, 4608, 0, SkinnyTile(128, 256, 4, 4, splits=8)),
+    Tuned(16, 16896, 0, SkinnyTile(128, 256, 4, 3, splits=4)),
+    Tuned(16, ANY, 0, SkinnyTile(128, 256, 4, 3)),
+    Tuned(64, 4608, 0, SkinnyTile(128, 256, 4, 3, splits=4)),
+    Tuned(64, 16896, 0, SkinnyTile(64, 256, 4, 2, splits=4)),
+    Tuned(64, ANY, 0, SkinnyTile(128, 256, 4, 2)),
 )
 
-# Two words and eight factors -> eight pairs of bfloat16: pair j is the words' codes j times factor j. A code in the last bits of
-# 128.0 makes 128 + code, and the codes are stored plus 8. Two at once, since one by one would take longer than reading them.
+# Two words and eight factors -> eight pairs of bfloat16: pair j has the words' codes j times factor j. A code in the
+# low bits of 128.0 makes 128 + code, and codes are stored plus 8. Two at a time, since one by one would take longer
+# than reading them.
 EXPAND = "\n".join(
     [
         "{ .reg .b32 low, high, part, base;",
@@ -85,13 +85,13 @@ def _fp8_rows(
         if INS % (SPLITS * BLOCK_IN) == 0:
             is_in = column >= 0
         taken = tl.load(taken_from + start, mask=is_made & is_in[None, :], other=0.0)
-        # By way of float16 and float32: straight to bfloat16 is an instruction of a quarter of the speed.
+        # Through float16 and float32: the direct conversion to bfloat16 has a quarter of the speed.
         taken = taken.to(tl.float16).to(tl.float32).to(x.dtype.element_ty)
         given = tl.load(given_from + start, mask=is_row & is_in[:, None], other=0.0)
         if COLS == 1:
             sums = tl.dot(taken, given, sums, input_precision="ieee")
         else:
-            block = tl.minimum((split * PART + start) // COL_BLOCK, COLS - 1)  # beyond it, all of x is zero
+            block = tl.minimum((split * PART + start) // COL_BLOCK, COLS - 1)  # beyond it, x is zero
             factor = tl.load(scale_from + block, mask=is_made, other=0.0)
             sums += tl.dot(taken, given, input_precision="ieee") * factor
     if OVERLAP:
@@ -103,7 +103,7 @@ def _fp8_rows(
 
 @triton.jit
 def _twice(pair, HIGH: tl.constexpr):
-    """One of the two halves of a word, in both."""
+    """Return one of the two halves of a word, in both halves."""
     return (pair & -65536) | ((pair >> 16) & 65535) if HIGH else (pair << 16) | (pair & 65535)
 
 
@@ -138,7 +138,7 @@ def _int4_rows(
     PART: tl.constexpr = (SPANS + SPLITS - 1) // SPLITS
     for number in range(PART):
         span = split * PART + number
-        known = tl.minimum(span, SPANS - 1)  # beyond it, all of x is zero
+        known = tl.minimum(span, SPANS - 1)  # beyond it, x is zero
         taken = tl.load(taken_from + known * 32, mask=is_made, other=0)
         pairs_from = scale + known * 4 * num_outs + made
         pair0 = tl.load(pairs_from, mask=is_made, other=0)
@@ -166,9 +166,9 @@ def _int4_rows(
 
 
 def quant_rows_linear(
-    x: Tensor, weight: QuantWeight, *, add_to: Tensor | None = None, tile: Tile | None = None
+    x: Tensor, weight: QuantWeight, *, add_to: Tensor | None = None, tile: SkinnyTile | None = None
 ) -> Tensor:
-    """`weight.is_few` rows. `add_to`: the sum, in place."""
+    """Return x W^T for `weight.is_few` rows; with `add_to`, the sum, in place."""
     assert x.is_contiguous()
     assert add_to is None or add_to.is_contiguous()
     num_outs, num_ins = weight.shape

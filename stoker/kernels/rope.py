@@ -1,4 +1,5 @@
-"""Rotary positions.  x [tokens, heads, head_dim]   cos, sin [tokens, head_dim]: the halves of a head turn against each other."""
+"""Rotary position embedding.  x [tokens, heads, head_dim]   cos, sin [tokens, head_dim]: the two halves of a head are
+rotated."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from torch import Tensor
 def rope_tables(
     inverse_frequencies: Tensor, num_positions: int, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin for every position; sin carries the sign of the turned half, so that applying it is two products."""
+    """Return cos and sin for every position. sin carries the sign of the rotated half, so that applying it takes two
+    multiplications."""
     positions = torch.arange(num_positions, dtype=torch.float64, device=inverse_frequencies.device)
     angles = torch.outer(positions, inverse_frequencies.double())
     cos, sin = angles.cos() * scale, angles.sin() * scale

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""From the fused product to what attention reads: each head's norm, rotary positions, K and V into the cache.
+"""From the fused qkv matmul to the inputs of attention: head norms, rotary embedding, and K and V written to the cache.
 
 heads [tokens, heads + 2 * kv_heads, head_dim], q then k then v
     ->  q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim]
@@ -81,7 +81,7 @@ def _rope_write(
         key_high = tl.load(key_norm + DIM // 2 + column).to(tl.float32)[None, :]
         left = low * scale * tl.where(is_query[:, None], query_low, key_low)
         right = high * scale * tl.where(is_query[:, None], query_high, key_high)
-    # Both halves of cos and sin are equal, but for the sign of sin's first.
+    # Both halves of cos and sin are equal, except for the sign of sin's first half.
     turn_cos = tl.load(cos + token * DIM + column).to(tl.float32)[None, :]
     turn_sin = tl.load(sin + token * DIM + DIM // 2 + column).to(tl.float32)[None, :]
     left, right = left * turn_cos - right * turn_sin, right * turn_cos + left * turn_sin
@@ -92,7 +92,7 @@ def _rope_write(
     kv_head = tl.where(is_value, head - HEADS - KV_HEADS, head - HEADS)
     is_kv = (head >= HEADS) & (head < HEADS + 2 * KV_HEADS)
     slot = tl.load(slots + token * KV_HEADS + kv_head, mask=is_kv, other=0)
-    slot += tl.where(is_value, KV_HEADS * BLOCK_TOKENS, 0)  # a layer's V lies behind its K
+    slot += tl.where(is_value, KV_HEADS * BLOCK_TOKENS, 0)  # a layer's V follows its K
     cached = pages + slot[:, None] * DIM + column[None, :]
     tl.store(cached, left, mask=is_kv[:, None])
     tl.store(cached + DIM // 2, right, mask=is_kv[:, None])
@@ -111,7 +111,7 @@ def rope_write_triton(
     num_kv_heads: int,
     norms: HeadNorms | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`heads` is spent: k and v stay there, k turned."""
+    """Run the kernel. `heads` is reused: k and v stay there, k rotated."""
     assert heads.is_contiguous()
     num_tokens, all_heads, head_dim = heads.shape
     overlap = overlaps(heads)

@@ -1,7 +1,7 @@
-"""Logits to tokens.  logits [rows, vocab], float32 -> token ids [rows]
+"""Samples tokens from logits.  logits [rows, vocab], float32 -> token ids [rows]
 
-Randomness is a function: `uniform(seed, position)` is the one number that decides a draw, whatever the batch, the schedule
-or the worker. Filters are thresholds on probability, so that no order of equal values matters.
+Randomness is a function: `uniform(seed, position)` alone decides the sampled token, whatever the batch, the schedule or
+the worker. Filters are thresholds on probability, so that the order of equal values does not matter.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 _LOW_32 = 0xFFFFFFFF
-# How many of the most likely tokens are sorted first; the whole vocabulary only if these do not reach top_p.
+# This many of the most likely tokens are sorted first; the whole vocabulary only if these do not reach top_p.
 _FIRST_SORTED = 512
 
 
 def uniform(seed: Tensor, position: Tensor) -> Tensor:
-    """[rows] int64, [rows] int64 -> [rows] float64 in [0, 1). Two rounds of a 64-bit mixer; torch's integers wrap around."""
+    """[rows] int64, [rows] int64 -> [rows] float64 in [0, 1). Two rounds of a 64-bit mixer; torch's integers wrap
+    around."""
     mixed = _mix(_mix(seed) + position * -7046029254386353131)
     return ((mixed >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
 
@@ -30,20 +31,20 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniforms: Tensor) -> Tensor:
-    """One token a row. temperature [rows] > 0; top_k 0, top_p 1 and min_p 0 keep all."""
+    """Sample one token per row. temperature [rows] > 0; top_k 0, top_p 1 and min_p 0 keep all tokens."""
     scaled = logits / temperature[:, None]
-    weights = (scaled - scaled.amax(-1, keepdim=True)).exp_()  # the largest is 1
+    weights = (scaled - scaled.amax(-1, keepdim=True)).exp_()  # the largest weight is 1
     if bool((top_k > 0).any() | (top_p < 1).any() | (min_p > 0).any()):
         weights = torch.where(weights < _threshold(weights, top_k, top_p, min_p)[:, None], 0.0, weights)
-    # Summed in float64: the tail of a large vocabulary must not vanish beside the head's rounding.
+    # Accumulated in float64: the tail of a large vocabulary must not vanish in the rounding of its head.
     mass = weights.cumsum(-1, dtype=torch.float64)
     target = uniforms.to(mass.device)[:, None] * mass[:, -1:]
-    # right=True: never a token without mass, also for a uniform of zero.
+    # right=True: never a token without mass, also for a uniform value of zero.
     return torch.searchsorted(mass, target, right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
 
 
 def _threshold(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """The least weight that stays: min_p of the largest, and the last of top_p's mass within the top_k."""
+    """Return the smallest weight that is kept: min_p of the largest, and the last of top_p's mass within the top_k."""
     vocab = weights.shape[1]
     num_sorted = min(vocab, max(_FIRST_SORTED, int(top_k.max())))
     ranked = weights.topk(num_sorted, -1).values
@@ -60,7 +61,7 @@ def _threshold(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> 
     keep = inside & (before < (top_p * total)[:, None])
     keep[:, 0] = True
     last = torch.where(keep, ranked, torch.inf).min(-1).values
-    # Nothing but top_k and top_p can cut below what was sorted: without either, everything stays.
+    # Only top_k and top_p can cut below what was sorted: without either, everything is kept.
     last = torch.where((limit >= vocab) & (top_p >= 1), 0.0, last)
     return torch.maximum(last, min_p * ranked[:, 0])
 
@@ -68,7 +69,8 @@ def _threshold(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> 
 def penalise(
     logits: Tensor, output_counts: Tensor, in_prompt: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
 ) -> Tensor:
-    """output_counts [rows, vocab]; in_prompt [rows, vocab] bool; the penalties [rows]. Repetition counts the prompt too."""
+    """Apply penalties. output_counts [rows, vocab]; in_prompt [rows, vocab] bool; the penalties [rows]. Repetition
+    counts the prompt too."""
     seen = in_prompt | (output_counts > 0)
     factor = torch.where(seen, repetition[:, None], 1.0)
     logits = torch.where(logits > 0, logits / factor, logits * factor)
@@ -76,9 +78,10 @@ def penalise(
 
 
 def mask_tokens(logits: Tensor, allowed: Tensor) -> Tensor:
-    """allowed [rows, ceil(vocab / 32)] int32, a bit a token, lowest first; what is not allowed becomes -inf."""
+    """Set the logits of disallowed tokens to -inf. allowed [rows, ceil(vocab / 32)] int32 has one bit per token, lowest
+    first."""
     bits = torch.arange(32, device=logits.device, dtype=torch.int32)
     flags = ((allowed.to(logits.device)[:, :, None] >> bits) & 1).bool().flatten(1)[:, : logits.shape[1]]
-    if flags.shape[1] < logits.shape[1]:  # a padded vocabulary: what the grammar has no word for cannot come
+    if flags.shape[1] < logits.shape[1]:  # a padded vocabulary: tokens that the grammar does not know are disallowed
         flags = torch.nn.functional.pad(flags, (0, logits.shape[1] - flags.shape[1]))
     return logits.masked_fill(~flags, float("-inf"))

@@ -1,12 +1,13 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""Logits to tokens, each row by its own settings, over many programs.  logits [rows, vocab] -> token ids [rows]
+"""Samples tokens from logits, each row by its own settings, over many programs.  logits [rows, vocab] -> token ids
+[rows]
 
-The function is sample.py's: the most likely token, the first of equals, where the temperature is 0; else the one where the
-sum of weights passes uniform(seed, position) of the whole. Nothing is sorted: the logit that top_k or top_p cuts at is found in
-the order of its bits, a few of them with each pass over the logits. A row is cut into chunks, a program each; a pass is a launch,
-and leaves what each chunk found for the next one. Programs with nothing to do, as for greedy rows, leave at once. Sums are in
-float64, as there; a weight is exp of the same argument, whose last bit may differ from torch's: an answer can differ only where
-the drawn number, or a cut, lies within that bit.
+The function is that of sample.py: where the temperature is 0, the most likely token, the first of equals; otherwise the
+token at which the accumulated weight passes uniform(seed, position) of the total. Nothing is sorted: the logit at which
+top_k or top_p cuts is found in the order of its bits, a few bits per pass over the logits. A row is cut into chunks,
+one program each. A pass is a launch and leaves each chunk's result for the next one. Programs with nothing to do, as
+for greedy rows, exit at once. Sums are in float64, as in the reference. A weight is exp of the same argument, whose
+last bit may differ from torch's: a result can differ only where the uniform value, or a cut, lies within that bit.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from stoker.kernels.dispatch import cdiv, next_power_of_2, overlaps, tl, triton,
 
 _BLOCK = 8192
 _SETTINGS = 5
-# A pass counts what lies above 15 values: four bits of the cut. Beside these, above the cut of the search before.
+# A pass counts what lies above 15 values, four bits of the cut, and besides what lies above the cut of the search
+# before.
 _BITS, _COLUMNS = 4, 17
-# With more rows than this a chunk is several blocks: enough programs are busy, and fewer have to leave.
+# With more rows than this, a chunk is several blocks: enough programs are busy, and fewer have to exit.
 _MANY_ROWS, _REPEATS = 64, 4
 
 
 def pack_settings(seed: int, top_k: int, temperature: float, top_p: float, min_p: float) -> list[int]:
-    """A row of the settings' table: integers, and the bits of floats."""
+    """Return a row of the settings table: integers, and the bits of floats."""
     return [seed, top_k, *np.array([temperature, top_p, min_p], dtype=np.float64).view(np.int64).tolist()]
 
 
@@ -53,14 +55,14 @@ def _weight(x, temperature, top):
 
 @triton.jit
 def _key(x, SHIFT: tl.constexpr):
-    """An integer for each logit, in the same order. Of bf16 the upper half of float32's bits is all there is."""
+    """Return an integer per logit, in the same order. For bfloat16, the upper half of the float32 bits is enough."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
 
 
 @triton.jit
 def _value(key, SHIFT: tl.constexpr):
-    """The logit that has this key."""
+    """Return the logit that has this key."""
     bits = (key << SHIFT).to(tl.int32)
     return (bits ^ ((bits >> 31) & (0x7FFFFFFF >> SHIFT << SHIFT))).to(tl.float32, bitcast=True)
 
@@ -89,14 +91,14 @@ def _top(tops, number, CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr):
 
 @triton.jit
 def _column(sums, at, column, CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr, COLUMNS: tl.constexpr):
-    """Of a pass, over all chunks."""
+    """Return one column of a pass, over all chunks."""
     chunk = tl.arange(0, CHUNKS_PADDED)
     return tl.sum(tl.load(sums + (at * CHUNKS + chunk) * COLUMNS + column, mask=chunk < CHUNKS, other=0.0))
 
 
 @triton.jit
 def _narrowed(bounds, sums, at, limit, CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr, COLUMNS: tl.constexpr):
-    """Where the cut lies, after a pass: the least key above which there is less than `limit`."""
+    """Return where the cut lies after a pass: the smallest key above which there is less than `limit`."""
     low, high = tl.load(bounds + 2 * at), tl.load(bounds + 2 * at + 1)
     chunk, number = tl.arange(0, CHUNKS_PADDED)[:, None], tl.arange(0, 16)[None, :]
     place = sums + (at * CHUNKS + chunk) * COLUMNS + number
@@ -111,9 +113,9 @@ def _limit(
     settings, row, sums, first, has_k, cut, temperature, top,
     SHIFT: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The sum of weights that top_p asks for. `first`: the first pass for it."""
+    """Return the sum of weights that top_p keeps. `first` marks the first pass for it."""
     whole = _column(sums, first, 15, CHUNKS, CHUNKS_PADDED, COLUMNS)
-    if has_k:  # of those that are equal to the cut, as many as make up k
+    if has_k:  # of the tokens equal to the cut, as many as make up k
         count = _column(sums, first, 16, CHUNKS, CHUNKS_PADDED, COLUMNS)
         top_k = tl.load(settings + row * 5 + 1).to(tl.float64)
         whole += (top_k - count) * _weight(_value(cut, SHIFT), temperature, top).to(tl.float64)
@@ -135,7 +137,7 @@ def _find_tops(
     logits, lengths, tops, places, vocab, CHUNKS: tl.constexpr, REPEAT: tl.constexpr, BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Each chunk's largest logit, and the first place where it is."""
+    """Find each chunk's largest logit, and the first place where it occurs."""
     wait_for_inputs(OVERLAP)
     number, chunk = tl.program_id(0), tl.program_id(1)
     if tl.load(lengths + number) <= 0:
@@ -160,8 +162,9 @@ def _search(
     MASS: tl.constexpr, PASSES: tl.constexpr, SHIFT: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr,
     REPEAT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A pass of the search for top_k's cut or, with MASS, of the one for top_p's that follows: how much of a chunk lies above each
-    of 15 keys. `turn`: the pass's number; a float, since Triton makes kernels of their own for some integers."""
+    """One pass of the search for top_k's cut or, with MASS, of the following search for top_p's: how much of a chunk
+    lies above each of 15 keys. `turn` is the pass's number, a float because Triton specialises kernels for some
+    integers."""
     wait_for_inputs(OVERLAP)
     number, chunk, count = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     if tl.load(lengths + number) <= 0:
@@ -204,7 +207,7 @@ def _search(
         x = _read(logits, at, vocab)
         key = _key(x, SHIFT)
         amount = tl.where(at < vocab, 1.0, 0.0).to(tl.float64)
-        is_above = (key > cut.to(tl.int32)) | (has_k == 0)  # of what top_k leaves
+        is_above = (key > cut.to(tl.int32)) | (has_k == 0)  # of what top_k keeps
         num_above = tl.sum(tl.where(is_above, amount, 0.0))
         if MASS:
             amount = _weight(x, temperature, top).to(tl.float64)
@@ -222,7 +225,7 @@ def _least(
     settings, row, bounds, sums, number, count, vocab, temperature, top,
     PASSES: tl.constexpr, SHIFT: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The least weight that stays."""
+    """Return the smallest weight that is kept."""
     least = tl.load(settings + row * 5 + 4).to(tl.float64, bitcast=True).to(tl.float32)
     has_k, cut = _has_k(settings, row, vocab), tl.full([], 0, tl.int64)
     if has_k:
@@ -251,7 +254,7 @@ def _weigh(
     PASSES: tl.constexpr, SHIFT: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr, REPEAT: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The sum of the weights that stay, of each block."""
+    """Sum the weights that are kept, per block."""
     wait_for_inputs(OVERLAP)
     number, chunk, count = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     if tl.load(lengths + number) <= 0:
@@ -311,7 +314,7 @@ def _draw(
         mass = tl.load(masses + number * (CHUNKS * REPEAT) + block, mask=block < CHUNKS * REPEAT, other=0.0)
         mixed = _mix(_mix(tl.load(settings + row * 5)) + length * -7046029254386353131)
         uniform = ((mixed >> 11) & 0x1FFFFFFFFFFFFF).to(tl.float64) * 1.1102230246251565e-16
-        # Never all of it: then no token would pass it.
+        # Never the whole mass: then no token would pass it.
         target = tl.minimum(uniform, 1.0 - 4.440892098500626e-16) * tl.sum(mass)
         ends = tl.cumsum(mass)
         chosen = tl.min(tl.where((ends > target) & (mass > 0), block, BLOCKS_PADDED))
@@ -329,7 +332,8 @@ def _draw(
 
 
 def sample_rows_triton(logits: Tensor, rows: Tensor, lengths: Tensor, settings: Tensor, last_token: Tensor) -> Tensor:
-    """`lengths`: tokens before the one that is drawn, 0 for padding. What is drawn is the rows' last token, too."""
+    """Sample one token per row. `lengths` are the tokens before the sampled one, 0 for padding. The sampled token also
+    becomes the row's last token."""
     assert logits.is_contiguous()
     num_rows, vocab = logits.shape
     block = min(_BLOCK, next_power_of_2(vocab))

@@ -1,11 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""y = x W^T for few rows of x, where reading W is all the work.  x [rows, in]   weight [out, in]   ->  [rows, out]
+"""Matmul of few rows of x, where reading W is all the work.  x [rows, in]   weight [out, in]   ->  [rows, out]
 
-One row is multiplied and added up, and its norm or its gate done on the way: x times the norm's weight as it is read, the
-row's scale at the end. Several rows go through the matrix units, with W as the tall side; where there are few outputs, several
-programs share their inputs, and the last of them to finish adds up the parts. Both can add to a sum. The next kernel is let in
-when a program has read its part of W: earlier it would only take the place of programs that still have to. linear.py has the
-reference and decides when this pays.
+One row is multiplied and accumulated, and its norm or gate is fused: x times the norm's weight as it is read, the row's
+scale at the end. Several rows go through the tensor cores, with W as the tall side. Where there are few outputs,
+several programs share the inputs, and the last of them to finish adds up the partial sums. Both can add to a total. The
+next kernel may start when a program has read its part of W: earlier, it would only take the place of programs that have
+not started. linear.py has the reference and decides when this is used.
 """
 
 from __future__ import annotations
@@ -20,50 +20,50 @@ from torch import Tensor
 from stoker.kernels.dispatch import cdiv, next_power_of_2, overlaps, tl, triton
 
 MOST_ROWS = 64
-_LEAST_ROWS = 16  # the matrix units take so many at once
-_MOST_TILES = 1024  # of a product whose inputs are shared
+_LEAST_ROWS = 16  # the smallest row count of the tensor cores
+_MOST_TILES = 1024  # of a matmul whose inputs are shared
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
-    """How a program works: so many outputs, so many inputs at a time, and its share of all inputs."""
+class SkinnyTile:
+    """How a program works: outputs and inputs at a time, and its share of all inputs."""
 
     outs: int
     ins: int
     num_warps: int
     num_stages: int
     splits: int = 1
-    fetched: int = 0  # steps whose weights are fetched while the kernel before still runs
+    fetched: int = 0  # steps whose weights are prefetched while the kernel before still runs
 
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """A tile for products of at most so many rows and outputs, and at least so many inputs."""
+    """A tile for matmuls of at most this many rows and outputs, and at least this many inputs."""
 
     rows: int
     outs: int
     ins: int
-    tile: Tile
+    tile: SkinnyTile
 
 
-# Measured on an H200 with the shapes of Llama-3.1-8B and Qwen3-30B-A3B: bench/gpu.py --tiles.
-ONE_ROW = Tile(outs=8, ins=512, num_warps=4, num_stages=3)
+# Measured on an H200 with the shapes of Llama-3.1-8B and Qwen3-30B-A3B.
+ONE_ROW = SkinnyTile(outs=8, ins=512, num_warps=4, num_stages=3)
 ANY = 1 << 30
 FEW_ROWS = (
-    Tuned(16, 2816, 4096, Tile(64, 256, 4, 4, splits=4, fetched=1)),
-    Tuned(16, 8448, 8192, Tile(32, 512, 4, 4, fetched=1)),
-    Tuned(16, 16896, 0, Tile(64, 128, 4, 6, fetched=1)),
-    Tuned(16, ANY, 0, Tile(64, 128, 4, 4, fetched=1)),
-    Tuned(64, 2816, 4096, Tile(64, 128, 4, 4, splits=4, fetched=1)),
-    Tuned(64, 4224, 4096, Tile(64, 128, 4, 4, splits=2, fetched=1)),
-    Tuned(64, 16896, 0, Tile(64, 128, 4, 6, fetched=1)),
-    Tuned(64, ANY, 0, Tile(128, 128, 8, 4, fetched=1)),
+    Tuned(16, 2816, 4096, SkinnyTile(64, 256, 4, 4, splits=4, fetched=1)),
+    Tuned(16, 8448, 8192, SkinnyTile(32, 512, 4, 4, fetched=1)),
+    Tuned(16, 16896, 0, SkinnyTile(64, 128, 4, 6, fetched=1)),
+    Tuned(16, ANY, 0, SkinnyTile(64, 128, 4, 4, fetched=1)),
+    Tuned(64, 2816, 4096, SkinnyTile(64, 128, 4, 4, splits=4, fetched=1)),
+    Tuned(64, 4224, 4096, SkinnyTile(64, 128, 4, 4, splits=2, fetched=1)),
+    Tuned(64, 16896, 0, SkinnyTile(64, 128, 4, 6, fetched=1)),
+    Tuned(64, ANY, 0, SkinnyTile(128, 128, 8, 4, fetched=1)),
 )
-FEW_WIDE_ROWS = Tile(outs=32, ins=64, num_warps=4, num_stages=2)  # of float32
+FEW_WIDE_ROWS = SkinnyTile(outs=32, ins=64, num_warps=4, num_stages=2)  # for float32
 
 
-def tile_of(table: Sequence[Tuned], num_rows: int, num_outs: int, num_ins: int) -> Tile:
-    """The first that holds."""
+def tile_of(table: Sequence[Tuned], num_rows: int, num_outs: int, num_ins: int) -> SkinnyTile:
+    """Return the first entry that fits."""
     return next(
         tuned.tile for tuned in table if num_rows <= tuned.rows and num_outs <= tuned.outs and num_ins >= tuned.ins
     )
@@ -71,7 +71,7 @@ def tile_of(table: Sequence[Tuned], num_rows: int, num_outs: int, num_ins: int) 
 
 @cache
 def _counters(device: torch.device) -> Tensor:
-    """Zeros before a product and after it; products run one after the other."""
+    """Return counters that are zero before and after a matmul; matmuls run one after the other."""
     return torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
 
 
@@ -79,10 +79,10 @@ def padded_rows(num_rows: int) -> int:
     return max(_LEAST_ROWS, next_power_of_2(num_rows))
 
 
-def workspace(tile: Tile, rows: int, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Where programs that share their inputs leave their parts, and how many have finished."""
+def workspace(tile: SkinnyTile, rows: int, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where programs that share their inputs leave their partial sums, and how many have finished."""
     if tile.splits == 1:
-        return out, out  # nobody looks there
+        return out, out  # not used
     num_tiles = cdiv(out.shape[1], tile.outs)
     assert num_tiles <= _MOST_TILES
     size = num_tiles * tile.splits * tile.outs * rows
@@ -91,7 +91,7 @@ def workspace(tile: Tile, rows: int, out: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _fetch(address):
-    """Into the card's cache, without waiting."""
+    """Prefetch into the L2 cache, without waiting."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -111,7 +111,7 @@ def _one_row(
     squares = tl.zeros([BLOCK_IN], tl.float32)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-    # Said here: without a product of matrices in it, a loop's loads are not started ahead otherwise.
+    # num_stages is set here: without a tl.dot in it, a loop's loads are not pipelined otherwise.
     for start in tl.range(0, INS, BLOCK_IN, num_stages=STAGES):
         is_in = start + column < INS
         if INS % BLOCK_IN == 0:
@@ -137,8 +137,8 @@ def _one_row(
 
 @triton.jit
 def put_sums(sums, out, parts, finished, tile, split, num_rows, num_outs, SPLITS: tl.constexpr, ADD: tl.constexpr):
-    """The end of a program that found `sums` [outs, rows] over its share of the inputs. The last one of a tile adds up the parts,
-    always in the same order."""
+    """Finish a program that found `sums` [outs, rows] over its share of the inputs. The last program of a tile adds up
+    the parts, always in the same order."""
     BLOCK_OUT: tl.constexpr = sums.shape[0]
     ROWS: tl.constexpr = sums.shape[1]
     row, made = tl.arange(0, ROWS)[None, :], tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)[:, None]
@@ -146,7 +146,7 @@ def put_sums(sums, out, parts, finished, tile, split, num_rows, num_outs, SPLITS
     if SPLITS > 1:
         mine = parts + tile * (SPLITS * BLOCK_OUT * ROWS) + tl.arange(0, BLOCK_OUT)[:, None] * ROWS + row
         tl.store(mine + split * (BLOCK_OUT * ROWS), sums)
-        tl.debug_barrier()  # all of this program's part is written before it counts itself as finished
+        tl.debug_barrier()  # all of this program's part is written before it counts as finished
         is_last = tl.atomic_add(finished + tile, 1, sem="acq_rel") == SPLITS - 1
         if is_last:
             tl.store(finished + tile, 0)
@@ -194,10 +194,10 @@ def _few_rows(
 
 def one_row_linear(
     x: Tensor, weight: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, is_gated: bool = False,
-    add_to: Tensor | None = None, tile: Tile | None = None,
+    add_to: Tensor | None = None, tile: SkinnyTile | None = None,
 ) -> Tensor:  # fmt: skip
-    """`norm`: of x, before the product. `is_gated`: x is twice as wide, and its first half gates its second. `add_to`: the
-    sum, in place."""
+    """Return x W^T for one row. `norm` is applied to x first. With `is_gated`, x is twice as wide and its first half
+    gates its second. With `add_to`, the sum, in place."""
     assert len(x) == 1
     assert x.is_contiguous()
     assert weight.is_contiguous()
@@ -213,8 +213,10 @@ def one_row_linear(
     return out
 
 
-def few_rows_linear(x: Tensor, weight: Tensor, *, add_to: Tensor | None = None, tile: Tile | None = None) -> Tensor:
-    """At most MOST_ROWS. `add_to`: the sum, in place."""
+def few_rows_linear(
+    x: Tensor, weight: Tensor, *, add_to: Tensor | None = None, tile: SkinnyTile | None = None
+) -> Tensor:
+    """Return x W^T for at most MOST_ROWS rows; with `add_to`, the sum, in place."""
     assert x.is_contiguous()
     assert weight.is_contiguous()
     assert add_to is None or add_to.is_contiguous()

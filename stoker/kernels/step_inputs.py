@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""What a step of one token a row needs, from the device's own tables.
+"""Builds the inputs of a step with one token per row from the device's own tables.
 
-step [3, rows]: each token's row, its id (-1: the row's last drawn one), its position (-1: padding)
+step [3, rows]: each token's row, its id (-1: the row's last sampled token), its position (-1: padding)
 last_token [all rows]   table [all rows, blocks]   ->   token_ids [rows], slots [rows * kv_heads]: see ForwardBatch
 """
 
@@ -32,8 +32,8 @@ def _step_inputs(
     number, count = tl.program_id(0), tl.num_programs(0)
     row = tl.load(step + number)
     token_id = tl.load(step + count + number)
-    drawn = tl.load(last_token + row)
-    tl.store(token_ids + number, tl.where(token_id < 0, drawn, token_id))
+    sampled = tl.load(last_token + row)
+    tl.store(token_ids + number, tl.where(token_id < 0, sampled, token_id))
     position = tl.maximum(tl.load(step + 2 * count + number), 0)
     block = tl.load(table + row * table_width + position // BLOCK_TOKENS).to(tl.int64)
     head = tl.arange(0, HEADS_PADDED)

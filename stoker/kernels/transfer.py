@@ -1,7 +1,7 @@
-"""Small host values to the device and back, without making the host wait for the device.
+"""Copies small host values to the device and back, without making the host wait for the device.
 
-A plain `torch.tensor(values, device="cuda")` waits until the card has done all that it was given: one of them a step, and
-running ahead of the device is over.
+A plain `torch.tensor(values, device="cuda")` waits until the GPU has finished all queued work. One such call per step
+would prevent running ahead of the device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def to_device(
 
 
 def to_host(x: Tensor) -> Tensor:
-    """Complete once an event recorded after this call has come to pass."""
+    """Start a copy to the host. It is complete once an event recorded after this call has been reached."""
     if not x.is_cuda:
         return x
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""XXH3 (64 bits, no seed) of pieces of whole KiB, on any device: the number that the package xxhash gives.
+"""XXH3 (64 bits, no seed) of pieces of whole KiB, on any device: the same value as the xxhash package gives.
 
-blocks [n, num_kib, 16, 8] int64: KiB of 16 stripes of 8 words each. A piece is up to `piece_kib` of them; its eight accumulators
-are [n, pieces, 8], and `xxh3_digests` makes its hash of them. Integers wrap, signed or not; a shift of a signed one drags its
-sign along and is masked.
+blocks [n, num_kib, 16, 8] int64 are KiB of 16 stripes of 8 words each. A piece is up to `piece_kib` of them. Its eight
+accumulators are [n, pieces, 8], and `xxh3_digests` makes the hash of them. Integers wrap around, signed or not; a right
+shift of a signed integer extends its sign and is masked.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def _piece_ref(words: Tensor) -> Tensor:
 
 
 def _stripes_ref(words: Tensor, keys: Tensor) -> Tensor:
-    """Of each KiB, all that its stripes add to the accumulators: of a word's halves the product, and the word next door."""
+    """For each KiB, return what its stripes add to the accumulators: the product of a word's halves, and the
+    neighbouring word."""
     mixed = words ^ keys
     products = (mixed & _LOW) * ((mixed >> 32) & _LOW)
     neighbours = words.unflatten(3, (4, 2)).flip(4).flatten(3)
@@ -80,7 +81,7 @@ def xxh3_triton(blocks: Tensor, piece_kib: int) -> Tensor:
     num_blocks, num_kib = blocks.shape[:2]
     num_pieces = -(-num_kib // piece_kib)
     out = torch.empty((num_blocks, num_pieces, _LANES), dtype=torch.int64, device=blocks.device)
-    # One warp a piece: the stripes of a KiB are added up without leaving it.
+    # One warp per piece: the stripes of a KiB are added up without leaving it.
     _xxh3[(num_blocks, num_pieces)](
         blocks, _table(blocks.device), out, num_kib, num_pieces, PIECE_KIB=piece_kib, SCRAMBLE=_PRIME_32[0], num_warps=1
     )
@@ -106,7 +107,7 @@ def xxh3_digests(accs: NDArray[np.uint64], num_bytes: int) -> NDArray[np.uint64]
 
 
 def _folded_product(a: NDArray[np.uint64], b: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Both halves of the 128-bit product, one over the other."""
+    """Return the XOR of both halves of the 128-bit product."""
     low, half = np.uint64(_LOW), np.uint64(32)
     a_low, a_high, b_low, b_high = a & low, a >> half, b & low, b >> half
     cross = (a_low * b_low >> half) + (a_high * b_low & low) + a_low * b_high
@@ -117,7 +118,8 @@ def _folded_product(a: NDArray[np.uint64], b: NDArray[np.uint64]) -> NDArray[np.
 
 @lru_cache(maxsize=16)
 def _table(device: torch.device) -> Tensor:
-    """Keys of a KiB's stripes, those of a piece's last KiB (its last stripe has its own), the scrambling's, and the start."""
+    """The keys of a KiB's stripes, those of a piece's last KiB (its last stripe has its own), those for scrambling, and
+    the initial state."""
 
     def keys(offset: int) -> NDArray[np.uint64]:
         return np.frombuffer(_SECRET, dtype="<u8", count=_LANES, offset=offset)

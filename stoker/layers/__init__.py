@@ -1,1 +1,1 @@
-"""Parts that models are made of."""
+"""Model parts: attention, MLP, mixture of experts, norms, rotary embeddings, quantised weights."""

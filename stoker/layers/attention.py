@@ -1,4 +1,4 @@
-"""Grouped-query attention over the paged cache, q, k and v as one product."""
+"""Grouped-query attention over the paged KV cache. The q, k and v projections are one matmul."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Attention(nn.Module):
 
     @property
     def width(self) -> int:
-        """Values held for each token at a time: q, k and v, the query as it is turned, and what it found."""
+        """Values held per token at the same time: q, k and v, the rotated query, and the attention output."""
         return self.qkv.out_features + 2 * self.out.in_features
 
     def forward(self, x: Tensor, norm: RMSNorm, batch: ForwardBatch, layer: int, cos: Tensor, sin: Tensor) -> Tensor:
-        """x + the attention of the normed x; x is spent."""
+        """Return x + attention(norm(x)). The memory of x is reused."""
         heads = self.qkv(x, norm).view(len(x), -1, self._head_dim)
         norms = None
         if self._qk_norm_eps is not None:

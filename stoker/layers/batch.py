@@ -1,4 +1,4 @@
-"""ForwardBatch: the device tensors of one forward; an argument of every forward()."""
+"""ForwardBatch: the device tensors of one forward pass, an argument of every forward()."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from stoker.kv.device.device_kv import DeviceKv
 class ForwardBatch:
     token_ids: Tensor  # [tokens]
     positions: Tensor  # [tokens], -1 is padding
-    slots: Tensor  # [tokens * kv_heads] where each token's K lies in layer 0; V and the other layers lie at fixed distances
-    spans: list[SpanGroup | RowGroup] | PagedSpans  # what attends to what: for the reference, or for the card's kernels
+    # [tokens * kv_heads], where each token's K is in layer 0; V and the other layers are at fixed offsets
+    slots: Tensor
+    # which tokens attend to which: for the reference, or for the GPU kernels
+    spans: list[SpanGroup | RowGroup] | PagedSpans
     kv: DeviceKv

@@ -1,4 +1,4 @@
-"""A pre-norm decoder: embedding, blocks of attention and gated MLP or experts, norm, head. Families say what theirs is made of."""
+"""A pre-norm decoder: embedding, layers of attention and gated MLP or experts, norm, head. Model families configure it."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ class DecoderConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     moe: MoeConfig | None = None
-    stored: Mapping[str, Stored] = field(default_factory=dict)  # weights that are not plain, by their product
+    # how weights that are not plain are stored, by the name of their matmul
+    stored: Mapping[str, Stored] = field(default_factory=dict)
 
-    def stored_as(self, product: str) -> Stored:
-        return self.stored.get(product, PLAIN)
+    def stored_as(self, matmul: str) -> Stored:
+        return self.stored.get(matmul, PLAIN)
 
     @property
     def active_weights(self) -> int:
-        """Of the products that one token goes through, the head's apart."""
+        """Number of weights in the matmuls that one token passes through, without the head."""
         moe, num_sparse = self.moe, len(self.moe.layers) if self.moe is not None else 0
         attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
         mlp = 3 * self.hidden_size * self.intermediate_size
@@ -65,7 +66,7 @@ class DecoderLayer(nn.Module):
             config.stored_as(f"layers.{number}.attention.out"),
         )
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        stored = [config.stored_as(f"layers.{number}.mlp.{product}") for product in ("gate_up", "down")]
+        stored = [config.stored_as(f"layers.{number}.mlp.{matmul}") for matmul in ("gate_up", "down")]
         self.mlp: GatedMlp | MoeMlp
         if config.moe is not None and number in config.moe.layers:
             self.mlp = MoeMlp(config.hidden_size, config.moe, *stored)
@@ -78,7 +79,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Built on the device and in the dtype that are torch's defaults at the time; empty until weights are loaded."""
+    """A decoder built on torch's default device and in its default dtype. It is empty until weights are loaded."""
 
     def __init__(self, config: DecoderConfig, num_positions: int) -> None:
         super().__init__()
@@ -93,7 +94,7 @@ class Decoder(nn.Module):
         self.rope = Rope(config.rope, config.head_dim, num_positions, self.embedding.device)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """[tokens, hidden]: what the head, and a drafter, look at."""
+        """Return the hidden states [tokens, hidden], the input of the head and of a drafter."""
         x = torch.nn.functional.embedding(batch.token_ids, self.embedding)
         cos, sin = self.rope(batch.positions)
         for number, layer in enumerate(self.layers):
@@ -106,8 +107,8 @@ class Decoder(nn.Module):
 
     @property
     def bytes_per_token(self) -> int:
-        """What a forward takes at most beside weights and KV, for each of its tokens: the stream and a copy of it, its angles,
-        and whatever the widest part of a layer holds."""
+        """Upper bound of a forward pass's memory per token, beside weights and KV: the residual stream and a copy of
+        it, the rotary angles, and the widest part of a layer."""
         hidden_size = self.embedding.shape[1]
         layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
         widest = max(max(layer.attention.width, layer.mlp.width) for layer in layers)

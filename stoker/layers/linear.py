@@ -1,4 +1,5 @@
-"""Linear layers, with what stands before and after them. `pack` once after loading; then the parameters themselves may be gone."""
+"""Linear layers, fused with the norm before and the addition after them. Call `pack` once after loading; it may drop
+the parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from stoker.layers.quant import PLAIN, Stored, StoredWeight
 
 
 class Linear(StoredWeight):
-    """`parts`: the outputs, or those of each of several products that are one here."""
+    """A linear layer. `parts` is the number of outputs, or the outputs of each projection that is fused into this
+    matmul."""
 
     def __init__(
         self, in_features: int, parts: int | Sequence[int], bias: bool = False, stored: Stored = PLAIN
@@ -33,11 +35,11 @@ class Linear(StoredWeight):
         return norm_linear(x, norm.norm, self._ready, self.bias)
 
     def add_to(self, total: Tensor, x: Tensor) -> Tensor:
-        """total + the product of x; `total` is spent."""
+        """Return total + linear(x). The memory of `total` is reused."""
         return add_linear(total, x, self._ready, self.bias)
 
     def add_gated_to(self, total: Tensor, gate_up: Tensor) -> Tensor:
-        """The same for x = gate_up's second half, gated by its first."""
+        """Like `add_to`, for x = the second half of gate_up, gated by its first half."""
         return add_gated_linear(total, gate_up, self._ready, self.bias)
 
     @property
@@ -47,11 +49,11 @@ class Linear(StoredWeight):
 
 
 class TiedLinear(nn.Module):
-    """A head that shares the embedding's weight, which is needed as it is for look-ups."""
+    """A head that shares the embedding's weight. The embedding needs the weight unpacked for look-ups."""
 
     def __init__(self, tied: nn.Parameter) -> None:
         super().__init__()
-        self._tied = [tied]  # in a list: it is the embedding's parameter, not ours
+        self._tied = [tied]  # in a list, so that the module does not register the embedding's parameter as its own
         self._packed: Weight | None = None
 
     def pack(self) -> None:

@@ -1,4 +1,4 @@
-"""Gated MLP, gate and up as one product."""
+"""Gated MLP. The gate and up projections are one matmul."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class GatedMlp(nn.Module):
 
     @property
     def width(self) -> int:
-        """Values held for each token at a time: gate and up, and their product."""
+        """Values held per token at the same time: gate and up, and their elementwise product."""
         return self.gate_up.out_features + self.down.in_features
 
     def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """x + the MLP of the normed x; x is spent."""
+        """Return x + mlp(norm(x)). The memory of x is reused."""
         return self.down.add_gated_to(x, self.gate_up(x, norm))

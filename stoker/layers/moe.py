@@ -1,4 +1,4 @@
-"""Experts in the place of a gated MLP: a router, and gate, up and down of all experts as one weight each."""
+"""A mixture of experts in place of a gated MLP: a router, and one weight each for gate_up and down of all experts."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class MoeConfig:
     num_experts: int
     top_k: int
     intermediate_size: int
-    renormalises: bool  # the chosen experts' weights add up to one
-    layers: frozenset[int]  # those that have experts; the others have a dense MLP
+    renormalises: bool  # the weights of the chosen experts add up to one
+    layers: frozenset[int]  # the layers with experts; the others have a dense MLP
 
 
 class MoeMlp(nn.Module):
-    """Experts stand one below the other in the rows of a weight, as the loader fills them: gate of the first, up of the first,
-    gate of the second, and so on. How the weights are stored is theirs to know."""
+    """A mixture-of-experts MLP. The experts are stacked in the rows of each weight in the order of loading: gate of
+    expert 0, up of expert 0, gate of expert 1, and so on."""
 
     def __init__(self, hidden_size: int, config: MoeConfig, gate_up: Stored = PLAIN, down: Stored = PLAIN) -> None:
         super().__init__()
@@ -42,8 +42,8 @@ class MoeMlp(nn.Module):
 
     @property
     def width(self) -> int:
-        """Values held for each token at a time: the normed token, its place in lists of experts, and for each expert that it
-        has, what goes into its last product, perhaps once more in 8 bits and with scales, and what comes out."""
+        """Values held per token at the same time: the normed token, its entries in the expert lists, and for each of
+        its experts the input of the down projection (perhaps also in 8 bits, with scales) and its output."""
         config, (num_experts, hidden_size) = self._config, self.router.shape
         lists, inner = 4 * num_experts, config.intermediate_size
         down = self._ready.down
@@ -52,7 +52,7 @@ class MoeMlp(nn.Module):
         return hidden_size + lists + config.top_k * (inner + hidden_size)
 
     def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """x + the experts of the normed x; x is spent."""
+        """Return x + experts(norm(x)). The memory of x is reused."""
         return add_experts(x, norm.norm, self._ready)
 
     @property

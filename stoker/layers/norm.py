@@ -1,4 +1,4 @@
-"""RMSNorm with a learned weight. Whoever takes a normed input is given the norm, and does it on the way."""
+"""RMSNorm with a learned weight. A layer that takes a normed input gets the norm as an argument and fuses it."""
 
 from __future__ import annotations
 

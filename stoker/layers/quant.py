@@ -1,8 +1,8 @@
-"""How the weight of a product is stored: which tensors a checkpoint has for it, and what the kernels are given when these are
-loaded. A product may be made of several parts (q, k and v), whose tensors stand one below the other.
+"""How the weight of a matmul is stored: which tensors a checkpoint has for it, and what the kernels get after loading.
+A matmul may be made of several parts (q, k and v), whose tensors are stacked.
 
-Kernels for quantised weights are Hopper's and take bfloat16. Elsewhere such a weight is made plain once, when it is loaded:
-the answers are the same, the memory is that of a plain model.
+The kernels for quantised weights need Hopper and bfloat16. Elsewhere such a weight is dequantised once, after loading:
+the results are the same, and it takes the memory of a plain model.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ Ready = Tensor | QuantWeight
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     shape: tuple[int, ...]
-    dtype: torch.dtype | None = None  # None: the model's own
+    dtype: torch.dtype | None = None  # None: the model's dtype
 
 
 class Stored(Protocol):
     @property
     def unused(self) -> tuple[str, ...]:
-        """Tensors that a checkpoint may have beside the others, and that are not needed here."""
+        """Names of tensors that a checkpoint may have besides, and that are not needed here."""
 
     def tensors(self, num_outs: int, num_ins: int) -> dict[str, StoredTensor]:
-        """Of one part, by the checkpoint's names."""
+        """Return the tensors of one part, by the checkpoint's names."""
 
     def ready(self, tensors: Mapping[str, Tensor], parts: Sequence[int], num_ins: int, dtype: torch.dtype) -> Ready:
-        """`tensors`: those of all parts, of `parts` outputs each, one below the other. They are spent."""
+        """Return the weight for the kernels. `tensors` are those of all parts, stacked; `parts` has the outputs of
+        each. The tensors are consumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +56,12 @@ PLAIN = Plain()
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
-    """Numbers of 8 bits. A scale covers `row_block` outputs and `col_block` inputs; None: all of a part's."""
+    """8-bit floating-point values. A scale covers `row_block` outputs and `col_block` inputs; None means all of a part."""
 
     row_block: int | None
     col_block: int | None
-    scale: str  # the tensor's name
-    quantises_inputs: bool  # what the product is given may be brought to 8 bits too
+    scale: str  # name of the scale tensor
+    quantises_inputs: bool  # the input of the matmul may be quantised to 8 bits too
     unused: tuple[str, ...] = ("input_scale",)
 
     def tensors(self, num_outs: int, num_ins: int) -> dict[str, StoredTensor]:
@@ -76,7 +77,8 @@ class Fp8:
         scale = scale.view(len(scale), -1)
         row_block = self.row_block
         if row_block is None or any(part % row_block for part in parts[:-1]):
-            # Blocks that begin anew with each part, not at a multiple of their size: each output gets its own.
+            # Blocks start at the beginning of each part, not at a multiple of their size, so each output gets its own
+            # scale.
             counts = [_blocks(part, row_block) for part in parts]
             scale = torch.cat(
                 [
@@ -91,7 +93,7 @@ class Fp8:
 
 @dataclass(frozen=True, slots=True)
 class Int4:
-    """Whole numbers of 4 bits, eight in a word; `group` inputs share a scale."""
+    """4-bit integers, eight in a word. `group` inputs share a scale."""
 
     group: int
     unused: tuple[str, ...] = ("weight_shape",)
@@ -110,7 +112,7 @@ class Int4:
 
 
 def stacked(stored: Stored, parts: Sequence[int], num_ins: int) -> dict[str, StoredTensor]:
-    """The tensors of all parts, one below the other."""
+    """Return the tensors of all parts, stacked."""
     by_size = {part: stored.tensors(part, num_ins) for part in set(parts)}
     return {
         name: StoredTensor((sum(by_size[part][name].shape[0] for part in parts), *tensor.shape[1:]), tensor.dtype)
@@ -119,7 +121,8 @@ def stacked(stored: Stored, parts: Sequence[int], num_ins: int) -> dict[str, Sto
 
 
 class StoredWeight(nn.Module):
-    """The parameters of a weight, with the checkpoint's names. `parts`: the outputs of each of the products that are one here."""
+    """The parameters of a weight, under the checkpoint's names. `parts` has the outputs of each projection that is
+    fused here."""
 
     def __init__(self, in_features: int, parts: Sequence[int], stored: Stored) -> None:
         super().__init__()
@@ -132,8 +135,8 @@ class StoredWeight(nn.Module):
         self._names = list(self._parameters)
 
     def ready(self) -> Ready:
-        """Once, after loading. What is made of the parameters takes their place, so that the weight is held once and what the
-        parameters take is what the weight does."""
+        """Convert the parameters to what the kernels need, once after loading. The result replaces the parameters, so
+        that the weight is in memory once and is still counted as a parameter."""
         parameters = [self.get_parameter(name) for name in self._names]
         tensors = {name: parameter.data for name, parameter in zip(self._names, parameters, strict=True)}
         made = self._stored.ready(tensors, self._parts, self.in_features, self._dtype)
@@ -143,7 +146,7 @@ class StoredWeight(nn.Module):
         return made
 
     def drop(self) -> None:
-        """The parameters: somebody holds a copy of his own."""
+        """Drop the parameters; the kernels have their own copy."""
         for name in self._names:
             self.get_parameter(name).data = torch.empty(0)
 

@@ -1,4 +1,4 @@
-"""Rotary position tables, with the scalings that checkpoints ask for."""
+"""Rotary position embedding tables, with the scalings that checkpoints use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
     if config.kind == "linear":
         return plain / config.factor
     if config.kind == "llama3":
-        # Slow turns are stretched, fast ones kept, those in between blended.
+        # Low frequencies are stretched, high ones kept, those in between blended.
         wave_length = 2 * math.pi / plain
         per_context = config.original_positions / wave_length
         blend = (per_context - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
@@ -36,7 +36,7 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
 
 
 class Rope(nn.Module):
-    """Tables for the positions that will be served; in float32, since bf16 cannot tell late positions apart."""
+    """Tables for the positions that will be served, in float32: bfloat16 cannot distinguish late positions."""
 
     def __init__(self, config: RopeConfig, head_dim: int, num_positions: int, device: torch.device) -> None:
         super().__init__()

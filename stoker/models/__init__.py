@@ -1,1 +1,1 @@
-"""Model families, a file each: how to read the configuration, what the parts are, where each weight goes."""
+"""Model families, one file each: how to read config.json, which parts to build, where each weight goes."""

@@ -1,4 +1,5 @@
-"""What families share: fields of config.json, and where a decoder's weights lie, experts' too. Registers nothing itself."""
+"""What the families share: reading config.json, and the weight rules of a decoder with or without experts. Registers
+nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from stoker.layers.moe import MoeConfig
 from stoker.layers.quant import PLAIN, Int4, Stored
 from stoker.layers.rope import RopeConfig
 from stoker.models.family import Rule, field
-from stoker.models.quantisation import product_rules, read_quantisation
+from stoker.models.quantisation import matmul_rules, read_quantisation
 
 
 def read_config(hf: Mapping[str, Any], *, qk_norm: bool, moe: MoeConfig | None) -> DecoderConfig:
@@ -20,7 +21,7 @@ def read_config(hf: Mapping[str, Any], *, qk_norm: bool, moe: MoeConfig | None) 
     num_heads = field(hf, "num_attention_heads", int)
     activation = hf.get("hidden_act", "silu")
     if activation != "silu":
-        raise ModelFilesError(f"config.json: hidden_act {activation!r} is not served, only 'silu'")
+        raise ModelFilesError(f"config.json: hidden_act {activation!r} is not supported, only 'silu'")
     max_positions = field(hf, "max_position_embeddings", int)
     config = DecoderConfig(
         vocab_size=field(hf, "vocab_size", int),
@@ -44,33 +45,35 @@ def read_config(hf: Mapping[str, Any], *, qk_norm: bool, moe: MoeConfig | None) 
             f"config.json: num_attention_heads {config.num_heads} is no multiple of num_key_value_heads {config.num_kv_heads}"
         )
     if config.head_dim % 2:
-        raise ModelFilesError(f"config.json: head_dim {config.head_dim} is odd: rope turns its numbers in pairs")
+        raise ModelFilesError(f"config.json: head_dim {config.head_dim} is odd: rotary embeddings need an even number")
     return replace(config, stored=read_stored(hf, config))
 
 
 def read_rope(hf: Mapping[str, Any], max_positions: int) -> RopeConfig:
-    """Newer configs have all in rope_parameters, older ones rope_theta and rope_scaling. One that has both must say it twice:
-    a scaling that is added by hand must not be passed over."""
-    said = {name: hf[name] for name in ("rope_parameters", "rope_scaling") if hf.get(name)}
-    for name, scaling in said.items():
+    """Read the rotary embedding settings. New configs use rope_parameters, old ones rope_theta and rope_scaling. A
+    config that has both must agree, so that a scaling added by hand is not ignored."""
+    scalings = {name: hf[name] for name in ("rope_parameters", "rope_scaling") if hf.get(name)}
+    for name, scaling in scalings.items():
         if not isinstance(scaling, Mapping):
             raise ModelFilesError(f"config.json: {name} must be an object, found {scaling!r}")
-    thetas = [place["rope_theta"] for place in (*said.values(), hf) if place.get("rope_theta") is not None]
+    thetas = [place["rope_theta"] for place in (*scalings.values(), hf) if place.get("rope_theta") is not None]
     theta = field({"rope_theta": thetas[0] if thetas else 10_000.0}, "rope_theta", float)
-    ropes = [_scaled_rope(scaling, theta, max_positions) for scaling in said.values()] or [RopeConfig(theta)]
+    ropes = [_scaled_rope(scaling, theta, max_positions) for scaling in scalings.values()] or [RopeConfig(theta)]
     if ropes[0] != ropes[-1]:
-        raise ModelFilesError(
-            "config.json: rope_parameters and rope_scaling ask for different things; keep one of them"
-        )
-    for place in (*said.values(), hf):
+        raise ModelFilesError("config.json: rope_parameters and rope_scaling disagree; keep one of them")
+    for place in (*scalings.values(), hf):
         if (part := field(place, "partial_rotary_factor", float, 1.0)) != 1.0:
-            raise ModelFilesError(f"config.json: partial_rotary_factor {part} is not served: all of a head is turned")
+            raise ModelFilesError(
+                f"config.json: partial_rotary_factor {part} is not supported: whole heads are rotated"
+            )
     return ropes[0]
 
 
 def _scaled_rope(scaling: Mapping[str, Any], theta: float, max_positions: int) -> RopeConfig:
     if nested := [name for name, part in scaling.items() if isinstance(part, Mapping)]:
-        raise ModelFilesError(f"config.json: a rope for layers of each kind is not served ({', '.join(nested)})")
+        raise ModelFilesError(
+            f"config.json: separate rope parameters per layer type are not supported ({', '.join(nested)})"
+        )
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "default":
         return RopeConfig(theta)
@@ -85,12 +88,12 @@ def _scaled_rope(scaling: Mapping[str, Any], theta: float, max_positions: int) -
             field(scaling, "high_freq_factor", float),
             field(scaling, "original_max_position_embeddings", int, max_positions),
         )
-    raise ModelFilesError(f"config.json: rope type {kind!r} is not served, only default, linear and llama3")
+    raise ModelFilesError(f"config.json: rope type {kind!r} is not supported, only default, linear and llama3")
 
 
 @dataclass(frozen=True, slots=True)
-class _Product:
-    """A product of the model, and the modules of the checkpoint that it is made of, with their outputs."""
+class _Matmul:
+    """A matmul of the model, with the checkpoint modules that are fused into it and their outputs."""
 
     target: str
     parts: dict[str, int]
@@ -98,50 +101,50 @@ class _Product:
     bias: bool = False
 
 
-def _products(config: DecoderConfig) -> Iterator[_Product]:
+def _matmuls(config: DecoderConfig) -> Iterator[_Matmul]:
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     hidden_size, mlp_size = config.hidden_size, config.intermediate_size
     if not config.tie_embeddings:
-        yield _Product("head", {"lm_head": config.vocab_size}, hidden_size)
+        yield _Matmul("head", {"lm_head": config.vocab_size}, hidden_size)
     for i in range(config.num_layers):
         src, dst = f"model.layers.{i}.", f"layers.{i}."
         qkv = {f"{src}self_attn.{x}_proj": kv_size if x in "kv" else q_size for x in "qkv"}
-        yield _Product(f"{dst}attention.qkv", qkv, hidden_size, config.attention_bias)
-        yield _Product(f"{dst}attention.out", {f"{src}self_attn.o_proj": hidden_size}, q_size, config.attention_bias)
+        yield _Matmul(f"{dst}attention.qkv", qkv, hidden_size, config.attention_bias)
+        yield _Matmul(f"{dst}attention.out", {f"{src}self_attn.o_proj": hidden_size}, q_size, config.attention_bias)
         if (moe := config.moe) is not None and i in moe.layers:
             experts = [f"{src}mlp.experts.{j}." for j in range(moe.num_experts)]
             gate_up = {f"{one}{x}_proj": moe.intermediate_size for one in experts for x in ("gate", "up")}
-            yield _Product(f"{dst}mlp.gate_up", gate_up, hidden_size)
+            yield _Matmul(f"{dst}mlp.gate_up", gate_up, hidden_size)
             down = {f"{one}down_proj": hidden_size for one in experts}
-            yield _Product(f"{dst}mlp.down", down, moe.intermediate_size)
+            yield _Matmul(f"{dst}mlp.down", down, moe.intermediate_size)
         else:
             gate_up = {f"{src}mlp.{x}_proj": mlp_size for x in ("gate", "up")}
-            yield _Product(f"{dst}mlp.gate_up", gate_up, hidden_size, config.mlp_bias)
-            yield _Product(f"{dst}mlp.down", {f"{src}mlp.down_proj": hidden_size}, mlp_size, config.mlp_bias)
+            yield _Matmul(f"{dst}mlp.gate_up", gate_up, hidden_size, config.mlp_bias)
+            yield _Matmul(f"{dst}mlp.down", {f"{src}mlp.down_proj": hidden_size}, mlp_size, config.mlp_bias)
 
 
 def read_stored(hf: Mapping[str, Any], config: DecoderConfig) -> dict[str, Stored]:
-    """How the weights of products are stored that are not plain."""
+    """Return how weights are stored, for each matmul whose weights are not plain."""
     quantisation = read_quantisation(hf)
     found = {}
-    for product in _products(config):
-        stored = quantisation.of_parts(list(product.parts))
-        if isinstance(stored, Int4) and product.num_ins % stored.group:
+    for matmul in _matmuls(config):
+        stored = quantisation.of_parts(list(matmul.parts))
+        if isinstance(stored, Int4) and matmul.num_ins % stored.group:
             raise ModelFilesError(
-                f"config.json: quantization_config has groups of {stored.group} inputs, {next(iter(product.parts))} has "
-                f"{product.num_ins}"
+                f"config.json: quantization_config has groups of {stored.group} inputs, {next(iter(matmul.parts))} has "
+                f"{matmul.num_ins}"
             )
         if stored != PLAIN:
-            found[product.target] = stored
+            found[matmul.target] = stored
     return found
 
 
 def decoder_rules(config: DecoderConfig) -> list[Rule]:
     rules = [Rule("model.embed_tokens.weight", "embedding"), Rule("model.norm.weight", "norm.weight")]
-    for product in _products(config):
-        sources, parts = list(product.parts), list(product.parts.values())
-        stored = config.stored_as(product.target)
-        rules += product_rules(stored, sources, product.target, parts, product.num_ins, product.bias)
+    for matmul in _matmuls(config):
+        sources, parts = list(matmul.parts), list(matmul.parts.values())
+        stored = config.stored_as(matmul.target)
+        rules += matmul_rules(stored, sources, matmul.target, parts, matmul.num_ins, matmul.bias)
     for i in range(config.num_layers):
         src, dst = f"model.layers.{i}.", f"layers.{i}."
         rules += [
@@ -156,13 +159,13 @@ def decoder_rules(config: DecoderConfig) -> list[Rule]:
 
 
 def decoder_ignored(config: DecoderConfig) -> frozenset[str]:
-    """Old checkpoints carry rotary tables, and some a head that is the embedding once more. Quantised ones carry scales for what
-    is not quantised here, inputs and KV."""
+    """Return the checkpoint tensors that are known and not loaded: rotary tables of old checkpoints, a head that
+    repeats the embedding, and scales for inputs and KV, which are not quantised here."""
     names = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(config.num_layers)}
     if config.tie_embeddings:
         names.add("lm_head.weight")
-    for product in _products(config):
-        names |= {f"{source}.{name}" for source in product.parts for name in config.stored_as(product.target).unused}
+    for matmul in _matmuls(config):
+        names |= {f"{source}.{name}" for source in matmul.parts for name in config.stored_as(matmul.target).unused}
     if config.stored:
         names |= {f"model.layers.{i}.self_attn.{x}_scale" for i in range(config.num_layers) for x in "qkv"}
     return frozenset(names)

@@ -1,11 +1,11 @@
-"""What a model family defines, and the registry where it is found."""
+"""The contract of a model family, and the registry of families."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
@@ -16,7 +16,8 @@ from stoker.layers.batch import ForwardBatch
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The checkpoint's tensor `source` is rows [first, first + count) of the parameter `target`; count None: all of it."""
+    """The checkpoint tensor `source` fills rows [first, first + count) of the parameter `target`; count None means all
+    rows."""
 
     source: str
     target: str
@@ -26,7 +27,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What the engine has to know of any model."""
+    """What the engine needs to know about any model."""
 
     vocab_size: int
     max_positions: int
@@ -34,24 +35,24 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     num_heads: int
-    active_weights: int  # of the products that one token goes through, the head's apart
+    active_weights: int  # weights in the matmuls that one token passes through, without the head
 
 
 class Model(Protocol):
-    """An nn.Module of one family. Its parameters are empty until `weights.load` has followed the family's rules."""
+    """An nn.Module of one family. Its parameters are empty until `weights.load` has applied the family's rules."""
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
-        """[tokens, hidden]: what the head, and a drafter, look at."""
+        """Return the hidden states [tokens, hidden], the input of the head and of a drafter."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab]"""
 
     def pack(self) -> None:
-        """Once, after loading: weights as the kernels want them."""
+        """Convert the weights to the layout of the kernels, once after loading."""
 
     @property
     def bytes_per_token(self) -> int:
-        """What a forward takes at most beside weights and KV, for each of its tokens."""
+        """Upper bound of a forward pass's memory per token, beside weights and KV."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
@@ -59,16 +60,18 @@ class Model(Protocol):
 
 
 class ModelFamily(Protocol):
-    """`@MODELS.register("XForCausalLM")` stands on one of these: built from the checkpoint's config.json."""
+    """A model family, built from the checkpoint's config.json and registered with `@MODELS.register("XForCausalLM")`."""
 
+    examples: ClassVar[Mapping[str, Mapping[str, Any]]]
+    """Tiny configurations by name, as changes to a small base config. The conformance tests build and run each of them."""
     shape: ModelShape
     rules: list[Rule]
-    ignored: frozenset[str]  # checkpoint tensors that are known and not wanted
+    ignored: frozenset[str]  # checkpoint tensors that are known and not loaded
 
     def __init__(self, hf: Mapping[str, Any]) -> None: ...
 
     def build(self, num_positions: int) -> Model:
-        """The model with empty parameters; `num_positions` is the longest context that will be served."""
+        """Build the model with empty parameters. `num_positions` is the longest context that will be served."""
 
 
 MODELS: Registry[type[ModelFamily]] = Registry("model architecture", "stoker.models")
@@ -80,13 +83,14 @@ def family_of(hf: Mapping[str, Any], where: str) -> ModelFamily:
         if isinstance(name, str) and name in MODELS:
             return MODELS.get(name)(hf)
     raise ModelFilesError(
-        f"{where}: architectures {architectures!r} are not served; those that are: {', '.join(MODELS)}",
+        f"{where}: architectures {architectures!r} are not supported; supported are: {', '.join(MODELS)}",
         code="unknown_architecture",
     )
 
 
 def field(hf: Mapping[str, Any], name: str, kind: type, default: Any = None) -> Any:
-    """A field of config.json, checked: a wrong one is named, not met later as a strange shape. One that is null is not there."""
+    """Return a checked field of config.json. A wrong value is reported by name here instead of appearing later as a
+    strange shape. A null field counts as missing."""
     value: Any = hf.get(name)
     value = default if value is None else value
     if value is None:
@@ -95,8 +99,8 @@ def field(hf: Mapping[str, Any], name: str, kind: type, default: Any = None) -> 
         value = float(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise ModelFilesError(f"config.json: {name!r} must be {kind.__name__}, found {value!r}")
-    if isinstance(value, int) and kind is int and value < 1:  # all of them are sizes
+    if isinstance(value, int) and kind is int and value < 1:  # all integer fields are sizes
         raise ModelFilesError(f"config.json: {name!r} must be at least 1, found {value}")
-    if isinstance(value, float) and not 0 < value < inf:  # all of them are factors
+    if isinstance(value, float) and not 0 < value < inf:  # all float fields are factors
         raise ModelFilesError(f"config.json: {name!r} must be more than 0, found {value}")
     return value

@@ -1,7 +1,8 @@
-"""Bytes of files -> the memory of tensors: read in blocks on several threads, each copied on while the next one is read.
+"""Copies file bytes into tensor memory. Several threads read blocks, and each block is copied while the next one is
+read.
 
-A card's tensors are filled from page-locked buffers, without waiting for a copy before the next read; tensors in RAM are read
-into where they are. A file in another dtype is converted on the way.
+Tensors on a GPU are filled from pinned buffers, without waiting for a copy before the next read. Tensors in RAM are
+read in place. A file in another dtype is converted on the way.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ TORCH_DTYPES = {
     "F64": torch.float64,
 }  # fmt: skip
 _THREADS = 8
-_BUFFERS = 2  # a thread: one is read into while the other is copied from
+_BUFFERS = 2  # per thread: one is read into while the other is copied from
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +39,7 @@ class Copy:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The file's."""
+        """The dtype in the file."""
         return TORCH_DTYPES[self.stored.dtype]
 
     @property
@@ -46,8 +47,8 @@ class Copy:
         return self.dtype == self.place.dtype
 
     @property
-    def is_askew(self) -> bool:
-        """A value may lie across two blocks: nothing is aligned, which the format allows."""
+    def is_unaligned(self) -> bool:
+        """True if a value may cross a block boundary, because the tensor is not aligned. The format allows that."""
         return not self.is_plain and self.stored.offset % self.dtype.itemsize != 0
 
     @property
@@ -57,17 +58,17 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Of one tensor, in a block."""
+    """The part of one tensor that lies in a block."""
 
     copy: Copy
-    first: int  # byte of the tensor
-    at: int  # byte of the block
+    first: int  # first byte within the tensor
+    at: int  # first byte within the block
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """What of a file's block is wanted."""
+    """The wanted parts of one block of a file."""
 
     file: Path
     number: int
@@ -79,14 +80,14 @@ class _Block:
 
 
 def fill(copies: Sequence[Copy], progress: Progress, ahead: ReadAhead | None = None) -> None:
-    """`ahead` has begun to read the files."""
+    """Run all copies. `ahead` has started to read the files."""
     for copy in copies:
         assert copy.place.is_contiguous()
         assert copy.place.numel() * copy.dtype.itemsize == copy.stored.num_bytes
-        if copy.is_askew:
+        if copy.is_unaligned:
             _fill_at_once(copy)
     ahead = ahead or ReadAhead([], 0)
-    _Filling([copy for copy in copies if not copy.is_askew], progress, ahead).run()
+    _Filling([copy for copy in copies if not copy.is_unaligned], progress, ahead).run()
     ahead.close()
 
 
@@ -103,9 +104,9 @@ class _Filling:
 
     def run(self) -> None:
         number = min(_THREADS, 1 + self._total // reader.BLOCK_BYTES)
-        on_card = self._device.type == "cuda"
-        buffers = torch.empty(number * _BUFFERS, reader.BLOCK_BYTES, dtype=torch.uint8, pin_memory=on_card)
-        work = self._work_on_card if on_card else self._work_in_ram
+        on_gpu = self._device.type == "cuda"
+        buffers = torch.empty(number * _BUFFERS, reader.BLOCK_BYTES, dtype=torch.uint8, pin_memory=on_gpu)
+        work = self._work_on_gpu if on_gpu else self._work_in_ram
         if number == 1:
             self._guarded(work, buffers)
         else:
@@ -124,10 +125,10 @@ class _Filling:
         try:
             with torch.no_grad():
                 work(buffers)
-        except Exception as error:  # the caller's to raise, whatever it is
+        except Exception as error:  # raised again by the caller
             self._error = error
 
-    def _work_on_card(self, buffers: Tensor) -> None:
+    def _work_on_gpu(self, buffers: Tensor) -> None:
         copied = [torch.cuda.Event() for _ in buffers]
         with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
             for number, block in enumerate(self._take()):
@@ -163,7 +164,7 @@ class _Filling:
             raise _ends(block.file, block.number * reader.BLOCK_BYTES + got)
 
     def _take(self) -> Iterator[_Block]:
-        """Blocks, one after the other, until there are none or a thread has failed."""
+        """Yield blocks until there are none left or a thread has failed."""
         while self._error is None:
             with self._lock:
                 block = next(self._blocks, None)
@@ -175,7 +176,7 @@ class _Filling:
 
 
 def _blocks(copies: Sequence[Copy]) -> list[_Block]:
-    """In the files' order."""
+    """Return the blocks in file order."""
     blocks: dict[tuple[Path, int], _Block] = {}
     for copy in sorted(copies, key=lambda copy: (copy.stored.file, copy.stored.offset)):
         stored, first = copy.stored, 0
@@ -189,7 +190,7 @@ def _blocks(copies: Sequence[Copy]) -> list[_Block]:
 
 
 def _put(part: _Part, buffer: Tensor) -> None:
-    """Onto its place; on a card without waiting."""
+    """Copy a part to its place; on a GPU, without waiting."""
     copy, found = part.copy, buffer[part.at : part.at + part.num_bytes]
     if copy.is_plain:
         copy.place_bytes[part.first : part.first + part.num_bytes].copy_(found, non_blocking=True)

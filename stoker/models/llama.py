@@ -1,9 +1,9 @@
-"""The Llama family: Llama 2 and 3, SmolLM2, and others of the same shape."""
+"""The Llama family: Llama 2 and 3, SmolLM2, and other models of the same shape."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from stoker.layers.decoder import Decoder
 from stoker.layers.moe import MoeConfig
@@ -13,6 +13,21 @@ from stoker.models.family import MODELS, Model, ModelShape
 
 @MODELS.register("LlamaForCausalLM")
 class Llama:
+    examples: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "llama": {},
+        "llama-tied": {"tie_word_embeddings": True},
+        "llama-bias": {"attention_bias": True, "mlp_bias": True},
+        "llama3-rope": {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    }
     _qk_norm = False
 
     def __init__(self, hf: Mapping[str, Any]) -> None:
@@ -32,7 +47,7 @@ class Llama:
 
     @staticmethod
     def _read_moe(hf: Mapping[str, Any]) -> MoeConfig | None:
-        """For families with experts in the place of some layers' MLP."""
+        """Return the expert configuration. Families with experts override this."""
         return None
 
     def build(self, num_positions: int) -> Model:

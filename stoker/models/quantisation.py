@@ -1,6 +1,8 @@
-"""What config.json's quantization_config says -> how the weight of each product is stored. What is not served is refused by name.
+"""Reads config.json's quantization_config: how the weight of each matmul is stored. Unsupported schemes are refused by
+name.
 
-Two ways of saying it: `fp8` (DeepSeek's and Qwen's, one scheme for all) and `compressed-tensors` (schemes for groups of modules).
+Two formats are supported: `fp8` (DeepSeek's and Qwen's, one scheme for all) and `compressed-tensors` (schemes for
+groups of modules).
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ from stoker.base.errors import ModelFilesError
 from stoker.layers.quant import PLAIN, Fp8, Int4, Stored
 from stoker.models.family import Rule, field
 
-_SERVED = (
-    "served are fp8 (a scale for a tensor, an output, or 128x128 blocks) and compressed-tensors' float-quantized (the same) and "
-    "pack-quantized (4-bit integers, symmetric, a scale for each 32 inputs or a multiple of that)"
+_SUPPORTED = (
+    "supported are fp8 (one scale per tensor, per output, or per 128x128 block), and compressed-tensors' "
+    "float-quantized (the same) and pack-quantized (4-bit integers, symmetric, one scale per 32 inputs or a multiple)"
 )
 _BLOCK = [128, 128]
 _GROUP = 32
@@ -26,23 +28,25 @@ _GROUP = 32
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """A model with experts has tens of thousands of modules, each of which is looked up among names by the hundred."""
+    """A set of module names. A model with experts has tens of thousands of modules, each looked up among hundreds of
+    names."""
 
     whole: frozenset[str] = frozenset()
     begins: tuple[re.Pattern[str], ...] = ()
-    parts: Mapping[str, Sequence[str]] = dataclass_field(default_factory=dict)  # of a name, by their last word
+    parts: Mapping[str, Sequence[str]] = dataclass_field(default_factory=dict)  # dotted names, by their last word
 
     @classmethod
-    def read(cls, said: Sequence[str]) -> Names:
-        """As compressed-tensors writes them: a module's name or, after `re:`, an expression that its begin matches."""
-        patterns = [name for name in said if name.startswith("re:")]
-        return cls(frozenset(said) - frozenset(patterns), tuple(re.compile(name[3:]) for name in patterns))
+    def read(cls, names: Sequence[str]) -> Names:
+        """Read names as compressed-tensors writes them: a module's name or, after `re:`, a regular expression that
+        matches its beginning."""
+        patterns = [name for name in names if name.startswith("re:")]
+        return cls(frozenset(names) - frozenset(patterns), tuple(re.compile(name[3:]) for name in patterns))
 
     @classmethod
-    def read_parts(cls, said: Sequence[str]) -> Names:
-        """Words that stand somewhere in a module's name, one after the other."""
+    def read_parts(cls, names: Sequence[str]) -> Names:
+        """Read dotted names that may occur anywhere in a module's name."""
         parts: dict[str, list[str]] = {}
-        for name in said:
+        for name in names:
             parts.setdefault(name.rpartition(".")[2], []).append(name)
         return cls(parts=parts)
 
@@ -72,44 +76,46 @@ class Quantisation:
     ignored: Names = dataclass_field(default_factory=Names)
 
     def stored_as(self, module: str) -> Stored:
-        """`module`: a linear one, by the checkpoint's name."""
+        """Return how a linear module is stored, by its name in the checkpoint."""
         if self.ignored.has(module):
             return PLAIN
-        # A name counts before an expression, and that before what all of them are, whatever the groups' order.
+        # An exact name takes precedence over an expression, and an expression over "Linear", whatever the order of the
+        # groups.
         named = (group.stored for group in self.groups if module in group.targets.whole)
         matched = (group.stored for group in self.groups if group.targets.has(module))
         others = (group.stored for group in self.groups if "Linear" in group.targets.whole)
         return next(chain(named, matched, others), PLAIN)
 
     def of_parts(self, modules: Sequence[str]) -> Stored:
-        """Of modules whose products are one here."""
+        """Return how modules are stored that are fused into one matmul here. They must be stored alike."""
         first = self.stored_as(modules[0])
         for module in modules[1:]:
             if self.stored_as(module) != first:
                 raise ModelFilesError(
-                    f"config.json: quantization_config treats {modules[0]} and {module} differently; they are one product here"
+                    f"config.json: quantization_config treats {modules[0]} and {module} differently; "
+                    "they are fused into one matmul here"
                 )
         return first
 
 
 def read_quantisation(hf: Mapping[str, Any]) -> Quantisation:
-    said = hf.get("quantization_config") or hf.get("compression_config")
-    if said is None:
+    config = hf.get("quantization_config") or hf.get("compression_config")
+    if config is None:
         return Quantisation()
-    if not isinstance(said, Mapping):
-        raise ModelFilesError(f"config.json: 'quantization_config' must be an object, found {said!r}")
-    method = said.get("quant_method")
+    if not isinstance(config, Mapping):
+        raise ModelFilesError(f"config.json: 'quantization_config' must be an object, found {config!r}")
+    method = config.get("quant_method")
     if method == "fp8":
-        return _read_fp8(said)
+        return _read_fp8(config)
     if method == "compressed-tensors":
-        return _read_compressed(said)
+        return _read_compressed(config)
     raise _refusal(f"quant_method {method!r}")
 
 
-def product_rules(
+def matmul_rules(
     stored: Stored, sources: Sequence[str], target: str, parts: Sequence[int], num_ins: int, bias: bool
 ) -> list[Rule]:
-    """For the product `target` of the modules `sources`, with so many outputs each."""
+    """Return the rules for the matmul `target`, which fuses the modules `sources`; `parts` has the outputs of each."""
     rules: list[Rule] = []
     firsts: dict[str, int] = {}
     rows_of = {
@@ -124,35 +130,35 @@ def product_rules(
     return rules
 
 
-def _read_fp8(said: Mapping[str, Any]) -> Quantisation:
-    if said.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
-        raise _refusal(f"fp8 numbers of the kind {said['fmt']!r}")
-    block = said.get("weight_block_size")
+def _read_fp8(config: Mapping[str, Any]) -> Quantisation:
+    if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+        raise _refusal(f"fp8 numbers of the kind {config['fmt']!r}")
+    block = config.get("weight_block_size")
     if block not in (None, _BLOCK):
         raise _refusal(f"fp8 with blocks of {block!r}")
     whole, blocks = Fp8(None, None, "weight_scale", True), Fp8(128, 128, "weight_scale_inv", True)
     stored = whole if block is None else blocks
-    # Whoever writes these leaves the head alone.
-    kept = said.get("modules_to_not_convert") or said.get("ignored_layers") or ()
+    # Checkpoints in this format never quantise the head.
+    kept = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
     return Quantisation((Group(Names.read(["Linear"]), stored),), Names.read_parts(["lm_head", *kept]))
 
 
-def _read_compressed(said: Mapping[str, Any]) -> Quantisation:
-    groups = said.get("config_groups")
+def _read_compressed(config: Mapping[str, Any]) -> Quantisation:
+    groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
         raise ModelFilesError(f"config.json: quantization_config's 'config_groups' must be objects, found {groups!r}")
-    if (said.get("sparsity_config") or {}).get("format", "dense") != "dense":
+    if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
         raise _refusal("sparse weights")
-    rotations = (said.get("transform_config") or {}).get("config_groups") or {}
+    rotations = (config.get("transform_config") or {}).get("config_groups") or {}
     for place in (one.get("location") for group in rotations.values() for one in group.get("apply") or ()):
-        if not str(place).startswith("weight_"):  # those are in the weights already
+        if not str(place).startswith("weight_"):  # rotations of the weights are already applied to them
             raise _refusal(f"a rotation of {place!r} while it runs (transform_config)")
     read = []
     for group in groups.values():
-        kind = group.get("format") or field(said, "format", str)
+        kind = group.get("format") or field(config, "format", str)
         weights, inputs = group.get("weights") or {}, group.get("input_activations")
         read.append(Group(Names.read(group.get("targets") or ()), _read_weights(kind, weights, inputs)))
-    return Quantisation(tuple(read), Names.read(said.get("ignore") or ()))
+    return Quantisation(tuple(read), Names.read(config.get("ignore") or ()))
 
 
 def _read_weights(kind: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> Stored:
@@ -177,4 +183,4 @@ def _read_weights(kind: str, weights: Mapping[str, Any], inputs: Mapping[str, An
 
 
 def _refusal(what: str) -> ModelFilesError:
-    return ModelFilesError(f"config.json: quantization_config asks for {what}; {_SERVED}", code="unknown_quantisation")
+    return ModelFilesError(f"config.json: quantization_config has {what}; {_SUPPORTED}", code="unknown_quantisation")

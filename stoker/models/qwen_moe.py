@@ -1,9 +1,9 @@
-"""The Qwen3-MoE family: dense Qwen3 with experts in the place of most layers' MLP."""
+"""The Qwen3-MoE family: dense Qwen3 with experts in place of most layers' MLP."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from stoker.base.errors import ModelFilesError
 from stoker.layers.moe import MoeConfig
@@ -13,6 +13,24 @@ from stoker.models.qwen import Qwen3
 
 @MODELS.register("Qwen3MoeForCausalLM")
 class Qwen3Moe(Qwen3):
+    # Few experts, so that each of them is chosen by one of a few tokens.
+    examples: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "qwen3-moe": {
+            "num_experts": 4,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "num_hidden_layers": 2,
+        },
+        "qwen3-moe-mixed": {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 2,
+        },
+    }
+
     @staticmethod
     def _num_whole(hf: Mapping[str, Any]) -> int:
         return 0

@@ -1,4 +1,5 @@
-"""safetensors -> a model's parameters, by its rules. Strict both ways: every tensor is used once, every parameter is filled."""
+"""Loads safetensors into a model's parameters by its rules. Strict both ways: every tensor is used once, every
+parameter is filled."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from stoker.models.family import Model, Rule
 from stoker.models.fill import Copy, Progress, fill
 from stoker.models.reader import ReadAhead, stored_tensors
 
-# What floating numbers are converted to. Codes are not: what they mean depends on their scale, and on how they were made.
+# Floating-point dtypes that are converted into each other. Quantised codes are not: their meaning depends on their
+# scale.
 _WIDE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -25,7 +27,7 @@ def load(
     progress: Progress,
     ahead: ReadAhead | None = None,
 ) -> None:
-    """All is checked before the first byte is read."""
+    """Load all weights. Everything is checked before the first byte is read."""
     stored = stored_tensors(folder)
     _check_names(set(stored), {rule.source for rule in rules}, ignored, folder)
     parameters = dict(model.named_parameters())
@@ -33,7 +35,7 @@ def load(
     copies = []
     for rule in rules:
         tensor, place = stored[rule.source], _place(parameters[rule.target], rule)
-        if tuple(place.shape) != (tensor.shape or (1,)):  # a single number may come without a dimension
+        if tuple(place.shape) != (tensor.shape or (1,)):  # a scalar may be stored without a dimension
             raise ModelFilesError(
                 f"{tensor.file}: tensor {rule.source!r} is {tensor.shape}, config.json promises {tuple(place.shape)}"
             )
@@ -53,7 +55,7 @@ def load(
 
 
 def parameter_slices(model: Model, rules: list[Rule]) -> Iterator[tuple[str, Tensor]]:
-    """Each checkpoint tensor's place in the model, by the checkpoint's name."""
+    """Yield each checkpoint tensor's name and its place in the model."""
     parameters = dict(model.named_parameters())
     for rule in rules:
         yield rule.source, _place(parameters[rule.target], rule)

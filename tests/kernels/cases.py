@@ -18,7 +18,7 @@ from stoker.kernels.pieces import FIELDS, Ints
 from stoker.kernels.rope_write import HeadNorms, rope_write_ref, rope_write_triton
 from stoker.kernels.sample import draw, uniform
 from stoker.kernels.sample_rows import new_settings, pack_settings, sample_rows_triton
-from stoker.kernels.skinny import Tile, few_rows_linear, one_row_linear
+from stoker.kernels.skinny import SkinnyTile, few_rows_linear, one_row_linear
 from stoker.kernels.step_inputs import step_inputs_ref, step_inputs_triton
 from stoker.kernels.xxh3 import xxh3_ref, xxh3_triton
 
@@ -51,7 +51,7 @@ def skinny(num_rows: int, num_in: int, num_out: int, device: torch.device, dtype
     product = x.double() @ weight.double().t()
     close(few_rows_linear(x, weight), product)
     close(few_rows_linear(x, weight, add_to=total.clone()), total.double() + product)
-    split = Tile(outs=32, ins=64, num_warps=4, num_stages=2, splits=3)
+    split = SkinnyTile(outs=32, ins=64, num_warps=4, num_stages=2, splits=3)
     for _ in range(2):  # the second finds what the first left behind
         close(few_rows_linear(x, weight, add_to=total.clone(), tile=split), total.double() + product)
     if num_rows == 1:

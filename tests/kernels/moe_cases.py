@@ -13,7 +13,7 @@ from stoker.kernels.activation import silu_mul_ref
 from stoker.kernels.linear import Norm
 from stoker.kernels.moe import Experts, add_experts_ref, add_experts_triton, choose_ref, plain_ref
 from stoker.kernels.moe_few import down_few, gate_up_few
-from stoker.kernels.moe_many import Tile, combine, down_lists, gate_up_lists, tiles_for
+from stoker.kernels.moe_many import PairTile, combine, down_lists, gate_up_lists, tiles_for
 from stoker.kernels.moe_prompt import DOWN, GATE_UP, down_prompt, gate_up_prompt
 from stoker.kernels.moe_quant import quant_down, quant_gate_up, takes_codes
 from stoker.kernels.moe_quant_few import quant_down_few, quant_gate_up_few
@@ -131,7 +131,12 @@ def many(num_tokens: int, shape: Shape, device: torch.device, dtype: torch.dtype
 
 
 def prompt(
-    num_tokens: int, shape: Shape, device: torch.device, dtype: torch.dtype, gate_up: Tile = GATE_UP, down: Tile = DOWN
+    num_tokens: int,
+    shape: Shape,
+    device: torch.device,
+    dtype: torch.dtype,
+    gate_up: PairTile = GATE_UP,
+    down: PairTile = DOWN,
 ) -> None:
     case = make(num_tokens, shape, device, dtype)
     lists = listed(case)

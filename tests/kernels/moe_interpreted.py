@@ -8,7 +8,7 @@ import triton  # before any kernel: else they are not defined
 from kernels import moe_cases
 from kernels.moe_cases import Shape
 
-from stoker.kernels.moe_many import Tile
+from stoker.kernels.moe_many import PairTile
 
 assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is to be set"
 CPU = torch.device("cpu")
@@ -44,5 +44,5 @@ def test_many_tokens(num_tokens, shape):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_prompts(shape):
-    tile = Tile(rows=32, outs=16, ins=32, num_warps=4, num_stages=2)
+    tile = PairTile(rows=32, outs=16, ins=32, num_warps=4, num_stages=2)
     moe_cases.prompt(60, shape, CPU, torch.float32, tile, tile)

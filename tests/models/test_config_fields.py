@@ -132,8 +132,8 @@ MOE = RIGHT | {
         MOE | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2},
     ],
 )
-def test_a_sliding_window_is_refused_not_left_out(hf: dict[str, Any]) -> None:
-    with pytest.raises(ModelFilesError, match="sliding window"):
+def test_a_sliding_window_is_refused_instead_of_ignored(hf: dict[str, Any]) -> None:
+    with pytest.raises(ModelFilesError, match="sliding-window"):
         family_of(hf, "config.json")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models.test_transformers import prompt_logits
-from tiny import MOE, SHAPE, make_tiny
+from tiny import SHAPE, SHAPES, make_tiny
 
 from stoker.base.config import EngineSettings, KvSettings
 from stoker.base.errors import ModelFilesError
@@ -19,6 +19,7 @@ from stoker.kernels.moe import Experts, add_experts_ref, weave
 from stoker.models.family import family_of
 from stoker.sched.request import SamplingParams
 
+MOE = SHAPES["qwen3-moe"][1]
 SETTINGS = EngineSettings(device="cpu", num_threads=1, kv=KvSettings(8, 64))
 
 

@@ -71,8 +71,8 @@ def test_numbers_of_another_kind_than_promised_are_refused_not_converted(
 
 
 def test_names_say_what_is_quantised() -> None:
-    said = {**BLOCKS, "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate", "model.layers.3"]}
-    found = read_quantisation({"quantization_config": said})
+    config = {**BLOCKS, "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate", "model.layers.3"]}
+    found = read_quantisation({"quantization_config": config})
     for name, is_quantised in {
         "lm_head": False,
         "model.layers.0.mlp.gate": False,
@@ -97,12 +97,12 @@ def test_a_name_counts_before_an_expression_and_that_before_a_kind_of_module() -
         "model.layers.1.mlp.down_proj": Fp8(None, None, "weight_scale", False),
     }
     for order in permutations(groups):
-        said = {
+        config = {
             "quant_method": "compressed-tensors",
             "format": "mixed-precision",
             "config_groups": {name: groups[name] | {"targets": targets[name]} for name in order},
         }
-        found = read_quantisation({"quantization_config": said})
+        found = read_quantisation({"quantization_config": config})
         assert {name: found.stored_as(name) for name in expected} == expected, order
 
 
@@ -115,14 +115,14 @@ def test_schemes_are_told_apart() -> None:
         Fp8(128, 128, "weight_scale", True),
         Int4(32),
     ]
-    found = [read_quantisation({"quantization_config": said}) for said, _ in SCHEMES.values()]
+    found = [read_quantisation({"quantization_config": config}) for config, _ in SCHEMES.values()]
     assert [one.stored_as("model.layers.0.mlp.up_proj") for one in found] == expected
     assert all(one.stored_as("lm_head") == PLAIN for one in found)
     assert read_quantisation({}) == Quantisation()
 
 
 @pytest.mark.parametrize(
-    ("said", "what"),
+    ("config", "what"),
     [
         ({"quant_method": "awq", "bits": 4}, "quant_method 'awq'"),
         ({**BLOCKS, "weight_block_size": [64, 64]}, r"\[64, 64\]"),
@@ -135,12 +135,12 @@ def test_schemes_are_told_apart() -> None:
         (compressed("int-quantized", {**floats("channel"), "type": "int"}, DYNAMIC), "int-quantized"),
     ],
 )
-def test_what_is_not_served_is_named(said: dict[str, Any], what: str) -> None:
-    with pytest.raises(ModelFilesError, match=f"{what}.*served are fp8"):
-        read_quantisation({"quantization_config": said})
+def test_an_unsupported_scheme_is_refused_by_name(config: dict[str, Any], what: str) -> None:
+    with pytest.raises(ModelFilesError, match=f"{what}.*supported are fp8"):
+        read_quantisation({"quantization_config": config})
 
 
-def test_parts_of_one_product_are_stored_alike(tmp_path: Path) -> None:
+def test_projections_fused_into_one_matmul_must_be_stored_alike(tmp_path: Path) -> None:
     make(tmp_path, "int4 groups of 32", ignore=["lm_head", "model.layers.0.self_attn.k_proj"])
     with pytest.raises(ModelFilesError, match=r"q_proj.*k_proj.*differently"):
         engine(tmp_path)
