@@ -1,4 +1,4 @@
-"""What all tests share: where shared helpers and optional data lie, and the real small model."""
+"""What all tests share: the import path of helpers, optional data, and the real small model."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import pytest
 
 # Before torch is loaded: OpenMP threads that spin at barriers make a busy machine ten times slower.
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test fetches anything from a hub
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test downloads anything from a hub
 
-# A shell that starts this in the background has SIGINT ignored, and children would inherit that: Ctrl-C tests need it.
+# A shell that starts this in the background ignores SIGINT, and children inherit that. The Ctrl-C tests need the
+# default.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -23,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture(autouse=True)
 def same_logging() -> Iterator[None]:
-    """A test that runs a command in this process sets the log up for itself alone."""
+    """A test that runs a command in this process must not change logging for the others."""
     logger = logging.getLogger("stoker")
     handlers, level, propagate = list(logger.handlers), logger.level, logger.propagate
     yield
@@ -32,7 +33,7 @@ def same_logging() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """The folder of SmolLM2-135M-Instruct: fetched once, as `stoker serve` does it."""
+    """The folder of SmolLM2-135M-Instruct, downloaded once, as `stoker serve` does it."""
     from stoker.checkpoint.progress import silent
     from stoker.checkpoint.source import default_cache_dir, resolve_model
 
@@ -41,7 +42,7 @@ def smollm2() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_folder(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that starts in seconds, behind SmolLM2's tokenizer."""
+    """A model that starts in seconds, with SmolLM2's tokenizer."""
     from worker.real import make_tiny_folder
 
     return make_tiny_folder(tmp_path_factory.mktemp("model") / "tiny", smollm2)
@@ -49,7 +50,7 @@ def tiny_folder(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture(scope="session")
 def data_dir() -> Path:
-    """Public prompt sets and traces that are not part of the repository; tests that need them skip where they are absent."""
+    """Public prompt sets and traces that are not part of the repository; tests that need them are skipped without them."""
     for folder in (Path("data"), Path(__file__).parents[2] / "shared" / "data"):
         if (folder / "prompts").is_dir():
             return folder

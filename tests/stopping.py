@@ -1,4 +1,4 @@
-"""How tests make another process stand still, as a machine does that hangs: its connections stay open, and nothing comes."""
+"""How tests stop another process, as if its machine hangs: its connections stay open, and nothing arrives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _LONG_S = 30.0
 
 @contextmanager
 def stopped(*pids: int) -> Iterator[None]:
-    """None of their threads runs inside. The signal alone does not say so: threads go on until one of them has taken it."""
+    """Stop processes; none of their threads runs inside the context. The signal alone is not enough: threads continue
+    until one of them has received it."""
     try:
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
@@ -31,7 +32,7 @@ def stopped(*pids: int) -> Iterator[None]:
 
 def _stands_still(pid: int) -> bool:
     for thread in Path(f"/proc/{pid}/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
             state = (thread / "stat").read_text().rpartition(") ")[2][0]
             if state not in "tTZX":
                 return False

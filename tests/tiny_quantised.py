@@ -1,4 +1,4 @@
-"""Tiny checkpoints with weights in 8 or 4 bits, written as their formats say; and transformers' model of what they mean."""
+"""Tiny checkpoints with 8-bit or 4-bit weights in their formats, and transformers' model of the dequantised weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from stoker.engine.llm import LLM
 from stoker.sched.request import SamplingParams
 
-# q has 192 rows and k 64: where they stand together, blocks of 128 begin in the middle of others.
+# q has 192 rows and k 64: where they are stacked, blocks of 128 begin in the middle of others.
 SHAPE = {
     "vocab_size": 199,
     "hidden_size": 192,
@@ -33,7 +33,7 @@ Tensors = dict[str, Tensor]
 
 
 def fp8(weight: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales and what they stand for; a scale for each block of rows x cols."""
+    """Return codes, scales and dequantised values, with one scale per block of rows x cols."""
     codes, scales, values = torch.empty(weight.shape, dtype=FP8), [], torch.empty_like(weight)
     for i in range(0, weight.shape[0], rows):
         for j in range(0, weight.shape[1], cols):
@@ -46,7 +46,8 @@ def fp8(weight: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Words, scales and what they stand for: eight codes in a word, the first in its lowest bits, each stored plus 8."""
+    """Return words, scales and dequantised values: eight codes in a word, the first in its lowest bits, each stored
+    plus 8."""
     groups = weight.view(len(weight), -1, group)
     scale = (groups.abs().amax(-1) / 7).bfloat16()
     codes = (groups / scale.float()[..., None]).round().clamp(-8, 7)
@@ -131,7 +132,7 @@ def save(folder: Path, model: Any, said: dict[str, Any], tensors: Tensors) -> No
 
 
 def make(folder: Path, scheme: str, is_quantised: Callable[[str], bool] = lambda name: True, **changes: Any) -> Any:
-    """Writes the quantised checkpoint, and returns transformers' own model with what its numbers stand for."""
+    """Write the quantised checkpoint, and return transformers' own model with the dequantised weights."""
     said, store = SCHEMES[scheme]
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)).eval()
@@ -150,12 +151,13 @@ def make(folder: Path, scheme: str, is_quantised: Callable[[str], bool] = lambda
     return model
 
 
-# Of experts, gate and up have 160 rows: each one's blocks begin in the middle of those of the one before.
+# gate and up of an expert have 160 rows: each expert's blocks begin in the middle of those of the one before.
 MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 160, "norm_topk_prob": True}
 
 
 def make_moe(folder: Path, scheme: str, is_quantised: Callable[[str], bool] = lambda name: True, **changes: Any) -> Any:
-    """The same with experts, which have tensors of their own in files alone: the meaning is read back from a folder of its own."""
+    """The same with experts. Their tensors are separate only in files, so the dequantised model is read back from its
+    own folder."""
     said, store = SCHEMES[scheme]
     torch.manual_seed(0)
     model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SHAPE, **MOE)).eval()
@@ -178,7 +180,8 @@ def make_moe(folder: Path, scheme: str, is_quantised: Callable[[str], bool] = la
 
 
 def worst_difference(llm: LLM, reference: Any, prompt: list[int]) -> float:
-    """Of the log-probabilities of all tokens, after the prompt and after each token of a short answer."""
+    """Return the largest difference of the log-probabilities of all tokens, after the prompt and after each token of a
+    short answer."""
     vocab_size = SHAPE["vocab_size"]
     sampling = SamplingParams(temperature=0.0, num_logprobs=vocab_size)
     [answer] = llm.generate([prompt], sampling, max_new_tokens=5)

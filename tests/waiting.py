@@ -1,11 +1,11 @@
-"""How tests wait in an event loop: for what must come, never for so many milliseconds. A machine may stand still at any moment."""
+"""How tests wait in an event loop: for a condition, never for a fixed time, because a machine may stall at any moment."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 
-LONG_S = 30.0  # for what comes at once: only a test that fails waits so long
+LONG_S = 30.0  # for what comes at once: only a failing test waits this long
 
 
 async def until(condition: Callable[[], bool], every_s: float = 0.002) -> None:
@@ -15,13 +15,13 @@ async def until(condition: Callable[[], bool], every_s: float = 0.002) -> None:
 
 
 async def turns(number: int = 20) -> None:
-    """What can happen by itself has happened: so often each socket was looked at. A machine that stands still turns nothing."""
+    """Let the loop run until everything that can happen by itself has happened: each socket was polled this many times."""
     for _ in range(number):
         await asyncio.sleep(0.001)
 
 
 async def settled(amount: Callable[[], int], num_turns: int = 150) -> int:
-    """The amount once it has stayed the same for so many turns of the loop."""
+    """Return the amount once it has not changed for some turns of the loop."""
     seen, num_same = amount(), 0
     for _ in range(100 * num_turns):
         await turns(1)

@@ -51,7 +51,8 @@ def prompts(vocab_size: int) -> list[list[int]]:
 
 
 def answers(llm: LLM) -> list[Completion]:
-    """Greedy, with the log-probability of every token of the vocabulary at each step. The engine is closed then."""
+    """Greedy answers, with the log-probability of every token of the vocabulary at each step. The engine is closed
+    afterwards."""
     vocab_size = llm.built.vocab_size
     sampling = SamplingParams(temperature=0.0, num_logprobs=vocab_size)
     with closing(llm):
@@ -81,7 +82,7 @@ def test_every_family_has_an_example() -> None:
 
 
 def test_paged_is_dense(made: tuple[Path, Any]) -> None:
-    """Prompt in blocks, then token by token: what transformers computes over the whole at once."""
+    """The prompt in blocks, then token by token, equals what transformers computes over the whole at once."""
     folder, reference = made
     llm = engine(folder)
     for prompt, answer in zip(prompts(llm.built.vocab_size), answers(llm), strict=True):
@@ -121,7 +122,7 @@ def test_each_weight_has_one_place(folder: Path) -> None:
 
 
 def test_each_weight_counts(folder: Path) -> None:
-    """A tensor that is loaded and then not used would go unnoticed until a model's answers are poor."""
+    """A tensor that is loaded but not used would go unnoticed until a model's answers are poor."""
     before = [logprobs(answer)[0] for answer in answers(engine(folder))]
     original = load_file(folder / "model.safetensors")
     for name, tensor in original.items():

@@ -1,4 +1,5 @@
-"""The same engine on a CUDA device gives the CPU's answers. Runs under pytest (-m gpu) and, where there is none, as a script."""
+"""The engine gives the same answers on a CUDA device as on a CPU. Runs under pytest (-m gpu), or as a script without
+pytest."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ CONFIG = {
 
 def make_folder(path: Path) -> Path:
     (path / "config.json").write_text(json.dumps(CONFIG))
-    # CPU and CUDA draw different random weights from one seed: both load the same file instead.
+    # CPU and CUDA generate different random weights from one seed, so both load the same file.
     from safetensors.torch import save_file
 
     from stoker.models.family import family_of
@@ -66,7 +67,7 @@ def answers(
     dtype: str = "float64",
     plain: bool = False,
 ) -> list[list[int]]:
-    """`plain`: what the card draws in one launch, without penalties, biases and logprobs."""
+    """`plain` is what the GPU samples in one launch, without penalties, biases and logprobs."""
     rng = random.Random(5)
     shared = [rng.randrange(997) for _ in range(100)]
     prompts = [
@@ -117,7 +118,7 @@ def test_cuda_gives_the_answers_of_the_cpu() -> None:
 
 
 def test_kernels_and_graphs_give_the_answers_of_the_cpu() -> None:
-    """In float32, where the card uses its own kernels and replays its steps: rounding differs, tokens do not."""
+    """In float32, where the GPU uses its own kernels and replays captured steps: rounding differs, tokens do not."""
     with tempfile.TemporaryDirectory() as path:
         folder = make_folder(Path(path))
         for plain in (True, False):
@@ -130,8 +131,8 @@ def test_kernels_and_graphs_give_the_answers_of_the_cpu() -> None:
                 )
 
 
-def test_cancels_and_newcomers_leave_the_others_alone() -> None:
-    """Rows and blocks change owners while steps are under way that were launched for those before."""
+def test_cancelled_and_new_requests_do_not_affect_the_others() -> None:
+    """Rows and blocks change owners while steps for their former owners are still running."""
     with tempfile.TemporaryDirectory() as path:
         folder = make_folder(Path(path))
         expected = _with_cancels(folder, "cpu", 0)
@@ -140,7 +141,7 @@ def test_cancels_and_newcomers_leave_the_others_alone() -> None:
 
 
 def _with_cancels(folder: Path, device: str, steps_ahead: int) -> dict[str, list[int]]:
-    """What those answered that nobody cancelled."""
+    """Return the answers of the requests that were not cancelled."""
     settings = EngineSettings(
         device=device,
         dtype="float32",
@@ -158,7 +159,7 @@ def _with_cancels(folder: Path, device: str, steps_ahead: int) -> dict[str, list
             name = RequestId(f"{number}")
             answers[name] = []
             engine.add(GenerateRequest(name, prompt, len(prompt), sampling, rng.randint(1, 30)))
-            if number % 3 == 2:  # one that runs, or waits; by then it may have ended
+            if number % 3 == 2:  # a running or waiting one; it may have ended by then
                 cancelled = RequestId(f"{number - rng.randrange(1, 6)}")
                 engine.cancel(cancelled)
                 answers.pop(cancelled, None)
@@ -177,5 +178,5 @@ if __name__ == "__main__":
     print("cuda == cpu: ok", flush=True)
     test_kernels_and_graphs_give_the_answers_of_the_cpu()
     print("kernels and graphs == cpu: ok", flush=True)
-    test_cancels_and_newcomers_leave_the_others_alone()
+    test_cancelled_and_new_requests_do_not_affect_the_others()
     print("cancels: ok")

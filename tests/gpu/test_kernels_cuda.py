@@ -1,4 +1,5 @@
-"""The Triton kernels on a card, against their references in float64. Under pytest (-m gpu) or, where there is none, as a script."""
+"""The Triton kernels on a GPU, against their references in float64. Runs under pytest (-m gpu), or as a script without
+pytest."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ def test_attention() -> None:
 
 def test_dense_attention() -> None:
     if not has_dense(torch.empty(0, device=CUDA, dtype=torch.bfloat16)):
-        return  # there is no such kernel here, and nobody asks for it
+        return  # this GPU has no such kernel
     for count, num_heads, kv_heads, dim in [(2048, 32, 8, 128), (4096, 6, 2, 64)]:
         cases.dense(count, num_heads, kv_heads, dim, CUDA, torch.bfloat16)
 

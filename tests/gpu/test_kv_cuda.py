@@ -1,5 +1,5 @@
-"""Blocks of pools on a card: checksums, CUDA IPC, and tcp and shared memory through pinned buffers. The peer is another process on
-the same card. Runs under pytest (-m gpu) and, where there is none, as a script."""
+"""Blocks of pools on a GPU: checksums, CUDA IPC, and TCP and shared memory through pinned buffers. The peer is another
+process on the same GPU. Runs under pytest (-m gpu), or as a script without pytest."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from stoker.kv.device.checksum import checksum, tensor_checksums
 
 NUM_BLOCKS = 32
 LARGE = KvLayout(num_layers=16, num_heads=8, head_dim=64, block_tokens=64, dtype="bfloat16", dtype_bytes=2)  # 2 MiB
-# Transport, where the peer's pool lies, where ours does.
+# Transport, location of the peer's pool, location of ours.
 WAYS = [
     ("cuda_ipc", "cuda", "cuda"),
     ("tcp", "cuda", "cuda"),
@@ -38,15 +38,15 @@ WAYS = [
 ]
 
 
-def test_a_card_gives_the_checksum_of_the_host() -> None:
+def test_a_gpu_gives_the_checksum_of_the_host() -> None:
     rng = np.random.default_rng(1)
     for num_bytes in (8, 24, 8192, 8200, 3 * 8192 + 40, 1 << 20, (8 << 20) + 8):
         blocks = rng.integers(0, 256, (5, num_bytes), dtype=np.uint8)
-        on_card = torch.from_numpy(blocks).to("cuda")
-        assert tensor_checksums(on_card) == [checksum(block) for block in blocks], num_bytes
+        on_gpu = torch.from_numpy(blocks).to("cuda")
+        assert tensor_checksums(on_gpu) == [checksum(block) for block in blocks], num_bytes
 
 
-def test_every_way_brings_the_bytes() -> None:
+def test_every_transport_brings_the_bytes() -> None:
     for transport, theirs, ours in WAYS:
         settings = HandoffSettings(transports=(transport,), secret="s")
         server = RemoteServer(ServerSetup(LARGE, NUM_BLOCKS, settings, device=theirs))

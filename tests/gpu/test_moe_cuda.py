@@ -1,4 +1,5 @@
-"""The kernels of experts on a card, against their reference in float64. Under pytest (-m gpu), or as a script without it."""
+"""The expert kernels on a GPU, against their reference in float64. Runs under pytest (-m gpu), or as a script without
+pytest."""
 
 from __future__ import annotations
 
@@ -86,7 +87,7 @@ def test_both_sides_in_8_bits() -> None:
     for form in ("fp8 channels", "fp8 blocks"):
         for num_tokens in (65, 300, 1000):
             moe_cases.many_in_codes(num_tokens, Shape(256, 128, 8, 2), form, CUDA, torch.bfloat16)
-        # Few experts: the reference makes a copy of an expert for each pair.
+        # Few experts: the reference copies an expert for each pair.
         moe_cases.many_in_codes(70, Shape(2048, 768, 16, 8), form, CUDA, torch.bfloat16)
 
 

@@ -1,5 +1,5 @@
-"""Quantised checkpoints on a card: what transformers computes from the numbers that are meant, as far as bfloat16 and, where the
-scheme has them, inputs of 8 bits tell. Under pytest (-m gpu) or, where there is none, as a script."""
+"""Quantised checkpoints on a GPU give what transformers computes from the dequantised weights, within the precision of
+bfloat16 and, where the scheme has them, 8-bit inputs. Runs under pytest (-m gpu), or as a script without pytest."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from tiny_quantised import SCHEMES, make, make_moe, worst_difference
 from stoker.base.config import EngineSettings, KvSettings, SchedSettings
 from stoker.engine.llm import LLM
 
-# Of log-probabilities; without inputs of 8 bits it is 0.03. Noise also makes tokens choose other experts.
+# Limits for log-probabilities; without 8-bit inputs the difference is 0.03. Noise also makes tokens choose other
+# experts.
 MOST_DIFFERENCE, MOST_WITH_EXPERTS = 0.3, 0.6
 
 
@@ -30,7 +31,7 @@ def difference(scheme: str, has_experts: bool) -> float:
         reference = make_moe(Path(folder), scheme) if has_experts else make(Path(folder), scheme)
         sched, kv = SchedSettings(512, max_rows=4), KvSettings(64, num_blocks=16)
         llm = LLM(Path(folder), EngineSettings(device="cuda", dtype="bfloat16", kv=kv, sched=sched))
-    # A prompt for the way of few rows, and one for that of many.
+    # One prompt for the path of few rows, and one for that of many.
     return max(
         worst_difference(llm, reference, prompt) for prompt in ([5, 17, 150, 3], [7 * i % 199 for i in range(150)])
     )

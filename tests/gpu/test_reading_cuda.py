@@ -1,4 +1,4 @@
-"""Weights read straight onto a card are the file's. Runs under pytest (-m gpu) and, where there is none, as a script."""
+"""Weights read directly onto a GPU equal the file's. Runs under pytest (-m gpu), or as a script without pytest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from stoker.models.reader import ReadAhead, stored_tensors
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def test_values_find_their_place_on_the_card() -> None:
+def test_values_find_their_place_on_the_gpu() -> None:
     generator = torch.Generator().manual_seed(1)
     sizes = {"a": (3, 5), "b": (1000, 70), "c": (1,), "d": (4096, 3000), "e": (70000, 129)}
     values = {name: torch.randn(size, generator=generator).to(torch.bfloat16) for name, size in sizes.items()}
@@ -33,7 +33,7 @@ def test_values_find_their_place_on_the_card() -> None:
         save_file(values, file)
         stored = stored_tensors(Path(name))
         for most_bytes, dtype in ((0, torch.bfloat16), (0, torch.float32), (1 << 30, torch.bfloat16)):
-            with file.open("rb") as data:  # what lies on the drive alone is read another way
+            with file.open("rb") as data:  # what is not in the page cache is read another way
                 os.fsync(data.fileno())
                 os.posix_fadvise(data.fileno(), 0, 0, os.POSIX_FADV_DONTNEED if most_bytes else os.POSIX_FADV_WILLNEED)
             places = {n: torch.full(v.shape, float("nan"), dtype=dtype, device=DEVICE) for n, v in values.items()}
@@ -46,5 +46,5 @@ def test_values_find_their_place_on_the_card() -> None:
 
 
 if __name__ == "__main__":
-    test_values_find_their_place_on_the_card()
+    test_values_find_their_place_on_the_gpu()
     print("reading onto a card: ok")

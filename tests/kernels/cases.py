@@ -1,5 +1,5 @@
-"""What every Triton kernel must do, whatever runs it: the interpreter on a CPU (interpreted.py) or a card (tests/gpu). Inputs are
-fresh and random, outputs poisoned; errors are relative, against the reference in float64 on the same inputs."""
+"""What every Triton kernel must do, on a CPU in the interpreter (interpreted.py) or on a GPU (tests/gpu). Inputs are
+fresh and random, outputs poisoned. Errors are relative, against the reference in float64 on the same inputs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def skinny(num_rows: int, num_in: int, num_out: int, device: torch.device, dtype
     close(few_rows_linear(x, weight), product)
     close(few_rows_linear(x, weight, add_to=total.clone()), total.double() + product)
     split = SkinnyTile(outs=32, ins=64, num_warps=4, num_stages=2, splits=3)
-    for _ in range(2):  # the second finds what the first left behind
+    for _ in range(2):  # the second call finds what the first left behind
         close(few_rows_linear(x, weight, add_to=total.clone(), tile=split), total.double() + product)
     if num_rows == 1:
         normed = rms_norm_ref(x.double(), learned.double(), 1e-5) @ weight.double().t()
@@ -73,7 +73,7 @@ def rope(
     cos, sin = torch.cat([half.cos(), half.cos()], 1), torch.cat([-half.sin(), half.sin()], 1)
     positions = torch.randint(0, 1000, (num_tokens,), device=device)
     positions[num_tokens // 2] = -1
-    # Any block, any place in it, no two the same.
+    # Any block, any slot in it, no two the same.
     blocks = torch.randperm(num_blocks, device=device)[:num_tokens]
     first = blocks * 2 * kv_heads
     offset = torch.randint(0, block_tokens, (num_tokens, 1), device=device)
@@ -115,14 +115,14 @@ def attention(
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    """`lengths`: start and count of each span; a count of 0 is a padded row."""
+    """`lengths` has the start and count of each span; a count of 0 is a padded row."""
     rng = random.Random(1)
     table_width = 2 + max(start + count for start, count in lengths) // block_tokens
     free = list(range(sum(-(-(start + count) // block_tokens) for start, count in lengths) + 2))
     rng.shuffle(free)
     layers, layer = 2, 1
     per_block = layers * 2 * kv_heads
-    # What belongs to nobody, or lies behind a sequence's end, is not a number.
+    # Unused blocks, and slots behind a sequence's end, are NaN.
     pages = torch.full((len(free) * per_block, block_tokens * dim), float("nan"), device=device)
     table = torch.zeros(len(lengths), table_width, dtype=torch.int64)
     spans, shapes, token_rows, positions = [], [], [], []
@@ -165,7 +165,7 @@ def attention(
 
 
 def dense(count: int, num_heads: int, kv_heads: int, dim: int, device: torch.device, dtype: torch.dtype) -> None:
-    """k and v where a fused product leaves them."""
+    """Check with k and v in the layout of a fused qkv matmul."""
     heads = torch.randn(count, num_heads + 2 * kv_heads, dim, device=device).to(dtype)
     parts = heads.split([num_heads, kv_heads, kv_heads], 1)
     found = dense_attention(parts[0].contiguous(), *parts[1:], 0.2)
@@ -196,10 +196,11 @@ def inputs(count: int, kv_heads: int, block_tokens: int, device: torch.device) -
 
 
 def sampling(num_rows: int, vocab: int, seed: int, device: torch.device, dtype: torch.dtype = torch.float32) -> int:
-    """Token for token what sample.py draws from the same logits on a CPU, in float64. Returns how many rows had a choice."""
+    """Compare token for token with sample.py on the same logits, on a CPU in float64. Returns how many rows had a
+    choice."""
     rng = random.Random(seed)
     logits = (torch.randn(num_rows, vocab) * 3).to(dtype)
-    logits[0, vocab // 3 :: 7] = logits[0].amax()  # equals: the first of them is the most likely
+    logits[0, vocab // 3 :: 7] = logits[0].amax()  # equal logits: the first of them is the most likely
     logits[-1, : vocab // 2] = float("-inf")
     settings, last_token = new_settings(num_rows + 3, device), torch.full((num_rows + 3,), -5, device=device)
     rows = rng.sample(range(num_rows + 3), num_rows)

@@ -1,4 +1,4 @@
-"""Compiles a kernel for a Hopper card, on a machine without one, as its launcher would have launched it there."""
+"""Compiles a kernel for a Hopper GPU on a machine without one, with the arguments of its launcher."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-SHARED_BYTES = 227 << 10  # what a program may have of a card's fast memory
+SHARED_BYTES = 227 << 10  # shared memory that a program may use
 _POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
@@ -20,7 +20,7 @@ _POINTERS = {
 
 
 class CompiledKernel:
-    """Stands where a kernel does: whoever launches it gets it compiled instead."""
+    """Takes the place of a kernel: launching it compiles it instead."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel

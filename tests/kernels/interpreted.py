@@ -1,11 +1,12 @@
-"""The Triton kernels themselves, on a CPU. Run by test_interpreted.py in a process of its own: whether kernels are interpreted is
-decided when Triton is imported. bf16 products are wrong in the interpreter: float32 and float16 stand in."""
+"""Runs the Triton kernels on a CPU. test_interpreted.py starts this in a process of its own: whether kernels are
+interpreted is decided when Triton is imported. The interpreter computes bfloat16 matmuls wrongly, so float32 and
+float16 are used."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-import triton  # before any kernel: else they are not defined
+import triton  # before any kernel, otherwise they are not defined
 from kernels import cases
 
 from stoker.kernels import sample_rows
@@ -60,7 +61,7 @@ def test_step_inputs(count, kv_heads):
 
 @pytest.mark.parametrize(("vocab", "block", "many_rows"), [(2, 8192, 64), (50, 32, 64), (700, 128, 3)])
 def test_sampling(vocab, block, many_rows, monkeypatch):
-    """Rows as one block, as several, and as several of several blocks."""
+    """Rows as one block, as several, and as several chunks of several blocks."""
     monkeypatch.setattr(sample_rows, "_BLOCK", block)
     monkeypatch.setattr(sample_rows, "_MANY_ROWS", many_rows)
     assert cases.sampling(4, vocab, vocab, CPU)

@@ -1,5 +1,5 @@
-"""What the kernels of experts must do, whatever runs them: the interpreter on a CPU (moe_interpreted.py) or a card (tests/gpu).
-Held against the reference in float64 on the same inputs, with routing that is no near tie."""
+"""What the expert kernels must do, on a CPU in the interpreter (moe_interpreted.py) or on a GPU (tests/gpu). They are
+compared with the reference in float64 on the same inputs, with routing that has no near ties."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MOST_ERROR = {torch.float32: 5e-6, torch.bfloat16: 8e-3}
 
 def close(found: Tensor, expected: Tensor) -> None:
     error = float((found.double() - expected).norm() / expected.norm())
-    assert error < MOST_ERROR[found.dtype], f"relative error {error:.2e}"  # not a number is not less
+    assert error < MOST_ERROR[found.dtype], f"relative error {error:.2e}"  # NaN fails too
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Case:
 
 
 def make(num_tokens: int, shape: Shape, device: torch.device, dtype: torch.dtype) -> Case:
-    """Every token's last chosen expert is well ahead of the first that is not: rounding must not decide which one it is."""
+    """Each token's last chosen expert is well ahead of the first that is not chosen: rounding must not decide."""
 
     def random(*size: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(*size, device=device) * scale).to(dtype)
@@ -185,7 +185,7 @@ def many_quantised(num_tokens: int, shape: Shape, form: str, device: torch.devic
 
 
 def one_quantised(num_tokens: int, shape: Shape, form: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Of the two weights, the other one plain."""
+    """Quantise one of the two weights; the other stays plain."""
     case, plain = make_quantised(num_tokens, shape, form, device, dtype), make(1, shape, device, dtype).experts
     for experts in (
         replace(case.experts, gate_up=plain.gate_up, granule=shape.granule),
@@ -196,7 +196,7 @@ def one_quantised(num_tokens: int, shape: Shape, form: str, device: torch.device
 
 
 def many_in_codes(num_tokens: int, shape: Shape, form: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Both sides in 8 bits, as checkpoints that were made for it are multiplied: products of the codes that the inputs become."""
+    """Both sides in 8 bits, as for checkpoints made for it: matmuls of the codes that the inputs become."""
     case = make_quantised(num_tokens, shape, form, device, dtype)
     lists, wide, top_k = listed(case), case.wide.experts, shape.top_k
     gate_up, down = (replace(weight, quantises_inputs=True) for weight in (case.experts.gate_up, case.experts.down))
@@ -215,6 +215,6 @@ def many_in_codes(num_tokens: int, shape: Shape, form: str, device: torch.device
 
 
 def _as_codes(x: Tensor, weight: QuantWeight) -> Tensor:
-    """What is left of x, in float64."""
+    """Return what is left of x after quantisation, in float64."""
     codes, scale = quantise_triton(x, weight.col_block)
     return codes[: len(x)].double() * scale[: len(x)].double().repeat_interleave(weight.col_block, 1)

@@ -1,10 +1,11 @@
-"""The Triton kernels of experts, on a CPU. Run by test_moe_kernels.py in a process of its own, as interpreted.py is."""
+"""Runs the Triton kernels of experts on a CPU. test_moe_kernels.py starts this in a process of its own, like
+interpreted.py."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-import triton  # before any kernel: else they are not defined
+import triton  # before any kernel, otherwise they are not defined
 from kernels import moe_cases
 from kernels.moe_cases import Shape
 

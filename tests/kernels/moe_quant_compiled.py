@@ -1,6 +1,6 @@
-"""The kernels of experts in 8 and 4 bits compile for a Hopper card, with the tiles that they are launched with, into its matrix
-units and the memory that it has. Run by test_moe_kernels.py in a process of its own: elsewhere kernels are interpreted or not
-there."""
+"""The kernels of 8-bit and 4-bit experts compile for a Hopper GPU with the tiles they are launched with, use its tensor
+cores and fit its shared memory. test_moe_kernels.py starts this in a process of its own: in the others, kernels are
+interpreted or absent."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-import triton  # before any kernel: else they are not defined
+import triton  # before any kernel, otherwise they are not defined
 from kernels.hopper import SHARED_BYTES, CompiledKernel
 from kernels.moe_cases import FORMS
 from kernels.quant_cases import made_fp8, made_int4
@@ -46,7 +46,7 @@ def quantised(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Those of a module, compiled as for a card."""
+    """Compile the kernels of a module as for a GPU."""
 
     def take(module):
         found = CompiledKernel(module._gate_up), CompiledKernel(module._down)
@@ -59,7 +59,7 @@ def kernels(monkeypatch):
     return take
 
 
-@pytest.mark.parametrize("num_tokens", [16, 66, 200])  # 8, 33 and 100 pairs for each expert
+@pytest.mark.parametrize("num_tokens", [16, 66, 200])  # 8, 33 and 100 pairs per expert
 @pytest.mark.parametrize(
     ("form", "quantises_inputs"),
     [("fp8 channels", True), ("fp8 blocks", True), ("fp8 blocks", False), ("int4 groups of 32", False)],

@@ -1,18 +1,18 @@
-"""The Triton kernels of experts in 8 and 4 bits, on a CPU. Run by test_moe_kernels.py in a process of its own, as interpreted.py
-is."""
+"""Runs the Triton kernels of 8-bit and 4-bit experts on a CPU. test_moe_kernels.py starts this in a process of its own,
+like interpreted.py."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-import triton  # before any kernel: else they are not defined
+import triton  # before any kernel, otherwise they are not defined
 from kernels import moe_cases
 from kernels.moe_cases import Shape
 
 assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is to be set"
 CPU = torch.device("cpu")
 SMALL = Shape(64, 64, 5, 3, renormalises=False)
-# Of 128 inputs, and of 256 of 4 bits, the last are not all there; and experts' rows begin in the middle of a block.
+# The last group of 128 inputs, or of 256 4-bit inputs, is incomplete, and experts' rows begin in the middle of a block.
 ODD = Shape(320, 96, 3, 2)
 CASES = [(SMALL, form) for form in moe_cases.FORMS]
 CASES += [(ODD, form) for form in ("fp8 channels", "fp8 blocks", "int4 groups of 32")]

@@ -1,4 +1,4 @@
-"""What the kernels for weights in 8 and 4 bits must do, in the interpreter and on a card; see cases.py."""
+"""What the kernels for 8-bit and 4-bit weights must do, in the interpreter and on a GPU; see cases.py."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from stoker.kernels.quant import QuantWeight, dequantise_ref, dequantise_triton,
 from stoker.kernels.quant_many import many_rows_linear, quantise_ref, quantise_triton
 from stoker.kernels.quant_skinny import quant_rows_linear
 
-# Rows and columns that share a scale; None: all of them. 4-bit weights have one for 32 columns.
+# Rows and columns that share a scale; None means all of them. 4-bit weights have one scale per 32 columns.
 FP8_BLOCKS = [(1, None), (128, 128), (1, 128), (48, 128)]
 
 
 def made_fp8(
     num_out: int, num_in: int, rows: int, cols: int | None, device: torch.device
 ) -> tuple[QuantWeight, Tensor]:
-    """A weight, and what it means, in float64."""
+    """Return a weight, and its dequantised value in float64."""
     cols = cols or num_in
     codes = torch.randn(num_out, num_in, device=device).mul_(30).to(torch.float8_e4m3fn)
     scale = torch.rand(-(-num_out // rows), -(-num_in // cols), device=device) * 0.01 + 0.001
@@ -51,7 +51,7 @@ def products(num_rows: int, num_in: int, num_out: int, device: torch.device, dty
 
 
 def many_rows(num_rows: int, num_in: int, num_out: int, device: torch.device) -> None:
-    """On a card: with inputs in 8 bits, which cost some 3%, and without."""
+    """On a GPU: with 8-bit inputs, which cost about 3% in precision, and without."""
     x = torch.randn(num_rows, num_in, device=device).to(torch.bfloat16)
     total = torch.randn(num_rows, num_out, device=device).to(torch.bfloat16)
     for weight, meant in weights(num_out, num_in, device):
@@ -72,7 +72,7 @@ def dequantised(num_in: int, num_out: int, device: torch.device, dtype: torch.dt
 def quantised(
     num_rows: int, num_in: int, group: int, device: torch.device, dtype: torch.dtype, most_others: float
 ) -> None:
-    """`most_others`: the share of codes that may be others than the reference's."""
+    """`most_others` is the share of codes that may differ from the reference's."""
     x = torch.randn(num_rows, num_in, device=device).to(dtype)
     x[0, :group] = 0
     codes, scale = quantise_triton(x, group)

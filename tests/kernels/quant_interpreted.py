@@ -1,11 +1,11 @@
-"""The Triton kernels for weights in 8 and 4 bits, on a CPU. Run by test_quant_kernels.py in a process of its own, as interpreted.py
-is."""
+"""Runs the Triton kernels for 8-bit and 4-bit weights on a CPU. test_quant_kernels.py starts this in a process of its
+own, like interpreted.py."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-import triton  # before any kernel: else they are not defined
+import triton  # before any kernel, otherwise they are not defined
 from kernels import quant_cases
 
 assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is to be set"
@@ -18,7 +18,7 @@ def seed():
 
 
 @pytest.mark.parametrize(("num_rows", "num_in", "num_out"), [(1, 64, 16), (33, 96, 34), (7, 320, 70)])
-def test_products(num_rows, num_in, num_out):
+def test_matmuls(num_rows, num_in, num_out):
     quant_cases.products(num_rows, num_in, num_out, CPU, torch.float32)
 
 

@@ -26,7 +26,7 @@ def definition(q, pages, spans, scale):
 
 
 def world(rng, lengths):
-    """Spans [(start, count)] over blocks strewn through the cache; what belongs to nobody is not a number."""
+    """Spans [(start, count)] over blocks at random places of the cache; unused blocks are NaN."""
     needed = [-(-(start + count) // BLOCK) for start, count in lengths]
     free = list(range(sum(needed) + 3))
     rng.shuffle(free)

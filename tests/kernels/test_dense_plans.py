@@ -1,4 +1,4 @@
-"""cuDNN is planned for while it is quiet, part by part. Here a stand-in comes up and plans."""
+"""cuDNN is planned in steps while the engine is idle. Here a fake takes cuDNN's place."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from stoker.kernels import dense
 from stoker.kernels.dense import DensePlans
 
 
-def test_while_cudnn_comes_up_there_is_more_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who is told that nothing is left does not ask again: then no prompt would ever be taken by cuDNN."""
+def test_while_cudnn_initialises_more_plans_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller that is told that nothing is left does not ask again; then cuDNN would never be used."""
     comes_up = threading.Event()
     planned: list[int] = []
 
@@ -34,7 +34,7 @@ def test_while_cudnn_comes_up_there_is_more_to_do(monkeypatch: pytest.MonkeyPatc
     assert planned[1:] == plans.lengths
 
 
-def test_where_there_is_no_cudnn_nothing_is_left() -> None:
+def test_without_cudnn_no_plans_are_left() -> None:
     plans = DensePlans(torch.empty(0), 4, 2, 16)
     assert not plans.plan_next()
     plans.plan_all()

@@ -1,4 +1,4 @@
-"""Every Triton kernel runs on a CPU too, in Triton's interpreter."""
+"""Every Triton kernel also runs on a CPU, in Triton's interpreter."""
 
 import os
 import subprocess

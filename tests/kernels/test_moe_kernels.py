@@ -1,4 +1,4 @@
-"""The kernels of experts run on a CPU too, in Triton's interpreter; and what it would not notice, a compiler does."""
+"""The expert kernels also run on a CPU, in Triton's interpreter; what it cannot notice is compiled."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is n
 
 def run(cases: str, interpreted: bool) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-n0", "-x", str(Path(__file__).with_name(cases))]
-    # The second is what holds by default; unset, Triton 3.9 warns that this is to change.
+    # The second variable is Triton's default; if it is unset, Triton 3.9 warns that the default will change.
     said = {"TRITON_INTERPRET": "1" if interpreted else "0", "TRITON_DEFAULT_FP_FUSION": "1"}
     done = subprocess.run(command, env={**os.environ, **said}, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
@@ -25,5 +25,5 @@ def test_the_kernels_of_experts_agree_with_their_references(cases: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_kernels_of_quantised_experts_compile_for_a_card() -> None:
+def test_the_kernels_of_quantised_experts_compile_for_a_gpu() -> None:
     run("moe_quant_compiled.py", interpreted=False)

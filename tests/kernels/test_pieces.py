@@ -1,4 +1,4 @@
-"""Attention's work in pieces: all keys of all tokens, once each, whatever the spans are."""
+"""The pieces of attention's work cover all keys of all tokens exactly once, for any spans."""
 
 import random
 from itertools import pairwise
@@ -13,7 +13,7 @@ BLOCK = 16
 
 
 def check(pieces: Ints, spans: list[tuple[int, int, int]], most_tokens: int) -> None:
-    """`spans`: first token, count, start."""
+    """`spans` has first token, count and start."""
     seen: dict[int, int] = {}  # blocks by token
     groups: dict[int, list[Ints]] = {}
     for number, piece in enumerate(pieces):

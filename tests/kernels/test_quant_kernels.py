@@ -1,4 +1,4 @@
-"""The kernels for weights in 8 and 4 bits run on a CPU too, in Triton's interpreter."""
+"""The kernels for 8-bit and 4-bit weights also run on a CPU, in Triton's interpreter."""
 
 import os
 import subprocess

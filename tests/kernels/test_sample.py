@@ -1,4 +1,4 @@
-"""Sampling: the right distribution, filters as everybody defines them, and randomness as a function."""
+"""Sampling: the right distribution, the usual definitions of the filters, and randomness as a function."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def draw_many(
 
 
 def naive_probs(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
-    """Temperature, then top_k, then top_p over what is left, then min_p: a token at a time."""
+    """Temperature, then top_k, then top_p over the rest, then min_p, one token at a time."""
     probs = torch.softmax(logits.double() / temperature, -1)
     order = probs.argsort(descending=True).tolist()
     kept = order[: top_k or len(order)]
@@ -52,7 +52,7 @@ def naive_probs(logits: torch.Tensor, temperature: float, top_k: int, top_p: flo
         (1, 1, 1, 0),
     ],
 )
-def test_draws_follow_the_filtered_distribution(
+def test_samples_follow_the_filtered_distribution(
     vocab: int, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(vocab)) * 2
@@ -60,13 +60,13 @@ def test_draws_follow_the_filtered_distribution(
     count = 20_000
     found = draw_many(logits, count, temperature, top_k, top_p, min_p).bincount(minlength=vocab) / count
     assert set(found.nonzero().flatten().tolist()) <= set(expected.nonzero().flatten().tolist())
-    # Four standard deviations of a count, and a little for the 1,500 that are looked at.
+    # Five standard deviations of a count, plus some slack, since 1,500 counts are checked.
     slack = 5 * (expected * (1 - expected) / count).sqrt() + 1e-4
     assert ((found - expected).abs() <= slack).all()
 
 
 def test_a_top_p_that_needs_more_than_the_first_sorted_tokens_takes_them() -> None:
-    logits = torch.zeros(3000)  # flat: 0.9 of the mass is 2,700 tokens, or all of them where equals stay together
+    logits = torch.zeros(3000)  # flat: 0.9 of the mass is 2,700 tokens, or all of them where equal tokens stay together
     found = draw_many(logits, 20_000, 1.0, 0, 0.9, 0.0)
     assert len(found.unique()) > 2690
 
@@ -85,7 +85,7 @@ def test_uniform_is_a_function_of_seed_and_position_and_fills_the_interval() -> 
     assert abs(float(torch.corrcoef(torch.stack([values, other]))[0, 1])) < 0.01
 
 
-def test_a_row_draws_the_same_token_in_any_batch() -> None:
+def test_a_row_samples_the_same_token_in_any_batch() -> None:
     logits = torch.randn(64, 300)
     full = torch.ones(64)
     arguments = (full * 0.9, torch.arange(64) % 5 * 10, full - 0.1 * (torch.arange(64) % 3), full * 0.01, uniforms(64))
@@ -94,7 +94,7 @@ def test_a_row_draws_the_same_token_in_any_batch() -> None:
         assert draw(logits[i : i + 1], *(argument[i : i + 1] for argument in arguments)) == whole[i]
 
 
-def test_extreme_uniforms_never_draw_a_token_without_mass() -> None:
+def test_extreme_uniforms_never_sample_a_token_without_mass() -> None:
     logits = torch.tensor([[float("-inf"), 0.0, float("-inf"), 1.0, float("-inf")]])
     ones, zeros = torch.ones(1), torch.zeros(1, dtype=torch.int64)
     for value in (0.0, 1 - 2**-53):

@@ -1,4 +1,4 @@
-"""A config.json that cannot be right is refused by the name of its field, not met later as a division by zero."""
+"""An invalid config.json is refused by the name of its field, instead of failing later with a division by zero."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ def test_a_wrong_field_is_named(wrong: dict[str, Any], named: str) -> None:
         ({"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}}, "full_attention"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-        # As a model's page says how to reach longer texts, into a file that a newer transformers wrote.
+        # As model pages describe how to extend the context, in a file written by a newer transformers.
         ({"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
         ({"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
     ],
 )
-def test_a_rope_that_is_not_served_is_refused_not_left_out(asked: dict[str, Any], named: str) -> None:
+def test_an_unsupported_rope_is_refused_instead_of_ignored(asked: dict[str, Any], named: str) -> None:
     with pytest.raises(ModelFilesError, match=named):
         family_of(RIGHT | asked, "config.json")
 
@@ -83,7 +83,7 @@ def test_a_rope_that_is_not_served_is_refused_not_left_out(asked: dict[str, Any]
         {"partial_rotary_factor": 1},
     ],
 )
-def test_what_is_null_or_said_twice_alike_is_no_reason_to_refuse(changes: dict[str, Any]) -> None:
+def test_null_fields_and_consistent_duplicates_are_accepted(changes: dict[str, Any]) -> None:
     family_of(RIGHT | changes, "config.json")
 
 
@@ -97,7 +97,7 @@ def fp8_rotated_at(location: str) -> dict[str, Any]:
     }
 
 
-def test_a_rotation_that_a_model_does_while_it_runs_is_refused() -> None:
+def test_a_rotation_at_run_time_is_refused() -> None:
     with pytest.raises(ModelFilesError, match="transform_config"):
         family_of(RIGHT | {"quantization_config": fp8_rotated_at("input")}, "config.json")
     family_of(RIGHT | {"quantization_config": fp8_rotated_at("weight_input")}, "config.json")
@@ -146,5 +146,5 @@ def test_a_sliding_window_is_refused_instead_of_ignored(hf: dict[str, Any]) -> N
         {"layer_types": ["full_attention"] * 2},
     ],
 )
-def test_a_window_that_no_layer_has_is_no_reason_to_refuse(changes: dict[str, Any]) -> None:
+def test_a_window_that_no_layer_uses_is_accepted(changes: dict[str, Any]) -> None:
     family_of(QWEN | changes, "config.json")

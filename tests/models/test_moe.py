@@ -1,4 +1,4 @@
-"""Models with experts: transformers' answers whatever the mixture, and a config.json that makes no sense is refused."""
+"""Models with experts: the answers of transformers for any mixture, and invalid configurations are refused."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path: Path) -> None:
         assert answer.token_ids == expected[0, len(prompt) :].tolist()
 
 
-def test_woven_rows_of_gate_and_up_give_the_same() -> None:
-    """As a card's kernels want them."""
+def test_interleaved_rows_of_gate_and_up_give_the_same() -> None:
+    """The layout that the GPU kernels want."""
     torch.manual_seed(0)
     gate_up, granule = torch.randn(3, 2 * 12, 10), 4
     x, router, down = torch.randn(7, 10), torch.randn(3, 10), torch.randn(3, 10, 12)
@@ -81,6 +81,6 @@ def test_both_names_of_the_number_of_experts_are_read() -> None:
         ({"moe_intermediate_size": "wide"}, "moe_intermediate_size"),
     ],
 )
-def test_a_mixture_that_makes_no_sense_is_named(change: dict[str, Any], named: str) -> None:
+def test_an_invalid_mixture_is_refused_by_name(change: dict[str, Any], named: str) -> None:
     with pytest.raises(ModelFilesError, match=named):
         family_of({**SHAPE, **MOE, "architectures": ["Qwen3MoeForCausalLM"], **change}, "here")

@@ -1,4 +1,4 @@
-"""Checkpoints with weights in 8 or 4 bits: the answers are those of the same model with the weights that these stand for."""
+"""Checkpoints with 8-bit or 4-bit weights give the answers of the same model with the dequantised weights."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def engine(folder: Path) -> LLM:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_answers_are_those_of_the_numbers_that_are_meant(tmp_path: Path, scheme: str) -> None:
+def test_the_answers_are_those_of_the_dequantised_weights(tmp_path: Path, scheme: str) -> None:
     reference = make(tmp_path, scheme)
     assert worst_difference(engine(tmp_path), reference, PROMPT) < 1e-4
 
 
-def test_modules_may_be_left_alone(tmp_path: Path) -> None:
+def test_modules_may_stay_unquantised(tmp_path: Path) -> None:
     ignore = ["lm_head", r"re:.*layers\.1\.self_attn.*", "model.layers.0.mlp.down_proj"]
     kept = ("layers.1.self_attn", "layers.0.mlp.down_proj")
     reference = make(tmp_path, "int4 groups of 32", lambda name: not any(part in name for part in kept), ignore=ignore)
@@ -51,14 +51,14 @@ def test_every_tensor_is_needed(tmp_path: Path, scheme: str) -> None:
 @pytest.mark.parametrize(
     ("scheme", "name", "dtype"),
     [
-        # Whoever saved it before its weights were turned into codes left their scales beside them.
+        # A checkpoint that was saved before its weights were quantised has scales beside plain weights.
         ("compressed channel", "q_proj.weight", torch.bfloat16),
         ("fp8 blocks", "down_proj.weight", torch.float8_e5m2),
         ("int4 groups of 32", "up_proj.weight_packed", torch.int64),
         ("int4 groups of 32", "up_proj.weight_scale", torch.int8),
     ],
 )
-def test_numbers_of_another_kind_than_promised_are_refused_not_converted(
+def test_another_dtype_than_configured_is_refused_instead_of_converted(
     tmp_path: Path, scheme: str, name: str, dtype: torch.dtype
 ) -> None:
     make(tmp_path, scheme)
@@ -70,7 +70,7 @@ def test_numbers_of_another_kind_than_promised_are_refused_not_converted(
         engine(tmp_path)
 
 
-def test_names_say_what_is_quantised() -> None:
+def test_names_select_what_is_quantised() -> None:
     config = {**BLOCKS, "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate", "model.layers.3"]}
     found = read_quantisation({"quantization_config": config})
     for name, is_quantised in {
@@ -83,8 +83,8 @@ def test_names_say_what_is_quantised() -> None:
         assert (found.stored_as(name) != PLAIN) == is_quantised, name
 
 
-def test_a_name_counts_before_an_expression_and_that_before_a_kind_of_module() -> None:
-    """As compressed-tensors has it, whatever the order of the groups."""
+def test_a_name_takes_precedence_over_an_expression_and_that_over_a_module_kind() -> None:
+    """As compressed-tensors defines it, for any order of the groups."""
     targets = {"int4": ["Linear"], "channel": [r"re:.*down_proj"], "tensor": ["model.layers.1.mlp.down_proj"]}
     groups = {
         "int4": {"format": "pack-quantized", "weights": ints(32)},
@@ -106,7 +106,7 @@ def test_a_name_counts_before_an_expression_and_that_before_a_kind_of_module() -
         assert {name: found.stored_as(name) for name in expected} == expected, order
 
 
-def test_schemes_are_told_apart() -> None:
+def test_schemes_are_distinguished() -> None:
     expected = [
         Fp8(128, 128, "weight_scale_inv", True),
         Fp8(None, None, "weight_scale", True),

@@ -1,4 +1,4 @@
-"""Experts in 8 or 4 bits: the answers are those of the same model with the weights that these stand for."""
+"""8-bit and 4-bit experts give the answers of the same model with the dequantised weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from stoker.layers.quant import PLAIN, Fp8, Int4, Stored
 from stoker.models.family import Rule, family_of
 from stoker.models.quantisation import read_quantisation
 
-# What Kimi K2 leaves alone: all but the experts.
+# What Kimi K2 does not quantise: everything but the experts.
 KIMI_IGNORES = [
     "lm_head",
     "re:.*self_attn.*",
@@ -30,7 +30,7 @@ KIMI_IGNORES = [
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_answers_are_those_of_the_numbers_that_are_meant(tmp_path: Path, scheme: str) -> None:
+def test_the_answers_are_those_of_the_dequantised_weights(tmp_path: Path, scheme: str) -> None:
     reference = make_moe(tmp_path, scheme)
     assert worst_difference(engine(tmp_path), reference, PROMPT) < 1e-4
 
@@ -40,7 +40,7 @@ def test_experts_alone_may_be_quantised(tmp_path: Path) -> None:
     assert worst_difference(engine(tmp_path), reference, PROMPT) < 1e-4
 
 
-def test_one_of_an_experts_weights_may_be_left_alone(tmp_path: Path) -> None:
+def test_one_of_an_experts_weights_may_stay_unquantised(tmp_path: Path) -> None:
     ignore = ["lm_head", r"re:.*experts\.\d+\.down_proj"]
     reference = make_moe(tmp_path, "compressed channel", lambda name: "down_proj" not in name, ignore=ignore)
     assert worst_difference(engine(tmp_path), reference, PROMPT) < 1e-4
@@ -77,7 +77,7 @@ def test_weights_and_scales_go_to_their_experts_place() -> None:
 
 
 def test_many_names_of_many_experts_are_read_quickly() -> None:
-    """Qwen3-30B-A3B-FP8 names three modules of each layer that it left alone, and has 18,432 of experts."""
+    """Qwen3-30B-A3B-FP8 lists three unquantised modules per layer, and has 18,432 expert modules."""
     kept = [
         f"model.layers.{i}.{x}" for i in range(48) for x in ("mlp.gate", "input_layernorm", "post_attention_layernorm")
     ]
@@ -85,7 +85,7 @@ def test_many_names_of_many_experts_are_read_quickly() -> None:
     experts = [f"model.layers.{i}.mlp.experts.{j}.{x}_proj" for i in range(48) for j in range(128) for x in "abc"]
     start = time.process_time()
     assert all(found.stored_as(name) != PLAIN for name in experts)
-    assert time.process_time() - start < 1.0  # a tenth of that on a quiet machine
+    assert time.process_time() - start < 1.0  # it takes a tenth of that on an idle machine
     assert found.stored_as("model.layers.7.mlp.gate") == PLAIN
 
 
@@ -94,13 +94,13 @@ def test_many_names_of_many_experts_are_read_quickly() -> None:
     [
         (Fp8(128, 128, "weight_scale_inv", True), (3 * 256 * 256, 3 * 256 * 128)),
         (Fp8(None, None, "weight_scale", False), (3 * 256 * 256, 3 * 256 * 128)),
-        (Int4(32), (3 * 256 * 128, 3 * 256 * 128)),  # the last 128 inputs are filled up to 256
+        (Int4(32), (3 * 256 * 128, 3 * 256 * 128)),  # the last 128 inputs are padded to 256
     ],
 )
 def test_a_weight_is_held_once_and_counted_whole(
     monkeypatch: pytest.MonkeyPatch, stored: Stored, num_bytes: tuple[int, int]
 ) -> None:
-    """As on a card that has the kernels: the parameters are then what these are given, and stay where they were loaded."""
+    """As on a GPU that has the kernels: the kernels use the parameters themselves, in place."""
     monkeypatch.setattr(quant, "_has_kernels", lambda x, dtype: True)
     layer = MoeMlp(256, MoeConfig(3, 2, 128, True, frozenset()), stored, stored)
     loaded = next(layer.gate_up.parameters()).data_ptr()

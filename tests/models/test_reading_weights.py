@@ -1,4 +1,4 @@
-"""Bytes of safetensors files end up in their tensors, whatever the cuts, dtypes and offsets; broken files are named."""
+"""Bytes of safetensors files end up in their tensors, for any cuts, dtypes and offsets; broken files are named."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def test_every_value_finds_its_place(
     assert seen[-1] == (sum(value.nbytes for value in values.values()),) * 2
 
 
-def test_values_that_lie_askew_are_not_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The format promises no alignment: here all begins at an odd byte."""
+def test_unaligned_values_are_not_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The format promises no alignment: here everything begins at an odd byte."""
     monkeypatch.setattr(reader, "BLOCK_BYTES", 4096)
     values = torch.randn(5000)
     header = json.dumps({"w": {"dtype": "F32", "shape": [5000], "data_offsets": [0, 20000]}})
@@ -95,9 +95,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["cached", "on the drive"])
-def test_a_drive_that_fails_is_said_with_the_files_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
+def test_a_read_error_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     save_file(tensors(), tmp_path / "model.safetensors")
     stored = stored_tensors(tmp_path)["d"]
     monkeypatch.setattr(reader, "_is_resident", lambda fd, offset, length: where == "cached")
@@ -110,7 +108,7 @@ def test_a_drive_that_fails_is_said_with_the_files_name(
         fill([Copy(stored, torch.empty(stored.shape, dtype=torch.bfloat16))], quiet)
 
 
-def test_a_file_that_may_not_be_read_is_not_said_to_be_broken(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_not_reported_as_broken(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").mkdir()
     with pytest.raises(ModelFilesError, match=r"model\.safetensors cannot be read: Is a directory"):
         read_header(tmp_path / "model.safetensors")
@@ -124,7 +122,7 @@ def test_a_file_that_may_not_be_read_is_not_said_to_be_broken(tmp_path: Path) ->
         ({"dtype": "F32", "data_offsets": [0, 8]}, "shape"),
     ],
 )
-def test_a_tensor_that_makes_no_sense_is_named(tmp_path: Path, entry: dict[str, object], said: str) -> None:
+def test_an_invalid_tensor_is_named(tmp_path: Path, entry: dict[str, object], said: str) -> None:
     header = json.dumps({"w": entry}).encode()
     file = tmp_path / "model.safetensors"
     file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
@@ -133,12 +131,12 @@ def test_a_tensor_that_makes_no_sense_is_named(tmp_path: Path, entry: dict[str, 
     assert said in refused.value.message
 
 
-def test_reading_ahead_says_nothing_of_files_that_are_not_there(tmp_path: Path) -> None:
+def test_reading_ahead_ignores_missing_files(tmp_path: Path) -> None:
     ahead = ReadAhead([tmp_path / "gone"], 1 << 30)
     assert ahead.take(tmp_path / "gone", 0) is None
 
 
-def test_a_block_is_read_ahead_or_by_whoever_asks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_is_read_ahead_or_by_its_first_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "BLOCK_BYTES", 4096)
     monkeypatch.setattr(reader, "_is_resident", lambda fd, offset, length: False)
     file = tmp_path / "weights"
@@ -176,7 +174,7 @@ def test_a_file_is_the_same_by_any_name(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def on_the_drive(file: Path) -> bool:
-    """Whether the file could be made to be there alone: memory that is a file system cannot."""
+    """Return True if the file could be dropped from the page cache; a file system in memory cannot do that."""
     fd = os.open(file, os.O_RDONLY)
     os.fsync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -184,7 +182,7 @@ def on_the_drive(file: Path) -> bool:
     return not is_cached(file, 0)
 
 
-def test_what_is_in_memory_is_known_and_asking_reads_nothing(tmp_path: Path) -> None:
+def test_cached_blocks_are_known_and_the_check_reads_nothing(tmp_path: Path) -> None:
     file = tmp_path / "weights"
     file.write_bytes(os.urandom(3 * BLOCK_BYTES + 5))
     numbers = range(4)
@@ -193,7 +191,7 @@ def test_what_is_in_memory_is_known_and_asking_reads_nothing(tmp_path: Path) -> 
         pytest.skip("this file system keeps its files in memory")
     for _ in range(3):
         assert not any(is_cached(file, number) for number in numbers)
-        time.sleep(0.05)  # for what the system might read by itself
+        time.sleep(0.05)  # for what the kernel might read ahead by itself
 
 
 def test_reading_past_the_cache_leaves_nothing_there(tmp_path: Path) -> None:
@@ -210,9 +208,9 @@ def test_reading_past_the_cache_leaves_nothing_there(tmp_path: Path) -> None:
 
 
 def test_heads_are_in_memory_before_the_drive_is_busy(tmp_path: Path) -> None:
-    """The server looks at them while the engine reads ahead: 16 files took it 19 s."""
+    """The server reads the headers while the engine reads ahead. With 16 files, that once took 19 s."""
     files = [tmp_path / "a", tmp_path / "b"]
-    for file in files:  # of which nearly all is head, so that it counts as cached
+    for file in files:  # nearly all of the file is header, so that it counts as cached
         head_bytes = BLOCK_BYTES - 2000
         file.write_bytes(struct.pack("<Q", head_bytes) + os.urandom(BLOCK_BYTES))
     if not all(on_the_drive(file) for file in files):

@@ -1,4 +1,4 @@
-"""SmolLM2 itself: our logits are transformers', and our greedy text is what transformers would write."""
+"""SmolLM2 itself: the logits and the greedy text are those of transformers."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def prompts(smollm2: Path, data_dir: Path) -> list[list[int]]:
         with gzip.open(data_dir / "prompts" / f"{name}.jsonl.gz", "rt") as lines:
             texts = [json.loads(line)["turns"][0] for line in lines]
         rendered = [tokenizer.encode(template.render([{"role": "user", "content": text}])) for text in texts]
-        found += sorted(rendered, key=len)[: NUM_PROMPTS // 5]  # the shortest: a test has no time for the others
+        found += sorted(rendered, key=len)[: NUM_PROMPTS // 5]  # the shortest, to keep the test fast
     assert len(found) == NUM_PROMPTS
     return found
 
 
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
-def test_greedy_text_is_what_transformers_would_write(
+def test_greedy_text_is_that_of_transformers(
     smollm2: Path, reference: Any, prompts: list[list[int]], every: int
 ) -> None:
-    """Token by token: after the prompt and what we wrote so far, transformers' most likely token is our next one."""
+    """Token by token: after the prompt and our tokens so far, transformers' most likely token is our next one."""
     prompts = prompts[::every]
     llm = LLM(smollm2, EngineSettings(device="cpu", dtype="float32", kv=KvSettings(num_blocks=2000)))
     completions = llm.generate(
@@ -59,13 +59,13 @@ def test_greedy_text_is_what_transformers_would_write(
         logprobs = logits.log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None]).squeeze(1)
         ours = torch.tensor([token.logprob for token in completion.logprobs])
         worst = max(worst, float((logprobs - ours).abs().max()))
-    assert worst <= 2e-4  # transformers is 1e-4 from float64 itself
+    assert worst <= 2e-4  # transformers itself is 1e-4 from float64
 
 
-def test_logits_are_as_near_to_exact_ones_as_those_of_transformers(
+def test_logits_are_as_close_to_float64_as_those_of_transformers(
     smollm2: Path, reference: Any, prompts: list[list[int]]
 ) -> None:
-    """Both round, each in its own way: they may differ by 1e-4 where each is that far from float64."""
+    """Both round differently: they may differ by 1e-4 where each is that far from float64."""
     from test_transformers import prompt_logits
 
     from stoker.engine.build import build_engine

@@ -1,4 +1,4 @@
-"""Our models' logits are transformers' logits."""
+"""The logits of our models are those of transformers."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from stoker.sched.request import SamplingParams
 
 @torch.inference_mode()
 def prompt_logits(built: BuiltEngine, token_ids: list[int], chunk: int) -> torch.Tensor:
-    """Logits at every position, computed `chunk` tokens at a time through the paged cache, blocks in odd places."""
+    """Return the logits at every position, computed `chunk` tokens at a time through the paged cache, with blocks in
+    odd places."""
     layout = built.layout
     num_blocks = -(-len(token_ids) // layout.block_tokens)
     blocks = [BlockId(2 * i + 1) for i in reversed(range(num_blocks))]
     kv = DeviceKv(layout, 2 * num_blocks + 1, torch.device("cpu"))
-    kv.blocks.fill_(float("nan"))  # a stranger's block may hold anything
+    kv.blocks.fill_(float("nan"))  # another sequence's block may hold anything
     kv.clear(blocks)
     rows = RowTable(4, num_blocks, built.vocab_size, torch.device("cpu"), NoGrammars())
     row = Row(2)
