@@ -31,7 +31,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 import torch  # noqa: E402
 from shapes import LLAMA_8B  # noqa: E402
 
-from stoker.base import collector  # noqa: E402
+from stoker.base import garbage  # noqa: E402
 from stoker.base.config import EngineSettings, KvSettings, SchedSettings  # noqa: E402
 from stoker.base.ids import RequestId  # noqa: E402
 from stoker.engine.build import BuiltEngine, build_engine  # noqa: E402
@@ -172,7 +172,7 @@ def main() -> None:
         parts.time("step, other", built.engine, "step")
         parts.time("stats", loop, "_tell_stats")
         parts.time("send", pipe, "send")
-    collector.settle()
+    garbage.tune_for_serving()
     if args.profile:
         profile.enable()
     loop.run()

@@ -30,7 +30,7 @@ from typing import Any
 import uvloop
 from aiohttp import web
 
-from stoker.base import collector
+from stoker.base import garbage
 from stoker.base import log as logs
 from stoker.base.config import EngineSettings
 from stoker.proto.messages import Add, Cancel, Chunks, EngineArguments, EngineInfo
@@ -123,7 +123,7 @@ async def serve(folder: Path, step_s: float) -> None:
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
-    collector.settle()
+    garbage.tune_for_serving()
     print(runner.addresses[0][1], flush=True)
     try:
         await asyncio.to_thread(sys.stdin.read)  # until the client's side closes it

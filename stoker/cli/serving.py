@@ -1,4 +1,4 @@
-"""What every command that serves does alike: take its port, wait for signals, let what runs come to its end."""
+"""What `stoker serve` and `stoker gateway` have in common: listening, signals, draining."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from stoker.base.errors import ConfigError
 from stoker.base.speech import say
 
 
-class Busy(Protocol):
+class Drainable(Protocol):
+    """A server that counts its running requests."""
+
     @property
     def num_running(self) -> int: ...
 
@@ -25,21 +27,22 @@ def listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(address[0], address[1])
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address[4])
-    except (OSError, UnicodeError) as error:  # the second: no name of a host looks like that
+    except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
         why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"cannot listen on {host}:{port}: {why}; choose another --host or --port") from error
     return listener
 
 
-async def drained(server: Busy, seconds: float) -> None:
+async def drained(server: Drainable, seconds: float) -> None:
+    """Wait until no request runs, but at most `seconds`."""
     try:
         await asyncio.wait_for(server.wait_idle(), seconds)
     except TimeoutError:
-        say(f"stoker: {server.num_running} requests still run after {seconds:g} s; they are cut", sys.stderr)
+        say(f"stoker: {server.num_running} requests still run after {seconds:g} s and are aborted", sys.stderr)
 
 
 class Signals:
-    """SIGTERM and Ctrl-C: the first asks for an end, the second insists."""
+    """Counts SIGTERM and Ctrl-C. The first one starts a drain, the second one stops at once."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -57,7 +60,7 @@ class Signals:
         self._arrived.clear()
 
     async def first_of(self, task: asyncio.Task[None]) -> None:
-        """Until the task is done (its error is raised) or a signal comes (the task is cancelled)."""
+        """Wait until the task is done (its error is raised) or a signal comes (the task is cancelled)."""
         signalled = asyncio.create_task(self._arrived.wait())
         await asyncio.wait({task, signalled}, return_when=asyncio.FIRST_COMPLETED)
         signalled.cancel()

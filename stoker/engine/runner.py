@@ -6,7 +6,6 @@ say what may come next: only then does a launch wait for the step before it, wit
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from stoker.base import garbage
 from stoker.engine.gpu_steps import CardSteps
 from stoker.engine.inputs import build_batch
 from stoker.engine.rows import RowState, RowTable
@@ -100,9 +100,7 @@ class Runner:
         self._choose_device()
         if self._card is not None:
             self._card.warm_up()
-        # What a start leaves behind stays: walking it would stop some step for 100 ms, now and then.
-        gc.collect()
-        gc.freeze()
+        garbage.freeze()
 
     def capture_next(self) -> bool:
         """When there is nothing else to do: capture one more kind of step. Whether there was one left."""

@@ -1,117 +1,164 @@
-"""The gateway's settings: a frozen tree, from a TOML file and the command line. Every complaint names its field.
+"""The gateway's settings: a frozen tree that is read from a TOML file and the command line.
 
-Files are read by `load()` alone; nothing here opens a socket or reads the environment.
+Only `load()` reads files. Nothing here opens a socket or reads the environment.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from stoker.base.errors import ConfigError
-from stoker.base.tables import check_positive, in_words, path_of, read_tables, refuse_unknown
+from stoker.base.settings import check_settings, from_table, merged, put, read_toml, required, setting
 from stoker.fleet.spec import WorkerSpec
 from stoker.gateway.worker_option import WorkerSettings, worker_spec
 from stoker.routing.policy import RouterSettings
 
-_NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+_NAME = r"[A-Za-z0-9._@-]{1,64}"
+_NAME_EXPECTED = "up to 64 letters, digits, '.', '_', '@' and '-'"
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 @dataclass(frozen=True, slots=True)
 class ListenSettings:
-    host: str = "127.0.0.1"
-    port: int = 8000
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    max_body_mib: float = 64.0
-    max_connections: int = 10_000
-    drain_s: float = 3600.0  # longest wait for running requests at SIGTERM
+    """The address that clients connect to."""
+
+    host: str = setting(
+        "127.0.0.1",
+        "Address to listen on. 127.0.0.1 is reachable from this machine only, 0.0.0.0 from everywhere.",
+        flag="--host",
+        metavar="ADDRESS",
+    )
+    port: int = setting(8000, "Port to listen on. 0 picks a free port.", flag="--port", ge=0, le=65535)
+    tls_cert: Path | None = setting(
+        None, "Certificate chain in PEM format. Serves HTTPS; needs the key too.", flag="--tls-cert", metavar="FILE"
+    )
+    tls_key: Path | None = setting(
+        None, "Private key of the certificate in PEM format.", flag="--tls-key", metavar="FILE"
+    )
+    max_body_mib: float = setting(
+        64.0, "Maximum size of a request body. Larger ones get 413.", flag="--max-body-mib", unit="MiB", gt=0
+    )
+    max_connections: int = setting(
+        10_000,
+        "Maximum client connections. The limit of open files is raised to two per connection, as far as `ulimit -Hn` allows.",
+        ge=1,
+    )
+    drain_s: float = setting(
+        3600.0, "Maximum time that running requests get to finish after SIGTERM.", flag="--drain-s", unit="s", gt=0
+    )
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"listen.port={self.port}: a port is 0 to 65535")
+        check_settings(self, "listen")
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise ConfigError("listen.tls_cert and listen.tls_key: TLS needs both")
-        check_positive("listen", self, "max_body_mib", "max_connections", "drain_s")
+            raise ConfigError(
+                "listen.tls_cert (--tls-cert) and listen.tls_key (--tls-key): TLS needs both, and only one is given"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingSettings(RouterSettings):
-    """The router's own numbers, and what the gateway adds."""
+    """The router's settings, and what the gateway adds to them."""
 
-    debug_routes: bool = False  # `x-stoker-route` in answers
-    tokenize: bool = True  # exact token blocks where a worker gives its tokenizer; else text blocks
-    index_blocks: int = 2_000_000  # prefix blocks remembered for one model
+    debug_routes: bool = setting(
+        False, "Explain in the response header `x-stoker-route` why a worker was chosen.", flag="--debug-routes"
+    )
+    tokenize: bool = setting(
+        True,
+        "Compare conversations as exact token blocks where a worker provides its tokenizer. False compares them as text.",
+        flag="--no-tokenize",
+        flag_help="Compare conversations as text, not as token blocks.",
+    )
+    index_blocks: int = setting(2_000_000, "Prefix blocks remembered for each model.", ge=1)
 
     def __post_init__(self) -> None:
-        check_positive("routing", self, "index_blocks", "expected_output_tokens")
-        for name in ("num_explained", "local_prefill_tokens", "cluster_spill_s"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"routing.{name}={getattr(self, name)}: it must not be below zero")
+        check_settings(self, "routing")
 
 
 @dataclass(frozen=True, slots=True)
 class ProxySettings:
-    connect_s: float = 2.0
-    first_byte_s: float = 600.0  # a worker's answer must begin within this
-    retries: int = 3  # other workers tried before the first byte
-    retry_share: float = 0.2  # retries may be this part of all requests; beyond it faults are passed on
-    resumes: int = 3  # other workers tried in the middle of a stream
-    resume_grace_s: float = 10.0  # how long a broken stream waits for one that can go on with it
+    """How requests are sent to workers, retried and resumed."""
+
+    connect_s: float = setting(2.0, "Timeout for connecting to a worker.", unit="s", gt=0)
+    first_byte_s: float = setting(600.0, "Timeout until a worker's response begins.", unit="s", gt=0)
+    retries: int = setting(3, "Maximum retries on other workers before the first byte of a response.", ge=0)
+    retry_share: float = setting(
+        0.2,
+        "Maximum retries as a share of all requests. Beyond it, a worker's failure is passed on to the client.",
+        ge=0,
+    )
+    resumes: int = setting(3, "Maximum times that a broken stream is resumed on another worker.", ge=0)
+    resume_grace_s: float = setting(
+        10.0, "How long a broken stream waits for a worker that can resume it.", unit="s", ge=0
+    )
 
     def __post_init__(self) -> None:
-        check_positive("proxy", self, "connect_s", "first_byte_s")
-        for name in ("retries", "retry_share", "resumes", "resume_grace_s"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"proxy.{name}={getattr(self, name)}: it must not be below zero")
+        check_settings(self, "proxy")
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionSettings:
-    """How much the fleet is given at a time, and how long the rest may wait."""
+    """How many requests the workers get at a time, and how long the others may wait in the gateway's queue."""
 
-    requests_per_worker: int = 512  # in flight, for a worker that reports no queue
-    waiting_per_worker: int = 4  # sequences that may wait inside a worker that reports its queue
-    prefill_s: float = 10.0  # seconds of uncached prefill in flight for each worker whose rate is known
-    prefill_tokens: int = 4096  # and at least so many tokens, whatever the rate
-    queue_requests: int = 4096
-    queue_s: float = 30.0  # longest wait in a burst; who would predictably wait longer is refused at once
-    standing_s: float = 2.0  # the same, once the queue has stood for queue_s: overload, not a burst
-    priority_age_s: float = 5.0  # waiting so long counts as one step of priority: nobody starves
+    requests_per_worker: int = setting(
+        512, "Maximum requests in flight to a worker that does not report its queue.", ge=1
+    )
+    waiting_per_worker: int = setting(4, "Maximum sequences that wait inside a worker that reports its queue.", ge=0)
+    prefill_s: float = setting(
+        10.0,
+        "Maximum uncached prefill in flight to a worker whose prefill rate is known, in seconds of its work.",
+        unit="s",
+        gt=0,
+    )
+    prefill_tokens: int = setting(
+        4096, "Uncached prompt tokens that may always be in flight to a worker, at any rate.", unit="tokens", ge=1
+    )
+    queue_requests: int = setting(4096, "Maximum requests in the queue.", ge=0)
+    queue_s: float = setting(
+        30.0, "Maximum wait in a burst. A request with a longer predicted wait is refused at once.", unit="s", gt=0
+    )
+    standing_s: float = setting(
+        2.0,
+        "Maximum wait under overload, which is when the queue has not been empty for queue_s.",
+        unit="s",
+        gt=0,
+    )
+    priority_age_s: float = setting(
+        5.0,
+        "A request's priority improves by one step each time it has waited this long. This prevents starvation.",
+        unit="s",
+        gt=0,
+    )
 
     def __post_init__(self) -> None:
-        check_positive(
-            "admission",
-            self,
-            "requests_per_worker",
-            "prefill_s",
-            "prefill_tokens",
-            "queue_s",
-            "standing_s",
-            "priority_age_s",
-        )
-        for name in ("queue_requests", "waiting_per_worker"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"admission.{name}={getattr(self, name)}: it must not be below zero")
+        check_settings(self, "admission")
 
 
 @dataclass(frozen=True, slots=True)
 class MeterSettings:
-    path: Path | None = None  # "none": nothing is metered; None: default_path
-    default_path: Path | None = None  # where this user's ledger lies; None: nothing is metered
-    flush_s: float = 0.2
-    flush_rows: int = 500
-    max_pending: int = 100_000  # rows not yet on disk; beyond it new requests are refused, none goes unbilled
-    currency: str = "USD"
+    """The usage ledger."""
+
+    path: Path | None = setting(
+        None,
+        "SQLite file for usage rows. `none` turns metering off.",
+        flag="--ledger",
+        metavar="FILE",
+        default_text="usage.db in the state folder, ~/.local/state/stoker",
+    )
+    flush_s: float = setting(0.2, "Maximum time between two batches of rows.", unit="s", gt=0)
+    flush_rows: int = setting(500, "Maximum rows in a batch.", ge=1)
+    max_pending: int = setting(
+        100_000,
+        "Maximum rows that are not yet on disk. Beyond it new requests are refused, so that none goes unbilled.",
+        ge=1,
+    )
+    currency: str = setting("USD", "Currency of the prices, as shown by /v1/usage.")
+    default_path: Path | None = None  # the ledger if `path` is not given; None: no metering
 
     def __post_init__(self) -> None:
-        check_positive("meter", self, "flush_s", "flush_rows", "max_pending")
+        check_settings(self, "meter")
 
     @property
     def ledger(self) -> Path | None:
@@ -121,64 +168,81 @@ class MeterSettings:
 
 @dataclass(frozen=True, slots=True)
 class TracingSettings:
-    otlp_endpoint: str | None = None  # such as http://collector:4318/v1/traces; None: no tracing
-    service_name: str = "stoker-gateway"
-    sample: float = 1.0  # part of the requests that nobody upstream has decided on
+    """OpenTelemetry traces."""
+
+    otlp_endpoint: str | None = setting(
+        None,
+        "URL that traces are sent to, such as http://collector:4318/v1/traces.",
+        flag="--otlp-endpoint",
+        metavar="URL",
+        default_text="no tracing",
+    )
+    service_name: str = setting("stoker-gateway", "Service name in the traces.")
+    sample: float = setting(
+        1.0, "Share of requests that are traced. A client's own sampling decision takes precedence.", ge=0, le=1
+    )
 
     def __post_init__(self) -> None:
-        if not 0 <= self.sample <= 1:
-            raise ConfigError(f"tracing.sample={self.sample}: it must be from 0 to 1")
+        check_settings(self, "tracing")
 
 
 @dataclass(frozen=True, slots=True)
 class PriceSettings:
-    """For a million tokens. `model` may be "*": any model that has no price of its own."""
+    """The price of a model, for a million tokens."""
 
-    model: str
-    input: float
-    output: float
-    cached_input: float | None = None  # None: as `input`
+    model: str = required("Model name. `*` is the price of all models that have none of their own.")
+    input: float = required("Price of a million uncached prompt tokens.", ge=0, le=1e9)
+    output: float = required("Price of a million generated tokens.", ge=0, le=1e9)
+    cached_input: float | None = setting(
+        None, "Price of a million cached prompt tokens.", ge=0, le=1e9, default_text="the same as input"
+    )
 
     def __post_init__(self) -> None:
-        for name in ("input", "output", "cached_input"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < 1e9:
-                raise ConfigError(f"price.{name}={value} of model {self.model!r}: it must be from 0 to 1e9")
+        check_settings(self, f"price of model {self.model!r}")
 
 
 @dataclass(frozen=True, slots=True)
 class TenantSettings:
-    name: str
-    weight: float = 1.0  # share of uncached tokens against other tenants when requests wait
-    share_cache: bool = False  # True: may hit prefixes of the other tenants that say so too
+    """A group of API keys that shares a cache and a fair share of the workers."""
+
+    name: str = required("Name of the tenant.", pattern=_NAME, expected=_NAME_EXPECTED)
+    weight: float = setting(
+        1.0, "Share of uncached tokens relative to other tenants while requests wait in the queue.", gt=0
+    )
+    share_cache: bool = setting(
+        False, "Whether its requests may hit cached prefixes of other tenants that have share_cache = true too."
+    )
 
     def __post_init__(self) -> None:
-        _name("tenant.name", self.name)
-        check_positive(f"tenant {self.name!r}", self, "weight")
+        check_settings(self, "tenant")
 
 
 @dataclass(frozen=True, slots=True)
 class KeySettings:
-    name: str
-    sha256: str
-    tenant: str = "default"
-    priority: int = 0  # the best this key may ask for; lower runs first
-    requests_per_minute: float | None = None
-    tokens_per_minute: float | None = None
-    concurrency: int | None = None
+    """An API key and its limits. `stoker gateway --new-key NAME` creates one."""
+
+    name: str = required("Name of the key.", pattern=_NAME, expected=_NAME_EXPECTED)
+    sha256: str = required(
+        "SHA-256 hash of the key.",
+        pattern="[0-9a-f]{64}",
+        expected="64 lower-case hex digits, as `stoker gateway --new-key NAME` prints them",
+    )
+    tenant: str = setting("default", "Tenant that the key belongs to.", pattern=_NAME, expected=_NAME_EXPECTED)
+    priority: int = setting(0, "Best priority that a request with this key may ask for. Lower numbers run first.")
+    requests_per_minute: float | None = setting(None, "Maximum requests per minute.", gt=0, default_text="no limit")
+    tokens_per_minute: float | None = setting(
+        None, "Maximum uncached prompt tokens and generated tokens per minute.", gt=0, default_text="no limit"
+    )
+    concurrency: int | None = setting(None, "Maximum requests at the same time.", ge=1, default_text="no limit")
 
     def __post_init__(self) -> None:
-        _name("key.name", self.name)
-        _name(f"key {self.name!r}: tenant", self.tenant)
-        if not _SHA256.fullmatch(self.sha256):
-            raise ConfigError(
-                f"key {self.name!r}: sha256 must be 64 lower-case hex digits; see stoker gateway --new-key"
-            )
-        check_positive(f"key {self.name!r}", self, "requests_per_minute", "tokens_per_minute", "concurrency")
+        check_settings(self, "key")
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayConfig:
+    """Everything that the gateway is configured with."""
+
     listen: ListenSettings = field(default_factory=ListenSettings)
     routing: RoutingSettings = field(default_factory=RoutingSettings)
     proxy: ProxySettings = field(default_factory=ProxySettings)
@@ -189,14 +253,32 @@ class GatewayConfig:
     price: tuple[PriceSettings, ...] = ()
     tenant: tuple[TenantSettings, ...] = ()
     key: tuple[KeySettings, ...] = ()
-    admin_token_file: Path | None = None
-    secret_file: Path | None = None  # what workers show to register, and what we show to them
-    log_requests: bool = True
-    log_level: str = "info"
+    admin_token_file: Path | None = setting(
+        None,
+        "File that holds the bearer token for /admin/*.",
+        flag="--admin-token-file",
+        metavar="FILE",
+        default_text="no admin API",
+    )
+    secret_file: Path | None = setting(
+        None,
+        "File with the secret that workers and gateways share. Workers show it when they register.",
+        flag="--secret-file",
+        metavar="FILE",
+        default_text="workers cannot register themselves",
+    )
+    log_requests: bool = setting(
+        True,
+        "Write a log line for each request.",
+        flag="--no-request-log",
+        flag_help="Write no log line for each request.",
+    )
+    log_level: str = setting(
+        "info", "Lowest level of log events that are written.", flag="--log-level", choices=LOG_LEVELS
+    )
 
     def __post_init__(self) -> None:
-        if self.log_level not in ("debug", "info", "warning", "error"):
-            raise ConfigError(f"log_level={self.log_level!r}: it must be debug, info, warning or error")
+        check_settings(self, "")
         _unique("worker.url", [one.url.rstrip("/") for one in self.worker])
         _unique("key.name", [one.name for one in self.key])
         _unique("tenant.name", [one.name for one in self.tenant])
@@ -209,21 +291,21 @@ class GatewayConfig:
 
 
 def load(path: Path | None, overrides: Mapping[str, Any] | None = None) -> GatewayConfig:
-    """The file's settings (none: the defaults) under `overrides`: dotted names such as "listen.port"; a list adds to the
-    file's."""
-    table = {} if path is None else read_tables(path)
+    """Read the file (None: the defaults) and apply `overrides` from the command line.
+
+    Overrides have the names of the file, or dotted names such as "listen.port". A list is added to the file's list."""
+    nested: dict[str, Any] = {}
     for name, value in (overrides or {}).items():
-        _put(table, name.split("."), value)
-    where = "" if path is None else f"{path}: "
-    refuse_unknown(GatewayConfig, table, source=where)
+        put(nested, name.split("."), value)
+    table = merged({} if path is None else read_toml(path), nested)
     try:
-        return msgspec.convert(table, GatewayConfig, dec_hook=path_of)
-    except msgspec.ValidationError as error:
-        raise ConfigError(where + in_words(error)) from error
+        return from_table(GatewayConfig, table)
+    except ConfigError as error:
+        raise ConfigError(error.message if path is None else f"{path}: {error.message}") from error
 
 
 def read_secret(path: Path | None, what: str) -> str | None:
-    """A token or secret out of its file; surrounding blanks do not count."""
+    """Read a token or a secret from its file, without surrounding white space. `what` is the setting that errors name."""
     if path is None:
         return None
     try:
@@ -231,24 +313,11 @@ def read_secret(path: Path | None, what: str) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{what}={path}: cannot be read: {error}") from error
     if not text:
-        raise ConfigError(f"{what}={path}: the file is empty")
+        raise ConfigError(f"{what}={path}: the file is empty; write a secret into it")
     return text
-
-
-def _put(table: dict[str, Any], names: Sequence[str], value: Any) -> None:
-    for name in names[:-1]:
-        table = table.setdefault(name, {})
-    if isinstance(value, list) and isinstance(table.get(names[-1]), list):
-        value = [*table[names[-1]], *value]
-    table[names[-1]] = value
-
-
-def _name(where: str, value: str) -> None:
-    if not _NAME.fullmatch(value):
-        raise ConfigError(f"{where}={value!r}: up to 64 letters, digits and . _ @ - are allowed")
 
 
 def _unique(where: str, names: Sequence[str]) -> None:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ConfigError(f"{where}: {', '.join(twice)} is there twice")
+        raise ConfigError(f"{where}: {', '.join(twice)} is given twice; remove one")

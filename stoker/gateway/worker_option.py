@@ -1,10 +1,8 @@
-"""One worker as an operator writes it: `URL[,role=…][,dialect=…]…` on the command line, or a table in the file."""
+"""A worker as an operator writes it: `URL[,name=value]…` after --worker, or a [[worker]] table in the gateway's file."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -12,27 +10,59 @@ from urllib.parse import urlsplit
 from stoker.base.address import join_address
 from stoker.base.errors import ConfigError
 from stoker.base.ids import WorkerId
+from stoker.base.settings import check_settings, declared, from_table, required, setting, setting_map
 from stoker.fleet.spec import Role, WorkerSpec
 
-_ROLES = tuple(role.value for role in Role)
+_LABEL = "label."
+_ZMQ = "(tcp|ipc)://.+"
+_ZMQ_EXPECTED = "an address that begins with tcp:// or ipc://"
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    url: str
-    role: str = Role.UNIFIED.value
-    dialect: str = "stoker"
-    cluster: str = "default"
-    weight: float = 1.0
-    models: tuple[str, ...] = ()  # empty: what its /v1/models says
-    events: str | None = None  # where it publishes KV events, such as tcp://host:5557
-    replay: str | None = None
-    bootstrap_port: int | None = None
-    api_key_file: Path | None = None  # what it wants as a bearer token
-    labels: dict[str, str] = field(default_factory=dict)
+    """A worker that the gateway sends requests to. `flag` is a setting's name after --worker, where it differs."""
+
+    url: str = required("URL of the worker, such as http://10.0.0.1:8000.", expected="a URL such as http://host:port")
+    role: str = setting(
+        Role.UNIFIED.value,
+        "What it is sent: prefill, decode, or both (unified).",
+        choices=tuple(role.value for role in Role),
+    )
+    dialect: str = setting(
+        "stoker",
+        "Protocol of the worker: stoker, vllm, vllm_mooncake, sglang or openai (any server with an OpenAI API).",
+    )
+    cluster: str = setting(
+        "default",
+        "Cluster of the worker. A session has a home cluster and leaves it only when its queues are too long.",
+    )
+    weight: float = setting(1.0, "How much work it gets, relative to a worker of weight 1.", gt=0)
+    models: tuple[str, ...] = setting(
+        (), "Models that it serves. Repeatable after --worker.", flag="model", default_text="what its /v1/models says"
+    )
+    events: str | None = setting(
+        None,
+        "Address where it publishes KV events, such as tcp://host:5557.",
+        pattern=_ZMQ,
+        expected=_ZMQ_EXPECTED,
+        default_text="what a stoker worker reports",
+    )
+    replay: str | None = setting(
+        None,
+        "Address where missed KV events can be requested again.",
+        pattern=_ZMQ,
+        expected=_ZMQ_EXPECTED,
+        default_text="what a stoker worker reports",
+    )
+    bootstrap_port: int | None = setting(
+        None, "Bootstrap port of an SGLang or Mooncake prefill worker.", ge=1, le=65535
+    )
+    api_key_file: Path | None = setting(None, "File with the bearer token that the worker expects.")
+    labels: dict[str, str] = setting_map("Labels, which /admin/fleet shows.", flag="label.NAME")
 
     def __post_init__(self) -> None:
         what = f"worker {self.url}"
+        check_settings(self, what)
         try:
             parts = urlsplit(self.url)
             port = parts.port
@@ -41,64 +71,41 @@ class WorkerSettings:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"{what}: url must be like http://host:port")
         if parts.username or parts.query or parts.fragment or port == 0:
-            raise ConfigError(f"{what}: url may have a host, a port and a path, nothing else")
-        if self.role not in _ROLES:
-            raise ConfigError(f"{what}: role={self.role!r} must be one of {', '.join(_ROLES)}")
-        if not (math.isfinite(self.weight) and self.weight > 0):
-            raise ConfigError(f"{what}: weight={self.weight} must be above zero")
-        for name in ("events", "replay"):
-            address = getattr(self, name)
-            if address is not None and not address.startswith(("tcp://", "ipc://")):
-                raise ConfigError(f"{what}: {name}={address!r} must begin with tcp:// or ipc://")
-        if self.bootstrap_port is not None and not 1 <= self.bootstrap_port <= 65535:
-            raise ConfigError(f"{what}: bootstrap_port={self.bootstrap_port} must be 1 to 65535")
-
-
-_READ: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "role": ("role", str),
-    "dialect": ("dialect", str),
-    "cluster": ("cluster", str),
-    "weight": ("weight", float),
-    "model": ("models", str),
-    "events": ("events", str),
-    "replay": ("replay", str),
-    "bootstrap_port": ("bootstrap_port", int),
-    "api_key_file": ("api_key_file", Path),
-}
+            raise ConfigError(f"{what}: url may only have a host, a port and a path")
 
 
 def parse_worker(text: str) -> dict[str, Any]:
-    """`URL[,name=value]…` as a table of WorkerSettings; `model=` may come several times, `label.x=` sets a label."""
+    """Convert `URL[,name=value]…` into a [[worker]] table. `model=` may come several times, `label.x=` sets a label."""
     url, *options = text.split(",")
     table: dict[str, Any] = {"url": url.strip()}
+    known = {one.setting.flag or one.key: one for one in declared(WorkerSettings)}
     for option in options:
         name, equals, value = (part.strip() for part in option.partition("="))
         if not equals or not value:
             raise ConfigError(f"--worker {text}: {option!r} must be like name=value")
-        if name.startswith("label."):
-            table.setdefault("labels", {})[name.removeprefix("label.")] = value
+        if name.startswith(_LABEL):
+            table.setdefault("labels", {})[name.removeprefix(_LABEL)] = value
             continue
-        if name not in _READ:
-            raise ConfigError(f"--worker {text}: no option {name!r}; there are: {', '.join(_READ)}, label.NAME")
-        target, read = _READ[name]
-        if target in table and target != "models":
-            raise ConfigError(f"--worker {text}: {name} is there twice")
+        if name == "url" or name not in known:
+            names = ", ".join(one for one in known if one != "url")
+            raise ConfigError(f"--worker {text}: no option {name!r}; there are: {names}")
+        one = known[name]
+        if one.key in table and not one.shape.is_list:
+            raise ConfigError(f"--worker {text}: {name} is given twice; remove one")
         try:
-            parsed = read(value)
-        except ValueError as error:
-            raise ConfigError(f"--worker {text}: {name}={value!r} is not a number") from error
-        if target == "models":
-            table.setdefault("models", []).append(parsed)
+            parsed = one.parse(value, name)
+        except ConfigError as error:
+            raise ConfigError(f"--worker {text}: {error.message}") from error
+        if one.shape.is_list:
+            table.setdefault(one.key, []).extend(parsed)
         else:
-            table[target] = parsed
-    WorkerSettings(
-        **{**table, "models": tuple(table.get("models", ()))}
-    )  # complains about this option, not about a file
+            table[one.key] = parsed
+    from_table(WorkerSettings, table)  # raises an error that names this worker, not a table of a file
     return table
 
 
 def worker_id_of(url: str) -> WorkerId:
-    """host:port, and the path where there is one: what people call a worker, and the same in every gateway."""
+    """Return host:port, and the path if there is one. It is the same in every gateway."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     return WorkerId(join_address(parts.hostname or "", port) + parts.path.rstrip("/"))

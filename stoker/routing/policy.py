@@ -8,13 +8,12 @@ that a policy knows no roles.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from stoker.base.errors import ConfigError
 from stoker.base.ids import WorkerId
 from stoker.base.registry import Registry
-from stoker.base.tables import check_positive
+from stoker.base.settings import check_settings, setting
 from stoker.fleet.fleet import Member
 from stoker.fleet.ledger import Load
 from stoker.routing.query import Reason, RouteQuery
@@ -42,52 +41,102 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class CostSettings:
-    """Of the cost policy: what cannot be measured from outside and must be believed."""
+    """Constants of the cost policy that cannot be measured from outside."""
 
-    host_tokens_per_s: float = 400_000.0  # KV coming from the worker's RAM
-    disk_tokens_per_s: float = 60_000.0  # from its disk, or from a store that all share
-    pull_tokens_per_s: float = 200_000.0  # from a prefill worker
-    kv_pressure_s: float = 0.15  # times k / (1 - k), k the share of the KV memory in use
-    crowd_tokens: float = 262_144.0  # resident tokens that double a decode step
-    stall_share: float = 0.1  # of a prompt's time, what each sequence that decodes there is held up
-    move_factor: float = 40.0  # what a lost hit weighs, against the same time waited
-    returns_weight: float = 1.5  # what others wait, against what this request waits
-    later_turns: float = 0.6  # of a conversation that goes on, to be expected; of a new one, at least
-    most_later_turns: float = 20.0  # and at most: by then, queues are others than now
-    recent_weight: float = 3.0  # of a prompt's time, for a worker with twice its part of the recent tokens
-    request_s: float = 0.001  # for every recent request more than its part
-    idle_queue_s: float = 0.1  # a fleet with shorter queues on average is idle
-    bound: float = 0.05  # a worker may have so many more of the recent requests than its part
-    bound_requests: float = 8.0  # and at least this many
-    over_bound_s: float = 30.0
-    balance_share: float = 0.004  # of all prompt tokens, what may be computed again for balance
-    balance_part: float = 0.65  # of a prompt, what a conversation may lose when it is given away
-    home_slack_s: float = 0.02  # workers so near to the best are as good, and a session's hash decides
-    even_s: float = 1.0  # in an idle fleet: what a session may wait for each session that another worker has more
-    move_share: float = 4.5  # of the tokens spared for balance, what a session's move may take for an excess of 100 %
-    move_part: float = 0.75  # of its prompt, what a session may lose by that
-    balance_s: float = 0.5  # what anyone may wait for balance: the time in which the lost tokens are computed again
+    host_tokens_per_s: float = setting(
+        400_000.0, "Rate at which a worker loads KV from its RAM, in tokens per second.", gt=0
+    )
+    disk_tokens_per_s: float = setting(
+        60_000.0, "Rate at which a worker loads KV from its disk or from a shared store, in tokens per second.", gt=0
+    )
+    pull_tokens_per_s: float = setting(
+        200_000.0, "Rate at which a decode worker pulls KV from a prefill worker, in tokens per second.", gt=0
+    )
+    kv_pressure_s: float = setting(
+        0.15, "Cost of a full KV cache, multiplied by k / (1 - k), where k is the share in use.", unit="s", ge=0
+    )
+    crowd_tokens: float = setting(262_144.0, "Resident tokens that double the time of a decode step.", gt=0)
+    stall_share: float = setting(
+        0.1, "Share of a prompt's prefill time by which each decoding sequence on the worker is delayed.", ge=0
+    )
+    move_factor: float = setting(40.0, "Weight of a lost cache hit, relative to the same time spent waiting.", ge=0)
+    returns_weight: float = setting(
+        1.5, "Weight of the time that other requests wait, relative to this request's own wait.", ge=0
+    )
+    later_turns: float = setting(
+        0.6, "Turns that a conversation is expected to have after this one; the minimum for a new conversation.", ge=0
+    )
+    most_later_turns: float = setting(20.0, "Maximum of expected turns.", ge=0)
+    recent_weight: float = setting(
+        3.0, "Weight of a prompt's time on a worker with twice its fair share of the recent tokens.", ge=0
+    )
+    request_s: float = setting(0.001, "Cost for each recent request above the worker's fair share.", unit="s", ge=0)
+    idle_queue_s: float = setting(0.1, "A fleet with a shorter average queue counts as idle.", unit="s", ge=0)
+    bound: float = setting(0.05, "Share by which a worker may exceed its fair share of the recent requests.", ge=0)
+    bound_requests: float = setting(
+        8.0, "Minimum number of requests by which a worker may exceed its fair share.", ge=0
+    )
+    over_bound_s: float = setting(30.0, "Cost of a worker that exceeds that bound.", unit="s", ge=0)
+    balance_share: float = setting(
+        0.004, "Share of all prompt tokens that may be recomputed to balance the workers.", ge=0
+    )
+    balance_part: float = setting(
+        0.65, "Share of its prompt that a conversation may lose when it moves for balance.", ge=0
+    )
+    home_slack_s: float = setting(
+        0.02,
+        "Workers whose cost is within this distance of the best count as equal; a hash of the session decides.",
+        unit="s",
+        ge=0,
+    )
+    even_s: float = setting(
+        1.0,
+        "In an idle fleet: how long a session may wait for each session that another worker has more.",
+        unit="s",
+        ge=0,
+    )
+    move_share: float = setting(
+        4.5, "Share of the tokens saved for balance that moving one session may use at an excess of 100 %.", ge=0
+    )
+    move_part: float = setting(0.75, "Share of its prompt that a session may lose by such a move.", ge=0)
+    balance_s: float = setting(
+        0.5, "Maximum time that a request may wait because its tokens are recomputed for balance.", unit="s", ge=0
+    )
 
     def __post_init__(self) -> None:
-        rates = ("host_tokens_per_s", "disk_tokens_per_s", "pull_tokens_per_s", "crowd_tokens")
-        check_positive("routing.cost", self, *rates)
-        for name, value in asdict(self).items():
-            if not value >= 0:
-                raise ConfigError(f"routing.cost.{name}={value:g}: it must not be below zero")
+        check_settings(self, "routing.cost")
 
 
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
-    policy: str = "cost"
-    expected_output_tokens: int = 256  # what a request is charged with, if the client allows so much
-    local_prefill_tokens: int = 256  # an uncached rest up to this is never worth a hand-off
-    local_prefill_share: float = (
-        0.25  # of a longer one's time, what computing it on a decode worker costs those who decode
+    """The router's settings."""
+
+    policy: str = setting(
+        "cost",
+        "Routing policy: cost, least_tokens, round_robin, random or consistent_hash.",
+        flag="--policy",
     )
-    cluster_spill_s: float = 5.0  # a home cluster may have so much longer a queue than the best one
-    num_explained: int = 256
-    seed: int = 0
+    expected_output_tokens: int = setting(
+        256, "Output tokens that a request is expected to have, unless the client allows fewer.", unit="tokens", ge=1
+    )
+    local_prefill_tokens: int = setting(
+        256,
+        "An uncached part of a prompt up to this length is never handed off to a prefill worker.",
+        unit="tokens",
+        ge=0,
+    )
+    local_prefill_share: float = setting(
+        0.25, "Share of a longer prefill's time by which it delays the decoding sequences on a decode worker.", ge=0
+    )
+    cluster_spill_s: float = setting(
+        5.0, "How much longer the queue of a session's home cluster may be than the shortest one.", unit="s", ge=0
+    )
+    num_explained: int = setting(256, "Routing decisions kept for /admin/routes.", ge=0)
+    seed: int = setting(0, "Random seed of the policies that use randomness.")
     cost: CostSettings = field(default_factory=CostSettings)
+
+    def __post_init__(self) -> None:
+        check_settings(self, "routing")
 
 
 class Policy(Protocol):

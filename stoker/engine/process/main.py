@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from stoker.base import collector
+from stoker.base import garbage
 from stoker.base import log as logs
 from stoker.base.allowance import usable_cores
 from stoker.base.config import StoreSettings
@@ -370,7 +370,7 @@ def serve(
         pipe.send(StartFailed(code=error.code, message=error.message))
         return
     settings, store = built.settings, built.store
-    collector.settle()
+    garbage.tune_for_serving()
     pipe.send(
         EngineInfo(
             model_fingerprint=built.fingerprint,

@@ -1,0 +1,457 @@
+"""Settings that are declared once. Flags, TOML keys, `--help`, validation and docs/settings.md derive from the declaration.
+
+A settings class is a frozen dataclass whose fields are declared with `setting()`:
+
+    @dataclass(frozen=True, slots=True)
+    class ListenSettings:
+        port: int = setting(8000, "Port to listen on. 0 picks a free port.", flag="--port", ge=0, le=65535)
+
+        def __post_init__(self) -> None:
+            check_settings(self, "listen")
+
+A field's type is bool, int, float, str, Path, a tuple of these, dict[str, str], another settings class (a TOML table), or a
+tuple of settings classes (an array of tables); each may be optional (`| None`). A field without `setting()` that is no
+settings class is internal: the program fills it in, and neither flags nor TOML can set it.
+
+Only the standard library is used, because the engine's settings are declared here too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import functools
+import math
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from stoker.base.errors import ConfigError
+from stoker.base.paths import written_path
+
+T = TypeVar("T")
+_KEY = "setting"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The declaration of one setting, apart from its name, type and default, which the dataclass field has."""
+
+    help: str  # full sentences
+    flag: str | None = None  # such as "--port"; None: only TOML can set it
+    flag_help: str | None = None  # where the flag says something else than the key: --no-tokenize
+    metavar: str | None = None
+    unit: str | None = None  # s, GiB, MiB, tokens
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    choices: tuple[str, ...] = ()
+    pattern: str | None = None  # a regular expression that text must match
+    expected: str | None = None  # what to give instead of a wrong value, where type, range and choices do not say it
+    default_text: str | None = None  # the default in words, where the program computes it
+    renamed_from: tuple[str, ...] = ()  # earlier flags (--old-flag) and keys (old_key), which are refused by name
+    is_path: bool = False  # text that is a path: a leading ~ is replaced
+    commas: bool = False  # a list may be written as one text with commas
+
+
+def setting(default: T, help: str, **declaration: Any) -> T:
+    """Declare a setting with its default. The keyword arguments are those of `Setting`."""
+    declared: T = dataclasses.field(default=default, metadata={_KEY: Setting(help, **declaration)})
+    return declared
+
+
+def required(help: str, **declaration: Any) -> Any:
+    """Declare a setting that has no default."""
+    return dataclasses.field(metadata={_KEY: Setting(help, **declaration)})
+
+
+def setting_map(help: str, **declaration: Any) -> dict[str, str]:
+    """Declare a table of names and texts, which is empty by default."""
+    declared: dict[str, str] = dataclasses.field(default_factory=dict, metadata={_KEY: Setting(help, **declaration)})
+    return declared
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What a type hint says."""
+
+    inner: type  # a scalar or a settings class
+    is_list: bool = False
+    is_map: bool = False
+
+    @property
+    def is_table(self) -> bool:
+        return dataclasses.is_dataclass(self.inner)
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """One setting of a tree of settings classes."""
+
+    path: tuple[str, ...]  # ("listen", "port")
+    setting: Setting
+    shape: _Shape
+    default: Any  # dataclasses.MISSING: it must be given
+
+    @property
+    def key(self) -> str:
+        return ".".join(self.path)
+
+    @property
+    def flag(self) -> str:
+        """The flag. Only for settings that have one."""
+        assert self.setting.flag is not None, f"{self.key} has no flag"
+        return self.setting.flag
+
+    @property
+    def flag_name(self) -> str:
+        """The flag as a Python name and as a key of [[workers]] in fleet.toml: kv_memory_gib."""
+        return self.flag.removeprefix("--").replace("-", "_")
+
+    @property
+    def is_switch(self) -> bool:
+        return self.shape.inner is bool
+
+    @property
+    def old_keys(self) -> list[str]:
+        return [old.removeprefix("--").replace("-", "_") for old in self.setting.renamed_from]
+
+    def parse(self, text: str, name: str) -> Any:
+        """Return the value of `text` from the command line. `name` is the flag that an error names."""
+        if self.shape.is_list:
+            parts = text.split(",") if self.setting.commas else [text]
+            return [self._parse_one(part, name, text) for part in parts]
+        return self._parse_one(text, name, text)
+
+    def _parse_one(self, text: str, name: str, whole: str) -> Any:
+        value: Any = text
+        if self.shape.inner in (int, float):
+            try:
+                value = self.shape.inner(text)
+            except ValueError:
+                raise self._refused(name, whole) from None
+        return self._checked(value, name, whole)
+
+    def convert(self, value: Any, name: str) -> Any:
+        """Return the value of a TOML `value`. `name` is the key that an error names."""
+        if self.shape.is_map:
+            if not isinstance(value, dict):
+                raise self._refused(name, value)
+            return {key: self._convert_one(one, f"{name}.{key}") for key, one in value.items()}
+        if self.shape.is_list:
+            if isinstance(value, str) and self.setting.commas:
+                value = value.split(",")
+            many = value if isinstance(value, list | tuple) else [value]
+            return tuple(self._convert_one(one, name) for one in many)
+        return self._convert_one(value, name)
+
+    def _convert_one(self, value: Any, name: str) -> Any:
+        kind = self.shape.inner
+        accepted = {bool: (bool,), int: (int,), float: (int, float), Path: (str, Path)}.get(kind, (str,))
+        if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+            raise self._refused(name, value)
+        return self._checked(value, name, value)
+
+    def _checked(self, value: Any, name: str, given: Any) -> Any:
+        if not self.allows(value):
+            raise self._refused(name, given)
+        if self.shape.inner is Path:
+            return written_path(value)
+        if self.setting.is_path:
+            return str(written_path(value))
+        return value
+
+    def allows(self, value: Any) -> bool:
+        """Return whether one value is in the range, among the choices, or of the form that is declared."""
+        rule = self.setting
+        if isinstance(value, str):
+            return (
+                (not rule.choices or value in rule.choices)
+                and (rule.pattern is None or re.fullmatch(rule.pattern, value) is not None)
+                and "\0" not in value
+            )
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return (
+                math.isfinite(value)
+                and (rule.ge is None or value >= rule.ge)
+                and (rule.gt is None or value > rule.gt)
+                and (rule.le is None or value <= rule.le)
+            )
+        return True
+
+    @property
+    def values(self) -> str:
+        """What may be given, in words: `a number of GiB above 0`."""
+        rule, kind = self.setting, self.shape.inner
+        if rule.expected is not None:
+            return rule.expected
+        if rule.choices:
+            return either(rule.choices)
+        if self.shape.is_map:
+            return "a table of texts"
+        many = "a list of " if self.shape.is_list else ""
+        if kind is bool:
+            return "true or false"
+        if kind not in (int, float):
+            return (
+                f"{many}{'paths' if many else 'a path'}"
+                if self._names_path
+                else f"{many or 'a '}text{'s' if many else ''}"
+            )
+        noun = ("whole numbers" if many else "a whole number") if kind is int else "a number"
+        unit = "" if rule.unit is None else f" of {_UNITS.get(rule.unit, rule.unit)}"
+        return f"{many}{noun}{unit}{_range_words(rule)}"
+
+    @property
+    def _names_path(self) -> bool:
+        return self.shape.inner is Path or self.setting.is_path
+
+    @property
+    def default_words(self) -> str:
+        """The default as help texts and the reference page show it. Empty: there is none to show."""
+        if self.setting.default_text is not None:
+            return self.setting.default_text
+        if self.default is None or self.default in (dataclasses.MISSING, ()) or self.is_switch or self.shape.is_map:
+            return "true" if self.default is True else ""
+        if isinstance(self.default, tuple):
+            return ",".join(map(str, self.default))
+        if isinstance(self.default, float):
+            return f"{self.default:.12g}"
+        return str(self.default)
+
+    def arguments(self, value: Any) -> list[str]:
+        """Return the command-line words that give this setting the (converted) `value`."""
+        if self.is_switch:
+            return [self.flag] if value is not self.default else []
+        if self.shape.is_list and self.setting.commas:
+            return [self.flag, ",".join(value)]
+        many = value if isinstance(value, tuple | list) else [value]
+        return [word for one in many for word in (self.flag, str(one))]
+
+    def _refused(self, name: str, value: Any) -> ConfigError:
+        return ConfigError(f"{_shown(name, value)}: give {self.values}")
+
+
+_UNITS = {"s": "seconds", "ms": "milliseconds"}
+
+
+def _range_words(rule: Setting) -> str:
+    low = rule.ge if rule.ge is not None else rule.gt
+    low_word = "from" if rule.ge is not None else "above"
+    if low is not None and rule.le is not None:
+        joint = "to" if rule.ge is not None else "and at most"
+        return f" {low_word} {low:.12g} {joint} {rule.le:.12g}"
+    if low is not None:
+        return f", at least {low:.12g}" if rule.ge is not None else f" above {low:.12g}"
+    return "" if rule.le is None else f", at most {rule.le:.12g}"
+
+
+def _shown(name: str, value: Any) -> str:
+    return f"{name} {value}" if name.startswith("--") else f"{name}={value!r}"
+
+
+def either(words: Iterable[str]) -> str:
+    *most, last = words
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+# ---- what a settings class declares
+
+
+@functools.cache
+def declared(kind: Any) -> tuple[Declared, ...]:
+    """Return all settings of a settings class and of the tables inside it, but not of arrays of tables."""
+    return tuple(_declared(kind, ()))
+
+
+def _declared(kind: Any, path: tuple[str, ...]) -> Iterator[Declared]:
+    hints = get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        shape = _shape(hints[field.name])
+        if _KEY in field.metadata:
+            yield Declared((*path, field.name), field.metadata[_KEY], shape, field.default)
+        elif shape.is_table and not shape.is_list:
+            yield from _declared(shape.inner, (*path, field.name))
+
+
+@functools.cache
+def tables(kind: Any) -> dict[str, _Shape]:
+    """Return the tables and arrays of tables directly inside a settings class, by their names."""
+    shapes = {name: _shape(hint) for name, hint in get_type_hints(kind).items()}
+    return {name: shape for name, shape in shapes.items() if shape.is_table}
+
+
+def _shape(hint: Any) -> _Shape:
+    if get_origin(hint) in (Union, UnionType):
+        (hint,) = (one for one in get_args(hint) if one is not NoneType)
+    if get_origin(hint) is tuple:
+        return _Shape(get_args(hint)[0], is_list=True)
+    if get_origin(hint) is dict:
+        return _Shape(get_args(hint)[1], is_map=True)
+    return _Shape(hint)
+
+
+def check_settings(settings: Any, at: str) -> None:
+    """Raise ConfigError if a value is out of the range that its setting declares. `at` is the table that the error names."""
+    for one in declared(type(settings)):
+        if len(one.path) > 1:
+            continue  # the inner table has checked itself
+        value = getattr(settings, one.path[0])
+        many = value if isinstance(value, tuple) else () if isinstance(value, dict) else (value,)
+        for item in many:
+            if item is not None and not one.allows(item):
+                raise one._refused(f"{at}.{one.key}" if at else one.key, item)
+
+
+# ---- TOML
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from error
+
+
+def from_table(kind: type[T], table: Any, at: str = "") -> T:
+    """Convert a TOML table into a settings class. `at` is the table's own name, which errors begin with."""
+    if not isinstance(table, dict):
+        raise ConfigError(f"{_shown(at, table)}: write a table, [{at}]")
+    own = {one.path[0]: one for one in declared(kind) if len(one.path) == 1}
+    inner = tables(kind)
+    values: dict[str, Any] = {}
+    for name, value in table.items():
+        where = f"{at}.{name}" if at else name
+        if name in own:
+            values[name] = own[name].convert(value, where)
+        elif name in inner:
+            values[name] = _from_tables(inner[name], value, where)
+        else:
+            raise unknown_key(name, own.values(), inner, at)
+    if missing := [name for name, one in own.items() if one.default is dataclasses.MISSING and name not in values]:
+        raise ConfigError(f"{at}: {missing[0]} is missing; give {own[missing[0]].values}")
+    return kind(**values)
+
+
+def _from_tables(shape: _Shape, value: Any, at: str) -> Any:
+    if not shape.is_list:
+        return from_table(shape.inner, value, at)
+    if not isinstance(value, list | tuple):
+        raise ConfigError(f"{_shown(at, value)}: write an array of tables, [[{at}]]")
+    return tuple(from_table(shape.inner, one, f"{at}[{number}]") for number, one in enumerate(value))
+
+
+def unknown_key(name: str, settings: Iterable[Declared], others: Iterable[str] = (), at: str = "") -> ConfigError:
+    """Return the error for a key that does not exist. It names the new name of a renamed key, or the nearest existing one."""
+    settings = list(settings)
+    prefix = f"{at}." if at else ""
+    for one in settings:
+        if name in one.old_keys:
+            return ConfigError(f"{prefix}{name} was renamed: write {prefix}{one.path[-1]}")
+    return no_such_name(name, [*(one.path[-1] for one in settings), *others], at)
+
+
+def no_such_name(name: str, known: Iterable[str], at: str = "", what: str = "setting") -> ConfigError:
+    prefix = f"{at}." if at else ""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, 1)
+    hint = f"did you mean {prefix}{near[0]}?" if near else f"there are: {', '.join(names)}"
+    return ConfigError(f"{prefix}{name}: no such {what}; {hint}")
+
+
+def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge two TOML tables. Tables are merged, lists are joined, any other value of `above` replaces that of `below`."""
+    result = dict(below)
+    for name, value in above.items():
+        old = result.get(name)
+        if isinstance(old, dict) and isinstance(value, dict):
+            result[name] = merged(old, value)
+        elif isinstance(old, list) and isinstance(value, list):
+            result[name] = [*old, *value]
+        else:
+            result[name] = value
+    return result
+
+
+# ---- the command line
+
+
+class _Refuse(argparse.Action):
+    """A flag that only explains what to use instead."""
+
+    def __call__(self, parser: object, namespace: object, values: object, option_string: str | None = None) -> None:
+        raise ConfigError(str(self.const))
+
+
+def add_flags(parser: argparse._ActionsContainer, settings: Iterable[Declared]) -> None:
+    """Add a flag for each of `settings` that has one. A flag that is not given leaves None.
+
+    A wrong value raises ConfigError during parsing, with a message that names the flag."""
+    for one in settings:
+        if one.setting.flag is None:
+            continue
+        if one.is_switch:
+            parser.add_argument(
+                one.flag, dest=one.flag_name, action="store_const", const=not one.default, help=_help(one)
+            )
+        else:
+            parser.add_argument(
+                one.flag,
+                dest=one.flag_name,
+                action="extend" if one.shape.is_list else "store",
+                type=functools.partial(one.parse, name=one.flag),
+                metavar=_metavar(one),
+                help=_help(one),
+            )
+        for old in one.setting.renamed_from:
+            if old.startswith("--"):
+                refuse_flag(parser, old, f"{old} was renamed: use {one.flag}")
+
+
+def refuse_flag(parser: argparse._ActionsContainer, flag: str, message: str) -> None:
+    """Add a hidden flag. Its use raises ConfigError with `message`."""
+    parser.add_argument(flag, action=_Refuse, nargs="?", const=message, dest=argparse.SUPPRESS, help=argparse.SUPPRESS)
+
+
+def given_flags(args: argparse.Namespace, settings: Iterable[Declared]) -> dict[Declared, Any]:
+    """Return the settings that the command line gave, with their values."""
+    with_flag = (one for one in settings if one.setting.flag is not None)
+    return {one: value for one in with_flag if (value := getattr(args, one.flag_name, None)) is not None}
+
+
+def as_table(values: Mapping[Declared, Any]) -> dict[str, Any]:
+    """Nest values by their settings' paths: `{"listen": {"port": 8000}}`."""
+    result: dict[str, Any] = {}
+    for one, value in values.items():
+        put(result, one.path, value)
+    return result
+
+
+def put(table: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    for name in path[:-1]:
+        table = table.setdefault(name, {})
+    table[path[-1]] = value
+
+
+def _help(one: Declared) -> str:
+    text = one.setting.flag_help or one.setting.help
+    if not one.is_switch and (default := one.default_words):
+        text += f" Default: {default}."
+    return text.replace("%", "%%")
+
+
+def _metavar(one: Declared) -> str:
+    if one.setting.metavar is not None:
+        return one.setting.metavar
+    if one.setting.choices:
+        return "{" + ",".join(one.setting.choices) + "}"
+    if one.shape.inner in (int, float):
+        return one.setting.unit.upper() if one.setting.unit in ("s", "GiB", "MiB") else "N"
+    return "NAME"

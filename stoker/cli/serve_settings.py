@@ -1,0 +1,213 @@
+"""The settings of `stoker serve`. Each is a flag, and a key of `[[workers]]` in fleet.toml."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from stoker.base.config import EngineSettings
+from stoker.base.errors import ConfigError
+from stoker.base.settings import Declared, as_table, check_settings, declared, from_table, given_flags, setting
+
+ROLES = ("unified", "prefill", "decode")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointSettings:
+    """Where the worker listens, and under which name and role."""
+
+    host: str = setting(
+        "127.0.0.1",
+        "Address to listen on. 127.0.0.1 is reachable from this machine only, 0.0.0.0 from everywhere.",
+        flag="--host",
+        metavar="ADDRESS",
+    )
+    port: int = setting(8000, "Port to listen on. 0 picks a free port.", flag="--port", ge=0, le=65535)
+    role: str = setting(
+        "unified",
+        "What gateways send to this worker: prefill, decode, or both (unified). A request that a client sends directly "
+        "is always answered completely.",
+        flag="--role",
+        choices=ROLES,
+    )
+    served_name: tuple[str, ...] = setting(
+        (),
+        "Model name in the API. Repeatable: all names work, and answers carry the first one.",
+        flag="--served-name",
+        metavar="NAME",
+        pattern=".+",
+        expected="a model name",
+        default_text="derived from MODEL",
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self, "serve")
+
+
+@dataclass(frozen=True, slots=True)
+class TextSettings:
+    """How the model's text is parsed."""
+
+    tool_format: str | None = setting(
+        None,
+        "Tool-call format of the model's text.",
+        flag="--tool-format",
+        default_text="detected from the chat template",
+    )
+    reasoning_format: str | None = setting(
+        None,
+        "Reasoning format of the model's text. `none` leaves the reasoning in the content.",
+        flag="--reasoning-format",
+        default_text="detected from the chat template",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """The server process."""
+
+    max_body_mib: float = setting(
+        32.0, "Maximum size of a request body. Larger ones get 413.", flag="--max-body-mib", unit="MiB", gt=0
+    )
+    max_open: int = setting(
+        2048, "Maximum sequences open at the same time, running or waiting. More get 503.", flag="--max-open", ge=1
+    )
+    drain_s: float = setting(
+        3600.0, "Maximum time that running requests get to finish after SIGTERM.", flag="--drain-s", unit="s", ge=0
+    )
+    cache_dir: Path | None = setting(
+        None,
+        "Folder for downloaded and converted models and compiled kernels.",
+        flag="--cache-dir",
+        metavar="DIR",
+        default_text="~/.cache/stoker",
+    )
+    offline: bool = setting(False, "Download nothing.", flag="--offline")
+    log_level: str = setting(
+        "info", "Lowest level of log events that are written.", flag="--log-level", choices=LOG_LEVELS
+    )
+    timeline: bool = setting(False, "Log how long each stage of the start took.", flag="--timeline")
+
+    def __post_init__(self) -> None:
+        check_settings(self, "serve")
+
+
+@dataclass(frozen=True, slots=True)
+class MembershipSettings:
+    """How gateways find this worker and learn what it holds."""
+
+    gateway: tuple[str, ...] = setting(
+        (),
+        "URL of a gateway to register with. Repeatable.",
+        flag="--gateway",
+        metavar="URL",
+        commas=True,
+    )
+    advertise: str | None = setting(
+        None,
+        "URL where gateways reach this worker.",
+        flag="--advertise",
+        metavar="URL",
+        default_text="from --host and --port",
+    )
+    secret_file: Path | None = setting(
+        None,
+        "File with the secret that this worker, its gateways and its peers share.",
+        flag="--secret-file",
+        metavar="FILE",
+        default_text="no secret",
+    )
+    events_port: int = setting(
+        0,
+        "Port for KV events and load reports. The next port is for replays. 0 picks free ports.",
+        flag="--events-port",
+        ge=0,
+        le=65534,
+    )
+    no_events: bool = setting(False, "Publish no KV events and no load reports.", flag="--no-events")
+
+    def __post_init__(self) -> None:
+        check_settings(self, "serve")
+
+
+@dataclass(frozen=True, slots=True)
+class ServeSettings:
+    """Everything that `stoker serve` takes, except MODEL."""
+
+    endpoint: EndpointSettings = field(default_factory=EndpointSettings)
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    text: TextSettings = field(default_factory=TextSettings)
+    server: ServerSettings = field(default_factory=ServerSettings)
+    membership: MembershipSettings = field(default_factory=MembershipSettings)
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A group of settings in `--help` and on the reference page."""
+
+    title: str
+    prefixes: tuple[str, ...]  # of the settings' keys
+    description: str = ""
+
+    @property
+    def settings(self) -> list[Declared]:
+        return [one for one in declared(ServeSettings) if one.key.rpartition(".")[0] in self.prefixes]
+
+
+SECTIONS = (
+    Section("endpoint", ("endpoint",)),
+    Section("engine", ("engine", "engine.kv", "engine.sched")),
+    Section(
+        "KV store",
+        ("engine.store",),
+        "Tiers that keep KV blocks which the device's memory has no room for. Later requests find them there.",
+    ),
+    Section(
+        "KV hand-off",
+        ("engine.handoff",),
+        "How a prefill worker's KV reaches a decode worker. Peers authenticate with the secret of --secret-file.",
+    ),
+    Section("text", ("text",)),
+    Section("server", ("server",)),
+    Section("gateways", ("membership",)),
+)
+
+# A setting that has no effect without another one. Giving it alone is a mistake.
+_NEEDS = {
+    "--kv-store": "--kv-host-gib",
+    "--kv-disk-gib": "--kv-disk",
+    "--kv-disk-key-file": "--kv-disk",
+    "--kv-mooncake-segment-gib": "--kv-mooncake",
+    "--kv-mooncake-protocol": "--kv-mooncake",
+    "--kv-mooncake-ssd": "--kv-mooncake",
+}
+
+
+def serve_keys() -> dict[str, Declared]:
+    """Return the settings of `stoker serve` by their keys in `[[workers]]`: a flag's name with _ for -."""
+    return {one.flag_name: one for one in declared(ServeSettings)}
+
+
+def serve_settings(args: argparse.Namespace) -> ServeSettings:
+    """Build the settings from parsed flags. What depends on the network (`for_network`) is still missing."""
+    given = given_flags(args, declared(ServeSettings))
+    flags = {one.flag for one in given}
+    for flag, needed in _NEEDS.items():
+        if flag in flags and needed not in flags:
+            raise ConfigError(f"{flag} has no effect without {needed}: give both")
+    settings = from_table(ServeSettings, as_table(given))
+    if settings.endpoint.role == "prefill" or "--kv-port" in flags:
+        handoff = replace(settings.engine.handoff, serves=True)
+        settings = replace(settings, engine=replace(settings.engine, handoff=handoff))
+    return settings
+
+
+def for_network(engine: EngineSettings, host: str, secret: str | None) -> EngineSettings:
+    """Fill in under which `host` other machines reach this one, and the secret that peers share."""
+    return replace(
+        engine,
+        store=replace(engine.store, mooncake_host=host),
+        handoff=replace(engine.handoff, host=host, secret=secret),
+    )
