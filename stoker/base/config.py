@@ -42,7 +42,7 @@ class KvSettings:
         unit="GiB",
         gt=0,
         default_text="what is free",
-        renamed_from=("--card-memory-gib", "card_gib"),
+        renamed_from=("--card-memory-gib",),
     )
 
     def __post_init__(self) -> None:

@@ -25,11 +25,11 @@ import functools
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from stoker.base.errors import ConfigError
 from stoker.base.paths import written_path
@@ -54,7 +54,9 @@ class Setting:
     pattern: str | None = None  # a regular expression that text must match
     expected: str | None = None  # what to give instead of a wrong value, where type, range and choices do not say it
     default_text: str | None = None  # the default in words, where the program computes it
-    renamed_from: tuple[str, ...] = ()  # earlier flags (--old-flag) and keys (old_key), which are refused by name
+    renamed_from: tuple[
+        str, ...
+    ] = ()  # earlier flags. They and their keys are refused with an error that names the new one
     is_path: bool = False  # text that is a path: a leading ~ is replaced
     commas: bool = False  # a list may be written as one text with commas
 
@@ -74,6 +76,16 @@ def setting_map(help: str, **declaration: Any) -> dict[str, str]:
     """Declare a table of names and texts, which is empty by default."""
     declared: dict[str, str] = dataclasses.field(default_factory=dict, metadata={_KEY: Setting(help, **declaration)})
     return declared
+
+
+def same_as(kind: Any, name: str, **changes: Any) -> Any:
+    """Declare a setting like the one called `name` in another settings class, without its flag.
+
+    `changes` replace parts of the declaration; `default` among them replaces the default."""
+    (original,) = (field for field in dataclasses.fields(kind) if field.name == name)
+    default = changes.pop("default", original.default)
+    declaration = dataclasses.replace(original.metadata[_KEY], flag=None, renamed_from=(), **changes)
+    return dataclasses.field(default=default, metadata={_KEY: declaration})
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +124,10 @@ class Declared:
     def flag_name(self) -> str:
         """The flag as a Python name and as a key of [[workers]] in fleet.toml: kv_memory_gib."""
         return self.flag.removeprefix("--").replace("-", "_")
+
+    @property
+    def is_required(self) -> bool:
+        return self.default is dataclasses.MISSING and not self.shape.is_map
 
     @property
     def is_switch(self) -> bool:
@@ -194,18 +210,15 @@ class Declared:
             return either(rule.choices)
         if self.shape.is_map:
             return "a table of texts"
-        many = "a list of " if self.shape.is_list else ""
         if kind is bool:
             return "true or false"
         if kind not in (int, float):
-            return (
-                f"{many}{'paths' if many else 'a path'}"
-                if self._names_path
-                else f"{many or 'a '}text{'s' if many else ''}"
-            )
-        noun = ("whole numbers" if many else "a whole number") if kind is int else "a number"
+            words = ("a path", "a list of paths") if self._names_path else ("text", "a list of texts")
+            return words[self.shape.is_list]
+        noun = "whole number" if kind is int else "number"
+        noun = f"a list of {noun}s" if self.shape.is_list else f"a {noun}"
         unit = "" if rule.unit is None else f" of {_UNITS.get(rule.unit, rule.unit)}"
-        return f"{many}{noun}{unit}{_range_words(rule)}"
+        return f"{noun}{unit}{_range_words(rule)}"
 
     @property
     def _names_path(self) -> bool:
@@ -216,8 +229,10 @@ class Declared:
         """The default as help texts and the reference page show it. Empty: there is none to show."""
         if self.setting.default_text is not None:
             return self.setting.default_text
-        if self.default is None or self.default in (dataclasses.MISSING, ()) or self.is_switch or self.shape.is_map:
-            return "true" if self.default is True else ""
+        if self.is_switch:
+            return "true" if self.default else "false"
+        if self.default is None or self.default in (dataclasses.MISSING, ()):
+            return ""
         if isinstance(self.default, tuple):
             return ",".join(map(str, self.default))
         if isinstance(self.default, float):
@@ -263,23 +278,24 @@ def either(words: Iterable[str]) -> str:
 # ---- what a settings class declares
 
 
-@functools.cache
 def declared(kind: Any) -> tuple[Declared, ...]:
     """Return all settings of a settings class and of the tables inside it, but not of arrays of tables."""
-    return tuple(_declared(kind, ()))
+    return _declared(kind, ())
 
 
-def _declared(kind: Any, path: tuple[str, ...]) -> Iterator[Declared]:
+@functools.cache
+def _declared(kind: Any, path: tuple[str, ...]) -> tuple[Declared, ...]:
     hints = get_type_hints(kind)
+    found: list[Declared] = []
     for field in dataclasses.fields(kind):
         shape = _shape(hints[field.name])
         if _KEY in field.metadata:
-            yield Declared((*path, field.name), field.metadata[_KEY], shape, field.default)
+            found.append(Declared((*path, field.name), field.metadata[_KEY], shape, field.default))
         elif shape.is_table and not shape.is_list:
-            yield from _declared(shape.inner, (*path, field.name))
+            found += _declared(shape.inner, (*path, field.name))
+    return tuple(found)
 
 
-@functools.cache
 def tables(kind: Any) -> dict[str, _Shape]:
     """Return the tables and arrays of tables directly inside a settings class, by their names."""
     shapes = {name: _shape(hint) for name, hint in get_type_hints(kind).items()}
@@ -289,6 +305,8 @@ def tables(kind: Any) -> dict[str, _Shape]:
 def _shape(hint: Any) -> _Shape:
     if get_origin(hint) in (Union, UnionType):
         (hint,) = (one for one in get_args(hint) if one is not NoneType)
+    if get_origin(hint) is Literal:
+        return _Shape(str)
     if get_origin(hint) is tuple:
         return _Shape(get_args(hint)[0], is_list=True)
     if get_origin(hint) is dict:
@@ -335,7 +353,7 @@ def from_table(kind: type[T], table: Any, at: str = "") -> T:
             values[name] = _from_tables(inner[name], value, where)
         else:
             raise unknown_key(name, own.values(), inner, at)
-    if missing := [name for name, one in own.items() if one.default is dataclasses.MISSING and name not in values]:
+    if missing := [name for name, one in own.items() if one.is_required and name not in values]:
         raise ConfigError(f"{at}: {missing[0]} is missing; give {own[missing[0]].values}")
     return kind(**values)
 
@@ -349,12 +367,7 @@ def _from_tables(shape: _Shape, value: Any, at: str) -> Any:
 
 
 def unknown_key(name: str, settings: Iterable[Declared], others: Iterable[str] = (), at: str = "") -> ConfigError:
-    """Return the error for a key that does not exist. It names the new name of a renamed key, or the nearest existing one."""
-    settings = list(settings)
-    prefix = f"{at}." if at else ""
-    for one in settings:
-        if name in one.old_keys:
-            return ConfigError(f"{prefix}{name} was renamed: write {prefix}{one.path[-1]}")
+    """Return the error for a key that does not exist. It names the nearest existing one."""
     return no_such_name(name, [*(one.path[-1] for one in settings), *others], at)
 
 
@@ -411,8 +424,7 @@ def add_flags(parser: argparse._ActionsContainer, settings: Iterable[Declared]) 
                 help=_help(one),
             )
         for old in one.setting.renamed_from:
-            if old.startswith("--"):
-                refuse_flag(parser, old, f"{old} was renamed: use {one.flag}")
+            refuse_flag(parser, old, f"{old} was renamed: use {one.flag}")
 
 
 def refuse_flag(parser: argparse._ActionsContainer, flag: str, message: str) -> None:

@@ -1,21 +1,23 @@
-"""`stoker gateway`: the one address that clients know, in front of any number of workers."""
+"""`stoker gateway`: one address for clients, in front of any number of workers."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import json
 import os
 import socket
 import sys
 from collections.abc import Mapping
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
+from stoker.base import garbage
 from stoker.base import log as logs
 from stoker.base.address import join_address, local_host
 from stoker.base.paths import written_path
+from stoker.base.settings import add_flags, as_table, declared, given_flags
 from stoker.base.speech import answer, say
 from stoker.cli.serving import Signals, drained, listen
 
@@ -24,64 +26,60 @@ if TYPE_CHECKING:
     from stoker.gateway.config import GatewayConfig
 
 NAME = "gateway"
-HELP = "one address in front of many workers: routing, hand-off, limits, metering"
-DESCRIPTION = """One address in front of any number of workers: `stoker serve`, vLLM, SGLang, or anything with an OpenAI API.
-Requests go where their conversation is cached and the load allows; a worker that dies is worked around."""
+HELP = "route requests to many workers, with limits, API keys and metering"
+DESCRIPTION = """Route requests to any number of workers: `stoker serve`, vLLM, SGLang, or any server with an OpenAI API.
+A request goes to the worker that has most of its conversation in its KV cache, unless that worker has too much to do. When a worker
+fails, its requests are retried or resumed on another one. All settings with their ranges: docs/settings.md."""
 EPILOG = """
 workers:
   --worker http://10.0.0.1:8000                      a `stoker serve` worker
-  --worker http://10.0.0.2:8000,dialect=vllm         also: sglang, openai (anything with /v1/models)
+  --worker http://10.0.0.2:8000,dialect=vllm         also: vllm_mooncake, sglang, openai (any server with /v1/models)
   --worker http://p:8000,role=prefill --worker http://d:8000,role=decode
   more options: cluster=NAME weight=N model=NAME events=tcp://H:P replay=tcp://H:P bootstrap_port=N api_key_file=F label.X=Y
-  Our own workers may also register themselves: stoker serve --gateway http://THIS:PORT --secret-file F
+  `stoker serve` workers can also register themselves: stoker serve --gateway http://THIS:PORT --secret-file F
 
 keys:
   stoker gateway --new-key alice --tenant team-a     prints a key for alice, and the lines for the file of --config
-  Without keys everybody may ask. Prices, limits and all other settings: docs/gateway.md.
+  Without keys, every client is served. Prices, limits and all other settings: docs/gateway.md.
 """
 
-_GC_OBJECTS = 50_000  # new ones between two looks of the garbage collector
 _DEFAULT_LEDGER = "usage.db"
 _QUESTION = "What is the capital of France?"
+# The groups of --help, and the tables or keys whose flags they hold.
+_GROUPS = {
+    "listening": ("listen.",),
+    "routing": ("routing.",),
+    "access": ("admin_token_file", "secret_file"),
+    "records": ("meter.", "tracing.", "log_"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from stoker.gateway.config import GatewayConfig
+
     parser.description = DESCRIPTION
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--config", type=written_path, metavar="FILE", help="settings in TOML; flags win over it")
+    parser.add_argument(
+        "--config", type=written_path, metavar="FILE", help="Read settings from this TOML file. Flags take precedence."
+    )
     parser.add_argument(
         "--worker",
         action="append",
         default=[],
         metavar="URL[,role=…][,dialect=…]…",
-        help="a worker (repeatable; adds to the file's)",
+        help="Send requests to this worker. Repeatable; added to the workers in the file.",
     )
-    parser.add_argument("--host", help="address to listen on (default: 127.0.0.1, this machine only)")
-    parser.add_argument("--port", type=int, help="port to listen on; 0 takes a free one (default: 8000)")
-    parser.add_argument("--tls-cert", metavar="FILE", help="certificate chain, PEM; with --tls-key")
-    parser.add_argument("--tls-key", metavar="FILE")
-    routing = parser.add_argument_group("routing")
-    routing.add_argument("--policy", metavar="NAME", help="how a worker is chosen (default: cost)")
-    routing.add_argument("--debug-routes", action="store_true", help="say in `x-stoker-route` why a worker was chosen")
-    routing.add_argument("--no-tokenize", action="store_true", help="compare conversations as text, not as tokens")
-    access = parser.add_argument_group("access")
-    access.add_argument("--admin-token-file", metavar="FILE", help="opens /admin/* to who shows what is in the file")
-    access.add_argument("--secret-file", metavar="FILE", help="the secret that workers and gateways share")
-    access.add_argument("--new-key", metavar="NAME", help="print a new API key and its lines for the file, and end")
-    access.add_argument(
-        "--tenant", metavar="NAME", default="default", help="tenant of --new-key (default: %(default)s)"
+    for title, keys in _GROUPS.items():
+        settings = [one for one in declared(GatewayConfig) if one.key.startswith(keys)]
+        add_flags(parser.add_argument_group(title), settings)
+    keys_group = parser.add_argument_group("making a key")
+    keys_group.add_argument(
+        "--new-key", metavar="NAME", help="Print a new API key and its lines for the file, and exit."
     )
-    record = parser.add_argument_group("records")
-    record.add_argument(
-        "--ledger", metavar="FILE", help="SQLite file for usage rows; `none` for none (default: in the state folder)"
+    keys_group.add_argument(
+        "--tenant", metavar="NAME", default="default", help="Tenant of the new key. Default: %(default)s."
     )
-    record.add_argument("--otlp-endpoint", metavar="URL", help="send traces there, such as http://host:4318/v1/traces")
-    record.add_argument("--no-request-log", action="store_true", help="no line in the log for each request")
-    record.add_argument("--log-level", choices=["debug", "info", "warning", "error"], help="default: info")
-    server = parser.add_argument_group("server")
-    server.add_argument("--max-body-mib", type=float, metavar="N", help="largest request body (default: 64)")
-    server.add_argument("--drain-s", type=float, metavar="N", help="longest wait for running requests at SIGTERM")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -90,42 +88,22 @@ def run(args: argparse.Namespace) -> int:
 
     import uvloop
 
-    from stoker.gateway.config import load
-
-    config = load(args.config, _overrides(args, os.environ))
+    config = gateway_config(args, os.environ)
     logs.set_up(config.log_level)
     return uvloop.run(_serve(config))
 
 
-def _overrides(args: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, Any]:
-    """What the flags say, under the names that the file has."""
+def gateway_config(args: argparse.Namespace, environment: Mapping[str, str]) -> GatewayConfig:
+    """Build the gateway's settings from its file and the flags."""
+    from stoker.gateway.config import GatewayConfig, load
     from stoker.gateway.worker_option import parse_worker
     from stoker.up.state import default_state_dir
 
-    given = {
-        "listen.host": args.host,
-        "listen.port": args.port,
-        "listen.tls_cert": args.tls_cert,
-        "listen.tls_key": args.tls_key,
-        "listen.max_body_mib": args.max_body_mib,
-        "listen.drain_s": args.drain_s,
-        "routing.policy": args.policy,
-        "routing.debug_routes": args.debug_routes or None,
-        "routing.tokenize": False if args.no_tokenize else None,
-        "admin_token_file": args.admin_token_file,
-        "secret_file": args.secret_file,
-        "tracing.otlp_endpoint": args.otlp_endpoint,
-        "log_requests": False if args.no_request_log else None,
-        "log_level": args.log_level,
-    }
-    named = {name: value for name, value in given.items() if value is not None}
-    if args.worker:
-        named["worker"] = [parse_worker(text) for text in args.worker]
-    if args.ledger is not None:
-        named["meter.path"] = args.ledger
-    else:
-        named["meter.default_path"] = str(default_state_dir(environment) / _DEFAULT_LEDGER)
-    return named
+    overrides = as_table(given_flags(args, declared(GatewayConfig)))
+    overrides["worker"] = [parse_worker(text) for text in args.worker]
+    config = load(args.config, overrides)
+    ledger = default_state_dir(environment) / _DEFAULT_LEDGER
+    return replace(config, meter=replace(config.meter, default_path=ledger))
 
 
 async def _serve(config: GatewayConfig) -> int:
@@ -141,24 +119,16 @@ async def _run(config: GatewayConfig, server: GatewayServer, listener: socket.so
     signals = Signals()
     try:
         await server.start(listener)
-        _settle_memory()
+        garbage.tune_for_serving()
         _print_welcome(config, listener.getsockname()[1], server)
         await signals.wait()
         server.begin_drain()
         if server.num_running:
-            say(f"stoker: finishing {server.num_running} requests; once more to stop now", sys.stderr)
+            say(f"stoker: finishing {server.num_running} requests; press Ctrl-C again to stop now", sys.stderr)
         await signals.first_of(asyncio.create_task(drained(server, config.listen.drain_s)))
         return 0
     finally:
         await server.close()
-
-
-def _settle_memory() -> None:
-    """What is there now stays, so the collector need not look at it again; what requests leave behind is mostly freed by
-    counting, so it need not look often."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(_GC_OBJECTS, 20, 100)
 
 
 def _print_new_key(name: str, tenant: str) -> int:
@@ -166,9 +136,9 @@ def _print_new_key(name: str, tenant: str) -> int:
     from stoker.gateway.config import KeySettings
 
     key, digest = new_key()
-    KeySettings(name, digest, tenant)  # names that no config may have are refused before the key is used anywhere
+    KeySettings(name, digest, tenant)  # refuses names that a configuration may not have
     answer(f"{key}\n")
-    say("That is shown once, and kept nowhere. For the file of --config:\n", sys.stderr)
+    say("The key is shown only once and stored nowhere. Add these lines to the file of --config:\n", sys.stderr)
     answer(f'[[key]]\nname = "{name}"\ntenant = "{tenant}"\nsha256 = "{digest}"')
     return 0
 
@@ -179,11 +149,11 @@ def _print_welcome(config: GatewayConfig, port: int, server: GatewayServer) -> N
     models = server.models()
     key = " -H 'Authorization: Bearer KEY'" if config.key else ""
     workers = f"{server.num_workers} worker{'' if server.num_workers == 1 else 's'}"
-    served = f"serving {', '.join(models)}" if models else "no model is known yet; see /v1/models"
+    served = f"They serve {', '.join(models)}." if models else "No model is known yet; see /v1/models."
     body = {"model": models[0] if models else "MODEL", "messages": [{"role": "user", "content": _QUESTION}]}
     say(
         f"""
-The gateway stands before {workers}: {served}. Try:
+The gateway routes to {workers}. {served} Try:
 
 curl -s {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\
   -d '{json.dumps(body)}'

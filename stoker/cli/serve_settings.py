@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal, get_args
 
 from stoker.base.config import EngineSettings
 from stoker.base.errors import ConfigError
 from stoker.base.settings import Declared, as_table, check_settings, declared, from_table, given_flags, setting
 
-ROLES = ("unified", "prefill", "decode")
+WorkerRole = Literal["unified", "prefill", "decode"]
+ROLES: tuple[WorkerRole, ...] = get_args(WorkerRole)
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -25,7 +27,7 @@ class EndpointSettings:
         metavar="ADDRESS",
     )
     port: int = setting(8000, "Port to listen on. 0 picks a free port.", flag="--port", ge=0, le=65535)
-    role: str = setting(
+    role: WorkerRole = setting(
         "unified",
         "What gateways send to this worker: prefill, decode, or both (unified). A request that a client sends directly "
         "is always answered completely.",
@@ -104,6 +106,8 @@ class MembershipSettings:
         flag="--gateway",
         metavar="URL",
         commas=True,
+        expected="URLs separated by commas",
+        default_text="none",
     )
     advertise: str | None = setting(
         None,

@@ -1,138 +1,182 @@
-"""`stoker up`: a whole fleet on this machine, supervised, in the foreground."""
+"""`stoker up`: starts and supervises a whole fleet on this machine, in the foreground."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stoker.base.errors import ConfigError
 from stoker.base.paths import written_path
+from stoker.base.settings import (
+    Declared,
+    add_flags,
+    as_table,
+    declared,
+    from_table,
+    given_flags,
+    merged,
+    read_toml,
+    refuse_flag,
+)
 from stoker.base.speech import answer
-from stoker.base.tables import read_tables
-from stoker.cli import serve
+from stoker.cli.serve_settings import ROLES, ServeSettings, serve_keys
 
 if TYPE_CHECKING:
-    from stoker.up.config import FleetConfig, ServeOption
+    from stoker.up.config import FleetConfig
+    from stoker.up.default import DefaultFleetSettings
     from stoker.up.machine import Machine
-    from stoker.up.plan import FleetPlan, Listening, Model, Place
+    from stoker.up.plan import FleetModel, FleetPaths, FleetPlan, Listening
     from stoker.up.ports import Ports
     from stoker.up.state import RunDir
     from stoker.up.terminal import Terminal
 
 NAME = "up"
-HELP = "a whole fleet: gateway, workers and KV store, started, watched and stopped together"
-DESCRIPTION = """Start a fleet on this machine and keep it running: the parts that a file names, or, without one, a gateway,
-one prefill and one decode worker with SmolLM2-135M-Instruct and a KV store in RAM and on disk. A part that ends is started
-again. Ctrl-C stops everything in order, a second one at once. docs/operations.md says what a file may hold."""
+HELP = "start a whole system: gateway, workers and KV store"
+DESCRIPTION = """Start a fleet on this machine and keep it running. FLEET.TOML describes the fleet. Without a file, it is a
+gateway, a prefill worker, a decode worker and a KV store in RAM and on disk, which together use at most a quarter of the
+machine's RAM. If that is too little for two workers, one worker does both. MODEL is the model to serve. A process that exits
+is restarted. Ctrl-C stops everything in order, a second Ctrl-C at once. docs/operations.md describes the file, and
+docs/settings.md lists all settings."""
 
-ROLES = ("prefill", "decode", "unified")
+_LISTEN = ("listen.host", "listen.port")  # the gateway's settings that are flags of `stoker up` too
+_EMBEDDED_BYTES = 515 << 20  # the embedded model's weights in float32
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from stoker.gateway.config import GatewayConfig
+    from stoker.up.config import UpConfig
+    from stoker.up.default import DefaultFleetSettings
+
     parser.description = DESCRIPTION
     parser.add_argument(
-        "file", nargs="?", type=written_path, metavar="FLEET.TOML", help="what to start (default: see above)"
+        "target",
+        nargs="?",
+        metavar="FLEET.TOML|MODEL",
+        help="A fleet file, or a model as for --model. Default: the default fleet with the embedded model.",
     )
-    parser.add_argument("--check", action="store_true", help="look through the file, say what would start, and end")
-    parser.add_argument("--host", help="address the gateway listens on (default: 127.0.0.1, this machine only)")
-    parser.add_argument("--port", type=int, help="its port; 0 takes a free one (default: 8000)")
-    parser.add_argument("--log-dir", type=written_path, help="where the parts' logs go (default: in the state folder)")
-    parser.add_argument(
-        "--cache-dir", type=written_path, help="where models and KV are kept (default: ~/.cache/stoker)"
-    )
-    parser.add_argument("--offline", action="store_true", help="fetch nothing")
-    without = parser.add_argument_group("without a file")
-    without.add_argument("--model", metavar="MODEL", help="as for stoker serve")
-    for role in ROLES:
-        without.add_argument(f"--{role}", type=int, metavar="N", help=f"{role} workers")
+    parser.add_argument("--check", action="store_true", help="Check the settings, print what would start, and exit.")
+    listen = [one for one in declared(GatewayConfig) if one.key in _LISTEN]
+    add_flags(parser.add_argument_group("gateway"), listen)
+    add_flags(parser.add_argument_group("files"), declared(UpConfig))
+    add_flags(parser.add_argument_group("without a fleet file"), declared(DefaultFleetSettings))
+    own = {*listen, *declared(UpConfig), *declared(DefaultFleetSettings)}
+    for flag, message in _elsewhere({one.setting.flag for one in own}, declared(GatewayConfig)):
+        refuse_flag(parser, flag, message)
+
+
+def _elsewhere(own: set[str | None], gateway: tuple[Declared, ...]) -> Iterator[tuple[str, str]]:
+    """Yield the flags of `stoker serve` and `stoker gateway` that `stoker up` lacks, and where to write the setting instead."""
+    places: dict[str, list[str]] = {}
+    for one in declared(ServeSettings):
+        places.setdefault(one.flag, []).append(f"`{one.flag_name} = …` under [[workers]]")
+    for one in gateway:
+        if one.setting.flag is not None:
+            places.setdefault(one.flag, []).append(f"`{one.key} = …` under [gateway]")
+    for flag, where in places.items():
+        if flag not in own:
+            yield (
+                flag,
+                f"`stoker up` has no {flag}: write {' or '.join(where)} in a fleet file, and run `stoker up FILE`",
+            )
 
 
 def run(args: argparse.Namespace) -> int:
-    from stoker.up.ports import ImaginedPorts, KeptPorts
+    from stoker.up.ports import PlannedPorts, ReservedPorts
     from stoker.up.terminal import Terminal
 
     if args.check:
-        return _check(args, ImaginedPorts())
-    ports = KeptPorts()
+        return _check(args, PlannedPorts())
+    ports = ReservedPorts()
     try:
         return _up(args, ports, Terminal())
     finally:
         ports.close()
 
 
-def serve_options() -> dict[str, ServeOption]:
-    """All that `stoker serve` takes, by the names that a file has for it."""
-    from stoker.up.config import ServeOption
-
-    parser = argparse.ArgumentParser(add_help=False)
-    serve.add_arguments(parser)
-    options = {}
-    for action in parser._actions:  # argparse has no other way to ask
-        if action.option_strings:
-            switch = action.nargs == 0
-            kind = bool if switch else action.type if isinstance(action.type, type) else str
-            repeatable = isinstance(action, argparse._AppendAction)
-            choices = tuple(action.choices or ())
-            options[action.dest] = ServeOption(action.option_strings[-1], kind, choices, repeatable)
-    return options
-
-
 # ---- from arguments and a file to a plan
 
 
 def _config(args: argparse.Namespace, machine: Machine, cache_dir: Path) -> FleetConfig:
-    from stoker.up.config import fleet_config, merged
-    from stoker.up.default import default_table
+    from stoker.up.config import fleet_config
+    from stoker.up.default import DefaultFleetSettings
 
-    counts = {role: getattr(args, role) for role in ROLES if getattr(args, role) is not None}
-    if args.file is not None:
-        if counts or args.model is not None:
-            flag = next(iter(counts), "model")
-            raise ConfigError(
-                f"--{flag} is for a fleet without a file; with one, it stands in [[workers]] of {args.file}"
-            )
-        if not os.path.exists(args.file) and args.file.suffix != ".toml":
-            raise ConfigError(f"{args.file}: there is no such file; a model is named with --model {args.file}")
-        table = read_tables(args.file)
+    given = given_flags(args, declared(DefaultFleetSettings))
+    file = _fleet_file(args.target)
+    if file is not None:
+        if given:
+            raise ConfigError(_with_a_file(*next(iter(given.items())), file))
+        table = read_toml(file)
     else:
-        for role, count in counts.items():
-            if count < 0:
-                raise ConfigError(f"--{role} {count}: it must not be below zero")
-        table = default_table(counts or {"prefill": 1, "decode": 1}, args.model, machine, cache_dir)
+        settings = from_table(DefaultFleetSettings, as_table(given))
+        if args.target is not None:
+            if settings.model is not None:
+                raise ConfigError(f"two models are given, {args.target} and --model {settings.model}: give one")
+            settings = replace(settings, model=args.target)
+        table = _default_table(settings, machine, cache_dir)
     try:
-        config = fleet_config(merged(table, _overrides(args)), serve_options())
+        return fleet_config(merged(table, _overrides(args)), serve_keys())
     except ConfigError as error:
-        raise ConfigError(f"{args.file}: {error.message}" if args.file else error.message) from error
-    return config
+        raise ConfigError(f"{file}: {error.message}" if file else error.message) from error
+
+
+def _with_a_file(one: Declared, value: Any, file: Path) -> str:
+    text = f'role = "{one.key}"` and `count = {value}' if one.key in ROLES else f"{one.key} = …"
+    return f"{one.flag} is only for a fleet without a file: write `{text}` under [[workers]] of {file}"
+
+
+def _fleet_file(target: str | None) -> Path | None:
+    """Return the fleet file that `target` names, or None if it is a model: a folder, a .gguf file or a hub id."""
+    if target is None:
+        return None
+    path = written_path(target)
+    if path.suffix == ".toml" or (os.path.isfile(path) and path.suffix != ".gguf"):
+        return path
+    if os.path.exists(path):
+        return None
+    if target.startswith((".", "/", "~")) or target.count("/") != 1 or path.suffix == ".gguf":
+        raise ConfigError(
+            f"{target}: there is no such file or folder. Give a fleet file (.toml), a model folder, a .gguf file, or a "
+            "Hugging Face id such as org/name"
+        )
+    return None
+
+
+def _default_table(settings: DefaultFleetSettings, machine: Machine, cache_dir: Path) -> dict[str, Any]:
+    from stoker.up.default import default_counts, default_table
+
+    if settings.model is None:
+        weight_bytes = _EMBEDDED_BYTES
+    else:
+        weight_bytes = _cpu_bytes(written_path(settings.model))
+    counts = settings.counts or default_counts(machine, weight_bytes)
+    return default_table(counts, machine, cache_dir, settings.model, settings.served_name, weight_bytes)
 
 
 def _overrides(args: argparse.Namespace) -> dict[str, Any]:
-    listen = {"host": args.host, "port": args.port}
-    up = {"log_dir": args.log_dir, "cache_dir": args.cache_dir, "offline": args.offline or None}
-    given = {
-        "gateway": {"listen": {name: value for name, value in listen.items() if value is not None}},
-        "up": {
-            name: str(value) if isinstance(value, Path) else value for name, value in up.items() if value is not None
-        },
-    }
-    return {name: table for name, table in given.items() if table not in ({}, {"listen": {}})}
+    from stoker.gateway.config import GatewayConfig
+    from stoker.up.config import UpConfig
+
+    listen = given_flags(args, [one for one in declared(GatewayConfig) if one.key in _LISTEN])
+    tables = {"gateway": as_table(listen), "up": as_table(given_flags(args, declared(UpConfig)))}
+    return {name: table for name, table in tables.items() if table}
 
 
 def _machine(cache_dir: Path) -> Machine:
-    from stoker.up.machine import Machine, visible_cards
+    from stoker.up.machine import Machine, visible_gpus
 
     machine = Machine.look(cache_dir)
-    return replace(machine, card_bytes=visible_cards(machine.card_bytes, os.environ.get("CUDA_VISIBLE_DEVICES")))
+    return replace(machine, gpu_bytes=visible_gpus(machine.gpu_bytes, os.environ.get("CUDA_VISIBLE_DEVICES")))
 
 
 def _listening(table: Mapping[str, Any]) -> Listening:
-    """The gateway's own reader has the last word on its table."""
+    """Check the [gateway] table as the gateway does, and return where it listens."""
     from stoker.gateway.config import load
     from stoker.up.plan import Listening
 
@@ -146,8 +190,8 @@ def _listening(table: Mapping[str, Any]) -> Listening:
 def _plan(
     config: FleetConfig,
     machine: Machine,
-    models: Mapping[str | None, Model],
-    place: Place,
+    models: Mapping[str | None, FleetModel],
+    paths: FleetPaths,
     ports: Ports,
     gateway: Listening,
 ) -> FleetPlan:
@@ -155,11 +199,11 @@ def _plan(
     from stoker.up.plan import Planner
 
     master = _master_command(config.store.ssd_dir is not None) if config.store.mooncake == START else []
-    return Planner(config, serve_options(), machine, models, place, ports, master).plan(gateway)
+    return Planner(config, serve_keys(), machine, models, paths, ports, master).plan(gateway)
 
 
 def _master_command(ssd: bool) -> list[str]:
-    """But for its ports."""
+    """Return the command of a Mooncake master, without its ports."""
     from stoker.kv.mooncake.master import program
 
     command = [str(program()), "--rpc_address=127.0.0.1", "--metrics_host=127.0.0.1", "--logtostderr=true"]
@@ -167,16 +211,22 @@ def _master_command(ssd: bool) -> list[str]:
     return [*command, "--enable_offload=true", "--offload_on_evict=false"] if ssd else command
 
 
-def _unresolved(config: FleetConfig) -> dict[str | None, Model]:
+def _unresolved(config: FleetConfig) -> dict[str | None, FleetModel]:
+    """Return the models as they are named, for --check, which downloads nothing."""
     from stoker.checkpoint.embedded import NAME as EMBEDDED
-    from stoker.up.plan import Model
+    from stoker.up.plan import FleetModel
 
-    return {one.model: Model(one.model or EMBEDDED, one.model or EMBEDDED) for one in config.workers}
+    models = {}
+    for model in {one.model for one in config.workers}:
+        cpu_bytes = _EMBEDDED_BYTES if model is None else _cpu_bytes(written_path(model))
+        models[model] = FleetModel(model or EMBEDDED, model or EMBEDDED, cpu_bytes=cpu_bytes)
+    return models
 
 
 def _check(args: argparse.Namespace, ports: Ports) -> int:
     from stoker.checkpoint.source import default_cache_dir
-    from stoker.up.plan import Place
+    from stoker.up.footprint import footprint_words
+    from stoker.up.plan import FleetPaths
     from stoker.up.terminal import table
 
     cache_dir = args.cache_dir or default_cache_dir(os.environ)
@@ -185,8 +235,11 @@ def _check(args: argparse.Namespace, ports: Ports) -> int:
     gateway = _listening(config.gateway)
     ports.take(gateway.host, gateway.port)
     run_dir = Path("RUN")
-    place = Place(run_dir, run_dir / "secret", run_dir / "admin-token")
-    plan = _plan(config, machine, _unresolved(config), place, ports, gateway)
+    paths = FleetPaths(run_dir, run_dir / "secret", run_dir / "admin-token")
+    models = _unresolved(config)
+    plan = _plan(config, machine, models, paths, ports, gateway)
+    for line in footprint_words(config, models, machine):
+        answer(f"{line}\n")
     answer(table(("PART", "ROLE", "ADDRESS"), [(part.name, part.role, part.address) for part in plan.parts]))
     for part in plan.parts:
         changes = "".join(f"{name}={shlex.quote(value)} " for name, value in part.env.items())
@@ -201,37 +254,40 @@ def _up(args: argparse.Namespace, ports: Ports, terminal: Terminal) -> int:
     from stoker.checkpoint.source import default_cache_dir
     from stoker.gateway.config import read_secret
     from stoker.up import toml
-    from stoker.up.plan import Place
-    from stoker.up.run import Fleet
+    from stoker.up.footprint import footprint_words
+    from stoker.up.plan import FleetPaths
+    from stoker.up.run import SupervisedFleet
     from stoker.up.state import default_state_dir
 
     state_dir = default_state_dir(os.environ)
     cache_dir = args.cache_dir or default_cache_dir(os.environ)
-    _tidy_up(state_dir / "fleets")
+    _clean_up_killed(state_dir / "fleets")
     machine = _machine(cache_dir)
     config = _config(args, machine, cache_dir)
-    gateway, run_dir = _settle(_listening(config.gateway), ports, state_dir / "fleets")
+    gateway, run_dir = _reserve(_listening(config.gateway), ports, state_dir / "fleets")
     try:
-        place = Place(
+        paths = FleetPaths(
             run_dir.path,
             _file_or_new(config.gateway.get("secret_file"), run_dir, "secret"),
             _file_or_new(config.gateway.get("admin_token_file"), run_dir, "admin-token"),
         )
         models = _resolve(config, config.up.cache_dir or cache_dir, terminal)
-        plan = _plan(config, machine, models, place, ports, gateway)
-        run_dir.write(place.gateway_file.name, toml.dumps(plan.gateway_table))
+        plan = _plan(config, machine, models, paths, ports, gateway)
+        run_dir.write(paths.gateway_file.name, toml.dumps(plan.gateway_table))
         log_dir = config.up.log_dir or state_dir / "logs" / str(gateway.port)
         try:
             log_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"{log_dir}: {error.strerror}; choose another --log-dir") from error
-        fleet = Fleet(
+        for line in footprint_words(config, models, machine):
+            terminal.say(line)
+        fleet = SupervisedFleet(
             plan=plan,
             up=config.up,
             run_dir=run_dir,
             log_dir=log_dir.absolute(),
-            admin_token=read_secret(place.admin_token_file, "admin_token_file") or "",
-            admin_token_file=place.admin_token_file.absolute(),
+            admin_token=read_secret(paths.admin_token_file, "admin_token_file") or "",
+            admin_token_file=paths.admin_token_file.absolute(),
             environment=os.environ,
             terminal=terminal,
             on_stopped=lambda: _remove_store(plan.store_name),
@@ -241,14 +297,14 @@ def _up(args: argparse.Namespace, ports: Ports, terminal: Terminal) -> int:
         run_dir.remove()
 
 
-def _settle(gateway: Listening, ports: Ports, fleets_dir: Path) -> tuple[Listening, RunDir]:
-    """The gateway's port, and the place that has its name from it."""
+def _reserve(gateway: Listening, ports: Ports, fleets_dir: Path) -> tuple[Listening, RunDir]:
+    """Reserve the gateway's port, and the run folder that is named after it."""
     from stoker.up.state import open_run_dir
 
     if not gateway.port:
         gateway = replace(gateway, port=ports.take(gateway.host, 0))
         return gateway, open_run_dir(fleets_dir, gateway.port)
-    run_dir = open_run_dir(fleets_dir, gateway.port)  # first: if a fleet has the port, that is what should be said
+    run_dir = open_run_dir(fleets_dir, gateway.port)  # first, because its error names the fleet that has the port
     try:
         ports.take(gateway.host, gateway.port)
     except ConfigError:
@@ -261,21 +317,32 @@ def _file_or_new(named: str | None, run_dir: RunDir, name: str) -> Path:
     return written_path(named) if named else run_dir.write_secret(name)
 
 
-def _resolve(config: FleetConfig, cache_dir: Path, terminal: Terminal) -> dict[str | None, Model]:
-    """Here and once: workers that start at the same time would all fetch the same files."""
+def _resolve(config: FleetConfig, cache_dir: Path, terminal: Terminal) -> dict[str | None, FleetModel]:
+    """Download or convert the models, once, before the workers start at the same time."""
     from stoker.checkpoint.source import resolve_model
-    from stoker.up.plan import Model
+    from stoker.up.plan import FleetModel
 
     models = {}
     for model in dict.fromkeys(one.model for one in config.workers):
         found = resolve_model(model, cache_dir, terminal.progress, config.up.offline)
         weight_bytes = sum(file.stat().st_size for file in found.path.glob("*.safetensors"))
-        models[model] = Model(str(found.path), found.name, weight_bytes)
+        models[model] = FleetModel(str(found.path), found.name, weight_bytes, _cpu_bytes(found.path))
     return models
 
 
-def _tidy_up(fleets_dir: Path) -> None:
-    """After fleets that were killed: what the system does not take back by itself."""
+def _cpu_bytes(folder: Path) -> int:
+    """Return the RAM for a model's weights in float32, which the engine uses on a CPU. 0 if the folder has no weights yet."""
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        dtype = config.get("dtype") or config.get("torch_dtype")
+    except (OSError, ValueError, AttributeError):
+        dtype = None
+    return 2 * size if dtype in ("bfloat16", "float16") else size
+
+
+def _clean_up_killed(fleets_dir: Path) -> None:
+    """Remove what killed fleets left behind: their run folders and shared memory."""
     from stoker.up.state import abandoned_fleets
 
     for run_dir in abandoned_fleets(fleets_dir):

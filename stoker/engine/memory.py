@@ -92,9 +92,9 @@ def num_blocks(settings: EngineSettings, resolved: Resolved, layout: KvLayout, w
     """Called when the weights are loaded, so that free memory is what it seems."""
     on_card = resolved.device.type == "cuda"
     free = torch.cuda.mem_get_info(resolved.device)[0] if on_card else 0
-    if on_card and settings.kv.card_gib is not None:
+    if on_card and settings.kv.gpu_memory_gib is not None:
         taken = _CONTEXT_BYTES + torch.cuda.memory_reserved(resolved.device)
-        free = min(free, int(settings.kv.card_gib * _GIB) - taken)
+        free = min(free, int(settings.kv.gpu_memory_gib * _GIB) - taken)
     if settings.kv.num_blocks is not None:
         budget = settings.kv.num_blocks * layout.block_bytes
     elif settings.kv.memory_gib is not None:

@@ -20,8 +20,9 @@ _ZMQ_EXPECTED = "an address that begins with tcp:// or ipc://"
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """A worker that the gateway sends requests to. `flag` is a setting's name after --worker, where it differs."""
+    """A worker that the gateway sends requests to. After --worker, the names are the same where nothing else is said."""
 
+    # `flag` is the name after --worker, where it differs from the key.
     url: str = required("URL of the worker, such as http://10.0.0.1:8000.", expected="a URL such as http://host:port")
     role: str = setting(
         Role.UNIFIED.value,
@@ -38,7 +39,10 @@ class WorkerSettings:
     )
     weight: float = setting(1.0, "How much work it gets, relative to a worker of weight 1.", gt=0)
     models: tuple[str, ...] = setting(
-        (), "Models that it serves. Repeatable after --worker.", flag="model", default_text="what its /v1/models says"
+        (),
+        "Models that it serves. After --worker: model=NAME, repeatable.",
+        flag="model",
+        default_text="what its /v1/models says",
     )
     events: str | None = setting(
         None,
@@ -58,7 +62,9 @@ class WorkerSettings:
         None, "Bootstrap port of an SGLang or Mooncake prefill worker.", ge=1, le=65535
     )
     api_key_file: Path | None = setting(None, "File with the bearer token that the worker expects.")
-    labels: dict[str, str] = setting_map("Labels, which /admin/fleet shows.", flag="label.NAME")
+    labels: dict[str, str] = setting_map(
+        "Labels, which /admin/fleet shows. After --worker: label.NAME=VALUE.", flag="label.NAME"
+    )
 
     def __post_init__(self) -> None:
         what = f"worker {self.url}"

@@ -1,1 +1,4 @@
-"""`stoker up`: a whole fleet on this machine, from a file of settings to processes that are watched and stopped in order."""
+"""`stoker up`: starts a fleet on this machine, restarts processes that exit, and stops them in order.
+
+A part is one supervised process of the fleet: the gateway, a worker, or a Mooncake master.
+"""

@@ -1,217 +1,250 @@
-"""fleet.toml -> FleetConfig: a frozen tree in which every complaint names its field and its numbers.
+"""fleet.toml -> FleetConfig. Every error names the key, the value and what to write instead.
 
-What a worker may be told besides is what `stoker serve` takes; which options those are comes as an argument. The gateway's
-table is the gateway's own business: it is passed on as it stands, and checked by the gateway's own reader.
+A `[[workers]]` table takes every setting of `stoker serve`. Their declarations come as an argument. The `[gateway]` table is
+passed on to the gateway, which checks it.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
-
+from stoker.base.config import StoreSettings
 from stoker.base.errors import ConfigError
 from stoker.base.paths import written_path
-from stoker.base.tables import check_positive, in_words, no_such_setting, path_of, read_tables, refuse_unknown
+from stoker.base.settings import (
+    Declared,
+    check_settings,
+    declared,
+    from_table,
+    merged,
+    no_such_name,
+    read_toml,
+    same_as,
+    setting,
+    setting_map,
+    unknown_key,
+)
 
 START = "start"
 _TABLES = ("gateway", "workers", "store", "up")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,40}")
-_ADDRESS = re.compile(r"[^\s/:]+:\d{1,5}|\[[^\s/]+\]:\d{1,5}")
-# What `stoker up` decides itself, and why.
-_OURS = {
-    "gateway": "the fleet's own gateway is meant",
-    "secret_file": "the fleet's parts share a secret of their own; another one is [gateway] secret_file",
-    "advertise": "the fleet's parts reach each other on this machine",
-    "cache_dir": "it is [up] cache_dir",
-    "offline": "it is [up] offline",
+_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,40}"
+_NAME_EXPECTED = "up to 41 letters, digits, '.', '_' and '-'"
+# Settings of `stoker serve` that `stoker up` sets itself, and what to use instead.
+_SET_BY_UP = {
+    "gateway": "workers register with the fleet's own gateway",
+    "secret_file": "all processes of the fleet share one secret; choose it with [gateway] secret_file",
+    "advertise": "the processes of the fleet reach each other on this machine",
+    "cache_dir": "use [up] cache_dir",
+    "offline": "use [up] offline",
 }
 
-_Settings = TypeVar("_Settings")
-
 
 @dataclass(frozen=True, slots=True)
-class ServeOption:
-    """An option of `stoker serve`."""
+class FleetStore:
+    """[store]: the KV tiers that all workers of the fleet share."""
 
-    flag: str
-    kind: type  # bool is a switch
-    choices: tuple[str, ...] = ()
-    repeatable: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class StoreConfig:
-    name: str | None = None  # of the host tier's shared memory; None: one that no other fleet has
-    host_gib: float = 0.0
-    disk_dir: Path | None = None
-    disk_gib: float = 16.0
-    disk_key_file: Path | None = None
-    mooncake: str | None = None  # "start", or HOST:PORT of a master that runs already
-    segment_gib: float = 1.0  # RAM that each worker gives to Mooncake's store
-    protocol: str = "tcp"
-    ssd_dir: Path | None = None  # below it each worker has a folder for what Mooncake moves out of RAM
+    name: str | None = setting(
+        None,
+        "Name of the host tier's shared memory.",
+        pattern=_NAME,
+        expected=_NAME_EXPECTED,
+        default_text="stoker-PORT, with the gateway's port",
+    )
+    host_gib: float = same_as(
+        StoreSettings, "host_gib", help="RAM (/dev/shm) for the host tier, for each model. 0 turns it off."
+    )
+    disk_dir: Path | None = same_as(StoreSettings, "disk_dir")
+    disk_gib: float = same_as(StoreSettings, "disk_gib")
+    disk_key_file: Path | None = same_as(StoreSettings, "disk_key_file")
+    mooncake: str | None = setting(
+        None,
+        f'`"{START}"` starts a Mooncake master with the fleet. `"HOST:PORT"` uses a master that already runs.',
+        pattern=rf"{START}|[^\s/:]+:\d{{1,5}}|\[[^\s/]+\]:\d{{1,5}}",
+        expected=f"{START!r}, or HOST:PORT of a master that already runs",
+        default_text="no Mooncake tier",
+    )
+    segment_gib: float = same_as(
+        StoreSettings,
+        "mooncake_segment_gib",
+        default=1.0,
+        help="RAM that each worker adds to the Mooncake store.",
+        ge=None,
+        gt=0,
+    )
+    protocol: str = same_as(StoreSettings, "mooncake_protocol")
+    ssd_dir: Path | None = same_as(
+        StoreSettings,
+        "mooncake_ssd_dir",
+        help="Folder where Mooncake may put objects that its RAM cannot hold. Each worker gets a folder in it.",
+    )
 
     def __post_init__(self) -> None:
-        check_positive("store", self, "disk_gib", "segment_gib")
-        if self.host_gib < 0:
-            raise ConfigError(f"store.host_gib={self.host_gib:g}: it must not be below zero")
-        if self.name is not None and not _NAME.fullmatch(self.name):
-            raise ConfigError(f"store.name={self.name!r}: up to 41 letters, digits and . _ - are allowed")
+        check_settings(self, "store")
         if self.disk_key_file is not None and self.disk_dir is None:
-            raise ConfigError(f"store.disk_key_file={self.disk_key_file}: there is no store.disk_dir to encrypt")
+            raise ConfigError(
+                f"store.disk_key_file={self.disk_key_file} has no effect without store.disk_dir: give both"
+            )
         if self.ssd_dir is not None and self.mooncake is None:
-            raise ConfigError(f"store.ssd_dir={self.ssd_dir}: there is no store.mooncake to use it")
-        if self.mooncake not in (None, START) and not _ADDRESS.fullmatch(self.mooncake):
-            raise ConfigError(f"store.mooncake={self.mooncake!r}: it must be {START!r}, or a master's HOST:PORT")
+            raise ConfigError(f"store.ssd_dir={self.ssd_dir} has no effect without store.mooncake: give both")
 
 
 @dataclass(frozen=True, slots=True)
 class UpConfig:
-    log_dir: Path | None = None
-    cache_dir: Path | None = None
-    offline: bool = False
-    first_pause_s: float = 0.5  # before a part that ended is started again; doubled each time
-    longest_pause_s: float = 30.0
-    healthy_s: float = 60.0  # a part that ran for so long begins anew with the first pause
-    start_s: float = 3600.0  # until a part must be ready
-    drain_s: float = 30.0  # how long a worker finishes requests that did not come through the gateway
-    log_mib: float = 64.0  # a log larger than this is put aside when its part starts
+    """[up]: logs, the cache folder, and how processes are restarted."""
+
+    log_dir: Path | None = setting(
+        None,
+        "Folder for the log files, one for each process.",
+        flag="--log-dir",
+        metavar="DIR",
+        default_text="~/.local/state/stoker/logs/PORT",
+    )
+    cache_dir: Path | None = setting(
+        None,
+        "Folder for downloaded and converted models, compiled kernels and, in the default fleet, the disk tier.",
+        flag="--cache-dir",
+        metavar="DIR",
+        default_text="~/.cache/stoker",
+    )
+    offline: bool = setting(False, "Download nothing.", flag="--offline")
+    first_pause_s: float = setting(
+        0.5, "Pause before a process that exited is restarted. It doubles with each restart.", unit="s", gt=0
+    )
+    longest_pause_s: float = setting(30.0, "Maximum pause before a restart.", unit="s", gt=0)
+    healthy_s: float = setting(60.0, "The pause is reset after a process has been ready for this time.", unit="s", gt=0)
+    start_s: float = setting(3600.0, "Maximum time until a started process must be ready.", unit="s", gt=0)
+    drain_s: float = setting(
+        30.0,
+        "Maximum time that a worker gets at the end to finish requests that did not come through the gateway.",
+        unit="s",
+        gt=0,
+    )
+    log_mib: float = setting(
+        64.0, "A log file larger than this is renamed to NAME.log.1 when its process starts.", unit="MiB", gt=0
+    )
 
     def __post_init__(self) -> None:
-        check_positive("up", self, "first_pause_s", "longest_pause_s", "healthy_s", "start_s", "drain_s", "log_mib")
+        check_settings(self, "up")
         if self.first_pause_s > self.longest_pause_s:
             raise ConfigError(
-                f"up.first_pause_s={self.first_pause_s:g} > up.longest_pause_s={self.longest_pause_s:g}: "
-                "the first pause is the shortest"
+                f"up.first_pause_s={self.first_pause_s:g} is larger than up.longest_pause_s={self.longest_pause_s:g}: "
+                "lower the first or raise the second"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class WorkersConfig:
-    """So many workers of one kind."""
+    """[[workers]]: one or more workers with the same settings."""
 
-    role: str = "unified"
-    count: int = 1
-    name: str | None = None  # of the parts; None: the role
-    model: str | None = None  # None: the embedded one
-    devices: tuple[int, ...] = ()  # cards, in turns; empty: what `stoker serve` chooses
-    env: dict[str, str] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=dict)  # of `stoker serve`
+    count: int = setting(1, "Number of workers.", ge=1)
+    name: str | None = setting(
+        None,
+        "Name of the workers: NAME-0, NAME-1 and so on.",
+        pattern=_NAME,
+        expected=_NAME_EXPECTED,
+        default_text="the role",
+    )
+    model: str | None = setting(
+        None,
+        "A model folder, a .gguf file, or a Hugging Face id such as org/name or org/name@revision.",
+        default_text="the embedded SmolLM2-135M-Instruct",
+    )
+    devices: tuple[int, ...] = setting(
+        (),
+        "GPUs, counted from 0. The workers take them in turn, and those on the same GPU get equal shares of its memory.",
+        ge=0,
+        default_text="what `stoker serve` chooses",
+    )
+    env: dict[str, str] = setting_map("Environment variables of the workers.")
+    role: str = "unified"  # one of the settings of `stoker serve`, which are in `options`
+    options: Mapping[str, Any] = field(default_factory=dict)  # settings of `stoker serve`, by their keys
 
 
 @dataclass(frozen=True, slots=True)
 class FleetConfig:
+    """fleet.toml."""
+
     workers: tuple[WorkersConfig, ...]
-    gateway: dict[str, Any] = field(default_factory=dict)
-    store: StoreConfig = field(default_factory=StoreConfig)
+    gateway: dict[str, Any] = field(default_factory=dict)  # passed on to the gateway
+    store: FleetStore = field(default_factory=FleetStore)
     up: UpConfig = field(default_factory=UpConfig)
 
 
-def fleet_config(table: Mapping[str, Any], serve_options: Mapping[str, ServeOption]) -> FleetConfig:
-    """`serve_options` by their names in the file: those of the flags, with _ for -."""
+def fleet_config(table: Mapping[str, Any], serve: Mapping[str, Declared]) -> FleetConfig:
+    """Check and convert a fleet's table. `serve` has the settings of `stoker serve` by their keys in [[workers]]."""
     for name in table:
         if name not in _TABLES:
-            raise no_such_setting(name, _TABLES, what="table")
+            raise no_such_name(name, _TABLES, what="table")
     workers = table.get("workers", [])
     if not isinstance(workers, list) or not all(isinstance(one, dict) for one in workers):
-        raise ConfigError("workers: it must be written [[workers]], once for each kind of worker")
+        raise ConfigError("workers: write [[workers]], once for each kind of worker")
     config = FleetConfig(
         workers=tuple(
-            _workers(one, serve_options, f"workers[{number}]" if len(workers) > 1 else "workers")
+            _workers(one, serve, f"workers[{number}]" if len(workers) > 1 else "workers")
             for number, one in enumerate(workers)
         ),
-        gateway=_gateway_table(_is_table("gateway", table.get("gateway", {}))),
-        store=_settings(StoreConfig, table.get("store", {}), "store"),
-        up=_settings(UpConfig, table.get("up", {}), "up"),
+        gateway=_gateway_table(table.get("gateway", {})),
+        store=from_table(FleetStore, table.get("store", {}), "store"),
+        up=from_table(UpConfig, table.get("up", {}), "up"),
     )
-    _check_together(config)
+    _check_roles(config)
     return config
 
 
-def _workers(table: dict[str, Any], serve_options: Mapping[str, ServeOption], where: str) -> WorkersConfig:
-    own = {one.name for one in dataclasses.fields(WorkersConfig)} - {"options"}
-    given = {name: value for name, value in table.items() if name in own}
-    options = {}
+def _workers(table: dict[str, Any], serve: Mapping[str, Declared], at: str) -> WorkersConfig:
+    own = {one.key: one for one in declared(WorkersConfig)}
+    values: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for name, value in table.items():
+        where = f"{at}.{name}"
         if name in own:
-            continue
-        if name in _OURS:
-            raise ConfigError(f"{where}.{name}: not for a worker to set: {_OURS[name]}")
-        if name not in serve_options:
-            raise no_such_setting(name, sorted((own | set(serve_options)) - set(_OURS)), f"{where}.")
-        options[name] = _option_value(value, serve_options[name], f"{where}.{name}")
-    workers = _settings(WorkersConfig, given | {"options": options}, where)
-    roles = serve_options["role"].choices
-    if workers.role not in roles:
-        raise ConfigError(f"{where}.role={workers.role!r}: it must be {_or(roles)}")
-    if workers.count < 1:
-        raise ConfigError(f"{where}.count={workers.count}: it must be above zero")
-    if workers.name is not None and not _NAME.fullmatch(workers.name):
-        raise ConfigError(f"{where}.name={workers.name!r}: up to 41 letters, digits and . _ - are allowed")
+            values[name] = own[name].convert(value, where)
+        elif name in _SET_BY_UP:
+            raise ConfigError(f"{where}: `stoker up` sets this itself: {_SET_BY_UP[name]}")
+        elif name in serve:
+            options[name] = serve[name].convert(value, where)
+        else:
+            raise _unknown_worker_key(name, serve, own, at)
+    workers = WorkersConfig(**values, role=options.pop("role", serve["role"].default), options=options)
     if workers.devices and "device" in options:
         raise ConfigError(
-            f"{where}: device={options['device']!r} and devices={list(workers.devices)}: give one of them"
+            f"{at}: device={options['device']!r} and devices={list(workers.devices)}: give only one of them"
         )
-    _check_ports(options.get("port", 0), workers.count, where)
+    _check_ports(options.get("port", 0), workers.count, at)
     if unfit := [name for name, text in workers.env.items() if not name or "=" in name or "\0" in name + text]:
-        raise ConfigError(f"{where}.env: {unfit[0]!r}: no environment can hold that")
-    if wrong := [device for device in workers.devices if device < 0]:
-        raise ConfigError(f"{where}.devices: {wrong[0]}: cards are counted from 0")
+        raise ConfigError(f"{at}.env: {unfit[0]!r} cannot be an environment variable; rename or remove it")
     return workers
 
 
-def _check_ports(first: int, count: int, where: str) -> None:
-    last = first + count - 1 if first else 0  # 0: any free one for each
-    if not 0 <= first <= last <= 65535:
-        others = f" for {count} workers" if count > 1 else ""
-        raise ConfigError(f"{where}.port={first}{others}: a port is 0 to 65535")
+def _unknown_worker_key(name: str, serve: Mapping[str, Declared], own: Mapping[str, Declared], at: str) -> ConfigError:
+    for key, one in serve.items():
+        if name in one.old_keys:
+            return ConfigError(f"{at}.{name} was renamed: write {at}.{key}")
+    return unknown_key(name, own.values(), set(serve) - set(_SET_BY_UP), at)
 
 
-def _option_value(value: Any, option: ServeOption, where: str) -> Any:
-    if option.repeatable and isinstance(value, list):
-        return [_option_value(one, dataclasses.replace(option, repeatable=False), where) for one in value]
-    wanted = {bool: "true or false", int: "an integer", float: "a number"}.get(option.kind, "text")
-    types: tuple[type, ...] = {int: (int,), float: (int, float), bool: (bool,)}.get(option.kind, (str,))
-    if not isinstance(value, types) or (isinstance(value, bool) and option.kind is not bool):
-        raise ConfigError(f"{where}={value!r}: it must be {wanted}")
-    if isinstance(value, str) and "\0" in value:
-        raise ConfigError(f"{where}={value!r}: no command can hold that")
-    if option.choices and value not in option.choices:
-        raise ConfigError(f"{where}={value!r}: it must be {_or(option.choices)}")
-    return value
+def _check_ports(first: int, count: int, at: str) -> None:
+    last = first + count - 1 if first else 0  # 0: each worker gets any free port
+    if last > 65535:
+        raise ConfigError(f"{at}.port={first} for {count} workers: the last port would be {last}; ports end at 65535")
 
 
-def _gateway_table(table: dict[str, Any]) -> dict[str, Any]:
-    """With what the file of `config` says, under what stands here."""
+def _gateway_table(table: Any) -> dict[str, Any]:
+    """Return the [gateway] table, merged over the file that its key `config` names."""
+    if not isinstance(table, dict):
+        raise ConfigError(f"gateway={table!r}: write a table, [gateway]")
     if "config" not in table:
         return table
     if not isinstance(table["config"], str):
-        raise ConfigError(f"gateway.config={table['config']!r}: it must be the path of a gateway's file")
+        raise ConfigError(f"gateway.config={table['config']!r}: give the path of a gateway's TOML file")
     here = {name: value for name, value in table.items() if name != "config"}
-    return merged(read_tables(written_path(table["config"])), here)
+    return merged(read_toml(written_path(table["config"])), here)
 
 
-def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Tables are merged, lists are added up, anything else is replaced."""
-    result = dict(below)
-    for name, value in above.items():
-        old = result.get(name)
-        if isinstance(old, dict) and isinstance(value, dict):
-            result[name] = merged(old, value)
-        elif isinstance(old, list) and isinstance(value, list):
-            result[name] = [*old, *value]
-        else:
-            result[name] = value
-    return result
-
-
-def _check_together(config: FleetConfig) -> None:
+def _check_roles(config: FleetConfig) -> None:
     others = config.gateway.get("worker", [])
     if not config.workers and not others:
         raise ConfigError("there is no worker: at least one [[workers]] is needed")
@@ -224,25 +257,6 @@ def _check_together(config: FleetConfig) -> None:
         if counts.get("prefill") and not counts.get("decode") and not counts.get("unified"):
             named = "the embedded model" if model is None else model
             raise ConfigError(
-                f"{named}: {counts['prefill']} prefill and no decode or unified workers: nobody would write its answers"
+                f"{named}: there are {counts['prefill']} prefill workers, and no decode or unified workers that could "
+                "generate answers; add one"
             )
-
-
-def _settings(kind: type[_Settings], table: Any, where: str) -> _Settings:
-    _is_table(where, table)
-    refuse_unknown(kind, table, f"{where}.")
-    try:
-        return msgspec.convert(table, kind, dec_hook=path_of)
-    except msgspec.ValidationError as error:
-        raise ConfigError(in_words(error, where)) from error
-
-
-def _is_table(where: str, table: Any) -> dict[str, Any]:
-    if not isinstance(table, dict):
-        raise ConfigError(f"{where}={table!r}: it must be a table, [{where}]")
-    return table
-
-
-def _or(words: Iterable[str]) -> str:
-    *most, last = words
-    return f"{', '.join(most)} or {last}" if most else last

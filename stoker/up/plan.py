@@ -1,6 +1,6 @@
-"""FleetConfig -> parts: what exactly is started, with which arguments, on which port, in which order.
+"""FleetConfig -> FleetPlan: the processes to start, with their arguments, ports and order.
 
-Pure but for the ports, which are taken from whoever keeps them.
+It does no I/O, except that `Ports` reserves ports.
 """
 
 from __future__ import annotations
@@ -15,56 +15,60 @@ from typing import Any
 
 from stoker.base.address import join_address, local_host
 from stoker.base.errors import ConfigError
-from stoker.up.config import START, FleetConfig, ServeOption, StoreConfig, WorkersConfig, merged
+from stoker.base.settings import Declared, merged
+from stoker.up.config import START, FleetConfig, FleetStore, WorkersConfig
 from stoker.up.machine import GIB, Machine
 from stoker.up.ports import Ports
-from stoker.up.supervisor import Rule
+from stoker.up.supervisor import PartRule
 
-_LEAST_CARD_BYTES = 2 * GIB  # beside the weights: the least that an engine works with
+_LEAST_GPU_BYTES = 2 * GIB  # the least that an engine needs besides its weights
 _STORE_STOP_S = 10.0
-_AFTER_DRAIN_S = 15.0  # for a part that has drained to end its processes
+_AFTER_DRAIN_S = 15.0  # for a part that has drained to exit
 
 
-class Kind(StrEnum):
+class PartKind(StrEnum):
+    """What a process of the fleet does."""
+
     STORE = "store"
     GATEWAY = "gateway"
     WORKER = "worker"
 
 
-_START_RANKS = {Kind.STORE: 0, Kind.GATEWAY: 1, Kind.WORKER: 2}
-_STOP_RANKS = {Kind.GATEWAY: 0, Kind.WORKER: 1, Kind.STORE: 2}
+_START_RANKS = {PartKind.STORE: 0, PartKind.GATEWAY: 1, PartKind.WORKER: 2}
+_STOP_RANKS = {PartKind.GATEWAY: 0, PartKind.WORKER: 1, PartKind.STORE: 2}
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FleetPart:
     """One process of the fleet."""
 
     name: str
-    kind: Kind
+    kind: PartKind
     role: str
     command: tuple[str, ...]
     address: str  # a URL, or HOST:PORT
-    ready_path: str | None  # 200 there means ready; None: so does taking a connection
+    ready_path: str | None  # the part is ready when this path answers 200; None: when it accepts a connection
     stop_s: float
     env: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def rule(self) -> Rule:
-        return Rule(self.name, _START_RANKS[self.kind], _STOP_RANKS[self.kind], self.stop_s)
+    def rule(self) -> PartRule:
+        return PartRule(self.name, _START_RANKS[self.kind], _STOP_RANKS[self.kind], self.stop_s)
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
-    """A model whose files are here."""
+class FleetModel:
+    """A model whose files are on this machine."""
 
     folder: str
     name: str  # what clients call it
-    weight_bytes: int = 0
+    weight_bytes: int = 0  # size of the weight files
+    cpu_bytes: int = 0  # RAM for the weights, if it runs on a CPU
 
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """Where the gateway is to be found."""
+    """Where the gateway listens."""
 
     host: str
     port: int
@@ -77,8 +81,8 @@ class Listening:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where the fleet keeps what its parts need to know."""
+class FleetPaths:
+    """The fleet's files that its parts read."""
 
     run_dir: Path
     secret_file: Path
@@ -91,28 +95,32 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    parts: tuple[Part, ...]
+    """Everything that is started."""
+
+    parts: tuple[FleetPart, ...]
     gateway: Listening
     gateway_table: dict[str, Any]  # the content of the gateway's file
-    store_name: str | None  # of shared memory that outlives its users
+    store_name: str | None  # name of the host tier's shared memory, which stays when its users exit
     models: tuple[str, ...]
-    wants_keys: bool  # clients must show one
+    wants_keys: bool  # whether clients need an API key
 
 
 @dataclass(slots=True)
 class Planner:
+    """Turns a fleet's settings into a plan for this machine."""
+
     config: FleetConfig
-    serve_options: Mapping[str, ServeOption]
+    serve: Mapping[str, Declared]  # the settings of `stoker serve`, by their keys in [[workers]]
     machine: Machine
-    models: Mapping[str | None, Model]
-    place: Place
+    models: Mapping[str | None, FleetModel]
+    paths: FleetPaths
     ports: Ports
-    master: Sequence[str] = ()  # the command of Mooncake's master, but for its ports
+    master: Sequence[str] = ()  # the command of the Mooncake master, without its ports
 
     def plan(self, gateway: Listening) -> FleetPlan:
-        """`gateway`'s port is taken already: the fleet's place has its name from it."""
+        """Return the plan. The gateway's port is already reserved, because the run folder is named after it."""
         self._check_shared_memory()
-        parts: list[Part] = []
+        parts: list[FleetPart] = []
         store = self.config.store
         name = store.name or f"stoker-{gateway.port}" if store.host_gib else None
         mooncake = store.mooncake
@@ -126,50 +134,56 @@ class Planner:
             self.config.gateway,
             {
                 "listen": {"host": gateway.host, "port": gateway.port},
-                "secret_file": str(self.place.secret_file),
-                "admin_token_file": str(self.place.admin_token_file),
-                # They register too. Written down, they are known at once to a gateway that was started again.
+                "secret_file": str(self.paths.secret_file),
+                "admin_token_file": str(self.paths.admin_token_file),
+                # The workers also register themselves. Listed here, a restarted gateway knows them at once.
                 "worker": known,
             },
         )
         parts.append(self._gateway(gateway))
         parts += workers
-        served = dict.fromkeys(self.models[one.model].name for one in self.config.workers)
+        served = dict.fromkeys(name for one in self.config.workers for name in self._served_names(one))
         return FleetPlan(tuple(parts), gateway, table, name, tuple(served), bool(table.get("key")))
+
+    def _served_names(self, workers: WorkersConfig) -> Sequence[str]:
+        names: Sequence[str] = workers.options.get("served_name") or (self.models[workers.model].name,)
+        return names
 
     def _check_shared_memory(self) -> None:
         host_gib, num_models = self.config.store.host_gib, len(self.models)
         wanted_bytes = host_gib * num_models * GIB
-        asked = f"store.host_gib={host_gib:g}" + (f" for each of {num_models} models" if num_models > 1 else "")
+        wanted = f"store.host_gib={host_gib:g}" + (f" for each of {num_models} models" if num_models > 1 else "")
         if wanted_bytes > self.machine.shared_bytes:
             raise ConfigError(
-                f"{asked}: /dev/shm has {self.machine.shared_bytes / GIB:.2f} GiB free. "
-                "Take less, or give it more (docker: --shm-size)"
+                f"{wanted}: /dev/shm has {self.machine.shared_bytes / GIB:.2f} GiB free. "
+                "Lower host_gib, or give /dev/shm more (docker: --shm-size)"
             )
-        if wanted_bytes > self.machine.ram_bytes:  # it fills up over hours; who asks for memory then is killed
+        if (
+            wanted_bytes > self.machine.ram_bytes
+        ):  # it would fill up over hours, and then the kernel would kill a process
             raise ConfigError(
-                f"{asked}: {self.machine.ram_bytes / GIB:.2f} GiB of RAM are free on this machine, or in this container. "
-                "Take less, or give it more (docker: --memory)"
+                f"{wanted}: {self.machine.ram_bytes / GIB:.2f} GiB of RAM are free on this machine, or in this container. "
+                "Lower host_gib, or give it more (docker: --memory)"
             )
 
-    def _master(self, gateway_port: int) -> Part:
+    def _master(self, gateway_port: int) -> FleetPart:
         host = "127.0.0.1"
         port = self.ports.take_after(host, gateway_port)
         metrics_port = self.ports.take_after(host, port)
         command = (*self.master, f"--rpc_port={port}", f"--metrics_port={metrics_port}")
-        return Part("mooncake", Kind.STORE, "store", command, f"{host}:{port}", None, _STORE_STOP_S)
+        return FleetPart("mooncake", PartKind.STORE, "store", command, f"{host}:{port}", None, _STORE_STOP_S)
 
-    def _gateway(self, gateway: Listening) -> Part:
-        command = (*_STOKER, "gateway", "--config", str(self.place.gateway_file))
+    def _gateway(self, gateway: Listening) -> FleetPart:
+        command = (*_STOKER, "gateway", "--config", str(self.paths.gateway_file))
         stop_s = gateway.drain_s + _AFTER_DRAIN_S
-        return Part("gateway", Kind.GATEWAY, "gateway", command, gateway.url, "/health", stop_s)
+        return FleetPart("gateway", PartKind.GATEWAY, "gateway", command, gateway.url, "/health", stop_s)
 
-    def _workers(self, gateway: Listening, tiers: Mapping[str, Any]) -> list[Part]:
+    def _workers(self, gateway: Listening, tiers: Mapping[str, Any]) -> list[FleetPart]:
         names = _part_names(self.config.workers)
-        sharers = Counter(card for one in self.config.workers for card in _cards(one))
+        sharers = Counter(gpu for one in self.config.workers for gpu in _gpus(one))
         parts = []
         for workers in self.config.workers:
-            for number, card in enumerate(_cards(workers) or [None] * workers.count):
+            for number, gpu in enumerate(_gpus(workers) or [None] * workers.count):
                 name = names.pop(0)
                 host = workers.options.get("host", "127.0.0.1")
                 if "port" in workers.options:
@@ -177,18 +191,18 @@ class Planner:
                     port = self.ports.take(host, first + number if first else 0)
                 else:
                     port = self.ports.take_after(host, gateway.port)
-                options = self._common(gateway, workers.model) | _own_folder(tiers, name) | workers.options
+                options = self._common(gateway, workers.model) | _own_folder(tiers, name) | dict(workers.options)
                 options |= {"role": workers.role, "host": host, "port": port}
-                if card is not None:
-                    options |= {"device": f"cuda:{card}"}
-                    options |= self._card_share(workers, card, sharers[card])
+                if gpu is not None:
+                    options |= {"device": f"cuda:{gpu}"}
+                    options |= self._gpu_share(workers, gpu, sharers[gpu])
                 drain_s = options["drain_s"]
                 parts.append(
-                    Part(
+                    FleetPart(
                         name=name,
-                        kind=Kind.WORKER,
+                        kind=PartKind.WORKER,
                         role=workers.role,
-                        command=(*_STOKER, "serve", self.models[workers.model].folder, *self._flags(options, name)),
+                        command=(*_STOKER, "serve", self.models[workers.model].folder, *self._flags(options)),
                         address=f"http://{join_address(local_host(host), port)}",
                         ready_path="/ready",
                         stop_s=drain_s + _AFTER_DRAIN_S,
@@ -201,48 +215,40 @@ class Planner:
         options: dict[str, Any] = {
             "served_name": [self.models[model].name],
             "drain_s": self.config.up.drain_s,
-            "secret_file": str(self.place.secret_file),
-            "offline": True,  # all that a model needs is here already
+            "secret_file": str(self.paths.secret_file),
+            "offline": True,  # `stoker up` has already downloaded the model
         }
         if self.config.up.cache_dir is not None:
             options["cache_dir"] = str(self.config.up.cache_dir)
-        # Its certificate is hardly made for the address by which we reach it; the gateway knows its workers anyway.
+        # A TLS certificate is rarely valid for the local address, so workers do not register; the gateway has them in its file.
         return options if gateway.tls else options | {"gateway": [gateway.url]}
 
-    def _card_share(self, workers: WorkersConfig, card: int, sharers: int) -> dict[str, Any]:
-        """An engine alone takes what its card has left. Several must not each take that; what of its part an engine has left for
-        KV it knows best itself."""
-        cards = self.machine.card_bytes
-        if card >= len(cards):
-            raise ConfigError(f"workers.devices: card {card}: this machine has {len(cards)}, counted from 0")
-        if sharers == 1 or {"card_memory_gib", "kv_memory_gib", "kv_blocks"} & set(workers.options):
+    def _gpu_share(self, workers: WorkersConfig, gpu: int, sharers: int) -> dict[str, Any]:
+        """Give workers on the same GPU equal shares of its memory. A worker alone on a GPU takes what is free."""
+        free = self.machine.gpu_bytes
+        if gpu >= len(free):
+            raise ConfigError(f"workers.devices: GPU {gpu}: this machine has {len(free)} GPUs, counted from 0")
+        if sharers == 1 or {"gpu_memory_gib", "kv_memory_gib", "kv_blocks"} & set(workers.options):
             return {}
-        each, weights = cards[card] // sharers, self.models[workers.model].weight_bytes
-        if each < weights + _LEAST_CARD_BYTES:
+        each, weights = free[gpu] // sharers, self.models[workers.model].weight_bytes
+        if each < weights + _LEAST_GPU_BYTES:
             raise ConfigError(
-                f"card {card} has {cards[card] / GIB:.1f} GiB free for {sharers} workers, {each / GIB:.1f} for each: with "
-                f"{weights / GIB:.1f} GiB of weights too little. Put fewer workers there, or set their kv_memory_gib"
+                f"GPU {gpu} has {free[gpu] / GIB:.1f} GiB free for {sharers} workers, {each / GIB:.1f} for each: too little "
+                f"with {weights / GIB:.1f} GiB of weights. Put fewer workers on it, or set their kv_memory_gib"
             )
-        return {"card_memory_gib": round(each / GIB, 2)}
+        return {"gpu_memory_gib": round(each / GIB, 2)}
 
-    def _flags(self, options: Mapping[str, Any], name: str) -> list[str]:
+    def _flags(self, options: Mapping[str, Any]) -> list[str]:
         flags: list[str] = []
-        for option, value in options.items():
-            if option not in self.serve_options:
-                raise ConfigError(f"{name}: this version of stoker serve has no --{option.replace('_', '-')}")
-            flag = self.serve_options[option].flag
-            if isinstance(value, bool):
-                flags += [flag] if value else []
-            else:
-                for one in value if isinstance(value, list) else [value]:
-                    flags += [flag, str(one)]
+        for key, value in options.items():
+            flags += self.serve[key].arguments(value)
         return flags
 
 
 _STOKER = (sys.executable, "-m", "stoker.cli.main")
 
 
-def _tier_options(store: StoreConfig, name: str | None, mooncake: str | None) -> dict[str, Any]:
+def _tier_options(store: FleetStore, name: str | None, mooncake: str | None) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if name is not None:
         options |= {"kv_store": name, "kv_host_gib": store.host_gib}
@@ -259,14 +265,14 @@ def _tier_options(store: StoreConfig, name: str | None, mooncake: str | None) ->
 
 
 def _own_folder(tiers: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Mooncake's clients must not write into each other's folders."""
+    """Give each worker its own folder for Mooncake, whose clients must not share one."""
     if "kv_mooncake_ssd" not in tiers:
         return dict(tiers)
     return {**tiers, "kv_mooncake_ssd": str(Path(tiers["kv_mooncake_ssd"]) / name)}
 
 
 def _part_names(workers: Sequence[WorkersConfig]) -> list[str]:
-    """prefill-0, prefill-1, decode-0: counted over all tables that have the same name."""
+    """Return prefill-0, prefill-1, decode-0 and so on, counted over all tables with the same name."""
     counts: Counter[str] = Counter()
     names = []
     for one in workers:
@@ -277,6 +283,6 @@ def _part_names(workers: Sequence[WorkersConfig]) -> list[str]:
     return names
 
 
-def _cards(workers: WorkersConfig) -> list[int]:
-    """The card of each worker, if cards were named."""
+def _gpus(workers: WorkersConfig) -> list[int]:
+    """Return the GPU of each worker, if the table names GPUs."""
     return [workers.devices[n % len(workers.devices)] for n in range(workers.count)] if workers.devices else []

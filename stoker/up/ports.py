@@ -1,8 +1,9 @@
-"""Ports that are kept for parts which do not run yet, or not just now.
+"""Reserves ports for processes that do not run yet, or are being restarted.
 
-A port that was found free may be taken a moment later. A socket that is bound and does not listen keeps it: the system
-gives it to nobody who asks for any, and lets the part listen there, because both say SO_REUSEADDR. So would another fleet,
-which asks for it by its number; what one fleet keeps the others know by a name, which ends with the process that has it.
+A port that is free now may be taken a moment later. A bound socket that does not listen reserves it: the kernel does not hand it
+out as a free port, but lets the part listen on it, because both sockets set SO_REUSEADDR. Another fleet that asks for the same
+number would also succeed. Therefore each reserved port is also claimed by an abstract Unix socket name, which the kernel frees when
+the process exits.
 """
 
 from __future__ import annotations
@@ -17,14 +18,18 @@ _TRIES = 1000
 
 
 class Ports(Protocol):
+    """Where the planner gets its ports from."""
+
     def take(self, host: str, port: int) -> int:
-        """This one, or ConfigError; 0 takes any."""
+        """Reserve this port, or any free one if it is 0. Raise ConfigError if it is taken."""
 
     def take_after(self, host: str, port: int) -> int:
-        """The first free one above."""
+        """Reserve the first free port above this one."""
 
 
-class KeptPorts:
+class ReservedPorts:
+    """Ports that are reserved until `close`."""
+
     def __init__(self) -> None:
         self._sockets: list[socket.socket] = []
         self._names: list[socket.socket] = []
@@ -32,9 +37,9 @@ class KeptPorts:
     def take(self, host: str, port: int) -> int:
         try:
             return self._keep(host, port)
-        except (OSError, UnicodeError) as error:  # the second: no name of a host looks like that
+        except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
             why = error.strerror if isinstance(error, OSError) else error
-            raise ConfigError(f"port {port} of {host} cannot be used: {why}; choose another one") from error
+            raise ConfigError(f"port {port} of {host} cannot be used: {why}; choose another port") from error
 
     def take_after(self, host: str, port: int) -> int:
         for candidate in range(port + 1, min(port + _TRIES, 65536)):
@@ -58,7 +63,7 @@ class KeptPorts:
             kept.bind(address[4])
             taken: int = kept.getsockname()[1]
             if any(one.getsockname()[1] == taken for one in self._sockets):
-                raise OSError(0, "another part of this fleet has it")
+                raise OSError(0, "another process of this fleet has it")
             self._claim(taken)
         except OSError:
             kept.close()
@@ -74,19 +79,19 @@ class KeptPorts:
             name.bind(f"\0stoker-up-port-{port}")
         except OSError as error:
             name.close()
-            raise OSError(error.errno, "another fleet keeps it") from error
+            raise OSError(error.errno, "another fleet has reserved it") from error
         self._names.append(name)
 
 
-class ImaginedPorts:
-    """For looking at a fleet without starting it."""
+class PlannedPorts:
+    """Port numbers for `stoker up --check`. Nothing is reserved."""
 
     def __init__(self) -> None:
         self._taken: set[int] = set()
 
     def take(self, host: str, port: int) -> int:
         if port and port in self._taken:
-            raise ConfigError(f"port {port} of {host} cannot be used: another part of this fleet has it")
+            raise ConfigError(f"port {port} of {host} cannot be used: another process of this fleet has it")
         self._taken.add(port)
         return port
 

@@ -1,7 +1,8 @@
-"""One part's process: started with its log, told to end, and never left behind.
+"""The process of one part, and its log file.
 
-It writes to its log directly, so that neither its speed nor its last words depend on us. It is in a session of its own:
-Ctrl-C on the terminal is for `stoker up`, which decides who ends first. Should `stoker up` be killed, the system kills it too.
+The process writes to its log file directly, so neither its speed nor its last lines depend on `stoker up`. It runs in a session of
+its own, so that Ctrl-C on the terminal reaches only `stoker up`, which stops the parts in order. If `stoker up` is killed, the
+kernel kills its parts too.
 """
 
 from __future__ import annotations
@@ -16,22 +17,28 @@ from itertools import takewhile
 from pathlib import Path
 
 from stoker.base.orphans import die_with
-from stoker.up.supervisor import How
+from stoker.up.supervisor import StopMode
 
 _KEPT_LOGS = 3
 _LOOK_BYTES = 1 << 16
 
-_SIGNALS = {How.ASK: (signal.SIGTERM,), How.INSIST: (signal.SIGTERM, signal.SIGINT), How.KILL: (signal.SIGKILL,)}
+_SIGNALS = {
+    StopMode.DRAIN: (signal.SIGTERM,),
+    StopMode.NOW: (signal.SIGTERM, signal.SIGINT),
+    StopMode.KILL: (signal.SIGKILL,),
+}
 
 
 class PartProcess:
+    """A running part."""
+
     def __init__(self, process: asyncio.subprocess.Process, log: LogReader) -> None:
         self._process = process
         self.log = log
 
     @staticmethod
     async def start(command: tuple[str, ...], env: Mapping[str, str], log_path: Path) -> PartProcess:
-        log_path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have tidied up
+        log_path.parent.mkdir(parents=True, exist_ok=True)  # the folder may have been removed since the start
         with log_path.open("ab") as log:
             reader = LogReader(log_path)
             process = await asyncio.create_subprocess_exec(
@@ -52,23 +59,24 @@ class PartProcess:
     async def wait(self) -> int:
         return await self._process.wait()
 
-    def tell(self, how: How) -> None:
-        # Two signals of different kinds where it must end now: two of one kind may arrive as one.
+    def tell(self, how: StopMode) -> None:
+        # Servers stop now at their second signal. Two different signals, because two equal ones may be delivered as one.
         for number in _SIGNALS[how]:
             with suppress(ProcessLookupError):
                 self._process.send_signal(number)
 
 
 class LogReader:
-    """What a process has written since it was started, and what of that is meant for people."""
+    """Reads what a process has written to its log file since it was started."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._start = self._at = path.stat().st_size
 
-    def new_words(self) -> list[str]:
-        """Whole lines since the last look that say what it is doing while it starts: no events, and no trace of an error,
-        which is shown as a whole when it has ended."""
+    def new_lines(self) -> list[str]:
+        """Return the complete progress lines since the last call.
+
+        JSON events are left out, and so are tracebacks: those are shown when the process has exited."""
         text, newline, _ = self._read_from(self._at).rpartition(b"\n")
         self._at += len(text) + len(newline)
         words = takewhile(lambda line: not line.startswith("Traceback"), text.decode(errors="replace").splitlines())
@@ -80,7 +88,7 @@ class LogReader:
         return text.decode(errors="replace").splitlines()[-num_lines:]
 
     def _read_from(self, start: int) -> bytes:
-        """Nothing of a log that somebody has removed: the process writes on, and nobody reads it."""
+        """Return nothing if the log file was removed. The process goes on writing to the deleted file."""
         try:
             with self._path.open("rb") as log:
                 log.seek(start)
@@ -89,8 +97,8 @@ class LogReader:
             return b""
 
 
-def put_aside(log_path: Path, max_bytes: float) -> None:
-    """A log that has grown becomes LOG.1, the older ones move up, the oldest goes."""
+def rotate_log(log_path: Path, max_bytes: float) -> None:
+    """Rename a large log file to LOG.1, after renaming LOG.1 to LOG.2 and so on. The oldest is deleted."""
     if not log_path.exists() or log_path.stat().st_size <= max_bytes:
         return
     for number in range(_KEPT_LOGS, 0, -1):

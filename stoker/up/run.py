@@ -1,4 +1,4 @@
-"""The fleet's life: carries out what the supervisor says, and tells it what happened. All decisions are the supervisor's."""
+"""Runs a fleet: carries out the supervisor's actions and reports events to it. The supervisor makes all decisions."""
 
 from __future__ import annotations
 
@@ -17,28 +17,30 @@ import aiohttp
 from stoker.base.address import split_address
 from stoker.base.errors import StokerError
 from stoker.up.config import UpConfig
-from stoker.up.plan import FleetPlan, Kind, Part
-from stoker.up.process import PartProcess, put_aside
+from stoker.up.plan import FleetPart, FleetPlan, PartKind
+from stoker.up.process import PartProcess, rotate_log
 from stoker.up.state import FleetState, PartInfo, RunDir
-from stoker.up.supervisor import How, Patience, Phase, Start, Stop, Supervisor, ended_how
+from stoker.up.supervisor import Phase, RestartPolicy, StartPart, StopMode, StopPart, Supervisor, ended_how
 from stoker.up.terminal import Terminal
 
 EXIT_INTERRUPTED = 130
-_CANNOT_RUN = 127  # as a shell says it of a program that is not there
+_CANNOT_RUN = 127  # as a shell reports a program that does not exist
 _PROBE_S = 0.1
 _ANSWER_S = 2.0
-_SEEN_S = 15.0  # for the gateway to have looked at workers that are ready
+_SEEN_S = 15.0  # maximum wait until the gateway has seen that the workers are ready
 _LAST_LINES = 15
 
 
 class FleetFailed(StokerError):
-    """A part cannot start; the message has the end of its log."""
+    """A part cannot start. The message contains the end of its log."""
 
     code = "fleet_failed"
 
 
 @dataclass(slots=True, eq=False)
-class Fleet:
+class SupervisedFleet:
+    """The processes of a fleet, from start to stop."""
+
     plan: FleetPlan
     up: UpConfig
     run_dir: RunDir
@@ -47,49 +49,51 @@ class Fleet:
     admin_token_file: Path
     environment: Mapping[str, str]
     terminal: Terminal
-    on_stopped: Callable[[], None]  # all parts have ended, in whatever way
+    on_stopped: Callable[[], None]  # called when all parts have exited
     supervisor: Supervisor = field(init=False)
-    _parts: dict[str, Part] = field(init=False)
+    _parts: dict[str, FleetPart] = field(init=False)
     _processes: dict[str, PartProcess] = field(init=False, default_factory=dict)
     _tasks: asyncio.TaskGroup = field(init=False)
     _changed: asyncio.Event = field(init=False, default_factory=asyncio.Event)
-    _last_words: dict[str, list[str]] = field(init=False, default_factory=dict)
+    _last_lines: dict[str, list[str]] = field(init=False, default_factory=dict)
     _welcomed: bool = field(init=False, default=False)
     _started_at: float = field(init=False, default_factory=time.time)
 
     def __post_init__(self) -> None:
-        patience = Patience(self.up.first_pause_s, self.up.longest_pause_s, self.up.healthy_s, self.up.start_s)
+        restart_policy = RestartPolicy(
+            self.up.first_pause_s, self.up.longest_pause_s, self.up.healthy_s, self.up.start_s
+        )
         self._parts = {part.name: part for part in self.plan.parts}
-        self.supervisor = Supervisor([part.rule for part in self.plan.parts], patience)
+        self.supervisor = Supervisor([part.rule for part in self.plan.parts], restart_policy)
 
     async def run(self) -> int:
-        """Until all parts have ended. FleetFailed where one of them could not start."""
+        """Run until all parts have exited. Raise FleetFailed if one could not start."""
         self._listen_to_signals()
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 while not self.supervisor.is_over:
                     await self._carry_out()
                     self._write_state()
-                    if not self.supervisor.is_over:  # who did not run needs no end that anybody would tell us of
+                    if not self.supervisor.is_over:  # if no part was running, no exit event will come
                         await self._wait()
         finally:
             for process in self._processes.values():
-                process.tell(How.KILL)
+                process.tell(StopMode.KILL)
             self.on_stopped()
-        self.terminal.say("all parts have ended")
+        self.terminal.say("all processes have exited")
         if (failure := self.supervisor.failure) is not None:
-            words = "\n  ".join(self._last_words.get(failure.name, []))
+            lines = "\n  ".join(self._last_lines.get(failure.name, []))
             raise FleetFailed(
-                f"{failure.name} cannot run: {failure.reason}. The end of {self._log_path(failure.name)}:\n  {words}"
+                f"{failure.name} cannot run: {failure.reason}. The end of {self._log_path(failure.name)}:\n  {lines}"
             )
         return 0 if self._welcomed else EXIT_INTERRUPTED
 
     async def _carry_out(self) -> None:
         for action in self.supervisor.actions(time.monotonic()):
             match action:
-                case Start(name=name):
+                case StartPart(name=name):
                     await self._start(self._parts[name])
-                case Stop(name=name, how=how):
+                case StopPart(name=name, how=how):
                     self._say_stop(name, how)
                     if (process := self._processes.get(name)) is not None:
                         process.tell(how)
@@ -102,22 +106,22 @@ class Fleet:
 
     # ---- parts
 
-    async def _start(self, part: Part) -> None:
+    async def _start(self, part: FleetPart) -> None:
         log_path = self._log_path(part.name)
         restarts = self.supervisor.parts[part.name].restarts
-        self.terminal.say(f"{part.name}: starting{' again' if restarts else ''}")
+        self.terminal.say(f"{part.name}: {'restarting' if restarts else 'starting'}")
         try:
-            put_aside(log_path, self.up.log_mib * (1 << 20))
+            rotate_log(log_path, self.up.log_mib * (1 << 20))
             process = await PartProcess.start(part.command, {**self.environment, **part.env}, log_path)
         except OSError as error:
-            self._last_words[part.name] = [f"{error.filename or part.command[0]}: {error.strerror}"]
+            self._last_lines[part.name] = [f"{error.filename or part.command[0]}: {error.strerror}"]
             self._exited(part.name, _CANNOT_RUN)
             return
         self._processes[part.name] = process
         self._tasks.create_task(self._live(part, process))
 
-    async def _live(self, part: Part, process: PartProcess) -> None:
-        """One process of a part, from its start to its end."""
+    async def _live(self, part: FleetPart, process: PartProcess) -> None:
+        """Follow one process of a part until it exits."""
         probe = asyncio.create_task(self._until_ready(part, process))
         try:
             code = await process.wait()
@@ -125,7 +129,7 @@ class Fleet:
             probe.cancel()
             await asyncio.gather(probe, return_exceptions=True)
         del self._processes[part.name]
-        self._last_words[part.name] = process.log.last_lines(_LAST_LINES)
+        self._last_lines[part.name] = process.log.last_lines(_LAST_LINES)
         self._exited(part.name, code)
 
     def _exited(self, name: str, code: int) -> None:
@@ -133,16 +137,16 @@ class Fleet:
         state = self.supervisor.parts[name]
         if state.phase is Phase.PAUSED:
             pause_s = state.due_s - time.monotonic()
-            self.terminal.say(f"{name}: ended {ended_how(code)}; starting it again in {max(0.0, pause_s):.1f} s")
+            self.terminal.say(f"{name}: exited {ended_how(code)}; restarting it in {max(0.0, pause_s):.1f} s")
         self._changed.set()
 
-    async def _until_ready(self, part: Part, process: PartProcess) -> None:
+    async def _until_ready(self, part: FleetPart, process: PartProcess) -> None:
         timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             while not await _answers(session, part):
-                if part.kind is Kind.WORKER:
-                    for words in process.log.new_words():
-                        self.terminal.say(f"{part.name}: {words}")
+                if part.kind is PartKind.WORKER:
+                    for line in process.log.new_lines():
+                        self.terminal.say(f"{part.name}: {line}")
                 await asyncio.sleep(_PROBE_S)
         self.supervisor.ready(part.name, time.monotonic())
         self.terminal.say(f"{part.name}: ready at {part.address}")
@@ -163,10 +167,10 @@ class Fleet:
         self.terminal.welcome(self.plan, rows, str(self.log_dir))
 
     async def _until_seen(self) -> None:
-        """Ready workers are of use once the gateway knows them to be."""
+        """Wait until the gateway knows that all workers are ready."""
         until = time.monotonic() + _SEEN_S
         headers = {"Authorization": f"Bearer {self.admin_token}"}
-        wanted = {urlsplit(part.address).netloc for part in self.plan.parts if part.kind is Kind.WORKER}
+        wanted = {urlsplit(part.address).netloc for part in self.plan.parts if part.kind is PartKind.WORKER}
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ANSWER_S), headers=headers) as session:
             while time.monotonic() < until and not self.supervisor.stopping:
                 with suppress(aiohttp.ClientError, TimeoutError, OSError):
@@ -176,23 +180,23 @@ class Fleet:
                             return
                 await asyncio.sleep(_PROBE_S)
 
-    # ---- telling
+    # ---- signals, messages and state.json
 
     def _listen_to_signals(self) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup is taken at its word
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP, and so does the fleet then
                 loop.add_signal_handler(number, self._on_signal)
 
     def _on_signal(self) -> None:
         self.supervisor.stop()
         self._changed.set()
 
-    def _say_stop(self, name: str, how: How) -> None:
-        if self._parts[name].kind is Kind.GATEWAY and how is How.ASK and self._welcomed:
-            self.terminal.say("stopping: the gateway finishes what runs; once more to stop now")
-        elif how is not How.ASK:
-            self.terminal.say(f"{name}: {'told to end now' if how is How.INSIST else 'killed'}")
+    def _say_stop(self, name: str, how: StopMode) -> None:
+        if self._parts[name].kind is PartKind.GATEWAY and how is StopMode.DRAIN and self._welcomed:
+            self.terminal.say("stopping: the gateway finishes running requests; press Ctrl-C again to stop now")
+        elif how is not StopMode.DRAIN:
+            self.terminal.say(f"{name}: {'told to stop now' if how is StopMode.NOW else 'killed'}")
 
     def _log_path(self, name: str) -> Path:
         return self.log_dir / f"{name}.log"
@@ -200,21 +204,21 @@ class Fleet:
     def _write_state(self) -> None:
         parts = []
         for name, part in self._parts.items():
-            state, process = self.supervisor.parts[name], self._processes.get(name)
+            known, process = self.supervisor.parts[name], self._processes.get(name)
             parts.append(
                 PartInfo(
                     name=name,
                     kind=part.kind.value,
                     role=part.role,
                     address=part.address,
-                    phase=state.phase.value,
+                    phase=known.phase.value,
                     pid=None if process is None else process.pid,
-                    restarts=state.restarts,
-                    last_code=state.last_code,
+                    restarts=known.restarts,
+                    last_code=known.last_code,
                     log=str(self._log_path(name)),
                 )
             )
-        whole = FleetState(
+        state = FleetState(
             pid=os.getpid(),
             started_at=self._started_at,
             gateway_url=self.plan.gateway.url,
@@ -225,13 +229,13 @@ class Fleet:
             parts=parts,
         )
         try:
-            self.run_dir.write_state(whole)
-        except OSError as error:  # a full disk is no reason to end what runs
-            place = error.filename or self.run_dir.path
-            self.terminal.say(f"{place}: {error.strerror}; `stoker status` shows what was before")
+            self.run_dir.write_state(state)
+        except OSError as error:  # a full disk must not stop the fleet
+            path = error.filename or self.run_dir.path
+            self.terminal.say(f"{path}: {error.strerror}; `stoker status` shows an older state")
 
 
-async def _answers(session: aiohttp.ClientSession, part: Part) -> bool:
+async def _answers(session: aiohttp.ClientSession, part: FleetPart) -> bool:
     try:
         if part.ready_path is None:
             _, writer = await asyncio.wait_for(asyncio.open_connection(*split_address(part.address)), _ANSWER_S)

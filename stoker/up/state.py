@@ -1,7 +1,7 @@
-"""What a running fleet leaves for others to find: a folder of its own with a secret, a token and state.json.
+"""The run folder of a fleet. It holds the fleet's secret, its admin token and state.json, which `stoker status` reads.
 
-One fleet has one place, named after its gateway's port, and holds the lock beside it for as long as it lives: whoever can
-take the lock knows that nobody lives there, however the fleet ended.
+The folder is named after the gateway's port. The fleet holds a lock file beside it while it runs, and the kernel frees the lock
+when the process ends. So a process that gets the lock knows that the fleet has ended, even if it was killed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ def default_state_dir(environ: Mapping[str, str]) -> Path:
     return Path(environ.get("HOME", "~")).expanduser() / ".local" / "state" / "stoker"
 
 
-# What another version of stoker wrote down, or left behind, is read as far as it goes: hence the defaults.
+# All fields have defaults, so that files of other Stoker versions can be read.
 class PartInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One process of the fleet, in state.json."""
+
     name: str
     kind: str = ""
     role: str = ""
@@ -41,6 +43,8 @@ class PartInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FleetState(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of state.json."""
+
     pid: int
     started_at: float  # seconds since 1970
     gateway_url: str
@@ -52,15 +56,15 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunDir:
-    """A place that is ours."""
+    """The run folder of this process's fleet, with its lock held."""
 
     def __init__(self, path: Path, lock: IO[bytes], left: FleetState | None = None) -> None:
         self.path = path
-        self.left = left  # by a fleet that did not end in order
+        self.left = left  # the last state of a fleet that was killed
         self._lock = lock
 
     def write(self, name: str, text: str) -> Path:
-        """For us and our parts alone."""
+        """Write a file that only this user can read."""
         path = self.path / name
         try:
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
@@ -73,7 +77,7 @@ class RunDir:
         return self.write(name, secrets.token_urlsafe(32))
 
     def write_state(self, state: FleetState) -> None:
-        """Whole or not at all."""
+        """Replace state.json atomically."""
         new = self.path / f".{_STATE}"
         new.write_bytes(msgspec.json.format(msgspec.json.encode(state)))
         new.replace(self.path / _STATE)
@@ -85,15 +89,16 @@ class RunDir:
 
 
 def open_run_dir(fleets_dir: Path, port: int) -> RunDir:
+    """Lock and create the run folder for a gateway port. Raise ConfigError if a fleet on this port is running."""
     path = fleets_dir / str(port)
     try:
         fleets_dir.mkdir(parents=True, exist_ok=True)
         lock = _lock(path)
         if lock is None:
             state = _read(path)
-            who = f", process {state.pid}" if state else ""
+            owner = f" (process {state.pid})" if state else ""
             raise ConfigError(
-                f"a fleet runs already on port {port}{who}: see `stoker status`, or choose another --port"
+                f"a fleet is already running on port {port}{owner}: see `stoker status`, or choose another --port"
             )
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(mode=0o700)
@@ -107,33 +112,34 @@ def _unusable(path: Path, error: OSError) -> ConfigError:
 
 
 def living_fleets(fleets_dir: Path) -> Iterator[FleetState]:
-    for place in _places(fleets_dir):
-        lock = _lock(place)
+    """Return the states of all running fleets."""
+    for path in _run_dirs(fleets_dir):
+        lock = _lock(path)
         if lock is not None:
             lock.close()
             continue
-        state = _read(place)
+        state = _read(path)
         if state is not None:
             yield state
 
 
 def abandoned_fleets(fleets_dir: Path) -> Iterator[RunDir]:
-    """Of fleets that were killed. Whoever gets one should tidy up and remove it."""
-    for place in _places(fleets_dir):
-        lock = _lock(place)
+    """Lock and return the run folders of fleets that were killed. The caller must clean up and remove them."""
+    for path in _run_dirs(fleets_dir):
+        lock = _lock(path)
         if lock is not None:
-            yield RunDir(place, lock, _read(place))
+            yield RunDir(path, lock, _read(path))
 
 
-def _places(fleets_dir: Path) -> list[Path]:
+def _run_dirs(fleets_dir: Path) -> list[Path]:
     try:
         return [path.parent for path in sorted(fleets_dir.glob(f"*/{_STATE}"))]
-    except OSError as error:  # a home that is somebody else's
+    except OSError as error:  # for example a home folder of another user
         raise _unusable(fleets_dir, error) from error
 
 
 def _lock(path: Path) -> IO[bytes] | None:
-    """None: somebody has it."""
+    """Return the held lock file, or None if another process holds it."""
     while True:
         lock = path.with_suffix(".lock").open("ab")
         try:
@@ -143,7 +149,7 @@ def _lock(path: Path) -> IO[bytes] | None:
         except BlockingIOError:
             lock.close()
             return None
-        lock.close()  # its last owner removed it while we took it
+        lock.close()  # its last holder removed the file meanwhile: try again
 
 
 def _is_at(file: IO[bytes], path: Path) -> bool:

@@ -1,5 +1,6 @@
-"""How a fleet is: what `stoker up` knows of its parts, what the gateway knows of the workers, what the workers know of
-their KV. Each is asked once, with a deadline; who does not answer is shown as such.
+"""The status of a fleet: its processes as `stoker up` reports them, workers as the gateway sees them, and their KV tiers.
+
+Each process is queried once, with a timeout. A process that does not answer is shown as such.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from stoker.up.terminal import table
 _ANSWER_S = 3.0
 _TIER = re.compile(r'stoker_kv_tier_(\w+)\{tier="([^"]+)"\} (\S+)')
 _GIB = 1 << 30
-_HINTS = {401: "; give its token with --admin-token-file", 404: "; a gateway's address is wanted, without a path"}
+_HINTS = {401: "; give its token with --admin-token-file", 404: "; give a gateway's address without a path"}
 
 
 @dataclass(frozen=True, slots=True)
 class PartStatus:
+    """One process: the gateway, a worker or a Mooncake master."""
+
     name: str
     role: str
     address: str
@@ -42,21 +45,23 @@ class PartStatus:
 
 @dataclass(frozen=True, slots=True)
 class FleetStatus:
+    """A gateway and everything behind it."""
+
     gateway_url: str
     healthy: bool
-    gateway: dict[str, Any] | None  # as it says itself; None: it does not answer, or not to us
+    gateway: dict[str, Any] | None  # its own /admin/status; None: it does not answer, or the token is wrong
     parts: list[PartStatus]
     pid: int | None = None  # of `stoker up`
     up_s: float | None = None
     models: list[str] = field(default_factory=list)
-    reason: str | None = None  # why the gateway's word is missing
+    reason: str | None = None  # why `gateway` is None
 
     def as_json(self) -> bytes:
         return msgspec.json.format(msgspec.json.encode(asdict(self)))
 
 
 async def look(url: str, token: str | None, fleet: FleetState | None = None) -> FleetStatus:
-    """`fleet`: what `stoker up` wrote down, where it runs here."""
+    """Query a gateway and its workers. `fleet` is the state.json of `stoker up`, if the gateway belongs to it."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
     async with aiohttp.ClientSession(timeout=timeout) as session:
@@ -67,7 +72,7 @@ async def look(url: str, token: str | None, fleet: FleetState | None = None) -> 
         except (aiohttp.ContentTypeError, KeyError, TypeError, json.JSONDecodeError):
             status, reason = None, f"{url} does not answer as a gateway does"
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            reason = f"{url} does not tell: {_words(error)}"
+            reason = f"{url} gives no status: {_words(error)}"
         listed = _of_fleet(fleet, known, status) if fleet else []
         ours = {urlsplit(part.address).netloc for part in listed}
         others = [one for name, one in known.items() if name not in ours]
@@ -107,7 +112,7 @@ def _of_fleet(fleet: FleetState, known: dict[str, Any], gateway: dict[str, Any] 
 
 
 def _health(worker: dict[str, Any]) -> str:
-    """In one word, as the gateway sees it."""
+    """Return the worker's health in one word, as the gateway sees it."""
     if worker["draining"]:
         return "draining"
     return "ready" if worker["usable"] else "unusable"
@@ -120,17 +125,17 @@ def _load(worker: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _tiers(session: aiohttp.ClientSession, part: PartStatus) -> dict[str, dict[str, float]]:
-    """A worker's own figures of each tier; none where it has none, or does not answer."""
+    """Return a worker's metrics for each KV tier; empty if it has no tiers or does not answer."""
     if part.role not in ("prefill", "decode", "unified") or not part.address.startswith("http"):
         return {}
     try:
         async with session.get(f"{part.address}/metrics", ssl=False) as answer:
-            return tier_figures(await answer.text())
+            return tier_metrics(await answer.text())
     except (aiohttp.ClientError, TimeoutError, OSError):
         return {}
 
 
-def tier_figures(page: str) -> dict[str, dict[str, float]]:
+def tier_metrics(page: str) -> dict[str, dict[str, float]]:
     tiers: dict[str, dict[str, float]] = {}
     for name, tier, value in _TIER.findall(page):
         tiers.setdefault(tier, {})[name.removesuffix("_total")] = float(value)
@@ -149,10 +154,11 @@ def _words(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-# ---- for people
+# ---- as text
 
 
 def shown(status: FleetStatus) -> str:
+    """Return the status as tables for a terminal."""
     up = "" if status.up_s is None else f", up for {_duration(status.up_s)}, process {status.pid}"
     lines = [f"Fleet at {status.gateway_url}{up}: {', '.join(status.models) or 'no model is known yet'}"]
     if status.reason:
@@ -170,16 +176,16 @@ def shown(status: FleetStatus) -> str:
         for part in status.parts
     ]
     lines += ["", table(("PART", "ROLE", "HEALTH", "ADDRESS", "PID", "RESTARTS", "LOAD"), rows)]
-    tiers = [_tier_row(part.name, tier, figures) for part in status.parts for tier, figures in part.tiers.items()]
+    tiers = [_tier_row(part.name, tier, metrics) for part in status.parts for tier, metrics in part.tiers.items()]
     if tiers:
         lines += ["", table(("WORKER", "TIER", "BLOCKS", "USED", "OF", "HITS", "MISSES", "EVICTED", "ERRORS"), tiers)]
     return "\n".join(lines)
 
 
-def _tier_row(part: str, tier: str, figures: dict[str, float]) -> Sequence[str]:
-    count = [f"{figures[name]:,.0f}" if name in figures else "-" for name in ("blocks", "hits", "misses", "evicted")]
-    size = [_size(figures[name]) if name in figures else "-" for name in ("used_bytes", "capacity_bytes")]
-    errors = figures.get("errors", 0) + figures.get("corrupt", 0)
+def _tier_row(part: str, tier: str, metrics: dict[str, float]) -> Sequence[str]:
+    count = [f"{metrics[name]:,.0f}" if name in metrics else "-" for name in ("blocks", "hits", "misses", "evicted")]
+    size = [_size(metrics[name]) if name in metrics else "-" for name in ("used_bytes", "capacity_bytes")]
+    errors = metrics.get("errors", 0) + metrics.get("corrupt", 0)
     return (part, tier, count[0], *size, *count[1:], f"{errors:,.0f}")
 
 

@@ -1,8 +1,9 @@
-"""What to start next, what to start again and when, whom to stop first, and when to give up. Pure: it is told what happened
-and what time it is, and says what to do; who does it is unknown here.
+"""The supervisor decides which process of the fleet to start, restart, stop or kill, and when to give up.
 
-Parts start rank by rank: a rank when all of those before it have been ready once. A part that ends is started again after a
-pause that doubles, unless it never was ready: then the fleet as it was written cannot run, and all of it ends.
+It does no I/O and has no clock: its caller reports what happened and the time, and carries out the actions. Parts (processes)
+start rank by rank. A rank starts when all parts of the ranks before it have been ready once. A part that exits is restarted
+after a pause that doubles each time. A part that exits before it was ever ready stops the whole fleet, because a restart would
+fail in the same way.
 """
 
 from __future__ import annotations
@@ -14,72 +15,78 @@ from enum import IntEnum, StrEnum
 
 
 class Phase(StrEnum):
-    WAITING = "waiting"  # for the ranks before it
+    WAITING = "waiting"  # for the ranks before it to become ready
     STARTING = "starting"
     READY = "ready"
-    PAUSED = "paused"  # it ended, and will be started again
+    PAUSED = "paused"  # it exited and will be restarted
     STOPPING = "stopping"
     STOPPED = "stopped"
 
 
-class How(IntEnum):
-    """How a part is told to end. Each is said to a part once, and none after a stronger one."""
+class StopMode(IntEnum):
+    """How a part is told to stop. A part is told each mode once, and none after a stronger one."""
 
-    ASK = 1  # finish what runs
-    INSIST = 2  # now, but tidily
+    DRAIN = 1  # finish running requests first
+    NOW = 2  # abort running requests, but clean up
     KILL = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """A part, as far as its supervisor cares."""
+class PartRule:
+    """What the supervisor must know about a part."""
 
     name: str
     start_rank: int
     stop_rank: int
-    stop_s: float  # it is killed when it has not ended so long after it was asked
+    stop_s: float  # it is killed if it still runs this long after it was told to drain
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class RestartPolicy:
+    """Pauses and timeouts. The settings of [up] in fleet.toml explain them."""
+
     first_pause_s: float = 0.5
     longest_pause_s: float = 30.0
-    healthy_s: float = 60.0  # who was ready for so long begins anew with the first pause
-    start_s: float = 3600.0  # until a started part must be ready
-    insist_s: float = 10.0  # until who was told to end now is killed
+    healthy_s: float = 60.0  # the restart pause is reset after a part was ready for this time
+    start_s: float = 3600.0  # maximum time until a started part must be ready
+    stop_now_s: float = 10.0  # a part that was told to stop now is killed after this time
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartPart:
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopPart:
     name: str
-    how: How
+    how: StopMode
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class StartFailure:
+    """Why the fleet was given up."""
+
     name: str
     reason: str
 
 
-Action = Start | Stop
+Action = StartPart | StopPart
 
 
 @dataclass(slots=True, eq=False)
 class PartState:
-    rule: Rule
+    """The supervisor's view of one part."""
+
+    rule: PartRule
     phase: Phase = Phase.WAITING
-    since_s: float = 0.0  # of the phase
-    due_s: float = math.inf  # when the phase has lasted long enough: start again, or kill
+    since_s: float = 0.0  # when the phase began
+    due_s: float = math.inf  # when the phase times out: the part is then restarted or killed
     pause_s: float = 0.0
     was_ready: bool = False
     restarts: int = 0
     last_code: int | None = None
-    told: int = 0
+    told: int = 0  # the strongest StopMode that it was told; 0: none
 
     @property
     def runs(self) -> bool:
@@ -91,14 +98,16 @@ class PartState:
 
 @dataclass(slots=True, eq=False)
 class Supervisor:
-    rules: Iterable[Rule]
-    patience: Patience = field(default_factory=Patience)
-    failure: Failure | None = None
+    """The state of all parts. `actions` returns what to do next."""
+
+    rules: Iterable[PartRule]
+    restart_policy: RestartPolicy = field(default_factory=RestartPolicy)
+    failure: StartFailure | None = None
     parts: dict[str, PartState] = field(init=False)
-    _wanted: int = field(init=False, default=0)  # how strongly the end of all is wanted; 0: not at all
+    _wanted: int = field(init=False, default=0)  # the StopMode of the whole fleet; 0: it is not being stopped
 
     def __post_init__(self) -> None:
-        self.parts = {rule.name: PartState(rule, pause_s=self.patience.first_pause_s) for rule in self.rules}
+        self.parts = {rule.name: PartState(rule, pause_s=self.restart_policy.first_pause_s) for rule in self.rules}
 
     @property
     def stopping(self) -> bool:
@@ -112,7 +121,7 @@ class Supervisor:
     def is_over(self) -> bool:
         return self.stopping and all(part.phase is Phase.STOPPED for part in self.parts.values())
 
-    # ---- what happened
+    # ---- events
 
     def ready(self, name: str, now: float) -> None:
         part = self.parts[name]
@@ -127,34 +136,34 @@ class Supervisor:
             part.enter(Phase.STOPPED, now)
         elif not part.was_ready:
             part.enter(Phase.STOPPED, now)
-            self._give_up(part, f"it ended {ended_how(code)} before it was ready")
+            self._give_up(part, f"it exited {ended_how(code)} before it was ready")
         else:
-            if part.phase is Phase.READY and now - part.since_s >= self.patience.healthy_s:
-                part.pause_s = self.patience.first_pause_s
+            if part.phase is Phase.READY and now - part.since_s >= self.restart_policy.healthy_s:
+                part.pause_s = self.restart_policy.first_pause_s
             part.enter(Phase.PAUSED, now, part.pause_s)
-            part.pause_s = min(2 * part.pause_s, self.patience.longest_pause_s)
+            part.pause_s = min(2 * part.pause_s, self.restart_policy.longest_pause_s)
 
     def stop(self) -> None:
-        """Somebody wants the end. The first time in order; asked again, at once; and again, by force."""
-        self._wanted = min(self._wanted + 1, How.KILL)
+        """Stop the fleet. The first call drains it in order, the second one stops it now, the third one kills all parts."""
+        self._wanted = min(self._wanted + 1, StopMode.KILL)
 
     def _give_up(self, part: PartState, reason: str) -> None:
-        self.failure = self.failure or Failure(part.rule.name, reason)
-        self._wanted = max(self._wanted, How.INSIST)
+        self.failure = self.failure or StartFailure(part.rule.name, reason)
+        self._wanted = max(self._wanted, StopMode.NOW)
 
-    # ---- what to do
+    # ---- actions
 
     def actions(self, now: float) -> list[Action]:
-        """Each action once: whoever asks carries all of them out."""
+        """Return the actions that are due. Each is returned once, so the caller must carry out all of them."""
         actions: list[Action] = []
         if not self.stopping:
             actions += self._keep_up(now)
-        if self.stopping:  # looking after the parts may have ended in giving up
+        if self.stopping:  # _keep_up may have given up
             actions += self._bring_down(now)
         return actions
 
     def next_look_s(self) -> float:
-        """When something is due, if nothing happens before. At the end that is only whom to kill: nobody starts again."""
+        """Return when the next timeout is due. While the fleet stops, only kills are due, and no restarts."""
         parts = (part for part in self.parts.values() if not self.stopping or part.phase is Phase.STOPPING)
         return min((part.due_s for part in parts), default=math.inf)
 
@@ -164,16 +173,16 @@ class Supervisor:
             if part.phase is Phase.STARTING and now >= part.due_s:
                 part.due_s = math.inf
                 if not part.was_ready:
-                    self._give_up(part, f"it was not ready after {self.patience.start_s:g} s")
+                    self._give_up(part, f"it was not ready after {self.restart_policy.start_s:g} s")
                     return actions
-                actions += self._tell(part, How.KILL)
+                actions += self._tell(part, StopMode.KILL)
         late = [part.rule.start_rank for part in self.parts.values() if not part.was_ready]
         for part in self.parts.values():
             again = part.phase is Phase.PAUSED and now >= part.due_s
             if again or (part.phase is Phase.WAITING and part.rule.start_rank <= min(late)):
                 part.restarts += again
-                part.enter(Phase.STARTING, now, self.patience.start_s)
-                actions.append(Start(part.rule.name))
+                part.enter(Phase.STARTING, now, self.restart_policy.start_s)
+                actions.append(StartPart(part.rule.name))
         return actions
 
     def _bring_down(self, now: float) -> list[Action]:
@@ -184,22 +193,25 @@ class Supervisor:
                 if not part.runs:
                     part.enter(Phase.STOPPED, now)
                     continue
-                how = How.KILL if part.phase is Phase.STOPPING and now >= part.due_s else How(self._wanted)
+                how = StopMode.KILL if part.phase is Phase.STOPPING and now >= part.due_s else StopMode(self._wanted)
                 told = self._tell(part, how)
                 if told:
-                    lasts_s = {How.ASK: part.rule.stop_s, How.INSIST: self.patience.insist_s}.get(how, math.inf)
+                    lasts_s = {StopMode.DRAIN: part.rule.stop_s, StopMode.NOW: self.restart_policy.stop_now_s}.get(
+                        how, math.inf
+                    )
                     part.enter(Phase.STOPPING, now, lasts_s)
                 actions += told
-            if self._wanted == How.ASK and any(part.runs for part in members):
-                break  # those behind it are needed until it has ended
+            if self._wanted == StopMode.DRAIN and any(part.runs for part in members):
+                break  # this rank needs the later ones until it has exited
         return actions
 
-    def _tell(self, part: PartState, how: How) -> list[Action]:
+    def _tell(self, part: PartState, how: StopMode) -> list[Action]:
         if how <= part.told:
             return []
         part.told = how
-        return [Stop(part.rule.name, how)]
+        return [StopPart(part.rule.name, how)]
 
 
 def ended_how(code: int) -> str:
+    """Describe an exit code: `with code 1` or `by signal 9`."""
     return f"by signal {-code}" if code < 0 else f"with code {code}"

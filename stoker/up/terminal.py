@@ -1,4 +1,4 @@
-"""What the person who typed `stoker up` sees: who is doing what while it starts, what is running, what was started again."""
+"""What `stoker up` prints: progress while it starts, the table of running processes, and restarts."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _QUESTION = "What is the capital of France?"
 
 
 class Terminal:
-    """Progress goes to `err`, what is running to `out`."""
+    """Writes progress to `err`, and the table of processes to `out`."""
 
     def __init__(self, out: IO[str] | None = None, err: IO[str] | None = None) -> None:
         self._out = out or sys.stdout
         self._err = err or sys.stderr
         self._started_s = time.monotonic()
         self._stage = ""
-        self._unfinished = False  # the line will be written over
+        self._unfinished = False  # the last line is a progress line, which the next one overwrites
 
     def say(self, text: str) -> None:
         start = "\r\033[K" if self._unfinished else ""
@@ -30,7 +30,7 @@ class Terminal:
         say(f"{start}{time.monotonic() - self._started_s:6.1f} s  {text}", self._err)
 
     def progress(self, stage: str, done: int, total: int) -> None:
-        """On a terminal one line that is written over; elsewhere a line a stage."""
+        """Show progress: on a terminal in one line that is overwritten, elsewhere as one line per stage."""
         if self._err.isatty() and total:
             part = f"{stage} {100 * done // total}%"
             say(f"\r\033[K{time.monotonic() - self._started_s:6.1f} s  {part}", self._err, end="")
@@ -51,7 +51,7 @@ class Terminal:
             f"""
 {table(("PART", "ROLE", "ADDRESS", "PID", "LOG"), rows)}
 
-Logs lie in {log_dir}. `stoker status` shows how it goes; Ctrl-C stops everything. Try:
+Logs are in {log_dir}. `stoker status` shows health and load. Ctrl-C stops everything. Try:
 
 curl -s{insecure} {plan.gateway.url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\
   -d '{json.dumps(body)}'
@@ -61,6 +61,7 @@ curl -s{insecure} {plan.gateway.url}/v1/chat/completions -H 'Content-Type: appli
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return aligned columns as text."""
     lines = [head, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)

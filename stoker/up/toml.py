@@ -1,4 +1,4 @@
-"""A table as TOML text: the standard library reads it, and has nothing to write it with."""
+"""Writes TOML. The standard library can only read it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def dumps(table: Mapping[str, Any]) -> str:
-    """One line for each top-level name, whatever lies below it."""
+    """Return the table as TOML text, with one line for each top-level key."""
     return "".join(f"{_key(name)} = {_value(value)}\n" for name, value in table.items())
 
 
@@ -17,7 +17,7 @@ def _key(name: str) -> str:
 
 
 def _text(text: str) -> str:
-    # JSON's escapes are TOML's, as long as characters beyond 16 bits are not split in two; TOML wants DEL escaped as well.
+    # JSON's escapes are valid in TOML, except surrogate pairs, which ensure_ascii=False avoids. TOML also wants DEL escaped.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

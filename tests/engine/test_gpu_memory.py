@@ -88,12 +88,12 @@ def test_kv_gets_what_is_left_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None
 def test_on_a_shared_card_kv_gets_what_is_left_of_the_engines_own_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 15 * GIB)  # the weights
     part = 15 + 10 + 2.5 + 640 / 1024
-    assert on_card(60.0, KvSettings(card_gib=part), monkeypatch) == 10 * GIB // (8 * MIB)
-    assert on_card(12.5, KvSettings(card_gib=40.0), monkeypatch) == 10 * GIB // (8 * MIB), (
+    assert on_card(60.0, KvSettings(gpu_memory_gib=part), monkeypatch) == 10 * GIB // (8 * MIB)
+    assert on_card(12.5, KvSettings(gpu_memory_gib=40.0), monkeypatch) == 10 * GIB // (8 * MIB), (
         "more than there is is not had"
     )
     with pytest.raises(ConfigError, match=r"0\.00 GiB are left for KV"):
-        on_card(60.0, KvSettings(card_gib=18.0), monkeypatch)
+        on_card(60.0, KvSettings(gpu_memory_gib=18.0), monkeypatch)
 
 
 def test_kv_that_leaves_no_room_to_work_in_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

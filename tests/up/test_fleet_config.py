@@ -17,9 +17,9 @@ from stoker.gateway.config import load
 from stoker.up import toml
 from stoker.up.config import FleetConfig, ServeOption, fleet_config, merged
 from stoker.up.default import default_table
-from stoker.up.machine import GIB, Machine, visible_cards
-from stoker.up.plan import FleetPlan, Listening, Model, Place, Planner
-from stoker.up.ports import ImaginedPorts
+from stoker.up.machine import GIB, Machine, visible_gpus
+from stoker.up.plan import FleetModel, FleetPaths, FleetPlan, Listening, Planner
+from stoker.up.ports import PlannedPorts
 
 # As `stoker serve` has them; here so that what is tested does not change with its flags.
 OPTIONS: Mapping[str, ServeOption] = {
@@ -49,7 +49,7 @@ OPTIONS: Mapping[str, ServeOption] = {
             "kv_disk_gib",
             "kv_mooncake_segment_gib",
             "kv_memory_gib",
-            "card_memory_gib",
+            "gpu_memory_gib",
             "drain_s",
         )
     },
@@ -58,7 +58,7 @@ OPTIONS: Mapping[str, ServeOption] = {
     "offline": ServeOption("--offline", bool),
     "cache_dir": ServeOption("--cache-dir", Path),
 }
-MACHINE = Machine(ram_bytes=64 * GIB, shared_bytes=8 * GIB, disk_bytes=500 * GIB, card_bytes=(80 * GIB, 80 * GIB))
+MACHINE = Machine(ram_bytes=64 * GIB, shared_bytes=8 * GIB, disk_bytes=500 * GIB, gpu_bytes=(80 * GIB, 80 * GIB))
 
 
 def config_of(text: str) -> FleetConfig:
@@ -66,9 +66,9 @@ def config_of(text: str) -> FleetConfig:
 
 
 def plan_of(config: FleetConfig, machine: Machine = MACHINE) -> FleetPlan:
-    models = {one.model: Model("/models/m", one.model or "small", 2 * GIB) for one in config.workers}
-    place = Place(Path("/run"), Path("/run/secret"), Path("/run/token"))
-    ports = ImaginedPorts()
+    models = {one.model: FleetModel("/models/m", one.model or "small", 2 * GIB) for one in config.workers}
+    place = FleetPaths(Path("/run"), Path("/run/secret"), Path("/run/token"))
+    ports = PlannedPorts()
     gateway = Listening("127.0.0.1", ports.take("127.0.0.1", 8000))
     return Planner(config, OPTIONS, machine, models, place, ports, ["/bin/master"]).plan(gateway)
 
@@ -192,12 +192,12 @@ def test_cards_are_taken_in_turns_and_shared_fairly() -> None:
     cards = [flags(plan, f"unified-{n}")["--device"] for n in range(3)]
     assert cards == ["cuda:0", "cuda:1", "cuda:0"]
     # Alone on its card, a worker finds out itself.
-    assert [flags(plan, f"unified-{n}").get("--card-memory-gib") for n in range(3)] == ["40.0", None, "40.0"]
+    assert [flags(plan, f"unified-{n}").get("--gpu-memory-gib") for n in range(3)] == ["40.0", None, "40.0"]
     plan = plan_of(config_of("[[workers]]\ncount = 2\ndevices = [0]\nkv_memory_gib = 3"))
     assert flags(plan, "unified-1")["--kv-memory-gib"] == "3"
-    assert "--card-memory-gib" not in flags(plan, "unified-1")
+    assert "--gpu-memory-gib" not in flags(plan, "unified-1")
     plan = plan_of(config_of("[[workers]]\ncount = 20\ndevices = [0]"))  # of a small model as many as there is room for
-    assert flags(plan, "unified-19")["--card-memory-gib"] == "4.0"
+    assert flags(plan, "unified-19")["--gpu-memory-gib"] == "4.0"
 
 
 @pytest.mark.parametrize(
@@ -277,11 +277,11 @@ def test_a_host_tier_that_its_container_could_not_fill_is_refused() -> None:
 
 
 def test_cards_are_those_that_cuda_shows() -> None:
-    assert visible_cards((1, 2, 3), None) == (1, 2, 3)
-    assert visible_cards((1, 2, 3), "2,0") == (3, 1)
-    assert visible_cards((1, 2, 3), "") == ()
-    assert visible_cards((1, 2, 3), "-1") == ()
-    assert visible_cards((1, 2, 3), "GPU-a,GPU-b") == (1, 2)
+    assert visible_gpus((1, 2, 3), None) == (1, 2, 3)
+    assert visible_gpus((1, 2, 3), "2,0") == (3, 1)
+    assert visible_gpus((1, 2, 3), "") == ()
+    assert visible_gpus((1, 2, 3), "-1") == ()
+    assert visible_gpus((1, 2, 3), "GPU-a,GPU-b") == (1, 2)
 
 
 def test_every_option_of_serve_is_known_with_its_type() -> None:

@@ -15,8 +15,8 @@ from waiting import until
 
 from stoker.cli.serving import listen
 from stoker.up.config import UpConfig
-from stoker.up.plan import FleetPlan, Kind, Listening, Part
-from stoker.up.run import Fleet, FleetFailed
+from stoker.up.plan import FleetPart, FleetPlan, Listening, PartKind
+from stoker.up.run import FleetFailed, SupervisedFleet
 from stoker.up.state import RunDir, open_run_dir
 from stoker.up.supervisor import Phase
 from stoker.up.terminal import Terminal
@@ -36,15 +36,17 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
-def part_of(tmp_path: Path, name: str, kind: Kind, program: str = PART) -> Part:
+def part_of(tmp_path: Path, name: str, kind: PartKind, program: str = PART) -> FleetPart:
     port = free_port()
     command = (sys.executable, "-c", program, str(port), str(tmp_path / "ended"))
-    return Part(name, kind, kind.value, command, f"127.0.0.1:{port}", None, stop_s=20.0)
+    return FleetPart(name, kind, kind.value, command, f"127.0.0.1:{port}", None, stop_s=20.0)
 
 
-def fleet_of(tmp_path: Path, run_dir: RunDir, terminal: Terminal, *parts: Part, first_pause_s: float = 0.01) -> Fleet:
-    parts = parts or (part_of(tmp_path, "one", Kind.STORE),)
-    return Fleet(
+def fleet_of(
+    tmp_path: Path, run_dir: RunDir, terminal: Terminal, *parts: FleetPart, first_pause_s: float = 0.01
+) -> SupervisedFleet:
+    parts = parts or (part_of(tmp_path, "one", PartKind.STORE),)
+    return SupervisedFleet(
         plan=FleetPlan(parts, Listening("127.0.0.1", 9), {}, None, (), False),
         up=UpConfig(first_pause_s=first_pause_s, log_mib=1e-6),
         run_dir=run_dir,
@@ -58,7 +60,7 @@ def fleet_of(tmp_path: Path, run_dir: RunDir, terminal: Terminal, *parts: Part, 
 
 
 @asynccontextmanager
-async def running(fleet: Fleet) -> AsyncIterator[None]:
+async def running(fleet: SupervisedFleet) -> AsyncIterator[None]:
     """Asked to end when the block is left; whatever it raises is raised here."""
     life = asyncio.create_task(fleet.run())
     try:
@@ -73,7 +75,7 @@ async def running(fleet: Fleet) -> AsyncIterator[None]:
         await asyncio.gather(life, return_exceptions=True)
 
 
-async def killed_and_back(fleet: Fleet) -> None:
+async def killed_and_back(fleet: SupervisedFleet) -> None:
     state = fleet.supervisor.parts["one"]
     os.kill(fleet._processes["one"].pid, signal.SIGKILL)
     await until(lambda: (state.restarts == 1 and state.phase is Phase.READY) or fleet.supervisor.stopping)
@@ -130,11 +132,11 @@ def test_a_state_that_cannot_be_written_ends_nothing(
 def test_a_part_that_cannot_start_is_told_at_once_where_nothing_else_runs(tmp_path: Path, run_dir: RunDir) -> None:
     async def life() -> None:
         async with asyncio.timeout(30):
-            one = part_of(tmp_path, "one", Kind.STORE, "raise SystemExit('no secret')")
-            two = part_of(tmp_path, "two", Kind.GATEWAY)
+            one = part_of(tmp_path, "one", PartKind.STORE, "raise SystemExit('no secret')")
+            two = part_of(tmp_path, "two", PartKind.GATEWAY)
             await fleet_of(tmp_path, run_dir, Terminal(), one, two).run()
 
-    with pytest.raises(FleetFailed, match=r"one cannot run: it ended with code 1 before it was ready.*\n +no secret"):
+    with pytest.raises(FleetFailed, match=r"one cannot run: it exited with code 1 before it was ready.*\n +no secret"):
         asyncio.run(life())
 
 

@@ -7,13 +7,13 @@ import random
 
 import pytest
 
-from stoker.up.supervisor import Failure, How, Patience, Phase, Rule, Start, Stop, Supervisor
+from stoker.up.supervisor import PartRule, Phase, RestartPolicy, StartFailure, StartPart, StopMode, StopPart, Supervisor
 
 STORE, GATEWAY, PREFILL, DECODE = (
-    Rule("store", 0, 2, 5.0),
-    Rule("gateway", 1, 0, 100.0),
-    Rule("prefill-0", 2, 1, 20.0),
-    Rule("decode-0", 2, 1, 20.0),
+    PartRule("store", 0, 2, 5.0),
+    PartRule("gateway", 1, 0, 100.0),
+    PartRule("prefill-0", 2, 1, 20.0),
+    PartRule("decode-0", 2, 1, 20.0),
 )
 RULES = (STORE, GATEWAY, PREFILL, DECODE)
 
@@ -21,18 +21,18 @@ RULES = (STORE, GATEWAY, PREFILL, DECODE)
 class World:
     """Carries out what it is told, and checks that it makes sense."""
 
-    def __init__(self, patience: Patience | None = None) -> None:
+    def __init__(self, restart_policy: RestartPolicy | None = None) -> None:
         self.now = 0.0
-        self.supervisor = Supervisor(RULES, patience or Patience())
+        self.supervisor = Supervisor(RULES, restart_policy or RestartPolicy())
         self.running: set[str] = set()
         self.been_ready: set[str] = set()
         self.log: list[tuple[str, str]] = []
         self.told: dict[str, int] = {}
 
-    def look(self) -> list[Start | Stop]:
+    def look(self) -> list[StartPart | StopPart]:
         actions = self.supervisor.actions(self.now)
         for action in actions:
-            if isinstance(action, Start):
+            if isinstance(action, StartPart):
                 assert action.name not in self.running, f"{action.name} was started twice"
                 assert not self.supervisor.stopping, "nothing is started while all ends"
                 rank = self.supervisor.parts[action.name].rule.start_rank
@@ -58,11 +58,11 @@ class World:
     def bring_up(self) -> None:
         while not self.supervisor.all_ready:
             for action in self.look():
-                assert isinstance(action, Start)
+                assert isinstance(action, StartPart)
                 self.ready(action.name)
         self.log.clear()
 
-    def pass_time(self, seconds: float) -> list[Start | Stop]:
+    def pass_time(self, seconds: float) -> list[StartPart | StopPart]:
         self.now += seconds
         return self.look()
 
@@ -77,12 +77,12 @@ def world() -> World:
 
 
 def test_ranks_start_one_after_the_other_and_a_rank_at_once(world: World) -> None:
-    assert world.look() == [Start("store")]
+    assert world.look() == [StartPart("store")]
     assert world.look() == []
     world.ready("store")
-    assert world.look() == [Start("gateway")]
+    assert world.look() == [StartPart("gateway")]
     world.ready("gateway")
-    assert world.look() == [Start("prefill-0"), Start("decode-0")]
+    assert world.look() == [StartPart("prefill-0"), StartPart("decode-0")]
     assert not world.supervisor.all_ready
     world.ready("prefill-0")
     world.ready("decode-0")
@@ -96,7 +96,7 @@ def test_the_pause_doubles_and_a_healthy_minute_begins_anew(world: World) -> Non
         world.exit("decode-0")
         assert world.supervisor.next_look_s() == world.now + pause_s
         assert world.pass_time(pause_s - 0.1) == []
-        assert world.pass_time(0.11) == [Start("decode-0")]
+        assert world.pass_time(0.11) == [StartPart("decode-0")]
         world.pass_time(59)  # however long it takes to start: it was not ready yet
         world.ready("decode-0")
     assert world.supervisor.parts["decode-0"].restarts == 8
@@ -122,9 +122,9 @@ def test_who_ends_before_it_was_ever_ready_ends_all(world: World) -> None:
     world.look()
     world.ready("prefill-0")
     world.exit("decode-0", 2)
-    assert world.supervisor.failure == Failure("decode-0", "it ended with code 2 before it was ready")
-    assert {(action.name, action.how) for action in world.look() if isinstance(action, Stop)} == {
-        (name, How.INSIST) for name in ("store", "gateway", "prefill-0")
+    assert world.supervisor.failure == StartFailure("decode-0", "it exited with code 2 before it was ready")
+    assert {(action.name, action.how) for action in world.look() if isinstance(action, StopPart)} == {
+        (name, StopMode.NOW) for name in ("store", "gateway", "prefill-0")
     }
     for name in list(world.running):
         world.exit(name, 0)
@@ -133,32 +133,32 @@ def test_who_ends_before_it_was_ever_ready_ends_all(world: World) -> None:
 
 
 def test_who_is_not_ready_in_time_ends_all_at_first_and_only_itself_later() -> None:
-    world = World(Patience(start_s=10))
+    world = World(RestartPolicy(start_s=10))
     world.look()
-    assert world.pass_time(10) == [Stop("store", How.INSIST)]
-    assert world.supervisor.failure == Failure("store", "it was not ready after 10 s")
-    world = World(Patience(start_s=10))
+    assert world.pass_time(10) == [StopPart("store", StopMode.NOW)]
+    assert world.supervisor.failure == StartFailure("store", "it was not ready after 10 s")
+    world = World(RestartPolicy(start_s=10))
     world.bring_up()
     world.exit("gateway")
-    assert world.pass_time(1) == [Start("gateway")]
-    assert world.pass_time(10) == [Stop("gateway", How.KILL)]
+    assert world.pass_time(1) == [StartPart("gateway")]
+    assert world.pass_time(10) == [StopPart("gateway", StopMode.KILL)]
     assert world.pass_time(10) == []
     world.exit("gateway")
     assert world.supervisor.failure is None
-    assert world.pass_time(1) == [Start("gateway")]
+    assert world.pass_time(1) == [StartPart("gateway")]
 
 
 def test_the_gateway_drains_before_workers_end_and_the_store_is_last(world: World) -> None:
     world.bring_up()
     world.supervisor.stop()
-    assert world.look() == [Stop("gateway", How.ASK)]
+    assert world.look() == [StopPart("gateway", StopMode.DRAIN)]
     assert world.pass_time(50) == []  # it is still finishing requests
     world.exit("gateway", 0)
-    assert world.look() == [Stop("prefill-0", How.ASK), Stop("decode-0", How.ASK)]
+    assert world.look() == [StopPart("prefill-0", StopMode.DRAIN), StopPart("decode-0", StopMode.DRAIN)]
     world.exit("decode-0", 0)
     assert world.look() == []
     world.exit("prefill-0", 0)
-    assert world.look() == [Stop("store", How.ASK)]
+    assert world.look() == [StopPart("store", StopMode.DRAIN)]
     world.exit("store", 0)
     assert world.look() == []
     assert world.supervisor.is_over
@@ -170,34 +170,34 @@ def test_who_does_not_end_in_time_is_killed(world: World) -> None:
     world.supervisor.stop()
     world.look()
     assert world.supervisor.next_look_s() == 100
-    assert world.pass_time(100) == [Stop("gateway", How.KILL)]
+    assert world.pass_time(100) == [StopPart("gateway", StopMode.KILL)]
 
 
 def test_while_the_gateway_drains_nothing_is_due_of_those_behind_it() -> None:
     """Else whoever carries this out would look again and again, without a pause, for as long as that takes."""
-    world = World(Patience(start_s=10.0))
+    world = World(RestartPolicy(start_s=10.0))
     world.bring_up()
     world.exit("prefill-0")
     world.exit("decode-0")
     world.pass_time(0.5)  # both start again, and one of them ends again
     world.exit("decode-0")
     world.supervisor.stop()
-    assert world.look() == [Stop("gateway", How.ASK)]
+    assert world.look() == [StopPart("gateway", StopMode.DRAIN)]
     assert world.pass_time(50) == []
     assert world.supervisor.next_look_s() == 100.5
     world.exit("gateway", 0)
-    assert world.look() == [Stop("prefill-0", How.ASK)]
+    assert world.look() == [StopPart("prefill-0", StopMode.DRAIN)]
 
 
 def test_a_second_and_a_third_request_to_end_are_stronger(world: World) -> None:
     world.bring_up()
     world.exit("decode-0")
-    for how, names in ((How.ASK, ["gateway"]), (How.INSIST, ["gateway", "prefill-0", "store"])):
+    for how, names in ((StopMode.DRAIN, ["gateway"]), (StopMode.NOW, ["gateway", "prefill-0", "store"])):
         world.supervisor.stop()
-        assert sorted(world.look(), key=str) == sorted((Stop(name, how) for name in names), key=str)
+        assert sorted(world.look(), key=str) == sorted((StopPart(name, how) for name in names), key=str)
     assert world.phases["decode-0"] is Phase.STOPPED
     world.supervisor.stop()
-    assert {action.how for action in world.look() if isinstance(action, Stop)} == {How.KILL}
+    assert {action.how for action in world.look() if isinstance(action, StopPart)} == {StopMode.KILL}
     world.supervisor.stop()
     assert world.look() == []
     for name in list(world.running):
@@ -210,9 +210,9 @@ def test_nothing_is_left_after_stopping_in_the_middle_of_a_start(world: World) -
     world.ready("store")
     world.look()
     world.supervisor.stop()
-    assert world.look() == [Stop("gateway", How.ASK)]
+    assert world.look() == [StopPart("gateway", StopMode.DRAIN)]
     world.exit("gateway", 130)
-    assert world.look() == [Stop("store", How.ASK)]
+    assert world.look() == [StopPart("store", StopMode.DRAIN)]
     world.exit("store", 0)
     world.look()
     assert world.supervisor.is_over
@@ -228,20 +228,20 @@ def test_any_sequence_of_crashes_is_outlived() -> None:
 
 def one_life(draw: random.Random) -> None:
     """Processes start slowly, crash or hang; at some time all is to end. World checks every action."""
-    world = World(Patience(start_s=30))
+    world = World(RestartPolicy(start_s=30))
     supervisor = world.supervisor
     stops_at = draw.uniform(0, 300)
     pauses: dict[str, float] = {}
     while not supervisor.is_over:
         for action in world.look():
-            if isinstance(action, Start) and action.name in pauses:
+            if isinstance(action, StartPart) and action.name in pauses:
                 assert world.now >= pauses[action.name]
         name = draw.choice([rule.name for rule in RULES])
         part = supervisor.parts[name]
         first = not part.was_ready
         event = draw.random()
         if name in world.running:
-            if world.told[name] == How.KILL or (part.phase is Phase.STOPPING and event < 0.3):
+            if world.told[name] == StopMode.KILL or (part.phase is Phase.STOPPING and event < 0.3):
                 world.exit(name, 0)
             elif part.phase is Phase.STARTING and event < 0.5:
                 world.ready(name)

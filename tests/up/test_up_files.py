@@ -16,10 +16,10 @@ import pytest
 from stoker.base.errors import ConfigError
 from stoker.cli.main import main
 from stoker.cli.serving import listen
-from stoker.up.ports import KeptPorts
-from stoker.up.process import LogReader, put_aside
+from stoker.up.ports import ReservedPorts
+from stoker.up.process import LogReader, rotate_log
 from stoker.up.state import FleetState, PartInfo, abandoned_fleets, living_fleets, open_run_dir
-from stoker.up.status import FleetStatus, PartStatus, shown, tier_figures
+from stoker.up.status import FleetStatus, PartStatus, shown, tier_metrics
 
 PART = PartInfo(
     name="decode-0",
@@ -136,7 +136,7 @@ def test_what_a_killed_fleet_left_is_told_from_a_living_one(tmp_path: Path) -> N
 
 
 def test_a_kept_port_is_for_its_part_alone() -> None:
-    ports, others = KeptPorts(), KeptPorts()
+    ports, others = ReservedPorts(), ReservedPorts()
     port = ports.take("127.0.0.1", 0)
     with pytest.raises(ConfigError, match="another part of this fleet has it"):
         ports.take("127.0.0.1", port)
@@ -166,21 +166,21 @@ def test_words_of_a_starting_part_are_shown_and_events_and_traces_are_not(tmp_pa
     with log.open("a") as file:
         file.write('loading weights\n{"event": "x"}\nhalf a li')
         file.flush()
-        assert reader.new_words() == ["loading weights"]
+        assert reader.new_lines() == ["loading weights"]
         file.write("ne\nTraceback (most recent call last):\n  File\nOops: no\n")
-    assert reader.new_words() == ["half a line"]
+    assert reader.new_lines() == ["half a line"]
     assert reader.last_lines(2) == ["  File", "Oops: no"]
     assert "of another life" not in reader.last_lines(100)
 
 
-def test_a_log_that_has_grown_is_put_aside_and_three_are_kept(tmp_path: Path) -> None:
+def test_a_log_that_has_grown_is_rotate_log_and_three_are_kept(tmp_path: Path) -> None:
     log = tmp_path / "x.log"
-    put_aside(log, 3)
+    rotate_log(log, 3)
     for number in range(6):
         log.write_text(f"log {number}")
-        put_aside(log, 100)
+        rotate_log(log, 100)
         assert log.exists()
-        put_aside(log, 3)
+        rotate_log(log, 3)
         assert not log.exists()
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
         "x.log.1": "log 5",
@@ -240,7 +240,7 @@ stoker_kv_tier_used_bytes{tier="host"} 1.073741824e+09
 stoker_kv_tier_hits_total{tier="disk"} 5.0
 stoker_running_requests 3.0
 """
-    tiers = tier_figures(page)
+    tiers = tier_metrics(page)
     assert tiers == {"host": {"blocks": 1234, "used_bytes": 1 << 30}, "disk": {"hits": 5}}
     part = PartStatus(
         "decode-0", "decode", "http://x:1", "ready", 7, 2, load={"requests": 1, "kv_used": 0.5}, tiers=tiers

@@ -164,7 +164,7 @@ def test_a_fleet_answers_outlives_its_parts_and_ends_without_a_trace(tmp_path: P
         assert running.events[-1] == "[DONE]", "what ran was finished first"
         assert not [pid for pid in below if is_alive(pid)]
         said = fleet.words.read_text()
-        assert re.search(r"unified-0: ended by signal 9; starting it again in 0\.\d s", said)
+        assert re.search(r"unified-0: exited by signal 9; starting it again in 0\.\d s", said)
         assert said.index("stopping: the gateway finishes") < said.index("all parts have ended")
     assert list(Path("/dev/shm").glob(shared)) == []
     assert list((tmp_path / "stoker" / "fleets").iterdir()) == []
@@ -182,7 +182,7 @@ def test_nobody_outlives_a_killed_fleet_and_the_next_one_tidies_up(tmp_path: Pat
     with up(tmp_path, fleet_of(tiny_folder, "dtype = 'float9'")) as fleet:
         assert fleet.process.wait(LONG_S) == 2
         said = fleet.words.read_text()
-    assert "stoker: unified-0 cannot run: it ended with code 2 before it was ready. The end of " in said
+    assert "stoker: unified-0 cannot run: it exited with code 2 before it was ready. The end of " in said
     assert "dtype='float9': it must be float32" in said
     assert list((tmp_path / "stoker" / "fleets").iterdir()) == []
 
