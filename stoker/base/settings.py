@@ -171,7 +171,7 @@ class Declared:
         accepted = {bool: (bool,), int: (int,), float: (int, float), Path: (str, Path)}.get(kind, (str,))
         if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
             raise self._refused(name, value)
-        return self._checked(value, name, value)
+        return self._checked(float(value) if kind is float else value, name, value)
 
     def _checked(self, value: Any, name: str, given: Any) -> Any:
         if not self.allows(value):

@@ -24,7 +24,7 @@ from stoker.up.terminal import table
 _ANSWER_S = 3.0
 _TIER = re.compile(r'stoker_kv_tier_(\w+)\{tier="([^"]+)"\} (\S+)')
 _GIB = 1 << 30
-_HINTS = {401: "; give its token with --admin-token-file", 404: "; give a gateway's address without a path"}
+_HINTS = {401: "; give its token with --admin-token-file", 404: "; a gateway's address is wanted, without a path"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ async def look(url: str, token: str | None, fleet: FleetState | None = None) -> 
         except (aiohttp.ContentTypeError, KeyError, TypeError, json.JSONDecodeError):
             status, reason = None, f"{url} does not answer as a gateway does"
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            reason = f"{url} gives no status: {_words(error)}"
+            reason = f"{url} does not tell: {_words(error)}"
         listed = _of_fleet(fleet, known, status) if fleet else []
         ours = {urlsplit(part.address).netloc for part in listed}
         others = [one for name, one in known.items() if name not in ours]

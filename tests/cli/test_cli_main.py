@@ -14,7 +14,7 @@ from stoker.cli.main import find_commands, main
 
 class FakeCommand:
     NAME = "fake"
-    HELP = "does as it is told"
+    HELP = "returns or raises what it is given"
 
     def __init__(self, outcome: BaseException | int) -> None:
         self._outcome = outcome
@@ -72,7 +72,7 @@ def test_no_command_shows_the_help(capsys):
         (KeyboardInterrupt(), 130, ""),
     ],
 )
-def test_how_a_command_ended_is_the_exit_code(monkeypatch, capsys, outcome, code, message):
+def test_the_result_of_a_command_is_the_exit_code(monkeypatch, capsys, outcome, code, message):
     monkeypatch.setattr(cli_main, "find_commands", lambda: [FakeCommand(outcome)])
     assert main(["fake"]) == code
     assert capsys.readouterr().err == message
@@ -97,7 +97,7 @@ def test_help_imports_nothing_heavy():
     assert shown == "[]\n"
 
 
-def test_streams_that_were_closed_are_there_for_us_and_our_children():
+def test_closed_standard_streams_are_opened_also_for_child_processes():
     code = (
         "import os\n"
         "from stoker.cli.main import main\n"
@@ -109,7 +109,7 @@ def test_streams_that_were_closed_are_there_for_us_and_our_children():
     assert subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout == "[True, True]\n"
 
 
-def test_who_stops_reading_an_answer_sees_no_error(tmp_path):
+def test_a_reader_that_stops_reading_causes_no_error(tmp_path):
     command = [sys.executable, "-m", "stoker.cli.main", "up", "--check", "--unified", "1", "--cache-dir", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()
@@ -117,7 +117,7 @@ def test_who_stops_reading_an_answer_sees_no_error(tmp_path):
     process.stderr.close()
 
 
-def test_an_answer_that_the_disk_has_no_room_for_is_an_error(tmp_path):
+def test_output_to_a_full_disk_is_an_error(tmp_path):
     command = [sys.executable, "-m", "stoker.cli.main", "up", "--check", "--unified", "1", "--cache-dir", str(tmp_path)]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)

@@ -1,4 +1,4 @@
-"""`stoker gateway` as people use it: its help, its keys, its settings, and the process from first line to last signal."""
+"""`stoker gateway`: its help, its keys, its settings, and the running process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from scripted_server import Reply, ScriptedServer, Seen, answer
 
 from stoker.cli import gateway
 from stoker.cli.main import main
-from stoker.gateway.config import GatewayConfig, KeySettings, load
+from stoker.gateway.config import GatewayConfig, KeySettings
 
 STOKER = str(Path(sys.executable).parent / "stoker")
 
@@ -34,7 +34,7 @@ def config_of(*arguments: str, environment: dict[str, str] | None = None) -> Gat
     parser = argparse.ArgumentParser()
     gateway.add_arguments(parser)
     args = parser.parse_args(arguments)
-    return load(args.config, gateway._overrides(args, environment or {"HOME": "/home/x"}))
+    return gateway.gateway_config(args, environment or {"HOME": "/home/x"})
 
 
 def test_the_help_shows_how_to_name_a_worker_and_make_a_key(capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,7 +56,7 @@ def test_a_new_key_is_printed_with_its_lines_for_the_file(capsys: pytest.Capture
     assert key not in lines
 
 
-def test_a_name_that_no_config_may_have_gets_no_key(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_key_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["gateway", "--new-key", "a b"]) == 2
     shown = capsys.readouterr()
     assert "sk-stoker-" not in shown.out
@@ -82,7 +82,7 @@ def test_flags_become_settings() -> None:
     assert not config.log_requests
 
 
-def test_the_ledger_lies_in_the_state_folder_unless_it_is_said(tmp_path: Path) -> None:
+def test_the_ledger_is_in_the_state_folder_by_default(tmp_path: Path) -> None:
     assert config_of().meter.ledger == Path("/home/x/.local/state/stoker/usage.db")
     assert config_of(environment={"XDG_STATE_HOME": "/s"}).meter.ledger == Path("/s/stoker/usage.db")
     assert config_of("--ledger", "none").meter.ledger is None
@@ -93,7 +93,7 @@ def test_the_ledger_lies_in_the_state_folder_unless_it_is_said(tmp_path: Path) -
 
 def test_a_wrong_worker_is_quoted_and_the_exit_code_is_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["gateway", "--worker", "http://a,role=boss"]) == 2
-    assert "role='boss' must be one of" in capsys.readouterr().err
+    assert "role='boss': give unified, prefill or decode" in capsys.readouterr().err
     assert main(["gateway", "--port", "0", "--policy", "wishful", "--ledger", "none"]) == 2
     assert "no routing policy is called 'wishful'; there are: " in capsys.readouterr().err
     assert main(["gateway", "--port", "0", "--worker", "http://a,dialect=klingon", "--ledger", "none"]) == 2
@@ -133,7 +133,7 @@ def started(tmp_path: Path, *arguments: str) -> Iterator[Running]:
         found = re.search(r"https?://127\.0\.0\.1:\d+", welcome)
         assert found is not None
         while not json.loads(curl("--insecure", f"{found[0]}/v1/models"))["data"]:
-            time.sleep(0.05)  # it says hello before it has looked at workers that take their time
+            time.sleep(0.05)  # the gateway starts before it has probed slow workers
         yield Running(process, welcome, found[0], log)
     finally:
         watchdog.cancel()
@@ -150,7 +150,7 @@ def curl(*arguments: str) -> str:
 
 
 def whole(seen: Seen) -> Reply:
-    """The scripted server only streams: so does the request."""
+    """Answer a whole request. The scripted server only streams, so the request must stream too."""
     return answer("The", " capital", prompt_tokens=10, cached_tokens=4)
 
 
@@ -207,7 +207,9 @@ def test_ctrl_c_ends_cleanly_too_and_usage_is_served(tmp_path: Path, server: Scr
         assert running.stop(signal.SIGINT) == 0
 
 
-def test_the_first_signal_waits_for_what_runs_and_the_second_does_not(tmp_path: Path, server: ScriptedServer) -> None:
+def test_the_first_signal_waits_for_running_requests_and_the_second_does_not(
+    tmp_path: Path, server: ScriptedServer
+) -> None:
     server.script = lambda seen: answer("slow", "er", pause=1.0 if "brief" in str(seen.body) else 600.0)
     options = ["--worker", f"{server.url},dialect=openai", "--ledger", "none"]
 
@@ -232,9 +234,7 @@ def test_the_first_signal_waits_for_what_runs_and_the_second_does_not(tmp_path: 
         endless.communicate(timeout=60)
 
 
-def test_what_runs_is_finished_also_when_nobody_reads_what_the_gateway_says(
-    tmp_path: Path, server: ScriptedServer
-) -> None:
+def test_running_requests_finish_also_when_the_log_reader_is_gone(tmp_path: Path, server: ScriptedServer) -> None:
     """Ctrl-C on `stoker gateway 2>&1 | tee log` ends the reader first."""
     server.script = lambda seen: answer("slow", "er", pause=1.0)
     fifo = tmp_path / "gateway.log"
@@ -278,7 +278,7 @@ def test_https(tmp_path: Path, server: ScriptedServer) -> None:
         assert running.stop() == 0
 
 
-def test_a_taken_port_is_said(tmp_path: Path, server: ScriptedServer) -> None:
+def test_a_taken_port_is_an_error_that_names_it(tmp_path: Path, server: ScriptedServer) -> None:
     port = server.url.rpartition(":")[2]
     done = subprocess.run(
         [STOKER, "gateway", "--port", port, "--ledger", "none"], capture_output=True, text=True, timeout=60

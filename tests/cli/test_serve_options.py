@@ -1,4 +1,4 @@
-"""Flags of `stoker serve` with which nobody could be served, or nothing ended: refused by name, before anything is loaded."""
+"""`stoker serve` refuses wrong limits before it loads a model, and reacts to Ctrl-C during a download."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from stoker.base.config import EngineSettings, KvSettings
+from stoker.base.config import KvSettings
 from stoker.base.errors import ConfigError
 from stoker.cli.main import main
 
@@ -16,24 +16,27 @@ from stoker.cli.main import main
 @pytest.mark.parametrize(
     ("flag", "value", "message"),
     [
-        ("--max-open", "0", "--max-open 0: it must be above zero"),
-        ("--max-body-mib", "nan", "--max-body-mib nan: it must not be below zero, nor without end"),
-        ("--drain-s", "nan", "--drain-s nan: it must not be below zero, nor without end"),
-        ("--drain-s", "inf", "--drain-s inf: it must not be below zero, nor without end"),
-        ("--drain-s", "-1", "--drain-s -1: it must not be below zero, nor without end"),
-        ("--port", "70000", "--port 70000: a port is 0 to 65535"),
+        ("--max-open", "0", "--max-open 0: give a whole number, at least 1"),
+        ("--max-body-mib", "nan", "--max-body-mib nan: give a number of MiB above 0"),
+        ("--drain-s", "nan", "--drain-s nan: give a number of seconds, at least 0"),
+        ("--drain-s", "inf", "--drain-s inf: give a number of seconds, at least 0"),
+        ("--drain-s", "-1", "--drain-s -1: give a number of seconds, at least 0"),
+        ("--port", "70000", "--port 70000: give a whole number from 0 to 65535"),
     ],
 )
-def test_limits_that_cannot_be_meant(flag: str, value: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_limits_are_refused_by_name(
+    flag: str, value: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["serve", "/no/such/model", f"{flag}={value}"]) == 2
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("gib", [0.0, -1.0, float("nan")])
-def test_memory_that_cannot_be_meant(gib: float) -> None:
-    for kv in (KvSettings(memory_gib=gib), KvSettings(card_gib=gib)):
-        with pytest.raises(ConfigError, match=r"kv\.(memory|card)_gib=.*: it must be above zero"):
-            EngineSettings(kv=kv)
+def test_wrong_memory_sizes_are_refused_by_name(gib: float) -> None:
+    with pytest.raises(ConfigError, match=r"kv\.memory_gib=.*: give a number of GiB above 0"):
+        KvSettings(memory_gib=gib)
+    with pytest.raises(ConfigError, match=r"kv\.gpu_memory_gib=.*: give a number of GiB above 0"):
+        KvSettings(gpu_memory_gib=gib)
 
 
 FETCH = """
@@ -45,7 +48,7 @@ sys.exit(main(["serve", "some/model", "--port", "0"]))
 """
 
 
-def test_ctrl_c_does_not_wait_for_the_model_to_be_fetched() -> None:
+def test_ctrl_c_does_not_wait_for_a_download() -> None:
     process = subprocess.Popen([sys.executable, "-c", FETCH], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     with process.stdout:
@@ -72,7 +75,7 @@ main(["serve", "some/model", "--port", "0"])
 """
 
 
-def test_a_server_may_have_as_many_connections_as_the_system_allows() -> None:
-    """Not only as many as a process has files without asking."""
+def test_the_server_raises_its_limit_of_open_files() -> None:
+    """Each connection is an open file, and the default limit is often 1,024."""
     told = subprocess.run([sys.executable, "-c", FILES], capture_output=True, text=True, timeout=120, check=True)
     assert told.stdout == "512 512\n", told.stderr

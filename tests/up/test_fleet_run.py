@@ -1,4 +1,4 @@
-"""A fleet's life over parts that do nothing: it goes on when nobody hears it, when its logs are gone, when the disk is full."""
+"""A supervised fleet of trivial processes keeps running without a terminal, without its logs, and on a full disk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from stoker.up.state import RunDir, open_run_dir
 from stoker.up.supervisor import Phase
 from stoker.up.terminal import Terminal
 
-# Ready at once; asked to end, it says so in a file before it does: killed, it could not.
+# Ready at once. On SIGTERM it writes a file before it exits, which it could not do if it were killed.
 PART = """
 import pathlib, signal, socket, sys
 kept = socket.create_server(("127.0.0.1", int(sys.argv[1])))
@@ -61,7 +61,7 @@ def fleet_of(
 
 @asynccontextmanager
 async def running(fleet: SupervisedFleet) -> AsyncIterator[None]:
-    """Asked to end when the block is left; whatever it raises is raised here."""
+    """Stop the fleet when the block is left. Its exceptions are raised here."""
     life = asyncio.create_task(fleet.run())
     try:
         await until(lambda: fleet.supervisor.all_ready or life.done())
@@ -90,7 +90,7 @@ def run_dir(tmp_path: Path) -> Iterator[RunDir]:
     ours.remove()
 
 
-def test_a_fleet_that_nobody_hears_any_more_still_ends_in_order(tmp_path: Path, run_dir: RunDir) -> None:
+def test_a_fleet_with_a_closed_terminal_still_stops_in_order(tmp_path: Path, run_dir: RunDir) -> None:
     reader, writer = os.pipe()
     with open(writer, "w") as nobody:
         os.close(reader)  # a terminal that was closed, a `tee` that Ctrl-C ended first
@@ -103,7 +103,7 @@ def test_a_fleet_that_nobody_hears_any_more_still_ends_in_order(tmp_path: Path, 
     assert (tmp_path / "ended").read_text() == "asked"
 
 
-def test_logs_that_somebody_removed_end_nothing(tmp_path: Path, run_dir: RunDir) -> None:
+def test_removed_logs_do_not_stop_the_fleet(tmp_path: Path, run_dir: RunDir) -> None:
     async def life() -> None:
         fleet = fleet_of(tmp_path, run_dir, Terminal())
         async with running(fleet):
@@ -116,7 +116,7 @@ def test_logs_that_somebody_removed_end_nothing(tmp_path: Path, run_dir: RunDir)
     assert (tmp_path / "logs" / "one.log").exists()
 
 
-def test_a_state_that_cannot_be_written_ends_nothing(
+def test_an_unwritable_state_file_does_not_stop_the_fleet(
     tmp_path: Path, run_dir: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def life() -> None:
@@ -126,10 +126,10 @@ def test_a_state_that_cannot_be_written_ends_nothing(
             await killed_and_back(fleet)
 
     asyncio.run(life())
-    assert "No such file or directory; `stoker status` shows what was before" in capsys.readouterr().err
+    assert "No such file or directory; `stoker status` shows an older state" in capsys.readouterr().err
 
 
-def test_a_part_that_cannot_start_is_told_at_once_where_nothing_else_runs(tmp_path: Path, run_dir: RunDir) -> None:
+def test_a_part_that_cannot_start_is_reported_at_once(tmp_path: Path, run_dir: RunDir) -> None:
     async def life() -> None:
         async with asyncio.timeout(30):
             one = part_of(tmp_path, "one", PartKind.STORE, "raise SystemExit('no secret')")
@@ -140,7 +140,7 @@ def test_a_part_that_cannot_start_is_told_at_once_where_nothing_else_runs(tmp_pa
         asyncio.run(life())
 
 
-def test_a_fleet_is_stopped_while_its_last_part_waits_to_be_started_again(tmp_path: Path, run_dir: RunDir) -> None:
+def test_a_fleet_can_be_stopped_while_its_last_part_waits_for_a_restart(tmp_path: Path, run_dir: RunDir) -> None:
     async def life() -> None:
         fleet = fleet_of(tmp_path, run_dir, Terminal(), first_pause_s=20.0)
         async with running(fleet):

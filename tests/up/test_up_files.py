@@ -1,4 +1,4 @@
-"""What a fleet leaves on the disk and keeps of the system: its place, its ports, its logs; and what status makes of them."""
+"""The run folder, ports and logs of a fleet, and `stoker status`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ STATE = FleetState(
 )
 
 
-def test_a_place_is_private_and_found_by_others_until_it_is_left(tmp_path: Path) -> None:
+def test_a_run_folder_is_private_and_found_until_it_is_removed(tmp_path: Path) -> None:
     ours = open_run_dir(tmp_path / "fleets", 8000)
     assert list(living_fleets(tmp_path / "fleets")) == []  # nothing is known of it yet
     ours.write_state(STATE)
@@ -53,14 +53,14 @@ def test_a_place_is_private_and_found_by_others_until_it_is_left(tmp_path: Path)
     assert stat.S_IMODE(secret.stat().st_mode) == 0o600
     assert len(secret.read_text()) > 30
     assert list(living_fleets(tmp_path / "fleets")) == [STATE]
-    with pytest.raises(ConfigError, match="a fleet runs already on port 8000, process 1"):
+    with pytest.raises(ConfigError, match=r"a fleet is already running on port 8000 \(process 1\)"):
         open_run_dir(tmp_path / "fleets", 8000)
     ours.remove()
     assert list((tmp_path / "fleets").iterdir()) == []
     open_run_dir(tmp_path / "fleets", 8000).remove()
 
 
-def test_what_another_version_left_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+def test_state_files_of_other_versions_can_be_read(tmp_path: Path) -> None:
     theirs = open_run_dir(tmp_path / "fleets", 8000)
     old = {"pid": 1, "started_at": 0.0, "gateway_url": "http://g", "store_name": "s", "parts": [{"name": "p"}], "x": 1}
     (theirs.path / "state.json").write_text(json.dumps(old))
@@ -76,7 +76,7 @@ def test_what_another_version_left_is_read_as_far_as_it_goes(tmp_path: Path) -> 
 NOWHERE = "x" * 300  # no system has such a name: looking for it is an error, as it is in another user's home
 
 
-def test_a_state_folder_that_cannot_be_looked_into_is_told_with_the_way_out(
+def test_the_error_for_an_unreadable_state_folder_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", f"/{NOWHERE}")
@@ -85,7 +85,7 @@ def test_a_state_folder_that_cannot_be_looked_into_is_told_with_the_way_out(
     assert capsys.readouterr().err.count("choose another folder (XDG_STATE_HOME)") == 2
 
 
-def test_other_folders_that_cannot_be_looked_into_are_no_reason_to_break_off(
+def test_other_unreadable_folders_do_not_stop_the_check(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["up", "--check", "--cache-dir", f"/{NOWHERE}"]) == 0
@@ -93,7 +93,7 @@ def test_other_folders_that_cannot_be_looked_into_are_no_reason_to_break_off(
     assert f"{NOWHERE}: there is no such file" in capsys.readouterr().err
 
 
-def test_a_full_disk_is_told_with_the_way_out(tmp_path: Path) -> None:
+def test_the_error_for_a_full_disk_says_what_to_do(tmp_path: Path) -> None:
     ours = open_run_dir(tmp_path / "fleets", 8000)
     (ours.path / "secret").symlink_to("/dev/full")
     with pytest.raises(ConfigError, match=r"secret: No space left on device; choose another folder \(XDG_STATE_HOME\)"):
@@ -101,7 +101,7 @@ def test_a_full_disk_is_told_with_the_way_out(tmp_path: Path) -> None:
     ours.remove()
 
 
-def test_a_second_fleet_on_a_port_is_told_of_the_first(
+def test_a_second_fleet_on_a_port_is_refused_with_the_first_ones_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
@@ -115,11 +115,11 @@ def test_a_second_fleet_on_a_port_is_told_of_the_first(
         first = open_run_dir(fleets, port)
         first.write_state(STATE)
         assert main(["up", "--unified", "1", "--port", str(port)]) == 2
-        assert f"a fleet runs already on port {port}, process 1" in capsys.readouterr().err
+        assert f"a fleet is already running on port {port} (process 1)" in capsys.readouterr().err
         first.remove()
 
 
-def test_what_a_killed_fleet_left_is_told_from_a_living_one(tmp_path: Path) -> None:
+def test_killed_and_running_fleets_are_told_apart(tmp_path: Path) -> None:
     leave = (
         "import os, sys; sys.path.insert(0, sys.argv[1]); import test_up_files as t; from pathlib import Path\n"
         "t.open_run_dir(Path(sys.argv[2]), 8000).write_state(t.STATE); os._exit(9)"
@@ -135,23 +135,23 @@ def test_what_a_killed_fleet_left_is_told_from_a_living_one(tmp_path: Path) -> N
     living.remove()
 
 
-def test_a_kept_port_is_for_its_part_alone() -> None:
+def test_a_reserved_port_is_usable_only_by_its_own_part() -> None:
     ports, others = ReservedPorts(), ReservedPorts()
     port = ports.take("127.0.0.1", 0)
-    with pytest.raises(ConfigError, match="another part of this fleet has it"):
+    with pytest.raises(ConfigError, match="another process of this fleet has it"):
         ports.take("127.0.0.1", port)
     with socket.socket() as other, pytest.raises(OSError):
-        other.bind(("127.0.0.1", port))  # somebody who does not know
-    with pytest.raises(ConfigError, match="another fleet keeps it"):
-        others.take("127.0.0.1", port)  # also while nobody listens there
+        other.bind(("127.0.0.1", port))  # a process that knows nothing of the reservation
+    with pytest.raises(ConfigError, match="another fleet has reserved it"):
+        others.take("127.0.0.1", port)  # also while no process listens there
     assert others.take_after("127.0.0.1", port - 1) != port
-    for _ in range(2):  # the part, and the part started again
+    for _ in range(2):  # the part, and the restarted part
         with listen("127.0.0.1", port) as listener:
             listener.listen()
             with pytest.raises(ConfigError, match="Address already in use"):
                 others.take("127.0.0.1", port)
             assert others.take_after("127.0.0.1", port - 1) > port
-    with pytest.raises(ConfigError, match=r"port 0 of a\.\.b cannot be used: .*; choose another one"):
+    with pytest.raises(ConfigError, match=r"port 0 of a\.\.b cannot be used: .*; choose another port"):
         ports.take("a..b", 0)
     with pytest.raises(ConfigError, match=r"cannot listen on a\.\.b:0: .*; choose another --host or --port"):
         listen("a..b", 0)
@@ -159,9 +159,9 @@ def test_a_kept_port_is_for_its_part_alone() -> None:
     others.close()
 
 
-def test_words_of_a_starting_part_are_shown_and_events_and_traces_are_not(tmp_path: Path) -> None:
+def test_progress_lines_are_shown_but_events_and_tracebacks_are_not(tmp_path: Path) -> None:
     log = tmp_path / "x.log"
-    log.write_text("of another life\n")
+    log.write_text("of an earlier process\n")
     reader = LogReader(log)
     with log.open("a") as file:
         file.write('loading weights\n{"event": "x"}\nhalf a li')
@@ -170,10 +170,10 @@ def test_words_of_a_starting_part_are_shown_and_events_and_traces_are_not(tmp_pa
         file.write("ne\nTraceback (most recent call last):\n  File\nOops: no\n")
     assert reader.new_lines() == ["half a line"]
     assert reader.last_lines(2) == ["  File", "Oops: no"]
-    assert "of another life" not in reader.last_lines(100)
+    assert "of an earlier process" not in reader.last_lines(100)
 
 
-def test_a_log_that_has_grown_is_rotate_log_and_three_are_kept(tmp_path: Path) -> None:
+def test_a_large_log_is_rotated_and_three_are_kept(tmp_path: Path) -> None:
     log = tmp_path / "x.log"
     rotate_log(log, 3)
     for number in range(6):

@@ -165,7 +165,7 @@ def test_a_fleet_answers_outlives_its_parts_and_ends_without_a_trace(tmp_path: P
         assert not [pid for pid in below if is_alive(pid)]
         said = fleet.words.read_text()
         assert re.search(r"unified-0: exited by signal 9; starting it again in 0\.\d s", said)
-        assert said.index("stopping: the gateway finishes") < said.index("all parts have ended")
+        assert said.index("stopping: the gateway finishes") < said.index("all processes have exited")
     assert list(Path("/dev/shm").glob(shared)) == []
     assert list((tmp_path / "stoker" / "fleets").iterdir()) == []
     assert {path.name for path in (tmp_path / "logs").iterdir()} == {"gateway.log", "unified-0.log"}
