@@ -48,7 +48,9 @@ def _workers_bytes(workers: WorkersConfig, model: FleetModel, machine: Machine) 
     on_gpu = bool(workers.devices) or str(options.get("device", "")).startswith("cuda")
     if on_gpu or (machine.gpu_bytes and "device" not in options):
         return workers.count * GPU_WORKER_BYTES
-    if "kv_memory_gib" in options:
+    if "kv_blocks" in options:
+        kv_bytes = 0  # the size of a block is not known here
+    elif "kv_memory_gib" in options:
         kv_bytes = int(options["kv_memory_gib"] * GIB)
     else:
         kv_bytes = min(int(machine.ram_bytes * _CPU_KV_SHARE), _CPU_KV_MOST_BYTES)
@@ -58,13 +60,14 @@ def _workers_bytes(workers: WorkersConfig, model: FleetModel, machine: Machine) 
 def footprint_words(config: FleetConfig, models: Mapping[str | None, FleetModel], machine: Machine) -> Iterator[str]:
     """Describe the footprint in one or two lines."""
     used = footprint(config, models, machine)
+    blocks = " and the KV blocks of kv_blocks" if any("kv_blocks" in one.options for one in config.workers) else ""
     disk = ""
     if used.disk:
         disk = f", and up to {used.disk / GIB:.1f} GiB of disk in {config.store.disk_dir}"
     yield (
         f"this fleet uses up to {used.ram / GIB:.1f} of {machine.all_ram_bytes / GIB:.1f} GiB of RAM "
         f"(workers {used.workers / GIB:.1f}, host tier {used.host_tier / GIB:.1f}, gateway {used.gateway / GIB:.1f})"
-        f"{disk}"
+        f"{blocks}{disk}"
     )
     if used.ram > machine.ram_bytes:
         yield (

@@ -90,7 +90,7 @@ def test_ranks_start_one_after_the_other_and_a_rank_at_once(world: World) -> Non
     assert world.supervisor.next_look_s() == math.inf
 
 
-def test_the_pause_doubles_and_a_healthy_minute_begins_anew(world: World) -> None:
+def test_the_pause_doubles_and_is_reset_after_a_healthy_minute(world: World) -> None:
     world.bring_up()
     for pause_s in (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0):
         world.exit("decode-0")
@@ -115,7 +115,7 @@ def test_a_part_that_crashes_leaves_the_others_alone(world: World) -> None:
     assert world.supervisor.all_ready
 
 
-def test_who_ends_before_it_was_ever_ready_ends_all(world: World) -> None:
+def test_a_part_that_exits_before_it_was_ready_stops_the_fleet(world: World) -> None:
     for name in ("store", "gateway"):
         world.look()
         world.ready(name)
@@ -132,7 +132,7 @@ def test_who_ends_before_it_was_ever_ready_ends_all(world: World) -> None:
     assert world.supervisor.is_over
 
 
-def test_who_is_not_ready_in_time_ends_all_at_first_and_only_itself_later() -> None:
+def test_a_part_that_is_never_ready_stops_the_fleet_but_a_restarted_one_is_killed() -> None:
     world = World(RestartPolicy(start_s=10))
     world.look()
     assert world.pass_time(10) == [StopPart("store", StopMode.NOW)]
@@ -165,7 +165,7 @@ def test_the_gateway_drains_before_workers_end_and_the_store_is_last(world: Worl
     assert world.supervisor.failure is None
 
 
-def test_who_does_not_end_in_time_is_killed(world: World) -> None:
+def test_a_part_that_does_not_stop_in_time_is_killed(world: World) -> None:
     world.bring_up()
     world.supervisor.stop()
     world.look()
@@ -173,7 +173,7 @@ def test_who_does_not_end_in_time_is_killed(world: World) -> None:
     assert world.pass_time(100) == [StopPart("gateway", StopMode.KILL)]
 
 
-def test_while_the_gateway_drains_nothing_is_due_of_those_behind_it() -> None:
+def test_no_timeouts_of_workers_are_due_while_the_gateway_drains() -> None:
     """Else whoever carries this out would look again and again, without a pause, for as long as that takes."""
     world = World(RestartPolicy(start_s=10.0))
     world.bring_up()
@@ -189,7 +189,7 @@ def test_while_the_gateway_drains_nothing_is_due_of_those_behind_it() -> None:
     assert world.look() == [StopPart("prefill-0", StopMode.DRAIN)]
 
 
-def test_a_second_and_a_third_request_to_end_are_stronger(world: World) -> None:
+def test_a_second_and_a_third_stop_are_stronger(world: World) -> None:
     world.bring_up()
     world.exit("decode-0")
     for how, names in ((StopMode.DRAIN, ["gateway"]), (StopMode.NOW, ["gateway", "prefill-0", "store"])):
@@ -219,7 +219,7 @@ def test_nothing_is_left_after_stopping_in_the_middle_of_a_start(world: World) -
     assert [name for kind, name in world.log if kind == "start"] == ["store", "gateway"]
 
 
-def test_any_sequence_of_crashes_is_outlived() -> None:
+def test_the_fleet_survives_any_sequence_of_crashes() -> None:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     for number in range(300):
