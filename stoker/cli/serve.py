@@ -45,7 +45,7 @@ log = logs.EventLog("serve")
 _EXIT_INTERRUPTED = 130
 _FILES = 65_536  # each client connection is one; the engine process has its own, for peers and KV files
 _THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
-_FEW_SEQUENCES = 1.5  # a KV cache for fewer sequences of the maximum length is probably a mistake
+_FEW_SEQUENCES = 1.2  # a KV cache for fewer sequences of the maximum length gets a warning
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

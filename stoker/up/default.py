@@ -19,7 +19,8 @@ _RAM_SHARE = 0.24  # of all RAM, for the whole fleet: below a quarter
 _FREE_SHARE = 0.5  # of the RAM that is free now
 _HOST_SHARE, _HOST_MOST_GIB = 0.2, 2.0  # of what is left for KV
 _KV_MOST_GIB = 4.0  # for one worker
-_KV_LEAST_GIB = 0.25  # a worker with less could not hold one long conversation
+_KV_LEAST_GIB = 0.25  # for one worker, even if that is more than the fleet's share of RAM
+_KV_PAIR_GIB = 0.5  # two workers are started only if each gets this much: one long conversation of SmolLM2
 _DISK_SHARE, _DISK_MOST_GIB = 0.1, 8.0  # of the free disk
 _LEAST_GIB = 0.05  # a smaller tier is not worth its files
 
@@ -79,7 +80,7 @@ def default_counts(machine: Machine, weight_bytes: int) -> Mapping[str, int]:
     """Return how many workers of each role to start: a prefill and a decode worker, or one worker if RAM is scarce.
 
     `weight_bytes` is the RAM for one worker's weights if it runs on a CPU."""
-    if machine.gpu_bytes or _kv_gib(_spare_bytes(machine, 2, weight_bytes), 2) >= _KV_LEAST_GIB:
+    if machine.gpu_bytes or _kv_gib(_spare_bytes(machine, 2, weight_bytes), 2) >= _KV_PAIR_GIB:
         return PAIR
     return SINGLE
 
