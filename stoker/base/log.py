@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 _HANDLED = "stoker"
+LEVELS = ("debug", "info", "warning", "error")
 
 
 class _JsonLine(logging.Formatter):

@@ -18,7 +18,6 @@ Only the standard library is used, because the engine's settings are declared he
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import difflib
 import functools
@@ -54,9 +53,7 @@ class Setting:
     pattern: str | None = None  # a regular expression that text must match
     expected: str | None = None  # what to give instead of a wrong value, where type, range and choices do not say it
     default_text: str | None = None  # the default in words, where the program computes it
-    renamed_from: tuple[
-        str, ...
-    ] = ()  # earlier flags. They and their keys are refused with an error that names the new one
+    renamed_from: tuple[str, ...] = ()  # earlier flags, which are refused with an error that names the new one
     is_path: bool = False  # text that is a path: a leading ~ is replaced
     commas: bool = False  # a list may be written as one text with commas
 
@@ -168,10 +165,13 @@ class Declared:
 
     def _convert_one(self, value: Any, name: str) -> Any:
         kind = self.shape.inner
-        accepted = {bool: (bool,), int: (int,), float: (int, float), Path: (str, Path)}.get(kind, (str,))
+        accepted: tuple[type, ...] = {bool: (bool,), int: (int,), float: (int, float), Path: (str, Path)}.get(
+            kind, (str,)
+        )
         if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
             raise self._refused(name, value)
-        return self._checked(float(value) if kind is float else value, name, value)
+        exact: Any = float(value) if kind is float and isinstance(value, int) else value
+        return self._checked(exact, name, value)
 
     def _checked(self, value: Any, name: str, given: Any) -> Any:
         if not self.allows(value):
@@ -393,77 +393,8 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
     return result
 
 
-# ---- the command line
-
-
-class _Refuse(argparse.Action):
-    """A flag that only explains what to use instead."""
-
-    def __call__(self, parser: object, namespace: object, values: object, option_string: str | None = None) -> None:
-        raise ConfigError(str(self.const))
-
-
-def add_flags(parser: argparse._ActionsContainer, settings: Iterable[Declared]) -> None:
-    """Add a flag for each of `settings` that has one. A flag that is not given leaves None.
-
-    A wrong value raises ConfigError during parsing, with a message that names the flag."""
-    for one in settings:
-        if one.setting.flag is None:
-            continue
-        if one.is_switch:
-            parser.add_argument(
-                one.flag, dest=one.flag_name, action="store_const", const=not one.default, help=_help(one)
-            )
-        else:
-            parser.add_argument(
-                one.flag,
-                dest=one.flag_name,
-                action="extend" if one.shape.is_list else "store",
-                type=functools.partial(one.parse, name=one.flag),
-                metavar=_metavar(one),
-                help=_help(one),
-            )
-        for old in one.setting.renamed_from:
-            refuse_flag(parser, old, f"{old} was renamed: use {one.flag}")
-
-
-def refuse_flag(parser: argparse._ActionsContainer, flag: str, message: str) -> None:
-    """Add a hidden flag. Its use raises ConfigError with `message`."""
-    parser.add_argument(flag, action=_Refuse, nargs="?", const=message, dest=argparse.SUPPRESS, help=argparse.SUPPRESS)
-
-
-def given_flags(args: argparse.Namespace, settings: Iterable[Declared]) -> dict[Declared, Any]:
-    """Return the settings that the command line gave, with their values."""
-    with_flag = (one for one in settings if one.setting.flag is not None)
-    return {one: value for one in with_flag if (value := getattr(args, one.flag_name, None)) is not None}
-
-
-def as_table(values: Mapping[Declared, Any]) -> dict[str, Any]:
-    """Nest values by their settings' paths: `{"listen": {"port": 8000}}`."""
-    result: dict[str, Any] = {}
-    for one, value in values.items():
-        put(result, one.path, value)
-    return result
-
-
 def put(table: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    """Set the value at a path of nested tables, which are made where they are missing."""
     for name in path[:-1]:
         table = table.setdefault(name, {})
     table[path[-1]] = value
-
-
-def _help(one: Declared) -> str:
-    text = one.setting.flag_help or one.setting.help
-    if not one.is_switch and (default := one.default_words):
-        text += f" Default: {default}."
-    return text.replace("%", "%%")
-
-
-def _metavar(one: Declared) -> str:
-    if one.setting.metavar is not None:
-        return one.setting.metavar
-    if one.setting.choices:
-        return "{" + ",".join(one.setting.choices) + "}"
-    if one.shape.inner in (int, float):
-        return one.setting.unit.upper() if one.setting.unit in ("s", "GiB", "MiB") else "N"
-    return "NAME"

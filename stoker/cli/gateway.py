@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 from stoker.base import garbage
 from stoker.base import log as logs
 from stoker.base.address import join_address, local_host
+from stoker.base.flags import add_flags, as_table, given_flags
 from stoker.base.paths import written_path
-from stoker.base.settings import add_flags, as_table, declared, given_flags
+from stoker.base.settings import declared
 from stoker.base.speech import answer, say
 from stoker.cli.serving import Signals, drained, listen
 

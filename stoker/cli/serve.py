@@ -19,7 +19,7 @@ from stoker.base.address import host_of_url, join_address, local_host
 from stoker.base.allowance import allow_files
 from stoker.base.config import KvSettings
 from stoker.base.errors import ConfigError
-from stoker.base.settings import add_flags
+from stoker.base.flags import add_flags
 from stoker.base.speech import say
 from stoker.base.timeline import Timeline
 from stoker.cli.serve_settings import SECTIONS, ServeSettings, for_network, serve_settings

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
 
+from stoker.base import log
 from stoker.base.config import EngineSettings
 from stoker.base.errors import ConfigError
-from stoker.base.settings import Declared, as_table, check_settings, declared, from_table, given_flags, setting
+from stoker.base.flags import as_table, given_flags
+from stoker.base.settings import Declared, check_settings, declared, from_table, setting
 
 WorkerRole = Literal["unified", "prefill", "decode"]
 ROLES: tuple[WorkerRole, ...] = get_args(WorkerRole)
-LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class ServerSettings:
     )
     offline: bool = setting(False, "Download nothing.", flag="--offline")
     log_level: str = setting(
-        "info", "Lowest level of log events that are written.", flag="--log-level", choices=LOG_LEVELS
+        "info", "Lowest level of log events that are written.", flag="--log-level", choices=log.LEVELS
     )
     timeline: bool = setting(False, "Log how long each stage of the start took.", flag="--timeline")
 

@@ -13,18 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stoker.base.errors import ConfigError
+from stoker.base.flags import add_flags, as_table, given_flags, refuse_flag
 from stoker.base.paths import written_path
-from stoker.base.settings import (
-    Declared,
-    add_flags,
-    as_table,
-    declared,
-    from_table,
-    given_flags,
-    merged,
-    read_toml,
-    refuse_flag,
-)
+from stoker.base.settings import Declared, declared, from_table, merged, read_toml
 from stoker.base.speech import answer
 from stoker.cli.serve_settings import ROLES, ServeSettings, serve_keys
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from stoker.base import log
 from stoker.base.errors import ConfigError
 from stoker.base.settings import check_settings, from_table, merged, put, read_toml, required, setting
 from stoker.fleet.spec import WorkerSpec
@@ -18,7 +19,6 @@ from stoker.routing.policy import RouterSettings
 
 _NAME = r"[A-Za-z0-9._@-]{1,64}"
 _NAME_EXPECTED = "up to 64 letters, digits, '.', '_', '@' and '-'"
-LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +274,7 @@ class GatewayConfig:
         flag_help="Write no log line for each request.",
     )
     log_level: str = setting(
-        "info", "Lowest level of log events that are written.", flag="--log-level", choices=LOG_LEVELS
+        "info", "Lowest level of log events that are written.", flag="--log-level", choices=log.LEVELS
     )
 
     def __post_init__(self) -> None:

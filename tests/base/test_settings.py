@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 
 from stoker.base.errors import ConfigError
+from stoker.base.flags import add_flags, as_table, given_flags
 from stoker.base.settings import (
-    add_flags,
-    as_table,
     check_settings,
     declared,
     from_table,
-    given_flags,
     read_toml,
     required,
     same_as,
