@@ -170,7 +170,12 @@ class Declared:
         )
         if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
             raise self._refused(name, value)
-        exact: Any = float(value) if kind is float and isinstance(value, int) else value
+        exact: Any = value
+        if kind is float and isinstance(value, int):
+            try:
+                exact = float(value)
+            except OverflowError:
+                raise self._refused(name, value) from None
         return self._checked(exact, name, value)
 
     def _checked(self, value: Any, name: str, given: Any) -> Any:
@@ -193,7 +198,7 @@ class Declared:
             )
         if isinstance(value, int | float) and not isinstance(value, bool):
             return (
-                math.isfinite(value)
+                (isinstance(value, int) or math.isfinite(value))
                 and (rule.ge is None or value >= rule.ge)
                 and (rule.gt is None or value > rule.gt)
                 and (rule.le is None or value <= rule.le)

@@ -107,6 +107,8 @@ def test_a_value_is_turned_back_into_its_flag() -> None:
         ({"listen": {"port": 70000}}, "listen.port=70000: give a whole number from 0 to 65535"),
         ({"listen": {"size_gib": 0}}, "listen.size_gib=0: give a number of GiB above 0"),
         ({"listen": {"size_gib": float("inf")}}, "listen.size_gib=inf: give a number of GiB above 0"),
+        ({"listen": {"size_gib": 10**400}}, f"listen.size_gib={10**400}: give a number of GiB above 0"),
+        ({"listen": {"port": 10**400}}, f"listen.port={10**400}: give a whole number from 0 to 65535"),
         ({"listen": {"quiet": 1}}, "listen.quiet=1: give true or false"),
         ({"level": "loud"}, "level='loud': give debug or info"),
         ({"names": [1]}, "names=1: give a list of texts"),
