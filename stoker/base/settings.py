@@ -86,7 +86,7 @@ def same_as(kind: Any, name: str, **changes: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
+class _FieldType:
     """What a type hint says."""
 
     inner: type  # a scalar or a settings class
@@ -104,7 +104,7 @@ class Declared:
 
     path: tuple[str, ...]  # ("listen", "port")
     setting: Setting
-    shape: _Shape
+    shape: _FieldType
     default: Any  # dataclasses.MISSING: it must be given
 
     @property
@@ -301,22 +301,22 @@ def _declared(kind: Any, path: tuple[str, ...]) -> tuple[Declared, ...]:
     return tuple(found)
 
 
-def tables(kind: Any) -> dict[str, _Shape]:
+def tables(kind: Any) -> dict[str, _FieldType]:
     """Return the tables and arrays of tables directly inside a settings class, by their names."""
     shapes = {name: _shape(hint) for name, hint in get_type_hints(kind).items()}
     return {name: shape for name, shape in shapes.items() if shape.is_table}
 
 
-def _shape(hint: Any) -> _Shape:
+def _shape(hint: Any) -> _FieldType:
     if get_origin(hint) in (Union, UnionType):
         (hint,) = (one for one in get_args(hint) if one is not NoneType)
     if get_origin(hint) is Literal:
-        return _Shape(str)
+        return _FieldType(str)
     if get_origin(hint) is tuple:
-        return _Shape(get_args(hint)[0], is_list=True)
+        return _FieldType(get_args(hint)[0], is_list=True)
     if get_origin(hint) is dict:
-        return _Shape(get_args(hint)[1], is_map=True)
-    return _Shape(hint)
+        return _FieldType(get_args(hint)[1], is_map=True)
+    return _FieldType(hint)
 
 
 def check_settings(settings: Any, at: str) -> None:
@@ -363,7 +363,7 @@ def from_table(kind: type[T], table: Any, at: str = "") -> T:
     return kind(**values)
 
 
-def _from_tables(shape: _Shape, value: Any, at: str) -> Any:
+def _from_tables(shape: _FieldType, value: Any, at: str) -> Any:
     if not shape.is_list:
         return from_table(shape.inner, value, at)
     if not isinstance(value, list | tuple):
