@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -25,6 +25,7 @@ from stoker.base.settings import (
 
 @dataclass(frozen=True, slots=True)
 class Inner:
+    REMOVED: ClassVar[tuple[str, ...]] = ("path",)
     port: int = setting(0, "Port.", flag="--port", ge=0, le=65535)
     size_gib: float | None = setting(None, "Size.", flag="--size-gib", unit="GiB", gt=0, renamed_from=("--big-gib",))
     quiet: bool = setting(False, "Say nothing.", flag="--quiet")
@@ -94,6 +95,7 @@ def test_a_value_is_turned_back_into_its_flag() -> None:
     [
         ({"levle": "x"}, "levle: no such setting; did you mean level?"),
         ({"listen": {"prot": 1}}, "listen.prot: no such setting; did you mean listen.port?"),
+        ({"listen": {"path": 1}}, "listen.path: this setting was removed; delete it from the configuration"),
         ({"listen": {"hidden": 1}}, "listen.hidden: no such setting; there are: loud, port, quiet, size_gib"),
         ({"entry": [{"name": "a"}, {"zzz": 1}]}, "entry[1].zzz: no such setting; there are: labels, name"),
         ({"entry": [{}]}, "entry[0]: name is missing; give lower-case letters"),
