@@ -268,13 +268,12 @@ def small_kv_warning(kv: KvSettings, kv_tokens: int, max_model_tokens: int) -> s
     if flag is None or kv_tokens >= _FEW_SEQUENCES * max_model_tokens:
         return None
     if kv_tokens <= max_model_tokens:
-        fits = "That also limits the length of a sequence (prompt and answer together)."
+        fits = "No sequence (prompt and answer together) can be longer."
+        advice = f"Raise {flag.split()[0]}."
     else:
         fits = f"Only {kv_tokens / max_model_tokens:.1f} sequences of the maximum length ({max_model_tokens:,} tokens) fit."
-    return (
-        f"stoker: warning: with {flag} the KV cache holds {kv_tokens:,} tokens. {fits} "
-        f"Raise {flag.split()[0]}, or lower --max-model-tokens."
-    )
+        advice = f"Raise {flag.split()[0]}, or lower --max-model-tokens."
+    return f"stoker: warning: with {flag} the KV cache holds {kv_tokens:,} tokens. {fits} {advice}"
 
 
 def _print_welcome(host: str, port: int, model: str, info: EngineInfo) -> None:

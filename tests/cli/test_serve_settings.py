@@ -122,9 +122,13 @@ def test_a_wrong_flag_is_refused_by_name(
     ("kv", "kv_tokens", "said"),
     [
         (KvSettings(), 320, None),
-        (KvSettings(num_blocks=20), 320, "with --kv-blocks 20 the KV cache holds 320 tokens. That also limits"),
-        (KvSettings(num_blocks=600), 9600, "Only 1.2 sequences of the maximum length (8,192 tokens) fit."),
-        (KvSettings(memory_gib=0.01), 100, "Raise --kv-memory-gib, or lower --max-model-tokens."),
+        (KvSettings(num_blocks=20), 320, "with --kv-blocks 20 the KV cache holds 320 tokens. No sequence"),
+        (
+            KvSettings(num_blocks=600),
+            9600,
+            "Only 1.2 sequences of the maximum length (8,192 tokens) fit. Raise --kv-blocks, or lower",
+        ),
+        (KvSettings(memory_gib=0.01), 100, "can be longer. Raise --kv-memory-gib."),
         (KvSettings(gpu_memory_gib=3), 100, "Raise --gpu-memory-gib"),
         (KvSettings(num_blocks=6000), 96_000, None),
     ],
