@@ -84,7 +84,7 @@ class PoolCache:
     def __init__(self, capacity: float) -> None:
         self._capacity = capacity
         self._now = 0.0
-        self._free = FreeBlocks((), lambda: self._now)
+        self._free = FreeBlocks(())
 
     def at(self, now: float) -> None:
         self._now = now
@@ -100,7 +100,7 @@ class PoolCache:
                 self._free.remove(block)
             else:
                 new.append(block)
-            self._free.add(block, was_found=was_found)
+            self._free.add_named(block, self._now, was_found=was_found)
         return new, [self._free.pop() for _ in range(int(max(0, len(self._free) - self._capacity)))]
 
 

@@ -148,6 +148,8 @@ class Scheduler:
         return chunks
 
     def expire(self, now: float) -> TokenChunks:
+        """Set the time of this step, and end the sequences whose deadline has passed."""
+        self._pool.now_s = now
         late = [s for s in self._by_id.values() if s.request.deadline_s is not None and s.request.deadline_s <= now]
         chunks = TokenChunks()
         for seq in late:

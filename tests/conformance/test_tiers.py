@@ -24,7 +24,7 @@ from stoker.kv.blocks.layout import KvLayout
 from stoker.kv.blocks.transfer import BlockName, TierUnavailable
 from stoker.kv.store.tiers.host.host_memory import remove_host_store
 from stoker.kv.store.tiers.host.host_tier import HostTier
-from stoker.kv.store.tiers.tier import TIERS, HostBytes, Tier, TierContext
+from stoker.kv.store.tiers.tier import TIERS, HostBytes, Tier, TierContext, build_tier
 
 LAYOUT = KvLayout(num_layers=2, num_heads=2, head_dim=64, block_tokens=64, dtype="float32", dtype_bytes=4)
 BLOCK = LAYOUT.block_bytes
@@ -97,7 +97,7 @@ def sized(settings: StoreSettings, num_blocks: int) -> StoreSettings:
 
 
 def make_tier(tier_name: str, settings: StoreSettings, lost: list[BlockKey]) -> Tier:
-    tier = TIERS.get(tier_name)(settings, TierContext(FINGERPRINT, LAYOUT, lost.extend))
+    tier = build_tier(tier_name, settings, TierContext(FINGERPRINT, LAYOUT, lost.extend))
     assert tier is not None
     return tier
 
@@ -175,7 +175,7 @@ def test_every_registered_tier_has_a_world() -> None:
 
 def test_no_tier_is_made_that_was_not_asked_for() -> None:
     for name in TIERS:
-        assert TIERS.get(name)(StoreSettings(), TierContext(FINGERPRINT, LAYOUT, lambda keys: None)) is None
+        assert build_tier(name, StoreSettings(), TierContext(FINGERPRINT, LAYOUT, lambda keys: None)) is None
 
 
 def test_bytes_come_back_as_they_went(world: World) -> None:
@@ -373,7 +373,7 @@ def takes_away(tier_name: str, settings: StoreSettings, is_exact: bool) -> None:
 def test_what_another_process_removed_is_told(world: World) -> None:
     """Without anybody asking for it here: what gateways believe of this worker must not grow old while it is idle."""
     tier = world.make()
-    if not tier.shared:
+    if tier.shared_location is None:
         pytest.skip("it is of one process alone")
     for number in range(CAPACITY):
         write(tier, number)
@@ -403,7 +403,7 @@ def told_by(path: Path) -> str:
 
 def test_another_process_has_the_same_blocks(world: World, tmp_path: Path) -> None:
     tier = world.make()
-    if not tier.shared:
+    if tier.shared_location is None:
         pytest.skip("it is of one process alone")
     write(tier, *range(10))
     told = tmp_path / "told"
@@ -419,7 +419,7 @@ def test_another_process_has_the_same_blocks(world: World, tmp_path: Path) -> No
 def test_processes_killed_in_the_middle_leave_a_tier_that_works(world: World, tmp_path: Path) -> None:
     world.hurry()
     tier = world.make()
-    if not tier.shared:
+    if tier.shared_location is None:
         pytest.skip("it is of one process alone")
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")

@@ -111,7 +111,7 @@ class World:
 
     def spoil(self, block: int) -> None:
         """Changes the block's bytes, when its checksum has been made."""
-        wait_until(lambda: self.leases.unsummed(1, 0.0) is None)
+        wait_until(lambda: self.leases.next_unchecked(1, 0.0) is None)
         self.kv.blocks[block].view(-1)[-1:] += 1.0
         self.kv.blocks[block].cpu()  # on a card: done
 

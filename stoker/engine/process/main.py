@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import queue
-import socket
 import sys
 import threading
 import time
@@ -19,7 +18,6 @@ import msgspec
 from stoker.base import garbage
 from stoker.base import log as logs
 from stoker.base.allowance import usable_cores
-from stoker.base.config import StoreSettings
 from stoker.base.errors import InvalidRequest, StokerError
 from stoker.base.ids import RequestId
 from stoker.base.timeline import Timeline
@@ -30,7 +28,7 @@ from stoker.engine.process.grammars.late_grammars import LateGrammars
 from stoker.engine.process.grammars.trials import is_tame
 from stoker.engine.process.idle_tasks import Chore, QuietTime
 from stoker.kv.store.kv_store import KvStore
-from stoker.kv.store.tier_use import TierUse
+from stoker.kv.store.measured_tier import MeasuredTier
 from stoker.models.family import family_of
 from stoker.models.reader import ReadAhead
 from stoker.proto.messages import (
@@ -184,7 +182,7 @@ class EngineLoop:
         self._preparing: dict[GrammarSpec, _Preparing] = {}
         # Of the open requests: to compile one again, for a row that comes back, would hold up all others.
         self._kept_grammars: dict[RequestId, object] = {}
-        self._media = {use.name: use.tier.medium for use in built.store.tiers}
+        self._media = {tier.name: tier.backend.medium for tier in built.store.tiers}
         self._stats_at_s = 0.0
         self._quiet = QuietTime(
             [Chore(_CAPTURES_AFTER_S, self._engine.prepare_next), Chore(_GRAMMARS_AFTER_S, mailbox.warm_up)]
@@ -308,29 +306,29 @@ class EngineLoop:
             loaded_tokens=counters.loaded_tokens,
             pulled_tokens=counters.pulled_tokens,
             failed_loads=counters.failed_loads,
-            tiers=[self._tier_report(use) for use in self._built.store.tiers],
+            tiers=[self._tier_report(tier) for tier in self._built.store.tiers],
         )
 
-    def _tier_report(self, use: TierUse) -> TierReport:
-        figures, tier = use.figures, use.tier.stats()
+    def _tier_report(self, tier: MeasuredTier) -> TierReport:
+        counters, stats = tier.counters, tier.backend.stats()
         return TierReport(
-            name=use.name,
-            medium=use.tier.medium,
-            blocks=tier.blocks,
-            used_bytes=tier.used_bytes,
-            capacity_bytes=tier.capacity_bytes,
-            hits=figures.hits,
-            misses=figures.misses,
-            read_bytes=figures.read_bytes,
-            written_bytes=figures.written_bytes,
-            read_s=figures.read_s,
-            write_s=figures.write_s,
-            declined=figures.declined,
-            evicted=tier.evicted,
-            corrupt=tier.corrupt,
-            errors=figures.errors + tier.errors,
-            bytes_per_s=use.speed.measured,
-            crossover_tokens=self._built.store.crossover_tokens(use),
+            name=tier.name,
+            medium=tier.backend.medium,
+            blocks=stats.blocks,
+            used_bytes=stats.used_bytes,
+            capacity_bytes=stats.capacity_bytes,
+            hits=counters.hits,
+            misses=counters.misses,
+            read_bytes=counters.read_bytes,
+            written_bytes=counters.written_bytes,
+            read_s=counters.read_s,
+            write_s=counters.write_s,
+            declined=counters.declined,
+            evicted=stats.evicted,
+            corrupt=stats.corrupt,
+            errors=counters.errors + stats.errors,
+            bytes_per_s=tier.speed.measured,
+            crossover_tokens=self._built.store.crossover_tokens(tier),
         )
 
 
@@ -384,7 +382,7 @@ def serve(
             load_s=built.load_s,
             engine_id=built.engine_id,
             kv_address=built.server.address if built.server is not None else None,
-            stores=_stores(arguments.settings.store, built.fingerprint, store.tiers),
+            stores=_stores(built.fingerprint, store.tiers),
         )
     )
     _log_memory(built.memory)
@@ -397,15 +395,13 @@ def serve(
         built.close()
 
 
-def _stores(settings: StoreSettings, fingerprint: str, tiers: Sequence[TierUse]) -> dict[str, str]:
-    """Where each shared tier's blocks lie, by medium: workers that say the same read each other's."""
-    machine = socket.gethostname()
-    places = {
-        "host": f"{machine}:{settings.name}",
-        "disk": f"{machine}:{os.path.realpath(settings.disk_dir or '')}",
-        "mooncake": settings.mooncake_master,
+def _stores(fingerprint: str, tiers: Sequence[MeasuredTier]) -> dict[str, str]:
+    """Return where each shared tier keeps its blocks, by medium. Workers with equal entries read each other's blocks."""
+    return {
+        tier.backend.medium: f"{fingerprint}@{tier.name}:{tier.backend.shared_location}"
+        for tier in tiers
+        if tier.backend.shared_location is not None
     }
-    return {use.tier.medium: f"{fingerprint}@{use.name}:{places[use.name]}" for use in tiers if use.tier.shared}
 
 
 def _log_memory(lines: Sequence[MemoryLine]) -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 # Of one request, where there is a choice: the engine's few connections take a request each, and larger ones would all end at the
-# same time; what they brought would then be summed up while the wire has nothing to do.
+# same time; what they brought would then be checksummed while the wire has nothing to do.
 REQUEST_BYTES = 2 << 20
 
 _AT_A_TIME = 8
@@ -35,7 +35,7 @@ _ENVIRONMENT = {
 }
 
 
-def configure(further: Mapping[str, str] | None = None) -> None:
+def configure_environment(further: Mapping[str, str] | None = None) -> None:
     """Before the libraries are loaded or set up, which is when they read their settings: environment variables alone. What the
     user has set stands."""
     for name, value in (_ENVIRONMENT | dict(further or {})).items():
@@ -43,7 +43,7 @@ def configure(further: Mapping[str, str] | None = None) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Runs:
+class RemoteRanges:
     """Bytes to read: of whom, addresses here, addresses there, lengths."""
 
     segment: str
@@ -52,13 +52,13 @@ class Runs:
     lengths: list[int]
 
 
-def read_in_turn(engine: Any, all_runs: Iterable[Runs]) -> Generator[bool]:
+def read_in_order(engine: Any, all_runs: Iterable[RemoteRanges]) -> Generator[bool]:
     """For each in turn, when its read is over: True, its bytes came. The next are on their way meanwhile. Of a segment that has
     failed nothing more is asked for. Whoever has heard enough closes the iterator, which waits for what is under way."""
-    under_way: deque[_Read] = deque()
+    under_way: deque[_PendingRead] = deque()
     failed: set[str] = set()
 
-    def came(read: _Read) -> bool:
+    def came(read: _PendingRead) -> bool:
         is_whole = read.wait()
         if not is_whole:
             failed.add(read.segment)
@@ -66,7 +66,7 @@ def read_in_turn(engine: Any, all_runs: Iterable[Runs]) -> Generator[bool]:
 
     try:
         for runs in all_runs:
-            under_way.append(_Read(engine, runs, is_tried=runs.segment not in failed))
+            under_way.append(_PendingRead(engine, runs, is_tried=runs.segment not in failed))
             if len(under_way) == _AT_A_TIME:
                 yield came(under_way.popleft())
         while under_way:
@@ -76,11 +76,11 @@ def read_in_turn(engine: Any, all_runs: Iterable[Runs]) -> Generator[bool]:
             read.wait()
 
 
-class _Read:
+class _PendingRead:
     """Two jobs: all requests but the last one, if there are such, and the last one. The engine takes them in their order, so that
     there is little left to wait for when that one has ended."""
 
-    def __init__(self, engine: Any, runs: Runs, *, is_tried: bool) -> None:
+    def __init__(self, engine: Any, runs: RemoteRanges, *, is_tried: bool) -> None:
         self.segment = runs.segment
         self._engine = engine
         self._jobs = [

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stoker.base.ids import BlockId
 from stoker.kernels.transfer import to_device
-from stoker.kv.blocks.layout import Part
+from stoker.kv.blocks.layout import HeadSlice
 from stoker.kv.device.checksum import HostBytes, checksum, tensor_checksums
 from stoker.kv.device.device_kv import DeviceKv
 
@@ -27,18 +27,18 @@ BeforeWrite = Callable[[torch.cuda.Stream], None]
 """Makes the stream wait until nothing that was launched before can still use the blocks that are about to be written."""
 
 
-class Source(Protocol):
-    def host(self, blocks: Sequence[BlockId], part: Part) -> Iterator[HostBytes]:
+class BlockSource(Protocol):
+    def host(self, blocks: Sequence[BlockId], part: HeadSlice) -> Iterator[HostBytes]:
         """Of each block in turn this part, valid until the next is asked for."""
 
-    def checksums(self, blocks: Sequence[BlockId], part: Part) -> list[int]: ...
+    def checksums(self, blocks: Sequence[BlockId], part: HeadSlice) -> list[int]: ...
 
 
-class Sink(Protocol):
+class BlockSink(Protocol):
     """Where the parts of blocks 0, 1, ... of a pull go."""
 
     @property
-    def part(self) -> Part: ...
+    def part(self) -> HeadSlice: ...
 
     @property
     def into(self) -> Sequence[BlockId] | None:
@@ -58,12 +58,12 @@ class Sink(Protocol):
         """What was placed is there when this comes back."""
 
 
-def source_of(kv: DeviceKv) -> Source:
+def source_of(kv: DeviceKv) -> BlockSource:
     host = kv.host_blocks()
     return CudaSource(kv) if host is None else HostSource(host)
 
 
-def sink_of(kv: DeviceKv, blocks: Sequence[BlockId], part: Part, before_write: BeforeWrite) -> Sink:
+def sink_of(kv: DeviceKv, blocks: Sequence[BlockId], part: HeadSlice, before_write: BeforeWrite) -> BlockSink:
     host = kv.host_blocks()
     return (
         CudaSink(kv, blocks, part, before_write)
@@ -72,18 +72,18 @@ def sink_of(kv: DeviceKv, blocks: Sequence[BlockId], part: Part, before_write: B
     )
 
 
-def runs_of(block: HostBytes, part: Part) -> NDArray[np.uint8]:
+def runs_of(block: HostBytes, part: HeadSlice) -> NDArray[np.uint8]:
     """[count, num_bytes]: a view."""
     return np.ndarray((part.count, part.num_bytes), np.uint8, block, part.offset, (part.stride, 1))
 
 
-def device_runs(pool: Tensor, block_bytes: int, part: Part) -> Tensor:
+def device_runs(pool: Tensor, block_bytes: int, part: HeadSlice) -> Tensor:
     """[num_blocks, count, num_bytes]: a view of a pool of bytes, on its device."""
     size = (len(pool) // block_bytes, part.count, part.num_bytes)
     return pool.as_strided(size, (block_bytes, part.stride, 1), pool.storage_offset() + part.offset)
 
 
-def _runs(kv: DeviceKv, part: Part) -> Tensor:
+def _runs(kv: DeviceKv, part: HeadSlice) -> Tensor:
     return device_runs(kv.blocks.view(-1).view(torch.uint8), kv.layout.block_bytes, part)
 
 
@@ -91,7 +91,7 @@ class HostSource:
     def __init__(self, pool: NDArray[np.uint8]) -> None:
         self._pool = pool
 
-    def host(self, blocks: Sequence[BlockId], part: Part) -> Iterator[HostBytes]:
+    def host(self, blocks: Sequence[BlockId], part: HeadSlice) -> Iterator[HostBytes]:
         if part.count == 1:
             for block in blocks:
                 yield self._pool[block, part.offset : part.offset + part.num_bytes]
@@ -101,12 +101,12 @@ class HostSource:
             np.copyto(scratch.reshape(part.count, part.num_bytes), runs_of(self._pool[block], part))
             yield scratch
 
-    def checksums(self, blocks: Sequence[BlockId], part: Part) -> list[int]:
+    def checksums(self, blocks: Sequence[BlockId], part: HeadSlice) -> list[int]:
         return [checksum(data) for data in self.host(blocks, part)]
 
 
 class HostSink:
-    def __init__(self, blocks: Sequence[HostBytes], part: Part, into: Sequence[BlockId] | None) -> None:
+    def __init__(self, blocks: Sequence[HostBytes], part: HeadSlice, into: Sequence[BlockId] | None) -> None:
         self.part = part
         self.into = into
         self.is_direct = part.count == 1
@@ -131,7 +131,7 @@ class CudaSource:
     def __init__(self, kv: DeviceKv) -> None:
         self._kv = kv
 
-    def host(self, blocks: Sequence[BlockId], part: Part) -> Iterator[HostBytes]:
+    def host(self, blocks: Sequence[BlockId], part: HeadSlice) -> Iterator[HostBytes]:
         runs, stream = _runs(self._kv, part), _stream(self._kv)
         slots, done = _pinned(part), _events()
 
@@ -149,21 +149,21 @@ class CudaSource:
             done[at % _NUM_STAGED].synchronize()
             yield slots[at % _NUM_STAGED].numpy()
 
-    def checksums(self, blocks: Sequence[BlockId], part: Part) -> list[int]:
+    def checksums(self, blocks: Sequence[BlockId], part: HeadSlice) -> list[int]:
         runs, device = _runs(self._kv, part), self._kv.blocks.device
         step = max(1, _GATHER_BYTES // part.total_bytes)
-        sums: list[int] = []
+        found: list[int] = []
         with torch.cuda.stream(_stream(self._kv)):
             for start in range(0, len(blocks), step):
                 some = runs.index_select(0, to_device(blocks[start : start + step], device))
-                sums += tensor_checksums(some.view(len(some), -1))
-        return sums
+                found += tensor_checksums(some.view(len(some), -1))
+        return found
 
 
 class CudaSink:
     is_direct = False
 
-    def __init__(self, kv: DeviceKv, blocks: Sequence[BlockId], part: Part, before_write: BeforeWrite) -> None:
+    def __init__(self, kv: DeviceKv, blocks: Sequence[BlockId], part: HeadSlice, before_write: BeforeWrite) -> None:
         self.part = part
         self.into: Sequence[BlockId] = blocks
         self.stream = _stream(kv)
@@ -192,7 +192,7 @@ class CudaSink:
         self.stream.synchronize()
 
 
-def _pinned(part: Part) -> list[Tensor]:
+def _pinned(part: HeadSlice) -> list[Tensor]:
     return [torch.empty(part.total_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(_NUM_STAGED)]
 
 

@@ -29,11 +29,11 @@ class LeaseView:
     names: list[BlockName]  # of those of them that are full, as far as known
     num_ready: int  # of the whole lease
     complete: bool
-    sums: list[int] = field(default_factory=list)  # of the first of them, as far as made: of whole blocks
+    checksums: list[int] = field(default_factory=list)  # of the first of them, as far as made: of whole blocks
 
 
 @dataclass(frozen=True, slots=True)
-class Unsummed:
+class UncheckedBlocks:
     """Ready blocks of a lease, from its block `first` on, whose checksums nobody has made."""
 
     lease_id: str
@@ -50,7 +50,7 @@ class _Lease:
     num_ready: int = 0
     complete: bool = False
     generation: int = 0  # from 1 on once it is put anywhere
-    sums: list[int] = field(default_factory=list)  # of leading blocks, in this generation
+    checksums: list[int] = field(default_factory=list)  # of leading blocks, in this generation
     readers: int = 0
     closing: bool = False
 
@@ -84,7 +84,7 @@ class LeaseBook:
             was, now = (lease.keys[:held], lease.blocks[:held]), (list(keys[:held]), list(blocks[:held]))
             if lease.generation == 0 or num_ready < held or was != now:
                 self._generation += 1
-                lease.generation, lease.sums = self._generation, []
+                lease.generation, lease.checksums = self._generation, []
             lease.keys, lease.blocks, lease.names = list(keys), list(blocks), list(names)
             lease.num_ready, lease.complete = num_ready, complete
             self._changed.notify_all()
@@ -137,12 +137,12 @@ class LeaseBook:
                     return _view(lease, first, 0)
                 self._changed.wait(left)
 
-    def unsummed(self, limit: int, wait_s: float) -> Unsummed | None:
+    def next_unchecked(self, limit: int, wait_s: float) -> UncheckedBlocks | None:
         """Of any lease. Where there are none it waits for a change, whatever it brings."""
         with self._changed:
-            found = self._unsummed(limit)
+            found = self._next_unchecked(limit)
             if found is None and self._changed.wait(wait_s):
-                found = self._unsummed(limit)
+                found = self._next_unchecked(limit)
             return found
 
     def wake(self) -> None:
@@ -150,12 +150,12 @@ class LeaseBook:
         with self._changed:
             self._changed.notify_all()
 
-    def summed(self, what: Unsummed, sums: Sequence[int]) -> None:
+    def set_checksums(self, what: UncheckedBlocks, checksums: Sequence[int]) -> None:
         """Nothing, where the lease has ended or moved since: the bytes may have been others."""
         with self._changed:
             lease = self._leases.get(what.lease_id)
-            if lease is not None and lease.generation == what.generation and len(lease.sums) == what.first:
-                lease.sums += sums
+            if lease is not None and lease.generation == what.generation and len(lease.checksums) == what.first:
+                lease.checksums += checksums
 
     def holds(self, lease_id: str, generation: int) -> bool:
         """Whether what was read from this place since it was looked up is what the lease said."""
@@ -180,12 +180,12 @@ class LeaseBook:
                 with self._changed:
                     lease.readers -= 1
 
-    def _unsummed(self, limit: int) -> Unsummed | None:
+    def _next_unchecked(self, limit: int) -> UncheckedBlocks | None:
         for lease_id, lease in self._leases.items():
-            first = len(lease.sums)
+            first = len(lease.checksums)
             if first < lease.num_ready and not lease.closing:
                 blocks = lease.blocks[first : min(lease.num_ready, first + limit)]
-                return Unsummed(lease_id, lease.generation, first, blocks)
+                return UncheckedBlocks(lease_id, lease.generation, first, blocks)
         return None
 
     def _lease(self, lease_id: str) -> _Lease | None:
@@ -203,7 +203,7 @@ def _view(lease: _Lease, first: int, limit: int) -> LeaseView:
         lease.names[first:end],
         lease.num_ready,
         lease.complete,
-        lease.sums[first:end],
+        lease.checksums[first:end],
     )
 
 

@@ -19,15 +19,15 @@ import torch
 from stoker.base.config import HandoffSettings
 from stoker.base.ids import BlockId, BlockKey
 from stoker.base.log import EventLog
-from stoker.kv.blocks.layout import KvLayout, part_of
+from stoker.kv.blocks.layout import KvLayout, head_slice
 from stoker.kv.blocks.transfer import BlockName, KvIdentity, KvTicket, PeerUnavailable
 from stoker.kv.device.checksum import HostBytes
 from stoker.kv.device.device_kv import DeviceKv
 from stoker.kv.peer.block_bytes import HostSink, sink_of
 from stoker.kv.peer.lease_book import LeaseView
-from stoker.kv.peer.peer_wire import MAX_BLOCKS, Ask, Kind, PeerLost
-from stoker.kv.peer.remote_peer import Peer
-from stoker.kv.peer.transports.transport import Pull, make_transports
+from stoker.kv.peer.peer_wire import MAX_BLOCKS, BlockRequest, FrameKind, PeerLost
+from stoker.kv.peer.remote_peer import RemotePeer
+from stoker.kv.peer.transports.transport import PullProgress, make_transports
 
 _WAIT_S = 1.0  # that a peer waits for more blocks before it says that there are none yet: a dead one is noticed
 _RELEASE_S = 2.0
@@ -41,7 +41,7 @@ _log = EventLog("kv.peer_client")
 
 
 @dataclass(slots=True)
-class ClientStats:
+class PeerClientStats:
     """Since the start."""
 
     pulls: int = 0
@@ -53,10 +53,10 @@ class ClientStats:
 
 
 @dataclass(frozen=True, slots=True)
-class _Share:
+class _RankShare:
     """The heads that one peer gives."""
 
-    peer: Peer
+    peer: RemotePeer
     first_head: int
     end_head: int
 
@@ -81,13 +81,13 @@ class PeerClient:
         self._before_write = before_write
         self._transports = make_transports(settings)
         self._lock = threading.Lock()
-        self._stats = ClientStats()
-        self._peers: OrderedDict[tuple[str, str], Peer] = OrderedDict()
+        self._stats = PeerClientStats()
+        self._peers: OrderedDict[tuple[str, str], RemotePeer] = OrderedDict()
         self._releases: queue.Queue[KvTicket | None] = queue.Queue(_MAX_RELEASES)
         self._keeper = threading.Thread(target=self._keep, name="kv-release", daemon=True)
         self._keeper.start()
 
-    def stats(self) -> ClientStats:
+    def stats(self) -> PeerClientStats:
         with self._lock:
             return replace(self._stats)
 
@@ -110,8 +110,8 @@ class PeerClient:
             self._count_pull(False, started_s)
             raise
         for share in shares:
-            part = part_of(self._kv.layout, share.first_head, share.end_head)
-            pull = Pull(sink_of(self._kv, into, part, self._before_write), [False] * len(keys), deadline_s)
+            part = head_slice(self._kv.layout, share.first_head, share.end_head)
+            pull = PullProgress(sink_of(self._kv, into, part, self._before_write), [False] * len(keys), deadline_s)
             failure = self._pull_share(share, ticket.lease_id, first_index, keys, pull) or failure
             filled = [all(both) for both in zip(filled, pull.filled, strict=True)]
             self._count(sum(pull.filled), pull.num_corrupt, pull.sink.part.total_bytes)
@@ -135,11 +135,11 @@ class PeerClient:
             raise PeerUnavailable(f"{len(shares)} ranks hold our heads: there is no reading ahead from several")
         layout, first, count = self._kv.layout, 0, 0
         opens_by_s = time.monotonic() + _OPENS_S
-        part = part_of(layout, layout.first_head, layout.end_head)
+        part = head_slice(layout, layout.first_head, layout.end_head)
         num_blocks = min(MAX_BLOCKS, max(1, _AHEAD_BYTES // layout.block_bytes))
         while True:
             data: list[HostBytes] = [np.empty(layout.block_bytes, np.uint8) for _ in range(num_blocks)]
-            pull = Pull(HostSink(data, part, None), [False] * num_blocks, deadline_s)
+            pull = PullProgress(HostSink(data, part, None), [False] * num_blocks, deadline_s)
             failure, is_end = None, False
             try:
                 view = self._round(shares[0], ticket.lease_id, first, None, pull, opens_by_s)
@@ -180,7 +180,7 @@ class PeerClient:
             transport.close()
 
     def _pull_share(
-        self, share: _Share, lease_id: str, first_index: int, keys: Sequence[BlockKey], pull: Pull
+        self, share: _RankShare, lease_id: str, first_index: int, keys: Sequence[BlockKey], pull: PullProgress
     ) -> PeerUnavailable | None:
         """All blocks of one rank, round by round. What ended it before its time."""
         try:
@@ -196,11 +196,11 @@ class PeerClient:
 
     def _round(
         self,
-        share: _Share,
+        share: _RankShare,
         lease_id: str,
         first_index: int,
         keys: Sequence[BlockKey] | None,
-        pull: Pull,
+        pull: PullProgress,
         opens_by_s: float,
     ) -> LeaseView:
         """What is ready now, or within a second. A lease that is not open yet is waited for until `opens_by_s` (monotonic); a
@@ -216,7 +216,7 @@ class PeerClient:
             limit = min(MAX_BLOCKS, len(pull.filled) - pull.at)
             asked = None if keys is None else keys[pull.at : pull.at + limit]
             wait_s = min(_WAIT_S, patience_s)
-            ask = Ask(lease_id, first_index + pull.at, asked, limit, wait_s, share.first_head, share.end_head)
+            ask = BlockRequest(lease_id, first_index + pull.at, asked, limit, wait_s, share.first_head, share.end_head)
             was_kept = False
             try:
                 with peer.connection(patience_s) as connection:
@@ -233,7 +233,7 @@ class PeerClient:
                     raise
                 reason = refusal
 
-    def _shares(self, ticket: KvTicket, deadline_s: float) -> list[_Share]:
+    def _shares(self, ticket: KvTicket, deadline_s: float) -> list[_RankShare]:
         """Which rank gives which heads, so that all of ours are there once."""
         ours, peers, failure = self._kv.layout, [], None
         for address in ticket.address.split(","):
@@ -247,7 +247,7 @@ class PeerClient:
         shares, head = [], ours.first_head
         for layout, peer in sorted(peers, key=lambda one: one[0].first_head):
             if layout.first_head <= head < min(layout.end_head, ours.end_head):
-                shares.append(_Share(peer, head, min(layout.end_head, ours.end_head)))
+                shares.append(_RankShare(peer, head, min(layout.end_head, ours.end_head)))
                 head = shares[-1].end_head
         if head < ours.end_head:
             raise failure or PeerUnavailable(
@@ -255,11 +255,11 @@ class PeerClient:
             )
         return shares
 
-    def _peer(self, address: str, engine_id: str) -> Peer:
+    def _peer(self, address: str, engine_id: str) -> RemotePeer:
         with self._lock:
             peer = self._peers.get((address, engine_id))
             if peer is None:
-                peer = Peer(address, engine_id, self._identity, self._settings, self._transports)
+                peer = RemotePeer(address, engine_id, self._identity, self._settings, self._transports)
                 self._peers[address, engine_id] = peer
             self._peers.move_to_end((address, engine_id))
             old = [self._peers.popitem(last=False)[1] for _ in range(len(self._peers) - _MAX_PEERS)]
@@ -267,7 +267,7 @@ class PeerClient:
             one.close()
         return peer
 
-    def _drop(self, peer: Peer) -> None:
+    def _drop(self, peer: RemotePeer) -> None:
         with self._lock:
             if self._peers.get((peer.address, peer.engine_id)) is peer:
                 del self._peers[peer.address, peer.engine_id]
@@ -303,8 +303,8 @@ class PeerClient:
                 with peer.connection(_RELEASE_S) as connection:
                     was_kept = connection.was_kept
                     connection.limit(_RELEASE_S, _RELEASE_S)
-                    connection.send(Kind.RELEASE, lease_id.encode())
-                    connection.receive(Kind.RELEASED)
+                    connection.send(FrameKind.RELEASE, lease_id.encode())
+                    connection.receive(FrameKind.RELEASED)
                 return True
             except PeerUnavailable as lost:
                 self._drop(peer)
@@ -325,7 +325,7 @@ class PeerClient:
             self._stats.seconds += time.monotonic() - started_s
 
 
-def _layout_of(peer: Peer, ours: KvLayout) -> KvLayout:
+def _layout_of(peer: RemotePeer, ours: KvLayout) -> KvLayout:
     layout = peer.layout
     if layout.identity != ours.identity:
         raise PeerUnavailable(f"layout: {ours.identity} here, {layout.identity} there", code="kv_identity_differs")

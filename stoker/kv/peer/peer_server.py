@@ -19,18 +19,18 @@ from stoker.base.address import join_address
 from stoker.base.config import HandoffSettings
 from stoker.base.errors import ConfigError
 from stoker.base.log import EventLog
-from stoker.kv.blocks.layout import part_of
+from stoker.kv.blocks.layout import head_slice
 from stoker.kv.blocks.transfer import KvIdentity, PeerUnavailable
 from stoker.kv.device.device_kv import DeviceKv
 from stoker.kv.peer.block_bytes import source_of
 from stoker.kv.peer.lease_book import LeaseBook
 from stoker.kv.peer.peer_wire import (
     VERSION,
-    Answer,
-    Ask,
     BadFrame,
-    Connection,
-    Kind,
+    BlockReply,
+    BlockRequest,
+    FrameKind,
+    PeerConnection,
     PeerLost,
     load_json,
     proof,
@@ -41,14 +41,14 @@ from stoker.kv.peer.transports.transport import IO_S, make_transports
 
 _MAX_CONNECTIONS = 256
 _MAX_WAIT_S = 60.0
-_SUM_BYTES = 8 << 20
-_SUM_WAIT_S = 1.0
+_CHECKSUM_BYTES = 8 << 20
+_CHECKSUM_WAIT_S = 1.0
 _ACCEPT_AGAIN_S = 0.2
 _log = EventLog("kv.peer_server")
 
 
 @dataclass(slots=True)
-class ServerStats:
+class PeerServerStats:
     """Gauges as they are; counters since the start."""
 
     connections: int = 0
@@ -82,18 +82,18 @@ class PeerServer:
         self._source = source_of(kv)
         self._transports = make_transports(settings)
         self._lock = threading.Lock()  # of all below
-        self._stats = ServerStats()
-        self._connections: dict[Connection, threading.Thread] = {}
+        self._stats = PeerServerStats()
+        self._connections: dict[PeerConnection, threading.Thread] = {}
         family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
         self._listener = socket.create_server((settings.host, settings.port), family=family, backlog=128)
         self._is_closed = False
         self.address = join_address(settings.host, self._listener.getsockname()[1])
         self._acceptor = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
         self._acceptor.start()
-        self._summer = threading.Thread(target=self._sum, name="kv-sums", daemon=True)
-        self._summer.start()
+        self._checksummer = threading.Thread(target=self._compute_checksums, name="kv-checksums", daemon=True)
+        self._checksummer.start()
 
-    def stats(self) -> ServerStats:
+    def stats(self) -> PeerServerStats:
         with self._lock:
             return replace(self._stats, connections=len(self._connections))
 
@@ -112,17 +112,20 @@ class PeerServer:
             connection.shut()
             thread.join(IO_S)
         self._leases.wake()
-        self._summer.join(IO_S)
+        self._checksummer.join(IO_S)
         for transport in self._transports.values():
             transport.close()
 
-    def _sum(self) -> None:
+    def _compute_checksums(self) -> None:
         """Checksums of blocks as they become ready, so that a pull need not wait for them."""
         layout = self._kv.layout
-        whole, limit = part_of(layout, layout.first_head, layout.end_head), max(1, _SUM_BYTES // layout.block_bytes)
+        whole, limit = (
+            head_slice(layout, layout.first_head, layout.end_head),
+            max(1, _CHECKSUM_BYTES // layout.block_bytes),
+        )
         while not self._is_closed:
-            if (found := self._leases.unsummed(limit, _SUM_WAIT_S)) is not None:
-                self._leases.summed(found, self._source.checksums(found.blocks, whole))
+            if (found := self._leases.next_unchecked(limit, _CHECKSUM_WAIT_S)) is not None:
+                self._leases.set_checksums(found, self._source.checksums(found.blocks, whole))
 
     def _accept(self) -> None:
         while True:
@@ -135,7 +138,7 @@ class PeerServer:
                 _log.warning("kv_accept_failed", reason=str(failed))
                 time.sleep(_ACCEPT_AGAIN_S)
                 continue
-            connection = Connection(sock)
+            connection = PeerConnection(sock)
             with self._lock:
                 if self._is_closed or len(self._connections) >= _MAX_CONNECTIONS:
                     self._stats.refused += 1
@@ -147,7 +150,7 @@ class PeerServer:
                 self._connections[connection] = thread
             thread.start()
 
-    def _run(self, connection: Connection, peer: str) -> None:
+    def _run(self, connection: PeerConnection, peer: str) -> None:
         try:
             if self._let_in(connection, peer):
                 self._serve(connection)
@@ -161,18 +164,18 @@ class PeerServer:
                 del self._connections[connection]
             connection.close()
 
-    def _let_in(self, connection: Connection, peer: str) -> bool:
+    def _let_in(self, connection: PeerConnection, peer: str) -> bool:
         """The handshake: the server shows first that it knows the secret, so that a client says nothing to a stranger."""
         connection.limit(IO_S, IO_S)
-        hello = load_json(connection.receive(Kind.HELLO, hello=True)[1])
+        hello = load_json(connection.receive(FrameKind.HELLO, hello=True)[1])
         secret = self._settings.secret
         try:
             if hello.get("version") != VERSION:
                 raise PeerUnavailable(f"version: {VERSION} here, {hello.get('version')} there", code="kv_version")
             nonces = _nonce(hello.get("nonce")) + (own := secrets.token_bytes(16))
             shown = proof(secret, b"server", nonces).hex()
-            connection.send_json(Kind.CHALLENGE, {"nonce": own.hex(), "proof": shown})
-            payload = connection.receive(Kind.PROVE, hello=True)[1]
+            connection.send_json(FrameKind.CHALLENGE, {"nonce": own.hex(), "proof": shown})
+            payload = connection.receive(FrameKind.PROVE, hello=True)[1]
             if not hmac.compare_digest(payload[:32], proof(secret, b"client", nonces, payload[32:])):
                 raise PeerUnavailable("secret: not the same on both sides", code="kv_secret")
             self._check(load_json(payload[32:]))
@@ -184,7 +187,7 @@ class PeerServer:
             _refuse(connection, refusal)
             return False
         connection.send_json(
-            Kind.WELCOME,
+            FrameKind.WELCOME,
             {
                 "engine_id": self.engine_id,
                 "layout": asdict(self._kv.layout),
@@ -206,13 +209,13 @@ class PeerServer:
         if differences:
             raise PeerUnavailable("; ".join(differences), code="kv_identity_differs")
 
-    def _serve(self, connection: Connection) -> None:
+    def _serve(self, connection: PeerConnection) -> None:
         answers = {
-            Kind.OPEN: self._open,
-            Kind.LOCATE: self._locate,
-            Kind.READ: self._read,
-            Kind.CONFIRM: self._confirm,
-            Kind.RELEASE: self._release,
+            FrameKind.OPEN: self._open,
+            FrameKind.LOCATE: self._locate,
+            FrameKind.READ: self._read,
+            FrameKind.CONFIRM: self._confirm,
+            FrameKind.RELEASE: self._release,
         }
         while True:
             connection.limit(0, IO_S)  # between two pulls a client may be quiet for hours
@@ -224,49 +227,49 @@ class PeerServer:
                     raise
                 _refuse(connection, refusal)
 
-    def _open(self, connection: Connection, payload: bytes) -> None:
+    def _open(self, connection: PeerConnection, payload: bytes) -> None:
         name = str(load_json(payload).get("transport"))
         if name not in self._transports:
             raise PeerUnavailable(f"transport {name!r} is not among {', '.join(self._transports)}")
-        connection.send_json(Kind.OPENED, self._transports[name].offer(self._kv))
+        connection.send_json(FrameKind.OPENED, self._transports[name].offer(self._kv))
 
-    def _locate(self, connection: Connection, payload: bytes) -> None:
+    def _locate(self, connection: PeerConnection, payload: bytes) -> None:
         ask = self._ask(payload)
         view = self._leases.look(ask.lease_id, ask.first, ask.keys, ask.limit, ask.wait_s)
-        sums: list[int] = []
+        checksums: list[int] = []
         if view.blocks:
             with self._leases.reading(ask.lease_id, view.generation) as may_read:
                 if not may_read:
                     raise PeerUnavailable(f"lease {ask.lease_id!r} has moved or ended", code="kv_lease_closed")
-                part = part_of(self._kv.layout, ask.first_head, ask.end_head)
-                sums = view.sums if part.total_bytes == self._kv.layout.block_bytes else []
-                sums = sums + self._source.checksums(view.blocks[len(sums) :], part)
+                part = head_slice(self._kv.layout, ask.first_head, ask.end_head)
+                checksums = view.checksums if part.total_bytes == self._kv.layout.block_bytes else []
+                checksums = checksums + self._source.checksums(view.blocks[len(checksums) :], part)
         self._count(located_blocks=len(view.blocks))
-        connection.send(Kind.LOCATED, Answer(view, sums).pack())
+        connection.send(FrameKind.LOCATED, BlockReply(view, checksums).pack())
 
-    def _read(self, connection: Connection, payload: bytes) -> None:
+    def _read(self, connection: PeerConnection, payload: bytes) -> None:
         if "tcp" not in self._transports:
             raise PeerUnavailable(f"transport 'tcp' is not among {', '.join(self._transports)}")
         ask = self._ask(payload)
         view = self._leases.look(ask.lease_id, ask.first, ask.keys, ask.limit, ask.wait_s)
-        connection.send(Kind.DATA, Answer(view, []).pack())
+        connection.send(FrameKind.DATA, BlockReply(view, []).pack())
         count = send_blocks(connection, self._source, self._leases, self._kv.layout, ask, view)
         self._count(sent_blocks=count)
 
-    def _confirm(self, connection: Connection, payload: bytes) -> None:
+    def _confirm(self, connection: PeerConnection, payload: bytes) -> None:
         held = self._leases.holds(*unpack_confirm(payload))
-        connection.send(Kind.CONFIRMED, b"\x01" if held else b"\x00")
+        connection.send(FrameKind.CONFIRMED, b"\x01" if held else b"\x00")
 
-    def _release(self, connection: Connection, payload: bytes) -> None:
+    def _release(self, connection: PeerConnection, payload: bytes) -> None:
         lease_id = payload.decode(errors="replace")
         is_known = lease_id in self._leases
         if is_known:
             self._count(released=1)
             self._on_release(lease_id)
-        connection.send(Kind.RELEASED, b"\x01" if is_known else b"\x00")
+        connection.send(FrameKind.RELEASED, b"\x01" if is_known else b"\x00")
 
-    def _ask(self, payload: bytes) -> Ask:
-        ask = Ask.unpack(payload)
+    def _ask(self, payload: bytes) -> BlockRequest:
+        ask = BlockRequest.unpack(payload)
         layout = self._kv.layout
         if not layout.first_head <= ask.first_head < ask.end_head <= layout.end_head:
             held = f"{layout.first_head} up to {layout.end_head}"
@@ -279,8 +282,8 @@ class PeerServer:
                 setattr(self._stats, name, getattr(self._stats, name) + count)
 
 
-def _refuse(connection: Connection, refusal: PeerUnavailable) -> None:
-    connection.send_json(Kind.REFUSED, {"code": refusal.code, "message": refusal.message})
+def _refuse(connection: PeerConnection, refusal: PeerUnavailable) -> None:
+    connection.send_json(FrameKind.REFUSED, {"code": refusal.code, "message": refusal.message})
 
 
 def _nonce(text: object) -> bytes:

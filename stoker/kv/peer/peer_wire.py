@@ -39,7 +39,7 @@ TRAILER = struct.Struct("<QB")  # after a block's bytes: checksum, whether the l
 _SEND_BUFFER_BYTES = 1 << 20  # with 4 MiB the bytes have left the cache before they are taken out
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     HELLO = 1
     CHALLENGE = 2
     PROVE = 3
@@ -69,7 +69,7 @@ class BadFrame(PeerUnavailable):
     code = "kv_bad_frame"
 
 
-class Connection:
+class PeerConnection:
     """One socket with frames on it. Not for two threads at a time."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -93,10 +93,10 @@ class Connection:
             self._sock.setsockopt(socket.SOL_SOCKET, option, timeval)
         self._limits = (receive_s, send_s)
 
-    def send(self, kind: Kind, payload: bytes = b"") -> None:
+    def send(self, kind: FrameKind, payload: bytes = b"") -> None:
         self.send_bytes(_HEADER.pack(_MARK, kind, len(payload)) + payload)
 
-    def send_json(self, kind: Kind, content: dict[str, Any], before: bytes = b"") -> None:
+    def send_json(self, kind: FrameKind, content: dict[str, Any], before: bytes = b"") -> None:
         self.send(kind, before + json.dumps(content).encode())
 
     def send_bytes(self, data: bytes | memoryview, more: bool = False) -> None:
@@ -106,18 +106,18 @@ class Connection:
         except OSError as lost:
             raise PeerLost(f"sending {len(data)} bytes: {lost}") from lost
 
-    def receive(self, *kinds: Kind, hello: bool = False) -> tuple[Kind, bytes]:
+    def receive(self, *kinds: FrameKind, hello: bool = False) -> tuple[FrameKind, bytes]:
         """The next frame, which must be one of these. PeerUnavailable with the peer's own reason, where it refused."""
         mark, number, length = _HEADER.unpack(self.receive_bytes(_HEADER.size))
         if mark != _MARK or length > (_MAX_HELLO if hello else _MAX_PAYLOAD):
             raise BadFrame(f"a frame with mark {mark:#x} and {length} bytes")
         payload = self.receive_bytes(length)
-        if number == Kind.REFUSED:
+        if number == FrameKind.REFUSED:
             reason = load_json(payload)
             raise PeerUnavailable(str(reason.get("message")), code=str(reason.get("code")))
         if number not in kinds:
             raise BadFrame(f"frame {number} where one of {[kind.name for kind in kinds]} was due")
-        return Kind(number), payload
+        return FrameKind(number), payload
 
     def receive_bytes(self, num_bytes: int) -> bytes:
         data = bytearray(num_bytes)
@@ -176,7 +176,7 @@ def proof(secret: str | None, side: bytes, nonces: bytes, content: bytes = b"") 
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class BlockRequest:
     """LOCATE and READ: blocks of a lease from `first` on, these heads of them. No keys: whatever is there, with names."""
 
     lease_id: str
@@ -199,7 +199,7 @@ class Ask:
         return head + lease_id + b"".join(keys)
 
     @staticmethod
-    def unpack(payload: bytes) -> Ask:
+    def unpack(payload: bytes) -> BlockRequest:
         try:
             first, limit, wait_s, first_head, end_head, key_bytes, has_keys, id_bytes, num_keys = _ASK.unpack_from(
                 payload
@@ -213,36 +213,38 @@ class Ask:
             raise BadFrame(f"a question of {len(payload)} bytes with {num_keys} keys, limit {limit}, wait {wait_s}")
         ends = range(start + key_bytes, len(payload) + 1, key_bytes) if num_keys else ()
         keys = [BlockKey(payload[end - key_bytes : end]) for end in ends]
-        return Ask(lease_id, first, keys if has_keys else None, limit, wait_s, first_head, end_head)
+        return BlockRequest(lease_id, first, keys if has_keys else None, limit, wait_s, first_head, end_head)
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class BlockReply:
     """LOCATED and DATA: a lease's view; the blocks' checksums are in LOCATED alone (DATA has them behind each block)."""
 
     view: LeaseView
-    sums: list[int]
+    checksums: list[int]
 
     def pack(self) -> bytes:
         view = self.view
-        head = _ANSWER.pack(view.generation, len(view.blocks), view.num_ready, view.complete, len(self.sums))
-        body = array("I", view.blocks).tobytes() + array("Q", self.sums).tobytes()
+        head = _ANSWER.pack(view.generation, len(view.blocks), view.num_ready, view.complete, len(self.checksums))
+        body = array("I", view.blocks).tobytes() + array("Q", self.checksums).tobytes()
         return head + body + b"".join(map(_pack_name, view.names))
 
     @staticmethod
-    def unpack(payload: bytes) -> Answer:
+    def unpack(payload: bytes) -> BlockReply:
         try:
-            generation, num_blocks, num_ready, complete, num_sums = _ANSWER.unpack_from(payload)
-            sums_at = _ANSWER.size + 4 * num_blocks
-            names_at = sums_at + 8 * num_sums
-            blocks = array("I", payload[_ANSWER.size : sums_at]).tolist()
-            sums = array("Q", payload[sums_at:names_at]).tolist()
+            generation, num_blocks, num_ready, complete, num_checksums = _ANSWER.unpack_from(payload)
+            checksums_at = _ANSWER.size + 4 * num_blocks
+            names_at = checksums_at + 8 * num_checksums
+            blocks = array("I", payload[_ANSWER.size : checksums_at]).tolist()
+            checksums = array("Q", payload[checksums_at:names_at]).tolist()
             names = _unpack_names(payload, names_at)
         except (struct.error, ValueError) as wrong:
             raise BadFrame(f"an answer of {len(payload)} bytes") from wrong
-        if len(blocks) != num_blocks or len(sums) != num_sums or num_blocks > MAX_BLOCKS:
+        if len(blocks) != num_blocks or len(checksums) != num_checksums or num_blocks > MAX_BLOCKS:
             raise BadFrame(f"an answer of {len(payload)} bytes for {num_blocks} blocks")
-        return Answer(LeaseView(generation, [BlockId(one) for one in blocks], names, num_ready, complete), sums)
+        return BlockReply(
+            LeaseView(generation, [BlockId(one) for one in blocks], names, num_ready, complete), checksums
+        )
 
 
 def _pack_name(name: BlockName) -> bytes:

@@ -1,4 +1,4 @@
-"""Peer: another worker's KV server as a client sees it. Connections that are kept, and the link that bytes come over."""
+"""RemotePeer: another worker's KV server as a client sees it. Connections that are kept, and the link that bytes come over."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from stoker.base.log import EventLog
 from stoker.kv.blocks.layout import KvLayout
 from stoker.kv.blocks.transfer import KvIdentity, PeerUnavailable
 from stoker.kv.device.device_kv import DeviceKv
-from stoker.kv.peer.block_bytes import BeforeWrite, Sink
-from stoker.kv.peer.peer_wire import VERSION, BadFrame, Connection, Kind, PeerLost, load_json, proof
+from stoker.kv.peer.block_bytes import BeforeWrite, BlockSink
+from stoker.kv.peer.peer_wire import VERSION, BadFrame, FrameKind, PeerConnection, PeerLost, load_json, proof
 from stoker.kv.peer.transports.tcp import TcpLink
 from stoker.kv.peer.transports.transport import IO_S, Link, Transport
 
@@ -27,7 +27,7 @@ _MAX_IDLE = 8
 _log = EventLog("kv.peer")
 
 
-class Peer:
+class RemotePeer:
     """One life of one rank's KV server. Threads may share it; each takes a connection of its own."""
 
     def __init__(
@@ -44,7 +44,7 @@ class Peer:
         self._settings = settings
         self._transports = transports
         self._lock = threading.Lock()
-        self._idle: list[Connection] = []
+        self._idle: list[PeerConnection] = []
         self._is_closed = False
         self._opening = threading.Lock()  # held while the link is opened: once, also where two threads want it
         self._link: Link | None = None
@@ -59,7 +59,7 @@ class Peer:
             raise BadFrame(f"a WELCOME without a layout: {wrong!r}") from wrong
 
     @contextmanager
-    def connection(self, timeout_s: float) -> Iterator[Connection]:
+    def connection(self, timeout_s: float) -> Iterator[PeerConnection]:
         """A kept one that still stands, or a new one. After an error it is not kept."""
         connection = self._take_idle() or self._connect(timeout_s)
         is_good = False
@@ -75,7 +75,7 @@ class Peer:
             with self.connection(timeout_s):
                 pass
 
-    def link(self, connection: Connection, kv: DeviceKv, sink: Sink, before_write: BeforeWrite) -> Link:
+    def link(self, connection: PeerConnection, kv: DeviceKv, sink: BlockSink, before_write: BeforeWrite) -> Link:
         """The first way of ours that the peer offers too and that works; it is opened once."""
         with self._opening:
             if self._link is None:
@@ -107,7 +107,7 @@ class Peer:
                 self._link.close()
                 self._link = None
 
-    def _take_idle(self) -> Connection | None:
+    def _take_idle(self) -> PeerConnection | None:
         while True:
             with self._lock:
                 if not self._idle:
@@ -117,7 +117,7 @@ class Peer:
                 return connection
             connection.close()
 
-    def _give_back(self, connection: Connection, is_good: bool) -> None:
+    def _give_back(self, connection: PeerConnection, is_good: bool) -> None:
         with self._lock:
             if is_good and not self._is_closed and len(self._idle) < _MAX_IDLE:
                 connection.was_kept = True
@@ -125,12 +125,12 @@ class Peer:
                 return
         connection.close()
 
-    def _connect(self, timeout_s: float) -> Connection:
+    def _connect(self, timeout_s: float) -> PeerConnection:
         try:
             sock = socket.create_connection(split_address(self.address), timeout=max(0.001, min(IO_S, timeout_s)))
         except (OSError, ValueError) as lost:
             raise PeerLost(f"{self.address}: {lost}") from lost
-        connection = Connection(sock)
+        connection = PeerConnection(sock)
         try:
             connection.limit(max(0.001, min(IO_S, timeout_s)), IO_S)
             self._introduce(connection)
@@ -139,10 +139,10 @@ class Peer:
             raise
         return connection
 
-    def _introduce(self, connection: Connection) -> None:
+    def _introduce(self, connection: PeerConnection) -> None:
         nonce, secret = secrets.token_bytes(16), self._settings.secret
-        connection.send_json(Kind.HELLO, {"version": VERSION, "nonce": nonce.hex()})
-        challenge = load_json(connection.receive(Kind.CHALLENGE, hello=True)[1])
+        connection.send_json(FrameKind.HELLO, {"version": VERSION, "nonce": nonce.hex()})
+        challenge = load_json(connection.receive(FrameKind.CHALLENGE, hello=True)[1])
         try:
             nonces = nonce + bytes.fromhex(challenge["nonce"])
             shown = bytes.fromhex(challenge["proof"])
@@ -151,18 +151,18 @@ class Peer:
         if not hmac.compare_digest(shown, proof(secret, b"server", nonces)):
             raise PeerUnavailable("secret: not the same on both sides", code="kv_secret")
         body = json.dumps({"engine_id": self.engine_id, "identity": asdict(self._identity)}).encode()
-        connection.send(Kind.PROVE, proof(secret, b"client", nonces, body) + body)
-        self._welcome = load_json(connection.receive(Kind.WELCOME, hello=True)[1])
+        connection.send(FrameKind.PROVE, proof(secret, b"client", nonces, body) + body)
+        self._welcome = load_json(connection.receive(FrameKind.WELCOME, hello=True)[1])
 
-    def _open(self, connection: Connection, kv: DeviceKv, before_write: BeforeWrite) -> Link:
+    def _open(self, connection: PeerConnection, kv: DeviceKv, before_write: BeforeWrite) -> Link:
         reasons = []
         for name, transport in self._transports.items():
             if name not in self._welcome.get("transports", ()):
                 reasons.append(f"{name}: not offered")
                 continue
             try:
-                connection.send_json(Kind.OPEN, {"transport": name})
-                offer = load_json(connection.receive(Kind.OPENED)[1])
+                connection.send_json(FrameKind.OPEN, {"transport": name})
+                offer = load_json(connection.receive(FrameKind.OPENED)[1])
                 link = transport.open(offer, self.layout, kv, before_write)
             except (PeerLost, BadFrame):
                 raise

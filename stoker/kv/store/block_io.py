@@ -6,10 +6,7 @@ Whoever fills blocks has them to itself, from a moment on that `mark` notes: wor
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Sequence
-from mmap import mmap
-from threading import Lock
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -17,14 +14,9 @@ import torch
 from numpy.typing import NDArray
 
 from stoker.base.ids import BlockId
-from stoker.base.log import EventLog
 from stoker.kv.device.device_kv import DeviceKv
 
-log = EventLog("kv")
-
 HostBytes = NDArray[np.uint8]  # one block
-_NO_MEMORY_S = 10.0  # that no further buffer is made after one that could not be
-ROOM_BYTES = 4096  # before each buffer, for whoever must put something in front of a block
 
 
 class Mark(Protocol):
@@ -116,58 +108,3 @@ class _CudaMark:
 
 def block_io(kv: DeviceKv) -> BlockIo:
     return CudaBlockIo(kv) if kv.blocks.is_cuda else HostBlockIo(kv)
-
-
-def new_buffer(block_bytes: int, pinned: bool = False) -> HostBytes:
-    """Begins on a page: direct I/O needs that. ROOM_BYTES lie before it."""
-    size = ROOM_BYTES + block_bytes
-    if pinned:
-        memory: HostBytes = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
-    else:
-        memory = np.frombuffer(mmap(-1, size), dtype=np.uint8)
-    return memory[ROOM_BYTES:]
-
-
-class Buffers:
-    """A bounded set of block-sized buffers, pinned where there is a card, as many as memory allows. Taking one never waits."""
-
-    def __init__(self, count: int, block_bytes: int, pinned: bool) -> None:
-        self._lock = Lock()
-        self._free: list[HostBytes] = []
-        self._left = count  # made when first needed: pinning takes its time
-        self._block_bytes = block_bytes
-        self._pinned = pinned
-        self._pause_until_s = 0.0
-
-    def take(self) -> HostBytes | None:
-        with self._lock:
-            if self._free:
-                return self._free.pop()
-            if self._left == 0 or time.monotonic() < self._pause_until_s:
-                return None
-            self._left -= 1
-        try:
-            return self._make()
-        except (OSError, RuntimeError) as failed:  # the latter where memory cannot be pinned
-            with self._lock:
-                self._left += 1
-                self._pause_until_s = time.monotonic() + _NO_MEMORY_S
-            log.warning("kv_buffer_not_made", bytes=self._block_bytes, reason=str(failed), pause_s=_NO_MEMORY_S)
-            return None
-
-    def give_back(self, buffers: Iterable[HostBytes]) -> None:
-        with self._lock:
-            self._free.extend(buffers)
-
-    def lose(self, buffers: Sequence[HostBytes]) -> None:
-        """Somebody may still write into them: others take their place."""
-        with self._lock:
-            self._left += len(buffers)
-
-    def obtain(self) -> HostBytes:
-        """One of the set, or one more, for whoever cannot go without."""
-        buffer = self.take()
-        return self._make() if buffer is None else buffer
-
-    def _make(self) -> HostBytes:
-        return new_buffer(self._block_bytes, self._pinned)

@@ -18,11 +18,12 @@ from stoker.base import log as logs
 from stoker.base.ids import BlockId, BlockKey
 from stoker.kv.blocks.keys import block_keys, root_key, salt_hash
 from stoker.kv.blocks.transfer import BlockName, KvLoad, KvTicket, LoadResult, OfferedBlock
-from stoker.kv.store.block_io import BlockIo, Buffers, Mark
-from stoker.kv.store.bounded_reads import Aside
+from stoker.kv.store.block_io import BlockIo, Mark
+from stoker.kv.store.bounded_reader import BoundedReader
+from stoker.kv.store.buffer_pool import BufferPool
 from stoker.kv.store.loader import Loader, Peers
-from stoker.kv.store.tier_prefetch import ReadAhead
-from stoker.kv.store.tier_use import TierUse, first_holders
+from stoker.kv.store.measured_tier import MeasuredTier, first_holders
+from stoker.kv.store.tier_prefetcher import TierPrefetcher
 from stoker.kv.store.write_behind import WriteBehind
 
 _LOADERS = 4
@@ -64,7 +65,7 @@ class KvStore:
     """`events` is where the tiers note what they lost, and the store what they took: in the order in which it happened."""
 
     def __init__(
-        self, tiers: Sequence[TierUse], peers: Peers, io: BlockIo, context: StoreContext, events: deque[TierEvent]
+        self, tiers: Sequence[MeasuredTier], peers: Peers, io: BlockIo, context: StoreContext, events: deque[TierEvent]
     ) -> None:
         self.tiers = list(tiers)
         self._peers = peers
@@ -74,11 +75,13 @@ class KvStore:
         self._filled: deque[LoadResult] = deque()
         count = max(_FEWEST_BUFFERS, min(_MOST_BUFFERS, _BUFFER_BYTES[context.on_card] // context.block_bytes))
         self.max_offers = count if self.tiers else 0
-        buffers = Buffers(count, context.block_bytes, context.on_card)
-        self._aside = Aside(self.tiers, buffers)
-        self._loader = Loader(self.tiers, peers, io, buffers, self._aside, context.block_bytes, self._compute_s)
-        self._behind = WriteBehind(self.tiers, io, buffers, count // 2, context.wake, self._stored)
-        self._ahead = ReadAhead(self.tiers, peers, buffers, self._aside, self._stored)
+        buffers = BufferPool(count, context.block_bytes, context.on_card)
+        self._bounded_reader = BoundedReader(self.tiers, buffers)
+        self._loader = Loader(
+            self.tiers, peers, io, buffers, self._bounded_reader, context.block_bytes, self._compute_s
+        )
+        self._write_behind = WriteBehind(self.tiers, io, buffers, count // 2, context.wake, self._stored)
+        self._prefetcher = TierPrefetcher(self.tiers, peers, buffers, self._bounded_reader, self._stored)
         self._loads = ThreadPoolExecutor(_LOADERS, thread_name_prefix="kv-load")
         # Apart from those: a worker that does not answer takes its time of whoever pulls, and of nobody else.
         self._pulls = ThreadPoolExecutor(_LOADERS, thread_name_prefix="kv-pull")
@@ -103,19 +106,19 @@ class KvStore:
             count += 1
         return count
 
-    def crossover_tokens(self, use: TierUse) -> int | None:
+    def crossover_tokens(self, tier: MeasuredTier) -> int | None:
         """From so many tokens on, loading from there beats computing; None: never, or not measured."""
-        return self._context.block_tokens if use.speed.measured is not None and self._loader.is_worth(use) else None
+        return self._context.block_tokens if tier.speed.measured is not None and self._loader.is_worth(tier) else None
 
     def prefetch(self, token_ids: Sequence[int], salt: str, ticket: KvTicket | None) -> None:
         """A hint: bring it into RAM, from slower tiers or from the ticket's worker while that still computes it."""
         if ticket is not None:
-            self._hint(self._ahead.pull, ticket)
+            self._hint(self._prefetcher.pull, ticket)
         if token_ids:
             self._hint(self._promote, token_ids, salt)
 
-    def offer_again(self, to: TierUse, keys: Sequence[BlockKey]) -> None:
-        self._run(self._hints, self._ahead.offer_again, to, list(keys))
+    def offer_again(self, to: MeasuredTier, keys: Sequence[BlockKey]) -> None:
+        self._run(self._hints, self._prefetcher.offer_again, to, list(keys))
 
     # ---- asked by the engine's thread
 
@@ -132,16 +135,16 @@ class KvStore:
         self._run(self._loads, self._peers.release, ticket)
 
     def offer(self, offered: list[OfferedBlock]) -> None:
-        self._behind.offer(offered)
+        self._write_behind.offer(offered)
 
     def take_copied(self) -> list[BlockId]:
         """Blocks that were offered and need not be kept any longer."""
-        return self._behind.take_copied()
+        return self._write_behind.take_copied()
 
     @property
     def num_queued(self) -> list[int]:
         """Blocks on their way into each tier."""
-        return self._behind.num_queued
+        return self._write_behind.num_queued
 
     def take_events(self) -> list[TierEvent]:
         return [self._events.popleft() for _ in range(len(self._events))]
@@ -150,14 +153,14 @@ class KvStore:
 
     def measure(self) -> None:
         """Each tier's speed, so that the first decision is already a measured one."""
-        for use in self.tiers:
-            use.measure(self._context.block_bytes)
+        for tier in self.tiers:
+            tier.measure(self._context.block_bytes)
             log.event(
                 "kv_tier",
-                tier=use.name,
-                bytes_per_s=use.speed.measured,
+                tier=tier.name,
+                bytes_per_s=tier.speed.measured,
                 prefill_tokens_per_s=self._context.prefill_tokens_per_s(),
-                crossover_tokens=self.crossover_tokens(use),
+                crossover_tokens=self.crossover_tokens(tier),
             )
 
     def tell_held(self) -> None:
@@ -168,11 +171,11 @@ class KvStore:
         self._closed.set()
         for threads in (self._loads, self._pulls, self._hints, self._telling):
             threads.shutdown(wait=False, cancel_futures=True)
-        self._aside.close()
-        self._behind.close(_CLOSE_S)
+        self._bounded_reader.close()
+        self._write_behind.close(_CLOSE_S)
         self._peers.close()
-        for use in self.tiers:
-            use.tier.close()
+        for tier in self.tiers:
+            tier.backend.close()
 
     # ---- on threads
 
@@ -187,30 +190,30 @@ class KvStore:
                 self._peers.release(wanted.ticket)
 
     def _promote(self, token_ids: Sequence[int], salt: str) -> None:
-        self._ahead.promote(self._names(token_ids, salt))
+        self._prefetcher.promote(self._names(token_ids, salt))
 
     def _tell_held(self) -> None:
-        for use in self.tiers:
-            names = use.tier.names()
+        for tier in self.tiers:
+            names = tier.backend.names()
             while not self._closed.is_set() and (group := tuple(islice(names, _TOLD_AT_A_TIME))):
-                self._stored(use, group)
+                self._stored(tier, group)
                 # Listing takes long: some may have gone since they were listed, and their end was told before they were.
-                here = use.find([name.key for name in group])
+                here = tier.find([name.key for name in group])
                 if gone := tuple(name.key for name, is_here in zip(group, here, strict=True) if not is_here):
-                    self._events.append(TierEvent(use.name, removed=gone))
+                    self._events.append(TierEvent(tier.name, removed=gone))
                     self._context.wake()
 
     def _look_after(self) -> None:
         while not self._closed.wait(_CATCH_UP_S):
-            for use in self.tiers:
-                if use.tier.shared:
-                    use.catch_up()
-                if not self._loader.is_worth(use):
-                    use.measure_again(self._context.block_bytes)
+            for tier in self.tiers:
+                if tier.backend.shared_location is not None:
+                    tier.catch_up()
+                if not self._loader.is_worth(tier):
+                    tier.measure_again(self._context.block_bytes)
 
-    def _stored(self, use: TierUse, names: Sequence[BlockName]) -> None:
+    def _stored(self, tier: MeasuredTier, names: Sequence[BlockName]) -> None:
         if names:
-            self._events.append(TierEvent(use.name, stored=tuple(names)))
+            self._events.append(TierEvent(tier.name, stored=tuple(names)))
             self._context.wake()
 
     def _hint(self, work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:

@@ -13,10 +13,11 @@ from typing import Protocol
 from stoker.base import log as logs
 from stoker.base.ids import BlockId, BlockKey
 from stoker.kv.blocks.transfer import BlockName, KvLoad, KvTicket, LoadResult, PeerUnavailable, TierUnavailable
-from stoker.kv.store.block_io import BlockIo, Buffers, HostBytes, Mark
-from stoker.kv.store.bounded_reads import Aside
+from stoker.kv.store.block_io import BlockIo, HostBytes, Mark
+from stoker.kv.store.bounded_reader import BoundedReader
+from stoker.kv.store.buffer_pool import BufferPool
+from stoker.kv.store.measured_tier import MeasuredTier, first_holders
 from stoker.kv.store.speed import Speed
-from stoker.kv.store.tier_use import TierUse, first_holders
 
 IN_RAM = "CPU"
 
@@ -57,11 +58,11 @@ class Loader:
 
     def __init__(
         self,
-        tiers: Sequence[TierUse],
+        tiers: Sequence[MeasuredTier],
         peers: Peers,
         io: BlockIo,
-        buffers: Buffers,
-        aside: Aside,
+        buffers: BufferPool,
+        bounded_reader: BoundedReader,
         block_bytes: int,
         compute_s: Callable[[int], float],
     ) -> None:
@@ -72,7 +73,7 @@ class Loader:
         self._buffers = buffers
         self._block_bytes = block_bytes
         self._compute_s = compute_s
-        self._aside = aside
+        self._bounded_reader = bounded_reader
 
     def load(self, wanted: KvLoad, mark: Mark) -> LoadResult:
         """Blocking. The blocks are free to be written from `mark` on."""
@@ -82,35 +83,35 @@ class Loader:
         num_loaded = next((i for i, source in enumerate(sources) if source is None), len(sources))
         return LoadResult(wanted.load_id, num_loaded, sources[:num_loaded].count(_PEER))
 
-    def is_worth(self, use: TierUse) -> bool:
+    def is_worth(self, tier: MeasuredTier) -> bool:
         """Whether a block is had sooner from there than by computing."""
-        return use.speed.seconds(self._block_bytes) <= self._compute_s(1)
+        return tier.speed.seconds(self._block_bytes) <= self._compute_s(1)
 
     def _fill(self, wanted: KvLoad, sources: list[str | None]) -> None:
         # One that has come to a stop is expected to take for ever: nobody shall wait for that.
-        holders = first_holders([use for use in self._tiers if self.is_worth(use)], wanted.keys)
+        holders = first_holders([tier for tier in self._tiers if self.is_worth(tier)], wanted.keys)
         ticket = wanted.ticket
         deadline_s = time.monotonic() + self._patience_s(holders, ticket is not None)
         pulls_first = self._pulls_are_faster(holders)
         if ticket is not None and pulls_first:
-            elsewhere = [i for i, use in enumerate(holders) if use is None or use.tier.medium != IN_RAM]
+            elsewhere = [i for i, tier in enumerate(holders) if tier is None or tier.backend.medium != IN_RAM]
             self._pull(wanted, ticket, sources, elsewhere, deadline_s)
-        for use in self._tiers:
-            theirs = [i for i, holder in enumerate(holders) if holder is use and sources[i] is None]
-            self._read(use, wanted, sources, theirs, deadline_s)
+        for tier in self._tiers:
+            theirs = [i for i, holder in enumerate(holders) if holder is tier and sources[i] is None]
+            self._read(tier, wanted, sources, theirs, deadline_s)
         if ticket is not None and not pulls_first:
             self._pull(wanted, ticket, sources, list(range(len(sources))), deadline_s)
 
-    def _patience_s(self, holders: Sequence[TierUse | None], may_pull: bool) -> float:
-        expected_s = sum(use.speed.seconds(self._block_bytes) for use in holders if use is not None)
+    def _patience_s(self, holders: Sequence[MeasuredTier | None], may_pull: bool) -> float:
+        expected_s = sum(tier.speed.seconds(self._block_bytes) for tier in holders if tier is not None)
         if may_pull:
             expected_s += self.pulls.seconds(holders.count(None) * self._block_bytes)
         patience_s, share = (_PEER_PATIENCE_S, _PEER_SHARE) if may_pull else (_TIER_PATIENCE_S, _TIER_SHARE)
         return max(_PATIENCE * expected_s + patience_s, share * self._compute_s(len(holders)))
 
-    def _pulls_are_faster(self, holders: Sequence[TierUse | None]) -> bool:
+    def _pulls_are_faster(self, holders: Sequence[MeasuredTier | None]) -> bool:
         """Than the slowest tier that holds any of it."""
-        slowest = min((use.speed.bytes_per_s for use in holders if use is not None), default=0.0)
+        slowest = min((tier.speed.bytes_per_s for tier in holders if tier is not None), default=0.0)
         return self.pulls.bytes_per_s > slowest
 
     def _pull(
@@ -129,21 +130,21 @@ class Loader:
                 sources[i] = _PEER if is_there else None
 
     def _read(
-        self, use: TierUse, wanted: KvLoad, sources: list[str | None], indices: list[int], deadline_s: float
+        self, tier: MeasuredTier, wanted: KvLoad, sources: list[str | None], indices: list[int], deadline_s: float
     ) -> None:
         for start in range(0, len(indices), _AT_A_TIME):
             batch = indices[start : start + _AT_A_TIME]
             keys, blocks = [wanted.keys[i] for i in batch], [wanted.blocks[i] for i in batch]
-            own = self._own_buffers(blocks) if use.tier.medium == IN_RAM else None
+            own = self._own_buffers(blocks) if tier.backend.medium == IN_RAM else None
             try:
                 if own is None:
-                    right = self._read_aside(use, keys, blocks, deadline_s)
+                    right = self._read_bounded(tier, keys, blocks, deadline_s)
                 else:
-                    right = use.read(keys, own)
+                    right = tier.read(keys, own)
             except TierUnavailable:
                 return
             for i, is_right in zip(batch, right, strict=True):
-                sources[i] = use.name if is_right else None
+                sources[i] = tier.name if is_right else None
             if time.monotonic() > deadline_s:
                 return
 
@@ -151,8 +152,10 @@ class Loader:
         own = [buffer for block in blocks if (buffer := self._io.own_buffer(block)) is not None]
         return own if len(own) == len(blocks) else None
 
-    def _read_aside(self, use: TierUse, keys: list[BlockKey], blocks: list[BlockId], deadline_s: float) -> list[bool]:
-        buffers, right = self._aside.read(use, keys, deadline_s)
+    def _read_bounded(
+        self, tier: MeasuredTier, keys: list[BlockKey], blocks: list[BlockId], deadline_s: float
+    ) -> list[bool]:
+        buffers, right = self._bounded_reader.read(tier, keys, deadline_s)
         good = [i for i, is_right in enumerate(right) if is_right]
         self._io.write([buffers[i] for i in good], [blocks[i] for i in good])
         self._buffers.give_back(buffers)

@@ -1,6 +1,6 @@
 """WriteBehind: blocks that were just computed go into the tiers, behind the engine's back.
 
-A block is kept only until its bytes are copied into a buffer, and summed up; the tiers write from there, each on a thread of its
+A block is kept only until its bytes are copied into a buffer, and checksummed; the tiers write from there, each on a thread of its
 own, so that a slow one holds up nobody. There are so many buffers and so long a queue, and no more: what finds no room is not
 written. The engine never waits here.
 """
@@ -16,8 +16,9 @@ from queue import SimpleQueue
 from stoker.base.ids import BlockId, BlockKey
 from stoker.kv.blocks.transfer import BlockName, OfferedBlock, TierUnavailable
 from stoker.kv.device.checksum import checksum
-from stoker.kv.store.block_io import BlockIo, Buffers, HostBytes
-from stoker.kv.store.tier_use import TierUse
+from stoker.kv.store.block_io import BlockIo, HostBytes
+from stoker.kv.store.buffer_pool import BufferPool
+from stoker.kv.store.measured_tier import MeasuredTier
 
 _AT_A_TIME = 8
 
@@ -39,18 +40,18 @@ class _Staged:
             return self.readers == 0
 
 
-Stored = Callable[[TierUse, Sequence[BlockName]], None]
+Stored = Callable[[MeasuredTier, Sequence[BlockName]], None]
 
 
 class _Writer:
     """One tier's thread."""
 
-    def __init__(self, use: TierUse, buffers: Buffers, stored: Stored) -> None:
-        self.use = use
+    def __init__(self, tier: MeasuredTier, buffers: BufferPool, stored: Stored) -> None:
+        self.tier = tier
         self._buffers = buffers
         self._stored = stored
         self._queue: SimpleQueue[_Staged | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"kv-write-{use.name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"kv-write-{tier.name}", daemon=True)
         self._thread.start()
 
     @property
@@ -79,12 +80,12 @@ class _Writer:
     def _write(self, batch: list[_Staged]) -> None:
         names = [staged.name for staged in batch]
         try:
-            taken = self.use.write(names, [staged.data for staged in batch], [staged.checksum for staged in batch])
+            taken = self.tier.write(names, [staged.data for staged in batch], [staged.checksum for staged in batch])
         except TierUnavailable:
             return
         written = [name for name, is_there in zip(names, taken, strict=True) if is_there]
         if written:
-            self._stored(self.use, written)
+            self._stored(self.tier, written)
 
 
 class WriteBehind:
@@ -93,9 +94,9 @@ class WriteBehind:
 
     def __init__(
         self,
-        tiers: Sequence[TierUse],
+        tiers: Sequence[MeasuredTier],
         io: BlockIo,
-        buffers: Buffers,
+        buffers: BufferPool,
         max_queued: int,
         wake: Callable[[], None],
         stored: Stored,
@@ -104,7 +105,7 @@ class WriteBehind:
         self._max_queued = max_queued
         self._buffers = buffers
         self._wake = wake
-        self._writers = [_Writer(use, buffers, stored) for use in tiers]
+        self._writers = [_Writer(tier, buffers, stored) for tier in tiers]
         self._offered: SimpleQueue[list[OfferedBlock] | None] = SimpleQueue()
         self._copied: deque[BlockId] = deque()
         self._thread = threading.Thread(target=self._run, name="kv-offer", daemon=True)
@@ -142,7 +143,7 @@ class WriteBehind:
         """For each block the tiers that do not have it."""
         wanted: list[list[_Writer]] = [[] for _ in keys]
         for writer in self._writers:
-            for writers, is_there in zip(wanted, writer.use.find(keys), strict=True):
+            for writers, is_there in zip(wanted, writer.tier.find(keys), strict=True):
                 if not is_there:
                     writers.append(writer)
         return wanted
@@ -151,13 +152,13 @@ class WriteBehind:
         ready = [writer for writer in writers if writer.num_queued < self._max_queued]
         for writer in writers:
             if writer not in ready:
-                writer.use.figures.declined += 1
+                writer.tier.counters.declined += 1
         if not ready:
             return
         buffer = self._buffers.take()
         if buffer is None:
             for writer in ready:
-                writer.use.figures.declined += 1
+                writer.tier.counters.declined += 1
             return
         self._io.read([offer.block], [buffer])
         staged = _Staged(offer.name, buffer, checksum(buffer), len(ready))

@@ -22,10 +22,10 @@ from stoker.kv.device.checksum import (
     RunningChecksum,
     checksum,
     checksums,
-    copies_checksummed,
+    copy_with_checksums,
     tensor_checksums,
 )
-from stoker.kv.device.thread_crew import Crew
+from stoker.kv.device.helper_threads import HelperThreads
 
 SIZES = [1, 7, 1023, 1024, 1032, PIECE_BYTES - 1024, PIECE_BYTES, PIECE_BYTES + 8, 3 * PIECE_BYTES + 5, 1 << 20]
 
@@ -57,12 +57,12 @@ def test_every_way_gives_the_number_of_the_definition(num_bytes: int) -> None:
     data = data_of(num_bytes)
     expected = plain(data.tobytes())
     assert checksum(data) == expected
-    crew, other = Crew(2, "crew"), data_of(num_bytes, 2)
+    threads, other = HelperThreads(2, "threads"), data_of(num_bytes, 2)
     copies = [np.zeros_like(data), np.zeros_like(data)]
-    assert checksums(crew, [other, data])[1] == expected
-    assert copies_checksummed(crew, copies, [other, data])[1] == expected
+    assert checksums(threads, [other, data])[1] == expected
+    assert copy_with_checksums(threads, copies, [other, data])[1] == expected
     assert np.array_equal(copies, [other, data])
-    crew.close()
+    threads.close()
     running = RunningChecksum()
     parts, at = random.Random(num_bytes), 0
     while at < num_bytes:
@@ -118,7 +118,7 @@ def test_what_can_go_wrong_changes_it(kind: str) -> None:
 
 
 def test_other_threads_run_meanwhile() -> None:
-    """A thread that only counts must get on while large blocks are summed up."""
+    """A thread that only counts must get on while large blocks are checksummed."""
     data, count, stop = data_of(64 << 20), 0, threading.Event()
 
     def run() -> None:

@@ -105,32 +105,32 @@ def test_a_lease_that_moved_no_longer_holds_for_whoever_looked_before(book: Leas
 
 
 def test_sums_are_of_a_place_and_end_with_it(book: LeaseBook) -> None:
-    assert book.unsummed(2, 0.0) is None
+    assert book.next_unchecked(2, 0.0) is None
     book.put("L", keys(4), block_ids(5, 6, 7, 8), 3, False)
-    first = book.unsummed(2, 0.0)
+    first = book.next_unchecked(2, 0.0)
     assert first is not None
     assert (first.first, first.blocks) == (0, block_ids(5, 6))
-    book.summed(first, [50, 60])
-    book.summed(first, [50, 60])  # once
-    assert book.look("L", 0, None, 9).sums == [50, 60]
-    assert book.look("L", 1, None, 1).sums == [60]
+    book.set_checksums(first, [50, 60])
+    book.set_checksums(first, [50, 60])  # once
+    assert book.look("L", 0, None, 9).checksums == [50, 60]
+    assert book.look("L", 1, None, 1).checksums == [60]
     book.put("L", keys(4), block_ids(5, 6, 7, 8), 4, True)
-    second = book.unsummed(9, 0.0)
+    second = book.next_unchecked(9, 0.0)
     assert second is not None
     assert (second.first, second.blocks) == (2, block_ids(7, 8))
     book.put("L", keys(4), block_ids(5, 6, 9, 8), 4, True)
-    book.summed(second, [70, 80])
-    assert book.look("L", 0, None, 9).sums == [], "its blocks are others now"
-    again = book.unsummed(9, 0.0)
+    book.set_checksums(second, [70, 80])
+    assert book.look("L", 0, None, 9).checksums == [], "its blocks are others now"
+    again = book.next_unchecked(9, 0.0)
     assert again is not None
     book.close("L")
-    book.summed(again, [1, 2, 3, 4])
-    assert book.unsummed(9, 0.0) is None
+    book.set_checksums(again, [1, 2, 3, 4])
+    assert book.next_unchecked(9, 0.0) is None
 
 
 def test_whoever_makes_sums_wakes_when_blocks_are_ready(book: LeaseBook) -> None:
     opening = after(0.1, book.put, "L", keys(1), block_ids(5), 1, True)
-    found = book.unsummed(1, 60.0)
+    found = book.next_unchecked(1, 60.0)
     assert found is not None
     assert found.blocks == block_ids(5)
     opening.join()

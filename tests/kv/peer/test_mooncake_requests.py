@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stoker.base.ids import BlockId
-from stoker.kv.blocks.layout import KvLayout, part_of, shared_heads
+from stoker.kv.blocks.layout import KvLayout, head_slice, shared_heads
 from stoker.kv.device.checksum import checksum
 from stoker.kv.device.device_kv import DeviceKv
 from stoker.kv.mooncake.transfer_engine import REQUEST_BYTES
@@ -58,15 +58,15 @@ def test_blocks_come_whole_in_requests_of_a_size(there: KvLayout, here: KvLayout
     src, dst = DeviceKv(there, 3, CPU), DeviceKv(here, 4, CPU)
     src.blocks.normal_()
     heads = shared_heads(there, here)
-    theirs, ours = part_of(there, *heads), part_of(here, *heads)
+    theirs, ours = head_slice(there, *heads), head_slice(here, *heads)
     wanted, into = [BlockId(2), BlockId(0)], [BlockId(1), BlockId(3)]
     first, end = heads
     expected = [src.blocks[one][:, :, first - there.first_head : end - there.first_head].contiguous() for one in wanted]
-    sums = [checksum(block.view(-1).view(torch.uint8).numpy()) for block in expected]
+    checksums = [checksum(block.view(-1).view(torch.uint8).numpy()) for block in expected]
     engine = Engine()
     link = MooncakeLink(engine, "there", src.blocks.data_ptr(), src.num_blocks, there, dst)
 
-    right = link.copy(wanted, theirs, sums, sink_of(dst, into, ours, lambda stream: None), 0)
+    right = link.copy(wanted, theirs, checksums, sink_of(dst, into, ours, lambda stream: None), 0)
 
     assert right == [True, True]
     assert set(engine.sizes) == sizes

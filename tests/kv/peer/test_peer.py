@@ -37,11 +37,11 @@ from kv.peer_world import (
 from stoker.base.config import HandoffSettings
 from stoker.base.errors import ConfigError
 from stoker.base.ids import BlockId
-from stoker.kv.blocks.layout import KvLayout, Part
+from stoker.kv.blocks.layout import HeadSlice, KvLayout
 from stoker.kv.blocks.transfer import KvTicket, PeerUnavailable
-from stoker.kv.peer.block_bytes import Sink
+from stoker.kv.peer.block_bytes import BlockSink
 from stoker.kv.peer.lease_book import LeaseView
-from stoker.kv.peer.peer_wire import VERSION, Answer, Ask, BadFrame, Connection
+from stoker.kv.peer.peer_wire import VERSION, BadFrame, BlockReply, BlockRequest, PeerConnection
 from stoker.kv.peer.transports.local import LocalLink
 
 TCP = HandoffSettings(transports=("tcp",))
@@ -151,24 +151,24 @@ def test_garbage_ends_its_connection_and_nothing_else(world: World, data: bytes)
 
 
 def test_frames_come_back_as_they_went_and_cut_ones_are_bad() -> None:
-    ask = Ask("lease ü", 3, keys(5), 7, 0.25, 2, 9)
-    assert Ask.unpack(ask.pack()) == ask
+    ask = BlockRequest("lease ü", 3, keys(5), 7, 0.25, 2, 9)
+    assert BlockRequest.unpack(ask.pack()) == ask
     nothing = replace(ask, keys=None)
-    assert Ask.unpack(nothing.pack()) == nothing
-    answer = Answer(LeaseView(1 << 40, block_ids(1, 2), names(2), 9, True), [1 << 63, 5])
-    assert Answer.unpack(answer.pack()) == answer
-    for whole, unpack in ((ask.pack(), Ask.unpack), (answer.pack(), Answer.unpack)):
+    assert BlockRequest.unpack(nothing.pack()) == nothing
+    answer = BlockReply(LeaseView(1 << 40, block_ids(1, 2), names(2), 9, True), [1 << 63, 5])
+    assert BlockReply.unpack(answer.pack()) == answer
+    for whole, unpack in ((ask.pack(), BlockRequest.unpack), (answer.pack(), BlockReply.unpack)):
         for end in range(len(whole)):
             try:
                 unpack(whole[:end])
             except BadFrame:
                 continue
             # An answer may end where a name does.
-            assert unpack is Answer.unpack
-            assert len(Answer.unpack(whole[:end]).view.names) < 2
+            assert unpack is BlockReply.unpack
+            assert len(BlockReply.unpack(whole[:end]).view.names) < 2
     rng = random.Random(2)
     for _ in range(2000):
-        for unpack in (Ask.unpack, Answer.unpack):
+        for unpack in (BlockRequest.unpack, BlockReply.unpack):
             try:
                 unpack(rng.randbytes(rng.randrange(200)))
             except BadFrame:
@@ -298,9 +298,14 @@ def test_a_lease_that_goes_while_memory_is_read_counts_for_nothing(monkeypatch: 
     copy = LocalLink.copy
 
     def copy_and_lose(
-        self: LocalLink, blocks: Sequence[BlockId], part: Part, sums: Sequence[int], sink: Sink, first: int
+        self: LocalLink,
+        blocks: Sequence[BlockId],
+        part: HeadSlice,
+        checksums: Sequence[int],
+        sink: BlockSink,
+        first: int,
     ) -> list[bool]:
-        right = copy(self, blocks, part, sums, sink, first)
+        right = copy(self, blocks, part, checksums, sink, first)
         assert right == [True] * 4
         if do == "close":
             assert world.leases.close("L")
@@ -381,7 +386,7 @@ def test_a_lease_is_released_also_where_the_kept_connection_broke_without_a_word
     ticket = replace(world.ticket(), address=proxy.address)
     with closing(puller := Puller(settings=TCP), proxy):
         assert puller.pull(ticket, keys(4), block_ids(0, 1, 2, 3)) == [True] * 4
-        monkeypatch.setattr(Connection, "is_idle", lambda connection: True)
+        monkeypatch.setattr(PeerConnection, "is_idle", lambda connection: True)
         for one in proxy._sockets:
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)

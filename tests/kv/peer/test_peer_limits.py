@@ -20,7 +20,7 @@ from stoker.base.address import join_address, split_address
 from stoker.base.config import HandoffSettings
 from stoker.kv.blocks.transfer import PeerUnavailable
 from stoker.kv.peer import peer_client
-from stoker.kv.peer.peer_wire import Kind
+from stoker.kv.peer.peer_wire import FrameKind
 
 
 @contextmanager
@@ -61,7 +61,7 @@ def test_nonsense_from_a_tickets_address_does_not_end_the_thread_that_releases_l
         puller.client.release(replace(world.ticket(), address=theirs))
         sock, _ = liar.accept()
         with sock:
-            sock.sendall(struct.pack("<HBxI", 0x4B56, Kind.CHALLENGE, len(nonsense)) + nonsense)
+            sock.sendall(struct.pack("<HBxI", 0x4B56, FrameKind.CHALLENGE, len(nonsense)) + nonsense)
             puller.client.release(world.ticket())
             wait_until(lambda: world.released == ["L"])
 

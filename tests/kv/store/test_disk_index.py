@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from stoker.kv.store.tiers.disk.disk_index import Change, Journal, scan
+from stoker.kv.store.tiers.disk.disk_index import scan
+from stoker.kv.store.tiers.disk.disk_journal import DiskJournal, JournalChange
 
 
 def test_a_block_that_goes_during_the_scan_is_the_only_one_missed(
@@ -37,16 +38,16 @@ def test_a_block_that_goes_during_the_scan_is_the_only_one_missed(
 def test_a_journal_that_cannot_be_opened_again_leaves_the_files_of_others_alone(tmp_path: Path, does: str) -> None:
     root = tmp_path / "kv"
     root.mkdir()
-    journal, other = Journal(root / "journal"), Journal(root / "journal")
-    change = Change(b"a" * 24, 1, True)
+    journal, other = DiskJournal(root / "journal"), DiskJournal(root / "journal")
+    change = JournalChange(b"a" * 24, 1, True)
     shutil.rmtree(root)
     with pytest.raises(FileNotFoundError):
-        journal.news() if does == "read" else journal.append([change])
+        journal.read_changes() if does == "read" else journal.append([change])
     somebodys = os.memfd_create("somebody's")  # gets the lowest number that is free
     root.mkdir()
     other.append([change])
     journal.append([])
-    assert set(journal.news()) == {change}  # in the old one, too
+    assert set(journal.read_changes()) == {change}  # in the old one, too
     os.fstat(somebodys)
     assert os.pread(somebodys, 1000, 0) == b""
     os.close(somebodys)

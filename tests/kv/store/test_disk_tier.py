@@ -22,12 +22,12 @@ from stoker.base.errors import ConfigError
 from stoker.base.ids import BlockKey
 from stoker.kv.blocks.layout import KvLayout
 from stoker.kv.blocks.transfer import BlockName, TierUnavailable
-from stoker.kv.store.tiers.disk import disk_contents, disk_index
+from stoker.kv.store.tiers.disk import disk_contents, disk_index, disk_journal
 from stoker.kv.store.tiers.disk import disk_directory as disk_dir
 from stoker.kv.store.tiers.disk import disk_tier as disk_module
 from stoker.kv.store.tiers.disk.block_file import BlockFiles
 from stoker.kv.store.tiers.disk.disk_encryption import Cipher, read_key
-from stoker.kv.store.tiers.disk.disk_index import Change, Journal
+from stoker.kv.store.tiers.disk.disk_journal import DiskJournal, JournalChange
 from stoker.kv.store.tiers.disk.disk_tier import DiskTier, disk_tier
 from stoker.kv.store.tiers.process_liveness import started_at
 from stoker.kv.store.tiers.tier import HostBytes, TierContext
@@ -171,7 +171,7 @@ def held_scans(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     may_go_on = threading.Event()
     real = disk_index.scan
 
-    def slow(root: Path) -> Iterator[dict[bytes, disk_index.Entry]]:
+    def slow(root: Path) -> Iterator[dict[bytes, disk_index.FileEntry]]:
         may_go_on.wait(60)
         yield from real(root)
 
@@ -527,16 +527,16 @@ def test_the_kernels_cache_is_passed_by_only_below_a_host_tier(tmp_path: Path) -
 
 
 def test_the_journal_goes_on_in_a_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_index, "_ROTATE_BYTES", 500)
+    monkeypatch.setattr(disk_journal, "_ROTATE_BYTES", 500)
     path = tmp_path / "journal"
-    one, two, three = Journal(path), Journal(path), Journal(path)
-    changes = [Change(bytes([number]) * 24, number, number % 2 == 0) for number in range(200)]
-    seen: list[Change] = []
+    one, two, three = DiskJournal(path), DiskJournal(path), DiskJournal(path)
+    changes = [JournalChange(bytes([number]) * 24, number, number % 2 == 0) for number in range(200)]
+    seen: list[JournalChange] = []
     for at, change in enumerate(changes):
         (one, two)[at % 2].append([change])
         if at % 3 == 0:
-            seen += three.news()
-    seen += three.news()
+            seen += three.read_changes()
+    seen += three.read_changes()
     assert list(dict.fromkeys(seen)) == changes  # some came twice: never is one lost
     assert not path.exists() or path.stat().st_size <= 600
     for journal in (one, two, three):
@@ -545,12 +545,12 @@ def test_the_journal_goes_on_in_a_new_file(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_record_that_a_full_disk_cut_short_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    one, two = Journal(path), Journal(path)
-    first, second = Change(b"a" * 24, 1, True), Change(b"b" * 24, 2, False)
+    one, two = DiskJournal(path), DiskJournal(path)
+    first, second = JournalChange(b"a" * 24, 1, True), JournalChange(b"b" * 24, 2, False)
     one.append([first])
     with path.open("ab") as file:
         file.write(path.read_bytes()[:20])
     one.append([second])
-    assert two.news() == [first, second]
+    assert two.read_changes() == [first, second]
     one.close()
     two.close()

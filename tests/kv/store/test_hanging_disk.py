@@ -13,7 +13,7 @@ from kv.peer_world import PATIENCE_S, wait_until
 from kv.store.test_disk_tier import Made, find, name_of, read, write
 
 from stoker.kv.blocks.transfer import TierUnavailable
-from stoker.kv.store.tier_use import TierUse
+from stoker.kv.store.measured_tier import MeasuredTier
 from stoker.kv.store.tiers.disk import disk_tier as disk_module
 from stoker.kv.store.tiers.disk.disk_tier import DiskTier
 
@@ -49,7 +49,7 @@ def tier(make: Made) -> DiskTier:
 
 def stale(tier: DiskTier) -> None:
     """The next look asks the disk, whenever the last one was."""
-    tier._contents._news_at_s = 0.0
+    tier._contents._caught_up_s = 0.0
 
 
 def test_a_lookup_on_a_disk_that_hangs_is_given_up_and_the_disk_used_again_once_it_answers(
@@ -89,17 +89,17 @@ def test_whoever_asks_while_another_waits_gives_up_too_and_nothing_is_asked_twic
     monkeypatch.setattr(disk_module, "_ANSWER_S", 0.5)
     found: list[list[bool]] = []
     stale(tier)
-    use = TierUse("disk", tier)  # as the store sees it: a tier that does not answer has nothing
-    callers = [threading.Thread(target=lambda: found.append(use.find([name_of(1).key]))) for _ in range(8)]
+    measured = MeasuredTier("disk", tier)  # as the store sees it: a tier that does not answer has nothing
+    callers = [threading.Thread(target=lambda: found.append(measured.find([name_of(1).key]))) for _ in range(8)]
     for caller in callers:
         caller.start()
     for caller in callers:
         caller.join(PATIENCE_S)
     assert found == [[False]] * 8
-    assert 1 <= use.figures.errors <= 8
+    assert 1 <= measured.counters.errors <= 8
     monkeypatch.setattr(disk_module, "_ANSWER_S", PATIENCE_S)
     journal.answers()
-    wait_until(lambda: use.find([name_of(1).key]) == [True])
+    wait_until(lambda: measured.find([name_of(1).key]) == [True])
 
 
 def test_before_the_scan_a_folder_that_hangs_is_given_up_too(

@@ -75,7 +75,7 @@ def slot_of(tier: HostTier, number: int) -> int:
 
 
 def leave_half_written(tier: HostTier, number: int, owner: tuple[int, int]) -> int:
-    with tier._changing() as table:
+    with tier._locked_table() as table:
         slot = tier._take_slot(table, time.monotonic_ns(), [])
         assert slot is not None
         table.begin(slot, name_of(number), owner, time.monotonic_ns())
@@ -241,7 +241,7 @@ def test_bytes_under_another_blocks_key_are_wrong(store: str) -> None:
     table = tier._open()
     one, two = slot_of(tier, 1), slot_of(tier, 2)
     table.slab[[one, two]] = table.slab[[two, one]]
-    table.seals[[one, two]] = table.seals[[two, one]]
+    table.checksums[[one, two]] = table.checksums[[two, one]]
     assert read(tier, 1, 2) == [False, False]
     assert tier.stats().corrupt == 2
     assert sorted(lost) == [name_of(1).key, name_of(2).key]

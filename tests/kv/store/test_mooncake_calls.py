@@ -10,7 +10,7 @@ from itertools import chain
 import pytest
 
 from stoker.kv.blocks.transfer import TierUnavailable
-from stoker.kv.store.tiers.mooncake.mooncake_client import Lane
+from stoker.kv.store.tiers.mooncake.mooncake_call_lane import CallLane
 from stoker.kv.store.tiers.mooncake.mooncake_tier import _batches
 
 
@@ -24,7 +24,7 @@ def test_batches_are_few_and_of_one_size(count: int, most: int, sizes: list[int]
 
 
 def test_calls_that_poll_stand_back() -> None:
-    lane = Lane("test", 1, 7)
+    lane = CallLane("test", 1, 7)
     here = os.getpriority(os.PRIO_PROCESS, 0)
     there = lane.submit(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())).result(60)
     assert there == min(19, here + 7)
@@ -33,7 +33,7 @@ def test_calls_that_poll_stand_back() -> None:
 
 
 def test_a_lane_takes_so_many_calls() -> None:
-    lane, until = Lane("test", 1), threading.Event()
+    lane, until = CallLane("test", 1), threading.Event()
     for _ in range(4):
         lane.submit(lambda: until.wait(60))
     with pytest.raises(TierUnavailable, match="4 calls wait in the test lane"):

@@ -100,7 +100,7 @@ def test_whoever_waits_for_a_call_that_hangs_is_let_go(master: MooncakeMaster) -
     names, let_go, is_late = chain(4), threading.Event(), threading.Event()
     tier = make_tier(master.address, 1 / 16)
     assert writes(tier, names)
-    real = tier._link._client
+    real = tier._store_client._client
 
     class Hanging:
         def __getattr__(self, name: str) -> Callable[..., object]:
@@ -113,10 +113,10 @@ def test_whoever_waits_for_a_call_that_hangs_is_let_go(master: MooncakeMaster) -
 
     for call in (lambda: tier.find(keys_of(names)), lambda: read(tier, names)):
         assert finds(tier, names)
-        tier._link._client = Hanging()
+        tier._store_client._client = Hanging()
         with suppress(TierUnavailable):
             assert not any(call())
-        tier._link._client = real
+        tier._store_client._client = real
     assert not is_late.is_set()
     let_go.set()
     tier.close()

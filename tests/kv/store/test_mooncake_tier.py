@@ -32,7 +32,7 @@ from stoker.base.config import StoreSettings
 from stoker.base.ids import BlockKey
 from stoker.kv.blocks.transfer import BlockName
 from stoker.kv.mooncake.master import INSTALL_HINT, MasterFailed, MooncakeMaster, is_installed
-from stoker.kv.store.block_io import ROOM_BYTES, new_buffer
+from stoker.kv.store.buffer_pool import HEADROOM_BYTES, new_buffer
 from stoker.kv.store.tiers.mooncake.mooncake_object import ObjectFormat
 from stoker.kv.store.tiers.mooncake.mooncake_tier import MooncakeTier
 from stoker.kv.store.tiers.tier import TierContext
@@ -161,14 +161,14 @@ def test_two_masters_do_not_share_a_port(tmp_path: Path, master: MooncakeMaster)
 def test_headers_in_the_room_before_a_buffer_make_the_same_objects(master: MooncakeMaster, tier: MooncakeTier) -> None:
     """One worker has buffers with room, the other has none; the room is all that is used besides the buffers."""
     settings = StoreSettings(mooncake_master=master.address, mooncake_segment_gib=1 / 16)
-    roomy = MooncakeTier(settings, TierContext(FINGERPRINT, LAYOUT, lambda keys: None, room_bytes=ROOM_BYTES))
+    roomy = MooncakeTier(settings, TierContext(FINGERPRINT, LAYOUT, lambda keys: None, headroom_bytes=HEADROOM_BYTES))
     theirs, ours = chain(40), chain(40, seed=1)
     buffers = [new_buffer(LAYOUT.block_bytes) for _ in theirs]
     assert writes(tier, theirs)
     assert within(PATIENCE_S, lambda: roomy.read([name.key for name in theirs], buffers) == [True] * 40)
     for name, buffer in zip(theirs, buffers, strict=True):
         assert np.array_equal(buffer, contents(name))
-        assert not string_at(buffer.ctypes.data - ROOM_BYTES, ROOM_BYTES - 1024).strip(b"\0")
+        assert not string_at(buffer.ctypes.data - HEADROOM_BYTES, HEADROOM_BYTES - 1024).strip(b"\0")
     for name, buffer in zip(ours, buffers, strict=True):
         buffer[:] = contents(name)
     assert within(PATIENCE_S, lambda: put(roomy, ours, buffers) == [True] * 40)
@@ -183,7 +183,7 @@ def test_what_another_worker_removed_while_it_was_read_is_a_miss(
     """Its place may be another block's by the time that its bytes are taken. It is not corrupt, and nobody is told so."""
     names, others = chain(3), chain(3, seed=1)
     assert writes(tier, names + others)
-    real: Any = tier._link._client
+    real: Any = tier._store_client._client
     asked: list[int] = []
 
     class Late:
@@ -199,7 +199,7 @@ def test_what_another_worker_removed_while_it_was_read_is_a_miss(
             return codes
 
     num_corrupt = tier.stats().corrupt
-    monkeypatch.setattr(tier._link, "_client", Late())
+    monkeypatch.setattr(tier._store_client, "_client", Late())
     assert read(tier, names) == [False, True, True]
     assert asked == [3, 1]
     assert tier.stats().corrupt == num_corrupt

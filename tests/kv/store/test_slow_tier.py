@@ -16,14 +16,14 @@ from kv.peer_world import LAYOUT, block_ids, keys, wait_until
 from stoker.base.ids import BlockId, BlockKey
 from stoker.kv.blocks.transfer import BlockName, KvLoad, KvTicket, LoadResult, OfferedBlock, PeerUnavailable
 from stoker.kv.device.device_kv import DeviceKv
-from stoker.kv.store import block_io as block_io_module
+from stoker.kv.store import buffer_pool as buffer_pool_module
 from stoker.kv.store import kv_store as store_module
 from stoker.kv.store import loader as loads
-from stoker.kv.store import tier_prefetch as read_ahead
-from stoker.kv.store import tier_use
+from stoker.kv.store import measured_tier
+from stoker.kv.store import tier_prefetcher as read_ahead
 from stoker.kv.store.block_io import block_io
 from stoker.kv.store.kv_store import KvStore, StoreContext
-from stoker.kv.store.tier_use import TierUse
+from stoker.kv.store.measured_tier import MeasuredTier
 from stoker.kv.store.tiers.tier import HostBytes, TierStats
 
 TOKENS = list(range(8 * LAYOUT.block_tokens))
@@ -34,7 +34,7 @@ class Stalling:
     """Has every block; while it stalls, no read comes back."""
 
     medium: ClassVar[str] = "DISK"
-    shared = False
+    shared_location: str | None = None
 
     def __init__(self) -> None:
         self.answers = threading.Event()
@@ -49,7 +49,7 @@ class Stalling:
         self.answers.wait(120)
         return [True] * len(keys)
 
-    def write(self, names: Sequence[BlockName], data: Sequence[HostBytes], sums: Sequence[int]) -> list[bool]:
+    def write(self, names: Sequence[BlockName], data: Sequence[HostBytes], checksums: Sequence[int]) -> list[bool]:
         return [self.takes] * len(names)
 
     def drop(self, keys: Sequence[BlockKey]) -> None: ...
@@ -101,11 +101,11 @@ class NoPeers:
 class World:
     def __init__(self, tier: Stalling, *others: Stalling) -> None:
         self.tier, self.peers = tier, NoPeers()
-        self.use = TierUse("slow", self.tier)
-        uses = [self.use, *(TierUse("other", other) for other in others)]
+        self.measured = MeasuredTier("slow", self.tier)
+        measured = [self.measured, *(MeasuredTier("other", other) for other in others)]
         kv = DeviceKv(LAYOUT, 16, torch.device("cpu"))
         context = StoreContext("f", LAYOUT.block_tokens, LAYOUT.block_bytes, False, lambda: TOKENS_PER_S, lambda: None)
-        self.store = KvStore(uses, self.peers, block_io(kv), context, deque())
+        self.store = KvStore(measured, self.peers, block_io(kv), context, deque())
         self.store.measure()
 
     def load(self, ticket: KvTicket | None, times: int = 1) -> LoadResult:
@@ -139,7 +139,7 @@ def world() -> Iterator[World]:
 
 
 def test_a_tier_that_stalled_once_is_used_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_use, "_MEASURE_AGAIN_S", 0.1)
+    monkeypatch.setattr(measured_tier, "_MEASURE_AGAIN_S", 0.1)
     assert world.num_worth == 8
     world.tier.answers.clear()
     assert world.load(None).num_loaded == 0
@@ -153,9 +153,9 @@ def test_a_tier_that_stalled_once_is_used_again(world: World, monkeypatch: pytes
 
 def test_a_full_tier_that_stalled_once_is_used_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """No block can be put there to measure it with."""
-    monkeypatch.setattr(tier_use, "_MEASURE_AGAIN_S", 0.1)
+    monkeypatch.setattr(measured_tier, "_MEASURE_AGAIN_S", 0.1)
     world.tier.takes = False
-    world.use.late(8, seconds=60.0)
+    world.measured.late(8, seconds=60.0)
     wait_until(lambda: world.num_worth == 8)
 
 
@@ -191,8 +191,8 @@ def test_a_worker_that_does_not_answer_keeps_nobody_from_the_tiers(world: World)
 def test_where_no_more_memory_is_to_be_had_blocks_are_declined_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(InRam())
     world.tier.has = False
-    real = block_io_module.new_buffer
-    monkeypatch.setattr(block_io_module, "_NO_MEMORY_S", 0.0)
+    real = buffer_pool_module.new_buffer
+    monkeypatch.setattr(buffer_pool_module, "_ALLOCATION_PAUSE_S", 0.0)
 
     def no_memory(*args: Any) -> HostBytes:
         raise RuntimeError("CUDA error: out of memory")
@@ -208,11 +208,11 @@ def test_where_no_more_memory_is_to_be_had_blocks_are_declined_and_given_back(mo
         return copied == [one.block for one in offered]
 
     for new_buffer in (no_memory, real):
-        monkeypatch.setattr(block_io_module, "new_buffer", new_buffer)
+        monkeypatch.setattr(buffer_pool_module, "new_buffer", new_buffer)
         world.store.offer(offered)
         wait_until(are_copied)
         copied.clear()
-    assert world.use.figures.declined == 4
+    assert world.measured.counters.declined == 4
     world.close()
 
 
@@ -245,7 +245,7 @@ def test_hints_do_not_wait_for_a_tier_that_stalls(monkeypatch: pytest.MonkeyPatc
         wait_until(lambda: world.peers.num_hints == 1)
     finally:
         world.close()
-    assert world.use.figures.errors == 1, "the blocks behind the first are of no use without it"
+    assert world.measured.counters.errors == 1, "the blocks behind the first are of no use without it"
 
 
 def test_hints_do_not_wait_until_a_start_has_listed_what_is_there() -> None:

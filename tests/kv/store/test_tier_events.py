@@ -14,9 +14,10 @@ from tier_writes import put
 from stoker.base.ids import BlockKey
 from stoker.kv.blocks.transfer import BlockName
 from stoker.kv.device.device_kv import DeviceKv
-from stoker.kv.store.block_io import block_io, new_buffer
+from stoker.kv.store.block_io import block_io
+from stoker.kv.store.buffer_pool import new_buffer
 from stoker.kv.store.kv_store import KvStore, StoreContext, TierEvent
-from stoker.kv.store.tier_use import TierUse
+from stoker.kv.store.measured_tier import MeasuredTier
 from stoker.kv.store.tiers.disk.block_file import BlockFiles
 from stoker.kv.store.tiers.disk.disk_tier import DiskTier
 from stoker.kv.store.tiers.tier import TierContext
@@ -52,7 +53,7 @@ def test_a_block_that_goes_while_a_start_lists_what_is_there_does_not_count_as_h
     monkeypatch.setattr(BlockFiles, "read_name", read_name)
     kv = DeviceKv(LAYOUT, 4, torch.device("cpu"))
     store = KvStore(
-        [TierUse("disk", tier)],
+        [MeasuredTier("disk", tier)],
         NoPeers(),
         block_io(kv),
         StoreContext("f", LAYOUT.block_tokens, LAYOUT.block_bytes, False, lambda: None, lambda: None),

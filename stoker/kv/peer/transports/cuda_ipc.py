@@ -14,11 +14,11 @@ from torch import Tensor
 
 from stoker.base.ids import BlockId
 from stoker.kernels.transfer import to_device
-from stoker.kv.blocks.layout import KvLayout, Part
+from stoker.kv.blocks.layout import HeadSlice, KvLayout
 from stoker.kv.blocks.transfer import PeerUnavailable
 from stoker.kv.device.checksum import tensor_checksums
 from stoker.kv.device.device_kv import DeviceKv
-from stoker.kv.peer.block_bytes import BeforeWrite, CudaSink, Sink, device_runs
+from stoker.kv.peer.block_bytes import BeforeWrite, BlockSink, CudaSink, device_runs
 from stoker.kv.peer.transports.transport import TRANSPORTS, OneSidedLink
 
 # The parts of torch's own description of shared memory, in its order; the device's number is each process's own.
@@ -74,10 +74,12 @@ class CudaIpcLink(OneSidedLink):
         self._device = device
         self._num_blocks = len(pool) // peer.block_bytes
 
-    def fits(self, sink: Sink) -> bool:
+    def fits(self, sink: BlockSink) -> bool:
         return isinstance(sink, CudaSink)
 
-    def copy(self, blocks: Sequence[BlockId], part: Part, sums: Sequence[int], sink: Sink, first: int) -> list[bool]:
+    def copy(
+        self, blocks: Sequence[BlockId], part: HeadSlice, expected: Sequence[int], sink: BlockSink, first: int
+    ) -> list[bool]:
         assert isinstance(sink, CudaSink)
         if max(blocks) >= self._num_blocks:
             raise PeerUnavailable(f"block {max(blocks)} of a peer that has {self._num_blocks}")
@@ -89,4 +91,4 @@ class CudaIpcLink(OneSidedLink):
             sink.place_device(first, data)
         # CONFIRM comes after this: it must say how the lease stood when all was read.
         sink.stream.synchronize()
-        return [mine == theirs for mine, theirs in zip(found, sums, strict=True)]
+        return [mine == theirs for mine, theirs in zip(found, expected, strict=True)]

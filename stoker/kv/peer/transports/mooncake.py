@@ -14,14 +14,14 @@ from itertools import chain, islice
 from typing import Any
 
 from stoker.base.ids import BlockId
-from stoker.kv.blocks.layout import KvLayout, Part
+from stoker.kv.blocks.layout import HeadSlice, KvLayout
 from stoker.kv.blocks.transfer import PeerUnavailable
 from stoker.kv.device.device_kv import DeviceKv
-from stoker.kv.mooncake.transfer_engine import REQUEST_BYTES, Runs, configure, read_in_turn
-from stoker.kv.peer.block_bytes import BeforeWrite, CudaSink, Sink, source_of
+from stoker.kv.mooncake.transfer_engine import REQUEST_BYTES, RemoteRanges, configure_environment, read_in_order
+from stoker.kv.peer.block_bytes import BeforeWrite, BlockSink, CudaSink, source_of
 from stoker.kv.peer.transports.transport import TRANSPORTS, OneSidedLink
 
-_CHECKED_BYTES = 2 << 20  # summed up at one time: still in the cache
+_CHECKED_BYTES = 2 << 20  # checksummed at one time: still in the cache
 _CHECKED_ON_A_CARD_BYTES = 8 << 20  # which is a launch each time
 
 
@@ -62,7 +62,7 @@ class MooncakeTransport:
         with self._lock:
             if self._engine is not None:
                 return self._engine
-            configure()
+            configure_environment()
             try:
                 from mooncake.engine import TransferEngine
             except ImportError as absent:
@@ -99,10 +99,12 @@ class MooncakeLink(OneSidedLink):
         self._kv = kv
         self._arrived = source_of(kv)
 
-    def fits(self, sink: Sink) -> bool:
+    def fits(self, sink: BlockSink) -> bool:
         return sink.into is not None  # other memory is not registered
 
-    def copy(self, blocks: Sequence[BlockId], part: Part, sums: Sequence[int], sink: Sink, first: int) -> list[bool]:
+    def copy(
+        self, blocks: Sequence[BlockId], part: HeadSlice, expected: Sequence[int], sink: BlockSink, first: int
+    ) -> list[bool]:
         assert sink.into is not None
         if max(blocks) >= self._num_blocks:
             raise PeerUnavailable(f"block {max(blocks)} of a peer that has {self._num_blocks}")
@@ -114,15 +116,15 @@ class MooncakeLink(OneSidedLink):
         runs = [self._runs(one, part, mine, sink.part) for one, mine in zip(blocks, into, strict=True)]
         step = max(1, checked_bytes // part.total_bytes)
         found: list[int] = []
-        # The next are on the wire while some are summed up, as soon as they have come: nor is the cache cold by then.
-        with closing(read_in_turn(self._engine, chain.from_iterable(runs))) as reads:
+        # The next are on the wire while some are checksummed, as soon as they have come: nor is the cache cold by then.
+        with closing(read_in_order(self._engine, chain.from_iterable(runs))) as reads:
             for at in range(0, len(blocks), step):
                 if not all(islice(reads, sum(map(len, runs[at : at + step])))):
                     raise PeerUnavailable(f"mooncake: reading {len(blocks)} blocks of {self._segment} failed")
                 found += self._arrived.checksums(into[at : at + step], sink.part)
-        return [mine == expected for mine, expected in zip(found, sums, strict=True)]
+        return [mine == expected for mine, expected in zip(found, expected, strict=True)]
 
-    def _runs(self, block: BlockId, part: Part, into: BlockId, our_part: Part) -> list[Runs]:
+    def _runs(self, block: BlockId, part: HeadSlice, into: BlockId, our_part: HeadSlice) -> list[RemoteRanges]:
         """Of one block: one run, in several reads; or many runs, in one. The same bytes may be one run here and many there:
         both are cut as the finer of the two."""
         count = max(part.count, our_part.count)
@@ -133,14 +135,14 @@ class MooncakeLink(OneSidedLink):
         ours = _addresses(self._kv.blocks.data_ptr() + into * self._kv.layout.block_bytes, our_part, count)
         lengths = [part.total_bytes // count] * count
         if not is_one:
-            return [Runs(self._segment, ours, theirs, lengths)]
+            return [RemoteRanges(self._segment, ours, theirs, lengths)]
         return [
-            Runs(self._segment, [mine], [its], [length])
+            RemoteRanges(self._segment, [mine], [its], [length])
             for mine, its, length in zip(ours, theirs, lengths, strict=True)
         ]
 
 
-def _addresses(block: int, part: Part, count: int) -> list[int]:
+def _addresses(block: int, part: HeadSlice, count: int) -> list[int]:
     step = part.stride if part.count == count else part.total_bytes // count
     start = block + part.offset
     return list(range(start, start + count * step, step))

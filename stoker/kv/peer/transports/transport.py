@@ -16,23 +16,23 @@ from typing import Any, ClassVar, Protocol
 from stoker.base.config import HandoffSettings
 from stoker.base.ids import BlockId
 from stoker.base.registry import Registry
-from stoker.kv.blocks.layout import KvLayout, Part, part_of
+from stoker.kv.blocks.layout import HeadSlice, KvLayout, head_slice
 from stoker.kv.blocks.transfer import BlockName, PeerUnavailable
 from stoker.kv.device.device_kv import DeviceKv
-from stoker.kv.peer.block_bytes import BeforeWrite, Sink
+from stoker.kv.peer.block_bytes import BeforeWrite, BlockSink
 from stoker.kv.peer.lease_book import LeaseView
-from stoker.kv.peer.peer_wire import Answer, Ask, Connection, Kind, pack_confirm
+from stoker.kv.peer.peer_wire import BlockReply, BlockRequest, FrameKind, PeerConnection, pack_confirm
 
 IO_S = 5.0  # that a peer may say nothing, or take nothing, before it is given up
 _WORD_S = 0.25  # past the deadline: a peer that waits for blocks until then says that there are none
 
 
 @dataclass(slots=True, eq=False)
-class Pull:
+class PullProgress:
     """A pull on its way: what is asked for, and what came so far. Links fill it in as they go, so that what came before a
     failure counts."""
 
-    sink: Sink
+    sink: BlockSink
     filled: list[bool]
     until_s: float  # monotonic
     at: int = 0  # blocks before this one are dealt with, well or not
@@ -61,10 +61,10 @@ class Pull:
 class Link(Protocol):
     """An open way to one peer's pool. Several threads may use it at a time, each with a connection of its own."""
 
-    def fits(self, sink: Sink) -> bool:
+    def fits(self, sink: BlockSink) -> bool:
         """Whether it can bring bytes there."""
 
-    def take(self, connection: Connection, ask: Ask, pull: Pull) -> LeaseView:
+    def take(self, connection: PeerConnection, ask: BlockRequest, pull: PullProgress) -> LeaseView:
         """Take all that is ready of what is asked for, from `pull.at` on; the peer waits for the first of it, for at most
         `ask.wait_s`. Returns what the peer said last. After an error the connection is of no use any more."""
 
@@ -109,22 +109,24 @@ class OneSidedLink(ABC):
         self._peer = peer
 
     @abstractmethod
-    def copy(self, blocks: Sequence[BlockId], part: Part, sums: Sequence[int], sink: Sink, first: int) -> list[bool]:
+    def copy(
+        self, blocks: Sequence[BlockId], part: HeadSlice, checksums: Sequence[int], sink: BlockSink, first: int
+    ) -> list[bool]:
         """This part of the peer's blocks into the sink, from its block `first` on. True: with this checksum."""
 
-    def fits(self, sink: Sink) -> bool:
+    def fits(self, sink: BlockSink) -> bool:
         return True
 
     def close(self) -> None:
         return
 
-    def take(self, connection: Connection, ask: Ask, pull: Pull) -> LeaseView:
-        part = part_of(self._peer, ask.first_head, ask.end_head)
+    def take(self, connection: PeerConnection, ask: BlockRequest, pull: PullProgress) -> LeaseView:
+        part = head_slice(self._peer, ask.first_head, ask.end_head)
         least, most = (max(1, size // part.total_bytes) for size in self.batch_bytes)
         last = ask.first + ask.limit
         ask = replace(ask, limit=min(ask.limit, least))
         connection.limit(pull.answer_s(ask.wait_s), IO_S)
-        connection.send(Kind.LOCATE, ask.pack())
+        connection.send(FrameKind.LOCATE, ask.pack())
         answer = _located(connection)
         copied: list[bool] = []  # whose CONFIRMED is still to come: nobody waits for it but at the end
         while answer.view.blocks:
@@ -134,10 +136,10 @@ class OneSidedLink(ABC):
             has_next = min(last, view.num_ready) > end
             following = _after(ask, end, last, most)
             if has_next:
-                connection.send(Kind.LOCATE, following.pack())
-            right = self.copy(view.blocks, part, answer.sums, pull.sink, pull.at + len(copied))
+                connection.send(FrameKind.LOCATE, following.pack())
+            right = self.copy(view.blocks, part, answer.checksums, pull.sink, pull.at + len(copied))
             _confirmed(connection, copied, pull)
-            connection.send(Kind.CONFIRM, pack_confirm(ask.lease_id, view.generation))
+            connection.send(FrameKind.CONFIRM, pack_confirm(ask.lease_id, view.generation))
             copied = right
             if not has_next:
                 _confirmed(connection, copied, pull)
@@ -147,23 +149,23 @@ class OneSidedLink(ABC):
         return answer.view
 
 
-def _confirmed(connection: Connection, copied: list[bool], pull: Pull) -> None:
+def _confirmed(connection: PeerConnection, copied: list[bool], pull: PullProgress) -> None:
     """`copied`, none or a batch: which of them came with the right checksum. The next thing that the peer says is whether the
     lease held."""
     if not copied:
         return
-    held = connection.receive(Kind.CONFIRMED)[1] == b"\x01"
+    held = connection.receive(FrameKind.CONFIRMED)[1] == b"\x01"
     for right in copied:
         pull.took(right, held)
 
 
-def _after(ask: Ask, first: int, last: int, most: int) -> Ask:
+def _after(ask: BlockRequest, first: int, last: int, most: int) -> BlockRequest:
     keys = None if ask.keys is None else ask.keys[first - ask.first :]
     return replace(ask, first=first, keys=keys, limit=min(2 * ask.limit, most, last - first), wait_s=0.0)
 
 
-def _located(connection: Connection) -> Answer:
-    answer = Answer.unpack(connection.receive(Kind.LOCATED)[1])
-    if len(answer.sums) != len(answer.view.blocks):
-        raise PeerUnavailable(f"{len(answer.sums)} checksums for {len(answer.view.blocks)} blocks")
+def _located(connection: PeerConnection) -> BlockReply:
+    answer = BlockReply.unpack(connection.receive(FrameKind.LOCATED)[1])
+    if len(answer.checksums) != len(answer.view.blocks):
+        raise PeerUnavailable(f"{len(answer.checksums)} checksums for {len(answer.view.blocks)} blocks")
     return answer

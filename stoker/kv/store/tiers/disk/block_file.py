@@ -23,7 +23,7 @@ import numpy as np
 from stoker.base.ids import BlockKey
 from stoker.kv.blocks.transfer import BlockName
 from stoker.kv.device.checksum import checksum
-from stoker.kv.store.tiers.disk.disk_encryption import NONCE_BYTES, TAG_BYTES, Cipher, WrongKeyOrBytes
+from stoker.kv.store.tiers.disk.disk_encryption import NONCE_BYTES, TAG_BYTES, Cipher, DecryptionFailed
 from stoker.kv.store.tiers.tier import HostBytes
 
 VERSION = 2
@@ -37,7 +37,7 @@ _NO_SALT = 255
 _NO_NONCE = bytes(NONCE_BYTES)
 
 
-class WrongBlock(Exception):
+class CorruptBlock(Exception):
     """The file is not the block that its name says; `str()` is how that was seen."""
 
 
@@ -54,10 +54,10 @@ class BlockFiles:
         self.direct = direct
         self._own = threading.local()
 
-    def write(self, path: str, name: BlockName, data: HostBytes, of_bytes: int, use_ns: int) -> None:
-        """`of_bytes`: their checksum. `path` must not exist. OSError: whatever is there then is not a block."""
+    def write(self, path: str, name: BlockName, data: HostBytes, data_checksum: int, use_ns: int) -> None:
+        """`data_checksum`: their checksum. `path` must not exist. OSError: whatever is there then is not a block."""
         head, body = self._scratch()
-        self._fill_head(head, name, of_bytes)
+        self._fill_head(head, name, data_checksum)
         if self._cipher:
             public = head[: _PUBLIC.size].tobytes()
             nonce = public[-NONCE_BYTES:]
@@ -74,7 +74,7 @@ class BlockFiles:
             os.close(fd)
 
     def read(self, path: str, key: BlockKey, into: HostBytes, use_ns: int | None) -> None:
-        """WrongBlock, or an OSError: FileNotFoundError is a plain miss. `use_ns`: note this use in the file."""
+        """CorruptBlock, or an OSError: FileNotFoundError is a plain miss. `use_ns`: note this use in the file."""
         head, body = self._scratch()
         is_plain = self._cipher is None
         in_place = is_plain and (not self.direct or (_is_aligned(into) and self._block_bytes == self._body_bytes))
@@ -88,33 +88,33 @@ class BlockFiles:
         finally:
             os.close(fd)
         if got < self._head_bytes + target.nbytes:
-            raise WrongBlock(f"{got} bytes long, must be {self.file_bytes}")
+            raise CorruptBlock(f"{got} bytes long, must be {self.file_bytes}")
         public = self._check_public(head, key)
         if self._cipher:
             try:
                 self._cipher.open_into(public[-NONCE_BYTES:], body[: self._block_bytes + TAG_BYTES], public, into)
-            except WrongKeyOrBytes:
-                raise WrongBlock("another key or changed bytes") from None
+            except DecryptionFailed:
+                raise CorruptBlock("another key or changed bytes") from None
             return
         if not in_place:
             np.copyto(into, body[: self._block_bytes])
         _, expected, _, _, _ = _FACTS.unpack_from(head.data, _PUBLIC.size)
         if checksum(into) != expected:
-            raise WrongBlock("checksum")
+            raise CorruptBlock("checksum")
 
     def read_name(self, path: str, key: BlockKey) -> BlockName:
         with open(path, "rb", buffering=0) as file:
             head = np.frombuffer(file.read(self._head_bytes), dtype=np.uint8)
         if len(head) < self._head_bytes:
-            raise WrongBlock(f"{len(head)} bytes long, must be {self.file_bytes}")
+            raise CorruptBlock(f"{len(head)} bytes long, must be {self.file_bytes}")
         public = self._check_public(head, key)
         facts = head[_PUBLIC.size :].tobytes()
         if self._cipher:
             nonce = public[-2 * NONCE_BYTES : -NONCE_BYTES]
             try:
                 facts = self._cipher.open(nonce, facts, public)
-            except WrongKeyOrBytes:
-                raise WrongBlock("another key or changed bytes") from None
+            except DecryptionFailed:
+                raise CorruptBlock("another key or changed bytes") from None
         parent, _, num_tokens, salt_bytes, salt = _FACTS.unpack_from(facts)
         tokens = struct.unpack_from(f"<{num_tokens}I", facts, _FACTS.size)
         return BlockName(key, BlockKey(parent), tokens, None if salt_bytes == _NO_SALT else salt[:salt_bytes].decode())
@@ -123,11 +123,11 @@ class BlockFiles:
         room = self._head_bytes - _PUBLIC.size - _FACTS.size - (TAG_BYTES if self._cipher else 0)
         return 4 * len(name.token_ids) <= room and len((name.salt or "").encode()) <= 64 and len(name.parent) == 16
 
-    def _fill_head(self, head: HostBytes, name: BlockName, of_bytes: int) -> None:
+    def _fill_head(self, head: HostBytes, name: BlockName, data_checksum: int) -> None:
         salt = (name.salt or "").encode()
         facts = _FACTS.pack(
             name.parent,
-            0 if self._cipher else of_bytes,
+            0 if self._cipher else data_checksum,
             len(name.token_ids),
             _NO_SALT if name.salt is None else len(salt),
             salt,
@@ -147,15 +147,15 @@ class BlockFiles:
         public = head[: _PUBLIC.size].tobytes()
         magic, version, flags, crc, of_key, block_bytes, _, _ = _PUBLIC.unpack(public)
         if (magic, version, flags) != (_MAGIC, VERSION, _ENCRYPTED if self._cipher else 0):
-            raise WrongBlock(f"magic {magic!r}, version {version}, flags {flags}")
+            raise CorruptBlock(f"magic {magic!r}, version {version}, flags {flags}")
         if of_key != key:
-            raise WrongBlock(f"the block of {of_key.hex()}")
+            raise CorruptBlock(f"the block of {of_key.hex()}")
         if block_bytes != self._block_bytes:
-            raise WrongBlock(f"a block of {block_bytes} bytes, not {self._block_bytes}")
+            raise CorruptBlock(f"a block of {block_bytes} bytes, not {self._block_bytes}")
         if not self._cipher:
             plain = head.tobytes()
             if zlib.crc32(plain[:_CRC_AT] + bytes(4) + plain[_CRC_AT + 4 :]) != crc:
-                raise WrongBlock("the head's crc")
+                raise CorruptBlock("the head's crc")
         return public
 
     def _open(self, path: str, flags: int) -> int:

@@ -14,28 +14,29 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from stoker.base.log import EventLog
-from stoker.kv.store.tiers.disk.disk_directory import Health
-from stoker.kv.store.tiers.disk.disk_index import Change, DiskIndex, Entry, FileId, Journal, path_of, scan
+from stoker.kv.store.tiers.disk.disk_directory import DiskHealth
+from stoker.kv.store.tiers.disk.disk_index import DiskIndex, FileEntry, FileId, path_of, scan
+from stoker.kv.store.tiers.disk.disk_journal import DiskJournal, JournalChange
 
 log = EventLog("kv.disk")
 
 _GIB = 1 << 30
-_NEWS_S = 0.005  # how late others' changes may be known
+_CATCH_UP_S = 0.005  # how late others' changes may be known
 _SCAN_LOG_S = 5.0
 
 
 class DiskContents:
     """`on_lost` hears of files that were here and are gone, whoever removed them."""
 
-    def __init__(self, root: Path, health: Health, on_lost: Callable[[Sequence[FileId]], None]) -> None:
+    def __init__(self, root: Path, health: DiskHealth, on_lost: Callable[[Sequence[FileId]], None]) -> None:
         self._root = root
         self._health = health
         self._on_lost = on_lost
         self._index = DiskIndex()
         self._index_lock = threading.Lock()  # never held while the disk is asked
-        self._journal = Journal(root / "journal")
+        self._journal = DiskJournal(root / "journal")
         self._journal_lock = threading.Lock()
-        self._news_at_s = 0.0
+        self._caught_up_s = 0.0
         self._closed = False
         self.scanned = threading.Event()
         self._scanner: threading.Thread | None = None
@@ -70,16 +71,16 @@ class DiskContents:
             return here
         return [is_here or os.path.exists(path_of(self._root, file)) for is_here, file in zip(here, files, strict=True)]
 
-    def catch_up(self, at_once: bool = False) -> None:
-        """With what others did; but for `at_once`, not if that was done just now or is being done."""
+    def catch_up(self, force: bool = False) -> None:
+        """With what others did; but for `force`, not if that was done just now or is being done."""
         now_s = time.monotonic()
-        if not at_once and now_s - self._news_at_s < _NEWS_S:
+        if not force and now_s - self._caught_up_s < _CATCH_UP_S:
             return
-        if not self._journal_lock.acquire(blocking=at_once):
+        if not self._journal_lock.acquire(blocking=force):
             return
         try:
-            self._news_at_s = now_s
-            changes = [] if self._closed else self._journal.news()
+            self._caught_up_s = now_s
+            changes = [] if self._closed else self._journal.read_changes()
         except OSError as failed:
             self._health.failed("journal", failed)
             return
@@ -98,20 +99,20 @@ class DiskContents:
             lost = [file for file in gone if index.remove(file)]
         self._on_lost(lost)
 
-    def tell_added(self, files: Sequence[FileId], num_bytes: int) -> None:
+    def announce_added(self, files: Sequence[FileId], num_bytes: int) -> None:
         """The other processes."""
-        self._tell([Change(file, num_bytes, True) for file in files])
+        self._announce([JournalChange(file, num_bytes, True) for file in files])
 
-    def tell_removed(self, files: Sequence[FileId]) -> None:
+    def announce_removed(self, files: Sequence[FileId]) -> None:
         """The other processes."""
-        self._tell([Change(file, 0, False) for file in files])
+        self._announce([JournalChange(file, 0, False) for file in files])
 
-    def tell_lost(self, files: Sequence[FileId]) -> None:
+    def announce_lost(self, files: Sequence[FileId]) -> None:
         """The other processes, and this one's listeners."""
-        self.tell_removed(files)
+        self.announce_removed(files)
         self._on_lost(files)
 
-    def _tell(self, changes: Sequence[Change]) -> None:
+    def _announce(self, changes: Sequence[JournalChange]) -> None:
         if not changes:
             return
         try:
@@ -122,7 +123,7 @@ class DiskContents:
             self._health.failed("journal", failed)
 
     def _scan(self, then: Callable[[], object]) -> None:
-        found: dict[FileId, Entry] = {}
+        found: dict[FileId, FileEntry] = {}
         began_s = told_s = time.monotonic()
         try:
             for some in scan(self._root):

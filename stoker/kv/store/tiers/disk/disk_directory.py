@@ -27,7 +27,7 @@ _PAUSE_S = (1.0, 60.0)  # the first and the longest
 _ONLY_READ = (ENOSPC, EDQUOT, EROFS)  # kernels make a file system read-only when its disk fails
 
 
-class Pause:
+class DiskBackoff:
     """Of something that fails: each time it fails again, twice as long."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Pause:
         self._next_s = _PAUSE_S[0]
 
 
-class Health:
+class DiskHealth:
     """How the disk has done lately. For a while, one that takes nothing is not written to, and one that fails again and again
     not asked at all; nor is one that hangs, until its call has come back."""
 
@@ -57,17 +57,17 @@ class Health:
         self._lock = threading.Lock()
         self._in_a_row = 0
         self.num_errors = 0
-        self.full, self.resting = Pause(), Pause()
+        self.full, self.resting = DiskBackoff(), DiskBackoff()
         self._hanging: Future[Any] | None = None  # the call that was last given up
         self._hangs_since_s = 0.0
 
     @property
-    def is_left_alone(self) -> bool:
+    def is_paused(self) -> bool:
         return self.resting.left_s > 0 or self._is_hanging
 
     @property
-    def takes_blocks(self) -> bool:
-        return not self.is_left_alone and not self.full.left_s
+    def is_writable(self) -> bool:
+        return not self.is_paused and not self.full.left_s
 
     @property
     def _is_hanging(self) -> bool:
@@ -139,7 +139,7 @@ def check_marker(root: Path, cipher: Cipher | None) -> None:
     raise ConfigError(f"{root} is encrypted with another key than the one of store.disk_key_file")
 
 
-def remove_left_behind(tmp: Path) -> None:
+def remove_abandoned_files(tmp: Path) -> None:
     """What writers that were killed have left."""
     for path in tmp.iterdir():
         pid, _, rest = path.name.partition("-")

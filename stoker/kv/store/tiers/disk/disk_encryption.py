@@ -19,7 +19,7 @@ _KEY_BYTES = 32
 _CHECK = b"stoker disk tier"
 
 
-class WrongKeyOrBytes(Exception):
+class DecryptionFailed(Exception):
     """Made with another key, or changed since."""
 
 
@@ -42,7 +42,7 @@ class Cipher:
         try:
             return self._aes.decrypt(nonce, sealed, public)
         except self._invalid:
-            raise WrongKeyOrBytes from None
+            raise DecryptionFailed from None
 
     def seal_into(self, nonce: bytes, data: HostBytes, public: bytes, sealed: HostBytes) -> None:
         """`sealed` is TAG_BYTES longer than `data`."""
@@ -52,7 +52,7 @@ class Cipher:
         try:
             self._aes.decrypt_into(nonce, sealed.data, public, data.data)
         except self._invalid:
-            raise WrongKeyOrBytes from None
+            raise DecryptionFailed from None
 
     def proof(self) -> str:
         """Tells, later, whether a key is this one."""
@@ -63,7 +63,7 @@ class Cipher:
         raw = bytes.fromhex(proof)
         try:
             return self.open(raw[:NONCE_BYTES], raw[NONCE_BYTES:], b"") == _CHECK
-        except WrongKeyOrBytes:
+        except DecryptionFailed:
             return False
 
 

@@ -13,17 +13,17 @@ from pathlib import Path
 from stoker.base.log import EventLog
 from stoker.kv.blocks.transfer import TierUnavailable
 from stoker.kv.store.tiers.disk.disk_contents import DiskContents
-from stoker.kv.store.tiers.disk.disk_directory import Health
-from stoker.kv.store.tiers.disk.disk_index import Entry, FileId, path_of
+from stoker.kv.store.tiers.disk.disk_directory import DiskHealth
+from stoker.kv.store.tiers.disk.disk_index import FileEntry, FileId, path_of
 
 log = EventLog("kv.disk")
 
 _LOCK_S = 2.0
 
 
-class DiskRoom:
+class DiskEviction:
     def __init__(
-        self, root: Path, capacity_bytes: int, file_bytes: int, contents: DiskContents, health: Health
+        self, root: Path, capacity_bytes: int, file_bytes: int, contents: DiskContents, health: DiskHealth
     ) -> None:
         self._root = root
         self._health = health
@@ -42,7 +42,7 @@ class DiskRoom:
         removed: list[FileId] = []
         try:
             with self._evicting():
-                self._contents.catch_up(at_once=True)
+                self._contents.catch_up(force=True)
                 while not self._reserve(num_blocks):
                     with self._contents.index() as index:
                         oldest = index.oldest()
@@ -59,7 +59,7 @@ class DiskRoom:
         except TierUnavailable as failed:
             log.warning("disk_eviction_failed", reason=failed.message)
             num_blocks = 0
-        self._contents.tell_lost(removed)
+        self._contents.announce_lost(removed)
         return num_blocks
 
     def close(self) -> None:
@@ -75,7 +75,7 @@ class DiskRoom:
                 index.reserved_bytes += size
             return fits
 
-    def _evict(self, file: FileId, entry: Entry) -> bool:
+    def _evict(self, file: FileId, entry: FileEntry) -> bool:
         """False: another worker used it since we looked."""
         path = path_of(self._root, file)
         with suppress(FileNotFoundError):  # a process that was killed while it evicted has told nobody

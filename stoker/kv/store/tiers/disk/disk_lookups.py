@@ -1,4 +1,4 @@
-"""Asker: questions to a disk that may not answer, asked on a thread of ours, so that whoever waits can give up.
+"""DiskLookups: questions to a disk that may not answer, asked on a thread of ours, so that whoever waits can give up.
 
 A network drive that is away, or a disk that tries a sector again and again, keeps a system call for minutes, and nobody can take
 it back. So one thread may be kept by it, and no more: until its call has come back, nobody asks.
@@ -13,15 +13,15 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 from stoker.kv.blocks.transfer import TierUnavailable
-from stoker.kv.store.tiers.disk.disk_directory import Health
+from stoker.kv.store.tiers.disk.disk_directory import DiskHealth
 
 T = TypeVar("T")
 
 _PARTS = 4  # of the time to wait: a machine that stands still, and not the disk, uses up one of them
 
 
-class Asker:
-    def __init__(self, health: Health) -> None:
+class DiskLookups:
+    def __init__(self, health: DiskHealth) -> None:
         self._health = health
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         # A daemon: a call that hangs must not keep the process.

@@ -19,7 +19,7 @@ from stoker.base.allowance import available_ram
 from stoker.base.errors import ConfigError
 from stoker.base.log import EventLog
 from stoker.kv.blocks.transfer import TierUnavailable
-from stoker.kv.store.tiers.host.host_table import Geometry, HostTable, read_geometry
+from stoker.kv.store.tiers.host.host_table import HostGeometry, HostTable, read_geometry
 
 log = EventLog("kv.host")
 
@@ -63,7 +63,7 @@ def remove_host_store(name: str) -> int:
     return len(ours)
 
 
-def private_memory(geometry: Geometry) -> tuple[int, mmap]:
+def private_memory(geometry: HostGeometry) -> tuple[int, mmap]:
     available = available_ram()
     if geometry.total_bytes > available:
         raise ConfigError(_too_large(geometry, available, "of this machine's RAM"))
@@ -71,7 +71,7 @@ def private_memory(geometry: Geometry) -> tuple[int, mmap]:
     return fd, _make(fd, geometry)
 
 
-def shared_memory(name: str, fingerprint: str, geometry: Geometry) -> tuple[int, mmap]:
+def shared_memory(name: str, fingerprint: str, geometry: HostGeometry) -> tuple[int, mmap]:
     """Open the named store, or make it. Every user holds a shared flock on it for as long as it lives."""
     if not _NAME.fullmatch(name):
         raise ConfigError(f"store.name={name!r}: letters, digits, '.', '_' and '-', at most 64 of them")
@@ -90,7 +90,7 @@ def shared_memory(name: str, fingerprint: str, geometry: Geometry) -> tuple[int,
         os.close(fd)
 
 
-def _attach(fd: int, path: Path, geometry: Geometry) -> mmap | None:
+def _attach(fd: int, path: Path, geometry: HostGeometry) -> mmap | None:
     """None: the file was removed while we opened it."""
     stat = os.fstat(fd)
     if stat.st_uid != os.getuid():
@@ -124,7 +124,7 @@ def _attach(fd: int, path: Path, geometry: Geometry) -> mmap | None:
         unlock(fd)
 
 
-def _make(fd: int, geometry: Geometry) -> mmap:
+def _make(fd: int, geometry: HostGeometry) -> mmap:
     os.ftruncate(fd, geometry.total_bytes)
     os.posix_fallocate(fd, 0, geometry.offsets()["blocks"])
     memory = mmap(fd, geometry.total_bytes)
@@ -132,7 +132,7 @@ def _make(fd: int, geometry: Geometry) -> mmap:
     return memory
 
 
-def _too_large(geometry: Geometry, free_bytes: int, where: str) -> str:
+def _too_large(geometry: HostGeometry, free_bytes: int, where: str) -> str:
     return (
         f"store.host_gib needs {geometry.total_bytes / _GIB:.2f} GiB, and {free_bytes / _GIB:.2f} GiB {where} are free"
     )

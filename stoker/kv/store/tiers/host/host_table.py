@@ -2,7 +2,7 @@
 that every process which maps it sees the same.
 
 It knows nothing of files, locks and processes. Whoever changes it holds the tier's lock. Looking up needs none: what is found is
-a hint, to be checked by generation and seal. A slot's state is the last thing written when it is filled and the first when
+a hint, to be checked by generation and checksum. A slot's state is the last thing written when it is filled and the first when
 it is given up: a process that dies in between leaves no slot READY under a wrong key.
 """
 
@@ -48,14 +48,14 @@ _HEADER = np.dtype(
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
+class HostGeometry:
     num_slots: int
     block_bytes: int
     block_tokens: int
     layout: str
 
     @classmethod
-    def of(cls, capacity_bytes: int, layout: KvLayout) -> Geometry:
+    def of(cls, capacity_bytes: int, layout: KvLayout) -> HostGeometry:
         one = cls(1, layout.block_bytes, layout.block_tokens, layout.fingerprint)
         return replace(one, num_slots=capacity_bytes // one.slot_bytes)
 
@@ -79,7 +79,7 @@ class Geometry:
             "states": ("u1", (slots,)),
             "generations": ("<u8", (slots,)),
             "keys": ("<u8", (slots, 2)),
-            "seals": ("<u8", (slots,)),
+            "checksums": ("<u8", (slots,)),
             "last_use_ns": ("<u8", (slots,)),
             "owners": ("<u8", (slots, 2)),  # of a slot being written: pid, and when that process started
             "parents": ("<u8", (slots, 2)),
@@ -107,17 +107,17 @@ def packed(keys: Sequence[BlockKey]) -> NDArray[np.uint64]:
     return np.frombuffer(b"".join(keys), dtype="<u8").reshape(len(keys), 2)
 
 
-def read_geometry(memory: mmap) -> Geometry | None:
+def read_geometry(memory: mmap) -> HostGeometry | None:
     """What a mapping was made for; None: it was never finished, or by another version."""
     header = np.frombuffer(memory, dtype=_HEADER, count=1)[0]
     if header["magic"] != MAGIC or header["version"] != VERSION or not header["is_made"]:
         return None
     num_slots, block_bytes, block_tokens = (int(header[name]) for name in ("num_slots", "block_bytes", "block_tokens"))
-    return Geometry(num_slots, block_bytes, block_tokens, header["layout"].decode())
+    return HostGeometry(num_slots, block_bytes, block_tokens, header["layout"].decode())
 
 
 class HostTable:
-    def __init__(self, memory: mmap, geometry: Geometry) -> None:
+    def __init__(self, memory: mmap, geometry: HostGeometry) -> None:
         self.geometry = geometry
         self._header = np.frombuffer(memory, dtype=_HEADER, count=1)
         offsets = geometry.offsets()
@@ -132,7 +132,7 @@ class HostTable:
         self.states = array("states")
         self.generations = array("generations")
         self.keys = array("keys")
-        self.seals = array("seals")
+        self.checksums = array("checksums")
         self.last_use_ns = array("last_use_ns")
         self.owners = array("owners")
         self._parents = array("parents")
@@ -247,8 +247,8 @@ class HostTable:
         self._put(slot)
         return int(self.generations[slot])
 
-    def finish(self, slot: int, seal: int, now_ns: int) -> None:
-        self.seals[slot] = seal
+    def finish(self, slot: int, checksum: int, now_ns: int) -> None:
+        self.checksums[slot] = checksum
         self.last_use_ns[slot] = now_ns
         self.states[slot] = READY
 

@@ -1,4 +1,4 @@
-"""MooncakeLink: this process's client of a Mooncake store, kept alive, and called without ever waiting for it too long.
+"""MooncakeClient: this process's client of a Mooncake store, kept alive, and called without ever waiting for it too long.
 
 The client's calls can take a minute when a machine hangs, half a minute when a worker that owned blocks is dead, and four
 seconds when the master is. So they run on threads of ours, a few of a kind, and whoever waits for one gives up in time; the
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import queue
 import socket
 import threading
 import time
@@ -25,7 +24,8 @@ from stoker.base.config import StoreSettings
 from stoker.base.errors import ConfigError
 from stoker.kv.blocks.transfer import TierUnavailable
 from stoker.kv.mooncake.master import INSTALL_HINT
-from stoker.kv.mooncake.transfer_engine import configure
+from stoker.kv.mooncake.transfer_engine import configure_environment
+from stoker.kv.store.tiers.mooncake.mooncake_call_lane import CallLane
 
 # What the client answers instead of a result.
 NO_SPACE = -200
@@ -41,93 +41,39 @@ _TICK_S = 1.0
 _DOWN_TICK_S = 0.1
 _HUNG_S = 15.0
 _CLOSE_S = 8.0
-_PENDING_PER_THREAD = 4
 _POLLING_NICE = 10
 
 log = logs.EventLog("kv.mooncake")
 T = TypeVar("T")
-Client = Any  # mooncake.store.MooncakeDistributedStore, which has no annotations
+RawClient = Any  # mooncake.store.MooncakeDistributedStore, which has no annotations
 
 
-class Keeper(Protocol):
+class MooncakeCallbacks(Protocol):
     """What the link's owner does on the link's own thread. All may call the client at leisure."""
 
-    def forgotten(self, client: Client) -> None:
+    def forgotten(self, client: RawClient) -> None:
         """The master has lost names, ours among them, and takes new ones again."""
 
-    def tick(self, client: Client) -> None:
+    def tick(self, client: RawClient) -> None:
         """About once a second while all is well."""
 
 
 @dataclass(slots=True)
-class LinkStats:
+class MooncakeClientStats:
     late: int = 0
     outages: int = 0
 
 
-class Lane:
-    """A few threads for one kind of call. They are daemons, since a call that hangs must not keep the process.
-
-    `nice`: of calls that move bytes. Until the last byte has come they ask again and again whether it has, and the client's own
-    threads, which move them, had better not wait for a core that is taken by that."""
-
-    def __init__(self, name: str, num_threads: int, nice: int = 0) -> None:
-        self._name = name
-        self._nice = nice
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._max_pending = num_threads * _PENDING_PER_THREAD
-        self._pending = 0
-        self._lock = threading.Lock()
-        self._threads = [
-            threading.Thread(target=self._work, name=f"mooncake-{name}-{i}", daemon=True) for i in range(num_threads)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def submit(self, work: Callable[[], T]) -> Future[T]:
-        with self._lock:
-            if self._pending >= self._max_pending:
-                raise TierUnavailable(f"Mooncake: {self._pending} calls wait in the {self._name} lane")
-            self._pending += 1
-        future: Future[T] = Future()
-
-        def job() -> None:
-            try:
-                future.set_result(work())
-            except Exception as error:  # whoever waits for it answers for it
-                future.set_exception(error)
-
-        self._jobs.put(job)
-        return future
-
-    def stop(self, deadline: float) -> bool:
-        """Whether all its calls have ended."""
-        for _ in self._threads:
-            self._jobs.put(None)
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
-
-    def _work(self) -> None:
-        thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + self._nice)
-        while (job := self._jobs.get()) is not None:
-            job()
-            del job  # and with it the client that it called
-            with self._lock:
-                self._pending -= 1
-
-
-class MooncakeLink:
-    def __init__(self, settings: StoreSettings, keeper: Keeper) -> None:
+class MooncakeClient:
+    def __init__(self, settings: StoreSettings, keeper: MooncakeCallbacks) -> None:
         assert settings.mooncake_master is not None
-        self.stats = LinkStats()
+        self.stats = MooncakeClientStats()
         self._settings = settings
         self._master = settings.mooncake_master
         self._keeper = keeper
         self._library = _load(settings)
         self.engine: Any = None  # the client's, for calls of the read lane
-        self._client: Client | None = None
+        self._client: RawClient | None = None
         self._down_reason: str | None = f"not yet connected to the master at {self._master}"
         self._is_told = False  # that it is down
         self._closing = threading.Event()
@@ -135,9 +81,9 @@ class MooncakeLink:
         self._connected = threading.Event()
         self._sentinel = f"stoker/alive/{token_hex(8)}"
         self._lanes = {
-            "find": Lane("find", 2),
-            "read": Lane("read", 4),
-            "write": Lane("write", 2, _POLLING_NICE),
+            "find": CallLane("find", 2),
+            "read": CallLane("read", 4),
+            "write": CallLane("write", 2, _POLLING_NICE),
         }
         self._thread = threading.Thread(target=self._keep, name="mooncake-keep", daemon=True)
         self._thread.start()
@@ -151,7 +97,7 @@ class MooncakeLink:
         if self._down_reason is not None:
             raise TierUnavailable(f"Mooncake: {self._down_reason}")
 
-    def submit(self, lane: str, work: Callable[[Client], T]) -> Future[T]:
+    def submit(self, lane: str, work: Callable[[RawClient], T]) -> Future[T]:
         self.check()
         client = self._client
         return self._lanes[lane].submit(lambda: work(client))
@@ -244,7 +190,7 @@ class MooncakeLink:
         log.event("mooncake_connected", master=self._master, segment=client.get_hostname())
         return True
 
-    def _probe(self, client: Client, is_forgotten: bool) -> bool:
+    def _probe(self, client: RawClient, is_forgotten: bool) -> bool:
         """Whether names were forgotten, and we could not yet see that new ones are taken."""
         if self._down_reason is not None and not self._is_reachable(timeout_s=0.5):
             self._tell_down(f"no master listens at {self._master}")
@@ -265,7 +211,7 @@ class MooncakeLink:
         self._keeper.tick(client)
         return False
 
-    def _put_sentinel(self, client: Client) -> bool:
+    def _put_sentinel(self, client: RawClient) -> bool:
         """A name that is ours alone and never evicted: when it is gone, the master has lost names."""
         code: int = client.put(self._sentinel, b"alive", self.config(pinned=True))
         return code == 0
@@ -295,7 +241,7 @@ class MooncakeLink:
         except OSError:
             return False
 
-    def _end(self, client: Client | None) -> None:
+    def _end(self, client: RawClient | None) -> None:
         deadline = time.monotonic() + _CLOSE_S / 2
         have_ended = [lane.stop(deadline) for lane in self._lanes.values()]
         # A client with a call inside must not be taken apart: the process's end does that.
@@ -315,7 +261,7 @@ _CHECK_HINT = (
 @dataclass(frozen=True, slots=True)
 class _Library:
     new_engine: Callable[[], Any]
-    new_client: Callable[[], Client]
+    new_client: Callable[[], RawClient]
     new_config: Callable[[], Any]
 
 
@@ -330,7 +276,7 @@ def _load(settings: StoreSettings) -> _Library:
             "MOONCAKE_OFFLOAD_BUCKET_SIZE_LIMIT_BYTES": str(64 << 20),
             "MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT": "16",  # what does not fill a file is not written at all
         }
-    configure(further)
+    configure_environment(further)
     try:
         from mooncake.engine import TransferEngine
         from mooncake.store import MooncakeDistributedStore, ReplicateConfig

@@ -23,7 +23,7 @@ _ALIGNED = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class ObjectHeader:
     name: BlockName
     checksum: int
 
@@ -59,7 +59,7 @@ class ObjectFormat:
         packed = body + _CRC.pack(zlib.crc32(body))
         return packed if len(packed) <= self.header_bytes else None
 
-    def unpack(self, raw: bytes, key: BlockKey) -> Header | None:
+    def unpack(self, raw: bytes, key: BlockKey) -> ObjectHeader | None:
         """None: it is not the header of this block."""
         if len(raw) < _FIXED.size:
             return None
@@ -72,4 +72,4 @@ class ObjectFormat:
             return None
         token_ids = struct.unpack_from(f"<{num_tokens}I", raw, _FIXED.size)
         salt = None if salt_bytes < 0 else raw[tokens_end:end].decode()
-        return Header(BlockName(key, BlockKey(parent), token_ids, salt), checksum)
+        return ObjectHeader(BlockName(key, BlockKey(parent), token_ids, salt), checksum)

@@ -1,7 +1,7 @@
 """The Mooncake tier: blocks in the RAM (and on the SSDs) of all workers of a cluster, found through one master.
 
 Bytes go straight between the store and the caller's buffers. A call that hangs keeps its buffers alive until it ends, and whoever
-waited for it is told not to use them again. Blocks are summed up as they come. What the store does when
+waited for it is told not to use them again. Blocks are checksummed as they come. What the store does when
 parts of it die is written in mooncake_link.py; here it means: a miss, or a block that is declined.
 """
 
@@ -23,15 +23,15 @@ from stoker.kv.store.tiers.mooncake.mooncake_client import (
     NOT_FOUND,
     TRANSFER_FAILED,
     WRONG_SIZE,
-    Client,
-    MooncakeLink,
+    MooncakeClient,
+    RawClient,
 )
-from stoker.kv.store.tiers.mooncake.mooncake_frames import Frames
-from stoker.kv.store.tiers.mooncake.mooncake_known_keys import Known
+from stoker.kv.store.tiers.mooncake.mooncake_known_blocks import KnownBlocks
 from stoker.kv.store.tiers.mooncake.mooncake_object import ObjectFormat
-from stoker.kv.store.tiers.mooncake.mooncake_reads import Fetched, fetch
-from stoker.kv.store.tiers.mooncake.mooncake_suspects import Doubts
-from stoker.kv.store.tiers.tier import TIERS, HostBytes, Tier, TierContext, TierStats
+from stoker.kv.store.tiers.mooncake.mooncake_object_buffers import ObjectBuffers
+from stoker.kv.store.tiers.mooncake.mooncake_reads import FetchResult, fetch
+from stoker.kv.store.tiers.mooncake.mooncake_suspect_blocks import SuspectBlocks
+from stoker.kv.store.tiers.tier import HostBytes, Tier, TierContext, TierStats, register_tier
 
 _BATCH_BYTES = 64 << 20  # of one call: each costs a millisecond besides
 _BATCH_BLOCKS = 256
@@ -39,7 +39,7 @@ _FIND_S = 0.1
 _CALL_S = 0.5
 _SLOWEST_BYTES_PER_S = 50e6  # a call may take _CALL_S and its bytes at this rate
 _FULL_WAITS_S = (0.01, 0.03, 0.05)  # the master evicts in the background
-_REST_S = 1.0  # after a put that failed: no more of them
+_WRITE_PAUSE_S = 1.0  # after a put that failed: no more of them
 _AUDIT_EVERY_S = 5.0
 _AUDIT = 16
 _AT_A_TIME = 1024
@@ -49,7 +49,7 @@ log = EventLog("kv.mooncake")
 T = TypeVar("T")
 
 
-@TIERS.register("mooncake")
+@register_tier("mooncake", distance=300)
 def mooncake_tier(settings: StoreSettings, context: TierContext) -> Tier | None:
     if settings.mooncake_master is None:
         return None
@@ -58,24 +58,24 @@ def mooncake_tier(settings: StoreSettings, context: TierContext) -> Tier | None:
 
 class MooncakeTier:
     medium: ClassVar[str] = "MOONCAKE"
-    shared = True
 
     def __init__(self, settings: StoreSettings, context: TierContext) -> None:
         self._format = ObjectFormat(context.fingerprint, context.layout)
+        self.shared_location = settings.mooncake_master
         self._on_forgotten = context.on_forgotten
         self._segment_bytes = int(settings.mooncake_segment_gib * 2**30)
         self._has_ssd = settings.mooncake_ssd_dir is not None
         self._batch_blocks = max(1, min(_BATCH_BLOCKS, _BATCH_BYTES // self._format.block_bytes))
-        self._room_bytes = context.room_bytes
+        self._headroom_bytes = context.headroom_bytes
         self._is_tcp = settings.mooncake_protocol == "tcp"
         self._registered: dict[int, HostBytes] = {}  # by address; kept, so that it never becomes other memory
         self._call_s = _CALL_S + self._batch_blocks * self._format.object_bytes / _SLOWEST_BYTES_PER_S
-        self._known = Known(self._format, context.on_evicted)
-        self._doubts = Doubts(self._format)
-        self._rest_until_s = 0.0
+        self._known = KnownBlocks(self._format, context.on_evicted)
+        self._suspects = SuspectBlocks(self._format)
+        self._write_pause_until_s = 0.0
         self._audit_s = 0.0
         self._corrupt = self._errors = 0
-        self._link = MooncakeLink(settings, self)
+        self._store_client = MooncakeClient(settings, self)
 
     # ---- the contract
 
@@ -84,16 +84,16 @@ class MooncakeTier:
             return []
         try:
             found = self._answer(self._ask(keys), _FIND_S)
-            doubtful = self._doubts.of(self._link, keys)
+            doubtful = self._suspects.of(self._store_client, keys)
         except TierUnavailable:
             return [False] * len(keys)
         self._known.forget([key for key, is_there in zip(keys, found, strict=True) if is_there == 0])
         return [is_there == 1 and key not in doubtful for key, is_there in zip(keys, found, strict=True)]
 
     def read(self, keys: Sequence[BlockKey], into: Sequence[HostBytes]) -> list[bool]:
-        self._link.check()
+        self._store_client.check()
         right = [False] * len(keys)
-        doubtful = self._doubts.of(self._link, keys)
+        doubtful = self._suspects.of(self._store_client, keys)
         # Of a key that stands twice in a batch, the client answers for one.
         first = {key: i for i, key in reversed(list(enumerate(keys)))}
         wanted = [i for key, i in sorted(first.items(), key=lambda item: item[1]) if key not in doubtful]
@@ -109,29 +109,29 @@ class MooncakeTier:
                 right[i] = True
         return right
 
-    def write(self, names: Sequence[BlockName], data: Sequence[HostBytes], sums: Sequence[int]) -> list[bool]:
+    def write(self, names: Sequence[BlockName], data: Sequence[HostBytes], checksums: Sequence[int]) -> list[bool]:
         taken = [False] * len(names)
-        if not names or time.monotonic() < self._rest_until_s:
+        if not names or time.monotonic() < self._write_pause_until_s:
             return taken
         try:
             listed = self._ask([name.key for name in names])
             missing = self._missing(names, self._answer(listed, self._call_s), taken)
             first = {names[i].key: i for i in reversed(missing)}
             for indices in _batches(sorted(first.values()), self._batch_blocks):
-                if time.monotonic() < self._rest_until_s:
+                if time.monotonic() < self._write_pause_until_s:
                     break
-                self._write(indices, names, data, sums, taken)
+                self._write(indices, names, data, checksums, taken)
             for i in missing:
                 taken[i] = taken[first[names[i].key]]
         except TierUnavailable:
             self._errors += 1
-            self._rest_until_s = time.monotonic() + _REST_S
+            self._write_pause_until_s = time.monotonic() + _WRITE_PAUSE_S
         return taken
 
     def drop(self, keys: Sequence[BlockKey]) -> None:
         self._known.drop(keys)
         try:
-            self._link.wait(self._remove(keys), self._call_s)
+            self._store_client.wait(self._remove(keys), self._call_s)
         except TierUnavailable:
             self._errors += 1
 
@@ -153,11 +153,11 @@ class MooncakeTier:
         )
 
     def close(self) -> None:
-        self._link.close()
+        self._store_client.close()
 
     # ---- on the link's thread
 
-    def forgotten(self, client: Client) -> None:
+    def forgotten(self, client: RawClient) -> None:
         if self._has_ssd:
             time.sleep(_SSD_GRACE_S)
         keys = self._known.oldest()
@@ -167,7 +167,7 @@ class MooncakeTier:
             self._known.forget(lost)
             self._on_forgotten(lost)
 
-    def tick(self, client: Client) -> None:
+    def tick(self, client: RawClient) -> None:
         """Blocks go without a word. Those we have known longest went first, so a look at a few of them tells; but a look
         makes them young again in the master's eyes, so it is a few of them, seldom."""
         now = time.monotonic()
@@ -184,7 +184,7 @@ class MooncakeTier:
                 return
             count = _AT_A_TIME
 
-    def _lost_of(self, client: Client, keys: Sequence[BlockKey]) -> list[BlockKey]:
+    def _lost_of(self, client: RawClient, keys: Sequence[BlockKey]) -> list[BlockKey]:
         lost: list[BlockKey] = []
         for some in _batches(keys, _AT_A_TIME):
             found = client.batch_is_exist([self._format.store_key(key) for key in some])
@@ -196,11 +196,11 @@ class MooncakeTier:
     def _ask(self, keys: Sequence[BlockKey]) -> Future[list[int]]:
         """Which of them, at least one, the master lists."""
         store_keys = [self._format.store_key(key) for key in keys]
-        return self._link.submit("find", lambda client: list(client.batch_is_exist(store_keys)))
+        return self._store_client.submit("find", lambda client: list(client.batch_is_exist(store_keys)))
 
     def _answer(self, listed: Future[list[int]], deadline_s: float) -> list[int]:
-        found = self._link.wait(listed, deadline_s)
-        self._link.heard(found)
+        found = self._store_client.wait(listed, deadline_s)
+        self._store_client.heard(found)
         return found
 
     def _read(
@@ -212,30 +212,30 @@ class MooncakeTier:
         is_second: bool = False,
     ) -> None:
         store_keys = [self._format.store_key(keys[i]) for i in indices]
-        frames = Frames(self._format, [into[i] for i in indices], self._room_bytes)
+        objects = ObjectBuffers(self._format, [into[i] for i in indices], self._headroom_bytes)
 
-        def get(client: Client) -> Fetched:
-            self._register(client, frames)
-            return fetch(client, self._link.engine, store_keys, frames)
+        def get(client: RawClient) -> FetchResult:
+            self._register(client, objects)
+            return fetch(client, self._store_client.engine, store_keys, objects)
 
         try:
-            fetched = self._link.wait(self._link.submit("read", get), self._call_s)
+            fetched = self._store_client.wait(self._store_client.submit("read", get), self._call_s)
         except TierUnavailable:
             self._give_up([keys[i] for i in indices])
             raise
 
-        headers = {at: self._format.unpack(frames.header(at), keys[indices[at]]) for at in fetched.sums}
+        headers = {at: self._format.unpack(objects.header(at), keys[indices[at]]) for at in fetched.checksums}
         wrong: dict[int, str] = {}
         for at, header in headers.items():
             i = indices[at]
             if header is None:
                 wrong[i] = "not this block's header"
-            elif header.checksum != fetched.sums[at]:
+            elif header.checksum != fetched.checksums[at]:
                 wrong[i] = "checksum"
             else:
                 right[i] = True
                 if keys[i] not in self._known:
-                    self._know(header.name)
+                    self._note_known(header.name)
         failed: list[BlockKey] = []
         for i, code in zip(indices, fetched.codes, strict=True):
             if code == TRANSFER_FAILED:
@@ -246,7 +246,7 @@ class MooncakeTier:
                 self._note_corrupt(keys[i], f"{code} instead of {self._format.object_bytes} bytes")
         if failed:
             self._note_failed(failed)
-        self._link.heard(fetched.codes)
+        self._store_client.heard(fetched.codes)
         if wrong and not is_second:
             # Somebody may have removed them while they were read: their place is another's by now, and they are not listed.
             self._read(list(wrong), keys, into, right, is_second=True)
@@ -257,8 +257,9 @@ class MooncakeTier:
     def _note_failed(self, keys: Sequence[BlockKey]) -> None:
         """Their owner is dead, or they are too short to fill the buffers: the master knows."""
         store_keys = [self._format.store_key(key) for key in keys]
-        sizes = self._link.wait(
-            self._link.submit("find", lambda client: [int(client.get_size(key)) for key in store_keys]), self._call_s
+        sizes = self._store_client.wait(
+            self._store_client.submit("find", lambda client: [int(client.get_size(key)) for key in store_keys]),
+            self._call_s,
         )
         short = [key for key, size in zip(keys, sizes, strict=True) if 0 <= size < self._format.object_bytes]
         for key in short:
@@ -277,18 +278,18 @@ class MooncakeTier:
 
     def _missing(self, names: Sequence[BlockName], found: Sequence[int], taken: list[bool]) -> list[int]:
         """Those that must be sent. What is listed but lies with the dead is taken off the list, or it would be kept there."""
-        doubtful = self._doubts.of(self._link, [name.key for name in names])
+        doubtful = self._suspects.of(self._store_client, [name.key for name in names])
         missing, unreadable = [], []
         for i, (name, is_there) in enumerate(zip(names, found, strict=True)):
             if is_there == 1 and name.key not in doubtful:
                 taken[i] = True
-                self._know(name)
+                self._note_known(name)
                 continue
             missing.append(i)
             if is_there == 1:
                 unreadable.append(name.key)
         if unreadable:
-            self._link.wait(self._remove(unreadable), self._call_s)
+            self._store_client.wait(self._remove(unreadable), self._call_s)
         return missing
 
     def _write(
@@ -296,33 +297,35 @@ class MooncakeTier:
         indices: list[int],
         names: Sequence[BlockName],
         data: Sequence[HostBytes],
-        sums: Sequence[int],
+        checksums: Sequence[int],
         taken: list[bool],
     ) -> None:
-        packed = {i: self._format.pack(names[i], sums[i]) for i in indices}
+        packed = {i: self._format.pack(names[i], checksums[i]) for i in indices}
         sent = {i: header for i, header in packed.items() if header is not None}
         if not sent:
             return
         store_keys = [self._format.store_key(names[i].key) for i in sent]
-        frames = Frames(self._format, [data[i] for i in sent], self._room_bytes)
+        objects = ObjectBuffers(self._format, [data[i] for i in sent], self._headroom_bytes)
         for at, header in enumerate(sent.values()):
-            frames.put_header(at, header)
+            objects.put_header(at, header)
         # Of a call that hangs the buffers may change: those are bytes with a wrong checksum.
-        call = self._link.submit("write", lambda client: self._put(client, store_keys, frames))
-        codes = self._link.wait(call, self._call_s + sum(_FULL_WAITS_S))
+        call = self._store_client.submit("write", lambda client: self._put(client, store_keys, objects))
+        codes = self._store_client.wait(call, self._call_s + sum(_FULL_WAITS_S))
         for i, code in zip(sent, codes, strict=True):
             if code == 0:
                 taken[i] = True
-                self._know(names[i])
+                self._note_known(names[i])
         if any(code != 0 for code in codes):
-            self._rest_until_s = time.monotonic() + _REST_S
+            self._write_pause_until_s = time.monotonic() + _WRITE_PAUSE_S
         if any(code not in (0, NO_SPACE) for code in codes):
             self._errors += 1
-        self._link.heard(codes)
+        self._store_client.heard(codes)
 
-    def _put(self, client: Client, store_keys: list[str], frames: Frames) -> list[int]:
-        self._register(client, frames)
-        codes = list(client.batch_put_from_multi_buffers(store_keys, frames.places, frames.sizes, self._link.config()))
+    def _put(self, client: RawClient, store_keys: list[str], objects: ObjectBuffers) -> list[int]:
+        self._register(client, objects)
+        codes = list(
+            client.batch_put_from_multi_buffers(store_keys, objects.places, objects.sizes, self._store_client.config())
+        )
         for wait_s in _FULL_WAITS_S:
             full = [i for i, code in enumerate(codes) if code == NO_SPACE]
             if not full:
@@ -330,37 +333,37 @@ class MooncakeTier:
             time.sleep(wait_s)
             again = client.batch_put_from_multi_buffers(
                 [store_keys[i] for i in full],
-                [frames.places[i] for i in full],
-                frames.sizes[: len(full)],
-                self._link.config(),
+                [objects.places[i] for i in full],
+                objects.sizes[: len(full)],
+                self._store_client.config(),
             )
             for i, code in zip(full, again, strict=True):
                 codes[i] = code
         return codes
 
-    def _register(self, client: Client, frames: Frames) -> None:
+    def _register(self, client: RawClient, objects: ObjectBuffers) -> None:
         """A network card reaches only what was registered. It stays so, and ours, that it never becomes other memory: there are as
         many buffers as the store's set has."""
         if self._is_tcp:
             return
-        for buffer, (address, *_), (size, *_) in zip(frames.buffers, frames.places, frames.sizes, strict=True):
+        for buffer, (address, *_), (size, *_) in zip(objects.buffers, objects.places, objects.sizes, strict=True):
             if address not in self._registered:
                 self._registered[address] = buffer
                 client.register_buffer(address, size)
 
     # ---- what we know
 
-    def _know(self, name: BlockName) -> None:
-        self._doubts.remove(name.key)
+    def _note_known(self, name: BlockName) -> None:
+        self._suspects.remove(name.key)
         self._known.add(name)
 
     def _give_up(self, keys: Sequence[BlockKey]) -> None:
-        self._doubts.add(keys)
+        self._suspects.add(keys)
         self._known.forget(keys)
 
     def _remove(self, keys: Sequence[BlockKey]) -> Future[list[int]]:
         store_keys = [self._format.store_key(key) for key in keys]
-        return self._link.submit("write", lambda client: list(client.batch_remove(store_keys, True)))
+        return self._store_client.submit("write", lambda client: list(client.batch_remove(store_keys, True)))
 
 
 def _batches(items: Sequence[T], most: int) -> Iterator[list[T]]:

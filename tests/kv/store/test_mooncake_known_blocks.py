@@ -7,8 +7,8 @@ import pytest
 from stoker.base.ids import BlockKey
 from stoker.kv.blocks.layout import KvLayout
 from stoker.kv.blocks.transfer import BlockName
-from stoker.kv.store.tiers.mooncake import mooncake_known_keys as mooncake_known
-from stoker.kv.store.tiers.mooncake.mooncake_known_keys import Known
+from stoker.kv.store.tiers.mooncake import mooncake_known_blocks as mooncake_known
+from stoker.kv.store.tiers.mooncake.mooncake_known_blocks import KnownBlocks
 from stoker.kv.store.tiers.mooncake.mooncake_object import ObjectFormat
 
 LAYOUT = KvLayout(num_layers=1, num_heads=1, head_dim=32, block_tokens=16, dtype="float32", dtype_bytes=4)
@@ -21,7 +21,7 @@ def name_of(number: int) -> BlockName:
 def test_the_longest_known_go_and_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mooncake_known, "_MOST", 3)
     told: list[BlockKey] = []
-    known = Known(ObjectFormat("f", LAYOUT), told.extend)
+    known = KnownBlocks(ObjectFormat("f", LAYOUT), told.extend)
     for number in (1, 2, 3, 1, 4, 5):  # the first is written again: it is young
         known.add(name_of(number))
     assert told == [name_of(2).key, name_of(3).key]

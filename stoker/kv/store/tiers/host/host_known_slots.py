@@ -1,4 +1,4 @@
-"""Seen: what one process knows to lie in the host tier's table, so that it notices what other processes removed.
+"""KnownSlots: what one process knows to lie in the host tier's table, so that it notices what other processes removed.
 
 All is done under the tier's lock. It holds no bytes and tells nobody: it compares.
 """
@@ -11,7 +11,7 @@ from stoker.base.ids import BlockKey
 from stoker.kv.store.tiers.host.host_table import READY, HostTable
 
 
-class Seen:
+class KnownSlots:
     def __init__(self, num_slots: int) -> None:
         # 0: there was nothing. The generation of a slot with a block in it is at least 1.
         self._generations = np.zeros(num_slots, dtype=np.uint64)

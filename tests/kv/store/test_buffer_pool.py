@@ -1,19 +1,19 @@
-"""Buffers between the pool and the tiers: on page borders, with room before them, and as many as there may be."""
+"""BufferPool between the pool and the tiers: on page borders, with room before them, and as many as there may be."""
 
 from __future__ import annotations
 
-from stoker.kv.store.block_io import ROOM_BYTES, Buffers, new_buffer
+from stoker.kv.store.buffer_pool import HEADROOM_BYTES, BufferPool, new_buffer
 
 
 def test_a_buffer_begins_on_a_page_and_has_room_before_it() -> None:
     buffer = new_buffer(10_000)
     assert (len(buffer), buffer.ctypes.data % 4096) == (10_000, 0)
     assert buffer.base is not None
-    assert buffer.base.nbytes == ROOM_BYTES + 10_000
+    assert buffer.base.nbytes == HEADROOM_BYTES + 10_000
 
 
 def test_there_are_so_many_and_those_lost_to_a_call_that_hangs_are_made_up_for() -> None:
-    buffers = Buffers(2, 512, pinned=False)
+    buffers = BufferPool(2, 512, pinned=False)
     first, second = buffers.take(), buffers.take()
     assert first is not None
     assert second is not None

@@ -1,4 +1,4 @@
-"""Doubts: blocks that Mooncake's master lists, and that could not be read: their owner seems dead.
+"""SuspectBlocks: blocks that Mooncake's master lists, and that could not be read: their owner seems dead.
 
 The master lists a dead worker's blocks for about ten seconds more, and each of them costs a second or so to try. So what
 failed once is not tried again until then, nor is anything else that lies with the same owner alone.
@@ -11,14 +11,14 @@ import time
 from collections.abc import Sequence
 
 from stoker.base.ids import BlockKey
-from stoker.kv.store.tiers.mooncake.mooncake_client import Client, MooncakeLink
+from stoker.kv.store.tiers.mooncake.mooncake_client import MooncakeClient, RawClient
 from stoker.kv.store.tiers.mooncake.mooncake_object import ObjectFormat
 
 _DOUBT_S = 12.0  # so long the master lists what a dead worker had
 _ASK_S = 0.1
 
 
-class Doubts:
+class SuspectBlocks:
     def __init__(self, format: ObjectFormat) -> None:
         self._format = format
         self._lock = threading.Lock()
@@ -38,7 +38,7 @@ class Doubts:
             self._keys.pop(key, None)
             self._owner_unknown.discard(key)
 
-    def of(self, link: MooncakeLink, keys: Sequence[BlockKey]) -> frozenset[BlockKey]:
+    def of(self, link: MooncakeClient, keys: Sequence[BlockKey]) -> frozenset[BlockKey]:
         """Those that had better not be tried."""
         if not self._keys and not self._owners:
             return frozenset()
@@ -58,11 +58,11 @@ class Doubts:
             dead = frozenset(self._owners)
         return doubtful | {key for key, theirs in owners.items() if dead.issuperset(theirs)}
 
-    def _ask(self, link: MooncakeLink, keys: Sequence[BlockKey]) -> dict[BlockKey, list[str]]:
+    def _ask(self, link: MooncakeClient, keys: Sequence[BlockKey]) -> dict[BlockKey, list[str]]:
         """Where each lies in RAM."""
         by_store_key = {self._format.store_key(key): key for key in keys}
 
-        def ask(client: Client) -> dict[BlockKey, list[str]]:
+        def ask(client: RawClient) -> dict[BlockKey, list[str]]:
             listed = client.batch_get_replica_desc(list(by_store_key))
             return {
                 by_store_key[store_key]: [

@@ -11,10 +11,10 @@ from kv.peer_world import LAYOUT, key
 
 from stoker.base.ids import BlockKey
 from stoker.kv.blocks.transfer import TierUnavailable
-from stoker.kv.store.tiers.mooncake import mooncake_suspects as mooncake_doubts
-from stoker.kv.store.tiers.mooncake.mooncake_client import MooncakeLink
+from stoker.kv.store.tiers.mooncake import mooncake_suspect_blocks as mooncake_doubts
+from stoker.kv.store.tiers.mooncake.mooncake_client import MooncakeClient
 from stoker.kv.store.tiers.mooncake.mooncake_object import ObjectFormat
-from stoker.kv.store.tiers.mooncake.mooncake_suspects import Doubts
+from stoker.kv.store.tiers.mooncake.mooncake_suspect_blocks import SuspectBlocks
 
 FORMAT = ObjectFormat("f", LAYOUT)
 
@@ -38,8 +38,8 @@ class Master:
         by_store_key = {FORMAT.store_key(key): owner for key, owner in self.owners.items()}
         return {one: [_replica(by_store_key[one])] for one in store_keys if one in by_store_key}
 
-    def doubts(self, doubts: Doubts, *keys: BlockKey) -> frozenset[BlockKey]:
-        return doubts.of(cast(MooncakeLink, self), keys)
+    def doubts(self, doubts: SuspectBlocks, *keys: BlockKey) -> frozenset[BlockKey]:
+        return doubts.of(cast(MooncakeClient, self), keys)
 
 
 def _replica(owner: str) -> Any:
@@ -55,7 +55,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_all_that_lies_with_the_owner_of_an_unreadable_block_is_doubted_for_a_while(clock: SimpleNamespace) -> None:
-    master, doubts = Master(), Doubts(FORMAT)
+    master, doubts = Master(), SuspectBlocks(FORMAT)
     master.owners = {key(1): "dead", key(2): "dead", key(3): "live"}
     doubts.add([key(1)])
     assert master.doubts(doubts, key(2), key(3)) == {key(1), key(2)}
@@ -65,7 +65,7 @@ def test_all_that_lies_with_the_owner_of_an_unreadable_block_is_doubted_for_a_wh
 
 def test_whoever_has_a_block_long_after_it_could_not_be_read_is_not_taken_for_dead(clock: SimpleNamespace) -> None:
     """The master died with the owner, and could not be asked whose it was; others have offered the block again since."""
-    master, doubts = Master(), Doubts(FORMAT)
+    master, doubts = Master(), SuspectBlocks(FORMAT)
     doubts.add([key(1)])
     master.answers = False
     with pytest.raises(TierUnavailable):

@@ -1,4 +1,4 @@
-"""Known: the blocks that this worker wrote into Mooncake, or read from it, as far as it knows that they are still there."""
+"""KnownBlocks: the blocks that this worker wrote into Mooncake, or read from it, as far as it knows that they are still there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stoker.kv.store.tiers.name_order import parents_first
 _MOST = 1 << 16
 
 
-class Known:
+class KnownBlocks:
     def __init__(self, format: ObjectFormat, on_evicted: Callable[[Sequence[BlockKey]], None]) -> None:
         self._format = format
         self._on_evicted = on_evicted
