@@ -85,7 +85,7 @@ class Engine:
     def step(self) -> TokenChunks:
         """Launch one plan, if there is anything to compute, and take in what is due."""
         now = self._clock.now()
-        for filled in self._store.take_filled():
+        for filled in self._store.take_finished_loads():
             self._scheduler.loaded(filled)
         self._chunks.extend(self._scheduler.expire(now))
         plan = self._scheduler.plan()
@@ -96,7 +96,7 @@ class Engine:
         if plan is not None:
             self._launched.append(self._runner.launch(plan))
             for load in plan.loads:
-                self._store.start(load)
+                self._store.start_load(load)
         took_in = False
         while self._launched and (plan is None or len(self._launched) > self._steps_ahead):
             step = self._launched.popleft()

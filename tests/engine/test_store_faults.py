@@ -170,7 +170,7 @@ def test_what_the_disk_held_before_is_told_behind_the_engines_back(folder: Path,
     asked = prompts(26, [100])
     with filled(folder, tmp_path, asked, lambda: None) as (llm, tier, _expected):
         store = llm.built.store
-        store.tell_held()
+        store.announce_held_blocks()
         told: set[BlockKey] = set()
         until = time.monotonic() + 60
         while len(told) < 12:

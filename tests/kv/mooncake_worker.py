@@ -88,7 +88,7 @@ def calls_take(seconds: float) -> Iterator[None]:
     with (
         patch("stoker.kv.store.tiers.mooncake.mooncake_tier._FIND_S", seconds),
         patch("stoker.kv.store.tiers.mooncake.mooncake_tier._CALL_S", seconds),
-        patch("stoker.kv.store.tiers.mooncake.mooncake_suspect_blocks._ASK_S", seconds),
+        patch("stoker.kv.store.tiers.mooncake.mooncake_suspect_blocks._LOOKUP_S", seconds),
         patch("stoker.kv.store.tiers.mooncake.mooncake_client._FIRST_WAIT_S", seconds),
     ):
         yield

@@ -388,7 +388,7 @@ def serve(
     _log_memory(built.memory)
     if arguments.timeline_origin_s is not None:
         timeline.tell(log)
-    store.tell_held()
+    store.announce_held_blocks()
     try:
         EngineLoop(built, blocks, mailbox, pipe).run()
     finally:

@@ -1,7 +1,8 @@
-"""Blocks of a pool as host bytes, in both directions, wherever the pool lies.
+"""Blocks of the device pool as host bytes, in both directions, whether the pool is in RAM or on a GPU.
 
-A source gives parts of blocks as contiguous bytes, a sink takes them. In RAM these are the pool's own bytes wherever a part is
-one run. A pool on a card goes through pinned buffers on a stream of its own, one copy ahead of whoever uses the bytes.
+A source provides slices of blocks as contiguous bytes, and a sink accepts them. In RAM these are the pool's own bytes
+if a slice is one run. A pool on a GPU goes through pinned buffers on a separate stream, several copies ahead of the
+reader.
 """
 
 from __future__ import annotations
@@ -20,50 +21,56 @@ from stoker.kv.blocks.layout import HeadSlice
 from stoker.kv.device.checksum import HostBytes, checksum, tensor_checksums
 from stoker.kv.device.device_kv import DeviceKv
 
-_NUM_STAGED = 4  # pinned buffers, a block each
-_GATHER_BYTES = 1 << 28  # of blocks that are put side by side on a card at one time
+_NUM_STAGED = 4  # pinned buffers of one block each
+_GATHER_BYTES = 1 << 28  # most bytes that are gathered on a GPU at one time
 
 BeforeWrite = Callable[[torch.cuda.Stream], None]
-"""Makes the stream wait until nothing that was launched before can still use the blocks that are about to be written."""
+"""Makes a stream wait until no work launched earlier can still use the blocks that it is about to write."""
 
 
 class BlockSource(Protocol):
-    def host(self, blocks: Sequence[BlockId], part: HeadSlice) -> Iterator[HostBytes]:
-        """Of each block in turn this part, valid until the next is asked for."""
+    """Reads slices of the pool's blocks."""
 
-    def checksums(self, blocks: Sequence[BlockId], part: HeadSlice) -> list[int]: ...
+    def host(self, blocks: Sequence[BlockId], part: HeadSlice) -> Iterator[HostBytes]:
+        """Yield this slice of each block in turn. The bytes are valid until the next one is requested."""
+
+    def checksums(self, blocks: Sequence[BlockId], part: HeadSlice) -> list[int]:
+        """Return the checksum of this slice of each block."""
 
 
 class BlockSink(Protocol):
-    """Where the parts of blocks 0, 1, ... of a pull go."""
+    """The destination of a pull's blocks 0, 1, ..."""
 
     @property
     def part(self) -> HeadSlice: ...
 
     @property
     def into(self) -> Sequence[BlockId] | None:
-        """The pool's own blocks; None where it is other memory."""
+        """The blocks of the pool, or None if the destination is other memory."""
 
     @property
     def is_direct(self) -> bool:
         """Whether buffers are the blocks themselves, so that threads may fill several at a time."""
 
     def buffer(self, index: int) -> HostBytes:
-        """Contiguous, `part.total_bytes` long. Placed, or given up, before the next is asked for, unless it is direct."""
+        """Return a contiguous buffer of `part.total_bytes`. Unless the sink is direct, it must be placed or dropped
+        before the next one is requested."""
 
     def place(self, index: int) -> None:
-        """The buffer holds the right bytes."""
+        """The buffer holds the correct bytes: put them into the block."""
 
     def finish(self) -> None:
-        """What was placed is there when this comes back."""
+        """Wait until everything that was placed is in the blocks."""
 
 
 def source_of(kv: DeviceKv) -> BlockSource:
+    """Return the source for a pool."""
     host = kv.host_blocks()
     return CudaSource(kv) if host is None else HostSource(host)
 
 
 def sink_of(kv: DeviceKv, blocks: Sequence[BlockId], part: HeadSlice, before_write: BeforeWrite) -> BlockSink:
+    """Return a sink into these blocks of a pool."""
     host = kv.host_blocks()
     return (
         CudaSink(kv, blocks, part, before_write)
@@ -73,12 +80,12 @@ def sink_of(kv: DeviceKv, blocks: Sequence[BlockId], part: HeadSlice, before_wri
 
 
 def runs_of(block: HostBytes, part: HeadSlice) -> NDArray[np.uint8]:
-    """[count, num_bytes]: a view."""
+    """Return a view [count, num_bytes] of a slice of a block."""
     return np.ndarray((part.count, part.num_bytes), np.uint8, block, part.offset, (part.stride, 1))
 
 
 def device_runs(pool: Tensor, block_bytes: int, part: HeadSlice) -> Tensor:
-    """[num_blocks, count, num_bytes]: a view of a pool of bytes, on its device."""
+    """Return a view [num_blocks, count, num_bytes] of a slice of all blocks of a pool of bytes, on its device."""
     size = (len(pool) // block_bytes, part.count, part.num_bytes)
     return pool.as_strided(size, (block_bytes, part.stride, 1), pool.storage_offset() + part.offset)
 
@@ -143,7 +150,7 @@ class CudaSource:
         for at in range(min(_NUM_STAGED - 1, len(blocks))):
             start(at)
         for at in range(len(blocks)):
-            # The slot of the block before this one is free again: its bytes were used before this one was asked for.
+            # The previous block's slot is free again: its bytes were used before this block was requested.
             if at + _NUM_STAGED - 1 < len(blocks):
                 start(at + _NUM_STAGED - 1)
             done[at % _NUM_STAGED].synchronize()
@@ -168,13 +175,13 @@ class CudaSink:
         self.into: Sequence[BlockId] = blocks
         self.stream = _stream(kv)
         self._runs = _runs(kv, part)
-        self._slots: list[Tensor] = []  # made when first needed: bytes may also come from another card
+        self._slots: list[Tensor] = []  # allocated when first needed: bytes may also come from another GPU
         self._done = _events()
         before_write(self.stream)
 
     def buffer(self, index: int) -> HostBytes:
         self._slots = self._slots or _pinned(self.part)
-        self._done[index % _NUM_STAGED].synchronize()  # of an event never recorded it comes back at once
+        self._done[index % _NUM_STAGED].synchronize()  # returns at once for an event that was never recorded
         return self._slots[index % _NUM_STAGED].numpy()
 
     def place(self, index: int) -> None:
@@ -184,7 +191,8 @@ class CudaSink:
             self._done[index % _NUM_STAGED].record(self.stream)
 
     def place_device(self, first: int, data: Tensor) -> None:
-        """The parts of block `first` and on, which lie on the pool's card already; on the current stream."""
+        """Put slices that are already on the pool's GPU into block `first` and the following ones, on the current
+        stream."""
         blocks = to_device(self.into[first : first + len(data)], data.device)
         self._runs.index_copy_(0, blocks, data.view(len(data), self.part.count, self.part.num_bytes))
 
@@ -197,7 +205,7 @@ def _pinned(part: HeadSlice) -> list[Tensor]:
 
 
 def _events() -> list[torch.cuda.Event]:
-    # "blocking": the thread sleeps until it comes to pass, instead of asking again and again.
+    # "blocking": the thread sleeps until the event is reached instead of polling
     return [torch.cuda.Event(blocking=True) for _ in range(_NUM_STAGED)]  # type: ignore[no-untyped-call]
 
 

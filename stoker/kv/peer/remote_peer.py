@@ -1,4 +1,5 @@
-"""RemotePeer: another worker's KV server as a client sees it. Connections that are kept, and the link that bytes come over."""
+"""RemotePeer: another worker's KV server as a client sees it, with its kept connections and the link that transfers
+bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ _log = EventLog("kv.peer")
 
 
 class RemotePeer:
-    """One life of one rank's KV server. Threads may share it; each takes a connection of its own."""
+    """One run of one rank's KV server. Threads may share it; each uses its own connection."""
 
     def __init__(
         self,
@@ -46,21 +47,21 @@ class RemotePeer:
         self._lock = threading.Lock()
         self._idle: list[PeerConnection] = []
         self._is_closed = False
-        self._opening = threading.Lock()  # held while the link is opened: once, also where two threads want it
+        self._opening = threading.Lock()  # held while the link is opened, so that two threads open it only once
         self._link: Link | None = None
         self._welcome: dict[str, Any] = {}
 
     @property
     def layout(self) -> KvLayout:
-        """Known once a connection was made."""
+        """The peer's layout, known after the first connection."""
         try:
             return KvLayout(**self._welcome["layout"])
         except (KeyError, TypeError) as wrong:
-            raise BadFrame(f"a WELCOME without a layout: {wrong!r}") from wrong
+            raise BadFrame(f"WELCOME without a layout: {wrong!r}") from wrong
 
     @contextmanager
     def connection(self, timeout_s: float) -> Iterator[PeerConnection]:
-        """A kept one that still stands, or a new one. After an error it is not kept."""
+        """Use a kept connection that is still open, or a new one. It is not kept after an error."""
         connection = self._take_idle() or self._connect(timeout_s)
         is_good = False
         try:
@@ -69,19 +70,20 @@ class RemotePeer:
         finally:
             self._give_back(connection, is_good)
 
-    def meet(self, timeout_s: float) -> None:
-        """Shake hands, if that was not done yet: the peer's layout is known afterwards."""
+    def ensure_welcomed(self, timeout_s: float) -> None:
+        """Do the handshake if that was not done yet. The peer's layout is known afterwards."""
         if not self._welcome:
             with self.connection(timeout_s):
                 pass
 
     def link(self, connection: PeerConnection, kv: DeviceKv, sink: BlockSink, before_write: BeforeWrite) -> Link:
-        """The first way of ours that the peer offers too and that works; it is opened once."""
+        """Return a link for this sink: the first of our transports that the peer offers too and that works. It is
+        opened once."""
         with self._opening:
             if self._link is None:
                 self._link = self._open(connection, kv, before_write)
             link = self._link
-        if link.fits(sink):
+        if link.supports(sink):
             return link
         if "tcp" not in self._transports or "tcp" not in self._welcome["transports"]:
             raise PeerUnavailable(f"{type(link).__name__} cannot bring bytes there, and tcp is not allowed")
@@ -147,7 +149,7 @@ class RemotePeer:
             nonces = nonce + bytes.fromhex(challenge["nonce"])
             shown = bytes.fromhex(challenge["proof"])
         except (KeyError, TypeError, ValueError) as wrong:
-            raise BadFrame(f"a CHALLENGE without its parts: {wrong!r}") from wrong
+            raise BadFrame(f"CHALLENGE with missing fields: {wrong!r}") from wrong
         if not hmac.compare_digest(shown, proof(secret, b"server", nonces)):
             raise PeerUnavailable("secret: not the same on both sides", code="kv_secret")
         body = json.dumps({"engine_id": self.engine_id, "identity": asdict(self._identity)}).encode()

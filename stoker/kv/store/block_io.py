@@ -1,7 +1,10 @@
-"""Between the device's blocks and bytes in RAM. In RAM itself a block is its own buffer; on a card bytes go through pinned
-memory, on a stream of their own, so that no step waits for them.
+"""Copies between the device's blocks and buffers in RAM.
 
-Whoever fills blocks has them to itself, from a moment on that `mark` notes: work launched before it may still use them.
+If the device is the CPU, a block is its own buffer. On a GPU, bytes go through pinned memory on a separate stream, so
+that no step waits for them.
+
+A thread that fills blocks has them for itself from the moment that a `mark` records. Work that was launched before the
+mark may still use them.
 """
 
 from __future__ import annotations
@@ -20,36 +23,43 @@ HostBytes = NDArray[np.uint8]  # one block
 
 
 class Mark(Protocol):
+    """A point in the sequence of launched work."""
+
     def wait(self) -> None:
-        """Until all that was launched before the mark is done."""
+        """Wait until all work that was launched before the mark is done."""
 
 
 class BlockIo(Protocol):
-    def mark(self) -> Mark:
-        """By the thread that launches steps."""
+    """Reads and writes blocks of the device."""
 
-    def read(self, blocks: Sequence[BlockId], into: Sequence[HostBytes]) -> None: ...
+    def mark(self) -> Mark:
+        """Record the work launched so far. Called by the thread that launches steps."""
+
+    def read(self, blocks: Sequence[BlockId], into: Sequence[HostBytes]) -> None:
+        """Copy blocks into buffers."""
 
     def write(self, data: Sequence[HostBytes], blocks: Sequence[BlockId]) -> None:
-        """When this returns, every step launched from now on sees the bytes."""
+        """Copy buffers into blocks. Every step launched after the return sees the bytes."""
 
     def own_buffer(self, block: BlockId) -> HostBytes | None:
-        """The block itself, if it can be written in place."""
+        """Return the block itself if it can be written in place, otherwise None."""
 
 
-class _Now:
+class _CompletedMark:
     def wait(self) -> None:
         return
 
 
 class HostBlockIo:
+    """Blocks in RAM."""
+
     def __init__(self, kv: DeviceKv) -> None:
         blocks = kv.host_blocks()
         assert blocks is not None, "the blocks are not in RAM"
         self._blocks = blocks
 
     def mark(self) -> Mark:
-        return _Now()  # a step in RAM is done when its launch returns
+        return _CompletedMark()  # a step on the CPU is done when its launch returns
 
     def read(self, blocks: Sequence[BlockId], into: Sequence[HostBytes]) -> None:
         for block, buffer in zip(blocks, into, strict=True):
@@ -65,7 +75,8 @@ class HostBlockIo:
 
 
 class CudaBlockIo:
-    """Copies are asynchronous only from and to pinned memory; buffers that are not make them slower, not wrong."""
+    """Blocks on a GPU. Copies are asynchronous only from and to pinned memory. Other buffers make them slower, not
+    wrong."""
 
     def __init__(self, kv: DeviceKv) -> None:
         self._device = kv.blocks.device

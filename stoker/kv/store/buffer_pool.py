@@ -20,7 +20,7 @@ log = EventLog("kv")
 
 
 def new_buffer(block_bytes: int, pinned: bool = False) -> HostBytes:
-    """Begins on a page: direct I/O needs that. HEADROOM_BYTES lie before it."""
+    """Allocate a buffer that begins on a page boundary, as direct I/O requires, with HEADROOM_BYTES before it."""
     size = HEADROOM_BYTES + block_bytes
     if pinned:
         memory: HostBytes = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
@@ -30,17 +30,18 @@ def new_buffer(block_bytes: int, pinned: bool = False) -> HostBytes:
 
 
 class BufferPool:
-    """A bounded set of block-sized buffers, pinned where there is a card, as many as memory allows. Taking one never waits."""
+    """A bounded set of block-sized buffers, pinned if there is a GPU. `take` never waits."""
 
     def __init__(self, count: int, block_bytes: int, pinned: bool) -> None:
         self._lock = Lock()
         self._free: list[HostBytes] = []
-        self._left = count  # made when first needed: pinning takes its time
+        self._left = count  # buffers are allocated when first needed, because pinning memory is slow
         self._block_bytes = block_bytes
         self._pinned = pinned
         self._pause_until_s = 0.0
 
     def take(self) -> HostBytes | None:
+        """Return a buffer, or None if all are in use or no more memory can be allocated."""
         with self._lock:
             if self._free:
                 return self._free.pop()
@@ -49,7 +50,7 @@ class BufferPool:
             self._left -= 1
         try:
             return self._make()
-        except (OSError, RuntimeError) as failed:  # the latter where memory cannot be pinned
+        except (OSError, RuntimeError) as failed:  # RuntimeError: memory cannot be pinned
             with self._lock:
                 self._left += 1
                 self._pause_until_s = time.monotonic() + _ALLOCATION_PAUSE_S
@@ -60,13 +61,13 @@ class BufferPool:
         with self._lock:
             self._free.extend(buffers)
 
-    def lose(self, buffers: Sequence[HostBytes]) -> None:
-        """Somebody may still write into them: others take their place."""
+    def abandon(self, buffers: Sequence[HostBytes]) -> None:
+        """Give up buffers that a hanging call may still write into. New ones may be allocated in their place."""
         with self._lock:
             self._left += len(buffers)
 
-    def obtain(self) -> HostBytes:
-        """One of the set, or one more, for whoever cannot go without."""
+    def take_or_allocate(self) -> HostBytes:
+        """Return a buffer of the set, or allocate an additional one."""
         buffer = self.take()
         return self._make() if buffer is None else buffer
 

@@ -1,4 +1,4 @@
-"""MeasuredTier: a tier as this worker uses it: with its counts, its measured speed, and no surprise but TierUnavailable."""
+"""MeasuredTier: a tier with the counters and the measured speed of this worker's use of it."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ log = logs.EventLog("kv")
 
 @dataclass(slots=True)
 class TierCounters:
+    """Counters since this process started."""
+
     hits: int = 0
     misses: int = 0
     read_bytes: int = 0
@@ -39,6 +41,8 @@ class TierCounters:
 
 @dataclass(slots=True, eq=False)
 class MeasuredTier:
+    """Wraps a tier and measures every call. The only error that it raises is TierUnavailable."""
+
     name: str
     backend: Tier
     counters: TierCounters = field(default_factory=TierCounters)
@@ -49,7 +53,7 @@ class MeasuredTier:
     _measuring: threading.Thread | None = None
 
     def find(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """A tier that cannot answer has nothing."""
+        """Return which blocks are in the tier. A tier that cannot answer counts as empty."""
         try:
             return self.backend.find(keys)
         except TierUnavailable as lost:
@@ -67,7 +71,7 @@ class MeasuredTier:
         seconds, hits = time.monotonic() - started_s, sum(right)
         num_bytes = hits * (into[0].nbytes if into else 0)
         with self._lock:
-            self.speed.saw(num_bytes, seconds)
+            self.speed.observe(num_bytes, seconds)
             self.counters.hits += hits
             self.counters.misses += len(right) - hits
             self.counters.read_bytes += num_bytes
@@ -97,31 +101,32 @@ class MeasuredTier:
             self._note_lost(lost)
 
     def measure(self, block_bytes: int) -> None:
-        """A block there and back, before anybody relies on the speed."""
+        """Measure the speed by writing one block and reading it back, before the first decision relies on it."""
         self._measured_s = time.monotonic()
         name = BlockName(BlockKey(os.urandom(16)), BlockKey(bytes(16)), ())
         data = new_buffer(block_bytes)
         try:
             if not self.backend.write([name], [data], [checksum(data)])[0]:
-                with self._lock:  # it is full, say: how fast it reads is seen when the next load tries it
+                # The tier declined the block, for example because it is full. The next load measures the read speed.
+                with self._lock:
                     self.speed.forget()
                 return
-            self.backend.read([name.key], [data])  # the first one also opens connections and files
+            self.backend.read([name.key], [data])  # the first read also opens connections and files
             taken_s = []
             for _ in range(_PROBES):
                 started_s = time.monotonic()
                 if self.backend.read([name.key], [data])[0]:
                     taken_s.append(time.monotonic() - started_s)
-            if taken_s:  # whatever else the machine does makes some of them longer, none shorter
+            if taken_s:  # Other load on the machine can only make a read slower, so the fastest one counts.
                 with self._lock:
-                    self.speed.is_now(block_bytes, min(taken_s))
+                    self.speed.replace(block_bytes, min(taken_s))
             self.backend.drop([name.key])
         except TierUnavailable as lost:
             self._note_lost(lost)
 
     def measure_again(self, block_bytes: int) -> None:
-        """Now and then, for a tier that nobody reads, since it is too slow: it may have got over that. Not waited for: it may
-        as well hang."""
+        """Measure again after half a minute without a measurement. A tier that was too slow is not read, and would stay
+        so without it. Runs on a thread of its own, because the tier may hang."""
         if time.monotonic() - self._measured_s < _MEASURE_AGAIN_S:
             return
         if self._measuring is None or not self._measuring.is_alive():
@@ -130,13 +135,14 @@ class MeasuredTier:
             self._measuring.start()
 
     def late(self, num_blocks: int, seconds: float) -> None:
-        """So many blocks did not come within this time: it counts against the next estimate."""
+        """Count blocks that did not arrive within `seconds` as misses, and lower the measured speed."""
         with self._lock:
             self.speed.failed(seconds)
             self.counters.misses += num_blocks
             self.counters.errors += 1
 
     def _note_lost(self, lost: TierUnavailable) -> None:
+        """Count the error, and log it at most every ten seconds."""
         self.counters.errors += 1
         now = time.monotonic()
         if now - self._warned_s >= _WARN_EVERY_S:
@@ -145,7 +151,7 @@ class MeasuredTier:
 
 
 def first_holders(tiers: Sequence[MeasuredTier], keys: Sequence[BlockKey]) -> list[MeasuredTier | None]:
-    """For each block the nearest tier that has it."""
+    """For each block, return the nearest tier that has it."""
     holders: list[MeasuredTier | None] = [None] * len(keys)
     missing = list(range(len(keys)))
     for tier in tiers:

@@ -1,7 +1,8 @@
-"""TierPrefetcher: moves blocks between tiers before anybody asks for them, one after the other, on a thread of its own.
+"""TierPrefetcher: moves blocks between tiers before a request needs them, one after the other, on a thread of its own.
 
-A conversation that will go on is brought into RAM; a prefill worker's blocks while it still computes; and a tier that has
-forgotten what it held is given it again. All of it is a hint: what fails is left.
+It brings the blocks of a conversation that will continue into RAM, pulls a prefill worker's blocks while it still
+computes, and refills a tier that has lost its blocks. All of these are hints: a failure is logged and has no other
+effect.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from stoker.kv.store.loader import IN_RAM, Peers
 from stoker.kv.store.measured_tier import MeasuredTier, first_holders
 
 _PULL_S = 60.0
-_MOVE_S = 5.0  # that reading a block may take, from however slow a tier
+_MOVE_S = 5.0  # deadline for reading one block, however slow the tier
 
 log = logs.EventLog("kv")
 
 
 class TierPrefetcher:
+    """Runs the store's prefetch hints."""
+
     def __init__(
         self,
         tiers: Sequence[MeasuredTier],
@@ -42,7 +45,7 @@ class TierPrefetcher:
         self._ram = next((tier for tier in tiers if tier.backend.medium == IN_RAM), None)
 
     def promote(self, names: Sequence[BlockName]) -> None:
-        """The leading blocks that any tier has: into RAM."""
+        """Copy the leading blocks that any tier holds into RAM."""
         if self._ram is None:
             return
         for name, holder in zip(names, first_holders(self._tiers, [name.key for name in names]), strict=True):
@@ -50,7 +53,7 @@ class TierPrefetcher:
                 return
 
     def pull(self, ticket: KvTicket) -> None:
-        """Full blocks of a lease, as they become ready: into RAM."""
+        """Pull the full blocks of a lease into RAM as they become ready."""
         ram = self._ram
         if ram is None:
             return
@@ -62,7 +65,7 @@ class TierPrefetcher:
             log.event("kv_read_ahead_failed", lease=ticket.lease_id, reason=lost.message)
 
     def offer_again(self, to: MeasuredTier, keys: Sequence[BlockKey]) -> None:
-        """`to` has lost these: give it what other tiers still hold of them."""
+        """Write blocks that the tier `to` has lost into it again, from other tiers that still hold them."""
         wanted = set(keys)
         for tier in self._tiers:
             if tier is to:
@@ -74,7 +77,7 @@ class TierPrefetcher:
                         break
 
     def _move(self, name: BlockName, src: MeasuredTier, dst: MeasuredTier) -> bool:
-        """False: one of the two does not answer."""
+        """Copy one block. Returns False if one of the two tiers does not answer."""
         try:
             buffers, (is_right,) = self._bounded_reader.read(src, [name.key], time.monotonic() + _MOVE_S)
             try:

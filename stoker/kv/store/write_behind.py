@@ -1,8 +1,8 @@
-"""WriteBehind: blocks that were just computed go into the tiers, behind the engine's back.
+"""WriteBehind: writes newly computed blocks into the tiers without delaying the engine.
 
-A block is kept only until its bytes are copied into a buffer, and checksummed; the tiers write from there, each on a thread of its
-own, so that a slow one holds up nobody. There are so many buffers and so long a queue, and no more: what finds no room is not
-written. The engine never waits here.
+A block is held in the device pool only until its bytes are copied into a buffer and checksummed. The tiers write from
+the buffer, each on its own thread, so that a slow tier does not delay the others. Buffers and queues are bounded: a
+block that finds no free buffer or queue is not written. The engine never waits here.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ _AT_A_TIME = 8
 
 @dataclass(slots=True, eq=False)
 class _Staged:
-    """A buffer's content, for as many tiers as still want it."""
+    """A block in a buffer, and how many tiers still have to write it."""
 
     name: BlockName
     data: HostBytes
     checksum: int
-    readers: int
+    num_writers: int
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def done(self) -> bool:
-        """Whether this was the last reader."""
+        """Count one tier as done. Returns True for the last one."""
         with self.lock:
-            self.readers -= 1
-            return self.readers == 0
+            self.num_writers -= 1
+            return self.num_writers == 0
 
 
 Stored = Callable[[MeasuredTier, Sequence[BlockName]], None]
 
 
 class _Writer:
-    """One tier's thread."""
+    """The thread that writes into one tier."""
 
     def __init__(self, tier: MeasuredTier, buffers: BufferPool, stored: Stored) -> None:
         self.tier = tier
@@ -89,8 +89,8 @@ class _Writer:
 
 
 class WriteBehind:
-    """`max_queued` blocks may wait for one tier. `wake` is called when blocks can be given back; `stored` when a tier has
-    taken some."""
+    """At most `max_queued` blocks wait for each tier. `wake` is called when blocks can be released, and `stored` when a
+    tier has taken some."""
 
     def __init__(
         self,
@@ -116,12 +116,12 @@ class WriteBehind:
             self._offered.put(offered)
 
     def take_copied(self) -> list[BlockId]:
-        """Blocks that were offered and need not be kept any longer."""
+        """Return offered blocks that need not be held any longer."""
         return [self._copied.popleft() for _ in range(len(self._copied))]
 
     @property
     def num_queued(self) -> list[int]:
-        """Blocks that wait, for each tier."""
+        """How many blocks wait for each tier."""
         return [writer.num_queued for writer in self._writers]
 
     def close(self, timeout_s: float) -> None:
@@ -140,7 +140,7 @@ class WriteBehind:
             self._wake()
 
     def _wanted(self, keys: list[BlockKey]) -> list[list[_Writer]]:
-        """For each block the tiers that do not have it."""
+        """For each block, return the writers of the tiers that do not have it."""
         wanted: list[list[_Writer]] = [[] for _ in keys]
         for writer in self._writers:
             for writers, is_there in zip(wanted, writer.tier.find(keys), strict=True):
@@ -149,6 +149,7 @@ class WriteBehind:
         return wanted
 
     def _stage(self, offer: OfferedBlock, writers: list[_Writer]) -> None:
+        """Copy a block into a buffer and queue it for these writers, or count it as declined."""
         ready = [writer for writer in writers if writer.num_queued < self._max_queued]
         for writer in writers:
             if writer not in ready:

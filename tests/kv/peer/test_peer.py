@@ -413,7 +413,7 @@ def test_ranks_that_lack_some_of_our_heads_are_refused() -> None:
     half = World(ServerSetup(rank(LAYOUT, 0, 2), settings=TCP))
     half.leases.put("L", keys(2), block_ids(1, 2), 2, True)
     with closing(puller := Puller(settings=TCP), half):
-        with pytest.raises(PeerUnavailable, match="heads 2 up to 4") as refused:
+        with pytest.raises(PeerUnavailable, match="heads 2 to 4") as refused:
             puller.pull(half.ticket(), keys(2), block_ids(0, 1))
         assert refused.value.code == "kv_heads_missing"
 

@@ -18,10 +18,10 @@ def test_there_are_so_many_and_those_lost_to_a_call_that_hangs_are_made_up_for()
     assert first is not None
     assert second is not None
     assert buffers.take() is None
-    assert buffers.obtain() is not first, "one more, for whoever cannot go without"
+    assert buffers.take_or_allocate() is not first, "one more, for whoever cannot go without"
     buffers.give_back([first])
     assert buffers.take() is first
-    buffers.lose([second])
+    buffers.abandon([second])
     third = buffers.take()
     assert third is not None
     assert third is not second

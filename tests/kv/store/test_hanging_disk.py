@@ -34,7 +34,7 @@ class HangingJournal:
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
-    monkeypatch.setattr(disk_module, "_ANSWER_S", PATIENCE_S)
+    monkeypatch.setattr(disk_module, "_LOOKUP_S", PATIENCE_S)
     made = Made(tmp_path / "kv")
     yield made
     made.close()
@@ -56,12 +56,12 @@ def test_a_lookup_on_a_disk_that_hangs_is_given_up_and_the_disk_used_again_once_
     make: Made, tier: DiskTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = HangingJournal(make.root)
-    monkeypatch.setattr(disk_module, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(disk_module, "_LOOKUP_S", 0.1)
     stale(tier)
     with pytest.raises(TierUnavailable, match=r"did not answer within 0\.1 s"):
         find(tier, 1)
     num_threads = threading.active_count()
-    monkeypatch.setattr(disk_module, "_ANSWER_S", PATIENCE_S)  # whoever waited from here on would wait for this
+    monkeypatch.setattr(disk_module, "_LOOKUP_S", PATIENCE_S)  # whoever waited from here on would wait for this
     started_s = time.monotonic()
     for _ in range(20):
         stale(tier)
@@ -86,7 +86,7 @@ def test_whoever_asks_while_another_waits_gives_up_too_and_nothing_is_asked_twic
     make: Made, tier: DiskTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = HangingJournal(make.root)
-    monkeypatch.setattr(disk_module, "_ANSWER_S", 0.5)
+    monkeypatch.setattr(disk_module, "_LOOKUP_S", 0.5)
     found: list[list[bool]] = []
     stale(tier)
     measured = MeasuredTier("disk", tier)  # as the store sees it: a tier that does not answer has nothing
@@ -97,7 +97,7 @@ def test_whoever_asks_while_another_waits_gives_up_too_and_nothing_is_asked_twic
         caller.join(PATIENCE_S)
     assert found == [[False]] * 8
     assert 1 <= measured.counters.errors <= 8
-    monkeypatch.setattr(disk_module, "_ANSWER_S", PATIENCE_S)
+    monkeypatch.setattr(disk_module, "_LOOKUP_S", PATIENCE_S)
     journal.answers()
     wait_until(lambda: measured.find([name_of(1).key]) == [True])
 
@@ -114,10 +114,10 @@ def test_before_the_scan_a_folder_that_hangs_is_given_up_too(
         return real(path)
 
     monkeypatch.setattr(os.path, "exists", hanging)
-    monkeypatch.setattr(disk_module, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(disk_module, "_LOOKUP_S", 0.1)
     with pytest.raises(TierUnavailable, match="did not answer"):
         find(tier, 99)
     assert find(tier, 1) == [False]
     answers.set()
-    monkeypatch.setattr(disk_module, "_ANSWER_S", PATIENCE_S)
+    monkeypatch.setattr(disk_module, "_LOOKUP_S", PATIENCE_S)
     wait_until(lambda: find(tier, 1, 99) == [True, False])

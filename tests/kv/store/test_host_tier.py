@@ -130,7 +130,7 @@ def test_memory_is_taken_as_it_is_used(store: str) -> None:
 
 def test_a_size_that_differs_is_named_while_the_store_is_used_and_replaced_when_not(store: str) -> None:
     tier = make(store, slots=8)
-    with pytest.raises(ConfigError, match=r"for 8 blocks of 4096 bytes.*here: 9 blocks of 4096 bytes"):
+    with pytest.raises(ConfigError, match=r"for 8 blocks of 4096 bytes.*this worker needs 9 blocks of 4096 bytes"):
         make(store, slots=9)
     tier.close()
     larger = make(store, slots=9)
@@ -139,12 +139,12 @@ def test_a_size_that_differs_is_named_while_the_store_is_used_and_replaced_when_
 
 
 def test_what_does_not_fit_is_refused_at_the_start(store: str) -> None:
-    with pytest.raises(ConfigError, match=r"host_gib needs \d+\.\d\d GiB, and .* GiB in /dev/shm are free"):
+    with pytest.raises(ConfigError, match=r"host_gib needs \d+\.\d\d GiB, but only .* GiB in /dev/shm are free"):
         make(store, slots=(4096 << 30) // BLOCK)
     with pytest.raises(ConfigError, match=r"of this machine's RAM are free"):
         make(None, slots=(4096 << 30) // BLOCK)
     assert [one for one in host_stores() if one.name == store] == []
-    with pytest.raises(ConfigError, match="holds no block of 4096 bytes"):
+    with pytest.raises(ConfigError, match="smaller than one block of 4096 bytes"):
         make(None, slots=0)
 
 

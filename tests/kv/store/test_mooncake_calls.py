@@ -36,7 +36,7 @@ def test_a_lane_takes_so_many_calls() -> None:
     lane, until = CallLane("test", 1), threading.Event()
     for _ in range(4):
         lane.submit(lambda: until.wait(60))
-    with pytest.raises(TierUnavailable, match="4 calls wait in the test lane"):
+    with pytest.raises(TierUnavailable, match="4 calls already wait in the test lane"):
         lane.submit(lambda: True)
     until.set()
     assert lane.stop(time.monotonic() + 60)

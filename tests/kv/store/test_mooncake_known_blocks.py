@@ -19,7 +19,7 @@ def name_of(number: int) -> BlockName:
 
 
 def test_the_longest_known_go_and_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mooncake_known, "_MOST", 3)
+    monkeypatch.setattr(mooncake_known, "_MAX_BLOCKS", 3)
     told: list[BlockKey] = []
     known = KnownBlocks(ObjectFormat("f", LAYOUT), told.extend)
     for number in (1, 2, 3, 1, 4, 5):  # the first is written again: it is young

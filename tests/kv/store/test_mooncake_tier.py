@@ -153,7 +153,7 @@ def test_blocks_outlive_master_and_workers_on_an_ssd(tmp_path: Path) -> None:
 def test_two_masters_do_not_share_a_port(tmp_path: Path, master: MooncakeMaster) -> None:
     host, _, port = master.address.rpartition(":")
     doomed = MooncakeMaster(tmp_path / "log", host=host, port=int(port))
-    with pytest.raises(MasterFailed, match=r"listens at .* already"):
+    with pytest.raises(MasterFailed, match="another process already listens"):
         doomed.start()
     assert master.is_healthy()
 

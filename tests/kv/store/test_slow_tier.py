@@ -111,11 +111,11 @@ class World:
     def load(self, ticket: KvTicket | None, times: int = 1) -> LoadResult:
         """The last of them to end."""
         for number in range(times):
-            self.store.start(KvLoad(number, 0, keys(8), block_ids(*range(8)), 8, ticket))
+            self.store.start_load(KvLoad(number, 0, keys(8), block_ids(*range(8)), 8, ticket))
         found: list[LoadResult] = []
 
         def are_filled() -> bool:
-            found.extend(self.store.take_filled())
+            found.extend(self.store.take_finished_loads())
             return len(found) == times
 
         wait_until(are_filled)
@@ -182,7 +182,7 @@ def test_a_worker_that_does_not_answer_keeps_nobody_from_the_tiers(world: World)
     world.peers.hang, world.tier.has = True, False
     for number in range(100, 108):
         ticket = KvTicket("e", "127.0.0.1:1", f"L{number}", len(TOKENS), 30.0)
-        world.store.start(KvLoad(number, 0, keys(8), block_ids(*range(8)), 0, ticket))
+        world.store.start_load(KvLoad(number, 0, keys(8), block_ids(*range(8)), 0, ticket))
     wait_until(lambda: world.peers.num_pulls == store_module._LOADERS)
     world.tier.has = True
     assert world.load(None).load_id == 0
@@ -251,7 +251,7 @@ def test_hints_do_not_wait_for_a_tier_that_stalls(monkeypatch: pytest.MonkeyPatc
 def test_hints_do_not_wait_until_a_start_has_listed_what_is_there() -> None:
     world = World(InRam())
     world.tier.answers.clear()
-    world.store.tell_held()
+    world.store.announce_held_blocks()
     world.store.prefetch([], "", KvTicket("e", "127.0.0.1:1", "L", 0, 30.0))
     try:
         wait_until(lambda: world.peers.num_hints == 1)
@@ -260,7 +260,7 @@ def test_hints_do_not_wait_until_a_start_has_listed_what_is_there() -> None:
 
 
 def test_hints_beyond_what_can_be_kept_up_with_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "_MOST_HINTS", 4)
+    monkeypatch.setattr(store_module, "_MAX_HINTS", 4)
     world = World(InRam())
     for number in range(10):
         world.store.prefetch([], "", KvTicket("e", "127.0.0.1:1", f"L{number}", 0, 30.0))

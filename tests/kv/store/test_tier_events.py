@@ -59,7 +59,7 @@ def test_a_block_that_goes_while_a_start_lists_what_is_there_does_not_count_as_h
         StoreContext("f", LAYOUT.block_tokens, LAYOUT.block_bytes, False, lambda: None, lambda: None),
         events,
     )
-    store.tell_held()
+    store.announce_held_blocks()
     held: set[BlockKey] = set()
 
     def adds_up() -> bool:

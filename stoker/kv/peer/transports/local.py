@@ -1,7 +1,8 @@
 """Shared memory: a worker of the same machine and user maps the peer's pool and copies out of it.
 
-The pool in RAM is a file without a name; the peer says which of its open files it is, and this side opens the very same one
-through /proc. That it is that file is checked by its number, that the peer lives and the blocks are the lease's by CONFIRM.
+The pool in RAM is an anonymous file. The peer names its file descriptor, and this side opens the same file through
+/proc. Device and inode are compared to make sure that it is that file. CONFIRM makes sure that the peer is alive and
+that the blocks still belong to the lease.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ class LocalTransport:
 
     def offer(self, kv: DeviceKv) -> dict[str, Any]:
         if kv.memory_fd is None:
-            raise PeerUnavailable(f"the pool lies on {kv.blocks.device}")
+            raise PeerUnavailable(f"the pool is on {kv.blocks.device}")
         file = os.fstat(kv.memory_fd)
         place = {"pid": os.getpid(), "fd": kv.memory_fd, "device": file.st_dev, "inode": file.st_ino}
         return _this_machine() | place | {"num_bytes": file.st_size}
 
     def open(self, offer: dict[str, Any], peer: KvLayout, kv: DeviceKv, before_write: BeforeWrite) -> LocalLink:
-        for what, here in _this_machine().items():
-            if offer.get(what) != here:
-                raise PeerUnavailable(f"{what}: {here} here, {offer.get(what)} there")
+        for field, here in _this_machine().items():
+            if offer.get(field) != here:
+                raise PeerUnavailable(f"{field}: {here} here, {offer.get(field)} there")
         try:
             memory = _map(f"/proc/{int(offer['pid'])}/fd/{int(offer['fd'])}", offer)
         except (OSError, KeyError, ValueError, TypeError) as lost:

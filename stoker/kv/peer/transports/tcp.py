@@ -1,4 +1,4 @@
-"""TCP: the server sends the bytes on the connection that asked for them, each block with its checksum behind it."""
+"""TCP: the server sends the blocks on the client's connection, each followed by its checksum."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from stoker.kv.peer.lease_book import LeaseBook, LeaseView
 from stoker.kv.peer.peer_wire import TRAILER, BlockReply, BlockRequest, FrameKind, PeerConnection, PeerLost
 from stoker.kv.peer.transports.transport import IO_S, TRANSPORTS, PullProgress
 
-_BLOCK_S = 15.0  # that sending one block may take: a reader that is too slow must not keep a lease from being closed
+_BLOCK_S = 15.0  # deadline for sending one block: a slow reader must not keep a lease from being closed
 _SEND_BYTES = 1 << 20
-_FOLLOWS, _ENDED = b"\x01", b"\x00"  # before each block: a lease may end in the middle of an answer
+_FOLLOWS, _ENDED = b"\x01", b"\x00"  # precedes each block, because a lease may end in the middle of a reply
 
 
 @TRANSPORTS.register("tcp")
@@ -34,15 +34,15 @@ class TcpTransport:
 
 
 class TcpLink:
-    def fits(self, sink: BlockSink) -> bool:
+    def supports(self, sink: BlockSink) -> bool:
         return True
 
     def close(self) -> None:
         pass
 
-    def take(self, connection: PeerConnection, ask: BlockRequest, pull: PullProgress) -> LeaseView:
-        connection.limit(pull.answer_s(ask.wait_s), IO_S)
-        connection.send(FrameKind.READ, ask.pack())
+    def take(self, connection: PeerConnection, request: BlockRequest, pull: PullProgress) -> LeaseView:
+        connection.limit(pull.answer_s(request.wait_s), IO_S)
+        connection.send(FrameKind.READ, request.pack())
         view = BlockReply.unpack(connection.receive(FrameKind.DATA)[1]).view
         pull.names += view.names
         follows = connection.receive_bytes(1) if view.blocks else _ENDED
@@ -50,7 +50,7 @@ class TcpLink:
             if follows != _FOLLOWS:
                 break
             found = _receive(connection, pull)
-            # With what stands before the next block: one call less for each.
+            # Together with the byte that precedes the next block, which saves a call per block.
             end = connection.receive_bytes(TRAILER.size + (left > 0))
             (expected, held), follows = TRAILER.unpack_from(end), end[TRAILER.size :]
             if found == expected and held:
@@ -60,7 +60,7 @@ class TcpLink:
 
 
 def _receive(connection: PeerConnection, pull: PullProgress) -> int:
-    """The next block's checksum: each piece is checksummed while it is in the cache."""
+    """Receive the next block and return its checksum. Each piece is hashed while it is in the CPU cache."""
     into = pull.sink.buffer(pull.at)
     digests = []
     for start in range(0, len(into), PIECE_BYTES):
@@ -76,25 +76,25 @@ def send_blocks(
     source: BlockSource,
     leases: LeaseBook,
     layout: KvLayout,
-    ask: BlockRequest,
+    request: BlockRequest,
     view: LeaseView,
 ) -> int:
-    """The server's side, after the DATA frame: how many blocks were sent."""
-    part = head_slice(layout, ask.first_head, ask.end_head)
+    """The server's side, after the DATA frame: send the blocks, and return how many were sent."""
+    part = head_slice(layout, request.first_head, request.end_head)
     parts = source.host(view.blocks, part)
     connection.limit(IO_S, IO_S)
     num_blocks = len(view.blocks)
     checksums = view.checksums if part.total_bytes == layout.block_bytes else []
     for count in range(num_blocks):
-        with leases.reading(ask.lease_id, view.generation) as may_read:
+        with leases.reading(request.lease_id, view.generation) as may_read:
             if not may_read:
                 connection.send_bytes(_ENDED)
                 return count
             connection.send_bytes(_FOLLOWS, more=True)
-            total = _send(connection, next(parts), checksums[count] if count < len(checksums) else None)
-        # Asked once more: an update may have moved the lease while its bytes went out.
-        held = leases.holds(ask.lease_id, view.generation)
-        connection.send_bytes(TRAILER.pack(total, held), more=count + 1 < num_blocks)
+            block_checksum = _send(connection, next(parts), checksums[count] if count < len(checksums) else None)
+        # Checked again: a preemption may have moved the lease while its bytes were sent.
+        held = leases.holds(request.lease_id, view.generation)
+        connection.send_bytes(TRAILER.pack(block_checksum, held), more=count + 1 < num_blocks)
     return num_blocks
 
 
@@ -107,5 +107,5 @@ def _send(connection: PeerConnection, data: HostBytes, known: int | None) -> int
             running.add(part)
         connection.send_bytes(part.data)
         if time.monotonic() > until_s:
-            raise PeerLost(f"the peer takes too long: {start} of {len(data)} bytes in {_BLOCK_S} s")
+            raise PeerLost(f"the peer is too slow: {start} of {len(data)} bytes in {_BLOCK_S} s")
     return running.value() if known is None else known

@@ -1,7 +1,7 @@
-"""What lies in the disk tier's directory, in the order of use, and the journal by which all processes that share it know that.
+"""DiskIndex: which files the disk tier's directory holds, in the order of their last use, as one process knows it.
 
-The files are the truth; this is what one process believes about them. A belief may be late or wrong (a file gone, one not known
-yet): whoever acts on it finds out.
+The files are the truth. An index entry may be late or wrong: a file may be gone, or not known yet. Code that acts on an
+entry must handle that.
 """
 
 from __future__ import annotations
@@ -13,34 +13,37 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-FileId = bytes  # the folder's name (8 bytes: model, layout, format), then the block's key
+FileId = bytes  # folder name (8 bytes that identify model, layout and format), then the block's key
 
 FOLDER_BYTES = 8
 _SUFFIX = ".kv"
 
 
 def path_of(root: Path, file: FileId) -> str:
-    """Two levels of 16 folders below the model's own: no folder grows too long, and few are made for a small cache."""
+    """Return a file's path. There are two levels of 16 folders below the model's folder, so that no folder becomes too
+    long and a small cache has few folders."""
     key = file[FOLDER_BYTES:].hex()
     return f"{root}/{file[:FOLDER_BYTES].hex()}/{key[0]}/{key[1]}/{key}{_SUFFIX}"
 
 
 @dataclass(slots=True, eq=False)
 class FileEntry:
+    """One file of the directory."""
+
     num_bytes: int
     used_ns: int
-    noted_ns: int  # the use that the file itself tells others and a later start of
+    noted_ns: int  # the last use that is recorded in the file itself, for other processes and later starts
 
 
 class DiskIndex:
-    """Not thread-safe: its owner locks."""
+    """The files by their last use. Not thread-safe: the owner locks it."""
 
     def __init__(self) -> None:
         self._entries: dict[FileId, FileEntry] = {}
-        self._uses: list[tuple[int, FileId]] = []  # a heap; those that are not an entry's last are skipped
+        self._uses: list[tuple[int, FileId]] = []  # a heap; an item that is not its entry's last use is skipped
         self._latest_ns = 0
         self.num_bytes = 0
-        self.reserved_bytes = 0  # of blocks that are being written
+        self.reserved_bytes = 0  # space reserved for blocks that are being written
 
     def __contains__(self, file: FileId) -> bool:
         return file in self._entries
@@ -55,13 +58,13 @@ class DiskIndex:
         return self._entries.get(file)
 
     def now_ns(self) -> int:
-        """Wall time, since files outlive processes and boots, but later than any use that is known: when the clock was set
-        back, what is used now still counts as used last."""
+        """Return the wall-clock time, because files outlive processes and reboots. It is always later than any known
+        use, so that a clock that was set back does not make current uses look old."""
         self._latest_ns = max(self._latest_ns + 1, time.time_ns())
         return self._latest_ns
 
     def use(self, file: FileId, num_bytes: int, used_ns: int, *, is_noted: bool) -> None:
-        """It is there, and was used."""
+        """Record that a file exists and was used. `is_noted`: the use is recorded in the file too."""
         entry = self._entries.get(file)
         if entry is None:
             entry = self._entries[file] = FileEntry(num_bytes, used_ns, used_ns if is_noted else 0)
@@ -75,6 +78,7 @@ class DiskIndex:
             self._sort()
 
     def remove(self, file: FileId) -> bool:
+        """Remove a file. Returns False if it was not in the index."""
         entry = self._entries.pop(file, None)
         if entry is None:
             return False
@@ -82,6 +86,7 @@ class DiskIndex:
         return True
 
     def oldest(self) -> tuple[FileId, FileEntry] | None:
+        """Return the least recently used file."""
         while self._uses:
             used_ns, file = self._uses[0]
             entry = self._entries.get(file)
@@ -91,7 +96,7 @@ class DiskIndex:
         return None
 
     def merge(self, scanned: dict[FileId, FileEntry]) -> None:
-        """What a scan found, besides what is known."""
+        """Add the files that a scan found."""
         scanned |= self._entries
         self._entries = scanned
         self.num_bytes = sum(entry.num_bytes for entry in scanned.values())
@@ -103,7 +108,7 @@ class DiskIndex:
 
 
 def scan(root: Path) -> Iterator[dict[FileId, FileEntry]]:
-    """All blocks below `root`, a folder at a time."""
+    """Yield all blocks below `root`, one folder at a time."""
     for model in _folders(root, 2 * FOLDER_BYTES):
         for first in _folders(model, 1):
             for second in _folders(first, 1):
@@ -115,12 +120,12 @@ def scan(root: Path) -> Iterator[dict[FileId, FileEntry]]:
                             if file is not None and (seen := _entry(entry)) is not None:
                                 found[file] = seen
                 except FileNotFoundError:
-                    pass  # removed by another while we looked
+                    pass  # removed by another process meanwhile
                 yield found
 
 
 def _entry(found: os.DirEntry[str]) -> FileEntry | None:
-    """None: removed by another while we looked; the rest of its folder is still there."""
+    """Return the entry of a file, or None if another process has removed it meanwhile."""
     try:
         stat = found.stat(follow_symlinks=False)
     except FileNotFoundError:
@@ -129,6 +134,7 @@ def _entry(found: os.DirEntry[str]) -> FileEntry | None:
 
 
 def _folders(above: Path, num_digits: int) -> Iterator[Path]:
+    """Yield the folders whose names are `num_digits` hex digits."""
     try:
         names = sorted(os.listdir(above))
     except (FileNotFoundError, NotADirectoryError):

@@ -22,37 +22,44 @@ _ROTATE_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class JournalChange:
+    """One file that a process added or removed."""
+
     file: FileId
     num_bytes: int
     is_added: bool
 
 
 class DiskJournal:
-    """One file to which every process appends its changes and from which it reads those of the others. When it has grown long,
-    somebody renames it, and whoever notices goes on in a new one. Not thread-safe: its owner locks."""
+    """A file to which every process appends its changes, and from which it reads those of the others.
+
+    When the file has grown long, one process renames it, and all processes continue in a new file. Not thread-safe: the
+    owner locks it.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._writer = os.urandom(8)
         self._write_fd = self._opened(os.O_WRONLY)
         self._read_fd = self._opened(os.O_RDONLY)
-        self._at = os.fstat(self._read_fd).st_size  # what came before is found by the scan
+        self._at = os.fstat(self._read_fd).st_size  # earlier changes are found by the scan
 
     def close(self) -> None:
         os.close(self._write_fd)
         os.close(self._read_fd)
 
     def append(self, changes: Iterable[JournalChange]) -> None:
+        """Append changes."""
         records = b"".join(self._record(change) for change in changes)
-        os.write(self._write_fd, records)  # one write to a file opened for appending is not mixed with another's
-        while not self._is_current(self._write_fd):  # those who have gone on to the new one would not see it
+        # one write to a file opened for appending is not mixed with writes of other processes
+        os.write(self._write_fd, records)
+        while not self._is_current(self._write_fd):  # processes that read the new file would not see it
             self._write_fd = self._moved(self._write_fd, os.O_WRONLY)
             os.write(self._write_fd, records)
         if os.fstat(self._write_fd).st_size > _ROTATE_BYTES:
             self._rotate()
 
     def read_changes(self) -> list[JournalChange]:
-        """What others appended since the last call."""
+        """Return what other processes appended since the last call."""
         is_current = self._is_current(self._read_fd)
         changes = self._unread()
         if not is_current:
@@ -67,7 +74,7 @@ class DiskJournal:
         changes, at = [], 0
         while len(data) - at >= _RECORD_BYTES:
             record, (crc,) = data[at : at + _RECORD.size], _CRC.unpack_from(data, at + _RECORD.size)
-            if crc != zlib.crc32(record):  # a full disk cut one short
+            if crc != zlib.crc32(record):  # a full disk truncated a record
                 at = data.find(_MARK, at + 1) % (len(data) + 1)
                 continue
             _, kind, file, num_bytes, writer = _RECORD.unpack(record)
@@ -83,10 +90,11 @@ class DiskJournal:
         return record + _CRC.pack(zlib.crc32(record))
 
     def _rotate(self) -> None:
+        """Rename the journal, so that all processes begin a new file."""
         try:
             fcntl.flock(self._write_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return  # another does it
+            return  # another process rotates it
         try:
             if self._is_current(self._write_fd):
                 os.replace(self._path, self._path.with_suffix(".old"))
@@ -100,7 +108,8 @@ class DiskJournal:
             return False
 
     def _moved(self, old_fd: int, flags: int) -> int:
-        """On to the new one. Where that cannot be opened we keep the old: its number, closed, would soon be another's."""
+        """Open the new file and close the old one. If the new one cannot be opened, the old one stays open: a closed
+        descriptor's number would soon belong to another file."""
         fd = self._opened(flags)
         os.close(old_fd)
         return fd

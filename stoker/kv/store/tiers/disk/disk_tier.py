@@ -1,7 +1,11 @@
-"""The disk tier: a file for each block, in a directory that several workers of a machine may share and that outlives them.
+"""The disk tier: one file per block, in a directory that several workers of a machine may share and that outlives them.
 
-Here blocks are read and written. What is known to lie in the directory is disk_contents.py's, room in it disk_room.py's, a block
-as a file disk_file.py's, whether the disk is fit to be asked disk_dir.py's, and to give up a question to it disk_asks.py's.
+disk_contents.py    what the directory holds
+disk_journal.py     how processes tell each other about changes
+disk_eviction.py    space in the directory
+block_file.py       the format of a file
+disk_directory.py   errors and pauses of the disk
+disk_lookups.py     calls that may hang
 """
 
 from __future__ import annotations
@@ -38,8 +42,8 @@ log = EventLog("kv.disk")
 THREADS = 4
 DIRECT_BYTES = 64 << 10
 _GIB = 1 << 30
-_NOTE_USE_NS = 10_000_000_000  # a use is written to the file if the last one noted there is older
-_ANSWER_S = 1.0  # that the disk may take to say what it has; by then most prompts are computed
+_NOTE_USE_NS = 10_000_000_000  # a use is recorded in the file if the last recorded one is older
+_LOOKUP_S = 1.0  # how long a lookup may take; by then most prompts are computed
 
 
 @register_tier("disk", distance=200)
@@ -47,8 +51,8 @@ def disk_tier(settings: StoreSettings, context: TierContext) -> Tier | None:
     if settings.disk_dir is None:
         return None
     cipher = Cipher(read_key(Path(settings.disk_key_file))) if settings.disk_key_file else None
-    # Below a host tier the kernel's cache would only hold the same blocks a second time, and without it reads of what is not
-    # cached are up to twice as fast (bench/kv_tiers.py). With no host tier it is the only RAM that the blocks have.
+    # Below a host tier the kernel's page cache would hold the same blocks a second time, and direct reads of uncached
+    # blocks are up to twice as fast. Without a host tier, the page cache is the only RAM that holds the blocks.
     return DiskTier(
         Path(settings.disk_dir),
         int(settings.disk_gib * _GIB),
@@ -59,6 +63,8 @@ def disk_tier(settings: StoreSettings, context: TierContext) -> Tier | None:
 
 
 class _ReadOutcome(Enum):
+    """The result of reading one file."""
+
     OK = auto()
     MISSING = auto()
     WRONG = auto()
@@ -66,6 +72,8 @@ class _ReadOutcome(Enum):
 
 
 class DiskTier:
+    """A tier of files. See the contract in tier.py."""
+
     medium: ClassVar[str] = "DISK"
 
     def __init__(
@@ -78,12 +86,14 @@ class DiskTier:
         direct_reads: bool = True,
     ) -> None:
         layout = context.layout
-        is_large = layout.block_bytes >= DIRECT_BYTES  # a smaller one is mostly the cost of the call, cached or not
+        is_large = layout.block_bytes >= DIRECT_BYTES  # for a smaller block the system call costs more than the copy
         self._writes = BlockFiles(layout.block_bytes, layout.block_tokens, cipher, direct=is_large)
         self._reads = BlockFiles(layout.block_bytes, layout.block_tokens, cipher, direct=is_large and direct_reads)
         self._file_bytes = self._writes.file_bytes
         if capacity_bytes < self._file_bytes:
-            raise ConfigError(f"store.disk_gib={capacity_bytes / _GIB:g} holds no block of {self._file_bytes} bytes")
+            raise ConfigError(
+                f"store.disk_gib={capacity_bytes / _GIB:g} is smaller than one block of {self._file_bytes} bytes; raise it"
+            )
         self._root = root
         self.shared_location: str | None = f"{gethostname()}:{os.path.realpath(root)}"
         self._tmp = root / "tmp"
@@ -105,19 +115,19 @@ class DiskTier:
         self._tmp_numbers = count()
         self._threads = HelperThreads(THREADS, "kv-disk")
         self._lookups = DiskLookups(self._health)
-        self._contents.begin_scan(then=lambda: self._eviction.make(0, keep=set()))
+        self._contents.begin_scan(then=lambda: self._eviction.reserve(0, keep=set()))
 
     def find(self, keys: Sequence[BlockKey]) -> list[bool]:
         if self._closed or self._health.is_paused:
             return [False] * len(keys)
-        return self._here([self._folder + key for key in keys])
+        return self._exist([self._folder + key for key in keys])
 
     def read(self, keys: Sequence[BlockKey], into: Sequence[HostBytes]) -> list[bool]:
         self._check_usable()
         files = [self._folder + key for key in keys]
-        wanted = [at for at, is_here in enumerate(self._here(files)) if is_here]
+        wanted = [at for at, is_here in enumerate(self._exist(files)) if is_here]
         with self._contents.index() as index:
-            # The first count as used last: without a chain's beginning its rest is of no use.
+            # The first block of a chain counts as the last used one: without it the rest cannot be found.
             now_ns = index.now_ns()
             known = {at: index.get(files[at]) for at in wanted}
         to_note = {at for at, entry in known.items() if entry is None or now_ns - entry.noted_ns >= _NOTE_USE_NS}
@@ -132,7 +142,7 @@ class DiskTier:
             for at, result in zip(wanted, results, strict=True):
                 if result is _ReadOutcome.OK:
                     done[at] = True
-                    # It may have gone since: whoever removed it has counted that.
+                    # The block may have been removed since. The process that removed it has updated the index.
                     if files[at] in index or not self._contents.scanned.is_set():
                         index.use(files[at], self._file_bytes, now_ns - at, is_noted=at in to_note)
                 elif result is not _ReadOutcome.FAILED:
@@ -149,7 +159,7 @@ class DiskTier:
             return [False] * len(names)
         blocks = {self._folder + given[0].key: given for given in zip(names, data, checksums, strict=True)}
         files = list(blocks)
-        # Looked at, not believed: a process that was killed while it evicted has told nobody.
+        # Checked on disk: a process that was killed while it evicted has not announced it.
         here = {file: os.path.exists(path_of(self._root, file)) for file in files}
         wanted = [file for file in files if not here[file] and self._writes.can_hold(blocks[file][0])]
         with self._contents.index() as index:
@@ -159,7 +169,7 @@ class DiskTier:
                     index.use(file, self._file_bytes, now_ns - at, is_noted=False)
                 else:
                     index.remove(file)
-        wanted = wanted[: self._eviction.make(len(wanted), keep=set(files))]
+        wanted = wanted[: self._eviction.reserve(len(wanted), keep=set(files))]
 
         def write_one(at: int) -> bool:
             return self._write_one(wanted[at], *blocks[wanted[at]], now_ns - at)
@@ -185,16 +195,17 @@ class DiskTier:
 
     def catch_up(self) -> None:
         if not self._closed:
-            self._lookups.ask(lambda: self._contents.catch_up(force=True), _ANSWER_S)
+            self._lookups.run(lambda: self._contents.catch_up(force=True), _LOOKUP_S)
 
     def names(self) -> Iterator[BlockName]:
-        """Reads a page of every file. Right after the start it waits for the scan, which takes minutes for a million of them."""
+        """Read one page of every file. Right after the start it waits for the scan, which takes minutes for a million
+        files."""
         self._contents.wait_for_scan()
         with self._contents.index() as index:
             files = [file for file in index.files() if file[:FOLDER_BYTES] == self._folder]
         names = []
         for file in files:
-            # A wrong one is found again, and dropped, when it is read.
+            # A wrong block is found and dropped when it is read.
             with suppress(OSError, CorruptBlock):
                 names.append(self._reads.read_name(path_of(self._root, file), BlockKey(file[FOLDER_BYTES:])))
         return parents_first(names)
@@ -219,7 +230,7 @@ class DiskTier:
         self._contents.close()
         self._eviction.close()
 
-    # One block. The disk is asked here, by several threads at a time.
+    # ---- one block; called by several threads at a time
 
     def _read_one(self, file: FileId, into: HostBytes, use_ns: int | None) -> _ReadOutcome:
         path = path_of(self._root, file)
@@ -248,7 +259,7 @@ class DiskTier:
             try:
                 self._writes.write(tmp, name, data, data_checksum, use_ns)
                 os.rename(tmp, path)
-            except FileNotFoundError:  # the first block of its folder, or somebody emptied the directory
+            except FileNotFoundError:  # the first block of its folder, or the directory was emptied
                 os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
                 self._tmp.mkdir(mode=0o700, exist_ok=True)
                 if not os.path.exists(tmp):
@@ -272,8 +283,8 @@ class DiskTier:
             return False
         return True
 
-    def _here(self, files: Sequence[FileId]) -> list[bool]:
-        return self._lookups.ask(lambda: self._contents.here(files), _ANSWER_S)
+    def _exist(self, files: Sequence[FileId]) -> list[bool]:
+        return self._lookups.run(lambda: self._contents.exist(files), _LOOKUP_S)
 
     def _check_usable(self) -> None:
         if self._closed:
@@ -281,7 +292,7 @@ class DiskTier:
         self._health.check()
 
     def _report(self, files: Sequence[FileId]) -> None:
-        """To our listeners, who know of one model alone."""
+        """Report lost blocks of this model to the store. The directory may hold other models too."""
         keys = [BlockKey(file[FOLDER_BYTES:]) for file in files if file[:FOLDER_BYTES] == self._folder]
         if keys:
             self._on_evicted(keys)

@@ -1,8 +1,9 @@
-"""The host tier: blocks in this machine's RAM, of one worker or shared by all workers that name the same store.
+"""The host tier: blocks in this machine's RAM, private to one worker or shared by all workers that use the same store
+name.
 
-A named store is a file of /dev/shm, which outlives its users until somebody removes it; without a name it is memory of this
-process alone. Changes of the table are made under a short lock that the kernel releases with its holder; bytes move outside of it.
-Readers pin nothing: they copy, and look afterwards whether the slot is still the one that they began with.
+A named store is a file in /dev/shm that outlives its users until it is deleted. Without a name it is memory of this
+process. The table is changed under a short lock that the kernel releases if its holder dies. Bytes are copied outside
+the lock. Readers lock nothing: they copy, and check afterwards that the slot still has the same generation.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ from stoker.kv.store.tiers.tier import HostBytes, Tier, TierContext, TierStats, 
 log = EventLog("kv.host")
 
 _GIB = 1 << 30
-_WRITE_S = 60.0  # a block that is being written for longer is given up
-_BATCH = 32  # blocks that one call has in WRITING at a time, at most
-_LOOKED_AT = 1 << 16  # slots under one lock: that takes less than a millisecond
-_BATCH_BYTES = 32 << 20  # their memory may have to be made by the kernel, under the lock
+_WRITE_S = 60.0  # a write that takes longer is considered abandoned
+_BATCH = 32  # most blocks that one call writes at a time
+_CATCH_UP_SLOTS = 1 << 16  # slots checked under one lock, which takes less than a millisecond
+_BATCH_BYTES = 32 << 20  # the kernel may have to allocate their memory, under the lock
 
 
 @register_tier("host", distance=100)
@@ -53,7 +54,7 @@ def host_tier(settings: StoreSettings, context: TierContext) -> Tier | None:
 
 @dataclass(slots=True, eq=False)
 class _PendingWrite:
-    """A block on its way in."""
+    """A block that is being written."""
 
     name: BlockName
     data: HostBytes
@@ -65,6 +66,8 @@ class _PendingWrite:
 
 
 class HostTier:
+    """A tier in RAM. See the contract in tier.py."""
+
     medium: ClassVar[str] = "CPU"
 
     def __init__(self, capacity_bytes: int, context: TierContext, name: str | None = None) -> None:
@@ -73,13 +76,13 @@ class HostTier:
         self.shared_location = None if name is None else f"{gethostname()}:{name}"
         geometry = HostGeometry.of(capacity_bytes, layout)
         if geometry.num_slots == 0:
-            raise ConfigError(f"store.host_gib={capacity_bytes / _GIB:g} holds no block of {layout.block_bytes} bytes")
+            raise ConfigError(
+                f"store.host_gib={capacity_bytes / _GIB:g} is smaller than one block of {layout.block_bytes} bytes; raise it"
+            )
         self._thread_lock = threading.Lock()
         self._stats_lock = threading.Lock()
         self._evicted = self._corrupt = self._errors = 0
-        self._eviction_candidates: deque[tuple[int, int]] = (
-            deque()
-        )  # slots with the use by which they were among the oldest
+        self._eviction_candidates: deque[tuple[int, int]] = deque()  # slots and the last use that made them candidates
         self._owner = (os.getpid(), started_at(os.getpid()))
         if name is None:
             self._fd, memory = private_memory(geometry)
@@ -106,7 +109,7 @@ class HostTier:
             return []
         table = self._open()
         now_ns = time.monotonic_ns()
-        found: dict[int, tuple[int, int, int]] = {}  # of those that are READY: slot, generation, checksum
+        found: dict[int, tuple[int, int, int]] = {}  # for READY slots: slot, generation, checksum
         for at, slot in enumerate(table.lookup(packed(keys)).tolist()):
             if slot >= 0:
                 generation, checksum = int(table.generations[slot]), int(table.checksums[slot])
@@ -119,7 +122,7 @@ class HostTier:
         wrong = []
         for (at, (slot, generation, checksum)), data_checksum in zip(found.items(), checksums, strict=True):
             if int(table.generations[slot]) != generation:
-                continue  # it was given to another block in the meantime
+                continue  # the slot was reused meanwhile
             if _keyed_checksum(keys[at], data_checksum) == checksum:
                 table.last_use_ns[slot] = now_ns - at
                 done[at] = True
@@ -130,7 +133,7 @@ class HostTier:
         return done
 
     def write(self, names: Sequence[BlockName], data: Sequence[HostBytes], checksums: Sequence[int]) -> list[bool]:
-        # The chain's first blocks count as used last: without them the others could not be found.
+        # The first blocks of a chain count as the last used ones: without them the rest cannot be found.
         now_ns = time.monotonic_ns()
         items = {
             name.key: _PendingWrite(name, block, data_checksum, now_ns - at)
@@ -154,10 +157,10 @@ class HostTier:
     def catch_up(self) -> None:
         if self.shared_location is None:
             return
-        for start in range(0, self._open().num_fresh, _LOOKED_AT):
+        for start in range(0, self._open().num_fresh, _CATCH_UP_SLOTS):
             with self._locked_table() as table:
-                # Told under the lock: whatever we write again afterwards is told later.
-                if lost := self._known_slots.lost(table, slice(start, start + _LOOKED_AT)):
+                # Reported under the lock, so that a block that this process writes again is reported later.
+                if lost := self._known_slots.lost(table, slice(start, start + _CATCH_UP_SLOTS)):
                     self._on_evicted(lost)
 
     def names(self) -> Iterator[BlockName]:
@@ -183,22 +186,24 @@ class HostTier:
             if self._table is None:
                 return
             self._unpin()
-            self._table = None  # the mapping ends with the last read that still uses it
+            self._table = None  # the mapping is released by the last read that uses it
             os.close(self._fd)
         self._threads.close()
 
     def _write_batch(self, items: list[_PendingWrite], before_ns: int) -> None:
+        """Write blocks: reserve their slots under the lock, copy without it, then mark them as READY under the lock."""
         wanted: list[_PendingWrite] = []
         begun: list[_PendingWrite] = []
         lost: list[BlockKey] = []
         with self._locked_table() as table:
-            # What the dead have begun would neither be had nor be written again.
+            # Slots of dead writers could neither be read nor written again.
             self._reclaim_abandoned(table)
             for item, slot in zip(items, table.lookup(packed([item.name.key for item in items])).tolist(), strict=True):
                 if slot >= 0 and table.states[slot] == READY:
-                    table.last_use_ns[slot] = item.use_ns  # before room is made: none of them goes for another
+                    # before slots are evicted, so that no block of this call evicts another
+                    table.last_use_ns[slot] = item.use_ns
                     item.is_here = True
-                elif slot < 0 and table.can_hold(item.name):  # otherwise somebody is writing it right now
+                elif slot < 0 and table.can_hold(item.name):  # otherwise another worker is writing it
                     wanted.append(item)
             for item in wanted:
                 slot = self._take_slot(table, before_ns, lost)
@@ -215,13 +220,14 @@ class HostTier:
         copy_all(self._threads, [table.block(item.slot) for item in begun], [item.data for item in begun])
         with self._locked_table() as table:
             for item in begun:
-                # If it is not ours any more, we were so slow that another gave us up.
+                # Otherwise this write took so long that another process has reclaimed the slot.
                 if int(table.generations[item.slot]) == item.generation and table.states[item.slot] == WRITING:
                     table.finish(item.slot, _keyed_checksum(item.name.key, item.checksum), item.use_ns)
                     self._known_slots.note(table, item.slot)
                     item.is_here = True
 
     def _take_slot(self, table: HostTable, before_ns: int, lost: list[BlockKey]) -> int | None:
+        """Return a slot to write into, or None. Evicted keys are appended to `lost`."""
         slot = table.take_free()
         if slot is None and table.num_fresh < table.geometry.num_slots and self._has_memory(table):
             slot = table.take_fresh()
@@ -230,7 +236,8 @@ class HostTier:
         return slot
 
     def _has_memory(self, table: HostTable) -> bool:
-        """A page of /dev/shm that cannot be had kills whoever touches it: taken here, it is an error that we can answer for."""
+        """Allocate the memory of the next fresh slot. If /dev/shm is full, touching an unallocated page would kill the
+        process; here it is an error that can be handled."""
         try:
             os.posix_fallocate(self._fd, self._blocks_at + table.num_fresh * self._slot_bytes, self._slot_bytes)
         except OSError as failed:
@@ -240,8 +247,9 @@ class HostTier:
         return True
 
     def _evict(self, table: HostTable, before_ns: int, lost: list[BlockKey]) -> int | None:
-        """The least recently used slot, exactly: what was among the oldest and was not used since still is. A look over all slots
-        is thus needed only once in many evictions."""
+        """Evict and return the least recently used slot, or None if only blocks of this call are left. A candidate that
+        was not used since it was found is still among the oldest, so all slots are searched only once in many
+        evictions."""
         for is_new in (False, True):
             if is_new:
                 oldest = table.oldest(max(_BATCH, table.geometry.num_slots // 64))
@@ -250,7 +258,7 @@ class HostTier:
                 slot, use_ns = self._eviction_candidates.popleft()
                 if table.states[slot] != READY or int(table.last_use_ns[slot]) != use_ns:
                     continue
-                # Blocks of the same call never push each other out: the first of a chain are worth most.
+                # Blocks of one call never evict each other: the first ones of a chain are worth most.
                 if use_ns >= before_ns:
                     self._eviction_candidates.appendleft((slot, use_ns))
                     return None
@@ -264,7 +272,7 @@ class HostTier:
         self._known_slots.forget(slot)
 
     def _reclaim_abandoned(self, table: HostTable) -> None:
-        """Slots of writers that were killed half-way, or have taken too long."""
+        """Free the slots of writers that died or take too long."""
         slots = np.flatnonzero(table.states == WRITING)
         if not len(slots):
             return
@@ -284,6 +292,7 @@ class HostTier:
             log.event("host_slots_reclaimed", slots=len(dead))
 
     def _drop_wrong(self, wrong: list[tuple[int, int]]) -> None:
+        """Remove blocks whose checksum was wrong."""
         lost = []
         with self._locked_table() as table:
             for slot, generation in wrong:
@@ -310,13 +319,14 @@ class HostTier:
 
     @contextmanager
     def _locked_table(self) -> Iterator[HostTable]:
+        """Lock the table for changes, and repair it if the last holder died during a change."""
         with self._thread_lock:
             table = self._open()
             if not lock(self._fd, LOCK_S):
                 self._count(errors=1)
-                raise TierUnavailable(f"the host tier's lock was not to be had in {LOCK_S:g} s: is its holder stopped?")
+                raise TierUnavailable(f"another process has held the host tier's lock for {LOCK_S:g} s: is it stopped?")
             try:
-                if table.is_dirty:  # its last holder died in the middle of a change
+                if table.is_dirty:  # the last holder died during a change
                     log.warning("host_table_rebuilt", blocks=table.count_ready())
                     table.rebuild(is_alive)
                 table.is_dirty = True
@@ -327,15 +337,15 @@ class HostTier:
 
 
 def _keyed_checksum(key: BlockKey, data_checksum: int) -> int:
-    """Ties a block's bytes to its key: a slot whose key is not its bytes' own is as wrong as one with flipped bits."""
+    """Combine a block's checksum with its key, so that a slot with another block's bytes is found wrong too."""
     low, high = struct.unpack("<QQ", key)
     sealed: int = (data_checksum + 0x9E3779B97F4A7C15 * low + 0xC2B2AE3D27D4EB4F * high) % (1 << 64)
     return sealed
 
 
 def _pin(slab: HostBytes) -> Callable[[], None]:
-    """Page-locked memory where a card is in use: its copy engine reads it without a copy in between. That takes all of it at once.
-    Returns what undoes it."""
+    """Page-lock the memory if a GPU is in use, so that its copy engine can access it directly. This allocates all of it
+    at once. Returns a function that undoes it."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return lambda: None

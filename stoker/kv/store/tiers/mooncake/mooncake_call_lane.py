@@ -18,10 +18,11 @@ _PENDING_PER_THREAD = 4
 
 
 class CallLane:
-    """A few threads for one kind of call. They are daemons, since a call that hangs must not keep the process.
+    """Runs calls on `num_threads` daemon threads, because a call that hangs must not keep the process alive.
 
-    `nice`: of calls that move bytes. Until the last byte has come they ask again and again whether it has, and the client's own
-    threads, which move them, had better not wait for a core that is taken by that."""
+    Calls that move bytes poll until the last byte has arrived. They get a higher `nice` value, so that the client's own
+    threads, which move the bytes, do not wait for a core that is busy with polling.
+    """
 
     def __init__(self, name: str, num_threads: int, nice: int = 0) -> None:
         self._name = name
@@ -37,23 +38,24 @@ class CallLane:
             thread.start()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Queue a call. Raises TierUnavailable if too many wait."""
         with self._lock:
             if self._pending >= self._max_pending:
-                raise TierUnavailable(f"Mooncake: {self._pending} calls wait in the {self._name} lane")
+                raise TierUnavailable(f"Mooncake: {self._pending} calls already wait in the {self._name} lane")
             self._pending += 1
         future: Future[T] = Future()
 
         def job() -> None:
             try:
                 future.set_result(work())
-            except Exception as error:  # whoever waits for it answers for it
+            except Exception as error:  # the waiting caller raises it
                 future.set_exception(error)
 
         self._jobs.put(job)
         return future
 
     def stop(self, deadline: float) -> bool:
-        """Whether all its calls have ended."""
+        """Let the threads end, and return whether all calls have ended by the deadline (monotonic)."""
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
@@ -65,6 +67,6 @@ class CallLane:
         os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + self._nice)
         while (job := self._jobs.get()) is not None:
             job()
-            del job  # and with it the client that it called
+            del job  # drop the reference to the client too
             with self._lock:
                 self._pending -= 1

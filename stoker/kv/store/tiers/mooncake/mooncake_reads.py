@@ -22,11 +22,14 @@ from stoker.kv.store.tiers.mooncake.mooncake_object_buffers import ObjectBuffers
 
 @dataclass(frozen=True, slots=True)
 class FetchResult:
-    codes: list[int]  # the object's size, or what the client says instead
-    checksums: dict[int, int]  # of the blocks that came, by their place
+    """The result of reading several objects."""
+
+    codes: list[int]  # the object's size, or an error code of the client
+    checksums: dict[int, int]  # checksums of the blocks that arrived, by index
 
 
 def fetch(client: Any, engine: Any, store_keys: Sequence[str], objects: ObjectBuffers) -> FetchResult:
+    """Read objects into their buffers."""
     object_bytes = sum(objects.sizes[0])
     found = client.batch_get_replica_desc(list(store_keys))
     here = client.get_hostname()
@@ -37,10 +40,10 @@ def fetch(client: Any, engine: Any, store_keys: Sequence[str], objects: ObjectBu
     }
     codes, checksums = [TRANSFER_FAILED] * len(store_keys), {}
     if rest := [at for at in range(len(store_keys)) if at not in away]:
-        said = client.batch_get_into_multi_buffers(
+        replies = client.batch_get_into_multi_buffers(
             [store_keys[at] for at in rest], [objects.places[at] for at in rest], [objects.sizes[at] for at in rest]
         )
-        for at, code in zip(rest, said, strict=True):
+        for at, code in zip(rest, replies, strict=True):
             codes[at] = code
             if code == object_bytes:
                 checksums[at] = checksum(objects.buffers[at])
@@ -52,7 +55,7 @@ def fetch(client: Any, engine: Any, store_keys: Sequence[str], objects: ObjectBu
 
 
 def _remote(replicas: Sequence[Any], object_bytes: int, here: str) -> Any | None:
-    """Where it lies whole in another's memory, and not in ours, too."""
+    """Return where the object is complete in another worker's memory. None if it is also in ours, or in no memory."""
     in_memory = [one.get_memory_descriptor().buffer_descriptor for one in replicas if one.is_memory_replica()]
     if any(place.transport_endpoint == here for place in in_memory):
         return None
@@ -60,7 +63,7 @@ def _remote(replicas: Sequence[Any], object_bytes: int, here: str) -> Any | None
 
 
 def _runs(place: Any, objects: ObjectBuffers, at: int) -> list[RemoteRanges]:
-    """A read each, none much larger than a request should be."""
+    """Split the read of one object into requests of at most about REQUEST_BYTES."""
     runs, theirs = [], place.buffer_address
     for ours, size in zip(objects.places[at], objects.sizes[at], strict=True):
         piece = -(-size // max(1, size // REQUEST_BYTES))
