@@ -103,9 +103,9 @@ def settle(llm: LLM) -> None:
 def wait_until_written(llm: LLM, asked: list[list[int]]) -> None:
     """All full blocks of these prompts, which have no block in common, and of their answers, to the first tier."""
     num_blocks = sum((len(prompt) + NEW_TOKENS - 1) // BLOCK for prompt in asked)
-    figures, until_s = llm.built.store.tiers[0].figures, time.monotonic() + 60
-    while figures.written_bytes < num_blocks * llm.built.layout.block_bytes:
-        assert time.monotonic() < until_s, f"{figures.written_bytes} bytes of {num_blocks} blocks were written"
+    counters, until_s = llm.built.store.tiers[0].counters, time.monotonic() + 60
+    while counters.written_bytes < num_blocks * llm.built.layout.block_bytes:
+        assert time.monotonic() < until_s, f"{counters.written_bytes} bytes of {num_blocks} blocks were written"
         time.sleep(0.01)
 
 

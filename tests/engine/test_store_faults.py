@@ -151,7 +151,7 @@ def test_wrong_bytes_on_the_disk_are_computed_not_served(folder: Path, tmp_path:
         assert answer.token_ids == expected[0]
         assert answer.usage is not None
         assert answer.usage.cached_tokens == 0
-        assert llm.built.store.tiers[0].tier.stats().corrupt > 0
+        assert llm.built.store.tiers[0].backend.stats().corrupt > 0
         settle(llm)
 
 

@@ -286,7 +286,7 @@ class PeerClient:
 
     def _release_loop(self) -> None:
         """Release leases, and drop peers that are gone: a link to one would keep its memory from being freed."""
-        silent_until_s: dict[tuple[str, str], float] = {}  # each try would hold up the others' leases
+        silent_until_s: dict[tuple[str, str], float] = {}  # a failing release delays the releases of other leases
         while True:
             try:
                 ticket = self._releases.get(timeout=_SWEEP_S)

@@ -1,4 +1,4 @@
-"""In which order blocks without an owner go."""
+"""The order in which free blocks are reused."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def order(free: FreeBlocks) -> list[int]:
     return [free.pop() for _ in range(len(free))]
 
 
-def test_those_without_a_name_go_first_then_by_last_use() -> None:
+def test_unnamed_blocks_are_reused_first_then_the_least_recently_used() -> None:
     free = free_blocks((1, 3, False), (2, 1, False), (3, 2, False))
     free.add_unnamed(BlockId(7))
     free.remove(BlockId(1))
     assert order(free) == [7, 3, 2]
 
 
-def test_one_that_was_found_again_stays_longer_but_not_for_ever() -> None:
+def test_a_block_that_was_found_again_stays_longer_but_not_forever() -> None:
     later = FOUND_AGAIN_S
     used = [(0, 1, True), (later - 1, 2, False), (later + 1, 3, False), (later + 2, 4, True), (2 * later, 5, False)]
     assert order(free_blocks(*used)) == [2, 1, 3, 5, 4]
 
 
-def test_it_is_the_order_of_when_each_counts_as_used() -> None:
+def test_blocks_are_reused_in_the_order_in_which_they_count_as_used() -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     rng, now_s = random.Random(seed), 1000.0
@@ -55,7 +55,7 @@ def test_it_is_the_order_of_when_each_counts_as_used() -> None:
         assert (BlockId(number) in free) == (BlockId(number) in due)
 
 
-def test_what_a_request_goes_on_from_outlives_what_came_after_it() -> None:
+def test_a_block_that_a_request_found_outlives_newer_blocks() -> None:
     pool = BlockPool(4)
     names = [BlockKey(bytes([number] * 16)) for number in range(4)]
 
@@ -87,5 +87,7 @@ def test_what_a_request_goes_on_from_outlives_what_came_after_it() -> None:
     pool.now_s += 1
     compute(1)
     pool.release(pool.take(3))
-    assert [len(pool.match([name])) for name in names[:2]] == [0, 0], "a name that is given anew was not found yet"
+    assert [len(pool.match([name])) for name in names[:2]] == [0, 0], (
+        "a block that was named again counts as not found yet"
+    )
     pool.check()

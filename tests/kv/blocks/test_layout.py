@@ -16,7 +16,7 @@ MLA = KvLayout(num_layers=3, num_heads=1, head_dim=72, block_tokens=16, dtype="f
 
 
 @pytest.mark.parametrize(("src_tp", "dst_tp"), list(product((1, 2, 4), repeat=2)))
-def test_pieces_from_all_ranks_make_up_a_block(src_tp: int, dst_tp: int) -> None:
+def test_copy_ranges_from_all_ranks_make_up_a_block(src_tp: int, dst_tp: int) -> None:
     for number in range(dst_tp):
         dst = rank(LAYOUT, number, dst_tp)
         found = bytearray(dst.block_bytes)
@@ -40,7 +40,7 @@ def test_the_same_heads_are_one_run_and_others_none() -> None:
 
 
 @pytest.mark.parametrize(("first", "end"), [(0, 4), (0, 1), (1, 3), (3, 4)])
-def test_a_part_is_the_heads_in_their_order(first: int, end: int) -> None:
+def test_a_head_slice_has_the_heads_in_order(first: int, end: int) -> None:
     block = contents(LAYOUT, 1)[0]
     host = np.frombuffer(raw(block), np.uint8)
     expected = raw(block[:, :, first:end])

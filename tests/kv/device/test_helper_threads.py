@@ -1,4 +1,4 @@
-"""A threads does everything once, in any number of hands, and leaves nobody waiting."""
+"""HelperThreads process every item once, whatever the number of threads, and no caller waits for busy helpers."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from stoker.kv.device.helper_threads import HelperThreads
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("count", [0, 1, 2, 37])
-def test_results_come_in_the_items_order(size: int, count: int) -> None:
+def test_results_are_in_the_order_of_the_items(size: int, count: int) -> None:
     threads = HelperThreads(size, "threads")
     assert threads.each(lambda item: item * item, range(count)) == [item * item for item in range(count)]
     threads.close()
     assert threads.each(str, range(count)) == [str(item) for item in range(count)], "closed, the caller is alone"
 
 
-def test_all_hands_work() -> None:
+def test_all_threads_work() -> None:
     threads, here = HelperThreads(3, "threads"), threading.Barrier(3)
     assert threads.each(lambda _: here.wait(60) >= 0, range(3)) == [True] * 3
     threads.close()
 
 
-def test_helpers_that_are_busy_elsewhere_are_not_waited_for() -> None:
+def test_the_caller_does_not_wait_for_busy_helpers() -> None:
     threads, until, is_inside = HelperThreads(2, "threads"), threading.Event(), threading.Barrier(3)
 
     def hold(_: int) -> bool:
@@ -42,7 +42,7 @@ def test_helpers_that_are_busy_elsewhere_are_not_waited_for() -> None:
     threads.close()
 
 
-def test_an_error_is_the_callers_and_comes_when_all_have_let_go() -> None:
+def test_an_error_is_raised_in_the_caller_after_all_threads_have_stopped() -> None:
     threads, running = HelperThreads(3, "threads"), set[int]()
 
     def call(item: int) -> None:

@@ -1,4 +1,4 @@
-"""A peer that hangs, with the real Transfer Engine: it is given up within seconds, and nothing is written after that."""
+"""A peer that hangs, with the real Transfer Engine: the read fails within seconds, and nothing is written after that."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def serve(pipe: Connection) -> None:
     pipe.recv()
 
 
-def test_a_peer_that_hangs_is_given_up_and_writes_no_more() -> None:
+def test_a_read_from_a_hanging_peer_fails_and_writes_nothing_later() -> None:
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs,), daemon=True)
@@ -56,7 +56,7 @@ def test_a_peer_that_hangs_is_given_up_and_writes_no_more() -> None:
         assert time.monotonic() - started_s < 60, "one after the other they take ten minutes"
     assert not any(came[8:]), "nothing is asked for after the first that failed"
     memory[:] = 0
-    time.sleep(1.0)  # it goes on now
+    time.sleep(1.0)  # the peer continues now
     assert not memory.any()
     os.kill(process.pid or 0, signal.SIGKILL)
     process.join()

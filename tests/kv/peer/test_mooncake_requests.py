@@ -1,4 +1,4 @@
-"""What the Mooncake transport asks its engine for: every byte of a block once, to its own place. Needs no Mooncake."""
+"""The requests of the Mooncake transport: every byte of a block once, to its own place. Needs no Mooncake."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def a_layout(mib: float, num_heads: int = 2, first_head: int = 0) -> KvLayout:
         (a_layout(0.5), a_layout(0.5), {MIB // 2}),
         (a_layout(2), a_layout(2), {2 * MIB}),
         (a_layout(8), a_layout(8), {REQUEST_BYTES}),
-        (a_layout(5), a_layout(5), {5 * MIB}),  # not so many whole requests
-        (a_layout(16), a_layout(16, 1, 1), {2 * MIB}),  # one head of two: many runs there, one here
+        (a_layout(5), a_layout(5), {5 * MIB}),  # not a whole number of requests
+        (a_layout(16), a_layout(16, 1, 1), {2 * MIB}),  # one head of two: many runs on the peer, one here
         (a_layout(16, 1, 0), a_layout(16), {2 * MIB}),
     ],
 )
-def test_blocks_come_whole_in_requests_of_a_size(there: KvLayout, here: KvLayout, sizes: set[int]) -> None:
+def test_blocks_are_read_completely_in_requests_of_one_size(there: KvLayout, here: KvLayout, sizes: set[int]) -> None:
     src, dst = DeviceKv(there, 3, CPU), DeviceKv(here, 4, CPU)
     src.blocks.normal_()
     heads = shared_heads(there, here)
@@ -72,4 +72,4 @@ def test_blocks_come_whole_in_requests_of_a_size(there: KvLayout, here: KvLayout
     assert set(engine.sizes) == sizes
     for block, one in zip(expected, into, strict=True):
         assert torch.equal(dst.blocks[one][:, :, first - here.first_head : end - here.first_head], block)
-    assert not dst.blocks[[0, 2]].any(), "blocks that nobody asked to fill"
+    assert not dst.blocks[[0, 2]].any(), "blocks that were not requested"

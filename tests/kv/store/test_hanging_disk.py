@@ -1,4 +1,4 @@
-"""A disk that hangs: nobody waits for it for long, one thread alone is kept by it, and it is used again once it answers."""
+"""A disk that hangs: callers do not wait long, only one thread is blocked, and the disk is used again once it answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stoker.kv.store.tiers.disk.disk_tier import DiskTier
 
 
 class HangingJournal:
-    """In its place a FIFO, which keeps whoever opens it until there is a writer."""
+    """Replaces the journal by a FIFO, which blocks every open until there is a writer."""
 
     def __init__(self, root: Path) -> None:
         self._path = root / "journal"
@@ -27,7 +27,7 @@ class HangingJournal:
         os.mkfifo(self._path)
 
     def answers(self) -> None:
-        writer = os.open(self._path, os.O_WRONLY | os.O_NONBLOCK)  # somebody waits for it, or this fails
+        writer = os.open(self._path, os.O_WRONLY | os.O_NONBLOCK)  # fails if no reader waits for it
         self._path.unlink()
         os.close(writer)
 
@@ -48,11 +48,11 @@ def tier(make: Made) -> DiskTier:
 
 
 def stale(tier: DiskTier) -> None:
-    """The next look asks the disk, whenever the last one was."""
+    """Let the next lookup access the disk, whenever the last one was."""
     tier._contents._caught_up_s = 0.0
 
 
-def test_a_lookup_on_a_disk_that_hangs_is_given_up_and_the_disk_used_again_once_it_answers(
+def test_a_lookup_on_a_hanging_disk_times_out_and_the_disk_is_used_again_once_it_answers(
     make: Made, tier: DiskTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = HangingJournal(make.root)
@@ -61,7 +61,7 @@ def test_a_lookup_on_a_disk_that_hangs_is_given_up_and_the_disk_used_again_once_
     with pytest.raises(TierUnavailable, match=r"did not answer within 0\.1 s"):
         find(tier, 1)
     num_threads = threading.active_count()
-    monkeypatch.setattr(disk_module, "_LOOKUP_S", PATIENCE_S)  # whoever waited from here on would wait for this
+    monkeypatch.setattr(disk_module, "_LOOKUP_S", PATIENCE_S)  # a later waiter would wait this long
     started_s = time.monotonic()
     for _ in range(20):
         stale(tier)
@@ -82,14 +82,14 @@ def test_a_lookup_on_a_disk_that_hangs_is_given_up_and_the_disk_used_again_once_
     assert make.lost == []
 
 
-def test_whoever_asks_while_another_waits_gives_up_too_and_nothing_is_asked_twice(
+def test_concurrent_lookups_time_out_too_and_no_call_is_made_twice(
     make: Made, tier: DiskTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = HangingJournal(make.root)
     monkeypatch.setattr(disk_module, "_LOOKUP_S", 0.5)
     found: list[list[bool]] = []
     stale(tier)
-    measured = MeasuredTier("disk", tier)  # as the store sees it: a tier that does not answer has nothing
+    measured = MeasuredTier("disk", tier)  # as the store sees it: a tier that does not answer counts as empty
     callers = [threading.Thread(target=lambda: found.append(measured.find([name_of(1).key]))) for _ in range(8)]
     for caller in callers:
         caller.start()
@@ -102,7 +102,7 @@ def test_whoever_asks_while_another_waits_gives_up_too_and_nothing_is_asked_twic
     wait_until(lambda: measured.find([name_of(1).key]) == [True])
 
 
-def test_before_the_scan_a_folder_that_hangs_is_given_up_too(
+def test_before_the_scan_a_lookup_in_a_hanging_folder_times_out_too(
     make: Made, tier: DiskTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier._contents.scanned.clear()

@@ -1,4 +1,4 @@
-"""What a worker knows to lie in Mooncake is bounded: what it can no longer look after, it takes back."""
+"""The number of known blocks in Mooncake is bounded. A block that is no longer tracked is reported as removed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def name_of(number: int) -> BlockName:
     return BlockName(BlockKey(number.to_bytes(16, "big")), BlockKey(bytes(16)), tuple(range(16)), "")
 
 
-def test_the_longest_known_go_and_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_blocks_known_longest_are_dropped_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mooncake_known, "_MAX_BLOCKS", 3)
-    told: list[BlockKey] = []
-    known = KnownBlocks(ObjectFormat("f", LAYOUT), told.extend)
-    for number in (1, 2, 3, 1, 4, 5):  # the first is written again: it is young
+    reported: list[BlockKey] = []
+    known = KnownBlocks(ObjectFormat("f", LAYOUT), reported.extend)
+    for number in (1, 2, 3, 1, 4, 5):  # the first is written again, so it is the youngest
         known.add(name_of(number))
-    assert told == [name_of(2).key, name_of(3).key]
+    assert reported == [name_of(2).key, name_of(3).key]
     assert sorted(name.key for name in known.names()) == [name_of(number).key for number in (1, 4, 5)]
     assert known.num_evicted == 0, "they may still be there"

@@ -1,5 +1,4 @@
-"""A tier that was too slow: nothing waits for it, and it is used again once it has got over that. And hints that nobody can keep
-up with."""
+"""A tier that was too slow is not waited for, and is used again once it has recovered. Too many hints are dropped."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ TOKENS_PER_S = 1000.0  # computing a block takes 16 ms
 
 
 class Stalling:
-    """Has every block; while it stalls, no read comes back."""
+    """Has every block. While it stalls, no read returns."""
 
     medium: ClassVar[str] = "DISK"
     shared_location: str | None = None
@@ -75,7 +74,7 @@ class Elsewhere(Stalling):
 
 
 class NoPeers:
-    """All have ended; a hint for one takes as long as the test likes, and so does a pull, once they hang."""
+    """All peers have ended. A hint for one blocks until the test continues, and so does a pull while they hang."""
 
     def __init__(self) -> None:
         self.let_go = threading.Event()
@@ -144,7 +143,7 @@ def test_a_tier_that_stalled_once_is_used_again(world: World, monkeypatch: pytes
     world.tier.answers.clear()
     assert world.load(None).num_loaded == 0
     assert world.num_worth == 0
-    time.sleep(1.5)  # it is asked meanwhile, and does not answer
+    time.sleep(1.5)  # it is called meanwhile, and does not answer
     assert world.num_worth == 0
     world.tier.answers.set()
     wait_until(lambda: world.num_worth == 8)
@@ -152,14 +151,14 @@ def test_a_tier_that_stalled_once_is_used_again(world: World, monkeypatch: pytes
 
 
 def test_a_full_tier_that_stalled_once_is_used_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No block can be put there to measure it with."""
+    """No block can be written to measure its speed."""
     monkeypatch.setattr(measured_tier, "_MEASURE_AGAIN_S", 0.1)
     world.tier.takes = False
     world.measured.late(8, seconds=60.0)
     wait_until(lambda: world.num_worth == 8)
 
 
-def test_a_ticket_does_not_make_anybody_wait_for_a_tier_that_stalls(world: World) -> None:
+def test_a_load_with_a_ticket_does_not_wait_for_a_stalled_tier(world: World) -> None:
     ticket = KvTicket("e", "127.0.0.1:1", "L", len(TOKENS), 30.0)
     world.tier.answers.clear()
     world.load(ticket)
@@ -168,7 +167,7 @@ def test_a_ticket_does_not_make_anybody_wait_for_a_tier_that_stalls(world: World
     assert time.monotonic() - started_s < 5, "computing it takes a tenth of a second"
 
 
-def test_a_tier_that_stalls_keeps_nobody_from_another_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stalled_tier_does_not_block_another_tier(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(Stalling(), Elsewhere())
     world.tier.answers.clear()
     world.load(None, times=8)
@@ -178,7 +177,7 @@ def test_a_tier_that_stalls_keeps_nobody_from_another_tier(monkeypatch: pytest.M
     world.close()
 
 
-def test_a_worker_that_does_not_answer_keeps_nobody_from_the_tiers(world: World) -> None:
+def test_a_silent_worker_does_not_block_the_tiers(world: World) -> None:
     world.peers.hang, world.tier.has = True, False
     for number in range(100, 108):
         ticket = KvTicket("e", "127.0.0.1:1", f"L{number}", len(TOKENS), 30.0)
@@ -188,7 +187,7 @@ def test_a_worker_that_does_not_answer_keeps_nobody_from_the_tiers(world: World)
     assert world.load(None).load_id == 0
 
 
-def test_where_no_more_memory_is_to_be_had_blocks_are_declined_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_free_memory_blocks_are_declined_and_released(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(InRam())
     world.tier.has = False
     real = buffer_pool_module.new_buffer
@@ -216,8 +215,8 @@ def test_where_no_more_memory_is_to_be_had_blocks_are_declined_and_given_back(mo
     world.close()
 
 
-def test_a_hint_is_worked_out_behind_the_engines_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Naming the blocks of a long conversation takes a tenth of a second: no step waits for that."""
+def test_a_hint_does_not_block_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Computing the keys of a long conversation takes a tenth of a second. No step waits for that."""
     named_by: list[threading.Thread] = []
     real = store_module.block_keys
 
@@ -233,7 +232,7 @@ def test_a_hint_is_worked_out_behind_the_engines_back(monkeypatch: pytest.Monkey
     world.close()
 
 
-def test_hints_do_not_wait_for_a_tier_that_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hints_do_not_wait_for_a_stalled_tier(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read_ahead, "_MOVE_S", 0.1)
     ram = InRam()
     world = World(Stalling(), ram)
@@ -245,10 +244,10 @@ def test_hints_do_not_wait_for_a_tier_that_stalls(monkeypatch: pytest.MonkeyPatc
         wait_until(lambda: world.peers.num_hints == 1)
     finally:
         world.close()
-    assert world.measured.counters.errors == 1, "the blocks behind the first are of no use without it"
+    assert world.measured.counters.errors == 1, "the blocks after the first are useless without it"
 
 
-def test_hints_do_not_wait_until_a_start_has_listed_what_is_there() -> None:
+def test_hints_do_not_wait_for_the_listing_at_the_start() -> None:
     world = World(InRam())
     world.tier.answers.clear()
     world.store.announce_held_blocks()
@@ -259,7 +258,7 @@ def test_hints_do_not_wait_until_a_start_has_listed_what_is_there() -> None:
         world.close()
 
 
-def test_hints_beyond_what_can_be_kept_up_with_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_hints_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "_MAX_HINTS", 4)
     world = World(InRam())
     for number in range(10):

@@ -1,4 +1,4 @@
-"""What a worker tells of its tiers: whoever adds up stored and removed knows what is there."""
+"""The tier events of a worker: their stored and removed blocks add up to what the tiers hold."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def write(tier: DiskTier, *numbers: int) -> None:
     assert all(put(tier, [name_of(number) for number in numbers], buffers))
 
 
-def test_a_block_that_goes_while_a_start_lists_what_is_there_does_not_count_as_held(
+def test_a_block_removed_during_the_listing_at_the_start_does_not_count_as_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: deque[TierEvent] = deque()
@@ -47,7 +47,7 @@ def test_a_block_that_goes_while_a_start_lists_what_is_there_does_not_count_as_h
     def read_name(files: BlockFiles, path: str, key: BlockKey) -> BlockName:
         listed.append(real(files, path, key))
         if len(listed) == NUM_BLOCKS:
-            write(tier, 100, 101)  # the oldest two make room
+            write(tier, 100, 101)  # the oldest two are evicted
         return listed[-1]
 
     monkeypatch.setattr(BlockFiles, "read_name", read_name)
