@@ -10,9 +10,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from stoker.base.ids import WorkerId
-from stoker.fleet.health import Health, HealthSettings
+from stoker.fleet.health import HealthSettings, WorkerHealth
 from stoker.fleet.rates import Rates
-from stoker.fleet.spec import Role, WorkerLoad, WorkerSpec
+from stoker.fleet.spec import LoadReport, Role, WorkerSpec
 
 _ALL = frozenset(Role)
 
@@ -22,11 +22,11 @@ class Member:
     """One worker, as the fleet knows it. The fleet alone changes it."""
 
     spec: WorkerSpec
-    health: Health
+    health: WorkerHealth
     models: frozenset[str]
     joined_at: float
     rates: Rates = field(default_factory=Rates)
-    report: WorkerLoad | None = None
+    report: LoadReport | None = None
     reported_at: float = 0.0
     seen_at: float = 0.0  # the last time it was added, or registered again
     share: float = 1.0  # of a settled worker's speed; as of the last `candidates`
@@ -48,7 +48,7 @@ class FleetSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class CandidatePool:
     """Who may get a request for a model, until something changes."""
 
     members: list[Member]
@@ -60,7 +60,7 @@ class Fleet:
     def __init__(self, settings: FleetSettings | None = None) -> None:
         self._settings = settings or FleetSettings()
         self._members: dict[WorkerId, Member] = {}
-        self._kept: dict[tuple[str, frozenset[Role]], Pool] = {}
+        self._kept: dict[tuple[str, frozenset[Role]], CandidatePool] = {}
 
     # ---- who is there
 
@@ -76,7 +76,7 @@ class Fleet:
             return member
         # The first of a fleet have nobody to take their load meanwhile: they need no slow start.
         first = not any(now - other.joined_at > self._settings.health.slow_start_s for other in self._members.values())
-        health = Health(self._settings.health, now, warm=first)
+        health = WorkerHealth(self._settings.health, now, warm=first)
         member = Member(spec, health, frozenset(spec.models), joined_at=now, seen_at=now)
         self._members[spec.worker_id] = member
         self._settle_rates()
@@ -128,7 +128,7 @@ class Fleet:
             member.models = frozenset(names)
             self._changed()
 
-    def saw_report(self, worker_id: WorkerId, report: WorkerLoad, now: float) -> None:
+    def saw_report(self, worker_id: WorkerId, report: LoadReport, now: float) -> None:
         member = self._members.get(worker_id)
         if member is not None:
             member.report, member.reported_at = report, now
@@ -170,7 +170,7 @@ class Fleet:
         """Who may get a request for the model now. Those that just said "busy" only when all who do the same work did."""
         return list(self.pool(model, now, roles if isinstance(roles, frozenset) else frozenset(roles)).members)
 
-    def pool(self, model: str, now: float, roles: frozenset[Role] = _ALL) -> Pool:
+    def pool(self, model: str, now: float, roles: frozenset[Role] = _ALL) -> CandidatePool:
         """The same, as it is kept: not to be changed."""
         pool = self._kept.get((model, roles))
         if pool is None or now >= pool.until:
@@ -204,7 +204,7 @@ class Fleet:
             member.tokens_per_s = (mean_rate * weight if rate is None else rate) * member.share
             member.step_s = (mean_step_s / weight if step_s is None else step_s) / member.share
 
-    def _look(self, model: str, roles: frozenset[Role], now: float) -> Pool:
+    def _look(self, model: str, roles: frozenset[Role], now: float) -> CandidatePool:
         there = [m for m in self._members.values() if model in m.models and m.spec.role in roles]
         usable = [m for m in there if m.health.usable(now)]
         for member in usable:
@@ -214,7 +214,7 @@ class Fleet:
         free = {m.spec.role is Role.PREFILL for m in usable if not m.health.busy(now)}
         found = [m for m in usable if not m.health.busy(now) or (m.spec.role is Role.PREFILL) not in free]
         plain = all(m.spec.role is Role.UNIFIED for m in found) and len({m.spec.cluster for m in found}) < 2
-        return Pool(found, plain, min((m.health.changes_at(now) for m in there), default=float("inf")))
+        return CandidatePool(found, plain, min((m.health.changes_at(now) for m in there), default=float("inf")))
 
     def _changed(self) -> None:
         self._kept.clear()

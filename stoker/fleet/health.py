@@ -44,7 +44,7 @@ _SILENT = frozenset({"timeout"})
 _BUSY = frozenset({"busy"})
 
 
-class Health:
+class WorkerHealth:
     def __init__(self, settings: HealthSettings, now: float, *, warm: bool = True) -> None:
         self._settings = settings
         self._live = True  # innocent until probed: the first request must not wait for the first probe

@@ -1,5 +1,5 @@
 """What is known of a worker from outside: where it is and what it is for (WorkerSpec), and what it last said of its
-load (WorkerLoad)."""
+load (LoadReport)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class WorkerSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerLoad:
+class LoadReport:
     """A worker's own word about itself: a load report, or what its metrics page says."""
 
     waiting_tokens: int = 0

@@ -12,7 +12,7 @@ from math import inf
 
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Member
-from stoker.fleet.ledger import Ledger
+from stoker.fleet.load_book import LoadBook
 from stoker.fleet.prefix_index import Match
 from stoker.fleet.spec import Role
 from stoker.routing.hashing import rendezvous
@@ -20,8 +20,8 @@ from stoker.routing.query import RouteQuery
 
 
 class ClusterLevel:
-    def __init__(self, ledger: Ledger, spill_s: float) -> None:
-        self._ledger = ledger
+    def __init__(self, load_book: LoadBook, spill_s: float) -> None:
+        self._load_book = load_book
         self._spill_s = spill_s
 
     def narrow(
@@ -59,7 +59,7 @@ class ClusterLevel:
 
     def _queue_s(self, members: Sequence[Member], now: float) -> float:
         def wait_s(member: Member) -> float:
-            load = self._ledger.load(member.worker_id, now, member.tokens_per_s)
+            load = self._load_book.load(member.worker_id, now, member.tokens_per_s)
             return load.queued_tokens / member.tokens_per_s
 
         return min(map(wait_s, members))

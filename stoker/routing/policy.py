@@ -15,7 +15,7 @@ from stoker.base.ids import WorkerId
 from stoker.base.registry import Registry
 from stoker.base.settings import check_settings, setting
 from stoker.fleet.fleet import Member
-from stoker.fleet.ledger import Load
+from stoker.fleet.load_book import WorkerLoad
 from stoker.routing.query import Reason, RouteQuery
 
 
@@ -25,7 +25,7 @@ class Candidate:
 
     member: Member
     worker_id: WorkerId
-    load: Load  # the ledger's
+    load: WorkerLoad  # the load_book's
     queued_tokens: float = 0.0  # of prompts before this one, ours or another gateway's
     cached_tokens: int = 0  # what it would find, in all tiers
     host_tokens: int = 0  # of these, those to be fetched from its RAM

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from stoker.base.errors import NotFound, Overloaded
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Member
-from stoker.fleet.ledger import Charge
+from stoker.fleet.load_book import Reservation
 from stoker.fleet.prefix_index import Key, Match
 
 
@@ -83,7 +83,7 @@ _TERMS = (
 @dataclass(slots=True, eq=False)
 class Leg:
     worker: Member
-    charge: Charge
+    reservation: Reservation
     cached_tokens: int  # what we think it will find
 
 
@@ -99,10 +99,10 @@ class Route:
     def first_token(self, now: float) -> None:
         """The prompt is computed."""
         if self.prefill is not None:
-            self.prefill.charge.end(now)
-        self.decode.charge.first_token(now)
+            self.prefill.reservation.end(now)
+        self.decode.reservation.first_token(now)
 
     def end(self, now: float) -> None:
         if self.prefill is not None:
-            self.prefill.charge.end(now)
-        self.decode.charge.end(now)
+            self.prefill.reservation.end(now)
+        self.decode.reservation.end(now)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Fleet, Member
-from stoker.fleet.ledger import Ledger, Load
+from stoker.fleet.load_book import LoadBook, WorkerLoad
 from stoker.fleet.prefix_index import Match, PrefixIndex
 from stoker.fleet.spec import Role
 from stoker.routing.cluster import ClusterLevel
@@ -66,17 +66,17 @@ class Router:
     def __init__(
         self,
         fleet: Fleet,
-        ledger: Ledger,
+        load_book: LoadBook,
         indexes: PrefixIndexes,
         policy: Policy | None = None,
         settings: RouterSettings | None = None,
     ) -> None:
         self._settings = settings or RouterSettings()
         self._fleet = fleet
-        self._ledger = ledger
+        self._load_book = load_book
         self._indexes = indexes
         self._policy = policy or POLICIES.get(self._settings.policy)(self._settings)
-        self._clusters = ClusterLevel(ledger, self._settings.cluster_spill_s)
+        self._clusters = ClusterLevel(load_book, self._settings.cluster_spill_s)
         self._candidates: dict[WorkerId, Candidate] = {}
         self._decisions: deque[_Decision] = deque(maxlen=self._settings.num_explained)
 
@@ -163,7 +163,7 @@ class Router:
 
     def _candidate(self, asked: _Asked, member: Member, output_tokens: int) -> Candidate:
         query, worker_id, rate = asked.query, member.spec.worker_id, member.tokens_per_s
-        load = self._ledger.load(worker_id, asked.now, rate)
+        load = self._load_book.load(worker_id, asked.now, rate)
         # One object a worker, used for one choice after the other: making it anew would take longer than scoring it.
         way = self._candidates.get(worker_id)
         if way is None:
@@ -194,12 +194,12 @@ class Router:
     def _new_candidate(self, member: Member) -> Candidate:
         if len(self._candidates) >= _MAX_CANDIDATES:  # most of them have left the fleet
             self._candidates.clear()
-        way = self._candidates[member.worker_id] = Candidate(member, member.worker_id, Load())
+        way = self._candidates[member.worker_id] = Candidate(member, member.worker_id, WorkerLoad())
         return way
 
     def _reserve(self, candidate: Candidate, asked: _Asked, returning: bool) -> Leg:
         worker_id, now = candidate.worker_id, asked.now
-        charge = self._ledger.charge(
+        reservation = self._load_book.reserve(
             worker_id,
             prefill_tokens=candidate.compute_tokens,
             context_tokens=candidate.context_tokens,
@@ -209,7 +209,7 @@ class Router:
         )
         asked.index.routed(worker_id, asked.query.keys, now)
         self._fleet.begin_request(candidate.member, now)
-        return Leg(candidate.member, charge, candidate.cached_tokens)
+        return Leg(candidate.member, reservation, candidate.cached_tokens)
 
     def _no_worker(self, query: RouteQuery, now: float) -> ModelNotFound | NoWorker:
         served = self._fleet.models()

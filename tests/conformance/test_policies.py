@@ -11,8 +11,8 @@ import pytest
 
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Fleet
-from stoker.fleet.ledger import Ledger, Totals
-from stoker.fleet.spec import WorkerLoad, WorkerSpec
+from stoker.fleet.load_book import LoadBook, LoadTotals
+from stoker.fleet.spec import LoadReport, WorkerSpec
 from stoker.routing.policy import POLICIES, RouterSettings
 from stoker.routing.query import NoWorker, Route, RouteQuery
 from stoker.routing.router import PrefixIndexes, Router
@@ -28,11 +28,11 @@ class World:
     now: float = 0.0
 
     def __post_init__(self) -> None:
-        self.fleet, self.ledger, self.indexes = Fleet(), Ledger(), PrefixIndexes()
-        self.router = Router(self.fleet, self.ledger, self.indexes, settings=RouterSettings(policy=self.policy))
+        self.fleet, self.load_book, self.indexes = Fleet(), LoadBook(), PrefixIndexes()
+        self.router = Router(self.fleet, self.load_book, self.indexes, settings=RouterSettings(policy=self.policy))
         for name in NAMES:
             self.fleet.add(WorkerSpec(worker_id=name, url="", models=("m",)), 0.0)
-            self.fleet.saw_report(name, WorkerLoad(prefill_tokens_per_s=TOKENS_PER_S), 0.0)
+            self.fleet.saw_report(name, LoadReport(prefill_tokens_per_s=TOKENS_PER_S), 0.0)
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def play(world: World, asks: list[Ask], dead: WorkerId | None = None) -> Report:
         route = world.router.route(query(ask), ask.at)
         name = route.decode.worker.worker_id
         assert dead is None or number < len(asks) // 2 or name != dead
-        free_at[name] = max(free_at[name], ask.at) + route.decode.charge.prefill_tokens / TOKENS_PER_S
+        free_at[name] = max(free_at[name], ask.at) + route.decode.reservation.prefill_tokens / TOKENS_PER_S
         heapq.heappush(running, (free_at[name], number, route))
         chosen.append(str(name))
         waits.append(free_at[name] - ask.at)
@@ -125,18 +125,18 @@ def test_every_candidate_has_a_reason_and_the_least_cost_wins(policy: str) -> No
 def test_a_worker_that_dies_gets_nothing_more_and_takes_nothing_with_it(policy: str) -> None:
     world = World(policy)
     play(world, trace(1000), dead=NAMES[1])
-    assert world.ledger.totals() == Totals(0, 0, 0, 0)
+    assert world.load_book.totals() == LoadTotals(0, 0, 0, 0)
     for name in NAMES:
         world.fleet.saw_probe(name, live=False, ready=False, now=1e6)
     with pytest.raises(NoWorker):
         world.router.route(query(Ask(1e6, 1, 30)), 1e6)
-    assert world.ledger.totals() == Totals(0, 0, 0, 0)
+    assert world.load_book.totals() == LoadTotals(0, 0, 0, 0)
 
 
 def test_a_trace_of_10_000_requests(policy: str, record_property: pytest.RecordProperty) -> None:
     world, asks = World(policy), trace(10_000)
     report = play(world, asks)
-    assert world.ledger.totals() == Totals(0, 0, 0, 0)
+    assert world.load_book.totals() == LoadTotals(0, 0, 0, 0)
     counts = [report.chosen.count(name) for name in NAMES]
     record_property(
         "report", f"hit {report.hit:.3f}, wait {report.mean_wait_s:.3f}/{report.p90_wait_s:.3f} s, {counts}"

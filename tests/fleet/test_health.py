@@ -5,8 +5,8 @@ import pytest
 from stoker.base.errors import ConfigError
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Fleet, FleetSettings
-from stoker.fleet.health import Breaker, Health, HealthSettings
-from stoker.fleet.spec import Role, WorkerLoad, WorkerSpec
+from stoker.fleet.health import Breaker, HealthSettings, WorkerHealth
+from stoker.fleet.spec import LoadReport, Role, WorkerSpec
 
 SETTINGS = HealthSettings(
     failures_to_open=3, open_s=1.0, max_open_s=4.0, trial_s=10.0, busy_s=0.5, slow_start_s=10.0, slow_start_share=0.1
@@ -30,7 +30,7 @@ def names(of: Fleet, now: float, model: str = "m") -> list[str]:
 
 
 def test_a_worker_is_usable_until_something_is_said_against_it() -> None:
-    health = Health(SETTINGS, 0.0)
+    health = WorkerHealth(SETTINGS, 0.0)
     assert health.usable(0.0)
     assert health.share(0.0) == 1.0
     health.saw_probe(live=True, ready=False, now=1.0)
@@ -39,7 +39,7 @@ def test_a_worker_is_usable_until_something_is_said_against_it() -> None:
 
 
 def test_failures_in_a_row_open_the_breaker_and_one_between_them_does_not() -> None:
-    health = Health(SETTINGS, 0.0)
+    health = WorkerHealth(SETTINGS, 0.0)
     for kind in ("lost", "status5xx"):
         health.saw_failure(kind, 1.0)
     health.saw_success(1.0)
@@ -52,7 +52,7 @@ def test_failures_in_a_row_open_the_breaker_and_one_between_them_does_not() -> N
 
 
 def test_a_worker_that_cannot_be_connected_to_is_out_at_once() -> None:
-    health = Health(SETTINGS, 0.0)
+    health = WorkerHealth(SETTINGS, 0.0)
     health.saw_failure("connect", 1.0)
     assert health.breaker(1.0) is Breaker.OPEN
     health.saw_probe(live=True, ready=True, now=1.2)
@@ -60,7 +60,7 @@ def test_a_worker_that_cannot_be_connected_to_is_out_at_once() -> None:
 
 
 def test_probes_do_not_excuse_a_worker_that_fails_requests() -> None:
-    health = Health(SETTINGS, 0.0)
+    health = WorkerHealth(SETTINGS, 0.0)
     for _ in range(3):
         health.saw_failure("status5xx", 1.0)
     health.saw_probe(live=True, ready=True, now=1.2)
@@ -68,7 +68,7 @@ def test_probes_do_not_excuse_a_worker_that_fails_requests() -> None:
 
 
 def test_half_open_lets_one_trial_through_and_backs_off_twice_as_long_when_it_fails() -> None:
-    health, now = Health(SETTINGS, 0.0), 0.0
+    health, now = WorkerHealth(SETTINGS, 0.0), 0.0
     health.saw_failure("connect", now)
     for wait_s in (1.0, 2.0, 4.0, 4.0):
         assert not health.usable(now + wait_s - 0.01)
@@ -86,7 +86,7 @@ def test_half_open_lets_one_trial_through_and_backs_off_twice_as_long_when_it_fa
 
 
 def test_a_trial_succeeds_with_its_first_token_but_is_on_probation_until_its_end() -> None:
-    health, now = Health(SETTINGS, 0.0), 0.0
+    health, now = WorkerHealth(SETTINGS, 0.0), 0.0
     health.saw_failure("connect", now)
     for wait_s in (1.0, 2.0, 4.0):
         now += wait_s
@@ -107,7 +107,7 @@ def test_a_trial_succeeds_with_its_first_token_but_is_on_probation_until_its_end
 
 
 def test_first_tokens_do_not_excuse_a_worker_that_ends_no_answer() -> None:
-    health = Health(SETTINGS, 0.0)
+    health = WorkerHealth(SETTINGS, 0.0)
     for _ in range(3):
         assert not health.saw_first_token(1.0)
         health.saw_failure("lost", 1.0)
@@ -115,7 +115,7 @@ def test_first_tokens_do_not_excuse_a_worker_that_ends_no_answer() -> None:
 
 
 def test_a_trial_of_which_nothing_is_heard_does_not_lock_the_worker_out() -> None:
-    health = Health(SETTINGS, 0.0)
+    health = WorkerHealth(SETTINGS, 0.0)
     health.saw_failure("connect", 0.0)
     health.begin_request(1.0)
     assert not health.usable(10.9)
@@ -126,7 +126,7 @@ def test_a_trial_of_which_nothing_is_heard_does_not_lock_the_worker_out() -> Non
 @pytest.mark.parametrize("kind", ["lost", "connect"])
 def test_a_worker_that_was_seen_to_come_back_needs_no_trial(kind: str, live: bool) -> None:
     """All streams of a lone worker whose engine died wait for it; one after the other they would wait too long."""
-    health = Health(SETTINGS, 0.0)
+    health = WorkerHealth(SETTINGS, 0.0)
     for _ in range(3):
         health.saw_failure(kind, 1.0)
     health.saw_probe(live=live, ready=False, now=1.1)
@@ -141,7 +141,7 @@ def test_a_worker_that_was_seen_to_come_back_needs_no_trial(kind: str, live: boo
 
 
 def test_a_trial_that_is_still_being_answered_has_passed_on_probation() -> None:
-    health = Health(SETTINGS, 0.0)
+    health = WorkerHealth(SETTINGS, 0.0)
     for _ in range(3):
         health.saw_failure("lost", 0.0)
     assert health.begin_request(1.0)
@@ -153,7 +153,7 @@ def test_a_trial_that_is_still_being_answered_has_passed_on_probation() -> None:
 
 
 def test_silence_is_no_excuse_for_a_worker_that_was_silent() -> None:
-    health = Health(SETTINGS, 0.0)
+    health = WorkerHealth(SETTINGS, 0.0)
     for _ in range(3):
         health.saw_failure("timeout", 0.0)
     for now in (1.0, 11.0, 21.0):
@@ -163,7 +163,7 @@ def test_silence_is_no_excuse_for_a_worker_that_was_silent() -> None:
 
 
 def test_a_worker_that_comes_back_is_warmed_up() -> None:
-    health = Health(SETTINGS, 0.0)
+    health = WorkerHealth(SETTINGS, 0.0)
     health.saw_probe(live=False, ready=False, now=1.0)
     health.saw_probe(live=True, ready=True, now=2.0)
     shares = [health.share(now) for now in (2.0, 7.0, 12.0)]
@@ -279,7 +279,7 @@ def test_unmeasured_workers_are_thought_as_fast_as_the_others() -> None:
     assert of.prefill_rate(first) == 1000.0
     of.saw_prefill(A, 5000, 2.0)
     assert of.prefill_rate(first) == of.prefill_rate(second) == 2500.0
-    of.saw_report(B, WorkerLoad(prefill_tokens_per_s=9000.0, step_s=0.01), 1.0)
+    of.saw_report(B, LoadReport(prefill_tokens_per_s=9000.0, step_s=0.01), 1.0)
     of.saw_prefill(B, 10, 2.0)
     assert of.prefill_rate(second) == 9000.0, "its own word counts more than what we see from outside"
     assert of.step_s(first) == of.step_s(second) == 0.01

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Fleet, FleetSettings
-from stoker.fleet.ledger import Ledger
+from stoker.fleet.load_book import LoadBook
 from stoker.fleet.prefix_index import Key
 from stoker.fleet.spec import Role, WorkerSpec
 from stoker.routing.policy import RouterSettings
@@ -23,11 +23,11 @@ class World:
 
     settings: RouterSettings = field(default_factory=RouterSettings)
     fleet: Fleet = field(default_factory=lambda: Fleet(FleetSettings(prefill_tokens_per_s=1000.0)))
-    ledger: Ledger = field(default_factory=Ledger)
+    load_book: LoadBook = field(default_factory=LoadBook)
     indexes: PrefixIndexes = field(default_factory=PrefixIndexes)
 
     def __post_init__(self) -> None:
-        self.router = Router(self.fleet, self.ledger, self.indexes, settings=self.settings)
+        self.router = Router(self.fleet, self.load_book, self.indexes, settings=self.settings)
 
     def add(
         self,

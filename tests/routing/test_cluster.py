@@ -59,7 +59,7 @@ def test_an_overloaded_home_spills_beyond_the_bound_and_not_before(world: World)
     session = next(name for name in map(str, range(99)) if cluster_of(world, name, 900) == "east")
     for seconds, expected in ((4, "east"), (4, "west")):
         for number in range(2):
-            world.ledger.charge(
+            world.load_book.reserve(
                 WorkerId(f"east{number}"), prefill_tokens=seconds * 1000, context_tokens=0, output_tokens=0, now=0.0
             )
         assert cluster_of(world, session, seconds) == expected

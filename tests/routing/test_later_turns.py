@@ -24,18 +24,18 @@ def world_with(turns: int) -> World:
     for number in range(turns):
         world.route(range(50 + number)).end(0.0)
     busy = where(world.route(range(50 + turns)))[1]
-    queue = world.ledger.charge(
+    queue = world.load_book.reserve(
         WorkerId(busy), prefill_tokens=30_000, context_tokens=0, output_tokens=0, now=0.0, returning=True
     )
-    world.ledger.load(WorkerId(busy), 20.0, 1000.0)
+    world.load_book.load(WorkerId(busy), 20.0, 1000.0)
     queue.end(20.0)
     return world
 
 
 def later_turns(world: World, keys: range) -> float:
     route = world.route(keys, 20.0)
-    worker_id = max((A, B), key=lambda one: world.ledger.load(one, 20.0).mean_queued_tokens)
-    return reason(route, worker_id).later_s / (world.ledger.load(worker_id, 20.0).mean_queued_tokens / 1000)
+    worker_id = max((A, B), key=lambda one: world.load_book.load(one, 20.0).mean_queued_tokens)
+    return reason(route, worker_id).later_s / (world.load_book.load(worker_id, 20.0).mean_queued_tokens / 1000)
 
 
 def test_a_new_conversation_is_expected_to_go_on_as_others_did() -> None:

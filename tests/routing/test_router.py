@@ -5,8 +5,8 @@ from routing_world import BLOCK, World, where
 
 from stoker.base.errors import ConfigError
 from stoker.base.ids import WorkerId
-from stoker.fleet.ledger import Totals
-from stoker.fleet.spec import Role, WorkerLoad
+from stoker.fleet.load_book import LoadTotals
+from stoker.fleet.spec import LoadReport, Role
 from stoker.routing.policy import CostSettings, RouterSettings
 from stoker.routing.query import ModelNotFound, NoWorker
 
@@ -39,20 +39,22 @@ def test_choosing_reserves_so_that_a_burst_spreads(pair: World) -> None:
         route.first_token(1.0)
         route.end(2.0)
         route.end(3.0)
-    assert pair.ledger.totals() == Totals(0, 0, 0, 0)
+    assert pair.load_book.totals() == LoadTotals(0, 0, 0, 0)
 
 
 def test_a_session_leaves_a_hot_home_and_stays_at_a_lukewarm_one(pair: World) -> None:
     home = pair.route(range(10))
     home.end(0.0)
-    charge = pair.ledger.charge(
+    reservation = pair.load_book.reserve(
         home.decode.worker.worker_id, prefill_tokens=500, context_tokens=0, output_tokens=0, now=1.0
     )
     stays = pair.route(range(11), 1.0)
     assert where(stays) == where(home)
     stays.end(1.0)
-    charge.end(1.0)
-    pair.ledger.charge(home.decode.worker.worker_id, prefill_tokens=90_000, context_tokens=0, output_tokens=0, now=1.0)
+    reservation.end(1.0)
+    pair.load_book.reserve(
+        home.decode.worker.worker_id, prefill_tokens=90_000, context_tokens=0, output_tokens=0, now=1.0
+    )
     assert where(pair.route(range(12), 1.0)) != where(home)
 
 
@@ -79,13 +81,13 @@ def test_an_unknown_model_is_not_found_and_one_without_workers_is_for_later(pair
     with pytest.raises(NoWorker, match="none of the 2 workers") as caught:
         pair.route([], 0.1)
     assert caught.value.retry_after_s >= 0.9
-    assert pair.ledger.totals().requests == 0
+    assert pair.load_book.totals().requests == 0
 
 
 def test_kv_pressure_and_slow_disks_count(pair: World) -> None:
-    pair.fleet.saw_report(A, WorkerLoad(kv_used=0.99), 0.0)
+    pair.fleet.saw_report(A, LoadReport(kv_used=0.99), 0.0)
     assert where(pair.route([]))[1] == B
-    pair.fleet.saw_report(A, WorkerLoad(), 0.0)
+    pair.fleet.saw_report(A, LoadReport(), 0.0)
     index = pair.indexes["m"]
     index.stored(A, range(500), "DISK")
     index.stored(B, range(500), "GPU")
@@ -99,7 +101,7 @@ def test_a_worker_is_credited_with_what_its_store_holds(pair: World) -> None:
         index.share(worker, {"CPU": "ram"})
     index.stored(A, range(50), "GPU")
     index.stored(A, range(50), "CPU")
-    pair.fleet.saw_report(A, WorkerLoad(waiting_tokens=60_000), 0.0)
+    pair.fleet.saw_report(A, LoadReport(waiting_tokens=60_000), 0.0)
     route = pair.route(range(50))
     assert where(route)[1] == B
     assert route.decode.cached_tokens == 50 * BLOCK
@@ -117,11 +119,11 @@ def test_prefill_and_decode_are_two_legs_both_charged() -> None:
     route = world.route(range(50))
     assert where(route) == (P, D)
     assert route.prefill is not None
-    assert (route.prefill.charge.prefill_tokens, route.decode.charge.prefill_tokens) == (5001, 0)
+    assert (route.prefill.reservation.prefill_tokens, route.decode.reservation.prefill_tokens) == (5001, 0)
     route.first_token(1.0)
-    assert world.ledger.totals() == Totals(0, 5001, 10, 1)
+    assert world.load_book.totals() == LoadTotals(0, 5001, 10, 1)
     route.end(2.0)
-    assert world.ledger.totals() == Totals(0, 0, 0, 0)
+    assert world.load_book.totals() == LoadTotals(0, 0, 0, 0)
 
 
 def test_a_small_uncached_rest_is_computed_by_the_decode_worker() -> None:
@@ -129,7 +131,7 @@ def test_a_small_uncached_rest_is_computed_by_the_decode_worker() -> None:
     world.route(range(50)).end(0.0)
     route = world.route(range(52), 1.0)
     assert where(route) == (None, D)
-    assert route.decode.charge.prefill_tokens == 201
+    assert route.decode.reservation.prefill_tokens == 201
 
 
 def test_a_decode_worker_that_cannot_compute_prompts_is_never_alone() -> None:
@@ -147,7 +149,7 @@ def test_prefill_and_decode_are_of_one_kind() -> None:
     for dialect in ("stoker", "sglang"):
         world.add(WorkerId(f"p-{dialect}"), Role.PREFILL, dialect=dialect)
     world.add(D, Role.DECODE, dialect="sglang", decodes_alone=False)
-    world.ledger.charge(WorkerId("p-sglang"), prefill_tokens=9000, context_tokens=0, output_tokens=0, now=0.0)
+    world.load_book.reserve(WorkerId("p-sglang"), prefill_tokens=9000, context_tokens=0, output_tokens=0, now=0.0)
     assert where(world.route(range(5))) == ("p-sglang", D)
     world.fleet.saw_probe(WorkerId("p-sglang"), live=False, ready=False, now=0.0)
     with pytest.raises(NoWorker):
@@ -156,7 +158,7 @@ def test_prefill_and_decode_are_of_one_kind() -> None:
 
 def test_decode_computes_all_when_prefill_is_busier() -> None:
     world = split_world()
-    world.ledger.charge(P, prefill_tokens=60_000, context_tokens=0, output_tokens=0, now=0.0)
+    world.load_book.reserve(P, prefill_tokens=60_000, context_tokens=0, output_tokens=0, now=0.0)
     assert where(world.route(range(50))) == (None, D)
 
 
@@ -173,10 +175,10 @@ def test_without_a_usable_prefill_worker_decode_computes_all_and_not_the_other_w
 def test_unified_workers_stand_beside_a_pair() -> None:
     world = split_world()
     world.add(A)
-    world.ledger.charge(A, prefill_tokens=20_000, context_tokens=0, output_tokens=0, now=0.0)
+    world.load_book.reserve(A, prefill_tokens=20_000, context_tokens=0, output_tokens=0, now=0.0)
     assert where(world.route(range(50))) == (P, D)
-    world.ledger.charge(P, prefill_tokens=90_000, context_tokens=0, output_tokens=0, now=0.0)
-    world.ledger.charge(D, prefill_tokens=90_000, context_tokens=0, output_tokens=0, now=0.0)
+    world.load_book.reserve(P, prefill_tokens=90_000, context_tokens=0, output_tokens=0, now=0.0)
+    world.load_book.reserve(D, prefill_tokens=90_000, context_tokens=0, output_tokens=0, now=0.0)
     assert where(world.route(range(1000, 1050))) == (None, A)
 
 
@@ -219,8 +221,8 @@ def test_what_a_worker_was_measured_at_counts(pair: World) -> None:
 
 
 def test_what_other_gateways_sent_there_counts_until_it_is_worked_off(pair: World) -> None:
-    pair.fleet.saw_report(A, WorkerLoad(waiting_tokens=50_000, prefill_tokens_per_s=1000.0), 0.0)
-    pair.fleet.saw_report(B, WorkerLoad(waiting_tokens=1_000, prefill_tokens_per_s=1000.0), 0.0)
+    pair.fleet.saw_report(A, LoadReport(waiting_tokens=50_000, prefill_tokens_per_s=1000.0), 0.0)
+    pair.fleet.saw_report(B, LoadReport(waiting_tokens=1_000, prefill_tokens_per_s=1000.0), 0.0)
     route = pair.route(range(50), 0.1)
     assert where(route)[1] == B
     route.end(0.1)

@@ -6,7 +6,7 @@ prompts, so that a request behind a 100k-token prompt half done is not told to w
 worker's rate, first come first served, never below what stands behind the oldest prompt, and is set right by every
 first token.
 
-The ledger also remembers, decaying, what was given lately: how many requests, and how many tokens to compute. Load alone
+The load_book also remembers, decaying, what was given lately: how many requests, and how many tokens to compute. WorkerLoad alone
 is zero at every pick when sessions are paced, and would send them all to one place.
 """
 
@@ -21,8 +21,8 @@ _SAME_TIME_S = 0.001  # accounts are brought up to date no more often than that
 
 
 @dataclass(slots=True, eq=False)
-class Load:
-    """One worker's account, as of the last `Ledger.load`. The ledger's own object: read it, do not keep it."""
+class WorkerLoad:
+    """One worker's account, as of the last `LoadBook.load`. The load_book's own object: read it, do not keep it."""
 
     prefill_tokens: int = 0  # charged and without a first token
     queued_tokens: float = 0.0  # of these, those still to compute, by estimate
@@ -37,36 +37,36 @@ class Load:
     decay_per_s: float = 0.0  # of what is recent: a steady r requests a second shows as r / this
     _as_of: float = 0.0
     _tokens_per_s: float = 0.0
-    _prefilling: dict[Charge, None] = field(default_factory=dict)  # in the order of arrival
+    _prefilling: dict[Reservation, None] = field(default_factory=dict)  # in the order of arrival
     _leaving: bool = False
 
 
 @dataclass(slots=True, eq=False)
-class Charge:
+class Reservation:
     """A reservation on one worker. `first_token` and `end` may come in any order and any number of times."""
 
     worker_id: WorkerId
     prefill_tokens: int
     context_tokens: int
     output_tokens: int
-    _load: Load
-    _ledger: Ledger
+    _load: WorkerLoad
+    _load_book: LoadBook
     _open: bool = True
 
     def first_token(self, now: float) -> None:
         if self in self._load._prefilling:
-            self._ledger._return_prefill(self, now)
+            self._load_book._return_prefill(self, now)
 
     def end(self, now: float) -> None:
         if self in self._load._prefilling:
-            self._ledger._return_prefill(self, now)
+            self._load_book._return_prefill(self, now)
         if self._open:
             self._open = False
-            self._ledger._return_rest(self)
+            self._load_book._return_rest(self)
 
 
 @dataclass(frozen=True, slots=True)
-class Totals:
+class LoadTotals:
     """Over all workers. All zero when nothing is under way; anything else then is a leak."""
 
     prefill_tokens: int
@@ -75,12 +75,12 @@ class Totals:
     requests: int
 
 
-class Ledger:
+class LoadBook:
     def __init__(self, recent_half_life_s: float = 120.0) -> None:
         self._decay_per_s = log(2) / recent_half_life_s
-        self._loads: dict[WorkerId, Load] = {}
+        self._loads: dict[WorkerId, WorkerLoad] = {}
 
-    def charge(
+    def reserve(
         self,
         worker_id: WorkerId,
         *,
@@ -89,11 +89,11 @@ class Ledger:
         output_tokens: int,
         now: float,
         returning: bool = False,
-    ) -> Charge:
+    ) -> Reservation:
         """`returning`: it comes to this worker for what it has cached, and would cost more elsewhere."""
         load = self.load(worker_id, now)
-        charge = Charge(worker_id, prefill_tokens, context_tokens, output_tokens, load, self)
-        load._prefilling[charge] = None
+        reservation = Reservation(worker_id, prefill_tokens, context_tokens, output_tokens, load, self)
+        load._prefilling[reservation] = None
         load.prefill_tokens += prefill_tokens
         load.queued_tokens += prefill_tokens
         load.context_tokens += context_tokens
@@ -102,9 +102,9 @@ class Ledger:
         load.recent_requests += 1
         load.recent_tokens += prefill_tokens
         load.recent_returns += returning
-        return charge
+        return reservation
 
-    def load(self, worker_id: WorkerId, now: float, tokens_per_s: float = 0.0) -> Load:
+    def load(self, worker_id: WorkerId, now: float, tokens_per_s: float = 0.0) -> WorkerLoad:
         """The worker's account, brought up to `now`; it computes prompts at `tokens_per_s` (0: as said before)."""
         load = self._loads.get(worker_id)
         if load is None:
@@ -115,9 +115,9 @@ class Ledger:
             load._tokens_per_s = tokens_per_s
         return load
 
-    def totals(self) -> Totals:
+    def totals(self) -> LoadTotals:
         loads = self._loads.values()
-        return Totals(
+        return LoadTotals(
             sum(load.prefill_tokens for load in loads),
             sum(load.context_tokens for load in loads),
             sum(load.output_tokens for load in loads),
@@ -131,10 +131,10 @@ class Ledger:
             load._leaving = True
             self._drop_if_done(worker_id, load)
 
-    def _open_account(self, worker_id: WorkerId, now: float) -> Load:
+    def _open_account(self, worker_id: WorkerId, now: float) -> WorkerLoad:
         """A newcomer starts level with the others, or it would be given every new session until it had caught up."""
         others = list(self._loads.values())
-        load = Load(decay_per_s=self._decay_per_s, _as_of=now)
+        load = WorkerLoad(decay_per_s=self._decay_per_s, _as_of=now)
         if others:
             load.recent_requests = sum(other.recent_requests for other in others) / len(others)
             load.recent_tokens = sum(other.recent_tokens for other in others) / len(others)
@@ -142,7 +142,7 @@ class Ledger:
         self._loads[worker_id] = load
         return load
 
-    def _advance(self, load: Load, now: float) -> None:
+    def _advance(self, load: WorkerLoad, now: float) -> None:
         elapsed = now - load._as_of
         if elapsed <= 0:
             return
@@ -160,24 +160,24 @@ class Ledger:
             area = drain_s * (before + after) / 2 + (elapsed - drain_s) * after
         load.mean_queued_tokens = load.mean_queued_tokens * fade + area / elapsed * (1 - fade)
 
-    def _return_prefill(self, charge: Charge, now: float) -> None:
-        load = charge._load
+    def _return_prefill(self, reservation: Reservation, now: float) -> None:
+        load = reservation._load
         if now - load._as_of > _SAME_TIME_S:
             self._advance(load, now)
-        del load._prefilling[charge]
+        del load._prefilling[reservation]
         load.decoding += 1
-        load.prefill_tokens -= charge.prefill_tokens
+        load.prefill_tokens -= reservation.prefill_tokens
         load.queued_tokens = min(load.queued_tokens, float(load.prefill_tokens))
 
-    def _return_rest(self, charge: Charge) -> None:
-        load = charge._load
-        load.context_tokens -= charge.context_tokens
-        load.output_tokens -= charge.output_tokens
+    def _return_rest(self, reservation: Reservation) -> None:
+        load = reservation._load
+        load.context_tokens -= reservation.context_tokens
+        load.output_tokens -= reservation.output_tokens
         load.requests -= 1
         load.decoding -= 1
         if load._leaving:
-            self._drop_if_done(charge.worker_id, load)
+            self._drop_if_done(reservation.worker_id, load)
 
-    def _drop_if_done(self, worker_id: WorkerId, load: Load) -> None:
+    def _drop_if_done(self, worker_id: WorkerId, load: WorkerLoad) -> None:
         if not load.requests and self._loads.get(worker_id) is load:
             del self._loads[worker_id]
