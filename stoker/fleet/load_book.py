@@ -1,13 +1,14 @@
-"""What each worker was given and has not finished: reservations, made when a worker is chosen and returned on every path.
+"""LoadBook: the work that the router has assigned to each worker and that is not finished yet.
 
-A request is charged with the prompt tokens to compute (until its first token), and with the context and output tokens it
-will keep resident (until its end). Besides the exact sums there is an estimate of how far the worker has come with the
-prompts, so that a request behind a 100k-token prompt half done is not told to wait for all of it: work drains at the
-worker's rate, first come first served, never below what stands behind the oldest prompt, and is set right by every
-first token.
+Choosing a worker reserves the request's work there. The reservation counts the prompt tokens to compute until the first
+token, and the context and output tokens that stay resident until the end. It is released on every path.
 
-The load_book also remembers, decaying, what was given lately: how many requests, and how many tokens to compute. WorkerLoad alone
-is zero at every pick when sessions are paced, and would send them all to one place.
+The exact token counts do not say how far a worker has come with its prompts. The book therefore also estimates the
+tokens that are still queued: work is processed in order of arrival at the worker's prefill rate. The estimate never falls
+below the tokens behind the oldest unfinished prompt, and every first token corrects it.
+
+The book also keeps decaying counts of the recent requests and computed tokens. When sessions arrive slowly, every worker
+is idle at every decision, and the load alone would send them all to the same worker.
 """
 
 from __future__ import annotations
@@ -17,57 +18,57 @@ from math import exp, log
 
 from stoker.base.ids import WorkerId
 
-_SAME_TIME_S = 0.001  # accounts are brought up to date no more often than that
+_SAME_TIME_S = 0.001  # loads are updated at most once in this time
 
 
 @dataclass(slots=True, eq=False)
 class WorkerLoad:
-    """One worker's account, as of the last `LoadBook.load`. The load_book's own object: read it, do not keep it."""
+    """One worker's load, as of the last `LoadBook.load`. The book owns it and updates it: read it, do not keep it."""
 
-    prefill_tokens: int = 0  # charged and without a first token
-    queued_tokens: float = 0.0  # of these, those still to compute, by estimate
-    context_tokens: int = 0  # resident, or soon so
-    output_tokens: int = 0  # promised
-    requests: int = 0
-    decoding: int = 0  # of these, those past their first token
-    recent_requests: float = 0.0  # given lately, decaying
-    recent_tokens: float = 0.0
-    recent_returns: float = 0.0  # of the requests, those that came for what only this worker has
-    mean_queued_tokens: float = 0.0  # over the same time
-    decay_per_s: float = 0.0  # of what is recent: a steady r requests a second shows as r / this
+    prefill_tokens: int = 0  # reserved prompt tokens of requests without a first token
+    queued_tokens: float = 0.0  # estimate of how many of these are still to be computed
+    context_tokens: int = 0  # prompt tokens that are or will be resident in KV memory
+    output_tokens: int = 0  # expected output tokens of the running requests
+    requests: int = 0  # running or queued
+    decoding: int = 0  # how many of these are past their first token
+    recent_requests: float = 0.0  # assigned recently; decays with the half-life
+    recent_tokens: float = 0.0  # prompt tokens to compute, assigned recently
+    recent_returns: float = 0.0  # recent requests that came for blocks which other workers do not have
+    mean_queued_tokens: float = 0.0  # average queue over the same time
+    decay_per_s: float = 0.0  # a steady rate of r requests per second gives recent_requests = r / decay_per_s
     _as_of: float = 0.0
     _tokens_per_s: float = 0.0
-    _prefilling: dict[Reservation, None] = field(default_factory=dict)  # in the order of arrival
+    _prefilling: dict[Reservation, None] = field(default_factory=dict)  # in order of arrival
     _leaving: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """A reservation on one worker. `first_token` and `end` may come in any order and any number of times."""
+    """Work reserved on one worker. `first_token` and `end` may be called in any order and any number of times."""
 
     worker_id: WorkerId
     prefill_tokens: int
     context_tokens: int
     output_tokens: int
     _load: WorkerLoad
-    _load_book: LoadBook
+    _book: LoadBook
     _open: bool = True
 
     def first_token(self, now: float) -> None:
         if self in self._load._prefilling:
-            self._load_book._return_prefill(self, now)
+            self._book._release_prefill(self, now)
 
     def end(self, now: float) -> None:
         if self in self._load._prefilling:
-            self._load_book._return_prefill(self, now)
+            self._book._release_prefill(self, now)
         if self._open:
             self._open = False
-            self._load_book._return_rest(self)
+            self._book._release_rest(self)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadTotals:
-    """Over all workers. All zero when nothing is under way; anything else then is a leak."""
+    """Sums over all workers. They are zero when no request is running; any other value then is a leak."""
 
     prefill_tokens: int
     context_tokens: int
@@ -76,6 +77,8 @@ class LoadTotals:
 
 
 class LoadBook:
+    """The load of every worker, and its recent history. See the module docstring."""
+
     def __init__(self, recent_half_life_s: float = 120.0) -> None:
         self._decay_per_s = log(2) / recent_half_life_s
         self._loads: dict[WorkerId, WorkerLoad] = {}
@@ -90,7 +93,7 @@ class LoadBook:
         now: float,
         returning: bool = False,
     ) -> Reservation:
-        """`returning`: it comes to this worker for what it has cached, and would cost more elsewhere."""
+        """Reserve a request's work. `returning`: it came to this worker for cached blocks that others do not have."""
         load = self.load(worker_id, now)
         reservation = Reservation(worker_id, prefill_tokens, context_tokens, output_tokens, load, self)
         load._prefilling[reservation] = None
@@ -105,10 +108,10 @@ class LoadBook:
         return reservation
 
     def load(self, worker_id: WorkerId, now: float, tokens_per_s: float = 0.0) -> WorkerLoad:
-        """The worker's account, brought up to `now`; it computes prompts at `tokens_per_s` (0: as said before)."""
+        """Return the worker's load at `now`. `tokens_per_s` is its prefill rate; 0 keeps the rate of the last call."""
         load = self._loads.get(worker_id)
         if load is None:
-            load = self._open_account(worker_id, now)
+            load = self._add_worker(worker_id, now)
         if now - load._as_of > _SAME_TIME_S:
             self._advance(load, now)
         if tokens_per_s:
@@ -125,14 +128,14 @@ class LoadBook:
         )
 
     def forget(self, worker_id: WorkerId) -> None:
-        """The worker has left. What it still holds stays counted until it is returned."""
+        """Forget a worker that has left the fleet, once its last reservation is released."""
         load = self._loads.get(worker_id)
         if load is not None:
             load._leaving = True
-            self._drop_if_done(worker_id, load)
+            self._drop_if_idle(worker_id, load)
 
-    def _open_account(self, worker_id: WorkerId, now: float) -> WorkerLoad:
-        """A newcomer starts level with the others, or it would be given every new session until it had caught up."""
+    def _add_worker(self, worker_id: WorkerId, now: float) -> WorkerLoad:
+        """Start a new worker with the others' mean of recent work. Otherwise it would get every new session at first."""
         others = list(self._loads.values())
         load = WorkerLoad(decay_per_s=self._decay_per_s, _as_of=now)
         if others:
@@ -151,7 +154,7 @@ class LoadBook:
         load.recent_requests *= fade
         load.recent_tokens *= fade
         load.recent_returns *= fade
-        area = 0.0  # of queued tokens over time, since the last look
+        area = 0.0  # integral of the queued tokens over the elapsed time
         if load.queued_tokens:
             oldest = next(iter(load._prefilling))
             behind, before = load.prefill_tokens - oldest.prefill_tokens, load.queued_tokens
@@ -160,7 +163,7 @@ class LoadBook:
             area = drain_s * (before + after) / 2 + (elapsed - drain_s) * after
         load.mean_queued_tokens = load.mean_queued_tokens * fade + area / elapsed * (1 - fade)
 
-    def _return_prefill(self, reservation: Reservation, now: float) -> None:
+    def _release_prefill(self, reservation: Reservation, now: float) -> None:
         load = reservation._load
         if now - load._as_of > _SAME_TIME_S:
             self._advance(load, now)
@@ -169,15 +172,15 @@ class LoadBook:
         load.prefill_tokens -= reservation.prefill_tokens
         load.queued_tokens = min(load.queued_tokens, float(load.prefill_tokens))
 
-    def _return_rest(self, reservation: Reservation) -> None:
+    def _release_rest(self, reservation: Reservation) -> None:
         load = reservation._load
         load.context_tokens -= reservation.context_tokens
         load.output_tokens -= reservation.output_tokens
         load.requests -= 1
         load.decoding -= 1
         if load._leaving:
-            self._drop_if_done(reservation.worker_id, load)
+            self._drop_if_idle(reservation.worker_id, load)
 
-    def _drop_if_done(self, worker_id: WorkerId, load: WorkerLoad) -> None:
+    def _drop_if_idle(self, worker_id: WorkerId, load: WorkerLoad) -> None:
         if not load.requests and self._loads.get(worker_id) is load:
             del self._loads[worker_id]

@@ -260,7 +260,7 @@ def test_names_that_nobody_serves_leave_nothing_behind() -> None:
     of = fleet(A)
     for number in range(100):
         names(of, 0.0, f"made-up-{number}")
-    assert len(of._kept) == 0
+    assert len(of._pools) == 0
 
 
 def test_silent_registered_workers_expire_and_configured_ones_do_not() -> None:
