@@ -25,9 +25,9 @@ from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Fleet
 from stoker.fleet.load_book import LoadBook
 from stoker.fleet.spec import WorkerSpec
-from stoker.routing.policy import RouterSettings
 from stoker.routing.query import RouteQuery
 from stoker.routing.router import PrefixIndexes, Router
+from stoker.routing.settings import RouterSettings
 
 BLOCK_CHARS, KEY_CHARS, CHARS_A_TOKEN = 256, 1024, 4
 JSON_CHARS = 34  # around a message's content, in the body

@@ -29,9 +29,9 @@ from stoker.fleet.fleet import Fleet
 from stoker.fleet.load_book import LoadBook
 from stoker.fleet.spec import LoadReport, WorkerSpec
 from stoker.kv.blocks.free_blocks import FreeBlocks
-from stoker.routing.policy import RouterSettings
 from stoker.routing.query import Route, RouteQuery
 from stoker.routing.router import PrefixIndexes, Router
+from stoker.routing.settings import RouterSettings
 
 FREE_FETCHES = {"host_tokens_per_s": math.inf, "disk_tokens_per_s": math.inf}  # as in the model
 BASELINES = ("random", "least", "sticky", "aware", "shared")

@@ -13,9 +13,10 @@ from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Fleet
 from stoker.fleet.load_book import LoadBook, LoadTotals
 from stoker.fleet.spec import LoadReport, WorkerSpec
-from stoker.routing.policy import POLICIES, RouterSettings
+from stoker.routing.policy import POLICIES
 from stoker.routing.query import NoWorker, Route, RouteQuery
 from stoker.routing.router import PrefixIndexes, Router
+from stoker.routing.settings import RouterSettings
 
 NAMES = [WorkerId(f"w{number}") for number in range(4)]
 BLOCK = 64

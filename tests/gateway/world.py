@@ -33,8 +33,8 @@ from stoker.gateway.prefix.conversation import Keys as ConversationKeys
 from stoker.gateway.records.metrics import GatewayMetrics
 from stoker.gateway.records.tracing import NoTracing, Tracing
 from stoker.gateway.records.usage_row import UsageRow
-from stoker.routing.policy import RouterSettings
 from stoker.routing.router import PrefixIndexes, Router
+from stoker.routing.settings import RouterSettings
 
 NOTHING = LoadTotals(0, 0, 0, 0)
 PATIENT = ProxySettings(connect_s=LONG_S)

@@ -10,9 +10,9 @@ from stoker.fleet.fleet import Fleet, FleetSettings
 from stoker.fleet.load_book import LoadBook
 from stoker.fleet.prefix_index import Key
 from stoker.fleet.spec import Role, WorkerSpec
-from stoker.routing.policy import RouterSettings
 from stoker.routing.query import Route, RouteQuery
 from stoker.routing.router import PrefixIndexes, Router
+from stoker.routing.settings import RouterSettings
 
 BLOCK = 100
 

@@ -6,8 +6,8 @@ import pytest
 from routing_world import World, where
 
 from stoker.base.ids import WorkerId
-from stoker.routing.policy import CostSettings
 from stoker.routing.query import Reason, Route
+from stoker.routing.settings import CostSettings
 
 A, B = WorkerId("a"), WorkerId("b")
 

@@ -7,8 +7,8 @@ from stoker.base.errors import ConfigError
 from stoker.base.ids import WorkerId
 from stoker.fleet.load_book import LoadTotals
 from stoker.fleet.spec import LoadReport, Role
-from stoker.routing.policy import CostSettings, RouterSettings
 from stoker.routing.query import ModelNotFound, NoWorker
+from stoker.routing.settings import CostSettings, RouterSettings
 
 A, B, P, D = WorkerId("a"), WorkerId("b"), WorkerId("p"), WorkerId("d")
 
@@ -69,12 +69,12 @@ def test_excluded_workers_and_other_dialects_are_no_candidates(pair: World) -> N
     pair.add(WorkerId("v"), dialect="vllm")
     assert where(pair.route([], excluded=frozenset({A, B})))[1] == "v"
     assert where(pair.route([], needs_dialect=frozenset({"vllm"})))[1] == "v"
-    with pytest.raises(NoWorker, match="2 failed it already"):
+    with pytest.raises(NoWorker, match="2 workers have already failed it"):
         pair.route([], excluded=frozenset({A, B}), needs_dialect=frozenset({"stoker"}))
 
 
 def test_an_unknown_model_is_not_found_and_one_without_workers_is_for_later(pair: World) -> None:
-    with pytest.raises(ModelNotFound, match="'other' is not served here; there are: m"):
+    with pytest.raises(ModelNotFound, match="'other' is not served here; served models: m"):
         pair.route([], model="other")
     for worker_id in (A, B):
         pair.fleet.saw_failure(worker_id, 0.0, "connect")

@@ -6,8 +6,8 @@ import pytest
 from routing_world import World, where
 
 from stoker.base.ids import WorkerId
-from stoker.routing.policy import CostSettings, RouterSettings
 from stoker.routing.sessions import Sessions
+from stoker.routing.settings import CostSettings, RouterSettings
 
 A, B = WorkerId("a"), WorkerId("b")
 
@@ -15,13 +15,13 @@ A, B = WorkerId("a"), WorkerId("b")
 def test_a_session_is_alive_until_it_is_silent_for_longer_than_sessions_usually_are() -> None:
     sessions = Sessions()
     for turn in range(20):
-        sessions.placed("long", A, (A, B), turn * 1.0)
-    sessions.placed("short", B, (A, B), 18.0)
-    assert (sessions.home("long", (A, B)), sessions.home("short", (A, B))) == (A, B)
-    assert (sessions.alive(A, 19.5), sessions.alive(B, 19.5)) == (1, 1)
-    assert sessions.patience_s < 10
-    assert (sessions.alive(A, 40.0), sessions.alive(B, 40.0)) == (0, 0)
-    assert sessions.home("long", (A, B)) is None
+        sessions.placed("long", [A], (A, B), turn * 1.0)
+    sessions.placed("short", [B], (A, B), 18.0)
+    assert (sessions.home("long", (A, B), 19.5), sessions.home("short", (A, B), 19.5)) == (A, B)
+    assert sessions.alive((A, B), 19.5) == [1, 1]
+    assert sessions.timeout_s < 10
+    assert sessions.alive((A, B), 40.0) == [0, 0]
+    assert sessions.home("long", (A, B), 40.0) is None
 
 
 def test_sessions_of_workers_that_left_are_forgotten() -> None:
@@ -29,16 +29,16 @@ def test_sessions_of_workers_that_left_are_forgotten() -> None:
     for number in range(50):
         worker = WorkerId(f"w{number}")
         for turn in range(20):
-            sessions.placed(f"{number} {turn}", worker, (worker,), number * 1000.0 + turn)
+            sessions.placed(f"{number} {turn}", [worker], (worker,), number * 1000.0 + turn)
     assert sum(map(len, sessions._last_seen.values())) == 20
-    assert sessions.home("49 3", (WorkerId("w49"),)) == "w49"
+    assert sessions.home("49 3", (WorkerId("w49"),), 49_020.0) == "w49"
 
 
 def test_a_session_that_moves_is_counted_once() -> None:
     sessions = Sessions()
-    sessions.placed("s", A, (A, B), 0.0)
-    sessions.placed("s", B, (A, B), 1.0)
-    assert (sessions.alive(A, 1.0), sessions.alive(B, 1.0)) == (0, 1)
+    sessions.placed("s", [A], (A, B), 0.0)
+    sessions.placed("s", [B], (A, B), 1.0)
+    assert sessions.alive((A, B), 1.0) == [0, 1]
     assert sessions.mean_requests == 2
 
 
