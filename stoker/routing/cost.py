@@ -19,9 +19,9 @@ What the choice costs other requests:
   delays them by r * S * (B + S/2) in total. Long prompts therefore gather on workers to which few requests return.
 - `later_s`: the expected wait of this conversation's next turns, from the worker's average queue. A conversation that
   continues expects `later_turns` more turns. A new one expects as many as conversations had recently.
-- `recent_s`: a charge for a worker that recently got more than its share of the work (and a credit for one that got less).
-  Computed tokens count where they evict other conversations' blocks; requests count in an idle fleet, where all queues
-  are empty at every decision.
+- `recent_s`: a charge for a worker that recently got more than its share of the work, and a credit for one that got less.
+  Computed tokens count where they evict other conversations' blocks. Requests count a little in an idle fleet, where all
+  queues are empty at every decision.
 - `move_s`: the loss of cached tokens. It weighs more than the time to compute them again, because work that is done twice
   delays all requests. Where several conversations continue from the last known block, that block ends a shared prefix
   such as a system prompt. Computing it on another worker is an investment, so the loss weighs less.
@@ -78,8 +78,7 @@ def build_scene(
         if compute_s < least_compute_s:
             least_compute_s = compute_s
     returning = returns / requests if requests else 0.0
-    # Whether it matters which worker holds a block: with a store that all workers share, few requests "return".
-    private = min(1.0, 3 * returning)
+    private = min(1.0, 3 * returning)  # whether it matters which worker has a block; not with a store that all share
     branches = prefix.branches
     continues = most_cached > 0 and branches < 2
     later_turns = settings.later_turns

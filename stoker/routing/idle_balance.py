@@ -28,7 +28,7 @@ def relieve(
     costs_s = [reason.cost_s for reason in reasons]
     best = candidates[costs_s.index(min(costs_s))]
     share = mean_requests * best.member.weight
-    if best.load.recent_requests - share <= max(settings.bound_requests, settings.bound * share):
+    if best.load.recent_requests - share <= settings.bound_requests:
         return None
     allowed, allowed_s = inf, inf
     if scene.continues:

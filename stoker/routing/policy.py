@@ -20,7 +20,7 @@ class LegChoice(NamedTuple):
     """One leg of a route: the candidates that were scored, their reasons, and the position of the chosen one."""
 
     candidates: Sequence[Candidate]
-    reasons: Sequence[Reason]
+    reasons: list[Reason]
     chosen: int
 
 

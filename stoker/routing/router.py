@@ -23,7 +23,7 @@ from stoker.fleet.spec import Role
 from stoker.routing.candidate import Candidate, PrefixInfo
 from stoker.routing.cluster import ClusterLevel
 from stoker.routing.policy import POLICIES, LegChoice, Policy
-from stoker.routing.query import Leg, ModelNotFound, NoWorker, Route, RouteQuery
+from stoker.routing.query import Leg, ModelNotFound, NoWorker, Reason, Route, RouteQuery
 from stoker.routing.settings import RouterSettings
 
 _MAX_CANDIDATES = 4096
@@ -102,21 +102,19 @@ class Router:
             candidates = self._decode_candidates(lookup, members, prefills)
             if not candidates:
                 raise self._no_worker(query, now)
-        choices = [self._choose(lookup, candidates)]
-        chosen = candidates[choices[0].chosen]
+        choice = self._choose(lookup, candidates)
+        chosen, reasons = candidates[choice.chosen], choice.reasons
+        returning = bool(lookup.matches) and chosen.cached_tokens > min([one.cached_tokens for one in candidates])
+        decode, prefill = self._reserve(chosen, lookup, returning), None
         if chosen.pull_tokens:
-            choices.append(prefills[chosen.member.spec.dialect])
-        self._policy.commit(query, choices, now)
-        least_cached = min([one.cached_tokens for one in candidates]) if lookup.matches else chosen.cached_tokens
-        legs = [
-            self._reserve(choice.candidates[choice.chosen], lookup, chosen.cached_tokens > least_cached)
-            for choice in choices
-        ]
-        reasons = choices[0].reasons
+            first = prefills[chosen.member.spec.dialect]
+            prefill = self._reserve(first.candidates[first.chosen], lookup, returning)
+            self._policy.commit(query, (first, choice), now)
+        else:
+            self._policy.commit(query, (choice,), now)
         if prefills:
-            scored = [reason for choice in prefills.values() for reason in choice.reasons]
-            reasons = [reason._replace(part="prefill") for reason in scored] + reasons
-        route = Route(legs[0], legs[1] if len(legs) > 1 else None, self._settings.policy, reasons)
+            reasons = [*_prefill_reasons(prefills), *reasons]
+        route = Route(decode, prefill, self._settings.policy, reasons)
         self._decisions.append((now, query.model, query.session, query.num_tokens, route))
         return route
 
@@ -247,6 +245,10 @@ def _fits(member: Member, query: RouteQuery) -> bool:
     if member.spec.worker_id in query.excluded:
         return False
     return query.needs_dialect is None or member.spec.dialect in query.needs_dialect
+
+
+def _prefill_reasons(prefills: Mapping[str, LegChoice]) -> list[Reason]:
+    return [reason._replace(part="prefill") for choice in prefills.values() for reason in choice.reasons]
 
 
 def _as_dict(decision: _Decision) -> dict[str, object]:

@@ -37,26 +37,24 @@ def prefer(reasons: list[Reason], preference: Preference) -> None:
 def find_home(
     query: RouteQuery, candidates: Sequence[Candidate], scene: Scene, reasons: Sequence[Reason], alive: Sequence[int]
 ) -> Preference | None:
-    """Choose the worker of a new session, among those that have room and are about as good as the best one.
+    """Choose the worker of a new session, among those that have room and are about as good as the best worker.
 
     A worker has room while it has no more living sessions than its share. Among several workers a rendezvous hash of the
     session decides, so that gateways agree without communicating. In an idle fleet, a worker with fewer sessions may be
     `even_s` worse for each session that the fullest worker has more, and computing a shared prefix there costs nothing
     extra, because other sessions will use it too.
     """
-    settings, idle = scene.settings, scene.idle
+    idle = scene.idle
     share = (sum(alive) + 1) / scene.weight
     most_alive = max(alive)
-    even_s = settings.even_s if idle else 0.0
+    even_s = scene.settings.even_s if idle else 0.0
     costs_s = [reason.cost_s - reason.recent_s - (reason.move_s if idle else 0.0) for reason in reasons]
     best_s = min(costs_s)
     session = query.parent_session or query.session or ""
     homes = []
     for index, one in enumerate(candidates):
-        fair = share * one.member.weight
-        has_room = alive[index] + 1 <= max(ceil(fair), (1 + settings.bound) * fair)
-        slack_s = max(settings.home_slack_s, even_s * (most_alive - alive[index]))
-        if has_room and costs_s[index] <= best_s + slack_s:
+        has_room = alive[index] + 1 <= ceil(share * one.member.weight)
+        if has_room and costs_s[index] <= best_s + even_s * (most_alive - alive[index]):
             homes.append((rendezvous(session, one.worker_id, one.member.spec.weight), index))
     return Preference(min(homes)[1]) if homes else None
 
@@ -87,7 +85,7 @@ def even_out(
     lost = candidates[home].cached_tokens - candidates[least].cached_tokens
     allowed = min(
         min(1.0, settings.move_share * excess[home]) * spare_tokens,
-        settings.move_part * num_tokens,
+        settings.balance_part * num_tokens,
         settings.balance_s * candidates[least].member.tokens_per_s,
     )
     if (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from stoker.base.settings import check_settings, setting
 
@@ -10,6 +11,8 @@ from stoker.base.settings import check_settings, setting
 @dataclass(frozen=True, slots=True)
 class CostSettings:
     """Weights, assumed speeds and limits of the cost policy. `docs/routing.md` explains them."""
+
+    REMOVED: ClassVar[tuple[str, ...]] = ("bound", "home_slack_s", "move_part", "over_bound_s")
 
     host_tokens_per_s: float = setting(
         400_000.0, "Rate at which a worker loads KV from its RAM, in tokens per second.", gt=0
@@ -44,21 +47,16 @@ class CostSettings:
         0.001, "In an idle fleet: cost for each recent request above the worker's fair share.", unit="s", ge=0
     )
     idle_queue_s: float = setting(0.1, "A fleet with a shorter average queue counts as idle.", unit="s", ge=0)
-    bound: float = setting(0.05, "Share by which a worker may exceed its fair share of the recent requests.", ge=0)
     bound_requests: float = setting(
-        8.0, "Minimum number of requests by which a worker may exceed its fair share.", ge=0
+        8.0,
+        "Recent requests that a worker of an idle fleet may have above its fair share before others relieve it.",
+        ge=0,
     )
     balance_share: float = setting(
         0.004, "Share of all prompt tokens that may be recomputed to balance the workers.", ge=0
     )
     balance_part: float = setting(
         0.65, "Largest share of its prompt that a conversation or session may lose when it moves for balance.", ge=0
-    )
-    home_slack_s: float = setting(
-        0.02,
-        "Workers whose cost is within this distance of the best count as equal; a hash of the session decides.",
-        unit="s",
-        ge=0,
     )
     even_s: float = setting(
         1.0,
@@ -71,7 +69,6 @@ class CostSettings:
         "Share of the balance budget that moving one session may use, for each 100 % of excess requests on its worker.",
         ge=0,
     )
-    move_part: float = setting(0.75, "Share of its prompt that a session may lose by such a move.", ge=0)
     balance_s: float = setting(
         0.5, "Longest time that one request may spend on computing lost tokens again for balance.", unit="s", ge=0
     )

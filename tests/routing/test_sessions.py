@@ -12,7 +12,7 @@ from stoker.routing.settings import CostSettings, RouterSettings
 A, B = WorkerId("a"), WorkerId("b")
 
 
-def test_a_session_is_alive_until_it_is_silent_for_longer_than_sessions_usually_are() -> None:
+def test_a_session_ends_when_its_pause_is_longer_than_usual() -> None:
     sessions = Sessions()
     for turn in range(20):
         sessions.placed("long", [A], (A, B), turn * 1.0)
@@ -42,7 +42,7 @@ def test_a_session_that_moves_is_counted_once() -> None:
     assert sessions.mean_requests == 2
 
 
-def test_a_burst_of_new_sessions_is_spread_evenly_whatever_their_hashes() -> None:
+def test_a_burst_of_new_sessions_spreads_evenly() -> None:
     world = World()
     for number in range(4):
         world.add(WorkerId(f"w{number}"))
@@ -53,9 +53,14 @@ def test_a_burst_of_new_sessions_is_spread_evenly_whatever_their_hashes() -> Non
 
 
 @pytest.mark.parametrize(("balance_s", "least", "most"), [(1.0, 2, 6), (0.4, 0, 0)])
-def test_a_session_leaves_the_worker_where_all_others_live_on(balance_s: float, least: int, most: int) -> None:
-    """Two workers, eight sessions each; those of one end early. Some of the others move over, and stay; unless it took longer
-    than they may wait to compute what they lose: half a second by then."""
+def test_sessions_move_away_from_the_worker_with_the_most_expected_requests(
+    balance_s: float, least: int, most: int
+) -> None:
+    """Two workers have eight sessions each, and those of one worker end early.
+
+    Some of the remaining sessions move there and stay. None moves if computing its lost tokens again takes longer than
+    `balance_s`; it would take half a second by then.
+    """
     world = World(settings=RouterSettings(cost=CostSettings(balance_s=balance_s)))
     for worker_id in (A, B):
         world.add(worker_id)

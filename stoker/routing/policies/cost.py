@@ -25,7 +25,7 @@ class Cost:
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings.cost
         self._spare_tokens = 0.0  # cached tokens that may be given up for balance
-        self._sessions = Sessions()
+        self.sessions = Sessions()
 
     def score(self, query: RouteQuery, candidates: Sequence[Candidate], prefix: PrefixInfo, now: float) -> list[Reason]:
         scene = build_scene(query, candidates, prefix, self._settings)
@@ -43,7 +43,7 @@ class Cost:
         if query.session is not None:
             chosen = [choice.candidates[choice.chosen].worker_id for choice in choices]
             workers = [one.worker_id for choice in choices for one in choice.candidates]
-            self._sessions.placed(query.session, chosen, workers, now)
+            self.sessions.placed(query.session, chosen, workers, now)
 
     def _preference(
         self, query: RouteQuery, candidates: Sequence[Candidate], scene: Scene, reasons: Sequence[Reason], now: float
@@ -54,14 +54,14 @@ class Cost:
                 return relieve(query, candidates, scene, reasons, self._spare_tokens)
             return None
         workers = [one.worker_id for one in candidates]
-        home = self._sessions.home(query.session, workers, now)
+        home = self.sessions.home(query.session, workers, now)
         if home is None:
             if scene.continues:
                 return None
-            return find_home(query, candidates, scene, reasons, self._sessions.alive(workers, now))
+            return find_home(query, candidates, scene, reasons, self.sessions.alive(workers, now))
         if not scene.idle:
             return None
-        alive = self._sessions.alive(workers, now)
-        further = self._sessions.mean_requests
+        alive = self.sessions.alive(workers, now)
+        further = self.sessions.mean_requests
         at = workers.index(home)
         return even_out(candidates, scene, reasons, alive, at, further, self._spare_tokens, query.num_tokens)
