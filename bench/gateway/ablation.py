@@ -12,7 +12,8 @@ real Router:
   tiers       the conversation trace with small GPU caches over a slower shared store
 
 Needs TRACE_STATS.py (the trace reader and worker model of routing_replay.py) and the folder with
-mooncake_conversation.jsonl.gz and claude_code_sessions.jsonl.gz. Writes bench/results/routing_ablation.json.
+mooncake_conversation.jsonl.gz and claude_code_sessions.jsonl.gz. Writes bench/results/routing_ablation.json; a later
+run with other cases or variants adds to it.
 """
 
 from __future__ import annotations
@@ -212,19 +213,19 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, required=True, help="folder with the traces")
     parser.add_argument("--cases", default=",".join(CASES), help="comma-separated, from: " + ", ".join(CASES))
     parser.add_argument("--only", action="append", metavar="VARIANT", help="run only this variant; may be repeated")
-    parser.add_argument("--seeds", default="7,1,2,3", help="seeds of the placement cases")
-    parser.add_argument("--starts", default="0,500", help="requests to leave out at the start of the chat trace")
+    parser.add_argument("--seeds", default="7,1,2", help="seeds of the placement cases")
+    parser.add_argument("--starts", default="0", help="requests to leave out at the start of the chat trace")
     parser.add_argument("--agent-requests", type=int, default=8000, help="requests of the agents trace to replay")
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results" / "routing_ablation.json")
     args = parser.parse_args()
     cases = args.cases.split(",")
     bench = Bench(args)
-    results: dict[str, Results] = {}
+    results: dict[str, Results] = json.loads(args.out.read_text()) if args.out.exists() else {}
     for name, variant in VARIANTS.items():
         if args.only and name not in args.only:
             continue
         begin_s = time.process_time()
-        results[name] = measure(bench, cases, variant)
+        results.setdefault(name, {}).update(measure(bench, cases, variant))
         print(f"{name}: {time.process_time() - begin_s:.1f} s of CPU time", flush=True)
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(results, indent=1) + "\n")
