@@ -104,7 +104,7 @@ def _num_alive(sessions: dict[str, float] | None, ended_at: float) -> int:
 
 
 def _drop_ended(sessions: dict[str, float], ended_at: float) -> None:
-    ended = []
+    ended: list[str] = []
     for session, last_s in sessions.items():
         if last_s > ended_at and len(sessions) - len(ended) <= _MAX_PER_WORKER:
             break
