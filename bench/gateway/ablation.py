@@ -1,6 +1,6 @@
 """Routing ablation: what each term of the routing cost and each placement rule contributes.
 
-    python bench/gateway/ablation.py --trace-stats TRACE_STATS.py --traces FOLDER
+    python -m bench.gateway.ablation --trace-stats TRACE_STATS.py --traces FOLDER
 
 For each variant, one term or rule of the `cost` policy is switched off, and the same cases run in virtual time through the
 real Router:
@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -31,12 +30,8 @@ from statistics import mean
 from typing import Any
 from unittest.mock import patch
 
-sys.path[:0] = [str(Path(__file__).parents[1])]  # the other benchmarks are modules of that folder
-
-import placement_sim
-import routing_replay
-from worker_model import DecodeModel, two_tiers
-
+from bench import placement_sim, routing_replay
+from bench.gateway.worker_model import DecodeModel, two_tiers
 from stoker.routing import cost as cost_module
 from stoker.routing.candidate import Candidate, PrefixInfo
 from stoker.routing.cost import Scene

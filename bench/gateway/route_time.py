@@ -1,6 +1,6 @@
 """CPU time of one routing decision: Router.route with 8 and 64 workers, without and with session keys.
 
-    python bench/gateway/route_time.py [--workers 8,64] [--rounds 5] [--policy cost]
+    python -m bench.gateway.route_time [--workers 8,64] [--rounds 5] [--policy cost]
 
 400 conversations over a shared prefix of 20 blocks send 6,000 requests. The first 1,000 are not counted. Prints one JSON
 line with the lowest mean of the rounds for each case, in microseconds. Run it alternately on two commits to compare them.
