@@ -20,16 +20,16 @@ from stoker.routing.query import Reason, RouteQuery
 class Preference(NamedTuple):
     """A candidate that a placement rule prefers, and the cached tokens that are given up for balance."""
 
-    index: int
+    position: int  # in the list of candidates
     spent_tokens: int = 0
 
 
 def prefer(reasons: list[Reason], preference: Preference) -> None:
     """Make the preferred candidate the cheapest one, by a negative `placement_s`."""
-    index, spent_tokens = preference
-    reason = reasons[index]
+    position, spent_tokens = preference
+    reason = reasons[position]
     placement_s = min([one.cost_s for one in reasons]) - reason.cost_s - 1e-6
-    reasons[index] = reason._replace(
+    reasons[position] = reason._replace(
         cost_s=reason.cost_s + placement_s, placement_s=placement_s, spent_tokens=spent_tokens
     )
 
