@@ -33,7 +33,7 @@ from stoker.routing.query import Route, RouteQuery
 from stoker.routing.router import PrefixIndexes, Router
 from stoker.routing.settings import RouterSettings
 
-FREE_FETCHES = {"host_tokens_per_s": math.inf, "disk_tokens_per_s": math.inf}  # as in the model
+FREE_FETCHES = {"host_tokens_per_s": 1e15, "disk_tokens_per_s": 1e15}  # as in the model
 BASELINES = ("random", "least", "sticky", "aware", "shared")
 
 
