@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from stoker.base.errors import ModelFilesError
-from stoker.models.reader import stored_tensors
+from stoker.checkpoint.weight_files import stored_tensors
 
 
 def check_folder(folder: Path) -> None:

@@ -19,6 +19,7 @@ from stoker.base.config import EngineSettings
 from stoker.base.errors import ModelFilesError
 from stoker.base.ids import RequestId
 from stoker.base.timeline import Timeline
+from stoker.checkpoint.weight_files import WeightReadAhead
 from stoker.engine.gpu_memory import MemoryLine, MemoryTable, WorkingMemory
 from stoker.engine.grammar import Grammars, NoGrammars
 from stoker.engine.loop import Engine
@@ -35,7 +36,6 @@ from stoker.kv.peer.lease_book import LeaseBook
 from stoker.kv.peer.peer_server import PeerServer
 from stoker.kv.store.kv_store import KvStore
 from stoker.models.family import Model, ModelFamily, family_of
-from stoker.models.reader import ReadAhead
 from stoker.models.weights import load, parameter_slices
 from stoker.sched.leases import LeaseTerms
 from stoker.sched.request import GenerateRequest, SamplingParams
@@ -79,7 +79,7 @@ def build_engine(
     random_weights_seed: int | None = None,
     progress: Progress = lambda stage, done, total: None,
     timeline: Timeline | None = None,
-    ahead: ReadAhead | None = None,
+    ahead: WeightReadAhead | None = None,
     wake: Callable[[], None] = lambda: None,
 ) -> BuiltEngine:
     """`wake` is called, from any thread, when an idle engine should take a step. With `random_weights_seed` no weights are
@@ -166,7 +166,7 @@ def _load_model(
     folder: Path,
     random_weights_seed: int | None,
     progress: Progress,
-    ahead: ReadAhead | None,
+    ahead: WeightReadAhead | None,
 ) -> tuple[Model, int]:
     """With its weights in the form that kernels want; and how many bytes those are."""
     model = _build_model(family, resolved)

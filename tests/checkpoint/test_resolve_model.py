@@ -17,7 +17,7 @@ from tiny_gguf import TinyGguf
 from stoker.base.errors import ModelFilesError
 from stoker.checkpoint.progress import silent
 from stoker.checkpoint.source import default_cache_dir, resolve_model
-from stoker.models.reader import INDEX
+from stoker.checkpoint.weight_files import INDEX
 
 
 @pytest.fixture
@@ -93,13 +93,13 @@ def _break(folder: Path, how: str) -> None:
         ("no tokenizer", r"tokenizer\.json is missing"),
         ("bad config", r"config\.json is not JSON"),
         ("list config", r"config\.json does not hold a JSON object"),
-        ("missing shard", r"lacks 1 of the 2 files .*: model-00002-of-00002\.safetensors"),
-        ("cut data", r"model-00002.* is not a whole .*it has \d+ bytes, its header promises \d+"),
-        ("cut head", r"model-00002.* is not a whole .*a header of \d+ bytes in a file of 20"),
-        ("empty", r"model-00002.* is not a whole .*it has 0 bytes"),
-        ("too long", r"model-00002.* is not a whole .*it has \d+ bytes, its header promises \d+"),
-        ("bad head", r"model-00002.* is not a whole .*Expecting value"),
-        ("web page", r"model-00002.* is not a whole .*a header of \d+ bytes in a file of 600"),
+        ("missing shard", r"1 of the 2 files .* missing: model-00002-of-00002\.safetensors"),
+        ("cut data", r"model-00002.* is not a complete .*it has \d+ bytes, its header says \d+"),
+        ("cut head", r"model-00002.* is not a complete .*a header of \d+ bytes in a file of 20"),
+        ("empty", r"model-00002.* is not a complete .*it has only 0 bytes"),
+        ("too long", r"model-00002.* is not a complete .*it has \d+ bytes, its header says \d+"),
+        ("bad head", r"model-00002.* is not a complete .*Expecting value"),
+        ("web page", r"model-00002.* is not a complete .*a header of \d+ bytes in a file of 600"),
         ("other shard", r"model-00002.* has no tensor 'w2'"),
         ("no map", r"index\.json: no weight_map"),
         ("bad map", r"index\.json: its weight_map"),

@@ -21,6 +21,7 @@ from stoker.base.allowance import usable_cores
 from stoker.base.errors import InvalidRequest, StokerError
 from stoker.base.ids import RequestId
 from stoker.base.timeline import Timeline
+from stoker.checkpoint.weight_files import WeightReadAhead
 from stoker.engine.build import BuiltEngine, build_engine, read_hf_config
 from stoker.engine.gpu_memory import TOLERANCE_BYTES, MemoryLine
 from stoker.engine.process.block_log import BlockLog
@@ -30,7 +31,6 @@ from stoker.engine.process.idle_tasks import Chore, QuietTime
 from stoker.kv.store.kv_store import KvStore
 from stoker.kv.store.measured_tier import MeasuredTier
 from stoker.models.family import family_of
-from stoker.models.reader import ReadAhead
 from stoker.proto.messages import (
     Add,
     Cancel,
@@ -335,7 +335,7 @@ class EngineLoop:
 def serve(
     pipe: EngineEnd,
     arguments: EngineArguments,
-    ahead: ReadAhead,
+    ahead: WeightReadAhead,
     timeline: Timeline,
 ) -> None:
     folder = Path(arguments.folder)
