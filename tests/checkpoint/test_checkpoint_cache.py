@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 
@@ -144,19 +143,6 @@ def test_a_disk_that_fills_up_on_the_way_leaves_nothing(
     with pytest.raises(ModelFilesError, match="bytes are needed and"):
         resolve_model(str(gguf_path), cache_dir, silent)
     assert left_in(cache_dir) == []
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 KiB, where the tests may make one."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mounted = shutil.which("mount") and os.geteuid() == 0
-    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)]
-    if not mounted or subprocess.run(command, capture_output=True).returncode != 0:
-        pytest.skip("needs the right to mount a tmpfs")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
 
 
 def test_a_disk_that_is_really_full_leaves_nothing(

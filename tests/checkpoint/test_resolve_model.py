@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
-from typing import Any
 
-import huggingface_hub
 import numpy as np
 import pytest
-from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.numpy import save_file
+from tiny_configs import LLAMA
 from tiny_gguf import TinyGguf
 
 from stoker.base.errors import ModelFilesError
@@ -25,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
     """A folder with two shards."""
     folder = tmp_path / "my-model"
     folder.mkdir()
-    (folder / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "config.json").write_text(json.dumps(LLAMA))
     (folder / "tokenizer.json").write_text("{}")
     places = {}
     for number in (1, 2):
@@ -91,7 +89,7 @@ def _break(folder: Path, how: str) -> None:
     ("how", "said"),
     [
         ("no tokenizer", r"tokenizer\.json is missing"),
-        ("bad config", r"config\.json is not JSON"),
+        ("bad config", r"config\.json is not valid JSON"),
         ("list config", r"config\.json does not hold a JSON object"),
         ("missing shard", r"1 of the 2 files .* missing: model-00002-of-00002\.safetensors"),
         ("cut data", r"model-00002.* is not a complete .*it has \d+ bytes, its header says \d+"),
@@ -101,7 +99,7 @@ def _break(folder: Path, how: str) -> None:
         ("bad head", r"model-00002.* is not a complete .*Expecting value"),
         ("web page", r"model-00002.* is not a complete .*a header of \d+ bytes in a file of 600"),
         ("other shard", r"model-00002.* has no tensor 'w2'"),
-        ("no map", r"index\.json: no weight_map"),
+        ("no map", r"index\.json: its weight_map cannot be read"),
         ("bad map", r"index\.json: its weight_map"),
         ("bad dtype", r"model-00002.*'w2'.*F99"),
         ("no weights", r"neither model\.safetensors nor"),
@@ -116,6 +114,15 @@ def test_a_broken_folder_is_refused_with_the_files_name(folder: Path, cache_dir:
 def test_a_folder_with_one_gguf_is_converted(gguf_path: Path, cache_dir: Path) -> None:
     TinyGguf().write(gguf_path)
     assert resolve_model(str(gguf_path.parent), cache_dir, silent) == resolve_model(str(gguf_path), cache_dir, silent)
+
+
+def test_an_unserved_family_is_reported_before_missing_files(folder: Path, cache_dir: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({**LLAMA, "architectures": ["MambaForCausalLM"]}))
+    (folder / "tokenizer.json").unlink()
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ModelFilesError, match="MambaForCausalLM.*LlamaForCausalLM") as refused:
+        resolve_model(str(folder), cache_dir, silent)
+    assert refused.value.code == "unknown_architecture"
 
 
 def test_a_folder_with_two_ggufs_asks_which(gguf_path: Path, cache_dir: Path) -> None:
@@ -137,39 +144,6 @@ def test_anything_else_is_told_what_model_may_be(model: str, cache_dir: Path, mo
     monkeypatch.chdir(cache_dir.parent)
     with pytest.raises(ModelFilesError, match=r"org/name@revision.*SmolLM2-135M-Instruct"):
         resolve_model(model, cache_dir, silent)
-
-
-def test_a_repository_is_downloaded_and_checked(folder: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
-
-    def snapshot_download(name: str, **options: Any) -> str:
-        asked.update(options, name=name)
-        return str(folder)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    found = resolve_model("org/name@v1.0", cache_dir, silent)
-    assert (found.path, found.name) == (folder, "org/name")
-    assert (asked["name"], asked["revision"], asked["local_files_only"]) == ("org/name", "v1.0", False)
-    assert "*.safetensors" in asked["allow_patterns"]
-    assert asked["ignore_patterns"] == ["original/*"]
-    (folder / "model-00001-of-00002.safetensors").unlink()
-    with pytest.raises(ModelFilesError, match="model-00001-of-00002"):
-        resolve_model("org/name@v1.0", cache_dir, silent)
-
-
-@pytest.mark.parametrize("error", [LocalEntryNotFoundError("no"), ConnectionError("no"), TimeoutError()])
-def test_no_network_says_what_to_do(error: Exception, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def snapshot_download(name: str, **options: Any) -> str:
-        raise error
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    with pytest.raises(ModelFilesError, match=r"org/name.*pass its folder as MODEL"):
-        resolve_model("org/name", cache_dir, silent)
-
-
-def test_offline_asks_only_the_local_cache(cache_dir: Path) -> None:
-    with pytest.raises(ModelFilesError, match="stay offline"):
-        resolve_model("no-such-org-x/no-such-model-x", cache_dir, silent, offline=True)
 
 
 def test_the_cache_folder_follows_the_environment() -> None:
