@@ -1,4 +1,4 @@
-"""MODEL in all its forms, and folders with something wrong: the message names the file."""
+"""All forms of MODEL, and damaged folders: the error names the file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_whole_folder_is_used_as_it_is(folder: Path, cache_dir: Path) -> None:
+def test_a_complete_folder_is_used_as_it_is(folder: Path, cache_dir: Path) -> None:
     found = resolve_model(str(folder), cache_dir, silent)
     assert (found.path, found.name) == (folder, "my-model")
     assert not cache_dir.exists()
@@ -120,19 +120,19 @@ def test_an_unserved_family_is_reported_before_missing_files(folder: Path, cache
     (folder / "config.json").write_text(json.dumps({**LLAMA, "architectures": ["MambaForCausalLM"]}))
     (folder / "tokenizer.json").unlink()
     (folder / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(ModelFilesError, match="MambaForCausalLM.*LlamaForCausalLM") as refused:
+    with pytest.raises(ModelFilesError, match=r"MambaForCausalLM.*LlamaForCausalLM") as refused:
         resolve_model(str(folder), cache_dir, silent)
     assert refused.value.code == "unknown_architecture"
 
 
-def test_a_folder_with_two_ggufs_asks_which(gguf_path: Path, cache_dir: Path) -> None:
+def test_a_folder_with_two_ggufs_is_refused_with_their_names(gguf_path: Path, cache_dir: Path) -> None:
     TinyGguf().write(gguf_path)
     TinyGguf().write(gguf_path.with_name("other.gguf"))
     with pytest.raises(ModelFilesError, match=r"2 GGUF files \(other\.gguf, tiny\.gguf\)"):
         resolve_model(str(gguf_path.parent), cache_dir, silent)
 
 
-def test_an_empty_folder_is_no_model(tmp_path: Path, cache_dir: Path) -> None:
+def test_an_empty_folder_is_refused(tmp_path: Path, cache_dir: Path) -> None:
     with pytest.raises(ModelFilesError, match=r"neither config\.json nor a \.gguf"):
         resolve_model(str(tmp_path), cache_dir, silent)
 
@@ -140,7 +140,9 @@ def test_an_empty_folder_is_no_model(tmp_path: Path, cache_dir: Path) -> None:
 @pytest.mark.parametrize(
     "model", ["no-such-thing", "a/b/c", "./missing/model", "org/model.gguf", "", "org/name@", "long" * 100]
 )
-def test_anything_else_is_told_what_model_may_be(model: str, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_other_model_argument_explains_what_it_can_be(
+    model: str, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(cache_dir.parent)
     with pytest.raises(ModelFilesError, match=r"org/name@revision.*SmolLM2-135M-Instruct"):
         resolve_model(model, cache_dir, silent)
