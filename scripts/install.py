@@ -46,8 +46,8 @@ def main(extras: str) -> int:
         else:
             say(f"pip installs torch from the index that it is configured with, because {problem}")
             if not gpu:
-                warn_of_cuda(constraints, Path(folder) / "report.json")
-        return subprocess.run([*PIP, "install", "-q", "-c", str(constraints), "-e", f"{ROOT}{extras}"]).returncode
+                warn_of_cuda(constraints, Path(folder))
+        return subprocess.run([*PIP, "install", "-qq", "-c", str(constraints), "-e", f"{ROOT}{extras}"]).returncode
 
 
 def has_gpu() -> bool:
@@ -75,12 +75,14 @@ def find_uv() -> str | None:
     return shutil.which("uv", path=os.pathsep.join([os.environ.get("PATH", ""), str(Path(sys.executable).parent)]))
 
 
-def warn_of_cuda(constraints: Path, report: Path) -> None:
+def warn_of_cuda(constraints: Path, folder: Path) -> None:
     """Say it before pip downloads CUDA for a machine that has no GPU."""
-    # Only newer versions of pip find out what they would install without downloading it.
-    run_quietly([*PIP, "install", "-q", "-U", "pip"], timeout_s=120.0)
-    command = [*PIP, "install", "-q", "--dry-run", "--no-deps", "--report", str(report)]
-    if run_quietly([*command, "-c", str(constraints), torch_requirement()], timeout_s=600.0):
+    # Only newer versions of pip find out what they would install without downloading it. One is used just for this.
+    run_quietly([*PIP, "install", "-q", "--target", str(folder / "newer_pip"), "pip"], timeout_s=120.0)
+    report = folder / "report.json"
+    command = [*PIP, "install", "-q", "--dry-run", "--no-deps", "--report", str(report), "-c", str(constraints)]
+    python_path = os.pathsep.join([str(folder / "newer_pip"), os.environ.get("PYTHONPATH", "")])
+    if run_quietly([*command, torch_requirement()], timeout_s=600.0, PYTHONPATH=python_path):
         return  # the real installation will fail in the same way, and say why
     planned = [
         item["metadata"] for item in json.loads(report.read_text())["install"]
@@ -106,9 +108,9 @@ def without_torch(constraints: str) -> str:
     return "".join(line for line in constraints.splitlines(keepends=True) if not re.match(r"torch\b", line))
 
 
-def run_quietly(command: list[str], timeout_s: float) -> str:
+def run_quietly(command: list[str], timeout_s: float, **variables: str) -> str:
     """Return "" if the command succeeded, else what went wrong in one line."""
-    environ = {**os.environ, "UV_HTTP_TIMEOUT": "5", "UV_HTTP_RETRIES": "0"}
+    environ = {**os.environ, "UV_HTTP_TIMEOUT": "5", "UV_HTTP_RETRIES": "0", **variables}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environ)
     except subprocess.TimeoutExpired:

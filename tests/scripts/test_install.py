@@ -81,7 +81,7 @@ def test_without_a_gpu_uv_takes_the_cpu_build(machine: Machine) -> None:
     install = f"pip install --python {machine.python} --torch-backend cpu -c {constraints} {TORCH}"
     assert machine.commands("uv") == [f"{install} --dry-run --no-deps", install]
     (rest,) = machine.commands("pip")
-    assert rest.endswith(f"install -q -c {constraints} -e {INSTALL.parents[1]}[dev]")
+    assert rest.endswith(f"install -qq -c {constraints} -e {INSTALL.parents[1]}[dev]")
     assert "torch==" in machine.constraints()
 
 
