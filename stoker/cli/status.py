@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from stoker.base.address import host_of_url
-from stoker.base.speech import answer
 from stoker.base.paths import written_path
+from stoker.base.speech import answer
 
 NAME = "status"
 HELP = "show what runs: processes, health, load, KV tiers, restarts"
