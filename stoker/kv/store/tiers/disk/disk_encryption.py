@@ -11,6 +11,7 @@ import stat
 from pathlib import Path
 
 from stoker.base.errors import ConfigError
+from stoker.base.extras import install_command
 from stoker.base.log import EventLog
 from stoker.kv.store.tiers.tier import HostBytes
 
@@ -35,7 +36,7 @@ class Cipher:
             from cryptography.hazmat.primitives.ciphers.aead import AESGCM
         except ImportError as missing:
             raise ConfigError(
-                "store.disk_key_file needs the package cryptography: pip install 'stoker[encryption]'"
+                f"store.disk_key_file needs the package cryptography: {install_command('encryption')}"
             ) from missing
         self._invalid = InvalidTag
         self._aes = AESGCM(key)
