@@ -215,7 +215,7 @@ def test_an_address_that_cannot_be_asked_makes_no_worker_and_takes_none_away() -
 def test_a_dialect_that_nobody_speaks_is_named() -> None:
     async def main() -> None:
         world = World()
-        with pytest.raises(ConfigError, match="no dialect is called 'klingon'"):
+        with pytest.raises(ConfigError, match="unknown dialect 'klingon'"):
             world.workers.add(spec_of("http://x", dialect="klingon"))
         assert world.fleet.members() == []
         await world.close()

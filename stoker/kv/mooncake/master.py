@@ -22,7 +22,7 @@ from types import TracebackType
 from stoker.base.errors import ConfigError, StokerError
 from stoker.base.extras import install_command
 
-INSTALL_HINT = f"install it with `{install_command('mooncake')}` and, on Debian, as root, with `apt-get install libibverbs1 libnuma1`"
+INSTALL_HINT = f"run `{install_command('mooncake')}` and, on Debian, as root, `apt-get install libibverbs1 libnuma1`"
 _LIBRARIES = ("libibverbs.so.1", "libnuma.so.1")
 
 
