@@ -26,5 +26,5 @@ def test_a_url_has_a_host() -> None:
     "url", ["", "box", "box:80", "ftp://box", "http://:80", "http://[::1", "http://box:x", "http://box:99999"]
 )
 def test_an_invalid_url_is_refused_with_the_name_of_its_option(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"--gateway .*: not a URL such as http://10\.0\.0\.7:8000"):
+    with pytest.raises(ConfigError, match=r"--gateway .*: expected a URL such as http://10\.0\.0\.7:8000"):
         host_of_url("--gateway", url)
