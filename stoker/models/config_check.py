@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from stoker.base.errors import ModelFilesError
-from stoker.models.contract import family_of
+from stoker.models.family import family_of
 
 REFUSED = 3
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from stoker.base.errors import ModelFilesError
+from stoker.checkpoint.weight_files import WeightReadAhead, stored_tensors
 from stoker.models.family import Model, Rule
 from stoker.models.fill import Copy, Progress, fill
 
