@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from stoker.base.address import host_of_url
+from stoker.base.output import print_result
 from stoker.base.paths import written_path
-from stoker.base.speech import answer
 
 NAME = "status"
 HELP = "show what runs: processes, health, load, KV tiers, restarts"
@@ -49,12 +49,12 @@ def run(args: argparse.Namespace) -> int:
     else:
         statuses = [asyncio.run(look(one.gateway_url, token or _token(one.admin_token_file), one)) for one in fleets]
     if args.json:
-        answer(f"[{','.join(status.as_json().decode() for status in statuses)}]")
+        print_result(f"[{','.join(status.as_json().decode() for status in statuses)}]")
     elif silent := [status for status in statuses if status.reason and not status.parts]:
         # Nothing is known but the reason: an empty table would only hide it.
         print("\n".join(f"stoker: {status.reason}" for status in silent), file=sys.stderr)
     elif statuses:
-        answer("\n\n".join(map(shown, statuses)))
+        print_result("\n\n".join(map(shown, statuses)))
     if not statuses:
         print(
             "stoker: no fleet runs on this machine. Start one with `stoker up`, or show a gateway elsewhere with --url",
