@@ -37,14 +37,12 @@ def main(extras: str) -> int:
             constraints.write_text(without_torch((ROOT / "constraints.txt").read_text()))
         uv, problem = usable_uv("auto" if gpu else "cpu", constraints)
         if uv:
-            build = (
-                "the CUDA build of torch, because nvidia-smi found a GPU" if gpu else "the CPU build of torch: no GPU"
-            )
-            say(f"uv installs {build}")
+            build, reason = ("CUDA", "found a GPU") if gpu else ("CPU", "found no GPU")
+            say(f"torch: the {build} build, through uv, because nvidia-smi {reason}")
             if code := subprocess.run(uv).returncode:
                 return code
         else:
-            say(f"pip installs torch from the index that it is configured with, because {problem}")
+            say(f"torch: the build in the index that pip is configured with, because {problem}")
             if not gpu:
                 warn_of_cuda(constraints, Path(folder))
         return subprocess.run([*PIP, "install", "-qq", "-c", str(constraints), "-e", f"{ROOT}{extras}"]).returncode

@@ -76,7 +76,7 @@ def machine(tmp_path: Path) -> Machine:
 def test_without_a_gpu_uv_takes_the_cpu_build(machine: Machine) -> None:
     machine.has("uv")
     machine.has("nvidia-smi", exit_code=9)  # the driver's tools without a device
-    assert "uv installs the CPU build of torch" in machine.install()
+    assert "torch: the CPU build, through uv, because nvidia-smi found no GPU" in machine.install()
     constraints = INSTALL.parents[1] / "constraints.txt"
     install = f"pip install --python {machine.python} --torch-backend cpu -c {constraints} {TORCH}"
     assert machine.commands("uv") == [f"{install} --dry-run --no-deps", install]
@@ -88,7 +88,7 @@ def test_without_a_gpu_uv_takes_the_cpu_build(machine: Machine) -> None:
 def test_with_a_gpu_uv_takes_the_cuda_build_without_the_pin(machine: Machine) -> None:
     machine.has("uv")
     machine.has("nvidia-smi")
-    assert "uv installs the CUDA build of torch" in machine.install()
+    assert "torch: the CUDA build, through uv, because nvidia-smi found a GPU" in machine.install()
     assert all("--torch-backend auto" in command for command in machine.commands("uv"))
     assert len(machine.commands("uv")) == 2
     assert "\ntorch==" not in machine.constraints()
@@ -98,7 +98,7 @@ def test_with_a_gpu_uv_takes_the_cuda_build_without_the_pin(machine: Machine) ->
 def test_pip_is_used_when_uv_cannot_reach_its_index(machine: Machine) -> None:
     machine.has("uv", exit_code=2, said="error: Failed to fetch the index")
     said = machine.install()
-    assert "pip installs torch from the index that it is configured with" in said
+    assert "torch: the build in the index that pip is configured with" in said
     assert "because uv cannot use torch's own index (Failed to fetch the index)" in said
     assert "WARNING" not in said
     assert len(machine.commands("uv")) == 1
