@@ -367,7 +367,7 @@ def test_bench(server: RealServer, tmp_path: Path) -> None:
     command += ["--input-tokens", "24", "--output-tokens", "4", "--json", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    figures = json.loads(out.read_text())["figures"]
-    assert (figures["requests"], figures["failed"], figures["output_tokens"]) == (4, 0, 16)
-    assert figures["hit_ratio"] == figures["cached_tokens"] / figures["prompt_tokens"]
-    assert all(figures[name]["p50"] > 0 for name in ("ttft_ms", "itl_ms", "e2e_ms"))
+    results = json.loads(out.read_text())["results"]
+    assert (results["requests"], results["failed"], results["output_tokens"]) == (4, 0, 16)
+    assert results["hit_ratio"] == results["cached_tokens"] / results["prompt_tokens"]
+    assert all(results[name]["p50"] > 0 for name in ("ttft_ms", "itl_ms", "e2e_ms"))

@@ -1,4 +1,4 @@
-"""Real schemas and tools: bench/grammars.py, some of each set by a tiny model, all of them by the real one where time allows."""
+"""Real schemas and tools: the benchmark structured_output, with a tiny model on some cases and the real model on all."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-BENCH = Path(__file__).parents[3] / "bench" / "grammars.py"
+ROOT = Path(__file__).parents[3]
 
 
 def run(data_dir: Path, tmp_path: Path, *argv: str) -> dict[str, Any]:
     out = tmp_path / "outcomes.json"
-    command = [sys.executable, str(BENCH), "--data", str(data_dir / "tools"), "--json", str(out), *argv]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "bench", "run", "structured_output", "--data", str(data_dir)]
+    command += ["--details", str(out), *argv]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert ended.returncode == 0, ended.stderr
     report = json.loads(out.read_text())
     assert isinstance(report, dict)
@@ -32,7 +33,7 @@ def check(report: dict[str, Any]) -> None:
 
 
 def test_some_of_each_set(data_dir: Path, tiny_folder: Path, tmp_path: Path):
-    """By a model that says nothing but noise: the grammar alone keeps it in shape."""
+    """With a random model, only the grammar makes the output valid."""
     options = ("--limit", "12", "--max-tokens", "96", "--temperature", "1", "--rows", "64")
     check(run(data_dir, tmp_path, "--model", str(tiny_folder), *options))
 
