@@ -34,7 +34,7 @@ import aiohttp
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from stoker.checkpoint.progress import silent
 from stoker.checkpoint.source import default_cache_dir, resolve_model
-from stoker.proto.sse import SseReader
+from stoker.loadgen.stream import SseParser
 from tests.worker.real import make_tiny_folder
 
 STOKER = str(Path(sys.executable).parent / "stoker")
@@ -154,16 +154,16 @@ async def ask(
         if not stream:
             take(answer, await response.json(), "message")
             return answer
-        reader, num, done = SseReader(), 0, False
+        parser, num, done = SseParser(), 0, False
         async for part in response.content.iter_any():
-            for event in reader.push(part):
+            for data in parser.feed(part):
                 num += 1
                 if leave_after is not None and num > leave_after:
                     return None
-                if event.is_done:
+                if data == b"[DONE]":
                     done = True
                     continue
-                chunk = json.loads(event.data)
+                chunk = json.loads(data)
                 if done:
                     raise Wrong("an event after [DONE]")
                 if "error" in chunk:

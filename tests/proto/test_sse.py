@@ -5,8 +5,9 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sse_reader import SseEvent, SseReader
 
-from stoker.proto.sse import DONE, SseEvent, SseReader, encode_event
+from stoker.proto.sse import DONE, encode_event
 
 WIRE = b": a comment\r\nevent: one\r\ndata: {}\r\n\r\ndata: a\rdata:b\r\rdata: \xc3\xa9\nid: 7\n\n" + DONE
 EVENTS = [SseEvent(b"{}", "one"), SseEvent(b"a\nb"), SseEvent("é".encode()), SseEvent(b"[DONE]")]

@@ -16,8 +16,8 @@ import openai
 import uvloop
 from aiohttp import web
 from fake_engine import FakeService, Script
+from sse_reader import SseEvent, SseReader
 
-from stoker.proto.sse import SseEvent, SseReader
 from stoker.worker.app import make_app, make_runner
 from stoker.worker.config import HttpConfig
 from stoker.worker.context import ModelText

@@ -25,8 +25,7 @@ from typing import Any
 import openai
 import torch
 from safetensors.torch import save_file
-
-from stoker.proto.sse import SseEvent, SseReader
+from sse_reader import SseEvent, SseReader
 
 STOKER = str(Path(sys.executable).parent / "stoker")
 CHAT = "/v1/chat/completions"

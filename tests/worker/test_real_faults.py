@@ -29,9 +29,8 @@ from real import (
     serving_together,
     wait_for,
 )
+from sse_reader import SseReader
 from stopping import stopped
-
-from stoker.proto.sse import SseReader
 
 # In float64 no batch changes a draw: answers can be compared to the letter.
 FAST = ("--threads", "1", "--dtype", "float64")
