@@ -205,7 +205,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     stores: dict[str, str] = {}  # by medium of KV events: workers that name the same one hold the same blocks there
 
 
-class Registration(WorkerInfo, frozen=True, kw_only=True):
+class WorkerRegistration(WorkerInfo, frozen=True, kw_only=True):
     """A worker's word to a gateway, again and again: a gateway that has not heard it for a while may forget the worker."""
 
     url: str

@@ -19,7 +19,7 @@ from stoker.proto.openai.responses import (
     ResponseUsage,
 )
 from stoker.text.parsers.contract import ReasoningDelta, TextDelta, ToolArgumentsDelta, ToolCallStart
-from stoker.worker.generate import Piece
+from stoker.worker.generate import AnswerPiece
 from stoker.worker.ids import AnswerIds
 from stoker.worker.logprobs import TokenBytes, content_logprobs
 
@@ -51,7 +51,7 @@ class ResponseWriter:
             self._event("response.in_progress", response=empty),
         ]
 
-    def push(self, piece: Piece) -> list[ResponseEvent]:
+    def push(self, piece: AnswerPiece) -> list[ResponseEvent]:
         events: list[ResponseEvent] = []
         logprobs = content_logprobs(piece.logprobs, self._token_bytes)
         for delta in piece.deltas:

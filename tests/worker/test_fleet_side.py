@@ -13,7 +13,7 @@ from fake_engine import BLOCK_TOKENS, MAX_MODEL_TOKENS, FakeService, byte_text
 from http_server import Server, run_server
 
 from stoker.base.ids import WorkerId
-from stoker.proto.messages import Registration, WorkerInfo, WorkerReport
+from stoker.proto.messages import WorkerInfo, WorkerRegistration, WorkerReport
 from stoker.text.folder import text_digest
 from stoker.worker.config import HttpConfig
 from stoker.worker.identity import Identity
@@ -81,7 +81,7 @@ def test_its_tokenizer(start_server: Callable[..., Server], tmp_path: Path) -> N
 
 # ---- registration
 
-NEWS = Registration(
+NEWS = WorkerRegistration(
     worker_id=WorkerId("w-me"),
     url="http://10.0.0.7:8000",
     role="unified",
@@ -98,7 +98,7 @@ NEWS = Registration(
 
 class Gateway:
     def __init__(self) -> None:
-        self.heard: list[tuple[str, Registration, str | None]] = []
+        self.heard: list[tuple[str, WorkerRegistration, str | None]] = []
         self.status = 200
         self.url = ""
         self._runner: web.AppRunner
@@ -117,7 +117,7 @@ class Gateway:
         await self._runner.cleanup()
 
     async def _answer(self, request: web.Request) -> web.Response:
-        body = msgspec.json.decode(await request.read(), type=Registration)
+        body = msgspec.json.decode(await request.read(), type=WorkerRegistration)
         self.heard.append((request.method, body, request.headers.get("x-stoker-secret")))
         return web.Response(status=self.status)
 

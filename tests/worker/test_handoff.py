@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from fake_engine import ENGINE_ID, KV_ADDRESS, FakeService, byte_text
 from http_server import Answer, Server, run_server
-from journal import Block, Seen, blocks_of, shown
+from resume_notes import Block, Seen, blocks_of, shown
 from test_resume import by_choice, by_seed
 
 from stoker.gateway.path.resume import StokerStream, TokenMemory
@@ -303,8 +303,8 @@ def test_the_gateway_reads_it(worker: Server, cut: int | None) -> None:
     got = b"".join(stream.push(body[i : i + step]) for i in range(0, len(body), step))
     assert b"do_remote" not in got
     assert not stream.is_complete
-    assert memory.ticket is not None
-    assert json.loads(memory.ticket)["remote_request_id"] == "x.1-0"
+    assert memory.notes.ticket is not None
+    assert json.loads(memory.notes.ticket)["remote_request_id"] == "x.1-0"
     (choice,) = json.loads(memory.resume_field(1))["choices"]
     assert (len(choice["token_ids"]), choice["finished"], memory.cached_tokens) == (1, False, 16)
 

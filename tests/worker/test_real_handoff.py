@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from journal import Seen, blocks_of, shown
 from real import CHAT, COMPLETIONS, RESPONSES, RealServer, serving_together, wait_for
+from resume_notes import Seen, blocks_of, shown
 from test_real_resume import CASES, FAST, comparable, stream
 
 BLOCK = 16

@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from journal import Seen, blocks_of, cuts, shown
 from real import CHAT, COMPLETIONS, RESPONSES, RealServer, serving, serving_together, wait_for
+from resume_notes import Seen, blocks_of, cuts, shown
 
 from stoker.cli.main import main
 from stoker.kv.blocks.keys import block_keys, root_key

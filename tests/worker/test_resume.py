@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from http_server import Server
-from journal import Seen, blocks_of, cuts, shown
+from resume_notes import Seen, blocks_of, cuts, shown
 from test_protocol import CALL, THINKING, TOOLS
 
 from stoker.proto.openai.fields import choice_seed

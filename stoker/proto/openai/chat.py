@@ -7,18 +7,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from stoker.proto.handoff import KvTransferParams
 from stoker.proto.openai.answers import TokenLogprob, UsageReport
-from stoker.proto.openai.fields import (
-    MAX_CHOICES,
-    ContentPart,
-    Count,
-    GenerationFields,
-    Ignored,
-    Refused,
-    ResponseFormat,
-    TopLogprobs,
-)
-from stoker.proto.openai.handoff import KvTransferParams
+from stoker.proto.openai.field_types import Count, Ignored, Refused, TopLogprobs
+from stoker.proto.openai.fields import MAX_CHOICES, ContentPart, GenerationFields, ResponseFormat
 from stoker.proto.openai.tools import Tool, ToolCall, ToolChoice, ToolMode
 
 ChatFinish = Literal["stop", "length", "tool_calls"]

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from stoker.proto.openai.chat import Message
-from stoker.proto.openai.fields import TokenId
+from stoker.proto.openai.field_types import TokenId
 from stoker.proto.openai.tools import Tool
 
 

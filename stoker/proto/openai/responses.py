@@ -7,17 +7,10 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from stoker.proto.handoff import KvTransferParams
 from stoker.proto.openai.answers import TokenLogprob, UsageReport
-from stoker.proto.openai.fields import (
-    ContentPart,
-    Count,
-    GenerationFields,
-    Ignored,
-    Refused,
-    ResponseFormat,
-    TopLogprobs,
-)
-from stoker.proto.openai.handoff import KvTransferParams
+from stoker.proto.openai.field_types import Count, Ignored, Refused, TopLogprobs
+from stoker.proto.openai.fields import ContentPart, GenerationFields, ResponseFormat
 from stoker.proto.openai.tools import FlatTool, ToolChoice, ToolMode
 
 
