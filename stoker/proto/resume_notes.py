@@ -135,13 +135,22 @@ class ResumeNotes(msgspec.Struct, eq=False):
     def __bool__(self) -> bool:
         return bool(self._lines)
 
+    def clear(self) -> None:
+        if self._lines:
+            self._lines = bytearray()
+        self.ticket = None
+
     def take(self, events: bytes) -> bytes:
         """Store the notes in `events`, which are whole events, and return the events without them."""
         if events.find(b"\n\n") + 2 == len(events):  # one event, which is how workers write them
             found = _LEADING_NOTES.match(events)
             if found is None:
                 return events
-            self._add(found.group())
+            lines = found.group()
+            if b":k " in lines or lines.endswith(b"\n\n"):
+                self._add(lines)
+            else:
+                self._lines += lines
             return events[found.end() :]
         if not (events.startswith(b":") or b"\n:" in events):
             return events
@@ -159,7 +168,10 @@ class ResumeNotes(msgspec.Struct, eq=False):
     def last_usage(self) -> UsageNote | None:
         start = self._lines.rfind(b":u ")
         found = None if start < 0 else _USAGE.match(self._lines, start)
-        return None if found is None else UsageNote(*map(int, found.groups()))
+        if found is None:
+            return None
+        prompt_tokens, cached_tokens, created = found.groups()
+        return UsageNote(int(prompt_tokens), int(cached_tokens), int(created))
 
     def resume_field(self, num_choices: int, num_events: int = 0) -> bytes:
         """Return the JSON of a `Resume`. The tokens are copied from the notes as they are.

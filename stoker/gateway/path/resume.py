@@ -29,12 +29,9 @@ class TokenMemory(msgspec.Struct, eq=False):
     num_events: int = 0  # that the client has got
 
     def clear(self) -> None:
-        self.notes = ResumeNotes()
+        self.notes.clear()
         self._cached_tokens = None
         self.num_events = 0
-
-    def __bool__(self) -> bool:
-        return bool(self.notes)
 
     def begin_worker(self) -> None:
         """What follows is another worker's."""
@@ -52,9 +49,10 @@ class TokenMemory(msgspec.Struct, eq=False):
 
     @property
     def usage(self) -> Usage | None:
-        cached_tokens, told = self.cached_tokens, self.notes.last_usage
-        if cached_tokens is None or told is None:
+        told = self.notes.last_usage
+        if told is None:
             return None
+        cached_tokens = told.cached_tokens if self._cached_tokens is None else self._cached_tokens
         return Usage(told.prompt_tokens, min(cached_tokens, told.prompt_tokens), self.num_tokens)
 
     def resume_field(self, num_choices: int) -> bytes:
@@ -83,7 +81,7 @@ class StokerStream(EventCutter):
         self._take_notes = memory.notes.take
         self._counts_events = counts_events  # of the Responses API, where a token makes several
         self._last = b""
-        self._cached_tokens = memory.cached_tokens if memory else None  # only a later worker's usage needs a change
+        self._cached_tokens = memory.cached_tokens if memory.notes else None  # only a later worker's usage needs a change
         self._failed = False
         self.failure: str | None = None  # why the worker gave up, if another one may make good for it
 

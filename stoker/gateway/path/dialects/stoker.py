@@ -93,7 +93,7 @@ class Stoker:
         changes = dict(put)
         if not isinstance(envelope.seed, int):
             changes["seed"] = b"%d" % call.seed
-        if call.memory:
+        if call.memory.notes:
             changes["resume"] = call.memory.resume_field(envelope.num_choices)
         return call.body(changes, may_add=_OUR_FIELDS)
 
