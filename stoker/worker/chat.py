@@ -34,7 +34,7 @@ from stoker.text.tools import ToolPlan, chat_tools
 from stoker.worker.choices import GenerationOptions, usage_report
 from stoker.worker.constraint import resolve_constraint
 from stoker.worker.conversations import PreparedConversation, prepare_conversation
-from stoker.worker.endpoint import AnswerHead, Endpoint
+from stoker.worker.endpoint import AnswerSetup, Endpoint
 from stoker.worker.generate import AnswerPiece, Choice
 from stoker.worker.handoff import transfer_params
 from stoker.worker.logprobs import chat_logprobs
@@ -43,7 +43,7 @@ from stoker.worker.stream import SseStream
 
 @dataclass(frozen=True, slots=True)
 class ChatAnswer:
-    head: AnswerHead
+    setup: AnswerSetup
     body: ChatRequest
     tools: ToolPlan
     prepared: PreparedConversation
@@ -86,9 +86,9 @@ class ChatAnswer:
         """Return a chunk without choices."""
         return ChatChunk(
             id=self.id,
-            created=self.head.created,
-            model=self.head.model,
-            system_fingerprint=self.head.fingerprint,
+            created=self.setup.created,
+            model=self.setup.model,
+            system_fingerprint=self.setup.fingerprint,
             choices=[],
             usage=usage,
             prompt_token_ids=prompt_token_ids,
@@ -96,9 +96,9 @@ class ChatAnswer:
         )
 
 
-async def prepare_chat(head: AnswerHead, body: ChatRequest) -> ChatAnswer:
+async def prepare_chat(setup: AnswerSetup, body: ChatRequest) -> ChatAnswer:
     _refuse_unsupported(body)
-    tools = chat_tools(body, head.context.config.max_tools)
+    tools = chat_tools(body, setup.context.config.max_tools)
     has_new_name = body.max_completion_tokens is not None
     options = GenerationOptions(
         prompt_param="messages",
@@ -110,14 +110,14 @@ async def prepare_chat(head: AnswerHead, body: ChatRequest) -> ChatAnswer:
         continues_text=bool(body.continue_final_message),
     )
     prepared = await prepare_conversation(
-        head,
+        setup,
         body,
         options,
         tools,
         lambda constrained: chat_conversation(body, tools, constrained),
         split_reasoning=body.separate_reasoning is not False,
     )
-    return ChatAnswer(head, body, tools, prepared, prepared.ids.make("chatcmpl-"))
+    return ChatAnswer(setup, body, tools, prepared, prepared.ids.make("chatcmpl-"))
 
 
 CHAT = Endpoint(CHAT_PATH, ChatRequest, prepare_chat)
@@ -197,11 +197,11 @@ class ChatCollector:
         answer = self._answer
         return ChatCompletion(
             id=answer.id,
-            created=answer.head.created,
-            model=answer.head.model,
+            created=answer.setup.created,
+            model=answer.setup.model,
             choices=[self._choice(i, collected) for i, collected in enumerate(self._collected)],
             usage=usage_report(answer.choices),
-            system_fingerprint=answer.head.fingerprint,
+            system_fingerprint=answer.setup.fingerprint,
             prompt_token_ids=answer.prompt_token_ids,
             kv_transfer_params=transfer_params(answer.choices),
         )
@@ -209,7 +209,7 @@ class ChatCollector:
     def _choice(self, index: int, collected: _CollectedChoice) -> ChatChoice:
         body = self._answer.body
         content, reasoning = "".join(collected.content), "".join(collected.reasoning) or UNSET
-        token_bytes = self._answer.head.context.text.tokenizer.token_bytes
+        token_bytes = self._answer.setup.context.text.tokenizer.token_bytes
         return ChatChoice(
             index=index,
             message=ChatMessage(
@@ -238,7 +238,7 @@ class ChatEvents:
         self._first = ChunkTemplate(answer.chunk(usage, prompt_token_ids=answer.prompt_token_ids))
         self._later = ChunkTemplate(answer.chunk(usage))
         self._with_ids = bool(answer.body.return_token_ids)
-        self._token_bytes = answer.head.context.text.tokenizer.token_bytes
+        self._token_bytes = answer.setup.context.text.tokenizer.token_bytes
         self.wait_for_room = stream.wait_for_room
 
     def take(self, piece: AnswerPiece) -> bool:

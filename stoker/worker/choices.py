@@ -16,7 +16,7 @@ from stoker.text.detokenizer import Detokenizer
 from stoker.text.stops import StopStrings
 from stoker.worker.config import HttpConfig
 from stoker.worker.constraint import Constraint
-from stoker.worker.endpoint import AnswerHead
+from stoker.worker.endpoint import AnswerSetup
 from stoker.worker.generate import Choice
 from stoker.worker.handoff import resolve_handoff
 from stoker.worker.output import OutputParser
@@ -41,7 +41,7 @@ class GenerationOptions:
 
 
 def make_choices(
-    head: AnswerHead,
+    setup: AnswerSetup,
     fields: GenerationFields,
     options: GenerationOptions,
     prompt: TokenizedPrompt,
@@ -50,7 +50,7 @@ def make_choices(
     first_index: int = 0,
 ) -> list[Choice]:
     """Return the choices of one prompt. They have the indexes from `first_index` on."""
-    context = head.context
+    context = setup.context
     limits, config = context.limits, context.config
     _check_supported(fields, options, config)
     grammar = options.constraint.grammar if options.constraint else None
@@ -79,7 +79,7 @@ def make_choices(
     def lease_id(i: int) -> str | None:
         # An answer that ends with its first token does not continue elsewhere, so its lease would never be used.
         is_last = len(resumed[i].token_ids) + 1 >= max_tokens
-        return None if head.continues_elsewhere and is_last else handoff.lease_id(first_index + i)
+        return None if setup.continues_elsewhere and is_last else handoff.lease_id(first_index + i)
 
     return [
         Choice(
@@ -104,7 +104,7 @@ def make_choices(
             grammar_param=options.constraint.param if options.constraint else None,
             resumed_logprobs=resumed[i].logprobs,
             ended=resumed[i].finished,
-            continues_elsewhere=head.continues_elsewhere,
+            continues_elsewhere=setup.continues_elsewhere,
         )
         for i in range(options.n)
     ]

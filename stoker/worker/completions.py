@@ -22,7 +22,7 @@ from stoker.text.parsers.contract import TextDelta
 from stoker.worker.choices import GenerationOptions, make_choices, usage_report
 from stoker.worker.constraint import resolve_constraint
 from stoker.worker.context import WorkerContext
-from stoker.worker.endpoint import AnswerHead, Endpoint
+from stoker.worker.endpoint import AnswerSetup, Endpoint
 from stoker.worker.generate import AnswerPiece, Choice
 from stoker.worker.handoff import transfer_params
 from stoker.worker.ids import AnswerIds
@@ -34,7 +34,7 @@ from stoker.worker.stream import SseStream
 
 @dataclass(frozen=True, slots=True)
 class CompletionAnswer:
-    head: AnswerHead
+    setup: AnswerSetup
     body: CompletionRequest
     prompts: list[TokenizedPrompt]
     choices: list[Choice]
@@ -65,7 +65,7 @@ class CompletionAnswer:
     def logprobs(self, entries: Sequence[TokenLogprobs], offsets: TextOffsets) -> CompletionLogprobs | None:
         if self.body.logprobs is None:
             return None
-        return completion_logprobs(entries, self.body.logprobs, offsets, self.head.context.text.tokenizer.token_bytes)
+        return completion_logprobs(entries, self.body.logprobs, offsets, self.setup.context.text.tokenizer.token_bytes)
 
     def completion(
         self,
@@ -75,16 +75,16 @@ class CompletionAnswer:
     ) -> TextCompletion:
         return TextCompletion(
             id=self.id,
-            created=self.head.created,
-            model=self.head.model,
-            system_fingerprint=self.head.fingerprint,
+            created=self.setup.created,
+            model=self.setup.model,
+            system_fingerprint=self.setup.fingerprint,
             choices=choices,
             usage=usage,
             kv_transfer_params=transfer,
         )
 
 
-async def prepare_completion(head: AnswerHead, body: CompletionRequest) -> CompletionAnswer:
+async def prepare_completion(setup: AnswerSetup, body: CompletionRequest) -> CompletionAnswer:
     n = body.n or 1
     if body.suffix:
         raise InvalidRequest(
@@ -101,8 +101,8 @@ async def prepare_completion(head: AnswerHead, body: CompletionRequest) -> Compl
         raise InvalidRequest(
             "'echo' and 'logprobs' together are not supported: a prompt has no logprobs.", param="echo"
         )
-    prompts = await _prompts(head.context, body)
-    max_choices = head.context.config.max_choices
+    prompts = await _prompts(setup.context, body)
+    max_choices = setup.context.config.max_choices
     if len(prompts) * n > max_choices:
         raise InvalidRequest(
             f"{len(prompts)} prompts with n={n} are {len(prompts) * n} choices, more than the {max_choices} allowed.",
@@ -119,9 +119,9 @@ async def prepare_completion(head: AnswerHead, body: CompletionRequest) -> Compl
     )
     choices: list[Choice] = []
     for prompt in prompts:
-        choices += make_choices(head, body, options, prompt, lambda _: NoTools(), first_index=len(choices))
-    answer_id = AnswerIds.of(head.request_id, head.created, prompts[0].token_ids).make("cmpl-")
-    return CompletionAnswer(head, body, prompts, choices, answer_id)
+        choices += make_choices(setup, body, options, prompt, lambda _: NoTools(), first_index=len(choices))
+    answer_id = AnswerIds.of(setup.request_id, setup.created, prompts[0].token_ids).make("cmpl-")
+    return CompletionAnswer(setup, body, prompts, choices, answer_id)
 
 
 COMPLETIONS = Endpoint(COMPLETIONS_PATH, CompletionRequest, prepare_completion)

@@ -12,11 +12,11 @@ from stoker.text.tools import ToolPlan
 from stoker.worker.choices import GenerationOptions, make_choices
 from stoker.worker.constraint import Constraint
 from stoker.worker.context import ModelText
-from stoker.worker.endpoint import AnswerHead
+from stoker.worker.endpoint import AnswerSetup
 from stoker.worker.generate import Choice
 from stoker.worker.ids import AnswerIds
 from stoker.worker.output import NoTools, OutputParser, ReasonedOutput, WantedCalls
-from stoker.worker.prompts import TokenizedPrompt, given_prompt, render
+from stoker.worker.prompts import TokenizedPrompt, given_prompt, render_off_loop
 
 _CALL_ID_CHARS = 29  # the length of OpenAI's ids of tool calls
 _END_TOKENS = 64  # at the end of a prompt: longer than any tag that opens the reasoning
@@ -30,7 +30,7 @@ class PreparedConversation:
 
 
 async def prepare_conversation(
-    head: AnswerHead,
+    setup: AnswerSetup,
     body: GenerationFields,
     options: GenerationOptions,
     tools: ToolPlan,
@@ -43,15 +43,15 @@ async def prepare_conversation(
     `conversation` builds the messages for the template; its argument says whether a grammar constrains the answer.
     `split_reasoning` takes the reasoning out of the text of the answer.
     """
-    context = head.context
-    constraint = _with_forced_tools(context.text, options.constraint, tools)
+    context = setup.context
+    constraint = forced_constraint(context.text, options.constraint, tools)
     constrained = constraint is not None
     if body.prompt_token_ids is not None:
         prompt = given_prompt(context, body.prompt_token_ids)
         options = replace(options, prompt_param="prompt_token_ids")
     else:
-        prompt = await render(context, conversation(constrained))
-    ids = AnswerIds.of(head.request_id, head.created, prompt.token_ids)
+        prompt = await render_off_loop(context, conversation(constrained))
+    ids = AnswerIds.of(setup.request_id, setup.created, prompt.token_ids)
     # The grammar of a constrained answer holds from its first token on, so there is no reasoning.
     has_reasoning = split_reasoning and not constrained
 
@@ -60,10 +60,10 @@ async def prepare_conversation(
 
     keeps = _needs_special_tokens(context.text, tools)
     options = replace(options, constraint=constraint, keep_special_tokens=keeps)
-    return PreparedConversation(prompt, ids, make_choices(head, body, options, prompt, new_parser))
+    return PreparedConversation(prompt, ids, make_choices(setup, body, options, prompt, new_parser))
 
 
-def _with_forced_tools(text: ModelText, constraint: Constraint | None, tools: ToolPlan) -> Constraint | None:
+def forced_constraint(text: ModelText, constraint: Constraint | None, tools: ToolPlan) -> Constraint | None:
     """Return the grammar of a forced tool call, in the format of the model, so that its arguments always parse."""
     if not tools.forced:
         return constraint

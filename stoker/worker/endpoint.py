@@ -30,7 +30,7 @@ Fields = TypeVar("Fields", bound=GenerationFields)
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerHead:
+class AnswerSetup:
     """What every answer has, whatever its endpoint."""
 
     context: WorkerContext
@@ -51,7 +51,7 @@ class EndpointAnswer(Protocol):
     """One request on its way: its choices, and how their pieces become the answer of its API."""
 
     @property
-    def head(self) -> AnswerHead: ...
+    def setup(self) -> AnswerSetup: ...
 
     @property
     def choices(self) -> Sequence[Choice]: ...
@@ -72,7 +72,7 @@ class EndpointAnswer(Protocol):
 class Endpoint(Generic[Fields]):
     path: str
     request_type: type[Fields]
-    prepare: Callable[[AnswerHead, Fields], Awaitable[EndpointAnswer]]
+    prepare: Callable[[AnswerSetup, Fields], Awaitable[EndpointAnswer]]
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         context = request.app[CONTEXT]
@@ -97,17 +97,17 @@ class Endpoint(Generic[Fields]):
         self, context: WorkerContext, body: Fields, request_id: str, continues_elsewhere: bool
     ) -> Awaitable[EndpointAnswer]:
         model, created = context.served_model(body.model), created_of(body)
-        head = AnswerHead(context, request_id, model, created, context.fingerprint, continues_elsewhere)
-        return self.prepare(head, body)
+        setup = AnswerSetup(context, request_id, model, created, context.fingerprint, continues_elsewhere)
+        return self.prepare(setup, body)
 
 
 async def _stream(request: web.Request, answer: EndpointAnswer, has_notes: bool) -> web.StreamResponse:
-    context = answer.head.context
-    notes = open_notes(has_notes, answer.choices, answer.head.created)
+    context = answer.setup.context
+    notes = open_notes(has_notes, answer.choices, answer.setup.created)
     stream = open_stream(request, context.config.client_stall_s, notes, answer.error_event)
     await generate(context.service, answer.choices, request[RECORD], answer.events(stream))
     transfer = transfer_params(answer.choices)
-    if transfer is not UNSET and answer.head.continues_elsewhere:
+    if transfer is not UNSET and answer.setup.continues_elsewhere:
         return await stream.hand_off(transfer)
     closing = answer.closing_events(transfer)
     return await (stream.end() if closing is None else stream.done(closing))

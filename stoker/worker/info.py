@@ -20,7 +20,7 @@ from stoker.text.openai_messages import template_messages
 from stoker.text.tools import offered_tools
 from stoker.worker.context import CONTEXT, WorkerContext, read_body
 from stoker.worker.metrics import CONTENT_TYPE
-from stoker.worker.prompts import encode, render
+from stoker.worker.prompts import encode, render_off_loop
 from stoker.worker.sampling import check_token_ids
 
 
@@ -96,7 +96,7 @@ async def tokenize(request: web.Request) -> web.Response:
             add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
             continue_final_message=body.continue_final_message,
         )
-        ids = (await render(context, conversation)).token_ids
+        ids = (await render_off_loop(context, conversation)).token_ids
     spelled = [tokenizer.token_bytes(id_).decode("utf-8", "replace") for id_ in ids] if body.return_token_strs else None
     limit = context.limits.max_model_tokens
     return _json(TokenizeAnswer(count=len(ids), max_model_len=limit, tokens=ids, token_strs=spelled))

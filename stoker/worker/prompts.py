@@ -31,15 +31,16 @@ def encode(
     return text.tokenizer.encode(prompt, add_special_tokens)
 
 
-async def render(context: WorkerContext, conversation: Conversation) -> TokenizedPrompt:
+def render(text: ModelText, conversation: Conversation, limits: ModelLimits) -> TokenizedPrompt:
     """Apply the model's chat template and tokenize the result."""
+    rendered = render_text(text.template, conversation)
+    return TokenizedPrompt(encode(text, rendered, limits, conversation.param), rendered)
+
+
+async def render_off_loop(context: WorkerContext, conversation: Conversation) -> TokenizedPrompt:
+    """Render in a thread if the conversation is long."""
     text, limits = context.text, context.limits
-
-    def work() -> TokenizedPrompt:
-        rendered = render_text(text.template, conversation)
-        return TokenizedPrompt(encode(text, rendered, limits, conversation.param), rendered)
-
-    return await context.off_loop(num_chars(conversation), work)
+    return await context.off_loop(num_chars(conversation), lambda: render(text, conversation, limits))
 
 
 def given_prompt(context: WorkerContext, token_ids: list[int], param: str = "prompt_token_ids") -> TokenizedPrompt:

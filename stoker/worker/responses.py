@@ -20,7 +20,7 @@ from stoker.text.tools import responses_tools
 from stoker.worker.choices import GenerationOptions, usage_report
 from stoker.worker.constraint import resolve_constraint
 from stoker.worker.conversations import prepare_conversation
-from stoker.worker.endpoint import AnswerHead, Endpoint
+from stoker.worker.endpoint import AnswerSetup, Endpoint
 from stoker.worker.generate import AnswerPiece, Choice
 from stoker.worker.handoff import transfer_params
 from stoker.worker.responses_writer import ResponseWriter
@@ -29,7 +29,7 @@ from stoker.worker.stream import SseStream
 
 @dataclass(frozen=True, slots=True)
 class ResponseAnswer:
-    head: AnswerHead
+    setup: AnswerSetup
     choices: list[Choice]  # always one
     writer: ResponseWriter
     num_sent: int | None  # resume: how many events the client has already, if the gateway knows
@@ -58,8 +58,8 @@ class ResponseAnswer:
         return self.writer.finish(reason, usage_report(self.choices))
 
 
-async def prepare_response(head: AnswerHead, body: ResponsesRequest) -> ResponseAnswer:
-    context = head.context
+async def prepare_response(setup: AnswerSetup, body: ResponsesRequest) -> ResponseAnswer:
+    context = setup.context
     _refuse_unsupported(body)
     tools = responses_tools(body, context.config.max_tools)
     with_logprobs = body.top_logprobs is not None or "message.output_text.logprobs" in (body.include or ())
@@ -71,12 +71,12 @@ async def prepare_response(head: AnswerHead, body: ResponsesRequest) -> Response
         constraint=resolve_constraint(body, body.text.format if body.text else None, "text.format"),
     )
     prepared = await prepare_conversation(
-        head, body, options, tools, lambda constrained: responses_conversation(body, tools, constrained)
+        setup, body, options, tools, lambda constrained: responses_conversation(body, tools, constrained)
     )
-    response = _response_object(head, body, prepared.ids.make("resp_"))
+    response = _response_object(setup, body, prepared.ids.make("resp_"))
     writer = ResponseWriter(response, context.text.tokenizer.token_bytes, prepared.ids)
     num_sent = body.resume.events if body.resume is not None else None
-    return ResponseAnswer(head, prepared.choices, writer, num_sent)
+    return ResponseAnswer(setup, prepared.choices, writer, num_sent)
 
 
 RESPONSES = Endpoint(RESPONSES_PATH, ResponsesRequest, prepare_response)
@@ -98,13 +98,13 @@ def _refuse_unsupported(body: ResponsesRequest) -> None:
         raise InvalidRequest(f"Unsupported value: 'background': {stateless}.", param="background")
 
 
-def _response_object(head: AnswerHead, body: ResponsesRequest, answer_id: str) -> ResponseObject:
+def _response_object(setup: AnswerSetup, body: ResponsesRequest, answer_id: str) -> ResponseObject:
     return ResponseObject(
         id=answer_id,
-        created_at=head.created,
+        created_at=setup.created,
         instructions=body.instructions,
         max_output_tokens=body.max_output_tokens,
-        model=head.model,
+        model=setup.model,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         reasoning=body.reasoning or ReasoningConfig(),
         temperature=1.0 if body.temperature is None else body.temperature,
