@@ -1,4 +1,4 @@
-"""The error tree. Each error has a code, a retryable flag, and fields; what they look like on HTTP is the apps' business."""
+"""The error tree. Each error has a stable code and a message. `proto/openai/errors.py` turns errors into HTTP answers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ class StokerError(Exception):
     """Something that we can answer for. `code` is stable and machine-readable; the message carries the numbers."""
 
     code = "internal_error"
-    retryable = False
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -47,7 +46,6 @@ class Overloaded(StokerError):
     """Not now: the queue is full, or the worker is draining."""
 
     code = "overloaded"
-    retryable = True
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0, code: str | None = None) -> None:
         super().__init__(message, code=code)
@@ -56,11 +54,9 @@ class Overloaded(StokerError):
 
 class DeadlineExceeded(StokerError):
     code = "deadline_exceeded"
-    retryable = True
 
 
 class EngineDied(StokerError):
     """The engine process ended while it worked on this request."""
 
     code = "engine_died"
-    retryable = True

@@ -23,7 +23,6 @@ class BodyTooSlow(StokerError):
     """The client did not send its whole request body in time."""
 
     code = "request_timeout"
-    retryable = True
 
 
 def worker_http_error(error: BaseException) -> HttpError:

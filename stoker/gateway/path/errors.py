@@ -31,7 +31,6 @@ class LegFailed(StokerError):
     """
 
     code = "worker_failed"
-    retryable = True
 
     def __init__(self, worker_id: WorkerId, kind: str, message: str, refused: Refused | None = None) -> None:
         super().__init__(message)
@@ -44,7 +43,6 @@ class StreamBroken(StokerError):
     """The worker was lost after the client had part of the answer, and nobody could go on with it."""
 
     code = "worker_lost"
-    retryable = True
 
 
 def reply_of(error: BaseException) -> Reply:
