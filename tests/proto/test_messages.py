@@ -41,7 +41,7 @@ def test_events_and_chunks_pass_the_pipe_in_order() -> None:
     asyncio.run(main())
 
 
-def test_a_registration_is_what_the_worker_says_of_itself_and_where_it_is() -> None:
+def test_a_registration_is_the_worker_info_with_its_url() -> None:
     info = WorkerInfo(
         worker_id=WorkerId("w"),
         role="unified",

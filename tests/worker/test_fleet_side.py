@@ -1,4 +1,4 @@
-"""What a worker tells gateways of itself, and how it registers with them."""
+"""What a worker tells gateways about itself, and how it registers with them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def worker() -> Iterator[Server]:
     stop()
 
 
-def test_who_it_is(worker: Server) -> None:
+def test_the_worker_describes_itself(worker: Server) -> None:
     answer = worker.send("/stoker/worker", x_stoker_secret="open sesame")
     assert msgspec.json.decode(answer.body, type=WorkerInfo) == WorkerInfo(
         worker_id=WorkerId("w-me"),
@@ -49,24 +49,24 @@ def test_who_it_is(worker: Server) -> None:
 
 @pytest.mark.parametrize("path", ["/stoker/worker", "/stoker/tokenizer"])
 @pytest.mark.parametrize("headers", [{}, {"x_stoker_secret": "guess"}, {"x_stoker_secret": "öpen"}], ids=str)
-def test_only_who_knows_the_secret_is_told(worker: Server, path: str, headers: dict[str, str]) -> None:
+def test_a_request_without_the_secret_is_refused(worker: Server, path: str, headers: dict[str, str]) -> None:
     refused = worker.send(path, **headers)
     assert (refused.status, refused.error["code"]) == (401, "invalid_secret")
 
 
-def test_without_a_secret_anybody_is_told(server: Server) -> None:
+def test_a_worker_without_a_secret_answers_everyone(server: Server) -> None:
     answer = server.send("/stoker/worker").json
     assert answer["worker_id"].startswith("w-")
     assert (answer["events"], answer["replay"]) == (None, None)
 
 
-def test_its_load(worker: Server) -> None:
+def test_the_worker_reports_its_load(worker: Server) -> None:
     report = msgspec.json.decode(worker.send("/load").body, type=WorkerReport)
     assert (report.waiting_tokens, report.running_sequences, report.free_blocks) == (2, 3, 4)
     assert (report.num_blocks, report.block_tokens, report.ready, report.draining) == (64, 16, True, False)
 
 
-def test_its_tokenizer(start_server: Callable[..., Server], tmp_path: Path) -> None:
+def test_the_worker_sends_its_tokenizer_files(start_server: Callable[..., Server], tmp_path: Path) -> None:
     server = start_server()
     assert server.send("/stoker/tokenizer").status == 404
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -127,18 +127,18 @@ async def until(condition: Callable[[], bool]) -> None:
         if condition():
             return
         await asyncio.sleep(0.005)
-    pytest.fail("it never came true")
+    pytest.fail("the condition never held")
 
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gateway that answers is waited for, also on a machine that stalls."""
+    """A timeout that is long enough for a stalled machine."""
     for name in ("_ANSWER_S", "_LEAVE_S"):
         monkeypatch.setattr(f"stoker.worker.register.{name}", 60.0)
 
 
 @pytest.mark.usefixtures("patient")
-def test_it_registers_with_every_gateway_again_and_again_and_leaves() -> None:
+def test_the_worker_sends_heartbeats_to_every_gateway_and_unregisters() -> None:
     async def main() -> None:
         async with Gateway() as first, Gateway() as second:
             registrar = Registrar([first.url, second.url + "/"], lambda: NEWS, "s", heartbeat_s=0.02)
@@ -158,7 +158,7 @@ def test_it_registers_with_every_gateway_again_and_again_and_leaves() -> None:
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_gateway_that_is_away_or_refuses_is_asked_again_later() -> None:
+def test_registration_is_retried_after_a_failure() -> None:
     async def main() -> None:
         async with Gateway() as gateway:
             gateway.status = 503
