@@ -70,6 +70,8 @@ class EndpointAnswer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint(Generic[Fields]):
+    """One generating endpoint. `prepare` checks the request and makes its answer, without running it."""
+
     path: str
     request_type: type[Fields]
     prepare: Callable[[AnswerSetup, Fields], Awaitable[EndpointAnswer]]
