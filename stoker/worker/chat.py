@@ -34,7 +34,7 @@ from stoker.text.tools import ToolPlan, chat_tools
 from stoker.worker.choices import GenerationOptions, usage_report
 from stoker.worker.constraint import resolve_constraint
 from stoker.worker.conversations import PreparedConversation, prepare_conversation
-from stoker.worker.endpoint import AnswerSetup, Endpoint
+from stoker.worker.endpoint import AnswerSetup, GeneratingEndpoint
 from stoker.worker.generate import AnswerPiece, Choice
 from stoker.worker.handoff import transfer_params
 from stoker.worker.logprobs import chat_logprobs
@@ -120,7 +120,7 @@ async def prepare_chat(setup: AnswerSetup, body: ChatRequest) -> ChatAnswer:
     return ChatAnswer(setup, body, tools, prepared, prepared.ids.make("chatcmpl-"))
 
 
-CHAT = Endpoint(CHAT_PATH, ChatRequest, prepare_chat)
+CHAT = GeneratingEndpoint(CHAT_PATH, ChatRequest, prepare_chat)
 
 
 def _refuse_unsupported(body: ChatRequest) -> None:

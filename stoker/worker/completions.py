@@ -22,7 +22,7 @@ from stoker.text.parsers.contract import TextDelta
 from stoker.worker.choices import GenerationOptions, make_choices, usage_report
 from stoker.worker.constraint import resolve_constraint
 from stoker.worker.context import WorkerContext
-from stoker.worker.endpoint import AnswerSetup, Endpoint
+from stoker.worker.endpoint import AnswerSetup, GeneratingEndpoint
 from stoker.worker.generate import AnswerPiece, Choice
 from stoker.worker.handoff import transfer_params
 from stoker.worker.ids import AnswerIds
@@ -124,7 +124,7 @@ async def prepare_completion(setup: AnswerSetup, body: CompletionRequest) -> Com
     return CompletionAnswer(setup, body, prompts, choices, answer_id)
 
 
-COMPLETIONS = Endpoint(COMPLETIONS_PATH, CompletionRequest, prepare_completion)
+COMPLETIONS = GeneratingEndpoint(COMPLETIONS_PATH, CompletionRequest, prepare_completion)
 
 
 async def _prompts(context: WorkerContext, body: CompletionRequest) -> list[TokenizedPrompt]:

@@ -69,7 +69,7 @@ class EndpointAnswer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint(Generic[Fields]):
+class GeneratingEndpoint(Generic[Fields]):
     """One generating endpoint. `prepare` checks the request and makes its answer, without running it."""
 
     path: str

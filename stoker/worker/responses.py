@@ -20,7 +20,7 @@ from stoker.text.tools import responses_tools
 from stoker.worker.choices import GenerationOptions, usage_report
 from stoker.worker.constraint import resolve_constraint
 from stoker.worker.conversations import prepare_conversation
-from stoker.worker.endpoint import AnswerSetup, Endpoint
+from stoker.worker.endpoint import AnswerSetup, GeneratingEndpoint
 from stoker.worker.generate import AnswerPiece, Choice
 from stoker.worker.handoff import transfer_params
 from stoker.worker.responses_writer import ResponseWriter
@@ -79,7 +79,7 @@ async def prepare_response(setup: AnswerSetup, body: ResponsesRequest) -> Respon
     return ResponseAnswer(setup, prepared.choices, writer, num_sent)
 
 
-RESPONSES = Endpoint(RESPONSES_PATH, ResponsesRequest, prepare_response)
+RESPONSES = GeneratingEndpoint(RESPONSES_PATH, ResponsesRequest, prepare_response)
 
 
 def _refuse_unsupported(body: ResponsesRequest) -> None:
