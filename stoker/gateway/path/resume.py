@@ -81,7 +81,7 @@ class StokerStream(EventCutter):
         self._take_notes = memory.notes.take
         self._counts_events = counts_events  # of the Responses API, where a token makes several
         self._last = b""
-        self._cached_tokens = memory.cached_tokens if memory.notes else None  # only a later worker's usage needs a change
+        self._cached_tokens = memory.cached_tokens if memory.notes else None  # only for a later worker's usage
         self._failed = False
         self.failure: str | None = None  # why the worker gave up, if another one may make good for it
 
