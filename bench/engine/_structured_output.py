@@ -26,7 +26,8 @@ from stoker.text.parsers.contract import ToolArgumentsDelta, ToolCallStart
 from stoker.text.tools import chat_tools
 from stoker.worker.constraint import resolve_constraint
 from stoker.worker.context import ModelText
-from stoker.worker.prompt import forced_constraint, render
+from stoker.worker.conversations import forced_constraint
+from stoker.worker.prompts import render
 from stoker.worker.sampling import ModelLimits
 
 

@@ -140,7 +140,7 @@ async def send(
     """Send one request. Return None if this client disconnected before the end."""
     import aiohttp
 
-    from stoker.proto.sse import SseReader
+    from stoker.loadgen.stream import SseParser
 
     stream = how != "whole"
     sent = body | ({"stream": True, "stream_options": {"include_usage": True}} if stream else {})
@@ -157,16 +157,16 @@ async def send(
         if not stream:
             take(answer, await response.json(), "message")
             return answer
-        reader, num, done = SseReader(), 0, False
+        parser, num, done = SseParser(), 0, False
         async for part in response.content.iter_any():
-            for event in reader.push(part):
+            for data in parser.feed(part):
                 num += 1
                 if leave_after is not None and num > leave_after:
                     return None
-                if event.is_done:
+                if data == b"[DONE]":
                     done = True
                     continue
-                chunk = json.loads(event.data)
+                chunk = json.loads(data)
                 if done:
                     raise WrongAnswer("an event after [DONE]")
                 if "error" in chunk:

@@ -27,7 +27,6 @@ PARENT_HEADER = "x-parent-session-id"
 
 class ServerUnreachable(StokerError):
     code = "server_unreachable"
-    retryable = True
 
 
 @dataclass(frozen=True, slots=True)

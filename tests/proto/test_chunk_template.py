@@ -1,4 +1,4 @@
-"""An envelope's events are those that encoding each chunk anew would give."""
+"""The events of a ChunkTemplate equal those of encoding each chunk as a whole."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import pytest
 from msgspec import UNSET
 
 from stoker.proto.openai.chat import ChatChunk, ChatChunkChoice, ChatDelta
-from stoker.proto.openai.completions import Completion, CompletionChoice
-from stoker.proto.openai.envelope import Envelope
+from stoker.proto.openai.chunk_template import ChunkTemplate
+from stoker.proto.openai.completions import CompletionChoice, TextCompletion
 from stoker.proto.sse import encode_event
 
 NAMES = ("tiny", 'a "choices":[] model', '\\"choices\\":[', "モデル")
@@ -17,15 +17,17 @@ NAMES = ("tiny", 'a "choices":[] model', '\\"choices\\":[', "モデル")
 @pytest.mark.parametrize("model", NAMES)
 @pytest.mark.parametrize("usage", [None, UNSET])
 def test_completion_events(model: str, usage: msgspec.UnsetType | None) -> None:
-    def chunk(choices: list[CompletionChoice]) -> Completion:
-        return Completion(id="cmpl-1", created=7, model=model, system_fingerprint="fp", choices=choices, usage=usage)
+    def chunk(choices: list[CompletionChoice]) -> TextCompletion:
+        return TextCompletion(
+            id="cmpl-1", created=7, model=model, system_fingerprint="fp", choices=choices, usage=usage
+        )
 
-    envelope = Envelope(chunk([]))
+    template = ChunkTemplate(chunk([]))
     for choice in (
         CompletionChoice(index=0, text='say "choices":[]\n🦊'),
         CompletionChoice(index=3, text="", finish_reason="stop", token_ids=[1, 2]),
     ):
-        assert envelope.event(choice) == encode_event(msgspec.json.encode(chunk([choice])))
+        assert template.event(choice) == encode_event(msgspec.json.encode(chunk([choice])))
 
 
 @pytest.mark.parametrize("model", NAMES)
@@ -42,4 +44,4 @@ def test_chat_events(model: str, prompt_token_ids: list[int] | msgspec.UnsetType
         )
 
     choice = ChatChunkChoice(index=1, delta=ChatDelta(role="assistant", content="hé\u2028"), finish_reason="length")
-    assert Envelope(chunk([])).event(choice) == encode_event(msgspec.json.encode(chunk([choice])))
+    assert ChunkTemplate(chunk([])).event(choice) == encode_event(msgspec.json.encode(chunk([choice])))

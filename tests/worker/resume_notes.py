@@ -1,4 +1,4 @@
-"""A stream as a gateway sees it: events, the journal's lines before them, and what to ask of another worker after a cut."""
+"""A stream as a gateway sees it: events, the notes before them, and the field that resumes it on another worker."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass
 class Block:
-    """What stands between two blank lines."""
+    """The lines between two blank lines."""
 
     lines: list[bytes]
     event: bytes
@@ -22,7 +22,7 @@ class Block:
 
 @dataclass
 class Seen:
-    """What the lines of some blocks tell."""
+    """What the notes of some blocks say."""
 
     created: int = 0
     seed: int = 0
@@ -68,13 +68,13 @@ def blocks_of(body: bytes) -> list[Block]:
 
 
 def shown(blocks: list[Block]) -> list[bytes]:
-    """What the client gets."""
+    """Return the events that the client gets."""
     return [block.event for block in blocks if block.event]
 
 
 def cuts(blocks: list[Block]) -> list[int]:
-    """Numbers of leading blocks after which a stream may be continued elsewhere. Between the usage and [DONE] a gateway
-    writes the rest itself."""
+    """Return after how many blocks a stream can continue elsewhere. Between the usage and [DONE], the gateway writes
+    the rest itself."""
     found = []
     for count in range(1, len(blocks) + 1):
         seen = Seen().read(blocks[:count])

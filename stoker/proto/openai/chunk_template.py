@@ -1,22 +1,22 @@
-"""What stands around a choice in the events of a stream: the same each time, so it is encoded once."""
+"""Events of a stream that differ only in their one choice. The bytes around the choice are encoded once."""
 
 from __future__ import annotations
 
 import msgspec
 
 from stoker.proto.openai.chat import ChatChunk, ChatChunkChoice
-from stoker.proto.openai.completions import Completion, CompletionChoice
+from stoker.proto.openai.completions import CompletionChoice, TextCompletion
 from stoker.proto.sse import encode_event
 
 _CHOICES = b'"choices":['
 
 
-class Envelope:
-    """Makes events that are alike but for their one choice."""
+class ChunkTemplate:
+    """Encodes a chunk once, and then only its choice for each event."""
 
-    def __init__(self, chunk: ChatChunk | Completion) -> None:
+    def __init__(self, chunk: ChatChunk | TextCompletion) -> None:
         assert not chunk.choices
-        # A quote within a string is escaped: the first place that looks like the key is the key.
+        # Quotes inside strings are escaped, so the first match is the key.
         before, key, after = encode_event(msgspec.json.encode(chunk)).partition(_CHOICES)
         self._before = before + key
         self._after = after
