@@ -27,11 +27,11 @@ from pathlib import Path
 import uvloop
 
 from stoker.gateway.http import (
-    AnswerAborted,
     ClientLimits,
+    ConnectionPool,
+    HttpRequest,
     Origin,
-    Pool,
-    Request,
+    ResponseAborted,
     Server,
     ServerLimits,
     end_to_end,
@@ -40,9 +40,9 @@ from stoker.gateway.http import (
 
 
 async def serve(port: int, workers: list[int]) -> None:
-    pools = cycle([Pool(Origin.from_url(f"http://127.0.0.1:{worker}"), ClientLimits()) for worker in workers])
+    pools = cycle([ConnectionPool(Origin.from_url(f"http://127.0.0.1:{worker}"), ClientLimits()) for worker in workers])
 
-    async def handle(request: Request) -> None:
+    async def handle(request: HttpRequest) -> None:
         headers = header_block(end_to_end(request.headers))
         answer = await next(pools).send(request.method, request.path, headers, request.body, connect_s=1, head_s=60)
         request.on_gone = answer.abort
@@ -52,7 +52,7 @@ async def serve(port: int, workers: list[int]) -> None:
             request.respond(answer.status, end_to_end(answer.headers), await answer.read(64 << 20))
             return
         request.start(answer.status, end_to_end(answer.headers))
-        with contextlib.suppress(AnswerAborted):
+        with contextlib.suppress(ResponseAborted):
             await answer.relay(request.write)
             request.finish()
 

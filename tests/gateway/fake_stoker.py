@@ -12,7 +12,7 @@ from typing import Any
 
 from mocks import DONE, JSON, SSE, MockWorker, event
 
-from stoker.gateway.http import Request
+from stoker.gateway.http import HttpRequest
 
 
 def token(seed: int, choice: int, position: int) -> int:
@@ -31,7 +31,7 @@ class FakeStoker:
     pace_s: float = 0.0
     splits: int = 0  # write in pieces of so many bytes
 
-    async def __call__(self, worker: MockWorker, request: Request) -> None:
+    async def __call__(self, worker: MockWorker, request: HttpRequest) -> None:
         body = json.loads(request.body)
         dies = self.dies.pop(0) if self.dies else None
         fails = self.fails.pop(0) if self.fails else None
@@ -48,7 +48,7 @@ class FakeStoker:
 class _Run:
     fake: FakeStoker
     body: dict[str, Any]
-    request: Request
+    request: HttpRequest
 
     def __post_init__(self) -> None:
         self.num_choices = self.body.get("n") or 1

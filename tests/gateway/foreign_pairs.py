@@ -10,7 +10,7 @@ from typing import Any
 
 from mocks import DONE, JSON, SSE, MockWorker, Script, chunk, event, usage, usage_chunk
 
-from stoker.gateway.http import Request
+from stoker.gateway.http import HttpRequest
 
 TICKET = (
     b'{"do_remote_prefill": true, "do_remote_decode": false, "remote_block_ids": [[3, 4, 5]], '
@@ -33,7 +33,7 @@ class Meeting:
     # ---- vLLM, NIXL: prefill answers with a ticket, decode brings it
 
     def nixl_prefill(self, cached: int | None = 8, ticket: bytes = TICKET) -> Script:
-        async def script(worker: MockWorker, request: Request) -> None:
+        async def script(worker: MockWorker, request: HttpRequest) -> None:
             body = json.loads(request.body)
             assert body["kv_transfer_params"]["do_remote_decode"] is True
             await asyncio.sleep(self.prefill_s)
@@ -44,7 +44,7 @@ class Meeting:
         return script
 
     def nixl_decode(self, pause_s: float = 0.0) -> Script:
-        async def script(worker: MockWorker, request: Request) -> None:
+        async def script(worker: MockWorker, request: HttpRequest) -> None:
             body = json.loads(request.body)
             ticket = body.get("kv_transfer_params")
             if ticket is not None:
@@ -59,7 +59,7 @@ class Meeting:
     # ---- vLLM, Mooncake: both at once, by a transfer id
 
     def mooncake_prefill(self, cached: int | None = 8) -> Script:
-        async def script(worker: MockWorker, request: Request) -> None:
+        async def script(worker: MockWorker, request: HttpRequest) -> None:
             if request.path == b"/query":
                 request.respond(200, JSON, b'{"0": {"engine_id": "e-0"}}')
                 return
@@ -71,7 +71,7 @@ class Meeting:
         return script
 
     def mooncake_decode(self) -> Script:
-        async def script(worker: MockWorker, request: Request) -> None:
+        async def script(worker: MockWorker, request: HttpRequest) -> None:
             body = json.loads(request.body)
             params = body.get("kv_transfer_params")
             if params is not None:
@@ -83,7 +83,7 @@ class Meeting:
     # ---- SGLang: both at once, in a room
 
     def sglang_prefill(self, cached: int | None = 8) -> Script:
-        async def script(worker: MockWorker, request: Request) -> None:
+        async def script(worker: MockWorker, request: HttpRequest) -> None:
             body = json.loads(request.body)
             await asyncio.sleep(self.prefill_s)
             self.room(body["bootstrap_room"]).set()
@@ -92,7 +92,7 @@ class Meeting:
         return script
 
     def sglang_decode(self) -> Script:
-        async def script(worker: MockWorker, request: Request) -> None:
+        async def script(worker: MockWorker, request: HttpRequest) -> None:
             body = json.loads(request.body)
             await self.room(body["bootstrap_room"]).wait()
             await _answer(request, body, cached=39)
@@ -101,7 +101,7 @@ class Meeting:
 
 
 async def _answer(
-    request: Request, body: dict[str, Any], cached: int | None, texts: tuple[str, ...] = ("a", "b")
+    request: HttpRequest, body: dict[str, Any], cached: int | None, texts: tuple[str, ...] = ("a", "b")
 ) -> None:
     if not body.get("stream"):
         whole = {

@@ -1,4 +1,4 @@
-"""What goes wrong between gateway and workers, and what any error looks like to a client. Nothing is sent or logged here."""
+"""Errors between gateway and workers, and how every error is presented to a client. Pure: nothing is sent or logged here."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import msgspec
 from stoker.base.errors import DeadlineExceeded, EngineDied, InvalidRequest, NotFound, Overloaded, StokerError
 from stoker.base.ids import WorkerId
 from stoker.gateway.admission.api_keys import Unauthorized
-from stoker.gateway.api.client_body import Kind
+from stoker.gateway.api.client_body import EndpointKind
 from stoker.gateway.api.reply import Headers, Reply, error_reply
 from stoker.proto.openai.answers import ErrorAnswer, ErrorBody
 from stoker.proto.sse import encode_event
 
-CLIENT_GONE_STATUS = 499  # never sent: what ledger, log and metrics say of a client that left
+CLIENT_GONE_STATUS = 499  # never sent; recorded in ledger, log and metrics when the client disconnected
 
 
 class Refused(StokerError):
-    """A worker answered with an error of its own; the client gets it as it is."""
+    """A worker answered with an error status. The client gets this response unchanged."""
 
     code = "worker_refused"
 
@@ -30,9 +30,10 @@ class Refused(StokerError):
 
 
 class LegFailed(StokerError):
-    """A worker did not do its part; another one might. `kind` is what the fleet is told: connect, lost, timeout, status5xx, busy.
+    """A leg failed on its worker; another worker may succeed.
 
-    `refused` is what the worker said, if it said something: the last word when nobody else can be asked.
+    `kind` is the failure kind reported to the fleet: connect, lost, timeout, status5xx or busy. `refused` is the worker's
+    error response, if it sent one. The client gets it when no other worker can be tried.
     """
 
     code = "worker_failed"
@@ -46,14 +47,14 @@ class LegFailed(StokerError):
 
 
 class StreamBroken(StokerError):
-    """The worker was lost after the client had part of the answer, and nobody could go on with it."""
+    """The worker was lost after the client had received part of the answer, and no other worker could continue it."""
 
     code = "worker_lost"
     retryable = True
 
 
 def reply_of(error: BaseException) -> Reply:
-    """The answer that an error is to a client who has none yet."""
+    """Return the HTTP response for an error, for a client that has not received a response head yet."""
     match error:
         case Refused():
             return Reply(error.status, error.headers, error.body)
@@ -79,13 +80,13 @@ def reply_of(error: BaseException) -> Reply:
         case StokerError():
             return _reply(500, error, "server_error")
         case _:
-            # Its message may hold what a client must not see: it goes to the log alone.
-            message = "The gateway had an error while processing your request."
+            # The message of an unexpected exception may contain internal data, so it goes only to the log.
+            message = "The gateway had an internal error while processing your request."
             return error_reply(500, message, code="internal_error", kind="server_error")
 
 
-def is_ours(error: BaseException) -> bool:
-    """Nobody foresaw it: the log should carry its trace."""
+def is_unexpected(error: BaseException) -> bool:
+    """Return True for an error outside Stoker's error classes: a bug, whose traceback belongs in the log."""
     return not isinstance(error, StokerError)
 
 
@@ -93,20 +94,20 @@ def code_of(error: BaseException) -> str:
     return error.code if isinstance(error, StokerError) else "internal_error"
 
 
-def error_event(error: BaseException, kind: Kind) -> bytes:
-    """The error as a stream's last event; no [DONE] follows it."""
-    told = _told(error)
-    if kind is not Kind.RESPONSES:
-        return encode_event(msgspec.json.encode(told))
-    body = told.error
+def error_event(error: BaseException, kind: EndpointKind) -> bytes:
+    """Return the error as the last event of a stream; no [DONE] follows it."""
+    answer = _error_answer(error)
+    if kind is not EndpointKind.RESPONSES:
+        return encode_event(msgspec.json.encode(answer))
+    body = answer.error
     event = {"type": "error", "code": body.code, "message": body.message, "param": body.param}
     return encode_event(msgspec.json.encode(event), "error")
 
 
-def _told(error: BaseException) -> ErrorAnswer:
+def _error_answer(error: BaseException) -> ErrorAnswer:
     try:
         return msgspec.json.decode(reply_of(error).body, type=ErrorAnswer)
-    except (msgspec.DecodeError, UnicodeDecodeError):  # what a worker, or a proxy before it, said in its own way
+    except (msgspec.DecodeError, UnicodeDecodeError):  # the error body of a worker or proxy is not OpenAI-shaped
         return ErrorAnswer(ErrorBody(message=str(error), type="server_error", code=code_of(error)))
 
 

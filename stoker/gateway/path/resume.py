@@ -1,16 +1,16 @@
-"""What the gateway remembers of a stream so that another worker can go on with it.
+"""The tokens of a stream that the gateway keeps so that another worker can continue the stream.
 
-Our workers put comment lines in front of their events (a client would skip them; we take them out):
+Stoker workers put comment lines in front of their events. A client would ignore them; the gateway removes them:
 
-    :u PROMPT_TOKENS CACHED_TOKENS CREATED SEED     with the first token; again where a later prompt of the request says more
-    :t CHOICE TOKEN TOKEN ...                       what the next event brings: ids, or [id,logprob,...] without blanks
-    :f CHOICE                                       the next event is this choice's last
-    :e                                              what follows comes after all choices
-    :x STATUS CODE                                  the next event is an error, and the last
-    :k {...}                                        instead of an end: a prefill worker's hand-off ticket
+    :u PROMPT_TOKENS CACHED_TOKENS CREATED SEED     with the first token; repeated when a later prompt changes the counts
+    :t CHOICE TOKEN TOKEN ...                       the tokens of the next event: ids, or [id,logprob,...] without spaces
+    :f CHOICE                                       the next event is the last of this choice
+    :e                                              the following events come after all choices
+    :x STATUS CODE                                  the next event is an error, and the last event
+    :k {...}                                        the hand-off ticket of a prefill worker, instead of an end
 
-They are kept as the bytes they are and read only when a worker is lost. An event counts as sent when it was complete, and
-its tokens with it: what came of an event before the connection broke is neither shown nor remembered.
+The lines are kept as bytes and parsed only when a worker is lost. An event and its tokens count as sent once the event is
+complete. A part of an event that arrived before the connection broke is neither forwarded nor kept.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import re
 
 import msgspec
 
-from stoker.gateway.path.rewrite import EventCutter, Usage, set_cached_tokens_in_events
+from stoker.gateway.path.rewrite import EventCutter, TokenUsage, set_cached_tokens_in_events
 from stoker.proto.sse import DONE
 
-_LEAD = re.compile(rb"(?::[^\n]*\n)+\n?")  # the comment lines in front of an event, or alone
+_LEAD = re.compile(rb"(?::[^\n]*\n)+\n?")  # comment lines in front of an event, or without one
 _COMMENTS = re.compile(rb"^(?::[^\n]*\n)+\n?", re.MULTILINE)
 _TOKENS = re.compile(rb"^:([tf]) (\d+)([^\n]*)", re.MULTILINE)
 _USAGE = re.compile(rb"^:u (\d+) (\d+) (\d+)", re.MULTILINE)
@@ -35,12 +35,12 @@ _GONE_STATUS = (
 
 
 class TokenMemory(msgspec.Struct, eq=False):
-    """The comment lines of one answer, over all its workers."""
+    """The comment lines of one answer, from all workers that contributed to it."""
 
     _lines: bytearray = msgspec.field(default_factory=bytearray)
-    _cached_tokens: int | None = None  # what the first worker found; later ones were handed what they have
-    num_events: int = 0  # that the client has got
-    ticket: bytes | None = None  # a prefill worker's, until a decode worker has it
+    _cached_tokens: int | None = None  # as the first worker reported; later workers got the prefix from it
+    num_events: int = 0  # sent to the client
+    ticket: bytes | None = None  # of the prefill worker, until it is sent to a decode worker
 
     def clear(self) -> None:
         self._lines = bytearray()
@@ -55,33 +55,33 @@ class TokenMemory(msgspec.Struct, eq=False):
         self._lines += lines
 
     def begin_worker(self) -> None:
-        """What follows is another worker's."""
+        """Note that the following lines come from another worker."""
         if self._cached_tokens is None:
             self._cached_tokens = self._last_cached_tokens()
 
     @property
     def cached_tokens(self) -> int | None:
-        """None: no worker has told yet."""
+        """Return the cached prompt tokens, or None if no worker has reported them yet."""
         return self._last_cached_tokens() if self._cached_tokens is None else self._cached_tokens
 
     @property
     def num_tokens(self) -> int:
-        """Counted by blanks, not by reading: `:t C` has one more blank than tokens, `:f C` one, `:u` four."""
+        """Return the number of tokens, counted by spaces: `:t C` has one space more than tokens, `:f C` one, `:u` four."""
         lines = self._lines
         return lines.count(b" ") - lines.count(b":t") - lines.count(b":f") - 4 * lines.count(b":u")
 
     @property
-    def usage(self) -> Usage | None:
+    def usage(self) -> TokenUsage | None:
         cached_tokens, told = self.cached_tokens, self._last_told()
         if cached_tokens is None or told is None:
             return None
         prompt_tokens = int(told.group(1))
-        return Usage(prompt_tokens, min(cached_tokens, prompt_tokens), self.num_tokens)
+        return TokenUsage(prompt_tokens, min(cached_tokens, prompt_tokens), self.num_tokens)
 
     def resume_field(self, num_choices: int) -> bytes:
-        """The body's `resume`, as JSON. Tokens stand in it as they stand in the lines."""
+        """Return the `resume` field of a request body as JSON. Tokens are copied from the lines unchanged."""
         told = self._last_told()
-        assert told is not None, "no worker has told of a token: there is nothing to resume"
+        assert told is not None, "no worker has reported a token, so there is nothing to resume"
         tokens: list[list[bytes]] = [[] for _ in range(num_choices)]
         finished = [b"false"] * num_choices
         for what, index, items in _TOKENS.findall(self._lines):
@@ -106,7 +106,7 @@ class TokenMemory(msgspec.Struct, eq=False):
 
 
 class StokerStream(EventCutter):
-    """One worker's part of a stream: comment lines go to the memory, events to the client."""
+    """One worker's part of a stream: stores the comment lines and passes the events on."""
 
     __slots__ = ("_cached_tokens", "_counts_events", "_failed", "_last", "_memory", "failure")
 
@@ -114,21 +114,21 @@ class StokerStream(EventCutter):
         super().__init__()
         memory.begin_worker()
         self._memory = memory
-        self._counts_events = counts_events  # of the Responses API, where a token makes several
+        self._counts_events = counts_events  # for the Responses API, where one token makes several events
         self._last = b""
-        self._cached_tokens = memory.cached_tokens if memory else None  # only a later worker's usage needs a change
+        self._cached_tokens = memory.cached_tokens if memory else None  # the first worker's usage is not rewritten
         self._failed = False
-        self.failure: str | None = None  # why the worker gave up, if another one may make good for it
+        self.failure: str | None = None  # why the worker stopped, if another worker may continue
 
     def push(self, data: bytes) -> bytes:
-        """What the client may see of `data`: whole events without our lines."""
+        """Return the part of `data` to send to the client: whole events without comment lines."""
         if self.rest or data[-2:] != b"\n\n":
             data = self.cut(data)
             if not data:
                 return b""
         if b":x " in data:
             data = self._before_failure(data)
-        if data.find(b"\n\n") + 2 == len(data):  # one event: as workers write them
+        if data.find(b"\n\n") + 2 == len(data):  # exactly one event, as workers write them
             lead = _LEAD.match(data)
             if lead is not None:
                 self._remember(lead.group())
@@ -147,18 +147,18 @@ class StokerStream(EventCutter):
         return data
 
     def push_unseen(self, data: bytes) -> bytes:
-        """For a stream that only we listen to."""
+        """Store the comment lines of a stream that is not sent to the client."""
         self.push(data)
         return b""
 
     @property
     def is_complete(self) -> bool:
-        """The stream's own end was sent, or the error that ends it; what happens to the connection now does not matter."""
+        """Return True if the end of the stream, or its final error, was sent. A later connection error does not matter."""
         return self._failed or self._last.endswith(DONE) or _LAST_RESPONSE_EVENT.search(self._last) is not None
 
     @property
     def lacks_only_done(self) -> bool:
-        """The usage chunk, the last before [DONE], was sent, and [DONE] was not."""
+        """Return True if the usage chunk, which comes right before [DONE], was sent, and [DONE] was not."""
         return not self.is_complete and b'"usage":{' in self._last and b'"choices":[]' in self._last
 
     def _remember(self, lines: bytes) -> None:
@@ -168,7 +168,7 @@ class StokerStream(EventCutter):
         self._memory.add(lines.removesuffix(b"\n") if lines.endswith(b"\n\n") else lines)
 
     def _before_failure(self, data: bytes) -> bytes:
-        """Without an error event that the client need not see."""
+        """Cut off an error event that the client need not see, because another worker can continue the stream."""
         found = _ERROR.search(data)
         if found is None:
             return data

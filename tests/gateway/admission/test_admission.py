@@ -16,9 +16,9 @@ from waiting import LONG_S
 
 from stoker.base.clock import VirtualClock
 from stoker.base.errors import Overloaded
-from stoker.gateway.admission.admission import Admission, Pass
+from stoker.gateway.admission.admission import Admission, AdmittedRequest
 from stoker.gateway.admission.api_keys import Caller
-from stoker.gateway.admission.fair_queue import Capacity, FairQueue, State, Ticket
+from stoker.gateway.admission.fair_queue import Capacity, FairQueue, Ticket, TicketState
 from stoker.gateway.admission.rate_limits import KeyLimiter
 from stoker.gateway.config import AdmissionSettings
 
@@ -47,12 +47,12 @@ class World:
             self.refused.append(refusal)
             return None
         ticket.wake = lambda: self._woken(ticket)
-        if ticket.state is State.ADMITTED:
+        if ticket.state is TicketState.ADMITTED:
             self._woken(ticket)
         return ticket
 
     def _woken(self, ticket: Ticket) -> None:
-        if ticket.state is State.ADMITTED:
+        if ticket.state is TicketState.ADMITTED:
             self.admitted.append(ticket)
             self.running.append((self.now + self.service_s(ticket), ticket))
         else:
@@ -87,7 +87,7 @@ def tokens_by_tenant(tickets: list[Ticket]) -> Counter[str]:
 
 def test_nobody_waits_while_there_is_room() -> None:
     world = World(BIG, Capacity(requests=3))
-    assert [world.ask("a").state for _ in range(4)] == [State.ADMITTED] * 3 + [State.WAITING]  # type: ignore[union-attr]
+    assert [world.ask("a").state for _ in range(4)] == [TicketState.ADMITTED] * 3 + [TicketState.WAITING]  # type: ignore[union-attr]
     world.drain()
     assert len(world.admitted) == 4
     assert (world.queue.num_in_flight, world.queue.tokens_in_flight, world.queue.num_waiting) == (0, 0, 0)
@@ -100,7 +100,7 @@ def test_a_heavy_tenant_does_not_hold_up_a_light_one() -> None:
     late = world.ask("light", 100)
     assert late is not None
     world.run_until(2.0)
-    assert late.state in (State.ADMITTED, State.DONE)
+    assert late.state in (TicketState.ADMITTED, TicketState.DONE)
 
 
 @settings(max_examples=40, deadline=None)
@@ -155,15 +155,15 @@ def test_better_priorities_go_first_and_none_starves() -> None:
         world.ask("urgent", priority=0)
     world.run_until(4.0)
     assert low is not None
-    assert low.state is State.WAITING
+    assert low.state is TicketState.WAITING
     # Urgent ones keep coming, more than can be served: the other class has its turn once it is 5 s older.
     for _ in range(200):
         world.ask("urgent", priority=0)
         world.ask("urgent", priority=0)
         world.run_until(world.now + 1)
-        if low.state is not State.WAITING:
+        if low.state is not TicketState.WAITING:
             break
-    assert low.state is not State.WAITING
+    assert low.state is not TicketState.WAITING
     assert low.admitted_s - low.arrived_s < 20
 
 
@@ -174,9 +174,9 @@ def test_deadlines_end_the_wait() -> None:
     ticket = world.ask("a")
     assert ticket is not None
     world.run_until(2.9)
-    assert ticket.state is State.WAITING
+    assert ticket.state is TicketState.WAITING
     world.run_until(3.1)
-    assert ticket.state is State.REFUSED
+    assert ticket.state is TicketState.REFUSED
     assert ticket.refusal is not None
     assert ticket.refusal.code == "queue_timeout"
     assert ticket.refusal.retry_after_s >= 1
@@ -224,7 +224,7 @@ def test_a_full_queue_drops_of_whoever_has_most_in_it() -> None:
     light = world.ask("light", 10)
     assert light is not None
     assert heavy[-1] is not None
-    assert heavy[-1].state is State.REFUSED
+    assert heavy[-1].state is TicketState.REFUSED
     assert world.queue.num_waiting == 10
     assert world.ask("heavy", 1000) is None
     important = world.ask("heavy", 1000, priority=-1)
@@ -241,11 +241,15 @@ def test_prefill_tokens_in_flight_are_bounded_until_the_first_token() -> None:
     assert first is not None
     assert second is not None
     assert third is not None
-    assert [t.state for t in (first, second, third)] == [State.ADMITTED, State.ADMITTED, State.WAITING]
+    assert [t.state for t in (first, second, third)] == [
+        TicketState.ADMITTED,
+        TicketState.ADMITTED,
+        TicketState.WAITING,
+    ]
     world.queue.first_token(first, 1.0)
     world.queue.first_token(first, 1.0)
     assert world.queue.tokens_in_flight == 9_001
-    assert third.state is State.ADMITTED
+    assert third.state is TicketState.ADMITTED
 
 
 @settings(max_examples=60, deadline=None)
@@ -280,10 +284,10 @@ def test_any_order_of_events_leaves_nothing_behind(seed: int) -> None:
                 queue.pump(now)
         now += 0.06  # the capacity that it goes by is at most so old
         queue.pump(now)
-        in_flight = [ticket for ticket in tickets if ticket.state is State.ADMITTED]
+        in_flight = [ticket for ticket in tickets if ticket.state is TicketState.ADMITTED]
         assert queue.num_in_flight == len(in_flight)
         assert queue.tokens_in_flight == sum(ticket.held_tokens for ticket in in_flight)
-        assert queue.num_waiting == sum(ticket.state is State.WAITING for ticket in tickets)
+        assert queue.num_waiting == sum(ticket.state is TicketState.WAITING for ticket in tickets)
         if queue.num_waiting:
             limit = capacity[0]
             assert queue.num_in_flight >= limit.requests or queue.tokens_in_flight >= limit.prefill_tokens
@@ -307,7 +311,7 @@ def test_enter_does_not_suspend_when_there_is_room() -> None:
         entering = admission.enter(Caller("k", "t"), 10, lane="m")
         with pytest.raises(StopIteration) as ended:
             entering.send(None)
-        got: Pass = ended.value.value
+        got: AdmittedRequest = ended.value.value
         assert got.waited_s == 0
         got.done()
 

@@ -7,7 +7,7 @@ import hashlib
 import pytest
 
 from stoker.base.errors import ConfigError
-from stoker.gateway.admission.api_keys import AdminToken, Keys, Unauthorized, new_key
+from stoker.gateway.admission.api_keys import AdminToken, ApiKeys, Unauthorized, new_key
 from stoker.gateway.config import KeySettings, TenantSettings
 
 
@@ -24,7 +24,7 @@ def settings(name: str, key: str, **more: object) -> KeySettings:
 
 
 def test_without_keys_everybody_is_anonymous() -> None:
-    keys = Keys([])
+    keys = ApiKeys([])
     caller = keys.authenticate(Headers())
     assert (caller.key_id, caller.tenant, keys.required) == ("anonymous", "default", False)
     assert keys.authenticate(Headers(authorization="Bearer whatever")) is caller
@@ -41,7 +41,7 @@ def test_without_keys_everybody_is_anonymous() -> None:
     ],
 )
 def test_a_known_key_is_its_owner(shown: Headers) -> None:
-    keys = Keys([settings("alice", "sk-a", tenant="team"), settings("bob", "sk-b")])
+    keys = ApiKeys([settings("alice", "sk-a", tenant="team"), settings("bob", "sk-b")])
     caller = keys.authenticate(shown)
     assert (caller.key_id, caller.tenant) == ("alice", "team")
 
@@ -58,7 +58,7 @@ def test_a_known_key_is_its_owner(shown: Headers) -> None:
     ],
 )
 def test_anything_else_is_refused_and_not_repeated(shown: Headers) -> None:
-    keys = Keys([settings("alice", "sk-a")])
+    keys = ApiKeys([settings("alice", "sk-a")])
     with pytest.raises(Unauthorized) as caught:
         keys.authenticate(shown)
     assert caught.value.code == "invalid_api_key"
@@ -68,15 +68,15 @@ def test_anything_else_is_refused_and_not_repeated(shown: Headers) -> None:
 def test_a_new_key_fits_the_hash_that_comes_with_it() -> None:
     key, digest = new_key()
     other, _ = new_key()
-    keys = Keys([KeySettings("n", digest)])
+    keys = ApiKeys([KeySettings("n", digest)])
     assert keys.authenticate(Headers(authorization=f"Bearer {key}")).key_id == "n"
     assert key != other
     assert len(key) > 40
 
 
 def test_one_key_cannot_have_two_names() -> None:
-    with pytest.raises(ConfigError, match="'b' has the sha256 of 'a'"):
-        Keys([settings("a", "x"), settings("b", "x")])
+    with pytest.raises(ConfigError, match="'b' has the same sha256 as key 'a'"):
+        ApiKeys([settings("a", "x"), settings("b", "x")])
 
 
 def test_tenants_have_caches_of_their_own_unless_they_share() -> None:
@@ -85,7 +85,7 @@ def test_tenants_have_caches_of_their_own_unless_they_share() -> None:
         TenantSettings("open", share_cache=True),
         TenantSettings("open2", share_cache=True),
     ]
-    keys = Keys(
+    keys = ApiKeys(
         [
             settings("a", "a", tenant="own"),
             settings("b", "b", tenant="open"),
@@ -105,7 +105,7 @@ def test_tenants_have_caches_of_their_own_unless_they_share() -> None:
 
 
 def test_a_client_may_wait_longer_but_not_push_ahead() -> None:
-    caller = Keys([settings("a", "a", priority=1)]).authenticate(Headers(x_api_key="a"))
+    caller = ApiKeys([settings("a", "a", priority=1)]).authenticate(Headers(x_api_key="a"))
     assert [caller.best_priority(asked) for asked in (None, -5, 1, 7)] == [1, 1, 1, 7]
 
 

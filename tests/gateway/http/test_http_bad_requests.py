@@ -8,7 +8,7 @@ import pytest
 from waiting import until
 from wire import GET, Run, ask, peer, serving
 
-from stoker.gateway.http import Request, ServerLimits
+from stoker.gateway.http import HttpRequest, ServerLimits
 
 LINE = b"POST /x HTTP/1.1\r\nHost: a\r\n"
 HOST = b"\r\nHost: a\r\n\r\n"
@@ -137,9 +137,9 @@ BAD: dict[str, tuple[int, bytes]] = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_requests_are_refused_and_reach_no_handler(run: Run, name: str) -> None:
     status, sent = BAD[name]
-    reached: list[Request] = []
+    reached: list[HttpRequest] = []
 
-    async def handler(request: Request) -> None:
+    async def handler(request: HttpRequest) -> None:
         reached.append(request)
 
     async def main() -> None:

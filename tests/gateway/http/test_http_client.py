@@ -13,16 +13,16 @@ from wire import FakeWorker, Run, serving, worker_saying
 
 from stoker.base.errors import ConfigError
 from stoker.gateway.http import (
-    Answer,
-    AnswerAborted,
-    AnswerLost,
-    AnswerTooLarge,
     ClientLimits,
+    ConnectionPool,
     ConnectTimeout,
+    HttpRequest,
     Origin,
-    Pool,
-    Request,
+    ResponseAborted,
+    ResponseLost,
+    ResponseTooLarge,
     Unreachable,
+    WorkerResponse,
     end_to_end,
 )
 
@@ -30,11 +30,13 @@ OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nX-A:  b \r\n\r\nok"
 SSE = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
-async def get(pool: Pool, method: bytes = b"GET", head_s: float | None = LONG_S, body: bytes = b"") -> Answer:
+async def get(
+    pool: ConnectionPool, method: bytes = b"GET", head_s: float | None = LONG_S, body: bytes = b""
+) -> WorkerResponse:
     return await pool.send(method, b"/p", [(b"x-h", b"1")], body, connect_s=LONG_S, head_s=head_s)
 
 
-async def text(pool: Pool, method: bytes = b"GET") -> bytes:
+async def text(pool: ConnectionPool, method: bytes = b"GET") -> bytes:
     return await (await get(pool, method)).read(1 << 20)
 
 
@@ -107,7 +109,7 @@ def test_a_new_connection_that_dies_is_not_retried(run: Run) -> None:
     async def main() -> None:
         worker = worker_saying(b"", then_close=True)
         async with worker.up() as pool:
-            with pytest.raises(AnswerLost, match="before an answer"):
+            with pytest.raises(ResponseLost, match="before a response"):
                 await get(pool)
             assert worker.num_connections == 1
 
@@ -119,7 +121,7 @@ def test_half_an_answer_on_a_reused_connection_is_not_retried(run: Run) -> None:
         worker = worker_saying(OK, b"HTTP/1.1 200", then_close=True)
         async with worker.up() as pool:
             await text(pool)
-            with pytest.raises(AnswerLost):
+            with pytest.raises(ResponseLost):
                 await get(pool)
             assert worker.num_connections == 1
 
@@ -130,7 +132,7 @@ def test_nobody_there_is_unreachable_at_once(run: Run) -> None:
     async def main() -> None:
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
-            pool = Pool(Origin.from_url(f"http://127.0.0.1:{taken.getsockname()[1]}"), ClientLimits())
+            pool = ConnectionPool(Origin.from_url(f"http://127.0.0.1:{taken.getsockname()[1]}"), ClientLimits())
             with pytest.raises(Unreachable, match=r"[Rr]efused|Connect call failed"):  # and not "no connection within"
                 await get(pool)
             assert pool.num_open == 0
@@ -150,7 +152,7 @@ def test_a_connect_that_hangs_is_unreachable_in_time(run: Run) -> None:
                 filler.setblocking(False)
                 filler.connect_ex(deaf.getsockname())
                 fillers.append(filler)
-            pool = Pool(Origin.from_url(f"http://127.0.0.1:{deaf.getsockname()[1]}"), ClientLimits())
+            pool = ConnectionPool(Origin.from_url(f"http://127.0.0.1:{deaf.getsockname()[1]}"), ClientLimits())
             with pytest.raises(ConnectTimeout, match=r"within 0\.1 s"):
                 await pool.send(b"GET", b"/", [], b"", connect_s=0.1, head_s=None)
             for filler in fillers:
@@ -165,7 +167,7 @@ def test_a_head_that_does_not_come_is_lost_in_time(run: Run) -> None:
             worker = worker_saying(said)
             async with worker.up(ClientLimits(sweep_s=0.02)) as pool:
                 began = time.monotonic()
-                with pytest.raises(AnswerLost, match="within the time"):
+                with pytest.raises(ResponseLost, match="before the deadline"):
                     await get(pool, head_s=0.1)
                 assert 0.1 <= time.monotonic() - began < LONG_S
                 await until(lambda: pool.num_open == 0)
@@ -211,7 +213,7 @@ def test_an_answer_cut_short_is_lost(run: Run, said: bytes) -> None:
         worker = worker_saying(said, then_close=True)
         async with worker.up() as pool:
             answer = await get(pool)
-            with pytest.raises(AnswerLost, match="inside an answer"):
+            with pytest.raises(ResponseLost, match="mid-response"):
                 await answer.read(100)
             await until(lambda: pool.num_open == 0)
 
@@ -231,7 +233,7 @@ def test_relay_brings_pieces_as_they_come_and_what_came_before_the_cut(run: Run)
         pieces: list[bytes] = []
         worker = FakeWorker(play)
         async with worker.up() as pool:
-            with pytest.raises(AnswerLost):
+            with pytest.raises(ResponseLost):
                 await (await get(pool)).relay(pieces.append)
             assert pieces == [b"one", b"twothree"]
 
@@ -256,10 +258,10 @@ def test_abort_closes_at_once(run: Run) -> None:
             await relayed.wait()
             answer.abort()
             answer.abort()
-            with pytest.raises(AnswerAborted):
+            with pytest.raises(ResponseAborted):
                 await relaying
             await asyncio.wait_for(seen.wait(), LONG_S)
-            with pytest.raises(AnswerAborted):
+            with pytest.raises(ResponseAborted):
                 await answer.read(10)
             await until(lambda: pool.num_open == 0)
 
@@ -354,7 +356,7 @@ def test_interim_answers_are_skipped(run: Run) -> None:
             assert await text(pool) == b"ok"
             assert await text(pool) == b"ok"
         async with worker_saying(b"HTTP/1.1 102 Processing\r\n\r\n" * 100).up() as pool:
-            with pytest.raises(AnswerLost):
+            with pytest.raises(ResponseLost):
                 await get(pool)
 
     run(main())
@@ -472,7 +474,7 @@ def test_bytes_that_nobody_asked_for_close_an_idle_connection(run: Run) -> None:
 def test_garbage_instead_of_a_head_is_lost(run: Run, said: bytes) -> None:
     async def main() -> None:
         async with worker_saying(said).up() as pool:
-            with pytest.raises(AnswerLost):
+            with pytest.raises(ResponseLost):
                 await get(pool)
             await until(lambda: pool.num_open == 0)
 
@@ -487,7 +489,7 @@ def test_garbage_instead_of_a_chunk_is_lost(run: Run, said: bytes) -> None:
         async with worker_saying(SSE + b"2\r\nok\r\n" + said + b"\r\n\r\n").up() as pool:
             answer = await get(pool)
             pieces: list[bytes] = []
-            with pytest.raises(AnswerLost):
+            with pytest.raises(ResponseLost):
                 await answer.relay(pieces.append)
             await until(lambda: pool.num_open == 0)
 
@@ -498,7 +500,7 @@ def test_read_has_a_limit(run: Run) -> None:
     async def main() -> None:
         said = b"HTTP/1.1 200 OK\r\ncontent-length: 5000000\r\n\r\n" + b"x" * 5_000_000
         async with worker_saying(said).up() as pool:
-            with pytest.raises(AnswerTooLarge, match="1000 bytes"):
+            with pytest.raises(ResponseTooLarge, match="1000 bytes"):
                 await (await get(pool)).read(1000)
             await until(lambda: pool.num_open == 0)
 
@@ -517,7 +519,7 @@ def test_a_failing_sink_ends_the_answer(run: Run) -> None:
             writer.write(b"2\r\nok\r\n")
             await reader.read()
 
-        answer: Answer | None = None
+        answer: WorkerResponse | None = None
         worker = FakeWorker(play)
         async with worker.up() as pool:
             answer = await get(pool)
@@ -572,7 +574,7 @@ def test_back_pressure_goes_from_a_slow_client_to_the_worker(run: Run) -> None:
         worker = FakeWorker(play)
         async with worker.up() as pool:
 
-            async def splice(request: Request) -> None:
+            async def splice(request: HttpRequest) -> None:
                 answer = await get(pool)
                 request.on_pause, request.on_resume, request.on_gone = answer.pause, answer.resume, answer.abort
                 request.start(answer.status, end_to_end(answer.headers))

@@ -11,7 +11,7 @@ import pytest
 from waiting import LONG_S, settled, until
 from wire import GET, Run, peer, serving
 
-from stoker.gateway.http import Request, ServerLimits
+from stoker.gateway.http import HttpRequest, ServerLimits
 
 
 class Watched:
@@ -20,9 +20,9 @@ class Watched:
     def __init__(self, phase: str) -> None:
         self.phase = phase
         self.num_gone = 0
-        self.requests: list[Request] = []
+        self.requests: list[HttpRequest] = []
 
-    async def __call__(self, request: Request) -> None:
+    async def __call__(self, request: HttpRequest) -> None:
         self.requests.append(request)
         left = asyncio.Event()
 
@@ -96,7 +96,7 @@ def test_nobody_is_gone_after_the_answer_was_finished(run: Run) -> None:
     async def main() -> None:
         left = asyncio.Event()
 
-        async def handler(request: Request) -> None:
+        async def handler(request: HttpRequest) -> None:
             request.on_gone = lambda: calls.append("gone")
             request.respond(200, [], b"")
             await left.wait()
@@ -119,7 +119,7 @@ def test_abort_cuts_the_connection_and_does_not_call_on_gone(run: Run) -> None:
     async def main() -> None:
         arrived = asyncio.Event()
 
-        async def handler(request: Request) -> None:
+        async def handler(request: HttpRequest) -> None:
             request.on_gone = lambda: calls.append("gone")
             request.start(200, [])
             request.write(b"x")
@@ -143,7 +143,7 @@ def test_a_slow_reader_pauses_the_writer_and_memory_stays_bounded(run: Run) -> N
     seen: list[str] = []
     most = 0
 
-    async def handler(request: Request) -> None:
+    async def handler(request: HttpRequest) -> None:
         nonlocal most
         go = asyncio.Event()
         go.set()
@@ -182,7 +182,7 @@ def test_a_stalled_reader_is_cut(run: Run) -> None:
     async def main() -> None:
         gone = asyncio.Event()
 
-        async def handler(request: Request) -> None:
+        async def handler(request: HttpRequest) -> None:
             request.on_gone = gone.set
             request.start(200, [])
             while not request.paused:
@@ -200,7 +200,7 @@ def test_a_stalled_reader_is_cut(run: Run) -> None:
 
 
 def test_a_stalled_reader_of_a_finished_answer_is_cut_too(run: Run) -> None:
-    async def handler(request: Request) -> None:
+    async def handler(request: HttpRequest) -> None:
         request.respond(200, [], b"x" * (64 << 20))
 
     async def main() -> None:
@@ -220,7 +220,7 @@ POST = b"POST /x HTTP/1.1\r\nhost: a\r\ncontent-length: 99999\r\n\r\n"
     ("limits", "first", "then", "what"),
     [
         (ServerLimits(head_s=0.2), b"GET /x", b"a", "head"),
-        (ServerLimits(body_idle_s=0.2), POST, b"", "nothing came"),
+        (ServerLimits(body_idle_s=0.2), POST, b"", "no byte of the request body"),
         (ServerLimits(body_s=0.2), POST, b"a", "body was not"),
     ],
     ids=["head", "idle body", "body"],

@@ -12,12 +12,12 @@ import pytest
 from waiting import until
 from wire import Bad
 
-from stoker.gateway.http import BadMessage, Request, Server, ServerLimits
-from stoker.gateway.http.answer import Answer, WorkerConnection
+from stoker.gateway.http import BadMessage, HttpRequest, Server, ServerLimits
 from stoker.gateway.http.chunked import ChunkedReader
-from stoker.gateway.http.connection import Connection
+from stoker.gateway.http.client_connection import ClientConnection
 from stoker.gateway.http.head import CHUNKED, HeadParser
 from stoker.gateway.http.limits import ClientLimits
+from stoker.gateway.http.worker_response import WorkerConnection, WorkerResponse
 
 SEED = random.SystemRandom().randrange(1 << 32)
 
@@ -109,7 +109,7 @@ async def served(pieces: list[bytes]) -> tuple[list[tuple[Any, ...]], list[str],
     """What the server understood of a stream that came in these pieces."""
     seen: list[tuple[Any, ...]] = []
 
-    async def handler(request: Request) -> None:
+    async def handler(request: HttpRequest) -> None:
         seen.append((request.method, request.path, request.query, tuple(request.headers), request.body))
         request.respond(200, [], b"%d" % len(seen))
 
@@ -118,7 +118,7 @@ async def served(pieces: list[bytes]) -> tuple[list[tuple[Any, ...]], list[str],
     server = Server(handler, ServerLimits(max_head_bytes=2000, max_body_bytes=5000), on_bad=bad)
     server.loop = asyncio.get_running_loop()
     wire = Wire()
-    connection = Connection(server)
+    connection = ClientConnection(server)
     connection.connection_made(wire)
     for piece in pieces:
         connection.data_received(piece)
@@ -174,7 +174,7 @@ async def answered(pieces: list[bytes]) -> tuple[Any, ...]:
     connection.connection_lost(None)
     try:
         answer = await waiter
-        assert isinstance(answer, Answer)
+        assert isinstance(answer, WorkerResponse)
         return answer.status, answer.headers, await answer.read(1 << 20), owner.released
     except Exception as lost:
         return (type(lost),)

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from waiting import LONG_S, until
 
-from stoker.gateway.http import ClientLimits, Origin, Pool, Request, Server, ServerLimits
+from stoker.gateway.http import ClientLimits, ConnectionPool, HttpRequest, Origin, Server, ServerLimits
 
 Run = Callable[[Coroutine[Any, Any, None]], None]  # the fixture `run`: runs a test on each event loop
 
@@ -24,7 +24,7 @@ class Bad(list[str]):
         self.append(reason)
 
 
-async def echo(request: Request) -> None:
+async def echo(request: HttpRequest) -> None:
     """Answers with what was understood of the request."""
     seen = b"%b|%b|%b|%b" % (request.method, request.path, request.query, request.body)
     request.respond(200, [(b"x-count", b"%d" % len(request.headers))], seen)
@@ -32,7 +32,7 @@ async def echo(request: Request) -> None:
 
 @contextlib.asynccontextmanager
 async def serving(
-    handler: Callable[[Request], Awaitable[None]] = echo, limits: ServerLimits | None = None
+    handler: Callable[[HttpRequest], Awaitable[None]] = echo, limits: ServerLimits | None = None
 ) -> AsyncIterator[tuple[Server, Bad]]:
     bad = Bad()
     server = Server(handler, limits or ServerLimits(), on_bad=bad)
@@ -137,10 +137,10 @@ class FakeWorker:
         return head
 
     @contextlib.asynccontextmanager
-    async def up(self, limits: ClientLimits | None = None) -> AsyncIterator[Pool]:
+    async def up(self, limits: ClientLimits | None = None) -> AsyncIterator[ConnectionPool]:
         server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        pool = Pool(Origin.from_url(f"http://127.0.0.1:{port}"), limits or ClientLimits())
+        pool = ConnectionPool(Origin.from_url(f"http://127.0.0.1:{port}"), limits or ClientLimits())
         try:
             yield pool
         finally:

@@ -19,7 +19,7 @@ from stoker.fleet.spec import Role
 from stoker.gateway.path.dialects.dialect import DIALECTS
 from stoker.gateway.path.dialects.foreign import together
 from stoker.gateway.path.errors import LegFailed
-from stoker.gateway.path.upstream import Lifeline
+from stoker.gateway.path.upstream import CancelOnLoss
 
 PAIRED = sorted(SCRIPTS)
 WHOLE = b'{"model": "m", "messages": [{"role": "user", "content": "h\\u00e9"}], "max_tokens": 64}'
@@ -29,7 +29,7 @@ SHOWN = chunk("a") + chunk("b") + event({"id": "c1", "choices": [], "x": 1}) + D
 
 @pytest.fixture(autouse=True)
 def prefills_last_word_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stoker.gateway.path.dialects.foreign._LAST_WORD_S", LONG_S)
+    monkeypatch.setattr("stoker.gateway.path.dialects.foreign._PREFILL_REPLY_S", LONG_S)
 
 
 async def pair(world: World, dialect: str, meeting: Meeting, prefill: Any = None, decode: Any = None) -> None:
@@ -323,11 +323,11 @@ def test_a_cancel_that_comes_with_a_twins_failure_is_heard(found_out: bool) -> N
     async def main() -> None:
         task = asyncio.current_task()
         assert task is not None
-        lifeline = Lifeline(task)
+        loss_guard = CancelOnLoss(task)
 
         async def prefill() -> None:
             if found_out:
-                lifeline.cut(WorkerId("p"))
+                loss_guard.cut(WorkerId("p"))
             else:
                 task.cancel()
             raise LegFailed(WorkerId("p"), "lost", "cut")
@@ -337,7 +337,7 @@ def test_a_cancel_that_comes_with_a_twins_failure_is_heard(found_out: bool) -> N
 
         with pytest.raises(asyncio.CancelledError):
             await together(prefill(), decode)
-        assert lifeline.explains_cancel == found_out
+        assert loss_guard.explains_cancel == found_out
         assert task.cancelling() == int(not found_out)
         task.uncancel()
 

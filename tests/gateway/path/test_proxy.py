@@ -16,7 +16,7 @@ from world import NOTHING, PATIENT, World
 
 from stoker.base.ids import WorkerId
 from stoker.gateway.config import KeySettings
-from stoker.gateway.http import Request, Server, ServerLimits
+from stoker.gateway.http import HttpRequest, Server, ServerLimits
 
 CHAT = b'{"model": "m",  "messages": [{"role": "user", "content": "hi"}]}'
 STREAM = b'{"model": "m", "stream": true, "messages": [{"role": "user", "content": "hi"}]}'
@@ -76,7 +76,7 @@ def test_a_stream_passes_event_by_event_and_its_usage_is_metered_unseen() -> Non
         async with World() as world:
             pieces: list[bytes] = []
 
-            async def script(worker: MockWorker, request: Request) -> None:
+            async def script(worker: MockWorker, request: HttpRequest) -> None:
                 request.start(200, SSE)
                 for number, piece in enumerate([chunk("a"), chunk("b"), usage_chunk(10, 4, 2) + DONE], 1):
                     request.write(piece)
@@ -190,7 +190,7 @@ def test_a_lone_worker_that_left_the_fleet_was_there_all_the_same(comes_back: bo
     async def main() -> None:
         async with World(resume_grace_s=5.0) as world:
 
-            async def leaves(worker: MockWorker, request: Request) -> None:
+            async def leaves(worker: MockWorker, request: HttpRequest) -> None:
                 world.fleet.remove(WorkerId("a"), world.clock.now())
                 request.respond(503, [], b"{}")
 
@@ -212,7 +212,7 @@ def test_a_lone_worker_that_left_the_fleet_was_there_all_the_same(comes_back: bo
 
 
 def test_a_whole_answer_that_is_cut_short_is_asked_for_again() -> None:
-    async def cut(worker: MockWorker, request: Request) -> None:
+    async def cut(worker: MockWorker, request: HttpRequest) -> None:
         request.start(200, [(b"content-type", b"application/json")])
         request.write(ANSWER[:10])
         await asyncio.sleep(0.01)
@@ -360,7 +360,7 @@ def test_a_client_that_reads_slowly_slows_its_worker_down() -> None:
         async with World() as world:
             num_written = 0
 
-            async def pours(worker: MockWorker, request: Request) -> None:
+            async def pours(worker: MockWorker, request: HttpRequest) -> None:
                 nonlocal num_written
                 request.start(200, SSE)
                 while num_written < 2000:
@@ -387,7 +387,7 @@ def test_a_prompt_computed_alone_tells_how_fast_its_worker_is() -> None:
     async def main() -> None:
         async with World(prompt_tokens=5000) as world:
 
-            async def computes(worker: MockWorker, request: Request) -> None:
+            async def computes(worker: MockWorker, request: HttpRequest) -> None:
                 world.clock.advance(0.5)
                 await streams(chunk("a"), DONE)(worker, request)
 
@@ -407,7 +407,7 @@ def test_the_prompt_is_no_longer_reserved_once_the_first_byte_is_there() -> None
         async with World(prompt_tokens=5000) as world:
             begins, ends = asyncio.Event(), asyncio.Event()
 
-            async def script(worker: MockWorker, request: Request) -> None:
+            async def script(worker: MockWorker, request: HttpRequest) -> None:
                 request.start(200, SSE)
                 await begins.wait()
                 request.write(chunk("a"))
@@ -544,7 +544,7 @@ def test_a_draining_gateway_ends_what_it_has_and_takes_no_more() -> None:
         async with World() as world:
             asked = asyncio.Event()
 
-            async def script(worker: MockWorker, request: Request) -> None:
+            async def script(worker: MockWorker, request: HttpRequest) -> None:
                 request.start(200, SSE)
                 request.write(chunk("a"))
                 await asked.wait()
@@ -610,11 +610,11 @@ def test_nobody_works_for_a_client_that_left_before_its_request_was_begun() -> N
     async def main() -> None:
         world = World()
 
-        async def handle(request: Request) -> None:
+        async def handle(request: HttpRequest) -> None:
             request.lose()  # over TLS a client's farewell may be read together with its request
             await world.gateway.handle(request)
 
-        world.server = Server(handle, ServerLimits(), on_bad=world.gateway.saw_bad_request)
+        world.server = Server(handle, ServerLimits(), on_bad=world.gateway.count_bad_request)
         async with world:
             worker = await world.add("a", answers(ANSWER))
             _, writer = await asyncio.open_connection("127.0.0.1", world.server.port)

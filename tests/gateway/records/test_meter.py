@@ -226,7 +226,7 @@ def test_rows_keep_the_price_of_their_day(tmp_path: Path) -> None:
     assert read(path, used) == [("r0", 1_000_000), ("r1", 2_000_000), ("r2", 1_000_000)]
 
 
-def test_a_file_that_is_no_ledger_is_the_operators_to_hear_of(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_ledger_is_a_config_error(tmp_path: Path) -> None:
     text = tmp_path / "notes.txt"
     text.write_text("not a database, but long enough to look like something" * 20)
     with pytest.raises(ConfigError, match=r"meter.path=.*notes.txt"):
@@ -234,7 +234,7 @@ def test_a_file_that_is_no_ledger_is_the_operators_to_hear_of(tmp_path: Path) ->
     newer = tmp_path / "newer.db"
     with closing(sqlite3.connect(newer)) as connection:
         connection.execute("PRAGMA user_version=99")
-    with pytest.raises(ConfigError, match="schema 99"):
+    with pytest.raises(ConfigError, match="schema version 99"):
         open_meter(newer)
     with pytest.raises(ConfigError, match="cannot be opened"):
         open_meter(text / "below" / "usage.db")

@@ -12,7 +12,7 @@ from stoker.base.errors import InvalidRequest
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Fleet
 from stoker.fleet.spec import Role, WorkerSpec
-from stoker.gateway.watch.registration import Registration
+from stoker.gateway.watch.registration import RegistrationEndpoint
 
 SECRET = "s3cret"
 
@@ -30,7 +30,7 @@ class World:
         self.now = 0.0
         self.fleet = Fleet()
         self.restarts: list[str] = []
-        self.registration = Registration(secret, self.fleet, self)
+        self.registration = RegistrationEndpoint(secret, self.fleet, self)
 
     def add(self, spec: WorkerSpec) -> None:
         self.fleet.add(spec, self.now)
