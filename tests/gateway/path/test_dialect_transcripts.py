@@ -8,20 +8,17 @@ import re
 from typing import Any
 
 import pytest
-from fake_stoker import FakeStoker
-from foreign_pairs import SCRIPTS, TICKET, Meeting
 from mocks import DONE, answers, chunk, drops, event, hangs, usage, usage_chunk
-from waiting import LONG_S, turns, until
-from world import World
+from pair_mocks import TICKET, PairState, add_pair, world_of_pairs
+from waiting import LONG_S, until
 
 from stoker.base.ids import WorkerId
 from stoker.fleet.spec import Role
-from stoker.gateway.path.dialects.dialect import DIALECTS
 from stoker.gateway.path.dialects.foreign import together
 from stoker.gateway.path.errors import LegFailed
 from stoker.gateway.path.upstream import CancelOnLoss
 
-PAIRED = sorted(SCRIPTS)
+PAIRED = ["sglang", "vllm", "vllm_mooncake"]
 WHOLE = b'{"model": "m", "messages": [{"role": "user", "content": "h\\u00e9"}], "max_tokens": 64}'
 STREAM = b'{"model": "m", "stream": true, "messages": [{"role": "user", "content": "h\\u00e9"}], "min_tokens": 5}'
 SHOWN = chunk("a") + chunk("b") + event({"id": "c1", "choices": [], "x": 1}) + DONE
@@ -32,82 +29,13 @@ def prefills_last_word_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stoker.gateway.path.dialects.foreign._PREFILL_REPLY_S", LONG_S)
 
 
-async def pair(world: World, dialect: str, meeting: Meeting, prefill: Any = None, decode: Any = None) -> None:
-    make_prefill, make_decode = SCRIPTS[dialect]
-    worker = await world.add("p", prefill or make_prefill(meeting), role=Role.PREFILL, dialect=dialect)
-    if dialect != "vllm":
-        world.register("p", role=Role.PREFILL, dialect=dialect, bootstrap_port=worker.port)
-    await world.add("d", decode or make_decode(meeting), role=Role.DECODE, dialect=dialect)
-
-
-def world_of_pairs() -> World:
-    return World(prompt_tokens=5000, policy="least_tokens")
-
-
-def test_every_dialect_is_found() -> None:
-    assert {"openai", "sglang", "stoker", "vllm", "vllm_mooncake"} <= set(DIALECTS)
-
-
-# ---- what holds for every dialect, also for one that is added later
-
-ALONE: dict[str, Any] = {"model": "m", "seed": 7, "max_tokens": 8}
-
-
-@pytest.mark.parametrize("dialect", sorted(DIALECTS))
-@pytest.mark.parametrize("stream", [True, False])
-def test_one_worker_that_does_all(dialect: str, stream: bool) -> None:
-    async def main() -> None:
-        body = ALONE | {"stream": stream}
-        async with World() as world:
-            dying = await world.add("a", FakeStoker(dies=[0]), dialect=dialect)
-            await world.add("b", FakeStoker(), dialect=dialect)
-            got = await world.ask(body)
-            assert len(dying.bodies) == 1  # another one was asked
-            assert got.status == 200
-            assert got.body.endswith(DONE) == stream
-            assert (b'"usage"' in got.body) != stream  # nobody asked for it on the stream
-            row = await world.settled()
-            assert (row.prompt_tokens, row.cached_tokens, row.completion_tokens) == (10, 3, 8)
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("dialect", sorted(DIALECTS))
-def test_a_client_that_leaves_frees_one_worker(dialect: str) -> None:
-    async def main() -> None:
-        async with World() as world:
-            worker = await world.add("a", FakeStoker(pace_s=2 * LONG_S), dialect=dialect)
-            asking = asyncio.create_task(world.ask(ALONE | {"stream": True}))
-            await until(lambda: worker.num_running == 1)
-            await turns()
-            asking.cancel()
-            await until(lambda: worker.num_gone == 1)
-            assert (await world.settled()).status == 499
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("dialect", sorted(DIALECTS))
-def test_a_stream_that_cannot_go_on_ends_with_an_error_and_no_done(dialect: str) -> None:
-    async def main() -> None:
-        async with World(resume_grace_s=0.0) as world:
-            await world.add("a", FakeStoker(dies=[3] + [0] * 10), dialect=dialect)
-            got = await world.ask(ALONE | {"stream": True})
-            assert DONE not in got.body
-            *_, error, _ = got.body.split(b"\n\n")
-            assert json.loads(error[6:])["error"]["code"] == "worker_lost"
-            assert (await world.settled()).error == "worker_lost"
-
-    asyncio.run(main())
-
-
 # ---- one by one
 
 
 def test_vllm_nixl_stream() -> None:
     async def main() -> None:
         async with world_of_pairs() as world:
-            await pair(world, "vllm", Meeting())
+            await add_pair(world, "vllm", PairState())
             got = await world.ask(STREAM, headers=[(b"x-request-id", b"r1")])
             assert got.body == SHOWN
             p, d = world.workers["p"], world.workers["d"]
@@ -129,7 +57,7 @@ def test_vllm_nixl_stream() -> None:
 def test_vllm_nixl_whole() -> None:
     async def main() -> None:
         async with world_of_pairs() as world:
-            await pair(world, "vllm", Meeting())
+            await add_pair(world, "vllm", PairState())
             got = await world.ask(WHOLE)
             assert got.json == {
                 "id": "c",
@@ -152,7 +80,7 @@ def test_vllm_nixl_whole() -> None:
 def test_vllm_mooncake(body: bytes) -> None:
     async def main() -> None:
         async with world_of_pairs() as world:
-            await pair(world, "vllm_mooncake", Meeting())
+            await add_pair(world, "vllm_mooncake", PairState())
             for _ in range(2):
                 got = await world.ask(body)
                 assert got.body == SHOWN or got.json["usage"] == usage(40, 8, 2)
@@ -184,7 +112,7 @@ def test_vllm_mooncake(body: bytes) -> None:
 def test_sglang(body: bytes) -> None:
     async def main() -> None:
         async with world_of_pairs() as world:
-            await pair(world, "sglang", Meeting())
+            await add_pair(world, "sglang", PairState())
             got = await world.ask(body)
             assert got.body == SHOWN or got.json["usage"] == usage(40, 8, 2)
             p, d = world.workers["p"], world.workers["d"]
@@ -206,7 +134,7 @@ def test_sglang(body: bytes) -> None:
 def test_a_client_that_asks_for_usage_hears_what_prefill_found(dialect: str) -> None:
     async def main() -> None:
         async with world_of_pairs() as world:
-            await pair(world, dialect, Meeting())
+            await add_pair(world, dialect, PairState())
             body = {"model": "m", "stream": True, "stream_options": {"include_usage": True}}
             got = await world.ask(body)
             told = [json.loads(line[6:]) for line in got.body.split(b"\n") if b'"usage"' in line]
@@ -226,7 +154,7 @@ def test_a_client_that_asks_for_usage_hears_what_prefill_found(dialect: str) -> 
 def test_what_cannot_be_handed_over_is_left_to_decode(dialect: str, path: str, body: dict[str, Any]) -> None:
     async def main() -> None:
         async with world_of_pairs() as world:
-            await pair(world, dialect, Meeting())
+            await add_pair(world, dialect, PairState())
             assert (await world.ask(body, path)).status == 200
             assert world.workers["p"].bodies == []
             assert world.workers["d"].jsons == [body]
@@ -246,7 +174,7 @@ def test_prefills_refusal_is_the_clients_answer(dialect: str, body: bytes) -> No
             async def refuses(worker: Any, request: Any) -> None:
                 await (query if request.path == b"/query" else answers(said, 400))(worker, request)
 
-            await pair(world, dialect, Meeting(), prefill=refuses)
+            await add_pair(world, dialect, PairState(), prefill=refuses)
             got = await world.ask(body)
             assert (got.status, got.json) == (400, said)
             await world.settled()
@@ -267,7 +195,7 @@ def test_a_prefill_worker_that_fails_leaves_the_prompt_to_decode(dialect: str, f
             async def fails(worker: Any, request: Any) -> None:
                 await (query if request.path == b"/query" else failing)(worker, request)
 
-            await pair(world, dialect, Meeting(), prefill=fails)
+            await add_pair(world, dialect, PairState(), prefill=fails)
             got = await world.ask(body)
             assert got.status == 200
             assert b"kv_transfer_params" not in world.workers["d"].bodies[-1]
@@ -282,9 +210,9 @@ def test_a_prefill_worker_that_fails_leaves_the_prompt_to_decode(dialect: str, f
 def test_a_prefill_worker_that_fails_is_replaced_by_another() -> None:
     async def main() -> None:
         async with world_of_pairs() as world:
-            meeting = Meeting()
-            await pair(world, "sglang", meeting, prefill=drops())
-            other = await world.add("p2", meeting.sglang_prefill(), role=Role.PREFILL, dialect="sglang")
+            state = PairState()
+            await add_pair(world, "sglang", state, prefill=drops())
+            other = await world.add("p2", state.sglang_prefill(), role=Role.PREFILL, dialect="sglang")
             for _ in range(2):
                 assert (await world.ask(STREAM)).body == SHOWN
             assert len(other.bodies) == 2
@@ -306,7 +234,7 @@ def test_when_prefill_fails_its_twin_is_ended_too(dialect: str) -> None:
                 await until(lambda: d.num_running == 1)
                 request.abort()
 
-            await pair(world, dialect, Meeting(), prefill=dies, decode=hangs())
+            await add_pair(world, dialect, PairState(), prefill=dies, decode=hangs())
             d = world.workers["d"]
             asking = asyncio.create_task(world.ask(STREAM))
             await until(lambda: d.num_gone == 1)
@@ -348,27 +276,13 @@ def test_a_cancel_that_comes_with_a_twins_failure_is_heard(found_out: bool) -> N
 def test_when_decode_fails_prefill_is_ended_too(dialect: str) -> None:
     async def main() -> None:
         async with world_of_pairs() as world:
-            await pair(world, dialect, Meeting(prefill_s=2 * LONG_S), decode=answers({"error": {"message": "no"}}, 400))
+            await add_pair(
+                world, dialect, PairState(prefill_s=2 * LONG_S), decode=answers({"error": {"message": "no"}}, 400)
+            )
             assert (await world.ask(STREAM)).status == 400
             p = world.workers["p"]
             await until(lambda: p.num_gone == 1)
             await world.settled()
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("dialect", PAIRED)
-def test_a_client_that_leaves_frees_both(dialect: str) -> None:
-    async def main() -> None:
-        async with world_of_pairs() as world:
-            await pair(world, dialect, Meeting(prefill_s=2 * LONG_S))
-            p, d = world.workers["p"], world.workers["d"]
-            asking = asyncio.create_task(world.ask(STREAM))
-            await until(lambda: "/v1/chat/completions" in p.paths)
-            await turns()
-            asking.cancel()
-            await until(lambda: p.num_running == 0 and d.num_running == 0)
-            assert (await world.settled()).status == 499
 
     asyncio.run(main())
 
@@ -382,13 +296,13 @@ def test_a_client_that_leaves_between_the_legs_leaves_no_blocks_behind(
 
     async def main() -> None:
         async with world_of_pairs() as world:
-            meeting = Meeting()
-            await pair(world, "vllm", meeting, decode=meeting.nixl_decode(pause_s=2 * LONG_S))
+            state = PairState()
+            await add_pair(world, "vllm", state, decode=state.nixl_decode(pause_s=2 * LONG_S))
             d = world.workers["d"]
             asking = asyncio.create_task(world.ask(body))
-            await until(lambda: bool(meeting.held), every_s=0.0)
+            await until(lambda: bool(state.held), every_s=0.0)
             asking.cancel()
-            await until(lambda: not meeting.held)
+            await until(lambda: not state.held)
             assert len(d.bodies) == 1
             await until(lambda: d.num_running == 0)  # and it is dropped there
             assert (await world.settled()).status == 499
@@ -399,8 +313,8 @@ def test_a_client_that_leaves_between_the_legs_leaves_no_blocks_behind(
 def test_a_prefill_worker_that_kept_nothing_means_that_decode_does_all() -> None:
     async def main() -> None:
         async with world_of_pairs() as world:
-            meeting = Meeting()
-            await pair(world, "vllm", meeting, prefill=meeting.nixl_prefill(ticket=b"null"))
+            state = PairState()
+            await add_pair(world, "vllm", state, prefill=state.nixl_prefill(ticket=b"null"))
             assert (await world.ask(WHOLE)).status == 200
             assert world.workers["d"].bodies == [WHOLE]
             assert (await world.settled()).cached_tokens == 39
@@ -411,9 +325,9 @@ def test_a_prefill_worker_that_kept_nothing_means_that_decode_does_all() -> None
 def test_a_decode_worker_that_could_not_pull_is_replaced() -> None:
     async def main() -> None:
         async with world_of_pairs() as world:
-            meeting = Meeting()
-            await pair(world, "vllm", meeting, decode=answers({"error": {"message": "kv load failed"}}, 500))
-            good = await world.add("d2", meeting.nixl_decode(), role=Role.DECODE, dialect="vllm")
+            state = PairState()
+            await add_pair(world, "vllm", state, decode=answers({"error": {"message": "kv load failed"}}, 500))
+            good = await world.add("d2", state.nixl_decode(), role=Role.DECODE, dialect="vllm")
             for _ in range(2):
                 assert (await world.ask(STREAM)).body == SHOWN
             assert all(b"kv_transfer_params" in body for body in good.bodies)
@@ -424,9 +338,9 @@ def test_a_decode_worker_that_could_not_pull_is_replaced() -> None:
 def test_workers_of_two_dialects_do_not_hand_over_to_each_other() -> None:
     async def main() -> None:
         async with world_of_pairs() as world:
-            meeting = Meeting()
-            p = await world.add("p", meeting.sglang_prefill(), role=Role.PREFILL, dialect="sglang")
-            d = await world.add("d", meeting.nixl_decode(), role=Role.DECODE, dialect="vllm")
+            state = PairState()
+            p = await world.add("p", state.sglang_prefill(), role=Role.PREFILL, dialect="sglang")
+            d = await world.add("d", state.nixl_decode(), role=Role.DECODE, dialect="vllm")
             assert (await world.ask(WHOLE)).status == 200
             assert (p.bodies, d.bodies) == ([], [WHOLE])
             await world.settled()
@@ -437,7 +351,7 @@ def test_workers_of_two_dialects_do_not_hand_over_to_each_other() -> None:
 def test_an_engine_that_cannot_prefill_alone_is_not_asked_to() -> None:
     async def main() -> None:
         async with world_of_pairs() as world:
-            d = await world.add("d", Meeting().sglang_decode(), role=Role.DECODE, dialect="sglang")
+            d = await world.add("d", PairState().sglang_decode(), role=Role.DECODE, dialect="sglang")
             got = await world.ask(WHOLE)
             assert (got.status, got.json["error"]["code"]) == (503, "no_worker")
             assert d.bodies == []
