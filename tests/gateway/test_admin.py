@@ -70,7 +70,7 @@ class World:
 
 @pytest.mark.parametrize("path", ["/admin/fleet", "/admin/workers", "/admin/nothing"])
 @pytest.mark.parametrize("token", [None, "", "wrong", TOKEN.upper()])
-def test_nothing_is_said_without_the_token(path: str, token: str | None) -> None:
+def test_every_path_needs_the_token(path: str, token: str | None) -> None:
     reply = World().reply("GET", path, token=token)
     assert reply.status == 401
     assert b"a:1" not in reply.body

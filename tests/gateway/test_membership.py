@@ -86,7 +86,7 @@ def test_a_worker_is_watched_from_when_it_joins_and_forgotten_when_it_leaves() -
     asyncio.run(main())
 
 
-def test_of_one_that_left_with_a_request_running_nothing_stays_behind() -> None:
+def test_a_worker_removed_with_a_running_request_leaves_no_state() -> None:
     """As every worker does that is drained: with the connections goes what was learnt of its answers' heads."""
     has_begun, may_end = asyncio.Event(), asyncio.Event()
 
@@ -147,7 +147,7 @@ def test_two_heartbeats_that_got_lost_are_no_silence() -> None:
     assert 3 * (register._HEARTBEAT_S + register._ANSWER_S) < workers._SILENT_S
 
 
-def test_nobody_is_forgotten_because_the_gateway_itself_stood_still() -> None:
+def test_no_worker_expires_because_the_gateway_was_stopped() -> None:
     """What the workers said meanwhile is not read yet, or they could not say it."""
 
     async def main() -> None:
@@ -181,7 +181,7 @@ def test_what_runs_on_one_that_fell_silent_is_not_waited_for() -> None:
     asyncio.run(main())
 
 
-def test_one_that_comes_back_as_it_leaves_is_watched() -> None:
+def test_a_worker_added_again_right_after_its_removal_is_watched() -> None:
     async def main() -> None:
         async with world_and_worker() as (world, mock):
             spec = spec_of(mock.url)
@@ -199,7 +199,7 @@ def test_one_that_comes_back_as_it_leaves_is_watched() -> None:
     asyncio.run(main())
 
 
-def test_an_address_that_cannot_be_asked_makes_no_worker_and_takes_none_away() -> None:
+def test_an_invalid_address_adds_no_worker_and_removes_none() -> None:
     async def main() -> None:
         world = World()
         with pytest.raises(ConfigError, match="printable ASCII"):
@@ -218,7 +218,7 @@ def test_an_address_that_cannot_be_asked_makes_no_worker_and_takes_none_away() -
     asyncio.run(main())
 
 
-def test_a_dialect_that_nobody_speaks_is_named() -> None:
+def test_an_unknown_dialect_is_named_in_the_error() -> None:
     async def main() -> None:
         world = World()
         with pytest.raises(ConfigError, match="no dialect is called 'klingon'"):

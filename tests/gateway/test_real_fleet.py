@@ -83,7 +83,7 @@ def _know_the_same(gateways: list[Process]) -> bool:
     return len({gateway.metrics()['stoker_gateway_index_blocks{model="tiny"}'] for gateway in gateways}) == 1
 
 
-def test_a_worker_that_answers_no_more_is_left_and_its_stream_goes_on(fleet: RealFleet) -> None:
+def test_a_hanging_worker_is_left_and_its_stream_is_resumed(fleet: RealFleet) -> None:
     """SIGSTOP: connections stay open, and nothing comes."""
     body: dict[str, Any] = {
         "messages": [{"role": "user", "content": WORDS}],

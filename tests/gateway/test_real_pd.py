@@ -140,7 +140,7 @@ def total(workers: list[Process], name: str) -> float:
 
 @pytest.mark.parametrize("streams", [True, False], ids=["stream", "whole"])
 @pytest.mark.parametrize("name", CASES)
-def test_two_workers_say_what_one_says(fleet: RealFleet, name: str, streams: bool) -> None:
+def test_a_pair_gives_the_same_answer_as_one_worker(fleet: RealFleet, name: str, streams: bool) -> None:
     path, body = CASES[name]
     body = dict(body, stream=streams)
     if not streams:
@@ -176,7 +176,7 @@ def test_decode_computes_no_prompt_token(fleet: RealFleet, num_tokens: int) -> N
         assert total(decode, PULLED) - pulled == num_tokens
 
 
-def test_cached_tokens_are_what_prefill_found_and_said_once(fleet: RealFleet) -> None:
+def test_cached_tokens_are_reported_once_as_prefill_found_them(fleet: RealFleet) -> None:
     for streams, again in itertools.product((True, False), range(3)):
         messages = [{"role": "user", "content": f"{streams} {WORDS * 8} {again * WORDS}"}]
         options = {"stream_options": {"include_usage": True}} if streams else {}
@@ -225,7 +225,7 @@ def test_many_at_once_and_clients_that_leave(fleet: RealFleet) -> None:
     wait_for(lambda: all(worker.is_idle for worker in fleet.workers))
 
 
-def test_an_error_is_the_clients_in_its_own_words(fleet: RealFleet) -> None:
+def test_an_error_has_the_shape_of_the_clients_api(fleet: RealFleet) -> None:
     assert fleet.reference is not None
     bad: list[dict[str, Any]] = [
         {"messages": []},

@@ -115,7 +115,7 @@ def test_a_pull_that_hangs_and_loses_one_of_its_ends(fleet: RealFleet, victim: s
     check(fleet, exchange, asked)
 
 
-def test_a_client_that_leaves_between_the_legs_leaves_no_lease(fleet: RealFleet) -> None:
+def test_a_client_that_disconnects_between_the_legs_leaves_no_lease(fleet: RealFleet) -> None:
     fleet.heal()
     first, second = fleet.of_role("decode")
     with first.stopped(engine=True), second.stopped(engine=True):

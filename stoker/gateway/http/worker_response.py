@@ -361,7 +361,7 @@ class WorkerConnection(asyncio.Protocol):
     def _complete(self, answer: WorkerResponse) -> None:
         self._answer = self._reader = None
         if answer.stopped:
-            # No one else resumes reading, and a connection that does not read never notices that the worker closed it.
+            # Nothing else resumes reading, and a connection that does not read never notices that the worker closed it.
             self.transport.resume_reading()
         if self.transport.get_write_buffer_size():
             # The worker answered before the whole request was sent. The rest is not needed, and close() would wait for it.

@@ -301,5 +301,5 @@ def _query(model: str, envelope: RequestEnvelope, session: SessionKeys, conversa
 
 
 def _rejects_if_busy(request: HttpRequest, envelope: RequestEnvelope) -> bool:
-    asked = request.head.by_name.get(b"x-reject-if-busy")
-    return envelope.reject_if_busy is True or (asked is not None and asked.lower() in _YES)
+    header = request.head.by_name.get(b"x-reject-if-busy")
+    return envelope.reject_if_busy is True or (header is not None and header.lower() in _YES)

@@ -76,8 +76,8 @@ class Call(msgspec.Struct, eq=False):
         if not (self.put or self.drop or put or drop):
             return self.envelope.raw
         if self.put:
-            ours = {k: v for k, v in self.put.items() if k in may_add or getattr(self.envelope, k) is not UNSET}
-            put = {**ours, **put}
+            own = {k: v for k, v in self.put.items() if k in may_add or getattr(self.envelope, k) is not UNSET}
+            put = {**own, **put}
         return edit(self.envelope, put, [*self.drop, *drop])
 
 
@@ -108,8 +108,8 @@ def body_changes(envelope: RequestEnvelope, caller: Caller) -> tuple[dict[str, b
     if salt != envelope.salt:
         envelope.salt = salt
         put["cache_salt"] = msgspec.json.encode(salt)
-    asked_priority = envelope.priority if isinstance(envelope.priority, int) else None
-    priority = caller.best_priority(asked_priority)
-    if priority != (asked_priority or 0):
+    requested_priority = envelope.priority if isinstance(envelope.priority, int) else None
+    priority = caller.best_priority(requested_priority)
+    if priority != (requested_priority or 0):
         put["priority"] = b"%d" % priority
     return put, () if envelope.reject_if_busy is UNSET else ("rejectIfBusy",)

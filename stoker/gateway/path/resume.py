@@ -30,7 +30,7 @@ _ERROR = re.compile(rb"^:x (\d+) ([^\n]*)\n", re.MULTILINE)
 _LAST_RESPONSE_EVENT = re.compile(rb"^event: response\.(?:completed|incomplete|failed)\n", re.MULTILINE)
 
 _GONE_STATUS = (
-    503  # its engine died, or it stops: the answer can go on elsewhere. Any other error would come there, too.
+    503  # the engine died or the worker stops, so another worker can continue; other errors would recur there
 )
 
 

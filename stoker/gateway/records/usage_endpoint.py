@@ -125,27 +125,27 @@ class UsageEndpoint:
 def parse_query(raw: bytes, now_s: float, tenant: str | None) -> UsageQuery:
     """Parse the query string. `tenant` is the only tenant that may be seen; None allows all."""
     try:
-        asked = dict(parse_qsl(raw.decode("ascii"), keep_blank_values=True, strict_parsing=bool(raw)))
+        params = dict(parse_qsl(raw.decode("ascii"), keep_blank_values=True, strict_parsing=bool(raw)))
     except ValueError as error:
         raise InvalidRequest(f"The query string is not valid: {error}") from error
-    unknown = sorted(set(asked) - _NAMES)
+    unknown = sorted(set(params) - _NAMES)
     if unknown:
         message = f"Unknown query parameter {unknown[0]!r}; use one of: {', '.join(sorted(_NAMES))}."
         raise InvalidRequest(message, param=unknown[0])
-    end_s = _time("end", asked["end"]) if "end" in asked else now_s
-    start_s = _time("start", asked["start"]) if "start" in asked else end_s - _DEFAULT_SPAN_S
+    end_s = _time("end", params["end"]) if "end" in params else now_s
+    start_s = _time("start", params["start"]) if "start" in params else end_s - _DEFAULT_SPAN_S
     if start_s > end_s:
         raise InvalidRequest(f"start ({start_s:.0f}) is after end ({end_s:.0f}).", param="start")
-    groups = tuple(name.strip() for name in asked.get("group_by", "").split(",") if name.strip())
+    groups = tuple(name.strip() for name in params.get("group_by", "").split(",") if name.strip())
     for name in groups:
         if name not in _GROUPS:
             raise InvalidRequest(f"group_by={name!r}: it must be one of {', '.join(_GROUPS)}.", param="group_by")
     if len(set(groups)) != len(groups):
         raise InvalidRequest(f"group_by={','.join(groups)!r}: a name occurs twice.", param="group_by")
-    form = asked.get("format", "json")
+    form = params.get("format", "json")
     if form not in ("json", "csv"):
         raise InvalidRequest(f"format={form!r}: it must be json or csv.", param="format")
-    filters = {name: asked[name] for name in _FILTERS if name in asked}
+    filters = {name: params[name] for name in _FILTERS if name in params}
     if tenant is not None:
         if filters.get("tenant", tenant) != tenant:
             message = f"This key belongs to tenant {tenant!r} and cannot read other tenants' usage."

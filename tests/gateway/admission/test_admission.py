@@ -85,7 +85,7 @@ def tokens_by_tenant(tickets: list[Ticket]) -> Counter[str]:
     return counts
 
 
-def test_nobody_waits_while_there_is_room() -> None:
+def test_no_request_waits_while_there_is_capacity() -> None:
     world = World(BIG, Capacity(requests=3))
     assert [world.ask("a").state for _ in range(4)] == [TicketState.ADMITTED] * 3 + [TicketState.WAITING]  # type: ignore[union-attr]
     world.drain()
@@ -216,7 +216,7 @@ def test_a_burst_may_wait_as_long_as_the_queue_allows() -> None:
     assert world.refused == []
 
 
-def test_a_full_queue_drops_of_whoever_has_most_in_it() -> None:
+def test_a_full_queue_drops_from_the_tenant_with_most_queued_work() -> None:
     rules = AdmissionSettings(queue_requests=10)
     world = World(rules, Capacity(requests=1), service_s=lambda ticket: 0.001)
     world.ask("a")
@@ -318,7 +318,7 @@ def test_enter_does_not_suspend_when_there_is_room() -> None:
     asyncio.run(main())
 
 
-def test_waiting_tasks_are_woken_in_turn_and_every_place_comes_back() -> None:
+def test_waiting_tasks_are_woken_in_order_and_every_slot_is_returned() -> None:
     async def main() -> None:
         admission = make(Capacity(requests=3), AdmissionSettings(queue_s=1e6, standing_s=1e6))
         peak = 0
@@ -365,7 +365,7 @@ def test_a_cancelled_waiter_leaves_no_trace_even_when_it_was_just_admitted() -> 
     asyncio.run(main())
 
 
-def test_room_that_comes_without_an_event_is_noticed() -> None:
+def test_capacity_that_appears_without_an_event_is_used() -> None:
     async def main() -> None:
         capacity = Capacity(requests=1)
         loop = asyncio.get_running_loop()
@@ -403,7 +403,7 @@ def test_refusals_say_which_limit_and_when() -> None:
     asyncio.run(main())
 
 
-def test_models_that_nobody_serves_are_the_routers_business() -> None:
+def test_models_without_a_worker_are_left_to_the_router() -> None:
     async def main() -> None:
         admission = make(Capacity(requests=1), lane=lambda model, now: "m" if model == "m" else None)
         passes = [await admission.enter(Caller("k", "t"), 10, lane=f"invented-{index}") for index in range(50)]

@@ -40,7 +40,7 @@ def test_without_keys_everybody_is_anonymous() -> None:
         Headers(x_api_key="sk-a"),
     ],
 )
-def test_a_known_key_is_its_owner(shown: Headers) -> None:
+def test_a_valid_key_identifies_its_tenant(shown: Headers) -> None:
     keys = ApiKeys([settings("alice", "sk-a", tenant="team"), settings("bob", "sk-b")])
     caller = keys.authenticate(shown)
     assert (caller.key_id, caller.tenant) == ("alice", "team")
@@ -65,7 +65,7 @@ def test_anything_else_is_refused_and_not_repeated(shown: Headers) -> None:
     assert "sk-" not in caught.value.message
 
 
-def test_a_new_key_fits_the_hash_that_comes_with_it() -> None:
+def test_a_new_key_matches_its_hash() -> None:
     key, digest = new_key()
     other, _ = new_key()
     keys = ApiKeys([KeySettings("n", digest)])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from stoker.gateway.admission.rate_limits import Bucket, KeyLimiter
 
 
-def test_no_limits_refuse_nobody() -> None:
+def test_a_key_without_limits_is_never_refused() -> None:
     limiter = KeyLimiter()
     assert all(limiter.begin(10**9, 0.0) is None for _ in range(1000))
     assert limiter.num_open == 1000

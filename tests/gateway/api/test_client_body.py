@@ -33,7 +33,7 @@ def test_insertion_leaves_valid_json(body: bytes) -> None:
     assert json.loads(edit(parse(EndpointKind.CHAT, body), {"seed": b"7"})) == {**json.loads(body), "seed": 7}
 
 
-def test_a_key_that_is_there_is_replaced_in_its_place_also_when_it_is_null() -> None:
+def test_an_existing_field_is_replaced_in_place_even_if_it_is_null() -> None:
     envelope = parse(EndpointKind.CHAT, b'{"seed": null, "messages": [1.50,  "\\/"], "z": 1}')
     assert edit(envelope, {"seed": b"7"}) == b'{"seed":7,"messages":[1.50,  "\\/"],"z":1}'
 

@@ -128,7 +128,7 @@ def test_half_an_answer_on_a_reused_connection_is_not_retried(run: Run) -> None:
     run(main())
 
 
-def test_nobody_there_is_unreachable_at_once(run: Run) -> None:
+def test_a_closed_port_is_unreachable_at_once(run: Run) -> None:
     async def main() -> None:
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
@@ -268,7 +268,7 @@ def test_abort_closes_at_once(run: Run) -> None:
     run(main())
 
 
-def test_abort_after_the_end_hurts_nobody(run: Run) -> None:
+def test_abort_after_the_end_has_no_effect(run: Run) -> None:
     async def main() -> None:
         worker = worker_saying(OK, OK)
         async with worker.up() as pool:
@@ -282,7 +282,7 @@ def test_abort_after_the_end_hurts_nobody(run: Run) -> None:
     run(main())
 
 
-def test_cancelling_who_waits_closes_the_connection(run: Run) -> None:
+def test_cancelling_the_waiting_task_closes_the_connection(run: Run) -> None:
     async def main() -> None:
         worker = worker_saying(b"")
         async with worker.up() as pool:
@@ -302,7 +302,7 @@ def test_cancelling_who_waits_closes_the_connection(run: Run) -> None:
     run(main())
 
 
-def test_a_cancel_that_comes_with_the_answer_does_not_cut_the_next_request(run: Run) -> None:
+def test_a_cancel_in_the_same_turn_as_the_response_does_not_cut_the_next_request(run: Run) -> None:
     """The answer came whole and its connection serves somebody else, when the one who asked is cancelled."""
 
     async def main() -> None:
@@ -328,7 +328,7 @@ def test_a_cancel_that_comes_with_the_answer_does_not_cut_the_next_request(run: 
     run(main())
 
 
-def test_an_answer_that_comes_with_the_cancel_is_nobodys_and_hurts_nobody(run: Run) -> None:
+def test_a_response_in_the_same_turn_as_the_cancel_is_dropped_without_harm(run: Run) -> None:
     """As above, the other way round: the one who asked is cancelled, and the answer is read before it has heard so."""
 
     async def main() -> None:
@@ -362,7 +362,7 @@ def test_interim_answers_are_skipped(run: Run) -> None:
     run(main())
 
 
-def test_an_answer_without_length_goes_until_the_close(run: Run) -> None:
+def test_a_response_without_length_ends_with_the_connection(run: Run) -> None:
     async def main() -> None:
         worker = worker_saying(b"HTTP/1.1 200 OK\r\n\r\nsome text", then_close=True)
         async with worker.up() as pool:
@@ -430,7 +430,7 @@ def test_an_answer_to_half_a_request_lets_go_of_the_other_half(run: Run) -> None
     run(main())
 
 
-def test_bytes_that_nobody_asked_for_close_an_idle_connection(run: Run) -> None:
+def test_unexpected_bytes_close_an_idle_connection(run: Run) -> None:
     async def main() -> None:
         async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await worker.request(reader)
@@ -530,7 +530,7 @@ def test_a_failing_sink_ends_the_answer(run: Run) -> None:
     run(main())
 
 
-def test_an_answer_that_nobody_reads_yet_is_not_read_ahead(run: Run) -> None:
+def test_a_response_without_a_reader_is_not_read_ahead(run: Run) -> None:
     async def main() -> None:
         size = 50_000_000
         writers: list[asyncio.StreamWriter] = []

@@ -46,7 +46,7 @@ class Watched:
 
 @pytest.mark.parametrize("phase", ["queued", "started", "streaming"])
 @pytest.mark.parametrize("how", ["close", "half-close", "reset"])
-def test_a_client_that_leaves_is_gone_once(run: Run, phase: str, how: str) -> None:
+def test_a_disconnect_is_reported_once(run: Run, phase: str, how: str) -> None:
     async def main() -> None:
         watched = Watched(phase)
         async with serving(watched) as (server, bad), peer(server.port) as client:
@@ -75,7 +75,7 @@ def test_a_client_that_leaves_is_gone_once(run: Run, phase: str, how: str) -> No
     [b"", b"GET /x HT", b"POST /x HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\nabc"],
     ids=["idle", "head", "body"],
 )
-def test_a_client_that_leaves_before_its_request_is_whole_reaches_nobody(run: Run, sent: bytes) -> None:
+def test_a_client_that_disconnects_before_its_request_is_complete_reaches_no_handler(run: Run, sent: bytes) -> None:
     async def main() -> None:
         watched = Watched("queued")
         async with serving(watched) as (server, bad):
@@ -90,7 +90,7 @@ def test_a_client_that_leaves_before_its_request_is_whole_reaches_nobody(run: Ru
     run(main())
 
 
-def test_nobody_is_gone_after_the_answer_was_finished(run: Run) -> None:
+def test_a_disconnect_after_the_response_is_not_reported(run: Run) -> None:
     calls = []
 
     async def main() -> None:
@@ -259,7 +259,7 @@ def test_idle_connections_are_closed_but_not_early(run: Run) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"GET /x HTTP/1.1\r\n", POST, b""], ids=["head", "body", "idle"])
-def test_a_time_in_which_the_server_itself_stood_still_is_held_against_nobody(run: Run, sent: bytes) -> None:
+def test_time_in_which_the_server_was_stopped_does_not_count_against_clients(run: Run, sent: bytes) -> None:
     async def main() -> None:
         limits = ServerLimits(head_s=0.2, body_idle_s=0.2, body_s=0.2, keepalive_s=0.2)
         async with serving(limits=limits) as (server, bad), peer(server.port) as client:

@@ -285,7 +285,7 @@ def test_whatever_we_accept_httptools_reads_as_we_do() -> None:
     assert num_broken_accepted > 100
 
 
-def test_the_whole_chunk_shortcut_agrees_with_the_long_way() -> None:
+def test_the_whole_chunk_fast_path_agrees_with_the_slow_path() -> None:
     rng = random.Random(SEED)
     for _ in range(2000):
         size = rng.choice([1, 2, 15, 16, 255, 4096])
@@ -323,7 +323,7 @@ def test_nonsense_raises_nothing_but_bad_message() -> None:
             heads.request(data)
 
 
-def test_a_head_that_is_known_whole_lets_no_other_pass() -> None:
+def test_a_cached_head_does_not_accept_other_heads() -> None:
     """Heads are remembered without the digits of their length: what differs in anything else is read anew."""
     heads = HeadParser(10)
     good = b"POST /x HTTP/1.1\r\nHost: h\r\nContent-Length: 5\r\nX-A: b"

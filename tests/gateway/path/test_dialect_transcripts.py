@@ -131,7 +131,7 @@ def test_sglang(body: bytes) -> None:
 
 
 @pytest.mark.parametrize("dialect", PAIRED)
-def test_a_client_that_asks_for_usage_hears_what_prefill_found(dialect: str) -> None:
+def test_requested_usage_has_the_cached_tokens_of_prefill(dialect: str) -> None:
     async def main() -> None:
         async with world_of_pairs() as world:
             await add_pair(world, dialect, PairState())
@@ -151,7 +151,7 @@ def test_a_client_that_asks_for_usage_hears_what_prefill_found(dialect: str) -> 
         ("/v1/completions", {"model": "m", "prompt": ["a", "b"]}),
     ],
 )
-def test_what_cannot_be_handed_over_is_left_to_decode(dialect: str, path: str, body: dict[str, Any]) -> None:
+def test_requests_that_cannot_be_handed_off_run_on_decode(dialect: str, path: str, body: dict[str, Any]) -> None:
     async def main() -> None:
         async with world_of_pairs() as world:
             await add_pair(world, dialect, PairState())
@@ -165,7 +165,7 @@ def test_what_cannot_be_handed_over_is_left_to_decode(dialect: str, path: str, b
 
 @pytest.mark.parametrize("dialect", PAIRED)
 @pytest.mark.parametrize("body", [WHOLE, STREAM])
-def test_prefills_refusal_is_the_clients_answer(dialect: str, body: bytes) -> None:
+def test_prefills_error_is_passed_to_the_client(dialect: str, body: bytes) -> None:
     async def main() -> None:
         async with world_of_pairs() as world:
             said = {"error": {"message": "too long", "type": "x", "param": None, "code": "context_length_exceeded"}}
@@ -223,7 +223,7 @@ def test_a_prefill_worker_that_fails_is_replaced_by_another() -> None:
 
 
 @pytest.mark.parametrize("dialect", ["vllm_mooncake", "sglang"])
-def test_when_prefill_fails_its_twin_is_ended_too(dialect: str) -> None:
+def test_when_prefill_fails_decode_is_aborted(dialect: str) -> None:
     async def main() -> None:
         async with world_of_pairs() as world:
 
@@ -245,7 +245,7 @@ def test_when_prefill_fails_its_twin_is_ended_too(dialect: str) -> None:
 
 
 @pytest.mark.parametrize("found_out", [True, False], ids=["worker_lost", "client_left"])
-def test_a_cancel_that_comes_with_a_twins_failure_is_heard(found_out: bool) -> None:
+def test_a_cancel_in_the_same_turn_as_the_other_legs_failure_is_not_lost(found_out: bool) -> None:
     """A client that leaves is not worked for; and when the next worker is lost, it is still known whose cancel that was."""
 
     async def main() -> None:
@@ -273,7 +273,7 @@ def test_a_cancel_that_comes_with_a_twins_failure_is_heard(found_out: bool) -> N
 
 
 @pytest.mark.parametrize("dialect", ["vllm_mooncake", "sglang"])
-def test_when_decode_fails_prefill_is_ended_too(dialect: str) -> None:
+def test_when_decode_fails_prefill_is_aborted(dialect: str) -> None:
     async def main() -> None:
         async with world_of_pairs() as world:
             await add_pair(
@@ -288,7 +288,7 @@ def test_when_decode_fails_prefill_is_ended_too(dialect: str) -> None:
 
 
 @pytest.mark.parametrize("body", [WHOLE, STREAM])
-def test_a_client_that_leaves_between_the_legs_leaves_no_blocks_behind(
+def test_a_client_that_disconnects_between_the_legs_leaves_no_blocks_behind(
     body: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's prefill worker keeps them until a decode worker has seen the request."""
@@ -310,7 +310,7 @@ def test_a_client_that_leaves_between_the_legs_leaves_no_blocks_behind(
     asyncio.run(main())
 
 
-def test_a_prefill_worker_that_kept_nothing_means_that_decode_does_all() -> None:
+def test_without_kept_blocks_decode_computes_the_prompt() -> None:
     async def main() -> None:
         async with world_of_pairs() as world:
             state = PairState()
@@ -348,7 +348,7 @@ def test_workers_of_two_dialects_do_not_hand_over_to_each_other() -> None:
     asyncio.run(main())
 
 
-def test_an_engine_that_cannot_prefill_alone_is_not_asked_to() -> None:
+def test_a_decode_only_engine_gets_no_request_without_prefill() -> None:
     async def main() -> None:
         async with world_of_pairs() as world:
             d = await world.add("d", PairState().sglang_decode(), role=Role.DECODE, dialect="sglang")

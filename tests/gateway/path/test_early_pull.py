@@ -53,7 +53,7 @@ KEEPS = {"engine_id": "e1", "kv_address": "[::1]:7000"}
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_decode_is_told_where_the_blocks_will_be(hangs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_gets_a_hint_where_the_blocks_will_be(hangs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stoker.gateway.path.handoff_hints._ANSWER_S", 2 * LONG_S)
 
     async def main() -> None:

@@ -101,7 +101,7 @@ def test_decode_is_lost_before_it_answers() -> None:
     assert keeper.leases
 
 
-def test_the_client_leaves_while_decode_has_not_answered() -> None:
+def test_the_client_disconnects_before_decode_has_answered() -> None:
     asked: list[bytes] = []
 
     async def hangs(worker: MockWorker, request: HttpRequest) -> None:
@@ -113,14 +113,14 @@ def test_the_client_leaves_while_decode_has_not_answered() -> None:
     assert keeper.leases
 
 
-def test_the_client_leaves_before_prefill_has_ended() -> None:
+def test_the_client_disconnects_before_prefill_has_ended() -> None:
     """Its lease may be there already, and its ticket on the way."""
     keeper = Keeper(hangs=True)
     asyncio.run(run(keeper, FakeStoker(), leaves_after(lambda: bool(keeper.leases))))
     assert keeper.leases
 
 
-def test_what_decode_answered_to_is_its_own_to_give_back() -> None:
+def test_after_decode_has_answered_the_gateway_releases_nothing() -> None:
     async def main() -> None:
         keeper = Keeper()
         infos = {"p": info("p", **KEEPS), "d": info("d")}

@@ -23,7 +23,7 @@ STREAM = b'{"model": "m", "stream": true, "messages": [{"role": "user", "content
 ANSWER = json.dumps({"id": "c", "choices": [], "usage": usage(10, 4, 2)}).encode()
 
 
-def test_a_whole_answer_passes_both_ways_as_it_is() -> None:
+def test_an_unstreamed_request_and_answer_pass_unchanged() -> None:
     async def main() -> None:
         async with World() as world:
             worker = await world.add("a", answers(ANSWER, headers=[(b"x-model", b"m1"), (b"x-stoker-inside", b"1")]))
@@ -109,7 +109,7 @@ def test_a_client_that_asks_for_usage_gets_it() -> None:
     asyncio.run(main())
 
 
-def test_other_stream_options_are_kept_when_usage_is_asked_for() -> None:
+def test_other_stream_options_are_kept_when_usage_is_requested() -> None:
     async def main() -> None:
         async with World() as world:
             worker = await world.add("a", streams(chunk("a"), usage_chunk(10, 4, 2), DONE))
@@ -120,7 +120,7 @@ def test_other_stream_options_are_kept_when_usage_is_asked_for() -> None:
     asyncio.run(main())
 
 
-def test_a_worker_that_will_not_be_asked_for_usage_is_not_asked_again() -> None:
+def test_a_worker_that_refuses_stream_options_is_not_sent_them_again() -> None:
     async def main() -> None:
         async with World() as world:
             refusal = {"error": {"message": "unknown field: stream_options"}}
@@ -137,7 +137,7 @@ def test_a_worker_that_will_not_be_asked_for_usage_is_not_asked_again() -> None:
     [drops(), answers({"error": {}}, 503), answers({"error": {}}, 502), answers({"error": {}}, 429), streams(cut=True)],
 )
 @pytest.mark.parametrize("body", [CHAT, STREAM])
-def test_before_the_first_byte_another_worker_is_asked(failing: Any, body: bytes) -> None:
+def test_a_failure_before_the_first_byte_is_retried(failing: Any, body: bytes) -> None:
     async def main() -> None:
         good = streams(chunk("a"), DONE) if body == STREAM else answers(ANSWER)
         async with World() as world:
@@ -184,7 +184,7 @@ def test_a_lone_worker_that_is_restarted_is_waited_for(body: bytes) -> None:
 
 
 @pytest.mark.parametrize("comes_back", [True, False])
-def test_a_lone_worker_that_left_the_fleet_was_there_all_the_same(comes_back: bool) -> None:
+def test_a_model_whose_last_worker_left_the_fleet_is_waited_for(comes_back: bool) -> None:
     """The request found a worker: it is never told that there is no such model, and clients try again what it is told."""
 
     async def main() -> None:
@@ -211,7 +211,7 @@ def test_a_lone_worker_that_left_the_fleet_was_there_all_the_same(comes_back: bo
     asyncio.run(main())
 
 
-def test_a_whole_answer_that_is_cut_short_is_asked_for_again() -> None:
+def test_a_truncated_answer_is_retried() -> None:
     async def cut(worker: MockWorker, request: HttpRequest) -> None:
         request.start(200, [(b"content-type", b"application/json")])
         request.write(ANSWER[:10])
@@ -229,7 +229,7 @@ def test_a_whole_answer_that_is_cut_short_is_asked_for_again() -> None:
 
 
 @pytest.mark.parametrize("status", [400, 404, 422, 500])
-def test_what_the_client_must_hear_is_not_asked_again(status: int) -> None:
+def test_client_errors_are_not_retried(status: int) -> None:
     async def main() -> None:
         async with World() as world:
             said = {"error": {"message": "no", "type": "x", "param": None, "code": "y"}}
@@ -243,7 +243,7 @@ def test_what_the_client_must_hear_is_not_asked_again(status: int) -> None:
     asyncio.run(main())
 
 
-def test_when_all_are_busy_the_client_hears_what_the_last_one_said() -> None:
+def test_when_all_workers_are_busy_the_client_gets_the_last_answer() -> None:
     async def main() -> None:
         async with World() as world:
             for name in "ab":
@@ -257,7 +257,7 @@ def test_when_all_are_busy_the_client_hears_what_the_last_one_said() -> None:
     asyncio.run(main())
 
 
-def test_when_nobody_is_left_the_client_gets_one_clean_error() -> None:
+def test_without_a_worker_left_the_client_gets_one_clean_error() -> None:
     async def main() -> None:
         async with World() as world:
             for name in "ab":
@@ -301,7 +301,7 @@ def test_a_foreign_stream_that_breaks_ends_with_an_error_and_no_done() -> None:
 
 
 @pytest.mark.parametrize("dialect", ["stoker", "openai"])
-def test_a_worker_that_is_lost_after_a_streams_end_takes_nothing_back(dialect: str) -> None:
+def test_a_worker_lost_after_the_end_of_a_stream_changes_nothing(dialect: str) -> None:
     """Only the connection has not ended: nobody is asked to go on, and no error follows."""
     pieces = (b":u 10 3 1000 7\n:t 0 1\n" if dialect == "stoker" else b"", chunk("a") + usage_chunk(10, 4, 2) + DONE)
 
@@ -383,7 +383,7 @@ def test_a_client_that_reads_slowly_slows_its_worker_down() -> None:
     asyncio.run(main())
 
 
-def test_a_prompt_computed_alone_tells_how_fast_its_worker_is() -> None:
+def test_a_prompt_computed_alone_measures_the_prefill_rate() -> None:
     async def main() -> None:
         async with World(prompt_tokens=5000) as world:
 
@@ -402,7 +402,7 @@ def test_a_prompt_computed_alone_tells_how_fast_its_worker_is() -> None:
     asyncio.run(main())
 
 
-def test_the_prompt_is_no_longer_reserved_once_the_first_byte_is_there() -> None:
+def test_the_prompts_reservation_ends_with_the_first_byte() -> None:
     async def main() -> None:
         async with World(prompt_tokens=5000) as world:
             begins, ends = asyncio.Event(), asyncio.Event()
@@ -430,7 +430,7 @@ def test_the_prompt_is_no_longer_reserved_once_the_first_byte_is_there() -> None
     asyncio.run(main())
 
 
-def test_the_route_is_told_where_that_is_wanted() -> None:
+def test_the_route_header_is_sent_only_if_enabled() -> None:
     async def main() -> None:
         async with World(debug_routes=True, policy="cost") as world:
             await world.add("a", answers(ANSWER))
@@ -453,7 +453,7 @@ def test_the_route_is_told_where_that_is_wanted() -> None:
         (b'{"model":"nobody"}', "model_not_found"),
     ],
 )
-def test_what_is_wrong_with_a_request_is_said_before_any_worker_hears_of_it(body: bytes, code: str) -> None:
+def test_an_invalid_request_is_refused_before_it_reaches_a_worker(body: bytes, code: str) -> None:
     async def main() -> None:
         async with World() as world:
             worker = await world.add("a", answers(ANSWER))
@@ -465,7 +465,7 @@ def test_what_is_wrong_with_a_request_is_said_before_any_worker_hears_of_it(body
     asyncio.run(main())
 
 
-def test_a_tenants_salt_is_put_over_the_clients_own_for_those_who_know_salts() -> None:
+def test_the_tenants_salt_is_prepended_for_dialects_that_support_salts() -> None:
     async def main() -> None:
         key = KeySettings("k", hashlib.sha256(b"secret-key").hexdigest(), tenant="t", priority=5)
         async with World(keys=[key]) as world:
@@ -498,7 +498,7 @@ def test_an_option_for_the_gateway_is_not_passed_on() -> None:
     asyncio.run(main())
 
 
-def test_the_model_may_be_left_out_where_there_is_one() -> None:
+def test_the_model_may_be_omitted_if_only_one_is_served() -> None:
     async def main() -> None:
         async with World() as world:
             worker = await world.add("a", answers(ANSWER))
@@ -606,7 +606,7 @@ def test_a_request_that_was_not_served_uses_nothing_of_its_keys_tokens() -> None
     asyncio.run(main())
 
 
-def test_nobody_works_for_a_client_that_left_before_its_request_was_begun() -> None:
+def test_a_request_whose_client_already_left_is_not_run() -> None:
     async def main() -> None:
         world = World()
 
@@ -643,7 +643,7 @@ def test_a_worker_that_is_back_is_trusted_from_its_first_token_on() -> None:
     asyncio.run(main())
 
 
-def test_a_whole_answer_that_takes_minutes_does_not_keep_the_others_out_of_a_worker_that_is_back() -> None:
+def test_a_slow_unstreamed_answer_does_not_block_a_worker_that_is_back() -> None:
     """Nothing is heard of it until its end; but it was not cut, as those were that had opened the breaker."""
 
     async def main() -> None:
@@ -665,9 +665,7 @@ def test_a_whole_answer_that_takes_minutes_does_not_keep_the_others_out_of_a_wor
 
 
 @pytest.mark.parametrize(("kind", "script", "first_byte_s"), [("timeout", hangs(), 0.05), ("lost", drops(), LONG_S)])
-def test_a_worker_that_lets_its_time_pass_is_told_from_one_that_breaks_off(
-    kind: str, script: Any, first_byte_s: float
-) -> None:
+def test_a_timeout_is_distinguished_from_a_broken_connection(kind: str, script: Any, first_byte_s: float) -> None:
     async def main() -> None:
         async with World(proxy=replace(PATIENT, first_byte_s=first_byte_s, retries=0)) as world:
             await world.add("a", script)
@@ -686,7 +684,7 @@ def no_file_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", refused)
 
 
-def test_a_gateway_without_a_socket_left_says_so_and_blames_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gateway_out_of_sockets_reports_it_and_blames_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with World() as world:
             await world.add("a", answers(ANSWER))
@@ -702,7 +700,7 @@ def test_a_gateway_without_a_socket_left_says_so_and_blames_no_worker(monkeypatc
     asyncio.run(main())
 
 
-def test_an_answer_that_nobody_could_hold_is_an_error_not_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_response_that_is_too_large_is_an_error_not_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stoker.gateway.path.legs.MAX_ANSWER_BYTES", 100)
 
     async def main() -> None:

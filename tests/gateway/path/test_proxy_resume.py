@@ -32,9 +32,7 @@ async def undisturbed(body: dict[str, Any]) -> bytes:
 @pytest.mark.parametrize("more", [{}, USAGE, {"n": 3, **USAGE}], ids=["plain", "usage", "three"])
 @pytest.mark.parametrize("dies", range(8))
 @pytest.mark.parametrize("tears", [0, 5, 30])
-def test_another_worker_goes_on_from_exactly_the_tokens_that_were_sent(
-    more: dict[str, Any], dies: int, tears: int
-) -> None:
+def test_another_worker_resumes_exactly_after_the_sent_tokens(more: dict[str, Any], dies: int, tears: int) -> None:
     async def main() -> None:
         body = BODY | more
         expected = await undisturbed(body)
@@ -74,7 +72,7 @@ def test_bytes_may_be_cut_anywhere(splits: int) -> None:
     asyncio.run(main())
 
 
-def test_a_client_never_sees_a_line_of_ours_and_a_seed_is_made_up_where_there_is_none() -> None:
+def test_comment_lines_are_hidden_and_a_missing_seed_is_added() -> None:
     async def main() -> None:
         async with World() as world:
             a = await world.add("a", FakeStoker(dies=[3]), dialect="stoker")
@@ -103,7 +101,7 @@ def test_an_engine_that_dies_inside_its_worker_is_a_death_like_any_other() -> No
     asyncio.run(main())
 
 
-def test_a_worker_whose_engine_dies_in_every_answer_is_left_alone_for_a_while() -> None:
+def test_a_worker_whose_engine_dies_in_every_answer_gets_a_pause() -> None:
     """It ends each of its streams in good order, with an error: that is no success."""
 
     async def main() -> None:
@@ -121,7 +119,7 @@ def test_a_worker_whose_engine_dies_in_every_answer_is_left_alone_for_a_while() 
     asyncio.run(main())
 
 
-def test_a_lone_worker_that_comes_back_goes_on_itself() -> None:
+def test_a_single_worker_that_returns_resumes_its_own_stream() -> None:
     async def main() -> None:
         expected = await undisturbed(BODY)
         async with World(resume_grace_s=5.0) as world:
@@ -138,7 +136,7 @@ def test_a_lone_worker_that_comes_back_goes_on_itself() -> None:
     asyncio.run(main())
 
 
-def test_a_lone_worker_that_registers_anew_goes_on_itself() -> None:
+def test_a_single_worker_that_registers_again_resumes_its_own_stream() -> None:
     async def main() -> None:
         expected = await undisturbed(BODY)
         async with World(resume_grace_s=5.0) as world:
@@ -200,7 +198,7 @@ def test_three_workers_may_die_but_not_four() -> None:
     asyncio.run(main())
 
 
-def test_when_nobody_comes_back_the_stream_ends_with_an_error_in_time() -> None:
+def test_a_stream_without_a_successor_ends_with_an_error_in_time() -> None:
     async def main() -> None:
         async with World(resume_grace_s=2.0) as world:
             worker = await world.add("a", FakeStoker(dies=[4]), dialect="stoker")
@@ -224,7 +222,7 @@ def test_when_nobody_comes_back_the_stream_ends_with_an_error_in_time() -> None:
     asyncio.run(main())
 
 
-def test_a_stream_of_ours_is_never_continued_by_a_foreign_worker() -> None:
+def test_a_stoker_stream_is_never_resumed_by_a_foreign_worker() -> None:
     async def main() -> None:
         async with World(resume_grace_s=5.0) as world:
             await world.add("a", FakeStoker(dies=[4]), dialect="stoker")
@@ -282,7 +280,7 @@ def test_a_client_that_leaves_while_its_stream_is_being_saved() -> None:
     asyncio.run(main())
 
 
-def test_a_whole_answer_is_asked_for_again_with_the_same_seed() -> None:
+def test_an_unstreamed_request_is_retried_with_the_same_seed() -> None:
     async def main() -> None:
         async with World() as world:
             a = await world.add("a", FakeStoker(dies=[0]), dialect="stoker")
@@ -332,7 +330,7 @@ def test_a_hand_off_is_a_planned_resume(more: dict[str, Any]) -> None:
     asyncio.run(main())
 
 
-def test_a_whole_answer_is_handed_off_too() -> None:
+def test_an_unstreamed_request_is_handed_off_too() -> None:
     async def main() -> None:
         body = {"model": "m", "max_tokens": 6, "seed": 42}
         async with World() as world:
@@ -348,7 +346,7 @@ def test_a_whole_answer_is_handed_off_too() -> None:
     asyncio.run(main())
 
 
-def test_a_whole_answer_that_never_came_is_not_billed() -> None:
+def test_an_answer_that_never_arrived_is_not_billed() -> None:
     async def main() -> None:
         async with World(prompt_tokens=1000, proxy=replace(PATIENT, retries=0)) as world:
             await world.add("p", FakeStoker(), role=Role.PREFILL, dialect="stoker")
@@ -423,7 +421,7 @@ def test_a_decode_worker_that_dies_after_a_hand_off_is_replaced() -> None:
 
 
 @pytest.mark.parametrize("stage", ["before", "during"])
-def test_a_worker_that_stops_without_a_word_is_left_when_it_is_found_out(stage: str) -> None:
+def test_a_silently_stopped_worker_is_left_once_detected(stage: str) -> None:
     async def main() -> None:
         expected = await undisturbed(BODY)
         async with World() as world:

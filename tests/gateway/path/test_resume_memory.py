@@ -33,7 +33,7 @@ def test_lines_are_taken_out_wherever_the_bytes_are_cut(size: int) -> None:
     }
 
 
-def test_an_event_that_is_not_whole_is_neither_shown_nor_remembered() -> None:
+def test_an_incomplete_event_is_neither_forwarded_nor_kept() -> None:
     memory = TokenMemory()
     stream = StokerStream(memory)
     assert stream.push(b":u 10 4 1700 42\n:t 0 5\n" + A + b":t 0 6\ndata: {") == A
@@ -50,7 +50,7 @@ def test_tokens_with_logprobs_are_handed_on_as_they_came() -> None:
     ]
 
 
-def test_the_first_worker_says_what_was_cached() -> None:
+def test_cached_tokens_are_those_of_the_first_worker() -> None:
     memory = TokenMemory()
     StokerStream(memory).push(b":u 10 4 1700 42\n:t 0 5\n" + A)
     second = StokerStream(memory)

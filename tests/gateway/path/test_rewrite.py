@@ -27,7 +27,7 @@ STREAM = chunk("a") + chunk("b") + usage_chunk(10, 4, 2) + DONE
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 10_000])
-def test_a_usage_chunk_that_only_we_asked_for_is_read_and_not_shown(size: int) -> None:
+def test_a_usage_chunk_requested_by_the_gateway_is_read_and_hidden(size: int) -> None:
     answer = ForeignAnswer(hide_usage=True)
     assert pushed(answer, STREAM, size) == chunk("a") + chunk("b") + DONE
     assert answer.usage == TokenUsage(10, 4, 2)
@@ -41,7 +41,7 @@ def test_a_client_that_asked_gets_every_byte(size: int) -> None:
     assert answer.usage == TokenUsage(10, 4, 2)
 
 
-def test_what_holds_nothing_of_interest_passes_as_the_same_object() -> None:
+def test_chunks_without_fields_to_rewrite_pass_as_the_same_object() -> None:
     data = chunk('say "usage": {}') + chunk("x", usage=None)
     assert ForeignAnswer().push(data) is data
 
@@ -53,14 +53,14 @@ def test_lines_may_end_in_crlf() -> None:
     assert answer.usage == TokenUsage(10, 4, 2)
 
 
-def test_usage_beside_text_stays_even_if_only_we_asked() -> None:
+def test_usage_in_a_chunk_with_text_is_kept_even_if_the_client_did_not_request_it() -> None:
     last = chunk("b", usage=usage(10, 4, 2))
     assert json_of(ForeignAnswer(hide_usage=True).push(last)) == json_of(last)
 
 
 @pytest.mark.parametrize("reported", [0, 9, 99, None])
 @pytest.mark.parametrize("found", [0, 4, None])
-def test_of_a_pair_prefill_says_what_was_cached(reported: int | None, found: int | None) -> None:
+def test_cached_tokens_of_a_pair_are_those_of_prefill(reported: int | None, found: int | None) -> None:
     """Decode counts what it was handed as cached. Nobody is told of cached tokens that nobody counted."""
     streamed, whole = ForeignAnswer(is_pair=True), ForeignAnswer(is_pair=True)
     streamed.prefill_cached_tokens = whole.prefill_cached_tokens = found
@@ -87,7 +87,7 @@ def test_internal_fields_never_leave() -> None:
     assert json.loads(whole) == {"id": "c", "choices": [{"index": 0, "delta": {"content": "x"}}]}
 
 
-def test_token_ids_that_the_client_asked_for_stay() -> None:
+def test_token_ids_requested_by_the_client_are_kept() -> None:
     data = event({"id": "c", "prompt_token_ids": [1], "choices": [{"index": 0, "token_ids": [5]}]})
     assert ForeignAnswer(keep_token_ids=True).push(data) is data
 

@@ -194,7 +194,7 @@ def test_files_of_a_tokenizer_stay_in_their_folder(folder: Path) -> None:
         {},
     ],
 )
-def test_what_is_constrained_is_known_without_its_grammar(fields: dict[str, Any]) -> None:
+def test_keys_of_constrained_requests_need_no_grammar(fields: dict[str, Any]) -> None:
     body = decode(ChatRequest, json.dumps(chat("s", "u", **fields)).encode())
     expected = resolve_constraint(body, body.response_format) is not None
     assert is_constrained(body, body.response_format, chat_tools(body, 10)) == expected

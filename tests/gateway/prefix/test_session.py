@@ -26,7 +26,7 @@ def of(headers: dict[bytes, bytes], tenant: str = "t", **body: Any) -> SessionKe
 
 
 @pytest.mark.parametrize("place", range(len(IN_ORDER)))
-def test_the_first_name_that_is_there_counts(place: int) -> None:
+def test_the_first_session_header_wins(place: int) -> None:
     headers = {name: name for name in reversed(IN_ORDER[place:])}
     assert of(headers, prompt_cache_key="p", user="u").session == f"t:{IN_ORDER[place].decode()}"
 

@@ -39,7 +39,7 @@ def open_meter(path: Path, settings: MeterSettings = FAST, prices: PriceList | N
     return Meter(path, settings, prices or PriceList())
 
 
-def test_what_is_recorded_is_there_after_close(tmp_path: Path) -> None:
+def test_recorded_rows_are_on_disk_after_close(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "usage.db"
     meter = open_meter(path)
     for number in range(1234):
@@ -55,7 +55,7 @@ def test_what_is_recorded_is_there_after_close(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 255, 256, 257, 767])
-def test_a_batch_of_any_size_is_there_whole(tmp_path: Path, num_rows: int) -> None:
+def test_batches_of_any_size_are_written_completely(tmp_path: Path, num_rows: int) -> None:
     meter = open_meter(tmp_path / "usage.db", MeterSettings(flush_s=10.0, flush_rows=1000))
     for number in range(num_rows):
         meter.record(row(number))
@@ -64,7 +64,7 @@ def test_a_batch_of_any_size_is_there_whole(tmp_path: Path, num_rows: int) -> No
     assert read(tmp_path / "usage.db", total) == [(num_rows, sum(range(num_rows)))]
 
 
-def test_what_comes_during_a_commit_waits_for_the_next_batch(tmp_path: Path) -> None:
+def test_rows_recorded_during_a_commit_wait_for_the_next_batch(tmp_path: Path) -> None:
     """Else a busy gateway commits without end, a handful of rows at a time."""
     times_s: list[float] = []
 
@@ -85,7 +85,7 @@ def test_what_comes_during_a_commit_waits_for_the_next_batch(tmp_path: Path) -> 
     assert min(later - earlier for earlier, later in pairwise(times_s)) >= 0.1
 
 
-def test_rows_come_without_being_asked_for(tmp_path: Path) -> None:
+def test_rows_are_written_without_a_flush(tmp_path: Path) -> None:
     meter = open_meter(tmp_path / "usage.db")
     meter.record(row(1))
     deadline = time.monotonic() + 30
@@ -95,7 +95,7 @@ def test_rows_come_without_being_asked_for(tmp_path: Path) -> None:
     meter.close()
 
 
-def test_a_row_that_comes_twice_is_there_once(tmp_path: Path) -> None:
+def test_a_row_recorded_twice_is_stored_once(tmp_path: Path) -> None:
     for _ in range(2):  # also over a restart
         meter = open_meter(tmp_path / "usage.db")
         for number in (1, 2, 1, 1, 3):
@@ -184,9 +184,7 @@ def test_kill_9_leaves_whole_batches_and_loses_none_that_was_written(tmp_path: P
         start += 20_000_000
 
 
-def test_a_disk_that_refuses_loses_nothing_and_holds_nobody_up(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failing_disk_loses_no_rows_and_delays_no_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "usage.db"
     settings = MeterSettings(flush_s=0.01, flush_rows=10, max_pending=30)
     meter = open_meter(path, settings)

@@ -70,7 +70,7 @@ def test_a_transfer_ends_with_the_first_byte_that_decode_sends() -> None:
     asyncio.run(main())
 
 
-def test_without_a_clients_trace_it_has_one_of_its_own() -> None:
+def test_without_a_client_trace_a_new_one_is_started() -> None:
     tracing, exporter = live()
     for bad in (None, b"nonsense", b"00-00000000000000000000000000000000-0000000000000000-01"):
         tracing.request(bad, None, request_id="r", endpoint="chat").end(200)
@@ -132,7 +132,7 @@ def test_off_the_sdk_is_not_even_imported() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
-def test_a_collector_that_is_gone_holds_nobody_up() -> None:
+def test_an_unreachable_collector_delays_no_request() -> None:
     tracing = make_tracing(SETTINGS)
     for number in range(10):
         tracing.request(None, None, request_id=str(number), endpoint="chat").end(200)

@@ -199,7 +199,7 @@ def test_a_value_is_never_sql(ledger: Path) -> None:
     assert ask_json(ledger)["total"]["requests"] == len(ROWS)
 
 
-def test_without_a_ledger_there_is_nothing_to_ask() -> None:
+def test_without_a_ledger_usage_is_not_found() -> None:
     with pytest.raises(NotFound):
         ask(None)
 
@@ -209,7 +209,7 @@ def test_without_keys_the_one_tenant_sees_itself(ledger: Path) -> None:
     assert msgspec.json.decode(asyncio.run(usage.answer(Asked())).body)["total"]["requests"] == 0
 
 
-def test_the_last_thirty_days_are_meant_when_nothing_is_said() -> None:
+def test_the_default_range_is_the_last_thirty_days() -> None:
     query = parse_query(b"", 100.0 * DAY, None)
     assert (query.start_s, query.end_s) == (70.0 * DAY, 100.0 * DAY)
 

@@ -223,7 +223,7 @@ def test_a_lost_event_heals(seed: int, kept: int) -> None:
     run(main())
 
 
-def test_nothing_lost_needs_no_second_question() -> None:
+def test_without_a_gap_there_is_no_second_replay() -> None:
     async def main() -> None:
         reporter = Reporter("127.0.0.1")
         reporter.start(report)
@@ -242,7 +242,7 @@ def test_nothing_lost_needs_no_second_question() -> None:
 
 
 @pytest.mark.parametrize("steps_before", [3, 300])
-def test_a_worker_that_began_anew_on_its_port_is_believed_anew(steps_before: int) -> None:
+def test_a_worker_restarted_on_the_same_port_is_resynced(steps_before: int) -> None:
     async def main() -> None:
         first = Reporter("127.0.0.1")
         first.start(report)
@@ -357,7 +357,7 @@ def block(i: int) -> list[int]:
 
 
 @pytest.mark.parametrize("with_topic", [True, False])
-def test_a_foreign_engine_s_gap_is_filled_from_its_replay(with_topic: bool) -> None:
+def test_a_gap_of_a_foreign_engine_is_filled_from_its_replay(with_topic: bool) -> None:
     async def main() -> None:
         engine = Foreign(100, with_topic)
         engine.publish(stored(0, block(0)))
@@ -379,7 +379,7 @@ def test_a_foreign_engine_s_gap_is_filled_from_its_replay(with_topic: bool) -> N
 
 
 @pytest.mark.parametrize("replays", [True, False])
-def test_what_a_foreign_engine_cannot_tell_again_is_forgotten(replays: bool) -> None:
+def test_blocks_that_a_foreign_engine_cannot_replay_are_dropped(replays: bool) -> None:
     async def main() -> None:
         engine = Foreign(2, True, replays)
         async with listening(engine.url(), snapshots=False) as listener:
@@ -415,7 +415,7 @@ def test_nonsense_is_no_end_of_listening() -> None:
     run(main())
 
 
-def test_a_worker_that_never_answers_is_asked_again_and_costs_nothing_else() -> None:
+def test_a_worker_that_never_answers_is_retried_elsewhere_after_the_timeout() -> None:
     async def main() -> None:
         reporter = Reporter("127.0.0.1")  # not started: nobody reads its replay socket
         engine = Engine(random.Random(3), reporter)

@@ -49,7 +49,7 @@ class World:
         return asyncio.run(self.registration.answer(Asked(method, msgspec.json.encode(word), secret))).status
 
 
-def test_a_worker_comes_stays_and_leaves() -> None:
+def test_a_worker_registers_sends_heartbeats_and_signs_off() -> None:
     world = World()
     assert world.say() == 200
     member = world.fleet.member(WorkerId("h:1"))
@@ -67,13 +67,13 @@ def test_a_worker_comes_stays_and_leaves() -> None:
 
 
 @pytest.mark.parametrize("secret", [None, "", "wrong", "S3CRET"])
-def test_nobody_gets_in_without_the_secret(secret: str | None) -> None:
+def test_registration_needs_the_secret(secret: str | None) -> None:
     world = World()
     assert world.say(secret=secret) == 401
     assert world.fleet.members() == []
 
 
-def test_without_a_secret_nobody_registers() -> None:
+def test_without_a_secret_registration_is_disabled() -> None:
     world = World(secret=None)
     assert world.say(secret="") == 403
     assert world.say(secret=None) == 403

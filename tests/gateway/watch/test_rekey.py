@@ -57,7 +57,7 @@ def test_any_block_size_of_theirs(theirs: int, ours: int) -> None:
     assert len(world.index) == 0
 
 
-def test_tiers_are_told_apart_and_a_copy_needs_no_tokens() -> None:
+def test_media_are_distinguished_and_a_copy_needs_no_tokens() -> None:
     world = World(16)
     world.rekeyer.apply([stored([b"a", b"b"], TOKENS[:32], 16, medium="GPU")])
     world.rekeyer.apply([stored([b"a", b"b", b"unknown"], [], 16, medium="CPU")])

@@ -195,7 +195,7 @@ def test_a_conversation_is_found_where_our_worker_computed_it(folder: Path) -> N
     run(main())
 
 
-def test_a_worker_that_drains_gets_nothing_and_one_that_came_back_is_known_anew(folder: Path) -> None:
+def test_a_draining_worker_gets_no_requests_and_a_restarted_one_is_read_again(folder: Path) -> None:
     async def main() -> None:
         worker = await Ours(folder).start()
         world = World()
@@ -332,7 +332,7 @@ def test_sglang(page: str) -> None:
     watched(paths({**answers, page: (200, body)}), check, dialect="sglang")
 
 
-def test_any_openai_server_is_there_when_it_lists_its_models() -> None:
+def test_any_openai_server_is_usable_once_it_lists_its_models() -> None:
     async def check(world: World, worker: MockWorker, member: Member) -> None:
         await until(lambda: member.models == {"m"})
         assert world.is_usable
@@ -341,7 +341,7 @@ def test_any_openai_server_is_there_when_it_lists_its_models() -> None:
     watched(paths({"/v1/models": (200, MODELS)}), check, dialect="openai")
 
 
-def test_a_question_that_was_not_answered_is_asked_again_at_the_next_look() -> None:
+def test_a_failed_poll_is_repeated_at_the_next_interval() -> None:
     """A worker whose models are not known gets no request: one lost answer must not cost it all of `learn_s`."""
     lists = paths({"/health": (200, b""), "/v1/models": (200, MODELS)})
     num_dropped = 0
@@ -360,7 +360,7 @@ def test_a_question_that_was_not_answered_is_asked_again_at_the_next_look() -> N
     watched(script, check, replace(QUICK, learn_s=10 * LONG_S), dialect="openai")
 
 
-def test_models_that_the_operator_wrote_are_left_alone() -> None:
+def test_configured_models_are_not_overwritten() -> None:
     async def check(world: World, worker: MockWorker, member: Member) -> None:
         await until(lambda: "/v1/models" in worker.paths)
         await asyncio.sleep(0.05)
@@ -430,7 +430,7 @@ def test_a_connection_that_does_not_come_in_time_is_late_as_an_answer_is() -> No
     run(main())
 
 
-def test_a_gateway_that_can_open_no_connection_calls_nobody_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gateway_out_of_sockets_marks_no_worker_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     num_tries = 0
 
     async def refused(*_: Any, **__: Any) -> Any:
@@ -450,7 +450,7 @@ def test_a_gateway_that_can_open_no_connection_calls_nobody_dead(monkeypatch: py
     asyncio.run(main())
 
 
-def test_a_foreign_engine_s_events_are_followed_once_its_tokens_are_understood(folder: Path) -> None:
+def test_events_of_a_foreign_engine_are_followed_once_its_tokenizer_is_known(folder: Path) -> None:
     async def main() -> None:
         engine = Foreign(100, True)
         engine.publish(stored(1, [5, 6, 7, 8]))
