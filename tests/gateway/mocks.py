@@ -1,4 +1,4 @@
-"""Small worker servers for tests of the gateway: they keep what they were sent, and answer as their script says."""
+"""Mock workers for tests of the gateway: they record their requests and answer according to a script."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def answers(
 
 
 def streams(*pieces: bytes, cut: bool = False, pause_s: float = 0.0) -> Script:
-    """The pieces as the body of an event stream; with `cut` the connection breaks after the last."""
+    """Send the pieces as the body of an event stream; with `cut` the connection breaks after the last."""
 
     async def script(worker: MockWorker, request: HttpRequest) -> None:
         request.start(200, SSE)
@@ -102,7 +102,7 @@ def streams(*pieces: bytes, cut: bool = False, pause_s: float = 0.0) -> Script:
 
 
 def drops() -> Script:
-    """Takes the request and hangs up."""
+    """Accept the request and close the connection."""
 
     async def script(worker: MockWorker, request: HttpRequest) -> None:
         request.abort()
@@ -111,7 +111,7 @@ def drops() -> Script:
 
 
 def hangs() -> Script:
-    """Takes the request and never answers."""
+    """Accept the request and never answer."""
 
     async def script(worker: MockWorker, request: HttpRequest) -> None:
         await asyncio.sleep(2 * LONG_S)
@@ -120,7 +120,7 @@ def hangs() -> Script:
 
 
 def in_turn(*scripts: Script) -> Script:
-    """The first request gets the first script, and so on; the last one is for all that follow."""
+    """Use one script per request, in order; the last one serves all further requests."""
     left = list(scripts)
 
     async def script(worker: MockWorker, request: HttpRequest) -> None:

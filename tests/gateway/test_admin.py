@@ -1,4 +1,4 @@
-"""/admin/*: shut without its token; shows and changes the fleet with it."""
+"""/admin/*: disabled without its token; shows and changes the fleet with it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Asked:
 
 
 class World:
-    """Two workers of model "m", on a clock that stands at 100 s."""
+    """Two workers of model "m", with the clock fixed at 100 s."""
 
     def __init__(self, token: str | None = TOKEN) -> None:
         self.now = 100.0

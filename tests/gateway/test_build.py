@@ -1,4 +1,4 @@
-"""A whole gateway as its settings make it, over mock workers: limits, tenants, the bill, traces, overload."""
+"""A whole gateway built from settings, with mock workers: limits, tenants, billing, traces, overload."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_every_request_is_billed_once_to_its_tenant_and_all_books_agree(tmp_path
             assert b'stoker_gateway_prompt_tokens_total{model="m"} 6000' in text
             assert b'stoker_gateway_requests_total{endpoint="chat",status="401"} 5' in text
             assert (await world.get("/admin/ledger"))["reserved"]["requests"] == 0
-            # The tenants' caches are apart, and the clients' keys stay here.
+            # The tenants' caches are separate, and clients' keys are not forwarded.
             seen = {header.get("authorization") for worker in world.workers for header in worker.headers}
             assert seen == {None}
         with closing(sqlite3.connect(tmp_path / "usage.db")) as connection:
@@ -192,7 +192,7 @@ def test_reject_if_busy_does_not_wait(tmp_path: Path) -> None:
 
 
 def test_overload_keeps_to_the_places_and_refuses_the_rest_at_once(tmp_path: Path) -> None:
-    """4 places and a queue of 8. While no request is done, whoever finds both full hears so."""
+    """4 slots and a queue of 8: while no request ends, further requests are refused."""
 
     async def main() -> None:
         rules = {"admission.requests_per_worker": 4, "admission.queue_requests": 8, "admission.queue_s": 10 * LONG_S}

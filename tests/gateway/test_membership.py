@@ -1,4 +1,4 @@
-"""A worker's coming and going: everybody who keeps something about it is told."""
+"""Workers join and leave: every part that holds state about them is updated."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_worker_is_watched_from_when_it_joins_and_forgotten_when_it_leaves() -
             assert world.fleet.members() == []
             await until(lambda: not world.indexes["m"].match([1, 2, 3]))
             await until(lambda: not watch_tasks(spec))
-            assert world.ledger.totals().requests == 1  # what runs there goes on
+            assert world.ledger.totals().requests == 1  # running requests continue
             reservation.end(1.0)
             assert world.ledger.totals().requests == 0
 
@@ -87,7 +87,7 @@ def test_a_worker_is_watched_from_when_it_joins_and_forgotten_when_it_leaves() -
 
 
 def test_a_worker_removed_with_a_running_request_leaves_no_state() -> None:
-    """As every worker does that is drained: with the connections goes what was learnt of its answers' heads."""
+    """The cached response heads are dropped with the connections, as for every removed worker."""
     has_begun, may_end = asyncio.Event(), asyncio.Event()
 
     async def script(worker: MockWorker, request: HttpRequest) -> None:
@@ -143,12 +143,12 @@ def test_one_that_registered_itself_and_falls_silent_is_forgotten() -> None:
 
 
 def test_two_heartbeats_that_got_lost_are_no_silence() -> None:
-    """What runs on a silent worker is cut. The next heartbeat comes after a lost one's time-out, and may take its time, too."""
+    """Requests on a silent worker are cut. The expiry must be longer than one lost heartbeat plus one slow one."""
     assert 3 * (register._HEARTBEAT_S + register._ANSWER_S) < workers._SILENT_S
 
 
 def test_no_worker_expires_because_the_gateway_was_stopped() -> None:
-    """What the workers said meanwhile is not read yet, or they could not say it."""
+    """Heartbeats sent meanwhile are not read yet, or could not be sent."""
 
     async def main() -> None:
         async with world_and_worker(0.3) as (world, mock):
@@ -163,7 +163,7 @@ def test_no_worker_expires_because_the_gateway_was_stopped() -> None:
 
 
 def test_what_runs_on_one_that_fell_silent_is_not_waited_for() -> None:
-    """A worker that hangs, or whose machine is gone, closes no connection; once it is forgotten nobody else finds out."""
+    """A hanging worker, or one whose machine vanished, closes no connection, and after its removal no watcher notices."""
 
     async def main() -> None:
         async with world_and_worker(0.3) as (world, mock):

@@ -1,5 +1,7 @@
-"""A gateway with its real parts over mock workers, in one event loop; only the clock, and what tells conversations apart, are
-doubles. `clock` stands still until a test moves it."""
+"""A gateway with its real parts and mock workers in one event loop. Only the clock and the prefix keys are test doubles.
+
+`clock` does not move until a test moves it.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ PATIENT = ProxySettings(connect_s=LONG_S)
 
 @dataclass
 class KeysDouble:
-    """Every prompt has the same length, and none is like another."""
+    """Prefix keys for tests: every prompt has the same length, and no two share a prefix."""
 
     num_tokens: int = 10
 
@@ -181,7 +183,7 @@ class World:
         return await _got(await self.client.send(b"GET", path.encode(), (), b"", connect_s=LONG_S, head_s=LONG_S))
 
     async def settled(self) -> UsageRow:
-        """After one request: nothing is held any more, and its one row is there."""
+        """Wait until one request has ended: nothing is reserved, and its one row is recorded."""
         await until(lambda: self.ledger.totals() == NOTHING and not self.state.num_running and bool(self.rows.rows))
         assert self.admission.num_in_flight == 0
         [row] = self.rows.rows

@@ -1,4 +1,4 @@
-"""Admission: who gets in, in which order, and that every place comes back. The queue runs on a virtual clock."""
+"""Admission: which requests are admitted, in which order, and that every slot is returned. The clock is virtual."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BIG = AdmissionSettings(queue_s=1e6, standing_s=1e6, queue_requests=10**6)
 
 @dataclass
 class World:
-    """A fleet that serves `capacity.requests` at a time, each for as long as `service_s` says."""
+    """A fleet that serves `capacity.requests` requests at a time, each for `service_s` seconds."""
 
     settings: AdmissionSettings
     capacity: Capacity
@@ -110,8 +110,8 @@ def test_a_heavy_tenant_does_not_hold_up_a_light_one() -> None:
     slots=st.integers(1, 8),
 )
 def test_backlogged_tenants_share_uncached_tokens_by_weight(seed: int, weights: list[float], slots: int) -> None:
-    """Between any two tenants that always have something waiting, tokens by weight differ by no more than what one request
-    and the requests in flight make."""
+    """Between any two tenants that always have requests waiting, the tokens by weight differ by at most one request plus the
+    requests in flight."""
     rng = random.Random(seed)
     world = World(BIG, Capacity(requests=slots), service_s=lambda ticket: ticket.tokens / 1000)
     largest = 4000
@@ -124,7 +124,7 @@ def test_backlogged_tenants_share_uncached_tokens_by_weight(seed: int, weights: 
         world.run_until(world.now + 1)
     counts = tokens_by_tenant(world.admitted)
     shares = [counts[name] / weight for name, weight in zip(names, weights, strict=True)]
-    # The slots that were free at first went to the first comer, before there was anybody to be fair to.
+    # The slots that were free at first went to the first requests, before the other tenant had any.
     slack = largest * (slots + 1) / min(weights) + largest / min(weights)
     assert max(shares) - min(shares) <= slack
     world.drain()
@@ -132,7 +132,7 @@ def test_backlogged_tenants_share_uncached_tokens_by_weight(seed: int, weights: 
 
 
 def test_what_a_request_really_cost_settles_the_share() -> None:
-    """Both say 1,000 tokens; a's are all cached, so a is owed nearly all of the turns."""
+    """Both estimate 1,000 tokens; tenant a's are all cached, so a is due nearly all of the slots."""
     world = World(BIG, Capacity(requests=1))
     for _ in range(200):
         world.ask("a", 1000)
@@ -156,7 +156,7 @@ def test_better_priorities_go_first_and_none_starves() -> None:
     world.run_until(4.0)
     assert low is not None
     assert low.state is TicketState.WAITING
-    # Urgent ones keep coming, more than can be served: the other class has its turn once it is 5 s older.
+    # More urgent requests arrive than can be served; the other class is served once it is 5 s older.
     for _ in range(200):
         world.ask("urgent", priority=0)
         world.ask("urgent", priority=0)
@@ -184,8 +184,8 @@ def test_deadlines_end_the_wait() -> None:
 
 
 def test_overload_is_refused_at_once_and_the_admitted_wait_stays_flat() -> None:
-    """One slot of 0.1 s each is 10 requests a second. Offered twice, four times and ten times that, those who are let in
-    wait no longer, the slots are never idle, and the rest hears at once with a time to come again."""
+    """One slot of 0.1 s serves 10 requests per second. At two, four and ten times that load, admitted requests wait no
+    longer, the slot is never idle, and the other requests are refused at once with a retry time."""
     waits = {}
     for rate in (20, 40, 100):
         rng = random.Random(rate)
@@ -236,7 +236,7 @@ def test_a_full_queue_drops_from_the_tenant_with_most_queued_work() -> None:
 def test_prefill_tokens_in_flight_are_bounded_until_the_first_token() -> None:
     world = World(BIG, Capacity(prefill_tokens=10_000), service_s=lambda ticket: 1e9)
     first = world.ask("a", 9_000)
-    second = world.ask("a", 9_000)  # there is some room: let in, however large
+    second = world.ask("a", 9_000)  # some capacity is free, so it is admitted however large it is
     third = world.ask("a", 1)
     assert first is not None
     assert second is not None
@@ -255,8 +255,8 @@ def test_prefill_tokens_in_flight_are_bounded_until_the_first_token() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6))
 def test_any_order_of_events_leaves_nothing_behind(seed: int) -> None:
-    """Requests come, get their first token, end, give up, expire; capacity moves. Nobody who could run waits, and at the end
-    every count is zero."""
+    """Requests arrive, get their first token, end, are cancelled or expire, and the capacity changes. No request waits while
+    it could run, and at the end every count is zero."""
     rng = random.Random(seed)
     rules = AdmissionSettings(queue_s=20, standing_s=5, queue_requests=rng.choice([0, 3, 50]), priority_age_s=2)
     capacity = [Capacity(requests=2, prefill_tokens=5000)]
@@ -282,7 +282,7 @@ def test_any_order_of_events_leaves_nothing_behind(seed: int) -> None:
                 capacity[0] = Capacity(requests=rng.randint(1, 4), prefill_tokens=rng.choice([1000, 5000]))
                 now += 0.1
                 queue.pump(now)
-        now += 0.06  # the capacity that it goes by is at most so old
+        now += 0.06  # the capacity it uses is at most this old
         queue.pump(now)
         in_flight = [ticket for ticket in tickets if ticket.state is TicketState.ADMITTED]
         assert queue.num_in_flight == len(in_flight)

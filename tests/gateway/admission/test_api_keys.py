@@ -1,4 +1,4 @@
-"""Keys: who a request comes from, and what that makes of its priority and its cache."""
+"""API keys: the tenant of a request, its priority and its cache salt."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_tenants_have_caches_of_their_own_unless_they_share() -> None:
     own, shared, shared2, unlisted = (keys.authenticate(Headers(x_api_key=name)) for name in "abcd")
     assert own.cache_salt(None) != unlisted.cache_salt(None) is not None
     assert shared.cache_salt(None) is shared2.cache_salt(None) is None
-    # Nobody gets at another's cache by naming its salt.
+    # No tenant can reach another tenant's cache by sending its salt.
     salts = {
         caller.cache_salt(asked) for caller in (own, shared, unlisted) for asked in (None, "x", own.cache_salt(None))
     }

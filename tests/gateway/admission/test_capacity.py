@@ -1,4 +1,4 @@
-"""What admission keeps in flight follows what the workers say."""
+"""The capacity that admission uses follows the workers' reports."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_worker_whose_queue_grows_gets_little_more_than_it_runs() -> None:
     fleet.saw_report(WorkerId("b"), LoadReport(waiting_sequences=0, running_sequences=16), 1.0)
     capacities = Capacities(fleet, SETTINGS)
     assert capacities.capacity("m", 1.0).requests == 20 + 100
-    assert capacities.capacity("m", 100.0).requests == 200  # an old report says nothing
+    assert capacities.capacity("m", 100.0).requests == 200  # an old report is ignored
 
 
 def test_prompts_are_bounded_in_seconds_of_prefill() -> None:

@@ -1,4 +1,4 @@
-"""A client's body: what is read of it, and that an edit changes nothing else."""
+"""A client's body: the fields that are read, and edits that change nothing else."""
 
 from __future__ import annotations
 

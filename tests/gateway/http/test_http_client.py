@@ -1,4 +1,4 @@
-"""The client: reuse of connections, what is retried and what is not, and answers cut, slow, huge or wrong."""
+"""The HTTP client: connection reuse, retries, and responses that are truncated, slow, too large or invalid."""
 
 from __future__ import annotations
 
@@ -82,22 +82,22 @@ def test_idle_connections_are_dropped(run: Run) -> None:
     run(main())
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["eof", "reset"])
-def test_a_stale_connection_is_retried_silently(run: Run, told: bool) -> None:
-    """`told`: the worker closed the idle connection and we know. Otherwise it closes when the next request arrives."""
+@pytest.mark.parametrize("noticed", [True, False], ids=["eof", "reset"])
+def test_a_stale_connection_is_retried_silently(run: Run, noticed: bool) -> None:
+    """`noticed`: the pool knows that the worker closed the idle connection. Otherwise it closes when the next request arrives."""
 
     async def main() -> None:
         async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await worker.request(reader)
             writer.write(OK)
-            if not told:
+            if not noticed:
                 await worker.request(reader)
                 writer.transport.abort()
 
         worker = FakeWorker(play)
         async with worker.up() as pool:
             assert await text(pool) == b"ok"
-            if told:
+            if noticed:
                 await until(lambda: pool.num_open == 0)
             assert await text(pool) == b"ok"
             assert worker.num_connections == 2
@@ -303,7 +303,7 @@ def test_cancelling_the_waiting_task_closes_the_connection(run: Run) -> None:
 
 
 def test_a_cancel_in_the_same_turn_as_the_response_does_not_cut_the_next_request(run: Run) -> None:
-    """The answer came whole and its connection serves somebody else, when the one who asked is cancelled."""
+    """The response is complete and its connection already serves another request when the sender is cancelled."""
 
     async def main() -> None:
         worker = worker_saying(OK, OK, OK)
@@ -329,7 +329,7 @@ def test_a_cancel_in_the_same_turn_as_the_response_does_not_cut_the_next_request
 
 
 def test_a_response_in_the_same_turn_as_the_cancel_is_dropped_without_harm(run: Run) -> None:
-    """As above, the other way round: the one who asked is cancelled, and the answer is read before it has heard so."""
+    """As above in the other order: the sender is cancelled, and the response arrives before its task runs."""
 
     async def main() -> None:
         worker = worker_saying(OK, OK)
@@ -338,7 +338,7 @@ def test_a_response_in_the_same_turn_as_the_cancel_is_dropped_without_harm(run: 
             first = asyncio.ensure_future(get(pool))
             await asyncio.sleep(0)
             (connection,) = pool._open
-            other = asyncio.ensure_future(text(pool))  # its turn comes before the cancelled one's
+            other = asyncio.ensure_future(text(pool))  # it runs before the cancelled task
             first.cancel()
             connection.data_received(OK)
             async with asyncio.timeout(LONG_S):
@@ -419,7 +419,7 @@ def test_an_answer_to_half_a_request_lets_go_of_the_other_half(run: Run) -> None
     async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 413 Content Too Large\r\ncontent-length: 0\r\n\r\n")
-        await asyncio.sleep(2 * LONG_S)  # what else was sent is never read
+        await asyncio.sleep(2 * LONG_S)  # the rest is never read
 
     async def main() -> None:
         async with FakeWorker(play).up() as pool:
@@ -555,7 +555,7 @@ def test_a_response_without_a_reader_is_not_read_ahead(run: Run) -> None:
 
 
 def test_back_pressure_goes_from_a_slow_client_to_the_worker(run: Run) -> None:
-    """Client <- Server <- Pool <- worker: the client does not read, so the worker cannot write."""
+    """Client <- Server <- ConnectionPool <- worker: the client does not read, so the worker cannot write."""
 
     async def main() -> None:
         size = 50_000_000
@@ -585,7 +585,7 @@ def test_back_pressure_goes_from_a_slow_client_to_the_worker(run: Run) -> None:
                 reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
                 writer.write(b"GET /x HTTP/1.1\r\nhost: a\r\n\r\n")
                 await until(lambda: bool(sent))
-                # Only socket buffers and our two high-water marks lie between the two.
+                # Only socket buffers and the gateway's two high-water marks are between them.
                 assert await settled(lambda: sum(sent)) < 25_000_000
                 got = 0
                 while got < size:

@@ -1,4 +1,4 @@
-"""Clients that leave, stall, or read slowly: the handler hears of it once, and nothing grows."""
+"""Clients that disconnect, stall, or read slowly: the handler is notified once, and memory stays bounded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stoker.gateway.http import HttpRequest, ServerLimits
 
 
 class Watched:
-    """A handler that waits in a given phase and counts what it is told."""
+    """A handler that waits in a given phase and counts its notifications."""
 
     def __init__(self, phase: str) -> None:
         self.phase = phase
@@ -83,7 +83,7 @@ def test_a_client_that_disconnects_before_its_request_is_complete_reaches_no_han
                 client.send(sent)
                 await until(lambda: server.num_connections == 1)
                 (connection,) = server._connections
-                await until(lambda: connection.idle != bool(sent))  # it has seen what came
+                await until(lambda: connection.idle != bool(sent))  # it has read the input
             await until(lambda: server.num_connections == 0)
             assert (watched.requests, bad) == ([], [])
 
@@ -267,7 +267,7 @@ def test_time_in_which_the_server_was_stopped_does_not_count_against_clients(run
             await until(lambda: server.num_connections == 1)
             (connection,) = server._connections
             await until(lambda: connection.idle != bool(sent))
-            time.sleep(0.6)  # noqa: ASYNC251 - the whole process stands still
+            time.sleep(0.6)  # noqa: ASYNC251 - stops the whole process
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             assert (server.num_connections, bad) == (1, [])

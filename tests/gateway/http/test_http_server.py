@@ -1,4 +1,4 @@
-"""The server's good paths: what HTTP/1.1 clients do, and what a handler can rely on."""
+"""The HTTP server with valid requests: what HTTP/1.1 clients do, and what a handler can rely on."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_flood_of_pipelined_requests_is_not_read_ahead(run: Run) -> None:
             client.send(flood * 300)
             waiting = await settled(client.writer.transport.get_write_buffer_size)
             gate.set()
-            # What is not read stays with the client and in the kernel.
+            # Unread bytes stay in the client and in the kernel.
             assert waiting > 10 << 20
             for _ in range(300):
                 assert len((await client.answer())[2]) == 100_009
@@ -89,7 +89,7 @@ def test_expect_100_continue(run: Run) -> None:
             assert (await client.answer())[0] == 100
             client.send(b"ok")
             assert (await client.answer())[2] == b"POST|/e||ok"
-            # Who does not wait is not told to go on.
+            # A client that does not wait gets no 100 Continue.
             client.send(b"POST /e HTTP/1.1\r\nhost: a\r\nExpect: 100-continue\r\ncontent-length: 2\r\n\r\nok")
             assert (await client.answer())[2] == b"POST|/e||ok"
             client.send(b"POST /e HTTP/1.1\r\nhost: a\r\nExpect: 200-maybe\r\ncontent-length: 2\r\n\r\nok")

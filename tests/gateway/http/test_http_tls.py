@@ -1,4 +1,4 @@
-"""TLS on both sides: our server, our client, and peers that are not what they should be."""
+"""TLS in the server and the client, and peers with wrong certificates or without TLS."""
 
 from __future__ import annotations
 

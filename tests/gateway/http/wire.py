@@ -1,4 +1,4 @@
-"""Raw sockets for tests: peers that send any bytes, in any pieces, and see exactly what comes back."""
+"""Raw sockets for tests: peers that send any bytes in any pieces and see exactly what is sent back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GET = b"GET /x HTTP/1.1\r\nhost: a\r\n\r\n"
 
 
 class Bad(list[str]):
-    """Collects what `on_bad` was told."""
+    """Collects the calls of `on_bad`."""
 
     def __call__(self, peer: str, reason: str) -> None:
         assert peer == "127.0.0.1"
@@ -25,7 +25,7 @@ class Bad(list[str]):
 
 
 async def echo(request: HttpRequest) -> None:
-    """Answers with what was understood of the request."""
+    """Answers with what was parsed from the request."""
     seen = b"%b|%b|%b|%b" % (request.method, request.path, request.query, request.body)
     request.respond(200, [(b"x-count", b"%d" % len(request.headers))], seen)
 
@@ -57,7 +57,7 @@ class Peer:
         cast(asyncio.Transport, self.writer.transport).pause_reading()
 
     async def answer(self, *, to_head: bool = False) -> tuple[int, dict[bytes, bytes], bytes]:
-        """One whole answer, read independently of the code under test."""
+        """Read one whole response, independently of the code under test."""
         async with asyncio.timeout(LONG_S):
             lines = (await self.reader.readuntil(b"\r\n\r\n"))[:-4].split(b"\r\n")
             status = int(lines[0].split(b" ")[1])
@@ -76,7 +76,7 @@ class Peer:
             return status, headers, await self.reader.read()
 
     async def closed(self) -> bool:
-        """The server closes, and says nothing more before that."""
+        """Check that the server closes without sending anything more."""
         async with asyncio.timeout(LONG_S):
             try:
                 return await self.reader.read() == b""
@@ -108,7 +108,7 @@ Play = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 class FakeWorker:
-    """A server that does what its script says with each connection."""
+    """A server that runs a script for each connection."""
 
     def __init__(self, play: Play) -> None:
         self.num_connections = 0

@@ -1,4 +1,4 @@
-"""Golden transcripts: what prefill and decode workers of other engines are sent, to the byte, and what the client gets."""
+"""Golden transcripts: the exact bytes sent to prefill and decode workers of other engines, and what the client gets."""
 
 from __future__ import annotations
 
@@ -27,9 +27,6 @@ SHOWN = chunk("a") + chunk("b") + event({"id": "c1", "choices": [], "x": 1}) + D
 @pytest.fixture(autouse=True)
 def prefills_last_word_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stoker.gateway.path.dialects.foreign._PREFILL_REPLY_S", LONG_S)
-
-
-# ---- one by one
 
 
 def test_vllm_nixl_stream() -> None:
@@ -85,7 +82,7 @@ def test_vllm_mooncake(body: bytes) -> None:
                 got = await world.ask(body)
                 assert got.body == SHOWN or got.json["usage"] == usage(40, 8, 2)
             p, d = world.workers["p"], world.workers["d"]
-            assert p.paths == ["/query", "/v1/chat/completions", "/v1/chat/completions"]  # asked once
+            assert p.paths == ["/query", "/v1/chat/completions", "/v1/chat/completions"]  # queried once
             for sent, taken, headers in zip(p.bodies[1:], d.bodies, p.headers[1:], strict=True):
                 [transfer_id] = re.findall(rb'"transfer_id":"(xfer-[0-9a-f]{32})"', sent)
                 asked = json.loads(sent)
@@ -116,7 +113,7 @@ def test_sglang(body: bytes) -> None:
             got = await world.ask(body)
             assert got.body == SHOWN or got.json["usage"] == usage(40, 8, 2)
             p, d = world.workers["p"], world.workers["d"]
-            assert p.bodies == d.bodies  # the very same
+            assert p.bodies == d.bodies  # identical bodies
             [room] = re.findall(rb'"bootstrap_room":(\d+)', p.bodies[0])
             assert 0 <= int(room) < 1 << 63
             more = b'"stream_options":{"include_usage":true},' if body == STREAM else b""
@@ -179,7 +176,7 @@ def test_prefills_error_is_passed_to_the_client(dialect: str, body: bytes) -> No
             assert (got.status, got.json) == (400, said)
             await world.settled()
             d = world.workers["d"]
-            await until(lambda: d.num_running == 0)  # decode does not wait for what never comes
+            await until(lambda: d.num_running == 0)  # decode does not wait for blocks that never come
 
     asyncio.run(main())
 
@@ -202,7 +199,7 @@ def test_a_prefill_worker_that_fails_leaves_the_prompt_to_decode(dialect: str, f
             d = world.workers["d"]
             await until(lambda: d.num_running == 0)
             row = await world.settled()
-            assert row.cached_tokens == 39  # now it is decode's own word
+            assert row.cached_tokens == 39  # now it is what decode reports
 
     asyncio.run(main())
 
@@ -246,7 +243,7 @@ def test_when_prefill_fails_decode_is_aborted(dialect: str) -> None:
 
 @pytest.mark.parametrize("found_out", [True, False], ids=["worker_lost", "client_left"])
 def test_a_cancel_in_the_same_turn_as_the_other_legs_failure_is_not_lost(found_out: bool) -> None:
-    """A client that leaves is not worked for; and when the next worker is lost, it is still known whose cancel that was."""
+    """The cancellation is raised, and its source is known: a lost worker, or a client that disconnected."""
 
     async def main() -> None:
         task = asyncio.current_task()
@@ -291,7 +288,7 @@ def test_when_decode_fails_prefill_is_aborted(dialect: str) -> None:
 def test_a_client_that_disconnects_between_the_legs_leaves_no_blocks_behind(
     body: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's prefill worker keeps them until a decode worker has seen the request."""
+    """vLLM's prefill worker keeps the blocks until a decode worker has received the request."""
     monkeypatch.setattr("stoker.gateway.path.legs._RELEASE_S", 3.0)
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""Decode is told of a hand-off before prefill has computed it, where that is of use; and nothing hangs on it."""
+"""Early-pull hints: decode gets one before prefill has ended, where that helps, and no request depends on it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def info(name: str, **more: Any) -> WorkerInfo:
 
 @dataclass
 class Hinted:
-    """A decode worker with its hints aside."""
+    """A decode worker that records its hints separately."""
 
     fake: FakeStoker = field(default_factory=FakeStoker)
     hints: list[Any] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""KV that a prefill worker keeps and that no decode worker will come for is given back, whatever went wrong in between."""
+"""A prefill worker's lease is released if no decode worker will pull its KV, whatever went wrong in between."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from stoker.gateway.path.handoff_hints import HandoffHints
 
 @dataclass
 class Keeper:
-    """A prefill worker with what was given back to it aside. `hangs`: its ticket was sent, and it does not come to an end."""
+    """A prefill worker that records released leases separately. `hangs`: it sends its ticket and does not end the response."""
 
     hangs: bool = False
     leases: list[str] = field(default_factory=list)
@@ -114,7 +114,7 @@ def test_the_client_disconnects_before_decode_has_answered() -> None:
 
 
 def test_the_client_disconnects_before_prefill_has_ended() -> None:
-    """Its lease may be there already, and its ticket on the way."""
+    """The lease may exist already, with its ticket on the way."""
     keeper = Keeper(hangs=True)
     asyncio.run(run(keeper, FakeStoker(), leaves_after(lambda: bool(keeper.leases))))
     assert keeper.leases

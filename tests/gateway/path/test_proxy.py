@@ -1,4 +1,4 @@
-"""The request path with plain workers: bytes through, retries before the first byte, clean errors, one row for each request."""
+"""The request path with plain workers: bytes pass, failures before the first byte are retried, one row per request."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_a_failure_before_the_first_byte_is_retried(failing: Any, body: bytes) -
         async with World() as world:
             bad = await world.add("bad", failing)
             await world.add("good", good)
-            for _ in range(2):  # whoever is asked first
+            for _ in range(2):  # whichever worker is chosen first
                 got = await world.ask(body)
                 assert got.status == 200
                 assert got.body in (ANSWER, chunk("a") + DONE)
@@ -176,7 +176,7 @@ def test_a_lone_worker_that_is_restarted_is_waited_for(body: bytes) -> None:
             await worker.stop()
             await until(lambda: world.metrics.upstream["a", "connect"] > 0)
             await worker.start()
-            world.clock.advance(2.0)  # it may be tried once more
+            world.clock.advance(2.0)  # it may be retried
             assert (await asking).status == 200
             await world.settled()
 
@@ -185,7 +185,7 @@ def test_a_lone_worker_that_is_restarted_is_waited_for(body: bytes) -> None:
 
 @pytest.mark.parametrize("comes_back", [True, False])
 def test_a_model_whose_last_worker_left_the_fleet_is_waited_for(comes_back: bool) -> None:
-    """The request found a worker: it is never told that there is no such model, and clients try again what it is told."""
+    """The request had found a worker, so it must not fail with "model not found", which clients do not retry."""
 
     async def main() -> None:
         async with World(resume_grace_s=5.0) as world:
@@ -278,7 +278,7 @@ def test_retries_stay_a_small_part_of_all_requests() -> None:
             worker = await world.add("a", answers({"error": {}}, 429))
             for _ in range(50):
                 await world.ask(CHAT)
-            # Twenty saved at the start, a tenth for each request.
+            # The budget starts with 20 retries, and each request adds a tenth.
             assert 70 <= len(worker.bodies) <= 76
 
     asyncio.run(main())
@@ -302,7 +302,7 @@ def test_a_foreign_stream_that_breaks_ends_with_an_error_and_no_done() -> None:
 
 @pytest.mark.parametrize("dialect", ["stoker", "openai"])
 def test_a_worker_lost_after_the_end_of_a_stream_changes_nothing(dialect: str) -> None:
-    """Only the connection has not ended: nobody is asked to go on, and no error follows."""
+    """Only the end of the connection is missing: no worker resumes the stream, and no error follows."""
     pieces = (b":u 10 3 1000 7\n:t 0 1\n" if dialect == "stoker" else b"", chunk("a") + usage_chunk(10, 4, 2) + DONE)
 
     async def main() -> None:
@@ -611,7 +611,7 @@ def test_a_request_whose_client_already_left_is_not_run() -> None:
         world = World()
 
         async def handle(request: HttpRequest) -> None:
-            request.lose()  # over TLS a client's farewell may be read together with its request
+            request.lose()  # with TLS, a client's close may arrive together with its request
             await world.gateway.handle(request)
 
         world.server = Server(handle, ServerLimits(), on_bad=world.gateway.count_bad_request)
@@ -629,7 +629,7 @@ def test_a_request_whose_client_already_left_is_not_run() -> None:
 
 
 def test_a_worker_that_is_back_is_trusted_from_its_first_token_on() -> None:
-    """Not from the end of its first answer: that may be minutes away, and the others would be refused until then."""
+    """The breaker closes before the first answer ends: that may take minutes, and other requests would be refused."""
 
     async def main() -> None:
         async with World() as world:
@@ -644,7 +644,7 @@ def test_a_worker_that_is_back_is_trusted_from_its_first_token_on() -> None:
 
 
 def test_a_slow_unstreamed_answer_does_not_block_a_worker_that_is_back() -> None:
-    """Nothing is heard of it until its end; but it was not cut, as those were that had opened the breaker."""
+    """An unstreamed answer reports nothing until its end, but it was not cut like the requests that opened the breaker."""
 
     async def main() -> None:
         async with World() as world:
@@ -676,7 +676,7 @@ def test_a_timeout_is_distinguished_from_a_broken_connection(kind: str, script: 
 
 
 def no_file_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on this process may open no more connections. Those that it has stay."""
+    """From now on this process cannot open connections. Existing ones stay."""
 
     async def refused(*_: Any, **__: Any) -> Any:
         raise OSError(errno.EMFILE, "Too many open files")

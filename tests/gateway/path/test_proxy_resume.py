@@ -1,4 +1,4 @@
-"""Workers of ours that die: the client sees one stream, the very bytes of an undisturbed run."""
+"""Stoker workers that die in mid-stream: the client gets one stream with the bytes of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_another_worker_resumes_exactly_after_the_sent_tokens(more: dict[str, An
         body = BODY | more
         expected = await undisturbed(body)
         async with World() as world:
-            # The second worker would give other numbers by itself: its clock and its cache are its own.
+            # The second worker would report other numbers: its clock and its cache differ.
             await world.add("a", FakeStoker(dies=[dies], tears=tears), dialect="stoker")
             b = await world.add("b", FakeStoker(created=2000, cached_tokens=9), dialect="stoker")
             got = await world.ask(body, headers=ID)
@@ -46,7 +46,7 @@ def test_another_worker_resumes_exactly_after_the_sent_tokens(more: dict[str, An
             assert row.error is None
             assert len(b.bodies) == 1
             if dies == 0:
-                # Nothing was shown: all is the second worker's.
+                # The client had received nothing, so the whole answer is the second worker's.
                 assert row.resumed == 0
                 assert "resume" not in b.jsons[0]
                 assert row.cached_tokens == 9
@@ -102,7 +102,7 @@ def test_an_engine_that_dies_inside_its_worker_is_a_death_like_any_other() -> No
 
 
 def test_a_worker_whose_engine_dies_in_every_answer_gets_a_pause() -> None:
-    """It ends each of its streams in good order, with an error: that is no success."""
+    """The worker ends each stream properly, but with an error event: that does not count as a success."""
 
     async def main() -> None:
         expected = await undisturbed(BODY)
@@ -129,7 +129,7 @@ def test_a_single_worker_that_returns_resumes_its_own_stream() -> None:
             await worker.stop()
             await until(lambda: world.metrics.upstream["a", "connect"] > 0)
             await worker.start()
-            world.clock.advance(2.0)  # it may be tried once more
+            world.clock.advance(2.0)  # it may be retried
             assert (await asking).body == expected
             assert (await world.settled()).resumed == 1
 
@@ -162,7 +162,7 @@ def test_all_streams_of_a_lone_worker_go_on_when_it_is_back_and_none_waits_for_a
 
             async def tick() -> None:
                 while True:
-                    world.clock.advance(0.02)  # an answer takes longer than a stream that is lost may wait
+                    world.clock.advance(0.02)  # an answer takes longer than resume_grace_s
                     await asyncio.sleep(0.002)
 
             ticking = asyncio.create_task(tick())
@@ -211,7 +211,7 @@ def test_a_stream_without_a_successor_ends_with_an_error_in_time() -> None:
                 assert not asking.done()
                 world.clock.advance(
                     1.2
-                )  # after the first, it is tried again; after the second, the time is over before that
+                )  # it is retried after the first failure; after the second one the grace period is over
             got = await asking
             assert b"worker_lost" in got.body
             assert b"[DONE]" not in got.body
@@ -246,7 +246,7 @@ def test_a_stoker_stream_is_never_resumed_by_a_foreign_worker() -> None:
     "said", [b"<html>\n\ntoo large\n</html>", b'{\n\n"error": {"message": "no", "code": 413}}', b""]
 )
 def test_whatever_refuses_to_go_on_the_stream_ends_with_one_readable_error(path: str, said: bytes) -> None:
-    """A proxy between us and a worker has words of its own."""
+    """A proxy between gateway and worker may send errors of its own shape."""
 
     async def main() -> None:
         async with World() as world:
@@ -377,7 +377,7 @@ def test_a_prefill_worker_that_dies_leaves_the_prompt_to_decode(dies: int) -> No
     async def main() -> None:
         expected = await undisturbed(BODY)
         async with World(prompt_tokens=5000, policy="least_tokens") as world:
-            # With `dies=1` it has sent its token and dies before the ticket.
+            # With `dies=1` it has sent its token and dies before the ticket is sent.
             await pair(world, FakeStoker(dies=[dies]) if not dies else _DiesBeforeTicket(), FakeStoker())
             assert (await world.ask(BODY, headers=ID)).body == expected
             [sent] = world.workers["d"].jsons
@@ -425,7 +425,7 @@ def test_a_silently_stopped_worker_is_left_once_detected(stage: str) -> None:
     async def main() -> None:
         expected = await undisturbed(BODY)
         async with World() as world:
-            # Never a byte, or one token and then the same.
+            # It hangs without a byte, or after one token.
             script: Any = hangs() if stage == "before" else FakeStoker(pace_s=2 * LONG_S)
             a = await world.add("a", script, dialect="stoker")
             await world.add("b", FakeStoker(), dialect="stoker")

@@ -1,4 +1,4 @@
-"""The memory of a stream: what is shown, what is remembered, and what another worker is told."""
+"""TokenMemory and StokerStream: what is forwarded, what is kept, and the resume field for another worker."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_cached_tokens_are_those_of_the_first_worker() -> None:
 
 
 def test_a_first_worker_may_correct_itself() -> None:
-    """Of a request with several prompts the later ones are matched later."""
+    """The cached tokens of a request with several prompts become known one prompt after the other."""
     memory = TokenMemory()
     StokerStream(memory).push(b":u 20 4 1700 42\n:t 0 5\n" + A + b":u 20 12 1700 42\n:t 1 6\n" + B)
     assert memory.usage == TokenUsage(20, 12, 2)

@@ -1,4 +1,4 @@
-"""What is changed in a foreign worker's answer, and that nothing else is."""
+"""What is rewritten in a foreign worker's answer, and that nothing else changes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_usage_in_a_chunk_with_text_is_kept_even_if_the_client_did_not_request_i
 @pytest.mark.parametrize("reported", [0, 9, 99, None])
 @pytest.mark.parametrize("found", [0, 4, None])
 def test_cached_tokens_of_a_pair_are_those_of_prefill(reported: int | None, found: int | None) -> None:
-    """Decode counts what it was handed as cached. Nobody is told of cached tokens that nobody counted."""
+    """Decode counts received blocks as cached. Cached tokens that no worker reported are not passed on."""
     streamed, whole = ForeignAnswer(is_pair=True), ForeignAnswer(is_pair=True)
     streamed.prefill_cached_tokens = whole.prefill_cached_tokens = found
     [told] = json_of(streamed.push(usage_chunk(10, reported, 2)))

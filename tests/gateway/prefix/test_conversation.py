@@ -1,4 +1,4 @@
-"""Conversation keys: the same prompt has the same keys, a longer one begins with them, and they are the worker's blocks."""
+"""Prefix keys: equal prompts have equal keys, a longer prompt begins with them, and they match the worker's blocks."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def worker_context(folder: Path) -> WorkerContext:
 
 
 async def worker_token_ids(context: WorkerContext, kind: EndpointKind, body: bytes) -> list[int]:
-    """By the worker's own path, up to what the engine would get."""
+    """The token ids that the engine would get, computed with the worker's own code."""
     match kind:
         case EndpointKind.CHAT:
             return (await prepare_chat(context, decode(ChatRequest, body), "r")).choices[0].request.token_ids
@@ -215,7 +215,7 @@ def test_a_text_that_grew_or_changed_has_the_keys_of_all_its_tokens(folder: Path
     memo = PrefixMemo(known, BLOCK, limit_bytes=rng.choice([1 << 30, 20_000]))
     text = ""
     for _ in range(25):
-        if rng.random() < 0.25:  # another conversation, or this one cut off anywhere
+        if rng.random() < 0.25:  # another conversation, or this one truncated anywhere
             text = text[: rng.randrange(len(text) + 1)]
         text += lines(rng, rng.choice([1, 30, 900, 3000]))
         root = root_key(rng.choice([None, "a"]))

@@ -1,4 +1,4 @@
-"""Which session a request belongs to: the order of the names, sub-agents, and names that nobody would choose."""
+"""Session keys: the order of headers and fields, sub-agents, and unusual values."""
 
 from __future__ import annotations
 

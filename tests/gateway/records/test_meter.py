@@ -1,4 +1,4 @@
-"""The ledger: no row twice, none lost at a clean stop, nothing torn by kill -9, and exact sums."""
+"""The ledger: no duplicate rows, none lost at a clean stop, no partial batch after kill -9, and exact sums."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_batches_of_any_size_are_written_completely(tmp_path: Path, num_rows: in
 
 
 def test_rows_recorded_during_a_commit_wait_for_the_next_batch(tmp_path: Path) -> None:
-    """Else a busy gateway commits without end, a handful of rows at a time."""
+    """Otherwise a busy gateway would commit a few rows at a time, without end."""
     times_s: list[float] = []
 
     class Trickle(Meter):
@@ -164,18 +164,18 @@ def test_kill_9_leaves_whole_batches_and_loses_none_that_was_written(tmp_path: P
         command = [sys.executable, "-c", WRITER, str(path), here, str(start)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
             assert writer.stdout is not None
-            lines = [writer.stdout.readline()]  # it has begun
+            lines = [writer.stdout.readline()]  # it has started
             killer = threading.Timer(delay_s, writer.send_signal, [signal.SIGKILL])
             killer.start()
             lines += writer.stdout.readlines()
             killer.join()
         told = max(int(line) for line in lines if line.endswith("\n"))
-        connect(path).close()  # it opens, as the next gateway would open it
+        connect(path).close()  # the next gateway can open it
         assert read(path, "PRAGMA integrity_check") == [("ok",)]
         numbers = [int(str(name)[1:]) for (name,) in read(path, "SELECT request_id FROM usage")]
         mine = sorted(number for number in numbers if number >= start)
         assert len(set(numbers)) == len(numbers)
-        # What was written is a run without holes: the last batch is there whole or not at all.
+        # The rows have no gaps: the last batch is there completely or not at all.
         assert mine == list(range(start, start + len(mine)))
         assert len(mine) >= told
         assert read(
@@ -189,9 +189,9 @@ def test_a_failing_disk_loses_no_rows_and_delays_no_request(tmp_path: Path, capl
     settings = MeterSettings(flush_s=0.01, flush_rows=10, max_pending=30)
     meter = open_meter(path, settings)
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
-        other.execute("BEGIN IMMEDIATE")  # the writer now waits for the lock, as on a disk that hangs
+        other.execute("BEGIN IMMEDIATE")  # the writer now waits for the lock, as with a hanging disk
         for number in range(100):
-            meter.record(row(number))  # would not come back before the lock does, if it waited
+            meter.record(row(number))  # would block until the lock is released
         assert meter.behind
         assert meter.pending >= 90
         other.execute("ROLLBACK")

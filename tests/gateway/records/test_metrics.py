@@ -1,4 +1,4 @@
-"""The gateway's metrics: Prometheus can read them, and they say what happened."""
+"""The gateway's metrics: Prometheus can parse them, and they count what happened."""
 
 from __future__ import annotations
 

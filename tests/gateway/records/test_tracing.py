@@ -1,4 +1,4 @@
-"""Traces: one a request, joined to the client's and to the workers'."""
+"""Traces: one per request, connected with the client's trace and the workers' spans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GET /v1/usage: exact sums, exact money, and each tenant its own."""
+"""GET /v1/usage: exact sums and costs, and each tenant sees only its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""/stoker/register: shut without the secret; a worker is there once, whatever it says."""
+"""/stoker/register: disabled without the secret; a worker is listed once."""
 
 from __future__ import annotations
 

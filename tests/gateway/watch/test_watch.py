@@ -1,4 +1,4 @@
-"""Watching workers on real sockets: ours by the worker's own app, foreign engines by mocks of what they answer."""
+"""Watching workers over real sockets: Stoker workers with their real app, foreign engines with mocks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from stoker.worker.state import ServerState
 W = WorkerId("w")
 BLOCK = 16
 QUICK = WatchSettings(probe_s=0.02, connect_s=LONG_S, answer_s=LONG_S, learn_s=0.1)
-# One probe may be late for a reason of this machine's own; not so many one after the other.
+# One late health check may be this machine's fault; five in a row are not.
 HURRIED = replace(QUICK, answer_s=0.3, late_probes=5)
 
 
@@ -82,7 +82,7 @@ class World:
 
 
 class Ours:
-    """A worker's own app and reporter, without an engine."""
+    """A Stoker worker's real app and reporter, without an engine."""
 
     def __init__(self, folder: Path, port: int = 0, **identity: Any) -> None:
         self.text = ModelText.from_folder(folder)
@@ -139,7 +139,7 @@ class Ours:
         return self
 
     def compute(self, token_ids: list[int]) -> None:
-        """As if the engine had filled these blocks."""
+        """Publish these blocks as if the engine had filled them."""
         full = token_ids[: len(token_ids) // BLOCK * BLOCK]
         keys = block_keys(full, engine_root("model"), BLOCK)
         self.reporter.blocks_changed(KvEvents(events=[BlocksNamed(keys=keys, parent=None, token_ids=full)]))
@@ -281,7 +281,7 @@ LOADS = {
 
 
 def paths(answers: dict[str, tuple[int, Any]]) -> Script:
-    """What each path is answered with; others do not exist."""
+    """Answer each path with its entry; other paths are not found."""
 
     async def script(worker: MockWorker, request: HttpRequest) -> None:
         status, body = answers.get(request.path.decode(), (404, {"detail": "Not Found"}))
@@ -342,7 +342,7 @@ def test_any_openai_server_is_usable_once_it_lists_its_models() -> None:
 
 
 def test_a_failed_poll_is_repeated_at_the_next_interval() -> None:
-    """A worker whose models are not known gets no request: one lost answer must not cost it all of `learn_s`."""
+    """A worker whose models are unknown gets no requests, so one lost answer must not delay them by `learn_s`."""
     lists = paths({"/health": (200, b""), "/v1/models": (200, MODELS)})
     num_dropped = 0
 
@@ -405,7 +405,7 @@ def test_one_that_is_sick_hangs_or_is_gone_is_seen_so_and_back_again() -> None:
         await worker.stop()
         await until(lambda: not world.is_usable)
         assert world.lost == [W, W]
-        assert not world.indexes["m"].match([1, 2, 3])  # its cache died with it
+        assert not world.indexes["m"].match([1, 2, 3])  # its cache was lost with the process
         await worker.start()
         await until(lambda: world.is_usable)
 
@@ -413,7 +413,7 @@ def test_one_that_is_sick_hangs_or_is_gone_is_seen_so_and_back_again() -> None:
 
 
 def test_a_connection_that_does_not_come_in_time_is_late_as_an_answer_is() -> None:
-    """It may be ourselves who stood still: only several such one after the other mean that nobody is there."""
+    """This process may have been slow, so only several late checks in a row mean that the worker is down."""
 
     async def main() -> None:
         world = World(replace(QUICK, connect_s=0.05))
