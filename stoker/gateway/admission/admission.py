@@ -69,7 +69,6 @@ class Admission:
         self._queues: dict[str, FairQueue] = {}
         self._open = FairQueue(settings, lambda now: Capacity())  # for models without a worker: never full
         self._timer: asyncio.TimerHandle | None = None
-        self.num_admitted = 0
 
     async def enter(
         self,
@@ -78,13 +77,11 @@ class Admission:
         *,
         lane: str = "",
         reject_if_busy: bool = False,
-        deadline_s: float | None = None,
         priority: int | None = None,
     ) -> AdmittedRequest:
         """Wait until the request is admitted. `lane` is the requested model.
 
-        `deadline_s` limits the wait further than `queue_s` does. Raises Overloaded with a retry time if the request is
-        refused.
+        Raises Overloaded with a retry time if the request is refused.
         """
         refusal = self._gate()
         if refusal is not None:
@@ -94,10 +91,9 @@ class Admission:
         if limit is not None:
             raise Overloaded(limit.message, retry_after_s=limit.retry_after_s, code="rate_limited")
         queue = self._queue_of(lane, now)
-        wait_s = self._settings.queue_s if deadline_s is None else min(deadline_s, self._settings.queue_s)
-        priority = caller.best_priority(priority)
+        queue_s, priority = self._settings.queue_s, caller.best_priority(priority)
         try:
-            ticket = queue.offer(caller.tenant, caller.weight, uncached_tokens, priority, now, wait_s, reject_if_busy)
+            ticket = queue.offer(caller.tenant, caller.weight, uncached_tokens, priority, now, queue_s, reject_if_busy)
             if ticket.state is WAITING:
                 await self._wait(queue, ticket)
                 if ticket.refusal is not None:
@@ -105,7 +101,6 @@ class Admission:
         except (Overloaded, asyncio.CancelledError):
             caller.limiter.give_back(uncached_tokens, self._clock())
             raise
-        self.num_admitted += 1
         return AdmittedRequest(self._clock, caller, queue, ticket, ticket.admitted_s - now)
 
     async def _wait(self, queue: FairQueue, ticket: Ticket) -> None:

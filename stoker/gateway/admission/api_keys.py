@@ -87,10 +87,6 @@ class ApiKeys:
             self._by_digest[digest] = (digest, caller)
         self._anonymous = None if keys else Caller(ANONYMOUS, DEFAULT_TENANT, known=False)
 
-    @property
-    def required(self) -> bool:
-        return self._anonymous is None
-
     def authenticate(self, request: HasHeaders) -> Caller:
         if self._anonymous is not None:
             return self._anonymous

@@ -88,7 +88,6 @@ class Meter:
         self._closing = False
         self._unwritten = 0  # rows in the batch being written
         self.written = 0
-        self.failures = 0
         connect(path).close()  # fail at startup if the ledger cannot be opened
         self._thread = threading.Thread(target=self._run, name="meter", daemon=True)
         self._thread.start()
@@ -150,7 +149,6 @@ class Meter:
                 # One bad row must not block the others, so write them one by one.
                 return all(self._write(connection, [row], price_ids) for row in batch)
             except sqlite3.Error as error:
-                self.failures += 1
                 if tries in (0, 10, 100) or tries % 1000 == 0:
                     log.error("usage_not_written", rows=len(batch), waiting=len(self._rows), reason=str(error))
                 if self._closing and tries >= _CLOSE_TRIES:

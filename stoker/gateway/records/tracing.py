@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
 _QUEUE_SPANS = 16_384
-Value = str | int | float | bool
 
 
 class TraceSpan(Protocol):
@@ -33,8 +32,6 @@ class TraceSpan(Protocol):
     @property
     def traceparent(self) -> bytes | None: ...
 
-    def set(self, key: str, value: Value) -> None: ...
-
     def end(self, error: str | None = None) -> None: ...
 
 
@@ -42,8 +39,6 @@ class RequestTrace(Protocol):
     """The trace of one request."""
 
     def begin(self, name: str) -> TraceSpan: ...
-
-    def set(self, key: str, value: Value) -> None: ...
 
     def end(self, status: int, error: str | None = None) -> None: ...
 
@@ -61,9 +56,6 @@ class Tracing(Protocol):
 class _NoSpan:
     traceparent: bytes | None = None
 
-    def set(self, key: str, value: Value) -> None:
-        pass
-
     def end(self, error: str | None = None) -> None:
         pass
 
@@ -74,9 +66,6 @@ _NO_SPAN = _NoSpan()
 class _NoTrace:
     def begin(self, name: str) -> TraceSpan:
         return _NO_SPAN
-
-    def set(self, key: str, value: Value) -> None:
-        pass
 
     def end(self, status: int, error: str | None = None) -> None:
         pass
@@ -108,9 +97,6 @@ class _LiveSpan:
         context = self._span.get_span_context()
         return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}".encode()
 
-    def set(self, key: str, value: Value) -> None:
-        self._span.set_attribute(key, value)
-
     def end(self, error: str | None = None) -> None:
         from opentelemetry.trace import StatusCode
 
@@ -137,9 +123,6 @@ class _LiveTrace:
         child = self._tracer.start_span(name, context=self._context)
         self._children.append(child)
         return _LiveSpan(child)
-
-    def set(self, key: str, value: Value) -> None:
-        self._root.set_attribute(key, value)
 
     def end(self, status: int, error: str | None = None) -> None:
         for child in self._children:

@@ -23,10 +23,10 @@ def settings(name: str, key: str, **more: object) -> KeySettings:
     return KeySettings(name, hashlib.sha256(key.encode()).hexdigest(), **more)  # type: ignore[arg-type]
 
 
-def test_without_keys_everybody_is_anonymous() -> None:
+def test_without_keys_every_request_is_anonymous() -> None:
     keys = ApiKeys([])
     caller = keys.authenticate(Headers())
-    assert (caller.key_id, caller.tenant, keys.required) == ("anonymous", "default", False)
+    assert (caller.key_id, caller.tenant) == ("anonymous", "default")
     assert keys.authenticate(Headers(authorization="Bearer whatever")) is caller
     assert caller.cache_salt("mine") == "mine"
     assert caller.cache_salt(None) is None
