@@ -33,6 +33,7 @@ from stoker.gateway.path.drain_state import GatewayState
 from stoker.gateway.path.handoff_hints import HandoffHints
 from stoker.gateway.path.proxy import Proxy
 from stoker.gateway.path.services import CleanupTasks, ProxyServices
+from stoker.gateway.path.tokenize import TokenizeEndpoint
 from stoker.gateway.path.upstream import Upstreams
 from stoker.gateway.prefix.conversation_keys import PrefixKeyMakers
 from stoker.gateway.records.meter import Meter, NoMeter
@@ -157,12 +158,20 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
             admin=AdminEndpoint(admin_token, view),
             usage=UsageEndpoint(config.meter.ledger, keys, admin_token, currency=config.meter.currency),
             registration=RegistrationEndpoint(secret, fleet, membership),
+            tokenize=TokenizeEndpoint(fleet, upstreams, keys, config.proxy, clock),
+            max_model_tokens=partial(_max_model_tokens, fleet, watchers),
             clock=clock,
         )
     )
     server = Server(gateway.handle, _server_limits(config.listen), on_bad=gateway.count_bad_request)
     add_gauges(metrics, fleet, load_book, indexes, admission, meter, server, state)
     return GatewayServer(config, server, state, fleet, membership, proxy, key_makers, meter, request_log, tracing, tls)
+
+
+def _max_model_tokens(fleet: Fleet, watchers: Watchers, model: str) -> int | None:
+    """Return the smallest context length among the Stoker workers of a model; other engines do not report it here."""
+    infos = [watchers.info(member.worker_id) for member in fleet.models().get(model, [])]
+    return min((info.max_model_tokens for info in infos if info is not None), default=None)
 
 
 def _meter(config: GatewayConfig) -> Meter | NoMeter:

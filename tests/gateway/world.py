@@ -30,6 +30,7 @@ from stoker.gateway.path.drain_state import GatewayState
 from stoker.gateway.path.handoff_hints import HandoffHints
 from stoker.gateway.path.proxy import Proxy
 from stoker.gateway.path.services import CleanupTasks, ProxyServices
+from stoker.gateway.path.tokenize import TokenizeEndpoint
 from stoker.gateway.path.upstream import Upstreams
 from stoker.gateway.prefix.conversation_keys import ConversationKeys
 from stoker.gateway.records.metrics import GatewayMetrics
@@ -116,12 +117,14 @@ class World:
         self.admission = Admission(
             AdmissionSettings(), lambda model, now: Capacity(), clock=clock, gate=self.state.refusal
         )
+        api_keys = ApiKeys(keys)
+        self.max_model_tokens: dict[str, int] = {}
         self.gateway = Gateway(
             GatewayParts(
                 fleet=self.fleet,
                 indexes=indexes,
                 proxy=self.proxy,
-                keys=ApiKeys(keys),
+                keys=api_keys,
                 admission=self.admission,
                 key_makers=KeysDouble(prompt_tokens),
                 meter=self.rows,
@@ -132,6 +135,8 @@ class World:
                 admin=Nothing(),
                 usage=Nothing(),
                 registration=Nothing(),
+                tokenize=TokenizeEndpoint(self.fleet, self.upstreams, api_keys, proxy or PATIENT, clock),
+                max_model_tokens=self.max_model_tokens.get,
                 clock=clock,
             )
         )

@@ -12,10 +12,10 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 from urllib.parse import unquote
 
-from stoker.base.errors import InvalidRequest, NotFound
+from stoker.base.errors import NotFound
 from stoker.base.log import EventLog
 from stoker.fleet.fleet import Fleet
 from stoker.fleet.prefix_index import PrefixIndex
@@ -26,12 +26,13 @@ from stoker.gateway.api.client_body import EndpointKind, RequestEnvelope, parse
 from stoker.gateway.api.endpoint import Endpoint
 from stoker.gateway.api.reply import Reply, error_reply, json_reply, text_reply
 from stoker.gateway.http import HttpRequest
-from stoker.gateway.path.call import Call, RequestIds, body_changes, given_request_id
+from stoker.gateway.path.call import Call, RequestIds, body_changes, given_request_id, requested_model
 from stoker.gateway.path.drain_state import GatewayState
 from stoker.gateway.path.errors import error_event, is_unexpected, reply_of
 from stoker.gateway.path.exchange import Exchange
 from stoker.gateway.path.proxy import Proxy
 from stoker.gateway.path.rewrite import TokenUsage
+from stoker.gateway.path.tokenize import PATHS as TOKENIZE_PATHS
 from stoker.gateway.prefix.conversation_keys import ConversationKeys
 from stoker.gateway.prefix.session import SessionKeys, session_of
 from stoker.gateway.records.metrics import CONTENT_TYPE, GatewayMetrics
@@ -89,6 +90,8 @@ class GatewayParts:
     admin: Endpoint
     usage: Endpoint
     registration: Endpoint
+    tokenize: Endpoint
+    max_model_tokens: Callable[[str], int | None]  # a model's context length, if known
     clock: Callable[[], float]
 
 
@@ -145,7 +148,7 @@ class Gateway:
         parts, request = self._parts, exchange.request
         caller = exchange.caller = parts.keys.authenticate(request)
         envelope = parse(exchange.kind, request.body)
-        model = exchange.model = envelope.model or self._only_model()
+        model = exchange.model = requested_model(envelope.model, parts.fleet)
         put, drop = body_changes(envelope, caller)
         session = session_of(request.head.by_name, envelope, caller.tenant)
         exchange.session = session.session
@@ -184,14 +187,6 @@ class Gateway:
                 admitted.done()
             else:
                 admitted.done(usage.prompt_tokens - usage.cached_tokens, usage.completion_tokens)
-
-    def _only_model(self) -> str:
-        models = self._parts.fleet.models()
-        if len(models) == 1:
-            return next(iter(models))
-        names = ", ".join(sorted(models)) or "none"
-        message = f"Missing required parameter: 'model'. Set it to one of the models served here: {names}."
-        raise InvalidRequest(message, param="model", code="missing_required_parameter")
 
     def _uncached_tokens(self, query: RouteQuery) -> int:
         """Return how many prompt tokens the worker with the longest cached prefix would still have to compute.
@@ -239,6 +234,8 @@ class Gateway:
             return await parts.usage.answer(request)
         if path == b"/stoker/register":
             return await parts.registration.answer(request)
+        if path in TOKENIZE_PATHS:
+            return await parts.tokenize.answer(request)
         if path == b"/v1/models" or path.startswith(b"/v1/models/"):
             parts.keys.authenticate(request)
             return self._models(unquote(path.removeprefix(b"/v1/models").removeprefix(b"/").decode("ascii")))
@@ -258,16 +255,17 @@ class Gateway:
         return json_reply({"status": "ready"})
 
     def _models(self, name: str) -> Reply:
-        cards = [
-            {"id": model, "object": "model", "created": self._started_s, "owned_by": "stoker"}
-            for model in sorted(self._parts.fleet.models())
-        ]
+        models = sorted(self._parts.fleet.models())
         if not name:
-            return json_reply({"object": "list", "data": cards})
-        for card in cards:
-            if card["id"] == name:
-                return json_reply(card)
+            return json_reply({"object": "list", "data": [self._card(model) for model in models]})
+        if name in models:
+            return json_reply(self._card(name))
         raise NotFound(f"The model {name!r} is not served here.", param="model", code="model_not_found")
+
+    def _card(self, model: str) -> dict[str, Any]:
+        card = {"id": model, "object": "model", "created": self._started_s, "owned_by": "stoker"}
+        max_model_tokens = self._parts.max_model_tokens(model)
+        return card if max_model_tokens is None else card | {"max_model_len": max_model_tokens}
 
     # ---- errors
 

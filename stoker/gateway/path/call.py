@@ -13,7 +13,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import msgspec
 from msgspec import UNSET
 
+from stoker.base.errors import InvalidRequest
 from stoker.base.ids import WorkerId
+from stoker.fleet.fleet import Fleet
 from stoker.gateway.admission.api_keys import Caller
 from stoker.gateway.api.client_body import RequestEnvelope, edit
 from stoker.gateway.http import HeaderFilter, HttpRequest, header_block
@@ -99,6 +101,18 @@ class RequestIds:
 def given_request_id(given: bytes | None) -> bytes | None:
     """Return the client's `x-request-id` if it is safe to log and to forward, else None."""
     return given if given is not None and _REQUEST_ID.fullmatch(given) else None
+
+
+def requested_model(name: str | None, fleet: Fleet) -> str:
+    """Return the model that a request names. It may be omitted if the fleet serves only one."""
+    if name:
+        return name
+    models = fleet.models()
+    if len(models) == 1:
+        return next(iter(models))
+    names = ", ".join(sorted(models)) or "none"
+    message = f"Missing required parameter: 'model'. Set it to one of the models served here: {names}."
+    raise InvalidRequest(message, param="model", code="missing_required_parameter")
 
 
 def body_changes(envelope: RequestEnvelope, caller: Caller) -> tuple[dict[str, bytes], tuple[str, ...]]:
