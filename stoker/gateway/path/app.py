@@ -31,7 +31,7 @@ from stoker.gateway.path.drain_state import GatewayState
 from stoker.gateway.path.errors import error_event, is_unexpected, reply_of
 from stoker.gateway.path.exchange import Exchange
 from stoker.gateway.path.proxy import Proxy
-from stoker.gateway.path.rewrite import TokenUsage
+from stoker.gateway.path.rewrite import ReportedUsage
 from stoker.gateway.path.tokenize import PATHS as TOKENIZE_PATHS
 from stoker.gateway.prefix.conversation_keys import ConversationKeys
 from stoker.gateway.prefix.session import SessionKeys, session_of
@@ -179,7 +179,7 @@ class Gateway:
             await parts.proxy.run(call)
         except Exception:
             if not request.started:
-                call.usage = TokenUsage()  # the client got nothing, so nothing is billed
+                call.usage = ReportedUsage()  # the client got nothing, so nothing is billed
             raise
         finally:
             usage = call.usage

@@ -9,11 +9,11 @@ from stoker.gateway.api.client_body import EndpointKind
 from stoker.gateway.http import HttpRequest
 from stoker.gateway.path.call import Call
 from stoker.gateway.path.errors import CLIENT_GONE_STATUS, code_of, reply_of
-from stoker.gateway.path.rewrite import TokenUsage
+from stoker.gateway.path.rewrite import ReportedUsage
 from stoker.gateway.records.tracing import RequestTrace
 from stoker.gateway.records.usage_row import UsageRow
 
-_NO_USAGE = TokenUsage()
+_NO_USAGE = ReportedUsage()
 _ENDPOINTS = {kind: kind.value for kind in EndpointKind}  # faster than enum attribute access
 
 

@@ -19,7 +19,7 @@ import re
 
 import msgspec
 
-from stoker.gateway.path.rewrite import EventCutter, TokenUsage, set_cached_tokens_in_events
+from stoker.gateway.path.rewrite import EventCutter, ReportedUsage, set_cached_tokens_in_events
 from stoker.proto.sse import DONE
 
 _LEAD = re.compile(rb"(?::[^\n]*\n)+\n?")  # comment lines in front of an event, or without one
@@ -71,12 +71,12 @@ class TokenMemory(msgspec.Struct, eq=False):
         return lines.count(b" ") - lines.count(b":t") - lines.count(b":f") - 4 * lines.count(b":u")
 
     @property
-    def usage(self) -> TokenUsage | None:
+    def usage(self) -> ReportedUsage | None:
         cached_tokens, told = self.cached_tokens, self._last_told()
         if cached_tokens is None or told is None:
             return None
         prompt_tokens = int(told.group(1))
-        return TokenUsage(prompt_tokens, min(cached_tokens, prompt_tokens), self.num_tokens)
+        return ReportedUsage(prompt_tokens, min(cached_tokens, prompt_tokens), self.num_tokens)
 
     def resume_field(self, num_choices: int) -> bytes:
         """Return the `resume` field of a request body as JSON. Tokens are copied from the lines unchanged."""
