@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from waiting import LONG_S, until
 
-from stoker.gateway.http import ClientLimits, ConnectionPool, HttpRequest, Origin, Server, ServerLimits
+from stoker.gateway.http import ClientLimits, ConnectionPool, HttpRequest, Origin, Server, ServerLimits, WorkerResponse
 
 Run = Callable[[Coroutine[Any, Any, None]], None]  # the fixture `run`: runs a test on each event loop
 
@@ -167,3 +167,15 @@ def worker_saying(*answers: bytes, then_close: bool = False) -> FakeWorker:
 
     worker = FakeWorker(play)
     return worker
+
+
+async def get(
+    pool: ConnectionPool, method: bytes = b"GET", head_s: float | None = LONG_S, body: bytes = b""
+) -> WorkerResponse:
+    """Send a request to the worker under test."""
+    return await pool.send(method, b"/p", [(b"x-h", b"1")], body, connect_s=LONG_S, head_s=head_s)
+
+
+async def text(pool: ConnectionPool, method: bytes = b"GET") -> bytes:
+    """Send a request and return the whole response body."""
+    return await (await get(pool, method)).read(1 << 20)
