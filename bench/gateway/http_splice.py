@@ -23,11 +23,11 @@ from bench.contract import Needs, Report, Result
 from bench.support.processes import free_ports, python_module, started, wait_for_port
 from bench.support.router_client import closed_loop
 from stoker.gateway.http import (
-    AnswerAborted,
     ClientLimits,
+    ConnectionPool,
+    HttpRequest,
     Origin,
-    Pool,
-    Request,
+    ResponseAborted,
     Server,
     ServerLimits,
     end_to_end,
@@ -41,9 +41,9 @@ _LOADS = {"request": ("full", 0), "chunk": ("stream", 0), "paced": ("stream", 20
 
 
 async def serve(port: int, workers: list[int]) -> None:
-    pools = cycle([Pool(Origin.from_url(f"http://127.0.0.1:{worker}"), ClientLimits()) for worker in workers])
+    pools = cycle([ConnectionPool(Origin.from_url(f"http://127.0.0.1:{worker}"), ClientLimits()) for worker in workers])
 
-    async def handle(request: Request) -> None:
+    async def handle(request: HttpRequest) -> None:
         headers = header_block(end_to_end(request.headers))
         answer = await next(pools).send(request.method, request.path, headers, request.body, connect_s=1, head_s=60)
         request.on_gone = answer.abort
@@ -53,7 +53,7 @@ async def serve(port: int, workers: list[int]) -> None:
             request.respond(answer.status, end_to_end(answer.headers), await answer.read(64 << 20))
             return
         request.start(answer.status, end_to_end(answer.headers))
-        with contextlib.suppress(AnswerAborted):
+        with contextlib.suppress(ResponseAborted):
             await answer.relay(request.write)
             request.finish()
 

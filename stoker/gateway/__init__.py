@@ -1,1 +1,1 @@
-"""The front door: OpenAI over HTTP in, HTTP to workers out; routing, hand-off, metering."""
+"""The gateway: an OpenAI-compatible HTTP server that routes requests to workers, with hand-off, retries and metering."""

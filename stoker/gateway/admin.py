@@ -1,14 +1,14 @@
-"""`/admin/*`: the fleet, the last routes, the reservations, the queues; draining, adding and removing workers. All JSON.
+"""`/admin/*`: shows fleet, recent routes, reservations and queues; drains, adds and removes workers. All JSON.
 
-Behind a token of its own. Without one configured there is no admin API at all. It reads what others own and asks them to
-change it; what a new or removed worker needs besides (connections, watchers) is `Workers`'s business.
+It needs its own bearer token; without one configured, the admin API is disabled. It only reads the state of other parts.
+Changes of the worker list go through `MembershipChanges`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -18,10 +18,11 @@ from stoker.base.ids import WorkerId
 from stoker.base.log import EventLog
 from stoker.fleet.fleet import Fleet, Member
 from stoker.fleet.load_book import LoadBook
-from stoker.fleet.spec import WorkerSpec
 from stoker.gateway.admission.admission import Admission
 from stoker.gateway.admission.api_keys import AdminToken
+from stoker.gateway.api.endpoint import EndpointRequest
 from stoker.gateway.api.reply import Reply, error_reply, json_reply
+from stoker.gateway.watch.registration import MembershipChanges
 from stoker.gateway.worker_option import WorkerSettings, worker_spec
 from stoker.proto.admin_api import (
     ADMIN_FLEET_PATH,
@@ -40,64 +41,41 @@ _NO_TOKEN = "Admin requests need the admin token: send it as `Authorization: Bea
 log = EventLog("admin")
 
 
-class Request(Protocol):
-    @property
-    def method(self) -> bytes: ...
-
-    @property
-    def path(self) -> bytes: ...
-
-    @property
-    def query(self) -> bytes: ...
-
-    @property
-    def body(self) -> bytes: ...
-
-    def header(self, name: bytes) -> bytes | None: ...
-
-
-class Workers(Protocol):
-    """Whoever makes a worker part of the gateway, or takes it out."""
-
-    def add(self, spec: WorkerSpec) -> None: ...
-
-    def remove(self, worker_id: WorkerId) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class AdminView:
-    """What can be looked at. Each entry is asked when somebody looks."""
+    """The parts whose state the admin API shows. They are read when a request arrives."""
 
     fleet: Fleet
     load_book: LoadBook
     router: Router
     admission: Admission
-    workers: Workers
+    workers: MembershipChanges
     clock: Callable[[], float]
     status: Callable[[], GatewayStatus]
-    sessions: Callable[[int], list[dict[str, Any]]] | None = None  # the last sessions and their homes, if they are kept
 
 
-class Admin:
+class AdminEndpoint:
+    """Handles all paths below /admin/."""
+
     def __init__(self, token: AdminToken, view: AdminView) -> None:
         self._token = token
         self._view = view
-        self._routes: dict[tuple[bytes, bytes], Callable[[Request, dict[str, str]], Any]] = {
+        self._routes: dict[tuple[bytes, bytes], Callable[[EndpointRequest, dict[str, str]], Any]] = {
             (b"GET", ADMIN_STATUS_PATH.encode()): self._status,
             (b"GET", ADMIN_FLEET_PATH.encode()): self._fleet,
             (b"GET", b"/admin/routes"): self._last_routes,
             (b"GET", b"/admin/ledger"): self._ledger,
             (b"GET", b"/admin/queues"): self._queues,
-            (b"GET", b"/admin/sessions"): self._sessions,
             (b"POST", b"/admin/drain"): self._drain,
             (b"POST", b"/admin/undrain"): self._undrain,
             (b"POST", b"/admin/workers"): self._add_worker,
             (b"DELETE", b"/admin/workers"): self._remove_worker,
         }
 
-    async def answer(self, request: Request) -> Reply:
+    async def answer(self, request: EndpointRequest) -> Reply:
         if not self._token.configured:
-            return error_reply(404, "The admin API is off: the gateway has no admin token.", code="unknown_url")
+            message = "The admin API is disabled: start the gateway with --admin-token-file."
+            return error_reply(404, message, code="unknown_url")
         if not self._token.allows(request):
             return error_reply(401, _NO_TOKEN, code="invalid_admin_token")
         handler = self._routes.get((request.method, request.path))
@@ -105,28 +83,30 @@ class Admin:
             allowed = sorted({method for method, path in self._routes if path == request.path})
             if not allowed:
                 return error_reply(404, f"No such path: {request.path.decode('latin-1')}.", code="unknown_url")
-            reply = error_reply(405, f"{request.path.decode()} takes another method.", code="method_not_allowed")
-            reply.headers.append((b"allow", b", ".join(allowed)))
+            methods = b", ".join(allowed)
+            message = f"{request.path.decode()} accepts {methods.decode()}, not {request.method.decode('latin-1')}."
+            reply = error_reply(405, message, code="method_not_allowed")
+            reply.headers.append((b"allow", methods))
             return reply
         query = dict(parse_qsl(request.query.decode("latin-1"), keep_blank_values=True))
         return json_reply(handler(request, query))
 
-    # ---- looking
+    # ---- reading
 
-    def _status(self, request: Request, query: dict[str, str]) -> GatewayStatus:
+    def _status(self, request: EndpointRequest, query: dict[str, str]) -> GatewayStatus:
         return self._view.status()
 
-    def _fleet(self, request: Request, query: dict[str, str]) -> WorkerList:
+    def _fleet(self, request: EndpointRequest, query: dict[str, str]) -> WorkerList:
         now = self._view.clock()
         return WorkerList(workers=[self._describe(member, now) for member in self._view.fleet.members()])
 
-    def _last_routes(self, request: Request, query: dict[str, str]) -> dict[str, Any]:
+    def _last_routes(self, request: EndpointRequest, query: dict[str, str]) -> dict[str, Any]:
         now = self._view.clock()
         routes = self._view.router.explain_last(_count(query, 20))
         return {"routes": [{"age_s": round(now - _float(route["at"]), 3), **route} for route in routes]}
 
-    def _ledger(self, request: Request, query: dict[str, str]) -> dict[str, Any]:
-        """All zero when nothing is under way; anything else then is a leak."""
+    def _ledger(self, request: EndpointRequest, query: dict[str, str]) -> dict[str, Any]:
+        """Return reservations and admissions. All are zero when no request is running; anything else is a leak."""
         admission = self._view.admission
         return {
             "reserved": asdict(self._view.load_book.totals()),
@@ -134,20 +114,15 @@ class Admin:
             "waiting": admission.num_waiting,
         }
 
-    def _queues(self, request: Request, query: dict[str, str]) -> dict[str, Any]:
+    def _queues(self, request: EndpointRequest, query: dict[str, str]) -> dict[str, Any]:
         return {"queues": self._view.admission.describe()}
-
-    def _sessions(self, request: Request, query: dict[str, str]) -> dict[str, Any]:
-        if self._view.sessions is None:
-            raise NotFound("No sessions are kept: homes follow from a hash and from what the workers hold.")
-        return {"sessions": self._view.sessions(_count(query, 100))}
 
     # ---- changing
 
-    def _drain(self, request: Request, query: dict[str, str]) -> WorkerStatus:
+    def _drain(self, request: EndpointRequest, query: dict[str, str]) -> WorkerStatus:
         return self._set_drain(query, True)
 
-    def _undrain(self, request: Request, query: dict[str, str]) -> WorkerStatus:
+    def _undrain(self, request: EndpointRequest, query: dict[str, str]) -> WorkerStatus:
         return self._set_drain(query, False)
 
     def _set_drain(self, query: dict[str, str], on: bool) -> WorkerStatus:
@@ -157,11 +132,11 @@ class Admin:
         log.event("worker_drained" if on else "worker_undrained", worker=member.worker_id)
         return self._describe(member, now)
 
-    def _add_worker(self, request: Request, query: dict[str, str]) -> WorkerStatus | dict[str, Any]:
+    def _add_worker(self, request: EndpointRequest, query: dict[str, str]) -> WorkerStatus | dict[str, Any]:
         try:
             settings = msgspec.json.decode(request.body, type=WorkerSettings)
             if settings.api_key_file is not None:
-                raise ConfigError("api_key_file can only stand in the gateway's configuration")
+                raise ConfigError("api_key_file is not accepted here; set it in the gateway's configuration file")
             spec = worker_spec(settings)
             self._view.workers.add(spec)
         except msgspec.MsgspecError as error:
@@ -172,7 +147,7 @@ class Admin:
         member = self._view.fleet.member(spec.worker_id)
         return {"worker": spec.worker_id} if member is None else self._describe(member, self._view.clock())
 
-    def _remove_worker(self, request: Request, query: dict[str, str]) -> dict[str, Any]:
+    def _remove_worker(self, request: EndpointRequest, query: dict[str, str]) -> dict[str, Any]:
         worker_id = self._member(query).worker_id
         self._view.workers.remove(worker_id)
         log.event("worker_removed", worker=worker_id)
@@ -181,11 +156,11 @@ class Admin:
     def _member(self, query: dict[str, str]) -> Member:
         name = query.get("worker")
         if not name:
-            raise InvalidRequest("Name the worker: ?worker=HOST:PORT", param="worker")
+            raise InvalidRequest("The query parameter 'worker' is missing: add ?worker=HOST:PORT", param="worker")
         member = self._view.fleet.member(WorkerId(name))
         if member is None:
-            there = ", ".join(sorted(member.worker_id for member in self._view.fleet.members())) or "none"
-            raise NotFound(f"No worker is called {name!r}; there are: {there}")
+            names = ", ".join(sorted(member.worker_id for member in self._view.fleet.members())) or "none"
+            raise NotFound(f"There is no worker {name!r}. The gateway's workers are: {names}")
         return member
 
     def _describe(self, member: Member, now: float) -> WorkerStatus:
@@ -222,7 +197,7 @@ class Admin:
 def _count(query: dict[str, str], default: int) -> int:
     text = query.get("n", str(default))
     if not text.isdecimal() or not 1 <= int(text) <= _MAX_ROUTES:
-        raise InvalidRequest(f"n={text!r}: it must be 1 to {_MAX_ROUTES}.", param="n")
+        raise InvalidRequest(f"n={text!r}: it must be a number from 1 to {_MAX_ROUTES}.", param="n")
     return int(text)
 
 

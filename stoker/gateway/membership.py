@@ -1,5 +1,8 @@
-"""A worker's coming and going, for all who keep something about workers: fleet, watchers, connections, reservations, prefix
-indexes. One object tells them all, so that nothing of a worker that left stays behind."""
+"""Adds workers to the gateway and removes them from everything that holds state about workers.
+
+These are the fleet, the watchers, the connections, the reservations and the prefix indexes. One object updates them all, so
+that no state of a removed worker stays behind.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,15 @@ from stoker.gateway.path.dialects.dialect import DIALECTS
 from stoker.gateway.path.upstream import Upstreams
 from stoker.gateway.watch.watchers import Watchers
 
-_SILENT_S = 20.0  # three heartbeats that were not heard; who is gone is seen sooner, by its watcher
+_SILENT_S = 20.0  # three missed heartbeats; the watcher notices a dead worker sooner
 _LOOK_S = 1.0
 
 log = EventLog("workers")
 
 
-class Workers:
+class Membership:
+    """Implements joining, leaving and expiry of workers."""
+
     def __init__(
         self,
         fleet: Fleet,
@@ -43,20 +48,20 @@ class Workers:
         self._expiry: asyncio.Task[None] | None = None
 
     def add(self, spec: WorkerSpec) -> None:
-        """A new one, or a known one again."""
-        dialect = DIALECTS.get(spec.dialect)  # one that nobody can speak to is refused here, by name
+        """Add a worker, or update a known one. Raises ConfigError for an unknown dialect or an invalid URL."""
+        dialect = DIALECTS.get(spec.dialect)
         spec = replace(spec, decodes_alone=dialect.decodes_alone)
-        self._watchers.start(spec)  # refuses an address that nobody could be asked at
+        self._watchers.start(spec, dialect.load_probe)
         self._fleet.add(spec, self._clock())
         if not spec.from_config and self._expiry is None:
             self._expiry = asyncio.create_task(self._expire(), name="worker-expiry")
 
     def restarted(self, worker_id: WorkerId) -> None:
-        """At the same address there is a new process."""
+        """Note that a new process runs at the worker's address."""
         self._watchers.restarted(worker_id)
 
     def remove(self, worker_id: WorkerId) -> None:
-        """What runs there goes on; nothing new is sent."""
+        """Remove a worker. Its running requests continue; it gets no new ones."""
         self._fleet.remove(worker_id, self._clock())
         self._upstreams.let_go(worker_id)
         self._load_book.forget(worker_id)
@@ -66,8 +71,8 @@ class Workers:
             self._leaving.add(task)
             task.add_done_callback(self._leaving.discard)
 
-    async def looked(self, timeout_s: float) -> None:
-        """Until every worker has said what it serves, or was found to be away; not longer than `timeout_s`."""
+    async def wait_first_polls(self, timeout_s: float) -> None:
+        """Wait until the models of every worker are known or the worker is found to be down, at most `timeout_s`."""
         until = self._clock() + timeout_s
         while (now := self._clock()) < until:
             if all(member.models or not member.health.usable(now) for member in self._fleet.members()):
@@ -82,16 +87,16 @@ class Workers:
         await self._watchers.close()
 
     async def _expire(self) -> None:
-        looked_s, deaf_until_s = self._clock(), -math.inf
+        checked_s, stalled_until_s = self._clock(), -math.inf
         while True:
             await asyncio.sleep(min(_LOOK_S, self._silent_s / 3))
             now = self._clock()
-            if now - looked_s > self._silent_s / 2:
-                deaf_until_s = now  # this process stood still: what workers said meanwhile is not read yet
-            looked_s = now
-            if now - deaf_until_s <= self._silent_s:
+            if now - checked_s > self._silent_s / 2:
+                stalled_until_s = now  # this process was stopped, and heartbeats sent meanwhile are not read yet
+            checked_s = now
+            if now - stalled_until_s <= self._silent_s:
                 continue
             for worker_id in self._fleet.expire(now, self._silent_s):
                 log.warning("worker_silent", worker=worker_id, seconds=self._silent_s)
-                self._upstreams.cut(worker_id)  # it may hang; once it is forgotten, nobody looks whether it does
+                self._upstreams.cut(worker_id)  # the worker may hang, and after its removal no watcher would notice
                 self.remove(worker_id)

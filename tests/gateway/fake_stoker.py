@@ -1,6 +1,6 @@
-"""A worker that speaks our resume protocol over a made-up model: the next token is a function of seed, choice and position.
+"""A mock Stoker worker with the resume protocol. Its next token is a function of seed, choice and position.
 
-So whoever continues an answer must end in the same bytes as an undisturbed run, whatever was cut where.
+So a worker that resumes an answer must end in the same bytes as an undisturbed run, wherever the stream was cut.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from mocks import DONE, JSON, SSE, MockWorker, event
 
-from stoker.gateway.http import Request
+from stoker.gateway.http import HttpRequest
 
 
 def token(seed: int, choice: int, position: int) -> int:
@@ -21,17 +21,17 @@ def token(seed: int, choice: int, position: int) -> int:
 
 @dataclass
 class FakeStoker:
-    """Its script for a MockWorker. `dies` names after how many tokens of a request it cuts the connection; None: never."""
+    """The script for a MockWorker. `dies` lists after how many tokens of each request it cuts the connection; None: never."""
 
     created: int = 1000
     cached_tokens: int = 3
-    dies: list[int | None] = field(default_factory=list)  # a request each, in their order
-    fails: list[int | None] = field(default_factory=list)  # the same, by an error event: its engine died
-    tears: int = 0  # bytes of the next event that still get out when it dies
+    dies: list[int | None] = field(default_factory=list)  # one entry per request, in order
+    fails: list[int | None] = field(default_factory=list)  # the same, but with an error event: the engine died
+    tears: int = 0  # bytes of the next event that are still sent when it dies
     pace_s: float = 0.0
-    splits: int = 0  # write in pieces of so many bytes
+    splits: int = 0  # write in pieces of this many bytes; 0: whole
 
-    async def __call__(self, worker: MockWorker, request: Request) -> None:
+    async def __call__(self, worker: MockWorker, request: HttpRequest) -> None:
         body = json.loads(request.body)
         dies = self.dies.pop(0) if self.dies else None
         fails = self.fails.pop(0) if self.fails else None
@@ -48,7 +48,7 @@ class FakeStoker:
 class _Run:
     fake: FakeStoker
     body: dict[str, Any]
-    request: Request
+    request: HttpRequest
 
     def __post_init__(self) -> None:
         self.num_choices = self.body.get("n") or 1
@@ -59,7 +59,7 @@ class _Run:
         self.sent = [list(choice["token_ids"]) for choice in choices]
         self.finished = [choice["finished"] for choice in choices]
         for index, ids in enumerate(self.sent):
-            assert ids == [self.token(index, i) for i in range(len(ids))], "resumed from other tokens than were drawn"
+            assert ids == [self.token(index, i) for i in range(len(ids))], "resumed from tokens that were not sampled"
         self.tells = self.request.header(b"x-stoker-stream") == b"1"
         self.is_prefill = (self.body.get("kv_transfer_params") or {}).get("do_remote_decode", False)
 
@@ -79,7 +79,7 @@ class _Run:
         }
 
     def text(self, choice: int, position: int) -> str:
-        """Every third token shows nothing: its text waits for the next one."""
+        """Return a token's text. Every third token is empty: its text comes with the next one."""
         if position % 3 == 1 and position + 1 < self.max_tokens:
             return ""
         before = f"<{self.token(choice, position - 1)}>" if position % 3 == 2 else ""

@@ -1,4 +1,4 @@
-"""Small worker servers for tests of the gateway: they keep what they were sent, and answer as their script says."""
+"""Mock workers for tests of the gateway: they record their requests and answer according to a script."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 from waiting import LONG_S
 
-from stoker.gateway.http import Request, Server, ServerLimits
+from stoker.gateway.http import HttpRequest, Server, ServerLimits
 
-Script = Callable[["MockWorker", Request], Awaitable[None]]
+Script = Callable[["MockWorker", HttpRequest], Awaitable[None]]
 
 SSE = [(b"content-type", b"text/event-stream; charset=utf-8")]
 JSON = [(b"content-type", b"application/json")]
@@ -52,7 +52,7 @@ class MockWorker:
     def jsons(self) -> list[Any]:
         return [json.loads(body) for body in self.bodies]
 
-    async def _handle(self, request: Request) -> None:
+    async def _handle(self, request: HttpRequest) -> None:
         self.bodies.append(request.body)
         self.headers.append({name.decode(): value.decode() for name, value in request.headers})
         self.paths.append(request.path.decode())
@@ -79,16 +79,16 @@ def answers(
 ) -> Script:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
 
-    async def script(worker: MockWorker, request: Request) -> None:
+    async def script(worker: MockWorker, request: HttpRequest) -> None:
         request.respond(status, [*JSON, *(headers or [])], data)
 
     return script
 
 
 def streams(*pieces: bytes, cut: bool = False, pause_s: float = 0.0) -> Script:
-    """The pieces as the body of an event stream; with `cut` the connection breaks after the last."""
+    """Send the pieces as the body of an event stream; with `cut` the connection breaks after the last."""
 
-    async def script(worker: MockWorker, request: Request) -> None:
+    async def script(worker: MockWorker, request: HttpRequest) -> None:
         request.start(200, SSE)
         for piece in pieces:
             request.write(piece)
@@ -102,28 +102,28 @@ def streams(*pieces: bytes, cut: bool = False, pause_s: float = 0.0) -> Script:
 
 
 def drops() -> Script:
-    """Takes the request and hangs up."""
+    """Accept the request and close the connection."""
 
-    async def script(worker: MockWorker, request: Request) -> None:
+    async def script(worker: MockWorker, request: HttpRequest) -> None:
         request.abort()
 
     return script
 
 
 def hangs() -> Script:
-    """Takes the request and never answers."""
+    """Accept the request and never answer."""
 
-    async def script(worker: MockWorker, request: Request) -> None:
+    async def script(worker: MockWorker, request: HttpRequest) -> None:
         await asyncio.sleep(2 * LONG_S)
 
     return script
 
 
 def in_turn(*scripts: Script) -> Script:
-    """The first request gets the first script, and so on; the last one is for all that follow."""
+    """Use one script per request, in order; the last one serves all further requests."""
     left = list(scripts)
 
-    async def script(worker: MockWorker, request: Request) -> None:
+    async def script(worker: MockWorker, request: HttpRequest) -> None:
         await (left.pop(0) if len(left) > 1 else left[0])(worker, request)
 
     return script

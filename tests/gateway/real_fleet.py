@@ -1,4 +1,4 @@
-"""A gateway and workers as processes of their own, to be killed at will."""
+"""A gateway and workers as real processes that tests can kill."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from stopping import stopped
 from worker.real import CHAT, STOKER, children, wait_for
 
 ADMIN_TOKEN = "a-token-for-tests"
-# In float64 no batch changes a draw: answers can be compared to the letter.
+# In float64 the batch does not change sampled tokens, so answers can be compared exactly.
 WORKER_OPTIONS = ("--threads", "1", "--dtype", "float64", "--kv-blocks", "4000", "--served-name", "tiny")
-LEASE_S = 4.0  # of a pair's: what nobody comes for is given back in the time of a test
-# Else a decode worker computes a short prompt itself, and on an idle fleet a longer one too.
+LEASE_S = 4.0  # of pairs: leases expire within a test
+# Otherwise a decode worker computes short prompts itself, and longer ones on an idle fleet.
 _ALWAYS_HAND_OFF = "[routing]\nlocal_prefill_tokens = 0\nlocal_prefill_share = 1000.0\n"
-# Nothing of a hand-off, and of the words between gateway and workers, is a client's to see.
+# Internal fields of hand-offs and of the gateway protocol, which a client must never see.
 _INTERNAL = (b'"kv_transfer', b'"transfer_id', b'"remote_', b'"do_remote', b'"prompt_token_ids', b'"resume"', b"\n:")
 
 
 @dataclass
 class Process:
-    """`stoker COMMAND`, restarted on the port that it had."""
+    """A `stoker COMMAND` process, which is restarted on the same port."""
 
     arguments: list[str]
     log_path: Path
@@ -58,18 +58,18 @@ class Process:
                 break
         watchdog.cancel()
         assert self.port, self.log_path.read_text()
-        # Whatever it still prints must not fill the pipe.
+        # Further output must not fill the pipe.
         threading.Thread(target=_drain, args=(self.process.stdout,), daemon=True).start()
 
     def kill(self) -> None:
-        """kill -9, and its engine goes with it."""
+        """Kill the process with SIGKILL; its engine ends with it."""
         assert self.process is not None
         self.process.kill()
         self.process.wait()
 
     @contextmanager
     def stopped(self, *, engine: bool = False) -> Iterator[None]:
-        """SIGSTOP: its connections stay open, and nothing comes. With `engine`: it takes requests, and none gets on."""
+        """Send SIGSTOP: connections stay open without output. With `engine`: requests are accepted, but none advances."""
         assert self.process is not None
         with stopped(*(children(self.process.pid) if engine else [self.process.pid])):
             yield
@@ -112,11 +112,11 @@ class Process:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing runs, waits or is kept for others, and every block is free."""
+        """Return True if nothing runs, waits or is leased, and every block is free."""
         values = self.metrics()
         nothing = ("running_requests", "running_sequences", "waiting_sequences", "kv_leases", "kv_loading_sequences")
         return (
-            "stoker_kv_blocks" in values  # an engine that has just started has yet to report
+            "stoker_kv_blocks" in values  # a newly started engine has not reported yet
             and not any(values[f"stoker_{name}"] for name in nothing)
             and values["stoker_kv_blocks_free"] == values["stoker_kv_blocks"]
         )
@@ -137,7 +137,7 @@ def _drain(stream: IO[str]) -> None:
 
 @dataclass
 class Exchange:
-    """One request, read by a thread as its answer comes."""
+    """One request whose answer a thread reads as it arrives."""
 
     port: int
     body: dict[str, Any]
@@ -145,7 +145,7 @@ class Exchange:
     path: str = CHAT
     status: int = 0
     events: list[str] = field(default_factory=list)
-    answer: bytes = b""  # as it came
+    answer: bytes = b""  # unchanged
     broken: str = ""
     answer_headers: dict[str, str] = field(default_factory=dict)
     _thread: threading.Thread = field(init=False)
@@ -177,7 +177,7 @@ class Exchange:
             connection.close()
 
     def leave(self) -> None:
-        """As a client that vanishes, once it has come."""
+        """Disconnect like a client that vanishes, once the request has arrived."""
         wait_for(lambda: self.is_over or (self._connection is not None and self._connection.sock is not None))
         if self._connection is not None and self._connection.sock is not None:
             with suppress(OSError):
@@ -205,17 +205,17 @@ class Exchange:
         return usage
 
     def check(self) -> None:
-        """An answer, whole, with nothing in it that is not a client's."""
+        """Check that the answer is complete and has no internal fields."""
         assert self.status == 200, (self.status, self.answer, self.broken)
         assert not self.broken, self.broken
         leaked = [word for word in _INTERNAL if word in self.answer]
         assert not leaked, (leaked, self.answer)
         ours = {name for name in self.answer_headers if name.startswith("x-stoker")}
-        assert ours <= {"x-stoker-route"}, ours  # which is there on request
+        assert ours <= {"x-stoker-route"}, ours  # which the client requested
 
     @property
     def said(self) -> Any:
-        """What counts of the answer, streamed or not: its choices, with all deltas joined, and its usage."""
+        """Return the comparable part of an answer, streamed or not: its choices with joined deltas, and its usage."""
         self.check()
         if not self.body.get("stream"):
             return _joined([self.json], "message")
@@ -249,14 +249,14 @@ class RealFleet:
     workers: list[Process]
     gateway: Process
     ledger_path: Path
-    reference: Process | None = None  # a worker that the gateway does not know
+    reference: Process | None = None  # a worker that is not behind the gateway
 
     def ask(self, body: dict[str, Any], **headers: str) -> Exchange:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         return Exchange(self.gateway.port, {"model": "tiny"} | body, named)
 
     def direct(self, body: dict[str, Any], worker: int = 0) -> Exchange:
-        """Past the gateway, as it would be undisturbed."""
+        """Send a request directly to the reference worker."""
         undisturbed = self.reference or self.workers[worker]
         return Exchange(undisturbed.port, {"model": "tiny"} | body)
 
@@ -267,7 +267,7 @@ class RealFleet:
         return self.gateway.get("/admin/ledger", ADMIN_TOKEN)
 
     def serving_worker(self) -> Process:
-        """The worker that has a request running."""
+        """Return the worker that runs a request."""
         found: list[Process] = []
 
         def look() -> bool:
@@ -278,7 +278,7 @@ class RealFleet:
         return found[0]
 
     def last_route(self) -> tuple[Process | None, Process]:
-        """Who got the last request: prefill's worker, if there is one, and decode's."""
+        """Return the workers of the last request: prefill, if there is one, and decode."""
         route = self.gateway.get("/admin/routes?last=1", ADMIN_TOKEN)["routes"][0]
         by_id = {f"127.0.0.1:{worker.port}": worker for worker in self.workers}
         return by_id.get(route["prefill"]), by_id[route["decode"]]
@@ -288,13 +288,13 @@ class RealFleet:
         return reasons
 
     def settle(self, timeout_s: float) -> None:
-        """Nothing is reserved, runs or is kept for others any more. An engine that died may take its time to start."""
+        """Wait until nothing is reserved, running or leased. A killed engine may take a while to restart."""
         wait_for(lambda: not any(self.in_flight()["reserved"].values()), timeout_s)
         wait_for(lambda: all(worker.is_ready for worker in self.workers if worker.is_running), 90)
         wait_for(lambda: all(worker.is_idle for worker in self.workers if worker.is_running), timeout_s)
 
     def heal(self) -> None:
-        """Everything up again, and known to be."""
+        """Restart everything, and wait until the gateway knows it."""
         for process in [*self.workers, self.gateway]:
             if not process.is_running:
                 process.start()
@@ -303,7 +303,7 @@ class RealFleet:
 
 
 def usable_workers(gateway: Process) -> int:
-    """How many the gateway would send to."""
+    """Return the number of usable workers."""
     workers = gateway.get("/admin/fleet", ADMIN_TOKEN)["workers"]
     return sum(bool(worker["usable"] and worker["models"]) for worker in workers)
 
@@ -325,7 +325,7 @@ def real_fleet(
     roles: Sequence[str] = (),
     lease_s: float = LEASE_S,
 ) -> Iterator[RealFleet]:
-    """With `roles`, of which each worker has one: a fleet that hands every prompt over, and a reference beside it."""
+    """Start a fleet. With `roles`, one per worker: a fleet that hands off every prompt, with a reference worker."""
     token = work / "admin-token"
     token.write_text(ADMIN_TOKEN)
     ledger = work / "ledger.sqlite"

@@ -1,4 +1,4 @@
-"""A whole gateway as its settings make it, over mock workers: limits, tenants, the bill, traces, overload."""
+"""A whole gateway built from settings, with mock workers: limits, tenants, billing, traces, overload."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from waiting import LONG_S, until
 from stoker.gateway import build
 from stoker.gateway.build import GatewayServer, build_gateway
 from stoker.gateway.config import load
-from stoker.gateway.http import ClientLimits, Origin, Pool, Request
+from stoker.gateway.http import ClientLimits, ConnectionPool, HttpRequest, Origin
 
 ADMIN = "an-admin-token-for-tests"
 BODY = {"model": "m", "messages": [{"role": "user", "content": "Hello there"}]}
@@ -38,7 +38,7 @@ def serving(gate: asyncio.Event | None = None, prompt_tokens: int = 100, cached_
     answer = json.dumps({"id": "x", "object": "chat.completion", "choices": [choice], "usage": usage}).encode()
     models = json.dumps({"object": "list", "data": [{"id": "m", "object": "model"}]}).encode()
 
-    async def script(worker: MockWorker, request: Request) -> None:
+    async def script(worker: MockWorker, request: HttpRequest) -> None:
         if request.path == b"/v1/models":
             request.respond(200, JSON, models)
         elif request.path == b"/health":
@@ -54,7 +54,7 @@ def serving(gate: asyncio.Event | None = None, prompt_tokens: int = 100, cached_
 @dataclass
 class Built:
     gateway: GatewayServer
-    pool: Pool
+    pool: ConnectionPool
     workers: list[MockWorker]
 
     async def ask(
@@ -96,7 +96,7 @@ async def built(tmp_path: Path, settings: dict[str, Any], scripts: Sequence[Scri
     listener = socket.create_server(("127.0.0.1", 0))
     await gateway.start(listener)
     await until(lambda: all(member.models for member in gateway.fleet.members()))
-    pool = Pool(Origin("http", "127.0.0.1", listener.getsockname()[1]), ClientLimits())
+    pool = ConnectionPool(Origin("http", "127.0.0.1", listener.getsockname()[1]), ClientLimits())
     try:
         yield Built(gateway, pool, workers)
     finally:
@@ -138,7 +138,7 @@ def test_every_request_is_billed_once_to_its_tenant_and_all_books_agree(tmp_path
             assert b'stoker_gateway_prompt_tokens_total{model="m"} 6000' in text
             assert b'stoker_gateway_requests_total{endpoint="chat",status="401"} 5' in text
             assert (await world.get("/admin/ledger"))["reserved"]["requests"] == 0
-            # The tenants' caches are apart, and the clients' keys stay here.
+            # The tenants' caches are separate, and clients' keys are not forwarded.
             seen = {header.get("authorization") for worker in world.workers for header in worker.headers}
             assert seen == {None}
         with closing(sqlite3.connect(tmp_path / "usage.db")) as connection:
@@ -192,7 +192,7 @@ def test_reject_if_busy_does_not_wait(tmp_path: Path) -> None:
 
 
 def test_overload_keeps_to_the_places_and_refuses_the_rest_at_once(tmp_path: Path) -> None:
-    """4 places and a queue of 8. While no request is done, whoever finds both full hears so."""
+    """4 slots and a queue of 8: while no request ends, further requests are refused."""
 
     async def main() -> None:
         rules = {"admission.requests_per_worker": 4, "admission.queue_requests": 8, "admission.queue_s": 10 * LONG_S}
@@ -200,7 +200,7 @@ def test_overload_keeps_to_the_places_and_refuses_the_rest_at_once(tmp_path: Pat
         serves = serving(gate)
         num_running, most = 0, 0
 
-        async def counts(worker: MockWorker, request: Request) -> None:
+        async def counts(worker: MockWorker, request: HttpRequest) -> None:
             nonlocal num_running, most
             is_chat = request.path.endswith(b"/completions")
             num_running += is_chat
@@ -288,7 +288,7 @@ def test_one_trace_a_request_from_the_client_through_the_gateway_to_the_worker(t
     asyncio.run(main())
 
 
-async def _takes_traces(worker: MockWorker, request: Request) -> None:
+async def _takes_traces(worker: MockWorker, request: HttpRequest) -> None:
     request.respond(200, [(b"content-type", b"application/x-protobuf")], b"")
 
 

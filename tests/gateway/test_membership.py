@@ -1,4 +1,4 @@
-"""A worker's coming and going: everybody who keeps something about it is told."""
+"""Workers join and leave: every part that holds state about them is updated."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from stoker.fleet.fleet import Fleet
 from stoker.fleet.load_book import LoadBook
 from stoker.fleet.spec import WorkerSpec
 from stoker.gateway import membership as workers
-from stoker.gateway.http import Request
-from stoker.gateway.membership import Workers
-from stoker.gateway.path.upstream import Lifeline, Upstreams
-from stoker.gateway.prefix.conversation import KeyMakers
+from stoker.gateway.http import HttpRequest
+from stoker.gateway.membership import Membership
+from stoker.gateway.path.upstream import CancelOnLoss, Upstreams
+from stoker.gateway.prefix.conversation_keys import PrefixKeyMakers
 from stoker.gateway.watch.watchers import Watchers
 from stoker.gateway.worker_option import worker_id_of
 from stoker.routing.router import PrefixIndexes
@@ -32,11 +32,11 @@ MODELS = {"object": "list", "data": [{"id": "m", "object": "model"}]}
 class World:
     def __init__(self, silent_s: float = 10.0) -> None:
         self.fleet, self.ledger, self.indexes = Fleet(), LoadBook(), PrefixIndexes()
-        self.makers = KeyMakers()
+        self.makers = PrefixKeyMakers()
         self.watchers = Watchers(self.fleet, self.indexes, self.makers)
         self.upstreams = Upstreams()
         self.stood_still_s = 0.0
-        self.workers = Workers(self.fleet, self.ledger, self.watchers, self.upstreams, self.now, silent_s)
+        self.workers = Membership(self.fleet, self.ledger, self.watchers, self.upstreams, self.now, silent_s)
 
     def now(self) -> float:
         return time.monotonic() + self.stood_still_s
@@ -59,12 +59,17 @@ def spec_of(url: str, *, from_config: bool = True, dialect: str = "openai") -> W
     return WorkerSpec(worker_id=worker_id_of(url), url=url, dialect=dialect, from_config=from_config)
 
 
-def test_a_worker_is_watched_from_when_it_comes_and_forgotten_when_it_leaves() -> None:
+def watch_tasks(spec: WorkerSpec) -> set[asyncio.Task[object]]:
+    """The running tasks that watch this worker."""
+    return {task for task in asyncio.all_tasks() if task.get_name() == f"watch-{spec.worker_id}"}
+
+
+def test_a_worker_is_watched_from_when_it_joins_and_forgotten_when_it_leaves() -> None:
     async def main() -> None:
         async with world_and_worker() as (world, mock):
             spec = spec_of(mock.url)
             world.workers.add(spec)
-            await world.workers.looked(LONG_S)
+            await world.workers.wait_first_polls(LONG_S)
             assert set(world.fleet.models()) == {"m"}
             world.indexes["m"].routed(spec.worker_id, [1, 2, 3], 0.0)
             reservation = world.ledger.reserve(
@@ -73,19 +78,19 @@ def test_a_worker_is_watched_from_when_it_comes_and_forgotten_when_it_leaves() -
             world.workers.remove(spec.worker_id)
             assert world.fleet.members() == []
             await until(lambda: not world.indexes["m"].match([1, 2, 3]))
-            assert world.watchers.watcher(spec.worker_id) is None
-            assert world.ledger.totals().requests == 1  # what runs there goes on
+            await until(lambda: not watch_tasks(spec))
+            assert world.ledger.totals().requests == 1  # running requests continue
             reservation.end(1.0)
             assert world.ledger.totals().requests == 0
 
     asyncio.run(main())
 
 
-def test_of_one_that_left_with_a_request_running_nothing_stays_behind() -> None:
-    """As every worker does that is drained: with the connections goes what was learnt of its answers' heads."""
+def test_a_worker_removed_with_a_running_request_leaves_no_state() -> None:
+    """The cached response heads are dropped with the connections, as for every removed worker."""
     has_begun, may_end = asyncio.Event(), asyncio.Event()
 
-    async def script(worker: MockWorker, request: Request) -> None:
+    async def script(worker: MockWorker, request: HttpRequest) -> None:
         if request.method == b"POST":
             has_begun.set()
             await may_end.wait()
@@ -119,7 +124,7 @@ def test_the_start_does_not_wait_for_a_worker_that_is_away() -> None:
         world = World()
         world.workers.add(spec_of("http://127.0.0.1:1"))
         began = time.monotonic()
-        await world.workers.looked(2 * LONG_S)
+        await world.workers.wait_first_polls(2 * LONG_S)
         assert time.monotonic() - began < LONG_S
         await world.close()
 
@@ -138,12 +143,12 @@ def test_one_that_registered_itself_and_falls_silent_is_forgotten() -> None:
 
 
 def test_two_heartbeats_that_got_lost_are_no_silence() -> None:
-    """What runs on a silent worker is cut. The next heartbeat comes after a lost one's time-out, and may take its time, too."""
+    """Requests on a silent worker are cut. The expiry must be longer than one lost heartbeat plus one slow one."""
     assert 3 * (register._HEARTBEAT_S + register._ANSWER_S) < workers._SILENT_S
 
 
-def test_nobody_is_forgotten_because_the_gateway_itself_stood_still() -> None:
-    """What the workers said meanwhile is not read yet, or they could not say it."""
+def test_no_worker_expires_because_the_gateway_was_stopped() -> None:
+    """Heartbeats sent meanwhile are not read yet, or could not be sent."""
 
     async def main() -> None:
         async with world_and_worker(0.3) as (world, mock):
@@ -158,7 +163,7 @@ def test_nobody_is_forgotten_because_the_gateway_itself_stood_still() -> None:
 
 
 def test_what_runs_on_one_that_fell_silent_is_not_waited_for() -> None:
-    """A worker that hangs, or whose machine is gone, closes no connection; once it is forgotten nobody else finds out."""
+    """A hanging worker, or one whose machine vanished, closes no connection, and after its removal no watcher notices."""
 
     async def main() -> None:
         async with world_and_worker(0.3) as (world, mock):
@@ -166,53 +171,54 @@ def test_what_runs_on_one_that_fell_silent_is_not_waited_for() -> None:
             world.workers.add(spec)
             [member] = world.fleet.members()
             waiting = asyncio.create_task(asyncio.sleep(2 * LONG_S))
-            lifeline = Lifeline(waiting)
-            world.upstreams.of(member).lifelines.add(lifeline)
+            loss_guard = CancelOnLoss(waiting)
+            world.upstreams.of(member).loss_guards.add(loss_guard)
             world.ledger.reserve(spec.worker_id, prefill_tokens=5, context_tokens=5, output_tokens=5, now=0.0)
             await until(lambda: not world.fleet.members())
-            assert lifeline.lost_worker == spec.worker_id
+            assert loss_guard.lost_worker == spec.worker_id
             await asyncio.wait([waiting])
 
     asyncio.run(main())
 
 
-def test_one_that_comes_back_as_it_leaves_is_watched() -> None:
+def test_a_worker_added_again_right_after_its_removal_is_watched() -> None:
     async def main() -> None:
         async with world_and_worker() as (world, mock):
             spec = spec_of(mock.url)
             world.workers.add(spec)
-            await world.workers.looked(LONG_S)
+            await world.workers.wait_first_polls(LONG_S)
             world.workers.remove(spec.worker_id)
             world.workers.add(spec)
             world.indexes["m"].routed(spec.worker_id, [1, 2, 3], 0.0)
-            await world.workers.looked(LONG_S)
+            await world.workers.wait_first_polls(LONG_S)
             await turns()
-            assert world.watchers.watcher(spec.worker_id) is not None
+            assert len(watch_tasks(spec)) == 1
             assert set(world.fleet.models()) == {"m"}
             assert world.indexes["m"].match([1, 2, 3]), "what came after it had left is not forgotten with it"
 
     asyncio.run(main())
 
 
-def test_an_address_that_cannot_be_asked_makes_no_worker_and_takes_none_away() -> None:
+def test_an_invalid_address_adds_no_worker_and_removes_none() -> None:
     async def main() -> None:
         world = World()
-        with pytest.raises(ConfigError, match="odd characters"):
+        with pytest.raises(ConfigError, match="printable ASCII"):
             world.workers.add(spec_of("http://w\xf6rker:8000"))
         assert world.fleet.members() == []
         spec = spec_of("http://127.0.0.1:1")
         world.workers.add(spec)
-        watcher = world.watchers.watcher(spec.worker_id)
-        with pytest.raises(ConfigError, match="odd characters"):
+        watching = watch_tasks(spec)
+        with pytest.raises(ConfigError, match="printable ASCII"):
             world.workers.add(spec_of("http://@127.0.0.1:1"))
-        assert world.watchers.watcher(spec.worker_id) is watcher
+        assert len(watching) == 1
+        assert watch_tasks(spec) == watching
         assert [member.spec.url for member in world.fleet.members()] == ["http://127.0.0.1:1"]
         await world.close()
 
     asyncio.run(main())
 
 
-def test_a_dialect_that_nobody_speaks_is_named() -> None:
+def test_an_unknown_dialect_is_named_in_the_error() -> None:
     async def main() -> None:
         world = World()
         with pytest.raises(ConfigError, match="unknown dialect 'klingon'"):

@@ -1,4 +1,4 @@
-"""Recorded agents' chats, turn by turn, through the gateway to real workers: every repeat hits, every count is the worker's."""
+"""Recorded agent chats, turn by turn, through the gateway to real workers: repeats hit, counts equal the workers'."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def chats(data_dir: Path, num: int) -> list[list[dict[str, Any]]]:
 
 
 def play(fleet: RealFleet, number: int, chat: list[dict[str, Any]], model: str, header: bool) -> list[Turn]:
-    """Every user turn with all that was said before it, as agents do."""
+    """Every user turn with the whole conversation before it, as agents send it."""
     turns = []
     for end, message in enumerate(chat):
         if message["role"] != "user":
@@ -50,7 +50,7 @@ def play(fleet: RealFleet, number: int, chat: list[dict[str, Any]], model: str, 
 
 
 def worker_counts(fleet: RealFleet) -> dict[str, tuple[int, int]]:
-    """What the workers themselves have logged, by request."""
+    """The workers' own log lines, by request id."""
     found = {}
     for worker in fleet.workers:
         for line in worker.log_path.read_text().splitlines():
@@ -74,7 +74,7 @@ def check(fleet: RealFleet, data_dir: Path, num: int, model: str, header: bool) 
     missed = []
     for chat in played:
         for before, now in pairwise(chat):
-            # The turn before is a part of this one. For balance, a chat may be given to a worker that lacks a little of it.
+            # The previous turn is a prefix of this one. For balance, a chat may move to a worker that lacks a part of it.
             wanted = before.prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS
             if now.cached_tokens < 0.9 * wanted:
                 missed.append((now, wanted))

@@ -1,4 +1,4 @@
-"""Gateways and workers as real processes, when nobody is killed: two gateways agree, workers register, a stopped one is left."""
+"""Gateways and workers as real processes: two gateways agree, workers register, a stopped worker is left."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def fleet(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture
 def second(fleet: RealFleet, tmp_path: Path) -> Iterator[Process]:
-    """Another gateway before the same workers."""
+    """A second gateway in front of the same workers."""
     (tmp_path / "token").write_text(ADMIN_TOKEN)
     arguments = ["gateway", "--admin-token-file", str(tmp_path / "token"), "--ledger", "none", "--debug-routes"]
     for worker in fleet.workers:
@@ -59,7 +59,7 @@ def conversation(number: int, turns: int) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("header", [False, True], ids=["without a session", "with"])
 def test_two_gateways_send_a_conversation_to_the_same_worker(fleet: RealFleet, second: Process, header: bool) -> None:
-    """One turn through the one, the next through the other: both know where it lies, from events and not from memory."""
+    """Turns alternate between two gateways: both know where the prefix is cached, from KV events."""
     gateways = [fleet.gateway, second]
     places = []
     for number in range(8):
@@ -77,14 +77,14 @@ def test_two_gateways_send_a_conversation_to_the_same_worker(fleet: RealFleet, s
 
 
 def _know_the_same(gateways: list[Process]) -> bool:
-    """Whether each has heard of every block: whoever routed a request knows of its prompt at once, the other by events."""
+    """Return True if both gateways know every block. The one that routed a request knows at once, the other by events."""
     if any(any(gateway.get("/admin/ledger", ADMIN_TOKEN)["reserved"].values()) for gateway in gateways):
         return False
     return len({gateway.metrics()['stoker_gateway_index_blocks{model="tiny"}'] for gateway in gateways}) == 1
 
 
-def test_a_worker_that_answers_no_more_is_left_and_its_stream_goes_on(fleet: RealFleet) -> None:
-    """SIGSTOP: connections stay open, and nothing comes."""
+def test_a_hanging_worker_is_left_and_its_stream_is_resumed(fleet: RealFleet) -> None:
+    """Send SIGSTOP: connections stay open without output."""
     body: dict[str, Any] = {
         "messages": [{"role": "user", "content": WORDS}],
         "max_tokens": 600,

@@ -19,7 +19,7 @@ import pytest
 from real_fleet import LEASE_S, Exchange, Process, RealFleet, real_fleet
 from worker.real import wait_for
 
-SETTLES_S = 20.0  # after an answer's end, by when every counter is back at zero; on a quiet machine it takes a second
+SETTLES_S = 20.0  # until every counter is zero after an answer's end; one second on an idle machine
 
 WORDS = "river stone lamp garden signal copper winter orbit pepper violin"
 LONG_PROMPT = " ".join(f"{number} {WORDS}" for number in range(220))  # some seconds of prefill for the tiny model
@@ -53,7 +53,7 @@ VICTIMS = ("worker", "engine")
 
 @pytest.fixture(scope="module")
 def fleet(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealFleet]:
-    # One row a worker: a second request is queued.
+    # One row per worker, so a second request is queued.
     with real_fleet(tiny_folder, tmp_path_factory.mktemp("fleet"), worker_options=("--max-rows", "3")) as fleet:
         yield fleet
     assert "Traceback" not in (fleet.gateway.log_path).read_text()
@@ -66,7 +66,7 @@ def body_of(kind: str, stage: str) -> dict[str, Any]:
 
 
 def at_stage(fleet: RealFleet, exchange: Exchange, stage: str) -> Process:
-    """Waits until the request is there, and says which worker has it."""
+    """Wait until the request has reached a worker, and return that worker."""
     worker = fleet.serving_worker()
     if exchange.body.get("stream"):
         wanted = {"first_token": 2, "mid_stream": 25}.get(stage, 0)
@@ -75,7 +75,7 @@ def at_stage(fleet: RealFleet, exchange: Exchange, stage: str) -> Process:
 
 
 def ask(fleet: RealFleet, body: dict[str, Any], reach: Callable[[Exchange], Process]) -> tuple[Exchange, Process]:
-    """A request at its stage, and the worker to strike. One that was over before we looked is asked once more."""
+    """Bring a request to its stage and return it with the worker to kill. Repeat if it ended too early."""
     for _ in range(5):
         exchange = fleet.ask(body)
         worker = reach(exchange)
@@ -124,13 +124,13 @@ def nothing_left(fleet: RealFleet) -> None:
 
 def test_a_dead_gateway_leaves_nothing_running(fleet: RealFleet) -> None:
     fleet.heal()
-    # Few enough that none waits for a row, and long enough that none has ended by itself before the last one begins.
+    # Few enough that none waits for a row, and long enough that none ends before the last one begins.
     endless = {"max_tokens": 6000, "ignore_eos": True}
     exchanges = [fleet.ask(body_of(kind, "mid_stream") | endless) for kind in ("stream", "whole")]
     wait_for(lambda: all(len(one.events) > 1 for one in exchanges if one.body.get("stream")))
     before = sum(worker.metrics()[COMPUTED] for worker in fleet.workers)
     fleet.gateway.kill()
-    for one in exchanges:  # the client is not left waiting
+    for one in exchanges:  # the client does not wait
         one.wait()
         assert one.broken or not one.events or one.events[-1] != "[DONE]"
     wait_for(lambda: all(worker.is_idle for worker in fleet.workers))
@@ -186,12 +186,12 @@ def test_no_worker_left_is_a_clean_error(fleet: RealFleet) -> None:
     fleet.heal()
 
 
-# ---- prefill and decode apart
+# ---- prefill and decode workers
 
 PAIR_STAGES = ("queued", "prefilling", "between_legs", "first_token", "mid_stream")
 PAIR_VICTIMS = ("prefill worker", "prefill engine", "decode worker", "decode engine")
 PAIR_MATRIX = [
-    # Always: every stage, with another victim and another kind each.
+    # Always run: every stage, each with another worker and kind.
     pytest.param(victim, stage, kind, marks=() if (v - s) % 4 == 0 and (k - s) % 4 == 1 else pytest.mark.slow)
     for (v, victim), (s, stage), (k, kind) in itertools.product(
         enumerate(PAIR_VICTIMS), enumerate(PAIR_STAGES), enumerate(KINDS)
@@ -231,7 +231,7 @@ def test_a_dead_half_of_a_pair_changes_no_answer(pair: RealFleet, victim: str, s
 
 
 def reached(pair: RealFleet, exchange: Exchange, role: str, stage: str) -> Process:
-    """Waits until the request is there, and says which worker of this role has it, or had it, or will."""
+    """Wait until the request has arrived, and return the worker of this role that has it, had it, or will get it."""
     wait_for(lambda: any(pair.in_flight()["reserved"].values()))
     prefill, decode = pair.last_route()
     assert prefill is not None

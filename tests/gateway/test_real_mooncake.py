@@ -1,4 +1,4 @@
-"""Workers that share a Mooncake store, whose master dies and comes back while clients ask: they see nothing of it."""
+"""Workers share a Mooncake store whose master dies and returns under load: clients notice nothing."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.skipif(not is_installed(), reason=f"Mooncake is not ins
 BLOCK = 16
 LOADED = "stoker_kv_loaded_tokens_total"
 NUM_CLIENTS = 3
-# The tiny model computes nearly as fast as the store reads: most of the time computing is chosen, and reading is tried again
-# every few seconds.
+# The tiny model computes nearly as fast as the store reads, so mostly computing is chosen, and reading is retried every
+# few seconds.
 RECOVERS_S = 90.0
 
 
@@ -34,7 +34,7 @@ def master(tmp_path: Path) -> Iterator[MooncakeMaster]:
 
 @pytest.fixture
 def fleet(master: MooncakeMaster, tiny_folder: Path, tmp_path: Path) -> Iterator[RealFleet]:
-    # By turns: only what is shared can be found. Memory for a few conversations: most of what is found comes from the store.
+    # Round robin, so only shared blocks are found. Memory for a few conversations, so most hits come from the store.
     options = ("--kv-mooncake", master.address, "--kv-mooncake-segment-gib", "0.06", "--kv-blocks", "160")
     by_turns = ("--policy", "round_robin")
     with real_fleet(tiny_folder, tmp_path, worker_options=options, gateway_options=by_turns) as fleet:
@@ -58,7 +58,7 @@ def prompt_of(seed: int) -> list[int]:
 
 @dataclass
 class Clients:
-    """Ask for the same few prompts again and again, until told to stop."""
+    """Send the same few prompts repeatedly until stopped."""
 
     port: int
     answers: list[tuple[int, Exchange]] = field(default_factory=list)

@@ -1,6 +1,6 @@
-"""Prefill and decode workers behind the gateway, as real processes: whatever is asked, the answer of one unified worker.
+"""Real prefill and decode workers behind the gateway give the answers of one unified worker, for every kind of request.
 
-Every prompt is handed over, also the shortest. After each test nothing is kept, reserved or running anywhere.
+Every prompt is handed off, even the shortest. After each test nothing is leased, reserved or running anywhere.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from worker.real import CHAT, COMPLETIONS, RESPONSES, wait_for
 
 BLOCK = 16
 COMPUTED, PULLED = "stoker_computed_tokens_total", "stoker_kv_pulled_tokens_total"
-LATE = "stoker_kv_failed_loads_total"  # on a machine that stalls, a tiny model computes before the KV is there
-# Steps of the engine that were on their way when a stop string or the client's end was seen.
+LATE = "stoker_kv_failed_loads_total"  # on a stalling machine, the tiny model computes faster than the KV arrives
+# Engine steps in flight when a stop string or a disconnect is noticed.
 AHEAD_TOKENS = 4
 
 WORDS = "river stone lamp garden signal copper winter orbit pepper violin"
@@ -90,7 +90,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def fleet(request: Any, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealFleet]:
     roles = ("prefill",) * request.param + ("decode",) * request.param
     work = tmp_path_factory.mktemp("fleet")
-    # No lease ends by itself in the time of a test.
+    # No lease expires during a test.
     with real_fleet(tiny_folder, work, roles=roles, lease_s=600.0) as fleet:
         yield fleet
     assert not [path.name for path in work.glob("*.log") if "Traceback" in path.read_text()]
@@ -100,12 +100,12 @@ def fleet(request: Any, tiny_folder: Path, tmp_path_factory: pytest.TempPathFact
 def nothing_left(fleet: RealFleet) -> Iterator[None]:
     yield
     wait_for(lambda: not any(fleet.in_flight()["reserved"].values()))
-    # Whoever pulled has said so.
+    # Every pull has been acknowledged.
     wait_for(lambda: all(worker.is_idle for worker in fleet.workers))
 
 
 def both(fleet: RealFleet, path: str, body: dict[str, Any]) -> tuple[Exchange, Exchange]:
-    """The same of the gateway and of the reference, to the end."""
+    """Send the same request to the gateway and to the reference, and compare the complete answers."""
     assert fleet.reference is not None
     named = {"X-Request-Id": "r-1"}
     asked = {"model": "tiny", "seed": 11} | body
@@ -118,7 +118,7 @@ def both(fleet: RealFleet, path: str, body: dict[str, Any]) -> tuple[Exchange, E
 
 
 def shown(exchange: Exchange) -> list[bytes]:
-    """To the letter, but for the time, the caches, and ids that are drawn."""
+    """Equal except for times, cached tokens, and random ids."""
     found = exchange.answer.split(b"\n\n") if exchange.body.get("stream") else [exchange.answer]
     masked = [re.sub(rb'"(created|created_at)":\d+', b"", one) for one in found]
     masked = [re.sub(rb'"(id|item_id|call_id)":"[^"]*"', b"", one) for one in masked]
@@ -127,7 +127,7 @@ def shown(exchange: Exchange) -> list[bytes]:
     # A prompt's kernel and a single token's may differ in a log-probability's last digits.
     masked = [re.sub(rb"-?\d+\.\d{9,}", lambda digits: b"%.9f" % float(digits[0]), one) for one in masked]
     masked = [re.sub(rb'"cached_tokens":\d+', b"", one) for one in masked]
-    return sorted(masked, key=lambda one: re.findall(rb'"choices":\[\{"index":(\d)', one))  # these come in any order
+    return sorted(masked, key=lambda one: re.findall(rb'"choices":\[\{"index":(\d)', one))  # their order may differ
 
 
 def handoffs(fleet: RealFleet, outcome: str = "done") -> float:
@@ -140,7 +140,7 @@ def total(workers: list[Process], name: str) -> float:
 
 @pytest.mark.parametrize("streams", [True, False], ids=["stream", "whole"])
 @pytest.mark.parametrize("name", CASES)
-def test_two_workers_say_what_one_says(fleet: RealFleet, name: str, streams: bool) -> None:
+def test_a_pair_gives_the_same_answer_as_one_worker(fleet: RealFleet, name: str, streams: bool) -> None:
     path, body = CASES[name]
     body = dict(body, stream=streams)
     if not streams:
@@ -169,14 +169,14 @@ def test_decode_computes_no_prompt_token(fleet: RealFleet, num_tokens: int) -> N
     through, alone = both(fleet, COMPLETIONS, {"prompt": prompt, "max_tokens": 6} | GREEDY)
     assert through.json["choices"] == alone.json["choices"]
     assert through.usage == alone.usage | {"prompt_tokens_details": through.usage["prompt_tokens_details"]}
-    # An engine's counts come a moment after its answers.
+    # An engine reports its counts shortly after its answers.
     wait_for(lambda: total(decode, COMPUTED) > computed and all(worker.is_idle for worker in fleet.workers))
     if total(decode, LATE) == late:
         assert total(decode, COMPUTED) - computed == 5, "one for each token after the first"
         assert total(decode, PULLED) - pulled == num_tokens
 
 
-def test_cached_tokens_are_what_prefill_found_and_said_once(fleet: RealFleet) -> None:
+def test_cached_tokens_are_reported_once_as_prefill_found_them(fleet: RealFleet) -> None:
     for streams, again in itertools.product((True, False), range(3)):
         messages = [{"role": "user", "content": f"{streams} {WORDS * 8} {again * WORDS}"}]
         options = {"stream_options": {"include_usage": True}} if streams else {}
@@ -184,7 +184,7 @@ def test_cached_tokens_are_what_prefill_found_and_said_once(fleet: RealFleet) ->
         through, alone = both(fleet, CHAT, body)
         found = through.usage["prompt_tokens_details"]["cached_tokens"]
         assert found == alone.usage["prompt_tokens_details"]["cached_tokens"]
-        assert (found > 2 * BLOCK) == (again > 0)  # less is the chat template's
+        assert (found > 2 * BLOCK) == (again > 0)  # the rest is the chat template
         assert through.answer.count(b'"cached_tokens"') == 1
 
 
@@ -199,7 +199,7 @@ def test_turns_of_a_conversation_go_on_from_each_other(fleet: RealFleet) -> None
 
 
 def test_many_at_once_and_clients_that_leave(fleet: RealFleet) -> None:
-    """Some thirty in one burst; a third of the clients vanish somewhere on the way."""
+    """About thirty requests in one burst; a third of the clients disconnect at random moments."""
     assert fleet.reference is not None
     bodies = [
         {
@@ -225,7 +225,7 @@ def test_many_at_once_and_clients_that_leave(fleet: RealFleet) -> None:
     wait_for(lambda: all(worker.is_idle for worker in fleet.workers))
 
 
-def test_an_error_is_the_clients_in_its_own_words(fleet: RealFleet) -> None:
+def test_an_error_has_the_shape_of_the_clients_api(fleet: RealFleet) -> None:
     assert fleet.reference is not None
     bad: list[dict[str, Any]] = [
         {"messages": []},

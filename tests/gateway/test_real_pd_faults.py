@@ -1,4 +1,4 @@
-"""Prefill, decode and a store that they share, when the hand-off itself goes wrong: the right answer, and every lease returned."""
+"""Faults in the hand-off between prefill, decode and their shared store: the right answer, and every lease released."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from stoker.kv.store.tiers.host.host_memory import remove_host_store
 
 BLOCK = 16
 PULLED, LOADED = "stoker_kv_pulled_tokens_total", "stoker_kv_loaded_tokens_total"
-LATE = "stoker_kv_failed_loads_total"  # on a machine that stalls, a tiny model computes before the KV is there
+LATE = "stoker_kv_failed_loads_total"  # on a stalling machine, the tiny model computes faster than the KV arrives
 VICTIMS = ("decode worker", "decode engine", "prefill worker", "prefill engine")
 ALWAYS = (("decode worker", 0.03), ("prefill worker", 0.0))
 WORDS = "river stone lamp garden signal copper winter orbit pepper violin "
@@ -37,8 +37,7 @@ def free_port() -> int:
 def fleet(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealFleet]:
     roles = ("prefill", "decode", "decode")
     with real_fleet(tiny_folder, tmp_path_factory.mktemp("faults"), roles=roles) as fleet:
-        # A restarted one is to be found where the one before it was. No lease ends by itself in the time of a test: whoever does
-        # not come for one gives it back.
+        # A restarted worker keeps its KV address. No lease expires during a test, so unused leases must be released.
         fleet.of_role("prefill")[0].arguments += ["--kv-port", str(free_port()), "--kv-lease-s", "600"]
         fleet.of_role("prefill")[0].stop()
         fleet.heal()
@@ -53,7 +52,7 @@ def body(name: str, **more: Any) -> dict[str, Any]:
 
 
 def handed_over(fleet: RealFleet, asked: dict[str, Any]) -> tuple[Exchange, Process, Process]:
-    """Prefill has done its part. Decode's engines are stopped: its request is there, and nobody has pulled."""
+    """Prefill has ended. Decode's engines are stopped: the request has arrived, and no KV is pulled."""
     exchange = fleet.ask(asked)
     wait_for(lambda: any(fleet.in_flight()["reserved"].values()))
     prefill, decode = fleet.last_route()
@@ -81,7 +80,7 @@ def test_a_ticket_of_an_earlier_life_at_the_same_address_opens_nothing(fleet: Re
         prefill.kill()
         prefill.start()
         wait_for(lambda: prefill.is_ready)
-        # It has another request's KV now, at the same place.
+        # The same blocks hold another request's KV now.
         other = Exchange(prefill.port, {"model": "tiny"} | body("other"))
         other.wait()
     check(fleet, exchange, asked)
@@ -96,7 +95,7 @@ def test_a_ticket_of_an_earlier_life_at_the_same_address_opens_nothing(fleet: Re
     ],
 )
 def test_a_pull_that_hangs_and_loses_one_of_its_ends(fleet: RealFleet, victim: str, after_s: float) -> None:
-    """Prefill's engine, which gives the KV, stands still when decode asks for it."""
+    """The prefill engine is stopped when decode pulls its KV."""
     fleet.heal()
     asked = body(f"{victim} {after_s}")
     role, _, part = victim.partition(" ")
@@ -115,7 +114,7 @@ def test_a_pull_that_hangs_and_loses_one_of_its_ends(fleet: RealFleet, victim: s
     check(fleet, exchange, asked)
 
 
-def test_a_client_that_leaves_between_the_legs_leaves_no_lease(fleet: RealFleet) -> None:
+def test_a_client_that_disconnects_between_the_legs_leaves_no_lease(fleet: RealFleet) -> None:
     fleet.heal()
     first, second = fleet.of_role("decode")
     with first.stopped(engine=True), second.stopped(engine=True):
@@ -127,7 +126,7 @@ def test_a_client_that_leaves_between_the_legs_leaves_no_lease(fleet: RealFleet)
 
 @pytest.fixture
 def stored(tiny_folder: Path, tmp_path: Path) -> Iterator[tuple[RealFleet, Path]]:
-    """A pair with one memory and one disk."""
+    """A pair with shared RAM and disk tiers."""
     name, disk = f"test-{uuid.uuid4().hex[:12]}", tmp_path / "disk"
     options = ("--kv-host-gib", "0.02", "--kv-store", name, "--kv-disk", str(disk), "--kv-disk-gib", "0.1")
     try:
@@ -138,7 +137,7 @@ def stored(tiny_folder: Path, tmp_path: Path) -> Iterator[tuple[RealFleet, Path]
 
 
 def blocks_known(fleet: RealFleet) -> tuple[float, float]:
-    """To the memory that both share, and to the gateway."""
+    """Wait until the blocks are in the shared RAM tier and the gateway knows it."""
     in_memory = fleet.of_role("decode")[0].metrics()['stoker_kv_tier_blocks{tier="host"}']
     return in_memory, fleet.gateway.metrics()['stoker_gateway_index_blocks{model="tiny"}']
 
@@ -153,7 +152,7 @@ def test_turns_find_each_other_in_the_store_and_a_store_that_is_gone_costs_time_
     known, late = 0, 0.0
     for turn in range(4):
         if turn == 2:
-            while disk.exists():  # somebody may still write there
+            while disk.exists():  # a worker may still write there
                 shutil.rmtree(disk, ignore_errors=True)
         asked: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": 3 * BLOCK, "temperature": 0}
         asked |= {"ignore_eos": True, "return_token_ids": True}
@@ -170,13 +169,13 @@ def test_turns_find_each_other_in_the_store_and_a_store_that_is_gone_costs_time_
             assert cached >= known - 2 * BLOCK, "prefill finds what decode computed"
             assert prefill.metrics()[LOADED] > 0
             (reason,) = (one for one in fleet.last_reasons() if one["part"] == "prefill")
-            # Its events may lag behind by what the last steps wrote.
+            # Events may lag behind the last steps.
             assert reason["cached_tokens"] > len(prompt) // 2, "and the gateway knew"
         known = len(prompt) + 3 * BLOCK
         prompt = [*prompt, *through.json["choices"][0]["token_ids"], *range(1000 * turn, 1000 * turn + 5)]
         fleet.settle(60)
         late = prefill.metrics()[LATE]
-        if turn == 0:  # what was computed is written behind, and told
+        if turn == 0:  # computed blocks are written behind, then published
             wanted = known // BLOCK - 2
             wait_for(lambda wanted=wanted: min(blocks_known(fleet)) >= wanted)  # type: ignore[misc]
 

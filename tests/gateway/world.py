@@ -1,5 +1,7 @@
-"""A gateway with its real parts over mock workers, in one event loop; only the clock, and what tells conversations apart, are
-doubles. `clock` stands still until a test moves it."""
+"""A gateway with its real parts and mock workers in one event loop. Only the clock and the prefix keys are test doubles.
+
+`clock` does not move until a test moves it.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,20 @@ from stoker.fleet.fleet import Fleet
 from stoker.fleet.load_book import LoadBook, LoadTotals
 from stoker.fleet.spec import Role, WorkerSpec
 from stoker.gateway.admission.admission import Admission
-from stoker.gateway.admission.api_keys import Keys
+from stoker.gateway.admission.api_keys import ApiKeys
 from stoker.gateway.admission.fair_queue import Capacity
-from stoker.gateway.api.client_body import Envelope
+from stoker.gateway.api.client_body import RequestEnvelope
 from stoker.gateway.api.reply import Reply, json_reply
 from stoker.gateway.config import AdmissionSettings, KeySettings, ProxySettings
-from stoker.gateway.http import Answer, ClientLimits, Origin, Pool, Request, Server, ServerLimits
-from stoker.gateway.path.app import Gateway, Parts
+from stoker.gateway.http import ClientLimits, ConnectionPool, HttpRequest, Origin, Server, ServerLimits, WorkerResponse
+from stoker.gateway.path.app import Gateway, GatewayParts
 from stoker.gateway.path.drain_state import GatewayState
-from stoker.gateway.path.handoff_notes import HandoffNotes
-from stoker.gateway.path.legs import Cleanups, Tools
+from stoker.gateway.path.handoff_hints import HandoffHints
 from stoker.gateway.path.proxy import Proxy
+from stoker.gateway.path.services import CleanupTasks, ProxyServices
+from stoker.gateway.path.tokenize import TokenizeEndpoint
 from stoker.gateway.path.upstream import Upstreams
-from stoker.gateway.prefix.conversation import Keys as ConversationKeys
+from stoker.gateway.prefix.conversation_keys import ConversationKeys
 from stoker.gateway.records.metrics import GatewayMetrics
 from stoker.gateway.records.tracing import NoTracing, Tracing
 from stoker.gateway.records.usage_row import UsageRow
@@ -42,14 +45,14 @@ PATIENT = ProxySettings(connect_s=LONG_S)
 
 @dataclass
 class KeysDouble:
-    """Every prompt has the same length, and none is like another."""
+    """Prefix keys for tests: every prompt has the same length, and no two share a prefix."""
 
     num_tokens: int = 10
 
-    async def keys(self, model: str, envelope: Envelope, salt: str | None) -> ConversationKeys:
+    async def keys(self, model: str, envelope: RequestEnvelope, salt: str | None) -> ConversationKeys:
         return self.keys_now(model, envelope, salt)
 
-    def keys_now(self, model: str, envelope: Envelope, salt: str | None) -> ConversationKeys:
+    def keys_now(self, model: str, envelope: RequestEnvelope, salt: str | None) -> ConversationKeys:
         return ConversationKeys((), 16, self.num_tokens)
 
 
@@ -62,7 +65,7 @@ class Rows:
 
 
 class Nothing:
-    async def answer(self, request: Request) -> Reply:
+    async def answer(self, request: HttpRequest) -> Reply:
         return json_reply({"part": request.path.decode()})
 
 
@@ -87,7 +90,7 @@ class World:
         resume_grace_s: float = 2.0,
         debug_routes: bool = False,
         keys: Sequence[KeySettings] = (),
-        notes: HandoffNotes | None = None,
+        hints: HandoffHints | None = None,
         tracing: Tracing | None = None,
     ) -> None:
         self.fleet = Fleet()
@@ -101,25 +104,27 @@ class World:
         clock = self.clock.now
         router = Router(self.fleet, self.ledger, indexes, settings=RouterSettings(policy=policy))
         self.upstreams = Upstreams()
-        tools = Tools(
+        services = ProxyServices(
             self.fleet,
             self.upstreams,
             proxy or PATIENT,
             self.metrics,
-            Cleanups(),
+            CleanupTasks(),
             clock,
-            notes or HandoffNotes(),
+            hints or HandoffHints(),
         )
-        self.proxy = Proxy(router, tools, resume_grace_s=resume_grace_s, debug_routes=debug_routes)
+        self.proxy = Proxy(router, services, resume_grace_s=resume_grace_s, debug_routes=debug_routes)
         self.admission = Admission(
             AdmissionSettings(), lambda model, now: Capacity(), clock=clock, gate=self.state.refusal
         )
+        api_keys = ApiKeys(keys)
+        self.max_model_tokens: dict[str, int] = {}
         self.gateway = Gateway(
-            Parts(
+            GatewayParts(
                 fleet=self.fleet,
                 indexes=indexes,
                 proxy=self.proxy,
-                keys=Keys(keys),
+                keys=api_keys,
                 admission=self.admission,
                 key_makers=KeysDouble(prompt_tokens),
                 meter=self.rows,
@@ -130,14 +135,16 @@ class World:
                 admin=Nothing(),
                 usage=Nothing(),
                 registration=Nothing(),
+                tokenize=TokenizeEndpoint(self.fleet, self.upstreams, api_keys, proxy or PATIENT, clock),
+                max_model_tokens=self.max_model_tokens.get,
                 clock=clock,
             )
         )
-        self.server = Server(self.gateway.handle, ServerLimits(), on_bad=self.gateway.saw_bad_request)
+        self.server = Server(self.gateway.handle, ServerLimits(), on_bad=self.gateway.count_bad_request)
 
     async def __aenter__(self) -> World:
         await self.server.listen("127.0.0.1", 0)
-        self.client = Pool(Origin("http", "127.0.0.1", self.server.port), ClientLimits())
+        self.client = ConnectionPool(Origin("http", "127.0.0.1", self.server.port), ClientLimits())
         return self
 
     async def __aexit__(self, *why: object) -> None:
@@ -165,7 +172,7 @@ class World:
         body: bytes | dict[str, Any],
         path: str = "/v1/chat/completions",
         headers: Sequence[tuple[bytes, bytes]] = (),
-    ) -> Answer:
+    ) -> WorkerResponse:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         return await self.client.send(b"POST", path.encode(), headers, data, connect_s=LONG_S, head_s=LONG_S)
 
@@ -181,13 +188,13 @@ class World:
         return await _got(await self.client.send(b"GET", path.encode(), (), b"", connect_s=LONG_S, head_s=LONG_S))
 
     async def settled(self) -> UsageRow:
-        """After one request: nothing is held any more, and its one row is there."""
+        """Wait until one request has ended: nothing is reserved, and its one row is recorded."""
         await until(lambda: self.ledger.totals() == NOTHING and not self.state.num_running and bool(self.rows.rows))
         assert self.admission.num_in_flight == 0
         [row] = self.rows.rows
         return row
 
 
-async def _got(answer: Answer) -> Got:
+async def _got(answer: WorkerResponse) -> Got:
     headers = {name.decode(): value.decode() for name, value in answer.headers}
     return Got(answer.status, headers, await answer.read(1 << 24))

@@ -1,1 +1,1 @@
-"""Admission: API keys, limits, the fair queue, and the capacity of each model's workers."""
+"""Admission: API keys, rate limits, the fair queue, and the capacity of each model's workers."""

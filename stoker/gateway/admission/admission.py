@@ -1,7 +1,7 @@
-"""Letting requests in: the key's limits, then a place among the others. What is decided how is in limits.py and fair_queue.py;
-here are the waiting tasks, their deadlines and their wake-ups.
+"""Admits requests: first the limits of the API key, then the fair queue of the model.
 
-`enter()` does not suspend when nobody waits and there is room: the usual request pays no task switch.
+`rate_limits.py` and `fair_queue.py` make the decisions. This file holds the waiting tasks with their deadlines and wake-ups.
+`enter()` does not suspend if there is room and the queue is empty, so the usual request costs no task switch.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from stoker.gateway.config import AdmissionSettings
 _TICK_S = 0.05
 
 
-class Pass(msgspec.Struct, eq=False):
-    """Somebody who was let in. `done()` on every path; a second time it does nothing."""
+class AdmittedRequest(msgspec.Struct, eq=False):
+    """An admitted request. Its owner must call `done()` on every path; a second call does nothing."""
 
     _clock: Callable[[], float]
     _caller: Caller
@@ -31,12 +31,12 @@ class Pass(msgspec.Struct, eq=False):
     waited_s: float
 
     def first_token(self) -> None:
-        """Its prompt is computed."""
+        """Note that the prompt is computed, which frees its prefill capacity."""
         if self._ticket.held_tokens:
             self._queue.first_token(self._ticket, self._clock())
 
     def done(self, uncached_tokens: int | None = None, output_tokens: int = 0) -> None:
-        """What it really used; None: not known, so the estimate stands."""
+        """End the request with the tokens that it used. If `uncached_tokens` is None, the estimate is kept."""
         ticket, now = self._ticket, self._clock()
         if ticket.state is ADMITTED:
             self._queue.end(ticket, uncached_tokens, now)
@@ -45,8 +45,12 @@ class Pass(msgspec.Struct, eq=False):
 
 
 class Admission:
-    """`lane(model, now)` names the queue: models that the same workers serve share one; None: nobody serves it, which is the
-    router's to say. `capacity(lane, now)` says what its workers may hold. `gate()` may refuse everybody."""
+    """Admits requests, with one fair queue per lane.
+
+    `lane(model, now)` names the queue of a model; models served by the same workers share one. It returns None if no worker
+    serves the model; the router then reports that. `capacity(lane, now)` returns how much the lane's workers may hold.
+    `gate()` returns an error if all requests must be refused.
+    """
 
     def __init__(
         self,
@@ -63,9 +67,8 @@ class Admission:
         self._lane = lane
         self._gate = gate
         self._queues: dict[str, FairQueue] = {}
-        self._open = FairQueue(settings, lambda now: Capacity())  # for models that nobody serves: never full
+        self._open = FairQueue(settings, lambda now: Capacity())  # for models without a worker: never full
         self._timer: asyncio.TimerHandle | None = None
-        self.num_admitted = 0
 
     async def enter(
         self,
@@ -74,11 +77,12 @@ class Admission:
         *,
         lane: str = "",
         reject_if_busy: bool = False,
-        deadline_s: float | None = None,
         priority: int | None = None,
-    ) -> Pass:
-        """`lane` is the model that is asked for, `deadline_s` the longest wait (never above the queue's own). Overloaded, with
-        its Retry-After, if the request is not to be served now."""
+    ) -> AdmittedRequest:
+        """Wait until the request is admitted. `lane` is the requested model.
+
+        Raises Overloaded with a retry time if the request is refused.
+        """
         refusal = self._gate()
         if refusal is not None:
             raise refusal
@@ -87,10 +91,9 @@ class Admission:
         if limit is not None:
             raise Overloaded(limit.message, retry_after_s=limit.retry_after_s, code="rate_limited")
         queue = self._queue_of(lane, now)
-        wait_s = self._settings.queue_s if deadline_s is None else min(deadline_s, self._settings.queue_s)
-        priority = caller.best_priority(priority)
+        queue_s, priority = self._settings.queue_s, caller.best_priority(priority)
         try:
-            ticket = queue.offer(caller.tenant, caller.weight, uncached_tokens, priority, now, wait_s, reject_if_busy)
+            ticket = queue.offer(caller.tenant, caller.weight, uncached_tokens, priority, now, queue_s, reject_if_busy)
             if ticket.state is WAITING:
                 await self._wait(queue, ticket)
                 if ticket.refusal is not None:
@@ -98,15 +101,14 @@ class Admission:
         except (Overloaded, asyncio.CancelledError):
             caller.limiter.give_back(uncached_tokens, self._clock())
             raise
-        self.num_admitted += 1
-        return Pass(self._clock, caller, queue, ticket, ticket.admitted_s - now)
+        return AdmittedRequest(self._clock, caller, queue, ticket, ticket.admitted_s - now)
 
     async def _wait(self, queue: FairQueue, ticket: Ticket) -> None:
         loop = asyncio.get_running_loop()
         woken: asyncio.Future[None] = loop.create_future()
 
         def wake() -> None:
-            if not woken.done():  # it may have been cancelled in this very turn of the loop
+            if not woken.done():  # the task may have been cancelled in the same turn of the event loop
                 woken.set_result(None)
 
         ticket.wake = wake
@@ -115,12 +117,12 @@ class Admission:
         try:
             await woken
         except asyncio.CancelledError:
-            # Also when it was admitted in the same turn of the loop: nobody would return that place.
+            # Also if the request was admitted in the same turn of the event loop; otherwise its slot would leak.
             queue.end(ticket, 0, self._clock())
             raise
 
     def _tick(self) -> None:
-        """While somebody waits: deadlines, and room that came without an event (a worker that is back)."""
+        """While requests wait, apply deadlines and use capacity that appeared without an event, such as a new worker."""
         now = self._clock()
         self._timer = None
         for queue in self._queues.values():
@@ -152,7 +154,7 @@ class Admission:
         return sum(queue.tokens_in_flight for queue in (self._open, *self._queues.values()))
 
     def describe(self) -> list[dict[str, Any]]:
-        """For the admin view."""
+        """Return the queues as JSON values for the admin API."""
         now = self._clock()
         return [
             {

@@ -1,6 +1,6 @@
-"""API keys: who a request comes from. The config has only hashes; a key itself is never kept, logged or compared.
+"""API keys: authenticate a request and find its tenant. Only hashes are configured; a key is never stored or logged.
 
-Keys are 256 random bits, so a plain sha256 is as good as a slow hash: there is nothing to guess.
+Keys have 256 random bits and cannot be guessed, so plain SHA-256 is as safe as a slow password hash.
 """
 
 from __future__ import annotations
@@ -22,50 +22,59 @@ _KEY_START = "sk-stoker-"
 
 
 class Unauthorized(StokerError):
-    """No key, or one that nobody was given."""
+    """The API key is missing or unknown."""
 
     code = "invalid_api_key"
 
 
 class HasHeaders(Protocol):
+    """A request, as far as authentication reads it."""
+
     def header(self, name: bytes) -> bytes | None: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Caller:
+    """The API key that a request was sent with, and what it may do."""
+
     key_id: str
     tenant: str
-    priority: int = 0  # lower runs first, as everywhere
-    weight: float = 1.0  # the tenant's share against other tenants
-    salt: str | None = None  # None: the tenant shares cached prefixes with others that do
+    priority: int = 0  # a lower number runs first
+    weight: float = 1.0  # the tenant's share relative to other tenants
+    salt: str | None = None  # None: shares cached prefixes with the other tenants that allow sharing
     limiter: KeyLimiter = field(default_factory=KeyLimiter)
-    known: bool = True  # False: nobody had to show a key
+    known: bool = True  # False: the gateway requires no keys
 
-    def cache_salt(self, asked: str | None) -> str | None:
-        """The `cache_salt` a worker must see. What clients choose is put below the tenant's own name, so that nobody can
-        name somebody else's."""
+    def cache_salt(self, requested: str | None) -> str | None:
+        """Return the `cache_salt` to send to the worker.
+
+        The client's own salt is placed below the tenant's name, so that no client can name another tenant's cache.
+        """
         if not self.known:
-            return asked
+            return requested
         if self.salt is None:
-            return None if asked is None else f"shared:{asked}"
-        return self.salt if asked is None else f"{self.salt}:{asked}"
+            return None if requested is None else f"shared:{requested}"
+        return self.salt if requested is None else f"{self.salt}:{requested}"
 
-    def best_priority(self, asked: int | None) -> int:
-        """A client may make its request wait for others; it cannot push it before what its key allows."""
-        return self.priority if asked is None else max(self.priority, asked)
-
-
-NOBODY = Caller(ANONYMOUS, DEFAULT_TENANT, known=False)  # who has not, or not yet, said who it is
+    def best_priority(self, requested: int | None) -> int:
+        """Return the priority to use: a client may lower its priority, but not raise it above its key's."""
+        return self.priority if requested is None else max(self.priority, requested)
 
 
-class Keys:
+UNAUTHENTICATED = Caller(ANONYMOUS, DEFAULT_TENANT, known=False)  # a request whose key is not checked yet
+
+
+class ApiKeys:
+    """The configured API keys. Without any, every request is accepted as the default tenant."""
+
     def __init__(self, keys: Sequence[KeySettings], tenants: Sequence[TenantSettings] = ()) -> None:
         by_name = {tenant.name: tenant for tenant in tenants}
         self._by_digest: dict[bytes, tuple[bytes, Caller]] = {}
         for key in keys:
             digest = bytes.fromhex(key.sha256)
             if digest in self._by_digest:
-                raise ConfigError(f"key {key.name!r} has the sha256 of {self._by_digest[digest][1].key_id!r}")
+                other = self._by_digest[digest][1].key_id
+                raise ConfigError(f"key {key.name!r} has the same sha256 as key {other!r}; create a new key for one")
             tenant = by_name.get(key.tenant, TenantSettings(key.tenant))
             caller = Caller(
                 key_id=key.name,
@@ -78,37 +87,27 @@ class Keys:
             self._by_digest[digest] = (digest, caller)
         self._anonymous = None if keys else Caller(ANONYMOUS, DEFAULT_TENANT, known=False)
 
-    @property
-    def required(self) -> bool:
-        return self._anonymous is None
-
     def authenticate(self, request: HasHeaders) -> Caller:
         if self._anonymous is not None:
             return self._anonymous
-        shown = shown_key(request)
-        if not shown:
-            raise Unauthorized("No API key was given: send it as `Authorization: Bearer KEY`.")
-        digest = hashlib.sha256(shown).digest()
-        # The table is searched by a hash of what was shown, so the time it takes says nothing about a key; the last
-        # comparison is of digests, in constant time.
+        sent = sent_key(request)
+        if not sent:
+            raise Unauthorized("No API key was sent: send it as `Authorization: Bearer KEY`.")
+        digest = hashlib.sha256(sent).digest()
+        # The lookup uses a hash of the sent key, so its duration reveals nothing about valid keys. The final comparison of
+        # digests takes constant time.
         expected, caller = self._by_digest.get(digest, (bytes(32), None))
         if not hmac.compare_digest(digest, expected) or caller is None:
-            raise Unauthorized("The API key is not known here.")
+            raise Unauthorized("The API key is not valid for this gateway.")
         return caller
-
-    def callers(self) -> list[Caller]:
-        """Everybody who may call: for the admin view."""
-        if self._anonymous is not None:
-            return [self._anonymous]
-        return [caller for _, caller in self._by_digest.values()]
 
 
 class AdminToken:
-    """The one token that opens /admin/* and sees every tenant's usage. Without one they stay shut."""
+    """The bearer token for /admin/* and for every tenant's usage. Without one configured, nothing is allowed."""
 
     def __init__(self, token: str | None) -> None:
         if token is not None and len(token) < 16:
-            raise ConfigError(f"the admin token has {len(token)} characters: at least 16 are needed")
+            raise ConfigError(f"the admin token has {len(token)} characters; use at least 16")
         self._digest = None if token is None else hashlib.sha256(token.encode()).digest()
 
     @property
@@ -116,14 +115,14 @@ class AdminToken:
         return self._digest is not None
 
     def allows(self, request: HasHeaders) -> bool:
-        shown = request.header(b"x-admin-token") or shown_key(request)
-        if self._digest is None or not shown:
+        sent = request.header(b"x-admin-token") or sent_key(request)
+        if self._digest is None or not sent:
             return False
-        return hmac.compare_digest(hashlib.sha256(shown).digest(), self._digest)
+        return hmac.compare_digest(hashlib.sha256(sent).digest(), self._digest)
 
 
-def shown_key(request: HasHeaders) -> bytes | None:
-    """What the request shows as its key: a bearer token, or `x-api-key` as some clients send it."""
+def sent_key(request: HasHeaders) -> bytes | None:
+    """Return the request's API key: its bearer token, or the `x-api-key` header that some clients use."""
     value = request.header(b"authorization")
     if value is not None and value[:7].lower() == b"bearer ":
         return value[7:].strip()
@@ -131,6 +130,6 @@ def shown_key(request: HasHeaders) -> bytes | None:
 
 
 def new_key() -> tuple[str, str]:
-    """A fresh key, and its hash for the config."""
+    """Return a new key and its hash for the configuration file."""
     key = _KEY_START + secrets.token_urlsafe(32)
     return key, hashlib.sha256(key.encode()).hexdigest()

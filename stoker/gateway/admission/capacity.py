@@ -1,8 +1,8 @@
-"""How much the workers of a model may hold at a time: what admission keeps in flight. Pure.
+"""How much work a model's workers may hold at a time; admission keeps this much in flight. Pure.
 
-A worker that reports its queue says itself when it is full: with sequences waiting, it gets no more than what it runs and a
-few besides, so that its queue stays short and the waiting is done here, where it is fair. Others are bounded by the settings.
-Prompts are bounded in seconds of prefill, at the rate that the worker reports or shows.
+A worker that reports waiting sequences is full. It then gets only as many requests as it runs plus a few, so that its own
+queue stays short and requests wait in the gateway's fair queue instead. Other workers are bounded by the settings. Prompt
+tokens in flight are bounded to a number of seconds of prefill, at the rate that the worker reports or that was measured.
 """
 
 from __future__ import annotations
@@ -15,34 +15,36 @@ from stoker.fleet.spec import Role
 from stoker.gateway.admission.fair_queue import Capacity
 from stoker.gateway.config import AdmissionSettings
 
-_REPORT_AGE_S = 5.0
-_LANES_AGE_S = 0.5
-_UNSURE = 8
+_REPORT_AGE_S = 5.0  # an older load report is ignored
+_LANES_AGE_S = 0.5  # the table of lanes is computed again after this time
+_UNSURE = 8  # a measured prefill rate is uncertain, so this times the minimum of prompt tokens is allowed
 _ANSWERING = frozenset({Role.UNIFIED, Role.DECODE})
 _PREFILLING = frozenset({Role.UNIFIED, Role.PREFILL})
 
 
 @dataclass(slots=True)
 class Capacities:
+    """Computes lanes and their capacity from the state of the fleet."""
+
     fleet: Fleet
     settings: AdmissionSettings
     _lanes: dict[str, str] | None = None
     _lanes_s: float = -math.inf
 
     def lane(self, model: str, now: float) -> str | None:
-        """The queue of a model: models with the very same workers have one together. None: nobody serves it."""
+        """Return the name of a model's queue, or None if no worker serves it. Models with the same workers share one."""
         lanes = self._lanes
         if lanes is None or now - self._lanes_s >= _LANES_AGE_S or model not in lanes:
             if lanes is not None and now == self._lanes_s:
                 return None
-            lanes = self._lanes = self._look()
+            lanes = self._lanes = self._find_lanes()
             self._lanes_s = now
         return lanes.get(model)
 
     def capacity(self, lane: str, now: float) -> Capacity:
         answering = self.fleet.candidates(lane, _ANSWERING, now)
         if not answering:
-            return Capacity()  # nobody is usable: the router says so, and when to come again
+            return Capacity()  # no worker is usable; the router refuses the request with a retry time
         prefilling = self.fleet.candidates(lane, _PREFILLING, now)
         return Capacity(
             requests=sum(self._requests(member, now) for member in answering),
@@ -59,12 +61,13 @@ class Capacities:
     def _prefill_tokens(self, member: Member) -> float:
         if member.rates.prefill_tokens_per_s is None:
             return math.inf
-        # Seen from outside, a rate has the network and the worker's own queue in it: only a worker's own word is taken strictly.
+        # A rate measured by the gateway includes the network and the worker's queue, so it is applied less strictly than a
+        # rate reported by the worker.
         reported = member.report is not None and member.report.prefill_tokens_per_s is not None
         least = self.settings.prefill_tokens * (1 if reported else _UNSURE)
         return max(self.fleet.prefill_rate(member) * self.settings.prefill_s, float(least))
 
-    def _look(self) -> dict[str, str]:
+    def _find_lanes(self) -> dict[str, str]:
         names: dict[frozenset[str], str] = {}
         lanes: dict[str, str] = {}
         for model, members in sorted(self.fleet.models().items()):

@@ -1,12 +1,17 @@
-"""Who is let through to the workers, and who waits or is refused: one queue for the workers of one model. Pure.
+"""The fair queue in front of the workers of one model: decides which requests are admitted, wait, or are refused. Pure.
 
-Room is counted in requests and in uncached prompt tokens in flight. Who finds no room waits in the queue: the better priority
-first, inside a priority the tenants in turns by uncached tokens (start-time fair queueing), inside a tenant by arrival. A
-priority that waits `priority_age_s` longer than a better one counts as one step better, so that none starves.
+Capacity is counted in requests and in uncached prompt tokens in flight. When it is used up, requests wait:
 
-The wait is predicted before anybody is let into the queue, from the measured time that a request and a prompt token occupy
-their room. A burst may wait up to `queue_s`. When the queue has not been empty for that long, it is no burst but overload:
-from then on only `standing_s` of waiting is let in, so that those who are served are served soon and the rest hears so at once.
+- a better (lower) priority first;
+- within a priority, tenants share by uncached tokens and weight (start-time fair queueing);
+- within a tenant, by arrival.
+
+A priority class whose oldest request has waited `priority_age_s` counts as one step better, so that none starves.
+
+The wait is predicted before a request enters the queue, from the measured time that requests and prompt tokens stay in
+flight. In a burst, requests may wait up to `queue_s`. If the queue has not been empty for that long, it is an overload: from
+then on only requests with a predicted wait of at most `standing_s` are queued. So admitted requests are served soon, and the
+others are refused at once.
 """
 
 from __future__ import annotations
@@ -22,33 +27,33 @@ import msgspec
 from stoker.base.errors import Overloaded
 from stoker.gateway.config import AdmissionSettings
 
-MIN_COST_TOKENS = 32  # a request that is cached whole is not free
-_CAPACITY_AGE_S = 0.05
-_CALM_S = 5.0
+MIN_COST_TOKENS = 32  # charged even for a fully cached request
+_CAPACITY_AGE_S = 0.05  # the capacity is read again after this time
+_CALM_S = 5.0  # a queue that was empty for less than this time continues the same backlog
 _SMOOTHING = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What the workers may hold at a time. Infinite: not known, so not limited."""
+    """How much the workers may hold at a time. Infinite means unknown, hence unlimited."""
 
     requests: float = math.inf
     prefill_tokens: float = math.inf
 
 
-class State(Enum):
+class TicketState(Enum):
     WAITING = "waiting"
     ADMITTED = "admitted"
     REFUSED = "refused"
     DONE = "done"
 
 
-# An enum's member is found slowly, and every request asks several times.
-WAITING, ADMITTED, DONE = State.WAITING, State.ADMITTED, State.DONE
+# Module names, because enum attribute access is slow and every request needs several.
+WAITING, ADMITTED, DONE = TicketState.WAITING, TicketState.ADMITTED, TicketState.DONE
 
 
 class Ticket(msgspec.Struct, eq=False):
-    """One request's place: in the queue, then in flight."""
+    """One request in the queue, and later in flight."""
 
     tenant: str
     weight: float
@@ -57,7 +62,7 @@ class Ticket(msgspec.Struct, eq=False):
     priority: int
     arrived_s: float
     expires_s: float
-    state: State = WAITING
+    state: TicketState = WAITING
     admitted_s: float = 0.0
     held_tokens: int = 0
     refusal: Overloaded | None = None
@@ -66,7 +71,7 @@ class Ticket(msgspec.Struct, eq=False):
 
 @dataclass(slots=True)
 class _Mean:
-    """Of the last few dozen; None until something was seen."""
+    """An exponential moving average over the last few dozen values; None before the first one."""
 
     value: float | None = None
 
@@ -87,13 +92,15 @@ class _Line:
 
 
 class FairQueue:
+    """The queue of one lane."""
+
     def __init__(self, settings: AdmissionSettings, capacity: Callable[[float], Capacity]) -> None:
         self._settings = settings
         self._read_capacity = capacity
         self._capacity = Capacity()
         self._capacity_s = -math.inf
         self._classes: dict[int, dict[str, _Line]] = {}
-        self._finish: dict[str, float] = {}  # tenant -> virtual time at which its last admitted request is paid for
+        self._finish: dict[str, float] = {}  # tenant -> virtual finish time of its last admitted request
         self._virtual = 0.0
         self._service_s = _Mean()
         self._prefill_s = _Mean()
@@ -106,43 +113,43 @@ class FairQueue:
     def offer(
         self, tenant: str, weight: float, tokens: int, priority: int, now: float, wait_s: float, reject_if_busy: bool
     ) -> Ticket:
-        """A ticket that is admitted, or one that waits; Overloaded if it should not even wait."""
+        """Return a ticket that is admitted or waits. Raises Overloaded if the request must not wait."""
         cost = tokens if tokens > MIN_COST_TOKENS else MIN_COST_TOKENS
         ticket = Ticket(tenant, weight, tokens, cost, priority, now, now + wait_s)
         if self.num_waiting:
-            self.pump(now)  # room may have come since: then nobody should be refused for want of it
+            self.pump(now)  # capacity may have become free since the last event
         if self.num_waiting == 0 and self._has_room(now):
             self._admit(ticket, now)
             return ticket
         if reject_if_busy:
-            raise Overloaded("All workers are busy.", retry_after_s=self.predicted_wait_s(ticket), code="busy")
+            message = "All workers are busy, and the request was sent with rejectIfBusy."
+            raise Overloaded(message, retry_after_s=self.predicted_wait_s(ticket), code="busy")
         predicted_s = self.predicted_wait_s(ticket)
         limit_s = min(wait_s, self._limit_s(now))
         if predicted_s > limit_s:
             raise Overloaded(
-                f"The wait would be about {predicted_s:.1f} s; at most {limit_s:.1f} s can be waited for now.",
+                f"The predicted wait of {predicted_s:.1f} s exceeds the current limit of {limit_s:.1f} s; retry later.",
                 retry_after_s=predicted_s,
                 code="queue_full",
             )
         if self.num_waiting >= self._settings.queue_requests and not self._make_place(ticket, now):
-            raise Overloaded(
-                f"{self.num_waiting} requests wait already.", retry_after_s=max(predicted_s, 1.0), code="queue_full"
-            )
+            message = f"The queue is full with {self.num_waiting} waiting requests; retry later."
+            raise Overloaded(message, retry_after_s=max(predicted_s, 1.0), code="queue_full")
         self._push(ticket, now)
         return ticket
 
     def first_token(self, ticket: Ticket, now: float) -> None:
-        """Its prompt is computed: that work is off the fleet, and others may have its room."""
+        """Note that the ticket's prompt is computed, which frees its prompt tokens for other requests."""
         if ticket.state is ADMITTED and ticket.held_tokens:
             self.tokens_in_flight -= ticket.held_tokens
-            # A token's time in flight, so weighted by tokens: a short prompt says little about a long queue of them.
+            # The average is over tokens, so a long prompt counts more than a short one.
             self._prefill_s.note(now - ticket.admitted_s, min(0.5, _SMOOTHING * (1 + ticket.held_tokens / 1024)))
             ticket.held_tokens = 0
             if self.num_waiting:
                 self.pump(now)
 
     def end(self, ticket: Ticket, uncached_tokens: int | None, now: float) -> None:
-        """Over, by whatever road; also for one that still waits. `uncached_tokens` is what it really cost, if known."""
+        """End a ticket, waiting or admitted. `uncached_tokens` is its actual cost, if known."""
         if ticket.state is WAITING:
             self._remove(ticket, now)
         elif ticket.state is ADMITTED:
@@ -159,7 +166,7 @@ class FairQueue:
             self.pump(now)
 
     def pump(self, now: float) -> None:
-        """Admits while there is room; who is admitted is woken."""
+        """Admit waiting tickets while there is capacity, and wake their tasks."""
         while self.num_waiting and self._has_room(now):
             ticket = self._next(now)
             self._remove(ticket, now)
@@ -168,15 +175,19 @@ class FairQueue:
                 ticket.wake()
 
     def expire(self, now: float) -> None:
-        """Refuses whose time is up. It looks at all that wait: a few times a second, not at every event."""
+        """Refuse tickets whose deadline has passed. It scans all waiting tickets, so call it a few times per second."""
         for ticket in [ticket for ticket in self._tickets() if ticket.expires_s <= now]:
             self._remove(ticket, now)
             waited_s = now - ticket.arrived_s
-            self._refuse(ticket, f"No worker was free within {waited_s:.1f} s.", "queue_timeout")
+            message = f"No worker had capacity within the queue timeout of {waited_s:.1f} s; retry later."
+            self._refuse(ticket, message, "queue_timeout")
 
     def predicted_wait_s(self, ticket: Ticket) -> float:
-        """From the room's measured turnover (Little's law). A tenant's line moves at the tenant's share, so what others
-        have queued counts only up to that."""
+        """Predict a ticket's wait from the measured turnover (Little's law).
+
+        A tenant's queue advances at the tenant's share of the capacity, so other tenants' queued work counts only up to
+        their shares.
+        """
         ahead_requests, ahead_tokens, weights = 1.0, float(ticket.tokens), ticket.weight
         mine_requests, mine_tokens = 1.0, float(ticket.tokens)
         for priority, lines in self._classes.items():
@@ -206,7 +217,7 @@ class FairQueue:
         if now - self._capacity_s >= _CAPACITY_AGE_S:
             self._capacity = self._read_capacity(now)
             self._capacity_s = now
-        # One that does not fit is let in as soon as there is any room: waiting for more would let small ones pass it forever.
+        # A request may exceed the remaining capacity: if it had to wait until it fits, smaller ones would pass it forever.
         return self.num_in_flight < self._capacity.requests and self.tokens_in_flight < self._capacity.prefill_tokens
 
     def _admit(self, ticket: Ticket, now: float) -> None:
@@ -222,7 +233,7 @@ class FairQueue:
         ticket.state = ADMITTED
 
     def _refuse(self, ticket: Ticket, message: str, code: str) -> None:
-        ticket.state = State.REFUSED
+        ticket.state = TicketState.REFUSED
         ticket.refusal = Overloaded(message, retry_after_s=max(1.0, self.predicted_wait_s(ticket)), code=code)
         if ticket.wake is not None:
             ticket.wake()
@@ -266,23 +277,26 @@ class FairQueue:
         return lines[min(lines, key=turn)].tickets[0]
 
     def _make_place(self, ticket: Ticket, now: float) -> bool:
-        """The queue is full: whoever has most in it, at the worst priority, gives up its last place, unless that is the
-        newcomer itself."""
+        """Make room in a full queue: drop the last ticket of the tenant with the most queued work at the worst priority.
+
+        Return False if that would be the new ticket itself.
+        """
         if not self._classes:
             return False
         worst = max(self._classes)
         lines = self._classes[worst]
-        fattest = max(lines, key=lambda tenant: lines[tenant].tokens / lines[tenant].weight)
+        largest = max(lines, key=lambda tenant: lines[tenant].tokens / lines[tenant].weight)
         if worst < ticket.priority:
             return False
         if worst == ticket.priority:
             own = lines.get(ticket.tenant)
             own_cost = (ticket.cost + (own.tokens if own else 0)) / ticket.weight
-            if fattest == ticket.tenant or lines[fattest].tokens / lines[fattest].weight <= own_cost:
+            if largest == ticket.tenant or lines[largest].tokens / lines[largest].weight <= own_cost:
                 return False
-        last = lines[fattest].tickets[-1]
+        last = lines[largest].tickets[-1]
         self._remove(last, now)
-        self._refuse(last, "The queue is full, and others had less in it.", "queue_full")
+        message = "The queue is full, and this tenant has the most work queued; retry later."
+        self._refuse(last, message, "queue_full")
         return True
 
     def _tickets(self) -> Iterator[Ticket]:

@@ -1,25 +1,27 @@
-"""What one key may use: requests a minute, tokens a minute, requests at a time. Pure: the time is an argument.
+"""The limits of one API key: requests per minute, tokens per minute, concurrent requests. Pure: the time is an argument.
 
-Tokens are those that cost work: prompt tokens that were not cached, and generated ones. They are taken as an estimate when a
-request comes and settled when it ends, so a bucket may stand below zero for a while.
+Tokens are uncached prompt tokens and generated tokens. An estimate is taken when a request arrives and corrected when it
+ends, so a bucket may be below zero for a while.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-_CONCURRENCY_RETRY_S = 1.0  # when one of its own requests ends is the caller's to know
+_CONCURRENCY_RETRY_S = 1.0  # the gateway cannot know when one of the key's requests will end
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
+    """The limit that a request exceeds."""
+
     limit: str
     retry_after_s: float
     message: str
 
 
 class Bucket:
-    """Fills at `per_minute` / 60 a second up to one minute's worth."""
+    """A token bucket that refills with `per_minute` / 60 per second, up to the amount of one minute."""
 
     __slots__ = ("_level", "_per_s", "_seen_s", "_size")
 
@@ -29,6 +31,10 @@ class Bucket:
         self._level = self._size
         self._seen_s: float | None = None
 
+    @property
+    def per_minute(self) -> float:
+        return self._size
+
     def level(self, now: float) -> float:
         if self._seen_s is not None and now > self._seen_s:
             self._level = min(self._size, self._level + (now - self._seen_s) * self._per_s)
@@ -36,9 +42,9 @@ class Bucket:
         return self._level
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Until `amount` can be taken. What exceeds the whole bucket needs a full one, and then goes below zero."""
+        """Return the time until `amount` can be taken. An amount above the bucket size needs only a full bucket."""
         missing = min(amount, self._size) - self.level(now)
-        # A wait shorter than a microsecond is what adding small floats left over.
+        # Less than a microsecond is a floating-point rounding error.
         return missing / self._per_s if missing > self._per_s * 1e-6 else 0.0
 
     def take(self, amount: float, now: float) -> None:
@@ -46,7 +52,7 @@ class Bucket:
 
 
 class KeyLimiter:
-    """All limits of one key. `None` is no limit."""
+    """All limits of one key. None means no limit."""
 
     __slots__ = ("_concurrency", "_requests", "_tokens", "num_open", "unlimited")
 
@@ -63,17 +69,27 @@ class KeyLimiter:
         self.num_open = 0
 
     def begin(self, tokens: int, now: float) -> Refusal | None:
-        """Takes one request of about so many tokens, or says why not; a refused one takes nothing."""
+        """Take one request of about `tokens` tokens. Return the refusal if it exceeds a limit; then nothing is taken."""
         if self.unlimited:
             self.num_open += 1
             return None
         if self._concurrency is not None and self.num_open >= self._concurrency:
-            message = f"This key has {self.num_open} requests open; it may have {self._concurrency}."
+            message = (
+                f"This key has {self.num_open} concurrent requests, and its limit is {self._concurrency};"
+                " wait until one has ended."
+            )
             return Refusal("concurrency", _CONCURRENCY_RETRY_S, message)
         if self._requests is not None and (wait_s := self._requests.wait_s(1, now)):
-            return Refusal("requests_per_minute", wait_s, "This key has used its requests for this minute.")
+            message = (
+                f"This key has reached its limit of {self._requests.per_minute:g} requests per minute;"
+                f" retry in {wait_s:.1f} s."
+            )
+            return Refusal("requests_per_minute", wait_s, message)
         if self._tokens is not None and (wait_s := self._tokens.wait_s(tokens, now)):
-            message = f"This key has used its tokens for this minute; the request needs about {tokens} uncached ones."
+            message = (
+                f"This key has reached its limit of {self._tokens.per_minute:g} tokens per minute, and the request needs"
+                f" about {tokens} uncached tokens; retry in {wait_s:.1f} s."
+            )
             return Refusal("tokens_per_minute", wait_s, message)
         if self._requests is not None:
             self._requests.take(1, now)
@@ -83,13 +99,13 @@ class KeyLimiter:
         return None
 
     def end(self, estimated: int, actual: int, now: float) -> None:
-        """The request is over; it used `actual` tokens where `estimated` were taken."""
+        """End a request that used `actual` tokens instead of the `estimated` ones that were taken."""
         self.num_open -= 1
         if self._tokens is not None and actual != estimated:
             self._tokens.take(actual - estimated, now)
 
     def give_back(self, estimated: int, now: float) -> None:
-        """The request never ran (it was refused elsewhere): as if it had not come."""
+        """Return everything that `begin` took, for a request that was refused later and never ran."""
         self.num_open -= 1
         if self._requests is not None:
             self._requests.take(-1, now)

@@ -1,1 +1,1 @@
-"""The client's side of the API: request bodies as the gateway reads them, and its own replies."""
+"""The API towards clients: the request body fields that the gateway reads, and the replies that it makes itself."""

@@ -1,8 +1,8 @@
-"""A client's body: the few fields that the gateway reads, and edits that leave every other byte as it came.
+"""A client's request body: the few fields that the gateway reads, and edits that leave all other bytes unchanged.
 
-Bodies are large (an agent's whole conversation) and mostly not our business. So they are scanned once, into `Envelope`,
-which skips what it does not know and keeps the big fields as raw JSON; and they are changed by inserting bytes behind the
-opening brace. Only where a key is already there the top level, and nothing below it, is taken apart and put together again.
+Bodies are large (an agent's whole conversation), and the gateway needs little of them. So a body is scanned once into a
+`RequestEnvelope`, which skips unknown fields and keeps large fields as raw JSON. It is edited by inserting bytes after the
+opening brace. Only if a field to set already exists, the top level is decoded and encoded again, and nothing below it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from stoker.base.errors import InvalidRequest
 from stoker.proto.openai.decode import decode
 from stoker.proto.openai.fields import StreamOptions
 
-# What the gateway and its workers say to each other in a body; a client that sends one would speak as the gateway.
+# Fields that only the gateway may send to workers. A client that sends one is refused.
 INTERNAL_FIELDS = (
     "resume",
     "kv_transfer_params",
@@ -33,16 +33,17 @@ INTERNAL_FIELDS = (
 )
 
 
-class Kind(StrEnum):
-    """Which of the generating endpoints a request came to."""
+class EndpointKind(StrEnum):
+    """The generating endpoint that a request was sent to."""
 
     CHAT = "chat"
     COMPLETIONS = "completions"
     RESPONSES = "responses"
 
 
-class Envelope(msgspec.Struct, kw_only=True):
-    """What the gateway reads of a request. UNSET is a key that is not there: only such a key can be inserted."""
+class RequestEnvelope(msgspec.Struct, kw_only=True):
+    """The fields of a generating request that the gateway reads. UNSET means that the field is absent, so it can be inserted
+    without decoding the body."""
 
     model: str | None = None
     stream: bool | None = None
@@ -77,20 +78,20 @@ class Envelope(msgspec.Struct, kw_only=True):
     disagg_prefill_dp_rank: Raw | UnsetType = UNSET
     data_parallel_rank: Raw | UnsetType = UNSET
 
-    # Not of the JSON: `parse` sets them over whatever a client may have sent under these names.
-    kind: Kind = msgspec.field(default=Kind.CHAT, name="x-stoker-kind")
+    # Not from the JSON: `parse` sets them, and overwrites what a client may have sent under these names.
+    kind: EndpointKind = msgspec.field(default=EndpointKind.CHAT, name="x-stoker-kind")
     raw: bytes = msgspec.field(default=b"", name="x-stoker-raw")
-    salt: str | None = msgspec.field(default=None, name="x-stoker-salt")  # the cache salt that workers will see
+    salt: str | None = msgspec.field(default=None, name="x-stoker-salt")  # the cache salt sent to the worker
 
     @property
     def num_choices(self) -> int:
-        """How many choices the answer will have: n for each prompt."""
+        """Return the number of choices in the answer: `n` for each prompt."""
         return (self.n or 1) * self.num_prompts
 
     @property
     def num_prompts(self) -> int:
-        """More than one where a completion's `prompt` is a list of texts or of token lists."""
-        if self.kind is not Kind.COMPLETIONS or isinstance(self.prompt, UnsetType):
+        """Return the number of prompts: more than one if a completion's `prompt` is a list of texts or of token lists."""
+        if self.kind is not EndpointKind.COMPLETIONS or isinstance(self.prompt, UnsetType):
             return 1
         if memoryview(self.prompt)[0] != ord("["):
             return 1
@@ -99,8 +100,10 @@ class Envelope(msgspec.Struct, kw_only=True):
 
     @property
     def max_new_tokens(self) -> int | None:
-        """The client's own bound on the answer, under whichever name its endpoint has. One below zero is none: reserved as it
-        is, it would make a loaded worker look idle."""
+        """Return the client's limit on output tokens, whatever the field is called in its API.
+
+        A negative limit counts as none. Reserving it would make a loaded worker look idle.
+        """
         for bound in (self.max_completion_tokens, self.max_tokens, self.max_output_tokens):
             if isinstance(bound, int):
                 return bound if bound >= 0 else None
@@ -108,7 +111,7 @@ class Envelope(msgspec.Struct, kw_only=True):
 
     @property
     def wants_usage(self) -> bool:
-        """The client asked for a usage chunk at its stream's end. The Responses API always tells."""
+        """Return True if the client requested a usage chunk. (The Responses API always reports usage.)"""
         options = self.stream_options
         return isinstance(options, StreamOptions) and bool(options.include_usage)
 
@@ -117,9 +120,12 @@ _internal_values = attrgetter(*INTERNAL_FIELDS)
 _NO_INTERNALS = (UNSET,) * len(INTERNAL_FIELDS)
 
 
-def parse(kind: Kind, body: bytes) -> Envelope:
-    """The envelope of `body`, or InvalidRequest: not JSON, a field of the wrong type, or a field that clients may not send."""
-    envelope = decode(Envelope, body)
+def parse(kind: EndpointKind, body: bytes) -> RequestEnvelope:
+    """Decode the envelope of `body`.
+
+    Raises InvalidRequest if it is not JSON, a field has the wrong type, or it has a field that clients may not send.
+    """
+    envelope = decode(RequestEnvelope, body)
     envelope.kind = kind
     envelope.raw = body
     envelope.salt = envelope.cache_salt if isinstance(envelope.cache_salt, str) else None
@@ -136,8 +142,8 @@ def parse(kind: Kind, body: bytes) -> Envelope:
 _TABLE: msgspec.json.Decoder[dict[str, Raw]] = msgspec.json.Decoder(dict[str, Raw])
 
 
-def edit(envelope: Envelope, put: Mapping[str, bytes], drop: Collection[str] = ()) -> bytes:
-    """The body with `put` (values are JSON) in it and `drop` out of it."""
+def edit(envelope: RequestEnvelope, put: Mapping[str, bytes], drop: Collection[str] = ()) -> bytes:
+    """Return the body with the fields of `put` set (values are JSON) and those of `drop` removed."""
     if not put and not drop:
         return envelope.raw
     if not drop and all(getattr(envelope, name) is UNSET for name in put):
@@ -151,7 +157,7 @@ def edit(envelope: Envelope, put: Mapping[str, bytes], drop: Collection[str] = (
 
 
 def fields(data: bytes | Raw) -> dict[str, Raw]:
-    """The top level of a JSON object; what is below stays as it is written."""
+    """Decode the top level of a JSON object; the values stay raw JSON."""
     return _TABLE.decode(data)
 
 

@@ -1,4 +1,4 @@
-"""A whole answer that the gateway itself gives: JSON, text or an error in OpenAI's shape. Nothing is sent here."""
+"""Replies that the gateway makes itself: JSON, text, or an error in OpenAI's shape. Nothing is sent here."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ JSON: tuple[bytes, bytes] = (b"content-type", b"application/json")
 
 @dataclass(frozen=True, slots=True)
 class Reply:
+    """A complete HTTP response."""
+
     status: int
     headers: Headers
     body: bytes

@@ -1,45 +1,45 @@
-"""A lean HTTP/1.1, both sides, on asyncio protocols (uvloop in production): bytes in, bytes out, back-pressure, limits.
+"""HTTP/1.1 server and client on asyncio protocols (uvloop in production), with back-pressure and limits.
 
-It knows nothing of OpenAI but the shape of an error body, nothing of workers, routes or tokens.
+The package does not depend on the rest of the gateway. All it knows about the OpenAI API is the shape of an error body.
 """
 
-from stoker.gateway.http.answer import Answer
-from stoker.gateway.http.client import Pool
+from stoker.gateway.http.connection_pool import ConnectionPool
 from stoker.gateway.http.errors import (
-    AnswerAborted,
-    AnswerLate,
-    AnswerLost,
-    AnswerTooLarge,
     BadMessage,
     ConnectTimeout,
     NoSocketLeft,
+    ResponseAborted,
+    ResponseLost,
+    ResponseTimeout,
+    ResponseTooLarge,
     Unreachable,
     error_body,
 )
 from stoker.gateway.http.head import HeaderFilter, Headers, end_to_end, header_block
 from stoker.gateway.http.limits import ClientLimits, ServerLimits
 from stoker.gateway.http.origin import Origin
-from stoker.gateway.http.request import Request
+from stoker.gateway.http.request import HttpRequest
 from stoker.gateway.http.server import Server
+from stoker.gateway.http.worker_response import WorkerResponse
 
 __all__ = [
-    "Answer",
-    "AnswerAborted",
-    "AnswerLate",
-    "AnswerLost",
-    "AnswerTooLarge",
     "BadMessage",
     "ClientLimits",
     "ConnectTimeout",
+    "ConnectionPool",
     "HeaderFilter",
     "Headers",
+    "HttpRequest",
     "NoSocketLeft",
     "Origin",
-    "Pool",
-    "Request",
+    "ResponseAborted",
+    "ResponseLost",
+    "ResponseTimeout",
+    "ResponseTooLarge",
     "Server",
     "ServerLimits",
     "Unreachable",
+    "WorkerResponse",
     "end_to_end",
     "error_body",
     "header_block",

@@ -1,4 +1,7 @@
-"""The chunked transfer coding, read. Strict: CRLF only, sizes are hex digits, extensions and trailers are bounded and dropped."""
+"""Strict decoder of the chunked transfer coding.
+
+Lines end in CRLF, sizes are hex digits; extensions and trailers are bounded in size and dropped.
+"""
 
 from __future__ import annotations
 
@@ -9,28 +12,28 @@ from stoker.gateway.http.errors import BadMessage
 _HEX = b"0123456789abcdefABCDEF"
 _SIZE_LINE = re.compile(rb"([0-9a-fA-F]{1,15})(?:;[\t -~]*)?")
 _TRAILER = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[^\x00-\x08\x0a-\x1f\x7f]*")
-_MAX_LINE = 512  # bytes of a size line, or of one trailer
-_MAX_WASTE = 8 << 10  # bytes of all extensions and trailers of one body
+_MAX_LINE = 512  # bytes in a size line or in one trailer
+_MAX_WASTE = 8 << 10  # bytes in all extensions and trailers of one body
 
 
 class ChunkedReader:
-    """Feed it the stream; it returns the payload in it. After the end, `done` is set and `rest` is what followed."""
+    """Incremental decoder: `feed()` returns the payload. After the last chunk `done` is set and `rest` holds later bytes."""
 
     __slots__ = ("_between", "_left", "_line", "_trailers", "_waste", "done", "rest")
 
     def __init__(self) -> None:
         self.done = False
         self.rest = b""
-        self._between = True  # what comes next is a chunk's first byte
-        self._left = 0  # of the current chunk, with the CRLF behind it
-        self._line = b""  # an unfinished line
+        self._between = True  # the next byte is the first byte of a chunk
+        self._left = 0  # bytes left of the current chunk, including its CRLF
+        self._line = b""  # an incomplete line
         self._trailers = False
         self._waste = 0
 
     def feed(self, data: bytes) -> bytes:
         if not self._between:
             return self._feed(data)
-        # Nearly always: one whole chunk, as its sender wrote it.
+        # Fast path: exactly one whole chunk, as senders usually write them.
         end = data.find(b"\r\n", 0, 17)
         digits = data[:end]
         if end > 0 and not digits.translate(None, _HEX):
@@ -49,7 +52,7 @@ class ChunkedReader:
             if self._left:
                 at = self._payload(data, at, pieces)
                 continue
-            # A whole chunk is taken at once. Only sizes that the long way below takes, too, fit into 15 digits.
+            # Take a whole chunk at once. The search limit keeps the size within the 15 digits that the slow path accepts.
             end = data.find(b"\r\n", at, at + 17)
             if end > at and not self._trailers and not (digits := data[at:end]).translate(None, _HEX):
                 stop = end + 2 + int(digits, 16)
@@ -74,7 +77,7 @@ class ChunkedReader:
         return b"".join(pieces)
 
     def _payload(self, data: bytes, at: int, pieces: list[bytes]) -> int:
-        """Takes what is there of the current chunk; returns where it stopped."""
+        """Consume the available bytes of the current chunk and return the position behind them."""
         here = len(data) - at
         payload = self._left - 2
         if payload > 0:
@@ -85,7 +88,7 @@ class ChunkedReader:
         tail = b"\r\n"[2 - self._left :]
         take = min(self._left, here)
         if data[at : at + take] != tail[:take]:
-            raise BadMessage(400, "a chunk is not as long as it said")
+            raise BadMessage(400, "a chunk's length differs from its size line")
         self._left -= take
         return at + take
 

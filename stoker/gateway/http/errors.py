@@ -1,4 +1,4 @@
-"""What can go wrong between two HTTP peers, and the static error body that a client sees when its request is not HTTP."""
+"""Errors of the HTTP layer, and the error body that a client gets when its request is not valid HTTP."""
 
 from __future__ import annotations
 
@@ -8,47 +8,47 @@ from stoker.base.errors import Overloaded, StokerError
 
 
 class Unreachable(StokerError):
-    """No connection to the worker: refused, timed out, or its TLS did not fit."""
+    """No connection to the worker: refused, timed out, or the TLS handshake failed."""
 
     code = "worker_unreachable"
 
 
 class ConnectTimeout(Unreachable):
-    """No connection in time. Nobody may be there; or somebody was slow, and that may have been this process."""
+    """No connection before the deadline. The worker may be down, or the worker or this process may have been slow."""
 
 
 class NoSocketLeft(Overloaded):
-    """This process may open no more connections: nobody's fault but ours, so nobody else is to be blamed or asked."""
+    """This process cannot open more sockets. The worker is not at fault, so it is not marked as failed and not retried."""
 
     code = "no_socket_left"
 
 
-class AnswerLost(StokerError):
-    """The worker took the request and did not answer it to the end: cut, timed out, or not HTTP."""
+class ResponseLost(StokerError):
+    """The response did not arrive completely: the connection closed, it timed out, or it was not valid HTTP."""
 
     code = "answer_lost"
 
 
-class AnswerLate(AnswerLost):
-    """No answer had begun when its time was over."""
+class ResponseTimeout(ResponseLost):
+    """The response did not begin before the deadline."""
 
     code = "answer_late"
 
 
-class AnswerTooLarge(AnswerLost):
-    """The answer is larger than its reader allows; a second try would be so, too."""
+class ResponseTooLarge(ResponseLost):
+    """The response is larger than the reader's limit. A retry would exceed it again."""
 
     code = "answer_too_large"
 
 
-class AnswerAborted(StokerError):
-    """We ourselves gave the answer up, by `Answer.abort()`."""
+class ResponseAborted(StokerError):
+    """The gateway aborted the response with `WorkerResponse.abort()`."""
 
     code = "answer_aborted"
 
 
 class BadMessage(Exception):
-    """Bytes that are not the HTTP we speak; `status` is what the peer is told where it can be told something."""
+    """Bytes that are not valid HTTP/1.1. `status` is the HTTP status sent back, where a response can be sent."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -57,6 +57,6 @@ class BadMessage(Exception):
 
 
 def error_body(status: int, message: str, code: str | None = None) -> bytes:
-    """An OpenAI-shaped error for answers that no handler makes."""
+    """Return an OpenAI-shaped error body, for responses that are made without a handler."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}}).encode()

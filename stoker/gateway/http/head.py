@@ -1,8 +1,9 @@
-"""Heads of requests and answers: the grammar of RFC 9112 as regular expressions, with nothing lenient in it.
+"""Strict parser of request and response heads: the grammar of RFC 9112 as regular expressions.
 
-A proxy that accepts what another server reads differently lets requests be smuggled past it. So: CRLF only, no folded lines, no
-space before a colon, one length at most and said in one way, no path that a server behind us might resolve to another one.
-Heads are parsed whole, once their end is there: splitting of the stream cannot change what they mean.
+A proxy that reads a message differently from the server behind it enables request smuggling. So lines must end in CRLF,
+folded lines and spaces before a colon are refused, there is at most one body length in one notation, and paths that another
+server might resolve differently are refused. A head is parsed as a whole once it is complete, so how the stream was split
+into packets cannot change its meaning.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TypeVar
 
 from stoker.gateway.http.errors import BadMessage
 
-# Pairs, or lines that were formatted beforehand with `header_block`: what never changes is formatted once.
+# Pairs, or lines formatted in advance with `header_block`.
 Headers = Sequence[tuple[bytes, bytes]] | bytes
 
 T = TypeVar("T")
@@ -30,12 +31,13 @@ _HEADER = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*([^\x00-\x08\x0a-\x
 _VERSION = re.compile(rb"[^\r\n]* HTTP/([0-9](?:\.[0-9])?)")
 _REQUEST_SHAPE = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+) ([^ \r\n]+) HTTP/1\.[01]")
 _CONTENT_LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ([0-9]{1,18})(?:\r\n|\Z)")
-# An escaped slash may stay: names have them (`org%2Fmodel`), it is not read as a slash here, and no path is passed on.
+# An escaped slash is allowed: model names contain it (`org%2Fmodel`), it is not read as a slash here, and no client path is
+# passed on to a worker.
 _BAD_ESCAPE = re.compile(rb"%(?![0-9A-Fa-f]{2})|%(?:2[eE5]|5[cC]|[01][0-9A-Fa-f]|7[fF])")
 
-_MAX_SEEN = 2048  # lines that a parser remembers
-_MAX_SEEN_BYTES = 512  # the longest of them
-_MAX_SHAPE_BYTES = 2048  # the longest head that is remembered whole
+_MAX_SEEN = 2048  # lines that a parser caches
+_MAX_SEEN_BYTES = 512  # the longest cached line
+_MAX_SHAPE_BYTES = 2048  # the longest head that is cached as a whole
 
 _FRAMING = frozenset({b"content-length", b"transfer-encoding", b"connection", b"host", b"expect"})
 _HOP_BY_HOP = frozenset(
@@ -57,14 +59,14 @@ _HOP_BY_HOP = frozenset(
 
 
 class Head:
-    """Never changed: many messages have the same one. The body's length is not part of it."""
+    """A parsed head. Immutable, because messages that differ only in their body length share one."""
 
     __slots__ = ("by_name", "headers", "keep_alive", "passed")
 
     headers: list[tuple[bytes, bytes]]  # without content-length
-    by_name: dict[bytes, bytes]  # the first of each name
+    by_name: dict[bytes, bytes]  # the first value of each lower-case name
     keep_alive: bool
-    passed: dict[HeaderFilter, bytes]  # what of it was handed on before
+    passed: dict[HeaderFilter, bytes]  # cached output of each filter
 
     def hold(self, headers: list[tuple[bytes, bytes]]) -> None:
         self.headers = [pair for pair in headers if pair[0] != b"content-length"]
@@ -82,38 +84,40 @@ class RequestHead(Head):
     expects: bool
 
 
-class AnswerHead(Head):
+class ResponseHead(Head):
     __slots__ = ("has_body", "status")
 
     status: int
-    has_body: bool  # False: none follows, whatever length is said
+    has_body: bool  # False: no body follows, whatever content-length says
 
 
 H = TypeVar("H", bound=Head)
 
 
 class HeadParser:
-    """Remembers what it has seen: a peer's heads mostly differ in the body's length alone, others in a line or two, and
-    looking one up is far cheaper than checking it anew. A head is given without the empty line that ends it."""
+    """Parses heads, with caches: most heads repeat except for the body length, and the others differ in a line or two.
 
-    __slots__ = ("_answers", "_headers", "_max_headers", "_request_lines", "_requests", "_special", "_status_lines")
+    A cache lookup is far cheaper than matching the grammar again. Heads are passed without the empty line that ends them.
+    """
+
+    __slots__ = ("_headers", "_max_headers", "_request_lines", "_requests", "_responses", "_special", "_status_lines")
 
     def __init__(self, max_headers: int) -> None:
         self._max_headers = max_headers
-        self._requests: dict[bytes, RequestHead] = {}  # by a head without the digits of its length
-        self._answers: dict[bytes, AnswerHead] = {}
+        self._requests: dict[bytes, RequestHead] = {}  # keyed by the head without the digits of its content-length
+        self._responses: dict[bytes, ResponseHead] = {}
         self._headers: dict[bytes, tuple[bytes, bytes]] = {}
-        self._special: dict[bytes, tuple[bytes, bytes]] = {}  # those that say how a message ends
+        self._special: dict[bytes, tuple[bytes, bytes]] = {}  # headers that affect the framing
         self._request_lines: dict[bytes, tuple[bytes, bytes, bytes, int]] = {}
         self._status_lines: dict[bytes, tuple[int, int]] = {}
 
     def request(self, head: bytes) -> tuple[RequestHead, int]:
-        """What it says, and the length of the body, or CHUNKED."""
+        """Return the parsed request head, and the length of the body or CHUNKED."""
         return _by_shape(head, self._requests, self._request)
 
-    def answer(self, head: bytes) -> tuple[AnswerHead, int]:
-        """What it says, and the length of the body, or CHUNKED, or UNTIL_CLOSE."""
-        return _by_shape(head, self._answers, self._answer)
+    def response(self, head: bytes) -> tuple[ResponseHead, int]:
+        """Return the parsed response head, and the length of the body, CHUNKED or UNTIL_CLOSE."""
+        return _by_shape(head, self._responses, self._response)
 
     def _request(self, head: bytes) -> tuple[RequestHead, int]:
         lines = head.split(b"\r\n")
@@ -128,7 +132,7 @@ class HeadParser:
         parsed.hold(self._read(lines, framing))
         return parsed, _frame_request(parsed, framing)
 
-    def _answer(self, head: bytes) -> tuple[AnswerHead, int]:
+    def _response(self, head: bytes) -> tuple[ResponseHead, int]:
         lines = head.split(b"\r\n")
         line = lines[0]
         start = self._status_lines.get(line)
@@ -138,16 +142,16 @@ class HeadParser:
                 raise BadMessage(502, f"not a status line: {line[:60]!r}")
             start = (int(match[1]), int(match[2]))
             _remember(self._status_lines, line, start)
-        parsed = AnswerHead()
+        parsed = ResponseHead()
         minor, parsed.status = start
         parsed.has_body = parsed.status >= 200 and parsed.status not in (204, 304)
         parsed.keep_alive = minor == 1
         framing: list[tuple[bytes, bytes]] = []
         parsed.hold(self._read(lines, framing))
-        return parsed, _frame_answer(parsed, framing)
+        return parsed, _frame_response(parsed, framing)
 
     def _read(self, lines: list[bytes], framing: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-        """All headers; those that say how the message ends are put into `framing`, too."""
+        """Return all headers, and append those that affect the framing to `framing`."""
         if len(lines) > self._max_headers + 1:
             raise BadMessage(431, f"{len(lines) - 1} headers; at most {self._max_headers} are allowed")
         seen = self._headers.get
@@ -174,7 +178,7 @@ class HeadParser:
 
 
 def header_block(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """Headers as lines. A line break inside a header would be a second header: refused."""
+    """Format headers as lines. Raises ValueError for a line break inside a header, which would start another header."""
     block = b"".join([b"%b: %b\r\n" % pair for pair in headers])
     if block.count(b"\n") != len(headers) or block.count(b"\r") != len(headers):
         raise ValueError(f"a header holds a line break: {block[:200]!r}")
@@ -182,7 +186,7 @@ def header_block(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
 
 
 def end_to_end(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """What a proxy may hand on: all but the headers that were about the connection they came over."""
+    """Return the headers that a proxy may forward: all but the hop-by-hop ones."""
     kept = [pair for pair in headers if pair[0] not in _HOP_BY_HOP]
     for name, value in headers:
         if name == b"connection" and value != b"keep-alive":
@@ -192,8 +196,10 @@ def end_to_end(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, byte
 
 
 class HeaderFilter:
-    """What of a peer's headers is handed on: the end-to-end ones but for `names` and what begins with one of `prefixes`.
-    What passed is remembered, since a peer's next message has most of it again."""
+    """Selects the headers to forward: end-to-end headers except `names` and those that begin with one of `prefixes`.
+
+    Formatted lines are cached, because the next message of a connection repeats most of them.
+    """
 
     __slots__ = ("_dropped", "_lines", "_prefixes")
 
@@ -206,21 +212,21 @@ class HeaderFilter:
         return [pair for pair in end_to_end(headers) if pair[0] not in self._dropped and self._passes(pair)]
 
     def block(self, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
-        """The same, as lines."""
+        """Return the forwarded headers as lines."""
         lines = []
         for pair in headers:
             line = self._lines.get(pair)
             if line is None:
                 if pair[0] in self._dropped:
                     if pair[0] == b"connection" and pair[1] != b"keep-alive":
-                        return header_block(self.pairs(headers))  # it may name others that are not to be handed on
+                        return header_block(self.pairs(headers))  # it may name more hop-by-hop headers
                     continue
                 line = self._learn(pair)
             lines.append(line)
         return b"".join(lines)
 
     def block_of(self, head: Head) -> bytes:
-        """The same, of a head that often came before."""
+        """Return the forwarded headers of a parsed head as lines, cached in the head."""
         block = head.passed.get(self)
         if block is None:
             block = head.passed[self] = self.block(head.headers)
@@ -239,7 +245,7 @@ class HeaderFilter:
 
 
 def _by_shape(head: bytes, known: dict[bytes, H], parse: Callable[[bytes], tuple[H, int]]) -> tuple[H, int]:
-    """Heads that differ in nothing but their length are parsed once."""
+    """Parse a head, or return the cached result for a head that differs only in its content-length."""
     length = _CONTENT_LENGTH.search(head)
     if length is None:
         return parse(head)
@@ -248,7 +254,7 @@ def _by_shape(head: bytes, known: dict[bytes, H], parse: Callable[[bytes], tuple
     found = known.get(shape)
     if found is not None:
         return found, int(length[1])
-    parsed = parse(head)  # refuses a second length: no head that is remembered has one
+    parsed = parse(head)  # raises for a second content-length, so no cached head has one
     if len(shape) <= _MAX_SHAPE_BYTES:
         if len(known) >= _MAX_SEEN:
             known.clear()
@@ -257,7 +263,7 @@ def _by_shape(head: bytes, known: dict[bytes, H], parse: Callable[[bytes], tuple
 
 
 def _remember(seen: dict[bytes, T], line: bytes, meaning: T) -> None:
-    """Bounded by starting over: what is common is back at once."""
+    """Cache a line. A full cache is cleared; common lines are soon cached again."""
     if len(line) <= _MAX_SEEN_BYTES:
         if len(seen) >= _MAX_SEEN:
             seen.clear()
@@ -296,29 +302,29 @@ def _frame_request(parsed: RequestHead, framing: list[tuple[bytes, bytes]]) -> i
                     400, "more than one of content-length and transfer-encoding, or HTTP/1.0 with the latter"
                 )
             if value.lower() != b"chunked":
-                raise BadMessage(501, "the only transfer-encoding that we take is chunked")
+                raise BadMessage(501, "the only supported transfer-encoding is chunked")
             length = CHUNKED
         elif value.lower() == b"100-continue":
             parsed.expects = parsed.minor == 1
         else:
-            raise BadMessage(417, "the only expectation that we take is 100-continue")
+            raise BadMessage(417, "the only supported expectation is 100-continue")
     if num_hosts > 1 or (num_hosts == 0 and parsed.minor == 1):
-        raise BadMessage(400, f"{num_hosts} host headers instead of one")
+        raise BadMessage(400, f"{num_hosts} host headers; exactly one is required")
     return length or 0
 
 
-def _frame_answer(parsed: AnswerHead, framing: list[tuple[bytes, bytes]]) -> int:
+def _frame_response(parsed: ResponseHead, framing: list[tuple[bytes, bytes]]) -> int:
     length: int | None = None
     for name, value in framing:
         if name == b"connection":
             parsed.keep_alive = _keeps_alive(value, parsed.keep_alive)
         elif name == b"content-length":
             if length is not None:
-                raise BadMessage(502, "an answer with two lengths")
+                raise BadMessage(502, "the response has two lengths")
             length = _length(value)
         elif name == b"transfer-encoding":
             if length is not None or value.lower() != b"chunked":
-                raise BadMessage(502, f"an answer with transfer-encoding {value[:40]!r} (and length {length})")
+                raise BadMessage(502, f"the response has transfer-encoding {value[:40]!r} and content-length {length}")
             length = CHUNKED
     return UNTIL_CLOSE if length is None else length
 
@@ -326,7 +332,7 @@ def _frame_answer(parsed: AnswerHead, framing: list[tuple[bytes, bytes]]) -> int
 def _length(value: bytes) -> int:
     if not value.isdigit():
         raise BadMessage(400, "content-length is not a number")
-    # So many digits are beyond every limit; we spare ourselves the arithmetic.
+    # 19 digits or more exceed every limit, so the value is not computed.
     return int(value) if len(value) < 19 else 10**18
 
 
@@ -342,9 +348,9 @@ def _keeps_alive(value: bytes, keep_alive: bool) -> bool:
 
 
 def _check_path(path: bytes) -> None:
-    """Refuses what another server may read as a different path than we do."""
+    """Refuse a path that another server may interpret differently."""
     if b"//" in path or _BAD_ESCAPE.search(path) is not None:
-        raise BadMessage(400, "the path has empty, or deceptively escaped parts")
+        raise BadMessage(400, "the path has empty segments or ambiguous percent-escapes")
     if any(part in (b".", b"..") for part in path.split(b"/")):
         raise BadMessage(400, "the path has dot segments")
 
@@ -354,7 +360,7 @@ def _bad_request_line(line: bytes) -> BadMessage:
     if shape is None:
         version = _VERSION.fullmatch(line)
         if version is not None and version[1] not in (b"1.0", b"1.1"):
-            return BadMessage(505, "this server speaks HTTP/1.1")
+            return BadMessage(505, "this server supports HTTP/1.0 and HTTP/1.1")
         return BadMessage(400, "the request line is malformed")
     if shape[1] not in METHODS:
         return BadMessage(501, f"method {shape[1][:20].decode()} is not supported")

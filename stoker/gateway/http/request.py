@@ -1,4 +1,4 @@
-"""One exchange, seen by its handler: the client's whole request, and the ways to answer it."""
+"""One exchange as its handler sees it: the client's complete request, and the methods that send the response."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ STATUS_LINES = {status.value: b"HTTP/1.1 %d %b\r\n" % (status, status.phrase.enc
 _BODILESS = frozenset({204, 304})
 _NO_HEADERS = b""
 
-# How the bytes that the handler writes are framed. Only _CHUNKED is tested on the hot path.
+# How the bytes that the handler writes are framed. The hot path tests only _CHUNKED.
 _NOT_STARTED = 0
 _CHUNKED = 1
-_HEAD_WAITS = 5  # chunked; the head is not yet written: with luck it goes out with the first bytes of the body
-_PLAIN = 2  # HTTP/1.0: the end of the connection is the end of the answer
-_SILENT = 3  # an answer to HEAD, or a client that is gone
+_HEAD_WAITS = 5  # chunked; the head is not yet written, so that it can be sent together with the first body bytes
+_PLAIN = 2  # HTTP/1.0: closing the connection ends the response
+_SILENT = 3  # the response to HEAD, or the client has disconnected
 _ENDED = 4
 
 
-class Carrier(Protocol):
-    """The connection below an exchange, as far as the exchange knows it."""
+class ExchangeConnection(Protocol):
+    """What an HttpRequest needs from the connection that carries it."""
 
     transport: asyncio.Transport
 
@@ -41,8 +41,12 @@ class Carrier(Protocol):
     def draining(self) -> bool: ...
 
 
-class Request:
-    """`respond()` alone, or `start()`, `write()` as often as wanted and `finish()`. Once the client is gone they do nothing."""
+class HttpRequest:
+    """A client's request and its response.
+
+    Respond with `respond()`, or with `start()`, any number of `write()` and `finish()`. These methods do nothing after the
+    client has disconnected (`gone`).
+    """
 
     __slots__ = (
         "_carrier",
@@ -64,9 +68,9 @@ class Request:
         "task",
     )
 
-    task: asyncio.Task[None]  # that answers it; the server sets it
+    task: asyncio.Task[None]  # runs the handler; set by the server
 
-    def __init__(self, head: RequestHead, body: bytes, peer: str, carrier: Carrier) -> None:
+    def __init__(self, head: RequestHead, body: bytes, peer: str, carrier: ExchangeConnection) -> None:
         self.head = head
         self.method = head.method
         self.path = head.path
@@ -85,7 +89,7 @@ class Request:
         self._head_waiting = _NO_HEADERS
 
     def header(self, name: bytes) -> bytes | None:
-        """The first of this name."""
+        """Return the value of the first header with this lower-case name."""
         return self.head.by_name.get(name)
 
     @property
@@ -102,11 +106,11 @@ class Request:
 
     @property
     def paused(self) -> bool:
-        """The client reads slower than we write: whoever feeds this answer should wait for `on_resume`."""
+        """Return True while the write buffer is full. The handler should then wait for `on_resume`."""
         return self._carrier.paused
 
     def respond(self, status: int, headers: Headers, body: bytes) -> None:
-        """The whole answer; its length is set here."""
+        """Send a complete response; content-length is added here."""
         if self.gone:
             return
         connection = self._begin()
@@ -162,14 +166,14 @@ class Request:
         self._end()
 
     def abort(self) -> None:
-        """Cuts the connection now. The client sees that the answer is not whole; `on_gone` is not called."""
+        """Close the connection now, so that the client sees an incomplete response. `on_gone` is not called."""
         if self.gone or self._framing == _ENDED:
             return
         self._leave()
         self._carrier.cut()
 
     def lose(self) -> None:
-        """For the connection: the client left."""
+        """Called by the connection when the client has disconnected."""
         if self.gone or self._framing == _ENDED:
             return
         on_gone = self.on_gone
@@ -183,9 +187,9 @@ class Request:
             self._transport.write(self._head_waiting)
 
     def _begin(self) -> bytes:
-        """What the head has to say about the connection."""
+        """Return the `connection` header line of the response, or nothing where none is needed."""
         if self._framing != _NOT_STARTED:
-            raise RuntimeError("an answer was started already")
+            raise RuntimeError("the response was already started")
         self.started = True
         if self._carrier.draining:
             self.keep_alive = False

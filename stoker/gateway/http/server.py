@@ -1,4 +1,4 @@
-"""The server: listens, owns the connections, runs a handler for each request, and ends in good order."""
+"""The HTTP server: listens, owns the client connections, runs a handler task for each request, and shuts down cleanly."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ import ssl as tls
 from collections.abc import Awaitable, Callable
 
 from stoker.base.log import EventLog
-from stoker.gateway.http.connection import Connection
+from stoker.gateway.http.client_connection import ClientConnection
 from stoker.gateway.http.errors import error_body
 from stoker.gateway.http.head import HeadParser, header_block
 from stoker.gateway.http.limits import ServerLimits
-from stoker.gateway.http.request import Request
+from stoker.gateway.http.request import HttpRequest
 
 _log = EventLog("gateway.http")
 _JSON = header_block([(b"content-type", b"application/json")])
-_FAILED = error_body(500, "The gateway failed on this request.", "internal_error")
-_CANCEL_S = 1.0  # for handlers to end by themselves once their clients were cut
+_FAILED = error_body(
+    500, "The gateway had an internal error while handling this request; see its log.", "internal_error"
+)
+_CANCEL_S = 1.0  # handlers may take this long to end after their connections were closed; then they are cancelled
 
-Handler = Callable[[Request], Awaitable[None]]
+Handler = Callable[[HttpRequest], Awaitable[None]]
 
 
 class Server:
-    """`on_bad(peer, reason)` is told of every request that was refused before a handler saw it."""
+    """An HTTP server. `on_bad(peer, reason)` is called for every request that is refused before it reaches the handler."""
 
     def __init__(self, handler: Handler, limits: ServerLimits, *, on_bad: Callable[[str, str], None]) -> None:
         self.limits = limits
@@ -33,8 +35,8 @@ class Server:
         self.draining = False
         self._handler = handler
         self._listeners: list[asyncio.Server] = []
-        self._connections: set[Connection] = set()
-        self._running: set[Request] = set()
+        self._connections: set[ClientConnection] = set()
+        self._running: set[HttpRequest] = set()
         self._sweeper: asyncio.TimerHandle | None = None
         self._empty: asyncio.Event | None = None
         self.loop: asyncio.AbstractEventLoop
@@ -48,7 +50,7 @@ class Server:
         reuse_port: bool = False,
         sock: socket.socket | None = None,
     ) -> None:
-        """May be called more than once, for more than one address. With `sock`, host and port are not used."""
+        """Start to listen. Call it several times for several addresses. With `sock`, host and port are ignored."""
         self.loop = loop = asyncio.get_running_loop()
         handshake_s = self.limits.head_s if ssl is not None else None
         if sock is not None:
@@ -71,7 +73,7 @@ class Server:
 
     @property
     def port(self) -> int:
-        """That of the first listener; useful after `listen(host, 0)`."""
+        """Return the port of the first listener; useful after `listen(host, 0)`."""
         return int(self._listeners[0].sockets[0].getsockname()[1])
 
     @property
@@ -83,7 +85,7 @@ class Server:
         return len(self._running)
 
     async def close(self, grace_s: float) -> None:
-        """Accepts nothing more; lets running exchanges end for up to `grace_s`, then cuts them."""
+        """Stop accepting, let running exchanges end for up to `grace_s`, then close their connections."""
         self.draining = True
         for listener in self._listeners:
             listener.close()
@@ -108,31 +110,29 @@ class Server:
         for listener in self._listeners:
             await listener.wait_closed()
 
-    # ---- what connections call
+    # ---- called by connections
 
-    def admit(self, connection: Connection) -> bool:
+    def admit(self, connection: ClientConnection) -> bool:
         self._connections.add(connection)
         return len(self._connections) <= self.limits.max_connections and not self.draining
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, connection: ClientConnection) -> None:
         self._connections.discard(connection)
         if self._empty is not None and not self._connections:
             self._empty.set()
 
-    def run(self, request: Request) -> None:
+    def run(self, request: HttpRequest) -> None:
         self._running.add(request)
         request.task = self.loop.create_task(self._run(request))
 
-    # ---- inside
-
-    async def _run(self, request: Request) -> None:
+    async def _run(self, request: HttpRequest) -> None:
         try:
             await self._handler(request)
             if not request.finished and not request.gone:
                 _log.error("handler_did_not_answer", path=request.path.decode(), peer=request.peer)
                 _fail(request)
         except Exception:
-            # The last resort of the process's HTTP side: one bad exchange must not end the server.
+            # One failing exchange must not end the server.
             _log.error("handler_failed", exc_info=True, path=request.path.decode(), peer=request.peer)
             _fail(request)
         except asyncio.CancelledError:
@@ -141,18 +141,19 @@ class Server:
         finally:
             self._running.discard(request)
 
-    def _connection(self) -> Connection:
-        return Connection(self)
+    def _connection(self) -> ClientConnection:
+        return ClientConnection(self)
 
     def _sweep(self) -> None:
-        # A step for each sweep and not the time: while this process stood still, what clients sent could not be seen either.
+        # `now` advances by one step per sweep and not with the clock: while this process was stopped, it could not read what
+        # clients sent, so that time must not count against them.
         self.now += self.limits.sweep_s
         for connection in list(self._connections):
             connection.sweep(self.now)
         self._sweeper = self.loop.call_later(self.limits.sweep_s, self._sweep)
 
 
-def _fail(request: Request) -> None:
+def _fail(request: HttpRequest) -> None:
     if request.started:
         request.abort()
     else:

@@ -1,1 +1,1 @@
-"""The path of a request: routes, proxy, dialects, retries, resume and rewriting."""
+"""The path of a request through the gateway: URL routes, proxy, dialects, retries, resume and response rewriting."""

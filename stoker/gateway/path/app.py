@@ -1,8 +1,8 @@
-"""Routes, the path of a request through the gateway's parts, and the one place where errors become responses.
+"""The gateway's URL routes, the steps of a generating request, and the one place where errors become responses.
 
-    authenticate -> envelope -> session, conversation keys -> admission -> proxy (route, legs, retries, resume)
+    authenticate -> envelope -> session, prefix keys -> admission -> proxy (route, legs, retries, resume)
 
-Whatever happens on the way, a generating request ends in `_generate`: its place is given back and its one row written.
+However a generating request ends, `_generate` returns its admission slot and writes its one usage row.
 """
 
 from __future__ import annotations
@@ -12,28 +12,30 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 from urllib.parse import unquote
 
-from stoker.base.errors import InvalidRequest, NotFound
+from stoker.base.errors import NotFound
 from stoker.base.log import EventLog
 from stoker.fleet.fleet import Fleet
 from stoker.fleet.prefix_index import PrefixIndex
 from stoker.fleet.spec import Role
 from stoker.gateway.admission.admission import Admission
-from stoker.gateway.admission.api_keys import Keys
-from stoker.gateway.api.client_body import Envelope, Kind, parse
+from stoker.gateway.admission.api_keys import ApiKeys
+from stoker.gateway.api.client_body import EndpointKind, RequestEnvelope, parse
+from stoker.gateway.api.endpoint import Endpoint
 from stoker.gateway.api.reply import Reply, error_reply, json_reply, text_reply
-from stoker.gateway.http import Request
-from stoker.gateway.path.call import Call, RequestIds, body_changes, given_request_id
+from stoker.gateway.http import HttpRequest
+from stoker.gateway.path.call import Call, RequestIds, body_changes, given_request_id, requested_model
 from stoker.gateway.path.drain_state import GatewayState
-from stoker.gateway.path.errors import error_event, is_ours, reply_of
+from stoker.gateway.path.errors import error_event, is_unexpected, reply_of
 from stoker.gateway.path.exchange import Exchange
 from stoker.gateway.path.legs import PATHS
 from stoker.gateway.path.proxy import Proxy
-from stoker.gateway.path.rewrite import Usage
-from stoker.gateway.prefix.conversation import Keys as ConversationKeys
-from stoker.gateway.prefix.session import Session, session_of
+from stoker.gateway.path.rewrite import ReportedUsage
+from stoker.gateway.path.tokenize import PATHS as TOKENIZE_PATHS
+from stoker.gateway.prefix.conversation_keys import ConversationKeys
+from stoker.gateway.prefix.session import SessionKeys, session_of
 from stoker.gateway.records.metrics import CONTENT_TYPE, GatewayMetrics
 from stoker.gateway.records.tracing import Tracing
 from stoker.gateway.records.usage_row import UsageRow
@@ -48,71 +50,73 @@ _YES = frozenset({b"1", b"true", b"yes"})
 log = EventLog("gateway")
 
 
-class Answers(Protocol):
-    """A part that answers a path of its own."""
+class ConversationKeySource(Protocol):
+    """Computes the prefix keys of a request's conversation."""
 
-    async def answer(self, request: Request) -> Reply: ...
+    def keys_now(self, model: str, envelope: RequestEnvelope, salt: str | None) -> ConversationKeys | None:
+        """Return the keys, or None if computing them would block the event loop too long; then call `keys`."""
 
-
-class KeyMaking(Protocol):
-    def keys_now(self, model: str, envelope: Envelope, salt: str | None) -> ConversationKeys | None:
-        """None: that would take long; `keys` does it elsewhere."""
-
-    async def keys(self, model: str, envelope: Envelope, salt: str | None) -> ConversationKeys: ...
+    async def keys(self, model: str, envelope: RequestEnvelope, salt: str | None) -> ConversationKeys: ...
 
 
-class Indexes(Protocol):
+class PrefixIndexLookup(Protocol):
+    """Finds the prefix index of a model."""
+
     def get(self, model: str) -> PrefixIndex | None: ...
 
 
-class Records(Protocol):
-    """The ledger, or the log."""
+class UsageRecorder(Protocol):
+    """Takes one row for each finished request: the ledger or the request log."""
 
     def record(self, row: UsageRow) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """What a gateway is made of."""
+class GatewayParts:
+    """The parts that a gateway is built from."""
 
     fleet: Fleet
-    indexes: Indexes
+    indexes: PrefixIndexLookup
     proxy: Proxy
-    keys: Keys
+    keys: ApiKeys
     admission: Admission
-    key_makers: KeyMaking
-    meter: Records
-    request_log: Records
+    key_makers: ConversationKeySource
+    meter: UsageRecorder
+    request_log: UsageRecorder
     metrics: GatewayMetrics
     tracing: Tracing
     state: GatewayState
-    admin: Answers
-    usage: Answers
-    registration: Answers
+    admin: Endpoint
+    usage: Endpoint
+    registration: Endpoint
+    tokenize: Endpoint
+    max_model_tokens: Callable[[str], int | None]  # a model's context length, if known
     clock: Callable[[], float]
 
 
 class Gateway:
-    def __init__(self, parts: Parts) -> None:
+    """Handles every HTTP request of the gateway."""
+
+    def __init__(self, parts: GatewayParts) -> None:
         self._parts = parts
         self._ids = RequestIds()
         self._started_s = int(time.time())
 
-    def handle(self, request: Request) -> Awaitable[None]:
-        """For the HTTP server: one request, answered."""
+    def handle(self, request: HttpRequest) -> Awaitable[None]:
+        """Answer one request. The HTTP server awaits the result in the request's task."""
         kind = _GENERATING.get(request.path)
         if kind is not None and request.method == b"POST":
             return self._generate(request, kind)
         return self._reply(request)
 
-    def saw_bad_request(self, peer: str, reason: str) -> None:
-        """For the HTTP server: something came that is not a request, and was refused."""
+    def count_bad_request(self, peer: str, reason: str) -> None:
+        """Count and log bytes that the HTTP server refused because they are not a valid request."""
         self._parts.metrics.bad_requests["malformed"] += 1
         log.warning("bad_request", peer=peer, reason=reason)
 
-    # ---- generating
+    # ---- generating requests
 
-    async def _generate(self, request: Request, kind: Kind) -> None:
+    async def _generate(self, request: HttpRequest, kind: EndpointKind) -> None:
         parts, header = self._parts, request.head.by_name.get
         row_id = self._ids.new()
         request_id = given_request_id(header(b"x-request-id")) or row_id.encode()
@@ -120,18 +124,18 @@ class Gateway:
             header(b"traceparent"), header(b"tracestate"), request_id=request_id.decode(), endpoint=kind
         )
         exchange = Exchange(request, kind, row_id, request_id, parts.clock(), time.time(), trace)
-        # A client that leaves ends its request's task: every leg, wait and reservation is given up on the way out.
+        # When the client disconnects, cancel its task. The cancellation ends every leg and wait and returns all reservations.
         request.on_gone = request.task.cancel
         parts.state.began()
         try:
-            if request.gone:  # before this task began: over TLS, a farewell may be read together with the request
+            if request.gone:  # before this task began: with TLS, the close can arrive together with the request
                 exchange.client_left()
             else:
                 await self._run(exchange)
         except asyncio.CancelledError:
             exchange.client_left()
             if not request.gone:
-                raise  # it is the gateway that ends
+                raise  # the gateway is stopping
         except Exception as error:
             exchange.failed(error)
             self._fail(exchange, error)
@@ -143,7 +147,7 @@ class Gateway:
         parts, request = self._parts, exchange.request
         caller = exchange.caller = parts.keys.authenticate(request)
         envelope = parse(exchange.kind, request.body)
-        model = exchange.model = envelope.model or self._only_model()
+        model = exchange.model = requested_model(envelope.model, parts.fleet)
         put, drop = body_changes(envelope, caller)
         session = session_of(request.head.by_name, envelope, caller.tenant)
         exchange.session = session.session
@@ -168,13 +172,13 @@ class Gateway:
         exchange.is_admitted = True
         if admitted.waited_s:
             exchange.queued_s = admitted.waited_s
-            query.matches = None  # others were sent on meanwhile
+            query.matches = None  # outdated: other requests were routed in the meantime
         call.on_first_byte = admitted.first_token
         try:
             await parts.proxy.run(call)
         except Exception:
             if not request.started:
-                call.usage = Usage()  # it was not served, however far a worker came with it
+                call.usage = ReportedUsage()  # the client got nothing, so nothing is billed
             raise
         finally:
             usage = call.usage
@@ -183,16 +187,11 @@ class Gateway:
             else:
                 admitted.done(usage.prompt_tokens - usage.cached_tokens, usage.completion_tokens)
 
-    def _only_model(self) -> str:
-        models = self._parts.fleet.models()
-        if len(models) == 1:
-            return next(iter(models))
-        names = ", ".join(sorted(models)) or "none"
-        message = f"Missing required parameter: 'model'; there are: {names}."
-        raise InvalidRequest(message, param="model", code="missing_required_parameter")
-
     def _uncached_tokens(self, query: RouteQuery) -> int:
-        """What the worker that has most of this prompt would still compute. The router is spared asking the same again."""
+        """Return how many prompt tokens the worker with the longest cached prefix would still have to compute.
+
+        The matches are kept in the query, so that the router need not look them up again.
+        """
         index = self._parts.indexes.get(query.model)
         if index is None or not query.keys:
             return query.num_tokens
@@ -211,16 +210,16 @@ class Gateway:
         elif row.error is not None:
             parts.metrics.refusals[row.error] += 1
 
-    # ---- everything else
+    # ---- all other paths
 
-    async def _reply(self, request: Request) -> None:
+    async def _reply(self, request: HttpRequest) -> None:
         try:
             reply = await self._other(request)
         except Exception as error:
             reply = self._reply_to(error, request)
         request.respond(reply.status, reply.headers, reply.body)
 
-    async def _other(self, request: Request) -> Reply:
+    async def _other(self, request: HttpRequest) -> Reply:
         path, parts = request.path, self._parts
         if path == b"/health":
             return json_reply({"status": "ok"})
@@ -234,11 +233,13 @@ class Gateway:
             return await parts.usage.answer(request)
         if path == _REGISTER:
             return await parts.registration.answer(request)
+        if path in TOKENIZE_PATHS:
+            return await parts.tokenize.answer(request)
         if path == b"/v1/models" or path.startswith(b"/v1/models/"):
             parts.keys.authenticate(request)
             return self._models(unquote(path.removeprefix(b"/v1/models").removeprefix(b"/").decode("ascii")))
         if path in _GENERATING:
-            reply = error_reply(405, f"{path.decode()} takes POST.", code="method_not_allowed")
+            reply = error_reply(405, f"{path.decode()} accepts only POST.", code="method_not_allowed")
             reply.headers.append((b"allow", b"POST"))
             return reply
         raise NotFound(f"No such path: {path.decode('latin-1')}.", code="unknown_url")
@@ -246,22 +247,24 @@ class Gateway:
     def _ready(self) -> Reply:
         parts, now = self._parts, self._parts.clock()
         if parts.state.draining:
-            return error_reply(503, "This gateway is draining.", code="draining", kind="overloaded_error")
+            return error_reply(503, "The gateway is draining.", code="draining", kind="overloaded_error")
         if not any(member.health.usable(now) and member.spec.role in _ANSWERING for member in parts.fleet.members()):
-            return error_reply(503, "No worker is usable.", code="no_worker", kind="overloaded_error")
+            message = "No worker can accept requests; see GET /admin/fleet."
+            return error_reply(503, message, code="no_worker", kind="overloaded_error")
         return json_reply({"status": "ready"})
 
     def _models(self, name: str) -> Reply:
-        cards = [
-            {"id": model, "object": "model", "created": self._started_s, "owned_by": "stoker"}
-            for model in sorted(self._parts.fleet.models())
-        ]
+        models = sorted(self._parts.fleet.models())
         if not name:
-            return json_reply({"object": "list", "data": cards})
-        for card in cards:
-            if card["id"] == name:
-                return json_reply(card)
+            return json_reply({"object": "list", "data": [self._card(model) for model in models]})
+        if name in models:
+            return json_reply(self._card(name))
         raise NotFound(f"The model {name!r} is not served here.", param="model", code="model_not_found")
+
+    def _card(self, model: str) -> dict[str, Any]:
+        card = {"id": model, "object": "model", "created": self._started_s, "owned_by": "stoker"}
+        max_model_tokens = self._parts.max_model_tokens(model)
+        return card if max_model_tokens is None else card | {"max_model_len": max_model_tokens}
 
     # ---- errors
 
@@ -276,13 +279,13 @@ class Gateway:
         request.write(error_event(error, exchange.kind))
         request.finish()
 
-    def _reply_to(self, error: Exception, request: Request) -> Reply:
-        if is_ours(error):
+    def _reply_to(self, error: Exception, request: HttpRequest) -> Reply:
+        if is_unexpected(error):
             log.error("request_failed", exc_info=True, path=request.path.decode("latin-1"), peer=request.peer)
         return reply_of(error)
 
 
-def _query(model: str, envelope: Envelope, session: Session, conversation: ConversationKeys) -> RouteQuery:
+def _query(model: str, envelope: RequestEnvelope, session: SessionKeys, conversation: ConversationKeys) -> RouteQuery:
     return RouteQuery(
         model=model,
         keys=conversation.keys,
@@ -294,6 +297,6 @@ def _query(model: str, envelope: Envelope, session: Session, conversation: Conve
     )
 
 
-def _rejects_if_busy(request: Request, envelope: Envelope) -> bool:
-    asked = request.head.by_name.get(b"x-reject-if-busy")
-    return envelope.reject_if_busy is True or (asked is not None and asked.lower() in _YES)
+def _rejects_if_busy(request: HttpRequest, envelope: RequestEnvelope) -> bool:
+    header = request.head.by_name.get(b"x-reject-if-busy")
+    return envelope.reject_if_busy is True or (header is not None and header.lower() in _YES)

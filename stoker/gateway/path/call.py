@@ -1,4 +1,8 @@
-"""One client's request on its way: what every try and every leg of it needs to know, and what it came to."""
+"""A client's generating request while the proxy runs it: input for every attempt and leg, and the results so far.
+
+An *attempt* runs the request on one route (`Route`). A *leg* is the part of an attempt that runs on one worker: an attempt
+has a decode leg, and a prefill leg too if the prompt is computed by a separate prefill worker. `Legs` runs them.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import msgspec
 from msgspec import UNSET
 
+from stoker.base.errors import InvalidRequest
 from stoker.base.ids import WorkerId
+from stoker.fleet.fleet import Fleet
 from stoker.gateway.admission.api_keys import Caller
-from stoker.gateway.api.client_body import Envelope, edit
-from stoker.gateway.http import HeaderFilter, Request, header_block
+from stoker.gateway.api.client_body import RequestEnvelope, edit
+from stoker.gateway.http import HeaderFilter, HttpRequest, header_block
 from stoker.gateway.path.resume import TokenMemory
-from stoker.gateway.path.rewrite import Usage
-from stoker.gateway.records.tracing import RequestTrace, Span
+from stoker.gateway.path.rewrite import ReportedUsage
+from stoker.gateway.records.tracing import RequestTrace, TraceSpan
 from stoker.routing.query import RouteQuery
 
 _NOTHING: Mapping[str, bytes] = {}
@@ -25,36 +31,36 @@ _TRACEPARENT = re.compile(rb"^traceparent:.*\r\n", re.MULTILINE)
 
 
 class Call(msgspec.Struct, eq=False):
-    """A struct, like the rest that is made for every request: it takes a fraction of a dataclass's time to make."""
+    """One generating request. It is a msgspec struct because creating one is much cheaper than creating a dataclass."""
 
-    request: Request
-    envelope: Envelope
+    request: HttpRequest
+    envelope: RequestEnvelope
     query: RouteQuery
     request_id: bytes
-    put: dict[str, bytes]  # what every leg's body must have, as JSON
-    drop: Sequence[str]  # what no leg's body may have
+    put: dict[str, bytes]  # fields to set in every leg's body, values as JSON
+    drop: Sequence[str]  # fields to remove from every leg's body
     arrived_s: float
     seed: int
     trace: RequestTrace
     on_first_byte: Callable[[], None] = lambda: None
 
     memory: TokenMemory = msgspec.field(default_factory=TokenMemory)
-    usage: Usage | None = None
+    usage: ReportedUsage | None = None
     status: int = 0
     first_byte_s: float | None = None
     num_retries: int = 0
     num_resumes: int = 0
-    worker_id: WorkerId | None = None  # who decodes it, the last one if there were more
+    worker_id: WorkerId | None = None  # the decode worker of the latest attempt
     policy: str = ""
-    ended: bool = False  # the client had all of a stream when its try was cancelled
-    explained: bytes | None = None  # for `x-stoker-route`
+    ended: bool = False  # the client had received the complete stream when the attempt was cancelled
+    explained: bytes | None = None  # value of the `x-stoker-route` header
 
     @property
     def streams(self) -> bool:
         return bool(self.envelope.stream)
 
-    def headers_under(self, span: Span, passes: HeaderFilter) -> bytes:
-        """What of the client's headers a leg's worker may see, the request's id, and the leg's own place in the trace."""
+    def headers_under(self, span: TraceSpan, passes: HeaderFilter) -> bytes:
+        """Return a leg's request headers: the client's forwarded headers, the request id and the leg's traceparent."""
         block = b"%bx-request-id: %b\r\n" % (passes.block_of(self.request.head), self.request_id)
         traceparent = span.traceparent
         if traceparent is None:
@@ -64,19 +70,24 @@ class Call(msgspec.Struct, eq=False):
     def body(
         self, put: Mapping[str, bytes] = _NOTHING, drop: Sequence[str] = (), may_add: Collection[str] = ()
     ) -> bytes:
-        """The client's body as a worker gets it, with a leg's own changes. What of the gateway's fields is not in
-        `may_add` is only corrected where the client used it: a foreign worker may refuse a field that it does not know."""
+        """Return the client's body with the gateway's and this leg's changes.
+
+        Fields that the gateway sets (`self.put`) are added only if they are in `may_add`; others are only changed where the
+        client already sent them, because a foreign worker may refuse a field that it does not know.
+        """
         if not (self.put or self.drop or put or drop):
             return self.envelope.raw
         if self.put:
-            ours = {k: v for k, v in self.put.items() if k in may_add or getattr(self.envelope, k) is not UNSET}
-            put = {**ours, **put}
+            own = {k: v for k, v in self.put.items() if k in may_add or getattr(self.envelope, k) is not UNSET}
+            put = {**own, **put}
         return edit(self.envelope, put, [*self.drop, *drop])
 
 
 class RequestIds:
-    """Names that no other request of this or another gateway has: a random start, then counting. They sort as they come: the
-    ledger's tree grows at its end."""
+    """Generates request ids that are unique across gateways: a random prefix and a counter.
+
+    They sort by arrival, so that the ledger's index grows at its end.
+    """
 
     def __init__(self) -> None:
         self._start = secrets.token_hex(8)
@@ -88,19 +99,31 @@ class RequestIds:
 
 
 def given_request_id(given: bytes | None) -> bytes | None:
-    """The client's own name for its request, if it is one that may be logged and passed on."""
+    """Return the client's `x-request-id` if it is safe to log and to forward, else None."""
     return given if given is not None and _REQUEST_ID.fullmatch(given) else None
 
 
-def body_changes(envelope: Envelope, caller: Caller) -> tuple[dict[str, bytes], tuple[str, ...]]:
-    """What of the body is the gateway's to say: whose cache, how urgent, and nothing about the gateway's own options."""
+def requested_model(name: str | None, fleet: Fleet) -> str:
+    """Return the model that a request names. It may be omitted if the fleet serves only one."""
+    if name:
+        return name
+    models = fleet.models()
+    if len(models) == 1:
+        return next(iter(models))
+    names = ", ".join(sorted(models)) or "none"
+    message = f"Missing required parameter: 'model'. Set it to one of the models served here: {names}."
+    raise InvalidRequest(message, param="model", code="missing_required_parameter")
+
+
+def body_changes(envelope: RequestEnvelope, caller: Caller) -> tuple[dict[str, bytes], tuple[str, ...]]:
+    """Return the body fields that the gateway sets (cache salt, priority) and those it removes (its own options)."""
     put: dict[str, bytes] = {}
     salt = caller.cache_salt(envelope.salt)
     if salt != envelope.salt:
         envelope.salt = salt
         put["cache_salt"] = msgspec.json.encode(salt)
-    asked_priority = envelope.priority if isinstance(envelope.priority, int) else None
-    priority = caller.best_priority(asked_priority)
-    if priority != (asked_priority or 0):
+    requested_priority = envelope.priority if isinstance(envelope.priority, int) else None
+    priority = caller.best_priority(requested_priority)
+    if priority != (requested_priority or 0):
         put["priority"] = b"%d" % priority
     return put, () if envelope.reject_if_busy is UNSET else ("rejectIfBusy",)

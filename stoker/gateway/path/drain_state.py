@@ -1,4 +1,4 @@
-"""Whether this gateway takes requests, and how many it works on: what a drain waits for."""
+"""Whether the gateway accepts requests, and how many are running, so that a drain can wait for them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from stoker.base.errors import Overloaded
 
 
 class GatewayState:
+    """Counts running requests and holds the draining flag."""
+
     def __init__(self, drain_retry_after_s: float = 5.0) -> None:
         self._drain_retry_after_s = drain_retry_after_s
         self._idle: asyncio.Future[None] | None = None
@@ -15,14 +17,14 @@ class GatewayState:
         self.draining = False
 
     def begin_drain(self) -> None:
-        """From now on new requests are refused with 503; those that run or wait go on to their end."""
+        """Refuse new requests with 503 from now on. Running and queued requests continue to their end."""
         self.draining = True
 
     def refusal(self) -> Overloaded | None:
         if not self.draining:
             return None
         return Overloaded(
-            "This gateway is draining and takes no new requests.",
+            "The gateway is draining and accepts no new requests; retry on another gateway or later.",
             retry_after_s=self._drain_retry_after_s,
             code="draining",
         )
@@ -38,7 +40,7 @@ class GatewayState:
             self._idle = None
 
     async def wait_idle(self) -> None:
-        """Until no request runs. The caller has a deadline of its own."""
+        """Wait until no request is running. The caller sets the deadline."""
         while self.num_running:
             if self._idle is None:
                 self._idle = asyncio.get_running_loop().create_future()

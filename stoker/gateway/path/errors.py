@@ -1,4 +1,4 @@
-"""What goes wrong between gateway and workers, and what any error looks like to a client. Nothing is sent or logged here."""
+"""Errors between gateway and workers, and how every error is presented to a client. Pure: nothing is sent or logged here."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import msgspec
 
 from stoker.base.errors import StokerError
 from stoker.base.ids import WorkerId
-from stoker.gateway.api.client_body import Kind
+from stoker.gateway.api.client_body import EndpointKind
 from stoker.gateway.api.reply import JSON, Headers, Reply
 from stoker.proto.openai.errors import UNEXPECTED_CODE, ErrorAnswer, ErrorObject, http_error
 from stoker.proto.sse import encode_event
 
 
 class Refused(StokerError):
-    """A worker answered with an error of its own; the client gets it as it is."""
+    """A worker answered with an error status. The client gets this response unchanged."""
 
     code = "worker_refused"
 
@@ -25,9 +25,10 @@ class Refused(StokerError):
 
 
 class LegFailed(StokerError):
-    """A worker did not do its part; another one might. `kind` is what the fleet is told: connect, lost, timeout, status5xx, busy.
+    """A leg failed on its worker; another worker may succeed.
 
-    `refused` is what the worker said, if it said something: the last word when nobody else can be asked.
+    `kind` is the failure kind reported to the fleet: connect, lost, timeout, status5xx or busy. `refused` is the worker's
+    error response, if it sent one. The client gets it when no other worker can be tried.
     """
 
     code = "worker_failed"
@@ -40,13 +41,13 @@ class LegFailed(StokerError):
 
 
 class StreamBroken(StokerError):
-    """The worker was lost after the client had part of the answer, and nobody could go on with it."""
+    """The worker was lost after the client had received part of the answer, and no other worker could continue it."""
 
     code = "worker_lost"
 
 
 def reply_of(error: BaseException) -> Reply:
-    """The answer that an error is to a client who has none yet."""
+    """Return the HTTP response for an error, for a client that has not received a response head yet."""
     if isinstance(error, Refused):
         return Reply(error.status, error.headers, error.body)
     answer = http_error(error, "gateway")
@@ -54,8 +55,8 @@ def reply_of(error: BaseException) -> Reply:
     return Reply(answer.status, [JSON, *headers], answer.json())
 
 
-def is_ours(error: BaseException) -> bool:
-    """Nobody foresaw it: the log should carry its trace."""
+def is_unexpected(error: BaseException) -> bool:
+    """Return True for an error outside Stoker's error classes: a bug, whose traceback belongs in the log."""
     return not isinstance(error, StokerError)
 
 
@@ -63,18 +64,18 @@ def code_of(error: BaseException) -> str:
     return error.code if isinstance(error, StokerError) else UNEXPECTED_CODE
 
 
-def error_event(error: BaseException, kind: Kind) -> bytes:
-    """The error as a stream's last event; no [DONE] follows it."""
-    told = _told(error)
-    if kind is not Kind.RESPONSES:
-        return encode_event(msgspec.json.encode(told))
-    body = told.error
+def error_event(error: BaseException, kind: EndpointKind) -> bytes:
+    """Return the error as the last event of a stream; no [DONE] follows it."""
+    answer = _error_answer(error)
+    if kind is not EndpointKind.RESPONSES:
+        return encode_event(msgspec.json.encode(answer))
+    body = answer.error
     event = {"type": "error", "code": body.code, "message": body.message, "param": body.param}
     return encode_event(msgspec.json.encode(event), "error")
 
 
-def _told(error: BaseException) -> ErrorAnswer:
+def _error_answer(error: BaseException) -> ErrorAnswer:
     try:
         return msgspec.json.decode(reply_of(error).body, type=ErrorAnswer)
-    except (msgspec.DecodeError, UnicodeDecodeError):  # what a worker, or a proxy before it, said in its own way
+    except (msgspec.DecodeError, UnicodeDecodeError):  # the error body of a worker or proxy is not OpenAI-shaped
         return ErrorAnswer(ErrorObject(message=str(error), type="server_error", code=code_of(error)))

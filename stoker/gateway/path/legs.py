@@ -1,98 +1,67 @@
-"""The legs of one try: what is sent to the workers of one Route, what comes back, and what of it is still open.
+"""The legs of one attempt: sends requests to the workers of one Route, reads their responses, and cleans up.
 
-A `Legs` is left by any road with nothing open: an answer that was not read to its end is aborted, which is how a worker
-learns that nobody wants it. What a worker did wrong is told to the fleet here, once, and becomes LegFailed.
+Whichever way a `Legs` block is left, nothing stays open: a response that was not read to its end is aborted, so that its
+worker stops generating. A worker's failure is reported to the fleet here, once, and raised as LegFailed.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from http import HTTPStatus
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from stoker.fleet.fleet import Fleet
-from stoker.gateway.api.client_body import Kind
-from stoker.gateway.config import ProxySettings
+from stoker.gateway.api.client_body import EndpointKind
 from stoker.gateway.http import (
-    Answer,
-    AnswerAborted,
-    AnswerLate,
-    AnswerLost,
-    AnswerTooLarge,
+    ConnectionPool,
     NoSocketLeft,
-    Pool,
+    ResponseAborted,
+    ResponseLost,
+    ResponseTimeout,
+    ResponseTooLarge,
     Unreachable,
+    WorkerResponse,
     header_block,
 )
 from stoker.gateway.path.call import Call
 from stoker.gateway.path.errors import LegFailed, Refused
-from stoker.gateway.path.handoff_notes import HandoffNotes
-from stoker.gateway.path.upstream import Lifeline, Upstream, Upstreams
-from stoker.gateway.records.metrics import GatewayMetrics
-from stoker.gateway.records.tracing import Span
+from stoker.gateway.path.services import ProxyServices
+from stoker.gateway.path.upstream import CancelOnLoss, Upstream
+from stoker.gateway.records.tracing import TraceSpan
 from stoker.proto.internal_http import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, ROUTE_HEADER
 from stoker.routing.query import Leg, Route
 
 PATHS = {
-    Kind.CHAT: CHAT_PATH.encode(),
-    Kind.COMPLETIONS: COMPLETIONS_PATH.encode(),
-    Kind.RESPONSES: RESPONSES_PATH.encode(),
+    EndpointKind.CHAT: CHAT_PATH.encode(),
+    EndpointKind.COMPLETIONS: COMPLETIONS_PATH.encode(),
+    EndpointKind.RESPONSES: RESPONSES_PATH.encode(),
 }
 _ROUTE = ROUTE_HEADER.encode()
-MAX_ANSWER_BYTES = 256 << 20  # a whole answer, held until it is complete
+MAX_ANSWER_BYTES = 256 << 20  # for a response that is buffered until it is complete
 _MAX_ERROR_BYTES = 1 << 20
-_RELEASE_S = 1.0  # how long a decode worker may take to see a request that is sent only to free its prefill worker
+_RELEASE_S = (
+    1.0  # how long a decode worker may take over a request that is sent only to release a prefill worker's blocks
+)
 
-_TRY_ELSEWHERE = {429: "busy", 502: "status5xx", 503: "busy", 504: "status5xx"}
-_MEASURED_TOKENS = 1024  # of a shorter prompt the time is mostly other things than computing it
+_RETRYABLE = {429: "busy", 502: "status5xx", 503: "busy", 504: "status5xx"}
+_MEASURED_TOKENS = 1024  # for a shorter prompt, most of the time is not spent on prefill
 _EVENT_STREAM = b"text/event-stream"
 _STATUSES = frozenset(HTTPStatus)
 
 
-class Cleanups:
-    """Tasks that outlive their request, for as short as they can; the proxy owns them and waits for them when it stops."""
-
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[Any]] = set()
-
-    def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def close(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Tools:
-    """What running a route needs besides the route: one set for a gateway."""
-
-    fleet: Fleet
-    upstreams: Upstreams
-    settings: ProxySettings
-    metrics: GatewayMetrics
-    cleanups: Cleanups
-    clock: Callable[[], float]
-    notes: HandoffNotes = field(default_factory=HandoffNotes)
-
-
 class Legs:
+    """One attempt's legs: `decode`, and `prefill` if the route has one. Use it as a context manager."""
+
     __slots__ = (
         "_early_pull",
-        "_lent",
-        "_lifeline",
+        "_lease",
+        "_loss_guard",
         "_open",
         "_prefill_began_s",
         "_prefilling",
         "_route",
-        "_tools",
+        "_services",
         "_transfer",
         "_upstreams",
         "call",
@@ -101,32 +70,34 @@ class Legs:
         "prefill",
     )
 
-    def __init__(self, call: Call, route: Route, tools: Tools, lifeline: Lifeline) -> None:
+    def __init__(self, call: Call, route: Route, services: ProxyServices, loss_guard: CancelOnLoss) -> None:
         self.call = call
         self.decode = route.decode
         self.prefill = route.prefill
         self._route = route
-        self._tools = tools
-        self._lifeline = lifeline
-        self._upstreams = [tools.upstreams.of(route.decode.worker)]
+        self._services = services
+        self._loss_guard = loss_guard
+        self._upstreams = [services.upstreams.of(route.decode.worker)]
         if route.prefill is not None:
-            self._upstreams.append(tools.upstreams.of(route.prefill.worker))
-        self._open: dict[Answer, Span] = {}
-        self._lent: str | None = None  # under which name prefill keeps KV that decode has not taken
+            self._upstreams.append(services.upstreams.of(route.prefill.worker))
+        self._open: dict[WorkerResponse, TraceSpan] = {}
+        self._lease: str | None = None  # transfer id under which prefill holds KV that decode has not pulled yet
         self._early_pull: asyncio.Task[None] | None = None
-        self._prefilling: Upstream | None = None  # where the prompt is being computed
-        self._prefill_began_s: float | None = None  # None: among others, so that the time says nothing
-        self._transfer: Span | None = None  # from prefill's end to decode's first byte
+        self._prefilling: Upstream | None = None  # the worker that is computing the prompt
+        self._prefill_began_s: float | None = (
+            None  # None: other prompts ran on this worker, so the time is not measured
+        )
+        self._transfer: TraceSpan | None = None  # from the end of prefill to the first byte of decode
         self.has_handed_off = False
 
     def __enter__(self) -> Legs:
         for upstream in self._upstreams:
-            upstream.lifelines.add(self._lifeline)
+            upstream.loss_guards.add(self._loss_guard)
         return self
 
     def __exit__(self, *why: type[BaseException] | BaseException | TracebackType | None) -> None:
         for upstream in self._upstreams:
-            upstream.lifelines.discard(self._lifeline)
+            upstream.loss_guards.discard(self._loss_guard)
         if self._prefilling is not None:
             self._prefilling.num_prefilling -= 1
         if self._early_pull is not None:
@@ -134,18 +105,23 @@ class Legs:
         for answer, span in self._open.items():
             answer.abort()
             span.end("aborted")
-        if self._lent is not None and self.prefill is not None:
-            give_back, upstream = self._tools.notes.give_back, self.upstream(self.prefill)
-            self._tools.cleanups.start(give_back(self.prefill, upstream, self._lent, self.call.envelope.num_choices))
+        if self._lease is not None and self.prefill is not None:
+            give_back, upstream = self._services.hints.give_back, self.upstream(self.prefill)
+            self._services.cleanups.start(
+                give_back(self.prefill, upstream, self._lease, self.call.envelope.num_choices)
+            )
 
     def upstream(self, leg: Leg) -> Upstream:
         return self._upstreams[0 if leg is self.decode else 1]
 
-    # ---- to a worker
+    # ---- requests to workers
 
-    async def send(self, leg: Leg, body: bytes, headers: bytes = b"") -> Answer:
-        """The worker's answer, once its head is there. Refused: the client must hear it; LegFailed: another may do it."""
-        call, settings = self.call, self._tools.settings
+    async def send(self, leg: Leg, body: bytes, headers: bytes = b"") -> WorkerResponse:
+        """Send a leg's request and return the worker's response once its head has arrived.
+
+        Raises Refused if the client must get the worker's error, and LegFailed if another worker may succeed.
+        """
+        call, settings = self.call, self._services.settings
         upstream = self.upstream(leg)
         if leg is (self.prefill or self.decode):
             self._begin_prefill(upstream)
@@ -159,64 +135,72 @@ class Legs:
                 connect_s=settings.connect_s,
                 head_s=settings.first_byte_s,
             )
-        except (Unreachable, AnswerLost) as error:
+        except (Unreachable, ResponseLost) as error:
             span.end(error.code)
             self.fail(leg, _kind(error), error.message)
         self._open[answer] = span
         if answer.status >= 400:
             await self._refuse(leg, answer)
         if leg is self.decode:
-            self._lent = None  # it answers with what came after the KV, and has given that back
+            self._lease = None  # decode answers after it has pulled the KV and released the lease
         return answer
 
-    async def send_surely(self, leg: Leg, body: bytes, headers: bytes = b"") -> Answer:
-        """As `send`, but the worker gets the request even if the client leaves meanwhile: some prefill workers keep a
-        prompt's blocks until a decode worker has seen the request and dropped it."""
-        sending = self._tools.cleanups.start(self.send(leg, body, headers))
+    async def send_surely(self, leg: Leg, body: bytes, headers: bytes = b"") -> WorkerResponse:
+        """Like `send`, but deliver the request even if the client disconnects in the meantime.
+
+        Some prefill workers keep a prompt's blocks until a decode worker has received the request and dropped it.
+        """
+        sending = self._services.cleanups.start(self.send(leg, body, headers))
         try:
             return await asyncio.shield(sending)
         except asyncio.CancelledError:
-            self._tools.cleanups.start(_let_go(sending))
+            self._services.cleanups.start(_abort_later(sending))
             raise
 
     def lend(self, transfer_id: str) -> None:
-        """Prefill's worker keeps its KV under this name from now on. Decode's may take it meanwhile, block after block; if
-        decode does not answer, it is given back."""
+        """Note that the prefill worker will hold its KV under a lease with this id.
+
+        The decode worker gets a hint, so that it can pull blocks while they are computed. If decode does not answer, the
+        lease is released when the attempt ends.
+        """
         if self.prefill is not None:
-            self._lent = transfer_id
-            pull_early = self._tools.notes.pull_early
+            self._lease = transfer_id
+            pull_early = self._services.hints.pull_early
             self._early_pull = pull_early(self.prefill, self.decode, self.upstream(self.decode), transfer_id)
 
-    async def get(self, leg: Leg, pool: Pool, path: bytes) -> bytes:
-        """A side question about a hand-off; the answer's body."""
-        seconds = self._tools.settings.connect_s
+    async def get(self, leg: Leg, pool: ConnectionPool, path: bytes) -> bytes:
+        """Query a hand-off service of the leg's worker and return the response body."""
+        seconds = self._services.settings.connect_s
         try:
             answer = await pool.send(b"GET", path, (), b"", connect_s=seconds, head_s=seconds)
             data = await answer.read(_MAX_ERROR_BYTES)
-        except (Unreachable, AnswerLost) as error:
+        except (Unreachable, ResponseLost) as error:
             self.fail(leg, _kind(error), error.message)
         if answer.status != 200:
             self.fail(leg, "status5xx", f"worker {leg.worker.worker_id}: status {answer.status} for {path.decode()}")
         return data
 
-    # ---- from a worker
+    # ---- responses from workers
 
-    async def read(self, leg: Leg, answer: Answer) -> bytes:
-        """The whole body."""
+    async def read(self, leg: Leg, answer: WorkerResponse) -> bytes:
+        """Return the whole response body and mark the leg as successful."""
         data = answer.whole(MAX_ANSWER_BYTES)
         if data is None:
             try:
                 data = await answer.read(MAX_ANSWER_BYTES)
-            except AnswerTooLarge:
+            except ResponseTooLarge:
                 raise
-            except (AnswerLost, AnswerAborted) as error:
+            except (ResponseLost, ResponseAborted) as error:
                 self.fail(leg, "lost", error.message)
         self.done(leg, answer)
         return data
 
-    async def relay(self, leg: Leg, answer: Answer, push: Callable[[bytes], bytes]) -> None:
-        """The body as it comes, through `push`, to the client. Whether it was an answer to its end is for `push`'s owner to
-        say, with `done` or `fail`: a worker may end in good order a stream that its engine did not."""
+    async def relay(self, leg: Leg, answer: WorkerResponse, push: Callable[[bytes], bytes]) -> None:
+        """Stream the body to the client as it arrives, through `push`.
+
+        The caller decides with `done` or `fail` whether the answer was complete: a worker may end an HTTP response properly
+        although its engine stopped in the middle of the answer.
+        """
         request = self.call.request
         write, has_begun = request.write, False
 
@@ -227,7 +211,7 @@ class Legs:
                 if not has_begun:
                     has_begun = True
                     self.begin(answer)
-                    self._tools.fleet.saw_first_token(leg.worker.worker_id, self._tools.clock())
+                    self._services.fleet.saw_first_token(leg.worker.worker_id, self._services.clock())
                 write(shown)
 
         request.on_pause, request.on_resume = answer.pause, answer.resume
@@ -235,51 +219,51 @@ class Legs:
             answer.pause()
         try:
             await answer.relay(sink)
-        except (AnswerLost, AnswerAborted) as error:
+        except (ResponseLost, ResponseAborted) as error:
             self.fail(leg, "lost", error.message)
         finally:
             request.on_pause = request.on_resume = None
 
-    def done(self, leg: Leg, answer: Answer) -> None:
-        """The worker did its part."""
+    def done(self, leg: Leg, answer: WorkerResponse) -> None:
+        """Mark a leg as successful."""
         self._open.pop(answer).end()
-        self._tools.fleet.saw_success(leg.worker.worker_id, self._tools.clock())
+        self._services.fleet.saw_success(leg.worker.worker_id, self._services.clock())
 
-    # ---- to the client
+    # ---- the response to the client
 
-    def begin(self, answer: Answer) -> None:
-        """The first bytes of this try are there; where they are the client's first, it has a status from now on."""
+    def begin(self, answer: WorkerResponse) -> None:
+        """Note the first bytes of this attempt, and send the response head if the client has none yet."""
         self._saw_first_token()
         if not self.call.request.started:
             self.call.status = answer.status
             self.call.request.start(answer.status, self._client_headers(answer))
 
-    def respond(self, answer: Answer, body: bytes) -> None:
+    def respond(self, answer: WorkerResponse, body: bytes) -> None:
         self.call.status = answer.status
         self.call.request.respond(answer.status, self._client_headers(answer), body)
-        self._saw_first_token()  # told when the answer is on its way: nobody waits for our accounts
+        self._saw_first_token()  # bookkeeping comes after the response, so that the client does not wait for it
 
     def end_prefill(self, *, handed_off: bool = False) -> None:
-        """The prefill worker is done, or was not needed: its reservation goes back."""
+        """Return the prefill worker's reservation: prefill is done, or was not needed."""
         if self.prefill is None:
             return
-        now = self._tools.clock()
+        now = self._services.clock()
         self.prefill.reservation.end(now)
         if handed_off:
             self._computed_prompt(now)
             self.has_handed_off = True
             self._transfer = self.call.trace.begin("transfer")
         else:
-            self._lent = None
+            self._lease = None
 
     def fail(self, leg: Leg, kind: str, message: str, refused: Refused | None = None) -> NoReturn:
-        """The worker did not do its part: the fleet is told, and whoever runs the route."""
-        self._tell(leg, kind)
+        """Report a worker's failure to the fleet and raise LegFailed."""
+        self._report_failure(leg, kind)
         raise LegFailed(leg.worker.worker_id, kind, message, refused)
 
-    # ---- inside
+    # ---- internals
 
-    def _client_headers(self, answer: Answer) -> bytes:
+    def _client_headers(self, answer: WorkerResponse) -> bytes:
         call = self.call
         passed = self._upstreams[0].to_client.block_of(answer.head)
         headers = b"x-request-id: %b\r\n%b" % (call.request_id, passed)
@@ -288,7 +272,7 @@ class Legs:
         return headers
 
     def _saw_first_token(self) -> None:
-        call, now = self.call, self._tools.clock()
+        call, now = self.call, self._services.clock()
         self._computed_prompt(now)
         self._route.first_token(now)
         if self._transfer is not None:
@@ -298,14 +282,14 @@ class Legs:
             call.on_first_byte()
 
     def _begin_prefill(self, upstream: Upstream) -> None:
-        if self._prefilling is not None:  # it is sent once more
+        if self._prefilling is not None:  # the request is sent again
             self._prefilling.num_prefilling -= 1
-        self._prefill_began_s = None if upstream.num_prefilling else self._tools.clock()
+        self._prefill_began_s = None if upstream.num_prefilling else self._services.clock()
         self._prefilling = upstream
         upstream.num_prefilling += 1
 
     def _computed_prompt(self, now: float) -> None:
-        """Only a prompt that had its worker to itself says how fast the worker is."""
+        """Note the end of prefill. The time is a valid rate only if no other prompt ran on the worker."""
         upstream, began_s = self._prefilling, self._prefill_began_s
         if upstream is None:
             return
@@ -313,48 +297,48 @@ class Legs:
         self._prefilling = None
         leg = self.prefill or self.decode
         if began_s is not None and leg.reservation.prefill_tokens >= _MEASURED_TOKENS:
-            self._tools.fleet.saw_prefill(leg.worker.worker_id, leg.reservation.prefill_tokens, now - began_s)
+            self._services.fleet.saw_prefill(leg.worker.worker_id, leg.reservation.prefill_tokens, now - began_s)
 
-    async def _refuse(self, leg: Leg, answer: Answer) -> NoReturn:
+    async def _refuse(self, leg: Leg, answer: WorkerResponse) -> NoReturn:
         try:
             body = await answer.read(_MAX_ERROR_BYTES)
-        except (AnswerLost, AnswerAborted) as error:
+        except (ResponseLost, ResponseAborted) as error:
             self.fail(leg, "lost", error.message)
         self._open.pop(answer).end(f"status_{answer.status}")
         refused = Refused(_known_status(answer.status), self.upstream(leg).to_client.pairs(answer.headers), body)
-        kind = _TRY_ELSEWHERE.get(answer.status)
+        kind = _RETRYABLE.get(answer.status)
         if kind is None and answer.status >= 500 and self.prefill is not None:
-            kind = "status5xx"  # a hand-off went wrong, whoever says so: without one the request may do well
+            kind = "status5xx"  # the hand-off may have failed, on either worker; without one the request may succeed
         if kind is not None:
             self.fail(leg, kind, f"worker {leg.worker.worker_id}: status {answer.status}", refused)
         if answer.status >= 500:
-            self._tell(leg, "status5xx")
+            self._report_failure(leg, "status5xx")
         raise refused
 
-    def _tell(self, leg: Leg, kind: str) -> None:
+    def _report_failure(self, leg: Leg, kind: str) -> None:
         worker_id = leg.worker.worker_id
-        self._tools.fleet.saw_failure(worker_id, self._tools.clock(), kind)
-        self._tools.metrics.upstream[worker_id, kind] += 1
+        self._services.fleet.saw_failure(worker_id, self._services.clock(), kind)
+        self._services.metrics.upstream[worker_id, kind] += 1
 
 
-def is_event_stream(answer: Answer) -> bool:
+def is_event_stream(answer: WorkerResponse) -> bool:
     kind = answer.header(b"content-type")
     return kind is not None and kind.startswith(_EVENT_STREAM)
 
 
-def _kind(error: Unreachable | AnswerLost) -> str:
-    """As the fleet calls it."""
+def _kind(error: Unreachable | ResponseLost) -> str:
+    """Return the fleet's failure kind for an HTTP error."""
     if isinstance(error, Unreachable):
         return "connect"
-    return "timeout" if isinstance(error, AnswerLate) else "lost"
+    return "timeout" if isinstance(error, ResponseTimeout) else "lost"
 
 
 def _known_status(status: int) -> int:
-    """A server may answer with a number of its own, such as 529; its class says enough."""
+    """Map a non-standard status such as 529 to a standard one of its class."""
     return status if status in _STATUSES else 503 if status >= 500 else 400
 
 
-async def _let_go(sending: asyncio.Task[Answer]) -> None:
+async def _abort_later(sending: asyncio.Task[WorkerResponse]) -> None:
     try:
         answer = await asyncio.wait_for(sending, _RELEASE_S)
     except (TimeoutError, LegFailed, Refused, NoSocketLeft):

@@ -1,10 +1,12 @@
-"""Runs a request: routes it, runs the route in its workers' dialect, and tries again where that helps and cannot hurt.
+"""Runs a request: chooses a route, runs it in its workers' dialect, and retries or resumes after a failure.
 
-One loop does it all. Before the first byte a failed worker costs the client nothing but time, and another one is asked: a
-few times, after a short random wait, and only as long as retries stay a small part of all requests, since a fleet that
-cannot serve its requests cannot serve them three times either. After the first byte only a worker that can continue exactly
-where the stream stands may take over; while there is none, the client is kept waiting for a while. Each try has its own
-reservations, and gives them back whatever happens.
+- Before the first byte, a failed request is retried on another worker: up to `proxy.retries` times, after a short random
+  backoff, and only while retries stay a small share of all requests. An overloaded fleet must not get every request
+  several times.
+- After the first byte, only a worker that can continue exactly where the stream stopped may take over. While there is
+  none, the client waits for up to `proxy.resume_grace_s`.
+
+Each attempt has its own reservations, and returns them on every path.
 """
 
 from __future__ import annotations
@@ -15,54 +17,57 @@ from stoker.fleet.spec import Role
 from stoker.gateway.path.call import Call
 from stoker.gateway.path.dialects.dialect import DIALECTS, Dialect
 from stoker.gateway.path.errors import LegFailed
-from stoker.gateway.path.legs import Legs, Tools
-from stoker.gateway.path.tries import RetryBudget, Tries
-from stoker.gateway.path.upstream import Lifeline
+from stoker.gateway.path.legs import Legs
+from stoker.gateway.path.retries import RetryBudget, RetryState
+from stoker.gateway.path.services import ProxyServices
+from stoker.gateway.path.upstream import CancelOnLoss
 from stoker.routing.query import NoWorker, Route, RouteQuery
 from stoker.routing.router import Router
 
 
 class Proxy:
+    """Runs generating requests on workers."""
+
     def __init__(
-        self, router: Router, tools: Tools, *, resume_grace_s: float = 10.0, debug_routes: bool = False
+        self, router: Router, services: ProxyServices, *, resume_grace_s: float = 10.0, debug_routes: bool = False
     ) -> None:
         self._router = router
-        self._tools = tools
-        self._budget = RetryBudget(tools.settings.retry_share)
-        self._grace_s = resume_grace_s  # how long a request that lost its worker waits for another
+        self._services = services
+        self._budget = RetryBudget(services.settings.retry_share)
+        self._grace_s = resume_grace_s  # how long a request whose worker was lost waits for another one
         self._debug_routes = debug_routes
         self._dialects: dict[str, Dialect] = {name: DIALECTS.get(name)() for name in DIALECTS}
         self._resumable = frozenset(name for name, dialect in self._dialects.items() if dialect.resumes)
 
     async def run(self, call: Call) -> None:
-        """Answers `call`. What is raised is the client's to hear: as an answer, or in a stream as its last event."""
+        """Run `call` to its end. Exceptions are sent to the client, as a response or as the last event of a stream."""
         self._budget.request()
-        tries: Tries | None = None  # nearly always there is only one, which needs no account
+        retries: RetryState | None = None  # created by the first failure
         while True:
-            route = self._choose(call.query, call) if tries is None else await tries.next_route()
+            route = self._choose(call.query, call) if retries is None else await retries.next_route()
             try:
                 await self._run(call, route)
                 if call.num_resumes:
-                    self._tools.metrics.resumes["completed"] += 1
+                    self._services.metrics.resumes["completed"] += 1
                 return
             except LegFailed as failed:
-                if call.ended:  # nothing was missing but the end of a worker's connection
+                if call.ended:  # the stream was complete; only the end of the worker's connection was missing
                     call.request.finish()
                     return
-                if tries is None:
-                    tries = self._tries(call)
-                tries.failed(failed)
+                if retries is None:
+                    retries = self._retry_state(call)
+                retries.failed(failed)
             finally:
-                route.end(self._tools.clock())
+                route.end(self._services.clock())
 
     async def close(self) -> None:
-        await self._tools.cleanups.close()
-        self._tools.upstreams.close()
+        await self._services.cleanups.close()
+        self._services.upstreams.close()
 
-    def _tries(self, call: Call) -> Tries:
-        return Tries(
+    def _retry_state(self, call: Call) -> RetryState:
+        return RetryState(
             call,
-            self._tools,
+            self._services,
             self._budget,
             lambda query: self._choose(query, call),
             resumable=self._resumable,
@@ -70,45 +75,45 @@ class Proxy:
         )
 
     def _choose(self, query: RouteQuery, call: Call) -> Route:
-        """Reserved: whoever gets it must end it."""
-        began_s = self._tools.clock()
+        """Choose and reserve a route. The caller must end it."""
+        began_s = self._services.clock()
         span = call.trace.begin("route")
         try:
             return self._router.route(query, began_s)
         finally:
             span.end()
-            self._tools.metrics.route_s.observe(self._tools.clock() - began_s)
+            self._services.metrics.route_s.observe(self._services.clock() - began_s)
 
     async def _run(self, call: Call, route: Route) -> None:
         decode = route.decode.worker.spec
         dialect = self._dialects[decode.dialect]
         if not dialect.decodes_alone and route.prefill is None and decode.role is Role.DECODE:
             raise NoWorker(
-                f"worker {decode.worker_id} only decodes ({decode.dialect}), and no prefill worker is usable"
+                f"worker {decode.worker_id} ({decode.dialect}) can only decode, and no prefill worker is usable"
             )
         call.policy, call.worker_id = route.policy, decode.worker_id
         if self._debug_routes:
             call.explained = explained(route, call)
-        lifeline = Lifeline(call.request.task)
+        loss_guard = CancelOnLoss(call.request.task)
         try:
-            with Legs(call, route, self._tools, lifeline) as legs:
+            with Legs(call, route, self._services, loss_guard) as legs:
                 await dialect.run(call, legs)
                 if route.prefill is not None:
-                    self._tools.metrics.handoffs["done" if legs.has_handed_off else "not_needed"] += 1
+                    self._services.metrics.handoffs["done" if legs.has_handed_off else "not_needed"] += 1
         except LegFailed:
             if route.prefill is not None:
-                self._tools.metrics.handoffs["failed"] += 1
+                self._services.metrics.handoffs["failed"] += 1
             raise
         except asyncio.CancelledError:
-            if not lifeline.explains_cancel:
+            if not loss_guard.explains_cancel:
                 raise
-            lost = lifeline.lost_worker
+            lost = loss_guard.lost_worker
             assert lost is not None
             raise LegFailed(lost, "timeout", f"worker {lost} no longer answers") from None
 
 
 def explained(route: Route, call: Call) -> bytes:
-    """`decode=w2;prefill=p1;policy=cost;cached=1024/2048;w1=0.21s;w2=0.05s`"""
+    """Return the `x-stoker-route` value, such as `decode=w2;prefill=p1;policy=cost;cached=1024/2048;w1=0.21s;w2=0.05s`."""
     parts = [f"decode={route.decode.worker.worker_id}"]
     if route.prefill is not None:
         parts.append(f"prefill={route.prefill.worker.worker_id}")

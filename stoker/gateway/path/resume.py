@@ -1,7 +1,6 @@
-"""What the gateway remembers of a stream so that another worker can go on with it.
+"""The tokens of a stream that the gateway keeps so that another worker can continue the stream.
 
-`proto/resume_notes.py` has the format of the notes that our workers put in front of their events, and of the field that
-continues an answer.
+`proto/resume_notes.py` has the format: the notes that Stoker workers put in front of their events, and the field `resume`.
 """
 
 from __future__ import annotations
@@ -10,23 +9,23 @@ import re
 
 import msgspec
 
-from stoker.gateway.path.rewrite import EventCutter, Usage, set_cached_tokens_in_events
+from stoker.gateway.path.rewrite import EventCutter, ReportedUsage, set_cached_tokens_in_events
 from stoker.proto.resume_notes import ResumeNotes, find_error
 from stoker.proto.sse import DONE
 
 _LAST_RESPONSE_EVENT = re.compile(rb"^event: response\.(?:completed|incomplete|failed)\n", re.MULTILINE)
 
 _GONE_STATUS = (
-    503  # its engine died, or it stops: the answer can go on elsewhere. Any other error would come there, too.
+    503  # the engine died or the worker stops, so another worker can continue; other errors would recur there
 )
 
 
 class TokenMemory(msgspec.Struct, eq=False):
-    """The notes of one answer, over all its workers, and what the client has of it."""
+    """The notes of one answer, from all workers that contributed to it, and how much of it the client has."""
 
     notes: ResumeNotes = msgspec.field(default_factory=ResumeNotes)
-    _cached_tokens: int | None = None  # what the first worker found; later ones were handed what they have
-    num_events: int = 0  # that the client has got
+    _cached_tokens: int | None = None  # as the first worker reported; later workers got the prefix from it
+    num_events: int = 0  # sent to the client
 
     def clear(self) -> None:
         self.notes.clear()
@@ -34,13 +33,13 @@ class TokenMemory(msgspec.Struct, eq=False):
         self.num_events = 0
 
     def begin_worker(self) -> None:
-        """What follows is another worker's."""
+        """Note that the following lines come from another worker."""
         if self._cached_tokens is None:
             self._cached_tokens = self._last_cached_tokens()
 
     @property
     def cached_tokens(self) -> int | None:
-        """None: no worker has told yet."""
+        """Return the cached prompt tokens, or None if no worker has reported them yet."""
         return self._last_cached_tokens() if self._cached_tokens is None else self._cached_tokens
 
     @property
@@ -48,19 +47,19 @@ class TokenMemory(msgspec.Struct, eq=False):
         return self.notes.num_tokens
 
     @property
-    def usage(self) -> Usage | None:
-        told = self.notes.last_usage
-        if told is None:
+    def usage(self) -> ReportedUsage | None:
+        reported = self.notes.last_usage
+        if reported is None:
             return None
-        cached_tokens = told.cached_tokens if self._cached_tokens is None else self._cached_tokens
-        return Usage(told.prompt_tokens, min(cached_tokens, told.prompt_tokens), self.num_tokens)
+        cached_tokens = reported.cached_tokens if self._cached_tokens is None else self._cached_tokens
+        return ReportedUsage(reported.prompt_tokens, min(cached_tokens, reported.prompt_tokens), self.num_tokens)
 
     def resume_field(self, num_choices: int) -> bytes:
-        """The body's `resume`, as JSON."""
+        """Return the `resume` field of a request body as JSON."""
         return self.notes.resume_field(num_choices, self.num_events)
 
     def take_ticket(self) -> bytes | None:
-        """A prefill worker's `kv_transfer_params`, for the decode worker. It is valid once."""
+        """Return a prefill worker's `kv_transfer_params` for the decode worker. A ticket is valid once."""
         ticket, self.notes.ticket = self.notes.ticket, None
         return ticket
 
@@ -70,7 +69,7 @@ class TokenMemory(msgspec.Struct, eq=False):
 
 
 class StokerStream(EventCutter):
-    """One worker's part of a stream: comment lines go to the memory, events to the client."""
+    """One worker's part of a stream: stores the comment lines and passes the events on."""
 
     __slots__ = ("_cached_tokens", "_counts_events", "_failed", "_last", "_memory", "_take_notes", "failure")
 
@@ -79,14 +78,16 @@ class StokerStream(EventCutter):
         memory.begin_worker()
         self._memory = memory
         self._take_notes = memory.notes.take
-        self._counts_events = counts_events  # of the Responses API, where a token makes several
+        self._counts_events = counts_events  # for the Responses API, where one token makes several events
         self._last = b""
-        self._cached_tokens = memory.cached_tokens if memory.notes else None  # only for a later worker's usage
+        self._cached_tokens = (
+            memory.cached_tokens if memory.notes else None
+        )  # the first worker's usage is not rewritten
         self._failed = False
-        self.failure: str | None = None  # why the worker gave up, if another one may make good for it
+        self.failure: str | None = None  # why the worker stopped, if another worker may continue
 
     def push(self, data: bytes) -> bytes:
-        """What the client may see of `data`: whole events without our lines."""
+        """Return the part of `data` to send to the client: whole events without comment lines."""
         if self.rest or data[-2:] != b"\n\n":
             data = self.cut(data)
             if not data:
@@ -104,22 +105,22 @@ class StokerStream(EventCutter):
         return data
 
     def push_unseen(self, data: bytes) -> bytes:
-        """For a stream that only we listen to."""
+        """Store the comment lines of a stream that is not sent to the client."""
         self.push(data)
         return b""
 
     @property
     def is_complete(self) -> bool:
-        """The stream's own end was sent, or the error that ends it; what happens to the connection now does not matter."""
+        """Return True if the end of the stream, or its final error, was sent. A later connection error does not matter."""
         return self._failed or self._last.endswith(DONE) or _LAST_RESPONSE_EVENT.search(self._last) is not None
 
     @property
     def lacks_only_done(self) -> bool:
-        """The usage chunk, the last before [DONE], was sent, and [DONE] was not."""
+        """Return True if the usage chunk, which comes right before [DONE], was sent, and [DONE] was not."""
         return not self.is_complete and b'"usage":{' in self._last and b'"choices":[]' in self._last
 
     def _before_failure(self, data: bytes) -> bytes:
-        """Without an error event that the client need not see."""
+        """Cut off an error event that the client need not see, because another worker can continue the stream."""
         found = find_error(data)
         if found is None:
             return data

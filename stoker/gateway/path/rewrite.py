@@ -1,8 +1,8 @@
-"""What must change in a foreign worker's answer, and nothing else: usage, and fields that are between us and workers.
+"""Rewrites foreign workers' answers: corrects the usage and removes internal fields. All other bytes stay unchanged.
 
-Streams pass as they come unless a few cheap byte searches find something; only then an event is taken apart, and only its
-top level. `cached_tokens` is what the *prefill* worker found in its cache: the decode worker of a pair counts the blocks it
-was handed as cached, which would bill a prompt that was computed in full as one that was not.
+A stream passes unchanged unless a few cheap byte searches match. Only then an event is parsed, and only its top level.
+`cached_tokens` is set to what the *prefill* worker found in its cache. The decode worker of a pair counts the blocks that it
+received as cached, so its number would bill a fully computed prompt as a cached one.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _END = re.compile(rb"^(?:data: ?\[DONE\]|event: ?response\.(?:completed|incomple
 _MAX_EVENT_BYTES = 64 << 20
 
 
-class Usage(msgspec.Struct):
-    """The tokens of one request, as far as a worker has told."""
+class ReportedUsage(msgspec.Struct):
+    """The token counts of one request, as reported by its workers so far."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -33,7 +33,7 @@ class Usage(msgspec.Struct):
 
 
 class EventCutter:
-    """Bytes cut anywhere -> bytes that end where an event ends. What is left of a stream that was cut is never shown."""
+    """Regroups stream bytes so that every output ends at the end of an event. An incomplete last event is never output."""
 
     __slots__ = ("rest",)
 
@@ -46,30 +46,30 @@ class EventCutter:
             self.rest = b""
             return data
         end = max(data.rfind(b"\n\n") + 2, data.rfind(b"\r\n\r\n") + 4)
-        if end < 4:  # rfind gave -1 twice, or no event could be so short
+        if end < 4:  # no event end was found, or the data is too short to contain an event
             end = 0
         self.rest = data[end:]
         if len(self.rest) > _MAX_EVENT_BYTES:
-            raise ValueError(f"an event of more than {_MAX_EVENT_BYTES} bytes")
+            raise ValueError(f"an event of a worker's stream is larger than {_MAX_EVENT_BYTES} bytes")
         return data[:end]
 
 
 class ForeignAnswer(EventCutter):
-    """One answer of a worker that is not ours, streamed (`push`) or whole."""
+    """Rewrites one answer of a foreign worker, streamed (`push`) or whole."""
 
     __slots__ = ("_is_pair", "_keep_token_ids", "ended", "hide_usage", "prefill_cached_tokens", "usage")
 
     def __init__(self, *, hide_usage: bool = False, keep_token_ids: bool = False, is_pair: bool = False) -> None:
         self.rest = b""
-        self.hide_usage = hide_usage  # we asked for the usage chunk, the client did not
+        self.hide_usage = hide_usage  # the gateway requested the usage chunk, the client did not
         self._keep_token_ids = keep_token_ids
         self._is_pair = is_pair
-        self.prefill_cached_tokens: int | None = None  # known once a pair's prefill has answered
-        self.usage: Usage | None = None
-        self.ended = False  # the stream's own last event went through
+        self.prefill_cached_tokens: int | None = None  # known once the prefill worker of a pair has answered
+        self.usage: ReportedUsage | None = None
+        self.ended = False  # the last event of the stream has passed
 
     def push(self, data: bytes) -> bytes:
-        """The part of a stream that the client may see now: always whole events."""
+        """Return the part of the stream to send to the client now: always whole events."""
         if self.rest or not data.endswith(_EVENT_ENDS):
             data = self.cut(data)
         if (b"[DONE]" in data or b"event: response." in data) and _END.search(data):
@@ -79,20 +79,20 @@ class ForeignAnswer(EventCutter):
         return data
 
     def finish(self) -> bytes:
-        """What is left at a proper end: a last event that has no empty line behind it."""
+        """Return the rest at a proper end of the stream: a last event without an empty line after it."""
         rest, self.rest = self.rest, b""
         self.ended = self.ended or _END.search(rest) is not None
         return rest
 
     def whole(self, data: bytes) -> bytes:
-        """A whole answer, as JSON."""
+        """Rewrite a whole JSON answer."""
         was_wrong = self._saw(read_usage(data))
         if not was_wrong and not self._holds_internals(data):
             return data
         try:
             table = fields(data)
         except msgspec.DecodeError:
-            return data  # no JSON object: nothing of ours can be in it
+            return data  # not a JSON object, so there is no field to rewrite
         self._rewrite(table)
         return msgspec.json.encode(table)
 
@@ -125,26 +125,26 @@ class ForeignAnswer(EventCutter):
             if _TOKEN_IDS.search(table.get("choices", b"")):
                 table["choices"] = _without_token_ids(table["choices"])
         if _is_object(table.get("usage")):
-            table["usage"] = self._honest(table["usage"])
-        if _is_object(table.get("response")):  # the Responses API's last event
+            table["usage"] = self._corrected(table["usage"])
+        if _is_object(table.get("response")):  # the last event of the Responses API
             response = fields(table["response"])
             response.pop("kv_transfer_params", None)
             if _is_object(response.get("usage")):
-                response["usage"] = self._honest(response["usage"])
+                response["usage"] = self._corrected(response["usage"])
             table["response"] = Raw(msgspec.json.encode(response))
 
-    def _saw(self, told: Usage | None) -> bool:
-        """Keeps the usage, set right. True: what the worker told is not what we tell."""
-        self.usage = told
-        if told is None:
+    def _saw(self, reported: ReportedUsage | None) -> bool:
+        """Keep the corrected usage. Return True if the usage in the answer must be rewritten."""
+        self.usage = reported
+        if reported is None:
             return False
-        # A prefill worker that reports no cached tokens may have had some; nobody is told of what nobody counted.
-        cached = (self.prefill_cached_tokens or 0) if self._is_pair else told.cached_tokens
-        was = told.cached_tokens
-        told.cached_tokens = min(cached, told.prompt_tokens)
-        return self._is_pair or was != told.cached_tokens
+        # A prefill worker that reports no cached tokens may have had some, but only reported tokens are passed on.
+        cached = (self.prefill_cached_tokens or 0) if self._is_pair else reported.cached_tokens
+        was = reported.cached_tokens
+        reported.cached_tokens = min(cached, reported.prompt_tokens)
+        return self._is_pair or was != reported.cached_tokens
 
-    def _honest(self, usage: Raw) -> Raw:
+    def _corrected(self, usage: Raw) -> Raw:
         return usage if self.usage is None else with_cached_tokens(usage, self.usage.cached_tokens)
 
 
@@ -153,7 +153,7 @@ class _Details(msgspec.Struct):
 
 
 class _UsageFields(msgspec.Struct):
-    """Both APIs' names for the same three numbers."""
+    """The token counts under the field names of both APIs."""
 
     prompt_tokens: int | None = None
     input_tokens: int | None = None
@@ -163,44 +163,44 @@ class _UsageFields(msgspec.Struct):
     input_tokens_details: _Details | None = None
 
 
-class _Inner(msgspec.Struct):
+class _HasUsage(msgspec.Struct):
     usage: _UsageFields | None = None
 
 
-class _Carrier(_Inner):
-    response: _Inner | None = None
+class _AnswerWithUsage(_HasUsage):
+    response: _HasUsage | None = None
 
 
-_CARRIER = msgspec.json.Decoder(_Carrier)
+_USAGE_DECODER = msgspec.json.Decoder(_AnswerWithUsage)
 
 
-def read_usage(data: bytes) -> Usage | None:
-    """The usage in a whole answer or in an event's data, if it is there."""
+def read_usage(data: bytes) -> ReportedUsage | None:
+    """Return the usage in a whole answer or in an event's data, or None."""
     try:
-        carrier = _CARRIER.decode(data)
+        answer = _USAGE_DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
-    told = carrier.usage or (carrier.response and carrier.response.usage)
-    if not told:
+    counts = answer.usage or (answer.response and answer.response.usage)
+    if not counts:
         return None
-    details = told.prompt_tokens_details or told.input_tokens_details
-    return Usage(
-        told.prompt_tokens or told.input_tokens or 0,
+    details = counts.prompt_tokens_details or counts.input_tokens_details
+    return ReportedUsage(
+        counts.prompt_tokens or counts.input_tokens or 0,
         (details and details.cached_tokens) or 0,
-        told.completion_tokens or told.output_tokens or 0,
+        counts.completion_tokens or counts.output_tokens or 0,
     )
 
 
-def read_last_usage(data: bytes) -> Usage | None:
-    """The usage in a whole answer, or in the last event of a whole stream that has one."""
+def read_last_usage(data: bytes) -> ReportedUsage | None:
+    """Return the usage in a whole answer, or in the last event of a complete stream that has one."""
     if not data.startswith((b"data:", b"event:", b":")):
         return read_usage(data)
-    told = [usage for found in _DATA.findall(data) if (usage := read_usage(found)) is not None]
-    return told[-1] if told else None
+    usages = [usage for found in _DATA.findall(data) if (usage := read_usage(found)) is not None]
+    return usages[-1] if usages else None
 
 
 def with_cached_tokens(usage: Raw | bytes, cached_tokens: int) -> Raw:
-    """The usage object with this count of cached tokens, and everything else as it was."""
+    """Return the usage object with this count of cached tokens, otherwise unchanged."""
     table = fields(usage)
     name = "input_tokens_details" if "input_tokens" in table else "prompt_tokens_details"
     details = fields(table[name]) if _is_object(table.get(name)) else {}
@@ -210,7 +210,7 @@ def with_cached_tokens(usage: Raw | bytes, cached_tokens: int) -> Raw:
 
 
 def set_cached_tokens(data: bytes, cached_tokens: int) -> bytes:
-    """A whole answer, or an event's data, with this count in its usage wherever its API has it."""
+    """Return a whole answer, or an event's data, with this count of cached tokens in its usage."""
     table = fields(data)
     if _is_object(table.get("usage")):
         table["usage"] = with_cached_tokens(table["usage"], cached_tokens)

@@ -1,4 +1,4 @@
-"""The gateway's side of each worker: its connections, and what was learnt about how it wants to be spoken to."""
+"""The gateway's state for each worker: its connection pool, header filters and observed capabilities."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Member
-from stoker.gateway.http import ClientLimits, HeaderFilter, Origin, Pool, header_block
+from stoker.gateway.http import ClientLimits, ConnectionPool, HeaderFilter, Origin, header_block
 from stoker.proto.internal_http import INTERNAL_HEADER_PREFIX
 
-# Authorization is the client's towards us. No accept-encoding: answers are looked into. The rest would speak to workers in
-# the gateway's name.
+# Client headers that are not forwarded to workers. `authorization`, `cookie` and `x-api-key` are for the gateway.
+# `accept-encoding` would compress responses, which the gateway must read. The others control workers, and only the gateway
+# may set them.
 _NOT_FOR_WORKERS = frozenset(
     {
         b"accept-encoding",
@@ -34,9 +35,8 @@ _INTERNAL_PREFIXES = (INTERNAL_HEADER_PREFIX.encode(), b"x-override-", b"x-smg-"
 _NOT_FOR_CLIENTS = frozenset({b"x-request-id", b"server", b"date", b"set-cookie"})
 
 
-class Lifeline:
-    """Ties a try to its workers: one that is found dead ends the try, whatever it waits for. TCP alone would wait for hours
-    on a machine that has stopped without a word."""
+class CancelOnLoss:
+    """Cancels an attempt when one of its workers is found dead. TCP alone may wait for hours on a machine that vanished."""
 
     __slots__ = ("_task", "lost_worker")
 
@@ -51,30 +51,35 @@ class Lifeline:
 
     @property
     def explains_cancel(self) -> bool:
-        """Asked once, when the try was cancelled. False: somebody else wants the whole request to end."""
+        """Return True if the cancellation came only from this guard; False if the whole request is cancelled.
+
+        Call it once, after the attempt was cancelled.
+        """
         return self.lost_worker is not None and self._task.uncancel() == 0
 
 
 @dataclass(slots=True, eq=False)
 class Upstream:
+    """The gateway's state for one worker."""
+
     url: str
-    pool: Pool
+    pool: ConnectionPool
     origin: Origin
-    headers: bytes  # what every request to this worker carries: its own key
-    to_worker: HeaderFilter  # what of a client's headers it may see
-    to_client: HeaderFilter  # what of its own headers clients may see
-    refuses_usage: bool = False  # it answered 400 to a stream that asked for a usage chunk
-    lifelines: set[Lifeline] = field(default_factory=set)
-    num_prefilling: int = 0  # requests sent that have not brought a first token
-    engines: dict[str, str] = field(default_factory=dict)  # vLLM behind Mooncake: engine id by data-parallel rank
+    headers: bytes  # sent with every request to this worker: its API key
+    to_worker: HeaderFilter  # which client headers are forwarded to it
+    to_client: HeaderFilter  # which of its response headers are forwarded to clients
+    refuses_usage: bool = False  # it answered 400 to a stream request with stream_options.include_usage
+    loss_guards: set[CancelOnLoss] = field(default_factory=set)
+    num_prefilling: int = 0  # requests sent whose first token has not arrived
+    engines: dict[str, str] = field(default_factory=dict)  # vLLM with Mooncake: engine id by data-parallel rank
 
 
 class Upstreams:
-    """One Upstream for each worker, made when it is first needed."""
+    """One Upstream for each worker, created on first use."""
 
     def __init__(self, limits: ClientLimits | None = None, api_keys: Mapping[str, str] | None = None) -> None:
         self._limits = limits or ClientLimits()
-        self._api_keys = api_keys or {}  # by worker url
+        self._api_keys = api_keys or {}  # by worker URL
         self._known: dict[WorkerId, Upstream] = {}
         self._to_worker = HeaderFilter(_NOT_FOR_WORKERS, _INTERNAL_PREFIXES)
         self._to_client = HeaderFilter(_NOT_FOR_CLIENTS, (INTERNAL_HEADER_PREFIX.encode(),))
@@ -83,26 +88,26 @@ class Upstreams:
         known = self._known.get(member.spec.worker_id)
         if known is not None and known.url == member.spec.url:
             return known
-        if known is not None:  # it came back under its name, elsewhere
+        if known is not None:  # the worker registered again with another URL
             known.pool.close()
         origin = Origin.from_url(member.spec.url)
         key = self._api_keys.get(member.spec.url)
         headers = b"" if key is None else header_block([(b"authorization", b"Bearer " + key.encode())])
-        pool = Pool(origin, self._limits)
+        pool = ConnectionPool(origin, self._limits)
         made = Upstream(member.spec.url, pool, origin, headers, self._to_worker, self._to_client)
         self._known[member.spec.worker_id] = made
         return made
 
     def cut(self, worker_id: WorkerId) -> None:
-        """The worker is gone, or no longer answers: who waits for it is told now. What can go on elsewhere does."""
+        """Cancel all attempts that wait for a worker that is gone or hangs. They continue on other workers if possible."""
         known = self._known.get(worker_id)
         if known is not None:
-            for lifeline in list(known.lifelines):
-                lifeline.cut(worker_id)
+            for loss_guard in list(known.loss_guards):
+                loss_guard.cut(worker_id)
             self.let_go(worker_id)
 
     def let_go(self, worker_id: WorkerId) -> None:
-        """Nothing new is sent there; answers that have begun go on to their end."""
+        """Send nothing new to this worker. Responses that have begun continue to their end."""
         known = self._known.pop(worker_id, None)
         if known is not None:
             known.pool.close()

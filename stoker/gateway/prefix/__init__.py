@@ -1,1 +1,1 @@
-"""Conversations as block keys: what the prefix index is queried with, and the session key."""
+"""Prefix keys of conversations, with which the prefix index is queried, and session keys."""

@@ -1,8 +1,9 @@
-"""Block keys of a prompt's text, tokenizing and hashing only what has not been seen.
+"""A cache for the prefix keys of prompt texts, so that only new text is tokenized and hashed.
 
-Texts are recognised by a chained hash over chunks of 4,096 characters. With each chunk seen before, the memo has the keys
-of the blocks that were full at the last place before the chunk's end at which the text may be cut (`Tokenizer.split`),
-and the tokens left over there. So a conversation that grew costs its hash, which is quick, and the tokens of its new end.
+Texts are recognised by a chained hash over chunks of 4,096 characters. For each known chunk, the cache holds the last point
+before the chunk's end at which the text may be split for tokenization (`Tokenizer.split`): the prefix keys of the blocks
+that are full there, and the left-over tokens. So a conversation that has grown costs the fast chunk hash of the whole text,
+and tokenization of its new end.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _LIMIT_BYTES = 128 << 20
 
 
 class PieceTokenizer(Protocol):
-    """What of Tokenizer is used."""
+    """The part of Tokenizer that is used here."""
 
     @property
     def lookahead(self) -> int: ...
@@ -35,8 +36,8 @@ class PieceTokenizer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """What is known at a place where the text may be cut: how far it is, the keys since the place before, what is left."""
+class _CutPoint:
+    """A point where the text may be split: its position, the prefix keys since the previous point, left-over tokens."""
 
     chars: int
     num_tokens: int
@@ -50,14 +51,14 @@ class _Place:
 
 
 class PrefixMemo:
-    """Safe to share between threads. `limit_bytes` bounds it; what was used least lately goes first."""
+    """The cache. Thread-safe; bounded by `limit_bytes` with LRU eviction."""
 
     def __init__(self, tokenizer: PieceTokenizer, block_tokens: int, limit_bytes: int = _LIMIT_BYTES) -> None:
         self._tokenizer = tokenizer
         self._block_tokens = block_tokens
         self._limit_bytes = limit_bytes
         self._used_bytes = 0
-        self._places: OrderedDict[int, _Place] = OrderedDict()
+        self._points: OrderedDict[int, _CutPoint] = OrderedDict()
         self._lock = threading.Lock()
 
     @property
@@ -65,58 +66,56 @@ class PrefixMemo:
         return self._used_bytes
 
     def blocks(self, text: str, root: int) -> tuple[list[int], int]:
-        """The keys of all full blocks of the text's tokens, and how many tokens there are."""
+        """Return the prefix keys of all full blocks of the text's tokens, and the number of tokens."""
         try:
             chunks = _chunk_hashes(text, root)
         except UnicodeEncodeError as broken:
-            raise InvalidRequest(
-                f"the text is not valid Unicode: character {broken.start} is half a surrogate pair"
-            ) from broken
-        place, keys, num_known = self._known(chunks, root)
-        pieces = self._tokenizer.split(text[place.chars :])
-        fresh: list[tuple[int, _Place]] = []
-        walk = _Walk(place, self._block_tokens)
-        settled = -self._tokenizer.lookahead  # a cut is believed only so far before the end of what was compared
+            raise InvalidRequest(f"the prompt has an unpaired surrogate at character {broken.start}") from broken
+        point, keys, num_known = self._known(chunks, root)
+        pieces = self._tokenizer.split(text[point.chars :])
+        fresh: list[tuple[int, _CutPoint]] = []
+        walk = _Walk(point, self._block_tokens)
+        settled = -self._tokenizer.lookahead  # a split is final only this many characters before the end of known text
         for piece, ids in zip(pieces, self._tokenizer.encode_pieces(pieces), strict=True):
             after = walk.chars + len(piece)
             while num_known < len(chunks) and (num_known + 1) * _CHUNK_CHARS + settled < after:
-                fresh.append((chunks[num_known], walk.place()))
+                fresh.append((chunks[num_known], walk.point()))
                 num_known += 1
             walk.add(piece, ids)
-        rest = walk.place()
+        rest = walk.point()
         self._remember(fresh)
         for _, new in fresh:
             keys += new.keys
         return keys + rest.keys, rest.num_tokens
 
-    def _known(self, chunks: list[int], root: int) -> tuple[_Place, list[int], int]:
-        """The furthest place that this text shares with one seen before, all keys up to there, and its chunk's number."""
-        place, keys, number = _Place(0, 0, [], root, array("I")), [], 0
+    def _known(self, chunks: list[int], root: int) -> tuple[_CutPoint, list[int], int]:
+        """Return the furthest cached point of this text, all keys up to it, and the number of known chunks."""
+        point, keys, number = _CutPoint(0, 0, [], root, array("I")), [], 0
         with self._lock:
             for chunk in chunks:
-                found = self._places.get(chunk)
+                found = self._points.get(chunk)
                 if found is None:
                     break
-                self._places.move_to_end(chunk)
-                place, number = found, number + 1
+                self._points.move_to_end(chunk)
+                point, number = found, number + 1
                 keys += found.keys
-        return place, keys, number
+        return point, keys, number
 
-    def _remember(self, fresh: list[tuple[int, _Place]]) -> None:
+    def _remember(self, fresh: list[tuple[int, _CutPoint]]) -> None:
         with self._lock:
-            for chunk, place in fresh:
-                if chunk not in self._places:
-                    self._places[chunk] = place
-                    self._used_bytes += place.num_bytes
+            for chunk, point in fresh:
+                if chunk not in self._points:
+                    self._points[chunk] = point
+                    self._used_bytes += point.num_bytes
             while self._used_bytes > self._limit_bytes:
-                _, oldest = self._places.popitem(last=False)
+                _, oldest = self._points.popitem(last=False)
                 self._used_bytes -= oldest.num_bytes
 
 
 class _Walk:
-    """From a known place on, piece by piece."""
+    """Advances from a known point, piece by piece."""
 
-    def __init__(self, start: _Place, block_tokens: int) -> None:
+    def __init__(self, start: _CutPoint, block_tokens: int) -> None:
         self.chars = start.chars
         self._num_tokens = start.num_tokens
         self._last_key = start.last_key
@@ -128,17 +127,17 @@ class _Walk:
         self._num_tokens += len(ids)
         self._left.extend(ids)
 
-    def place(self) -> _Place:
-        """Here, with the keys of the blocks that became full since it was last asked."""
+    def point(self) -> _CutPoint:
+        """Return the current point, with the prefix keys of the blocks completed since the previous call."""
         keys = token_keys(self._left, self._last_key, self._block_tokens)
         if keys:
             self._last_key = keys[-1]
             self._left = self._left[len(keys) * self._block_tokens :]
-        return _Place(self.chars, self._num_tokens, keys, self._last_key, array("I", self._left))
+        return _CutPoint(self.chars, self._num_tokens, keys, self._last_key, array("I", self._left))
 
 
 def _chunk_hashes(text: str, root: int) -> list[int]:
-    # A salt's texts are another tenant's: the root is in the hash of the first chunk, and so in all.
+    # The root is part of every hash, so texts under different cache salts never share an entry.
     key = root
     return [
         key := xxh3_64_intdigest(text[at : at + _CHUNK_CHARS].encode(), key)

@@ -1,7 +1,7 @@
-"""Which session a request belongs to, and which session started that one: by the headers that agents send, else by the body.
+"""Finds the session of a request and its parent session, from the headers that agents send or else from the body.
 
-A session is a hint for routing, so nothing here is ever an error: what is too long or has odd characters is hashed, what is
-no text is passed over. Keys of different tenants are different, whatever their clients call them.
+A session is a hint for routing, so nothing here is an error: a key that is too long or has unusual characters is hashed, and
+a value that is not text is ignored. Keys are prefixed with the tenant, so two tenants never share a session.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 from xxhash import xxh3_128_hexdigest
 
-from stoker.gateway.api.client_body import Envelope
+from stoker.gateway.api.client_body import RequestEnvelope
 
-# The first that is there counts.
+# The first header that is present wins.
 _SESSION_HEADERS = (
     b"x-session-affinity",
     b"x-session-id",
@@ -42,16 +42,18 @@ _PLAIN = re.compile(r"[!-~]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class SessionKeys:
+    """A request's session key and its parent session's key."""
+
     session: str | None = None
     parent: str | None = None
 
 
-_NONE = Session()
+_NONE = SessionKeys()
 
 
-def session_of(headers: Mapping[bytes, bytes], envelope: Envelope, tenant: str) -> Session:
-    """`headers` by their names in lower case."""
+def session_of(headers: Mapping[bytes, bytes], envelope: RequestEnvelope, tenant: str) -> SessionKeys:
+    """Return the session keys of a request. `headers` has lower-case names."""
     key = parent = None
     if not _RANKS.keys().isdisjoint(headers):
         named = {rank: headers[name].strip() for name, rank in _RANKS.items() if name in headers}
@@ -62,7 +64,7 @@ def session_of(headers: Mapping[bytes, bytes], envelope: Envelope, tenant: str) 
                 break
     if key is None and parent is None:
         return _NONE
-    return Session(_scoped(tenant, key), _scoped(tenant, parent))
+    return SessionKeys(_scoped(tenant, key), _scoped(tenant, parent))
 
 
 def _of_headers(found: dict[int, bytes]) -> tuple[str | None, str | None]:
@@ -72,7 +74,7 @@ def _of_headers(found: dict[int, bytes]) -> tuple[str | None, str | None]:
     key = None if session is None else _decoded(found[session])
     parent_key = None if parent is None else _decoded(found[parent])
     if session == _CLAUDE and key is not None:
-        # One session id for an agent and all its sub-agents, which have conversations of their own.
+        # Claude Code sends one session id for an agent and all its sub-agents, which have separate conversations.
         agent, parent_agent = found.get(_FIRST_AGENT), found.get(_FIRST_AGENT + 1)
         whole = key
         if agent is not None:

@@ -1,1 +1,1 @@
-"""What is recorded of each request: ledger, prices, usage, request log, metrics, traces."""
+"""Records about requests: ledger, prices, usage, request log, metrics, traces."""

@@ -1,13 +1,15 @@
-"""The ledger: one row a request, in SQLite, written in batches by a thread of its own.
+"""The ledger: one row per request in a SQLite file, written in batches by its own thread.
 
-What holds:
-- A row's request id is its primary key and a batch is one transaction: written again after a doubt, it is there once.
-- After `close()` every recorded row is on disk. After kill -9 of the process, every batch that was committed is there whole
-  and nothing of the one after it: at most the rows of the last `flush_s` (or `flush_rows`) plus one commit are missing.
-  Commits are synced (WAL, synchronous=FULL), so the same is true for a power cut.
-- `record()` never blocks. When the disk cannot keep up, or fails, rows wait in memory and the batch is tried again; from
-  `max_pending` rows on `behind` is true, and the gateway takes no new requests: it would rather refuse than serve unbilled.
-- Several gateways may share a file; readers never wait for the writer.
+Guarantees:
+
+- A row's request id is its primary key, and a batch is one transaction. A batch that is written again after an uncertain
+  commit does not duplicate rows.
+- After `close()` every recorded row is on disk. After `kill -9`, every committed batch is complete and nothing of the next
+  one is there: at most the rows of the last `flush_s` (or `flush_rows`) plus one commit are missing. Commits are synced
+  (WAL, synchronous=FULL), so the same holds for a power failure.
+- `record()` never blocks. If the disk is slow or fails, rows wait in memory and the batch is retried. From `max_pending` rows
+  on, `behind` is True and the gateway refuses new requests, so that no request goes unbilled.
+- Several gateways may share a file. Readers never wait for the writer.
 """
 
 from __future__ import annotations
@@ -52,15 +54,15 @@ CREATE TABLE IF NOT EXISTS usage (
 CREATE INDEX IF NOT EXISTS usage_by_time ON usage (time_s);
 """
 _NUM_COLUMNS = 17
-_MAX_ROWS_A_STATEMENT = 256
-# What no retry can mend: numbers beyond 64 bits, text that is no Unicode, a missing value.
+_MAX_ROWS_PER_STATEMENT = 256
+# Errors that a retry cannot fix: numbers beyond 64 bits, invalid Unicode, a missing value.
 _BAD_ROW = (OverflowError, UnicodeError, sqlite3.IntegrityError, sqlite3.InterfaceError)
 
 log = EventLog("meter")
 
 
 class NoMeter:
-    """Nothing is metered."""
+    """Stands in for Meter when metering is disabled."""
 
     pending = 0
     written = 0
@@ -75,6 +77,8 @@ class NoMeter:
 
 
 class Meter:
+    """Writes usage rows to the ledger in the background."""
+
     def __init__(self, path: Path, settings: MeterSettings, prices: PriceList) -> None:
         self.path = path
         self._settings = settings
@@ -82,10 +86,9 @@ class Meter:
         self._rows: deque[UsageRow] = deque()
         self._wake = threading.Event()
         self._closing = False
-        self._unwritten = 0  # rows of the batch that is being written
+        self._unwritten = 0  # rows in the batch being written
         self.written = 0
-        self.failures = 0
-        connect(path).close()  # a ledger that cannot be opened is the operator's to hear of now, not the log's later
+        connect(path).close()  # fail at startup if the ledger cannot be opened
         self._thread = threading.Thread(target=self._run, name="meter", daemon=True)
         self._thread.start()
 
@@ -103,7 +106,7 @@ class Meter:
         return len(self._rows) >= self._settings.max_pending
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Writes what is left. A disk that still refuses is given up after a few tries, with an error in the log."""
+        """Write the remaining rows. After a few failed attempts they are given up, with an error in the log."""
         self._closing = True
         self._wake.set()
         self._thread.join(timeout_s)
@@ -117,7 +120,9 @@ class Meter:
             while True:
                 self._wake.wait(self._settings.flush_s)
                 self._wake.clear()
-                closing = self._closing  # read before the rows: those recorded before close() are then seen below
+                closing = (
+                    self._closing
+                )  # read before the rows, so that all rows recorded before close() are written below
                 while self._rows:
                     batch = [self._rows.popleft() for _ in range(min(len(self._rows), self._settings.flush_rows))]
                     self._unwritten = len(batch)
@@ -125,14 +130,14 @@ class Meter:
                         return
                     self._unwritten = 0
                     if len(self._rows) < self._settings.flush_rows and not closing:
-                        break  # what came meanwhile makes no batch yet: a commit costs as much for a few rows as for many
+                        break  # not a full batch yet, and a commit costs the same for a few rows as for many
                 if closing:
                     return
         finally:
             connection.close()
 
     def _write(self, connection: sqlite3.Connection, batch: Sequence[UsageRow], price_ids: dict[Price, int]) -> bool:
-        """Until the batch is on disk; False: given up, because the gateway wants to stop."""
+        """Retry until the batch is on disk. Return False if given up because the gateway is stopping."""
         tries = 0
         while True:
             try:
@@ -141,10 +146,9 @@ class Meter:
                 if len(batch) == 1:
                     log.error("usage_row_refused", row=repr(batch[0]), reason=str(error))
                     return True
-                # One row that SQLite cannot hold must not keep the others out.
+                # One bad row must not block the others, so write them one by one.
                 return all(self._write(connection, [row], price_ids) for row in batch)
             except sqlite3.Error as error:
-                self.failures += 1
                 if tries in (0, 10, 100) or tries % 1000 == 0:
                     log.error("usage_not_written", rows=len(batch), waiting=len(self._rows), reason=str(error))
                 if self._closing and tries >= _CLOSE_TRIES:
@@ -162,13 +166,13 @@ class Meter:
             _insert(connection, rows)
             connection.execute("COMMIT")
         except (sqlite3.Error, *_BAD_ROW):
-            price_ids.clear()  # an id that is rolled back names nothing
+            price_ids.clear()  # ids inserted in this transaction were rolled back
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
             raise
 
     def _price_id(self, connection: sqlite3.Connection, model: str, known: dict[Price, int]) -> int:
-        """A row keeps the price of its day: a new price list changes no old bill."""
+        """Return the id of the model's current price. Rows refer to it, so a new price list does not change old rows."""
         price = self._prices.price(model)
         found = known.get(price)
         if found is None:
@@ -180,7 +184,7 @@ class Meter:
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """For writing; makes the file and its tables if need be."""
+    """Open the ledger for writing; create the file and its tables if needed."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         connection = sqlite3.connect(path, timeout=10.0, isolation_level=None)
@@ -192,7 +196,8 @@ def connect(path: Path) -> sqlite3.Connection:
         version = int(connection.execute("PRAGMA user_version").fetchone()[0])
         if version not in (0, SCHEMA_VERSION):
             raise ConfigError(
-                f"meter.path={path}: written by another version (schema {version}, ours {SCHEMA_VERSION})"
+                f"meter.path={path}: the ledger has schema version {version}, but this version of stoker needs"
+                f" {SCHEMA_VERSION}; use another file"
             )
         if version == 0:
             connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
@@ -206,12 +211,11 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 def _insert(connection: sqlite3.Connection, rows: Sequence[tuple[Any, ...]]) -> None:
-    """Many rows a statement: Python's lock is let go and fought for again around every one, and the other side of that fight
-    is the event loop."""
+    """Insert many rows per statement. Every statement releases the GIL and contends with the event loop to get it back."""
     at = 0
     while at < len(rows):
-        # Powers of two, so that there are few statements to be prepared.
-        count = 1 << min(len(rows) - at, _MAX_ROWS_A_STATEMENT).bit_length() - 1
+        # Powers of two, so that few different statements are prepared.
+        count = 1 << min(len(rows) - at, _MAX_ROWS_PER_STATEMENT).bit_length() - 1
         connection.execute(_statement(count), list(chain.from_iterable(rows[at : at + count])))
         at += count
 

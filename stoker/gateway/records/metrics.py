@@ -1,4 +1,4 @@
-"""The gateway's Prometheus metrics. On the request path: plain numbers in plain objects; all text is made when somebody scrapes.
+"""The gateway's Prometheus metrics. The request path only updates plain numbers; text is made when /metrics is read.
 
 docs/gateway.md lists the names.
 """
@@ -18,13 +18,15 @@ _E2E_S = (0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300, 600, 1800)
 _QUEUE_S = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60)
 _OWN_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1)
 
-_MAX_UNCOUNTED = 500  # requests that wait to be counted
+_MAX_UNCOUNTED = 500  # finished requests that may wait to be counted
 
 Labels = tuple[tuple[str, str], ...]
 Sample = tuple[Labels, float]
 
 
 class GatewayMetrics:
+    """All counters and histograms of a gateway; other parts add gauges."""
+
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()
         self.prompt_tokens: defaultdict[str, int] = defaultdict(int)
@@ -45,13 +47,13 @@ class GatewayMetrics:
         self._gauges: list[tuple[str, str, str, Callable[[], Iterable[Sample]]]] = []
 
     def ended(self, row: UsageRow) -> None:
-        """One generating request is over. It is counted later, as what a histogram observes."""
+        """Add a finished generating request. It is counted later, in a batch."""
         self._fresh.append(row)
         if len(self._fresh) >= _MAX_UNCOUNTED:
             self._count()
 
     def gauge(self, name: str, text: str, read: Callable[[], float], *, kind: str = "gauge") -> None:
-        """A number of somebody else's, read when somebody scrapes."""
+        """Add a metric whose value is read from its owner when /metrics is read."""
         self._gauges.append((name, text, kind, lambda: [((), read())]))
 
     def gauges(self, name: str, text: str, read: Callable[[], Iterable[Sample]], *, kind: str = "gauge") -> None:
@@ -64,7 +66,7 @@ class GatewayMetrics:
     def _count(self) -> None:
         rows, self._fresh = self._fresh, []
         self.requests.update([(row.endpoint, row.status) for row in rows])
-        # A refused one's model is a client's word, and such words are without end.
+        # A refused request's model name comes from the client. Labels from it would be unbounded, so it is not counted.
         served = [row for row in rows if row.worker]
         for row in served:
             model = row.model
@@ -80,23 +82,25 @@ class GatewayMetrics:
         yield from _family("stoker_gateway_requests_total", "Requests ended", "counter", requests.items())
         for name, text, label, counts in (
             ("prompt_tokens", "Prompt tokens of served requests", "model", self.prompt_tokens),
-            ("cached_tokens", "Of these, found in cache", "model", self.cached_tokens),
+            ("cached_tokens", "Prompt tokens of served requests that were found in cache", "model", self.cached_tokens),
             ("completion_tokens", "Tokens generated", "model", self.completion_tokens),
-            ("retries", "Tries on another worker before the first byte", "reason", self.retries),
-            ("resumes", "Streams that another worker was asked to continue", "outcome", self.resumes),
+            ("retries", "Requests sent to another worker before the first byte", "reason", self.retries),
+            ("resumes", "Broken streams continued, or not, by another worker", "outcome", self.resumes),
             ("handoffs", "Requests with a prefill and a decode leg", "outcome", self.handoffs),
-            ("refusals", "Requests refused by limits or for load", "code", self.refusals),
-            ("bad_requests", "Requests refused before they were looked at", "reason", self.bad_requests),
+            ("refusals", "Requests refused before admission", "code", self.refusals),
+            ("bad_requests", "Requests that are not valid HTTP", "reason", self.bad_requests),
         ):
             yield from _family(f"stoker_gateway_{name}_total", text, "counter", _labelled(label, counts))
         upstream = {(("worker", w), ("kind", k)): float(n) for (w, k), n in self.upstream.items()}
-        yield from _family("stoker_gateway_worker_failures_total", "Failures of workers", "counter", upstream.items())
+        yield from _family(
+            "stoker_gateway_worker_failures_total", "Failed requests to workers", "counter", upstream.items()
+        )
         for name, text, histogram in (
-            ("ttft", "Arrival to the first byte of the answer's text", self.ttft_s),
-            ("e2e", "Arrival to the end", self.e2e_s),
-            ("queue", "Waiting for admission", self.queue_s),
-            ("keys", "Making a conversation's keys", self.keys_s),
-            ("route", "Choosing a worker", self.route_s),
+            ("ttft", "Time from a request's arrival to the first byte of its answer", self.ttft_s),
+            ("e2e", "Time from a request's arrival to its end", self.e2e_s),
+            ("queue", "Time a request waited for admission", self.queue_s),
+            ("keys", "Time to compute a conversation's prefix keys", self.keys_s),
+            ("route", "Time to choose a worker", self.route_s),
         ):
             yield from _histogram(f"stoker_gateway_{name}_seconds", text, histogram)
         for name, text, kind, read in self._gauges:

@@ -1,5 +1,7 @@
-"""The price list: for a million tokens, with a price of its own for cached input. Exact: whole 1e-12ths of a currency unit a
-token, never floats. Pure."""
+"""The price list: prices per million tokens, with a separate price for cached input. Pure.
+
+Amounts are integers in units of 1e-12 of the currency, never floats, so all sums are exact.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,13 @@ from decimal import ROUND_HALF_EVEN, Decimal
 
 from stoker.gateway.config import PriceSettings
 
-_UNITS_A_TOKEN = Decimal(10) ** 6  # of a price for a million tokens
+_UNITS_PER_TOKEN = Decimal(10) ** 6  # a price of 1 per million tokens is this many units per token
 _UNIT = Decimal(10) ** -12
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """In 1e-12ths of the currency, for one token."""
+    """Prices of one token, in units of 1e-12 of the currency."""
 
     input: int
     cached_input: int
@@ -30,6 +32,8 @@ FREE = Price(0, 0, 0)
 
 
 class PriceList:
+    """The price of each model. Models without a price, and without a "*" entry, are free."""
+
     def __init__(self, settings: Sequence[PriceSettings] = ()) -> None:
         self._by_model = {one.model: _price(one) for one in settings}
         self._other = self._by_model.get("*", FREE)
@@ -39,7 +43,7 @@ class PriceList:
 
 
 def in_currency(units: int) -> str:
-    """A plain decimal number, exact."""
+    """Return an amount as an exact decimal number."""
     text = f"{Decimal(units) * _UNIT:.12f}".rstrip("0")
     return text + "00" if text.endswith(".") else text
 
@@ -49,6 +53,6 @@ def _price(settings: PriceSettings) -> Price:
     return Price(*(_units(value) for value in (settings.input, cached, settings.output)))
 
 
-def _units(for_a_million: float) -> int:
-    # str() gives back the digits the operator wrote: 0.1 is a tenth, not 0.1000000000000000055.
-    return int((Decimal(str(for_a_million)) * _UNITS_A_TOKEN).to_integral_value(ROUND_HALF_EVEN))
+def _units(per_million: float) -> int:
+    # str() restores the digits that the operator wrote: 0.1, not 0.1000000000000000055.
+    return int((Decimal(str(per_million)) * _UNITS_PER_TOKEN).to_integral_value(ROUND_HALF_EVEN))

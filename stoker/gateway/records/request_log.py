@@ -1,7 +1,7 @@
-"""One line a request in the log, written in the background: the request path pays for an append.
+"""The request log: one line per request, written by a background thread. The request path only appends to a queue.
 
-The lines look like all others of the log (base/log.py). When they come faster than they can be written, the excess is dropped
-and counted: a log, unlike the ledger, may have gaps, but must not hold anybody up.
+The lines have the format of all other log lines (`base/log.py`). If requests end faster than lines can be written, the excess
+lines are dropped and counted: unlike the ledger, a log may have gaps, but it must not delay requests.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ log = EventLog("requests")
 
 
 class NoRequestLog:
+    """Stands in for RequestLog when the request log is disabled."""
+
     def record(self, row: UsageRow) -> None:
         pass
 
@@ -32,6 +34,8 @@ class NoRequestLog:
 
 
 class RequestLog:
+    """Writes one line per finished request, in the background."""
+
     def __init__(self, write: Callable[[bytes], object] | None = None, max_pending: int = _MAX_PENDING) -> None:
         self._write = write or _to_stderr
         self._rows: deque[UsageRow] = deque()
@@ -53,7 +57,7 @@ class RequestLog:
 
     def _run(self) -> None:
         reported = 0
-        lines = Lines()
+        lines = LineFormatter()
         stopping = False
         while not stopping:
             stopping = self._stop.wait(_FLUSH_S)
@@ -61,15 +65,15 @@ class RequestLog:
                 batch = [self._rows.popleft() for _ in range(min(len(self._rows), 1000))]
                 try:
                     self._write(b"".join(map(lines.line, batch)))
-                except (OSError, ValueError):  # a full disk, a closed stderr: this thread goes on, the lines are lost
+                except (OSError, ValueError):  # full disk or closed stderr: the lines are lost, the thread continues
                     self.dropped += len(batch)
             if self.dropped != reported:
                 log.warning("request_lines_dropped", lines=self.dropped - reported)
                 reported = self.dropped
 
 
-class Lines:
-    """Rows as lines of the log. The row's own fields stand behind those that every line has."""
+class LineFormatter:
+    """Formats rows as log lines: the fields that every log line has, then the fields of the row."""
 
     def __init__(self) -> None:
         self._encode = msgspec.json.Encoder().encode
@@ -87,6 +91,6 @@ class Lines:
 
 
 def _to_stderr(lines: bytes) -> None:
-    sys.stderr.flush()  # what others wrote as text stands before it
+    sys.stderr.flush()  # keep the order with lines that were written as text
     sys.stderr.buffer.write(lines)
     sys.stderr.buffer.flush()

@@ -1,13 +1,13 @@
-"""OpenTelemetry traces: one trace a request, from the gateway through its legs. Off, it costs a call that does nothing.
+"""OpenTelemetry traces: one trace per request, from the gateway through its legs. When disabled, calls do nothing.
 
-    gateway.request ─┬─ admission        waiting for room
-                     ├─ route            conversation keys and the choice
-                     ├─ leg.prefill ──>  the prefill worker's own spans
-                     ├─ transfer         prefill's ticket to decode's first byte
-                     └─ leg.decode ───>  the decode worker's own spans; a unified worker has only this one
+    gateway.request ─┬─ admission        waiting for capacity
+                     ├─ route            choosing a worker
+                     ├─ leg.prefill ──>  the prefill worker's spans
+                     ├─ transfer         from the end of prefill to decode's first byte
+                     └─ leg.decode ───>  the decode worker's spans; a unified worker has only this leg
 
-A client's `traceparent` is taken up, and each leg's own is passed on to its worker. The SDK is imported when tracing is on;
-spans go out over OTLP/HTTP from a thread of the SDK's, which drops them rather than hold up a request.
+The trace continues a client's `traceparent`, and each leg's own `traceparent` is sent to its worker. The SDK is imported only
+if tracing is enabled. Its own thread sends spans over OTLP/HTTP, and drops them rather than delay a request.
 """
 
 from __future__ import annotations
@@ -25,29 +25,28 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
 _QUEUE_SPANS = 16_384
-Value = str | int | float | bool
 
 
-class Span(Protocol):
-    """`traceparent` is what a worker gets; None: whatever the client sent is passed on as it is."""
+class TraceSpan(Protocol):
+    """One span. `traceparent` is sent to the worker; None means that the client's header is forwarded unchanged."""
 
     @property
     def traceparent(self) -> bytes | None: ...
-
-    def set(self, key: str, value: Value) -> None: ...
 
     def end(self, error: str | None = None) -> None: ...
 
 
 class RequestTrace(Protocol):
-    def begin(self, name: str) -> Span: ...
+    """The trace of one request."""
 
-    def set(self, key: str, value: Value) -> None: ...
+    def begin(self, name: str) -> TraceSpan: ...
 
     def end(self, status: int, error: str | None = None) -> None: ...
 
 
 class Tracing(Protocol):
+    """Creates the traces of requests."""
+
     def request(
         self, traceparent: bytes | None, tracestate: bytes | None, *, request_id: str, endpoint: str
     ) -> RequestTrace: ...
@@ -58,9 +57,6 @@ class Tracing(Protocol):
 class _NoSpan:
     traceparent: bytes | None = None
 
-    def set(self, key: str, value: Value) -> None:
-        pass
-
     def end(self, error: str | None = None) -> None:
         pass
 
@@ -69,11 +65,8 @@ _NO_SPAN = _NoSpan()
 
 
 class _NoTrace:
-    def begin(self, name: str) -> Span:
+    def begin(self, name: str) -> TraceSpan:
         return _NO_SPAN
-
-    def set(self, key: str, value: Value) -> None:
-        pass
 
     def end(self, status: int, error: str | None = None) -> None:
         pass
@@ -83,7 +76,7 @@ _NO_TRACE = _NoTrace()
 
 
 class NoTracing:
-    """Off: every call gives the same objects, which do nothing."""
+    """Tracing is disabled: every call returns the same objects, which do nothing."""
 
     def request(
         self, traceparent: bytes | None, tracestate: bytes | None, *, request_id: str, endpoint: str
@@ -105,9 +98,6 @@ class _LiveSpan:
         context = self._span.get_span_context()
         return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}".encode()
 
-    def set(self, key: str, value: Value) -> None:
-        self._span.set_attribute(key, value)
-
     def end(self, error: str | None = None) -> None:
         from opentelemetry.trace import StatusCode
 
@@ -118,7 +108,7 @@ class _LiveSpan:
 
 
 class _LiveTrace:
-    """Ending it ends the children that are still open: whatever road a request takes, its trace is whole."""
+    """The trace of one request. Ending it ends its open children, so the trace is complete however the request ends."""
 
     __slots__ = ("_children", "_context", "_root", "_tracer")
 
@@ -130,13 +120,10 @@ class _LiveTrace:
         self._context = set_span_in_context(root)
         self._children: list[OtelSpan] = []
 
-    def begin(self, name: str) -> Span:
+    def begin(self, name: str) -> TraceSpan:
         child = self._tracer.start_span(name, context=self._context)
         self._children.append(child)
         return _LiveSpan(child)
-
-    def set(self, key: str, value: Value) -> None:
-        self._root.set_attribute(key, value)
 
     def end(self, status: int, error: str | None = None) -> None:
         for child in self._children:
@@ -147,13 +134,15 @@ class _LiveTrace:
 
 
 class LiveTracing:
+    """Sends traces with the OpenTelemetry SDK."""
+
     def __init__(self, settings: TracingSettings, processors: Sequence[SpanProcessor]) -> None:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        # A provider of our own: nothing of it is process-wide.
+        # A private provider, so that no process-wide state is changed.
         self._provider = TracerProvider(
             resource=Resource.create({"service.name": settings.service_name}),
             sampler=ParentBasedTraceIdRatio(settings.sample),
@@ -181,7 +170,7 @@ class LiveTracing:
         return _LiveTrace(self._tracer, root)
 
     def close(self) -> None:
-        """Sends what is left; a collector that is gone costs seconds at most."""
+        """Send the remaining spans. An unreachable collector delays this by a few seconds at most."""
         self._provider.shutdown()
 
 

@@ -1,6 +1,6 @@
-"""`GET /v1/usage`: what was used and what it costs, out of the ledger, grouped as asked, as JSON or CSV.
+"""`GET /v1/usage`: usage and costs from the ledger, grouped as requested, as JSON or CSV.
 
-A key sees its own tenant, the admin token sees all. Sums are SQLite's integers, costs are integers times integers: exact.
+An API key sees its own tenant, the admin token sees all tenants. Sums and costs are computed with integers, so they are exact.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import parse_qsl
 
 from stoker.base.errors import InvalidRequest, NotFound
-from stoker.gateway.admission.api_keys import AdminToken, Keys
+from stoker.gateway.admission.api_keys import AdminToken, ApiKeys
+from stoker.gateway.api.endpoint import EndpointRequest
 from stoker.gateway.api.reply import Reply, json_reply, text_reply
 from stoker.gateway.records.prices import Price, in_currency
 
@@ -28,7 +29,7 @@ _DEFAULT_SPAN_S = 30 * _DAY_S
 _MAX_LINES = 100_000
 _QUERY_S = 30.0
 
-# Our word for a group -> its SQL. Buckets are whole UTC days and hours, as seconds since 1970.
+# group_by name -> SQL expression. Days and hours are in UTC, as Unix time of their start.
 _GROUPS = {
     "key": "key_id",
     "tenant": "tenant",
@@ -45,15 +46,10 @@ _SUMS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
 _NAMES = frozenset({"start", "end", "group_by", "format", *_FILTERS})
 
 
-class Request(Protocol):
-    @property
-    def query(self) -> bytes: ...
-
-    def header(self, name: bytes) -> bytes | None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class UsageQuery:
+    """A parsed query string."""
+
     start_s: float
     end_s: float
     group_by: tuple[str, ...] = ()
@@ -63,6 +59,8 @@ class UsageQuery:
 
 @dataclass(slots=True)
 class UsageLine:
+    """The sums of one group."""
+
     group: tuple[Any, ...]
     requests: int = 0
     prompt_tokens: int = 0
@@ -85,13 +83,13 @@ class UsageLine:
         return {**named, **sums, "uncached_tokens": uncached, "cost": in_currency(self.cost_units)}
 
 
-class Usage:
-    """`path` None: nothing is metered, so there is nothing to ask."""
+class UsageEndpoint:
+    """Handles /v1/usage. `path` is the ledger file; None if metering is disabled."""
 
     def __init__(
         self,
         path: Path | None,
-        keys: Keys,
+        keys: ApiKeys,
         admin: AdminToken,
         *,
         currency: str = "USD",
@@ -103,10 +101,10 @@ class Usage:
         self._currency = currency
         self._unix_time = unix_time
 
-    async def answer(self, request: Request) -> Reply:
+    async def answer(self, request: EndpointRequest) -> Reply:
         tenant = None if self._admin.allows(request) else self._keys.authenticate(request).tenant
         if self._path is None:
-            raise NotFound("Nothing is metered here: the gateway runs without a ledger.")
+            raise NotFound("Metering is disabled: the gateway was started with --ledger none.")
         query = parse_query(request.query, self._unix_time(), tenant)
         lines, total = await asyncio.to_thread(read_usage, self._path, query)
         if query.as_csv:
@@ -125,40 +123,42 @@ class Usage:
 
 
 def parse_query(raw: bytes, now_s: float, tenant: str | None) -> UsageQuery:
-    """`tenant`: the only one that may be seen; None: all."""
+    """Parse the query string. `tenant` is the only tenant that may be seen; None allows all."""
     try:
-        asked = dict(parse_qsl(raw.decode("ascii"), keep_blank_values=True, strict_parsing=bool(raw)))
+        params = dict(parse_qsl(raw.decode("ascii"), keep_blank_values=True, strict_parsing=bool(raw)))
     except ValueError as error:
-        raise InvalidRequest(f"The query cannot be read: {error}") from error
-    unknown = sorted(set(asked) - _NAMES)
+        raise InvalidRequest(f"The query string is not valid: {error}") from error
+    unknown = sorted(set(params) - _NAMES)
     if unknown:
-        raise InvalidRequest(f"Unknown query field {unknown[0]!r}.", param=unknown[0])
-    end_s = _time("end", asked["end"]) if "end" in asked else now_s
-    start_s = _time("start", asked["start"]) if "start" in asked else end_s - _DEFAULT_SPAN_S
+        message = f"Unknown query parameter {unknown[0]!r}; use one of: {', '.join(sorted(_NAMES))}."
+        raise InvalidRequest(message, param=unknown[0])
+    end_s = _time("end", params["end"]) if "end" in params else now_s
+    start_s = _time("start", params["start"]) if "start" in params else end_s - _DEFAULT_SPAN_S
     if start_s > end_s:
         raise InvalidRequest(f"start ({start_s:.0f}) is after end ({end_s:.0f}).", param="start")
-    groups = tuple(name.strip() for name in asked.get("group_by", "").split(",") if name.strip())
+    groups = tuple(name.strip() for name in params.get("group_by", "").split(",") if name.strip())
     for name in groups:
         if name not in _GROUPS:
-            raise InvalidRequest(f"group_by={name!r}: it must be of {', '.join(_GROUPS)}.", param="group_by")
+            raise InvalidRequest(f"group_by={name!r}: it must be one of {', '.join(_GROUPS)}.", param="group_by")
     if len(set(groups)) != len(groups):
-        raise InvalidRequest("group_by names something twice.", param="group_by")
-    form = asked.get("format", "json")
+        raise InvalidRequest(f"group_by={','.join(groups)!r}: a name occurs twice.", param="group_by")
+    form = params.get("format", "json")
     if form not in ("json", "csv"):
         raise InvalidRequest(f"format={form!r}: it must be json or csv.", param="format")
-    filters = {name: asked[name] for name in _FILTERS if name in asked}
+    filters = {name: params[name] for name in _FILTERS if name in params}
     if tenant is not None:
         if filters.get("tenant", tenant) != tenant:
-            raise InvalidRequest(f"This key belongs to tenant {tenant!r} and sees no other.", param="tenant")
+            message = f"This key belongs to tenant {tenant!r} and cannot read other tenants' usage."
+            raise InvalidRequest(message, param="tenant")
         filters["tenant"] = tenant
     return UsageQuery(start_s, end_s, groups, tuple(sorted(filters.items())), form == "csv")
 
 
 def read_usage(path: Path, query: UsageQuery) -> tuple[list[UsageLine], UsageLine]:
-    """The groups in order, and the sum of all: requests that came at or after start and before end."""
+    """Return the groups in order, and the total, of requests with start <= arrival < end."""
     groups = [_GROUPS[name] for name in query.group_by]
     where = ["time_s >= ?", "time_s < ?", *(f"{_FILTERS[name]} = ?" for name, _ in query.filters)]
-    # Always by price too, so that costs are exact: sums of tokens times the price of their day.
+    # Also group by price, so that each sum of tokens is multiplied by the price that was valid for it.
     by = ", ".join([*groups, "prices.input", "prices.cached_input", "prices.output"])
     sql = (
         f"SELECT {by}, COUNT(*), SUM(prompt_tokens), SUM(cached_tokens), SUM(completion_tokens)"
@@ -171,22 +171,24 @@ def read_usage(path: Path, query: UsageQuery) -> tuple[list[UsageLine], UsageLin
         for row in connection.execute(sql, values):
             group, price, sums = tuple(row[: len(groups)]), Price(*row[len(groups) : -4]), row[-4:]
             if group not in lines and len(lines) >= _MAX_LINES:
-                raise InvalidRequest(f"More than {_MAX_LINES} lines: ask for a shorter time or fewer groups.")
+                raise InvalidRequest(
+                    f"The result has more than {_MAX_LINES} lines; use a shorter time range or fewer group_by names."
+                )
             lines.setdefault(group, UsageLine(group)).add(sums, price)
             total.add(sums, price)
     return [lines[group] for group in sorted(lines)], total
 
 
 def _time(name: str, text: str) -> float:
-    """Seconds since 1970, or a date or date and time as ISO 8601 writes it; without a zone it is UTC."""
+    """Parse Unix time, or an ISO 8601 date or date and time; without a time zone it is UTC."""
     try:
         return float(text)
     except ValueError:
         pass
     try:
-        stamp = datetime.fromisoformat(text.replace(" ", "+"))  # a bare + in a query is a blank
+        stamp = datetime.fromisoformat(text.replace(" ", "+"))  # an unescaped + in a query string decodes to a space
     except ValueError as error:
-        message = f"{name}={text!r}: it must be seconds since 1970 or a date such as 2026-01-31T12:00:00Z."
+        message = f"{name}={text!r}: it must be Unix time in seconds or a date such as 2026-01-31T12:00:00Z."
         raise InvalidRequest(message, param=name) from error
     return (stamp if stamp.tzinfo else stamp.replace(tzinfo=UTC)).timestamp()
 
@@ -210,5 +212,5 @@ def _as_csv(query: UsageQuery, lines: list[UsageLine]) -> Reply:
 
 
 def _safe_cell(value: Any) -> Any:
-    """Session and model names come from clients; a spreadsheet must not take one for a formula."""
+    """Quote text that a spreadsheet would run as a formula: session and model names come from clients."""
     return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r") else value

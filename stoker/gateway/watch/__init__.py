@@ -1,1 +1,1 @@
-"""Watching workers: health, KV events, load reports, metrics of foreign engines, registration."""
+"""Watching workers: health checks, KV events, load reports, metrics of foreign engines, registration."""

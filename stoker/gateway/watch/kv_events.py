@@ -1,8 +1,9 @@
-"""Follows what one worker publishes: its KV events into the prefix index, its load reports to whoever asked for them.
+"""Subscribes to one worker's publications: KV events go to the prefix index, load reports to a callback.
 
-Messages are numbered. A gap is filled from the worker's replay socket, and where the worker has forgotten that much, or
-began anew, everything is told again: our workers answer with a snapshot, others with what they still keep, and what they
-do not tell is forgotten. Until the missing ones are there, later ones wait. So the index is late at times, never wrong for long.
+Messages are numbered. A gap is filled from the worker's replay socket. If the worker no longer keeps the missing messages,
+or was restarted, the state is read again: Stoker workers answer with a snapshot, other engines with the messages that they
+still keep, and everything else is dropped from the index. Later messages wait until a gap is filled. So the index may lag
+for a short time, but does not stay wrong.
 """
 
 from __future__ import annotations
@@ -34,14 +35,16 @@ log = logs.EventLog("kv_events")
 
 @dataclass(frozen=True, slots=True)
 class FollowSettings:
-    replay_s: float = 5.0  # without a message of a replay that is under way
-    first_wait_s: float = 0.05  # before all is asked for anew; doubles while that does not help
+    """Deadlines and bounds of a KvFollower."""
+
+    replay_s: float = 5.0  # a running replay that sends no message for this time has failed
+    first_wait_s: float = 0.05  # backoff before a resync; doubles while resyncs fail
     max_wait_s: float = 10.0
-    max_held: int = 10_000  # messages that wait for a replay
+    max_held: int = 10_000  # messages that may wait for a replay
 
 
 class LoadListener:
-    """Of a worker whose blocks we cannot name: its load reports alone."""
+    """Receives only the load reports of a worker. Used while the model's tokenizer is unknown, so blocks have no keys."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], events_url: str, on_report: Callable[[bytes], None]
@@ -57,7 +60,11 @@ class LoadListener:
 
 
 class KvFollower:
-    """`snapshots`: the worker answers a request for everything with a snapshot (ours), not with its oldest messages."""
+    """Applies one worker's KV events to a Rekeyer.
+
+    `snapshots` is True for Stoker workers: they answer a full replay request with a snapshot, other engines with the oldest
+    messages that they keep.
+    """
 
     def __init__(
         self,
@@ -79,10 +86,10 @@ class KvFollower:
         self._on_report = on_report
         self._settings = settings or FollowSettings()
         self._loop = asyncio.get_running_loop()
-        self._next: int | None = None  # the number that comes next; None: whichever comes
-        self._last_heard = -1  # on the subscription: going back means that the worker began anew
+        self._next: int | None = None  # the expected sequence number; None accepts any
+        self._last_heard = -1  # last number on the subscription; a smaller one means that the worker restarted
         self._held: deque[PublishedMessage] = deque()
-        self._replay: _Replay | None = None
+        self._replay: _ReplayRun | None = None
         self._again: asyncio.TimerHandle | None = None
         self._wait_s = self._settings.first_wait_s
         self._resynced_s = -self._settings.max_wait_s
@@ -90,7 +97,7 @@ class KvFollower:
         self.num_resyncs = 0
 
         socket = context.socket(zmq.SUB)
-        socket.set(zmq.RCVHWM, 0)  # bounded by what is held here, not by silent loss in the socket
+        socket.set(zmq.RCVHWM, 0)  # no silent loss in the socket; `max_held` bounds the memory instead
         socket.set(zmq.IPV6, 1)
         socket.subscribe(b"")
         self._monitor = ZmqReader(socket.get_monitor_socket(zmq.EVENT_CONNECTED), self._on_monitor)
@@ -100,11 +107,11 @@ class KvFollower:
 
     @property
     def is_current(self) -> bool:
-        """Nothing is missing that we know of."""
+        """Return True if no known message is missing."""
         return self._replay is None and self._again is None and self._next is not None
 
     def resync(self) -> None:
-        """Ask for everything, now."""
+        """Request the full state now."""
         self.num_resyncs += 1
         self._resynced_s = self._loop.time()
         self._cancel_again()
@@ -125,7 +132,7 @@ class KvFollower:
 
     def _on_monitor(self, frames: list[bytes]) -> None:
         if parse_monitor_message(frames)["event"] == zmq.EVENT_CONNECTED:
-            # Whatever was published while there was no connection is lost, and the worker may be another process.
+            # Messages published while there was no connection are lost, and the worker may be a new process.
             self.resync()
 
     def _on_frames(self, frames: list[bytes]) -> None:
@@ -147,12 +154,12 @@ class KvFollower:
 
     def _hold(self, message: PublishedMessage) -> None:
         if len(self._held) >= self._settings.max_held:
-            self._held.popleft()  # seen as a gap when their turn comes
+            self._held.popleft()  # detected as a gap when the next message is taken
         self._held.append(message)
 
     def _take(self, message: PublishedMessage) -> None:
         if self._next is not None and message.seq < self._next:
-            return  # a replay had it already
+            return  # already replayed
         if self._next is not None and message.seq > self._next:
             self.num_gaps += 1
             self._hold(message)
@@ -164,7 +171,7 @@ class KvFollower:
         self._apply(message)
 
     def _start_over(self, seq: int) -> None:
-        """Nobody can tell what was missed: nothing that is known can be believed."""
+        """Drop all known blocks: the missing messages cannot be replayed, so any of them may have been removed."""
         self._rekeyer.clear()
         self._next = seq
         self._flush()
@@ -196,7 +203,7 @@ class KvFollower:
         socket.connect(self._replay_url)
         reader = ZmqReader(socket, self._on_replay)
         timer = self._loop.call_later(self._settings.replay_s, self._replay_timed_out)
-        self._replay = _Replay(start, reader, timer)
+        self._replay = _ReplayRun(start, reader, timer)
         reader.send(replay_request(start))
 
     def _on_replay(self, frames: list[bytes]) -> None:
@@ -223,21 +230,21 @@ class KvFollower:
         replay.last = message.seq
         self._apply(message)
 
-    def _goes_on(self, replay: _Replay, message: PublishedMessage) -> bool:
-        """Whether this is what a replay says next: the number asked for or the next one, or everything anew."""
+    def _goes_on(self, replay: _ReplayRun, message: PublishedMessage) -> bool:
+        """Return True if this message continues the replay: the requested number, the next one, or a new snapshot."""
         if replay.last is not None:
-            return message.seq <= replay.last + 1  # the parts of a snapshot have one number
+            return message.seq <= replay.last + 1  # the parts of a snapshot have the same number
         if message.seq == replay.start:
             return True
         if not self._snapshots:
-            self._rekeyer.clear()  # it does not go back that far: what was missed is missed
+            self._rekeyer.clear()  # the worker no longer keeps the requested messages
             return True
-        return _is_whole(message.payload)
+        return _is_snapshot(message.payload)
 
-    def _replay_ended(self, replay: _Replay) -> None:
+    def _replay_ended(self, replay: _ReplayRun) -> None:
         self._end_replay()
         if replay.last is None and replay.start <= 0:
-            self._next = None  # it has nothing to tell: what it publishes next is its first
+            self._next = None  # the worker has published nothing yet; accept its first message
         elif replay.last is None and self._held:
             self._start_over(self._held[0].seq)
             return
@@ -254,7 +261,7 @@ class KvFollower:
             self._replay = None
 
     def _resync_later(self) -> None:
-        """All anew, after a while that grows as long as that does not help."""
+        """Schedule a resync, with a backoff that grows while resyncs fail."""
         if self._again is not None:
             return
         now, settings = self._loop.time(), self._settings
@@ -270,15 +277,15 @@ class KvFollower:
 
 
 @dataclass(slots=True, eq=False)
-class _Replay:
+class _ReplayRun:
     start: int
     reader: ZmqReader
     timer: asyncio.TimerHandle
     last: int | None = None
 
 
-def _is_whole(payload: bytes) -> bool:
-    """The first part of a snapshot clears what was known."""
+def _is_snapshot(payload: bytes) -> bool:
+    """Return True for the first part of a snapshot, which begins by clearing all blocks."""
     try:
         events = decode_batch(payload).events
     except BadEvents:

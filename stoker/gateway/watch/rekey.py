@@ -1,8 +1,9 @@
-"""One worker's KV events, in its own hashes -> the same blocks in the gateway's keys. Pure.
+"""Translates one worker's KV events from its own block hashes to the gateway's prefix keys. Pure.
 
-An engine's hash says nothing here but which block is meant; the block's key is hashed anew from its tokens (block_keys.py).
-Engine blocks may be smaller or larger than a key's: a key belongs to the engine block that completes it. What lies in a
-store that several workers share may have been stored by one and be removed by another: they share what is known of it here.
+An engine's hash only identifies a block within that engine. Its prefix keys are computed from its tokens (`prefix_keys.py`).
+Engine blocks may be smaller or larger than the blocks of the prefix keys: a prefix key belongs to the engine block that
+completes it. In a store shared by several workers, a block may be stored by one worker and removed by another, so the
+translators of these workers share one table for it (`StoreBlocks`).
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from stoker.proto.events import AllBlocksCleared, BlockHash, BlockRemoved, Block
 _GPU = "GPU"
 _NOTHING_LEFT = b""
 _TOKEN_BYTES = 4
-_BATCH_SHARE = 512  # of a full store, what is forgotten at a time
-# Groups of layers that keep only what they still see: such a block's absence does not end a prefix.
+_BATCH_SHARE = 512  # a full store drops 1/512 of its entries at a time
+# KV groups of layers that keep only a window of tokens. A missing block of such a group does not end a cached prefix.
 _PARTIAL_KINDS = ("sliding", "window", "chunk", "mamba", "linear", "local")
 
 
-class Index(Protocol):
-    """What is told; PrefixIndex's own words, for one worker."""
+class PrefixIndexWriter(Protocol):
+    """Receives one worker's blocks as prefix keys. The methods are those of PrefixIndex without the worker id."""
 
     def stored(self, keys: Sequence[int], medium: str) -> None: ...
 
@@ -40,7 +41,7 @@ class Index(Protocol):
 
 
 class WorkerIndex:
-    """One worker's place in the indexes of all models that it serves."""
+    """Writes one worker's blocks to the prefix indexes of all models that it serves."""
 
     def __init__(self, worker_id: WorkerId, indexes: Sequence[PrefixIndex]) -> None:
         self._worker_id = worker_id
@@ -64,15 +65,16 @@ class WorkerIndex:
 
 
 @dataclass(slots=True, eq=False)
-class _Block:
-    keys: list[int]  # that it completes
+class _EngineBlock:
+    keys: list[int]  # the prefix keys that this block completes
     last_key: int
-    left: bytes  # tokens after the last full key
+    left: bytes  # tokens after the last complete prefix key
     media: frozenset[str]
 
 
-class StoreBlocks(dict[BlockHash, _Block]):
-    """What a shared store holds, as all of its workers tell; the oldest first. (A class, so that it can be weakly kept.)"""
+class StoreBlocks(dict[BlockHash, _EngineBlock]):
+    """The blocks in a shared store, as reported by all its workers, oldest first. A class, so that it can be weakly
+    referenced."""
 
 
 _NOWHERE: frozenset[str] = frozenset()
@@ -81,12 +83,15 @@ _NO_STORES: Mapping[str, StoreBlocks] = {}
 
 
 class Rekeyer:
-    """`hashes_salts`: a chain's salt comes as it is, and is hashed here; our own workers send it hashed. `stores`: what is
-    shared, by medium."""
+    """Applies one worker's KV events to the prefix index.
+
+    `hashes_salts` is True if the engine sends a chain's salt in clear, so that it must be hashed here; Stoker workers send
+    it hashed. `stores` holds the shared stores by medium.
+    """
 
     def __init__(
         self,
-        index: Index,
+        index: PrefixIndexWriter,
         block_tokens: int,
         *,
         hashes_salts: bool,
@@ -98,7 +103,7 @@ class Rekeyer:
         self._hashes_salts = hashes_salts
         self._stores = stores
         self._max_blocks = max_blocks
-        self._blocks: dict[BlockHash, _Block] = {}
+        self._blocks: dict[BlockHash, _EngineBlock] = {}
         self._partial_groups: set[int] = set()
 
     @property
@@ -106,7 +111,7 @@ class Rekeyer:
         return len(self._blocks)
 
     def apply(self, events: Iterable[KvEvent]) -> bool:
-        """False: something was said of blocks after one that is not known here. All that can be told from them is told."""
+        """Apply events as far as possible. Return False if blocks were stored after a parent that is unknown here."""
         whole = True
         for event in events:
             match event:
@@ -124,7 +129,7 @@ class Rekeyer:
 
     def _stored(self, event: BlockStored) -> bool:
         if event.lora_id is not None or event.lora_name is not None:
-            return True  # KV of an adapter: no conversation is looked up in it
+            return True  # blocks of a LoRA adapter are never looked up
         if event.kv_cache_spec_kind is not None and any(kind in event.kv_cache_spec_kind for kind in _PARTIAL_KINDS):
             if event.group_idx is not None:
                 self._partial_groups.add(event.group_idx)
@@ -137,32 +142,32 @@ class Rekeyer:
         if key is None:
             return False
         store = self._stores.get(medium)
-        told: list[int] = []
+        stored: list[int] = []
         for block_hash, new in zip(event.block_hashes, self._chain(event, key, left), strict=False):
             if store is not None:
-                told += store.setdefault(block_hash, new).keys
+                stored += store.setdefault(block_hash, new).keys
                 continue
             block = self._blocks.setdefault(block_hash, new)
             if not block.media:
                 block.media = _ON_GPU if medium == _GPU else frozenset({medium})
             elif medium not in block.media:
                 block.media |= {medium}
-            told += block.keys
+            stored += block.keys
         if store is not None and len(store) > self._max_blocks:
-            # And some besides: a large dict's front is slow to reach, too slow for every event.
+            # Drop a batch: reaching the front of a large dict is too slow to do for every event.
             for block_hash in list(islice(store, len(store) - self._max_blocks + self._max_blocks // _BATCH_SHARE)):
                 del store[block_hash]
-        if told:
-            self._index.stored(told, medium)
+        if stored:
+            self._index.stored(stored, medium)
         return True
 
-    def _chain(self, event: BlockStored, key: int, left: bytes) -> Iterator[_Block]:
-        """The event's blocks, as if none of them were known."""
+    def _chain(self, event: BlockStored, key: int, left: bytes) -> Iterator[_EngineBlock]:
+        """Yield new entries for the event's blocks."""
         packed = array("I", event.token_ids).tobytes()
         size = _TOKEN_BYTES * event.block_size
         if size == self._stride and not left and not (event.extra_keys and any(event.extra_keys)):
-            for one in chain_keys(packed, key, size):  # the common case: their blocks are ours
-                yield _Block([one], one, _NOTHING_LEFT, _NOWHERE)
+            for one in chain_keys(packed, key, size):  # the common case: both block sizes are equal
+                yield _EngineBlock([one], one, _NOTHING_LEFT, _NOWHERE)
             return
         for i in range(len(event.block_hashes)):
             block = self._new(key, left + packed[size * i : size * (i + 1)], self._extra(event, i))
@@ -170,13 +175,13 @@ class Rekeyer:
             yield block
 
     def _start(self, event: BlockStored) -> tuple[int | None, bytes]:
-        """The key and the tokens that this event's blocks go on from."""
+        """Return the prefix key and the left-over tokens that this event's blocks continue."""
         if event.parent_block_hash is None:
             return root_key(self._salt(event)), _NOTHING_LEFT
         parent = self._known(event.parent_block_hash)
         return (None, _NOTHING_LEFT) if parent is None else (parent.last_key, parent.left)
 
-    def _known(self, block_hash: BlockHash) -> _Block | None:
+    def _known(self, block_hash: BlockHash) -> _EngineBlock | None:
         block = self._blocks.get(block_hash)
         if block is None and self._stores:
             block = next((store[block_hash] for store in self._stores.values() if block_hash in store), None)
@@ -192,47 +197,47 @@ class Rekeyer:
         return salt_hash(salt)
 
     def _extra(self, event: BlockStored, i: int) -> Any:
-        """What is in this block's hash besides tokens and salt: an image, say. Text alone never has its key."""
+        """Return what is in this block's hash besides tokens and salt, for example an image. It changes the prefix key."""
         extra = event.extra_keys[i] if event.extra_keys and i < len(event.extra_keys) else None
         if extra and i == 0 and event.parent_block_hash is None and event.cache_salt is None:
             return extra[1:] if isinstance(extra[0], str) else extra
         return extra
 
-    def _new(self, parent: int, tokens: bytes, extra: Any) -> _Block:
+    def _new(self, parent: int, tokens: bytes, extra: Any) -> _EngineBlock:
         if extra:
             parent = xxh3_64_intdigest(repr(extra).encode(), parent)
         keys = chain_keys(tokens, parent, self._stride)
         left = tokens[len(keys) * self._stride :]
-        return _Block(keys, keys[-1] if keys else parent, left or _NOTHING_LEFT, _NOWHERE)
+        return _EngineBlock(keys, keys[-1] if keys else parent, left or _NOTHING_LEFT, _NOWHERE)
 
     def _copied(self, hashes: Sequence[BlockHash], medium: str) -> None:
-        """An offload tells no tokens: it copies blocks that are known from before, or it says nothing to us."""
-        told: list[int] = []
+        """Note blocks that were copied to another medium. Such events carry no tokens, so unknown blocks are ignored."""
+        copied: list[int] = []
         for block_hash in hashes:
             block = self._blocks.get(block_hash)
             if block is not None:
                 block.media |= {medium}
-                told += block.keys
-        if told:
-            self._index.stored(told, medium)
+                copied += block.keys
+        if copied:
+            self._index.stored(copied, medium)
 
     def _removed(self, event: BlockRemoved) -> None:
         if event.group_idx in self._partial_groups:
             return
         medium = event.medium or _GPU
         store = self._stores.get(medium)
-        told: list[int] = []
+        removed: list[int] = []
         for block_hash in event.block_hashes:
             if store is not None:
                 shared = store.pop(block_hash, None)
-                told += shared.keys if shared is not None else ()
+                removed += shared.keys if shared is not None else ()
                 continue
             block = self._blocks.get(block_hash)
             if block is None or medium not in block.media:
                 continue
-            told += block.keys
+            removed += block.keys
             block.media -= {medium}
             if not block.media:
                 del self._blocks[block_hash]
-        if told:
-            self._index.removed(told, medium)
+        if removed:
+            self._index.removed(removed, medium)

@@ -1,4 +1,4 @@
-"""What foreign engines' metrics pages and load endpoints say, as LoadReport. Pure: bytes in, numbers out."""
+"""Parsers of foreign engines' metrics pages and load endpoints. Pure: bytes in, LoadReport out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 from stoker.fleet.spec import LoadReport
 
-# name{labels} value; names have a colon in both engines.
+# name{labels} value. The metric names of both engines contain a colon.
 _LINE = rb"^(?:%b)(\{[^\n]*\})? ([0-9eE.+-]+)\r?$"
 _VLLM_RUNNING = re.compile(_LINE % rb"vllm:num_requests_running", re.MULTILINE)
 _VLLM_WAITING = re.compile(_LINE % rb"vllm:num_requests_waiting", re.MULTILINE)
@@ -23,7 +23,7 @@ _LABEL = re.compile(rb'(num_gpu_blocks|block_size)="(\d+)"')
 
 
 def vllm_load(page: bytes) -> LoadReport | None:
-    """None where the page is not vLLM's. With data parallelism there is a line for each engine."""
+    """Parse vLLM's `/metrics`; None for any other page. With data parallelism there is one line per engine."""
     running = _values(_VLLM_RUNNING, page)
     if not running:
         return None
@@ -42,7 +42,7 @@ def vllm_load(page: bytes) -> LoadReport | None:
 
 
 def sglang_load(page: bytes, page_tokens: int | None) -> LoadReport | None:
-    """From its metrics page, which it has only with --enable-metrics."""
+    """Parse SGLang's `/metrics`, which exists only with --enable-metrics."""
     running = _values(_SGLANG_RUNNING, page)
     if not running:
         return None
@@ -56,7 +56,7 @@ def sglang_load(page: bytes, page_tokens: int | None) -> LoadReport | None:
     )
 
 
-class _Load(msgspec.Struct):
+class _SglangLoad(msgspec.Struct):
     num_running_reqs: int = 0
     num_waiting_reqs: int = 0
     num_waiting_uncached_tokens: int = 0
@@ -65,14 +65,14 @@ class _Load(msgspec.Struct):
     max_total_num_tokens: int = 0
 
 
-class _Loads(msgspec.Struct):
-    loads: list[_Load]
+class _SglangLoads(msgspec.Struct):
+    loads: list[_SglangLoad]
 
 
 def sglang_loads(answer: bytes, page_tokens: int | None) -> LoadReport | None:
-    """From `/v1/loads`: one entry for each data-parallel rank."""
+    """Parse SGLang's `/v1/loads`: one entry per data-parallel rank."""
     try:
-        loads = msgspec.json.decode(answer, type=_Loads, strict=False).loads
+        loads = msgspec.json.decode(answer, type=_SglangLoads, strict=False).loads
     except msgspec.DecodeError:
         return None
     if not loads:
@@ -91,7 +91,7 @@ def sglang_loads(answer: bytes, page_tokens: int | None) -> LoadReport | None:
 
 
 def page_size(server_info: bytes) -> int | None:
-    """Of SGLang's `/server_info`."""
+    """Return `page_size` from SGLang's `/server_info`, or None."""
     try:
         value: Any = msgspec.json.decode(server_info)
     except msgspec.DecodeError:
@@ -101,7 +101,7 @@ def page_size(server_info: bytes) -> int | None:
 
 
 def model_names(answer: bytes) -> list[str] | None:
-    """Of `/v1/models`; None where the answer is something else."""
+    """Return the model names in a `/v1/models` answer, or None if it is something else."""
     try:
         value: Any = msgspec.json.decode(answer)
         return [card["id"] for card in value["data"] if isinstance(card["id"], str)]

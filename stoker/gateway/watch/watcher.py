@@ -1,8 +1,8 @@
-"""Watches one worker: is it there, what does it serve, how loaded is it, which blocks does it hold.
+"""Watches one worker: whether it is alive, which models it serves, its load, and which blocks it holds.
 
-A task asks in turns; what it hears goes to the fleet, the prefix indexes and the key makers, which do no asking of their
-own. Questions have deadlines and connections of their own, so that a worker busy with requests is still seen to be there,
-and one that hangs is seen to hang. Nothing here is on the path of a request.
+A task polls the worker and passes the results to the fleet, the prefix indexes and the key makers, which do no I/O. Polls
+have their own deadlines and connections, so that a worker busy with requests still answers them and a hanging one is
+detected. Nothing here is on the path of a request.
 """
 
 from __future__ import annotations
@@ -21,11 +21,20 @@ from stoker.base.errors import ModelFilesError
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Fleet
 from stoker.fleet.spec import LoadReport, WorkerSpec
-from stoker.gateway.http import AnswerLost, ClientLimits, ConnectTimeout, NoSocketLeft, Origin, Pool, Unreachable
-from stoker.gateway.prefix.conversation import KeyMakers
-from stoker.gateway.prefix.token_keys import TokenKeys, TokenText
+from stoker.gateway.http import (
+    ClientLimits,
+    ConnectionPool,
+    ConnectTimeout,
+    NoSocketLeft,
+    Origin,
+    ResponseLost,
+    Unreachable,
+)
+from stoker.gateway.prefix.conversation_keys import PrefixKeyMakers
+from stoker.gateway.prefix.token_prefix_keys import TokenPrefixKeys, TokenText
 from stoker.gateway.watch import scrape
 from stoker.gateway.watch.kv_events import KvFollower, LoadListener
+from stoker.gateway.watch.load_probe import LoadProbe, LoadUnavailable
 from stoker.gateway.watch.rekey import Rekeyer, StoreBlocks, WorkerIndex
 from stoker.proto.internal_http import SECRET_HEADER, TOKENIZER_PATH, WORKER_INFO_PATH
 from stoker.proto.messages import TokenizerFiles, WorkerInfo, WorkerReport
@@ -33,77 +42,78 @@ from stoker.routing.router import PrefixIndexes
 
 _ANSWER_BYTES = 4 << 20
 _TOKENIZER_BYTES = 128 << 20
-_OURS = "stoker"
+_STOKER = "stoker"  # the dialect of Stoker workers
 
 log = logs.EventLog("watch")
 
 
 @dataclass(frozen=True, slots=True)
 class WatchSettings:
-    probe_s: float = 1.0
-    jitter: float = 0.1
+    """Intervals and deadlines of the polls."""
+
+    probe_s: float = 1.0  # interval of the health checks
+    jitter: float = 0.1  # the interval varies by this share, so that workers are not polled in step
     connect_s: float = 1.0
     answer_s: float = 3.0
-    tokenizer_s: float = 30.0
-    learn_s: float = 30.0  # how often the models and the worker's own description are asked for again
-    late_probes: int = 3  # so many without an answer in time, one after the other: it is not there
+    tokenizer_s: float = 30.0  # deadline for downloading a worker's tokenizer
+    learn_s: float = 30.0  # how often the models and the worker's description are read again
+    late_probes: int = 3  # a worker that misses this many health checks in a row counts as down
     tokenize: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
-    """What all watchers tell things to."""
+class WatchContext:
+    """What all watchers share: where their results go, and the settings."""
 
     fleet: Fleet
     indexes: PrefixIndexes
-    key_makers: KeyMakers
+    key_makers: PrefixKeyMakers
     settings: WatchSettings
     clock: Callable[[], float]
     secret: str | None
     on_lost: Callable[[WorkerId], None]
     zmq_context: zmq.Context[zmq.Socket[bytes]]
-    stores: WeakValueDictionary[str, StoreBlocks] = field(
-        default_factory=WeakValueDictionary
-    )  # while anybody follows one
+    # The shared KV stores by name, each kept while a watcher follows a worker that uses it.
+    stores: WeakValueDictionary[str, StoreBlocks] = field(default_factory=WeakValueDictionary)
 
 
 class Watcher:
-    def __init__(self, spec: WorkerSpec, around: Surroundings, api_key: str | None = None) -> None:
+    """Polls one worker and follows its events, from construction until `end()`."""
+
+    def __init__(
+        self, spec: WorkerSpec, context: WatchContext, load_probe: LoadProbe, api_key: str | None = None
+    ) -> None:
         self.spec = spec
-        self._around = around
-        self._settings = around.settings
-        self._pool = Pool(Origin.from_url(spec.url), ClientLimits(max_idle=2))
+        self._context = context
+        self._settings = context.settings
+        self._load_probe = load_probe
+        self._pool = ConnectionPool(Origin.from_url(spec.url), ClientLimits(max_idle=2))
         self._headers = [] if api_key is None else [(b"authorization", b"Bearer " + api_key.encode())]
-        if around.secret is not None and spec.dialect == _OURS:
-            self._headers.append((SECRET_HEADER.encode(), around.secret.encode()))
+        if context.secret is not None and spec.dialect == _STOKER:
+            self._headers.append((SECRET_HEADER.encode(), context.secret.encode()))
         self._random = random.Random(spec.worker_id)
-        self._state: tuple[bool, bool] | None = None  # live, ready: as last seen
-        self._is_told = False  # and whether the fleet knows
+        self._state: tuple[bool, bool] | None = None  # (live, ready) from the last health check
+        self._is_reported = False  # whether `_state` was reported to the fleet
         self._num_late = 0
         self._models: tuple[str, ...] = spec.models
-        self._learnt_s = float("-inf")
-        self._page_tokens: int | None = None
+        self._learned_s = float("-inf")
         self._info: WorkerInfo | None = None
         self._follower: KvFollower | LoadListener | None = None
         self._following: tuple[object, ...] = ()
-        self._complaints: set[str] = set()
+        self._warned: set[str] = set()
         self._task = asyncio.create_task(self._run(), name=f"watch-{spec.worker_id}")
-
-    @property
-    def follower(self) -> KvFollower | LoadListener | None:
-        return self._follower
 
     @property
     def info(self) -> WorkerInfo | None:
         return self._info
 
     def look_again(self) -> None:
-        """What we know of it may be of the process before."""
-        self._is_told = False
+        """Read everything again: the worker is a new process, so what is known may be outdated."""
+        self._is_reported = False
         self._learn_soon()
 
     def _learn_soon(self) -> None:
-        self._learnt_s = float("-inf")
+        self._learned_s = float("-inf")
 
     def end(self) -> None:
         self._task.cancel()
@@ -118,39 +128,39 @@ class Watcher:
         settings = self._settings
         while True:
             try:
-                await self._look()
-            except (Unreachable, NoSocketLeft, AnswerLost, TimeoutError) as lost:
-                self._complain("question_failed", reason=str(lost) or "no answer in time")
-            except Exception:  # a watcher that ends would leave its worker as it was last seen, for good
+                await self._poll()
+            except (Unreachable, NoSocketLeft, ResponseLost, TimeoutError) as lost:
+                self._warn_once("poll_failed", reason=str(lost) or "no answer before the deadline")
+            except Exception:  # the watcher must go on: without it, the worker's last state would stay forever
                 log.error("watch_failed", exc_info=True, worker=self.spec.worker_id)
             await asyncio.sleep(settings.probe_s * (1 + settings.jitter * self._random.uniform(-1, 1)))
 
-    # ---- is it there
+    # ---- health
 
-    async def _look(self) -> None:
-        seen = await self._probe()
+    async def _poll(self) -> None:
+        seen = await self._check_health()
         if seen is None:
             return
         live, ready = seen
         if not live:
-            self._tell(False, False)
+            self._report_state(False, False)
             return
         if self._state is None or not self._state[0]:
             self._learn_soon()
-            self._complaints.clear()
+            self._warned.clear()
         try:
-            if self._around.clock() - self._learnt_s >= self._settings.learn_s:
+            if self._context.clock() - self._learned_s >= self._settings.learn_s:
                 await self._learn()
-            await self._scrape()
+            await self._read_load()
             self._follow()
         finally:
-            self._tell(True, ready)
+            self._report_state(True, ready)
 
-    async def _probe(self) -> tuple[bool, bool] | None:
-        """Live and ready; None: late, which says nothing yet."""
+    async def _check_health(self) -> tuple[bool, bool] | None:
+        """Return (live, ready), or None if the answer is late, which is not conclusive yet."""
         try:
             status = await self._ready_status()
-        except (ConnectTimeout, AnswerLost, TimeoutError):
+        except (ConnectTimeout, ResponseLost, TimeoutError):
             self._num_late += 1
             return (False, False) if self._num_late >= self._settings.late_probes else None
         except Unreachable:
@@ -159,140 +169,129 @@ class Watcher:
         return True, 200 <= status < 300
 
     async def _ready_status(self) -> int:
-        if self.spec.dialect == _OURS:
+        if self.spec.dialect == _STOKER:
             return (await self._get(b"/ready"))[0]
         status, _ = await self._get(b"/health")
         if status in (404, 405):
             status, _ = await self._get(b"/v1/models")
         return status
 
-    def _tell(self, live: bool, ready: bool) -> None:
+    def _report_state(self, live: bool, ready: bool) -> None:
         before, self._state = self._state, (live, ready)
-        if before == self._state and self._is_told:
+        if before == self._state and self._is_reported:
             return
-        self._is_told = True
+        self._is_reported = True
         if ready and before == (True, False):
-            self._learn_soon()  # its engine may have begun another life: tickets name it, and where its KV is pulled
-        around, worker_id = self._around, self.spec.worker_id
-        around.fleet.saw_probe(worker_id, live=live, ready=ready, now=around.clock())
+            self._learn_soon()  # the engine may have restarted: hand-off tickets need its new id and KV address
+        context, worker_id = self._context, self.spec.worker_id
+        context.fleet.saw_probe(worker_id, live=live, ready=ready, now=context.clock())
         log.event("worker_seen", worker=worker_id, live=live, ready=ready)
         if before is not None and before[0] and not live:
-            around.on_lost(worker_id)
+            context.on_lost(worker_id)
             if not isinstance(self._follower, KvFollower):
-                for model in self._models:  # a process that is gone took its cache with it
-                    around.indexes[model].cleared(worker_id)
+                for model in self._models:  # the cache was lost with the process
+                    context.indexes[model].cleared(worker_id)
 
-    # ---- what it is
+    # ---- models and description
 
     async def _learn(self) -> None:
-        self._learnt_s = self._around.clock()
+        self._learned_s = self._context.clock()
         try:
-            await self._ask()
-        except (Unreachable, NoSocketLeft, AnswerLost, TimeoutError):
-            self._learn_soon()  # a worker whose models are not known gets no request
+            await self._learn_models()
+        except (Unreachable, NoSocketLeft, ResponseLost, TimeoutError):
+            self._learn_soon()  # a worker whose models are unknown gets no requests
             raise
 
-    async def _ask(self) -> None:
-        if self.spec.dialect == _OURS and await self._learn_ours():
+    async def _learn_models(self) -> None:
+        if self.spec.dialect == _STOKER and await self._learn_worker_info():
             return
         status, answer = await self._get(b"/v1/models")
         names = scrape.model_names(answer) if status == 200 else None
         if names is None:
-            self._complain("models_unknown", status=status)
+            self._warn_once("models_unknown", status=status)
             self._learn_soon()
             return
         self._saw_models(names)
-        if self.spec.dialect == "sglang" and self._page_tokens is None:
-            for path in (b"/server_info", b"/get_server_info"):
-                status, answer = await self._get(path)
-                if status == 200:
-                    self._page_tokens = scrape.page_size(answer)
-                    break
+        await self._load_probe.learn(self._get)
 
-    async def _learn_ours(self) -> bool:
+    async def _learn_worker_info(self) -> bool:
+        """Read a Stoker worker's description of itself; False if it gives none (an old version, or a wrong secret)."""
         status, answer = await self._get(WORKER_INFO_PATH.encode())
         if status != 200:
-            self._complain("worker_tells_nothing", status=status, answer=answer[:200].decode("utf-8", "replace"))
+            text = answer[:200].decode("utf-8", "replace")
+            self._warn_once("worker_info_unavailable", status=status, answer=text)
             return False
         try:
             info = msgspec.json.decode(answer, type=WorkerInfo)
         except msgspec.DecodeError as wrong:
-            self._complain("worker_info_unreadable", reason=str(wrong))
+            self._warn_once("worker_info_unreadable", reason=str(wrong))
             return False
         self._info = info
         if info.role != self.spec.role.value:
-            self._complain("role_differs", configured=self.spec.role.value, own=info.role)
+            self._warn_once("role_differs", configured=self.spec.role.value, own=info.role)
         self._models = self.spec.models or tuple(info.models)
+        # The tokenizer first: the worker gets requests as soon as its models are known, and their keys must be exact.
         await self._learn_tokenizer(info)
-        self._saw_models(
-            info.models
-        )  # requests come from here on: their conversations are known by tokens from the first on
+        self._saw_models(info.models)
         self._set_capacity(info.num_blocks, info.block_tokens)
         return True
 
     def _saw_models(self, names: list[str]) -> None:
-        self._around.fleet.saw_models(self.spec.worker_id, names)
+        self._context.fleet.saw_models(self.spec.worker_id, names)
         self._models = self.spec.models or tuple(names)
         if self._info is not None and self._models:
-            first = self._around.indexes[self._models[0]]
-            for alias in self._models[1:]:  # one model under several names has one set of blocks
-                self._around.indexes.setdefault(alias, first)
+            first = self._context.indexes[self._models[0]]
+            for alias in self._models[1:]:  # the names are aliases of one model, so they share one index
+                self._context.indexes.setdefault(alias, first)
 
     async def _learn_tokenizer(self, info: WorkerInfo) -> None:
-        makers = self._around.key_makers
+        makers = self._context.key_makers
         if not self._settings.tokenize:
             return
-        known = next((maker for model in self._models if isinstance(maker := makers.exact(model), TokenKeys)), None)
+        known = next(
+            (maker for model in self._models if isinstance(maker := makers.exact(model), TokenPrefixKeys)), None
+        )
         if known is None:
             status, answer = await self._get(TOKENIZER_PATH.encode(), self._settings.tokenizer_s, _TOKENIZER_BYTES)
             if status != 200:
-                self._complain("no_tokenizer", status=status)
+                self._warn_once("no_tokenizer", status=status)
                 return
             try:
                 known = await asyncio.to_thread(_token_keys, answer, info)
             except (msgspec.DecodeError, ModelFilesError) as wrong:
-                self._complain("tokenizer_unreadable", reason=str(wrong))
+                self._warn_once("tokenizer_unreadable", reason=str(wrong))
                 return
         elif known.digest != info.tokenizer:
-            self._complain("tokenizer_differs", models=self._models, own=info.tokenizer, known=known.digest)
+            self._warn_once("tokenizer_differs", models=self._models, own=info.tokenizer, known=known.digest)
         for model in self._models:
             if makers.exact(model) is None:
                 makers.set_exact(model, known)
 
     def _set_capacity(self, num_blocks: int | None, block_tokens: int | None) -> None:
-        """How much may be assumed to be there, of a worker without events."""
+        """Set how many blocks the index may assume to be cached on a worker that publishes no KV events."""
         for model in self._models:
             blocks = None
             if num_blocks and block_tokens:
-                blocks = max(1, num_blocks * block_tokens // self._around.key_makers.block_tokens(model))
-            self._around.indexes[model].set_capacity(self.spec.worker_id, blocks)
+                blocks = max(1, num_blocks * block_tokens // self._context.key_makers.block_tokens(model))
+            self._context.indexes[model].set_capacity(self.spec.worker_id, blocks)
 
-    # ---- how loaded it is
+    # ---- load
 
-    async def _scrape(self) -> None:
-        match self.spec.dialect:
-            case "vllm":
-                status, page = await self._get(b"/metrics")
-                load = scrape.vllm_load(page) if status == 200 else None
-            case "sglang":
-                status, page = await self._get(b"/v1/loads")
-                load = scrape.sglang_loads(page, self._page_tokens) if status == 200 else None
-                if load is None:
-                    status, page = await self._get(b"/metrics")
-                    load = scrape.sglang_load(page, self._page_tokens) if status == 200 else None
-            case _:
-                return
-        if load is None:
-            self._complain("no_load", status=status)
+    async def _read_load(self) -> None:
+        try:
+            load = await self._load_probe.read(self._get)
+        except LoadUnavailable as missing:
+            self._warn_once("no_load", status=missing.status)
             return
-        self._around.fleet.saw_report(self.spec.worker_id, load, self._around.clock())
-        self._set_capacity(load.num_blocks, load.block_tokens)
+        if load is not None:
+            self._context.fleet.saw_report(self.spec.worker_id, load, self._context.clock())
+            self._set_capacity(load.num_blocks, load.block_tokens)
 
     def _on_report(self, payload: bytes) -> None:
         try:
             report = msgspec.msgpack.decode(payload, type=WorkerReport)
         except msgspec.DecodeError as wrong:
-            self._complain("report_unreadable", reason=str(wrong))
+            self._warn_once("report_unreadable", reason=str(wrong))
             return
         load = LoadReport(
             waiting_tokens=report.waiting_tokens,
@@ -304,22 +303,23 @@ class Watcher:
             prefill_tokens_per_s=report.prefill_tokens_per_s,
             step_s=report.step_s,
         )
-        self._around.fleet.saw_report(self.spec.worker_id, load, self._around.clock())
-        self._tell(True, report.ready and not report.draining)
+        self._context.fleet.saw_report(self.spec.worker_id, load, self._context.clock())
+        self._report_state(True, report.ready and not report.draining)
         if self._info is not None and report.worker_id != self._info.worker_id:
             self._info = None
             self._learn_soon()
 
-    # ---- which blocks it holds
+    # ---- KV events
 
     def _follow(self) -> None:
-        """Listens where there is something to listen to; anew when the worker is a new process, or is understood better."""
+        """Subscribe to the worker's events, if it publishes any. Subscribe again when the worker is a new process, or when
+        its models, tokenizer or stores have become known."""
         spec, info = self.spec, self._info
         events = spec.events_url or (info.events if info else None)
         if events is None:
             return
         replay = spec.replay_url or (info.replay if info else None)
-        makers = self._around.key_makers
+        makers = self._context.key_makers
         model = next((name for name in self._models if makers.exact(name) is not None), None)
         block_tokens = makers.block_tokens(model) if model is not None else None
         stores = dict(info.stores) if info else {}
@@ -328,20 +328,20 @@ class Watcher:
             return
         self._unfollow()
         self._following = following
-        context = self._around.zmq_context
-        ours = spec.dialect == _OURS
+        zmq_context = self._context.zmq_context
+        is_stoker = spec.dialect == _STOKER
         if block_tokens is None:
-            self._follower = LoadListener(context, events, self._on_report) if ours else None
+            self._follower = LoadListener(zmq_context, events, self._on_report) if is_stoker else None
             return
-        indexes = {id(index): index for index in (self._around.indexes[name] for name in self._models)}
-        told = WorkerIndex(spec.worker_id, list(indexes.values()))
-        told.share(stores)
-        told.cleared()
-        blocks = {medium: self._around.stores.setdefault(name, StoreBlocks()) for medium, name in stores.items()}
-        rekeyer = Rekeyer(told, block_tokens, hashes_salts=not ours, stores=blocks)
-        on_report = self._on_report if ours else _ignore
+        indexes = {id(index): index for index in (self._context.indexes[name] for name in self._models)}
+        index = WorkerIndex(spec.worker_id, list(indexes.values()))
+        index.share(stores)
+        index.cleared()
+        blocks = {medium: self._context.stores.setdefault(name, StoreBlocks()) for medium, name in stores.items()}
+        rekeyer = Rekeyer(index, block_tokens, hashes_salts=not is_stoker, stores=blocks)
+        on_report = self._on_report if is_stoker else _ignore
         self._follower = KvFollower(
-            spec.worker_id, context, events, replay, rekeyer, snapshots=ours, on_report=on_report
+            spec.worker_id, zmq_context, events, replay, rekeyer, snapshots=is_stoker, on_report=on_report
         )
 
     def _unfollow(self) -> None:
@@ -350,7 +350,7 @@ class Watcher:
             self._follower.close()
             self._follower = None
 
-    # ---- asking
+    # ---- HTTP
 
     async def _get(
         self, path: bytes, answer_s: float | None = None, limit_bytes: int = _ANSWER_BYTES
@@ -360,16 +360,16 @@ class Watcher:
             answer = await self._pool.send(b"GET", path, self._headers, b"", connect_s=settings.connect_s, head_s=None)
             return answer.status, await answer.read(limit_bytes)
 
-    def _complain(self, event: str, **fields: object) -> None:
-        """Once, until the worker comes back."""
-        if event not in self._complaints:
-            self._complaints.add(event)
+    def _warn_once(self, event: str, **fields: object) -> None:
+        """Log a warning once, until the worker has been down and is back."""
+        if event not in self._warned:
+            self._warned.add(event)
             log.warning(event, worker=self.spec.worker_id, **fields)
 
 
-def _token_keys(answer: bytes, info: WorkerInfo) -> TokenKeys:
+def _token_keys(answer: bytes, info: WorkerInfo) -> TokenPrefixKeys:
     files = msgspec.json.decode(answer, type=TokenizerFiles).files
-    return TokenKeys(TokenText.from_files(files), info.block_tokens, info.max_model_tokens)
+    return TokenPrefixKeys(TokenText.from_files(files), info.block_tokens, info.max_model_tokens)
 
 
 def _ignore(payload: bytes) -> None: ...

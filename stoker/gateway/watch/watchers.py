@@ -1,4 +1,4 @@
-"""All watchers: one for each worker of the fleet, started and stopped as workers come and go."""
+"""The watchers of all workers, started and stopped as workers join and leave the fleet."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import zmq
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Fleet
 from stoker.fleet.spec import WorkerSpec
-from stoker.gateway.prefix.conversation import KeyMakers
-from stoker.gateway.watch.watcher import Surroundings, Watcher, WatchSettings
+from stoker.gateway.prefix.conversation_keys import PrefixKeyMakers
+from stoker.gateway.watch.load_probe import LoadProbe, NoLoadProbe
+from stoker.gateway.watch.watcher import WatchContext, Watcher, WatchSettings
 from stoker.proto.messages import WorkerInfo
 from stoker.routing.router import PrefixIndexes
 
@@ -20,13 +21,13 @@ __all__ = ["WatchSettings", "Watchers"]
 
 
 class Watchers:
-    """One Watcher for each worker that is started here."""
+    """One Watcher for each worker."""
 
     def __init__(
         self,
         fleet: Fleet,
         indexes: PrefixIndexes,
-        key_makers: KeyMakers,
+        key_makers: PrefixKeyMakers,
         settings: WatchSettings | None = None,
         *,
         secret: str | None = None,
@@ -34,7 +35,7 @@ class Watchers:
         clock: Callable[[], float] = time.monotonic,
         on_lost: Callable[[WorkerId], None] = lambda worker_id: None,
     ) -> None:
-        self._around = Surroundings(
+        self._context = WatchContext(
             fleet=fleet,
             indexes=indexes,
             key_makers=key_makers,
@@ -47,39 +48,36 @@ class Watchers:
         self._api_keys = api_keys or {}
         self._watchers: dict[WorkerId, Watcher] = {}
 
-    def start(self, spec: WorkerSpec) -> None:
-        """From now on. A known worker whose spec changed is watched anew; one that did not is left alone."""
+    def start(self, spec: WorkerSpec, load_probe: type[LoadProbe] = NoLoadProbe) -> None:
+        """Watch a worker. If it is already watched, replace the watcher only if its spec has changed."""
         known = self._watchers.get(spec.worker_id)
         if known is not None and known.spec == spec:
             return
-        self._watchers[spec.worker_id] = Watcher(spec, self._around, self._api_keys.get(spec.url))
+        self._watchers[spec.worker_id] = Watcher(spec, self._context, load_probe(), self._api_keys.get(spec.url))
         if known is not None:
             known.end()
 
     def restarted(self, worker_id: WorkerId) -> None:
-        """Somebody heard that this worker is a new process: what it said of itself is asked for again."""
+        """Read everything about this worker again: it is a new process."""
         watcher = self._watchers.get(worker_id)
         if watcher is not None:
             watcher.look_again()
 
-    def watcher(self, worker_id: WorkerId) -> Watcher | None:
-        return self._watchers.get(worker_id)
-
     def info(self, worker_id: WorkerId) -> WorkerInfo | None:
-        """What the worker last said of itself; None: nothing, or nothing that is known to be true any more."""
+        """Return the worker's latest description of itself, or None if there is none or it may be outdated."""
         watcher = self._watchers.get(worker_id)
         return None if watcher is None else watcher.info
 
     def stop(self, worker_id: WorkerId) -> Watcher | None:
-        """The worker has left the fleet; it may be back at once. What is returned is to be closed."""
+        """Stop watching a worker that left the fleet. The caller must close the returned watcher."""
         watcher = self._watchers.pop(worker_id, None)
         if watcher is not None:
             watcher.end()
-        self._around.indexes.forget(worker_id)
+        self._context.indexes.forget(worker_id)
         return watcher
 
     async def close(self) -> None:
         watchers = list(self._watchers.values())
         self._watchers.clear()
         await asyncio.gather(*(watcher.close() for watcher in watchers))
-        self._around.zmq_context.term()
+        self._context.zmq_context.term()

@@ -1,4 +1,4 @@
-"""A ZMQ socket on the event loop: its messages go to a callback, many at a wake-up, without a future or a task for each."""
+"""A ZMQ socket on the event loop. Messages go to a callback, many per wake-up, without a future or task for each."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import zmq
 
-_SLICE_S = 0.005  # then others on the loop have their turn
+_SLICE_S = 0.005  # then other callbacks of the event loop get a turn
 
 
 class ZmqReader:
-    """Owns the socket. `on_message` gets the frames; what it raises ends the process's loop as any callback's error would."""
+    """Owns the socket and calls `on_message` with the frames of each message."""
 
     def __init__(self, socket: zmq.Socket[bytes], on_message: Callable[[list[bytes]], None]) -> None:
         self._socket = socket
@@ -22,16 +22,17 @@ class ZmqReader:
         self._again: asyncio.Handle | None = None
         self._closed = False
         self._loop.add_reader(self._descriptor, self._drain)
-        self._again = self._loop.call_soon(self._drain)  # what came before we looked: the descriptor tells changes only
+        # The descriptor signals only changes, so read messages that arrived before add_reader().
+        self._again = self._loop.call_soon(self._drain)
 
     def send(self, frames: list[bytes]) -> bool:
-        """Whether it could be sent now."""
+        """Send without blocking. Return False if the socket cannot take the message now."""
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
             return False
         finally:
-            self._drain_soon()  # sending, too, uses up the descriptor's word that something can be read
+            self._drain_soon()  # sending can consume the descriptor's signal that messages are readable
         return True
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Admission: who gets in, in which order, and that every place comes back. The queue runs on a virtual clock."""
+"""Admission: which requests are admitted, in which order, and that every slot is returned. The clock is virtual."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from waiting import LONG_S
 
 from stoker.base.clock import VirtualClock
 from stoker.base.errors import Overloaded
-from stoker.gateway.admission.admission import Admission, Pass
+from stoker.gateway.admission.admission import Admission, AdmittedRequest
 from stoker.gateway.admission.api_keys import Caller
-from stoker.gateway.admission.fair_queue import Capacity, FairQueue, State, Ticket
+from stoker.gateway.admission.fair_queue import Capacity, FairQueue, Ticket, TicketState
 from stoker.gateway.admission.rate_limits import KeyLimiter
 from stoker.gateway.config import AdmissionSettings
 
@@ -27,7 +27,7 @@ BIG = AdmissionSettings(queue_s=1e6, standing_s=1e6, queue_requests=10**6)
 
 @dataclass
 class World:
-    """A fleet that serves `capacity.requests` at a time, each for as long as `service_s` says."""
+    """A fleet that serves `capacity.requests` requests at a time, each for `service_s` seconds."""
 
     settings: AdmissionSettings
     capacity: Capacity
@@ -47,12 +47,12 @@ class World:
             self.refused.append(refusal)
             return None
         ticket.wake = lambda: self._woken(ticket)
-        if ticket.state is State.ADMITTED:
+        if ticket.state is TicketState.ADMITTED:
             self._woken(ticket)
         return ticket
 
     def _woken(self, ticket: Ticket) -> None:
-        if ticket.state is State.ADMITTED:
+        if ticket.state is TicketState.ADMITTED:
             self.admitted.append(ticket)
             self.running.append((self.now + self.service_s(ticket), ticket))
         else:
@@ -85,9 +85,9 @@ def tokens_by_tenant(tickets: list[Ticket]) -> Counter[str]:
     return counts
 
 
-def test_nobody_waits_while_there_is_room() -> None:
+def test_no_request_waits_while_there_is_capacity() -> None:
     world = World(BIG, Capacity(requests=3))
-    assert [world.ask("a").state for _ in range(4)] == [State.ADMITTED] * 3 + [State.WAITING]  # type: ignore[union-attr]
+    assert [world.ask("a").state for _ in range(4)] == [TicketState.ADMITTED] * 3 + [TicketState.WAITING]  # type: ignore[union-attr]
     world.drain()
     assert len(world.admitted) == 4
     assert (world.queue.num_in_flight, world.queue.tokens_in_flight, world.queue.num_waiting) == (0, 0, 0)
@@ -100,7 +100,7 @@ def test_a_heavy_tenant_does_not_hold_up_a_light_one() -> None:
     late = world.ask("light", 100)
     assert late is not None
     world.run_until(2.0)
-    assert late.state in (State.ADMITTED, State.DONE)
+    assert late.state in (TicketState.ADMITTED, TicketState.DONE)
 
 
 @settings(max_examples=40, deadline=None)
@@ -110,8 +110,8 @@ def test_a_heavy_tenant_does_not_hold_up_a_light_one() -> None:
     slots=st.integers(1, 8),
 )
 def test_backlogged_tenants_share_uncached_tokens_by_weight(seed: int, weights: list[float], slots: int) -> None:
-    """Between any two tenants that always have something waiting, tokens by weight differ by no more than what one request
-    and the requests in flight make."""
+    """Between any two tenants that always have requests waiting, the tokens by weight differ by at most one request plus the
+    requests in flight."""
     rng = random.Random(seed)
     world = World(BIG, Capacity(requests=slots), service_s=lambda ticket: ticket.tokens / 1000)
     largest = 4000
@@ -124,7 +124,7 @@ def test_backlogged_tenants_share_uncached_tokens_by_weight(seed: int, weights: 
         world.run_until(world.now + 1)
     counts = tokens_by_tenant(world.admitted)
     shares = [counts[name] / weight for name, weight in zip(names, weights, strict=True)]
-    # The slots that were free at first went to the first comer, before there was anybody to be fair to.
+    # The slots that were free at first went to the first requests, before the other tenant had any.
     slack = largest * (slots + 1) / min(weights) + largest / min(weights)
     assert max(shares) - min(shares) <= slack
     world.drain()
@@ -132,7 +132,7 @@ def test_backlogged_tenants_share_uncached_tokens_by_weight(seed: int, weights: 
 
 
 def test_what_a_request_really_cost_settles_the_share() -> None:
-    """Both say 1,000 tokens; a's are all cached, so a is owed nearly all of the turns."""
+    """Both estimate 1,000 tokens; tenant a's are all cached, so a is due nearly all of the slots."""
     world = World(BIG, Capacity(requests=1))
     for _ in range(200):
         world.ask("a", 1000)
@@ -155,15 +155,15 @@ def test_better_priorities_go_first_and_none_starves() -> None:
         world.ask("urgent", priority=0)
     world.run_until(4.0)
     assert low is not None
-    assert low.state is State.WAITING
-    # Urgent ones keep coming, more than can be served: the other class has its turn once it is 5 s older.
+    assert low.state is TicketState.WAITING
+    # More urgent requests arrive than can be served; the other class is served once it is 5 s older.
     for _ in range(200):
         world.ask("urgent", priority=0)
         world.ask("urgent", priority=0)
         world.run_until(world.now + 1)
-        if low.state is not State.WAITING:
+        if low.state is not TicketState.WAITING:
             break
-    assert low.state is not State.WAITING
+    assert low.state is not TicketState.WAITING
     assert low.admitted_s - low.arrived_s < 20
 
 
@@ -174,9 +174,9 @@ def test_deadlines_end_the_wait() -> None:
     ticket = world.ask("a")
     assert ticket is not None
     world.run_until(2.9)
-    assert ticket.state is State.WAITING
+    assert ticket.state is TicketState.WAITING
     world.run_until(3.1)
-    assert ticket.state is State.REFUSED
+    assert ticket.state is TicketState.REFUSED
     assert ticket.refusal is not None
     assert ticket.refusal.code == "queue_timeout"
     assert ticket.refusal.retry_after_s >= 1
@@ -184,8 +184,8 @@ def test_deadlines_end_the_wait() -> None:
 
 
 def test_overload_is_refused_at_once_and_the_admitted_wait_stays_flat() -> None:
-    """One slot of 0.1 s each is 10 requests a second. Offered twice, four times and ten times that, those who are let in
-    wait no longer, the slots are never idle, and the rest hears at once with a time to come again."""
+    """One slot of 0.1 s serves 10 requests per second. At two, four and ten times that load, admitted requests wait no
+    longer, the slot is never idle, and the other requests are refused at once with a retry time."""
     waits = {}
     for rate in (20, 40, 100):
         rng = random.Random(rate)
@@ -216,7 +216,7 @@ def test_a_burst_may_wait_as_long_as_the_queue_allows() -> None:
     assert world.refused == []
 
 
-def test_a_full_queue_drops_of_whoever_has_most_in_it() -> None:
+def test_a_full_queue_drops_from_the_tenant_with_most_queued_work() -> None:
     rules = AdmissionSettings(queue_requests=10)
     world = World(rules, Capacity(requests=1), service_s=lambda ticket: 0.001)
     world.ask("a")
@@ -224,7 +224,7 @@ def test_a_full_queue_drops_of_whoever_has_most_in_it() -> None:
     light = world.ask("light", 10)
     assert light is not None
     assert heavy[-1] is not None
-    assert heavy[-1].state is State.REFUSED
+    assert heavy[-1].state is TicketState.REFUSED
     assert world.queue.num_waiting == 10
     assert world.ask("heavy", 1000) is None
     important = world.ask("heavy", 1000, priority=-1)
@@ -236,23 +236,27 @@ def test_a_full_queue_drops_of_whoever_has_most_in_it() -> None:
 def test_prefill_tokens_in_flight_are_bounded_until_the_first_token() -> None:
     world = World(BIG, Capacity(prefill_tokens=10_000), service_s=lambda ticket: 1e9)
     first = world.ask("a", 9_000)
-    second = world.ask("a", 9_000)  # there is some room: let in, however large
+    second = world.ask("a", 9_000)  # some capacity is free, so it is admitted however large it is
     third = world.ask("a", 1)
     assert first is not None
     assert second is not None
     assert third is not None
-    assert [t.state for t in (first, second, third)] == [State.ADMITTED, State.ADMITTED, State.WAITING]
+    assert [t.state for t in (first, second, third)] == [
+        TicketState.ADMITTED,
+        TicketState.ADMITTED,
+        TicketState.WAITING,
+    ]
     world.queue.first_token(first, 1.0)
     world.queue.first_token(first, 1.0)
     assert world.queue.tokens_in_flight == 9_001
-    assert third.state is State.ADMITTED
+    assert third.state is TicketState.ADMITTED
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6))
 def test_any_order_of_events_leaves_nothing_behind(seed: int) -> None:
-    """Requests come, get their first token, end, give up, expire; capacity moves. Nobody who could run waits, and at the end
-    every count is zero."""
+    """Requests arrive, get their first token, end, are cancelled or expire, and the capacity changes. No request waits while
+    it could run, and at the end every count is zero."""
     rng = random.Random(seed)
     rules = AdmissionSettings(queue_s=20, standing_s=5, queue_requests=rng.choice([0, 3, 50]), priority_age_s=2)
     capacity = [Capacity(requests=2, prefill_tokens=5000)]
@@ -278,12 +282,12 @@ def test_any_order_of_events_leaves_nothing_behind(seed: int) -> None:
                 capacity[0] = Capacity(requests=rng.randint(1, 4), prefill_tokens=rng.choice([1000, 5000]))
                 now += 0.1
                 queue.pump(now)
-        now += 0.06  # the capacity that it goes by is at most so old
+        now += 0.06  # the capacity it uses is at most this old
         queue.pump(now)
-        in_flight = [ticket for ticket in tickets if ticket.state is State.ADMITTED]
+        in_flight = [ticket for ticket in tickets if ticket.state is TicketState.ADMITTED]
         assert queue.num_in_flight == len(in_flight)
         assert queue.tokens_in_flight == sum(ticket.held_tokens for ticket in in_flight)
-        assert queue.num_waiting == sum(ticket.state is State.WAITING for ticket in tickets)
+        assert queue.num_waiting == sum(ticket.state is TicketState.WAITING for ticket in tickets)
         if queue.num_waiting:
             limit = capacity[0]
             assert queue.num_in_flight >= limit.requests or queue.tokens_in_flight >= limit.prefill_tokens
@@ -307,20 +311,20 @@ def test_enter_does_not_suspend_when_there_is_room() -> None:
         entering = admission.enter(Caller("k", "t"), 10, lane="m")
         with pytest.raises(StopIteration) as ended:
             entering.send(None)
-        got: Pass = ended.value.value
+        got: AdmittedRequest = ended.value.value
         assert got.waited_s == 0
         got.done()
 
     asyncio.run(main())
 
 
-def test_waiting_tasks_are_woken_in_turn_and_every_place_comes_back() -> None:
+def test_waiting_tasks_are_woken_in_order_and_every_slot_is_returned() -> None:
     async def main() -> None:
         admission = make(Capacity(requests=3), AdmissionSettings(queue_s=1e6, standing_s=1e6))
-        peak = 0
+        peak = num_done = 0
 
         async def one(index: int) -> None:
-            nonlocal peak
+            nonlocal peak, num_done
             got = await admission.enter(Caller(f"k{index % 4}", f"t{index % 4}"), 100, lane="m")
             peak = max(peak, admission.num_in_flight)
             await asyncio.sleep(0.001 * (index % 3))
@@ -328,11 +332,12 @@ def test_waiting_tasks_are_woken_in_turn_and_every_place_comes_back() -> None:
             await asyncio.sleep(0.001 * (index % 2))
             got.done(100, 5)
             got.done(100, 5)
+            num_done += 1
 
         await asyncio.wait_for(asyncio.gather(*(one(index) for index in range(200))), LONG_S)
         assert peak == 3
         assert (admission.num_waiting, admission.num_in_flight, admission.tokens_in_flight) == (0, 0, 0)
-        assert admission.num_admitted == 200
+        assert num_done == 200
 
     asyncio.run(main())
 
@@ -361,7 +366,7 @@ def test_a_cancelled_waiter_leaves_no_trace_even_when_it_was_just_admitted() -> 
     asyncio.run(main())
 
 
-def test_room_that_comes_without_an_event_is_noticed() -> None:
+def test_capacity_that_appears_without_an_event_is_used() -> None:
     async def main() -> None:
         capacity = Capacity(requests=1)
         loop = asyncio.get_running_loop()
@@ -390,7 +395,7 @@ def test_refusals_say_which_limit_and_when() -> None:
             await admission.enter(other, 10, lane="m", reject_if_busy=True)
         assert busy.value.code == "busy"
         with pytest.raises(Overloaded) as late:
-            await admission.enter(other, 10, lane="m", deadline_s=0.05)
+            await admission.enter(other, 10, lane="m")
         assert late.value.code == "queue_timeout"
         assert other.limiter.num_open == 0
         first.done()
@@ -399,7 +404,7 @@ def test_refusals_say_which_limit_and_when() -> None:
     asyncio.run(main())
 
 
-def test_models_that_nobody_serves_are_the_routers_business() -> None:
+def test_models_without_a_worker_are_left_to_the_router() -> None:
     async def main() -> None:
         admission = make(Capacity(requests=1), lane=lambda model, now: "m" if model == "m" else None)
         passes = [await admission.enter(Caller("k", "t"), 10, lane=f"invented-{index}") for index in range(50)]

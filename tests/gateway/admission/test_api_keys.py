@@ -1,4 +1,4 @@
-"""Keys: who a request comes from, and what that makes of its priority and its cache."""
+"""API keys: the tenant of a request, its priority and its cache salt."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 import pytest
 
 from stoker.base.errors import ConfigError
-from stoker.gateway.admission.api_keys import AdminToken, Keys, Unauthorized, new_key
+from stoker.gateway.admission.api_keys import AdminToken, ApiKeys, Unauthorized, new_key
 from stoker.gateway.config import KeySettings, TenantSettings
 
 
@@ -23,10 +23,10 @@ def settings(name: str, key: str, **more: object) -> KeySettings:
     return KeySettings(name, hashlib.sha256(key.encode()).hexdigest(), **more)  # type: ignore[arg-type]
 
 
-def test_without_keys_everybody_is_anonymous() -> None:
-    keys = Keys([])
+def test_without_keys_every_request_is_anonymous() -> None:
+    keys = ApiKeys([])
     caller = keys.authenticate(Headers())
-    assert (caller.key_id, caller.tenant, keys.required) == ("anonymous", "default", False)
+    assert (caller.key_id, caller.tenant) == ("anonymous", "default")
     assert keys.authenticate(Headers(authorization="Bearer whatever")) is caller
     assert caller.cache_salt("mine") == "mine"
     assert caller.cache_salt(None) is None
@@ -40,8 +40,8 @@ def test_without_keys_everybody_is_anonymous() -> None:
         Headers(x_api_key="sk-a"),
     ],
 )
-def test_a_known_key_is_its_owner(shown: Headers) -> None:
-    keys = Keys([settings("alice", "sk-a", tenant="team"), settings("bob", "sk-b")])
+def test_a_valid_key_identifies_its_tenant(shown: Headers) -> None:
+    keys = ApiKeys([settings("alice", "sk-a", tenant="team"), settings("bob", "sk-b")])
     caller = keys.authenticate(shown)
     assert (caller.key_id, caller.tenant) == ("alice", "team")
 
@@ -58,25 +58,25 @@ def test_a_known_key_is_its_owner(shown: Headers) -> None:
     ],
 )
 def test_anything_else_is_refused_and_not_repeated(shown: Headers) -> None:
-    keys = Keys([settings("alice", "sk-a")])
+    keys = ApiKeys([settings("alice", "sk-a")])
     with pytest.raises(Unauthorized) as caught:
         keys.authenticate(shown)
     assert caught.value.code == "invalid_api_key"
     assert "sk-" not in caught.value.message
 
 
-def test_a_new_key_fits_the_hash_that_comes_with_it() -> None:
+def test_a_new_key_matches_its_hash() -> None:
     key, digest = new_key()
     other, _ = new_key()
-    keys = Keys([KeySettings("n", digest)])
+    keys = ApiKeys([KeySettings("n", digest)])
     assert keys.authenticate(Headers(authorization=f"Bearer {key}")).key_id == "n"
     assert key != other
     assert len(key) > 40
 
 
 def test_one_key_cannot_have_two_names() -> None:
-    with pytest.raises(ConfigError, match="'b' has the sha256 of 'a'"):
-        Keys([settings("a", "x"), settings("b", "x")])
+    with pytest.raises(ConfigError, match="'b' has the same sha256 as key 'a'"):
+        ApiKeys([settings("a", "x"), settings("b", "x")])
 
 
 def test_tenants_have_caches_of_their_own_unless_they_share() -> None:
@@ -85,7 +85,7 @@ def test_tenants_have_caches_of_their_own_unless_they_share() -> None:
         TenantSettings("open", share_cache=True),
         TenantSettings("open2", share_cache=True),
     ]
-    keys = Keys(
+    keys = ApiKeys(
         [
             settings("a", "a", tenant="own"),
             settings("b", "b", tenant="open"),
@@ -97,7 +97,7 @@ def test_tenants_have_caches_of_their_own_unless_they_share() -> None:
     own, shared, shared2, unlisted = (keys.authenticate(Headers(x_api_key=name)) for name in "abcd")
     assert own.cache_salt(None) != unlisted.cache_salt(None) is not None
     assert shared.cache_salt(None) is shared2.cache_salt(None) is None
-    # Nobody gets at another's cache by naming its salt.
+    # No tenant can reach another tenant's cache by sending its salt.
     salts = {
         caller.cache_salt(asked) for caller in (own, shared, unlisted) for asked in (None, "x", own.cache_salt(None))
     }
@@ -105,7 +105,7 @@ def test_tenants_have_caches_of_their_own_unless_they_share() -> None:
 
 
 def test_a_client_may_wait_longer_but_not_push_ahead() -> None:
-    caller = Keys([settings("a", "a", priority=1)]).authenticate(Headers(x_api_key="a"))
+    caller = ApiKeys([settings("a", "a", priority=1)]).authenticate(Headers(x_api_key="a"))
     assert [caller.best_priority(asked) for asked in (None, -5, 1, 7)] == [1, 1, 1, 7]
 
 

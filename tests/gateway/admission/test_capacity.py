@@ -1,4 +1,4 @@
-"""What admission keeps in flight follows what the workers say."""
+"""The capacity that admission uses follows the workers' reports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def fleet_of(**roles: Role) -> Fleet:
     return fleet
 
 
-def test_unknown_workers_are_bounded_by_the_settings_alone() -> None:
+def test_workers_without_reports_are_bounded_by_the_settings() -> None:
     capacity = Capacities(fleet_of(a=Role.UNIFIED, b=Role.UNIFIED), SETTINGS).capacity("m", 1.0)
     assert (capacity.requests, capacity.prefill_tokens) == (200, math.inf)
 
@@ -31,7 +31,7 @@ def test_a_worker_whose_queue_grows_gets_little_more_than_it_runs() -> None:
     fleet.saw_report(WorkerId("b"), LoadReport(waiting_sequences=0, running_sequences=16), 1.0)
     capacities = Capacities(fleet, SETTINGS)
     assert capacities.capacity("m", 1.0).requests == 20 + 100
-    assert capacities.capacity("m", 100.0).requests == 200  # an old report says nothing
+    assert capacities.capacity("m", 100.0).requests == 200  # an old report is ignored
 
 
 def test_prompts_are_bounded_in_seconds_of_prefill() -> None:
@@ -49,7 +49,7 @@ def test_a_rate_that_was_only_seen_from_outside_is_taken_less_strictly() -> None
     assert Capacities(fleet, SETTINGS).capacity("m", 1.0).prefill_tokens == 8000
 
 
-def test_when_nobody_is_usable_the_router_is_asked() -> None:
+def test_without_a_usable_worker_the_capacity_is_unlimited() -> None:
     fleet = fleet_of(a=Role.UNIFIED)
     fleet.drain(WorkerId("a"), 0.0)
     assert Capacities(fleet, SETTINGS).capacity("m", 1.0).requests == math.inf

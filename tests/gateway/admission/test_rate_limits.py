@@ -1,4 +1,4 @@
-"""A key's limits, on a clock that the test moves."""
+"""The limits of an API key, with a virtual clock."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from stoker.gateway.admission.rate_limits import Bucket, KeyLimiter
 
 
-def test_no_limits_refuse_nobody() -> None:
+def test_a_key_without_limits_is_never_refused() -> None:
     limiter = KeyLimiter()
     assert all(limiter.begin(10**9, 0.0) is None for _ in range(1000))
     assert limiter.num_open == 1000
@@ -33,9 +33,9 @@ def test_tokens_are_taken_by_estimate_and_settled_at_the_end() -> None:
     assert refused is not None
     assert refused.limit == "tokens_per_minute"
     assert refused.retry_after_s == 10.0
-    limiter.end(5000, 1000, 0.0)  # most of it was cached after all
+    limiter.end(5000, 1000, 0.0)  # most of the prompt was cached
     assert limiter.begin(2000, 0.0) is None
-    limiter.end(2000, 60_000, 0.0)  # it wrote a book
+    limiter.end(2000, 60_000, 0.0)  # a very long output
     refused = limiter.begin(1, 0.0)
     assert refused is not None
     assert refused.retry_after_s > 500
@@ -90,7 +90,7 @@ def test_a_bucket_never_gives_more_than_its_rate(per_minute: int, steps: list[tu
             bucket.take(amount, now)
             given_out += amount
         else:
-            # and its promise holds: after the wait it is there
+            # after the announced wait the request is accepted
             assert Bucket.wait_s(_copy(bucket), amount, now + wait_s * 1.0001) == 0.0
     assert given_out <= per_minute + per_minute / 60 * now + 50
 

@@ -1,4 +1,4 @@
-"""A client's body: what is read of it, and that an edit changes nothing else."""
+"""A client's body: the fields that are read, and edits that change nothing else."""
 
 from __future__ import annotations
 
@@ -8,66 +8,66 @@ import pytest
 from msgspec import UNSET, Raw
 
 from stoker.base.errors import InvalidRequest
-from stoker.gateway.api.client_body import INTERNAL_FIELDS, Kind, edit, parse
+from stoker.gateway.api.client_body import INTERNAL_FIELDS, EndpointKind, edit, parse
 
 BODY = b'{ "model": "m",\n "temperature": 0.70, "messages": [{"role":"user","content":"\\u00e9 {\\"seed\\":1}"}], "x": 1e2 }'
 
 
 def test_only_the_fields_that_matter_are_read_and_the_large_ones_stay_bytes() -> None:
-    envelope = parse(Kind.CHAT, BODY)
+    envelope = parse(EndpointKind.CHAT, BODY)
     assert envelope.model == "m"
     assert envelope.seed is UNSET
     assert isinstance(envelope.messages, Raw)
     assert bytes(envelope.messages) == b'[{"role":"user","content":"\\u00e9 {\\"seed\\":1}"}]'
-    assert (envelope.kind, envelope.raw) == (Kind.CHAT, BODY)
+    assert (envelope.kind, envelope.raw) == (EndpointKind.CHAT, BODY)
 
 
 def test_an_absent_key_is_inserted_and_every_other_byte_stays() -> None:
-    edited = edit(parse(Kind.CHAT, BODY), {"seed": b"7", "cache_salt": b'"t"'})
+    edited = edit(parse(EndpointKind.CHAT, BODY), {"seed": b"7", "cache_salt": b'"t"'})
     assert edited == b'{"seed":7,"cache_salt":"t",' + BODY[1:]
     assert json.loads(edited) == {**json.loads(BODY), "seed": 7, "cache_salt": "t"}
 
 
 @pytest.mark.parametrize("body", [b"{}", b" {  }", b'\n{"n":2}'])
 def test_insertion_leaves_valid_json(body: bytes) -> None:
-    assert json.loads(edit(parse(Kind.CHAT, body), {"seed": b"7"})) == {**json.loads(body), "seed": 7}
+    assert json.loads(edit(parse(EndpointKind.CHAT, body), {"seed": b"7"})) == {**json.loads(body), "seed": 7}
 
 
-def test_a_key_that_is_there_is_replaced_in_its_place_also_when_it_is_null() -> None:
-    envelope = parse(Kind.CHAT, b'{"seed": null, "messages": [1.50,  "\\/"], "z": 1}')
+def test_an_existing_field_is_replaced_in_place_even_if_it_is_null() -> None:
+    envelope = parse(EndpointKind.CHAT, b'{"seed": null, "messages": [1.50,  "\\/"], "z": 1}')
     assert edit(envelope, {"seed": b"7"}) == b'{"seed":7,"messages":[1.50,  "\\/"],"z":1}'
 
 
 def test_dropping_keeps_the_values_of_the_rest_as_they_are_written() -> None:
-    envelope = parse(Kind.CHAT, b'{"rejectIfBusy": true, "a": 1.0, "b": [ 2 ]}')
+    envelope = parse(EndpointKind.CHAT, b'{"rejectIfBusy": true, "a": 1.0, "b": [ 2 ]}')
     assert envelope.reject_if_busy is True
     assert edit(envelope, {}, ["rejectIfBusy"]) == b'{"a":1.0,"b":[ 2 ]}'
 
 
 def test_an_unchanged_body_is_the_very_same_bytes() -> None:
-    assert edit(parse(Kind.CHAT, BODY), {}) is BODY
+    assert edit(parse(EndpointKind.CHAT, BODY), {}) is BODY
 
 
 @pytest.mark.parametrize("name", INTERNAL_FIELDS)
 def test_what_workers_and_gateway_say_to_each_other_no_client_may_say(name: str) -> None:
     with pytest.raises(InvalidRequest, match=name) as refused:
-        parse(Kind.CHAT, json.dumps({"model": "m", name: {"a": 1}}).encode())
+        parse(EndpointKind.CHAT, json.dumps({"model": "m", name: {"a": 1}}).encode())
     assert refused.value.param == name
-    assert parse(Kind.CHAT, json.dumps({"model": "m", name: None}).encode()).model == "m"
+    assert parse(EndpointKind.CHAT, json.dumps({"model": "m", name: None}).encode()).model == "m"
 
 
 @pytest.mark.parametrize(("said", "bound"), [("7", 7), ("0", 0), ("-1", None), ("-1000000000", None), ("null", None)])
 def test_a_bound_below_zero_is_no_bound(said: str, bound: int | None) -> None:
-    assert parse(Kind.CHAT, f'{{"max_tokens": {said}}}'.encode()).max_new_tokens == bound
+    assert parse(EndpointKind.CHAT, f'{{"max_tokens": {said}}}'.encode()).max_new_tokens == bound
 
 
 def test_an_escaped_name_is_the_same_name() -> None:
     with pytest.raises(InvalidRequest, match="kv_transfer_params"):
-        parse(Kind.CHAT, b'{"kv_transfer_p\\u0061rams": {"do_remote_decode": true}}')
+        parse(EndpointKind.CHAT, b'{"kv_transfer_p\\u0061rams": {"do_remote_decode": true}}')
 
 
 def test_an_internal_field_that_is_null_is_replaced_not_doubled() -> None:
-    envelope = parse(Kind.CHAT, b'{"model":"m","resume":null}')
+    envelope = parse(EndpointKind.CHAT, b'{"model":"m","resume":null}')
     assert edit(envelope, {"resume": b'{"a":1}'}) == b'{"model":"m","resume":{"a":1}}'
 
 
@@ -77,27 +77,27 @@ def test_an_internal_field_that_is_null_is_replaced_not_doubled() -> None:
 )
 def test_a_body_that_is_wrong_is_refused_with_the_field(body: bytes, param: str | None) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        parse(Kind.CHAT, body)
+        parse(EndpointKind.CHAT, body)
     assert refused.value.param == param
 
 
 @pytest.mark.parametrize(
     ("kind", "body", "num_choices"),
     [
-        (Kind.CHAT, b'{"n":3}', 3),
-        (Kind.CHAT, b"{}", 1),
-        (Kind.COMPLETIONS, b'{"prompt":"a","n":2}', 2),
-        (Kind.COMPLETIONS, b'{"prompt":["a","b"],"n":2}', 4),
-        (Kind.COMPLETIONS, b'{"prompt":[[1,2],[3]]}', 2),
-        (Kind.COMPLETIONS, b'{"prompt":[1,2,3]}', 1),
-        (Kind.RESPONSES, b'{"input":["a","b"]}', 1),
+        (EndpointKind.CHAT, b'{"n":3}', 3),
+        (EndpointKind.CHAT, b"{}", 1),
+        (EndpointKind.COMPLETIONS, b'{"prompt":"a","n":2}', 2),
+        (EndpointKind.COMPLETIONS, b'{"prompt":["a","b"],"n":2}', 4),
+        (EndpointKind.COMPLETIONS, b'{"prompt":[[1,2],[3]]}', 2),
+        (EndpointKind.COMPLETIONS, b'{"prompt":[1,2,3]}', 1),
+        (EndpointKind.RESPONSES, b'{"input":["a","b"]}', 1),
     ],
 )
-def test_how_many_choices_an_answer_will_have(kind: Kind, body: bytes, num_choices: int) -> None:
+def test_how_many_choices_an_answer_will_have(kind: EndpointKind, body: bytes, num_choices: int) -> None:
     assert parse(kind, body).num_choices == num_choices
 
 
 def test_names_of_our_own_in_a_clients_body_change_nothing() -> None:
-    envelope = parse(Kind.CHAT, b'{"raw":1,"kind":"x","model":"m"}')
-    assert envelope.kind is Kind.CHAT
+    envelope = parse(EndpointKind.CHAT, b'{"raw":1,"kind":"x","model":"m"}')
+    assert envelope.kind is EndpointKind.CHAT
     assert envelope.raw == b'{"raw":1,"kind":"x","model":"m"}'

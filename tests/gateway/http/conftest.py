@@ -1,4 +1,4 @@
-"""Every test of this folder that asks for `run` runs on asyncio's own loop and on uvloop."""
+"""Tests that use the fixture `run` run on asyncio's own event loop and on uvloop."""
 
 from __future__ import annotations
 

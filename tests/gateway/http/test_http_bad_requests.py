@@ -1,4 +1,4 @@
-"""Nothing that is not plainly HTTP/1.1 reaches a handler: each is refused with a reason, closed, and told of once."""
+"""Invalid HTTP never reaches a handler: it is refused with a reason, the connection is closed, and it is reported once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from waiting import until
 from wire import GET, Run, ask, peer, serving
 
-from stoker.gateway.http import Request, ServerLimits
+from stoker.gateway.http import HttpRequest, ServerLimits
 
 LINE = b"POST /x HTTP/1.1\r\nHost: a\r\n"
 HOST = b"\r\nHost: a\r\n\r\n"
@@ -21,7 +21,7 @@ def lengths(*lines: bytes) -> bytes:
 
 
 BAD: dict[str, tuple[int, bytes]] = {
-    # lengths that two servers could read in two ways
+    # lengths that two servers could read differently
     "length and chunked": (400, lengths(b"Content-Length: 5", b"Transfer-Encoding: chunked")),
     "chunked and length": (400, lengths(b"Transfer-Encoding: chunked", b"Content-Length: 5")),
     "xchunked": (501, lengths(b"Transfer-Encoding: xchunked")),
@@ -137,9 +137,9 @@ BAD: dict[str, tuple[int, bytes]] = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_requests_are_refused_and_reach_no_handler(run: Run, name: str) -> None:
     status, sent = BAD[name]
-    reached: list[Request] = []
+    reached: list[HttpRequest] = []
 
-    async def handler(request: Request) -> None:
+    async def handler(request: HttpRequest) -> None:
         reached.append(request)
 
     async def main() -> None:
@@ -188,7 +188,7 @@ def test_a_body_that_is_too_large_is_refused_without_reading_it(run: Run) -> Non
             for _ in range(64):
                 client.send(piece)
             assert (await client.answer())[0] == 413
-            # Some of it is read and dropped so that the answer gets through; by far most is not.
+            # A part is read and dropped, so that the error reaches the client; most of it is not read.
             await until(lambda: all(one._read_paused for one in server._connections))
             assert client.writer.transport.get_write_buffer_size() > 40 << 20
             await until(lambda: server.num_connections == 0)

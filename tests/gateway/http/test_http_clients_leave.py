@@ -1,4 +1,4 @@
-"""Clients that leave, stall, or read slowly: the handler hears of it once, and nothing grows."""
+"""Clients that disconnect, stall, or read slowly: the handler is notified once, and memory stays bounded."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import pytest
 from waiting import LONG_S, settled, until
 from wire import GET, Run, peer, serving
 
-from stoker.gateway.http import Request, ServerLimits
+from stoker.gateway.http import HttpRequest, ServerLimits
 
 
 class Watched:
-    """A handler that waits in a given phase and counts what it is told."""
+    """A handler that waits in a given phase and counts its notifications."""
 
     def __init__(self, phase: str) -> None:
         self.phase = phase
         self.num_gone = 0
-        self.requests: list[Request] = []
+        self.requests: list[HttpRequest] = []
 
-    async def __call__(self, request: Request) -> None:
+    async def __call__(self, request: HttpRequest) -> None:
         self.requests.append(request)
         left = asyncio.Event()
 
@@ -46,7 +46,7 @@ class Watched:
 
 @pytest.mark.parametrize("phase", ["queued", "started", "streaming"])
 @pytest.mark.parametrize("how", ["close", "half-close", "reset"])
-def test_a_client_that_leaves_is_gone_once(run: Run, phase: str, how: str) -> None:
+def test_a_disconnect_is_reported_once(run: Run, phase: str, how: str) -> None:
     async def main() -> None:
         watched = Watched(phase)
         async with serving(watched) as (server, bad), peer(server.port) as client:
@@ -75,7 +75,7 @@ def test_a_client_that_leaves_is_gone_once(run: Run, phase: str, how: str) -> No
     [b"", b"GET /x HT", b"POST /x HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\nabc"],
     ids=["idle", "head", "body"],
 )
-def test_a_client_that_leaves_before_its_request_is_whole_reaches_nobody(run: Run, sent: bytes) -> None:
+def test_a_client_that_disconnects_before_its_request_is_complete_reaches_no_handler(run: Run, sent: bytes) -> None:
     async def main() -> None:
         watched = Watched("queued")
         async with serving(watched) as (server, bad):
@@ -83,20 +83,20 @@ def test_a_client_that_leaves_before_its_request_is_whole_reaches_nobody(run: Ru
                 client.send(sent)
                 await until(lambda: server.num_connections == 1)
                 (connection,) = server._connections
-                await until(lambda: connection.idle != bool(sent))  # it has seen what came
+                await until(lambda: connection.idle != bool(sent))  # it has read the input
             await until(lambda: server.num_connections == 0)
             assert (watched.requests, bad) == ([], [])
 
     run(main())
 
 
-def test_nobody_is_gone_after_the_answer_was_finished(run: Run) -> None:
+def test_a_disconnect_after_the_response_is_not_reported(run: Run) -> None:
     calls = []
 
     async def main() -> None:
         left = asyncio.Event()
 
-        async def handler(request: Request) -> None:
+        async def handler(request: HttpRequest) -> None:
             request.on_gone = lambda: calls.append("gone")
             request.respond(200, [], b"")
             await left.wait()
@@ -119,7 +119,7 @@ def test_abort_cuts_the_connection_and_does_not_call_on_gone(run: Run) -> None:
     async def main() -> None:
         arrived = asyncio.Event()
 
-        async def handler(request: Request) -> None:
+        async def handler(request: HttpRequest) -> None:
             request.on_gone = lambda: calls.append("gone")
             request.start(200, [])
             request.write(b"x")
@@ -143,7 +143,7 @@ def test_a_slow_reader_pauses_the_writer_and_memory_stays_bounded(run: Run) -> N
     seen: list[str] = []
     most = 0
 
-    async def handler(request: Request) -> None:
+    async def handler(request: HttpRequest) -> None:
         nonlocal most
         go = asyncio.Event()
         go.set()
@@ -182,7 +182,7 @@ def test_a_stalled_reader_is_cut(run: Run) -> None:
     async def main() -> None:
         gone = asyncio.Event()
 
-        async def handler(request: Request) -> None:
+        async def handler(request: HttpRequest) -> None:
             request.on_gone = gone.set
             request.start(200, [])
             while not request.paused:
@@ -200,7 +200,7 @@ def test_a_stalled_reader_is_cut(run: Run) -> None:
 
 
 def test_a_stalled_reader_of_a_finished_answer_is_cut_too(run: Run) -> None:
-    async def handler(request: Request) -> None:
+    async def handler(request: HttpRequest) -> None:
         request.respond(200, [], b"x" * (64 << 20))
 
     async def main() -> None:
@@ -220,7 +220,7 @@ POST = b"POST /x HTTP/1.1\r\nhost: a\r\ncontent-length: 99999\r\n\r\n"
     ("limits", "first", "then", "what"),
     [
         (ServerLimits(head_s=0.2), b"GET /x", b"a", "head"),
-        (ServerLimits(body_idle_s=0.2), POST, b"", "nothing came"),
+        (ServerLimits(body_idle_s=0.2), POST, b"", "no byte of the request body"),
         (ServerLimits(body_s=0.2), POST, b"a", "body was not"),
     ],
     ids=["head", "idle body", "body"],
@@ -259,7 +259,7 @@ def test_idle_connections_are_closed_but_not_early(run: Run) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"GET /x HTTP/1.1\r\n", POST, b""], ids=["head", "body", "idle"])
-def test_a_time_in_which_the_server_itself_stood_still_is_held_against_nobody(run: Run, sent: bytes) -> None:
+def test_time_in_which_the_server_was_stopped_does_not_count_against_clients(run: Run, sent: bytes) -> None:
     async def main() -> None:
         limits = ServerLimits(head_s=0.2, body_idle_s=0.2, body_s=0.2, keepalive_s=0.2)
         async with serving(limits=limits) as (server, bad), peer(server.port) as client:
@@ -267,7 +267,7 @@ def test_a_time_in_which_the_server_itself_stood_still_is_held_against_nobody(ru
             await until(lambda: server.num_connections == 1)
             (connection,) = server._connections
             await until(lambda: connection.idle != bool(sent))
-            time.sleep(0.6)  # noqa: ASYNC251 - the whole process stands still
+            time.sleep(0.6)  # noqa: ASYNC251 - stops the whole process
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             assert (server.num_connections, bad) == (1, [])

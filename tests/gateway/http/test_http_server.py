@@ -1,4 +1,4 @@
-"""The server's good paths: what HTTP/1.1 clients do, and what a handler can rely on."""
+"""The HTTP server with valid requests: what HTTP/1.1 clients do, and what a handler can rely on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from waiting import LONG_S, settled, until
 from wire import GET, Run, ask, echo, peer, serving
 
-from stoker.gateway.http import Request, ServerLimits, header_block
+from stoker.gateway.http import HttpRequest, ServerLimits, header_block
 
 POST = b"POST /v1/x?q=1&r=%20 HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\n\r\nhello"
 
@@ -31,7 +31,7 @@ def test_one_connection_serves_many_requests(run: Run) -> None:
 def test_pipelined_requests_are_served_one_after_the_other(run: Run) -> None:
     at_once = 0
 
-    async def slow(request: Request) -> None:
+    async def slow(request: HttpRequest) -> None:
         nonlocal at_once
         at_once += 1
         assert at_once == 1
@@ -54,7 +54,7 @@ def test_a_flood_of_pipelined_requests_is_not_read_ahead(run: Run) -> None:
     async def main() -> None:
         gate = asyncio.Event()
 
-        async def gated(request: Request) -> None:
+        async def gated(request: HttpRequest) -> None:
             await gate.wait()
             await echo(request)
 
@@ -63,7 +63,7 @@ def test_a_flood_of_pipelined_requests_is_not_read_ahead(run: Run) -> None:
             client.send(flood * 300)
             waiting = await settled(client.writer.transport.get_write_buffer_size)
             gate.set()
-            # What is not read stays with the client and in the kernel.
+            # Unread bytes stay in the client and in the kernel.
             assert waiting > 10 << 20
             for _ in range(300):
                 assert len((await client.answer())[2]) == 100_009
@@ -89,7 +89,7 @@ def test_expect_100_continue(run: Run) -> None:
             assert (await client.answer())[0] == 100
             client.send(b"ok")
             assert (await client.answer())[2] == b"POST|/e||ok"
-            # Who does not wait is not told to go on.
+            # A client that does not wait gets no 100 Continue.
             client.send(b"POST /e HTTP/1.1\r\nhost: a\r\nExpect: 100-continue\r\ncontent-length: 2\r\n\r\nok")
             assert (await client.answer())[2] == b"POST|/e||ok"
             client.send(b"POST /e HTTP/1.1\r\nhost: a\r\nExpect: 200-maybe\r\ncontent-length: 2\r\n\r\nok")
@@ -100,7 +100,7 @@ def test_expect_100_continue(run: Run) -> None:
 
 
 def test_http_1_0(run: Run) -> None:
-    async def stream(request: Request) -> None:
+    async def stream(request: HttpRequest) -> None:
         request.start(200, [])
         request.write(b"one ")
         request.write(b"two")
@@ -136,7 +136,7 @@ def test_connection_close_is_honoured(run: Run) -> None:
 
 
 def test_head_and_bodiless_answers(run: Run) -> None:
-    async def handler(request: Request) -> None:
+    async def handler(request: HttpRequest) -> None:
         if request.path == b"/stream":
             request.start(200, [])
             request.write(b"unseen")
@@ -183,7 +183,7 @@ def test_big_bodies_both_ways(run: Run) -> None:
 
 
 def test_streaming_answers_are_chunked_and_empty_writes_do_not_end_them(run: Run) -> None:
-    async def handler(request: Request) -> None:
+    async def handler(request: HttpRequest) -> None:
         request.start(201, header_block([(b"content-type", b"text/event-stream")]))
         for piece in (b"data: 1\n\n", b"", b"data: 2\n\n"):
             request.write(piece)
@@ -211,7 +211,7 @@ def test_a_header_with_a_line_break_is_never_written() -> None:
 
 
 def test_a_failing_handler_is_a_500_or_a_cut_and_is_logged_once(run: Run, caplog: pytest.LogCaptureFixture) -> None:
-    async def handler(request: Request) -> None:
+    async def handler(request: HttpRequest) -> None:
         if request.path == b"/late":
             request.start(200, [])
             request.write(b"x")
@@ -262,7 +262,7 @@ def test_close_lets_running_exchanges_end_and_idle_ones_go(run: Run) -> None:
     async def main() -> None:
         gate = asyncio.Event()
 
-        async def handler(request: Request) -> None:
+        async def handler(request: HttpRequest) -> None:
             if request.path == b"/wait":
                 await gate.wait()
             await echo(request)
@@ -289,7 +289,7 @@ def test_close_cuts_what_does_not_end_in_time(run: Run) -> None:
     ended = []
 
     async def main() -> None:
-        async def handler(request: Request) -> None:
+        async def handler(request: HttpRequest) -> None:
             gone = asyncio.Event()
             request.on_gone = gone.set
             try:

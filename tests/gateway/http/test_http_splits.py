@@ -1,4 +1,4 @@
-"""However a stream is cut into pieces, it means the same; and what we accept, another parser reads as we do."""
+"""Splitting a stream anywhere does not change its meaning, and another parser reads accepted streams the same way."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import pytest
 from waiting import until
 from wire import Bad
 
-from stoker.gateway.http import BadMessage, Request, Server, ServerLimits
-from stoker.gateway.http.answer import Answer, WorkerConnection
+from stoker.gateway.http import BadMessage, HttpRequest, Server, ServerLimits
 from stoker.gateway.http.chunked import ChunkedReader
-from stoker.gateway.http.connection import Connection
+from stoker.gateway.http.client_connection import ClientConnection
 from stoker.gateway.http.head import CHUNKED, HeadParser
 from stoker.gateway.http.limits import ClientLimits
+from stoker.gateway.http.worker_response import WorkerConnection, WorkerResponse
 
 SEED = random.SystemRandom().randrange(1 << 32)
 
 
 class Wire(asyncio.Transport):
-    """A transport that keeps what is written."""
+    """A transport that records what is written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Wire(asyncio.Transport):
 
 
 def pieces_of(stream: bytes, rng: random.Random) -> list[bytes]:
-    """Cut anywhere; sometimes into single bytes, sometimes hardly at all."""
+    """Split at random places: sometimes into single bytes, sometimes hardly at all."""
     style = rng.choice([1, 2, 7, 50, 1000])
     out = []
     at = 0
@@ -106,10 +106,10 @@ def mutate(stream: bytes, rng: random.Random) -> bytes:
 
 
 async def served(pieces: list[bytes]) -> tuple[list[tuple[Any, ...]], list[str], bytes]:
-    """What the server understood of a stream that came in these pieces."""
+    """What the server parsed from a stream that arrived in these pieces."""
     seen: list[tuple[Any, ...]] = []
 
-    async def handler(request: Request) -> None:
+    async def handler(request: HttpRequest) -> None:
         seen.append((request.method, request.path, request.query, tuple(request.headers), request.body))
         request.respond(200, [], b"%d" % len(seen))
 
@@ -118,7 +118,7 @@ async def served(pieces: list[bytes]) -> tuple[list[tuple[Any, ...]], list[str],
     server = Server(handler, ServerLimits(max_head_bytes=2000, max_body_bytes=5000), on_bad=bad)
     server.loop = asyncio.get_running_loop()
     wire = Wire()
-    connection = Connection(server)
+    connection = ClientConnection(server)
     connection.connection_made(wire)
     for piece in pieces:
         connection.data_received(piece)
@@ -145,7 +145,7 @@ def test_requests_mean_the_same_however_they_are_split() -> None:
             for _ in range(3):
                 parts = pieces_of(stream, rng)
                 got = await served(parts)
-                # A broken head may be refused for another reason once more of it is there, but is refused.
+                # With more bytes, an invalid head may be refused for another reason, but it is refused.
                 assert got[0] == whole[0], (SEED, stream, parts)
                 assert bool(got[1]) == bool(whole[1]), (SEED, stream, parts)
 
@@ -174,7 +174,7 @@ async def answered(pieces: list[bytes]) -> tuple[Any, ...]:
     connection.connection_lost(None)
     try:
         answer = await waiter
-        assert isinstance(answer, Answer)
+        assert isinstance(answer, WorkerResponse)
         return answer.status, answer.headers, await answer.read(1 << 20), owner.released
     except Exception as lost:
         return (type(lost),)
@@ -236,7 +236,7 @@ class Oracle:
 
 
 def test_whatever_we_accept_httptools_reads_as_we_do() -> None:
-    """Two parsers that disagree about one stream are how requests are smuggled."""
+    """Request smuggling needs two parsers that disagree about one stream."""
     print("seed", SEED)
     rng = random.Random(SEED)
     heads = HeadParser(100)
@@ -268,7 +268,7 @@ def test_whatever_we_accept_httptools_reads_as_we_do() -> None:
         try:
             oracle.parser.feed_data(stream[: len(stream) - len(rest)])
         except httptools.HttpParserError:
-            # Stricter than we are in a few things that change nothing, such as characters of header values.
+            # httptools is stricter in a few harmless points, such as characters of header values.
             if not broken:
                 raise
             continue
@@ -279,13 +279,13 @@ def test_whatever_we_accept_httptools_reads_as_we_do() -> None:
         assert oracle.url == head.path + (b"?" + head.query if b"?" in oracle.url else b""), (SEED, stream)
         assert oracle.body == body, (SEED, stream)
         seen = [(name, value.rstrip(b" \t")) for name, value in oracle.headers if name != b"content-length"]
-        assert seen[: len(head.headers)] == head.headers, (SEED, stream)  # what is left are trailers
+        assert seen[: len(head.headers)] == head.headers, (SEED, stream)  # the rest are trailers
         assert bool(oracle.parser.should_keep_alive()) == head.keep_alive, (SEED, stream)
     assert num_accepted > 1000
     assert num_broken_accepted > 100
 
 
-def test_the_whole_chunk_shortcut_agrees_with_the_long_way() -> None:
+def test_the_whole_chunk_fast_path_agrees_with_the_slow_path() -> None:
     rng = random.Random(SEED)
     for _ in range(2000):
         size = rng.choice([1, 2, 15, 16, 255, 4096])
@@ -323,8 +323,8 @@ def test_nonsense_raises_nothing_but_bad_message() -> None:
             heads.request(data)
 
 
-def test_a_head_that_is_known_whole_lets_no_other_pass() -> None:
-    """Heads are remembered without the digits of their length: what differs in anything else is read anew."""
+def test_a_cached_head_does_not_accept_other_heads() -> None:
+    """Heads are cached without the digits of their length; a head that differs in anything else is parsed again."""
     heads = HeadParser(10)
     good = b"POST /x HTTP/1.1\r\nHost: h\r\nContent-Length: 5\r\nX-A: b"
     first, _ = heads.request(good)

@@ -1,4 +1,4 @@
-"""TLS on both sides: our server, our client, and peers that are not what they should be."""
+"""TLS in the server and the client, and peers with wrong certificates or without TLS."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from waiting import LONG_S
 from wire import Bad, Peer, Run, echo
 
-from stoker.gateway.http import ClientLimits, Origin, Pool, Request, Server, ServerLimits, Unreachable
+from stoker.gateway.http import ClientLimits, ConnectionPool, HttpRequest, Origin, Server, ServerLimits, Unreachable
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
 
@@ -31,7 +31,7 @@ def contexts(tmp_path_factory: pytest.TempPathFactory) -> tuple[ssl.SSLContext, 
 
 
 def test_tls_end_to_end(run: Run, contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
-    async def stream(request: Request) -> None:
+    async def stream(request: HttpRequest) -> None:
         if request.path != b"/stream":
             await echo(request)
             return
@@ -44,7 +44,7 @@ def test_tls_end_to_end(run: Run, contexts: tuple[ssl.SSLContext, ssl.SSLContext
     async def main() -> None:
         server = Server(stream, ServerLimits(), on_bad=Bad())
         await server.listen("127.0.0.1", 0, ssl=contexts[0])
-        pool = Pool(Origin.from_url(f"https://127.0.0.1:{server.port}", contexts[1]), ClientLimits())
+        pool = ConnectionPool(Origin.from_url(f"https://127.0.0.1:{server.port}", contexts[1]), ClientLimits())
         for _ in range(2):
             answer = await pool.send(b"POST", b"/t", [], b"x" * 1_000_000, connect_s=LONG_S, head_s=LONG_S)
             assert await answer.read(2_000_000) == b"POST|/t||" + b"x" * 1_000_000
@@ -76,14 +76,14 @@ def test_strangers_are_unreachable(run: Run, contexts: tuple[ssl.SSLContext, ssl
     async def main() -> None:
         server = Server(echo, ServerLimits(), on_bad=Bad())
         await server.listen("127.0.0.1", 0, ssl=contexts[0])
-        untrusting = Pool(Origin.from_url(f"https://127.0.0.1:{server.port}"), ClientLimits())
+        untrusting = ConnectionPool(Origin.from_url(f"https://127.0.0.1:{server.port}"), ClientLimits())
         with pytest.raises(Unreachable, match="CERTIFICATE_VERIFY_FAILED"):
             await untrusting.send(b"GET", b"/", [], b"", connect_s=LONG_S, head_s=LONG_S)
         await server.close(0)
 
         plain = Server(echo, ServerLimits(), on_bad=Bad())
         await plain.listen("127.0.0.1", 0)
-        pool = Pool(Origin.from_url(f"https://127.0.0.1:{plain.port}", contexts[1]), ClientLimits())
+        pool = ConnectionPool(Origin.from_url(f"https://127.0.0.1:{plain.port}", contexts[1]), ClientLimits())
         with pytest.raises(Unreachable):
             await pool.send(b"GET", b"/", [], b"", connect_s=LONG_S, head_s=LONG_S)
         assert pool.num_open == 0

@@ -1,4 +1,4 @@
-"""Raw sockets for tests: peers that send any bytes, in any pieces, and see exactly what comes back."""
+"""Raw sockets for tests: peers that send any bytes in any pieces and see exactly what is sent back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from waiting import LONG_S, until
 
-from stoker.gateway.http import ClientLimits, Origin, Pool, Request, Server, ServerLimits
+from stoker.gateway.http import ClientLimits, ConnectionPool, HttpRequest, Origin, Server, ServerLimits, WorkerResponse
 
 Run = Callable[[Coroutine[Any, Any, None]], None]  # the fixture `run`: runs a test on each event loop
 
@@ -17,22 +17,22 @@ GET = b"GET /x HTTP/1.1\r\nhost: a\r\n\r\n"
 
 
 class Bad(list[str]):
-    """Collects what `on_bad` was told."""
+    """Collects the calls of `on_bad`."""
 
     def __call__(self, peer: str, reason: str) -> None:
         assert peer == "127.0.0.1"
         self.append(reason)
 
 
-async def echo(request: Request) -> None:
-    """Answers with what was understood of the request."""
+async def echo(request: HttpRequest) -> None:
+    """Answers with what was parsed from the request."""
     seen = b"%b|%b|%b|%b" % (request.method, request.path, request.query, request.body)
     request.respond(200, [(b"x-count", b"%d" % len(request.headers))], seen)
 
 
 @contextlib.asynccontextmanager
 async def serving(
-    handler: Callable[[Request], Awaitable[None]] = echo, limits: ServerLimits | None = None
+    handler: Callable[[HttpRequest], Awaitable[None]] = echo, limits: ServerLimits | None = None
 ) -> AsyncIterator[tuple[Server, Bad]]:
     bad = Bad()
     server = Server(handler, limits or ServerLimits(), on_bad=bad)
@@ -57,7 +57,7 @@ class Peer:
         cast(asyncio.Transport, self.writer.transport).pause_reading()
 
     async def answer(self, *, to_head: bool = False) -> tuple[int, dict[bytes, bytes], bytes]:
-        """One whole answer, read independently of the code under test."""
+        """Read one whole response, independently of the code under test."""
         async with asyncio.timeout(LONG_S):
             lines = (await self.reader.readuntil(b"\r\n\r\n"))[:-4].split(b"\r\n")
             status = int(lines[0].split(b" ")[1])
@@ -76,7 +76,7 @@ class Peer:
             return status, headers, await self.reader.read()
 
     async def closed(self) -> bool:
-        """The server closes, and says nothing more before that."""
+        """Check that the server closes without sending anything more."""
         async with asyncio.timeout(LONG_S):
             try:
                 return await self.reader.read() == b""
@@ -108,7 +108,7 @@ Play = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 class FakeWorker:
-    """A server that does what its script says with each connection."""
+    """A server that runs a script for each connection."""
 
     def __init__(self, play: Play) -> None:
         self.num_connections = 0
@@ -137,10 +137,10 @@ class FakeWorker:
         return head
 
     @contextlib.asynccontextmanager
-    async def up(self, limits: ClientLimits | None = None) -> AsyncIterator[Pool]:
+    async def up(self, limits: ClientLimits | None = None) -> AsyncIterator[ConnectionPool]:
         server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        pool = Pool(Origin.from_url(f"http://127.0.0.1:{port}"), limits or ClientLimits())
+        pool = ConnectionPool(Origin.from_url(f"http://127.0.0.1:{port}"), limits or ClientLimits())
         try:
             yield pool
         finally:
@@ -167,3 +167,15 @@ def worker_saying(*answers: bytes, then_close: bool = False) -> FakeWorker:
 
     worker = FakeWorker(play)
     return worker
+
+
+async def get(
+    pool: ConnectionPool, method: bytes = b"GET", head_s: float | None = LONG_S, body: bytes = b""
+) -> WorkerResponse:
+    """Send a request to the worker under test."""
+    return await pool.send(method, b"/p", [(b"x-h", b"1")], body, connect_s=LONG_S, head_s=head_s)
+
+
+async def text(pool: ConnectionPool, method: bytes = b"GET") -> bytes:
+    """Send a request and return the whole response body."""
+    return await (await get(pool, method)).read(1 << 20)

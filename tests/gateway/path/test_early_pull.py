@@ -1,4 +1,4 @@
-"""Decode is told of a hand-off before prefill has computed it, where that is of use; and nothing hangs on it."""
+"""Early-pull hints: decode gets one before prefill has ended, where that helps, and no request depends on it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from world import World
 
 from stoker.base.ids import WorkerId
 from stoker.fleet.spec import Role
-from stoker.gateway.http import Request
-from stoker.gateway.path.handoff_notes import HandoffNotes
+from stoker.gateway.http import HttpRequest
+from stoker.gateway.path.handoff_hints import HandoffHints
 from stoker.proto.messages import WorkerInfo
 
 BODY: dict[str, Any] = {"model": "m", "messages": [], "stream": True, "seed": 42, "max_tokens": 8}
@@ -31,14 +31,14 @@ def info(name: str, **more: Any) -> WorkerInfo:
 
 @dataclass
 class Hinted:
-    """A decode worker with its hints aside."""
+    """A decode worker that records its hints separately."""
 
     fake: FakeStoker = field(default_factory=FakeStoker)
     hints: list[Any] = field(default_factory=list)
     secrets: list[bytes | None] = field(default_factory=list)
     hangs: bool = False
 
-    async def __call__(self, worker: MockWorker, request: Request) -> None:
+    async def __call__(self, worker: MockWorker, request: HttpRequest) -> None:
         if request.path != b"/stoker/prefetch":
             await self.fake(worker, request)
             return
@@ -53,15 +53,15 @@ KEEPS = {"engine_id": "e1", "kv_address": "[::1]:7000"}
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_decode_is_told_where_the_blocks_will_be(hangs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stoker.gateway.path.handoff_notes._ANSWER_S", 2 * LONG_S)
+def test_decode_gets_a_hint_where_the_blocks_will_be(hangs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stoker.gateway.path.handoff_hints._ANSWER_S", 2 * LONG_S)
 
     async def main() -> None:
         infos = {"p": info("p", **KEEPS), "d": info("d")}
-        async with World(prompt_tokens=5000, notes=HandoffNotes(infos.get, "sesame")) as world:
+        async with World(prompt_tokens=5000, hints=HandoffHints(infos.get, "sesame")) as world:
             decode = Hinted(hangs=hangs)
 
-            async def prefill(worker: MockWorker, request: Request) -> None:
+            async def prefill(worker: MockWorker, request: HttpRequest) -> None:
                 await until(lambda: bool(decode.hints))
                 await FakeStoker()(worker, request)
 
@@ -104,7 +104,7 @@ def test_decode_is_told_where_the_blocks_will_be(hangs: bool, monkeypatch: pytes
 def test_no_hint_that_would_be_of_no_use(prompt_tokens: int, prefill: dict[str, Any], decode: dict[str, Any]) -> None:
     async def main() -> None:
         infos = {"p": info("p", **prefill), "d": info("d", **decode)}
-        async with World(prompt_tokens=prompt_tokens, notes=HandoffNotes(infos.get)) as world:
+        async with World(prompt_tokens=prompt_tokens, hints=HandoffHints(infos.get)) as world:
             p = await world.add("p", FakeStoker(), role=Role.PREFILL, dialect="stoker")
             hinted = Hinted()
             await world.add("d", hinted, role=Role.DECODE, dialect="stoker")

@@ -1,4 +1,4 @@
-"""KV that a prefill worker keeps and that no decode worker will come for is given back, whatever went wrong in between."""
+"""A prefill worker's lease is released if no decode worker will pull its KV, whatever went wrong in between."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from world import PATIENT, World
 
 from stoker.fleet.spec import Role
 from stoker.gateway.config import ProxySettings
-from stoker.gateway.http import Request
-from stoker.gateway.path.handoff_notes import HandoffNotes
+from stoker.gateway.http import HttpRequest
+from stoker.gateway.path.handoff_hints import HandoffHints
 
 
 @dataclass
 class Keeper:
-    """A prefill worker with what was given back to it aside. `hangs`: its ticket was sent, and it does not come to an end."""
+    """A prefill worker that records released leases separately. `hangs`: it sends its ticket and does not end the response."""
 
     hangs: bool = False
     leases: list[str] = field(default_factory=list)
     given_back: list[Any] = field(default_factory=list)
     secrets: list[bytes | None] = field(default_factory=list)
 
-    async def __call__(self, worker: MockWorker, request: Request) -> None:
+    async def __call__(self, worker: MockWorker, request: HttpRequest) -> None:
         body = json.loads(request.body)
         if request.path == b"/stoker/release":
             self.given_back.append(body)
@@ -52,14 +52,14 @@ class Keeper:
         return [{"transfer_id": lease, "num_choices": 1} for lease in self.leases]
 
 
-Script = Callable[[MockWorker, Request], Any]
+Script = Callable[[MockWorker, HttpRequest], Any]
 
 
 async def run(keeper: Keeper, decode: Script, ask: Callable[[World], Any], retries: int = 0) -> None:
     infos = {"p": info("p", **KEEPS), "d": info("d")}
     settings = ProxySettings(connect_s=PATIENT.connect_s, retries=retries)
-    notes = HandoffNotes(infos.get, "sesame")
-    async with World(prompt_tokens=500, proxy=settings, resume_grace_s=0.0, notes=notes) as world:
+    hints = HandoffHints(infos.get, "sesame")
+    async with World(prompt_tokens=500, proxy=settings, resume_grace_s=0.0, hints=hints) as world:
         await world.add("p", keeper, role=Role.PREFILL, dialect="stoker")
         await world.add("d", decode, role=Role.DECODE, dialect="stoker")
         await ask(world)
@@ -81,13 +81,13 @@ def leaves_after(condition: Callable[[], bool]) -> Callable[[World], Any]:
     return ask
 
 
-async def dies(worker: MockWorker, request: Request) -> None:
+async def dies(worker: MockWorker, request: HttpRequest) -> None:
     request.abort()
 
 
 @pytest.mark.parametrize("status", [400, 429, 500, 503])
 def test_decode_refuses(status: int) -> None:
-    async def refuses(worker: MockWorker, request: Request) -> None:
+    async def refuses(worker: MockWorker, request: HttpRequest) -> None:
         request.respond(status, JSON, b'{"error": {"message": "no"}}')
 
     keeper = Keeper()
@@ -101,10 +101,10 @@ def test_decode_is_lost_before_it_answers() -> None:
     assert keeper.leases
 
 
-def test_the_client_leaves_while_decode_has_not_answered() -> None:
+def test_the_client_disconnects_before_decode_has_answered() -> None:
     asked: list[bytes] = []
 
-    async def hangs(worker: MockWorker, request: Request) -> None:
+    async def hangs(worker: MockWorker, request: HttpRequest) -> None:
         asked.append(request.body)
         await asyncio.sleep(2 * LONG_S)
 
@@ -113,18 +113,18 @@ def test_the_client_leaves_while_decode_has_not_answered() -> None:
     assert keeper.leases
 
 
-def test_the_client_leaves_before_prefill_has_ended() -> None:
-    """Its lease may be there already, and its ticket on the way."""
+def test_the_client_disconnects_before_prefill_has_ended() -> None:
+    """The lease may exist already, with its ticket on the way."""
     keeper = Keeper(hangs=True)
     asyncio.run(run(keeper, FakeStoker(), leaves_after(lambda: bool(keeper.leases))))
     assert keeper.leases
 
 
-def test_what_decode_answered_to_is_its_own_to_give_back() -> None:
+def test_after_decode_has_answered_the_gateway_releases_nothing() -> None:
     async def main() -> None:
         keeper = Keeper()
         infos = {"p": info("p", **KEEPS), "d": info("d")}
-        async with World(prompt_tokens=500, notes=HandoffNotes(infos.get)) as world:
+        async with World(prompt_tokens=500, hints=HandoffHints(infos.get)) as world:
             await world.add("p", keeper, role=Role.PREFILL, dialect="stoker")
             await world.add("d", FakeStoker(), role=Role.DECODE, dialect="stoker")
             for body in (BODY, BODY | {"stream": False}, BODY | {"max_tokens": 1}):

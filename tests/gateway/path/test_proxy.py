@@ -1,9 +1,8 @@
-"""The request path with plain workers: bytes through, retries before the first byte, clean errors, one row for each request."""
+"""The request path with plain workers: bytes pass unchanged, usage is metered, one row per request."""
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import hashlib
 import json
 from dataclasses import replace
@@ -16,14 +15,14 @@ from world import NOTHING, PATIENT, World
 
 from stoker.base.ids import WorkerId
 from stoker.gateway.config import KeySettings
-from stoker.gateway.http import Request, Server, ServerLimits
+from stoker.gateway.http import HttpRequest, Server, ServerLimits
 
 CHAT = b'{"model": "m",  "messages": [{"role": "user", "content": "hi"}]}'
 STREAM = b'{"model": "m", "stream": true, "messages": [{"role": "user", "content": "hi"}]}'
 ANSWER = json.dumps({"id": "c", "choices": [], "usage": usage(10, 4, 2)}).encode()
 
 
-def test_a_whole_answer_passes_both_ways_as_it_is() -> None:
+def test_an_unstreamed_request_and_answer_pass_unchanged() -> None:
     async def main() -> None:
         async with World() as world:
             worker = await world.add("a", answers(ANSWER, headers=[(b"x-model", b"m1"), (b"x-stoker-inside", b"1")]))
@@ -76,7 +75,7 @@ def test_a_stream_passes_event_by_event_and_its_usage_is_metered_unseen() -> Non
         async with World() as world:
             pieces: list[bytes] = []
 
-            async def script(worker: MockWorker, request: Request) -> None:
+            async def script(worker: MockWorker, request: HttpRequest) -> None:
                 request.start(200, SSE)
                 for number, piece in enumerate([chunk("a"), chunk("b"), usage_chunk(10, 4, 2) + DONE], 1):
                     request.write(piece)
@@ -109,7 +108,7 @@ def test_a_client_that_asks_for_usage_gets_it() -> None:
     asyncio.run(main())
 
 
-def test_other_stream_options_are_kept_when_usage_is_asked_for() -> None:
+def test_other_stream_options_are_kept_when_usage_is_requested() -> None:
     async def main() -> None:
         async with World() as world:
             worker = await world.add("a", streams(chunk("a"), usage_chunk(10, 4, 2), DONE))
@@ -120,7 +119,7 @@ def test_other_stream_options_are_kept_when_usage_is_asked_for() -> None:
     asyncio.run(main())
 
 
-def test_a_worker_that_will_not_be_asked_for_usage_is_not_asked_again() -> None:
+def test_a_worker_that_refuses_stream_options_is_not_sent_them_again() -> None:
     async def main() -> None:
         async with World() as world:
             refusal = {"error": {"message": "unknown field: stream_options"}}
@@ -128,210 +127,6 @@ def test_a_worker_that_will_not_be_asked_for_usage_is_not_asked_again() -> None:
             for _ in range(2):
                 assert (await world.ask(STREAM)).body == chunk("a") + DONE
             assert [b"stream_options" in body for body in worker.bodies] == [True, False, False]
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize(
-    "failing",
-    [drops(), answers({"error": {}}, 503), answers({"error": {}}, 502), answers({"error": {}}, 429), streams(cut=True)],
-)
-@pytest.mark.parametrize("body", [CHAT, STREAM])
-def test_before_the_first_byte_another_worker_is_asked(failing: Any, body: bytes) -> None:
-    async def main() -> None:
-        good = streams(chunk("a"), DONE) if body == STREAM else answers(ANSWER)
-        async with World() as world:
-            bad = await world.add("bad", failing)
-            await world.add("good", good)
-            for _ in range(2):  # whoever is asked first
-                got = await world.ask(body)
-                assert got.status == 200
-                assert got.body in (ANSWER, chunk("a") + DONE)
-            assert len(bad.bodies) == 1
-            assert sum(world.metrics.retries.values()) == 1
-            assert len(world.rows.rows) == 2
-
-    asyncio.run(main())
-
-
-def test_a_worker_that_is_not_there_costs_a_client_nothing() -> None:
-    async def main() -> None:
-        async with World() as world:
-            gone = await world.add("gone", answers(ANSWER))
-            await gone.stop()
-            await world.add("there", answers(ANSWER))
-            for _ in range(4):
-                assert (await world.ask(CHAT)).status == 200
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("body", [CHAT, STREAM])
-def test_a_lone_worker_that_is_restarted_is_waited_for(body: bytes) -> None:
-    async def main() -> None:
-        async with World(resume_grace_s=5.0) as world:
-            worker = await world.add("a", in_turn(drops(), streams(chunk("a"), DONE)))
-            asking = asyncio.create_task(world.ask(body))
-            await until(lambda: len(worker.bodies) == 1)
-            await worker.stop()
-            await until(lambda: world.metrics.upstream["a", "connect"] > 0)
-            await worker.start()
-            world.clock.advance(2.0)  # it may be tried once more
-            assert (await asking).status == 200
-            await world.settled()
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("comes_back", [True, False])
-def test_a_lone_worker_that_left_the_fleet_was_there_all_the_same(comes_back: bool) -> None:
-    """The request found a worker: it is never told that there is no such model, and clients try again what it is told."""
-
-    async def main() -> None:
-        async with World(resume_grace_s=5.0) as world:
-
-            async def leaves(worker: MockWorker, request: Request) -> None:
-                world.fleet.remove(WorkerId("a"), world.clock.now())
-                request.respond(503, [], b"{}")
-
-            await world.add("a", in_turn(leaves, answers(ANSWER)))
-            asking = asyncio.create_task(world.ask(CHAT))
-            await until(lambda: not world.fleet.members())
-            await turns(100)
-            assert not asking.done()
-            if comes_back:
-                world.register("a")
-                assert (await asking).status == 200
-            else:
-                world.clock.advance(5.1)
-                got = await asking
-                assert (got.status, got.json["error"]["code"]) == (503, "no_worker")
-            await world.settled()
-
-    asyncio.run(main())
-
-
-def test_a_whole_answer_that_is_cut_short_is_asked_for_again() -> None:
-    async def cut(worker: MockWorker, request: Request) -> None:
-        request.start(200, [(b"content-type", b"application/json")])
-        request.write(ANSWER[:10])
-        await asyncio.sleep(0.01)
-        request.abort()
-
-    async def main() -> None:
-        async with World() as world:
-            await world.add("a", in_turn(cut, answers(ANSWER)))
-            await world.add("b", in_turn(cut, answers(ANSWER)))
-            assert (await world.ask(CHAT)).body == ANSWER
-            assert (await world.settled()).status == 200
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("status", [400, 404, 422, 500])
-def test_what_the_client_must_hear_is_not_asked_again(status: int) -> None:
-    async def main() -> None:
-        async with World() as world:
-            said = {"error": {"message": "no", "type": "x", "param": None, "code": "y"}}
-            for name in "ab":
-                await world.add(name, answers(said, status))
-            got = await world.ask(CHAT)
-            assert (got.status, got.json) == (status, said)
-            assert sum(len(worker.bodies) for worker in world.workers.values()) == 1
-            assert (await world.settled()).status == status
-
-    asyncio.run(main())
-
-
-def test_when_all_are_busy_the_client_hears_what_the_last_one_said() -> None:
-    async def main() -> None:
-        async with World() as world:
-            for name in "ab":
-                await world.add(name, answers({"error": {"message": "full"}}, 503, [(b"retry-after", b"7")]))
-            got = await world.ask(CHAT)
-            assert (got.status, got.headers["retry-after"]) == (503, "7")
-            assert got.json == {"error": {"message": "full"}}
-            assert "x-request-id" in got.headers
-            await world.settled()
-
-    asyncio.run(main())
-
-
-def test_when_nobody_is_left_the_client_gets_one_clean_error() -> None:
-    async def main() -> None:
-        async with World() as world:
-            for name in "ab":
-                await world.add(name, drops())
-            got = await world.ask(CHAT)
-            assert got.status == 502
-            assert got.json["error"]["code"] == "worker_failed"
-            row = await world.settled()
-            assert (row.status, row.error) == (502, "worker_failed")
-            assert (await world.ask({"model": "other"})).json["error"]["code"] == "model_not_found"
-
-    asyncio.run(main())
-
-
-def test_retries_stay_a_small_part_of_all_requests() -> None:
-    async def main() -> None:
-        async with World(proxy=replace(PATIENT, retry_share=0.1, retries=50)) as world:
-            worker = await world.add("a", answers({"error": {}}, 429))
-            for _ in range(50):
-                await world.ask(CHAT)
-            # Twenty saved at the start, a tenth for each request.
-            assert 70 <= len(worker.bodies) <= 76
-
-    asyncio.run(main())
-
-
-def test_a_foreign_stream_that_breaks_ends_with_an_error_and_no_done() -> None:
-    async def main() -> None:
-        async with World() as world:
-            for name in "ab":
-                await world.add(name, streams(chunk("a"), b"data: {torn", cut=True, pause_s=0.01))
-            got = await world.ask(STREAM)
-            assert got.status == 200
-            first, error, nothing = got.body.split(b"\n\n")
-            assert (first + b"\n\n", nothing) == (chunk("a"), b"")
-            assert json.loads(error[6:])["error"]["code"] == "worker_lost"
-            row = await world.settled()
-            assert (row.status, row.error) == (200, "worker_lost")
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("dialect", ["stoker", "openai"])
-def test_a_worker_that_is_lost_after_a_streams_end_takes_nothing_back(dialect: str) -> None:
-    """Only the connection has not ended: nobody is asked to go on, and no error follows."""
-    pieces = (b":u 10 3 1000 7\n:t 0 1\n" if dialect == "stoker" else b"", chunk("a") + usage_chunk(10, 4, 2) + DONE)
-
-    async def main() -> None:
-        async with World() as world:
-            for name in "ab":
-                await world.add(name, streams(b"".join(pieces), b"", pause_s=2 * LONG_S), dialect=dialect)
-            answer = await world.send(STREAM)
-            got: list[bytes] = []
-            reading = asyncio.create_task(answer.relay(got.append))
-            await until(lambda: b"".join(got).endswith(DONE))
-            row_worker = next(name for name, worker in world.workers.items() if worker.bodies)
-            world.upstreams.cut(WorkerId(row_worker))
-            async with asyncio.timeout(LONG_S):
-                await reading
-            assert b"".join(got).endswith(DONE)
-            assert b"".join(got).count(DONE) == 1
-            row = await world.settled()
-            assert (row.status, row.error, row.worker, row.resumed) == (200, None, row_worker, 0)
-            assert row.prompt_tokens == 10
-
-    asyncio.run(main())
-
-
-def test_a_stream_cut_after_its_end_is_whole() -> None:
-    async def main() -> None:
-        async with World() as world:
-            await world.add("a", streams(chunk("a"), DONE, cut=True, pause_s=0.01))
-            assert (await world.ask(STREAM)).body == chunk("a") + DONE
-            assert (await world.settled()).error is None
 
     asyncio.run(main())
 
@@ -360,7 +155,7 @@ def test_a_client_that_reads_slowly_slows_its_worker_down() -> None:
         async with World() as world:
             num_written = 0
 
-            async def pours(worker: MockWorker, request: Request) -> None:
+            async def pours(worker: MockWorker, request: HttpRequest) -> None:
                 nonlocal num_written
                 request.start(200, SSE)
                 while num_written < 2000:
@@ -383,11 +178,11 @@ def test_a_client_that_reads_slowly_slows_its_worker_down() -> None:
     asyncio.run(main())
 
 
-def test_a_prompt_computed_alone_tells_how_fast_its_worker_is() -> None:
+def test_a_prompt_computed_alone_measures_the_prefill_rate() -> None:
     async def main() -> None:
         async with World(prompt_tokens=5000) as world:
 
-            async def computes(worker: MockWorker, request: Request) -> None:
+            async def computes(worker: MockWorker, request: HttpRequest) -> None:
                 world.clock.advance(0.5)
                 await streams(chunk("a"), DONE)(worker, request)
 
@@ -402,12 +197,12 @@ def test_a_prompt_computed_alone_tells_how_fast_its_worker_is() -> None:
     asyncio.run(main())
 
 
-def test_the_prompt_is_no_longer_reserved_once_the_first_byte_is_there() -> None:
+def test_the_prompts_reservation_ends_with_the_first_byte() -> None:
     async def main() -> None:
         async with World(prompt_tokens=5000) as world:
             begins, ends = asyncio.Event(), asyncio.Event()
 
-            async def script(worker: MockWorker, request: Request) -> None:
+            async def script(worker: MockWorker, request: HttpRequest) -> None:
                 request.start(200, SSE)
                 await begins.wait()
                 request.write(chunk("a"))
@@ -430,7 +225,7 @@ def test_the_prompt_is_no_longer_reserved_once_the_first_byte_is_there() -> None
     asyncio.run(main())
 
 
-def test_the_route_is_told_where_that_is_wanted() -> None:
+def test_the_route_header_is_sent_only_if_enabled() -> None:
     async def main() -> None:
         async with World(debug_routes=True, policy="cost") as world:
             await world.add("a", answers(ANSWER))
@@ -453,7 +248,7 @@ def test_the_route_is_told_where_that_is_wanted() -> None:
         (b'{"model":"nobody"}', "model_not_found"),
     ],
 )
-def test_what_is_wrong_with_a_request_is_said_before_any_worker_hears_of_it(body: bytes, code: str) -> None:
+def test_an_invalid_request_is_refused_before_it_reaches_a_worker(body: bytes, code: str) -> None:
     async def main() -> None:
         async with World() as world:
             worker = await world.add("a", answers(ANSWER))
@@ -465,7 +260,7 @@ def test_what_is_wrong_with_a_request_is_said_before_any_worker_hears_of_it(body
     asyncio.run(main())
 
 
-def test_a_tenants_salt_is_put_over_the_clients_own_for_those_who_know_salts() -> None:
+def test_the_tenants_salt_is_prepended_for_dialects_that_support_salts() -> None:
     async def main() -> None:
         key = KeySettings("k", hashlib.sha256(b"secret-key").hexdigest(), tenant="t", priority=5)
         async with World(keys=[key]) as world:
@@ -498,7 +293,7 @@ def test_an_option_for_the_gateway_is_not_passed_on() -> None:
     asyncio.run(main())
 
 
-def test_the_model_may_be_left_out_where_there_is_one() -> None:
+def test_the_model_may_be_omitted_if_only_one_is_served() -> None:
     async def main() -> None:
         async with World() as world:
             worker = await world.add("a", answers(ANSWER))
@@ -544,7 +339,7 @@ def test_a_draining_gateway_ends_what_it_has_and_takes_no_more() -> None:
         async with World() as world:
             asked = asyncio.Event()
 
-            async def script(worker: MockWorker, request: Request) -> None:
+            async def script(worker: MockWorker, request: HttpRequest) -> None:
                 request.start(200, SSE)
                 request.write(chunk("a"))
                 await asked.wait()
@@ -606,15 +401,15 @@ def test_a_request_that_was_not_served_uses_nothing_of_its_keys_tokens() -> None
     asyncio.run(main())
 
 
-def test_nobody_works_for_a_client_that_left_before_its_request_was_begun() -> None:
+def test_a_request_whose_client_already_left_is_not_run() -> None:
     async def main() -> None:
         world = World()
 
-        async def handle(request: Request) -> None:
-            request.lose()  # over TLS a client's farewell may be read together with its request
+        async def handle(request: HttpRequest) -> None:
+            request.lose()  # with TLS, a client's close may arrive together with its request
             await world.gateway.handle(request)
 
-        world.server = Server(handle, ServerLimits(), on_bad=world.gateway.saw_bad_request)
+        world.server = Server(handle, ServerLimits(), on_bad=world.gateway.count_bad_request)
         async with world:
             worker = await world.add("a", answers(ANSWER))
             _, writer = await asyncio.open_connection("127.0.0.1", world.server.port)
@@ -624,93 +419,5 @@ def test_nobody_works_for_a_client_that_left_before_its_request_was_begun() -> N
             assert worker.bodies == []
             assert world.ledger.totals() == NOTHING
             writer.close()
-
-    asyncio.run(main())
-
-
-def test_a_worker_that_is_back_is_trusted_from_its_first_token_on() -> None:
-    """Not from the end of its first answer: that may be minutes away, and the others would be refused until then."""
-
-    async def main() -> None:
-        async with World() as world:
-            await world.add("a", in_turn(streams(chunk("x"), *[chunk("y")] * 1000, pause_s=LONG_S), answers(ANSWER)))
-            world.fleet.saw_failure(WorkerId("a"), world.clock.now(), "connect")
-            world.fleet.saw_probe(WorkerId("a"), live=True, ready=True, now=world.clock.now())
-            first = await world.send(STREAM)
-            assert (await world.ask(CHAT)).status == 200
-            first.abort()
-
-    asyncio.run(main())
-
-
-def test_a_whole_answer_that_takes_minutes_does_not_keep_the_others_out_of_a_worker_that_is_back() -> None:
-    """Nothing is heard of it until its end; but it was not cut, as those were that had opened the breaker."""
-
-    async def main() -> None:
-        async with World() as world:
-            a = await world.add("a", hangs())
-            for _ in range(3):
-                world.fleet.saw_failure(WorkerId("a"), world.clock.now(), "lost")
-            world.clock.advance(1.0)
-            asking = [asyncio.create_task(world.ask(CHAT))]
-            await until(lambda: len(a.bodies) == 1)
-            assert (await world.ask(CHAT)).status == 503
-            world.clock.advance(10.0)
-            asking += [asyncio.create_task(world.ask(CHAT)) for _ in range(3)]
-            await until(lambda: len(a.bodies) == 4)
-            for one in asking:
-                one.cancel()
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize(("kind", "script", "first_byte_s"), [("timeout", hangs(), 0.05), ("lost", drops(), LONG_S)])
-def test_a_worker_that_lets_its_time_pass_is_told_from_one_that_breaks_off(
-    kind: str, script: Any, first_byte_s: float
-) -> None:
-    async def main() -> None:
-        async with World(proxy=replace(PATIENT, first_byte_s=first_byte_s, retries=0)) as world:
-            await world.add("a", script)
-            assert (await world.ask(CHAT)).status == 502
-            assert world.metrics.upstream == {("a", kind): 1}
-
-    asyncio.run(main())
-
-
-def no_file_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on this process may open no more connections. Those that it has stay."""
-
-    async def refused(*_: Any, **__: Any) -> Any:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", refused)
-
-
-def test_a_gateway_without_a_socket_left_says_so_and_blames_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        async with World() as world:
-            await world.add("a", answers(ANSWER))
-            assert (await world.get("/health")).status == 200  # the client has its connection
-            no_file_left(monkeypatch)
-            got = await world.ask(CHAT)
-            assert (got.status, got.json["error"]["code"]) == (503, "no_socket_left")
-            assert "retry-after" in got.headers
-            monkeypatch.undo()
-            assert (await world.ask(CHAT)).status == 200
-            assert world.metrics.upstream == {}
-
-    asyncio.run(main())
-
-
-def test_an_answer_that_nobody_could_hold_is_an_error_not_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stoker.gateway.path.legs.MAX_ANSWER_BYTES", 100)
-
-    async def main() -> None:
-        async with World() as world:
-            await world.add("a", answers(b"x" * 200))
-            got = await world.ask(CHAT)
-            assert got.status == 500
-            assert got.json["error"]["code"] == "answer_too_large"
-            await world.settled()
 
     asyncio.run(main())

@@ -1,4 +1,4 @@
-"""Workers of ours that die: the client sees one stream, the very bytes of an undisturbed run."""
+"""Stoker workers that die in mid-stream: the client gets one stream with the bytes of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -32,14 +32,12 @@ async def undisturbed(body: dict[str, Any]) -> bytes:
 @pytest.mark.parametrize("more", [{}, USAGE, {"n": 3, **USAGE}], ids=["plain", "usage", "three"])
 @pytest.mark.parametrize("dies", range(8))
 @pytest.mark.parametrize("tears", [0, 5, 30])
-def test_another_worker_goes_on_from_exactly_the_tokens_that_were_sent(
-    more: dict[str, Any], dies: int, tears: int
-) -> None:
+def test_another_worker_resumes_exactly_after_the_sent_tokens(more: dict[str, Any], dies: int, tears: int) -> None:
     async def main() -> None:
         body = BODY | more
         expected = await undisturbed(body)
         async with World() as world:
-            # The second worker would give other numbers by itself: its clock and its cache are its own.
+            # The second worker would report other numbers: its clock and its cache differ.
             await world.add("a", FakeStoker(dies=[dies], tears=tears), dialect="stoker")
             b = await world.add("b", FakeStoker(created=2000, cached_tokens=9), dialect="stoker")
             got = await world.ask(body, headers=ID)
@@ -48,7 +46,7 @@ def test_another_worker_goes_on_from_exactly_the_tokens_that_were_sent(
             assert row.error is None
             assert len(b.bodies) == 1
             if dies == 0:
-                # Nothing was shown: all is the second worker's.
+                # The client had received nothing, so the whole answer is the second worker's.
                 assert row.resumed == 0
                 assert "resume" not in b.jsons[0]
                 assert row.cached_tokens == 9
@@ -74,7 +72,7 @@ def test_bytes_may_be_cut_anywhere(splits: int) -> None:
     asyncio.run(main())
 
 
-def test_a_client_never_sees_a_line_of_ours_and_a_seed_is_made_up_where_there_is_none() -> None:
+def test_comment_lines_are_hidden_and_a_missing_seed_is_added() -> None:
     async def main() -> None:
         async with World() as world:
             a = await world.add("a", FakeStoker(dies=[3]), dialect="stoker")
@@ -103,8 +101,8 @@ def test_an_engine_that_dies_inside_its_worker_is_a_death_like_any_other() -> No
     asyncio.run(main())
 
 
-def test_a_worker_whose_engine_dies_in_every_answer_is_left_alone_for_a_while() -> None:
-    """It ends each of its streams in good order, with an error: that is no success."""
+def test_a_worker_whose_engine_dies_in_every_answer_gets_a_pause() -> None:
+    """The worker ends each stream properly, but with an error event: that does not count as a success."""
 
     async def main() -> None:
         expected = await undisturbed(BODY)
@@ -121,7 +119,7 @@ def test_a_worker_whose_engine_dies_in_every_answer_is_left_alone_for_a_while() 
     asyncio.run(main())
 
 
-def test_a_lone_worker_that_comes_back_goes_on_itself() -> None:
+def test_a_single_worker_that_returns_resumes_its_own_stream() -> None:
     async def main() -> None:
         expected = await undisturbed(BODY)
         async with World(resume_grace_s=5.0) as world:
@@ -131,14 +129,14 @@ def test_a_lone_worker_that_comes_back_goes_on_itself() -> None:
             await worker.stop()
             await until(lambda: world.metrics.upstream["a", "connect"] > 0)
             await worker.start()
-            world.clock.advance(2.0)  # it may be tried once more
+            world.clock.advance(2.0)  # it may be retried
             assert (await asking).body == expected
             assert (await world.settled()).resumed == 1
 
     asyncio.run(main())
 
 
-def test_a_lone_worker_that_registers_anew_goes_on_itself() -> None:
+def test_a_single_worker_that_registers_again_resumes_its_own_stream() -> None:
     async def main() -> None:
         expected = await undisturbed(BODY)
         async with World(resume_grace_s=5.0) as world:
@@ -164,7 +162,7 @@ def test_all_streams_of_a_lone_worker_go_on_when_it_is_back_and_none_waits_for_a
 
             async def tick() -> None:
                 while True:
-                    world.clock.advance(0.02)  # an answer takes longer than a stream that is lost may wait
+                    world.clock.advance(0.02)  # an answer takes longer than resume_grace_s
                     await asyncio.sleep(0.002)
 
             ticking = asyncio.create_task(tick())
@@ -200,7 +198,7 @@ def test_three_workers_may_die_but_not_four() -> None:
     asyncio.run(main())
 
 
-def test_when_nobody_comes_back_the_stream_ends_with_an_error_in_time() -> None:
+def test_a_stream_without_a_successor_ends_with_an_error_in_time() -> None:
     async def main() -> None:
         async with World(resume_grace_s=2.0) as world:
             worker = await world.add("a", FakeStoker(dies=[4]), dialect="stoker")
@@ -213,7 +211,7 @@ def test_when_nobody_comes_back_the_stream_ends_with_an_error_in_time() -> None:
                 assert not asking.done()
                 world.clock.advance(
                     1.2
-                )  # after the first, it is tried again; after the second, the time is over before that
+                )  # it is retried after the first failure; after the second one the grace period is over
             got = await asking
             assert b"worker_lost" in got.body
             assert b"[DONE]" not in got.body
@@ -224,7 +222,7 @@ def test_when_nobody_comes_back_the_stream_ends_with_an_error_in_time() -> None:
     asyncio.run(main())
 
 
-def test_a_stream_of_ours_is_never_continued_by_a_foreign_worker() -> None:
+def test_a_stoker_stream_is_never_resumed_by_a_foreign_worker() -> None:
     async def main() -> None:
         async with World(resume_grace_s=5.0) as world:
             await world.add("a", FakeStoker(dies=[4]), dialect="stoker")
@@ -248,7 +246,7 @@ def test_a_stream_of_ours_is_never_continued_by_a_foreign_worker() -> None:
     "said", [b"<html>\n\ntoo large\n</html>", b'{\n\n"error": {"message": "no", "code": 413}}', b""]
 )
 def test_whatever_refuses_to_go_on_the_stream_ends_with_one_readable_error(path: str, said: bytes) -> None:
-    """A proxy between us and a worker has words of its own."""
+    """A proxy between gateway and worker may send errors of its own shape."""
 
     async def main() -> None:
         async with World() as world:
@@ -282,7 +280,7 @@ def test_a_client_that_leaves_while_its_stream_is_being_saved() -> None:
     asyncio.run(main())
 
 
-def test_a_whole_answer_is_asked_for_again_with_the_same_seed() -> None:
+def test_an_unstreamed_request_is_retried_with_the_same_seed() -> None:
     async def main() -> None:
         async with World() as world:
             a = await world.add("a", FakeStoker(dies=[0]), dialect="stoker")
@@ -332,7 +330,7 @@ def test_a_hand_off_is_a_planned_resume(more: dict[str, Any]) -> None:
     asyncio.run(main())
 
 
-def test_a_whole_answer_is_handed_off_too() -> None:
+def test_an_unstreamed_request_is_handed_off_too() -> None:
     async def main() -> None:
         body = {"model": "m", "max_tokens": 6, "seed": 42}
         async with World() as world:
@@ -348,7 +346,7 @@ def test_a_whole_answer_is_handed_off_too() -> None:
     asyncio.run(main())
 
 
-def test_a_whole_answer_that_never_came_is_not_billed() -> None:
+def test_an_answer_that_never_arrived_is_not_billed() -> None:
     async def main() -> None:
         async with World(prompt_tokens=1000, proxy=replace(PATIENT, retries=0)) as world:
             await world.add("p", FakeStoker(), role=Role.PREFILL, dialect="stoker")
@@ -379,7 +377,7 @@ def test_a_prefill_worker_that_dies_leaves_the_prompt_to_decode(dies: int) -> No
     async def main() -> None:
         expected = await undisturbed(BODY)
         async with World(prompt_tokens=5000, policy="least_tokens") as world:
-            # With `dies=1` it has sent its token and dies before the ticket.
+            # With `dies=1` it has sent its token and dies before the ticket is sent.
             await pair(world, FakeStoker(dies=[dies]) if not dies else _DiesBeforeTicket(), FakeStoker())
             assert (await world.ask(BODY, headers=ID)).body == expected
             [sent] = world.workers["d"].jsons
@@ -423,11 +421,11 @@ def test_a_decode_worker_that_dies_after_a_hand_off_is_replaced() -> None:
 
 
 @pytest.mark.parametrize("stage", ["before", "during"])
-def test_a_worker_that_stops_without_a_word_is_left_when_it_is_found_out(stage: str) -> None:
+def test_a_silently_stopped_worker_is_left_once_detected(stage: str) -> None:
     async def main() -> None:
         expected = await undisturbed(BODY)
         async with World() as world:
-            # Never a byte, or one token and then the same.
+            # It hangs without a byte, or after one token.
             script: Any = hangs() if stage == "before" else FakeStoker(pace_s=2 * LONG_S)
             a = await world.add("a", script, dialect="stoker")
             await world.add("b", FakeStoker(), dialect="stoker")

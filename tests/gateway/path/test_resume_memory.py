@@ -1,4 +1,4 @@
-"""The memory of a stream: what is shown, what is remembered, and what another worker is told."""
+"""TokenMemory and StokerStream: what is forwarded, what is kept, and the resume field for another worker."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from mocks import DONE, event
 
 from stoker.gateway.path.resume import StokerStream, TokenMemory
-from stoker.gateway.path.rewrite import Usage
+from stoker.gateway.path.rewrite import ReportedUsage
 
 A, B, C = event({"t": "a"}), event({"t": "b"}), event({"t": "c"})
 LINES = b":u 10 4 1700 42\n:t 0 5\n" + A + b":t 1 6 7\n" + B + b":t 0 8\n\n" + b":t 0 9\n:f 0\n" + C + b":e\n" + DONE
@@ -22,7 +22,7 @@ def test_lines_are_taken_out_wherever_the_bytes_are_cut(size: int) -> None:
     assert shown == A + B + C + DONE
     assert stream.is_complete
     assert memory.num_tokens == 5
-    assert memory.usage == Usage(10, 4, 5)
+    assert memory.usage == ReportedUsage(10, 4, 5)
     assert json.loads(memory.resume_field(3)) == {
         "created": 1700,
         "choices": [
@@ -33,7 +33,7 @@ def test_lines_are_taken_out_wherever_the_bytes_are_cut(size: int) -> None:
     }
 
 
-def test_an_event_that_is_not_whole_is_neither_shown_nor_remembered() -> None:
+def test_an_incomplete_event_is_neither_forwarded_nor_kept() -> None:
     memory = TokenMemory()
     stream = StokerStream(memory)
     assert stream.push(b":u 10 4 1700 42\n:t 0 5\n" + A + b":t 0 6\ndata: {") == A
@@ -50,22 +50,22 @@ def test_tokens_with_logprobs_are_handed_on_as_they_came() -> None:
     ]
 
 
-def test_the_first_worker_says_what_was_cached() -> None:
+def test_cached_tokens_are_those_of_the_first_worker() -> None:
     memory = TokenMemory()
     StokerStream(memory).push(b":u 10 4 1700 42\n:t 0 5\n" + A)
     second = StokerStream(memory)
     usage = {"prompt_tokens": 10, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 9}}
     shown = second.push(b":u 10 9 1700 42\n:t 0 6\n" + event({"choices": [], "usage": usage}))
     assert json.loads(shown[6:])["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
-    assert memory.usage == Usage(10, 4, 2)
+    assert memory.usage == ReportedUsage(10, 4, 2)
     assert json.loads(memory.resume_field(1))["created"] == 1700
 
 
 def test_a_first_worker_may_correct_itself() -> None:
-    """Of a request with several prompts the later ones are matched later."""
+    """The cached tokens of a request with several prompts become known one prompt after the other."""
     memory = TokenMemory()
     StokerStream(memory).push(b":u 20 4 1700 42\n:t 0 5\n" + A + b":u 20 12 1700 42\n:t 1 6\n" + B)
-    assert memory.usage == Usage(20, 12, 2)
+    assert memory.usage == ReportedUsage(20, 12, 2)
 
 
 def test_a_dead_engine_is_not_the_clients_business() -> None:

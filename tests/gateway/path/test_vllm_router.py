@@ -1,4 +1,4 @@
-"""The other way round: vLLM's own router in front of our workers. Runs where `vllm-router` is installed."""
+"""vLLM's router in front of Stoker workers. Runs where `vllm-router` is installed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def free_port() -> int:
 
 @contextmanager
 def serving(folder: Path, work: Path, options: Sequence[Sequence[str]]) -> Iterator[list[Process]]:
-    """A worker for each."""
+    """One worker per role."""
     workers = [
         Process(["serve", str(folder), *WORKER_OPTIONS, *more], work / f"worker-{i}.log")
         for i, more in enumerate(options)
@@ -54,7 +54,7 @@ def serving(folder: Path, work: Path, options: Sequence[Sequence[str]]) -> Itera
 
 @contextmanager
 def routing(work: Path, *options: str) -> Iterator[int]:
-    """The router's port, once it answers."""
+    """Start the router and return its port once it answers."""
     assert ROUTER is not None
     port = free_port()
     command = [ROUTER, "--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin", "--log-level", "warning"]

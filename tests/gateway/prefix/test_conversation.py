@@ -1,4 +1,4 @@
-"""Conversation keys: the same prompt has the same keys, a longer one begins with them, and they are the worker's blocks."""
+"""Prefix keys: equal prompts have equal keys, a longer prompt begins with them, and they match the worker's blocks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tiny_text import make_folder
 
 from stoker.base.errors import InvalidRequest
 from stoker.engine.process.block_log import salt_hash as worker_salt_hash
-from stoker.gateway.api.client_body import Envelope, Kind, parse
-from stoker.gateway.prefix.conversation import KeyMakers, TextKeys
+from stoker.gateway.api.client_body import EndpointKind, RequestEnvelope, parse
+from stoker.gateway.prefix.conversation_keys import PrefixKeyMakers, TextPrefixKeys
 from stoker.gateway.prefix.prefix_keys import root_key, token_keys
 from stoker.gateway.prefix.prefix_memo import PrefixMemo
-from stoker.gateway.prefix.token_keys import TokenKeys, TokenText
+from stoker.gateway.prefix.token_prefix_keys import TokenPrefixKeys, TokenText
 from stoker.kv.blocks.keys import salt_hash
 from stoker.proto.messages import EngineInfo
 from stoker.proto.openai.chat import ChatRequest
@@ -72,13 +72,13 @@ def worker_context(folder: Path) -> WorkerContext:
     return make_app(service, text, HttpConfig(served_names=("m",)))[CONTEXT]
 
 
-async def worker_token_ids(context: WorkerContext, kind: Kind, body: bytes) -> list[int]:
-    """By the worker's own path, up to what the engine would get."""
-    endpoint = {Kind.CHAT: CHAT, Kind.COMPLETIONS: COMPLETIONS, Kind.RESPONSES: RESPONSES}[kind]
+async def worker_token_ids(context: WorkerContext, kind: EndpointKind, body: bytes) -> list[int]:
+    """The token ids that the engine would get, computed with the worker's own code."""
+    endpoint = {EndpointKind.CHAT: CHAT, EndpointKind.COMPLETIONS: COMPLETIONS, EndpointKind.RESPONSES: RESPONSES}[kind]
     return (await endpoint.choices_of(context, body, None, "r"))[0].request.token_ids
 
 
-def envelope(kind: Kind, body: dict[str, Any]) -> Envelope:
+def envelope(kind: EndpointKind, body: dict[str, Any]) -> RequestEnvelope:
     return parse(kind, json.dumps(body).encode())
 
 
@@ -89,19 +89,19 @@ def chat(*contents: str, **fields: Any) -> dict[str, Any]:
 
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "look_up", "arguments": '{"query": "x"}'}}
-BODIES: list[tuple[Kind, dict[str, Any]]] = [
-    (Kind.CHAT, chat("Be brief. " * 40, "Hi there 1234")),
-    (Kind.CHAT, chat("s", "u", "a", "u2", tools=TOOLS)),
-    (Kind.CHAT, chat("s", "u", tools=TOOLS, tool_choice="required")),
-    (Kind.CHAT, chat("s", "u", tools=TOOLS, tool_choice="none")),
-    (Kind.CHAT, chat("s", "u", response_format={"type": "json_object"}, reasoning_effort="high")),
-    (Kind.CHAT, chat("s", "u", response_format={"type": "text"})),
-    (Kind.CHAT, chat("s", "u", "half an ans", continue_final_message=True)),
-    (Kind.CHAT, chat("s", "u", add_generation_prompt=False, chat_template_kwargs={"enable_thinking": False})),
-    (Kind.CHAT, chat("s", "u", guided_regex="a+", rejectIfBusy=True) | {"rejectIfBusy": True}),
-    (Kind.CHAT, {"model": "m", "prompt_token_ids": list(range(100))}),
+BODIES: list[tuple[EndpointKind, dict[str, Any]]] = [
+    (EndpointKind.CHAT, chat("Be brief. " * 40, "Hi there 1234")),
+    (EndpointKind.CHAT, chat("s", "u", "a", "u2", tools=TOOLS)),
+    (EndpointKind.CHAT, chat("s", "u", tools=TOOLS, tool_choice="required")),
+    (EndpointKind.CHAT, chat("s", "u", tools=TOOLS, tool_choice="none")),
+    (EndpointKind.CHAT, chat("s", "u", response_format={"type": "json_object"}, reasoning_effort="high")),
+    (EndpointKind.CHAT, chat("s", "u", response_format={"type": "text"})),
+    (EndpointKind.CHAT, chat("s", "u", "half an ans", continue_final_message=True)),
+    (EndpointKind.CHAT, chat("s", "u", add_generation_prompt=False, chat_template_kwargs={"enable_thinking": False})),
+    (EndpointKind.CHAT, chat("s", "u", guided_regex="a+", rejectIfBusy=True) | {"rejectIfBusy": True}),
+    (EndpointKind.CHAT, {"model": "m", "prompt_token_ids": list(range(100))}),
     (
-        Kind.CHAT,
+        EndpointKind.CHAT,
         {
             "model": "m",
             "tools": TOOLS,
@@ -113,12 +113,12 @@ BODIES: list[tuple[Kind, dict[str, Any]]] = [
             ],
         },
     ),
-    (Kind.COMPLETIONS, {"model": "m", "prompt": "def add(a, b):\n    return" * 20}),
-    (Kind.COMPLETIONS, {"model": "m", "prompt": [1, 2, 3] * 20}),
-    (Kind.COMPLETIONS, {"model": "m", "prompt": ["first " * 30, "second"]}),
-    (Kind.RESPONSES, {"model": "m", "input": "Hi " * 50, "instructions": "Be brief."}),
+    (EndpointKind.COMPLETIONS, {"model": "m", "prompt": "def add(a, b):\n    return" * 20}),
+    (EndpointKind.COMPLETIONS, {"model": "m", "prompt": [1, 2, 3] * 20}),
+    (EndpointKind.COMPLETIONS, {"model": "m", "prompt": ["first " * 30, "second"]}),
+    (EndpointKind.RESPONSES, {"model": "m", "input": "Hi " * 50, "instructions": "Be brief."}),
     (
-        Kind.RESPONSES,
+        EndpointKind.RESPONSES,
         {
             "model": "m",
             "reasoning": {"effort": "none"},
@@ -137,9 +137,9 @@ BODIES: list[tuple[Kind, dict[str, Any]]] = [
 @pytest.mark.parametrize(("kind", "body"), BODIES)
 @pytest.mark.parametrize("salt", [None, "tenant"])
 def test_token_keys_are_those_of_the_worker_s_prompt(
-    folder: Path, kind: Kind, body: dict[str, Any], salt: str | None
+    folder: Path, kind: EndpointKind, body: dict[str, Any], salt: str | None
 ) -> None:
-    maker = TokenKeys(TokenText.from_files(text_files(folder)), BLOCK)
+    maker = TokenPrefixKeys(TokenText.from_files(text_files(folder)), BLOCK)
     sent = {name: value for name, value in body.items() if name != "rejectIfBusy"}  # the gateway's own
 
     async def main() -> list[int]:
@@ -150,7 +150,7 @@ def test_token_keys_are_those_of_the_worker_s_prompt(
     found = maker.keys(envelope(kind, body), salt)
     assert found.keys == token_keys(array("I", ids), root, BLOCK)
     assert maker.keys(envelope(kind, body), salt).keys == found.keys
-    if kind is not Kind.COMPLETIONS:
+    if kind is not EndpointKind.COMPLETIONS:
         assert found.num_tokens == len(ids)
 
 
@@ -185,7 +185,7 @@ def test_files_of_a_tokenizer_stay_in_their_folder(folder: Path) -> None:
         {},
     ],
 )
-def test_what_is_constrained_is_known_without_its_grammar(fields: dict[str, Any]) -> None:
+def test_keys_of_constrained_requests_need_no_grammar(fields: dict[str, Any]) -> None:
     body = decode(ChatRequest, json.dumps(chat("s", "u", **fields)).encode())
     expected = resolve_constraint(body, body.response_format) is not None
     assert is_constrained(body, body.response_format, chat_tools(body, 10)) == expected
@@ -206,7 +206,7 @@ def test_a_text_that_grew_or_changed_has_the_keys_of_all_its_tokens(folder: Path
     memo = PrefixMemo(known, BLOCK, limit_bytes=rng.choice([1 << 30, 20_000]))
     text = ""
     for _ in range(25):
-        if rng.random() < 0.25:  # another conversation, or this one cut off anywhere
+        if rng.random() < 0.25:  # another conversation, or this one truncated anywhere
             text = text[: rng.randrange(len(text) + 1)]
         text += lines(rng, rng.choice([1, 30, 900, 3000]))
         root = root_key(rng.choice([None, "a"]))
@@ -219,12 +219,12 @@ def test_a_text_that_grew_or_changed_has_the_keys_of_all_its_tokens(folder: Path
 
 def test_only_the_new_tail_is_tokenized(folder: Path) -> None:
     text = TokenText.from_files(text_files(folder))
-    maker = TokenKeys(text, BLOCK)
+    maker = TokenPrefixKeys(text, BLOCK)
     rng = random.Random(0)
     turns = [lines(rng, 2000) for _ in range(12)]
-    maker.keys(envelope(Kind.CHAT, chat("s", *turns)))
+    maker.keys(envelope(EndpointKind.CHAT, chat("s", *turns)))
     before = text.tokenizer.encoded_chars
-    found = maker.keys(envelope(Kind.CHAT, chat("s", *turns, "one more")))
+    found = maker.keys(envelope(EndpointKind.CHAT, chat("s", *turns, "one more")))
     assert text.tokenizer.encoded_chars - before < 3000
     assert len(found.keys) > 500
 
@@ -235,9 +235,9 @@ BIG = [f"{i}: " + "x" * 700 for i in range(40)]
 
 
 def test_text_keys_of_a_next_turn_begin_with_those_of_the_last() -> None:
-    maker = TextKeys()
-    first = maker.keys(envelope(Kind.CHAT, chat("s", *BIG)))
-    second = maker.keys(envelope(Kind.CHAT, chat("s", *BIG, "and now?")))
+    maker = TextPrefixKeys()
+    first = maker.keys(envelope(EndpointKind.CHAT, chat("s", *BIG)))
+    second = maker.keys(envelope(EndpointKind.CHAT, chat("s", *BIG, "and now?")))
     assert len(first.keys) > 20
     assert list(second.keys[: len(first.keys) - 1]) == list(first.keys[:-1])
     assert first.num_tokens >= len(first.keys) * first.block_tokens
@@ -252,23 +252,24 @@ CHANGES: list[Callable[[dict[str, Any]], dict[str, Any]]] = [
 @pytest.mark.parametrize("change", CHANGES)
 def test_another_beginning_is_another_conversation(change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     body = chat("s", *BIG)
-    keys = TextKeys().keys(envelope(Kind.CHAT, body)).keys
-    other = TextKeys().keys(envelope(Kind.CHAT, change(body))).keys
+    keys = TextPrefixKeys().keys(envelope(EndpointKind.CHAT, body)).keys
+    other = TextPrefixKeys().keys(envelope(EndpointKind.CHAT, change(body))).keys
     assert not set(keys) & set(other)
 
 
 def test_tenants_share_no_text_key() -> None:
-    body = envelope(Kind.CHAT, chat("s", *BIG))
-    keys = [set(TextKeys().keys(body, salt).keys) for salt in (None, "a", "b")]
+    body = envelope(EndpointKind.CHAT, chat("s", *BIG))
+    keys = [set(TextPrefixKeys().keys(body, salt).keys) for salt in (None, "a", "b")]
     assert not keys[0] & keys[1]
     assert not keys[1] & keys[2]
 
 
 @pytest.mark.parametrize(
-    ("kind", "body"), [(Kind.CHAT, {}), (Kind.RESPONSES, {"input": 3}), (Kind.COMPLETIONS, {"prompt": None})]
+    ("kind", "body"),
+    [(EndpointKind.CHAT, {}), (EndpointKind.RESPONSES, {"input": 3}), (EndpointKind.COMPLETIONS, {"prompt": None})],
 )
-def test_text_keys_never_fail(kind: Kind, body: dict[str, Any]) -> None:
-    found = TextKeys().keys(envelope(kind, body))
+def test_text_keys_never_fail(kind: EndpointKind, body: dict[str, Any]) -> None:
+    found = TextPrefixKeys().keys(envelope(kind, body))
     assert list(found.keys) == []
     assert found.num_tokens >= 1
 
@@ -288,21 +289,21 @@ def test_text_keys_never_fail(kind: Kind, body: dict[str, Any]) -> None:
     ],
 )
 def test_what_the_worker_will_refuse_is_routed_by_its_text(folder: Path, body: dict[str, Any]) -> None:
-    makers = KeyMakers()
-    maker = TokenKeys(TokenText.from_files(text_files(folder)), BLOCK)
+    makers = PrefixKeyMakers()
+    maker = TokenPrefixKeys(TokenText.from_files(text_files(folder)), BLOCK)
     makers.set_exact("m", maker)
-    given = envelope(Kind.CHAT, body)
+    given = envelope(EndpointKind.CHAT, body)
     with pytest.raises(InvalidRequest):
         maker.keys(given)
-    assert asyncio.run(makers.keys("m", given, None)) == TextKeys().keys(given)
+    assert asyncio.run(makers.keys("m", given, None)) == TextPrefixKeys().keys(given)
     makers.close()
 
 
 def test_long_bodies_are_read_in_a_thread_and_too_many_of_them_as_text(folder: Path) -> None:
-    makers = KeyMakers(inline_bytes=1000, max_waiting=2)
-    maker = TokenKeys(TokenText.from_files(text_files(folder)), BLOCK)
+    makers = PrefixKeyMakers(inline_bytes=1000, max_waiting=2)
+    maker = TokenPrefixKeys(TokenText.from_files(text_files(folder)), BLOCK)
     makers.set_exact("m", maker)
-    given = envelope(Kind.CHAT, chat("s", *BIG))
+    given = envelope(EndpointKind.CHAT, chat("s", *BIG))
 
     async def main() -> None:
         found = await asyncio.gather(*(makers.keys("m", given, None) for _ in range(5)))

@@ -1,4 +1,4 @@
-"""Which session a request belongs to: the order of the names, sub-agents, and names that nobody would choose."""
+"""Session keys: the order of headers and fields, sub-agents, and unusual values."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from stoker.gateway.api.client_body import Envelope
-from stoker.gateway.prefix.session import Session, session_of
+from stoker.gateway.api.client_body import RequestEnvelope
+from stoker.gateway.prefix.session import SessionKeys, session_of
 
 IN_ORDER = [
     b"x-session-affinity",
@@ -21,12 +21,12 @@ IN_ORDER = [
 ]
 
 
-def of(headers: dict[bytes, bytes], tenant: str = "t", **body: Any) -> Session:
-    return session_of(headers, Envelope(**body), tenant)
+def of(headers: dict[bytes, bytes], tenant: str = "t", **body: Any) -> SessionKeys:
+    return session_of(headers, RequestEnvelope(**body), tenant)
 
 
 @pytest.mark.parametrize("place", range(len(IN_ORDER)))
-def test_the_first_name_that_is_there_counts(place: int) -> None:
+def test_the_first_session_header_wins(place: int) -> None:
     headers = {name: name for name in reversed(IN_ORDER[place:])}
     assert of(headers, prompt_cache_key="p", user="u").session == f"t:{IN_ORDER[place].decode()}"
 
@@ -36,8 +36,8 @@ def test_the_body_counts_where_no_header_does() -> None:
     assert of({b"x-session-id": b"  "}, session_id="s", user="u").session == "t:s"
     assert of({}, user="u").session == "t:u"
     assert of({}, user=7).session == "t:7"
-    assert of({}, user={"id": 1}, prompt_cache_key=["a"], session_id=True) == Session(None, None)
-    assert of({b"accept": b"x"}) == Session(None, None)
+    assert of({}, user={"id": 1}, prompt_cache_key=["a"], session_id=True) == SessionKeys(None, None)
+    assert of({b"accept": b"x"}) == SessionKeys(None, None)
 
 
 @pytest.mark.parametrize(
@@ -50,16 +50,16 @@ def test_the_body_counts_where_no_header_does() -> None:
     ],
 )
 def test_a_parent_is_named_beside_the_session(name: bytes) -> None:
-    assert of({b"x-session-id": b"child", name: b"mother"}) == Session("t:child", "t:mother")
-    assert of({name: b"mother"}, user="u") == Session("t:u", "t:mother")
+    assert of({b"x-session-id": b"child", name: b"mother"}) == SessionKeys("t:child", "t:mother")
+    assert of({name: b"mother"}, user="u") == SessionKeys("t:u", "t:mother")
 
 
 def test_sub_agents_of_one_coding_session_are_sessions_of_their_own() -> None:
     session = {b"x-claude-code-session-id": b"s"}
-    assert of(session) == Session("t:s", None)
-    assert of(session | {b"x-claude-code-agent-id": b"a"}) == Session("t:s/a", "t:s")
+    assert of(session) == SessionKeys("t:s", None)
+    assert of(session | {b"x-claude-code-agent-id": b"a"}) == SessionKeys("t:s/a", "t:s")
     nested = session | {b"x-claude-code-agent-id": b"b", b"x-claude-code-parent-agent-id": b"a"}
-    assert of(nested) == Session("t:s/b", "t:s/a")
+    assert of(nested) == SessionKeys("t:s/b", "t:s/a")
     assert of(nested).parent == of(session | {b"x-claude-code-agent-id": b"a"}).session
 
 

@@ -1,4 +1,4 @@
-"""The ledger: no row twice, none lost at a clean stop, nothing torn by kill -9, and exact sums."""
+"""The ledger: no duplicate rows, none lost at a clean stop, no partial batch after kill -9, and exact sums."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def open_meter(path: Path, settings: MeterSettings = FAST, prices: PriceList | N
     return Meter(path, settings, prices or PriceList())
 
 
-def test_what_is_recorded_is_there_after_close(tmp_path: Path) -> None:
+def test_recorded_rows_are_on_disk_after_close(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "usage.db"
     meter = open_meter(path)
     for number in range(1234):
@@ -55,7 +55,7 @@ def test_what_is_recorded_is_there_after_close(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 255, 256, 257, 767])
-def test_a_batch_of_any_size_is_there_whole(tmp_path: Path, num_rows: int) -> None:
+def test_batches_of_any_size_are_written_completely(tmp_path: Path, num_rows: int) -> None:
     meter = open_meter(tmp_path / "usage.db", MeterSettings(flush_s=10.0, flush_rows=1000))
     for number in range(num_rows):
         meter.record(row(number))
@@ -64,8 +64,8 @@ def test_a_batch_of_any_size_is_there_whole(tmp_path: Path, num_rows: int) -> No
     assert read(tmp_path / "usage.db", total) == [(num_rows, sum(range(num_rows)))]
 
 
-def test_what_comes_during_a_commit_waits_for_the_next_batch(tmp_path: Path) -> None:
-    """Else a busy gateway commits without end, a handful of rows at a time."""
+def test_rows_recorded_during_a_commit_wait_for_the_next_batch(tmp_path: Path) -> None:
+    """Otherwise a busy gateway would commit a few rows at a time, without end."""
     times_s: list[float] = []
 
     class Trickle(Meter):
@@ -85,7 +85,7 @@ def test_what_comes_during_a_commit_waits_for_the_next_batch(tmp_path: Path) -> 
     assert min(later - earlier for earlier, later in pairwise(times_s)) >= 0.1
 
 
-def test_rows_come_without_being_asked_for(tmp_path: Path) -> None:
+def test_rows_are_written_without_a_flush(tmp_path: Path) -> None:
     meter = open_meter(tmp_path / "usage.db")
     meter.record(row(1))
     deadline = time.monotonic() + 30
@@ -95,7 +95,7 @@ def test_rows_come_without_being_asked_for(tmp_path: Path) -> None:
     meter.close()
 
 
-def test_a_row_that_comes_twice_is_there_once(tmp_path: Path) -> None:
+def test_a_row_recorded_twice_is_stored_once(tmp_path: Path) -> None:
     for _ in range(2):  # also over a restart
         meter = open_meter(tmp_path / "usage.db")
         for number in (1, 2, 1, 1, 3):
@@ -164,18 +164,18 @@ def test_kill_9_leaves_whole_batches_and_loses_none_that_was_written(tmp_path: P
         command = [sys.executable, "-c", WRITER, str(path), here, str(start)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
             assert writer.stdout is not None
-            lines = [writer.stdout.readline()]  # it has begun
+            lines = [writer.stdout.readline()]  # it has started
             killer = threading.Timer(delay_s, writer.send_signal, [signal.SIGKILL])
             killer.start()
             lines += writer.stdout.readlines()
             killer.join()
         told = max(int(line) for line in lines if line.endswith("\n"))
-        connect(path).close()  # it opens, as the next gateway would open it
+        connect(path).close()  # the next gateway can open it
         assert read(path, "PRAGMA integrity_check") == [("ok",)]
         numbers = [int(str(name)[1:]) for (name,) in read(path, "SELECT request_id FROM usage")]
         mine = sorted(number for number in numbers if number >= start)
         assert len(set(numbers)) == len(numbers)
-        # What was written is a run without holes: the last batch is there whole or not at all.
+        # The rows have no gaps: the last batch is there completely or not at all.
         assert mine == list(range(start, start + len(mine)))
         assert len(mine) >= told
         assert read(
@@ -184,16 +184,14 @@ def test_kill_9_leaves_whole_batches_and_loses_none_that_was_written(tmp_path: P
         start += 20_000_000
 
 
-def test_a_disk_that_refuses_loses_nothing_and_holds_nobody_up(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failing_disk_loses_no_rows_and_delays_no_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "usage.db"
     settings = MeterSettings(flush_s=0.01, flush_rows=10, max_pending=30)
     meter = open_meter(path, settings)
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
-        other.execute("BEGIN IMMEDIATE")  # the writer now waits for the lock, as on a disk that hangs
+        other.execute("BEGIN IMMEDIATE")  # the writer now waits for the lock, as with a hanging disk
         for number in range(100):
-            meter.record(row(number))  # would not come back before the lock does, if it waited
+            meter.record(row(number))  # would block until the lock is released
         assert meter.behind
         assert meter.pending >= 90
         other.execute("ROLLBACK")
@@ -226,7 +224,7 @@ def test_rows_keep_the_price_of_their_day(tmp_path: Path) -> None:
     assert read(path, used) == [("r0", 1_000_000), ("r1", 2_000_000), ("r2", 1_000_000)]
 
 
-def test_a_file_that_is_no_ledger_is_the_operators_to_hear_of(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_ledger_is_a_config_error(tmp_path: Path) -> None:
     text = tmp_path / "notes.txt"
     text.write_text("not a database, but long enough to look like something" * 20)
     with pytest.raises(ConfigError, match=r"meter.path=.*notes.txt"):
@@ -234,7 +232,7 @@ def test_a_file_that_is_no_ledger_is_the_operators_to_hear_of(tmp_path: Path) ->
     newer = tmp_path / "newer.db"
     with closing(sqlite3.connect(newer)) as connection:
         connection.execute("PRAGMA user_version=99")
-    with pytest.raises(ConfigError, match="schema 99"):
+    with pytest.raises(ConfigError, match="schema version 99"):
         open_meter(newer)
     with pytest.raises(ConfigError, match="cannot be opened"):
         open_meter(text / "below" / "usage.db")

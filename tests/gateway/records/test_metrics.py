@@ -1,4 +1,4 @@
-"""The gateway's metrics: Prometheus can read them, and they say what happened."""
+"""The gateway's metrics: Prometheus can parse them, and they count what happened."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_counters_by_label_and_gauges_of_others() -> None:
     assert found["stoker_gateway_worker_usable", (("worker", "w:1"),)] == 1
 
 
-def test_every_family_says_what_it_is() -> None:
+def test_every_metric_family_has_help_and_type() -> None:
     lines = GatewayMetrics().render().decode().splitlines()
     typed = [line.split()[2] for line in lines if line.startswith("# TYPE")]
     helped = [line.split()[2] for line in lines if line.startswith("# HELP")]

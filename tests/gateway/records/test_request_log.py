@@ -1,4 +1,4 @@
-"""One line a request, in the background."""
+"""The request log: one line per request, written in the background."""
 
 from __future__ import annotations
 

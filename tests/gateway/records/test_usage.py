@@ -1,4 +1,4 @@
-"""GET /v1/usage: exact sums, exact money, and each tenant its own."""
+"""GET /v1/usage: exact sums and costs, and each tenant sees only its own."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import msgspec
 import pytest
 
 from stoker.base.errors import InvalidRequest, NotFound
-from stoker.gateway.admission.api_keys import AdminToken, Keys, Unauthorized
+from stoker.gateway.admission.api_keys import AdminToken, ApiKeys, Unauthorized
 from stoker.gateway.api.reply import Reply
 from stoker.gateway.config import KeySettings, MeterSettings, PriceSettings
 from stoker.gateway.records.meter import Meter
 from stoker.gateway.records.prices import PriceList, in_currency
-from stoker.gateway.records.usage_endpoint import Usage, parse_query
+from stoker.gateway.records.usage_endpoint import UsageEndpoint, parse_query
 from stoker.gateway.records.usage_row import UsageRow
 
 DAY = 86_400
@@ -77,15 +77,15 @@ def ledger(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def usage_of(path: Path | None, keys: Keys | None = None) -> Usage:
+def usage_of(path: Path | None, keys: ApiKeys | None = None) -> UsageEndpoint:
     if keys is None:
-        keys = Keys(
+        keys = ApiKeys(
             [
                 KeySettings("red-0", hashlib.sha256(b"sk-red").hexdigest(), tenant="red"),
                 KeySettings("blue-0", hashlib.sha256(b"sk-blue").hexdigest(), tenant="blue"),
             ]
         )
-    return Usage(path, keys, AdminToken(ADMIN), unix_time=lambda: 3.0 * DAY)
+    return UsageEndpoint(path, keys, AdminToken(ADMIN), unix_time=lambda: 3.0 * DAY)
 
 
 def ask(path: Path | None, query: str = "", key: str | None = ADMIN) -> Reply:
@@ -153,7 +153,7 @@ def test_a_key_sees_its_tenant_and_no_other(ledger: Path) -> None:
     answer = ask_json(ledger, "group_by=tenant", key="sk-red")
     assert [line["tenant"] for line in answer["data"]] == ["red"]
     assert answer["total"]["requests"] == sum(row.tenant == "red" for row in ROWS)
-    with pytest.raises(InvalidRequest, match="sees no other"):
+    with pytest.raises(InvalidRequest, match="cannot read other tenants"):
         ask(ledger, "tenant=blue", key="sk-red")
     with pytest.raises(Unauthorized):
         ask(ledger, key="sk-unknown")
@@ -199,17 +199,17 @@ def test_a_value_is_never_sql(ledger: Path) -> None:
     assert ask_json(ledger)["total"]["requests"] == len(ROWS)
 
 
-def test_without_a_ledger_there_is_nothing_to_ask() -> None:
+def test_without_a_ledger_usage_is_not_found() -> None:
     with pytest.raises(NotFound):
         ask(None)
 
 
 def test_without_keys_the_one_tenant_sees_itself(ledger: Path) -> None:
-    usage = usage_of(ledger, Keys([]))
+    usage = usage_of(ledger, ApiKeys([]))
     assert msgspec.json.decode(asyncio.run(usage.answer(Asked())).body)["total"]["requests"] == 0
 
 
-def test_the_last_thirty_days_are_meant_when_nothing_is_said() -> None:
+def test_the_default_range_is_the_last_thirty_days() -> None:
     query = parse_query(b"", 100.0 * DAY, None)
     assert (query.start_s, query.end_s) == (70.0 * DAY, 100.0 * DAY)
 

@@ -1,4 +1,4 @@
-"""Following a worker's events over real sockets: whatever is lost, late or begun anew, the index ends as the pool is."""
+"""KV events over real sockets: whatever is lost, late or restarted, the index ends up equal to the pool."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Engine:
     reporter: Reporter
     pool: BlockPool = field(init=False)
     log: BlockLog = field(default_factory=BlockLog)
-    chains: dict[BlockKey, int] = field(default_factory=dict)  # a block's key -> its key in the gateway's space
+    chains: dict[BlockKey, int] = field(default_factory=dict)  # block key -> prefix key
     running: list[list[BlockId]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -78,7 +78,7 @@ class Engine:
         return {ours for key, ours in self.chains.items() if self.pool.match([key])}
 
     def truth(self) -> set[int]:
-        """Keys that some prefix finds: a block whose parent is gone is of no use to anybody."""
+        """Prefix keys that can be found: a block whose parent is gone cannot."""
         found = set()
         for key, ours in self.chains.items():
             if self.pool.match([key]) and self._is_rooted(key):
@@ -97,7 +97,7 @@ class Engine:
 
 
 class Lossy(KvFollower):
-    """Loses published messages, and the rest of a replay from any message on, as a broken connection would."""
+    """Loses published messages, and replays from a random message on, like a broken connection."""
 
     def __init__(self, *args: Any, loss: Callable[[], bool], **more: Any) -> None:
         self._loss = loss
@@ -122,7 +122,7 @@ class Listening:
     reports: list[bytes]
 
     def agrees(self, engine: Engine) -> bool:
-        """All that can be found is there, and nothing that the pool has not; orphans are known to some listeners only."""
+        """The index has all keys that can be found and none that the pool lacks; orphans may be known or not."""
         held = set(self.index._holders[W].held[0]) if W in self.index._holders else set()
         return engine.truth() <= held <= engine.present()
 
@@ -180,7 +180,7 @@ def run(main: Any) -> None:
 
 
 async def settled(engine: Engine, listener: Listening) -> None:
-    """What was lost last is noticed with the next message: there is always a next one."""
+    """A lost last message is noticed with the next one, so publish another."""
 
     def agrees() -> bool:
         engine.reporter.blocks_changed(KvEvents(events=[]))
@@ -192,14 +192,14 @@ async def settled(engine: Engine, listener: Listening) -> None:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("kept", [10_000, 5])
 def test_a_lost_event_heals(seed: int, kept: int) -> None:
-    """With `kept` 5, gaps are soon older than what the worker remembers: it answers with snapshots."""
+    """With `kept` 5, gaps are soon older than the messages that the worker keeps, so it answers with snapshots."""
 
     async def main() -> None:
         rng = random.Random(seed)
         reporter = Reporter("127.0.0.1", kept_batches=kept)
         reporter.start(report)
         engine = Engine(rng, reporter)
-        for _ in range(50):  # before anybody listens
+        for _ in range(50):  # before the first subscription
             engine.step()
         lossy = True
         async with listening(urls(reporter), lambda: lossy and rng.random() < 0.1, replay_s=0.3) as listener:
@@ -213,7 +213,7 @@ def test_a_lost_event_heals(seed: int, kept: int) -> None:
             for _ in range(20):
                 steps()
                 await asyncio.sleep(0.002)
-            await until(steps)  # also where it took long to subscribe
+            await until(steps)  # even if subscribing took long
             lossy = False
             await settled(engine, listener)
             assert len(engine.truth()) > 10
@@ -223,7 +223,7 @@ def test_a_lost_event_heals(seed: int, kept: int) -> None:
     run(main())
 
 
-def test_nothing_lost_needs_no_second_question() -> None:
+def test_without_a_gap_there_is_no_second_replay() -> None:
     async def main() -> None:
         reporter = Reporter("127.0.0.1")
         reporter.start(report)
@@ -242,7 +242,7 @@ def test_nothing_lost_needs_no_second_question() -> None:
 
 
 @pytest.mark.parametrize("steps_before", [3, 300])
-def test_a_worker_that_began_anew_on_its_port_is_believed_anew(steps_before: int) -> None:
+def test_a_worker_restarted_on_the_same_port_is_resynced(steps_before: int) -> None:
     async def main() -> None:
         first = Reporter("127.0.0.1")
         first.start(report)
@@ -272,7 +272,7 @@ def test_a_worker_that_began_anew_on_its_port_is_believed_anew(steps_before: int
 
 
 def _reporter_at(where: tuple[str, str]) -> Reporter:
-    """On the very ports of one that ended."""
+    """Start on the ports of a reporter that ended."""
     from stoker.worker import report as module
 
     ports = [int(url.rsplit(":", 1)[1]) for url in where]
@@ -283,7 +283,7 @@ def _reporter_at(where: tuple[str, str]) -> Reporter:
         module._bind = bind
 
 
-# ---- engines that are not ours
+# ---- foreign engines
 
 
 class Foreign:
@@ -291,7 +291,7 @@ class Foreign:
 
     def __init__(self, kept: int, with_topic: bool, replays: bool = True) -> None:
         self._context = zmq.asyncio.Context()
-        self._publisher = zmq.Context(self._context).socket(zmq.XPUB)  # a PUB that hears who subscribes
+        self._publisher = zmq.Context(self._context).socket(zmq.XPUB)  # a PUB socket that sees subscriptions
         self._replayer = self._context.socket(zmq.ROUTER)
         self.port = self._publisher.bind_to_random_port("tcp://127.0.0.1")
         self.replay_port = self._replayer.bind_to_random_port("tcp://127.0.0.1")
@@ -303,7 +303,7 @@ class Foreign:
         return f"tcp://127.0.0.1:{self.port}", f"tcp://127.0.0.1:{self.replay_port}" if self._replays else None
 
     async def subscribed(self) -> None:
-        """What is published from now on is heard."""
+        """Wait until the subscription is active."""
         await until(lambda: self._publisher.poll(0) != 0)
 
     def publish(self, *events: Any, lost: bool = False) -> None:
@@ -357,12 +357,12 @@ def block(i: int) -> list[int]:
 
 
 @pytest.mark.parametrize("with_topic", [True, False])
-def test_a_foreign_engine_s_gap_is_filled_from_its_replay(with_topic: bool) -> None:
+def test_a_gap_of_a_foreign_engine_is_filled_from_its_replay(with_topic: bool) -> None:
     async def main() -> None:
         engine = Foreign(100, with_topic)
         engine.publish(stored(0, block(0)))
         async with listening(engine.url(), snapshots=False) as listener:
-            await until(lambda: held(listener, TOKENS) == 1)  # published before we came
+            await until(lambda: held(listener, TOKENS) == 1)  # published before the subscription
             await engine.subscribed()
             engine.publish(stored(1, block(1), 0))
             await until(lambda: held(listener, TOKENS) == 2)
@@ -379,12 +379,14 @@ def test_a_foreign_engine_s_gap_is_filled_from_its_replay(with_topic: bool) -> N
 
 
 @pytest.mark.parametrize("replays", [True, False])
-def test_what_a_foreign_engine_cannot_tell_again_is_forgotten(replays: bool) -> None:
+def test_blocks_that_a_foreign_engine_cannot_replay_are_dropped(replays: bool) -> None:
     async def main() -> None:
         engine = Foreign(2, True, replays)
         async with listening(engine.url(), snapshots=False) as listener:
             await engine.subscribed()
-            await until(lambda: listener.follower.num_resyncs == 1)  # it has seen that it is connected, and forgot all
+            await until(
+                lambda: listener.follower.num_resyncs == 1
+            )  # it has noticed the new connection and dropped all blocks
             engine.publish(stored(0, block(0)))
             engine.publish(stored(1, block(1), 0))
             await until(lambda: held(listener, TOKENS) == 2)
@@ -392,7 +394,7 @@ def test_what_a_foreign_engine_cannot_tell_again_is_forgotten(replays: bool) -> 
                 engine.publish({"type": "BlockRemoved", "block_hashes": [1], "medium": "GPU"}, lost=True)
             engine.publish(stored(7, [9] * SIZE))
             await until(lambda: held(listener, [9] * SIZE) == 1)
-            assert held(listener, TOKENS) == 0  # it may be there, but nobody can know
+            assert held(listener, TOKENS) == 0  # it may still be cached, but that is unknown
             await until(lambda: listener.follower.is_current)
         await engine.close()
 
@@ -415,9 +417,9 @@ def test_nonsense_is_no_end_of_listening() -> None:
     run(main())
 
 
-def test_a_worker_that_never_answers_is_asked_again_and_costs_nothing_else() -> None:
+def test_a_worker_that_never_answers_is_retried_elsewhere_after_the_timeout() -> None:
     async def main() -> None:
-        reporter = Reporter("127.0.0.1")  # not started: nobody reads its replay socket
+        reporter = Reporter("127.0.0.1")  # not started: its replay socket is not served
         engine = Engine(random.Random(3), reporter)
         async with listening(urls(reporter), replay_s=0.05, max_held=10) as listener:
             await until(lambda: listener.follower.num_resyncs > 2)

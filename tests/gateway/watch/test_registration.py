@@ -1,4 +1,4 @@
-"""/stoker/register: shut without the secret; a worker is there once, whatever it says."""
+"""/stoker/register: disabled without the secret; a worker is listed once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stoker.base.errors import InvalidRequest
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Fleet
 from stoker.fleet.spec import Role, WorkerSpec
-from stoker.gateway.watch.registration import Registration
+from stoker.gateway.watch.registration import RegistrationEndpoint
 
 SECRET = "s3cret"
 
@@ -30,7 +30,7 @@ class World:
         self.now = 0.0
         self.fleet = Fleet()
         self.restarts: list[str] = []
-        self.registration = Registration(secret, self.fleet, self)
+        self.registration = RegistrationEndpoint(secret, self.fleet, self)
 
     def add(self, spec: WorkerSpec) -> None:
         self.fleet.add(spec, self.now)
@@ -49,7 +49,7 @@ class World:
         return asyncio.run(self.registration.answer(Asked(method, msgspec.json.encode(word), secret))).status
 
 
-def test_a_worker_comes_stays_and_leaves() -> None:
+def test_a_worker_registers_sends_heartbeats_and_signs_off() -> None:
     world = World()
     assert world.say() == 200
     member = world.fleet.member(WorkerId("h:1"))
@@ -67,13 +67,13 @@ def test_a_worker_comes_stays_and_leaves() -> None:
 
 
 @pytest.mark.parametrize("secret", [None, "", "wrong", "S3CRET"])
-def test_nobody_gets_in_without_the_secret(secret: str | None) -> None:
+def test_registration_needs_the_secret(secret: str | None) -> None:
     world = World()
     assert world.say(secret=secret) == 401
     assert world.fleet.members() == []
 
 
-def test_without_a_secret_nobody_registers() -> None:
+def test_without_a_secret_registration_is_disabled() -> None:
     world = World(secret=None)
     assert world.say(secret="") == 403
     assert world.say(secret=None) == 403

@@ -1,4 +1,4 @@
-"""Events in an engine's own hashes become keys of ours: whatever its block size, its tiers and its salts."""
+"""KV events with an engine's own hashes become prefix keys, for any block size, medium and salt."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_any_block_size_of_theirs(theirs: int, ours: int) -> None:
     assert len(world.index) == 0
 
 
-def test_tiers_are_told_apart_and_a_copy_needs_no_tokens() -> None:
+def test_media_are_distinguished_and_a_copy_needs_no_tokens() -> None:
     world = World(16)
     world.rekeyer.apply([stored([b"a", b"b"], TOKENS[:32], 16, medium="GPU")])
     world.rekeyer.apply([stored([b"a", b"b", b"unknown"], [], 16, medium="CPU")])
@@ -68,7 +68,7 @@ def test_tiers_are_told_apart_and_a_copy_needs_no_tokens() -> None:
     assert world.index.match(keys(TOKENS, 16))[W].disk_blocks == 1
     world.rekeyer.apply([BlockRemoved(block_hashes=[b"a", b"b"], medium="CPU"), BlockRemoved(block_hashes=[b"c"])])
     assert world.held(TOKENS) == 0
-    assert world.rekeyer.num_blocks == 1  # c is still in the store: its GPU copy, which never was, is what was removed
+    assert world.rekeyer.num_blocks == 1  # c is still in the store; the removal named a GPU copy that never existed
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_what_one_worker_put_into_a_store_another_may_remove_or_go_on_from() -> 
 
 
 def test_a_full_store_forgets_its_oldest_some_at_a_time() -> None:
-    """A large dict's front is slow to reach: not for every event."""
+    """The front of a large dict is slow to reach, so entries are dropped in batches."""
     blocks = {"CPU": StoreBlocks()}
     rekeyer = Rekeyer(WorkerIndex(W, [PrefixIndex()]), 16, hashes_salts=False, stores=blocks, max_blocks=5120)
     rekeyer.apply(stored([number], [number] * 16, 16, medium="CPU") for number in range(5121))

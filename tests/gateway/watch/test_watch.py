@@ -1,4 +1,4 @@
-"""Watching workers on real sockets: ours by the worker's own app, foreign engines by mocks of what they answer."""
+"""Watching workers over real sockets: Stoker workers with their real app, foreign engines with mocks."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from waiting import LONG_S, until
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Fleet, Member
 from stoker.fleet.spec import WorkerSpec
-from stoker.gateway.api.client_body import Kind, parse
-from stoker.gateway.http import Request
-from stoker.gateway.prefix.conversation import KeyMakers
+from stoker.gateway.api.client_body import EndpointKind, parse
+from stoker.gateway.http import HttpRequest
+from stoker.gateway.path.dialects.dialect import DIALECTS
+from stoker.gateway.prefix.conversation_keys import PrefixKeyMakers
 from stoker.gateway.prefix.prefix_keys import root_key, token_keys
-from stoker.gateway.prefix.token_keys import TokenKeys, TokenText
+from stoker.gateway.prefix.token_prefix_keys import TokenPrefixKeys, TokenText
 from stoker.gateway.watch import scrape
-from stoker.gateway.watch.kv_events import KvFollower, LoadListener
 from stoker.gateway.watch.watchers import Watchers, WatchSettings
 from stoker.kv.blocks.keys import block_keys
 from stoker.kv.blocks.keys import root_key as engine_root
@@ -48,7 +48,7 @@ from stoker.worker.state import ServerState
 W = WorkerId("w")
 BLOCK = 16
 QUICK = WatchSettings(probe_s=0.02, connect_s=LONG_S, answer_s=LONG_S, learn_s=0.1)
-# One probe may be late for a reason of this machine's own; not so many one after the other.
+# One late health check may be this machine's fault; five in a row are not.
 HURRIED = replace(QUICK, answer_s=0.3, late_probes=5)
 
 
@@ -56,7 +56,7 @@ class World:
     def __init__(self, settings: WatchSettings = QUICK, **more: Any) -> None:
         self.fleet = Fleet()
         self.indexes = PrefixIndexes()
-        self.makers = KeyMakers()
+        self.makers = PrefixKeyMakers()
         self.lost: list[WorkerId] = []
         self.watchers = Watchers(
             self.fleet, self.indexes, self.makers, settings, on_lost=self.lost.append, clock=self.now, **more
@@ -68,7 +68,7 @@ class World:
     def watch(self, url: str, **more: Any) -> Member:
         spec = WorkerSpec(worker_id=W, url=url, **more)
         member = self.fleet.add(spec, self.now())
-        self.watchers.start(spec)
+        self.watchers.start(spec, DIALECTS.get(spec.dialect).load_probe)
         return member
 
     @property
@@ -82,7 +82,7 @@ class World:
 
 
 class Ours:
-    """A worker's own app and reporter, without an engine."""
+    """A Stoker worker's real app and reporter, without an engine."""
 
     def __init__(self, folder: Path, port: int = 0, **identity: Any) -> None:
         self.text = ModelText.from_folder(folder)
@@ -139,7 +139,7 @@ class Ours:
         return self
 
     def compute(self, token_ids: list[int]) -> None:
-        """As if the engine had filled these blocks."""
+        """Publish these blocks as if the engine had filled them."""
         full = token_ids[: len(token_ids) // BLOCK * BLOCK]
         keys = block_keys(full, engine_root("model"), BLOCK)
         self.reporter.blocks_changed(KvEvents(events=[BlocksNamed(keys=keys, parent=None, token_ids=full)]))
@@ -169,13 +169,10 @@ def test_a_conversation_is_found_where_our_worker_computed_it(folder: Path) -> N
         worker = await Ours(folder, secret="s").start()
         world = World(secret="s")
         member = world.watch(worker.url)
-        await until(lambda: isinstance(world.makers.exact("m"), TokenKeys))
+        await until(lambda: isinstance(world.makers.exact("m"), TokenPrefixKeys))
         assert member.models == {"m", "m-alias"}
         assert world.is_usable
-        watcher = world.watchers.watcher(W)
-        assert watcher is not None
-        await until(lambda: isinstance(f := watcher.follower, KvFollower) and f.is_current)
-        found = await world.makers.keys("m", parse(Kind.CHAT, BODY), None)
+        found = await world.makers.keys("m", parse(EndpointKind.CHAT, BODY), None)
         assert found.block_tokens == BLOCK
         assert len(found.keys) > 5
         text = worker.text
@@ -198,15 +195,12 @@ def test_a_conversation_is_found_where_our_worker_computed_it(folder: Path) -> N
     run(main())
 
 
-def test_a_worker_that_drains_gets_nothing_and_one_that_came_back_is_known_anew(folder: Path) -> None:
+def test_a_draining_worker_gets_no_requests_and_a_restarted_one_is_read_again(folder: Path) -> None:
     async def main() -> None:
         worker = await Ours(folder).start()
         world = World()
         world.watch(worker.url)
         await until(lambda: world.is_usable and "m" in world.fleet.models())
-        watcher = world.watchers.watcher(W)
-        assert watcher is not None
-        await until(lambda: isinstance(watcher.follower, KvFollower))
         worker.state.begin_drain()
         await until(lambda: not world.is_usable)
         assert world.lost == []
@@ -218,9 +212,10 @@ def test_a_worker_that_drains_gets_nothing_and_one_that_came_back_is_known_anew(
         await until(lambda: world.lost == [W])
         again = await Ours(folder, port=worker.port).start()
         await until(lambda: world.is_usable)
-        await until(lambda: (info := watcher.info) is not None and info.worker_id == again.identity.worker_id)
-        await until(lambda: isinstance(f := watcher.follower, KvFollower) and f.is_current)
-        assert not world.indexes["m"].match(keys)
+        await until(lambda: (info := world.watchers.info(W)) is not None and info.worker_id == again.identity.worker_id)
+        await until(lambda: not world.indexes["m"].match(keys))  # the new process has none of the old one's blocks
+        again.compute(tokens[:BLOCK])  # and its own events are followed
+        await until(lambda: list(world.indexes["m"].match(keys)) == [W])
         await world.close()
         await again.stop()
 
@@ -248,10 +243,11 @@ def test_without_tokenizing_only_the_load_is_listened_to(folder: Path) -> None:
         world = World(replace(QUICK, tokenize=False))
         member = world.watch(worker.url)
         await until(lambda: member.report is not None)
-        watcher = world.watchers.watcher(W)
-        assert watcher is not None
-        assert isinstance(watcher.follower, LoadListener)
         assert world.makers.block_tokens("m") == 256
+        worker.compute(list(range(64)))
+        reported_at = member.reported_at
+        await until(lambda: member.reported_at > reported_at)  # reports still arrive, in order after the KV events
+        assert len(world.indexes["m"]) == 0
         await world.close()
         await worker.stop()
 
@@ -285,9 +281,9 @@ LOADS = {
 
 
 def paths(answers: dict[str, tuple[int, Any]]) -> Script:
-    """What each path is answered with; others do not exist."""
+    """Answer each path with its entry; other paths are not found."""
 
-    async def script(worker: MockWorker, request: Request) -> None:
+    async def script(worker: MockWorker, request: HttpRequest) -> None:
         status, body = answers.get(request.path.decode(), (404, {"detail": "Not Found"}))
         request.respond(status, JSON, body if isinstance(body, bytes) else json.dumps(body).encode())
 
@@ -336,7 +332,7 @@ def test_sglang(page: str) -> None:
     watched(paths({**answers, page: (200, body)}), check, dialect="sglang")
 
 
-def test_any_openai_server_is_there_when_it_lists_its_models() -> None:
+def test_any_openai_server_is_usable_once_it_lists_its_models() -> None:
     async def check(world: World, worker: MockWorker, member: Member) -> None:
         await until(lambda: member.models == {"m"})
         assert world.is_usable
@@ -345,12 +341,12 @@ def test_any_openai_server_is_there_when_it_lists_its_models() -> None:
     watched(paths({"/v1/models": (200, MODELS)}), check, dialect="openai")
 
 
-def test_a_question_that_was_not_answered_is_asked_again_at_the_next_look() -> None:
-    """A worker whose models are not known gets no request: one lost answer must not cost it all of `learn_s`."""
+def test_a_failed_poll_is_repeated_at_the_next_interval() -> None:
+    """A worker whose models are unknown gets no requests, so one lost answer must not delay them by `learn_s`."""
     lists = paths({"/health": (200, b""), "/v1/models": (200, MODELS)})
     num_dropped = 0
 
-    async def script(worker: MockWorker, request: Request) -> None:
+    async def script(worker: MockWorker, request: HttpRequest) -> None:
         nonlocal num_dropped
         if request.path == b"/v1/models" and num_dropped < 2:
             num_dropped += 1
@@ -364,7 +360,7 @@ def test_a_question_that_was_not_answered_is_asked_again_at_the_next_look() -> N
     watched(script, check, replace(QUICK, learn_s=10 * LONG_S), dialect="openai")
 
 
-def test_models_that_the_operator_wrote_are_left_alone() -> None:
+def test_configured_models_are_not_overwritten() -> None:
     async def check(world: World, worker: MockWorker, member: Member) -> None:
         await until(lambda: "/v1/models" in worker.paths)
         await asyncio.sleep(0.05)
@@ -409,7 +405,7 @@ def test_one_that_is_sick_hangs_or_is_gone_is_seen_so_and_back_again() -> None:
         await worker.stop()
         await until(lambda: not world.is_usable)
         assert world.lost == [W, W]
-        assert not world.indexes["m"].match([1, 2, 3])  # its cache died with it
+        assert not world.indexes["m"].match([1, 2, 3])  # its cache was lost with the process
         await worker.start()
         await until(lambda: world.is_usable)
 
@@ -417,15 +413,14 @@ def test_one_that_is_sick_hangs_or_is_gone_is_seen_so_and_back_again() -> None:
 
 
 def test_a_connection_that_does_not_come_in_time_is_late_as_an_answer_is() -> None:
-    """It may be ourselves who stood still: only several such one after the other mean that nobody is there."""
+    """This process may have been slow, so only several late checks in a row mean that the worker is down."""
 
     async def main() -> None:
         world = World(replace(QUICK, connect_s=0.05))
         with socket.create_server(("127.0.0.1", 0), backlog=0) as deaf, socket.socket() as filler:
             filler.connect(deaf.getsockname())  # further handshakes are not answered
             world.watch(f"http://127.0.0.1:{deaf.getsockname()[1]}")
-            watcher = world.watchers.watcher(W)
-            assert watcher is not None
+            watcher = world.watchers._watchers[W]
             await until(lambda: watcher._num_late == 1, every_s=0.0)
             assert world.is_usable
             await until(lambda: not world.is_usable)
@@ -435,7 +430,7 @@ def test_a_connection_that_does_not_come_in_time_is_late_as_an_answer_is() -> No
     run(main())
 
 
-def test_a_gateway_that_can_open_no_connection_calls_nobody_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gateway_out_of_sockets_marks_no_worker_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     num_tries = 0
 
     async def refused(*_: Any, **__: Any) -> Any:
@@ -455,7 +450,7 @@ def test_a_gateway_that_can_open_no_connection_calls_nobody_dead(monkeypatch: py
     asyncio.run(main())
 
 
-def test_a_foreign_engine_s_events_are_followed_once_its_tokens_are_understood(folder: Path) -> None:
+def test_events_of_a_foreign_engine_are_followed_once_its_tokenizer_is_known(folder: Path) -> None:
     async def main() -> None:
         engine = Foreign(100, True)
         engine.publish(stored(1, [5, 6, 7, 8]))
@@ -465,10 +460,8 @@ def test_a_foreign_engine_s_events_are_followed_once_its_tokens_are_understood(f
         events_url, replay_url = engine.url()
         world.watch(worker.url, dialect="vllm", events_url=events_url, replay_url=replay_url)
         await until(lambda: worker.paths.count("/metrics") > 2)
-        watcher = world.watchers.watcher(W)
-        assert watcher is not None
-        assert watcher.follower is None
-        world.makers.set_exact("m", TokenKeys(TokenText.from_files(text_files(folder)), 4))
+        assert len(world.indexes["m"]) == 0
+        world.makers.set_exact("m", TokenPrefixKeys(TokenText.from_files(text_files(folder)), 4))
         keys = token_keys(array("I", [5, 6, 7, 8]), root_key(None), 4)
         await until(lambda: bool(world.indexes["m"].match(keys)))
         await world.close()

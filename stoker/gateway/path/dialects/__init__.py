@@ -1,1 +1,1 @@
-"""Dialects: how each kind of worker is called, one file each."""
+"""Dialects: how the gateway talks to each kind of worker, one file each."""

@@ -1,4 +1,4 @@
-"""The contract of a dialect: run one route, by one leg or two, in the words that this kind of worker understands."""
+"""The contract of a dialect: run one route, with one leg or two, in the requests that this kind of worker understands."""
 
 from __future__ import annotations
 
@@ -7,19 +7,26 @@ from typing import ClassVar, Protocol
 from stoker.base.registry import Registry
 from stoker.gateway.path.call import Call
 from stoker.gateway.path.legs import Legs
+from stoker.gateway.watch.load_probe import LoadProbe
 
 
 class Dialect(Protocol):
+    """How one kind of worker is called. Register an implementation with `@DIALECTS.register("name")`."""
+
     resumes: ClassVar[bool]
-    """A stream that was cut can be continued: run again with a call that has a memory, it sends only what is missing."""
+    """True if another worker can continue a broken stream: `run` with a non-empty `call.memory` sends only the rest."""
 
     decodes_alone: ClassVar[bool]
-    """A decode worker can compute a prompt itself. Where it cannot, a route without a prefill leg cannot run there."""
+    """True if a decode worker can compute a prompt itself. If not, it only gets requests together with a prefill worker."""
+
+    load_probe: ClassVar[type[LoadProbe]]
+    """Reads the load of such a worker, once per health check. `NoLoadProbe` if there is nothing to read."""
 
     async def run(self, call: Call, legs: Legs) -> None:
-        """Answer the client. LegFailed: a worker failed, which another may make good for. Refused: the client is at fault.
+        """Run the request and send the answer to the client.
 
-        `legs.prefill` is None where decode's worker does all. What is open when this is left, by any road, is aborted.
+        `legs.prefill` is None if the decode worker computes the prompt too. Raises LegFailed if a worker failed and another
+        may succeed, and Refused if the client must get the worker's error. Responses left open are aborted by `legs`.
         """
 
 

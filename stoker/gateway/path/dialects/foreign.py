@@ -1,4 +1,4 @@
-"""What all dialects but our own have in common: the decode leg, its usage chunk, and two legs that run at once."""
+"""What the dialects of foreign engines share: the decode leg, its usage chunk, and two concurrent legs."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Raw
 
-from stoker.gateway.api.client_body import Kind, fields
-from stoker.gateway.http import Answer
+from stoker.gateway.api.client_body import EndpointKind, fields
+from stoker.gateway.http import WorkerResponse
 from stoker.gateway.path.call import Call
 from stoker.gateway.path.errors import LegFailed, Refused
 from stoker.gateway.path.legs import Legs, is_event_stream
 from stoker.gateway.path.rewrite import ForeignAnswer
 
-ENGINE_FIELDS = frozenset({"cache_salt"})  # of the gateway's own fields, those that vLLM and SGLang both know
+ENGINE_FIELDS = frozenset({"cache_salt"})  # the fields set by the gateway that both vLLM and SGLang accept
 
-_LAST_WORD_S = 1.0  # a prefill worker has answered long before decode ends; one that has not is not waited for
+_PREFILL_REPLY_S = 1.0  # how long to wait for prefill's response after decode ended; it normally came long before
 
 
 async def run_alone(call: Call, legs: Legs, may_add: Collection[str] = ENGINE_FIELDS) -> None:
-    """One worker does all."""
+    """Run the whole request on the decode worker."""
     hides = hides_usage(call, legs)
     if hides:
         answer, hides = await send_decode(call, legs, {}, legs.send, may_add)
@@ -40,11 +40,13 @@ async def send_decode(
     call: Call,
     legs: Legs,
     put: Mapping[str, bytes],
-    send: Callable[[Any, bytes], Awaitable[Answer]],
+    send: Callable[[Any, bytes], Awaitable[WorkerResponse]],
     may_add: Collection[str] = ENGINE_FIELDS,
-) -> tuple[Answer, bool]:
-    """The answer, and whether its usage chunk is there for us alone. A worker that refuses to be asked for one is not
-    asked again."""
+) -> tuple[WorkerResponse, bool]:
+    """Send the decode leg. Return the response, and whether its usage chunk must be hidden from the client.
+
+    A worker that refuses `stream_options` gets the request again without it, and is never sent it again.
+    """
     if hides_usage(call, legs):
         try:
             return await send(legs.decode, call.body({**put, **asking_for_usage(call)}, may_add=may_add)), True
@@ -56,29 +58,29 @@ async def send_decode(
 
 
 async def deliver(
-    call: Call, legs: Legs, answer: Answer, reply: ForeignAnswer, prefilling: asyncio.Task[None] | None = None
+    call: Call, legs: Legs, answer: WorkerResponse, reply: ForeignAnswer, prefilling: asyncio.Task[None] | None = None
 ) -> None:
-    """The decode worker's answer to the client: as it comes, or whole. `prefilling` knows what prefill found in cache."""
+    """Send the decode worker's answer to the client, streamed or whole. `prefilling` yields prefill's cached tokens."""
     try:
         if is_event_stream(answer):
             await _stream(call, legs, answer, reply)
             return
         data = await legs.read(legs.decode, answer)
         if prefilling is not None:
-            await asyncio.wait([prefilling], timeout=_LAST_WORD_S)
+            await asyncio.wait([prefilling], timeout=_PREFILL_REPLY_S)
         legs.respond(answer, reply.whole(data))
     finally:
         call.usage = reply.usage
 
 
-async def _stream(call: Call, legs: Legs, answer: Answer, reply: ForeignAnswer) -> None:
+async def _stream(call: Call, legs: Legs, answer: WorkerResponse, reply: ForeignAnswer) -> None:
     try:
         await legs.relay(legs.decode, answer, reply.push)
     except asyncio.CancelledError:
         call.ended = reply.ended
         raise
     except LegFailed:
-        if not reply.ended:  # cut after its own last event, the answer is whole all the same
+        if not reply.ended:  # a connection that breaks after the last event leaves a complete answer
             raise
     else:
         legs.done(legs.decode, answer)
@@ -90,30 +92,30 @@ async def _stream(call: Call, legs: Legs, answer: Answer, reply: ForeignAnswer) 
 
 
 async def together(prefill: Coroutine[Any, Any, None], decode: Callable[[asyncio.Task[None]], Awaitable[None]]) -> None:
-    """Both legs at once. Whichever fails, and a client that leaves, ends the other in the same turn of the loop."""
+    """Run both legs concurrently. If one fails, or the client disconnects, the other ends in the same event loop turn."""
     try:
         async with asyncio.TaskGroup() as group:
             prefilling = group.create_task(prefill)
             await decode(prefilling)
-            await asyncio.wait([prefilling], timeout=_LAST_WORD_S)
+            await asyncio.wait([prefilling], timeout=_PREFILL_REPLY_S)
             prefilling.cancel()
     except BaseExceptionGroup as failed:
         task = asyncio.current_task()
-        if task is not None and task.cancelling():  # also from outside, in the same turn: a group keeps that to itself
+        if task is not None and task.cancelling():  # cancelled from outside in the same turn, which TaskGroup hides
             raise asyncio.CancelledError from None
         raise failed.exceptions[0] from None
 
 
 def hides_usage(call: Call, legs: Legs) -> bool:
-    """Nobody would tell us the usage of a stream if we did not ask; a client that did not ask never sees the answer."""
+    """Return True if the gateway must request the usage chunk of a stream and hide it, because the client did not ask."""
     envelope = call.envelope
-    if not envelope.stream or envelope.kind is Kind.RESPONSES or envelope.wants_usage:
+    if not envelope.stream or envelope.kind is EndpointKind.RESPONSES or envelope.wants_usage:
         return False
     return not legs.upstream(legs.decode).refuses_usage
 
 
 def asking_for_usage(call: Call) -> dict[str, bytes]:
-    """The change of the body that asks for a usage chunk."""
+    """Return the body change that requests a usage chunk."""
     envelope = call.envelope
     if envelope.stream_options is UNSET or envelope.stream_options is None:
         return {"stream_options": b'{"include_usage":true}'}
@@ -123,5 +125,5 @@ def asking_for_usage(call: Call) -> dict[str, bytes]:
 
 
 def is_one_sequence(call: Call) -> bool:
-    """One prompt, one choice. A hand-off moves one sequence's blocks, and its lease ends when one reader has them."""
+    """Return True for one prompt and one choice. A hand-off transfers the blocks of a single sequence."""
     return call.envelope.num_choices == 1

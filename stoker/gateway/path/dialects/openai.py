@@ -1,4 +1,4 @@
-"""Any server that speaks OpenAI's API and nothing more: one leg, nothing added that OpenAI does not have."""
+"""Any server with the OpenAI API and no extensions: one leg, and no field that OpenAI does not define."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from stoker.gateway.path.call import Call
 from stoker.gateway.path.dialects.dialect import DIALECTS
 from stoker.gateway.path.dialects.foreign import run_alone
 from stoker.gateway.path.legs import Legs
+from stoker.gateway.watch.load_probe import LoadProbe, NoLoadProbe
 
 
 @DIALECTS.register("openai")
 class OpenAi:
+    """The dialect of a generic OpenAI-compatible server."""
+
     resumes: ClassVar[bool] = False
     decodes_alone: ClassVar[bool] = True
+    load_probe: ClassVar[type[LoadProbe]] = NoLoadProbe
 
     def run(self, call: Call, legs: Legs) -> Coroutine[Any, Any, None]:
         legs.end_prefill()

@@ -1,4 +1,4 @@
-"""SGLang's prefill and decode servers: the same body to both at once; they meet in a bootstrap room that we choose."""
+"""SGLang: prefill and decode servers get the same body at the same time, with a bootstrap room chosen by the gateway."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from stoker.gateway.path.dialects.foreign import (
 )
 from stoker.gateway.path.legs import Legs
 from stoker.gateway.path.rewrite import ForeignAnswer, read_last_usage
+from stoker.gateway.watch.load_probe import LoadProbe, SglangLoadProbe
 from stoker.routing.query import Leg
 
 BOOTSTRAP_PORT = 8998
@@ -28,8 +29,11 @@ BOOTSTRAP_PORT = 8998
 
 @DIALECTS.register("sglang")
 class SgLang:
+    """The dialect of SGLang servers."""
+
     resumes: ClassVar[bool] = False
     decodes_alone: ClassVar[bool] = False
+    load_probe: ClassVar[type[LoadProbe]] = SglangLoadProbe
 
     async def run(self, call: Call, legs: Legs) -> None:
         prefill = legs.prefill
@@ -37,7 +41,7 @@ class SgLang:
             await run_alone(call, legs)
             return
         hides = hides_usage(call, legs)
-        put = self._meeting(legs, prefill) | (asking_for_usage(call) if hides else {})
+        put = self._bootstrap(legs, prefill) | (asking_for_usage(call) if hides else {})
         body = call.body(put, may_add=ENGINE_FIELDS)
         reply = reply_for(call, hides, is_pair=True)
 
@@ -53,8 +57,8 @@ class SgLang:
         legs.end_prefill(handed_off=True)
         reply.prefill_cached_tokens = None if usage is None else usage.cached_tokens
 
-    def _meeting(self, legs: Legs, prefill: Leg) -> dict[str, bytes]:
-        """A scalar room also does for several sequences: SGLang counts on from it."""
+    def _bootstrap(self, legs: Legs, prefill: Leg) -> dict[str, bytes]:
+        """Return the fields that connect the two servers. One room suffices: SGLang numbers further sequences from it."""
         return {
             "bootstrap_host": msgspec.json.encode(legs.upstream(prefill).origin.host),
             "bootstrap_port": b"%d" % (prefill.worker.spec.bootstrap_port or BOOTSTRAP_PORT),

@@ -1,8 +1,9 @@
-"""Our own workers: streams that can be continued by another worker, and a hand-off that is just that, planned.
+"""Stoker workers: another worker can continue a broken stream, and a hand-off is a planned continuation.
 
-Every request carries a seed, so that a second worker draws what the first would have drawn. On a stream the worker tells us,
-in comment lines, which tokens it sent; `resume.py` keeps them. A prefill worker streams the first token and ends with a
-ticket for its blocks; decode resumes from that token, with the ticket. It may begin to pull before (`handoff_notes.py`).
+Every request carries a seed, so that a second worker samples the same tokens as the first. In a stream, the worker reports
+the tokens it sent in comment lines, which `resume.py` keeps. A prefill worker streams the first token and ends with a ticket
+for its blocks. The decode worker gets the ticket and resumes after that token; it may start to pull blocks earlier
+(`handoff_hints.py`).
 """
 
 from __future__ import annotations
@@ -11,32 +12,36 @@ import asyncio
 from collections.abc import Mapping
 from typing import ClassVar
 
-from stoker.gateway.api.client_body import Kind
-from stoker.gateway.http import Answer, header_block
+from stoker.gateway.api.client_body import EndpointKind
+from stoker.gateway.http import WorkerResponse, header_block
 from stoker.gateway.path.call import Call
 from stoker.gateway.path.dialects.dialect import DIALECTS
 from stoker.gateway.path.errors import LegFailed
-from stoker.gateway.path.handoff_notes import new_transfer_id
+from stoker.gateway.path.handoff_hints import new_transfer_id
 from stoker.gateway.path.legs import Legs, is_event_stream
 from stoker.gateway.path.resume import StokerStream
 from stoker.gateway.path.rewrite import read_usage, set_cached_tokens
+from stoker.gateway.watch.load_probe import LoadProbe, NoLoadProbe
 from stoker.proto.handoff import PARAM, encode_keep_params
 from stoker.proto.internal_http import NOTES_HEADER, NOTES_WANTED
 from stoker.proto.sse import DONE
 from stoker.routing.query import Leg
 
-_TELL_TOKENS = header_block([(NOTES_HEADER.encode(), NOTES_WANTED.encode())])
+_REPORT_TOKENS = header_block([(NOTES_HEADER.encode(), NOTES_WANTED.encode())])
 _OUR_FIELDS = frozenset({"cache_salt", "priority"})
 
 
 @DIALECTS.register("stoker")
 class Stoker:
+    """The dialect of Stoker workers. They publish their load themselves, so there is nothing to scrape."""
+
     resumes: ClassVar[bool] = True
     decodes_alone: ClassVar[bool] = True
+    load_probe: ClassVar[type[LoadProbe]] = NoLoadProbe
 
     async def run(self, call: Call, legs: Legs) -> None:
         if not call.request.started:
-            call.memory.clear()  # what a worker told but no client saw is no part of the answer
+            call.memory.clear()  # tokens that the client never received are not part of the answer
         try:
             if legs.prefill is not None and await self._prefill(call, legs, legs.prefill):
                 return
@@ -49,13 +54,13 @@ class Stoker:
                 call.usage = call.memory.usage
 
     async def _prefill(self, call: Call, legs: Legs, prefill: Leg) -> bool:
-        """The prompt and the first token. True: that token ended the answer, and the client has it whole."""
+        """Run the prefill leg: the prompt and the first token. Return True if that token completed a streamed answer."""
         transfer_id = new_transfer_id()
         put = {PARAM: encode_keep_params(transfer_id)}
         if not call.streams:
             put["stream"] = b"true"
         legs.lend(transfer_id)
-        answer = await legs.send(prefill, self._body(call, put), _TELL_TOKENS)
+        answer = await legs.send(prefill, self._body(call, put), _REPORT_TOKENS)
         await self._relay(call, legs, prefill, answer, shown=call.streams)
         has_ticket = call.memory.notes.ticket is not None
         legs.end_prefill(handed_off=has_ticket)
@@ -65,7 +70,7 @@ class Stoker:
         return True
 
     async def _stream(self, call: Call, legs: Legs) -> None:
-        answer = await self._send_decode(call, legs, _TELL_TOKENS)
+        answer = await self._send_decode(call, legs, _REPORT_TOKENS)
         if not is_event_stream(answer):
             legs.respond(answer, await legs.read(legs.decode, answer))
             return
@@ -73,17 +78,17 @@ class Stoker:
         call.request.finish()
 
     async def _whole(self, call: Call, legs: Legs) -> None:
-        """An answer that is not streamed is held until it is complete: until then any worker can be asked again."""
+        """Run an unstreamed request. The answer is buffered, so that any other worker can be tried until it is complete."""
         answer = await self._send_decode(call, legs)
         data = await legs.read(legs.decode, answer)
         call.usage = read_usage(data)
         cached_tokens = call.memory.cached_tokens
-        if cached_tokens is not None and call.usage is not None:  # prefill was another worker's
+        if cached_tokens is not None and call.usage is not None:  # another worker did the prefill
             call.usage.cached_tokens = cached_tokens
             data = set_cached_tokens(data, cached_tokens)
         legs.respond(answer, data)
 
-    async def _send_decode(self, call: Call, legs: Legs, headers: bytes = b"") -> Answer:
+    async def _send_decode(self, call: Call, legs: Legs, headers: bytes = b"") -> WorkerResponse:
         ticket = call.memory.take_ticket()
         put = {} if ticket is None else {PARAM: ticket}
         return await legs.send(legs.decode, self._body(call, put), headers)
@@ -97,9 +102,9 @@ class Stoker:
             changes["resume"] = call.memory.resume_field(envelope.num_choices)
         return call.body(changes, may_add=_OUR_FIELDS)
 
-    async def _relay(self, call: Call, legs: Legs, leg: Leg, answer: Answer, *, shown: bool = True) -> None:
-        """To the end of the answer or to a ticket; LegFailed where neither came."""
-        stream = StokerStream(call.memory, counts_events=call.envelope.kind is Kind.RESPONSES)
+    async def _relay(self, call: Call, legs: Legs, leg: Leg, answer: WorkerResponse, *, shown: bool = True) -> None:
+        """Relay a stream to its end or to a ticket. Raises LegFailed if neither arrives."""
+        stream = StokerStream(call.memory, counts_events=call.envelope.kind is EndpointKind.RESPONSES)
         try:
             await legs.relay(leg, answer, stream.push if shown else stream.push_unseen)
         except asyncio.CancelledError:
@@ -110,7 +115,7 @@ class Stoker:
                 raise
         else:
             if not (stream.is_complete or stream.lacks_only_done or call.memory.notes.ticket is not None):
-                why = stream.failure or "its stream ended without an end"
+                why = stream.failure or "its stream ended without a final event"
                 legs.fail(leg, "lost", f"worker {leg.worker.worker_id}: {why}")
             legs.done(leg, answer)
         if stream.lacks_only_done:

@@ -1,7 +1,7 @@
-"""vLLM with its NIXL connector: prefill first, then decode, which pulls.
+"""vLLM with its NIXL connector: prefill first, then decode, which pulls the blocks.
 
-The prefill worker gets the request for one token and keeps its blocks under a lease; its answer names them in
-`kv_transfer_params`, and that object goes to the decode worker as it is. The token is not used: decode draws it again.
+The prefill worker gets the request with a limit of one token and keeps its blocks under a lease. Its response names them in
+`kv_transfer_params`, which goes to the decode worker unchanged. The token is not used: decode samples it again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import ClassVar
 import msgspec
 from msgspec import Raw
 
-from stoker.gateway.api.client_body import Kind, fields
+from stoker.gateway.api.client_body import EndpointKind, fields
 from stoker.gateway.path.call import Call
 from stoker.gateway.path.dialects.dialect import DIALECTS
 from stoker.gateway.path.dialects.foreign import (
@@ -24,25 +24,29 @@ from stoker.gateway.path.dialects.foreign import (
 )
 from stoker.gateway.path.legs import Legs
 from stoker.gateway.path.rewrite import read_usage
+from stoker.gateway.watch.load_probe import LoadProbe, VllmLoadProbe
 from stoker.routing.query import Leg
 
 _KEEP_BLOCKS = (
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
     b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
 )
-# `min_tokens` above the one token that we ask for would be refused; a usage chunk needs a stream.
+# Prefill is limited to one token, so a larger `min_tokens` would be refused; `stream_options` requires a stream.
 _NOT_FOR_PREFILL = ("stream_options", "min_tokens")
 _ONE_TOKEN = {
-    Kind.CHAT: {"stream": b"false", "max_tokens": b"1", "max_completion_tokens": b"1"},
-    Kind.COMPLETIONS: {"stream": b"false", "max_tokens": b"1"},
-    Kind.RESPONSES: {"stream": b"false", "max_output_tokens": b"1"},
+    EndpointKind.CHAT: {"stream": b"false", "max_tokens": b"1", "max_completion_tokens": b"1"},
+    EndpointKind.COMPLETIONS: {"stream": b"false", "max_tokens": b"1"},
+    EndpointKind.RESPONSES: {"stream": b"false", "max_output_tokens": b"1"},
 }
 
 
 @DIALECTS.register("vllm", "vllm_nixl")
 class Vllm:
+    """The dialect of vLLM servers, alone or in NIXL pairs."""
+
     resumes: ClassVar[bool] = False
     decodes_alone: ClassVar[bool] = True
+    load_probe: ClassVar[type[LoadProbe]] = VllmLoadProbe
 
     async def run(self, call: Call, legs: Legs) -> None:
         if legs.prefill is None or not is_one_sequence(call):
@@ -58,7 +62,7 @@ class Vllm:
         await deliver(call, legs, answer, reply)
 
     async def _prefill(self, call: Call, legs: Legs, prefill: Leg) -> tuple[bytes | None, int | None]:
-        """The hand-off's parameters, None where prefill kept nothing, and what prefill found in its cache."""
+        """Run the prefill leg. Return the hand-off parameters (None if prefill kept no blocks) and its cached tokens."""
         answer = await legs.send(prefill, prefill_body(call, _KEEP_BLOCKS))
         data = await legs.read(prefill, answer)
         usage = read_usage(data)
@@ -70,6 +74,6 @@ class Vllm:
 
 
 def prefill_body(call: Call, params: bytes) -> bytes:
-    """The client's request for one token, unstreamed."""
+    """Return the client's request limited to one token, without streaming."""
     put = {**_ONE_TOKEN[call.envelope.kind], "kv_transfer_params": params}
     return call.body(put, _NOT_FOR_PREFILL, ENGINE_FIELDS)

@@ -1,7 +1,7 @@
-"""vLLM with its Mooncake connector: both legs at once, tied by a transfer id that we choose; prefill pushes.
+"""vLLM with its Mooncake connector: both legs run concurrently, tied by a transfer id from the gateway; prefill pushes.
 
-Decode must know the prefill engine's id. It comes from the prefill worker's bootstrap server, which is asked once and again
-after a failure: a restarted engine has a new id.
+Decode must know the prefill engine's id. It is queried from the prefill worker's bootstrap server once, and again after a
+failure, because a restarted engine has a new id.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import msgspec
 
-from stoker.gateway.http import ClientLimits, Origin, Pool, header_block
+from stoker.gateway.http import ClientLimits, ConnectionPool, Origin, header_block
 from stoker.gateway.path.call import Call
 from stoker.gateway.path.dialects.dialect import DIALECTS
 from stoker.gateway.path.dialects.foreign import deliver, is_one_sequence, reply_for, run_alone, send_decode, together
@@ -21,19 +21,23 @@ from stoker.gateway.path.dialects.vllm import prefill_body
 from stoker.gateway.path.errors import LegFailed
 from stoker.gateway.path.legs import Legs
 from stoker.gateway.path.rewrite import ForeignAnswer, read_usage
+from stoker.gateway.watch.load_probe import LoadProbe, NoLoadProbe
 from stoker.routing.query import Leg
 
 BOOTSTRAP_PORT = 8998
 
 
-class _Engine(msgspec.Struct):
+class _MooncakeEngine(msgspec.Struct):
     engine_id: str
 
 
 @DIALECTS.register("vllm_mooncake")
 class VllmMooncake:
+    """The dialect of vLLM servers with the Mooncake connector."""
+
     resumes: ClassVar[bool] = False
     decodes_alone: ClassVar[bool] = True
+    load_probe: ClassVar[type[LoadProbe]] = NoLoadProbe
 
     async def run(self, call: Call, legs: Legs) -> None:
         prefill = legs.prefill
@@ -43,7 +47,7 @@ class VllmMooncake:
             return
         upstream = legs.upstream(prefill)
         if not upstream.engines:
-            upstream.engines = await self._ask_engines(legs, prefill)
+            upstream.engines = await self._query_engines(legs, prefill)
         rank = random.choice(sorted(upstream.engines))
         transfer_id = f"xfer-{secrets.token_hex(16)}"
         sends = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
@@ -76,13 +80,13 @@ class VllmMooncake:
         legs.end_prefill(handed_off=True)
         reply.prefill_cached_tokens = None if usage is None else usage.cached_tokens
 
-    async def _ask_engines(self, legs: Legs, prefill: Leg) -> dict[str, str]:
-        pool = Pool(self._bootstrap(legs, prefill), ClientLimits())
+    async def _query_engines(self, legs: Legs, prefill: Leg) -> dict[str, str]:
+        pool = ConnectionPool(self._bootstrap(legs, prefill), ClientLimits())
         try:
             data = await legs.get(prefill, pool, b"/query")
         finally:
             pool.close()
-        engines = msgspec.json.decode(data, type=dict[str, _Engine])
+        engines = msgspec.json.decode(data, type=dict[str, _MooncakeEngine])
         return {rank: engine.engine_id for rank, engine in engines.items()}
 
     def _bootstrap(self, legs: Legs, prefill: Leg) -> Origin:

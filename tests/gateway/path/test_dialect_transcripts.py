@@ -1,4 +1,4 @@
-"""Golden transcripts: what prefill and decode workers of other engines are sent, to the byte, and what the client gets."""
+"""Golden transcripts: the exact bytes sent to prefill and decode workers of other engines, and what the client gets."""
 
 from __future__ import annotations
 
@@ -8,20 +8,17 @@ import re
 from typing import Any
 
 import pytest
-from fake_stoker import FakeStoker
-from foreign_pairs import SCRIPTS, TICKET, Meeting
 from mocks import DONE, answers, chunk, drops, event, hangs, usage, usage_chunk
-from waiting import LONG_S, turns, until
-from world import World
+from pair_mocks import TICKET, PairState, add_pair, world_of_pairs
+from waiting import LONG_S, until
 
 from stoker.base.ids import WorkerId
 from stoker.fleet.spec import Role
-from stoker.gateway.path.dialects.dialect import DIALECTS
 from stoker.gateway.path.dialects.foreign import together
 from stoker.gateway.path.errors import LegFailed
-from stoker.gateway.path.upstream import Lifeline
+from stoker.gateway.path.upstream import CancelOnLoss
 
-PAIRED = sorted(SCRIPTS)
+PAIRED = ["sglang", "vllm", "vllm_mooncake"]
 WHOLE = b'{"model": "m", "messages": [{"role": "user", "content": "h\\u00e9"}], "max_tokens": 64}'
 STREAM = b'{"model": "m", "stream": true, "messages": [{"role": "user", "content": "h\\u00e9"}], "min_tokens": 5}'
 SHOWN = chunk("a") + chunk("b") + event({"id": "c1", "choices": [], "x": 1}) + DONE
@@ -29,85 +26,13 @@ SHOWN = chunk("a") + chunk("b") + event({"id": "c1", "choices": [], "x": 1}) + D
 
 @pytest.fixture(autouse=True)
 def prefills_last_word_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stoker.gateway.path.dialects.foreign._LAST_WORD_S", LONG_S)
-
-
-async def pair(world: World, dialect: str, meeting: Meeting, prefill: Any = None, decode: Any = None) -> None:
-    make_prefill, make_decode = SCRIPTS[dialect]
-    worker = await world.add("p", prefill or make_prefill(meeting), role=Role.PREFILL, dialect=dialect)
-    if dialect != "vllm":
-        world.register("p", role=Role.PREFILL, dialect=dialect, bootstrap_port=worker.port)
-    await world.add("d", decode or make_decode(meeting), role=Role.DECODE, dialect=dialect)
-
-
-def world_of_pairs() -> World:
-    return World(prompt_tokens=5000, policy="least_tokens")
-
-
-def test_every_dialect_is_found() -> None:
-    assert {"openai", "sglang", "stoker", "vllm", "vllm_mooncake"} <= set(DIALECTS)
-
-
-# ---- what holds for every dialect, also for one that is added later
-
-ALONE: dict[str, Any] = {"model": "m", "seed": 7, "max_tokens": 8}
-
-
-@pytest.mark.parametrize("dialect", sorted(DIALECTS))
-@pytest.mark.parametrize("stream", [True, False])
-def test_one_worker_that_does_all(dialect: str, stream: bool) -> None:
-    async def main() -> None:
-        body = ALONE | {"stream": stream}
-        async with World() as world:
-            dying = await world.add("a", FakeStoker(dies=[0]), dialect=dialect)
-            await world.add("b", FakeStoker(), dialect=dialect)
-            got = await world.ask(body)
-            assert len(dying.bodies) == 1  # another one was asked
-            assert got.status == 200
-            assert got.body.endswith(DONE) == stream
-            assert (b'"usage"' in got.body) != stream  # nobody asked for it on the stream
-            row = await world.settled()
-            assert (row.prompt_tokens, row.cached_tokens, row.completion_tokens) == (10, 3, 8)
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("dialect", sorted(DIALECTS))
-def test_a_client_that_leaves_frees_one_worker(dialect: str) -> None:
-    async def main() -> None:
-        async with World() as world:
-            worker = await world.add("a", FakeStoker(pace_s=2 * LONG_S), dialect=dialect)
-            asking = asyncio.create_task(world.ask(ALONE | {"stream": True}))
-            await until(lambda: worker.num_running == 1)
-            await turns()
-            asking.cancel()
-            await until(lambda: worker.num_gone == 1)
-            assert (await world.settled()).status == 499
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("dialect", sorted(DIALECTS))
-def test_a_stream_that_cannot_go_on_ends_with_an_error_and_no_done(dialect: str) -> None:
-    async def main() -> None:
-        async with World(resume_grace_s=0.0) as world:
-            await world.add("a", FakeStoker(dies=[3] + [0] * 10), dialect=dialect)
-            got = await world.ask(ALONE | {"stream": True})
-            assert DONE not in got.body
-            *_, error, _ = got.body.split(b"\n\n")
-            assert json.loads(error[6:])["error"]["code"] == "worker_lost"
-            assert (await world.settled()).error == "worker_lost"
-
-    asyncio.run(main())
-
-
-# ---- one by one
+    monkeypatch.setattr("stoker.gateway.path.dialects.foreign._PREFILL_REPLY_S", LONG_S)
 
 
 def test_vllm_nixl_stream() -> None:
     async def main() -> None:
         async with world_of_pairs() as world:
-            await pair(world, "vllm", Meeting())
+            await add_pair(world, "vllm", PairState())
             got = await world.ask(STREAM, headers=[(b"x-request-id", b"r1")])
             assert got.body == SHOWN
             p, d = world.workers["p"], world.workers["d"]
@@ -129,7 +54,7 @@ def test_vllm_nixl_stream() -> None:
 def test_vllm_nixl_whole() -> None:
     async def main() -> None:
         async with world_of_pairs() as world:
-            await pair(world, "vllm", Meeting())
+            await add_pair(world, "vllm", PairState())
             got = await world.ask(WHOLE)
             assert got.json == {
                 "id": "c",
@@ -152,12 +77,12 @@ def test_vllm_nixl_whole() -> None:
 def test_vllm_mooncake(body: bytes) -> None:
     async def main() -> None:
         async with world_of_pairs() as world:
-            await pair(world, "vllm_mooncake", Meeting())
+            await add_pair(world, "vllm_mooncake", PairState())
             for _ in range(2):
                 got = await world.ask(body)
                 assert got.body == SHOWN or got.json["usage"] == usage(40, 8, 2)
             p, d = world.workers["p"], world.workers["d"]
-            assert p.paths == ["/query", "/v1/chat/completions", "/v1/chat/completions"]  # asked once
+            assert p.paths == ["/query", "/v1/chat/completions", "/v1/chat/completions"]  # queried once
             for sent, taken, headers in zip(p.bodies[1:], d.bodies, p.headers[1:], strict=True):
                 [transfer_id] = re.findall(rb'"transfer_id":"(xfer-[0-9a-f]{32})"', sent)
                 asked = json.loads(sent)
@@ -184,11 +109,11 @@ def test_vllm_mooncake(body: bytes) -> None:
 def test_sglang(body: bytes) -> None:
     async def main() -> None:
         async with world_of_pairs() as world:
-            await pair(world, "sglang", Meeting())
+            await add_pair(world, "sglang", PairState())
             got = await world.ask(body)
             assert got.body == SHOWN or got.json["usage"] == usage(40, 8, 2)
             p, d = world.workers["p"], world.workers["d"]
-            assert p.bodies == d.bodies  # the very same
+            assert p.bodies == d.bodies  # identical bodies
             [room] = re.findall(rb'"bootstrap_room":(\d+)', p.bodies[0])
             assert 0 <= int(room) < 1 << 63
             more = b'"stream_options":{"include_usage":true},' if body == STREAM else b""
@@ -203,10 +128,10 @@ def test_sglang(body: bytes) -> None:
 
 
 @pytest.mark.parametrize("dialect", PAIRED)
-def test_a_client_that_asks_for_usage_hears_what_prefill_found(dialect: str) -> None:
+def test_requested_usage_has_the_cached_tokens_of_prefill(dialect: str) -> None:
     async def main() -> None:
         async with world_of_pairs() as world:
-            await pair(world, dialect, Meeting())
+            await add_pair(world, dialect, PairState())
             body = {"model": "m", "stream": True, "stream_options": {"include_usage": True}}
             got = await world.ask(body)
             told = [json.loads(line[6:]) for line in got.body.split(b"\n") if b'"usage"' in line]
@@ -223,10 +148,10 @@ def test_a_client_that_asks_for_usage_hears_what_prefill_found(dialect: str) -> 
         ("/v1/completions", {"model": "m", "prompt": ["a", "b"]}),
     ],
 )
-def test_what_cannot_be_handed_over_is_left_to_decode(dialect: str, path: str, body: dict[str, Any]) -> None:
+def test_requests_that_cannot_be_handed_off_run_on_decode(dialect: str, path: str, body: dict[str, Any]) -> None:
     async def main() -> None:
         async with world_of_pairs() as world:
-            await pair(world, dialect, Meeting())
+            await add_pair(world, dialect, PairState())
             assert (await world.ask(body, path)).status == 200
             assert world.workers["p"].bodies == []
             assert world.workers["d"].jsons == [body]
@@ -237,7 +162,7 @@ def test_what_cannot_be_handed_over_is_left_to_decode(dialect: str, path: str, b
 
 @pytest.mark.parametrize("dialect", PAIRED)
 @pytest.mark.parametrize("body", [WHOLE, STREAM])
-def test_prefills_refusal_is_the_clients_answer(dialect: str, body: bytes) -> None:
+def test_prefills_error_is_passed_to_the_client(dialect: str, body: bytes) -> None:
     async def main() -> None:
         async with world_of_pairs() as world:
             said = {"error": {"message": "too long", "type": "x", "param": None, "code": "context_length_exceeded"}}
@@ -246,12 +171,12 @@ def test_prefills_refusal_is_the_clients_answer(dialect: str, body: bytes) -> No
             async def refuses(worker: Any, request: Any) -> None:
                 await (query if request.path == b"/query" else answers(said, 400))(worker, request)
 
-            await pair(world, dialect, Meeting(), prefill=refuses)
+            await add_pair(world, dialect, PairState(), prefill=refuses)
             got = await world.ask(body)
             assert (got.status, got.json) == (400, said)
             await world.settled()
             d = world.workers["d"]
-            await until(lambda: d.num_running == 0)  # decode does not wait for what never comes
+            await until(lambda: d.num_running == 0)  # decode does not wait for blocks that never come
 
     asyncio.run(main())
 
@@ -267,14 +192,14 @@ def test_a_prefill_worker_that_fails_leaves_the_prompt_to_decode(dialect: str, f
             async def fails(worker: Any, request: Any) -> None:
                 await (query if request.path == b"/query" else failing)(worker, request)
 
-            await pair(world, dialect, Meeting(), prefill=fails)
+            await add_pair(world, dialect, PairState(), prefill=fails)
             got = await world.ask(body)
             assert got.status == 200
             assert b"kv_transfer_params" not in world.workers["d"].bodies[-1]
             d = world.workers["d"]
             await until(lambda: d.num_running == 0)
             row = await world.settled()
-            assert row.cached_tokens == 39  # now it is decode's own word
+            assert row.cached_tokens == 39  # now it is what decode reports
 
     asyncio.run(main())
 
@@ -282,9 +207,9 @@ def test_a_prefill_worker_that_fails_leaves_the_prompt_to_decode(dialect: str, f
 def test_a_prefill_worker_that_fails_is_replaced_by_another() -> None:
     async def main() -> None:
         async with world_of_pairs() as world:
-            meeting = Meeting()
-            await pair(world, "sglang", meeting, prefill=drops())
-            other = await world.add("p2", meeting.sglang_prefill(), role=Role.PREFILL, dialect="sglang")
+            state = PairState()
+            await add_pair(world, "sglang", state, prefill=drops())
+            other = await world.add("p2", state.sglang_prefill(), role=Role.PREFILL, dialect="sglang")
             for _ in range(2):
                 assert (await world.ask(STREAM)).body == SHOWN
             assert len(other.bodies) == 2
@@ -295,7 +220,7 @@ def test_a_prefill_worker_that_fails_is_replaced_by_another() -> None:
 
 
 @pytest.mark.parametrize("dialect", ["vllm_mooncake", "sglang"])
-def test_when_prefill_fails_its_twin_is_ended_too(dialect: str) -> None:
+def test_when_prefill_fails_decode_is_aborted(dialect: str) -> None:
     async def main() -> None:
         async with world_of_pairs() as world:
 
@@ -306,7 +231,7 @@ def test_when_prefill_fails_its_twin_is_ended_too(dialect: str) -> None:
                 await until(lambda: d.num_running == 1)
                 request.abort()
 
-            await pair(world, dialect, Meeting(), prefill=dies, decode=hangs())
+            await add_pair(world, dialect, PairState(), prefill=dies, decode=hangs())
             d = world.workers["d"]
             asking = asyncio.create_task(world.ask(STREAM))
             await until(lambda: d.num_gone == 1)
@@ -317,17 +242,17 @@ def test_when_prefill_fails_its_twin_is_ended_too(dialect: str) -> None:
 
 
 @pytest.mark.parametrize("found_out", [True, False], ids=["worker_lost", "client_left"])
-def test_a_cancel_that_comes_with_a_twins_failure_is_heard(found_out: bool) -> None:
-    """A client that leaves is not worked for; and when the next worker is lost, it is still known whose cancel that was."""
+def test_a_cancel_in_the_same_turn_as_the_other_legs_failure_is_not_lost(found_out: bool) -> None:
+    """The cancellation is raised, and its source is known: a lost worker, or a client that disconnected."""
 
     async def main() -> None:
         task = asyncio.current_task()
         assert task is not None
-        lifeline = Lifeline(task)
+        loss_guard = CancelOnLoss(task)
 
         async def prefill() -> None:
             if found_out:
-                lifeline.cut(WorkerId("p"))
+                loss_guard.cut(WorkerId("p"))
             else:
                 task.cancel()
             raise LegFailed(WorkerId("p"), "lost", "cut")
@@ -337,7 +262,7 @@ def test_a_cancel_that_comes_with_a_twins_failure_is_heard(found_out: bool) -> N
 
         with pytest.raises(asyncio.CancelledError):
             await together(prefill(), decode)
-        assert lifeline.explains_cancel == found_out
+        assert loss_guard.explains_cancel == found_out
         assert task.cancelling() == int(not found_out)
         task.uncancel()
 
@@ -345,10 +270,12 @@ def test_a_cancel_that_comes_with_a_twins_failure_is_heard(found_out: bool) -> N
 
 
 @pytest.mark.parametrize("dialect", ["vllm_mooncake", "sglang"])
-def test_when_decode_fails_prefill_is_ended_too(dialect: str) -> None:
+def test_when_decode_fails_prefill_is_aborted(dialect: str) -> None:
     async def main() -> None:
         async with world_of_pairs() as world:
-            await pair(world, dialect, Meeting(prefill_s=2 * LONG_S), decode=answers({"error": {"message": "no"}}, 400))
+            await add_pair(
+                world, dialect, PairState(prefill_s=2 * LONG_S), decode=answers({"error": {"message": "no"}}, 400)
+            )
             assert (await world.ask(STREAM)).status == 400
             p = world.workers["p"]
             await until(lambda: p.num_gone == 1)
@@ -357,38 +284,22 @@ def test_when_decode_fails_prefill_is_ended_too(dialect: str) -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("dialect", PAIRED)
-def test_a_client_that_leaves_frees_both(dialect: str) -> None:
-    async def main() -> None:
-        async with world_of_pairs() as world:
-            await pair(world, dialect, Meeting(prefill_s=2 * LONG_S))
-            p, d = world.workers["p"], world.workers["d"]
-            asking = asyncio.create_task(world.ask(STREAM))
-            await until(lambda: "/v1/chat/completions" in p.paths)
-            await turns()
-            asking.cancel()
-            await until(lambda: p.num_running == 0 and d.num_running == 0)
-            assert (await world.settled()).status == 499
-
-    asyncio.run(main())
-
-
 @pytest.mark.parametrize("body", [WHOLE, STREAM])
-def test_a_client_that_leaves_between_the_legs_leaves_no_blocks_behind(
+def test_a_client_that_disconnects_between_the_legs_leaves_no_blocks_behind(
     body: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's prefill worker keeps them until a decode worker has seen the request."""
+    """vLLM's prefill worker keeps the blocks until a decode worker has received the request."""
     monkeypatch.setattr("stoker.gateway.path.legs._RELEASE_S", 3.0)
 
     async def main() -> None:
         async with world_of_pairs() as world:
-            meeting = Meeting()
-            await pair(world, "vllm", meeting, decode=meeting.nixl_decode(pause_s=2 * LONG_S))
+            state = PairState()
+            await add_pair(world, "vllm", state, decode=state.nixl_decode(pause_s=2 * LONG_S))
             d = world.workers["d"]
             asking = asyncio.create_task(world.ask(body))
-            await until(lambda: bool(meeting.held), every_s=0.0)
+            await until(lambda: bool(state.held), every_s=0.0)
             asking.cancel()
-            await until(lambda: not meeting.held)
+            await until(lambda: not state.held)
             assert len(d.bodies) == 1
             await until(lambda: d.num_running == 0)  # and it is dropped there
             assert (await world.settled()).status == 499
@@ -396,11 +307,11 @@ def test_a_client_that_leaves_between_the_legs_leaves_no_blocks_behind(
     asyncio.run(main())
 
 
-def test_a_prefill_worker_that_kept_nothing_means_that_decode_does_all() -> None:
+def test_without_kept_blocks_decode_computes_the_prompt() -> None:
     async def main() -> None:
         async with world_of_pairs() as world:
-            meeting = Meeting()
-            await pair(world, "vllm", meeting, prefill=meeting.nixl_prefill(ticket=b"null"))
+            state = PairState()
+            await add_pair(world, "vllm", state, prefill=state.nixl_prefill(ticket=b"null"))
             assert (await world.ask(WHOLE)).status == 200
             assert world.workers["d"].bodies == [WHOLE]
             assert (await world.settled()).cached_tokens == 39
@@ -411,9 +322,9 @@ def test_a_prefill_worker_that_kept_nothing_means_that_decode_does_all() -> None
 def test_a_decode_worker_that_could_not_pull_is_replaced() -> None:
     async def main() -> None:
         async with world_of_pairs() as world:
-            meeting = Meeting()
-            await pair(world, "vllm", meeting, decode=answers({"error": {"message": "kv load failed"}}, 500))
-            good = await world.add("d2", meeting.nixl_decode(), role=Role.DECODE, dialect="vllm")
+            state = PairState()
+            await add_pair(world, "vllm", state, decode=answers({"error": {"message": "kv load failed"}}, 500))
+            good = await world.add("d2", state.nixl_decode(), role=Role.DECODE, dialect="vllm")
             for _ in range(2):
                 assert (await world.ask(STREAM)).body == SHOWN
             assert all(b"kv_transfer_params" in body for body in good.bodies)
@@ -424,9 +335,9 @@ def test_a_decode_worker_that_could_not_pull_is_replaced() -> None:
 def test_workers_of_two_dialects_do_not_hand_over_to_each_other() -> None:
     async def main() -> None:
         async with world_of_pairs() as world:
-            meeting = Meeting()
-            p = await world.add("p", meeting.sglang_prefill(), role=Role.PREFILL, dialect="sglang")
-            d = await world.add("d", meeting.nixl_decode(), role=Role.DECODE, dialect="vllm")
+            state = PairState()
+            p = await world.add("p", state.sglang_prefill(), role=Role.PREFILL, dialect="sglang")
+            d = await world.add("d", state.nixl_decode(), role=Role.DECODE, dialect="vllm")
             assert (await world.ask(WHOLE)).status == 200
             assert (p.bodies, d.bodies) == ([], [WHOLE])
             await world.settled()
@@ -434,10 +345,10 @@ def test_workers_of_two_dialects_do_not_hand_over_to_each_other() -> None:
     asyncio.run(main())
 
 
-def test_an_engine_that_cannot_prefill_alone_is_not_asked_to() -> None:
+def test_a_decode_only_engine_gets_no_request_without_prefill() -> None:
     async def main() -> None:
         async with world_of_pairs() as world:
-            d = await world.add("d", Meeting().sglang_decode(), role=Role.DECODE, dialect="sglang")
+            d = await world.add("d", PairState().sglang_decode(), role=Role.DECODE, dialect="sglang")
             got = await world.ask(WHOLE)
             assert (got.status, got.json["error"]["code"]) == (503, "no_worker")
             assert d.bodies == []

@@ -1,6 +1,6 @@
-"""The client's side of one worker connection, and the answer that arrives on it.
+"""The client side of one connection to a worker, and the response that arrives on it.
 
-Body bytes go from the protocol's callback straight into the reader's sink: no task, no queue, no timer for each piece.
+Body bytes go from the protocol callback directly into the reader's sink, without a task, queue or timer per chunk.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from collections.abc import Callable
 from typing import Protocol, cast
 
 from stoker.gateway.http.chunked import ChunkedReader
-from stoker.gateway.http.errors import AnswerAborted, AnswerLate, AnswerLost, AnswerTooLarge, BadMessage
-from stoker.gateway.http.head import CHUNKED, UNTIL_CLOSE, AnswerHead, HeadParser
+from stoker.gateway.http.errors import BadMessage, ResponseAborted, ResponseLost, ResponseTimeout, ResponseTooLarge
+from stoker.gateway.http.head import CHUNKED, UNTIL_CLOSE, HeadParser, ResponseHead
 from stoker.gateway.http.limits import ClientLimits
 
-_MAX_INTERIM = 8  # answers of status 1xx before the real one
+_MAX_INTERIM = 8  # 1xx responses that may precede the final response
 
 
-class Answer:
-    """`whole()`, `read()` or `relay()`, once. `abort()` at any time."""
+class WorkerResponse:
+    """A worker's response. Consume the body once, with `whole()`, `read()` or `relay()`. `abort()` works at any time."""
 
     __slots__ = (
         "_connection",
@@ -34,21 +34,21 @@ class Answer:
         "status",
     )
 
-    def __init__(self, head: AnswerHead, connection: WorkerConnection) -> None:
+    def __init__(self, head: ResponseHead, connection: WorkerConnection) -> None:
         self.head = head
         self.status = head.status
-        self.ended = False  # nothing more will arrive: all is there, or it was cut
+        self.ended = False  # no more bytes will arrive: the body is complete, or the connection was closed
         self.sink: Callable[[bytes], None] | None = None
         self._connection = connection
         self._error: Exception | None = None
         self._kept: list[bytes] = []
         self._kept_bytes = 0
-        self._held = False  # reading is paused because nobody takes the bytes yet
-        self._paused = False  # reading is paused because the reader said so
+        self._held = False  # reading is paused because no reader consumes the body yet
+        self._paused = False  # reading is paused because the reader called pause()
         self._waiter: asyncio.Future[None] | None = None
 
     def header(self, name: bytes) -> bytes | None:
-        """The first of this name."""
+        """Return the value of the first header with this lower-case name."""
         return self.head.by_name.get(name)
 
     @property
@@ -56,14 +56,14 @@ class Answer:
         return self.head.headers
 
     def whole(self, limit_bytes: int) -> bytes | None:
-        """The body, if all of it is there already; else None, and `read()` waits for it."""
+        """Return the body if it has arrived completely, else None; `read()` waits for it."""
         if not self.ended or self._error is not None or self._kept_bytes > limit_bytes:
             return None
         kept, self._kept = self._kept, []
         return kept[0] if len(kept) == 1 else b"".join(kept)
 
     async def read(self, limit_bytes: int) -> bytes:
-        """The whole body; AnswerTooLarge beyond the limit."""
+        """Return the whole body. Raises ResponseTooLarge if it exceeds the limit."""
         body = self.whole(limit_bytes)
         if body is not None:
             return body
@@ -74,14 +74,17 @@ class Answer:
             nonlocal num_bytes
             num_bytes += len(data)
             if num_bytes > limit_bytes:
-                raise AnswerTooLarge(f"an answer of more than {limit_bytes} bytes")
+                raise ResponseTooLarge(f"the worker's response is larger than {limit_bytes} bytes")
             pieces.append(data)
 
         await self.relay(collect)
         return b"".join(pieces)
 
     async def relay(self, sink: Callable[[bytes], None]) -> None:
-        """Feeds the body to `sink` as it arrives, returns at its end. What `sink` raises aborts the answer and is raised here."""
+        """Feed the body to `sink` as it arrives, and return at its end.
+
+        An exception raised by `sink` aborts the response and is raised here.
+        """
         try:
             if self._kept:
                 kept, self._kept = b"".join(self._kept), []
@@ -91,32 +94,32 @@ class Answer:
                 self.sink = sink
                 if self._held:
                     self._held = False
-                    self._follow()
+                    self._update_reading()
                 self._waiter = waiter = self._connection.loop.create_future()
                 await waiter
         except BaseException:
-            # Also when the task that relays is cancelled: an answer that nobody reads is an answer that nobody wants.
+            # Also when the relaying task is cancelled: without a reader, the worker must stop generating.
             self.abort()
             raise
         if self._error is not None:
             raise self._error
 
     def pause(self) -> None:
-        """Stop reading from the worker; what has arrived may still reach the sink."""
+        """Stop reading from the worker. Bytes that have already arrived may still reach the sink."""
         self._paused = True
-        self._follow()
+        self._update_reading()
 
     def resume(self) -> None:
         self._paused = False
-        self._follow()
+        self._update_reading()
 
     def abort(self) -> None:
-        """Closes the connection: this is how a worker learns that nobody wants its answer."""
+        """Close the connection, which tells the worker to stop generating."""
         if not self.ended:
-            self.end(AnswerAborted("the answer was given up"))
+            self.end(ResponseAborted("the gateway aborted the response"))
             self._connection.cut()
 
-    # ---- what the connection calls
+    # ---- called by the connection
 
     def end(self, error: Exception | None) -> None:
         self.ended = True
@@ -131,16 +134,14 @@ class Answer:
         return self._paused or self._held
 
     def keep(self, data: bytes) -> None:
-        """What comes while nobody reads."""
+        """Buffer bytes that arrive before a reader is attached."""
         self._kept.append(data)
         self._kept_bytes += len(data)
         if self._kept_bytes > self._connection.limits.read_ahead_bytes and not self._held:
             self._held = True
-            self._follow()
+            self._update_reading()
 
-    # ---- inside
-
-    def _follow(self) -> None:
+    def _update_reading(self) -> None:
         if self.ended:
             return
         if self.stopped:
@@ -149,8 +150,8 @@ class Answer:
             self._connection.transport.resume_reading()
 
 
-class Owner(Protocol):
-    """What a connection needs of its pool."""
+class OwningPool(Protocol):
+    """What a WorkerConnection needs from its pool."""
 
     heads: HeadParser
     limits: ClientLimits
@@ -162,6 +163,8 @@ class Owner(Protocol):
 
 
 class WorkerConnection(asyncio.Protocol):
+    """One keep-alive connection to a worker; it carries one request at a time."""
+
     __slots__ = (
         "_answer",
         "_buffer",
@@ -182,24 +185,26 @@ class WorkerConnection(asyncio.Protocol):
 
     transport: asyncio.Transport
 
-    def __init__(self, owner: Owner, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, owner: OwningPool, loop: asyncio.AbstractEventLoop) -> None:
         self.limits = owner.limits
         self.loop = loop
         self.reused = False
         self.idle_since = 0.0
-        self.deadline: float | None = None  # for the head that is awaited
+        self.deadline: float | None = None  # for the response head, while one is awaited
         self._owner = owner
-        self._waiter: asyncio.Future[Answer | None] | None = None  # of the head
-        self._answer: Answer | None = None
+        self._waiter: asyncio.Future[WorkerResponse | None] | None = None  # resolved with the response head
+        self._answer: WorkerResponse | None = None
         self._reader: ChunkedReader | None = None
-        self._left = 0  # of a body with a length; UNTIL_CLOSE without
+        self._left = 0  # bytes left of a body with content-length; UNTIL_CLOSE without one
         self._buffer = b""
         self._keep_alive = True
         self._to_head = False
         self._num_interim = 0
 
-    def send(self, head: bytes, body: bytes, *, to_head: bool, deadline: float | None) -> asyncio.Future[Answer | None]:
-        """Writes the request. The future brings the answer, or None when a reused connection turned out to be dead already."""
+    def send(
+        self, head: bytes, body: bytes, *, to_head: bool, deadline: float | None
+    ) -> asyncio.Future[WorkerResponse | None]:
+        """Write the request. The future yields the response, or None if a reused connection was already closed."""
         self._to_head = to_head
         self._num_interim = 0
         self.deadline = deadline
@@ -215,12 +220,12 @@ class WorkerConnection(asyncio.Protocol):
         self.transport.abort()
 
     def time_out(self) -> None:
-        self._fail("no answer within the time that was given", AnswerLate)
+        self._fail("no response before the deadline", ResponseTimeout)
 
-    # ---- what the event loop calls
+    # ---- called by the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's is one by shape, not by class
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's transport does not inherit from asyncio's
 
     def data_received(self, data: bytes) -> None:
         answer = self._answer
@@ -234,7 +239,7 @@ class WorkerConnection(asyncio.Protocol):
         if answer.sink is None:
             self._read_chunks(answer, reader, data)
             return
-        # A piece of a stream that somebody reads: this is where the time goes, so it stands here in full.
+        # The hot path: a chunk of a stream with a reader attached. It is inlined here for speed.
         try:
             payload = reader.feed(data)
             if payload:
@@ -253,14 +258,14 @@ class WorkerConnection(asyncio.Protocol):
                 answer.end(None)
             else:
                 answer.end(
-                    AnswerLost(f"{self._owner.where}: the connection ended inside an answer ({exc or 'closed'})")
+                    ResponseLost(f"{self._owner.where}: the connection closed in mid-response ({exc or 'closed'})")
                 )
         elif self._waiter is not None and not self._waiter.done():
             if self.reused and not self._buffer and self._num_interim == 0:
                 self._waiter.set_result(None)
             else:
                 self._waiter.set_exception(
-                    AnswerLost(f"{self._owner.where}: the connection ended before an answer ({exc or 'closed'})")
+                    ResponseLost(f"{self._owner.where}: the connection closed before a response ({exc or 'closed'})")
                 )
         self._waiter = None
 
@@ -268,8 +273,8 @@ class WorkerConnection(asyncio.Protocol):
 
     def _read_head(self, data: bytes) -> None:
         if self._waiter is None or self._waiter.cancelled():
-            # Nobody asked anything; or whoever did was cancelled in this very turn of the loop, and will cut this connection:
-            # it must not serve anybody else meanwhile.
+            # Either no request was sent, or the sender was cancelled in this turn of the event loop. In the second case the
+            # sender will cut this connection, so it must not serve another request in the meantime.
             self.cut()
             return
         if self._buffer:
@@ -278,15 +283,15 @@ class WorkerConnection(asyncio.Protocol):
         while True:
             end = data.find(b"\r\n\r\n")
             if end > limit or (end < 0 and len(data) > limit):
-                self._fail(f"the head of its answer is larger than {limit} bytes")
+                self._fail(f"the response head is larger than {limit} bytes")
                 return
             if end < 0:
                 self._buffer = data
                 if not b"HTTP/1.".startswith(data[:7]):
-                    self._fail(f"what it sent is not HTTP: {data[:40]!r}")
+                    self._fail(f"the response is not HTTP: {data[:40]!r}")
                 return
             try:
-                head, length = self._owner.heads.answer(data[:end])
+                head, length = self._owner.heads.response(data[:end])
             except BadMessage as bad:
                 self._fail(bad.reason)
                 return
@@ -295,17 +300,17 @@ class WorkerConnection(asyncio.Protocol):
                 break
             self._num_interim += 1
             if head.status == 101 or self._num_interim > _MAX_INTERIM:
-                self._fail(f"an answer of status {head.status} that nobody asked for")
+                self._fail(f"unexpected interim response with status {head.status}")
                 return
         self._buffer = b""
         self._begin(head, length if head.has_body and not self._to_head else 0, data)
 
-    def _begin(self, head: AnswerHead, length: int, data: bytes) -> None:
+    def _begin(self, head: ResponseHead, length: int, data: bytes) -> None:
         waiter, self._waiter = self._waiter, None
         assert waiter is not None
         self.deadline = None
         self._keep_alive = head.keep_alive
-        self._answer = answer = Answer(head, self)
+        self._answer = answer = WorkerResponse(head, self)
         if not waiter.done():
             waiter.set_result(answer)
         if length == CHUNKED:
@@ -314,13 +319,13 @@ class WorkerConnection(asyncio.Protocol):
                 self._read_chunks(answer, reader, data)
             return
         self._left = length
-        if len(data) == length:  # short answers mostly come in one piece
+        if len(data) == length:  # the usual case for short responses
             answer.keep(data)
             self._complete(answer)
         elif data:
             self._read_plain(answer, data)
 
-    def _read_chunks(self, answer: Answer, reader: ChunkedReader, data: bytes) -> None:
+    def _read_chunks(self, answer: WorkerResponse, reader: ChunkedReader, data: bytes) -> None:
         try:
             answer.keep(reader.feed(data))
         except BadMessage as bad:
@@ -329,16 +334,16 @@ class WorkerConnection(asyncio.Protocol):
         if reader.done:
             self._end_chunks(answer, reader)
 
-    def _end_chunks(self, answer: Answer, reader: ChunkedReader) -> None:
+    def _end_chunks(self, answer: WorkerResponse, reader: ChunkedReader) -> None:
         if reader.rest:
             self._keep_alive = False
         self._complete(answer)
 
-    def _read_plain(self, answer: Answer, data: bytes) -> None:
+    def _read_plain(self, answer: WorkerResponse, data: bytes) -> None:
         left = self._left
         if left != UNTIL_CLOSE:
             if len(data) > left:
-                # Bytes after the end: the answer stands, the connection is not to be trusted with another one.
+                # Bytes after the end: the response is valid, but the connection must not be reused.
                 self._keep_alive = False
                 data = data[:left]
             self._left = left = left - len(data)
@@ -353,13 +358,13 @@ class WorkerConnection(asyncio.Protocol):
         if left == 0 and not answer.ended:
             self._complete(answer)
 
-    def _complete(self, answer: Answer) -> None:
+    def _complete(self, answer: WorkerResponse) -> None:
         self._answer = self._reader = None
         if answer.stopped:
-            # Nothing else will, and a connection that does not read does not see that its worker left.
+            # Nothing else resumes reading, and a connection that does not read never notices that the worker closed it.
             self.transport.resume_reading()
         if self.transport.get_write_buffer_size():
-            # Answered before it was sent to the end: nobody wants the rest, and a close would wait until it is taken.
+            # The worker answered before the whole request was sent. The rest is not needed, and close() would wait for it.
             self.transport.abort()
         elif self._keep_alive:
             self._owner.release(self)
@@ -367,7 +372,7 @@ class WorkerConnection(asyncio.Protocol):
             self.transport.close()
         answer.end(None)
 
-    def _fail(self, why: str, kind: type[AnswerLost] = AnswerLost) -> None:
+    def _fail(self, why: str, kind: type[ResponseLost] = ResponseLost) -> None:
         lost = kind(f"{self._owner.where}: {why}")
         if self._answer is not None:
             self._answer.end(lost)
@@ -376,7 +381,7 @@ class WorkerConnection(asyncio.Protocol):
         self.cut()
 
     def _stop(self, failed: Exception) -> None:
-        """A body that cannot go on: the worker's fault, or the sink's, whose exception belongs to whoever awaits relay()."""
+        """End the body with an error: the worker's bad framing, or the sink's exception, which `relay()` raises."""
         if isinstance(failed, BadMessage):
             self._fail(failed.reason)
             return

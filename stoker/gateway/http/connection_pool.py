@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import errno
 
-from stoker.gateway.http.answer import Answer, WorkerConnection
 from stoker.gateway.http.errors import ConnectTimeout, NoSocketLeft, Unreachable
 from stoker.gateway.http.head import Headers, HeadParser, header_block
 from stoker.gateway.http.limits import ClientLimits
 from stoker.gateway.http.origin import Origin
+from stoker.gateway.http.worker_response import WorkerConnection, WorkerResponse
 
-# Too many open files, here or on this machine; no memory for another socket.
-_OUR_OWN = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+# Too many open files in this process or on this machine, or no memory for another socket.
+_LOCAL_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
-class Pool:
-    """The connection used last is used next: the rest grow old together and are dropped."""
+class ConnectionPool:
+    """Connections to one origin. The most recently used one is reused first, so that surplus connections time out."""
 
     def __init__(self, origin: Origin, limits: ClientLimits) -> None:
         self.origin = origin
@@ -26,7 +26,7 @@ class Pool:
         self._open: set[WorkerConnection] = set()
         self._idle: list[WorkerConnection] = []
         self._closed = False
-        self._now = 0.0  # coarse: the time of the last sweep
+        self._now = 0.0  # the time of the last sweep
         self._sweeper: asyncio.TimerHandle | None = None
         self._host_line = b" HTTP/1.1\r\nhost: %b\r\n" % origin.authority
         self._loop: asyncio.AbstractEventLoop
@@ -48,14 +48,16 @@ class Pool:
         *,
         connect_s: float,
         head_s: float | None,
-    ) -> Answer:
-        """Sends a request and returns its answer as soon as the head is there. `headers` hold none that are about the
-        connection (`end_to_end`); host and length are set here.
+    ) -> WorkerResponse:
+        """Send a request and return its response as soon as the head has arrived.
 
-        Raises Unreachable when there is no connection (NoSocketLeft if that is our own doing), AnswerLost when it ended, or
-        `head_s` passed, before a whole head came.
-        A reused connection that dies without one byte of an answer was closed before the worker saw the request: it is tried once
-        more, on a new one.
+        `headers` must be end-to-end headers only (`end_to_end`); host and content-length are added here.
+
+        Raises Unreachable if no connection can be made (NoSocketLeft if this process is out of sockets), and ResponseLost
+        if the connection closes or `head_s` passes before the complete head arrives.
+
+        If a reused connection closes without sending any byte, the worker had closed it before it saw the request, so the
+        request is sent again on a new connection.
         """
         head = self._head(method, path, headers, body)
         connection = self._take()
@@ -74,14 +76,14 @@ class Pool:
             connection = None
 
     def close(self) -> None:
-        """Drops idle connections now and the others when their answers have ended."""
+        """Close idle connections now, and the others when their responses have ended."""
         self._closed = True
         while self._idle:
             self._idle.pop().transport.close()
         if not self._open:
             self._stop_sweeping()
 
-    # ---- what connections call
+    # ---- called by connections
 
     def release(self, connection: WorkerConnection) -> None:
         if self._closed or len(self._idle) >= self.limits.max_idle:
@@ -97,8 +99,6 @@ class Pool:
             self._idle.remove(connection)
         if not self._open:
             self._stop_sweeping()
-
-    # ---- inside
 
     def _head(self, method: bytes, path: bytes, headers: Headers, body: bytes) -> bytes:
         block = headers if isinstance(headers, bytes) else header_block(headers)
@@ -116,7 +116,7 @@ class Pool:
 
     async def _connect(self, connect_s: float) -> WorkerConnection:
         if self._closed:
-            raise Unreachable(f"{self.where}: this worker was removed")
+            raise Unreachable(f"{self.where}: this worker was removed from the gateway")
         self._loop = loop = asyncio.get_running_loop()
         origin = self.origin
         connection = WorkerConnection(self, loop)
@@ -132,7 +132,7 @@ class Pool:
         except TimeoutError as late:
             raise ConnectTimeout(f"{self.where}: no connection within {connect_s:g} s") from late
         except OSError as refused:
-            if refused.errno in _OUR_OWN:
+            if refused.errno in _LOCAL_ERRORS:
                 raise NoSocketLeft(f"The gateway cannot open another connection: {refused.strerror}.") from refused
             raise Unreachable(f"{self.where}: {refused}") from refused
         self._open.add(connection)
@@ -143,7 +143,7 @@ class Pool:
     def _sweep(self) -> None:
         self._now = now = self._loop.time()
         old = now - self.limits.idle_s
-        # Those in front were used least lately.
+        # The list is ordered by last use, oldest first.
         while self._idle and self._idle[0].idle_since < old:
             self._idle.pop(0).transport.close()
         for connection in list(self._open):
@@ -157,9 +157,12 @@ class Pool:
             self._sweeper = None
 
 
-def _give_up(connection: WorkerConnection, waiter: asyncio.Future[Answer | None]) -> None:
-    """Nobody waits for this answer any more. It may have come in the meantime: then its connection may already serve somebody
-    else, and only the answer knows."""
+def _give_up(connection: WorkerConnection, waiter: asyncio.Future[WorkerResponse | None]) -> None:
+    """Drop a response whose sender was cancelled.
+
+    The response may have arrived in the meantime. Its connection may then already serve another request, so only the
+    response itself knows whether there is something to abort.
+    """
     if waiter.cancelled() or not waiter.done():
         connection.cut()
     elif waiter.exception() is None and (answer := waiter.result()) is not None:

@@ -1,4 +1,4 @@
-"""What a request has gone through that lost a worker, and whether and where it goes on. See proxy.py for the rules in words."""
+"""Decides whether and where a request continues after a worker failed. `proxy.py` describes the rules."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from stoker.base.ids import WorkerId
 from stoker.base.log import EventLog
 from stoker.gateway.path.call import Call
 from stoker.gateway.path.errors import LegFailed, StreamBroken
-from stoker.gateway.path.legs import Tools
+from stoker.gateway.path.services import ProxyServices
 from stoker.routing.query import ModelNotFound, NoWorker, Route, RouteQuery
 
 _BACK_OFF_S = (0.010, 0.050)
-_MAX_SAVED_RETRIES = 20.0  # what a quiet gateway may spend at once when a worker dies
+_MAX_SAVED_RETRIES = 20.0  # the burst of retries that the budget allows when a worker dies
 
 log = EventLog("proxy")
 
 
 class RetryBudget:
-    """Every request adds a share of a retry; every retry takes a whole one."""
+    """Limits retries to a share of all requests: a request adds `share` to the budget, a retry takes 1."""
 
     def __init__(self, share: float) -> None:
         self._share = share
@@ -39,11 +39,13 @@ class RetryBudget:
         return True
 
 
-class Tries:
+class RetryState:
+    """The failures of one request, and the limits on its further attempts."""
+
     def __init__(
         self,
         call: Call,
-        tools: Tools,
+        services: ProxyServices,
         budget: RetryBudget,
         choose: Callable[[RouteQuery], Route],
         *,
@@ -51,37 +53,37 @@ class Tries:
         grace_s: float,
     ) -> None:
         self._call = call
-        self._tools = tools
+        self._services = services
         self._choose = choose
         self._budget = budget
         self._resumable = resumable
         self._grace_s = grace_s
         self._excluded: set[WorkerId] = set()
         self._last: LegFailed | None = None
-        self._known_tokens = 0  # when the last worker was lost
+        self._known_tokens = 0  # tokens streamed when the previous worker was lost
         self._give_up_at = 0.0
 
     async def next_route(self) -> Route:
-        """Reserved: whoever gets it must end it. A moment in which nobody is usable is waited out."""
-        assert self._last is not None, "asked before anything failed"
+        """Choose and reserve the next route; the caller must end it. Waits up to `grace_s` while no worker is usable."""
+        assert self._last is not None, "next_route() called before a failure"
         is_resume = self._call.request.started
         dialects = self._resumable if is_resume else None
         if not is_resume:
-            self._give_up_at = self._tools.clock() + self._grace_s
+            self._give_up_at = self._services.clock() + self._grace_s
             await asyncio.sleep(random.uniform(*_BACK_OFF_S))
         while True:
             try:
                 return self._route(dialects)
             except NoWorker:
-                if self._tools.clock() >= self._give_up_at:
+                if self._services.clock() >= self._give_up_at:
                     if is_resume:
                         self._give_up(self._last)
                     raise
-            self._excluded.clear()  # whoever comes back first may do it, also the one that failed
+            self._excluded.clear()  # take the first worker that becomes usable, even the one that failed
             await asyncio.sleep(2 * random.uniform(*_BACK_OFF_S))
 
     def failed(self, failed: LegFailed) -> None:
-        """Returns if the request may go on; else raises what the client is to hear."""
+        """Record a failure. Returns if the request may continue, else raises the error for the client."""
         self._last = failed
         self._excluded.add(failed.worker_id)
         if self._call.request.started:
@@ -91,28 +93,28 @@ class Tries:
 
     def _retry(self, failed: LegFailed) -> None:
         call = self._call
-        if call.num_retries >= self._tools.settings.retries or not self._budget.take():
+        if call.num_retries >= self._services.settings.retries or not self._budget.take():
             raise failed.refused or failed
         call.num_retries += 1
-        self._tools.metrics.retries[failed.kind] += 1
+        self._services.metrics.retries[failed.kind] += 1
 
     def _stream_lost(self, failed: LegFailed) -> None:
-        """Only workers that added to the stream are counted: others cost time, and that has a bound of its own."""
+        """Count only workers that added tokens to the stream. For the others, `grace_s` bounds the time they cost."""
         call = self._call
         if call.memory.cached_tokens is None:
             raise StreamBroken(f"{failed.message}; this worker's streams cannot be continued elsewhere") from failed
-        now = self._tools.clock()
+        now = self._services.clock()
         num_tokens = call.memory.num_tokens
         if num_tokens > self._known_tokens:
             call.num_resumes += 1
             self._known_tokens = num_tokens
             self._give_up_at = now + self._grace_s
             log.warning("stream_lost", request=call.request_id.decode(), worker=failed.worker_id, reason=failed.message)
-        if call.num_resumes > self._tools.settings.resumes or now >= self._give_up_at:
+        if call.num_resumes > self._services.settings.resumes or now >= self._give_up_at:
             self._give_up(failed)
 
     def _give_up(self, failed: LegFailed) -> NoReturn:
-        self._tools.metrics.resumes["failed"] += 1
+        self._services.metrics.resumes["failed"] += 1
         raise StreamBroken(f"{failed.message}; no other worker could continue the stream") from failed
 
     def _route(self, dialects: frozenset[str] | None) -> Route:
@@ -122,5 +124,5 @@ class Tries:
         again = replace(query, num_tokens=num_tokens, excluded=excluded, needs_dialect=dialects, matches=None)
         try:
             return self._choose(again)
-        except ModelNotFound as gone:  # it was served when the request came, and its worker may register anew
-            raise NoWorker(f"the last worker of {query.model!r} has left") from gone
+        except ModelNotFound as gone:  # the model was served when the request arrived; its worker may register again
+            raise NoWorker(f"the last worker that served model {query.model!r} has left the fleet") from gone

@@ -1,8 +1,12 @@
-"""A request's conversation as block keys: what the prefix index is asked with.
+"""Computes the prefix keys of a request's conversation, with which the router queries the prefix index.
 
-Two makers. `TextKeys` hashes the raw JSON of the conversation in blocks of 1 KiB: no parsing, and what a client resends
-unchanged has the same keys. `TokenKeys` (token_keys.py) knows the model's tokenizer and gives the very blocks that workers
-report. `KeyMakers` holds the one that fits each model. What a body should look like is not judged here: that is the worker's.
+There are two kinds of makers:
+
+- `TextPrefixKeys` hashes the raw JSON of the conversation in blocks of 1 KiB. It needs no parsing, and text that a client
+  resends unchanged gets the same keys.
+- `TokenPrefixKeys` (`token_prefix_keys.py`) uses the model's tokenizer, so its blocks are those that the workers report.
+
+`PrefixKeyMakers` holds the maker for each model. Request bodies are not validated here; the worker does that.
 """
 
 from __future__ import annotations
@@ -18,44 +22,49 @@ from xxhash import xxh3_64_intdigest
 
 from stoker.base.errors import InvalidRequest
 from stoker.fleet.prefix_index import Key
-from stoker.gateway.api.client_body import Envelope, Kind
+from stoker.gateway.api.client_body import EndpointKind, RequestEnvelope
 from stoker.gateway.prefix.prefix_keys import chain_keys
 from stoker.kv.blocks.keys import salt_hash
 
 TEXT_BLOCK_BYTES = 1024
-_BYTES_A_TOKEN = 4
-_ROOTS = {Kind.CHAT: 1, Kind.COMPLETIONS: 2, Kind.RESPONSES: 3}
+_BYTES_PER_TOKEN = 4  # estimate for text
+_ROOTS = {EndpointKind.CHAT: 1, EndpointKind.COMPLETIONS: 2, EndpointKind.RESPONSES: 3}
 _TEXT_THREADS = 2
 _INLINE_BYTES = 100_000
 _MAX_WAITING = 16
 
 
-class Keys(msgspec.Struct, frozen=True):
-    """`keys` are those of full blocks; `num_tokens` is the whole prompt's, exact or estimated."""
+class ConversationKeys(msgspec.Struct, frozen=True):
+    """The prefix keys of a conversation's full blocks. `num_tokens` counts the whole prompt, exact or estimated."""
 
     keys: Sequence[Key]
     block_tokens: int
     num_tokens: int
 
 
-class KeyMaker(Protocol):
+class PrefixKeyMaker(Protocol):
+    """Computes prefix keys of requests for one model."""
+
     block_tokens: int
 
-    def keys(self, envelope: Envelope, salt: str | None) -> Keys:
-        """`salt` is what the worker gets as `cache_salt`. Raises InvalidRequest for what it cannot read."""
+    def keys(self, envelope: RequestEnvelope, salt: str | None) -> ConversationKeys:
+        """Return the keys of a request. `salt` is the `cache_salt` that the worker gets.
+
+        Raises InvalidRequest if the body cannot be read.
+        """
 
 
-class TextKeys:
-    """For any worker: bytes stand for tokens. Never raises."""
+class TextPrefixKeys:
+    """Prefix keys over the bytes of the conversation, for models without a known tokenizer. Never raises."""
 
-    block_tokens = TEXT_BLOCK_BYTES // _BYTES_A_TOKEN
+    block_tokens = TEXT_BLOCK_BYTES // _BYTES_PER_TOKEN
 
-    def keys(self, envelope: Envelope, salt: str | None = None) -> Keys:
+    def keys(self, envelope: RequestEnvelope, salt: str | None = None) -> ConversationKeys:
         root, num_bytes = _ROOTS[envelope.kind], 0
         digest = salt_hash(salt) if salt else None
         if digest is not None:
             root = xxh3_64_intdigest(digest.encode(), root)
-        # What a template prints in front of the conversation: another tool list is another prefix from the first block on.
+        # Chat templates print these before the conversation, so another tool list changes the prefix from the first block.
         for field in (envelope.tools, envelope.instructions):
             if field is not UNSET:
                 view = memoryview(field)
@@ -69,32 +78,35 @@ class TextKeys:
                 if len(view) >= TEXT_BLOCK_BYTES:
                     keys = chain_keys(view, root, TEXT_BLOCK_BYTES)
                 break
-        return Keys(keys, self.block_tokens, max(1, num_bytes // _BYTES_A_TOKEN))
+        return ConversationKeys(keys, self.block_tokens, max(1, num_bytes // _BYTES_PER_TOKEN))
 
 
-class KeyMakers:
-    """The maker of each model: text until somebody brings the model's tokenizer."""
+class PrefixKeyMakers:
+    """The maker for each model: text blocks until the model's tokenizer is known."""
 
     def __init__(self, inline_bytes: int = _INLINE_BYTES, max_waiting: int = _MAX_WAITING) -> None:
         self._inline_bytes = inline_bytes
         self._max_waiting = max_waiting
         self._num_waiting = 0
-        self._text = TextKeys()
-        self._exact: dict[str, KeyMaker] = {}
+        self._text = TextPrefixKeys()
+        self._exact: dict[str, PrefixKeyMaker] = {}
         self._threads = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="conversation")
 
-    def set_exact(self, model: str, maker: KeyMaker) -> None:
+    def set_exact(self, model: str, maker: PrefixKeyMaker) -> None:
         self._exact[model] = maker
 
-    def exact(self, model: str) -> KeyMaker | None:
+    def exact(self, model: str) -> PrefixKeyMaker | None:
         return self._exact.get(model)
 
     def block_tokens(self, model: str) -> int:
-        """How many tokens a key of this model stands for."""
+        """Return how many tokens one prefix key of this model covers."""
         return self._exact.get(model, self._text).block_tokens
 
-    def keys_now(self, model: str, envelope: Envelope, salt: str | None) -> Keys | None:
-        """None: that would take long; `keys` does it in a thread. With too many of those, a body is read as text."""
+    def keys_now(self, model: str, envelope: RequestEnvelope, salt: str | None) -> ConversationKeys | None:
+        """Return the keys, or None if computing them takes too long for the event loop; `keys` then uses a thread.
+
+        While too many requests wait for a thread, a long body gets text keys instead.
+        """
         maker = self._exact.get(model)
         if maker is not None:
             if len(envelope.raw) > self._inline_bytes:
@@ -102,10 +114,10 @@ class KeyMakers:
             try:
                 return maker.keys(envelope, salt)
             except InvalidRequest:
-                pass  # the worker says what is wrong with it
+                pass  # the worker will report the error
         return self._text.keys(envelope, salt)
 
-    async def keys(self, model: str, envelope: Envelope, salt: str | None) -> Keys:
+    async def keys(self, model: str, envelope: RequestEnvelope, salt: str | None) -> ConversationKeys:
         found = self.keys_now(model, envelope, salt)
         if found is not None:
             return found

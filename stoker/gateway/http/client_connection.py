@@ -1,4 +1,4 @@
-"""The server's side of one client connection: bytes to requests, one exchange at a time, and everything that bounds a client."""
+"""The server side of one client connection: parses requests, runs one exchange at a time, enforces the limits."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from stoker.gateway.http.chunked import ChunkedReader
 from stoker.gateway.http.errors import BadMessage, error_body
 from stoker.gateway.http.head import CHUNKED, HeadParser, RequestHead
 from stoker.gateway.http.limits import ServerLimits
-from stoker.gateway.http.request import STATUS_LINES, Request
+from stoker.gateway.http.request import STATUS_LINES, HttpRequest
 
-_HEAD = 0  # waiting for a head; nothing of it yet means idle
+_HEAD = 0  # waiting for a request head; the connection is idle while no byte of it has arrived
 _BODY = 1
 _BUSY = 2  # the handler has the request
-_DRAIN = 3  # answered, but the client has not taken enough of it to begin another exchange
-_LINGER = 4  # refused: what the client still sends is read and dropped, so that it gets to see why
+_DRAIN = 3  # answered; waits until the client has read enough of the response to begin another exchange
+_LINGER = 4  # refused; further input is read and dropped, so that the client can read the error
 _CLOSED = 5
 
 _WRITE_HIGH_BYTES = 128 << 10
 _WRITE_LOW_BYTES = 32 << 10
-_MAX_AHEAD_BYTES = 64 << 10  # of pipelined requests, while one is served
+_MAX_AHEAD_BYTES = 64 << 10  # of pipelined requests buffered while one is served
 _MAX_PIECES = 256
 _LINGER_S = 2.0
 _LINGER_BYTES = 1 << 20
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
-class Owner(Protocol):
-    """What a connection needs of its server. `now` is coarse: it moves with each sweep."""
+class OwningServer(Protocol):
+    """What a ClientConnection needs from its server. `now` advances with each sweep."""
 
     limits: ServerLimits
     heads: HeadParser
@@ -38,14 +38,16 @@ class Owner(Protocol):
     draining: bool
     on_bad: Callable[[str, str], None]
 
-    def admit(self, connection: Connection) -> bool: ...
+    def admit(self, connection: ClientConnection) -> bool: ...
 
-    def forget(self, connection: Connection) -> None: ...
+    def forget(self, connection: ClientConnection) -> None: ...
 
-    def run(self, request: Request) -> None: ...
+    def run(self, request: HttpRequest) -> None: ...
 
 
-class Connection(asyncio.Protocol):
+class ClientConnection(asyncio.Protocol):
+    """One client connection. `_phase` says which part of an exchange it is in."""
+
     __slots__ = (
         "_body_began",
         "_buffer",
@@ -68,18 +70,18 @@ class Connection(asyncio.Protocol):
 
     transport: asyncio.Transport
 
-    def __init__(self, server: Owner) -> None:
+    def __init__(self, server: OwningServer) -> None:
         self._server = server
         self.peer = ""
-        self.paused = False  # our write buffer is full
+        self.paused = False  # the write buffer is full
         self._phase = _HEAD
-        self._buffer = b""  # bytes not yet understood
+        self._buffer = b""  # bytes not parsed yet
         self._head: RequestHead | None = None
         self._pieces: list[bytes | bytearray] = []
         self._left = 0
         self._reader: ChunkedReader | None = None
         self._received = 0
-        self._request: Request | None = None
+        self._request: HttpRequest | None = None
         self._read_paused = False
         self._since = self._body_began = self._stuck_since = server.now
         self._stuck_bytes = 0
@@ -96,15 +98,15 @@ class Connection(asyncio.Protocol):
     def idle(self) -> bool:
         return self._phase == _HEAD and not self._buffer
 
-    # ---- what the event loop calls
+    # ---- called by the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = transport = cast(asyncio.Transport, transport)  # uvloop's is one by shape, not by class
+        self.transport = transport = cast(asyncio.Transport, transport)  # uvloop's does not inherit from it
         name = transport.get_extra_info("peername")
         self.peer = str(name[0]) if isinstance(name, tuple) else ""
         transport.set_write_buffer_limits(high=_WRITE_HIGH_BYTES, low=_WRITE_LOW_BYTES)
         if not self._server.admit(self):
-            self._refuse(503, "too many connections")
+            self._refuse(503, "the gateway has too many connections or is stopping; retry later")
 
     def data_received(self, data: bytes) -> None:
         if self._phase == _HEAD:
@@ -129,8 +131,8 @@ class Connection(asyncio.Protocol):
                 self.transport.pause_reading()
 
     def eof_received(self) -> bool | None:
-        # A client that has closed its side could still read; we take it as gone, as most servers do: that is how
-        # somebody who does not want the answer any more looks.
+        # A client that closed its sending side could still read the response. Like most servers, treat it as gone: a client
+        # that cancels its request looks the same.
         if self._request is not None:
             self.cut()
         return None
@@ -157,7 +159,7 @@ class Connection(asyncio.Protocol):
         elif self._phase == _DRAIN:
             self._next()
 
-    # ---- what the exchange and the server call
+    # ---- called by the exchange and the server
 
     def exchange_ended(self, keep_alive: bool) -> None:
         self._request = None
@@ -169,7 +171,7 @@ class Connection(asyncio.Protocol):
             self._next()
 
     def cut(self) -> None:
-        """Closes now, without sending what is buffered."""
+        """Close now, without sending buffered data."""
         if self._phase == _CLOSED:
             return
         self._phase = _CLOSED
@@ -181,7 +183,7 @@ class Connection(asyncio.Protocol):
             self._close()
 
     def sweep(self, now: float) -> None:
-        """Called every `limits.sweep_s`. Times are coarse by one sweep, hence the margin: nothing strikes early."""
+        """Apply the time limits; called every `limits.sweep_s`. Times are one sweep coarse, so that much is tolerated."""
         limits = self._server.limits
         waited = now - self._since - limits.sweep_s
         if self._phase == _HEAD:
@@ -189,12 +191,12 @@ class Connection(asyncio.Protocol):
                 if waited > limits.keepalive_s:
                     self._close()
             elif waited > limits.head_s:
-                self._refuse(408, f"the head was not complete after {limits.head_s:g} s")
+                self._refuse(408, f"the request head was not complete after {limits.head_s:g} s")
         elif self._phase == _BODY:
             if waited > limits.body_idle_s:
-                self._refuse(408, f"nothing came of the body for {limits.body_idle_s:g} s")
+                self._refuse(408, f"no byte of the request body arrived for {limits.body_idle_s:g} s")
             elif now - self._body_began - limits.sweep_s > limits.body_s:
-                self._refuse(408, f"the body was not complete after {limits.body_s:g} s")
+                self._refuse(408, f"the request body was not complete after {limits.body_s:g} s")
         elif self._phase == _LINGER:
             if waited > _LINGER_S:
                 self.cut()
@@ -228,18 +230,18 @@ class Connection(asyncio.Protocol):
         limit = self._server.limits.max_head_bytes
         if len(data) > limit:
             status = 431 if b"\r\n" in data[:limit] else 414
-            self._refuse(status, f"the head is larger than {limit} bytes")
+            self._refuse(status, f"the request head is larger than {limit} bytes")
         elif not 65 <= data[0] <= 90:
             self._refuse(400, "this is not HTTP")
         elif data.count(b"\n") != data.count(b"\r\n"):
-            self._refuse(400, "a line of the head does not end in CRLF")
+            self._refuse(400, "a line of the request head does not end in CRLF")
         else:
             self._buffer = data
 
     def _begin_body(self, head: RequestHead, length: int, data: bytes) -> None:
         limit = self._server.limits.max_body_bytes
         if length > limit:
-            self._refuse(413, f"the body has {length} bytes; at most {limit} are allowed")
+            self._refuse(413, f"the request body has {length} bytes; at most {limit} are allowed")
             return
         self._phase = _BODY
         self._body_began = self._since = self._server.now
@@ -274,7 +276,7 @@ class Connection(asyncio.Protocol):
         self._received += len(payload)
         limit = self._server.limits.max_body_bytes
         if self._received > limit:
-            self._refuse(413, f"the body has more than {limit} bytes")
+            self._refuse(413, f"the request body has more than {limit} bytes, the largest allowed size")
             return
         if payload:
             self._keep(payload)
@@ -287,7 +289,7 @@ class Connection(asyncio.Protocol):
         if len(pieces) < _MAX_PIECES:
             pieces.append(data)
         else:
-            # Many tiny pieces would take far more memory than their bytes: from here on, one growing piece.
+            # Many tiny pieces would take far more memory than their bytes, so append to one growing buffer from here on.
             last = pieces[-1]
             if isinstance(last, bytearray):
                 last += data
@@ -303,10 +305,10 @@ class Connection(asyncio.Protocol):
 
     def _hand_over(self, head: RequestHead, body: bytes) -> None:
         self._phase = _BUSY
-        self._request = request = Request(head, body, self.peer, self)
+        self._request = request = HttpRequest(head, body, self.peer, self)
         self._server.run(request)
 
-    # ---- ends
+    # ---- ending an exchange or the connection
 
     def _next(self) -> None:
         self._phase = _HEAD
@@ -319,8 +321,8 @@ class Connection(asyncio.Protocol):
             self._read_head(data)
 
     def _refuse(self, status: int, reason: str) -> None:
-        """Says why, hears no more. The socket stays a little: closing it on unread bytes would reset the connection, and the
-        client would never see the reason."""
+        """Send an error and stop parsing. The socket stays open for a short time: closing it with unread input would reset
+        the connection, and the client would not see the error."""
         body = error_body(status, reason, "bad_http" if status < 500 else "not_supported")
         head = b"%bcontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
         self.transport.write(head % (STATUS_LINES[status], len(body)) + body)
