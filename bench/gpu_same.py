@@ -19,7 +19,7 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).parents[1])]
 
 from stoker.base.config import EngineSettings, SchedSettings  # noqa: E402
-from stoker.engine.llm import LLM, Completion  # noqa: E402
+from stoker.engine.llm import LLM, LLMOutput  # noqa: E402
 from stoker.sched.request import SamplingParams  # noqa: E402
 
 GREEDY = SamplingParams(temperature=0.0, num_logprobs=10)
@@ -48,7 +48,7 @@ def _text(line: dict[str, Any]) -> str:
     return str(turns[0])
 
 
-def _tops(answer: Completion) -> list[dict[int, float]]:
+def _tops(answer: LLMOutput) -> list[dict[int, float]]:
     return [dict(zip(one.top_ids, one.top_logprobs, strict=True)) for one in answer.logprobs]
 
 

@@ -27,7 +27,7 @@ from stoker.base.errors import InvalidRequest
 from stoker.checkpoint.progress import silent
 from stoker.checkpoint.source import default_cache_dir, resolve_model
 from stoker.engine.build import read_hf_config
-from stoker.engine.llm import LLM, Completion
+from stoker.engine.llm import LLM, LLMOutput
 from stoker.engine.process.grammars.compiler import XGrammars
 from stoker.models.family import family_of
 from stoker.proto.openai.chat import ChatRequest
@@ -203,7 +203,7 @@ class Bench:
         conversation = Conversation(template_messages(request.messages), tools, {})
         return render(self._text, conversation, self._limits).token_ids, constraint.grammar
 
-    def _judge(self, case: Case, completion: Completion, outcomes: Outcomes) -> None:
+    def _judge(self, case: Case, completion: LLMOutput, outcomes: Outcomes) -> None:
         outcomes.tokens += len(completion.token_ids)
         text = self._text.tokenizer.decode(completion.token_ids)
         found = {"id": case.id, "schema": case.schema, "output": text}

@@ -110,7 +110,7 @@ def build_engine(
     leases = LeaseBook()
 
     def released(lease_id: str) -> None:
-        engine.released(lease_id)
+        engine.release_lease(lease_id)
         wake()
 
     handoff = settings.handoff
@@ -211,7 +211,7 @@ def _measure_prefill(
         while (plan := scheduler.plan()) is not None:
             result = runner.launch(plan).wait()
             if number:
-                rates.saw(plan, result.step_s)
+                rates.record(plan, result.step_s)
             scheduler.commit(result)
 
 

@@ -18,7 +18,7 @@ _LOOK_EVERY_S = 0.01
 
 
 @dataclass(slots=True)
-class Completion:
+class LLMOutput:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: Finish | None = None
@@ -43,7 +43,7 @@ class LLM:
             random_weights_seed=random_weights_seed,
             wake=self._bell.set,
         )
-        self.built.engine.prepare()
+        self.built.engine.capture_all_graphs()
         self._number = 0
 
     def generate(
@@ -52,7 +52,7 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         max_new_tokens: int = 128,
         cache_salt: str = "",
-    ) -> list[Completion]:
+    ) -> list[LLMOutput]:
         """All prompts at once; the answers in their order."""
         each = [sampling or SamplingParams()] * len(prompts) if not isinstance(sampling, Sequence) else sampling
         requests = []
@@ -64,9 +64,9 @@ class LLM:
             )
         return self.run(requests)
 
-    def run(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
+    def run(self, requests: Sequence[GenerateRequest]) -> list[LLMOutput]:
         engine, store = self.built.engine, self.built.store
-        completions = {request.request_id: Completion() for request in requests}
+        completions = {request.request_id: LLMOutput() for request in requests}
         for request in requests:
             engine.add(request, store.num_worth_loading(request.token_ids, request.cache_salt))
         while engine.has_work:

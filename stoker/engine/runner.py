@@ -120,7 +120,7 @@ class Runner:
             torch.set_num_threads(threads)
         launched = self._launch(plan, started_s)
         launched.before, self._last = self._last, launched
-        self._threads.note(plan.num_tokens, threads, time.monotonic() - started_s)
+        self._threads.record(plan.num_tokens, threads, time.monotonic() - started_s)
         return launched
 
     def _choose_device(self) -> None:

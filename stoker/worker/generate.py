@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 
 from stoker.base.errors import DeadlineExceeded, InvalidRequest
 from stoker.kv.blocks.transfer import KvTicket
-from stoker.sched.request import Finish, GenerateRequest, TokenChunk, TokenLogprobs, Usage
+from stoker.sched.request import Finish, GenerateRequest, TokenChunk, TokenLogprobs, TokenUsage
 from stoker.text.detokenizer import Detokenizer
 from stoker.text.parsers.contract import ReasoningDelta, TextDelta, ToolCallStart
 from stoker.text.stops import StopStrings
@@ -83,7 +83,7 @@ class Choice:
     goes_on: bool = False  # after a hand-off, elsewhere, from where it stands; else a hand-off is its end
     ran: bool = False  # the engine has said what of its prompt was in the cache
     ticket: KvTicket | None = None  # for its KV, if that was kept
-    usage: Usage = field(init=False)
+    usage: TokenUsage = field(init=False)
     reasoning_tokens: int = 0
     has_called: bool = False  # a tool, in what was replayed or since
     _held_tokens: int = 0  # pushed, and no delta has come of them yet
@@ -91,7 +91,7 @@ class Choice:
 
     def __post_init__(self) -> None:
         num_prompt = self.request.num_prompt
-        self.usage = Usage(num_prompt, 0, len(self.request.token_ids) - num_prompt)
+        self.usage = TokenUsage(num_prompt, 0, len(self.request.token_ids) - num_prompt)
 
     @property
     def num_resumed(self) -> int:

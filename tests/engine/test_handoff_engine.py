@@ -17,7 +17,7 @@ from tiny import make_tiny
 
 from stoker.base.config import EngineSettings, HandoffSettings, KvSettings, SchedSettings, StoreSettings
 from stoker.base.ids import RequestId
-from stoker.engine.llm import LLM, Completion
+from stoker.engine.llm import LLM, LLMOutput
 from stoker.engine.rates import StepRates
 from stoker.engine.runner import PendingStep, Runner
 from stoker.kv.blocks.transfer import KvTicket
@@ -74,7 +74,7 @@ def request(number: int, prompt: list[int], **fields: object) -> GenerateRequest
     return replace(plain, **fields)  # type: ignore[arg-type]
 
 
-def hand_over(prefill: LLM, decode: LLM, asked: list[list[int]]) -> list[Completion]:
+def hand_over(prefill: LLM, decode: LLM, asked: list[list[int]]) -> list[LLMOutput]:
     firsts = prefill.run([request(i, prompt, lease_id=f"l{i}") for i, prompt in enumerate(asked)])
     seconds = decode.run(
         [

@@ -9,7 +9,7 @@ from tiny import make_tiny
 
 from stoker.base.config import EngineSettings
 from stoker.engine import sampler
-from stoker.engine.llm import LLM, Completion
+from stoker.engine.llm import LLM, LLMOutput
 from stoker.sched.request import SamplingParams
 
 
@@ -26,7 +26,7 @@ def test_rows_drawn_in_parts_are_drawn_alike(tmp_path: Path, monkeypatch: pytest
         for number in range(11)
     ]
 
-    def answers() -> list[Completion]:
+    def answers() -> list[LLMOutput]:
         llm = LLM(tmp_path, EngineSettings(device="cpu", num_threads=1))
         return llm.generate([[number, 2, 3] for number in range(11)], sampling, max_new_tokens=6)
 

@@ -14,7 +14,7 @@ from tiny import SHAPE, make_tiny
 
 from stoker.base.config import EngineSettings, KvSettings, SchedSettings
 from stoker.base.ids import RequestId
-from stoker.engine.llm import LLM, Completion
+from stoker.engine.llm import LLM, LLMOutput
 from stoker.sched.request import GenerateRequest, SamplingParams
 
 VOCAB = SHAPE["vocab_size"]
@@ -71,11 +71,11 @@ def random_request(rng: random.Random, number: int, shared: list[int]) -> Genera
     )
 
 
-def run(llm: LLM, arrivals: list[tuple[int, GenerateRequest]], cancels: dict[str, int]) -> dict[str, Completion]:
+def run(llm: LLM, arrivals: list[tuple[int, GenerateRequest]], cancels: dict[str, int]) -> dict[str, LLMOutput]:
     """Each request is added before its step, and cancelled where `cancels` says so."""
     engine, pool = llm.built.engine, llm.built.pool
     waiting = sorted(arrivals, key=lambda arrival: arrival[0])
-    answers: dict[str, Completion] = {request.request_id: Completion() for _, request in arrivals}
+    answers: dict[str, LLMOutput] = {request.request_id: LLMOutput() for _, request in arrivals}
     step = 0
     while waiting or engine.has_work:
         while waiting and (waiting[0][0] <= step or not engine.has_work):
@@ -97,7 +97,7 @@ def run(llm: LLM, arrivals: list[tuple[int, GenerateRequest]], cancels: dict[str
     return answers
 
 
-def assert_same(request: GenerateRequest, got: Completion, lone: Completion, cancelled: bool) -> None:
+def assert_same(request: GenerateRequest, got: LLMOutput, lone: LLMOutput, cancelled: bool) -> None:
     assert got.finish is not None
     assert lone.finish is not None
     if cancelled and got.finish.reason == "cancelled":

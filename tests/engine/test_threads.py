@@ -21,7 +21,7 @@ def test_the_faster_count_is_used_nearly_always_and_a_change_is_noticed(seed: in
             num_tokens = rng.choice([9, 12, 15])
             threads = tuner.choose(num_tokens)
             disturbance = 1.0 if rng.random() < 0.9 else rng.uniform(1, 5)
-            tuner.note(num_tokens, threads, seconds[threads] * (12 + num_tokens) * rng.uniform(1, 1.1) * disturbance)
+            tuner.record(num_tokens, threads, seconds[threads] * (12 + num_tokens) * rng.uniform(1, 1.1) * disturbance)
             chosen.append(threads)
         return chosen
 
@@ -36,4 +36,4 @@ def test_one_core_leaves_no_choice() -> None:
     tuner = ThreadTuner(1)
     for _ in range(500):
         assert tuner.choose(4) == 1
-        tuner.note(4, 1, 0.1)
+        tuner.record(4, 1, 0.1)

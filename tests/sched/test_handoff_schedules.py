@@ -73,7 +73,7 @@ class Worker:
     def step(self, now: float, peers: dict[str, Worker]) -> None:
         for load in [load for load in self.loads if self.rng.random() < 0.4]:
             self.loads.remove(load)
-            self.scheduler.loaded(self.load(load, peers))
+            self.scheduler.finish_load(self.load(load, peers))
         self.take(self.scheduler.expire(now))
         plan = self.scheduler.plan()
         if plan is not None:
@@ -85,16 +85,16 @@ class Worker:
             self.take(self.scheduler.commit(self.launched.popleft()))
         for offered in self.scheduler.take_offers():
             self.store[offered.name.key] = self.device.read(offered.block)
-            self.scheduler.end_offer([offered.block])
+            self.scheduler.end_offers([offered.block])
         growing, broken = self.scheduler.take_leases()
         self.leases.update({kv.lease_id: kv for kv in growing})
-        for lease_id in [*broken, *self.scheduler.due_leases(now)]:
+        for lease_id in [*broken, *self.scheduler.expired_leases(now)]:
             self.release(lease_id)
         self.pool.check()
 
     def release(self, lease_id: str) -> None:
         self.leases.pop(lease_id, None)
-        self.scheduler.release(lease_id)
+        self.scheduler.release_lease(lease_id)
 
     def load(self, load: KvLoad, peers: dict[str, Worker]) -> LoadResult:
         sources = [self.fetch(load, i, peers) for i in range(len(load.keys))]

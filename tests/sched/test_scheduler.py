@@ -15,7 +15,7 @@ from stoker.sched.request import (
     TokenChunk,
     TokenChunks,
     TokenLogprobs,
-    Usage,
+    TokenUsage,
 )
 from stoker.sched.scheduler import Scheduler, SchedulerConfig
 
@@ -181,23 +181,29 @@ def test_usage_comes_with_the_first_chunk_and_with_the_last() -> None:
     world.add("long", list(range(30, 60)), max_new=5)
     world.run()
     (only,) = world.chunks["short"]
-    assert only.usage == Usage(20, 0, 1)
-    assert [chunk.usage for chunk in world.chunks["long"]] == [Usage(30, 0, 1), None, None, None, Usage(30, 0, 5)]
+    assert only.usage == TokenUsage(20, 0, 1)
+    assert [chunk.usage for chunk in world.chunks["long"]] == [
+        TokenUsage(30, 0, 1),
+        None,
+        None,
+        None,
+        TokenUsage(30, 0, 5),
+    ]
 
 
 def test_chunks_as_columns_are_the_chunks_that_were_added() -> None:
     logprobs, finish = [TokenLogprobs(7, -0.5, [], [])], Finish("length")
     one, two = TokenChunks(), TokenChunks()
-    one.add(RequestId("a"), [1], Usage(3, 0, 1))
+    one.add(RequestId("a"), [1], TokenUsage(3, 0, 1))
     one.add(RequestId("b"), [2])
     two.add(RequestId("c"), [7], None, logprobs)
-    two.add(RequestId("d"), [], Usage(4, 0, 0), None, finish)
+    two.add(RequestId("d"), [], TokenUsage(4, 0, 0), None, finish)
     one.extend(two)
     assert list(one) == [
-        TokenChunk(RequestId("a"), [1], Usage(3, 0, 1)),
+        TokenChunk(RequestId("a"), [1], TokenUsage(3, 0, 1)),
         TokenChunk(RequestId("b"), [2]),
         TokenChunk(RequestId("c"), [7], logprobs=logprobs),
-        TokenChunk(RequestId("d"), [], Usage(4, 0, 0), finish=finish),
+        TokenChunk(RequestId("d"), [], TokenUsage(4, 0, 0), finish=finish),
     ]
 
 

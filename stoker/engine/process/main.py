@@ -187,7 +187,7 @@ class EngineLoop:
         self._media = {use.name: use.tier.medium for use in built.store.tiers}
         self._stats_at_s = 0.0
         self._quiet = QuietTime(
-            [Chore(_CAPTURES_AFTER_S, self._engine.prepare_next), Chore(_GRAMMARS_AFTER_S, mailbox.warm_up)]
+            [Chore(_CAPTURES_AFTER_S, self._engine.capture_next_graph), Chore(_GRAMMARS_AFTER_S, mailbox.warm_up)]
         )
 
     def run(self) -> None:
@@ -235,7 +235,7 @@ class EngineLoop:
                         self._kept_grammars[request.request_id] = kept
                         self._look_up(request)
                     else:
-                        self._engine.refuse(request, error)
+                        self._engine.reject(request, error)
             case Found(request=request, num_blocks=num_blocks):
                 for wanted in self._still_wanted([request.request_id]):
                     self._engine.add(wanted, num_blocks)
@@ -249,7 +249,7 @@ class EngineLoop:
             case Prefetch(token_ids=token_ids, cache_salt=salt, ticket=ticket):
                 self._built.store.prefetch(token_ids, salt, ticket)
             case Release(lease_id=lease_id):
-                self._engine.released(lease_id)
+                self._engine.release_lease(lease_id)
 
     def _still_wanted(self, request_ids: Sequence[RequestId]) -> list[GenerateRequest]:
         """Of those that were early: who was not cancelled. They go on from here."""
