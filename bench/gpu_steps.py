@@ -40,9 +40,9 @@ class StepBench:
     def __init__(self, llm: LLM) -> None:
         self._built = llm.built
         self._runner = llm.built.engine._runner
-        assert self._runner._card is not None
-        self._card = self._runner._card
-        self._graphs = self._card._graphs
+        assert self._runner._gpu_steps is not None
+        self._gpu_steps = self._runner._gpu_steps
+        self._graphs = self._gpu_steps._graphs
 
     def step(self, spans: list[tuple[int, int]], sampling: SamplingParams, repeats: int = 20) -> Figures:
         """`spans`: tokens before, and tokens."""
@@ -68,7 +68,7 @@ class StepBench:
         self._runner.launch(first).wait()
         sampling = [span for span in plan.spans if span.samples]
         with torch.inference_mode():
-            logits = self._card.run(plan, False).logits
+            logits = self._gpu_steps.run(plan, False).logits
         assert logits is not None
         found = logits[: len(sampling)].float()
         self._runner.launch(StepPlan([], [], freed_rows=[Row(row) for row in range(len(spans))])).wait()

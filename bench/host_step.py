@@ -52,21 +52,21 @@ SMALL = LLAMA_8B | {"hidden_size": 64, "intermediate_size": 64, "num_hidden_laye
                     "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 1000}  # fmt: skip
 
 
-class DrawnCard:
-    """Packs a step's inputs as CardSteps does, for Llama-3.1-8B's heads. Its tokens are there at once."""
+class InstantGpu:
+    """Packs a step's inputs as GpuSteps does, for Llama-3.1-8B's heads. Its tokens are there at once."""
 
     def __init__(self, max_rows: int) -> None:
         self._cutter = Cutter(num_kv_heads=8, tile_tokens=32, block_tokens=BLOCK_TOKENS)
         first, rest = _shapes(max_rows, 2048, self._cutter)
         self._by_cost = sorted((*first, *rest), key=_cost)
-        self._drawn = torch.arange(1024) % 997 + 3
+        self._sampled = torch.arange(1024) % 997 + 3
 
-    def run(self, plan: StepPlan, draws: bool) -> StepOutputs:
+    def run(self, plan: StepPlan, samples: bool) -> StepOutputs:
         data = StepData(plan, self._cutter)
         shape = next((shape for shape in self._by_cost if shape.holds(data.least)), data.exact)
         packed = torch.zeros(sum(shape.sizes), dtype=torch.int64)
-        data.pack(packed.numpy(), shape, draws)
-        return StepOutputs(None, self._drawn)
+        data.pack(packed.numpy(), shape, samples)
+        return StepOutputs(None, self._sampled)
 
 
 class Parts:
@@ -134,7 +134,7 @@ def build(folder: Path, num_rows: int) -> tuple[BuiltEngine, BlockLog]:
     )
     built = build_engine(folder, settings, observer=blocks, random_weights_seed=0)
     runner = built.engine._runner
-    runner._card = DrawnCard(num_rows)  # type: ignore[assignment]
+    runner._gpu_steps = InstantGpu(num_rows)  # type: ignore[assignment]
     runner._kv.clear = lambda blocks: None  # type: ignore[method-assign]  # a card does that by itself, too
     return built, blocks
 

@@ -29,7 +29,7 @@ def test_however_many_are_copied_at_a_time_each_is_what_its_source_was(
     monkeypatch: pytest.MonkeyPatch, at_a_time: int
 ) -> None:
     cpu, layout = torch.device("cpu"), KvLayout(1, 1, 2, 4, "float32", 4)
-    monkeypatch.setattr(runners, "_COPIED_BYTES", at_a_time * layout.block_bytes)
+    monkeypatch.setattr(runners, "_COPY_BYTES", at_a_time * layout.block_bytes)
     kv = DeviceKv(layout, 8, cpu)
     kv.blocks.view(8, -1).copy_(torch.arange(8.0)[:, None].expand(8, kv.blocks[0].numel()))
     model = torch.nn.Identity()  # a plan without spans asks it for nothing
@@ -56,7 +56,7 @@ def test_prompts_asked_again_all_at_once_copy_their_last_blocks_a_few_at_a_time(
     monkeypatch.setattr(DeviceKv, "copy", noted)
     with closing(LLM(tmp_path, settings)) as llm:
         most_bytes = 3 * llm.built.layout.block_bytes
-        monkeypatch.setattr(runners, "_COPIED_BYTES", most_bytes)
+        monkeypatch.setattr(runners, "_COPY_BYTES", most_bytes)
         prompts = [[number, 1, 2, 3, 4, 5] for number in range(20)]
         first, again = (llm.generate(prompts, SamplingParams(temperature=0.0), 8) for _ in range(2))
     assert [one.token_ids for one in again] == [one.token_ids for one in first]

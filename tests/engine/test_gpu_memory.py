@@ -72,35 +72,39 @@ def test_every_row_may_have_penalties(rows: int) -> None:
     assert step + logits + tables <= working.arena_bytes + working.reserve_bytes // 2
 
 
-def on_card(free_gib: float, kv: KvSettings, monkeypatch: pytest.MonkeyPatch) -> int:
+def blocks_on_gpu(free_gib: float, kv: KvSettings, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free_gib * GIB), 80 * GIB))
     settings = EngineSettings(device="cpu", kv=kv)
     resolved = replace(resolve(settings, family_of(LLAMA_8B, "here").shape), device=torch.device("cuda"))
     return num_blocks(settings, resolved, KvLayout(32, 8, 128, 64, "bfloat16", 2), WorkingMemory(GIB, GIB))
 
 
-def test_kv_gets_what_is_left_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert on_card(12.5, KvSettings(), monkeypatch) == 10 * GIB // (8 * MIB)
+def test_kv_gets_what_is_left_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert blocks_on_gpu(12.5, KvSettings(), monkeypatch) == 10 * GIB // (8 * MIB)
     with pytest.raises(ConfigError, match=r"0\.00 GiB are left for KV"):
-        on_card(2.4, KvSettings(), monkeypatch)
+        blocks_on_gpu(2.4, KvSettings(), monkeypatch)
 
 
 def test_on_a_shared_card_kv_gets_what_is_left_of_the_engines_own_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 15 * GIB)  # the weights
     part = 15 + 10 + 2.5 + 640 / 1024
-    assert on_card(60.0, KvSettings(gpu_memory_gib=part), monkeypatch) == 10 * GIB // (8 * MIB)
-    assert on_card(12.5, KvSettings(gpu_memory_gib=40.0), monkeypatch) == 10 * GIB // (8 * MIB), (
+    assert blocks_on_gpu(60.0, KvSettings(gpu_memory_gib=part), monkeypatch) == 10 * GIB // (8 * MIB)
+    assert blocks_on_gpu(12.5, KvSettings(gpu_memory_gib=40.0), monkeypatch) == 10 * GIB // (8 * MIB), (
         "more than there is is not had"
     )
     with pytest.raises(ConfigError, match=r"0\.00 GiB are left for KV"):
-        on_card(60.0, KvSettings(gpu_memory_gib=18.0), monkeypatch)
+        blocks_on_gpu(60.0, KvSettings(gpu_memory_gib=18.0), monkeypatch)
 
 
 def test_kv_that_leaves_no_room_to_work_in_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert on_card(12.5, KvSettings(memory_gib=10.4), monkeypatch) == int(10.4 * GIB) // (8 * MIB)  # into the reserve
+    assert blocks_on_gpu(12.5, KvSettings(memory_gib=10.4), monkeypatch) == int(10.4 * GIB) // (
+        8 * MIB
+    )  # into the reserve
     for kv in (KvSettings(memory_gib=10.6), KvSettings(num_blocks=1400)):
-        with pytest.raises(ConfigError, match=r"room for 10\.50: of the card's memory 12\.50 GiB are free, and 2\.00"):
-            on_card(12.5, kv, monkeypatch)
+        with pytest.raises(
+            ConfigError, match=r"room for 10\.50 GiB: 12\.50 GiB of GPU memory are free, and steps need 2\.00"
+        ):
+            blocks_on_gpu(12.5, kv, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +154,7 @@ def test_more_kv_than_all_the_ram_is_refused() -> None:
     """It would be taken bit by bit, until the system kills the engine."""
     settings = EngineSettings(device="cpu", kv=KvSettings(memory_gib=1e6))
     layout = KvLayout(2, 2, 16, 16, "float32", 4)
-    with pytest.raises(ConfigError, match=r"1000000\.00 GiB of KV were asked for"):
+    with pytest.raises(ConfigError, match=r"ask for 1000000\.00 GiB of KV"):
         num_blocks(settings, resolve(settings, family_of(LLAMA_8B, "here").shape), layout, WorkingMemory(0, 0))
 
 

@@ -27,9 +27,9 @@ def random_plan(rng: random.Random) -> StepPlan:
     return StepPlan(spans, token_ids)
 
 
-def inputs_of(plan: StepPlan, shape: StepShape, data: StepData, draws: bool = True) -> StepInputs:
+def inputs_of(plan: StepPlan, shape: StepShape, data: StepData, samples: bool = True) -> StepInputs:
     packed = torch.zeros(sum(shape.sizes), dtype=torch.int64)
-    data.pack(packed.numpy(), shape, draws)
+    data.pack(packed.numpy(), shape, samples)
     return StepInputs.of(packed, shape)
 
 
@@ -69,7 +69,7 @@ def test_the_plan_is_what_is_in_them(seed: int) -> None:
         assert heads[2].tolist() == [span.start + span.count for span in sampling]
         assert inputs.tokens[2][heads[0]].tolist() == [span.start + span.count - 1 for span in sampling]
         assert not inputs.heads[2, len(sampling) :].any()
-        assert not inputs_of(plan, shape, data, draws=False).heads[2].any()
+        assert not inputs_of(plan, shape, data, samples=False).heads[2].any()
 
 
 def test_leading_tokens_of_planned_lengths_are_taken_whole() -> None:
@@ -83,7 +83,7 @@ def test_leading_tokens_of_planned_lengths_are_taken_whole() -> None:
     data = StepData(plan, CUTTER)
     all_tokens = inputs_of(plan, data.exact, data)
     assert sorted(seen_blocks(all_tokens.tiles) | seen_blocks(all_tokens.singles)) == list(range(13597))
-    assert data.take_whole([2048, 4096]) == ((0, 4096), (5001, 4096))
+    assert data.take_dense_prefixes([2048, 4096]) == ((0, 4096), (5001, 4096))
     inputs = inputs_of(plan, data.exact, data)
     tiles = seen_blocks(inputs.tiles)
     assert sorted(tiles) == [*range(4096, 5000), *range(9097, 13597)]

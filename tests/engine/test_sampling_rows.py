@@ -31,7 +31,7 @@ def test_rows_drawn_in_parts_are_drawn_alike(tmp_path: Path, monkeypatch: pytest
         return llm.generate([[number, 2, 3] for number in range(11)], sampling, max_new_tokens=6)
 
     whole = answers()
-    monkeypatch.setattr(sampler, "DRAWN_TOGETHER", 3)
+    monkeypatch.setattr(sampler, "SAMPLE_BATCH_ROWS", 3)
     assert answers() == whole
     assert [len(answer.logprobs) for answer in whole[:3]] == [0, 6, 6]
     assert [len(entry.top_ids) for entry in whole[2].logprobs] == [4] * 6
