@@ -39,7 +39,8 @@ from stoker.engine.gpu_steps import _shapes  # noqa: E402
 from stoker.engine.graphs import StepOutputs, _cost  # noqa: E402
 from stoker.engine.packed import StepData  # noqa: E402
 from stoker.engine.process.block_log import BlockLog  # noqa: E402
-from stoker.engine.process.main import EngineLoop, Message  # noqa: E402
+from stoker.engine.process.mailbox import MailboxMessage  # noqa: E402
+from stoker.engine.process.main import EngineLoop  # noqa: E402
 from stoker.engine.runner import PendingStep  # noqa: E402
 from stoker.kernels.paged import Cutter  # noqa: E402
 from stoker.proto.messages import Add, Shutdown  # noqa: E402
@@ -98,22 +99,22 @@ class Script:
 
     def __init__(self, built: BuiltEngine, requests: Sequence[GenerateRequest], parts: Parts) -> None:
         self._counters = built.scheduler.counters
-        self._messages: list[Message] = [Add(request=request) for request in requests]
+        self._messages: list[MailboxMessage] = [Add(request=request) for request in requests]
         self._num_rows = len(requests)
         self._parts = parts
         self._computed = 0
         self._began_s = 0.0
         self.steps: list[dict[str, float]] = []
 
-    def warm_up(self) -> None: ...
+    def warm_up_grammars(self) -> None: ...
 
-    def take(self, wait: bool, timeout_s: float | None = None) -> list[Message]:
+    def take(self, wait: bool, timeout_s: float | None = None) -> list[MailboxMessage]:
         step_s = time.perf_counter() - self._began_s
         if self._counters.computed_tokens - self._computed == self._num_rows:
             rest_s = step_s - sum(self._parts.seconds.values())
             self.steps.append({**self._parts.seconds, "rest": rest_s, "total": step_s})
         self._computed = self._counters.computed_tokens
-        messages: list[Message] = [Shutdown()] if len(self.steps) == STEPS else self._messages
+        messages: list[MailboxMessage] = [Shutdown()] if len(self.steps) == STEPS else self._messages
         self._messages = []
         self._parts.seconds.clear()
         self._began_s = time.perf_counter()
@@ -170,7 +171,7 @@ def main() -> None:
         parts.time("read", PendingStep, "wait")
         parts.time("commit", built.scheduler, "commit")
         parts.time("step, other", built.engine, "step")
-        parts.time("stats", loop, "_tell_stats")
+        parts.time("stats", loop, "_send_due_stats")
         parts.time("send", pipe, "send")
     garbage.tune_for_serving()
     if args.profile:

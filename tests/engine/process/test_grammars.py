@@ -18,7 +18,7 @@ import torch
 import xgrammar
 
 from stoker.base.errors import InvalidRequest
-from stoker.engine.process.grammars import compiler as grammar
+from stoker.engine.process.grammars import endings, grammar_cache
 from stoker.engine.process.grammars.compiler import XGrammars
 from stoker.engine.process.grammars.schema.enforce import enforceable
 from stoker.sched.request import GrammarSpec
@@ -328,11 +328,11 @@ MANY = {f"p{number}": {"type": "integer"} for number in range(2_001)}
 @pytest.mark.parametrize(
     ("schema", "named"),
     [
-        ({"type": "array", "items": {"enum": [f"v{number}" for number in range(20_001)]}}, "listed values"),
-        ({"anyOf": [{"enum": [f"{half} {number}" for number in range(10_001)]} for half in "ab"]}, "listed values"),
+        ({"type": "array", "items": {"enum": [f"v{number}" for number in range(20_001)]}}, "enum values"),
+        ({"anyOf": [{"enum": [f"{half} {number}" for number in range(10_001)]} for half in "ab"]}, "enum values"),
         (
             {"type": "object", "properties": {"a": {"type": "object", "properties": MANY}}},
-            "/properties/a: more than 2000",
+            "/properties/a: it has more than 2000",
         ),
     ],
 )
@@ -443,11 +443,11 @@ def test_a_text_with_a_pattern_ends_in_time(
 
 def test_an_end_that_is_hard_to_find_is_not_looked_for_for_long(grammars: XGrammars, monkeypatch: pytest.MonkeyPatch):
     """Nothing else runs on the engine's thread meanwhile. This one took 40 seconds, at a single token."""
-    with pytest.raises(InvalidRequest, match="too many ways"):
+    with pytest.raises(InvalidRequest, match="too ambiguous"):
         grammars.prepare(GrammarSpec("regex", r"(\w+\s?)*x"))
     spec = schema_spec({"type": "array", "items": {"type": "integer"}})
     grammars.prepare(spec)
-    monkeypatch.setattr(grammar, "_MAX_FIND_S", -1.0)
+    monkeypatch.setattr(endings, "_MAX_SEARCH_S", -1.0)
     matcher = grammars.matcher(spec, [], 8)
     assert matcher.accept(allowed_ids(matcher)[-1])
     assert matcher.too_slow
@@ -489,7 +489,7 @@ def test_threads_prepare_at_once(tokenizer: Tokenizer):
 
 def test_a_grammar_that_somebody_keeps_is_not_made_again(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
     """Of more open requests than we keep ourselves, each has its own grammar: the engine's thread must not compile."""
-    monkeypatch.setattr("stoker.engine.process.grammars.compiler._MAX_KEPT", 1)
+    monkeypatch.setattr(grammar_cache, "_MAX_RECENT", 1)
     grammars = XGrammars(tokenizer, VOCAB_SIZE)
     specs = [GrammarSpec("regex", f"a{{{i}}}") for i in range(1, 8)]
     kept = [grammars.prepare(spec) for spec in specs]
@@ -497,16 +497,16 @@ def test_a_grammar_that_somebody_keeps_is_not_made_again(tokenizer: Tokenizer, m
     for spec in specs:
         grammars.matcher(spec, [])
     kept.clear()
-    assert len(grammars._living) == 1
+    assert len(grammars._cache._alive) == 1
 
 
 def test_old_grammars_are_forgotten_and_made_again(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("stoker.engine.process.grammars.compiler._MAX_KEPT", 4)
+    monkeypatch.setattr(grammar_cache, "_MAX_RECENT", 4)
     grammars = XGrammars(tokenizer, VOCAB_SIZE)
     specs = [GrammarSpec("regex", f"a{{{i}}}") for i in range(1, 8)]
     for spec in specs:
         grammars.prepare(spec)
-    assert len(grammars._living) == 4
+    assert len(grammars._cache._alive) == 4
     for length, spec in enumerate(specs, 1):
         ids, done = written(grammars, spec, 32, seed=0)
         assert done
@@ -518,12 +518,12 @@ def test_what_is_kept_of_large_grammars_is_bounded_in_bytes(tokenizer: Tokenizer
     grammars = XGrammars(tokenizer, VOCAB_SIZE)
     specs = [schema_spec({"enum": [f"{i} {number}" for number in range(200)]}) for i in range(6)]
     size = grammars.prepare(specs[0]).num_bytes
-    monkeypatch.setattr("stoker.engine.process.grammars.compiler._MAX_KEPT_BYTES", int(2.5 * size))
+    monkeypatch.setattr(grammar_cache, "_MAX_RECENT_BYTES", int(2.5 * size))
     for spec in [*specs, specs[-1]]:
         grammars.prepare(spec)
-    assert list(grammars._kept) == specs[-2:]
-    assert len(grammars._living) == 2
+    assert list(grammars._cache._recent) == specs[-2:]
+    assert len(grammars._cache._alive) == 2
     asked_for = grammars.prepare(schema_spec({"enum": [str(number) for number in range(2_000)]}))
     assert asked_for.num_bytes > 2.5 * size
-    assert not grammars._kept
-    assert list(grammars._living.values()) == [asked_for]
+    assert not grammars._cache._recent
+    assert list(grammars._cache._alive.values()) == [asked_for]
