@@ -58,9 +58,7 @@ class BuiltEngine:
     settings: ResolvedSettings
     layout: KvLayout
     vocab_size: int
-    max_model_tokens: (
-        int  # prompt and output together: the model's context, or the KV cache's capacity if that is smaller
-    )
+    max_model_tokens: int  # prompt and output: the model's context, or the KV cache's capacity if smaller
     fingerprint: str
     engine_id: str
     store: KvStore

@@ -60,6 +60,8 @@ class WorkingMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryLine:
+    """One line of the memory plan."""
+
     name: str
     planned_bytes: int
     used_bytes: int

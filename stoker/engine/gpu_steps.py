@@ -33,6 +33,8 @@ _EXTRA_SPANS = 32  # room for this many prefill spans that do not fill their las
 
 
 class GpuSteps:
+    """The forward pass of one model on one GPU, with its captured graphs."""
+
     def __init__(self, model: Model, kv: DeviceKv, rows: RowTable, num_heads: int, mixed_tokens: int) -> None:
         self._model = model
         self._kv = kv

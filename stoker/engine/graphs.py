@@ -23,6 +23,8 @@ _MAX_MISSES = 8
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
+    """What a step returns. A head is a token whose logits are computed."""
+
     logits: Tensor | None  # [heads, vocab]; None without heads
     token_ids: Tensor  # [heads]: the sampled tokens; undefined for heads that do not sample
 
@@ -44,6 +46,8 @@ class CapturedStep:
 
 
 class StepGraphs:
+    """The captured steps of one model."""
+
     def __init__(
         self,
         forward: Callable[[StepInputs], StepOutputs],

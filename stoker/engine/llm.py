@@ -29,6 +29,8 @@ class LLMOutput:
 
 
 class LLM:
+    """A model folder, loaded and ready to generate."""
+
     def __init__(
         self,
         folder: Path | str,

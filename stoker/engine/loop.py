@@ -23,6 +23,8 @@ from stoker.sched.scheduler import Scheduler
 
 
 class Engine:
+    """Scheduler, runner and KV store of one model, driven by `step`."""
+
     def __init__(
         self,
         scheduler: Scheduler,

@@ -76,7 +76,7 @@ class StepInputs:
 
 
 class StepData:
-    """A plan's spans as arrays."""
+    """A plan's spans as arrays, ready to be packed."""
 
     def __init__(self, plan: StepPlan, cutter: Cutter) -> None:
         spans, number = plan.spans, len(plan.spans)

@@ -19,6 +19,8 @@ from stoker.sched.request import SamplingParams
 
 @dataclass(slots=True, eq=False)
 class RowState:
+    """What sampling needs to know about one row."""
+
     sampling: SamplingParams
     num_prompt: int
     matcher: Matcher | None
@@ -35,6 +37,8 @@ class RowState:
 
 
 class RowTable:
+    """The rows' block tables, sampling settings and last tokens."""
+
     def __init__(
         self, max_rows: int, max_blocks: int, vocab_size: int, device: torch.device, grammars: Grammars
     ) -> None:
@@ -51,6 +55,7 @@ class RowTable:
         self._grammars = grammars
 
     def apply(self, plan: StepPlan) -> None:
+        """Free and create rows, and update their block tables."""
         for row in plan.freed_rows:
             del self.states[row]
         for new in plan.new_rows:

@@ -38,9 +38,7 @@ class PendingStep:
     states: list[RowState]  # of the sampling spans, in their order; empty if all of them are plain
     started_s: float
     done: torch.cuda.Event | None  # recorded after the sampled tokens have been copied to the host
-    before: PendingStep | None = (
-        None  # the step launched before; it may have sampled for a row that this step does not contain
-    )
+    before: PendingStep | None = None  # the step launched before; it may have sampled for rows missing here
     _ended_s: float = 0.0
     _result: StepResult | None = None
 
@@ -91,6 +89,8 @@ class PendingStep:
 
 
 class Runner:
+    """Executes plans on one device, with CUDA graphs where the kernels support the model's shape."""
+
     def __init__(
         self, model: Model, num_heads: int, kv: DeviceKv, rows: RowTable, threads: Threads, mixed_tokens: int
     ) -> None:

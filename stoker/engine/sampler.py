@@ -60,7 +60,7 @@ def sample(logits: Tensor, rows: Sequence[Row], lengths: Sequence[int], table: R
 def _sample(logits: Tensor, states: Sequence[RowState], lengths: Sequence[int], num_logprobs: int) -> SampledTokens:
     logits = logits.float() if logits.dtype != torch.float64 else logits
     logprobs = torch.log_softmax(logits, -1) if num_logprobs >= 0 else None
-    logits = _processed(logits, states, lengths)
+    logits = _process_logits(logits, states, lengths)
     random = [i for i, s in enumerate(states) if s.sampling.temperature > 0]
     token_ids = logits.argmax(-1)
     if random:
@@ -102,7 +102,7 @@ def _sample_with_temperature(logits: Tensor, states: Sequence[RowState], lengths
     )
 
 
-def _processed(logits: Tensor, states: Sequence[RowState], lengths: Sequence[int]) -> Tensor:
+def _process_logits(logits: Tensor, states: Sequence[RowState], lengths: Sequence[int]) -> Tensor:
     """Apply penalties, biases and masks to the rows that have them."""
     penalised = [i for i, s in enumerate(states) if s.output_counts is not None]
     if penalised:

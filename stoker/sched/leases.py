@@ -13,7 +13,7 @@ from stoker.sched.sequence import Sequence, SequenceState
 
 @dataclass(frozen=True, slots=True)
 class LeaseTerms:
-    """What a ticket of this engine says: who holds the KV, where to pull it, and for how long."""
+    """The fixed part of this engine's tickets: its id, the address to pull from, and the duration of a lease."""
 
     engine_id: str
     address: str

@@ -28,6 +28,8 @@ class FinishedLoad:
 
 
 class PendingLoads:
+    """The loads that the store has not finished."""
+
     def __init__(self) -> None:
         self._pending: dict[int, _PendingLoad] = {}
         self._next_id = 0

@@ -15,6 +15,8 @@ from stoker.sched.sequence import Sequence
 
 @dataclass(slots=True)
 class PlanBuilder:
+    """Collects the contents of one step."""
+
     budget: int  # tokens that this step can still compute
     counts: dict[Sequence, int] = field(default_factory=dict)  # tokens that this step computes, by sequence
     changes: dict[Sequence, BlockTableChange] = field(default_factory=dict)

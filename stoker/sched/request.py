@@ -52,9 +52,7 @@ class GenerateRequest:
     cache_salt: str = ""
     priority: int = 0  # lower runs first
     deadline_s: float | None = None  # on the machine's monotonic clock
-    lease_id: str | None = (
-        None  # if set: stop after one token and hold the KV under this id for the worker that continues
-    )
+    lease_id: str | None = None  # if set: end after one token, and hold the KV under this id for another worker
     ticket: KvTicket | None = None  # the worker from which the KV of the leading tokens can be pulled
 
 

@@ -31,6 +31,8 @@ from stoker.sched.sequence import Sequence, SequenceState
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
+    """The limits of a scheduler."""
+
     block_tokens: int
     step_tokens: int  # most tokens that one step computes, over all sequences
     max_rows: int  # most sequences that run at a time
@@ -66,6 +68,8 @@ class _LaunchedPlan(NamedTuple):
 
 
 class Scheduler:
+    """Queues requests, plans steps, and turns their results into chunks of tokens."""
+
     def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
         self._config = config
         self._pool = pool

@@ -36,9 +36,7 @@ class Sequence:
     num_named: int = 0  # leading blocks that the pool has registered under their keys
     num_computed: int = 0  # tokens that are computed, or that a launched step computes
     num_pending: int = 0  # tokens that launched steps sample; not yet in token_ids
-    row_epoch: int = (
-        0  # changes whenever the sequence gets or loses a row; tells apart results from before a preemption
-    )
+    row_epoch: int = 0  # changes with each row that the sequence gets or loses; detects a preemption since a launch
     cached_tokens: int | None = None  # set when the sequence first runs
     pulled_tokens: int = 0
 

@@ -54,6 +54,8 @@ class _PendingGrammar:
 
 
 class EngineLoop:
+    """Passes messages to the engine, steps it, and sends back what it produced."""
+
     def __init__(self, built: BuiltEngine, blocks: BlockLog, mailbox: Mailbox, pipe: EngineEnd) -> None:
         self._built = built
         self._engine = built.engine

@@ -50,6 +50,8 @@ def enforceable(schema: Any) -> Any:
 
 
 class _SchemaConverter:
+    """Converts one schema document. `path` is the place in the document, for error messages."""
+
     def __init__(self, root: Any) -> None:
         self._root = root
         self._names: dict[str, str] = {}  # of definitions, by reference
@@ -132,20 +134,20 @@ class _SchemaConverter:
         rest = {name: value for name, value in node.items() if name != keyword}
         branches = [branch for branch in as_list(node[keyword], keyword, path) if branch is not False]
         if rest:
-            branches = [self._with(rest, branch, path, depth) for branch in branches]
+            branches = [self._merge_branch(rest, branch, path, depth) for branch in branches]
         if keyword == "oneOf" and any(not self._are_disjoint(a, b, 0) for a, b in permutations(branches, 2)):
             raise unsupported_keyword("oneOf", path, "more than one of its alternatives may match")
-        found = []
+        converted = []
         for i, branch in enumerate(branches):
             try:
-                found.append(self._schema(branch, f"{path}/{keyword}/{i}", depth + 1))
+                converted.append(self._schema(branch, f"{path}/{keyword}/{i}", depth + 1))
             except Unsatisfiable:
                 continue
-        if not found:
+        if not converted:
             raise unsatisfiable(path, f"no alternative of {keyword} can match")
-        return any_of(found)
+        return any_of(converted)
 
-    def _with(self, rest: Schema, branch: Any, path: str, depth: int) -> Schema:
+    def _merge_branch(self, rest: Schema, branch: Any, path: str, depth: int) -> Schema:
         resolved = self._flatten(as_object(branch, path), path, depth + 1)
         check_evaluation(resolved, path)
         return merge(rest, resolved, path)
