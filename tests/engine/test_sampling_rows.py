@@ -1,4 +1,4 @@
-"""Rows that the references draw for are taken some at a time, to bound memory: that must not show."""
+"""The reference sampler takes some rows at a time, to limit memory. The result must not depend on it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stoker.engine.llm import LLM, LLMOutput
 from stoker.sched.request import SamplingParams
 
 
-def test_rows_drawn_in_parts_are_drawn_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampling_in_parts_gives_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_tiny(tmp_path, "llama")
     sampling = [
         SamplingParams(

@@ -1,4 +1,4 @@
-"""Real schemas and tools: bench/grammars.py, some of each set by a tiny model, all of them by the real one where time allows."""
+"""Runs bench/grammars.py on real schemas and tools: a part with a tiny model, and everything with SmolLM2 (slow)."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def check(report: dict[str, Any]) -> None:
         assert outcomes["valid"] > 0
 
 
-def test_some_of_each_set(data_dir: Path, tiny_folder: Path, tmp_path: Path):
-    """By a model that says nothing but noise: the grammar alone keeps it in shape."""
+def test_a_part_of_each_suite(data_dir: Path, tiny_folder: Path, tmp_path: Path):
+    """The model's logits are noise, so the grammar alone makes the output valid."""
     options = ("--limit", "12", "--max-tokens", "96", "--temperature", "1", "--rows", "64")
     check(run(data_dir, tmp_path, "--model", str(tiny_folder), *options))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(6 * 3600)
-def test_all(data_dir: Path, tmp_path: Path):
+def test_all_suites(data_dir: Path, tmp_path: Path):
     report = run(data_dir, tmp_path)
     check(report)
     assert not report["bfcl"]["unsupported"]
