@@ -50,7 +50,7 @@ LEASES = {"no sum": "N", "sum": "L"}  # of the same blocks
 
 
 class NoHash:
-    """In the place of XXH3: bytes move, nothing is summed up."""
+    """In the place of XXH3: bytes move, nothing is checksummed."""
 
     def __init__(self, data: object = b"") -> None:
         pass
@@ -114,7 +114,7 @@ def serve(pipe: Connection, size_mib: float, transports: tuple[str, ...]) -> Non
     for lease_id in LEASES.values():  # sums are made when blocks become ready
         set_sums(lease_id == LEASES["sum"])
         leases.put(lease_id, pool.keys, pool.ids, pool.count, True)
-        while leases.unsummed(1, 0.0):
+        while leases.next_unchecked(1, 0.0):
             time.sleep(0.01)
     listener = socket.create_server(("127.0.0.1", 0))
     engine = bare_mooncake(pool) if "mooncake" in transports else None

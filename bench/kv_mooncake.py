@@ -1,4 +1,4 @@
-"""The Mooncake tier beside Mooncake's bare API, in one run: GB/s of whole blocks, with all that a tier adds (header, checked sums).
+"""The Mooncake tier beside Mooncake's bare API, in one run: GB/s of whole blocks, with all that a tier adds (header, checksums).
 
     python bench/kv_mooncake.py [--rounds 41] [--out OUT]
 
@@ -31,7 +31,7 @@ from stoker.kv.blocks.layout import KvLayout
 from stoker.kv.blocks.transfer import BlockName
 from stoker.kv.device.checksum import checksum
 from stoker.kv.mooncake.master import MooncakeMaster
-from stoker.kv.store.block_io import ROOM_BYTES, new_buffer
+from stoker.kv.store.buffer_pool import HEADROOM_BYTES, new_buffer
 from stoker.kv.store.tiers.mooncake.mooncake_tier import MooncakeTier
 from stoker.kv.store.tiers.tier import TierContext
 from stoker.loadgen.report import environment
@@ -63,7 +63,9 @@ def make_tier(master: str, segment_gib: float, block_bytes: int) -> MooncakeTier
     layout = KvLayout(1, 1, block_bytes // 2 // 16 // 4, 16, "float32", 4)
     assert layout.block_bytes == block_bytes
     settings = StoreSettings(mooncake_master=master, mooncake_segment_gib=segment_gib)
-    return MooncakeTier(settings, TierContext(f"bench {block_bytes}", layout, lambda keys: None, room_bytes=ROOM_BYTES))
+    return MooncakeTier(
+        settings, TierContext(f"bench {block_bytes}", layout, lambda keys: None, headroom_bytes=HEADROOM_BYTES)
+    )
 
 
 def measure(master: str, block_bytes: int, num_rounds: int) -> list[Figure]:
@@ -79,7 +81,9 @@ def measure(master: str, block_bytes: int, num_rounds: int) -> list[Figure]:
     for buffer in (*blocks, *back):
         assert bare.register_buffer(buffer.ctypes.data, block_bytes) == 0
     sizes = [block_bytes] * count
-    sums = [checksum(block) for block in blocks]  # which the store makes once for all tiers, when it copies a block
+    checksums = [
+        checksum(block) for block in blocks
+    ]  # which the store makes once for all tiers, when it copies a block
     src, dst = ([buffer.ctypes.data for buffer in buffers] for buffers in (blocks, back))
     for put in (True, False):  # whoever writes first to a page of the segment waits for the kernel
         for i in range(int(SEGMENT_GIB * 2**30 * _TOUCHED) // BATCH_BYTES):
@@ -105,7 +109,7 @@ def measure(master: str, block_bytes: int, num_rounds: int) -> list[Figure]:
             bare.batch_remove(keys, True)
 
         def tier_round(names: list[BlockName] = names, keys: list[BlockKey] = keys) -> None:
-            timed("tier", "write", lambda: tier.write(names, blocks, sums), True)
+            timed("tier", "write", lambda: tier.write(names, blocks, checksums), True)
             timed("tier", "read", lambda: tier.read(keys, back), True)
             tier.drop(keys)
 

@@ -37,7 +37,7 @@ from stoker.kv.blocks.transfer import BlockName
 from stoker.kv.device.checksum import checksum
 from stoker.kv.store.tiers.disk.disk_tier import THREADS
 from stoker.kv.store.tiers.host.host_memory import remove_host_store
-from stoker.kv.store.tiers.tier import TIERS, HostBytes, Tier, TierContext
+from stoker.kv.store.tiers.tier import HostBytes, Tier, TierContext, build_tier
 
 BLOCK_MIB = (0.5, 2.0, 8.0)
 
@@ -92,7 +92,7 @@ def pages(count: int, size: int, rng: np.random.Generator) -> list[HostBytes]:
 
 
 def made(tier_name: str, settings: StoreSettings, blocks: Blocks) -> Tier:
-    tier = TIERS.get(tier_name)(settings, TierContext("bench", blocks.layout, lambda keys: None))
+    tier = build_tier(tier_name, settings, TierContext("bench", blocks.layout, lambda keys: None))
     assert tier is not None
     return tier
 
@@ -100,12 +100,12 @@ def made(tier_name: str, settings: StoreSettings, blocks: Blocks) -> Tier:
 def of_tier(
     medium: str, tier: Tier, blocks: Blocks, raw_read: Measurement, raw_write: Measurement
 ) -> list[Measurement]:
-    sums = [
+    checksums = [
         checksum(block) for block in blocks.source
     ]  # which the store makes once for all tiers, when it copies a block
 
     def write() -> None:
-        assert all(tier.write(blocks.names, blocks.source, sums))
+        assert all(tier.write(blocks.names, blocks.source, checksums))
 
     def read() -> None:
         assert all(tier.read(blocks.keys, blocks.target))

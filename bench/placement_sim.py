@@ -23,11 +23,11 @@ from functools import cache, partial
 
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Fleet
-from stoker.fleet.ledger import Ledger
+from stoker.fleet.load_book import LoadBook
 from stoker.fleet.spec import WorkerSpec
-from stoker.routing.policy import RouterSettings
 from stoker.routing.query import RouteQuery
 from stoker.routing.router import PrefixIndexes, Router
+from stoker.routing.settings import RouterSettings
 
 BLOCK_CHARS, KEY_CHARS, CHARS_A_TOKEN = 256, 1024, 4
 JSON_CHARS = 34  # around a message's content, in the body
@@ -116,8 +116,8 @@ class Run:
         self.workers = {WorkerId(f"w{n}"): Worker(self.case.cache_blocks) for n in range(4)}
         for worker_id in self.workers:
             fleet.add(WorkerSpec(worker_id=worker_id, url="", models=("mock",)), 0.0)
-        self.ledger = Ledger()
-        self.router = Router(fleet, self.ledger, PrefixIndexes(), settings=RouterSettings(policy=policy))
+        self.load_book = LoadBook()
+        self.router = Router(fleet, self.load_book, PrefixIndexes(), settings=RouterSettings(policy=policy))
         self.events: list[tuple[float, int, Callable[[float], None]]] = []
         self.num_events, self.in_flight = 0, 0
         self.waiting: deque[Callable[[float], None]] = deque()
@@ -134,7 +134,7 @@ class Run:
         while self.events:
             time, _, act = heapq.heappop(self.events)
             act(time)
-        assert self.ledger.totals().requests == 0
+        assert self.load_book.totals().requests == 0
         counts = [worker.requests for worker in self.workers.values()]
         skew = max(counts) * len(counts) / sum(counts)
         return Outcome(self.found / self.asked, self.same / self.follow_ups, skew, counts)
@@ -156,7 +156,7 @@ class Run:
             session=f"session-{session}" if self.with_session else None,
         )
         route = self.router.route(query, now)
-        worker_id = route.decode.charge.worker_id
+        worker_id = route.decode.reservation.worker_id
         worker = self.workers[worker_id]
         worker.requests += 1
         shared = len("system") + SYSTEM_HEAD + self.case.system

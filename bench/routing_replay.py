@@ -7,7 +7,7 @@ The model is trace_stats.simulate_nodes': N workers prefill at one speed, such t
 all the time; each has a cache of blocks, which evicts by last use alone for the simple policies, and in the order of our workers'
 pools for the router (but --lru); a request waits for the backlog of its worker and for its own misses. The
 router is told what KV events would tell it (blocks stored and evicted) and the workers' speed; it knows backlogs by its
-own ledger. `shared` is one store that all workers read for nothing, and the router is told so: what one stores, all have. There
+own load_book. `shared` is one store that all workers read for nothing, and the router is told so: what one stores, all have. There
 is no decoding in this model, so outputs are asked as 0.
 """
 
@@ -26,14 +26,14 @@ from typing import Any
 
 from stoker.base.ids import BlockId, WorkerId
 from stoker.fleet.fleet import Fleet
-from stoker.fleet.ledger import Ledger
-from stoker.fleet.spec import WorkerLoad, WorkerSpec
+from stoker.fleet.load_book import LoadBook
+from stoker.fleet.spec import LoadReport, WorkerSpec
 from stoker.kv.blocks.free_blocks import FreeBlocks
-from stoker.routing.policy import RouterSettings
 from stoker.routing.query import Route, RouteQuery
 from stoker.routing.router import PrefixIndexes, Router
+from stoker.routing.settings import RouterSettings
 
-FREE_FETCHES = {"host_tokens_per_s": math.inf, "disk_tokens_per_s": math.inf}  # as in the model
+FREE_FETCHES = {"host_tokens_per_s": 1e15, "disk_tokens_per_s": 1e15}  # as in the model
 BASELINES = ("random", "least", "sticky", "aware", "shared")
 
 
@@ -84,7 +84,7 @@ class PoolCache:
     def __init__(self, capacity: float) -> None:
         self._capacity = capacity
         self._now = 0.0
-        self._free = FreeBlocks((), lambda: self._now)
+        self._free = FreeBlocks(())
 
     def at(self, now: float) -> None:
         self._now = now
@@ -100,7 +100,7 @@ class PoolCache:
                 self._free.remove(block)
             else:
                 new.append(block)
-            self._free.add(block, was_found=was_found)
+            self._free.add_named(block, self._now, was_found=was_found)
         return new, [self._free.pop() for _ in range(int(max(0, len(self._free) - self._capacity)))]
 
 
@@ -118,12 +118,12 @@ def replay(
     """(hit, mean wait, p90 wait, imbalance) of our router; the loop is simulate_nodes', with the choice replaced."""
     total = sum(r.n_in for r in trace)
     speed = total / max(trace[-1].t - trace[0].t, 1e-9) / nodes
-    fleet, ledger, indexes = Fleet(), Ledger(), PrefixIndexes()
+    fleet, load_book, indexes = Fleet(), LoadBook(), PrefixIndexes()
     names = [WorkerId(f"w{n}") for n in range(nodes)]
     for name in names:
         fleet.add(WorkerSpec(worker_id=name, url="", models=("m",)), trace[0].t)
-        fleet.saw_report(name, WorkerLoad(prefill_tokens_per_s=speed), trace[0].t)
-    router = Router(fleet, ledger, indexes, settings=settings)
+        fleet.saw_report(name, LoadReport(prefill_tokens_per_s=speed), trace[0].t)
+    router = Router(fleet, load_book, indexes, settings=settings)
     index = indexes["m"]
     for name in names if shared else ():
         index.share(name, {"CPU": "store"})
@@ -148,7 +148,7 @@ def replay(
             session=str(r.session) if session_ids and r.session is not None else None,
         )
         route = router.route(query, now)
-        node = names.index(route.decode.charge.worker_id)
+        node = names.index(route.decode.reservation.worker_id)
         caches[node].at(now)
         found = caches[node].match(r.blocks) * block
         new, gone = caches[node].insert(r.blocks)
@@ -163,7 +163,7 @@ def replay(
     while running:
         time, _, route = heapq.heappop(running)
         route.end(time)
-    assert ledger.totals().requests == ledger.totals().prefill_tokens == 0
+    assert load_book.totals().requests == load_book.totals().prefill_tokens == 0
     waits.sort()
     return {
         "hit": hit / total,

@@ -116,8 +116,12 @@ class Worker:
 
     def figures(self) -> dict[str, dict[str, int]]:
         return {
-            use.name: {"hits": use.figures.hits, "declined": use.figures.declined, "corrupt": use.tier.stats().corrupt}
-            for use in self.store.tiers
+            tier.name: {
+                "hits": tier.counters.hits,
+                "declined": tier.counters.declined,
+                "corrupt": tier.backend.stats().corrupt,
+            }
+            for tier in self.store.tiers
         }
 
 

@@ -51,14 +51,15 @@ TABLE = {
     "sched": Allowed("kv.blocks", light=True),
     "kernels": Allowed("", ENGINE_SIDE),
     "layers": Allowed("kernels kv.blocks kv.device", ENGINE_SIDE),
-    "models": Allowed("layers kv.blocks", ENGINE_SIDE),
-    "models.reader": Allowed(light=True),
-    "engine": Allowed("sched kv models layers kernels", ENGINE_SIDE),
+    "models": Allowed("layers checkpoint.weight_files kv.blocks", ENGINE_SIDE),
+    "engine": Allowed("sched kv models checkpoint.weight_files layers kernels", ENGINE_SIDE),
     # Only the engine process joins the engine with proto, msgspec and xgrammar; the engine itself runs without them.
-    "engine.process": Allowed("engine kv models sched text proto", f"{ENGINE_SIDE} msgspec xgrammar"),
+    "engine.process": Allowed(
+        "engine kv models checkpoint.weight_files sched text proto", f"{ENGINE_SIDE} msgspec xgrammar"
+    ),
     "proto": Allowed("sched kv.blocks", "msgspec", light=True),
     "text": Allowed("sched.request proto.openai", "tokenizers jinja2 msgspec", light=True),
-    "checkpoint": Allowed("models.reader", "numpy gguf tokenizers huggingface_hub safetensors", light=True),
+    "checkpoint": Allowed("", "numpy gguf tokenizers huggingface_hub safetensors", light=True),
     "loadgen": Allowed("", "aiohttp msgspec rich", light=True),
     "worker": Allowed("text proto sched kv.blocks", "aiohttp msgspec prometheus_client zmq", light=True),
     "fleet": Allowed("", light=True),

@@ -1,4 +1,4 @@
-"""A tier's write, with the sums that the store makes once for all tiers."""
+"""Writes blocks into a tier with the checksums that the store computes once for all tiers."""
 
 from __future__ import annotations
 

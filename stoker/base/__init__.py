@@ -1,1 +1,1 @@
-"""Words that everybody uses: errors, ids, clocks, registries, logs, configuration."""
+"""What all packages share: errors, ids, clocks, registries, logging and settings."""

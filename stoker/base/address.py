@@ -1,4 +1,4 @@
-"""HOST:PORT as text, in which an IPv6 host stands in brackets; and URLs that people type."""
+"""Join and split HOST:PORT addresses (an IPv6 host is written in brackets), and check URLs."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def local_host(host: str) -> str:
-    """How who listens on `host` is reached from this machine."""
+    """Return the host at which a server that listens on `host` is reached from this machine."""
     return "127.0.0.1" if host in _EVERYWHERE else host
 
 
 def host_of_url(flag: str, url: str) -> str:
-    """`flag`: who gave the URL."""
+    """Return the host of a URL. Raise ConfigError, which names the option `flag`, if it is not an HTTP URL."""
     try:
         parts = urlsplit(url)
         if parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0):
             return parts.hostname
-    except ValueError:  # brackets that do not close, a port that is no number
+    except ValueError:  # unclosed brackets, or a port that is not a number
         pass
-    raise ConfigError(f"{flag} {url}: not a URL such as http://10.0.0.7:8000")
+    raise ConfigError(f"{flag} {url}: expected a URL such as http://10.0.0.7:8000")

@@ -1,7 +1,7 @@
-"""What this process may use: as many files as it asks for; the machine's RAM and cores, or less where its container, its unit or a
-group above that has a limit.
+"""What this process may use: RAM and CPU cores, with the limits of its cgroup and the cgroups above it, and open files.
 
-In a container the system still tells what the whole machine has; who takes that for its own is killed, or held up.
+Inside a container, the system still reports the whole machine. A process that uses more than its cgroup allows is killed or
+throttled.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from pathlib import Path, PurePosixPath
 
 _ROOT = Path("/")
 _GROUPS = "sys/fs/cgroup"
-# The names in groups of version 2, then those of version 1.
+# File names of cgroup version 2, then of version 1.
 _LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
 _USED = ("memory.current", "memory.usage_in_bytes")
 
 
 def all_ram(root: Path = _ROOT) -> int:
-    """Bytes that we could have if nobody else had any."""
+    """Return the total RAM that this process could use, in bytes."""
     return min([_machine_ram(root, "MemTotal:"), *(limit for _, limit in _memory_limits(root))])
 
 
 def available_ram(root: Path = _ROOT) -> int:
-    """Bytes that can be taken now."""
+    """Return the RAM that is available now, in bytes."""
     left = [limit - _kept_bytes(group) for group, limit in _memory_limits(root)]
     return max(0, min([_machine_ram(root, "MemAvailable:"), *left]))
 
 
 def usable_cores(root: Path = _ROOT) -> int:
-    """Threads that can run at a time. A part of a core counts as one: another thread still gains that part."""
+    """Return how many threads can run at the same time. A fraction of a core counts as one more thread."""
     cores = len(os.sched_getaffinity(0))
     for group in _own_groups(root, "cpu"):
         quota_us, period_us = _number(group / "cpu.cfs_quota_us"), _number(group / "cpu.cfs_period_us")
@@ -43,29 +43,33 @@ def usable_cores(root: Path = _ROOT) -> int:
 
 
 def allow_files(wanted: int) -> int:
-    """How many may be open now: so many, or as near to that as the system lets us. Many systems let a process have 1,024 until it
-    asks for more, and every connection is one."""
+    """Raise the limit of open files to `wanted`, or as close as the system permits. Return the new limit.
+
+    Many systems start a process with a soft limit of 1,024, and every connection is an open file.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return wanted
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    except (OSError, ValueError):  # the system has a bound of its own
+    except (OSError, ValueError):  # the kernel has a lower limit
         return soft
     return allowed
 
 
 def _own_groups(root: Path, controller: str) -> Iterator[Path]:
-    """Our group's folder and those of the groups above it. A container often sees its own at the top, whatever it is called:
-    then the others are not there."""
+    """Yield the folder of this process's cgroup and of the cgroups above it.
+
+    Inside a container, the container's own cgroup is often mounted at the top. Then the yielded folders may not exist.
+    """
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, name = line.rstrip("\n").split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
         top = root / _GROUPS / (controller if controllers else "")
         inside = PurePosixPath(name.lstrip("/"))
-        if ".." in inside.parts:  # beside all that can be seen from here
+        if ".." in inside.parts:  # outside of what this container can see
             inside = PurePosixPath()
         yield from (top / one for one in (inside, *inside.parents))
 
@@ -84,22 +88,24 @@ def _memory_limits(root: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _kept_bytes(group: Path) -> int:
-    """What those in the group use, but for the file cache, which the system takes back before it kills anybody: else who has just
-    read a model's files would seem to have no room left."""
+    """Return the memory used by a cgroup, without the page cache.
+
+    The kernel reclaims the page cache before it kills a process. If it counted, no memory would seem left after reading a model.
+    """
     stat = dict(line.split(maxsplit=1) for line in _lines(group / "memory.stat"))
-    # Version 1 counts the groups below under other names, version 2 under these.
+    # Version 1 uses other names for the totals that include the groups below; version 2 uses these.
     cached = sum(int(stat.get(f"total_{name}", stat.get(name, 0))) for name in ("inactive_file", "active_file"))
     return max(_number(group / name) or 0 for name in _USED) - cached
 
 
 def _number(path: Path) -> int | None:
-    """None where there is no such file, and where it says that there is no limit."""
+    """Return the number in a file, or None if the file does not exist or says that there is no limit."""
     text = "".join(_lines(path)).strip()
     return int(text) if text.isdigit() else None
 
 
 def _lines(path: Path) -> list[str]:
-    """Of a file that not every system has."""
+    """Return the lines of a file, or [] if the system has no such file."""
     try:
         with path.open() as file:
             return file.readlines()

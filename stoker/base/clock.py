@@ -1,4 +1,4 @@
-"""Time as an object. Pure cores take the time as an argument; their owners read it here."""
+"""Clocks. Pure classes take the time as an argument; the code that owns them reads it from a clock."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ from typing import Protocol
 
 
 class Clock(Protocol):
+    """A source of the current time."""
+
     def now(self) -> float:
-        """Seconds on a clock that never goes back, the same for all processes of this machine."""
+        """Return seconds on a monotonic clock that all processes of this machine share."""
 
 
 class RealClock:
+    """The system's monotonic clock."""
+
     def now(self) -> float:
         return time.monotonic()
 
 
 class VirtualClock:
-    """A clock that moves when told to: tests and the simulator."""
+    """A clock that only moves when `advance` is called, for tests and the simulator."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s

@@ -106,6 +106,13 @@ class StoreSettings:
         is_path=True,
         default_text="RAM only",
     )
+    tiers: tuple[str, ...] = setting(
+        (),
+        "A further tier, for tiers that have no settings of their own here. Repeatable.",
+        flag="--kv-tier",
+        metavar="NAME[,KEY=VALUE...]",
+        default_text="none",
+    )
 
     def __post_init__(self) -> None:
         check_settings(self, "store")

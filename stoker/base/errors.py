@@ -1,10 +1,10 @@
-"""The error tree. Each error has a code, a retryable flag, and fields; what they look like on HTTP is the apps' business."""
+"""The exception classes. Each has a code and a retryable flag. The HTTP servers decide on statuses and response bodies."""
 
 from __future__ import annotations
 
 
 class StokerError(Exception):
-    """Something that we can answer for. `code` is stable and machine-readable; the message carries the numbers."""
+    """Base class of expected errors. `code` is stable and machine-readable; the message has the details for the user."""
 
     code = "internal_error"
     retryable = False
@@ -18,33 +18,37 @@ class StokerError(Exception):
 
 
 class ConfigError(StokerError):
-    """A setting, or two settings together, cannot work."""
+    """A setting is invalid, or two settings contradict each other."""
 
     code = "config_error"
 
 
 class ModelFilesError(StokerError):
-    """A model's files are missing, corrupt or not what their names promise; the message says which file and what to do."""
+    """A model's files are missing, damaged or not supported. The message says which file, and what to do."""
 
     code = "model_files_error"
 
 
 class InvalidRequest(StokerError):
-    """The client's request is wrong; `param` names the field."""
+    """The client's request is invalid. `param` is the name of the field."""
 
     code = "invalid_request"
 
 
 class ContextTooLong(InvalidRequest):
+    """The prompt and the requested output do not fit into the model's context."""
+
     code = "context_length_exceeded"
 
 
 class NotFound(StokerError):
+    """The requested model, endpoint or object does not exist."""
+
     code = "not_found"
 
 
 class Overloaded(StokerError):
-    """Not now: the queue is full, or the worker is draining."""
+    """The request cannot be accepted now: the queue is full, or the worker is draining."""
 
     code = "overloaded"
     retryable = True
@@ -55,12 +59,14 @@ class Overloaded(StokerError):
 
 
 class DeadlineExceeded(StokerError):
+    """The request's deadline passed before it was finished."""
+
     code = "deadline_exceeded"
     retryable = True
 
 
 class EngineDied(StokerError):
-    """The engine process ended while it worked on this request."""
+    """The engine process ended during this request."""
 
     code = "engine_died"
     retryable = True

@@ -1,4 +1,4 @@
-"""Names for the ids that travel through the system, so that a row is never taken for a block."""
+"""Types for ids, so that the type checker finds an id that is used as another kind of id."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from typing import NewType
 
 RequestId = NewType("RequestId", str)
 WorkerId = NewType("WorkerId", str)
-BlockKey = NewType("BlockKey", bytes)  # chained hash of a block's tokens and all before it
-BlockId = NewType("BlockId", int)  # a block's place in the device pool
-Row = NewType("Row", int)  # a sequence's place on the device
+BlockKey = NewType("BlockKey", bytes)  # chained hash of a block's tokens and of all tokens before it
+BlockId = NewType("BlockId", int)  # index of a block in the device's KV pool
+Row = NewType("Row", int)  # index of a sequence in the device's row table

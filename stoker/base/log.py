@@ -1,4 +1,4 @@
-"""Logs are events: one JSON line each, with an event name and its fields."""
+"""Structured logs: each event is one JSON line with an event name and fields."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _JsonLine(logging.Formatter):
 
 
 class EventLog:
-    """`log.event("kv_pulled", request=request_id, blocks=num_blocks)`"""
+    """Logs the events of one part of the system: `log.event("kv_pulled", request=request_id, blocks=num_blocks)`."""
 
     def __init__(self, part: str) -> None:
         self._logger = logging.getLogger(f"{_HANDLED}.{part}")
@@ -44,7 +44,7 @@ class EventLog:
 
 
 def set_up(level: str = "info") -> None:
-    """Called once by a process's main: events at `level` and above go to stderr, one JSON line each."""
+    """Write events at `level` and above to stderr, as JSON lines. A process calls this once, when it starts."""
     logger = logging.getLogger(_HANDLED)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonLine())

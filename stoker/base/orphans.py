@@ -1,4 +1,4 @@
-"""Processes that do not outlive who started them, however that ends. On Linux."""
+"""Child processes that end with their parent, for whatever reason the parent ends (Linux only)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent: int) -> Callable[[], None]:
-    """To be called in the new process, after the fork. The system kills it when the thread that started it ends."""
-    libc = ctypes.CDLL(None)  # before the fork: after it nothing may be loaded
+    """Return a `preexec_fn` for subprocess: the kernel kills the child when the thread that started it ends."""
+    libc = ctypes.CDLL(None)  # before the fork: after a fork it is not safe to load a library
 
     def set_death_signal() -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it died before we asked
+        if os.getppid() != parent:  # the parent ended before prctl was called
             os._exit(1)
 
     return set_death_signal

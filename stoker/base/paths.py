@@ -1,4 +1,4 @@
-"""Paths as people write them. A shell leaves the ~ in --flag=~/x as it is, and a file of settings knows no shell."""
+"""Paths in options and settings files. A shell does not expand the ~ in --flag=~/x, and settings files have no shell."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from pathlib import Path
 
 
 def written_path(text: str | Path) -> Path:
-    """With their own folder for ~; a ~ that means nobody stays."""
+    """Return the path with a leading ~ expanded. A ~user that does not exist stays as it is."""
     return Path(os.path.expanduser(text))

@@ -13,6 +13,8 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
+    """Entries by name, from all modules of `package`. `kind` is what an entry is called in error messages."""
+
     def __init__(self, kind: str, package: str) -> None:
         self._kind = kind
         self._package = package
@@ -20,10 +22,12 @@ class Registry(Generic[T]):
         self._scanned = False
 
     def register(self, *names: str) -> Callable[[T], T]:
+        """Return a decorator that registers an entry under these names."""
+
         def add(entry: T) -> T:
             for name in names:
                 if name in self._entries:
-                    raise ConfigError(f"two {self._kind}s are called {name!r}")
+                    raise ConfigError(f"two {self._kind} entries have the name {name!r}")
                 self._entries[name] = entry
             return entry
 
@@ -32,7 +36,7 @@ class Registry(Generic[T]):
     def get(self, name: str) -> T:
         self._scan()
         if name not in self._entries:
-            raise ConfigError(f"no {self._kind} is called {name!r}; there are: {', '.join(sorted(self._entries))}")
+            raise ConfigError(f"unknown {self._kind} {name!r}; available: {', '.join(sorted(self._entries))}")
         return self._entries[name]
 
     def __contains__(self, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Timeline: what a start is made of. Stages may overlap; each says when it began, from the process's own start on."""
+"""Record the stages of a process start, for the log. Stages may overlap."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from stoker.base.log import EventLog
 @dataclass(frozen=True, slots=True)
 class Stage:
     name: str
-    start_s: float
+    start_s: float  # after the origin of the timeline
     seconds: float
 
 
 class Timeline:
+    """The stages of a start. Each start time is relative to `origin_s`."""
+
     def __init__(self, origin_s: float | None = None) -> None:
-        """`origin_s` on the clock of time.time(), which all processes of a machine share; by default this process's start."""
+        """`origin_s`: a time.time() value, which all processes of a machine share. Default: the start of this process."""
         self.origin_s = process_start_s() if origin_s is None else origin_s
         self.stages: list[Stage] = []
 
@@ -41,7 +43,7 @@ class Timeline:
 
 
 def process_start_s() -> float:
-    """On the clock of time.time(); where the system does not say, now."""
+    """Return when this process started, as time.time(); the current time if the system does not say."""
     try:
         with open("/proc/self/stat") as stat, open("/proc/uptime") as uptime:
             ticks = int(stat.read().rpartition(")")[2].split()[19])

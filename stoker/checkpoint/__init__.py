@@ -1,1 +1,1 @@
-"""A model's files: where they come from, and how they become a folder that the engine loads."""
+"""Model files: find, download, check and convert them, so that the engine gets a folder in Hugging Face format."""

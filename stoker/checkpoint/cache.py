@@ -1,8 +1,7 @@
-"""Folders that are made once: built next to their place, synced, and renamed into it, by one process at a time.
+"""Build a cache folder exactly once: write a temporary folder, sync it, and rename it, under a lock.
 
-A folder counts as there only with its `complete.json`, which is written last and names every file with its size; a
-process killed at any moment leaves at most a hidden `.tmp` folder that the next builder removes. This file knows
-nothing about models.
+A folder is complete only if it has `complete.json`, which is written last and lists every file with its size. A process that
+is killed leaves at most a hidden `.tmp` folder, which the next builder removes. This module knows nothing about models.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def safe_name(name: str) -> str:
-    """`name` as one plain path component."""
+    """Return `name` with all characters replaced that a file name should not have."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-") or "model"
 
 
 def is_complete(folder: Path, version: int) -> bool:
-    """Whether `folder` was finished by this `version` of its builder, and still has every file at its full size."""
+    """Return True if `folder` was completed by this `version` of its builder and every file still has its size."""
     try:
         marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
         sizes = {name: (folder / name).stat().st_size for name in marker["files"]}
@@ -43,7 +42,7 @@ def is_complete(folder: Path, version: int) -> bool:
 
 
 def build_once(folder: Path, version: int, build: Callable[[Path], None], progress: Progress) -> Path:
-    """`folder`, made by `build(temporary folder)` unless it is there already. Two processes at once build it once."""
+    """Return `folder`. If it is not complete, `build(temporary folder)` fills it first; concurrent processes build it once."""
     if is_complete(folder, version):
         return folder
     with disk_errors(folder.parent):
@@ -55,7 +54,7 @@ def build_once(folder: Path, version: int, build: Callable[[Path], None], progre
 
 
 def _build(folder: Path, version: int, build: Callable[[Path], None]) -> None:
-    for left in folder.parent.glob(f".{folder.name}.*.tmp"):  # of builders that were killed: we hold their lock now
+    for left in folder.parent.glob(f".{folder.name}.*.tmp"):  # from builders that were killed: we hold the lock now
         shutil.rmtree(left, ignore_errors=True)
     temporary = folder.parent / f".{folder.name}.{os.getpid()}.tmp"
     replaced = folder.parent / f".{folder.name}.old.tmp"
@@ -67,7 +66,7 @@ def _build(folder: Path, version: int, build: Callable[[Path], None]) -> None:
         for path in temporary.iterdir():
             sync(path)
         sync(temporary)
-        if folder.exists():  # unfinished, of another version, or damaged
+        if folder.exists():  # incomplete, damaged, or of another version
             os.rename(folder, replaced)
         os.rename(temporary, folder)
         sync(folder.parent)
@@ -78,7 +77,7 @@ def _build(folder: Path, version: int, build: Callable[[Path], None]) -> None:
 
 @contextmanager
 def locked(path: Path, progress: Progress) -> Iterator[None]:
-    """Hold the lock file `path`. The system lets go of it when the process ends, however it ends."""
+    """Hold the lock file `path`. The kernel releases the lock when the process ends for any reason."""
     with path.open("ab") as lock:
         deadline = time.monotonic() + LOCK_DEADLINE_S
         waited = False
@@ -89,38 +88,40 @@ def locked(path: Path, progress: Progress) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise ModelFilesError(
-                        f"another process has held {path} for {LOCK_DEADLINE_S:.0f} s: end it, or use another cache"
+                        f"another process has held the lock {path} for {LOCK_DEADLINE_S:.0f} s: stop that process, or "
+                        "choose another cache folder (STOKER_CACHE)"
                     ) from None
                 if not waited:
-                    progress("waiting for another process that prepares this model", 0, 1)
+                    progress("waiting for another process that is preparing this model", 0, 1)
                 waited = True
                 time.sleep(LOCK_POLL_S)
         if waited:
-            progress("waiting for another process that prepares this model", 1, 1)
+            progress("waiting for another process that is preparing this model", 1, 1)
         yield
 
 
 def require_space(folder: Path, needed_bytes: int) -> None:
-    """Refuse early what cannot fit: a clear word now is better than a full disk in a minute."""
+    """Raise ModelFilesError if the disk of `folder` has less than `needed_bytes` free."""
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < needed_bytes:
         raise disk_full(folder, needed_bytes)
 
 
 def disk_full(folder: Path, needed_bytes: int) -> ModelFilesError:
+    """Return the error for a full disk. `needed_bytes` 0: unknown."""
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free_bytes = shutil.disk_usage(existing).free
     needed = (
         f"{needed_bytes} bytes are needed and {free_bytes} are free" if needed_bytes else f"{free_bytes} bytes are free"
     )
     return ModelFilesError(
-        f"not enough disk space in {folder}: {needed}. Free some, or choose another cache folder (STOKER_CACHE)"
+        f"not enough disk space in {folder}: {needed}. Free some space, or choose another cache folder (STOKER_CACHE)"
     )
 
 
 @contextmanager
 def disk_errors(folder: Path, needed_bytes: int = 0) -> Iterator[None]:
-    """Turn what the system says about writing below `folder` into errors that say what to do."""
+    """Turn an OSError from writing below `folder` into a ModelFilesError that says what to do."""
     try:
         yield
     except OSError as error:
@@ -133,7 +134,7 @@ def disk_errors(folder: Path, needed_bytes: int = 0) -> Iterator[None]:
 
 
 def sync(path: Path) -> None:
-    """Bring a file's bytes, or a folder's names, to the disk."""
+    """Flush a file's content, or a folder's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

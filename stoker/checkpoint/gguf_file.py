@@ -1,7 +1,7 @@
-"""Read a GGUF file: its metadata, and its tensors as raw rows that lie in the file.
+"""Read a GGUF file: its metadata, and rows of its tensors.
 
-We read the head ourselves. The `gguf` package's reader makes several numpy arrays for each of a vocabulary's strings
-(seconds for a small model) and trusts the lengths that a damaged file claims. What tensors mean is not known here.
+The header is parsed here. The reader of the `gguf` package makes several numpy arrays for each string of the vocabulary (seconds
+for a small model) and trusts the lengths in a damaged file. This module does not know what the tensors mean.
 """
 
 from __future__ import annotations
@@ -39,29 +39,33 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class GgufTensor:
+    """Where a tensor is in the file, and how it is stored."""
+
     name: str
     type: GGMLQuantizationType
-    shape: tuple[int, ...]  # rows first, as numpy and safetensors have it; GGUF itself stores it the other way round
+    shape: tuple[int, ...]  # rows first, as in numpy and safetensors; GGUF stores the reverse
     offset: int
     num_bytes: int
 
 
 @dataclass(frozen=True, eq=False)
 class GgufFile:
+    """An open GGUF file. It is memory-mapped for the life of this object."""
+
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
     data: mmap.mmap
 
     def get(self, key: str, kind: type[T]) -> T:
-        """A piece of metadata that must be there."""
+        """Return a metadata value that must be present."""
         value = self.find(key, kind)
         if value is None:
-            raise damaged(self.path, f"its metadata lacks {key}")
+            raise damaged(self.path, f"its metadata has no {key}")
         return value
 
     def find(self, key: str, kind: type[T]) -> T | None:
-        """A piece of metadata that may be absent."""
+        """Return a metadata value, or None if it is absent."""
         value = self.metadata.get(key)
         if isinstance(value, int) and not isinstance(value, bool) and kind is float:
             value = float(value)
@@ -72,14 +76,14 @@ class GgufFile:
     def strings(self, key: str) -> list[str]:
         found = self.get(key, list)
         if not all(isinstance(item, str) for item in found):
-            raise damaged(self.path, f"{key} is not a list of texts")
+            raise damaged(self.path, f"{key} is not a list of strings")
         return found
 
     def rows(self, tensor: GgufTensor, order: npt.NDArray[np.intp]) -> npt.NDArray[np.float32]:
-        """The rows `order` of `tensor` as float32. A vector's rows are its numbers."""
+        """Return the rows `order` of `tensor` as float32. A vector has one value per row."""
         num_rows = tensor.shape[0]
         raw = np.frombuffer(self.data, np.uint8, tensor.num_bytes, tensor.offset).reshape(num_rows, -1)
-        with np.errstate(invalid="ignore", over="ignore"):  # a damaged file's scales; who uses the numbers checks them
+        with np.errstate(invalid="ignore", over="ignore"):  # scales in a damaged file; the caller checks the values
             values = dequantize(_as_stored(raw[order], tensor.type), tensor.type)
         return np.ascontiguousarray(values, np.float32).reshape(len(order), *tensor.shape[1:])
 
@@ -93,13 +97,11 @@ def _as_stored(raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> npt.ND
 
 
 def damaged(path: Path, what: str) -> ModelFilesError:
-    return ModelFilesError(
-        f"{path} is not a GGUF file that can be used: {what}. Download it again, or take another one"
-    )
+    return ModelFilesError(f"{path} is not a valid GGUF file: {what}. Download it again, or use another file")
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """The file's head, read and checked. The file stays mapped for as long as the answer lives."""
+    """Open a GGUF file, and read and check its header."""
     try:
         with path.open("rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -116,7 +118,7 @@ def _parse(path: Path, data: mmap.mmap) -> GgufFile:
         raise damaged(path, "it does not begin with 'GGUF'")
     version = cursor.number("I")
     if version not in _VERSIONS:
-        raise damaged(path, f"its format version is {version}, and {_VERSIONS} are known")
+        raise damaged(path, f"its format version is {version}; supported are {_VERSIONS}")
     num_tensors, num_fields = cursor.number("Q"), cursor.number("Q")
     metadata: dict[str, Any] = {}
     for _ in range(num_fields):
@@ -133,8 +135,8 @@ def _parse(path: Path, data: mmap.mmap) -> GgufFile:
         if tensor.offset + tensor.num_bytes > len(data):
             raise damaged(
                 path,
-                f"it ends after {len(data)} bytes, but its tensor {name} lies up to byte "
-                f"{tensor.offset + tensor.num_bytes}: the file was cut off",
+                f"it has {len(data)} bytes, but its tensor {name} ends at byte "
+                f"{tensor.offset + tensor.num_bytes}: the file is truncated",
             )
     if len(tensors) != num_tensors:
         raise damaged(path, "two of its tensors have the same name")
@@ -146,9 +148,9 @@ def _place(path: Path, name: str, raw_type: int, shape: tuple[int, ...], offset:
     type_name = GGMLQuantizationType(raw_type).name if raw_type in known else f"number {raw_type}"
     if raw_type not in known or GGMLQuantizationType(raw_type) not in QUANT_TYPES:
         raise ModelFilesError(
-            f"{path}: tensor {name} has the type {type_name}, and Stoker reads "
-            f"{', '.join(kind.name for kind in QUANT_TYPES)}. Take a file of the model in one of these (often Q8_0), "
-            "or the original folder with safetensors"
+            f"{path}: tensor {name} has the type {type_name}, which is not supported. Supported are "
+            f"{', '.join(kind.name for kind in QUANT_TYPES)}. Use a GGUF file of the model in one of these types (often "
+            "Q8_0), or the original folder with safetensors"
         )
     kind = GGMLQuantizationType(raw_type)
     block_numbers, block_bytes = GGML_QUANT_SIZES[kind]
@@ -158,7 +160,7 @@ def _place(path: Path, name: str, raw_type: int, shape: tuple[int, ...], offset:
 
 
 class _Cursor:
-    """A place in the file's head that moves on with each read, and never past the file's end."""
+    """A read position in the header. It never moves past the end of the file."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path = path
@@ -170,7 +172,7 @@ class _Cursor:
         if end > len(self._data):
             raise damaged(
                 self._path,
-                f"it ends after {len(self._data)} bytes, where its head asks for {end}: it was cut off or is corrupt",
+                f"it has {len(self._data)} bytes, but its header needs {end}: it is truncated or corrupt",
             )
         taken = self._data[self.at : end]
         self.at = end
@@ -183,7 +185,7 @@ class _Cursor:
         try:
             return self.take(self.number("Q")).decode()
         except UnicodeDecodeError as error:
-            raise damaged(self._path, f"a text before byte {self.at} is not UTF-8") from error
+            raise damaged(self._path, f"a string before byte {self.at} is not UTF-8") from error
 
     def value(self, kind: int) -> Any:
         if kind in _SCALARS:

@@ -1,6 +1,6 @@
-"""A GGUF file as an HF folder: config.json, generation_config.json, tokenizer files and model.safetensors in float32.
+"""Convert a GGUF file to a folder in Hugging Face format: configs, tokenizer files and model.safetensors in float32.
 
-Everything is checked before the first byte is written; the folder that is written into is the caller's to publish.
+Everything is checked before the first byte is written. The caller publishes the folder when it is complete.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from stoker.checkpoint.gguf_tokenizer import build_tokenizer, tokenizer_config
 from stoker.checkpoint.gguf_weights import head_bytes, weights_of, write_weights
 from stoker.checkpoint.progress import Progress
 
-# Raise it when a conversion's outcome changes: folders of other versions are then made anew.
+# Increase it when the output of a conversion changes: then folders of other versions are converted again.
 FORMAT_VERSION = 2
 
 
 def convert_gguf(source: Path, folder: Path, progress: Progress) -> None:
-    """Fill the empty `folder` from `source`. Raises ModelFilesError for what is wrong with the file or the disk."""
+    """Convert `source` into the empty `folder`. Raise ModelFilesError if the file is invalid or the disk is full."""
     file = open_gguf(source)
     shape = read_shape(file)
     weights = weights_of(file, shape)
     tokenizer = build_tokenizer(file)
     if tokenizer.get_vocab_size() > shape.vocab:
         raise damaged(
-            source, f"its tokenizer has {tokenizer.get_vocab_size()} tokens, and its embedding {shape.vocab} rows"
+            source, f"its tokenizer has {tokenizer.get_vocab_size()} tokens, but its embedding {shape.vocab} rows"
         )
     texts = {
         "config.json": _json(model_config(file, shape)),

@@ -1,4 +1,4 @@
-"""GGUF metadata -> tokenizer.json and tokenizer_config.json: byte-level BPE with the splits of the models we know."""
+"""Convert GGUF metadata to tokenizer.json and tokenizer_config.json, for byte-level BPE tokenizers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ROLES = {"bos": "bos", "eos": "eos", "padding": "pad", "unknown": "unk"}
 
 
 def _regex_split(digits: str) -> PreTokenizer:
-    """GPT-4's split of a text into words, with `digits` for how many digits stay together."""
+    """Return GPT-4's pre-tokenizer. `digits` is the pattern for digits that stay together."""
     pattern = (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
         + digits
@@ -34,19 +34,19 @@ def _single_digits() -> PreTokenizer:
 
 
 @dataclass(frozen=True)
-class Split:
-    """How a family's text is cut into words before BPE; `tokenizer.ggml.pre` names it."""
+class WordSplit:
+    """How a model family splits text into words before BPE. `tokenizer.ggml.pre` is its name."""
 
     pre_tokenizer: Callable[[], PreTokenizer]
-    nfc: bool = False  # texts are normalized first
-    whole_words: bool = False  # a word that is a token is not put together from merges
-    adds_bos: bool = False  # unless the file says otherwise
+    nfc: bool = False  # the text is normalized to NFC first
+    whole_words: bool = False  # a word that is a token itself is used without merges
+    adds_bos: bool = False  # the default if the file does not say
 
 
 SPLITS = {
-    "smollm": Split(_single_digits),
-    "qwen2": Split(lambda: _regex_split(r"\p{N}"), nfc=True),
-    "llama-bpe": Split(lambda: _regex_split(r"\p{N}{1,3}"), whole_words=True, adds_bos=True),
+    "smollm": WordSplit(_single_digits),
+    "qwen2": WordSplit(lambda: _regex_split(r"\p{N}"), nfc=True),
+    "llama-bpe": WordSplit(lambda: _regex_split(r"\p{N}{1,3}"), whole_words=True, adds_bos=True),
 }
 
 
@@ -59,9 +59,13 @@ def build_tokenizer(file: GgufFile) -> Tokenizer:
     ]
     vocab = {token: number for number, token in enumerate(tokens)}
     if len(vocab) != len(tokens) or len(kinds) != len(tokens):
-        raise damaged(file.path, f"it has {len(tokens)} tokens, {len(vocab)} different ones, and types of {len(kinds)}")
+        raise damaged(
+            file.path, f"it has {len(tokens)} tokens, {len(vocab)} different tokens and {len(kinds)} token types"
+        )
     if wrong := [merge for merge in merges if not {*merge, "".join(merge)} <= vocab.keys()]:
-        raise damaged(file.path, f"{len(wrong)} of its merges are not of and to tokens, the first is {wrong[0]!r}")
+        raise damaged(
+            file.path, f"{len(wrong)} of its merges use or give something that is not a token, such as {wrong[0]!r}"
+        )
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=merges, ignore_merges=split.whole_words))
     if split.nfc:
         tokenizer.normalizer = normalizers.NFC()
@@ -84,7 +88,7 @@ def tokenizer_config(file: GgufFile) -> dict[str, Any]:
     tokens = file.strings("tokenizer.ggml.tokens")
     ids = {role: file.find(f"tokenizer.ggml.{name}_token_id", int) for name, role in _ROLES.items()}
     if outside := {role: number for role, number in ids.items() if number is not None and number >= len(tokens)}:
-        raise damaged(file.path, f"it has {len(tokens)} tokens, but says {outside}")
+        raise damaged(file.path, f"it has {len(tokens)} tokens, but its special tokens are {outside}")
     named = {f"{role}_token": None if number is None else tokens[number] for role, number in ids.items()}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -96,18 +100,18 @@ def tokenizer_config(file: GgufFile) -> dict[str, Any]:
     }
 
 
-def _split(file: GgufFile) -> Split:
+def _split(file: GgufFile) -> WordSplit:
     model = file.get("tokenizer.ggml.model", str)
     if model != "gpt2":
         raise ModelFilesError(
-            f"{file.path}: its tokenizer is of the kind {model!r}, and Stoker reads byte-level BPE ('gpt2') from GGUF. "
-            "Take the model's original folder with tokenizer.json"
+            f"{file.path}: its tokenizer model {model!r} is not supported in GGUF files, only byte-level BPE ('gpt2'). "
+            "Use the model's original folder with tokenizer.json"
         )
     name = file.find("tokenizer.ggml.pre", str) or "default"
     if name not in SPLITS:
         raise ModelFilesError(
-            f"{file.path}: its tokenizer splits words by {name!r} (tokenizer.ggml.pre), and Stoker knows "
-            f"{', '.join(SPLITS)}. Take the model's original folder with tokenizer.json"
+            f"{file.path}: its pre-tokenizer {name!r} (tokenizer.ggml.pre) is not supported, only "
+            f"{', '.join(SPLITS)}. Use the model's original folder with tokenizer.json"
         )
     return SPLITS[name]
 
@@ -120,11 +124,11 @@ def _adds_bos(file: GgufFile) -> bool:
 def _bos_first(file: GgufFile, tokens: list[str]) -> processors.PostProcessor:
     number = file.get("tokenizer.ggml.bos_token_id", int)
     if number >= len(tokens):
-        raise damaged(file.path, f"it has {len(tokens)} tokens, but says that text begins with number {number}")
+        raise damaged(file.path, f"it has {len(tokens)} tokens, but its BOS token has the id {number}")
     bos = tokens[number]
     try:
         return processors.TemplateProcessing(
             single=[bos, "$A"], pair=[bos, "$A", f"{bos}:1", "$B:1"], special_tokens=[(bos, number)]
         )
     except ValueError as error:
-        raise damaged(file.path, f"the token that text begins with is {bos!r}") from error
+        raise damaged(file.path, f"its BOS token is {bos!r}") from error

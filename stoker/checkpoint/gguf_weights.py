@@ -1,7 +1,7 @@
-"""GGUF tensors -> model.safetensors in float32, under their HF names and in HF's row order.
+"""Convert GGUF tensors to model.safetensors in float32, with the names and the row order of Hugging Face models.
 
-The file is streamed: its head first, then a bounded number of rows at a time, so that a model needs no memory of its
-own size. Strict both ways: each tensor of the model is there, and each tensor of the file is used.
+The output is streamed, a bounded number of rows at a time, so that the model need not fit into memory. Every tensor of the model
+must be in the file, and every tensor of the file must be used.
 """
 
 from __future__ import annotations
@@ -18,82 +18,86 @@ import numpy as np
 import numpy.typing as npt
 
 from stoker.base.errors import ModelFilesError
-from stoker.checkpoint.gguf_config import ROPE_FREQS, Shape
+from stoker.checkpoint.gguf_config import ROPE_FREQS, GgufShape
 from stoker.checkpoint.gguf_file import GgufFile, damaged
 from stoker.checkpoint.progress import Progress
 
 CHUNK_BYTES = 64 << 20
-_ALIGNMENT = 8  # of the data in a safetensors file
+_ALIGNMENT = 8  # of the tensor data in a safetensors file
 
 
 @dataclass(frozen=True)
-class Weight:
-    name: str  # HF's
-    source: str  # GGUF's
+class ConvertedWeight:
+    """A tensor of the output, and the GGUF tensor that it comes from."""
+
+    name: str  # in the Hugging Face model
+    source: str  # in the GGUF file
     shape: tuple[int, ...]
-    rope_heads: int = 0  # its rows are heads in the order of interleaved rope, to be put back
+    rope_heads: int = 0  # the number of heads whose rows are stored in interleaved rope order; 0: none
 
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * 4
 
     def row_order(self) -> npt.NDArray[np.intp]:
-        """Which row of the file's tensor each row of HF's tensor is."""
+        """Return, for each row of the output, its row number in the GGUF tensor."""
         rows = np.arange(self.shape[0])
         if not self.rope_heads:
             return rows
-        # Interleaved rope turns rows (0, 1), (2, 3), ... of a head together; HF's turns (0, half), (1, half + 1), ...
+        # Interleaved rope rotates the pairs (0, 1), (2, 3), ... of a head; Hugging Face's rotates (0, half), (1, half + 1), ...
         return rows.reshape(self.rope_heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 
-def weights_of(file: GgufFile, shape: Shape) -> list[Weight]:
-    """All weights of the model, each checked against the file."""
+def weights_of(file: GgufFile, shape: GgufShape) -> list[ConvertedWeight]:
+    """Return all weights of the model, after a check of their names and shapes against the file."""
     weights = list(_expected(shape))
     unused = sorted(file.tensors.keys() - {weight.source for weight in weights} - {ROPE_FREQS})
     if unused:
         raise ModelFilesError(
-            f"{file.path}: {len(unused)} of its tensors have no place in a {shape.architecture.hf_class}: "
-            f"{', '.join(unused[:3])}. Take the model's original folder with safetensors"
+            f"{file.path}: a {shape.architecture.hf_class} has no use for {len(unused)} of its tensors: "
+            f"{', '.join(unused[:3])}. Use the model's original folder with safetensors"
         )
     for weight in weights:
         tensor = file.tensors.get(weight.source)
         if tensor is None:
             raise damaged(file.path, f"it has no tensor {weight.source}")
         if tensor.shape != weight.shape:
-            raise damaged(file.path, f"tensor {weight.source} is {tensor.shape}, and its metadata says {weight.shape}")
+            raise damaged(
+                file.path, f"tensor {weight.source} has the shape {tensor.shape}, but the metadata says {weight.shape}"
+            )
     return weights
 
 
-def _expected(shape: Shape) -> Iterator[Weight]:
+def _expected(shape: GgufShape) -> Iterator[ConvertedWeight]:
     hidden, inner = shape.hidden, shape.intermediate
     q_rows, kv_rows = shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
     rope = shape.architecture.permutes_rope
-    yield Weight("model.embed_tokens.weight", "token_embd.weight", (shape.vocab, hidden))
+    yield ConvertedWeight("model.embed_tokens.weight", "token_embd.weight", (shape.vocab, hidden))
     for layer in range(shape.num_layers):
         to, of = f"model.layers.{layer}", f"blk.{layer}"
-        yield Weight(f"{to}.input_layernorm.weight", f"{of}.attn_norm.weight", (hidden,))
-        yield Weight(
+        yield ConvertedWeight(f"{to}.input_layernorm.weight", f"{of}.attn_norm.weight", (hidden,))
+        yield ConvertedWeight(
             f"{to}.self_attn.q_proj.weight", f"{of}.attn_q.weight", (q_rows, hidden), shape.num_heads if rope else 0
         )
-        yield Weight(
+        yield ConvertedWeight(
             f"{to}.self_attn.k_proj.weight", f"{of}.attn_k.weight", (kv_rows, hidden), shape.num_kv_heads if rope else 0
         )
-        yield Weight(f"{to}.self_attn.v_proj.weight", f"{of}.attn_v.weight", (kv_rows, hidden))
-        yield Weight(f"{to}.self_attn.o_proj.weight", f"{of}.attn_output.weight", (hidden, q_rows))
+        yield ConvertedWeight(f"{to}.self_attn.v_proj.weight", f"{of}.attn_v.weight", (kv_rows, hidden))
+        yield ConvertedWeight(f"{to}.self_attn.o_proj.weight", f"{of}.attn_output.weight", (hidden, q_rows))
         if shape.architecture.head_norms:
-            yield Weight(f"{to}.self_attn.q_norm.weight", f"{of}.attn_q_norm.weight", (shape.head_size,))
-            yield Weight(f"{to}.self_attn.k_norm.weight", f"{of}.attn_k_norm.weight", (shape.head_size,))
-        yield Weight(f"{to}.post_attention_layernorm.weight", f"{of}.ffn_norm.weight", (hidden,))
-        yield Weight(f"{to}.mlp.gate_proj.weight", f"{of}.ffn_gate.weight", (inner, hidden))
-        yield Weight(f"{to}.mlp.up_proj.weight", f"{of}.ffn_up.weight", (inner, hidden))
-        yield Weight(f"{to}.mlp.down_proj.weight", f"{of}.ffn_down.weight", (hidden, inner))
-    yield Weight("model.norm.weight", "output_norm.weight", (hidden,))
+            yield ConvertedWeight(f"{to}.self_attn.q_norm.weight", f"{of}.attn_q_norm.weight", (shape.head_size,))
+            yield ConvertedWeight(f"{to}.self_attn.k_norm.weight", f"{of}.attn_k_norm.weight", (shape.head_size,))
+        yield ConvertedWeight(f"{to}.post_attention_layernorm.weight", f"{of}.ffn_norm.weight", (hidden,))
+        yield ConvertedWeight(f"{to}.mlp.gate_proj.weight", f"{of}.ffn_gate.weight", (inner, hidden))
+        yield ConvertedWeight(f"{to}.mlp.up_proj.weight", f"{of}.ffn_up.weight", (inner, hidden))
+        yield ConvertedWeight(f"{to}.mlp.down_proj.weight", f"{of}.ffn_down.weight", (hidden, inner))
+    yield ConvertedWeight("model.norm.weight", "output_norm.weight", (hidden,))
     if not shape.tied:
-        yield Weight("lm_head.weight", "output.weight", (shape.vocab, hidden))
+        yield ConvertedWeight("lm_head.weight", "output.weight", (shape.vocab, hidden))
 
 
-def head_bytes(weights: list[Weight]) -> bytes:
-    """What a safetensors file begins with: the length of a JSON text, and the text."""
+def head_bytes(weights: list[ConvertedWeight]) -> bytes:
+    """Return the header of the safetensors file: the length of a JSON text, and the text."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for weight in weights:
@@ -105,7 +109,8 @@ def head_bytes(weights: list[Weight]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def write_weights(file: GgufFile, weights: list[Weight], path: Path, progress: Progress) -> None:
+def write_weights(file: GgufFile, weights: list[ConvertedWeight], path: Path, progress: Progress) -> None:
+    """Convert all weights and write them to `path`."""
     stage = f"converting {file.path.name}"
     with path.open("wb", buffering=0) as out:
         write(out, head_bytes(weights))
@@ -114,12 +119,12 @@ def write_weights(file: GgufFile, weights: list[Weight], path: Path, progress: P
             for rows in _chunks(weight):
                 values = file.rows(file.tensors[weight.source], rows)
                 if not np.isfinite(values).all():
-                    raise damaged(file.path, f"tensor {weight.source} holds numbers that are not finite")
+                    raise damaged(file.path, f"tensor {weight.source} holds values that are not finite")
                 write(out, values.data.cast("B"))
     progress(stage, len(weights), len(weights))
 
 
-def _chunks(weight: Weight) -> Iterator[npt.NDArray[np.intp]]:
+def _chunks(weight: ConvertedWeight) -> Iterator[npt.NDArray[np.intp]]:
     order = weight.row_order()
     num_rows = max(1, CHUNK_BYTES * weight.shape[0] // weight.num_bytes)
     for start in range(0, len(order), num_rows):
@@ -127,6 +132,6 @@ def _chunks(weight: Weight) -> Iterator[npt.NDArray[np.intp]]:
 
 
 def write(out: FileIO, data: bytes | memoryview) -> None:
-    """Every byte of a conversion's weights goes through here; a short write goes on until the system says why."""
+    """Write all of `data`. After a short write, continue until all is written or the system reports an error."""
     while data:
         data = data[out.write(data) :]

@@ -1,4 +1,4 @@
-"""Check an HF folder before anything is loaded from it: each file that is missing or cut off is named at once."""
+"""Check a model folder in Hugging Face format before anything is loaded from it. Errors name the missing or damaged file."""
 
 from __future__ import annotations
 
@@ -6,19 +6,30 @@ import json
 from pathlib import Path
 
 from stoker.base.errors import ModelFilesError
-from stoker.models.reader import stored_tensors
+from stoker.checkpoint.served import check_served
+from stoker.checkpoint.weight_files import stored_tensors, weight_files
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ModelFilesError unless the folder has a config, a tokenizer, and every shard of its weights, whole."""
-    _check_json(folder / "config.json")
-    if not (folder / "tokenizer.json").is_file():
+    """Raise ModelFilesError unless the folder has a config, a tokenizer, and all weight files in full length."""
+    config, tokenizer = folder / "config.json", folder / "tokenizer.json"
+    _check_json(config)
+    if not has_all_files(folder):
+        # First say if the model cannot be served anyway: then there is no point in completing the folder.
+        check_served(config, str(folder))
+    if not tokenizer.is_file():
         raise ModelFilesError(
-            f"{folder / 'tokenizer.json'} is missing. Where the model has only another kind of tokenizer file, load it "
-            "with transformers' AutoTokenizer and save_pretrained() it into the folder"
+            f"{tokenizer} is missing. If the model has a tokenizer file of another kind, load it with transformers' "
+            "AutoTokenizer and write tokenizer.json into the folder with save_pretrained()"
         )
-    _check_json(folder / "tokenizer.json")
+    _check_json(tokenizer)
     stored_tensors(folder)
+
+
+def has_all_files(folder: Path) -> bool:
+    """Return True if no file of the model is missing. The content of the files is not checked."""
+    weights = weight_files(folder)
+    return bool(weights) and all(file.is_file() for file in (folder / "tokenizer.json", *weights))
 
 
 def _check_json(path: Path) -> None:
@@ -27,6 +38,6 @@ def _check_json(path: Path) -> None:
     except OSError as error:
         raise ModelFilesError(f"{path} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
-        raise ModelFilesError(f"{path} is not JSON ({error}): download it again") from error
+        raise ModelFilesError(f"{path} is not valid JSON ({error}): download it again") from error
     if not isinstance(content, dict):
         raise ModelFilesError(f"{path} does not hold a JSON object: download it again")

@@ -1,4 +1,4 @@
-"""How slow work on files tells its caller how far it is. What a progress bar looks like is the CLI's business."""
+"""Progress callbacks for downloads and conversions. The CLI decides how progress is shown."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from typing import Protocol
 
 
 class Progress(Protocol):
+    """A function that is called again and again during slow work."""
+
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """`stage` is a sentence for people; it is finished when `done` equals `total`. Units may differ by stage."""
+        """Report that `stage` (text for the user) is at `done` of `total`. The unit depends on the stage."""
 
 
 def silent(stage: str, done: int, total: int) -> None:
-    """For callers that have nobody to tell."""
+    """Ignore all progress."""

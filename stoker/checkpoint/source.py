@@ -1,6 +1,6 @@
-"""MODEL, as a user names it, -> a folder that the engine loads.
+"""Resolve the MODEL argument to a folder that the engine loads.
 
-MODEL is nothing (the embedded SmolLM2), a folder, a GGUF file, or a repository's name on the Hugging Face Hub.
+MODEL is a folder, a GGUF file, a repository on the Hugging Face Hub, or nothing (then SmolLM2 is used).
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ _REPOSITORY = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 
 @dataclass(frozen=True)
 class ModelFolder:
-    path: Path  # config.json, tokenizer.json, safetensors
-    name: str  # what the model is called in the API
-    origin: str  # where it came from, for people
+    """A model folder that is ready to be loaded."""
+
+    path: Path  # has config.json, tokenizer.json and safetensors files
+    name: str  # the model's name in the API
+    origin: str  # where the model came from, for log messages
 
 
 def default_cache_dir(environ: Mapping[str, str]) -> Path:
+    """Return the folder for downloads and conversions: $STOKER_CACHE, $XDG_CACHE_HOME/stoker or ~/.cache/stoker."""
     if chosen := environ.get("STOKER_CACHE"):
         return Path(chosen).expanduser()
     if shared := environ.get("XDG_CACHE_HOME"):
@@ -39,11 +42,11 @@ def default_cache_dir(environ: Mapping[str, str]) -> Path:
 
 
 def resolve_model(model: str | None, cache_dir: Path, progress: Progress, offline: bool = False) -> ModelFolder:
-    """The folder for MODEL, made or downloaded if need be. `offline` promises that the network is not used."""
+    """Return the folder for MODEL. Download or convert it if necessary; with `offline`, the network is not used."""
     if model is None:
         return _embedded(cache_dir, progress, offline)
     path = Path(model).expanduser()
-    if model and os.path.isdir(path):  # an empty name is no name for the folder that we are in
+    if model and os.path.isdir(path):  # Path("") would be the current folder
         return _folder(path.resolve(), cache_dir, progress)
     if os.path.isfile(path) and path.suffix == ".gguf":
         return _gguf(path.resolve(), cache_dir, progress)
@@ -53,9 +56,9 @@ def resolve_model(model: str | None, cache_dir: Path, progress: Progress, offlin
         check_folder(folder)
         return ModelFolder(folder, match["name"], f"repository {model}")
     raise ModelFilesError(
-        f"MODEL {model!r} is {'no GGUF file' if os.path.exists(path) else 'not there'}. It may be a folder with config.json, "
-        "tokenizer.json and safetensors; a .gguf file, or a folder with one; org/name or org/name@revision on the "
-        f"Hugging Face Hub; or nothing, for {embedded.NAME}"
+        f"MODEL {model!r} {'is not a GGUF file' if os.path.exists(path) else 'does not exist'}. MODEL can be a folder with "
+        "config.json, tokenizer.json and safetensors files; a .gguf file, or a folder with one; or org/name or "
+        f"org/name@revision on the Hugging Face Hub. Without MODEL, {embedded.NAME} is used"
     )
 
 
@@ -76,12 +79,12 @@ def _folder(path: Path, cache_dir: Path, progress: Progress) -> ModelFolder:
         return _gguf(files[0].resolve(), cache_dir, progress)
     if files:
         names = ", ".join(file.name for file in files[:5])
-        raise ModelFilesError(f"{path} has {len(files)} GGUF files ({names}): name the one to serve")
-    raise ModelFilesError(f"{path} is not a model's folder: it has neither config.json nor a .gguf file")
+        raise ModelFilesError(f"{path} has {len(files)} GGUF files ({names}): pass the path of one of them")
+    raise ModelFilesError(f"{path} is not a model folder: it has neither config.json nor a .gguf file")
 
 
 def _gguf(path: Path, cache_dir: Path, progress: Progress) -> ModelFolder:
-    # Hashing the content of a large file would take longer than loading it; a changed file has another time or size.
+    # Not hashed by content: that would take longer than loading it. A changed file has another time or size.
     status = path.stat()
     identity = f"{path}\0{status.st_size}\0{status.st_mtime_ns}"
     folder = _place(cache_dir, path.stem, identity)

@@ -1,4 +1,4 @@
-"""`stoker chat`: talk to any OpenAI-compatible server from a terminal, or from a pipe, a prompt a line."""
+"""`stoker chat`: talk to any OpenAI-compatible server from a terminal, or from a pipe with one prompt per line."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from stoker.cli.word_wrap import Erase, WordWrap
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -17,26 +19,31 @@ if TYPE_CHECKING:
     from stoker.loadgen.stream import Delta, Record
 
 NAME = "chat"
-HELP = "talk to a running server"
+HELP = "chat with a running server"
+DESCRIPTION = """Chat with any OpenAI-compatible server. In a terminal, /help lists the commands, and Ctrl-C stops an answer:
+the part that was received stays in the conversation. From a pipe, each line of stdin is one prompt."""
 
 FENCE = '"""'
-COMMANDS = f"""/reset  forget the conversation
-/exit   leave (so does Ctrl-D)
-/help   this
-{FENCE}     begins and ends a message of several lines; pasted lines stay together without it
-Ctrl-C stops an answer"""
+COMMANDS = f"""/reset  start a new conversation
+/exit   end the chat (or Ctrl-D)
+/help   show this list
+{FENCE}     starts and ends a message of several lines; pasted lines form one message without it
+Ctrl-C  stops an answer; the part that was received stays in the conversation"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
-    parser.add_argument("--model", help="default: the first that the server lists")
-    parser.add_argument("--system", help="a system message")
-    parser.add_argument("--temperature", type=float, help="default: the server's")
-    parser.add_argument("--max-tokens", type=int, help="longest answer (default: the server's)")
+    parser.description = DESCRIPTION
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server's address (default: %(default)s)")
+    parser.add_argument("--model", help="model name (default: the first model that the server lists)")
+    parser.add_argument("--system", help="system message")
+    parser.add_argument("--temperature", type=float, help="sampling temperature (default: the server's)")
+    parser.add_argument("--max-tokens", type=int, help="maximum length of an answer (default: the server's)")
     parser.add_argument(
-        "--api-key", default=os.environ.get("STOKER_API_KEY"), help="default: the environment's STOKER_API_KEY"
+        "--api-key", default=os.environ.get("STOKER_API_KEY"), help="API key (default: the variable STOKER_API_KEY)"
     )
-    parser.add_argument("--timeout-s", type=float, default=600.0, help="for a whole answer (default: %(default)s)")
+    parser.add_argument(
+        "--timeout-s", type=float, default=600.0, help="timeout for a complete answer (default: %(default)s)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,10 +51,10 @@ def run(args: argparse.Namespace) -> int:
 
     from stoker.loadgen.client import Target
 
-    key = (args.api_key or "").strip()  # files with keys end their lines in their own ways
+    key = (args.api_key or "").strip()  # a key read from a file may end with a line break
     headers = {"authorization": f"Bearer {key}"} if key else {}
     target = Target(args.url, headers=headers, timeout_s=args.timeout_s)
-    # One loop for the whole conversation. Ctrl-C during run() cancels what runs there, which closes its connection.
+    # One event loop for the whole conversation. Ctrl-C during run() cancels the request, which closes its connection.
     with asyncio.Runner() as runner:
         options: dict[str, Any] = {"model": args.model or runner.run(_first_model(target))}
         for name in ("temperature", "max_tokens"):
@@ -56,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         system = None if args.system is None else args.system.encode(errors="replace").decode()
         chat = Chat(target, options, system, runner, Console(highlight=False))
         if isinstance(sys.stdin, io.TextIOWrapper):
-            sys.stdin.reconfigure(errors="replace")  # what is no text cannot be sent; it must not end the conversation
+            sys.stdin.reconfigure(errors="replace")  # bytes that are not UTF-8 must not end the conversation
         return _interactive(chat) if sys.stdin.isatty() else _piped(chat)
 
 
@@ -67,8 +74,16 @@ async def _first_model(target: Target) -> str:
         return await client.first_model()
 
 
+class AnswerStopped(KeyboardInterrupt):
+    """Ctrl-C stopped an answer. `kept`: a part of it was received, and is now part of the conversation."""
+
+    def __init__(self, kept: bool) -> None:
+        super().__init__()
+        self.kept = kept
+
+
 class Chat:
-    """The conversation so far and the server that continues it."""
+    """A conversation with a server. Answers are printed as they arrive."""
 
     def __init__(
         self, target: Target, options: dict[str, Any], system: str | None, runner: asyncio.Runner, console: Console
@@ -80,14 +95,26 @@ class Chat:
         self._start: list[Message] = [{"role": "system", "content": system}] if system else []
         self._messages = list(self._start)
         self._runner = runner
+        self._wrap = WordWrap()
+        self._received: list[str] = []  # the content of the current answer
 
     def reset(self) -> None:
         self._messages = list(self._start)
 
     def ask(self, text: str) -> Record:
-        """Prints the answer as it comes. Only an answer that came whole enters the conversation."""
+        """Send a message and print the answer. After an error, neither of the two becomes part of the conversation.
+
+        If Ctrl-C stops the answer, the part that was received becomes part of the conversation, and AnswerStopped is raised.
+        """
         question: Message = {"role": "user", "content": text}
-        record = self._runner.run(self._answer([*self._messages, question]))
+        self._wrap, self._received = WordWrap(), []
+        try:
+            record = self._runner.run(self._answer([*self._messages, question]))
+        except KeyboardInterrupt:
+            received = "".join(self._received)
+            if received:
+                self._messages += [question, {"role": "assistant", "content": received}]
+            raise AnswerStopped(kept=bool(received)) from None
         if record.error is None:
             self._messages += [question, {"role": "assistant", "content": record.text}]
         return record
@@ -104,16 +131,22 @@ class Chat:
         if delta.reasoning_content:
             self._write(delta.reasoning_content, "dim")
         if delta.content:
+            self._received.append(delta.content)
             self._write(delta.content)
         for call in delta.tool_calls or ():
             self._write(bytes(call).decode() + "\n", "dim")
 
     def _write(self, text: str, style: str | None = None) -> None:
-        self.console.print(text, style=style, end="", markup=False, soft_wrap=True)
+        pieces = self._wrap.feed(text, self.console.width) if self.console.is_terminal else [text]
+        for piece in pieces:
+            if isinstance(piece, Erase):
+                self.console.file.write(f"\x1b[{piece.cells}D\x1b[K")  # cursor left, erase to the end of the line
+            else:
+                self.console.print(piece, style=style, end="", markup=False, soft_wrap=True)
 
 
 def summary(record: Record) -> str:
-    """`42 tokens · 118 of 160 prompt tokens cached · first token after 90 ms · 35.1 tokens/s`"""
+    """Return one line such as `42 tokens · 118 of 160 prompt tokens cached · first token after 90 ms · 35.1 tokens/s`."""
     parts = [f"{record.completion_tokens} tokens"]
     if record.cached_tokens is not None:
         parts.append(f"{record.cached_tokens} of {record.prompt_tokens} prompt tokens cached")
@@ -128,7 +161,7 @@ def summary(record: Record) -> str:
 
 def _interactive(chat: Chat) -> int:
     _keep_pasted_lines_together()
-    chat.console.print(f"{chat.model}. /help lists what else can be typed.", style="dim", markup=False)
+    chat.console.print(f"{chat.model}. Type a message, or /help for the list of commands.", style="dim", markup=False)
     while True:
         try:
             text = _read_message()
@@ -154,8 +187,9 @@ def _interactive(chat: Chat) -> int:
 def _ask_and_report(chat: Chat, text: str) -> None:
     try:
         record = chat.ask(text)
-    except KeyboardInterrupt:
-        chat.console.print("\n(stopped)", style="dim")
+    except AnswerStopped as stopped:
+        kept = "the answer so far stays in the conversation" if stopped.kept else "nothing was received yet"
+        chat.console.print(f"\n(stopped: {kept})", style="dim")
         return
     chat.console.print()
     if record.error is None:
@@ -178,7 +212,7 @@ def _read_message() -> str:
 def _keep_pasted_lines_together() -> None:
     try:
         import readline
-    except ImportError:  # input() works without it, a line at a time
+    except ImportError:  # input() works without it, line by line
         return
     readline.parse_and_bind("set enable-bracketed-paste on")
 

@@ -17,9 +17,9 @@ from stoker.base import garbage
 from stoker.base import log as logs
 from stoker.base.address import join_address, local_host
 from stoker.base.flags import add_flags, as_table, given_flags
+from stoker.base.output import print_message, print_result
 from stoker.base.paths import written_path
 from stoker.base.settings import declared
-from stoker.base.speech import answer, say
 from stoker.cli.serving import Signals, drained, listen
 
 if TYPE_CHECKING:
@@ -125,7 +125,9 @@ async def _run(config: GatewayConfig, server: GatewayServer, listener: socket.so
         await signals.wait()
         server.begin_drain()
         if server.num_running:
-            say(f"stoker: finishing {server.num_running} requests; press Ctrl-C again to stop now", sys.stderr)
+            print_message(
+                f"stoker: finishing {server.num_running} requests; press Ctrl-C again to stop now", sys.stderr
+            )
         await signals.first_of(asyncio.create_task(drained(server, config.listen.drain_s)))
         return 0
     finally:
@@ -138,9 +140,11 @@ def _print_new_key(name: str, tenant: str) -> int:
 
     key, digest = new_key()
     KeySettings(name, digest, tenant)  # refuses names that a configuration may not have
-    answer(f"{key}\n")
-    say("The key is shown only once and stored nowhere. Add these lines to the file of --config:\n", sys.stderr)
-    answer(f'[[key]]\nname = "{name}"\ntenant = "{tenant}"\nsha256 = "{digest}"')
+    print_result(f"{key}\n")
+    print_message(
+        "The key is shown only once and stored nowhere. Add these lines to the file of --config:\n", sys.stderr
+    )
+    print_result(f'[[key]]\nname = "{name}"\ntenant = "{tenant}"\nsha256 = "{digest}"')
     return 0
 
 
@@ -152,7 +156,7 @@ def _print_welcome(config: GatewayConfig, port: int, server: GatewayServer) -> N
     workers = f"{server.num_workers} worker{'' if server.num_workers == 1 else 's'}"
     served = f"They serve {', '.join(models)}." if models else "No model is known yet; see /v1/models."
     body = {"model": models[0] if models else "MODEL", "messages": [{"role": "user", "content": _QUESTION}]}
-    say(
+    print_message(
         f"""
 The gateway routes to {workers}. {served} Try:
 

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from stoker.base.errors import ConfigError
-from stoker.base.speech import answer
+from stoker.base.output import print_result
 
 if TYPE_CHECKING:
     from stoker.kv.store.tiers.host.host_memory import HostStore
@@ -43,10 +43,10 @@ def _list() -> int:
 
     stores = host_stores()
     if not stores:
-        answer("There are no named KV stores.")
+        print_result("There are no named KV stores.")
         return 0
     rows = [(one.name, _size(one), "in use" if one.in_use else "unused", str(one.path)) for one in stores]
-    answer(table(("NAME", "RAM", "STATE", "FILE"), rows))
+    print_result(table(("NAME", "RAM", "STATE", "FILE"), rows))
     return 0
 
 
@@ -61,7 +61,7 @@ def _free(name: str, force: bool) -> int:
         raise ConfigError(f"KV store {name!r} is in use: stop its workers first, or give --force")
     remove_host_store(name)
     freed = " and ".join(_size(one) for one in stores)
-    answer(f"Freed {freed} of RAM.")
+    print_result(f"Freed {freed} of RAM.")
     return 0
 
 

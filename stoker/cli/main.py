@@ -17,7 +17,7 @@ from typing import Protocol, cast
 import stoker
 from stoker import cli
 from stoker.base.errors import StokerError
-from stoker.base.speech import say
+from stoker.base.output import print_message
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130  # as a shell reports a process that Ctrl-C ended
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return EXIT_ERROR
         return int(args.run(args))
     except StokerError as error:
-        say(f"stoker: {error.message}", sys.stderr)
+        print_message(f"stoker: {error.message}", sys.stderr)
         return EXIT_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

@@ -20,7 +20,7 @@ from stoker.base.allowance import allow_files
 from stoker.base.config import KvSettings
 from stoker.base.errors import ConfigError
 from stoker.base.flags import add_flags
-from stoker.base.speech import say
+from stoker.base.output import print_message
 from stoker.base.timeline import Timeline
 from stoker.cli.serve_settings import SECTIONS, ServeSettings, for_network, serve_settings
 from stoker.cli.serving import Signals, drained, listen
@@ -190,7 +190,7 @@ async def _run_worker(worker: _Worker, settings: ServeSettings, listener: socket
             return _EXIT_INTERRUPTED
         info = context.service.info
         if warning := small_kv_warning(settings.engine.kv, info.kv_tokens, info.max_model_tokens):
-            say(warning, sys.stderr)
+            print_message(warning, sys.stderr)
         await web.SockSite(worker.runner, listener).start()
         if settings.server.timeline:
             timeline.tell(log)
@@ -204,7 +204,7 @@ async def _run_worker(worker: _Worker, settings: ServeSettings, listener: socket
         leaving = asyncio.create_task(registrar.leave())
         reporter.load_changed()
         if state.num_running:
-            say(f"stoker: finishing {state.num_running} requests; press Ctrl-C again to stop now", sys.stderr)
+            print_message(f"stoker: finishing {state.num_running} requests; press Ctrl-C again to stop now", sys.stderr)
         await signals.first_of(asyncio.create_task(drained(state, settings.server.drain_s)))
         await leaving
         return 0
@@ -253,9 +253,9 @@ def _progress_line() -> Progress:
         part = f" {100 * done // total}%" if total else ""
         if sys.stderr.isatty():
             end = "\n" if total and done >= total else ""
-            say(f"\r\033[K{stage}{part}", sys.stderr, end=end)
+            print_message(f"\r\033[K{stage}{part}", sys.stderr, end=end)
         elif stage != last_stage:
-            say(stage, sys.stderr)
+            print_message(stage, sys.stderr)
         last_stage = stage
 
     return show
@@ -278,7 +278,7 @@ def small_kv_warning(kv: KvSettings, kv_tokens: int, max_model_tokens: int) -> s
 
 def _print_welcome(host: str, port: int, model: str, info: EngineInfo) -> None:
     url = f"http://{join_address(local_host(host), port)}"
-    say(
+    print_message(
         f"""
 Serving {model} on {info.device}. The KV cache holds {info.kv_tokens:,} tokens. Try:
 

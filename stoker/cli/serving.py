@@ -9,7 +9,7 @@ import sys
 from typing import Protocol
 
 from stoker.base.errors import ConfigError
-from stoker.base.speech import say
+from stoker.base.output import print_message
 
 
 class Drainable(Protocol):
@@ -38,7 +38,9 @@ async def drained(server: Drainable, seconds: float) -> None:
     try:
         await asyncio.wait_for(server.wait_idle(), seconds)
     except TimeoutError:
-        say(f"stoker: {server.num_running} requests still run after {seconds:g} s and are aborted", sys.stderr)
+        print_message(
+            f"stoker: {server.num_running} requests still run after {seconds:g} s and are aborted", sys.stderr
+        )
 
 
 class Signals:

@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from stoker.base.output import print_result
 from stoker.base.settings import Declared, declared, tables
-from stoker.base.speech import answer
 
 NAME = "settings"
 HELP = "print the reference of all settings"
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    answer(reference())
+    print_result(reference())
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`stoker status`: the fleets of this machine, or any gateway: parts, roles, health, load, KV tiers, restarts."""
+"""`stoker status`: show the fleets on this machine, or one gateway: processes, health, load, KV tiers, restarts."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 from stoker.base.address import host_of_url
+from stoker.base.output import print_result
 from stoker.base.paths import written_path
-from stoker.base.speech import answer
 
 NAME = "status"
-HELP = "show what runs: parts, health, load, KV tiers, restarts"
-DESCRIPTION = """Show the fleets that `stoker up` runs on this machine, or a gateway anywhere. Exit code 0: all of it is ready;
-1: some of it is not; 3: nothing runs; 2: an error."""
+HELP = "show what runs: processes, health, load, KV tiers, restarts"
+DESCRIPTION = """Show the fleets that `stoker up` runs on this machine, or one gateway with --url. Exit code 0: everything is ready.
+1: something is not ready, or the gateway does not answer. 2: an error. 3: no fleet runs on this machine."""
 
 EXIT_NOT_READY = 1
 EXIT_NOTHING = 3
@@ -23,11 +23,14 @@ EXIT_NOTHING = 3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
-    parser.add_argument("--url", metavar="GATEWAY", help="this gateway only, such as http://10.0.0.7:8000")
+    parser.add_argument("--url", metavar="GATEWAY", help="show only this gateway, for example http://10.0.0.7:8000")
     parser.add_argument(
-        "--admin-token-file", type=written_path, metavar="FILE", help="its admin token, where --url is not ours"
+        "--admin-token-file",
+        type=written_path,
+        metavar="FILE",
+        help="file with the gateway's admin token; needed with --url if `stoker up` did not start it on this machine",
     )
-    parser.add_argument("--json", action="store_true", help="for programs: a list of fleets")
+    parser.add_argument("--json", action="store_true", help="print a JSON list of fleets")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,17 +49,23 @@ def run(args: argparse.Namespace) -> int:
     else:
         statuses = [asyncio.run(look(one.gateway_url, token or _token(one.admin_token_file), one)) for one in fleets]
     if args.json:
-        answer(f"[{','.join(status.as_json().decode() for status in statuses)}]")
+        print_result(f"[{','.join(status.as_json().decode() for status in statuses)}]")
+    elif silent := [status for status in statuses if status.reason and not status.parts]:
+        # Nothing is known but the reason: an empty table would only hide it.
+        print("\n".join(f"stoker: {status.reason}" for status in silent), file=sys.stderr)
     elif statuses:
-        answer("\n\n".join(map(shown, statuses)))
+        print_result("\n\n".join(map(shown, statuses)))
     if not statuses:
-        print("stoker: no fleet runs here. `stoker up` starts one; --url GATEWAY asks one elsewhere", file=sys.stderr)
+        print(
+            "stoker: no fleet runs on this machine. Start one with `stoker up`, or show a gateway elsewhere with --url",
+            file=sys.stderr,
+        )
         return EXIT_NOTHING
     return 0 if all(status.healthy for status in statuses) else EXIT_NOT_READY
 
 
 def _token(path: str) -> str | None:
-    """None if it cannot be read: what `stoker up` wrote down is still worth showing."""
+    """Return the token in a file, or None if it cannot be read: the state that `stoker up` wrote can still be shown."""
     try:
         return Path(path).read_text(encoding="utf-8").strip()
     except OSError:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.base.errors import ConfigError
 from stoker.base.flags import add_flags, as_table, given_flags, refuse_flag
+from stoker.base.output import print_result
 from stoker.base.paths import written_path
 from stoker.base.settings import Declared, declared, from_table, merged, read_toml
-from stoker.base.speech import answer
 from stoker.cli.serve_settings import ROLES, ServeSettings, serve_keys
 
 if TYPE_CHECKING:
@@ -230,11 +230,11 @@ def _check(args: argparse.Namespace, ports: Ports) -> int:
     models = _unresolved(config)
     plan = _plan(config, machine, models, paths, ports, gateway)
     for line in footprint_words(config, models, machine):
-        answer(f"{line}\n")
-    answer(table(("PART", "ROLE", "ADDRESS"), [(part.name, part.role, part.address) for part in plan.parts]))
+        print_result(f"{line}\n")
+    print_result(table(("PART", "ROLE", "ADDRESS"), [(part.name, part.role, part.address) for part in plan.parts]))
     for part in plan.parts:
         changes = "".join(f"{name}={shlex.quote(value)} " for name, value in part.env.items())
-        answer(f"\n{part.name}:\n  {changes}{shlex.join(part.command)}")
+        print_result(f"\n{part.name}:\n  {changes}{shlex.join(part.command)}")
     return 0
 
 

@@ -19,6 +19,7 @@ from stoker.base.config import EngineSettings
 from stoker.base.errors import ModelFilesError
 from stoker.base.ids import RequestId
 from stoker.base.timeline import Timeline
+from stoker.checkpoint.weight_files import WeightReadAhead
 from stoker.engine.gpu_memory import MemoryLine, MemoryTable, WorkingMemory
 from stoker.engine.grammar import Grammars, NoGrammars
 from stoker.engine.loop import Engine
@@ -35,7 +36,6 @@ from stoker.kv.peer.lease_book import LeaseBook
 from stoker.kv.peer.peer_server import PeerServer
 from stoker.kv.store.kv_store import KvStore
 from stoker.models.family import Model, ModelFamily, family_of
-from stoker.models.reader import ReadAhead
 from stoker.models.weights import load, parameter_slices
 from stoker.sched.leases import LeaseTerms
 from stoker.sched.request import GenerateRequest, SamplingParams
@@ -81,7 +81,7 @@ def build_engine(
     random_weights_seed: int | None = None,
     progress: Progress = lambda stage, done, total: None,
     timeline: Timeline | None = None,
-    ahead: ReadAhead | None = None,
+    ahead: WeightReadAhead | None = None,
     wake: Callable[[], None] = lambda: None,
 ) -> BuiltEngine:
     """Load the model, allocate the KV cache and return a ready engine.
@@ -171,7 +171,7 @@ def _load_model(
     folder: Path,
     random_weights_seed: int | None,
     progress: Progress,
-    ahead: ReadAhead | None,
+    ahead: WeightReadAhead | None,
 ) -> tuple[Model, int]:
     """Return the model, with its weights in the layout of the kernels, and the size of the weights in bytes."""
     model = _build_model(family, resolved)

@@ -94,7 +94,7 @@ class Engine:
     def step(self) -> TokenChunks:
         """Launch one plan, if there is anything to compute, and commit the results that are due."""
         now = self._clock.now()
-        for result in self._store.take_filled():
+        for result in self._store.take_finished_loads():
             self._scheduler.finish_load(result)
         self._chunks.extend(self._scheduler.expire(now))
         plan = self._scheduler.plan()
@@ -122,7 +122,7 @@ class Engine:
     def _launch(self, plan: StepPlan) -> None:
         self._launched.append(self._runner.launch(plan))
         for load in plan.loads:
-            self._store.start(load)
+            self._store.start_load(load)
 
     def _commit(self, max_launched: int) -> int:
         """Wait for the oldest steps until at most `max_launched` are in flight. Return how many were committed."""

@@ -1,4 +1,4 @@
-"""Settings -> the KvStore of this engine: the tiers that they ask for, in order, and the way to other workers."""
+"""Build the engine's KvStore from its settings: the tiers, nearest first, and the client that pulls from other workers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from stoker.base.ids import BlockKey
 from stoker.kv.blocks.transfer import KvIdentity
 from stoker.kv.device.device_kv import DeviceKv
 from stoker.kv.peer.peer_client import PeerClient
-from stoker.kv.store.block_io import ROOM_BYTES, block_io
+from stoker.kv.store.block_io import block_io
+from stoker.kv.store.buffer_pool import HEADROOM_BYTES
 from stoker.kv.store.kv_store import KvStore, StoreContext, TierEvent
-from stoker.kv.store.tier_use import TierUse
-from stoker.kv.store.tiers.tier import TIERS, TierContext
-
-_CHAIN = ("host", "disk", "mooncake")  # the nearest first; others come after them
+from stoker.kv.store.measured_tier import MeasuredTier
+from stoker.kv.store.tiers.tier import TierContext, build_tier, check_tier_names, tier_names
 
 
 def build_store(
@@ -29,22 +28,25 @@ def build_store(
 ) -> KvStore:
     layout = kv.layout
     events: deque[TierEvent] = deque()
-    uses: dict[str, TierUse] = {}
+    tiers: dict[str, MeasuredTier] = {}
 
-    def lost(name: str, keys: Sequence[BlockKey]) -> None:
+    def on_evicted(name: str, keys: Sequence[BlockKey]) -> None:
         events.append(TierEvent(name, removed=tuple(keys)))
         wake()
 
-    def forgotten(name: str, keys: Sequence[BlockKey]) -> None:
-        store.offer_again(uses[name], keys)
+    def on_forgotten(name: str, keys: Sequence[BlockKey]) -> None:
+        store.offer_again(tiers[name], keys)
 
-    for name in sorted(TIERS, key=lambda name: (_CHAIN.index(name) if name in _CHAIN else len(_CHAIN), name)):
-        context = TierContext(fingerprint, layout, partial(lost, name), partial(forgotten, name), ROOM_BYTES)
-        tier = TIERS.get(name)(settings.store, context)
+    check_tier_names(settings.store)
+    for name in tier_names():
+        context = TierContext(
+            fingerprint, layout, partial(on_evicted, name), partial(on_forgotten, name), HEADROOM_BYTES
+        )
+        tier = build_tier(name, settings.store, context)
         if tier is not None:
-            uses[name] = TierUse(name, tier)
+            tiers[name] = MeasuredTier(name, tier)
     store = KvStore(
-        list(uses.values()),
+        list(tiers.values()),
         PeerClient(kv, identity, settings.handoff),
         block_io(kv),
         StoreContext(

@@ -1,1 +1,1 @@
-"""Who is there, how well, how loaded, and who holds which blocks. Pure: no I/O, the time is an argument."""
+"""The live workers: their health, load and speed, and which KV blocks each holds. Does no I/O; the time is an argument."""

@@ -1,15 +1,20 @@
-"""Health of one worker: may it get requests now, and how large a share of what a settled worker would get?
+"""Health of one worker: whether it may get requests now, and its share of the work during slow start.
 
-Three sources are joined. Probes say *live* (its process answers) and *ready* (it would take work). Requests that went
-wrong say what probes do not: a circuit breaker opens after `failures_to_open` failures in a row (at once when the
-worker could not even be connected to), lets one trial request through after a back-off that doubles each time, and
-closes when a trial brings its first token; until an answer has come to its end, one more failure opens it again. An
-answer that is not streamed brings nothing until its end, which may be minutes away: such a trial is also passed when it
-has not failed for `trial_s`, unless it was just such silence that opened the breaker. A worker that probes have seen to go
-and to come back needs no trial. An operator may drain a worker. One that comes back is warmed up: its share of the work
-rises from `slow_start_share` to 1 over `slow_start_s`, so that a cold cache is not met by a full queue.
+Health combines three sources:
 
-There is no jitter: the same calls give the same states, in tests, in the simulator and in two gateways.
+- **Probes** report *live* (the process answers) and *ready* (it accepts work).
+- **Failed requests** drive a circuit breaker. It opens after `failures_to_open` consecutive failures, or at once when
+  the connection is refused. After a backoff, which doubles each time, it lets one trial request through. The first token
+  of the trial closes the breaker. The worker is then on probation: until a response completes, one more failure opens
+  the breaker again. A response that is not streamed sends nothing until its end, which may take minutes. Such a trial
+  also passes when it has not failed after `trial_s`, unless timeouts opened the breaker. A worker that probes saw go
+  down and come back needs no trial.
+- **The operator** may drain a worker.
+
+A worker that comes back starts slowly: its share of the work rises from `slow_start_share` to 1 over `slow_start_s`, so
+that it does not get a full queue while its cache is cold.
+
+There is no jitter. The same calls give the same states in tests, in simulations and in two gateways.
 """
 
 from __future__ import annotations
@@ -19,6 +24,8 @@ from enum import StrEnum
 
 
 class Breaker(StrEnum):
+    """States of a circuit breaker."""
+
     CLOSED = "closed"
     OPEN = "open"
     HALF_OPEN = "half_open"
@@ -26,28 +33,31 @@ class Breaker(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HealthSettings:
-    failures_to_open: int = 3
-    open_s: float = 1.0  # the first back-off
-    max_open_s: float = 30.0
-    trial_s: float = 10.0  # a trial that says nothing for so long is not waited for
-    busy_s: float = 0.5  # a worker that refused for load is passed over for so long, if there are others
-    slow_start_s: float = 10.0
-    slow_start_share: float = 0.1
+    """Settings of the circuit breaker and of the slow start."""
+
+    failures_to_open: int = 3  # consecutive failures that open the circuit breaker
+    open_s: float = 1.0  # first backoff; it doubles with each failed trial
+    max_open_s: float = 30.0  # longest backoff
+    trial_s: float = 10.0  # how long to wait for the outcome of a trial request
+    busy_s: float = 0.5  # how long a worker that refused a request for load is avoided, if others are free
+    slow_start_s: float = 10.0  # length of the slow start
+    slow_start_share: float = 0.1  # share of the work at the beginning of the slow start
 
 
-_CLOSED = Breaker.CLOSED  # an enum's member is found slowly, and every request asks twice
+_CLOSED = Breaker.CLOSED  # looking up an enum member is slow, and each request does it twice
 
-# Failures that say the worker is not there at all, that it is there and says nothing, and those that say nothing about its
-# health.
-_GONE = frozenset({"connect"})
+# Kinds of failure: the worker cannot be reached; it is reached but does not respond; it is healthy but overloaded.
+_UNREACHABLE = frozenset({"connect"})
 _SILENT = frozenset({"timeout"})
 _BUSY = frozenset({"busy"})
 
 
-class Health:
+class WorkerHealth:
+    """Tracks one worker's health from probes, request outcomes and draining. See the module docstring."""
+
     def __init__(self, settings: HealthSettings, now: float, *, warm: bool = True) -> None:
         self._settings = settings
-        self._live = True  # innocent until probed: the first request must not wait for the first probe
+        self._live = True  # assumed until the first probe, so that the first request need not wait for it
         self._ready = True
         self._draining = False
         self._breaker = Breaker.CLOSED
@@ -57,7 +67,7 @@ class Health:
         self._retry_at = 0.0
         self._trial_until: float | None = None
         self._busy_until = now
-        self._warm_from = now - settings.slow_start_s if warm else now
+        self._slow_start_at = now - settings.slow_start_s if warm else now
 
     @property
     def draining(self) -> bool:
@@ -82,15 +92,15 @@ class Health:
         return now < self._busy_until
 
     def share(self, now: float) -> float:
-        """In (0, 1]: how fast the worker is to be thought of, against its settled self."""
+        """Return the worker's share of its full speed, in (0, 1]; below 1 during slow start."""
         settings = self._settings
         if settings.slow_start_s <= 0:
             return 1.0
-        done = (now - self._warm_from) / settings.slow_start_s
+        done = (now - self._slow_start_at) / settings.slow_start_s
         return 1.0 if done >= 1 else settings.slow_start_share + (1 - settings.slow_start_share) * max(0.0, done)
 
     def usable_at(self, now: float) -> float | None:
-        """When it will be usable if nothing more is heard of it; None: only news can help."""
+        """Return when the worker becomes usable by itself, or None if that needs a probe or the operator."""
         if not (self._live and self._ready) or self._draining:
             return None
         if self.usable(now):
@@ -98,10 +108,10 @@ class Health:
         return self._retry_at if self.breaker(now) is Breaker.OPEN else self._trial_until
 
     def changes_at(self, now: float) -> float:
-        """Until then, `usable`, `busy` and `share` stay as they are, unless something is heard; inf: for good."""
+        """Return the time until which `usable`, `busy` and `share` stay the same without new observations (or inf)."""
         times = [self._busy_until, self._retry_at if self._breaker is Breaker.OPEN else 0.0, self._trial_until or 0.0]
-        if now < self._warm_from + self._settings.slow_start_s:
-            times.append(now + self._settings.slow_start_s / 50)  # the ramp, in steps
+        if now < self._slow_start_at + self._settings.slow_start_s:
+            times.append(now + self._settings.slow_start_s / 50)  # the slow start rises in 50 steps
         return min((time for time in times if time > now), default=float("inf"))
 
     def saw_probe(self, live: bool, ready: bool, now: float) -> None:
@@ -110,26 +120,30 @@ class Health:
         if not (live and ready):
             return
         if not was_up:
-            self._warm_from = now
+            self._slow_start_at = now
         if self._breaker is not Breaker.OPEN:
             return
-        # It went, and came back: a process or an engine like any that is new, of which nothing is known. It could not be
-        # connected to, and now it answers: try it at once. One that answers probes but fails requests gains nothing by them.
+        # A worker that went down and came back is a new process: its old failures say nothing about it.
+        # A worker that refused connections and now answers is tried at once.
+        # A worker that answered all probes while it failed requests must wait for its backoff.
         if not was_up:
-            self._trust(now)
-        elif self._opened_by in _GONE:
+            self._close_on_probation(now)
+        elif self._opened_by in _UNREACHABLE:
             self._retry_at = min(self._retry_at, now)
 
     def saw_first_token(self, now: float) -> bool:
-        """Whether that changed anything. A trial need not be waited for to its end, which may be minutes away; but a worker
-        may die in the middle of every answer, so nothing is forgiven yet."""
+        """Record a first token, and return whether the state changed.
+
+        A trial passes with its first token, because its end may be minutes away. The worker stays on probation, because
+        it may fail in the middle of every response.
+        """
         if self._breaker is _CLOSED:
             return False
-        self._trust(now)
+        self._close_on_probation(now)
         return True
 
     def saw_success(self, now: float) -> bool:
-        """An answer came to its end. Whether that changed anything."""
+        """Record a completed response, and return whether the state changed."""
         self._failures, self._open_s = 0, self._settings.open_s
         if self._breaker is _CLOSED:
             return False
@@ -142,38 +156,40 @@ class Health:
             self._trial_until = None
             return
         if self._breaker is Breaker.OPEN:
-            if now >= self._retry_at:  # the trial, or one of its kind, failed
+            if now >= self._retry_at:  # a trial request failed
                 self._open_s = min(2 * self._open_s, self._settings.max_open_s)
                 self._open(kind, now)
             return
         self._failures += 1
-        if kind in _GONE or self._failures >= self._settings.failures_to_open:
+        if kind in _UNREACHABLE or self._failures >= self._settings.failures_to_open:
             self._open(kind, now)
 
     def begin_request(self, now: float) -> bool:
-        """The router sends a request there. Whether that changed anything: a trial is under way from now on, or the one
-        before has passed."""
+        """Record that a request is sent to the worker, and return whether the state changed.
+
+        The state changes when this request starts a trial, or when the previous trial has passed by now.
+        """
         if self._breaker is _CLOSED:
             return False
         if self._trial_until is not None and now >= self._trial_until and self._opened_by not in _SILENT:
-            self._trust(now)
+            self._close_on_probation(now)
         else:
             self._trial_until = now + self._settings.trial_s
         return True
 
     def drain(self, on: bool, now: float) -> None:
         if self._draining and not on:
-            self._warm_from = now
+            self._slow_start_at = now
         self._draining = on
 
-    def _trust(self, now: float) -> None:
-        """On probation: one more failure opens it again, for longer."""
+    def _close_on_probation(self, now: float) -> None:
+        """Close the breaker on probation: one more failure opens it again, with a longer backoff."""
         self._close(now)
         self._failures = self._settings.failures_to_open - 1
         self._open_s = min(2 * self._open_s, self._settings.max_open_s)
 
     def _close(self, now: float) -> None:
-        self._breaker, self._trial_until, self._warm_from = Breaker.CLOSED, None, now
+        self._breaker, self._trial_until, self._slow_start_at = Breaker.CLOSED, None, now
 
     def _open(self, kind: str, now: float) -> None:
         self._breaker, self._opened_by = Breaker.OPEN, kind

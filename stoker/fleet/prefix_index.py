@@ -1,16 +1,21 @@
-"""PrefixIndex: which worker holds which blocks, and in which tier. One index for each space of keys (a model's).
+"""PrefixIndex: which worker holds which KV blocks, and in which tier. There is one index per model.
 
-A key names a block and all before it, so a map from key to the set of its holders is all that is needed: a
-conversation's leading blocks are walked down while anybody still has them. Sets are bit masks, a bit for each worker.
+A key identifies a block together with all blocks before it. So a map from each key to the set of its holders is enough:
+a lookup walks the conversation's keys from the first one while any worker still has the block. A set of holders is a bit
+mask with one bit per worker.
 
-Two kinds of workers. Those with KV events tell what they store and remove, and the index is exact: a block removed out of
-the middle ends the match there. What was routed to them is believed for `expected_s` and then dropped unless an
-event confirmed it. Of those without events, what was routed to them is assumed to be there, least recently used
-blocks first out beyond the worker's capacity.
+There are two kinds of workers:
 
-Workers may share a store: what one of them says of a shared medium is the store's, counts once, and counts for all of them.
+- Workers with KV events report what they store and remove, so the index is exact. A block that was removed from the
+  middle ends the match there. Blocks of a routed request are assumed to be stored for `expected_s`, and dropped then
+  unless an event has confirmed them.
+- For workers without KV events, the blocks of every routed request are assumed to be stored. Beyond the worker's
+  capacity, the least recently used blocks are assumed to be evicted.
 
-Memory is bounded: beyond `max_entries` (block, holder) pairs, the fullest holder's oldest blocks are forgotten.
+Workers may share a store. What one of them reports about a shared medium belongs to the store: it is counted once, and
+all workers of the store are credited with it.
+
+Memory is bounded: beyond `max_entries` (block, holder) pairs, the oldest blocks of the fullest holder are dropped.
 """
 
 from __future__ import annotations
@@ -25,15 +30,15 @@ from stoker.base.ids import WorkerId
 Key = int | bytes
 
 _DEVICE, _HOST, _DISK = range(3)
-_TIERS = {"GPU": _DEVICE, "CPU": _HOST, "CPU_PINNED": _HOST}  # every other medium is slower than these: the disk's tier
-_BATCH = 64  # forgotten at a time, at least: the front of a dict is slow to reach, the slower the larger the dict was
-_BATCH_SHARE = 512  # and of a large dict so small a part
-_LATELY = 16_384  # blocks: of what came and went before that many, half is remembered
+_TIERS = {"GPU": _DEVICE, "CPU": _HOST, "CPU_PINNED": _HOST}  # any other medium counts as disk
+_BATCH = 64  # smallest number of blocks to drop at once: reaching the front of a large dict is slow
+_BATCH_SHARE = 512  # from a large dict, drop at least 1/512 of it
+_RECENT_BLOCKS = 16_384  # after this number of stored blocks, the counts of stored and evicted blocks are halved
 
 
 @dataclass(slots=True)
 class Match:
-    """A conversation's leading blocks on one worker; each tier counts what follows those of the tiers above it."""
+    """How many leading blocks of a conversation one worker holds. Each tier counts only blocks not in a faster tier."""
 
     device_blocks: int = 0
     host_blocks: int = 0
@@ -52,40 +57,42 @@ class _Expected:
 
 @dataclass(slots=True, eq=False)
 class _Holder:
-    """A worker, or a store that `members` (bits) share."""
+    """A worker, or a store that several workers share."""
 
     bit: int
-    members: int = 0
-    stores: dict[str, _Holder] = field(default_factory=dict)  # a worker's, by medium
+    members: int = 0  # for a store: the bits of its workers
+    stores: dict[str, _Holder] = field(default_factory=dict)  # for a worker: its shared stores by medium
     capacity_blocks: int | None = None
     has_events: bool = False
-    # By tier: key -> whether an event said so; the least recently used first.
+    # For each tier: key -> whether an event has confirmed it, least recently used first.
     held: tuple[dict[Key, bool], ...] = field(default_factory=lambda: ({}, {}, {}))
     expected: deque[_Expected] = field(default_factory=deque)
 
 
 class PrefixIndex:
+    """The blocks of all workers of one model. See the module docstring."""
+
     def __init__(self, max_entries: int = 2_000_000, expected_s: float = 30.0) -> None:
         self._max_entries = max_entries
         self._expected_s = expected_s
         self._holders: dict[WorkerId, _Holder] = {}
         self._stores: dict[str, _Holder] = {}
-        self._ids: dict[int, WorkerId] = {}  # by bit
+        self._ids: dict[int, WorkerId] = {}  # worker by bit
         self._masks: tuple[dict[Key, int], ...] = ({}, {}, {})
         self._branches: dict[Key, int] = {}
-        self._all = 0  # every worker's bit
-        self._taken = 0  # and every store's
+        self._all = 0  # the bits of all workers
+        self._taken = 0  # the bits of all workers and stores
         self._num_entries = 0
-        self._came = self._evicted = 0  # blocks, lately, of those workers whose evictions we know of
+        self._stored_blocks = self._evicted_blocks = 0  # recent blocks on workers whose evictions are known
 
     def __len__(self) -> int:
-        """(block, holder) pairs, of all tiers."""
+        """Return the number of (block, holder) pairs in all tiers."""
         return self._num_entries
 
     # ---- reading
 
     def match(self, keys: Sequence[Key]) -> dict[WorkerId, Match]:
-        """Every worker with at least the first block, in whatever tier, its stores' among them."""
+        """Return a Match for every worker that has at least the first block, in its own tiers or in a shared store."""
         if not keys:
             return {}
         ids, (device_masks, host_masks, disk_masks) = self._ids, self._masks
@@ -102,7 +109,7 @@ class PrefixIndex:
         return found
 
     def _walk(self, keys: Sequence[Key], masks: dict[Key, int], below: Sequence[dict[Key, int]]) -> dict[int, int]:
-        """By worker's bit: the leading blocks that it has in any of these tiers, if there are any."""
+        """Return, by worker bit, the number of leading blocks that the worker has in any of these tiers, if not zero."""
         left, count, found = self._all, 0, {}
         stores = list(self._stores.values()) if below else ()
         holders_of = masks.get
@@ -130,19 +137,25 @@ class PrefixIndex:
         return found
 
     def branches(self, key: Key) -> int:
-        """How many ways conversations were seen to go on after this block: 0 at a conversation's end, 1 within one, more
-        at the end of what several have in common, such as a system prompt."""
+        """Return how many different blocks have followed this one.
+
+        It is 0 at the end of a conversation, 1 inside one, and more at the end of a prefix that several conversations
+        share, such as a system prompt.
+        """
         return self._branches.get(key, 0)
 
     @property
     def evicting(self) -> float:
-        """0..1: of the blocks that came lately, how many pushed another one out. Caches of which nobody tells are taken to be
-        full."""
-        return self._evicted / self._came if self._came else 1.0
+        """Return the fraction of recently stored blocks that evicted another one, 0 to 1.
+
+        Caches whose evictions are not known are assumed to be full: the result is then 1.
+        """
+        return self._evicted_blocks / self._stored_blocks if self._stored_blocks else 1.0
 
     # ---- events
 
     def stored(self, worker_id: WorkerId, keys: Iterable[Key], medium: str = "GPU") -> None:
+        """Record that the worker stored these blocks."""
         holder = self._holder(worker_id)
         holder.has_events = True
         holder = holder.stores.get(medium, holder)
@@ -154,16 +167,17 @@ class PrefixIndex:
                 masks[key] = masks.get(key, 0) | holder.bit
                 self._num_entries += 1
             held[key] = True
-        self._note_came(self._num_entries - before)
+        self._note_stored(self._num_entries - before)
         self._bound()
 
     def removed(self, worker_id: WorkerId, keys: Iterable[Key], medium: str = "GPU") -> None:
+        """Record that the worker removed these blocks."""
         holder = self._holders.get(worker_id)
         if holder is not None:
             self._evict(holder.stores.get(medium, holder), _TIERS.get(medium, _DISK), keys)
 
     def cleared(self, worker_id: WorkerId) -> None:
-        """The worker has nothing any more, in no tier. What it shares with others is still theirs."""
+        """Record that the worker lost all its blocks in all tiers. Stores that it shares with others keep theirs."""
         holder = self._holders.get(worker_id)
         if holder is not None:
             self._empty(holder)
@@ -172,7 +186,7 @@ class PrefixIndex:
                     self._empty(store)
 
     def share(self, worker_id: WorkerId, stores: Mapping[str, str]) -> None:
-        """From now on the worker's blocks in each of these media are those of the store named."""
+        """Set the worker's shared stores: for each medium, the name of the store that holds its blocks from now on."""
         holder = self._holder(worker_id)
         left, holder.stores = holder.stores, {}
         for medium, name in stores.items():
@@ -183,9 +197,10 @@ class PrefixIndex:
             holder.stores[medium] = store
         self._leave(holder, left.values())
 
-    # ---- our own routing
+    # ---- routed requests
 
     def routed(self, worker_id: WorkerId, keys: Sequence[Key], now: float) -> None:
+        """Record that a request with these blocks was sent to the worker, which will store them."""
         holder = self._holder(worker_id)
         held, masks, bit = holder.held[_DEVICE], self._masks[_DEVICE], holder.bit
         if holder.expected:
@@ -197,7 +212,7 @@ class PrefixIndex:
             if new:
                 holder.expected.append(_Expected(now + self._expected_s, new))
         else:
-            new = [key for key in keys if held.pop(key, None) is None]  # popped: they go to the young end
+            new = [key for key in keys if held.pop(key, None) is None]  # removed here, added at the recent end below
         fresh = 0
         for key in new:
             holders = masks.get(key, 0)
@@ -208,20 +223,23 @@ class PrefixIndex:
             self._note_branch(keys, len(keys) - fresh)
         if holder.has_events:
             held.update(dict.fromkeys(new, False))
-            self._note_came(len(new))
+            self._note_stored(len(new))
             return
-        held.update(dict.fromkeys(reversed(keys), False))  # a conversation's end is less often shared than its start
+        held.update(
+            dict.fromkeys(reversed(keys), False)
+        )  # the end of a conversation is shared less often than its start, so it is evicted first
         if holder.capacity_blocks is not None:
-            self._note_came(len(new))
+            self._note_stored(len(new))
             if len(held) > holder.capacity_blocks:
                 self._evict(holder, _DEVICE, _oldest(held, len(held) - holder.capacity_blocks))
         self._bound()
 
     def set_capacity(self, worker_id: WorkerId, blocks: int | None) -> None:
+        """Set how many blocks the GPU of a worker without KV events holds; None: unlimited."""
         self._holder(worker_id).capacity_blocks = blocks
 
     def forget(self, worker_id: WorkerId) -> None:
-        """The worker has left the fleet."""
+        """Drop a worker that has left the fleet."""
         holder = self._holders.pop(worker_id, None)
         if holder is not None:
             self._empty(holder)
@@ -231,10 +249,10 @@ class PrefixIndex:
             self._all ^= holder.bit
             self._taken ^= holder.bit
 
-    # ---- inside
+    # ---- internal
 
     def _note_branch(self, keys: Sequence[Key], start: int) -> None:
-        """Nobody had the blocks from `start` on: a conversation begins there, or goes on."""
+        """Count a new branch: no worker had the blocks from `start` on, so a conversation begins or continues there."""
         branches = self._branches
         if start:
             branches[keys[start - 1]] = branches.get(keys[start - 1], 0) + 1
@@ -254,7 +272,7 @@ class PrefixIndex:
         return bit
 
     def _leave(self, holder: _Holder, stores: Iterable[_Holder]) -> None:
-        """A store that nobody reads any more is forgotten: nobody tells what becomes of it."""
+        """Remove the worker from these stores, and drop stores without workers: no worker reports their contents."""
         for store in stores:
             if store not in holder.stores.values():
                 store.members &= ~holder.bit
@@ -268,16 +286,16 @@ class PrefixIndex:
             self._drop(holder, tier, list(held))
         holder.expected.clear()
 
-    def _note_came(self, num_blocks: int) -> None:
-        self._came += num_blocks
-        if self._came > _LATELY:
-            self._came //= 2
-            self._evicted //= 2
+    def _note_stored(self, num_blocks: int) -> None:
+        self._stored_blocks += num_blocks
+        if self._stored_blocks > _RECENT_BLOCKS:
+            self._stored_blocks //= 2
+            self._evicted_blocks //= 2
 
     def _evict(self, holder: _Holder, tier: int, keys: Iterable[Key]) -> None:
         before = self._num_entries
         self._drop(holder, tier, keys)
-        self._evicted = min(self._came, self._evicted + before - self._num_entries)
+        self._evicted_blocks = min(self._stored_blocks, self._evicted_blocks + before - self._num_entries)
 
     def _drop(self, holder: _Holder, tier: int, keys: Iterable[Key]) -> None:
         held, masks, bit = holder.held[tier], self._masks[tier], holder.bit
@@ -308,5 +326,5 @@ class PrefixIndex:
 
 
 def _oldest(held: dict[Key, bool], least: int) -> list[Key]:
-    """So many, and some besides: the next that come need not ask again."""
+    """Return the oldest `least` keys and some more, so that the next insertions need not search again."""
     return list(islice(held, least + max(_BATCH, len(held) // _BATCH_SHARE)))

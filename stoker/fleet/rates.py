@@ -1,4 +1,4 @@
-"""How fast a worker is: prefill tokens a second and seconds a decode step, measured, smoothed, or the fleet's average."""
+"""The measured speed of one worker: prefill tokens per second, and seconds per decode step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from math import exp
 
 @dataclass(slots=True, eq=False)
 class Smoothed:
-    """An average that forgets: a sample counts by its own weight, and half as much after `half_life` more of it."""
+    """A weighted moving average. A sample's influence halves after `half_life` more weight has been added."""
 
     half_life: float
     total: float = 0.0
@@ -25,10 +25,10 @@ class Smoothed:
 
 
 class Rates:
-    """A worker's own report beats what we measured from outside; that beats nothing."""
+    """A worker's rates. A rate that the worker reports itself takes precedence over one measured by the gateway."""
 
     def __init__(self) -> None:
-        self._measured = Smoothed(half_life=10.0)  # tokens over seconds of prefill
+        self._measured = Smoothed(half_life=10.0)  # tokens, weighted by seconds of prefill
         self._reported: float | None = None
         self.prefill_tokens_per_s: float | None = None
         self.step_s: float | None = None
@@ -36,12 +36,12 @@ class Rates:
     def measured(self, tokens: int, seconds: float) -> None:
         if tokens > 0 and seconds > 0:
             self._measured.add(tokens, seconds)
-            self._settle()
+            self._update()
 
     def reported(self, prefill_tokens_per_s: float | None, step_s: float | None) -> None:
         self._reported = prefill_tokens_per_s or self._reported
         self.step_s = step_s or self.step_s
-        self._settle()
+        self._update()
 
-    def _settle(self) -> None:
+    def _update(self) -> None:
         self.prefill_tokens_per_s = self._reported or self._measured.value

@@ -1,5 +1,4 @@
-"""What is known of a worker from outside: where it is and what it is for (WorkerSpec), and what it last said of its
-load (WorkerLoad)."""
+"""What the gateway is told about a worker: its address and role (WorkerSpec), and its latest load (LoadReport)."""
 
 from __future__ import annotations
 
@@ -19,33 +18,35 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
+    """A worker's address, role and capabilities, from the configuration or from its registration."""
+
     worker_id: WorkerId
     url: str
     role: Role = Role.UNIFIED
     dialect: str = "stoker"
-    models: tuple[str, ...] = ()  # empty: whatever its /v1/models says
+    models: tuple[str, ...] = ()  # empty: use the names that its /v1/models returns
     cluster: str = "default"
-    weight: float = 1.0  # how much work it takes against a worker of weight 1
+    weight: float = 1.0  # share of the work, relative to a worker of weight 1
     labels: Mapping[str, str] = field(default_factory=dict)
     events_url: str | None = None
     replay_url: str | None = None
     bootstrap_port: int | None = None
-    decodes_alone: bool = True  # a decode worker that can compute prompts itself; some kinds cannot
-    from_config: bool = True  # else it registered itself, and is forgotten when its heartbeats end
+    decodes_alone: bool = True  # whether a decode worker can also prefill; some engines cannot
+    from_config: bool = True  # False: it registered itself, and is removed when its heartbeats stop
 
     def __post_init__(self) -> None:
         if not self.weight > 0:
-            raise ConfigError(f"worker {self.worker_id}: weight={self.weight}: it must be above zero")
+            raise ConfigError(f"worker {self.worker_id}: weight={self.weight} must be greater than zero")
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerLoad:
-    """A worker's own word about itself: a load report, or what its metrics page says."""
+class LoadReport:
+    """The load that a worker reports about itself, by KV events or on its metrics page."""
 
     waiting_tokens: int = 0
     waiting_sequences: int = 0
     running_sequences: int = 0
-    kv_used: float = 0.0  # share of the KV blocks that running sequences hold, 0..1
+    kv_used: float = 0.0  # fraction of the KV blocks held by running sequences, 0 to 1
     num_blocks: int | None = None
     block_tokens: int | None = None
     prefill_tokens_per_s: float | None = None

@@ -17,7 +17,7 @@ from stoker.base.errors import ConfigError, InvalidRequest, NotFound
 from stoker.base.ids import WorkerId
 from stoker.base.log import EventLog
 from stoker.fleet.fleet import Fleet, Member
-from stoker.fleet.ledger import Ledger
+from stoker.fleet.load_book import LoadBook
 from stoker.fleet.spec import WorkerSpec
 from stoker.gateway.admission.admission import Admission
 from stoker.gateway.admission.api_keys import AdminToken
@@ -60,7 +60,7 @@ class AdminView:
     """What can be looked at. Each entry is asked when somebody looks."""
 
     fleet: Fleet
-    ledger: Ledger
+    load_book: LoadBook
     router: Router
     admission: Admission
     workers: Workers
@@ -120,7 +120,7 @@ class Admin:
         """All zero when nothing is under way; anything else then is a leak."""
         admission = self._view.admission
         return {
-            "reserved": asdict(self._view.ledger.totals()),
+            "reserved": asdict(self._view.load_book.totals()),
             "admitted": {"requests": admission.num_in_flight, "prefill_tokens": admission.tokens_in_flight},
             "waiting": admission.num_waiting,
         }
@@ -181,7 +181,7 @@ class Admin:
 
     def _describe(self, member: Member, now: float) -> dict[str, Any]:
         spec, health = member.spec, member.health
-        load = self._view.ledger.load(member.worker_id, now, self._view.fleet.prefill_rate(member))
+        load = self._view.load_book.load(member.worker_id, now, self._view.fleet.prefill_rate(member))
         return {
             "worker": member.worker_id,
             "url": spec.url,

@@ -19,7 +19,7 @@ from stoker.base.allowance import allow_files
 from stoker.base.errors import ConfigError, Overloaded
 from stoker.base.log import EventLog
 from stoker.fleet.fleet import Fleet, Member
-from stoker.fleet.ledger import Ledger, Load
+from stoker.fleet.load_book import LoadBook, WorkerLoad
 from stoker.gateway.admin import Admin, AdminView
 from stoker.gateway.admission.admission import Admission
 from stoker.gateway.admission.api_keys import AdminToken, Keys
@@ -110,8 +110,8 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     secret = read_secret(config.secret_file, "secret_file")
     tls = _tls(config.listen)
     keys = Keys(config.key, config.tenant)
-    fleet, ledger, indexes = Fleet(), Ledger(), PrefixIndexes(config.routing.index_blocks)
-    router = Router(fleet, ledger, indexes, settings=config.routing)
+    fleet, load_book, indexes = Fleet(), LoadBook(), PrefixIndexes(config.routing.index_blocks)
+    router = Router(fleet, load_book, indexes, settings=config.routing)
     metrics, state = GatewayMetrics(), GatewayState()
     api_keys = _api_keys(config)
     upstreams = Upstreams(api_keys=api_keys)
@@ -129,7 +129,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     notes = HandoffNotes(watchers.info, secret)
     tools = Tools(fleet, upstreams, config.proxy, metrics, Cleanups(), clock, notes)
     proxy = Proxy(router, tools, resume_grace_s=config.proxy.resume_grace_s, debug_routes=config.routing.debug_routes)
-    workers = Workers(fleet, ledger, watchers, upstreams, clock)
+    workers = Workers(fleet, load_book, watchers, upstreams, clock)
     ledger_path = config.meter.ledger
     meter = NoMeter() if ledger_path is None else Meter(ledger_path, config.meter, PriceList(config.price))
     request_log = RequestLog() if config.log_requests else NoRequestLog()
@@ -152,7 +152,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
             "ledger_pending_rows": meter.pending,
         }
 
-    view = AdminView(fleet, ledger, router, admission, workers, clock, status)
+    view = AdminView(fleet, load_book, router, admission, workers, clock, status)
     gateway = Gateway(
         Parts(
             fleet=fleet,
@@ -176,7 +176,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         max_body_bytes=int(config.listen.max_body_mib * (1 << 20)), max_connections=config.listen.max_connections
     )
     server = Server(gateway.handle, limits, on_bad=gateway.saw_bad_request)
-    _add_gauges(metrics, fleet, ledger, indexes, admission, meter, server, state)
+    _add_gauges(metrics, fleet, load_book, indexes, admission, meter, server, state)
     return GatewayServer(config, server, state, fleet, workers, proxy, key_makers, meter, request_log, tracing, tls)
 
 
@@ -208,7 +208,7 @@ def _api_keys(config: GatewayConfig) -> dict[str, str]:
 def _add_gauges(
     metrics: GatewayMetrics,
     fleet: Fleet,
-    ledger: Ledger,
+    load_book: LoadBook,
     indexes: PrefixIndexes,
     admission: Admission,
     meter: Meter | NoMeter,
@@ -222,9 +222,9 @@ def _add_gauges(
     def usable(member: Member, now: float) -> float:
         return member.health.usable(now)
 
-    def load(member: Member, now: float) -> Load:
-        # With its rate: the ledger's estimate of a prompt's progress moves with every look at it.
-        return ledger.load(member.worker_id, now, fleet.prefill_rate(member))
+    def load(member: Member, now: float) -> WorkerLoad:
+        # With its rate: the load book's estimate of a prompt's progress moves with every look at it.
+        return load_book.load(member.worker_id, now, fleet.prefill_rate(member))
 
     name = "stoker_gateway_{}".format
     metrics.gauge(name("running_requests"), "Requests being answered", lambda: state.num_running)

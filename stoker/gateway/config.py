@@ -15,7 +15,7 @@ from stoker.base.errors import ConfigError
 from stoker.base.settings import check_settings, from_table, merged, put, read_toml, required, setting
 from stoker.fleet.spec import WorkerSpec
 from stoker.gateway.worker_option import WorkerSettings, worker_spec
-from stoker.routing.policy import RouterSettings
+from stoker.routing.settings import RouterSettings
 
 _NAME = r"[A-Za-z0-9._@-]{1,64}"
 _NAME_EXPECTED = "up to 64 letters, digits, '.', '_', '@' and '-'"

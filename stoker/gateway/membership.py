@@ -11,7 +11,7 @@ from dataclasses import replace
 from stoker.base.ids import WorkerId
 from stoker.base.log import EventLog
 from stoker.fleet.fleet import Fleet
-from stoker.fleet.ledger import Ledger
+from stoker.fleet.load_book import LoadBook
 from stoker.fleet.spec import WorkerSpec
 from stoker.gateway.path.dialects.dialect import DIALECTS
 from stoker.gateway.path.upstream import Upstreams
@@ -27,14 +27,14 @@ class Workers:
     def __init__(
         self,
         fleet: Fleet,
-        ledger: Ledger,
+        load_book: LoadBook,
         watchers: Watchers,
         upstreams: Upstreams,
         clock: Callable[[], float],
         silent_s: float = _SILENT_S,
     ) -> None:
         self._fleet = fleet
-        self._ledger = ledger
+        self._load_book = load_book
         self._watchers = watchers
         self._upstreams = upstreams
         self._clock = clock
@@ -59,7 +59,7 @@ class Workers:
         """What runs there goes on; nothing new is sent."""
         self._fleet.remove(worker_id, self._clock())
         self._upstreams.let_go(worker_id)
-        self._ledger.forget(worker_id)
+        self._load_book.forget(worker_id)
         watcher = self._watchers.stop(worker_id)
         if watcher is not None:
             task = asyncio.create_task(watcher.close())

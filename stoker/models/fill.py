@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from stoker.base.errors import ModelFilesError
-from stoker.models import reader
-from stoker.models.reader import ReadAhead, StoredTensor, read_block
+from stoker.checkpoint import weight_files
+from stoker.checkpoint.weight_files import TensorLocation, WeightReadAhead, read_block
 
 Progress = Callable[[int, int], None]
 
@@ -34,7 +34,7 @@ _BUFFERS = 2  # per thread: one is read into while the other is copied from
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copy:
-    stored: StoredTensor
+    stored: TensorLocation
     place: Tensor
 
     @property
@@ -79,20 +79,20 @@ class _Block:
         return max(part.at + part.num_bytes for part in self.parts)
 
 
-def fill(copies: Sequence[Copy], progress: Progress, ahead: ReadAhead | None = None) -> None:
+def fill(copies: Sequence[Copy], progress: Progress, ahead: WeightReadAhead | None = None) -> None:
     """Run all copies. `ahead` has started to read the files."""
     for copy in copies:
         assert copy.place.is_contiguous()
         assert copy.place.numel() * copy.dtype.itemsize == copy.stored.num_bytes
         if copy.is_unaligned:
             _fill_at_once(copy)
-    ahead = ahead or ReadAhead([], 0)
+    ahead = ahead or WeightReadAhead([], 0)
     _Filling([copy for copy in copies if not copy.is_unaligned], progress, ahead).run()
     ahead.close()
 
 
 class _Filling:
-    def __init__(self, copies: Sequence[Copy], progress: Progress, ahead: ReadAhead) -> None:
+    def __init__(self, copies: Sequence[Copy], progress: Progress, ahead: WeightReadAhead) -> None:
         self._total = sum(copy.stored.num_bytes for copy in copies)
         self._blocks = iter(_blocks(copies))
         self._progress = progress
@@ -103,9 +103,9 @@ class _Filling:
         self._device = copies[0].place.device if copies else torch.device("cpu")
 
     def run(self) -> None:
-        number = min(_THREADS, 1 + self._total // reader.BLOCK_BYTES)
+        number = min(_THREADS, 1 + self._total // weight_files.BLOCK_BYTES)
         on_gpu = self._device.type == "cuda"
-        buffers = torch.empty(number * _BUFFERS, reader.BLOCK_BYTES, dtype=torch.uint8, pin_memory=on_gpu)
+        buffers = torch.empty(number * _BUFFERS, weight_files.BLOCK_BYTES, dtype=torch.uint8, pin_memory=on_gpu)
         work = self._work_on_gpu if on_gpu else self._work_in_ram
         if number == 1:
             self._guarded(work, buffers)
@@ -146,7 +146,7 @@ class _Filling:
             if all(part.copy.is_plain for part in block.parts) and _is_cached(block):
                 for part in block.parts:
                     into = part.copy.place_bytes[part.first : part.first + part.num_bytes]
-                    _read_at(block.file, into, block.number * reader.BLOCK_BYTES + part.at)
+                    _read_at(block.file, into, block.number * weight_files.BLOCK_BYTES + part.at)
             else:
                 self._read(block, buffers[0])
                 for part in block.parts:
@@ -158,10 +158,10 @@ class _Filling:
             buffer[: len(read)].copy_(torch.frombuffer(read, dtype=torch.uint8))
             got = len(read)
         else:
-            with reader.naming(block.file):
+            with weight_files.file_errors(block.file):
                 got = read_block(block.file, block.number, memoryview(buffer.numpy().data))
         if got < block.num_bytes:
-            raise _ends(block.file, block.number * reader.BLOCK_BYTES + got)
+            raise _ends(block.file, block.number * weight_files.BLOCK_BYTES + got)
 
     def _take(self) -> Iterator[_Block]:
         """Yield blocks until there are none left or a thread has failed."""
@@ -181,8 +181,8 @@ def _blocks(copies: Sequence[Copy]) -> list[_Block]:
     for copy in sorted(copies, key=lambda copy: (copy.stored.file, copy.stored.offset)):
         stored, first = copy.stored, 0
         while first < stored.num_bytes:
-            number, at = divmod(stored.offset + first, reader.BLOCK_BYTES)
-            count = min(stored.num_bytes - first, reader.BLOCK_BYTES - at)
+            number, at = divmod(stored.offset + first, weight_files.BLOCK_BYTES)
+            count = min(stored.num_bytes - first, weight_files.BLOCK_BYTES - at)
             block = blocks.setdefault((stored.file, number), _Block(stored.file, number, []))
             block.parts.append(_Part(copy, first, at, count))
             first += count
@@ -208,13 +208,13 @@ def _fill_at_once(copy: Copy) -> None:
 
 
 def _is_cached(block: _Block) -> bool:
-    with reader.naming(block.file):
-        return reader.is_cached(block.file, block.number)
+    with weight_files.file_errors(block.file):
+        return weight_files.is_cached(block.file, block.number)
 
 
 def _read_at(file: Path, into: Tensor, offset: int) -> None:
     view, got = memoryview(into.numpy().data), 0
-    with reader.naming(file), file.open("rb", buffering=0) as data:
+    with weight_files.file_errors(file), file.open("rb", buffering=0) as data:
         while got < len(view):
             count = os.preadv(data.fileno(), [view[got:]], offset + got)
             if count == 0:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from stoker.base.errors import ModelFilesError
+from stoker.checkpoint.weight_files import WeightReadAhead, stored_tensors
 from stoker.models.family import Model, Rule
 from stoker.models.fill import Copy, Progress, fill
-from stoker.models.reader import ReadAhead, stored_tensors
 
 # Floating-point dtypes that are converted into each other. Quantised codes are not: their meaning depends on their
 # scale.
@@ -25,7 +25,7 @@ def load(
     ignored: frozenset[str],
     folder: Path,
     progress: Progress,
-    ahead: ReadAhead | None = None,
+    ahead: WeightReadAhead | None = None,
 ) -> None:
     """Load all weights. Everything is checked before the first byte is read."""
     stored = stored_tensors(folder)

@@ -1,1 +1,1 @@
-"""Request -> workers: filter, score, choose and reserve in one step, with the reasons. Pure: the time is an argument."""
+"""Choose a worker for each request: filter, score, choose and reserve. Does no I/O; the time is an argument."""

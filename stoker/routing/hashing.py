@@ -1,5 +1,7 @@
-"""Weighted rendezvous hashing: everybody who knows the same names picks the same one, and a name that comes or goes moves
-only its own part."""
+"""Weighted rendezvous hashing.
+
+Gateways that know the same names choose the same name for a key. Adding or removing a name moves only that name's keys.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from math import log
 
 
 def uniform(*parts: str | bytes | int) -> float:
-    """In (0, 1): a function of the parts and of nothing else."""
+    """Return a number in (0, 1) that depends only on the parts."""
     hashed = blake2b(digest_size=8)
     for part in parts:
         data = part if isinstance(part, bytes) else str(part).encode()
@@ -17,5 +19,8 @@ def uniform(*parts: str | bytes | int) -> float:
 
 
 def rendezvous(key: str | bytes | int, name: str, weight: float = 1.0) -> float:
-    """The name with the least value is the key's home; a name of twice the weight is home to twice the keys."""
+    """Return the rank of `name` for `key`. The name with the lowest rank is the key's home.
+
+    A name with twice the weight is the home of twice as many keys.
+    """
     return -log(uniform(key, name)) / weight

@@ -1,152 +1,46 @@
-"""The contract of a routing policy: give every candidate a cost; the router takes the least.
+"""The contract of a routing policy: give every candidate a cost. The router takes the candidate with the lowest cost.
 
-A candidate is a way to run the request: a worker, and what it would have to do there: so many tokens to compute, so many
-to fetch, so many to keep. Whether that is a whole request, its prefill or its decode shows in these numbers alone, so
-that a policy knows no roles.
+Scoring and remembering are separate steps. `score` is pure: it may read the policy's state, but it must not change it.
+The router calls `commit` once for each routed request, after it has chosen. A request that is handed from a prefill
+worker to a decode worker has two choices, one for each leg; they are committed together, as one request.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from stoker.base.ids import WorkerId
 from stoker.base.registry import Registry
-from stoker.base.settings import check_settings, setting
-from stoker.fleet.fleet import Member
-from stoker.fleet.ledger import Load
+from stoker.routing.candidate import Candidate, PrefixInfo
 from stoker.routing.query import Reason, RouteQuery
+from stoker.routing.settings import RouterSettings
 
 
-@dataclass(slots=True, eq=False)
-class Candidate:
-    """Valid during one `score`: the router uses it again for the next choice."""
+class LegChoice(NamedTuple):
+    """One leg of a route: the candidates that were scored, their reasons, and the position of the chosen one."""
 
-    member: Member
-    worker_id: WorkerId
-    load: Load  # the ledger's
-    queued_tokens: float = 0.0  # of prompts before this one, ours or another gateway's
-    cached_tokens: int = 0  # what it would find, in all tiers
-    host_tokens: int = 0  # of these, those to be fetched from its RAM
-    disk_tokens: int = 0  # and from its disk, or a store that all share
-    compute_tokens: int = 0
-    pull_tokens: int = 0  # from a prefill worker
-    context_tokens: int = 0
-    output_tokens: int = 0  # expected
-    branches: int = 0  # how many ways conversations went on from the last block that anybody has of this one
-    evicting: float = 1.0  # 0..1, of the blocks that workers took lately, how many pushed another one out
-    prefill_s: float = 0.0  # what the prefill worker's part costs before this one begins
-
-
-@dataclass(frozen=True, slots=True)
-class CostSettings:
-    """Constants of the cost policy that cannot be measured from outside."""
-
-    host_tokens_per_s: float = setting(
-        400_000.0, "Rate at which a worker loads KV from its RAM, in tokens per second.", gt=0
-    )
-    disk_tokens_per_s: float = setting(
-        60_000.0, "Rate at which a worker loads KV from its disk or from a shared store, in tokens per second.", gt=0
-    )
-    pull_tokens_per_s: float = setting(
-        200_000.0, "Rate at which a decode worker pulls KV from a prefill worker, in tokens per second.", gt=0
-    )
-    kv_pressure_s: float = setting(
-        0.15, "Cost of a full KV cache, multiplied by k / (1 - k), where k is the share in use.", unit="s", ge=0
-    )
-    crowd_tokens: float = setting(262_144.0, "Resident tokens that double the time of a decode step.", gt=0)
-    stall_share: float = setting(
-        0.1, "Share of a prompt's prefill time by which each decoding sequence on the worker is delayed.", ge=0
-    )
-    move_factor: float = setting(40.0, "Weight of a lost cache hit, relative to the same time spent waiting.", ge=0)
-    returns_weight: float = setting(
-        1.5, "Weight of the time that other requests wait, relative to this request's own wait.", ge=0
-    )
-    later_turns: float = setting(
-        0.6, "Turns that a conversation is expected to have after this one; the minimum for a new conversation.", ge=0
-    )
-    most_later_turns: float = setting(20.0, "Maximum of expected turns.", ge=0)
-    recent_weight: float = setting(
-        3.0, "Weight of a prompt's time on a worker with twice its fair share of the recent tokens.", ge=0
-    )
-    request_s: float = setting(0.001, "Cost for each recent request above the worker's fair share.", unit="s", ge=0)
-    idle_queue_s: float = setting(0.1, "A fleet with a shorter average queue counts as idle.", unit="s", ge=0)
-    bound: float = setting(0.05, "Share by which a worker may exceed its fair share of the recent requests.", ge=0)
-    bound_requests: float = setting(
-        8.0, "Minimum number of requests by which a worker may exceed its fair share.", ge=0
-    )
-    over_bound_s: float = setting(30.0, "Cost of a worker that exceeds that bound.", unit="s", ge=0)
-    balance_share: float = setting(
-        0.004, "Share of all prompt tokens that may be recomputed to balance the workers.", ge=0
-    )
-    balance_part: float = setting(
-        0.65, "Share of its prompt that a conversation may lose when it moves for balance.", ge=0
-    )
-    home_slack_s: float = setting(
-        0.02,
-        "Workers whose cost is within this distance of the best count as equal; a hash of the session decides.",
-        unit="s",
-        ge=0,
-    )
-    even_s: float = setting(
-        1.0,
-        "In an idle fleet: how long a session may wait for each session that another worker has more.",
-        unit="s",
-        ge=0,
-    )
-    move_share: float = setting(
-        4.5, "Share of the tokens saved for balance that moving one session may use at an excess of 100 %.", ge=0
-    )
-    move_part: float = setting(0.75, "Share of its prompt that a session may lose by such a move.", ge=0)
-    balance_s: float = setting(
-        0.5, "Maximum time that a request may wait because its tokens are recomputed for balance.", unit="s", ge=0
-    )
-
-    def __post_init__(self) -> None:
-        check_settings(self, "routing.cost")
-
-
-@dataclass(frozen=True, slots=True)
-class RouterSettings:
-    """The router's settings."""
-
-    policy: str = setting(
-        "cost",
-        "Routing policy: cost, least_tokens, round_robin, random or consistent_hash.",
-        flag="--policy",
-    )
-    expected_output_tokens: int = setting(
-        256, "Output tokens that a request is expected to have, unless the client allows fewer.", unit="tokens", ge=1
-    )
-    local_prefill_tokens: int = setting(
-        256,
-        "An uncached part of a prompt up to this length is never handed off to a prefill worker.",
-        unit="tokens",
-        ge=0,
-    )
-    local_prefill_share: float = setting(
-        0.25, "Share of a longer prefill's time by which it delays the decoding sequences on a decode worker.", ge=0
-    )
-    cluster_spill_s: float = setting(
-        5.0, "How much longer the queue of a session's home cluster may be than the shortest one.", unit="s", ge=0
-    )
-    num_explained: int = setting(256, "Routing decisions kept for /admin/routes.", ge=0)
-    seed: int = setting(0, "Random seed of the policies that use randomness.")
-    cost: CostSettings = field(default_factory=CostSettings)
-
-    def __post_init__(self) -> None:
-        check_settings(self, "routing")
+    candidates: Sequence[Candidate]
+    reasons: list[Reason]
+    chosen: int
 
 
 class Policy(Protocol):
-    in_seconds: bool  # whether costs are times, so that a hand-off can be weighed against doing without
+    """Scores the candidates of a request. Register a factory that takes RouterSettings in POLICIES."""
 
-    def score(self, query: RouteQuery, candidates: Sequence[Candidate], now: float) -> list[Reason]:
-        """A Reason for each candidate, in their order. `candidates` is never empty."""
+    in_seconds: (
+        bool  # whether costs are seconds, so that a hand-off can be compared with prefilling on the decode worker
+    )
+
+    def score(self, query: RouteQuery, candidates: Sequence[Candidate], prefix: PrefixInfo, now: float) -> list[Reason]:
+        """Return a Reason for each candidate, in their order, without changing any state. There is always a candidate."""
+
+    def commit(self, query: RouteQuery, choices: Sequence[LegChoice], now: float) -> None:
+        """Remember what was chosen for a routed request: one choice, or two when prefill and decode are separate."""
 
 
 class PolicyMaker(Protocol):
+    """Creates a policy. A policy class with a constructor of this signature is one."""
+
     def __call__(self, settings: RouterSettings) -> Policy: ...
 
 

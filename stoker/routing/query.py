@@ -1,4 +1,4 @@
-"""What the router is asked, and what it answers: RouteQuery in, Route with its legs and reasons out."""
+"""The router's input and output: RouteQuery in, Route with its legs and reasons out."""
 
 from __future__ import annotations
 
@@ -9,87 +9,85 @@ from typing import NamedTuple
 from stoker.base.errors import NotFound, Overloaded
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Member
-from stoker.fleet.ledger import Charge
+from stoker.fleet.load_book import Reservation
 from stoker.fleet.prefix_index import Key, Match
 
 
 class ModelNotFound(NotFound):
-    """No worker, usable or not, serves this model."""
+    """No worker serves this model, whether usable or not."""
 
     code = "model_not_found"
 
 
 class NoWorker(Overloaded):
-    """The model is served, but by nobody who could take this request now."""
+    """The model is served, but none of its workers can take this request now."""
 
     code = "no_worker"
 
 
 @dataclass(slots=True, kw_only=True)
 class RouteQuery:
-    """Not frozen, like the rest that is made for every request: that would take three times as long."""
+    """What the router must know about a request.
+
+    The class is not frozen because creating a frozen dataclass takes three times as long, and each request creates one.
+    """
 
     model: str
-    keys: Sequence[Key]  # of the conversation's full blocks
+    keys: Sequence[Key]  # prefix keys of the prompt's full blocks
     block_tokens: int
     num_tokens: int  # of the whole prompt
     max_output_tokens: int | None = None
     session: str | None = None
     parent_session: str | None = None
-    excluded: frozenset[WorkerId] = frozenset()
-    needs_dialect: frozenset[str] | None = None  # a resume: only workers that speak one of these
-    matches: Mapping[WorkerId, Match] | None = None  # what the index says of `keys` now, if it was asked already
+    excluded: frozenset[WorkerId] = frozenset()  # workers that failed this request already
+    needs_dialect: frozenset[str] | None = None  # for a resume: only workers of these dialects can continue
+    matches: Mapping[WorkerId, Match] | None = None  # the index's answer for `keys`, if the caller has looked it up
 
 
 class Reason(NamedTuple):
-    """Why a candidate was, or was not, chosen: its cost and what it is made of, in seconds. The least cost wins.
-    Other policies than `cost` fill in what they have."""
+    """The cost of one candidate and its terms, in seconds. The candidate with the lowest cost is chosen.
+
+    `routing/cost.py` explains the terms. Policies other than `cost` fill in only `cost_s`, in units of their own.
+    """
 
     worker_id: WorkerId
     cost_s: float
     cached_tokens: int = 0
-    part: str = "whole"  # prefill, decode: one leg of a hand-off
-    prefill_s: float = 0.0  # the prefill leg before this one
-    queue_s: float = 0.0  # prompts before this one
-    compute_s: float = 0.0  # this prompt's uncached part
-    fetch_s: float = 0.0  # what must come from a lower tier, or from the prefill worker
-    decode_s: float = 0.0  # the answer, among the others that decode there
-    kv_s: float = 0.0  # KV pressure
-    others_s: float = 0.0  # what those who come back to this worker would wait for this prompt
-    later_s: float = 0.0  # what this conversation's next turns would wait there
-    recent_s: float = 0.0  # more than its part of the recent work
-    move_s: float = 0.0  # computing again what another worker holds
+    part: str = "whole"  # or "prefill" or "decode", for one leg of a hand-off
+    prefill_s: float = 0.0
+    queue_s: float = 0.0
+    compute_s: float = 0.0
+    fetch_s: float = 0.0
+    decode_s: float = 0.0
+    kv_s: float = 0.0
+    others_s: float = 0.0
+    later_s: float = 0.0
+    recent_s: float = 0.0
+    move_s: float = 0.0
+    placement_s: float = 0.0  # negative: a placement rule prefers this candidate
+    spent_tokens: int = 0  # prompt tokens computed again for balance, if this candidate is chosen
 
     def as_dict(self) -> dict[str, object]:
+        """Return the terms that are not zero, for `/admin/routes`."""
         terms = {name: round(getattr(self, name), 6) for name in _TERMS if getattr(self, name)}
         return {"worker": self.worker_id, "part": self.part, "cached_tokens": self.cached_tokens, **terms}
 
 
-_TERMS = (
-    "cost_s",
-    "prefill_s",
-    "queue_s",
-    "compute_s",
-    "fetch_s",
-    "decode_s",
-    "kv_s",
-    "others_s",
-    "later_s",
-    "recent_s",
-    "move_s",
-)
+_TERMS = tuple(name for name in Reason._fields if name.endswith("_s"))
 
 
 @dataclass(slots=True, eq=False)
 class Leg:
+    """One worker of a route, and the work reserved there."""
+
     worker: Member
-    charge: Charge
-    cached_tokens: int  # what we think it will find
+    reservation: Reservation
+    cached_tokens: int  # prompt tokens that the worker is expected to find in its cache
 
 
 @dataclass(slots=True)
 class Route:
-    """Where a request goes; its reservations are made. `end` must be called on every path, and may be called again."""
+    """The chosen workers, with the work reserved. `end` must be called on every path, and may be called repeatedly."""
 
     decode: Leg
     prefill: Leg | None  # None: the decode leg's worker computes the prompt too
@@ -97,12 +95,13 @@ class Route:
     reasons: list[Reason]
 
     def first_token(self, now: float) -> None:
-        """The prompt is computed."""
+        """Release the reservation of the prefill: the prompt is computed."""
         if self.prefill is not None:
-            self.prefill.charge.end(now)
-        self.decode.charge.first_token(now)
+            self.prefill.reservation.end(now)
+        self.decode.reservation.first_token(now)
 
     def end(self, now: float) -> None:
+        """Release all reservations."""
         if self.prefill is not None:
-            self.prefill.charge.end(now)
-        self.decode.charge.end(now)
+            self.prefill.reservation.end(now)
+        self.decode.reservation.end(now)

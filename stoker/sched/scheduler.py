@@ -145,7 +145,8 @@ class Scheduler:
         return chunks
 
     def expire(self, now: float) -> TokenChunks:
-        """End the requests whose deadline has passed."""
+        """Set the time of this step, and end the requests whose deadline has passed."""
+        self._pool.now_s = now
         late = [s for s in self._by_id.values() if s.request.deadline_s is not None and s.request.deadline_s <= now]
         chunks = TokenChunks()
         for seq in late:

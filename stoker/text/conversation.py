@@ -1,7 +1,7 @@
-"""A request's body -> what a chat template is given -> the prompt's text. The same for the worker, which answers it, and for
-the gateway, which wants to know which blocks of it are where.
+"""Turn a request body into the text of the prompt.
 
-It knows OpenAI's request shapes and what of them reaches the prompt. It refuses to know sampling, limits and token ids.
+The worker uses this to answer a request, and the gateway to compute the same prompt's block keys. This module knows OpenAI's
+request bodies and which of their fields reach the prompt. It does not know sampling, limits or token ids.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from stoker.text.openai_messages import input_messages, template_messages
 from stoker.text.template import ChatTemplate
 from stoker.text.tools import ToolPlan
 
-# A template gets these from the request itself, or, the last, from whoever renders it.
+# Set by the renderer, so that a client may not set them: `self` is Jinja's own.
 _RENDERED = ("messages", "tools", "add_generation_prompt", "self")
-_CUT = "\U0010fffd"  # for private use: where a message to be continued ends
+_CUT = "\U0010fffd"  # a private-use character that marks the end of the message to continue
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a chat template is given."""
+    """The input of a chat template."""
 
     messages: list[dict[str, Any]]
     tools: ToolPlan
     template_kwargs: dict[str, Any]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    param: str = "messages"  # where in the body it came from
+    param: str = "messages"  # the field of the body that it came from, for error messages
 
 
 def chat_conversation(body: ChatRequest, tools: ToolPlan, constrained: bool) -> Conversation:
@@ -59,7 +59,7 @@ def responses_conversation(body: ResponsesRequest, tools: ToolPlan, constrained:
 
 
 def completion_prompts(body: CompletionRequest) -> list[tuple[str, str | list[int]]]:
-    """The prompts one by one, whatever of the four forms they came in, each with its place in the body."""
+    """Return all prompts, each with the name of its field. A prompt is a string or a list of token ids."""
     prompt = body.prompt
     if body.prompt_token_ids is not None:
         return [("prompt_token_ids", body.prompt_token_ids)]
@@ -78,27 +78,29 @@ def completion_prompts(body: CompletionRequest) -> list[tuple[str, str | list[in
 
 
 def is_constrained(fields: GenerationFields, form: ResponseFormat | None, tools: ToolPlan) -> bool:
-    """Whether a grammar will hold for the answer: then nothing is thought before it, and some templates must know."""
+    """Return True if a grammar constrains the answer. Then the model must not think first, which some templates must know."""
     if tools.forced or (form is not None and form.type != "text"):
         return True
     if fields.guided_json is not None or fields.guided_choice is not None:
         return True
     if fields.guided_regex or fields.guided_grammar:
         return True
-    asked = fields.structured_outputs
-    if asked is None:
+    wanted = fields.structured_outputs
+    if wanted is None:
         return False
-    return asked.json is not None or asked.choice is not None or bool(asked.regex or asked.grammar or asked.json_object)
+    if wanted.json is not None or wanted.choice is not None:
+        return True
+    return bool(wanted.regex or wanted.grammar or wanted.json_object)
 
 
 def template_kwargs(
     given: dict[str, Any] | None, effort: str | None = None, constrained: bool = False
 ) -> dict[str, Any]:
-    """The client's own settings, its reasoning effort, and no thinking where a grammar leaves no room for it."""
+    """Return the template's settings: the client's, its reasoning effort, and no thinking if a grammar constrains the answer."""
     kwargs = dict(given or {})
     for name in _RENDERED:
         if name in kwargs:
-            raise InvalidRequest(f"'{name}' is no chat template setting.", param="chat_template_kwargs")
+            raise InvalidRequest(f"'{name}' is not a chat template setting.", param="chat_template_kwargs")
     if effort is not None:
         kwargs.setdefault("reasoning_effort", effort)
     if constrained or effort == "none":
@@ -107,6 +109,7 @@ def template_kwargs(
 
 
 def render_text(template: ChatTemplate, conversation: Conversation) -> str:
+    """Return the text of the prompt. Raise InvalidRequest if the template cannot render the conversation."""
     messages, continued = conversation.messages, conversation.continue_final_message
     if continued and (not messages or messages[-1]["role"] != "assistant" or not messages[-1].get("content")):
         raise InvalidRequest(
@@ -118,7 +121,7 @@ def render_text(template: ChatTemplate, conversation: Conversation) -> str:
             "'continue_final_message' and 'add_generation_prompt' cannot both be set.", param="add_generation_prompt"
         )
     if continued:
-        # What the template writes after the message may have the message's own text in it: a mark says where it ends.
+        # Mark the end of the message: the text that the template writes after it could contain the message's own text.
         messages = [*messages[:-1], messages[-1] | {"content": messages[-1]["content"].rstrip() + _CUT}]
     rendered = template.render(
         messages,
@@ -137,7 +140,7 @@ def render_text(template: ChatTemplate, conversation: Conversation) -> str:
 
 
 def num_chars(conversation: Conversation) -> int:
-    """Roughly how long the prompt will be: enough to decide where to render it."""
+    """Return an estimate of the prompt's length, which decides whether it is rendered on the event loop or on a thread."""
     total = 64 * len(conversation.messages)
     for message in conversation.messages:
         total += len(message.get("content") or "") + len(message.get("reasoning_content") or "")

@@ -1,6 +1,6 @@
-"""Token ids, as they come, to text that is valid UTF-8 at every moment.
+"""Convert a stream of token ids to text. Bytes of an incomplete UTF-8 character are held back.
 
-It holds back bytes that may still become a character. It refuses to know stop strings, parsers and why a token came.
+This module does not know stop strings or parsers.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from stoker.text.vocabulary import Vocabulary
 
 
 class HasVocabulary(Protocol):
+    """The part of a tokenizer that a detokenizer needs."""
+
     @property
     def vocabulary(self) -> Vocabulary: ...
 
@@ -20,18 +22,21 @@ class HasVocabulary(Protocol):
 
 
 class Detokenizer:
-    """The texts of all pushes and of flush, joined, are what decoding all the ids at once gives. `goes_on`: they stand behind
-    another text, and what a text's beginning would lose belongs between the two."""
+    """Decodes token ids one by one. The joined results of all `push` calls and `flush` equal the decoding of all ids at once.
+
+    `goes_on`: the tokens continue an earlier text, so that leading spaces are kept.
+    """
 
     def __init__(self, tokenizer: HasVocabulary, skip_special_tokens: bool = True, goes_on: bool = False) -> None:
         vocabulary = tokenizer.vocabulary
         self._table = vocabulary.table
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
-        self._held = b""  # the beginning of a character
+        self._held = b""  # the first bytes of an incomplete character
         self._first_token = vocabulary.leading_space == "first_token" and not goes_on
         self._spaces_to_cut = 0 if goes_on else vocabulary.leading_cut
 
     def push(self, token_id: int) -> str:
+        """Return the text that this token completes."""
         if token_id in self._skipped:
             return ""
         spelled = self._table[token_id] if 0 <= token_id < len(self._table) else b""
@@ -45,7 +50,7 @@ class Detokenizer:
         return self._cut(text) if self._spaces_to_cut else text
 
     def flush(self) -> str:
-        """What was held back: a character that never became whole is one U+FFFD."""
+        """Return what was held back. An incomplete character becomes one U+FFFD."""
         held, self._held = self._held, b""
         return self._cut(held.decode("utf-8", "replace"))
 

@@ -1,6 +1,6 @@
-"""Read the small JSON files of a model's folder, and say which one is at fault.
+"""Read the small text and JSON files of a model folder. Errors name the file.
 
-It knows file names and how they may be missing or corrupt; it refuses to know what a tokenizer or a template is.
+This module does not know what a tokenizer or a chat template is.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TEXT_FILES = (
 
 
 def text_files(folder: Path) -> dict[str, str]:
-    """All that a tokenizer and a chat template are read from: in another folder, they are the same ones."""
+    """Return the content, by file name, of all files that define the tokenizer and the chat template."""
     names = [
         *_TEXT_FILES,
         *(f"additional_chat_templates/{p.name}" for p in folder.glob("additional_chat_templates/*.jinja")),
@@ -34,6 +34,7 @@ def text_files(folder: Path) -> dict[str, str]:
 
 
 def text_digest(files: dict[str, str]) -> str:
+    """Return a hash of these files, which identifies a tokenizer with its chat template."""
     digest = hashlib.sha256()
     for name, text in sorted(files.items()):
         for part in (name.encode(), text.encode()):
@@ -42,40 +43,38 @@ def text_digest(files: dict[str, str]) -> str:
 
 
 def read_text(path: Path) -> str | None:
-    """The file's text, or None where there is no such file."""
+    """Return the file's text, or None if there is no such file."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as broken:
-        raise ModelFilesError(
-            f"{path} cannot be read as UTF-8 text: {broken}; fetch the model's files again"
-        ) from broken
+        raise ModelFilesError(f"{path} cannot be read as UTF-8 text ({broken}): download the model again") from broken
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The file's JSON object; an absent file is an empty object."""
+    """Return the file's JSON object, or {} if there is no such file."""
     text = read_text(path)
     if text is None:
         return {}
     try:
         value = json.loads(text)
     except ValueError as broken:
-        raise ModelFilesError(f"{path} is not valid JSON ({broken}); fetch the model's files again") from broken
+        raise ModelFilesError(f"{path} is not valid JSON ({broken}): download the model again") from broken
     if not isinstance(value, dict):
         raise ModelFilesError(f"{path} holds a JSON {type(value).__name__}, not an object")
     return value
 
 
 def token_text(value: Any) -> str | None:
-    """A token in a configuration file is its text, or an object with its text in `content`."""
+    """Return the text of a token in a configuration file, where it is a string or an object with `content`."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) and value else None
 
 
 def token_ids(value: Any) -> list[int]:
-    """`eos_token_id` is an id, a list of ids, or null."""
+    """Return the ids in a field such as `eos_token_id`, which is an id, a list of ids, or null."""
     if isinstance(value, list):
         return [entry for entry in value if isinstance(entry, int)]
     return [value] if isinstance(value, int) else []

@@ -1,7 +1,4 @@
-"""OpenAI chat messages, made into what chat templates expect.
-
-It checks and reshapes; it refuses to know any template's text beyond the few habits named in `Habits`.
-"""
+"""Convert OpenAI chat messages to the form that a chat template expects (`TemplateTraits`)."""
 
 from __future__ import annotations
 
@@ -15,21 +12,21 @@ from stoker.base.errors import InvalidRequest
 
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 
-# In what shape a template takes a call's arguments: an object to serialize, the client's JSON text (which it prints as
-# it is, so that a resent call has the very tokens that were sampled), or the text because it joins strings.
+# How a template takes the arguments of a tool call. "object": it serializes them. "text": it prints the client's JSON text as it
+# is, so that a call that is sent back has exactly the tokens that were sampled, or it concatenates strings.
 ArgumentsShape = Literal["object", "text"]
 
 
 @dataclass(frozen=True, slots=True)
-class Habits:
-    """How one template wants its messages."""
+class TemplateTraits:
+    """What a template expects of its messages, found in its source."""
 
     arguments: ArgumentsShape
-    tests_for_none: bool  # it tells a call from an answer by `content is none`
+    tests_for_none: bool  # it recognizes a tool call by `content is none`
     knows_developer: bool
 
     @classmethod
-    def of(cls, source: str) -> Habits:
+    def of(cls, source: str) -> TemplateTraits:
         takes_text = re.search(r"arguments\S*\s+is\s+(not\s+)?string|\+\s*tool\w*\[?\S*arguments\S*\s*\+", source)
         return cls(
             arguments="text" if takes_text else "object",
@@ -39,36 +36,36 @@ class Habits:
 
 
 def uses_tools(messages: Sequence[dict[str, Any]]) -> bool:
-    """Whether the conversation so far has calls or results in it."""
+    """Return True if the conversation contains tool calls or tool results."""
     return any(
         isinstance(message, dict) and (message.get("role") == "tool" or message.get("tool_calls"))
         for message in messages
     )
 
 
-def prepare(messages: Sequence[dict[str, Any]], habits: Habits) -> list[dict[str, Any]]:
-    """Copies of the messages with their content as text and their calls in the shape that the template wants."""
-    return [_prepare(message, f"messages[{place}]", habits) for place, message in enumerate(messages)]
+def prepare(messages: Sequence[dict[str, Any]], traits: TemplateTraits) -> list[dict[str, Any]]:
+    """Return copies of the messages, with their content as text and their calls in the form that the template expects."""
+    return [_prepare(message, f"messages[{place}]", traits) for place, message in enumerate(messages)]
 
 
-def _prepare(message: Any, where: str, habits: Habits) -> dict[str, Any]:
+def _prepare(message: Any, where: str, traits: TemplateTraits) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise InvalidRequest(f"{where} is a {type(message).__name__}, not an object", param=where)
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise InvalidRequest(f"{where}.role is missing", param=f"{where}.role")
     prepared = {name: value for name, value in message.items() if value is not None}
-    if role == "developer" and not habits.knows_developer:
+    if role == "developer" and not traits.knows_developer:
         prepared["role"] = "system"
     content = _flatten(message.get("content"), f"{where}.content")
     calls = message.get("tool_calls")
     if calls:
         prepared["tool_calls"] = [
-            _call(call, f"{where}.tool_calls[{place}]", habits) for place, call in enumerate(_list(calls, where))
+            _call(call, f"{where}.tool_calls[{place}]", traits) for place, call in enumerate(_list(calls, where))
         ]
     else:
         prepared.pop("tool_calls", None)
-    prepared["content"] = None if calls and not content and habits.tests_for_none else content
+    prepared["content"] = None if calls and not content and traits.tests_for_none else content
     return prepared
 
 
@@ -78,28 +75,28 @@ def _flatten(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise InvalidRequest(f"{where} is neither a text nor a list of parts", param=where)
+        raise InvalidRequest(f"{where} is neither a string nor a list of parts", param=where)
     texts = []
     for place, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
             raise InvalidRequest(
-                f"{where}[{place}] is a part of type {kind!r}; this model takes text only", param=where
+                f"{where}[{place}] is a part of type {kind!r}; this model accepts only text", param=where
             )
         texts.append(part["text"])
     return "\n".join(texts)
 
 
-def _call(call: Any, where: str, habits: Habits) -> dict[str, Any]:
+def _call(call: Any, where: str, traits: TemplateTraits) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidRequest(f"{where}.function.name is missing", param=f"{where}.function")
     arguments = function.get("arguments")
     if arguments is None or arguments == "":
         arguments = {}
-    if habits.arguments == "object" and isinstance(arguments, str):
+    if traits.arguments == "object" and isinstance(arguments, str):
         arguments = _parse(arguments)
-    elif habits.arguments == "text" and not isinstance(arguments, str):
+    elif traits.arguments == "text" and not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
     return {"type": "function", **call, "function": {**function, "arguments": arguments}}
 
@@ -108,9 +105,9 @@ def _parse(arguments: str) -> Any:
     try:
         value = json.loads(arguments)
     except ValueError:
-        return arguments  # what a model really wrote: the template prints it as a string
+        return arguments  # the model wrote invalid JSON: the template prints it as a string
     if "\\ud" in arguments.lower():
-        # A model may write half a surrogate pair, which no prompt can hold: its conversation must go on all the same.
+        # A model may write half a surrogate pair, which cannot be encoded. The conversation must continue nevertheless.
         value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
     return value if isinstance(value, dict) else arguments
 

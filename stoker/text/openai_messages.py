@@ -1,4 +1,4 @@
-"""A client's conversation, checked, as the dicts that `ChatTemplate` takes: a chat's messages, a response's input."""
+"""Check the messages of a chat request or the input of a Responses request, and convert them to dicts for `ChatTemplate`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 def template_messages(messages: list[Message] | None) -> list[dict[str, Any]]:
+    """Return the messages of a chat request."""
     if messages is None:
         raise InvalidRequest(
             "Missing required parameter: 'messages'.", param="messages", code="missing_required_parameter"
@@ -27,6 +28,7 @@ def template_messages(messages: list[Message] | None) -> list[dict[str, Any]]:
 
 
 def input_messages(body: ResponsesRequest) -> list[dict[str, Any]]:
+    """Return the input of a Responses request as messages."""
     messages: list[dict[str, Any]] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})
@@ -43,7 +45,7 @@ def input_messages(body: ResponsesRequest) -> list[dict[str, Any]]:
 
 
 def text_of(content: str | list[ContentPart], place: str) -> str:
-    """Text parts joined by line breaks, as other servers of open models join them."""
+    """Return the text parts, joined by line breaks as in other servers of open models."""
     if isinstance(content, str):
         return content
     texts = []
@@ -58,7 +60,7 @@ def text_of(content: str | list[ContentPart], place: str) -> str:
         else:
             field = f"{place}[{i}].type"
             raise InvalidRequest(
-                f"Invalid value for '{field}': '{part.type}'. This model takes text alone.",
+                f"Invalid value for '{field}': '{part.type}'. This model accepts only text.",
                 param=field,
                 code="unsupported_content",
             )
@@ -122,7 +124,7 @@ def _answered_call(call_id: str | None, place: str, call_ids: set[str]) -> str:
         raise InvalidRequest(f"Missing required parameter: '{place}'.", param=place, code="missing_required_parameter")
     if call_id not in call_ids:
         raise InvalidRequest(
-            f"Invalid value for '{place}': '{call_id}' answers no tool call of an assistant message before it.",
+            f"Invalid value for '{place}': '{call_id}' is not the id of a tool call in an earlier assistant message.",
             param=place,
         )
     return call_id
@@ -139,7 +141,7 @@ def _add_item(item: InputItem, place: str, messages: list[dict[str, Any]], call_
         case "function_call":
             call_id = _required(item.call_id, f"{place}.call_id")
             function = {"name": _required(item.name, f"{place}.name"), "arguments": item.arguments or ""}
-            # Calls of one turn are items of their own here, and one message to a template.
+            # The calls of one turn are separate items here, but one message for a template.
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": None})
             messages[-1].setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
@@ -153,7 +155,7 @@ def _add_item(item: InputItem, place: str, messages: list[dict[str, Any]], call_
             output = text_of(_required(item.output, f"{place}.output"), f"{place}.output")
             messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
         case "reasoning":
-            return  # what was thought in earlier turns is not shown again
+            return  # templates do not show the reasoning of earlier turns
         case other:
             raise InvalidRequest(f"Invalid value for '{place}.type': '{other}'.", param=f"{place}.type")
 

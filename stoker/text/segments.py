@@ -1,11 +1,11 @@
-"""Cut a text where its tokens cannot notice, and remember the tokens of each cut.
+"""Split a text into segments that can be tokenized separately, and cache the token ids of each segment.
 
-The rule that makes this exact: tokenizers first take out the added tokens (`<|im_end|>` and the like) from the raw
-text, and then normalize, pre-tokenize and merge each stretch between them by itself. So a text may be cut right before
-an added token, provided that nothing about that token looks to its left: it is matched in the raw text (`normalized` is
-false), it swallows no space (`lstrip`), and no token asks for word borders (`single_word`). A cut that cannot be proved
-is not made.
-This file knows the shape of tokenizer.json; it refuses to know token ids' meaning and never tokenizes anything.
+Why this is exact: a tokenizer first finds the added tokens (such as `<|im_end|>`) in the raw text. Then it normalizes,
+pre-tokenizes and merges each part between them separately. So a text can be split right before an added token, if the match of
+that token does not depend on the text to its left: it is matched in the raw text (`normalized` is false), it does not consume
+spaces (`lstrip`), and no token requires word borders (`single_word`). A split is made only where it is proven to be exact.
+
+This module knows the format of tokenizer.json. It does not tokenize.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Pre-tokenizer expressions in which no piece goes on after a newline between two printable ASCII characters: either
-# the newline is a piece of its own, or it ends one. (GPT-2 is what ByteLevel uses by itself.)
+# Pre-tokenizer expressions in which a newline between two printable ASCII characters always ends a piece, or is one itself.
+# The first one is GPT-2's, which ByteLevel uses by default.
 _NEWLINE_ENDS_PIECE = frozenset(
     {
         r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
@@ -36,12 +36,12 @@ _NEWLINE_ENDS_PIECE = frozenset(
     }
 )
 _SETTLED_NEWLINE = re.compile(r"[!-~]\n(?=[!-~])")
-_LINES_CHARS = 2048  # a long stretch is cut at the first settled newline after so many characters
+_LINES_CHARS = 2048  # a longer segment is split at the first such newline after this number of characters
 
 
 @dataclass(frozen=True, slots=True)
 class AddedToken:
-    """What tokenizer.json says about one added token."""
+    """The properties of an added token in tokenizer.json."""
 
     content: str
     normalized: bool
@@ -51,12 +51,12 @@ class AddedToken:
 
 
 class Splitter:
-    """Cuts a text so that the pieces' token ids, one after the other, are the text's token ids."""
+    """Splits a text so that the concatenated token ids of the segments are the token ids of the text."""
 
     def __init__(self, added: Sequence[AddedToken], newline_settles: bool) -> None:
         raw = [token for token in added if token.content and not token.normalized]
-        # Longest first: an alternation then takes the leftmost and, there, the longest match, as `tokenizers` does.
-        # Tokens that may not be cut at still take part, because they can cover the beginning of one that may.
+        # Longest first: then the expression finds the leftmost and longest match, like `tokenizers`. It includes tokens at which
+        # the text may not be split, because they can overlap the start of one at which it may.
         contents = sorted({token.content for token in raw}, key=len, reverse=True)
         exact = bool(contents) and not any(token.single_word for token in raw)
         self._matches = re.compile("|".join(map(re.escape, contents))) if exact else None
@@ -81,7 +81,7 @@ class Splitter:
 
 
 class SegmentCache:
-    """Token ids by piece of text, least recently used out first. Bounded by bytes; safe to share between threads."""
+    """An LRU cache of token ids by segment of text. It is bounded in bytes and thread-safe."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -119,7 +119,7 @@ class SegmentCache:
 
 
 def newline_settles(spec: dict[str, Any]) -> bool:
-    """Whether this tokenizer.json surely ends a piece at a newline between two printable ASCII characters."""
+    """Return True if this tokenizer is known to end a piece at a newline between two printable ASCII characters."""
     model = spec.get("model") or {}
     if model.get("type") != "BPE" or model.get("dropout"):
         return False
@@ -129,12 +129,12 @@ def newline_settles(spec: dict[str, Any]) -> bool:
 
 
 def _is_plain(token: AddedToken) -> bool:
-    # A token that begins with a space could be eaten into by an `rstrip` token on its left.
+    # A token that starts with a space could lose it to an `rstrip` token on its left.
     return not token.lstrip and not token.rstrip and not token.content[0].isspace()
 
 
 def _lines(text: str, start: int, end: int) -> list[str]:
-    # Where we cut depends only on what stands before: a text that grew at its end is cut at the same places again.
+    # A split depends only on the text before it: a text that was extended is split at the same places.
     pieces = []
     while end - start > _LINES_CHARS:
         newline = _SETTLED_NEWLINE.search(text, start + _LINES_CHARS, end)
@@ -147,7 +147,7 @@ def _lines(text: str, start: int, end: int) -> list[str]:
 
 
 def _entry_bytes(ids: array[int]) -> int:
-    return 200 + ids.itemsize * len(ids)  # key, array and their place in the dictionary
+    return 200 + ids.itemsize * len(ids)  # plus the key, the array object and the dictionary entry
 
 
 def _parts(step: dict[str, Any] | None, list_name: str) -> list[dict[str, Any]]:
@@ -159,7 +159,7 @@ def _parts(step: dict[str, Any] | None, list_name: str) -> list[dict[str, Any]]:
 
 
 def _normalizer_is_local(part: dict[str, Any]) -> bool:
-    return part.get("type") == "NFC"  # ASCII never composes with what stands next to a newline
+    return part.get("type") == "NFC"  # NFC never composes ASCII characters next to a newline
 
 
 def _pre_tokenizer_settles(parts: list[dict[str, Any]]) -> bool:

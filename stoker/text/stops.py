@@ -1,6 +1,6 @@
-"""Stop strings in a stream of text, wherever the chunks' borders fall.
+"""Find stop strings in streamed text, also across chunk borders.
 
-It holds back only what may still become a stop string. It refuses to know tokens and who asked for the stops.
+Only text that may be the start of a stop string is held back. This module does not know tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from stoker.base.errors import InvalidRequest
 
 
 def open_chars(text: str, marks: Sequence[str]) -> int:
-    """How many characters at the end of `text` may be the beginning of one of `marks`."""
+    """Return how many characters at the end of `text` may be the start of one of `marks`."""
     longest = max(map(len, marks), default=0)
     for count in range(min(longest - 1, len(text)), 0, -1):
         tail = text[-count:]
@@ -21,18 +21,18 @@ def open_chars(text: str, marks: Sequence[str]) -> int:
 
 
 class StopStrings:
-    """The stop that is complete first ends the text; of two complete at the same character, the longer one."""
+    """Ends the text at the stop string that is complete first; of two that end together, at the longer one."""
 
     def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
         if "" in stops:
-            raise InvalidRequest("an empty stop string would end every answer before its first character", param="stop")
+            raise InvalidRequest("a stop string must not be empty", param="stop")
         self._stops = tuple(dict.fromkeys(stops))
         self._include_stop = include_stop
         self._held = ""
         self.stopped: str | None = None
 
     def push(self, text: str) -> str:
-        """The text that is safe to send on. After a stop was found: nothing more."""
+        """Return the text that can be sent. After a stop string was found, it is empty."""
         if self.stopped is not None or not self._stops:
             return "" if self.stopped is not None else text
         text = self._held + text
@@ -48,6 +48,6 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """The stream has ended: what was held back became no stop string."""
+        """Return what was held back. Call this when the stream has ended."""
         held, self._held = self._held, ""
         return held

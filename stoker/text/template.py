@@ -1,7 +1,7 @@
-"""Chat templates: a conversation and its tools to the prompt's text, with the model's own template where it has one.
+"""Chat templates: render a conversation and its tools to the text of a prompt.
 
-It knows where templates are kept, which one fits a request, and what formats their texts give away. It refuses to know
-token ids, and how a template's output is sampled or parsed.
+The model's own template is used if it has one. This module finds templates in the model folder, chooses one for a request, and
+detects the tool-call and reasoning formats from their text. It does not know token ids, sampling or parsing.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import jinja2.sandbox
 
 from stoker.base.errors import InvalidRequest, ModelFilesError
 from stoker.text.folder import read_object, read_text
-from stoker.text.messages import Habits, prepare, uses_tools
+from stoker.text.messages import TemplateTraits, prepare, uses_tools
 from stoker.text.tokenizer import Tokenizer
 
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "default_system"})
 _CHATML_SYSTEM = re.compile(r"<\|im_start\|>system\n(.*?)<\|im_end\|>", re.DOTALL)
-# Marks that give a format away, most telling first; a template's own text counts before the tokenizer's added tokens.
+# Marks that identify a tool-call format, most specific first. They are searched in the templates, then in the added tokens.
 _TOOL_MARKS = (
     ("<|tool_calls_section_begin|>", "kimi_k2"),
     ("<｜tool▁calls▁begin｜>", "deepseek_v3"),
@@ -37,7 +37,7 @@ _TOOL_MARKS = (
     ("<|python_tag|>", "llama3_json"),
     ("<|start_header_id|>", "llama3_json"),
 )
-# What a template may stumble over when the conversation is not what it expects. All of it is the request's fault.
+# Errors of a template that gets an unexpected conversation. All of them are reported as an invalid request.
 _RENDER_ERRORS = (
     jinja2.TemplateError,
     TypeError,
@@ -53,15 +53,15 @@ _RENDER_ERRORS = (
 class _Compiled:
     source: str
     template: jinja2.Template
-    habits: Habits
+    traits: TemplateTraits
     knows_tools: bool
 
 
 class ChatTemplate:
-    """`render` is a pure function of its arguments and of the clock, for templates that print the date."""
+    """The chat templates of a model. `render` depends only on its arguments, and on the date if a template prints it."""
 
     def __init__(self, sources: Mapping[str, str], tokenizer: Tokenizer, origin: str = "chat template") -> None:
-        """`sources` has the templates by name ("default", "tool_use"); without any, ChatML is spoken."""
+        """`sources`: the templates by name ("default", "tool_use"). If it is empty, ChatML is used."""
         environment = _environment()
         own_source = (importlib.resources.files("stoker.text") / "templates" / "chatml_tools.jinja").read_text("utf-8")
         ours = _compile(environment, own_source, "chatml_tools.jinja")
@@ -70,8 +70,8 @@ class ChatTemplate:
         self._bos_token = tokenizer.bos_token or ""
         self._eos_token = tokenizer.eos_token or ""
         self._default = default
-        # For tools: the model's template for them, its only template where that knows them, or ours where the model
-        # speaks ChatML. To any other model tools would be noise in a format that it has never seen.
+        # For tools: the model's tool template, its default template if that handles tools, or ours if the model uses ChatML.
+        # Other models have never seen our format, so that tools are refused.
         self._with_tools = next(
             (one for one in (compiled.get("tool_use"), default) if one is not None and one.knows_tools),
             ours if "<|im_start|>" in default.source else None,
@@ -92,20 +92,20 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> str:
-        """The prompt's text. `kwargs` go to the template as they are (`enable_thinking` and the like)."""
+        """Return the text of the prompt. `kwargs` (such as `enable_thinking`) are passed to the template."""
         taken = _RESERVED.intersection(kwargs)
         if taken:
-            raise InvalidRequest(f"{sorted(taken)[0]!r} is no chat template setting", param="chat_template_kwargs")
+            raise InvalidRequest(f"{sorted(taken)[0]!r} is not a chat template setting", param="chat_template_kwargs")
         chosen = self._default
         if tools or uses_tools(messages):
             if self._with_tools is None:
                 raise InvalidRequest(
-                    "this model's chat template knows no tools", param="tools" if tools else "messages"
+                    "this model's chat template does not support tools", param="tools" if tools else "messages"
                 )
             chosen = self._with_tools
         try:
             return chosen.template.render(
-                messages=prepare(messages, chosen.habits),
+                messages=prepare(messages, chosen.traits),
                 tools=list(tools) if tools else None,
                 add_generation_prompt=add_generation_prompt,
                 bos_token=self._bos_token,
@@ -118,8 +118,7 @@ class ChatTemplate:
             raise InvalidRequest(message, param="messages") from refused
 
     def _find_default_system(self) -> str | None:
-        # With tools our template stands in for the model's: the system message that the model's would have put in
-        # front of a conversation without one must not go missing.
+        # With tools, our template may replace the model's. The default system message of the model's template must be kept.
         self._default_system = None
         try:
             found = _CHATML_SYSTEM.search(self.render([{"role": "user", "content": ""}]))
@@ -129,7 +128,7 @@ class ChatTemplate:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}` marks what is trained on; for serving it is its content."""
+    """The tag `{% generation %}…{% endgeneration %}`, which marks training targets. For serving, only its content counts."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's own declaration)
 
@@ -151,7 +150,7 @@ def _environment() -> jinja2.Environment:
 def _compile(environment: jinja2.Environment, source: str, origin: str) -> _Compiled:
     try:
         names = jinja2.meta.find_undeclared_variables(environment.parse(source))
-        return _Compiled(source, environment.from_string(source), Habits.of(source), "tools" in names)
+        return _Compiled(source, environment.from_string(source), TemplateTraits.of(source), "tools" in names)
     except jinja2.TemplateSyntaxError as broken:
         raise ModelFilesError(f"{origin} is not valid Jinja at line {broken.lineno}: {broken.message}") from broken
 
@@ -171,7 +170,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _sources(path: Path) -> dict[str, str]:
-    """Templates by name. A file of its own counts before the same name inside a configuration file."""
+    """Return the templates by name. A separate file overrides the same name in a configuration file."""
     sources: dict[str, str] = {}
     for file in (path / "tokenizer_config.json", path / "chat_template.json"):
         found = read_object(file).get("chat_template")
@@ -183,7 +182,7 @@ def _sources(path: Path) -> dict[str, str]:
                     raise ModelFilesError(f"{file}: an entry of chat_template has no template text")
                 sources[str(entry.get("name", "default"))] = entry["template"]
         elif found is not None:
-            raise ModelFilesError(f"{file}: chat_template is a {type(found).__name__}, not a text or a list")
+            raise ModelFilesError(f"{file}: chat_template is a {type(found).__name__}, not a string or a list")
     for file in sorted((path / "additional_chat_templates").glob("*.jinja")):
         sources[file.stem] = file.read_text(encoding="utf-8")
     alone = read_text(path / "chat_template.jinja")
@@ -198,6 +197,6 @@ def _tool_format(texts: str, tokenizer: Tokenizer, ours: bool) -> str:
     for known in (texts, tokenizer.added_tokens):
         for mark, name in _TOOL_MARKS:
             if mark in known:
-                # V3 and R1 fence a call's arguments as a JSON code block, V3.1 writes them bare.
+                # V3 and R1 write the arguments of a call in a JSON code block, V3.1 without one.
                 return "deepseek_v31" if name == "deepseek_v3" and "```json" not in texts else name
     return "hermes"

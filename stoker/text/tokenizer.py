@@ -1,7 +1,7 @@
-"""Encode and decode with the tokenizer of a model's folder, tokenizing only what it has not seen.
+"""Encode and decode with a model's tokenizer. Segments of text that were seen before come from a cache.
 
-It owns the `tokenizers` object, the table of token bytes and the cache of segments. It refuses to know chat templates,
-requests and which text is trusted: a special token's text is that token, wherever it stands.
+This module owns the `tokenizers` object, the table of token bytes and the segment cache. It does not know chat templates or
+requests. It also does not know which text is trusted: the text of a special token always becomes that token.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PROBES = ("a", "b c")
 
 
 class Tokenizer:
-    """Text <-> token ids of one model. `encode` may be called from several threads."""
+    """The tokenizer of one model. `encode` is thread-safe."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Tokenizer:
         eos_token: str | None = None,
         cache_bytes: int = _CACHE_BYTES,
     ) -> None:
-        # A tokenizer file may carry the truncation of its training run: a prompt is never cut here.
+        # A tokenizer file may contain the truncation of a training run. Prompts are never truncated here.
         raw.no_truncation()
         raw.no_padding()
         described = raw.to_str()
@@ -63,18 +63,18 @@ class Tokenizer:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.added_tokens = {token.content: token_id for token_id, token in added.items()}
         self.fingerprint = hashlib.sha256(described.encode()).hexdigest()
-        self.encoded_chars = 0  # characters that were really tokenized: the rest came from the cache
+        self.encoded_chars = 0  # number of characters that were tokenized, not found in the cache
 
     @classmethod
     def from_folder(cls, path: Path) -> Tokenizer:
         file = path / "tokenizer.json"
         text = read_text(file)
         if text is None:
-            raise ModelFilesError(f"{file} is missing: the tokenizer is read from it; put the model's own file there")
+            raise ModelFilesError(f"{file} is missing: download the model's own file into this folder")
         try:
             raw = tokenizers.Tokenizer.from_str(text)
         except Exception as broken:  # `tokenizers` raises bare Exception for everything
-            raise ModelFilesError(f"{file} is corrupt: {broken}; fetch the model's files again") from broken
+            raise ModelFilesError(f"{file} is damaged ({broken}): download the model again") from broken
         settings = read_object(path / "tokenizer_config.json")
         names = read_object(path / "special_tokens_map.json") | settings
         _add_configured(raw, settings.get("added_tokens_decoder"), path / "tokenizer_config.json")
@@ -87,7 +87,7 @@ class Tokenizer:
         )
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """The same ids as tokenizing all of `text` anew."""
+        """Return the token ids of `text`. They are the same as without the cache."""
         if add_special_tokens and self._frame is None:
             return self._tokenize([text], add_special_tokens=True)[0]
         before, after = self._frame if add_special_tokens and self._frame else ((), ())
@@ -98,8 +98,10 @@ class Tokenizer:
         return token_ids
 
     def split(self, text: str) -> list[str]:
-        """Pieces whose token ids, one after the other, are the text's. Where a piece begins depends on what stands before,
-        and on less than `lookahead` characters after that place."""
+        """Split `text` so that the concatenated token ids of the pieces are the token ids of the text.
+
+        The start of a piece depends only on the text before it and on fewer than `lookahead` characters after it.
+        """
         return self._splitter.split(text)
 
     @property
@@ -107,11 +109,13 @@ class Tokenizer:
         return max(map(len, self.added_tokens), default=0) + 1
 
     def encode_pieces(self, pieces: Sequence[str]) -> list[array[int]]:
-        """The token ids of each; those seen before are not tokenized again."""
+        """Return the token ids of each piece. Pieces that were seen before come from the cache."""
         try:
             keys = [SegmentCache.key(piece) for piece in pieces]
         except UnicodeEncodeError as broken:
-            raise InvalidRequest(f"the text has half a surrogate pair at character {broken.start}") from broken
+            raise InvalidRequest(
+                f"the text is not valid Unicode: character {broken.start} is half a surrogate pair"
+            ) from broken
         found = self._cache.get(keys)
         missing = {keys[place]: pieces[place] for place, ids in enumerate(found) if ids is None}
         fresh = dict(zip(missing, map(_pack, self._tokenize(list(missing.values()))), strict=True))
@@ -124,11 +128,11 @@ class Tokenizer:
         return "".join(map(detokenizer.push, ids)) + detokenizer.flush()
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The token's bytes: often not valid UTF-8 by themselves. Empty for an id that has no token."""
+        """Return the token's bytes, which need not be valid UTF-8; b"" for an id without a token."""
         return self.vocabulary.bytes_of(token_id)
 
     def token_id(self, text: str) -> int | None:
-        """The id of the token that is written so in the vocabulary."""
+        """Return the id of the token with this text in the vocabulary, or None."""
         found: int | None = self._raw.token_to_id(text)
         return found
 
@@ -149,7 +153,7 @@ def _describe(token: tokenizers.AddedToken) -> AddedToken:
 
 
 def _frame(raw: tokenizers.Tokenizer) -> tuple[list[int], list[int]] | None:
-    """The ids that the post-processor sets before and after any text; None when it does something else."""
+    """Return the ids that the post-processor adds before and after any text, or None if it does something else."""
     frames = []
     for probe in _PROBES:
         bare = raw.encode(probe, add_special_tokens=False).ids
@@ -162,7 +166,7 @@ def _frame(raw: tokenizers.Tokenizer) -> tuple[list[int], list[int]] | None:
 
 
 def _add_configured(raw: tokenizers.Tokenizer, configured: Any, file: Path) -> None:
-    """Added tokens that only tokenizer_config.json names."""
+    """Add the tokens that only tokenizer_config.json lists."""
     if not isinstance(configured, dict):
         return
     known = {token.content for token in raw.get_added_tokens_decoder().values()}
@@ -176,7 +180,7 @@ def _add_configured(raw: tokenizers.Tokenizer, configured: Any, file: Path) -> N
         if raw.token_to_id(content) != int(token_id):
             raise ModelFilesError(
                 f"{file} gives {content!r} the id {token_id}, but in tokenizer.json its id would be "
-                f"{raw.token_to_id(content)}: the two files are not of one model"
+                f"{raw.token_to_id(content)}: the two files are from different models"
             )
 
 
@@ -184,7 +188,7 @@ def _eos_token_ids(path: Path, raw: tokenizers.Tokenizer, eos_token: str | None)
     config = read_object(path / "config.json")
     ids = token_ids(read_object(path / "generation_config.json").get("eos_token_id"))
     ids += token_ids(config.get("eos_token_id"))
-    nested = config.get("text_config")  # models with several modalities keep their text half there
+    nested = config.get("text_config")  # in multimodal models, the text model's config
     if isinstance(nested, dict):
         ids += token_ids(nested.get("eos_token_id"))
     named = raw.token_to_id(eos_token) if eos_token else None

@@ -1,4 +1,4 @@
-"""Which tools a request offers and whether it forces a call: checked, and the same for chat and the Responses API."""
+"""Check the tools of a request and its tool choice, for the chat and the Responses API."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ ToolMode = Literal["none", "auto", "required", "named"]
 
 @dataclass(frozen=True, slots=True)
 class ToolPlan:
-    """`allowed` may be called; all `offered` are shown, so that forcing one does not change the cached prefix."""
+    """The tools of a request. The prompt shows all `offered` tools, so that `tool_choice` does not change the cached prefix.
+    Only `allowed` tools may be called."""
 
     mode: ToolMode = "none"
     offered: list[dict[str, Any]] = field(default_factory=list)
@@ -31,16 +32,17 @@ class ToolPlan:
 
     @property
     def shown(self) -> list[dict[str, Any]] | None:
-        """What the template is given: nothing under tool_choice "none", lest the model call what it may not."""
+        """The tools that the template shows. None for tool_choice "none", so that the model does not call one."""
         return self.offered if self.mode != "none" and self.offered else None
 
 
 def chat_tools(request: ChatRequest, max_tools: int) -> ToolPlan:
+    """Return the tools of a chat request."""
     return _plan(_chat_functions(request.tools), request.tool_choice, request.parallel_tool_calls, max_tools)
 
 
 def offered_tools(tools: list[Tool] | None, max_tools: int) -> ToolPlan:
-    """As a chat request that leaves the choice to the model."""
+    """Return the plan for tools with tool_choice "auto"."""
     return _plan(_chat_functions(tools), None, None, max_tools)
 
 
@@ -56,6 +58,7 @@ def _chat_functions(tools: list[Tool] | None) -> list[dict[str, Any]]:
 
 
 def responses_tools(request: ResponsesRequest, max_tools: int) -> ToolPlan:
+    """Return the tools of a Responses request."""
     functions = []
     for i, tool in enumerate(request.tools or ()):
         if tool.type != "function":
@@ -96,7 +99,7 @@ def _plan(
 ) -> ToolPlan:
     if len(offered) > max_tools:
         raise InvalidRequest(
-            f"Invalid 'tools': {len(offered)} were given, at most {max_tools} are allowed.", param="tools"
+            f"Invalid 'tools': got {len(offered)} tools, at most {max_tools} are allowed.", param="tools"
         )
     parallel = parallel is not False
     mode: ToolMode

@@ -1,6 +1,6 @@
-"""What each token id is in bytes, and how a tokenizer joins tokens into text.
+"""The bytes of each token id, and the rules by which a tokenizer joins tokens to text.
 
-It knows the two families of decoders: byte-level BPE and SentencePiece-like. It does not know how text becomes tokens.
+Two kinds of decoders are supported: byte-level BPE and SentencePiece. This module does not know how text becomes tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from stoker.base.errors import ModelFilesError
 
-# What happens to spaces at the very beginning of a decoded text: nothing; some are cut; the first token has none.
+# Spaces at the start of a decoded text: all are kept; some are removed; all of the first token are removed.
 LeadingSpace = Literal["keep", "cut", "first_token"]
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -20,31 +20,31 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """`table[id]` are the token's bytes; ids without a token have none."""
+    """`table[id]` are the bytes of a token; b"" for ids without a token."""
 
     table: tuple[bytes, ...]
     leading_space: LeadingSpace
-    leading_cut: int  # how many leading spaces "cut" takes away at most
+    leading_cut: int  # the maximum number of leading spaces that "cut" removes
 
     def bytes_of(self, token_id: int) -> bytes:
         return self.table[token_id] if 0 <= token_id < len(self.table) else b""
 
 
 def build_vocabulary(vocab: dict[str, int], added: dict[int, str], decoder: dict[str, Any] | None) -> Vocabulary:
-    """`vocab` has the model's tokens, `added` the texts of added ones, which are in no alphabet but their own."""
+    """Build the table from the model's tokens (`vocab`) and the added tokens, whose text is not in the byte-level alphabet."""
     steps = _steps(decoder)
     kinds = [str(step.get("type")) for step in steps]
     table = [b""] * (max([*vocab.values(), *added], default=-1) + 1)
     leading_space: LeadingSpace = "keep"
     leading_cut = 0
     if "ByteLevel" in kinds:
-        letters = dict.fromkeys(range(256), sys.maxunicode)  # beyond any byte, but for the alphabet's own
+        letters = dict.fromkeys(range(256), sys.maxunicode)  # not encodable in latin-1, except for the alphabet below
         letters |= {ord(char): byte for byte, char in byte_level_alphabet().items()}
         for token, token_id in vocab.items():
             try:
                 table[token_id] = token.translate(letters).encode("latin-1")
             except UnicodeEncodeError:
-                # A token with a letter outside the alphabet stands for its own text, as in `tokenizers`.
+                # A token with a character outside of the alphabet is its own text, as in `tokenizers`.
                 table[token_id] = token.encode()
     else:
         space, leading_space, leading_cut = _sentence_piece_rules(steps)
@@ -57,7 +57,7 @@ def build_vocabulary(vocab: dict[str, int], added: dict[int, str], decoder: dict
 
 
 def byte_level_alphabet() -> dict[int, str]:
-    """Byte -> the character that byte-level BPE writes for it: itself where printable, else one from 256 on."""
+    """Return the character of each byte in byte-level BPE: itself if printable, else one from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {byte: chr(byte) for byte in printable}
     for byte in range(256):
@@ -73,7 +73,7 @@ def _sentence_piece_rules(steps: list[dict[str, Any]]) -> tuple[str, LeadingSpac
         kind = step.get("type")
         if kind == "Metaspace":
             space = step.get("replacement", space)
-            # Older files say add_prefix_space where newer ones name a scheme.
+            # Older files have add_prefix_space instead of prepend_scheme.
             scheme = step.get("prepend_scheme", "always" if step.get("add_prefix_space", True) else "never")
             leading_space = "keep" if scheme == "never" else "first_token"
         elif kind == "Replace" and step.get("content") == " ":
@@ -82,8 +82,8 @@ def _sentence_piece_rules(steps: list[dict[str, Any]]) -> tuple[str, LeadingSpac
             leading_space, leading_cut = "cut", int(step.get("start", 0))
         elif kind not in ("ByteFallback", "Fuse"):
             raise ModelFilesError(
-                f"tokenizer.json: its decoder has a step of type {kind!r}; known are ByteLevel, Metaspace, Replace by "
-                "a space, Strip of spaces, ByteFallback and Fuse"
+                f"tokenizer.json: a decoder of type {kind!r} is not supported, only ByteLevel, Metaspace, Replace with a space, "
+                "Strip of spaces, ByteFallback and Fuse"
             )
     return space, leading_space, leading_cut
 

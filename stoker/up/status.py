@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import time
 from collections.abc import Sequence
@@ -24,7 +25,10 @@ from stoker.up.terminal import table
 _ANSWER_S = 3.0
 _TIER = re.compile(r'stoker_kv_tier_(\w+)\{tier="([^"]+)"\} (\S+)')
 _GIB = 1 << 30
-_HINTS = {401: "; give its token with --admin-token-file", 404: "; a gateway's address is wanted, without a path"}
+_HINTS = {
+    401: ": pass its admin token with --admin-token-file",
+    404: ": this is not a gateway. Pass a gateway's address, without a path",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +75,13 @@ async def look(url: str, token: str | None, fleet: FleetState | None = None) -> 
             known = {one["worker"]: one for one in (await _get(session, f"{url}/admin/fleet", headers))["workers"]}
         except (aiohttp.ContentTypeError, KeyError, TypeError, json.JSONDecodeError):
             status, reason = None, f"{url} does not answer as a gateway does"
+        except aiohttp.ClientResponseError as error:
+            reason = f"{url} answered HTTP {error.status}{_HINTS.get(error.status, '')}"
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            reason = f"{url} does not tell: {_words(error)}"
+            reason = (
+                f"no gateway answers at {url} ({_words(error)}): check the address, or start one there with `stoker up` or "
+                "`stoker gateway`"
+            )
         listed = _of_fleet(fleet, known, status) if fleet else []
         ours = {urlsplit(part.address).netloc for part in listed}
         others = [one for name, one in known.items() if name not in ours]
@@ -149,8 +158,11 @@ async def _get(session: aiohttp.ClientSession, url: str, headers: dict[str, str]
 
 
 def _words(error: BaseException) -> str:
-    if isinstance(error, aiohttp.ClientResponseError):
-        return f"status {error.status}{_HINTS.get(error.status, '')}"
+    if isinstance(error, TimeoutError):
+        return f"no answer within {_ANSWER_S:.0f} s"
+    if isinstance(error, aiohttp.ClientConnectorError):
+        number = error.os_error.errno  # negative for errors of the name lookup
+        return os.strerror(number) if number and number > 0 else str(error.os_error.strerror)
     return str(error) or type(error).__name__
 
 

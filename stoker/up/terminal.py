@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import IO
 
-from stoker.base.speech import say
+from stoker.base.output import print_message
 from stoker.up.plan import FleetPlan
 
 _QUESTION = "What is the capital of France?"
@@ -27,16 +27,16 @@ class Terminal:
     def say(self, text: str) -> None:
         start = "\r\033[K" if self._unfinished else ""
         self._unfinished = False
-        say(f"{start}{time.monotonic() - self._started_s:6.1f} s  {text}", self._err)
+        print_message(f"{start}{time.monotonic() - self._started_s:6.1f} s  {text}", self._err)
 
     def progress(self, stage: str, done: int, total: int) -> None:
         """Show progress: on a terminal in one line that is overwritten, elsewhere as one line per stage."""
         if self._err.isatty() and total:
             part = f"{stage} {100 * done // total}%"
-            say(f"\r\033[K{time.monotonic() - self._started_s:6.1f} s  {part}", self._err, end="")
+            print_message(f"\r\033[K{time.monotonic() - self._started_s:6.1f} s  {part}", self._err, end="")
             self._unfinished = True
             if done >= total:
-                say("", self._err)
+                print_message("", self._err)
                 self._unfinished = False
         elif stage != self._stage:
             self.say(stage)
@@ -47,7 +47,7 @@ class Terminal:
         insecure = " -k" if plan.gateway.tls else ""
         body = {"model": plan.models[0] if plan.models else "MODEL", "temperature": 0}
         body |= {"messages": [{"role": "user", "content": _QUESTION}]}
-        say(
+        print_message(
             f"""
 {table(("PART", "ROLE", "ADDRESS", "PID", "LOG"), rows)}
 

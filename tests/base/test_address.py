@@ -7,12 +7,12 @@ from stoker.base.errors import ConfigError
 
 
 @pytest.mark.parametrize(("host", "address"), [("10.0.0.1", "10.0.0.1:80"), ("::1", "[::1]:80"), ("box", "box:80")])
-def test_what_was_joined_comes_apart_again(host: str, address: str) -> None:
+def test_a_joined_address_is_split_into_its_parts(host: str, address: str) -> None:
     assert join_address(host, 80) == address
     assert split_address(address) == (host, 80)
 
 
-def test_who_listens_everywhere_is_reached_here() -> None:
+def test_a_server_on_all_interfaces_is_reached_on_localhost() -> None:
     assert {local_host(host) for host in ("0.0.0.0", "::", "")} == {"127.0.0.1"}
     assert local_host("10.0.0.1") == "10.0.0.1"
 
@@ -25,6 +25,6 @@ def test_a_url_has_a_host() -> None:
 @pytest.mark.parametrize(
     "url", ["", "box", "box:80", "ftp://box", "http://:80", "http://[::1", "http://box:x", "http://box:99999"]
 )
-def test_what_is_no_url_is_refused_by_the_name_of_its_flag(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"--gateway .*: not a URL such as http://10\.0\.0\.7:8000"):
+def test_an_invalid_url_is_refused_with_the_name_of_its_option(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"--gateway .*: expected a URL such as http://10\.0\.0\.7:8000"):
         host_of_url("--gateway", url)

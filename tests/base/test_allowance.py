@@ -1,4 +1,4 @@
-"""What a process may use is what its container leaves it, not what the machine has."""
+"""The limits of a container count, not the size of the machine."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def system(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def test_without_groups_it_is_what_the_machine_has(tmp_path: Path, cores: None) -> None:
+def test_without_cgroups_the_machine_is_the_limit(tmp_path: Path, cores: None) -> None:
     root = system(tmp_path, {})
     assert (available_ram(root), usable_cores(root)) == (900 * GIB, 64)
     assert all_ram(root) == 1024 * GIB
 
 
-def test_groups_without_limits_leave_all(tmp_path: Path, cores: None) -> None:
+def test_cgroups_without_limits_are_ignored(tmp_path: Path, cores: None) -> None:
     old = "sys/fs/cgroup/memory/session"
     files = {"proc/self/cgroup": "4:memory:/session\n2:cpu,cpuacct:/\n1:name=systemd:/a\n0::/\n"}
     files |= {f"{old}/memory.limit_in_bytes": NO_LIMIT, f"{old}/memory.usage_in_bytes": str(5 * GIB)}
@@ -45,7 +45,7 @@ def test_groups_without_limits_leave_all(tmp_path: Path, cores: None) -> None:
     assert (available_ram(root), usable_cores(root)) == (900 * GIB, 64)
 
 
-def test_a_container_that_sees_its_group_at_the_top_has_that_groups_limits(tmp_path: Path, cores: None) -> None:
+def test_a_container_with_its_own_cgroup_at_the_top_has_its_limits(tmp_path: Path, cores: None) -> None:
     files = {
         "proc/self/cgroup": "0::/kubepods/pod-1/c-2\n",  # the name outside, which is not there inside
         "sys/fs/cgroup/memory.max": f"{8 * GIB}\n",
@@ -57,7 +57,7 @@ def test_a_container_that_sees_its_group_at_the_top_has_that_groups_limits(tmp_p
     assert all_ram(root) == 8 * GIB
 
 
-def test_the_tightest_of_all_groups_above_counts(tmp_path: Path, cores: None) -> None:
+def test_the_lowest_limit_of_all_cgroups_above_counts(tmp_path: Path, cores: None) -> None:
     top = "sys/fs/cgroup"
     files = {
         "proc/self/cgroup": "0::/user.slice/stoker.service\n",
@@ -75,7 +75,7 @@ def test_the_tightest_of_all_groups_above_counts(tmp_path: Path, cores: None) ->
     assert available_ram(root) == 19 * GIB  # above that, who asks for memory is held up
 
 
-def test_groups_of_version_1_are_read_too(tmp_path: Path, cores: None) -> None:
+def test_cgroups_of_version_1_are_read(tmp_path: Path, cores: None) -> None:
     files = {
         "proc/self/cgroup": "5:memory:/docker/0af\n3:cpu,cpuacct:/docker/0af\n0::/docker/0af\n",
         "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{8 * GIB}\n",
@@ -99,15 +99,13 @@ def test_groups_of_version_1_are_read_too(tmp_path: Path, cores: None) -> None:
         ),
     ],
 )
-def test_files_that_were_read_take_no_memory_away(
-    tmp_path: Path, group: str, limit: str, used: str, cache: str
-) -> None:
+def test_the_page_cache_does_not_count_as_used(tmp_path: Path, group: str, limit: str, used: str, cache: str) -> None:
     files = {"proc/self/cgroup": "5:memory:/\n0::/\n", f"{group}/{limit}": f"{8 * GIB}\n"}
     files |= {f"{group}/{used}": f"{8 * GIB - 4096}\n", f"{group}/memory.stat": cache.format(6 * GIB)}
     assert available_ram(system(tmp_path, files)) == 6 * GIB + 4096
 
 
-def test_a_full_group_leaves_nothing_and_one_core(tmp_path: Path, cores: None) -> None:
+def test_a_full_cgroup_leaves_no_memory_and_one_core(tmp_path: Path, cores: None) -> None:
     files = {
         "proc/self/cgroup": "0::/../beside\n",
         "sys/fs/cgroup/memory.max": f"{GIB}\n",
@@ -127,8 +125,8 @@ print(allow_files({wanted}), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
 @pytest.mark.parametrize(("wanted", "told", "allowed"), [(50, 50, 64), (100, 100, 100), (300, 200, 200)])
-def test_files_are_allowed_as_far_as_the_system_lets_us(wanted: int, told: int, allowed: int) -> None:
-    """In a process of its own: this one may have more files open than that."""
+def test_the_limit_of_open_files_is_raised_as_far_as_permitted(wanted: int, told: int, allowed: int) -> None:
+    """Runs in a child process: this one may have more files open than the limit."""
     ask = _ASK.format(hard=200, wanted=wanted)
     answer = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
     assert answer.stdout.split() == [str(told), str(allowed)]

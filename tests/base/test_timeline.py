@@ -1,4 +1,4 @@
-"""A timeline says of each stage when it began and how long it took, from the process's start on."""
+"""A timeline records the start and the duration of each stage."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import time
 from stoker.base.timeline import Timeline, process_start_s
 
 
-def test_stages_are_told_from_the_origin_on() -> None:
+def test_stages_are_relative_to_the_origin() -> None:
     timeline = Timeline(origin_s=100.0)
     timeline.add("import", 103.0, 104.5)
     [stage] = timeline.stages
     assert (stage.name, stage.start_s, stage.seconds) == ("import", 3.0, 1.5)
 
 
-def test_a_stage_that_fails_is_told_too() -> None:
+def test_a_failed_stage_is_recorded() -> None:
     timeline = Timeline()
     try:
         with timeline.stage("weights"):

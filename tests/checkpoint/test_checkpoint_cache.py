@@ -1,4 +1,4 @@
-"""A folder in the cache is whole or not there: through kills, full disks and two builders at once."""
+"""A cache folder is complete or absent, also after kills, full disks and concurrent builders."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 
@@ -69,7 +68,7 @@ def test_the_second_call_finds_the_folder_without_work(gguf_path: Path, cache_di
     assert first.path.parent == cache_dir / "models"
 
 
-def test_a_changed_file_is_converted_anew(gguf_path: Path, cache_dir: Path) -> None:
+def test_a_changed_file_is_converted_again(gguf_path: Path, cache_dir: Path) -> None:
     TinyGguf().write(gguf_path)
     first = resolve_model(str(gguf_path), cache_dir, silent)
     TinyGguf(tied=False).write(gguf_path)
@@ -79,7 +78,7 @@ def test_a_changed_file_is_converted_anew(gguf_path: Path, cache_dir: Path) -> N
 
 
 @pytest.mark.parametrize("damage", ["another version", "a lost file", "a short file", "no marker"])
-def test_a_folder_that_is_not_whole_is_made_anew(
+def test_an_incomplete_folder_is_built_again(
     damage: str, gguf_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = TinyGguf().write(gguf_path)
@@ -100,7 +99,7 @@ def test_a_folder_that_is_not_whole_is_made_anew(
     assert left_in(cache_dir) == [folder.name]
 
 
-def test_a_kill_half_way_leaves_nothing_that_is_taken_for_a_model(gguf_path: Path, cache_dir: Path) -> None:
+def test_a_killed_conversion_leaves_no_model_folder(gguf_path: Path, cache_dir: Path) -> None:
     expected = TinyGguf().write(gguf_path)
     killed = start(KILLED_AT_THE_FIFTH_TENSOR, gguf_path, cache_dir)
     killed.communicate(timeout=120)
@@ -120,7 +119,7 @@ def test_two_processes_at_once_convert_once(gguf_path: Path, cache_dir: Path) ->
     assert said[0][-1] == said[1][-1] == str(resolve_model(str(gguf_path), cache_dir, silent).path)
 
 
-def test_too_little_space_is_said_before_anything_is_written(
+def test_too_little_space_is_reported_before_anything_is_written(
     gguf_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     TinyGguf().write(gguf_path)
@@ -130,7 +129,7 @@ def test_too_little_space_is_said_before_anything_is_written(
     assert left_in(cache_dir) == []
 
 
-def test_a_disk_that_fills_up_on_the_way_leaves_nothing(
+def test_a_disk_that_fills_up_during_a_conversion_leaves_nothing(
     gguf_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     TinyGguf().write(gguf_path)
@@ -146,19 +145,6 @@ def test_a_disk_that_fills_up_on_the_way_leaves_nothing(
     assert left_in(cache_dir) == []
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 KiB, where the tests may make one."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mounted = shutil.which("mount") and os.geteuid() == 0
-    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)]
-    if not mounted or subprocess.run(command, capture_output=True).returncode != 0:
-        pytest.skip("needs the right to mount a tmpfs")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
-
-
 def test_a_disk_that_is_really_full_leaves_nothing(
     gguf_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,7 +155,7 @@ def test_a_disk_that_is_really_full_leaves_nothing(
     assert left_in(small_disk) == []
 
 
-def test_a_short_write_goes_on(tmp_path: Path) -> None:
+def test_a_short_write_is_continued(tmp_path: Path) -> None:
     class Reluctant(FileIO):
         def write(self, data: bytes | memoryview) -> int:  # type: ignore[override]
             return super().write(data[:3])
@@ -186,7 +172,7 @@ def test_a_cache_that_is_a_file_is_named(gguf_path: Path, tmp_path: Path) -> Non
         resolve_model(str(gguf_path), tmp_path / "occupied", silent)
 
 
-def test_a_lock_that_is_never_given_back_is_named(
+def test_a_lock_that_is_never_released_is_named(
     gguf_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache, "LOCK_DEADLINE_S", 0.2)

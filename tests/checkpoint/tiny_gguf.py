@@ -20,12 +20,12 @@ USER_DEFINED = "<tool_call>"
 TOKENS = [*SPECIAL, *ALPHABET, *(merge.replace(" ", "") for merge in MERGES), USER_DEFINED]
 TYPES = [3] * 3 + [1] * (len(TOKENS) - 4) + [4]
 LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, HEAD = 2, 64, 96, 4, 2, 32
-VOCAB = 288  # rows of the embedding: a few more than there are tokens, as padded models have it
+VOCAB = 288  # rows of the embedding: a few more than there are tokens, as in padded models
 
 
 @dataclass
 class TinyGguf:
-    """What goes into the file; a test changes what it is about."""
+    """The content of the file. A test changes the fields that it is about."""
 
     arch: str = "llama"
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32
@@ -39,7 +39,7 @@ class TinyGguf:
     merges: list[str] = field(default_factory=lambda: list(MERGES))
 
     def write(self, path: Path) -> dict[str, Array]:
-        """Write the file; returns its tensors as HF has them, by HF name, in what float32 the type can hold."""
+        """Write the file. Return its tensors in Hugging Face names and row order, rounded to what the type can hold."""
         writer = gguf.GGUFWriter(path, self.arch)
         writer.add_block_count(LAYERS)
         writer.add_context_length(512)

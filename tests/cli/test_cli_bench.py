@@ -148,7 +148,7 @@ def test_public_sets_are_played(server: ScriptedServer, data_dir: Path, name: st
         (["--timeout-s", "nan"], "timeout=nan s: must be above 0"),
         (["--timeout-s", "inf"], "timeout=inf s: must be above 0, and have an end"),
         (["--burstiness", "inf"], "burstiness=inf"),
-        (["--url", "localhost:8000"], "--url localhost:8000: not a URL such as http://"),
+        (["--url", "localhost:8000"], "--url localhost:8000: expected a URL such as http://"),
         (["--json", f"/{'x' * 300}/out.json"], "there is no folder"),
         (["--dataset", "trace", "--trace", "x" * 300], "no file xxx"),
         (["--json", "/tmp"], "--json /tmp: that is a folder; a file is wanted"),

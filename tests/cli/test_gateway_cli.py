@@ -95,7 +95,7 @@ def test_a_wrong_worker_is_quoted_and_the_exit_code_is_2(capsys: pytest.CaptureF
     assert main(["gateway", "--worker", "http://a,role=boss"]) == 2
     assert "role='boss': give unified, prefill or decode" in capsys.readouterr().err
     assert main(["gateway", "--port", "0", "--policy", "wishful", "--ledger", "none"]) == 2
-    assert "no routing policy is called 'wishful'; there are: " in capsys.readouterr().err
+    assert "unknown routing policy 'wishful'; available: " in capsys.readouterr().err
     assert main(["gateway", "--port", "0", "--worker", "http://a,dialect=klingon", "--ledger", "none"]) == 2
     assert "klingon" in capsys.readouterr().err
 

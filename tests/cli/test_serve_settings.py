@@ -42,13 +42,26 @@ def test_every_flag_becomes_its_setting() -> None:
         *("--step-tokens", "7", "--max-rows", "8", "--mixed-tokens", "9"),
         *("--kv-host-gib", "2", "--kv-store", "s", "--kv-disk", "/d", "--kv-disk-gib", "3", "--kv-disk-key-file", "/k"),
         *("--kv-mooncake", "m:50051", "--kv-mooncake-segment-gib", "4", "--kv-mooncake-protocol", "rdma"),
-        *("--kv-mooncake-ssd", "/ssd", "--kv-port", "7", "--kv-transports", "tcp,local", "--kv-lease-s", "1.5"),
+        *(
+            "--kv-mooncake-ssd",
+            "/ssd",
+            "--kv-tier",
+            "x,gib=2",
+            "--kv-tier",
+            "y",
+            "--kv-port",
+            "7",
+            "--kv-transports",
+            "tcp,local",
+            "--kv-lease-s",
+            "1.5",
+        ),
         *("--tool-format", "t", "--reasoning-format", "none", "--max-body-mib", "1.5", "--max-open", "3"),
         *("--drain-s", "0", "--cache-dir", "/c", "--offline", "--log-level", "debug", "--timeline"),
         *("--gateway", "http://a,http://b", "--gateway", "http://c", "--advertise", "http://d"),
         *("--secret-file", "/s", "--events-port", "65534", "--no-events"),
     )
-    store = StoreSettings("s", 2, "/d", 3, "/k", "m:50051", "127.0.0.1", 4, "rdma", "/ssd")
+    store = StoreSettings("s", 2, "/d", 3, "/k", "m:50051", "127.0.0.1", 4, "rdma", "/ssd", ("x,gib=2", "y"))
     handoff = HandoffSettings("127.0.0.1", 7, ("tcp", "local"), None, 1.5, True)
     engine = EngineSettings("cpu", "float64", 1, 2, 0, KvSettings(3, 4, 5, 6), SchedSettings(7, 8, 9), store, handoff)
     gateways = ("http://a", "http://b", "http://c")

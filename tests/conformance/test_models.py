@@ -15,6 +15,7 @@ from tiny import SHAPES, make_tiny
 
 from stoker.base.config import EngineSettings, KvSettings, SchedSettings
 from stoker.base.errors import ModelFilesError
+from stoker.checkpoint.served import check_served
 from stoker.engine.llm import LLM, LLMOutput
 from stoker.models.family import MODELS, family_of
 from stoker.sched.request import SamplingParams
@@ -79,6 +80,12 @@ def rewrite(folder: Path, change: Callable[[Tensors], None]) -> None:
 
 def test_every_family_has_an_example() -> None:
     assert [arch for arch, names in TINY.items() if not names] == [], "these families declare no examples"
+
+
+@pytest.mark.parametrize("arch", list(MODELS))
+def test_the_check_before_a_download_accepts_the_family(arch: str, tmp_path: Path) -> None:
+    make_tiny(tmp_path, TINY[arch][0])
+    check_served(tmp_path / "config.json", arch)
 
 
 def test_paged_is_dense(made: tuple[Path, Any]) -> None:

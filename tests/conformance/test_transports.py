@@ -1,4 +1,8 @@
-"""What every registered transport must hold: the right bytes or none, whoever is slow, gone or wrong. The peer is a process."""
+"""The tests that every registered transport must pass: it brings the right bytes or none, even if the peer is slow,
+dead or sends wrong data.
+
+The peer runs in another process.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +46,7 @@ LARGE = KvLayout(num_layers=8, num_heads=4, head_dim=64, block_tokens=64, dtype=
 
 @pytest.fixture(params=list(TRANSPORTS))
 def transport(request: pytest.FixtureRequest) -> str:
-    """Those that work on this machine; whether one does is what its own offer says."""
+    """Each registered transport that can be used on this machine, according to its own offer."""
     pool = DeviceKv(LAYOUT, 2, torch.device("cpu"))
     made = TRANSPORTS.get(request.param)("", "127.0.0.1")
     try:
@@ -79,7 +83,7 @@ def in_background(do: object, *args: object) -> threading.Thread:
 
 
 def num_looks(server: RemoteServer) -> int:
-    """Whoever looks again has taken what the last look showed."""
+    """How often the client has asked for blocks. If it asks again, it has taken what the last reply offered."""
     return int(server("leases", "num_looks"))
 
 
@@ -104,12 +108,12 @@ def test_many_pulls_use_one_connection_and_release_gives_the_lease_back(remote: 
         assert raw(puller.kv.blocks[:3]) == raw(expected[number : number + 3])
         puller.client.release(ticket)
     wait_until(lambda: remote("world", "released") == [f"L{number}" for number in range(20)])
-    assert remote("server", "stats").connections <= 2  # the pulls', and maybe one of the thread that releases
+    assert remote("server", "stats").connections <= 2  # one for the pulls, and possibly one of the thread that releases
     assert all(remote("leases", "close", f"L{number}") for number in range(20))
     assert remote("leases", "__len__") == 0
 
 
-def test_a_peer_with_fewer_blocks_gives_those(remote: RemoteServer, puller: Puller) -> None:
+def test_a_peer_with_fewer_blocks_sends_those(remote: RemoteServer, puller: Puller) -> None:
     remote.lease("L", keys(3), block_ids(1, 2, 3), 3, True)
     assert puller.pull(remote.ticket, keys(6), block_ids(*range(6))) == [True] * 3 + [False] * 3
     assert puller.pull(remote.ticket, keys(2, first=3), block_ids(8, 9), first=3) == [False, False]
@@ -125,18 +129,18 @@ def test_a_pull_may_begin_before_the_lease_and_grows_with_it(remote: RemoteServe
     for num_ready in (3, 4, 9):
         before = num_looks(remote)
         remote("leases", "put", "L", keys(10), blocks, num_ready, False)
-        wait_until(lambda before=before: num_looks(remote) > before)  # it has those, and asks for more
+        wait_until(lambda before=before: num_looks(remote) > before)  # the client has those, and asks for more
     remote("leases", "put", "L", keys(10), blocks, 10, True)
     pulling.join(PATIENCE_S)
     assert found == [[True] * 10]
     assert raw(puller.kv.blocks[:10]) == raw(contents(LAYOUT, NUM_BLOCKS)[8:18])
 
 
-def test_a_lease_that_closes_while_it_is_waited_for(remote: RemoteServer, puller: Puller) -> None:
+def test_a_pull_ends_when_the_lease_closes(remote: RemoteServer, puller: Puller) -> None:
     remote.lease("L", keys(4), block_ids(1, 2, 3, 4), 2, False)
     found: list[list[bool]] = []
     pulling = in_background(lambda: found.append(puller.pull(remote.ticket, keys(4), block_ids(0, 1, 2, 3))))
-    wait_until(lambda: num_looks(remote) >= 2)  # the two that are there were taken, and more is asked for
+    wait_until(lambda: num_looks(remote) >= 2)  # the client has the two ready blocks, and asks for more
     wait_until(lambda: remote("leases", "close", "L"))
     pulling.join(PATIENCE_S / 2)
     assert found == [[True, True, False, False]], "not at its own deadline, but now"
@@ -144,15 +148,15 @@ def test_a_lease_that_closes_while_it_is_waited_for(remote: RemoteServer, puller
         puller.pull(remote.ticket, keys(4), block_ids(0, 1, 2, 3))
 
 
-def test_the_deadline_holds(remote: RemoteServer, puller: Puller) -> None:
+def test_a_pull_ends_at_its_deadline(remote: RemoteServer, puller: Puller) -> None:
     remote.lease("L", keys(4), block_ids(1, 2, 3, 4), 1, False)
-    assert puller.pull(remote.ticket, keys(1), block_ids(0)) == [True]  # the link is there
-    for within_s in (0.5, 2.0, 8.0):  # more than one: a machine that stalls has not even time for the first block
+    assert puller.pull(remote.ticket, keys(1), block_ids(0)) == [True]  # the link is open
+    for within_s in (0.5, 2.0, 8.0):  # several attempts: a stalled machine may not even have time for the first block
         with suppress(PeerUnavailable):
             assert puller.pull(remote.ticket, keys(4), block_ids(0, 1, 2, 3), within_s=within_s) == [True] + [False] * 3
             break
     else:
-        pytest.fail("what was there did not come")
+        pytest.fail("the ready block did not arrive")
     with pytest.raises(PeerUnavailable):
         puller.pull(replace(remote.ticket, lease_id="none"), keys(4), block_ids(0, 1, 2, 3), within_s=0.5)
 
@@ -210,7 +214,7 @@ def test_ranks_of_another_size_take_their_heads(settings: HandoffSettings, src_t
                 assert puller.client.stats().num_bytes == 5 * ours.block_bytes
 
 
-def test_the_one_latent_of_mla_comes_whole_from_any_rank(settings: HandoffSettings) -> None:
+def test_the_latent_of_mla_is_pulled_whole_from_any_rank(settings: HandoffSettings) -> None:
     servers = [RemoteServer(ServerSetup(MLA, NUM_BLOCKS, settings, engine_id="one")) for _ in range(2)]
     with closing(*servers, puller := Puller(MLA, NUM_BLOCKS, settings)):
         for server in servers:
@@ -249,7 +253,7 @@ def test_reading_ahead_brings_full_blocks_with_their_names(settings: HandoffSett
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.1])
-def test_a_peer_that_is_killed_in_the_middle_leaves_only_right_blocks(
+def test_a_peer_killed_in_the_middle_of_a_pull_leaves_only_correct_blocks(
     settings: HandoffSettings, delay_s: float
 ) -> None:
     count = 128
@@ -280,7 +284,7 @@ def test_a_peer_that_is_killed_in_the_middle_leaves_only_right_blocks(
             puller.pull(server.ticket, keys(2), block_ids(0, 1))
 
 
-def test_bytes_that_are_not_those_of_the_checksum_are_not_taken(settings: HandoffSettings) -> None:
+def test_bytes_with_a_wrong_checksum_are_not_used(settings: HandoffSettings) -> None:
     server = RemoteServer(ServerSetup(LARGE, 8, settings))
     with closing(server, puller := Puller(LARGE, 8, settings)):
         server.lease("L", keys(4), block_ids(1, 2, 3, 4), 4, True)
@@ -292,7 +296,7 @@ def test_bytes_that_are_not_those_of_the_checksum_are_not_taken(settings: Handof
         assert puller.client.stats().corrupt == 5
 
 
-def test_a_stale_ticket_reads_nothing_of_the_engine_that_came_after(settings: HandoffSettings, puller: Puller) -> None:
+def test_a_stale_ticket_reads_nothing_of_a_restarted_engine(settings: HandoffSettings, puller: Puller) -> None:
     first = RemoteServer(ServerSetup(num_blocks=NUM_BLOCKS, settings=settings))
     stale: KvTicket = first.ticket
     first.lease("L", keys(2), block_ids(1, 2), 2, True)

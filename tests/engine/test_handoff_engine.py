@@ -103,9 +103,9 @@ def settle(llm: LLM) -> None:
 def wait_until_written(llm: LLM, asked: list[list[int]]) -> None:
     """Wait until the first tier has all full blocks of these prompts and their answers. The prompts share no block."""
     num_blocks = sum((len(prompt) + NEW_TOKENS - 1) // BLOCK for prompt in asked)
-    stats, until_s = llm.built.store.tiers[0].figures, time.monotonic() + 60
-    while stats.written_bytes < num_blocks * llm.built.layout.block_bytes:
-        assert time.monotonic() < until_s, f"{stats.written_bytes} bytes of {num_blocks} blocks were written"
+    counters, until_s = llm.built.store.tiers[0].counters, time.monotonic() + 60
+    while counters.written_bytes < num_blocks * llm.built.layout.block_bytes:
+        assert time.monotonic() < until_s, f"{counters.written_bytes} bytes of {num_blocks} blocks were written"
         time.sleep(0.01)
 
 

@@ -39,7 +39,7 @@ class Troubled:
     tier: Tier
     before_read: Callable[[], None]
     medium: str = "DISK"
-    shared: bool = False
+    shared_location: str | None = None
     num_reads: int = field(default=0)
 
     def find(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -50,8 +50,8 @@ class Troubled:
         self.before_read()
         return self.tier.read(keys, into)
 
-    def write(self, names: Sequence[BlockName], data: Sequence[HostBytes], sums: Sequence[int]) -> list[bool]:
-        return self.tier.write(names, data, sums)
+    def write(self, names: Sequence[BlockName], data: Sequence[HostBytes], checksums: Sequence[int]) -> list[bool]:
+        return self.tier.write(names, data, checksums)
 
     def drop(self, keys: Sequence[BlockKey]) -> None:
         self.tier.drop(keys)
@@ -80,8 +80,8 @@ def filled(
         settle(first)
         wait_until_written(first, asked)
     with engine(folder, chosen) as second:
-        use = second.built.store.tiers[0]
-        use.tier = troubled = Troubled(use.tier, before_read)
+        measured = second.built.store.tiers[0]
+        measured.backend = troubled = Troubled(measured.backend, before_read)
         yield second, troubled, expected
 
 
@@ -133,7 +133,7 @@ def test_a_store_that_cannot_be_reached_has_nothing(folder: Path, tmp_path: Path
     asked = prompts(23, [64, 100])
     with filled(folder, tmp_path, asked, lost) as (llm, _tier, expected):
         assert [done.token_ids for done in llm.generate(asked, GREEDY, NEW_TOKENS)] == expected
-        assert llm.built.store.tiers[0].figures.errors > 0
+        assert llm.built.store.tiers[0].counters.errors > 0
         settle(llm)
 
 
@@ -151,7 +151,7 @@ def test_wrong_bytes_on_the_disk_are_computed_not_served(folder: Path, tmp_path:
         assert answer.token_ids == expected[0]
         assert answer.usage is not None
         assert answer.usage.cached_tokens == 0
-        assert llm.built.store.tiers[0].tier.stats().corrupt > 0
+        assert llm.built.store.tiers[0].backend.stats().corrupt > 0
         settle(llm)
 
 
@@ -170,7 +170,7 @@ def test_what_the_disk_held_before_is_told_behind_the_engines_back(folder: Path,
     asked = prompts(26, [100])
     with filled(folder, tmp_path, asked, lambda: None) as (llm, tier, _expected):
         store = llm.built.store
-        store.tell_held()
+        store.announce_held_blocks()
         told: set[BlockKey] = set()
         until = time.monotonic() + 60
         while len(told) < 12:

@@ -5,8 +5,8 @@ import pytest
 from stoker.base.errors import ConfigError
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Fleet, FleetSettings
-from stoker.fleet.health import Breaker, Health, HealthSettings
-from stoker.fleet.spec import Role, WorkerLoad, WorkerSpec
+from stoker.fleet.health import Breaker, HealthSettings, WorkerHealth
+from stoker.fleet.spec import LoadReport, Role, WorkerSpec
 
 SETTINGS = HealthSettings(
     failures_to_open=3, open_s=1.0, max_open_s=4.0, trial_s=10.0, busy_s=0.5, slow_start_s=10.0, slow_start_share=0.1
@@ -29,8 +29,8 @@ def names(of: Fleet, now: float, model: str = "m") -> list[str]:
     return [member.worker_id for member in of.candidates(model, {Role.UNIFIED}, now)]
 
 
-def test_a_worker_is_usable_until_something_is_said_against_it() -> None:
-    health = Health(SETTINGS, 0.0)
+def test_a_new_worker_is_usable_until_a_probe_says_otherwise() -> None:
+    health = WorkerHealth(SETTINGS, 0.0)
     assert health.usable(0.0)
     assert health.share(0.0) == 1.0
     health.saw_probe(live=True, ready=False, now=1.0)
@@ -38,8 +38,8 @@ def test_a_worker_is_usable_until_something_is_said_against_it() -> None:
     assert health.usable_at(1.0) is None
 
 
-def test_failures_in_a_row_open_the_breaker_and_one_between_them_does_not() -> None:
-    health = Health(SETTINGS, 0.0)
+def test_consecutive_failures_open_the_breaker_and_a_success_resets_the_count() -> None:
+    health = WorkerHealth(SETTINGS, 0.0)
     for kind in ("lost", "status5xx"):
         health.saw_failure(kind, 1.0)
     health.saw_success(1.0)
@@ -51,24 +51,24 @@ def test_failures_in_a_row_open_the_breaker_and_one_between_them_does_not() -> N
     assert health.usable_at(1.0) == 2.0
 
 
-def test_a_worker_that_cannot_be_connected_to_is_out_at_once() -> None:
-    health = Health(SETTINGS, 0.0)
+def test_a_refused_connection_opens_the_breaker_at_once() -> None:
+    health = WorkerHealth(SETTINGS, 0.0)
     health.saw_failure("connect", 1.0)
     assert health.breaker(1.0) is Breaker.OPEN
     health.saw_probe(live=True, ready=True, now=1.2)
-    assert health.breaker(1.2) is Breaker.HALF_OPEN, "it answers again: no reason to wait"
+    assert health.breaker(1.2) is Breaker.HALF_OPEN, "it answers again, so it is tried without waiting"
 
 
-def test_probes_do_not_excuse_a_worker_that_fails_requests() -> None:
-    health = Health(SETTINGS, 0.0)
+def test_successful_probes_do_not_close_the_breaker() -> None:
+    health = WorkerHealth(SETTINGS, 0.0)
     for _ in range(3):
         health.saw_failure("status5xx", 1.0)
     health.saw_probe(live=True, ready=True, now=1.2)
     assert not health.usable(1.2)
 
 
-def test_half_open_lets_one_trial_through_and_backs_off_twice_as_long_when_it_fails() -> None:
-    health, now = Health(SETTINGS, 0.0), 0.0
+def test_a_failed_trial_doubles_the_backoff() -> None:
+    health, now = WorkerHealth(SETTINGS, 0.0), 0.0
     health.saw_failure("connect", now)
     for wait_s in (1.0, 2.0, 4.0, 4.0):
         assert not health.usable(now + wait_s - 0.01)
@@ -82,11 +82,11 @@ def test_half_open_lets_one_trial_through_and_backs_off_twice_as_long_when_it_fa
     assert health.breaker(now + 4.1) is Breaker.CLOSED
     assert health.share(now + 4.1) == pytest.approx(0.1)
     health.saw_failure("connect", now + 5.0)
-    assert health.usable_at(now + 5.0) == now + 6.0, "the back-off starts anew after a success"
+    assert health.usable_at(now + 5.0) == now + 6.0, "a success resets the backoff"
 
 
-def test_a_trial_succeeds_with_its_first_token_but_is_on_probation_until_its_end() -> None:
-    health, now = Health(SETTINGS, 0.0), 0.0
+def test_a_trial_passes_with_its_first_token_but_stays_on_probation_until_its_end() -> None:
+    health, now = WorkerHealth(SETTINGS, 0.0), 0.0
     health.saw_failure("connect", now)
     for wait_s in (1.0, 2.0, 4.0):
         now += wait_s
@@ -95,27 +95,27 @@ def test_a_trial_succeeds_with_its_first_token_but_is_on_probation_until_its_end
         assert health.usable(now)
         assert health.share(now) == SETTINGS.slow_start_share
         health.saw_failure("lost", now)
-        assert not health.usable(now), "in the middle of its answer it died again: as if the trial had failed"
+        assert not health.usable(now), "a failure in the middle of the response counts as a failed trial"
     now += 4.0
     health.saw_first_token(now)
     health.saw_success(now)
     for _ in range(2):
         health.saw_failure("lost", now)
-    assert health.usable(now), "it has ended an answer: what was before counts no more"
+    assert health.usable(now), "a completed response clears the earlier failures"
     health.saw_failure("lost", now)
     assert health.usable_at(now) == now + SETTINGS.open_s
 
 
-def test_first_tokens_do_not_excuse_a_worker_that_ends_no_answer() -> None:
-    health = Health(SETTINGS, 0.0)
+def test_first_tokens_do_not_reset_the_failure_count() -> None:
+    health = WorkerHealth(SETTINGS, 0.0)
     for _ in range(3):
         assert not health.saw_first_token(1.0)
         health.saw_failure("lost", 1.0)
     assert not health.usable(1.0)
 
 
-def test_a_trial_of_which_nothing_is_heard_does_not_lock_the_worker_out() -> None:
-    health = Health(SETTINGS, 0.0)
+def test_a_trial_without_an_outcome_expires() -> None:
+    health = WorkerHealth(SETTINGS, 0.0)
     health.saw_failure("connect", 0.0)
     health.begin_request(1.0)
     assert not health.usable(10.9)
@@ -124,9 +124,9 @@ def test_a_trial_of_which_nothing_is_heard_does_not_lock_the_worker_out() -> Non
 
 @pytest.mark.parametrize("live", [True, False], ids=["engine", "process"])
 @pytest.mark.parametrize("kind", ["lost", "connect"])
-def test_a_worker_that_was_seen_to_come_back_needs_no_trial(kind: str, live: bool) -> None:
-    """All streams of a lone worker whose engine died wait for it; one after the other they would wait too long."""
-    health = Health(SETTINGS, 0.0)
+def test_a_worker_that_probes_saw_come_back_needs_no_trial(kind: str, live: bool) -> None:
+    """All streams of a single worker wait while its engine restarts. One trial at a time would delay them too long."""
+    health = WorkerHealth(SETTINGS, 0.0)
     for _ in range(3):
         health.saw_failure(kind, 1.0)
     health.saw_probe(live=live, ready=False, now=1.1)
@@ -137,23 +137,23 @@ def test_a_worker_that_was_seen_to_come_back_needs_no_trial(kind: str, live: boo
         assert not health.begin_request(5.0)
     assert health.share(5.0) == SETTINGS.slow_start_share
     health.saw_failure("lost", 6.0)
-    assert health.usable_at(6.0) == 8.0, "it dies again: on probation, once is enough"
+    assert health.usable_at(6.0) == 8.0, "on probation, one failure is enough"
 
 
-def test_a_trial_that_is_still_being_answered_has_passed_on_probation() -> None:
-    health = Health(SETTINGS, 0.0)
+def test_a_trial_that_still_runs_after_trial_s_has_passed_on_probation() -> None:
+    health = WorkerHealth(SETTINGS, 0.0)
     for _ in range(3):
         health.saw_failure("lost", 0.0)
     assert health.begin_request(1.0)
     assert health.begin_request(11.0)
     assert health.breaker(11.0) is Breaker.CLOSED
-    assert not health.begin_request(11.0), "nobody waits for a trial any more"
+    assert not health.begin_request(11.0), "there is no trial any more"
     health.saw_failure("lost", 12.0)
     assert health.usable_at(12.0) == 14.0, "as if the trial had failed"
 
 
-def test_silence_is_no_excuse_for_a_worker_that_was_silent() -> None:
-    health = Health(SETTINGS, 0.0)
+def test_a_trial_does_not_pass_by_silence_after_timeouts() -> None:
+    health = WorkerHealth(SETTINGS, 0.0)
     for _ in range(3):
         health.saw_failure("timeout", 0.0)
     for now in (1.0, 11.0, 21.0):
@@ -162,15 +162,15 @@ def test_silence_is_no_excuse_for_a_worker_that_was_silent() -> None:
         assert not health.usable(now), "one trial at a time"
 
 
-def test_a_worker_that_comes_back_is_warmed_up() -> None:
-    health = Health(SETTINGS, 0.0)
+def test_a_worker_that_comes_back_starts_slowly() -> None:
+    health = WorkerHealth(SETTINGS, 0.0)
     health.saw_probe(live=False, ready=False, now=1.0)
     health.saw_probe(live=True, ready=True, now=2.0)
     shares = [health.share(now) for now in (2.0, 7.0, 12.0)]
     assert shares == [pytest.approx(0.1), pytest.approx(0.55), 1.0]
 
 
-def test_a_drained_worker_gets_nothing_new_and_warms_up_when_it_is_let_back() -> None:
+def test_a_drained_worker_gets_no_requests_and_starts_slowly_afterwards() -> None:
     of = fleet(A, B)
     of.drain(A, 1.0)
     assert names(of, 1.0) == [B]
@@ -181,7 +181,7 @@ def test_a_drained_worker_gets_nothing_new_and_warms_up_when_it_is_let_back() ->
     assert member.share == pytest.approx(0.1)
 
 
-def test_busy_workers_are_passed_over_while_there_are_others() -> None:
+def test_busy_workers_are_avoided_while_others_are_free() -> None:
     of = fleet(A, B)
     of.saw_failure(A, 1.0, "busy")
     assert names(of, 1.0) == [B]
@@ -191,7 +191,7 @@ def test_busy_workers_are_passed_over_while_there_are_others() -> None:
     assert names(of, 1.7) == [A, B]
 
 
-def test_a_prefill_worker_at_leisure_does_not_make_up_for_busy_ones_that_answer() -> None:
+def test_a_free_prefill_worker_does_not_replace_busy_decode_workers() -> None:
     made = fleet()
     for worker_id, role in (("p1", Role.PREFILL), ("p2", Role.PREFILL), ("d1", Role.DECODE), ("d2", Role.DECODE)):
         made.add(spec(WorkerId(worker_id), role), 0.0)
@@ -202,12 +202,12 @@ def test_a_prefill_worker_at_leisure_does_not_make_up_for_busy_ones_that_answer(
     made.saw_failure(WorkerId("d1"), 1.0, "busy")
     assert found() == ["p1", "p2", "d2"]
     made.saw_failure(WorkerId("d2"), 1.0, "busy")
-    assert found() == ["p1", "p2", "d1", "d2"], "all who could answer are busy: then any of them"
+    assert found() == ["p1", "p2", "d1", "d2"], "all decode workers are busy, so all of them are candidates"
     made.saw_failure(WorkerId("p1"), 1.0, "busy")
     assert found() == ["p2", "d1", "d2"]
 
 
-def test_candidates_change_with_the_time_alone() -> None:
+def test_candidates_change_when_only_time_passes() -> None:
     of = fleet(A, B)
     of.saw_failure(A, 1.0, "connect")
     assert names(of, 1.0) == [B]
@@ -224,7 +224,7 @@ def test_candidates_change_with_the_time_alone() -> None:
     assert 0.5 < member.share < 0.7
 
 
-def test_the_first_workers_need_no_warming_up_and_later_ones_do() -> None:
+def test_the_first_workers_skip_the_slow_start() -> None:
     of = fleet(A)
     late = of.add(spec(B), 100.0)
     names(of, 100.0)
@@ -234,7 +234,7 @@ def test_the_first_workers_need_no_warming_up_and_later_ones_do() -> None:
     assert first.share == 1.0
 
 
-def test_heartbeats_of_the_first_do_not_spare_later_ones_their_warming_up() -> None:
+def test_heartbeats_do_not_make_later_workers_skip_the_slow_start() -> None:
     of = fleet(A)
     for beat in range(34):
         of.add(spec(A), 3.0 * beat)
@@ -243,7 +243,7 @@ def test_heartbeats_of_the_first_do_not_spare_later_ones_their_warming_up() -> N
     assert late.share == pytest.approx(0.1)
 
 
-def test_candidates_are_those_of_the_model_and_role() -> None:
+def test_candidates_serve_the_model_and_have_the_role() -> None:
     of = Fleet()
     of.add(spec(A, Role.PREFILL), 0.0)
     of.add(spec(B, Role.UNIFIED, models=()), 0.0)
@@ -256,11 +256,11 @@ def test_candidates_are_those_of_the_model_and_role() -> None:
     assert set(of.models()) == {"m", "n"}
 
 
-def test_names_that_nobody_serves_leave_nothing_behind() -> None:
+def test_unknown_model_names_are_not_cached() -> None:
     of = fleet(A)
     for number in range(100):
         names(of, 0.0, f"made-up-{number}")
-    assert len(of._kept) == 0
+    assert len(of._pools) == 0
 
 
 def test_silent_registered_workers_expire_and_configured_ones_do_not() -> None:
@@ -273,18 +273,18 @@ def test_silent_registered_workers_expire_and_configured_ones_do_not() -> None:
     assert names(of, 51.0) == [A]
 
 
-def test_unmeasured_workers_are_thought_as_fast_as_the_others() -> None:
+def test_unmeasured_workers_get_the_average_rate() -> None:
     of = Fleet(FleetSettings(prefill_tokens_per_s=1000.0))
     first, second = of.add(spec(A), 0.0), of.add(spec(B), 0.0)
     assert of.prefill_rate(first) == 1000.0
     of.saw_prefill(A, 5000, 2.0)
     assert of.prefill_rate(first) == of.prefill_rate(second) == 2500.0
-    of.saw_report(B, WorkerLoad(prefill_tokens_per_s=9000.0, step_s=0.01), 1.0)
+    of.saw_report(B, LoadReport(prefill_tokens_per_s=9000.0, step_s=0.01), 1.0)
     of.saw_prefill(B, 10, 2.0)
-    assert of.prefill_rate(second) == 9000.0, "its own word counts more than what we see from outside"
+    assert of.prefill_rate(second) == 9000.0, "a reported rate takes precedence over a measured one"
     assert of.step_s(first) == of.step_s(second) == 0.01
 
 
-def test_a_weight_of_zero_is_refused() -> None:
+def test_a_weight_of_zero_is_rejected() -> None:
     with pytest.raises(ConfigError, match="weight=0"):
         WorkerSpec(worker_id=A, url="", weight=0)

@@ -16,7 +16,7 @@ def depths(index: PrefixIndex, keys: list[Key]) -> dict[str, int]:
     return {worker_id: match.blocks for worker_id, match in index.match(keys).items()}
 
 
-def test_leading_blocks_count_and_a_hole_ends_them() -> None:
+def test_a_match_counts_leading_blocks_up_to_the_first_missing_one() -> None:
     index = PrefixIndex()
     index.stored(A, [1, 2, 3, 4])
     index.stored(B, [1, 2])
@@ -24,11 +24,11 @@ def test_leading_blocks_count_and_a_hole_ends_them() -> None:
     index.removed(A, [2])
     assert depths(index, [1, 2, 3, 4, 5]) == {A: 1, B: 2}
     index.stored(A, [2])
-    assert depths(index, [1, 2, 3, 4, 5]) == {A: 4, B: 2}, "exactly that block was gone, and is back"
+    assert depths(index, [1, 2, 3, 4, 5]) == {A: 4, B: 2}, "only the removed block was missing, and it is back"
     assert depths(index, [9, 1]) == {}
 
 
-def test_tiers_count_down() -> None:
+def test_each_tier_counts_the_blocks_that_no_faster_tier_has() -> None:
     index = PrefixIndex()
     index.stored(A, [1, 2])
     index.stored(A, [1, 2, 3], "CPU")
@@ -40,7 +40,7 @@ def test_tiers_count_down() -> None:
     assert index.match([1, 2, 3, 4, 5, 6])[A] == Match(0, 3, 2), "gone from the device, still in RAM"
 
 
-def test_what_lies_in_a_shared_store_counts_for_all_who_share_it_and_once() -> None:
+def test_blocks_of_a_shared_store_count_for_all_its_workers_and_are_kept_once() -> None:
     index = PrefixIndex()
     for worker in (A, B):
         index.share(worker, {"CPU": "ram", "DISK": "disk"})
@@ -52,21 +52,23 @@ def test_what_lies_in_a_shared_store_counts_for_all_who_share_it_and_once() -> N
     assert index.match([1, 2, 3, 4]) == {A: Match(1, 1, 1), B: Match(0, 2, 1)}
     assert len(index) == 1 + 2 + 3
     index.removed(B, [2], "CPU")
-    assert index.match([1, 2, 3]) == {A: Match(1, 0, 2), B: Match(0, 1, 2)}, "whoever removes it, it is gone for all"
+    assert index.match([1, 2, 3]) == {A: Match(1, 0, 2), B: Match(0, 1, 2)}, (
+        "a block that one worker removes is gone for all"
+    )
 
 
-def test_a_store_lasts_as_long_as_one_of_its_workers() -> None:
+def test_a_store_is_kept_while_it_has_a_worker() -> None:
     index = PrefixIndex()
     index.share(A, {"CPU": "ram"})
     index.share(B, {"CPU": "ram"})
     index.stored(A, [1, 2, 3], "CPU")
     index.stored(A, [1])
     index.cleared(A)
-    assert index.match([1, 2, 3]) == {A: Match(0, 3, 0), B: Match(0, 3, 0)}, "only what was its own"
+    assert index.match([1, 2, 3]) == {A: Match(0, 3, 0), B: Match(0, 3, 0)}, "only its own blocks are dropped"
     index.forget(A)
     assert index.match([1, 2, 3]) == {B: Match(0, 3, 0)}
     index.cleared(B)
-    assert index.match([1, 2, 3]) == {}, "the last one tells all anew"
+    assert index.match([1, 2, 3]) == {}, "the store's last worker will report its contents again"
     index.stored(B, [1], "CPU")
     index.share(B, {"CPU": "ram of another machine"})
     index.share(C, {"CPU": "ram"})
@@ -86,36 +88,36 @@ def test_cleared_and_forgotten_workers_hold_nothing() -> None:
     assert depths(index, [1]) == {}
     assert len(index) == 0
     index.stored(WorkerId("c"), [1])
-    assert depths(index, [1]) == {"c": 1}, "another worker may have the same place"
+    assert depths(index, [1]) == {"c": 1}, "a new worker may reuse the bit"
 
 
-def test_what_was_routed_is_there_until_newer_blocks_take_its_place() -> None:
+def test_routed_blocks_are_assumed_stored_until_newer_ones_replace_them() -> None:
     index = PrefixIndex()
     index.set_capacity(A, 200)
     index.routed(A, list(range(100)), 0.0)
     index.routed(A, list(range(1000, 1100)), 1.0)
     index.routed(A, list(range(50)), 2.0)
     index.routed(A, list(range(2000, 2010)), 3.0)
-    assert depths(index, list(range(50))) == {A: 50}, "used lately"
+    assert depths(index, list(range(50))) == {A: 50}, "recently used"
     assert depths(index, list(range(2000, 2010))) == {A: 10}
-    assert depths(index, list(range(100)))[A] < 100, "a conversation's end goes before its start"
+    assert depths(index, list(range(100)))[A] < 100, "the end of a conversation is evicted before its start"
     assert len(index) <= 200
 
 
-def test_with_events_what_was_routed_is_believed_for_a_while() -> None:
+def test_with_events_routed_blocks_are_assumed_stored_for_a_while() -> None:
     index = PrefixIndex(expected_s=30.0)
     index.stored(A, [1])
     index.routed(A, [1, 2, 3], 0.0)
     assert depths(index, [1, 2, 3]) == {A: 3}
     index.stored(A, [2])
     index.routed(A, [7], 30.0)
-    assert depths(index, [1, 2, 3]) == {A: 2}, "the third never came"
+    assert depths(index, [1, 2, 3]) == {A: 2}, "no event confirmed the third block"
 
 
-def test_the_index_knows_whether_what_comes_pushes_something_out() -> None:
+def test_the_index_knows_whether_new_blocks_evict_others() -> None:
     index = PrefixIndex()
     index.routed(A, range(100), 0.0)
-    assert index.evicting == 1.0  # nobody tells what A drops
+    assert index.evicting == 1.0  # the evictions of A are not known
     index.stored(B, range(100))
     assert index.evicting == 0.0
     index.removed(B, range(50))
@@ -123,7 +125,7 @@ def test_the_index_knows_whether_what_comes_pushes_something_out() -> None:
     index.removed(B, range(100))
     index.forget(A)
     assert index.evicting == 1.0
-    for start in range(1000, 200_000, 1000):  # it forgets
+    for start in range(1000, 200_000, 1000):  # old counts decay
         index.stored(B, range(start, start + 1000))
     assert index.evicting < 0.01
     limited = PrefixIndex()
@@ -145,8 +147,8 @@ def test_memory_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("capacity", [None, 50_000])
-def test_the_larger_the_index_the_more_is_forgotten_at_a_time(capacity: int | None) -> None:
-    """A large dict's front is slow to reach: were few forgotten at a time, a full index would hold up every request."""
+def test_a_larger_index_drops_more_blocks_at_a_time(capacity: int | None) -> None:
+    """Reaching the front of a large dict is slow. Dropping few blocks at a time would delay every request."""
     index = PrefixIndex(max_entries=50_000 if capacity is None else 1_000_000)
     index.set_capacity(A, capacity)
     index.routed(A, range(50_000), 0.0)
@@ -157,13 +159,13 @@ def test_the_larger_the_index_the_more_is_forgotten_at_a_time(capacity: int | No
 
 @settings(max_examples=60)
 @given(st.integers(0, 2**32))
-def test_the_index_says_what_a_plain_model_says(seed: int) -> None:
+def test_the_index_agrees_with_a_simple_model(seed: int) -> None:
     rng, index = random.Random(seed), PrefixIndex()
     media = ("GPU", "CPU", "DISK")
     truth: dict[tuple[str, str], set[int]] = {(w, m): set() for w in "abc" for m in media}
     for sharer in rng.sample("abc", rng.choice((0, 2, 3))):
         index.share(WorkerId(sharer), {"DISK": "disk"})
-        truth[sharer, "DISK"] = truth.setdefault(("", "DISK"), set())  # one set for all of them
+        truth[sharer, "DISK"] = truth.setdefault(("", "DISK"), set())  # one set for all its workers
     for _ in range(rng.randint(1, 60)):
         worker, medium = rng.choice("abc"), rng.choice(media)
         keys = rng.sample(range(12), rng.randint(0, 8))

@@ -11,8 +11,8 @@ import pytest
 from stoker.base.errors import InvalidRequest, NotFound
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Fleet
-from stoker.fleet.ledger import Ledger
-from stoker.fleet.spec import WorkerLoad, WorkerSpec
+from stoker.fleet.load_book import LoadBook
+from stoker.fleet.spec import LoadReport, WorkerSpec
 from stoker.gateway.admin import Admin, AdminView
 from stoker.gateway.admission.admission import Admission
 from stoker.gateway.admission.api_keys import AdminToken, Caller
@@ -42,7 +42,7 @@ class World:
 
     def __init__(self, token: str | None = TOKEN) -> None:
         self.now = 100.0
-        self.fleet, self.ledger = Fleet(), Ledger()
+        self.fleet, self.ledger = Fleet(), LoadBook()
         self.router = Router(self.fleet, self.ledger, PrefixIndexes())
         for name in ("a:1", "b:2"):
             self.add(WorkerSpec(worker_id=WorkerId(name), url=f"http://{name}", models=("m",)))
@@ -90,7 +90,7 @@ def test_wrong_paths_and_methods() -> None:
 
 def test_the_fleet_is_shown() -> None:
     world = World()
-    world.fleet.saw_report(WorkerId("a:1"), WorkerLoad(waiting_tokens=7, kv_used=0.5, prefill_tokens_per_s=123.0), 99.0)
+    world.fleet.saw_report(WorkerId("a:1"), LoadReport(waiting_tokens=7, kv_used=0.5, prefill_tokens_per_s=123.0), 99.0)
     workers = {worker["worker"]: worker for worker in world.ask("GET", "/admin/fleet")["workers"]}
     assert set(workers) == {"a:1", "b:2"}
     first = workers["a:1"]

@@ -104,6 +104,7 @@ def test_without_a_file_all_settings_have_their_defaults() -> None:
         ("[listen]\nport = 70000", "listen.port=70000"),
         ("nonsense = 1", "nonsense: no such setting; there are: admin_token_file"),
         ("[routing.cost]\nmove = 1", "routing.cost.move: no such setting"),
+        ("[routing.cost]\nmove_part = 0.5", "routing.cost.move_part: this setting was removed; delete it"),
         ("[admission]\nqueue_s = -1", "admission.queue_s=-1"),
         ("[listen]\ntls_cert = 'a.pem'", "TLS needs both"),
         (

@@ -14,7 +14,7 @@ from waiting import LONG_S, turns, until
 
 from stoker.base.errors import ConfigError
 from stoker.fleet.fleet import Fleet
-from stoker.fleet.ledger import Ledger
+from stoker.fleet.load_book import LoadBook
 from stoker.fleet.spec import WorkerSpec
 from stoker.gateway import membership as workers
 from stoker.gateway.http import Request
@@ -31,7 +31,7 @@ MODELS = {"object": "list", "data": [{"id": "m", "object": "model"}]}
 
 class World:
     def __init__(self, silent_s: float = 10.0) -> None:
-        self.fleet, self.ledger, self.indexes = Fleet(), Ledger(), PrefixIndexes()
+        self.fleet, self.ledger, self.indexes = Fleet(), LoadBook(), PrefixIndexes()
         self.makers = KeyMakers()
         self.watchers = Watchers(self.fleet, self.indexes, self.makers)
         self.upstreams = Upstreams()
@@ -67,13 +67,15 @@ def test_a_worker_is_watched_from_when_it_comes_and_forgotten_when_it_leaves() -
             await world.workers.looked(LONG_S)
             assert set(world.fleet.models()) == {"m"}
             world.indexes["m"].routed(spec.worker_id, [1, 2, 3], 0.0)
-            charge = world.ledger.charge(spec.worker_id, prefill_tokens=5, context_tokens=5, output_tokens=5, now=0.0)
+            reservation = world.ledger.reserve(
+                spec.worker_id, prefill_tokens=5, context_tokens=5, output_tokens=5, now=0.0
+            )
             world.workers.remove(spec.worker_id)
             assert world.fleet.members() == []
             await until(lambda: not world.indexes["m"].match([1, 2, 3]))
             assert world.watchers.watcher(spec.worker_id) is None
             assert world.ledger.totals().requests == 1  # what runs there goes on
-            charge.end(1.0)
+            reservation.end(1.0)
             assert world.ledger.totals().requests == 0
 
     asyncio.run(main())
@@ -96,14 +98,16 @@ def test_of_one_that_left_with_a_request_running_nothing_stays_behind() -> None:
             world.workers.add(spec)
             member = world.fleet.member(spec.worker_id)
             assert member is not None
-            charge = world.ledger.charge(spec.worker_id, prefill_tokens=5, context_tokens=5, output_tokens=5, now=0.0)
+            reservation = world.ledger.reserve(
+                spec.worker_id, prefill_tokens=5, context_tokens=5, output_tokens=5, now=0.0
+            )
             pool = world.upstreams.of(member).pool
             asking = asyncio.create_task(pool.send(b"POST", b"/", (), b"{}", connect_s=LONG_S, head_s=LONG_S))
             await has_begun.wait()
             world.workers.remove(spec.worker_id)
             may_end.set()
             assert (await asking).status == 200
-            charge.end(1.0)
+            reservation.end(1.0)
             assert not world.upstreams._known
             await until(lambda: pool.num_open == 0)
 
@@ -164,7 +168,7 @@ def test_what_runs_on_one_that_fell_silent_is_not_waited_for() -> None:
             waiting = asyncio.create_task(asyncio.sleep(2 * LONG_S))
             lifeline = Lifeline(waiting)
             world.upstreams.of(member).lifelines.add(lifeline)
-            world.ledger.charge(spec.worker_id, prefill_tokens=5, context_tokens=5, output_tokens=5, now=0.0)
+            world.ledger.reserve(spec.worker_id, prefill_tokens=5, context_tokens=5, output_tokens=5, now=0.0)
             await until(lambda: not world.fleet.members())
             assert lifeline.lost_worker == spec.worker_id
             await asyncio.wait([waiting])
@@ -211,7 +215,7 @@ def test_an_address_that_cannot_be_asked_makes_no_worker_and_takes_none_away() -
 def test_a_dialect_that_nobody_speaks_is_named() -> None:
     async def main() -> None:
         world = World()
-        with pytest.raises(ConfigError, match="no dialect is called 'klingon'"):
+        with pytest.raises(ConfigError, match="unknown dialect 'klingon'"):
             world.workers.add(spec_of("http://x", dialect="klingon"))
         assert world.fleet.members() == []
         await world.close()

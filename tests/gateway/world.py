@@ -14,7 +14,7 @@ from waiting import LONG_S, until
 from stoker.base.clock import VirtualClock
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Fleet
-from stoker.fleet.ledger import Ledger, Totals
+from stoker.fleet.load_book import LoadBook, LoadTotals
 from stoker.fleet.spec import Role, WorkerSpec
 from stoker.gateway.admission.admission import Admission
 from stoker.gateway.admission.api_keys import Keys
@@ -33,10 +33,10 @@ from stoker.gateway.prefix.conversation import Keys as ConversationKeys
 from stoker.gateway.records.metrics import GatewayMetrics
 from stoker.gateway.records.tracing import NoTracing, Tracing
 from stoker.gateway.records.usage_row import UsageRow
-from stoker.routing.policy import RouterSettings
 from stoker.routing.router import PrefixIndexes, Router
+from stoker.routing.settings import RouterSettings
 
-NOTHING = Totals(0, 0, 0, 0)
+NOTHING = LoadTotals(0, 0, 0, 0)
 PATIENT = ProxySettings(connect_s=LONG_S)
 
 
@@ -91,7 +91,7 @@ class World:
         tracing: Tracing | None = None,
     ) -> None:
         self.fleet = Fleet()
-        self.ledger = Ledger()
+        self.ledger = LoadBook()
         self.workers: dict[str, MockWorker] = {}
         self.rows = Rows()
         self.metrics = GatewayMetrics()

@@ -18,8 +18,8 @@ else:
 
 from safetensors.torch import save_file
 
+from stoker.checkpoint.weight_files import WeightReadAhead, stored_tensors
 from stoker.models.fill import Copy, fill
-from stoker.models.reader import ReadAhead, stored_tensors
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -40,7 +40,7 @@ def test_values_find_their_place_on_the_gpu() -> None:
             if places["a"].is_cuda:
                 torch.cuda.synchronize()
             copies = [Copy(stored[n], place) for n, place in places.items()]
-            fill(copies, lambda done, total: None, ReadAhead([file], most_bytes))
+            fill(copies, lambda done, total: None, WeightReadAhead([file], most_bytes))
             for n, value in values.items():
                 assert torch.equal(places[n].cpu(), value.to(dtype)), (n, dtype, most_bytes)
 

@@ -1,5 +1,5 @@
-"""Processes for tests: forked from one that has loaded torch and the kv package and done nothing else, so that one is there in
-milliseconds."""
+"""Processes for tests. They are forked from a process that has imported torch and the kv package and done nothing else,
+so that they start in milliseconds."""
 
 from __future__ import annotations
 

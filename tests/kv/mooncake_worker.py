@@ -1,4 +1,5 @@
-"""A worker's Mooncake tier in a process of its own: `python mooncake_worker.py MASTER SEGMENT_GIB`, then a line a command."""
+"""A worker's Mooncake tier in a process of its own: `python mooncake_worker.py MASTER SEGMENT_GIB`, then one line per
+command."""
 
 from __future__ import annotations
 
@@ -24,13 +25,13 @@ from stoker.kv.store.tiers.mooncake.mooncake_tier import MooncakeTier
 from stoker.kv.store.tiers.tier import HostBytes, TierContext
 
 FINGERPRINT = "tiny"
-PATIENCE_S = 60.0  # for what comes soon, however busy the machine is
+PATIENCE_S = 60.0  # for events that happen soon, however busy the machine is
 LAYOUT = KvLayout(num_layers=2, num_heads=4, head_dim=32, block_tokens=16, dtype="float32", dtype_bytes=4)
 ROOT = root_key(FINGERPRINT)
 
 
 def chain(count: int, seed: int = 0) -> list[BlockName]:
-    """Blocks of one prompt, in their order."""
+    """The blocks of one prompt, in order."""
     names: list[BlockName] = []
     parent = ROOT
     for i in range(count):
@@ -41,7 +42,7 @@ def chain(count: int, seed: int = 0) -> list[BlockName]:
 
 
 def contents(name: BlockName) -> HostBytes:
-    """The bytes that a block of this name has, in every process."""
+    """The bytes of the block with this name, the same in every process."""
     seed = int.from_bytes(name.key[:8], "little")
     return np.random.default_rng(seed).integers(0, 256, LAYOUT.block_bytes, dtype=np.uint8)
 
@@ -55,8 +56,8 @@ def make_tier(
 ) -> MooncakeTier:
     ssd = None if ssd_dir is None else str(ssd_dir)
     settings = StoreSettings(mooncake_master=master, mooncake_segment_gib=segment_gib, mooncake_ssd_dir=ssd)
-    told = [[] if keys is None else keys for keys in (evicted, forgotten)]
-    return MooncakeTier(settings, TierContext(FINGERPRINT, LAYOUT, told[0].extend, told[1].extend))
+    reported = [[] if keys is None else keys for keys in (evicted, forgotten)]
+    return MooncakeTier(settings, TierContext(FINGERPRINT, LAYOUT, reported[0].extend, reported[1].extend))
 
 
 def write(tier: MooncakeTier, names: list[BlockName]) -> list[bool]:
@@ -65,7 +66,7 @@ def write(tier: MooncakeTier, names: list[BlockName]) -> list[bool]:
 
 
 def read(tier: MooncakeTier, names: list[BlockName]) -> list[bool]:
-    """Which could be read; those must have the right bytes."""
+    """Return which blocks could be read, and check their bytes."""
     into = [np.full(LAYOUT.block_bytes, 0xEE, dtype=np.uint8) for _ in names]
     right = tier.read([name.key for name in names], into)
     for name, data, is_right in zip(names, into, right, strict=True):
@@ -84,18 +85,19 @@ def within(deadline_s: float, holds: Callable[[], bool]) -> bool:
 
 @contextmanager
 def calls_take(seconds: float) -> Iterator[None]:
-    """So long may a call of a tier that is made here take before it is a miss: a machine that stalls for a moment is no reason."""
+    """Let calls of tiers made here take `seconds` before they count as a miss, so that a stalled machine does not fail
+    a test."""
     with (
         patch("stoker.kv.store.tiers.mooncake.mooncake_tier._FIND_S", seconds),
         patch("stoker.kv.store.tiers.mooncake.mooncake_tier._CALL_S", seconds),
-        patch("stoker.kv.store.tiers.mooncake.mooncake_suspects._ASK_S", seconds),
+        patch("stoker.kv.store.tiers.mooncake.mooncake_suspect_blocks._LOOKUP_S", seconds),
         patch("stoker.kv.store.tiers.mooncake.mooncake_client._FIRST_WAIT_S", seconds),
     ):
         yield
 
 
 def finds(tier: MooncakeTier, names: list[BlockName]) -> bool:
-    """All of them, soon: on a busy machine one call may find nothing in its time."""
+    """Return True if all are found soon. On a busy machine one call may time out."""
     return within(PATIENCE_S, lambda: all(tier.find([name.key for name in names])))
 
 
@@ -114,7 +116,7 @@ def writes(tier: MooncakeTier, names: list[BlockName]) -> bool:
 
 
 class WorkerProcess:
-    """Several start at once: the first question waits until it is up."""
+    """Several start at once. The first command waits until the process is up."""
 
     def __init__(self, master: str, segment_gib: float) -> None:
         self._process = subprocess.Popen(
@@ -127,7 +129,7 @@ class WorkerProcess:
         self._is_up = False
 
     def ask(self, command: str, count: int, seed: int = 0) -> list[bool]:
-        """find, read or write the blocks of a chain."""
+        """Let the process find, read or write the blocks of a chain."""
         assert self._process.stdin is not None
         if not self._is_up:
             self._answer()
@@ -143,7 +145,7 @@ class WorkerProcess:
         self._process.wait()
 
     def end(self) -> int:
-        """As any process ends; its exit code."""
+        """Let the process end normally, and return its exit code."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         return self._process.wait(PATIENCE_S)
@@ -182,7 +184,7 @@ def main() -> None:
         except TierUnavailable:
             result = [False] * len(names)
         print(json.dumps(result), flush=True)
-    # No close(): the end of the process has to do.
+    # No close(): the end of the process must suffice.
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A KV server in a process of its own, whose blocks have known contents, and what a test tells it to do."""
+"""A KV server in a process of its own, with blocks of known contents, controlled by the test."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from stoker.kv.peer.lease_book import LeaseBook, LeaseView
 from stoker.kv.peer.peer_client import PeerClient
 from stoker.kv.peer.peer_server import PeerServer
 
-PATIENCE_S = 60.0  # for what comes at once, however busy the machine is
+PATIENCE_S = 60.0  # for events that happen at once, however busy the machine is
 LAYOUT = KvLayout(num_layers=3, num_heads=4, head_dim=8, block_tokens=16, dtype="float32", dtype_bytes=4)
 SEED = 5
 
@@ -33,7 +33,7 @@ def identity_of(layout: KvLayout) -> KvIdentity:
 
 
 def rank(layout: KvLayout, number: int, tp: int) -> KvLayout:
-    """What one of `tp` ranks holds."""
+    """The layout of one of `tp` ranks."""
     heads = layout.num_heads // tp
     return KvLayout(
         layout.num_layers, heads, layout.head_dim, layout.block_tokens, layout.dtype, layout.dtype_bytes,
@@ -42,7 +42,7 @@ def rank(layout: KvLayout, number: int, tp: int) -> KvLayout:
 
 
 def contents(layout: KvLayout, num_blocks: int, seed: int = SEED) -> torch.Tensor:
-    """Of a rank; ranks of one model hold parts of the same."""
+    """The blocks of a rank. Ranks of one model hold slices of the same blocks."""
     generator = torch.Generator().manual_seed(seed)
     shape = (num_blocks, layout.num_layers, 2, layout.model_heads, layout.block_tokens, layout.head_dim)
     everything = torch.randn(shape, generator=generator).to(getattr(torch, layout.dtype))
@@ -84,7 +84,7 @@ class ServerSetup:
 
 
 class Leases(LeaseBook):
-    """Counts who asks, so that a test can wait until somebody waits."""
+    """Counts the lookups, so that a test can wait until a client waits."""
 
     num_looks = 0
 
@@ -110,10 +110,10 @@ class World:
         return KvTicket(self.server.engine_id, self.server.address, lease_id, 100, 30.0)
 
     def spoil(self, block: int) -> None:
-        """Changes the block's bytes, when its checksum has been made."""
-        wait_until(lambda: self.leases.unsummed(1, 0.0) is None)
+        """Change the block's bytes after its checksum was computed."""
+        wait_until(lambda: self.leases.next_unchecked(1, 0.0) is None)
         self.kv.blocks[block].view(-1)[-1:] += 1.0
-        self.kv.blocks[block].cpu()  # on a card: done
+        self.kv.blocks[block].cpu()  # wait for the GPU
 
     def close(self) -> None:
         self.server.close()
@@ -202,5 +202,5 @@ def closing(*things: Any) -> Iterator[None]:
 def wait_until(condition: Callable[[], bool], within_s: float = PATIENCE_S) -> None:
     until = time.monotonic() + within_s
     while not condition():
-        assert time.monotonic() < until, "it did not come to pass"
+        assert time.monotonic() < until, "the condition did not become true in time"
         time.sleep(0.01)

@@ -15,17 +15,17 @@ import torch
 from safetensors.torch import save_file
 
 from stoker.base.errors import ModelFilesError
-from stoker.models import reader
-from stoker.models.fill import Copy, fill
-from stoker.models.reader import (
+from stoker.checkpoint import weight_files as files
+from stoker.checkpoint.weight_files import (
     BLOCK_BYTES,
-    ReadAhead,
+    WeightReadAhead,
     is_cached,
     read_block,
     read_header,
     stored_tensors,
     weight_files,
 )
+from stoker.models.fill import Copy, fill
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -44,13 +44,13 @@ def quiet(done: int, total: int) -> None:
 def test_every_value_finds_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, block_bytes: int, where: str
 ) -> None:
-    monkeypatch.setattr(reader, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(files, "BLOCK_BYTES", block_bytes)
     values = tensors()
     file = tmp_path / "model.safetensors"
     save_file(values, file)
     if where != "cached":
-        monkeypatch.setattr(reader, "_is_resident", lambda fd, offset, length: False)
-    ahead = ReadAhead([file], {"read ahead": 1 << 30, "partly read ahead": 20000}.get(where, 0))
+        monkeypatch.setattr(files, "_is_resident", lambda fd, offset, length: False)
+    ahead = WeightReadAhead([file], {"read ahead": 1 << 30, "partly read ahead": 20000}.get(where, 0))
     stored = stored_tensors(tmp_path)
     places = {name: torch.full(value.shape, float("nan"), dtype=dtype) for name, value in values.items()}
     seen = []
@@ -63,7 +63,7 @@ def test_every_value_finds_its_place(
 
 def test_unaligned_values_are_not_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The format promises no alignment: here everything begins at an odd byte."""
-    monkeypatch.setattr(reader, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(files, "BLOCK_BYTES", 4096)
     values = torch.randn(5000)
     header = json.dumps({"w": {"dtype": "F32", "shape": [5000], "data_offsets": [0, 20000]}})
     header += " " * (1 - len(header) % 2)
@@ -81,7 +81,7 @@ def test_a_file_that_ends_early_is_named_before_anything_is_read(tmp_path: Path)
     whole = file.read_bytes()
     for length in (0, 5, 100, len(whole) - 1):
         file.write_bytes(whole[:length])
-        with pytest.raises(ModelFilesError, match=r"model\.safetensors is not a whole safetensors file"):
+        with pytest.raises(ModelFilesError, match=r"model\.safetensors is not a complete safetensors file"):
             read_header(file)
 
 
@@ -98,7 +98,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path) -> None:
 def test_a_read_error_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     save_file(tensors(), tmp_path / "model.safetensors")
     stored = stored_tensors(tmp_path)["d"]
-    monkeypatch.setattr(reader, "_is_resident", lambda fd, offset, length: where == "cached")
+    monkeypatch.setattr(files, "_is_resident", lambda fd, offset, length: where == "cached")
 
     def fail(fd: int, buffers: object, offset: int) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -126,22 +126,22 @@ def test_an_invalid_tensor_is_named(tmp_path: Path, entry: dict[str, object], sa
     header = json.dumps({"w": entry}).encode()
     file = tmp_path / "model.safetensors"
     file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
-    with pytest.raises(ModelFilesError, match="tensor 'w' cannot be read") as refused:
+    with pytest.raises(ModelFilesError, match="the header of tensor 'w' is invalid") as refused:
         read_header(file)
     assert said in refused.value.message
 
 
 def test_reading_ahead_ignores_missing_files(tmp_path: Path) -> None:
-    ahead = ReadAhead([tmp_path / "gone"], 1 << 30)
+    ahead = WeightReadAhead([tmp_path / "gone"], 1 << 30)
     assert ahead.take(tmp_path / "gone", 0) is None
 
 
 def test_a_block_is_read_ahead_or_by_its_first_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "BLOCK_BYTES", 4096)
-    monkeypatch.setattr(reader, "_is_resident", lambda fd, offset, length: False)
+    monkeypatch.setattr(files, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(files, "_is_resident", lambda fd, offset, length: False)
     file = tmp_path / "weights"
     file.write_bytes(os.urandom(40 * 4096 + 77))
-    ahead = ReadAhead([file], 1 << 30)
+    ahead = WeightReadAhead([file], 1 << 30)
     for number in range(41):
         block = ahead.take(file, number)
         if block is not None:
@@ -162,10 +162,10 @@ def test_only_the_files_of_the_index_are_read_ahead(tmp_path: Path) -> None:
 
 
 def test_a_file_is_the_same_by_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "_is_resident", lambda fd, offset, length: False)
+    monkeypatch.setattr(files, "_is_resident", lambda fd, offset, length: False)
     (tmp_path / "file").write_bytes(b"bytes")
     (tmp_path / "link").symlink_to(tmp_path / "file")
-    ahead = ReadAhead([tmp_path / "link"], 1 << 30)
+    ahead = WeightReadAhead([tmp_path / "link"], 1 << 30)
     while not ahead._read:
         pass
     block = ahead.take(tmp_path / "file", 0)
@@ -215,5 +215,5 @@ def test_heads_are_in_memory_before_the_drive_is_busy(tmp_path: Path) -> None:
         file.write_bytes(struct.pack("<Q", head_bytes) + os.urandom(BLOCK_BYTES))
     if not all(on_the_drive(file) for file in files):
         pytest.skip("this file system keeps its files in memory")
-    ReadAhead(files, 0).close()
+    WeightReadAhead(files, 0).close()
     assert all(is_cached(file, 0) for file in files)

@@ -1,4 +1,4 @@
-"""A fleet of modelled workers behind the real router, for tests."""
+"""A fleet behind the real router, for tests."""
 
 from __future__ import annotations
 
@@ -7,27 +7,29 @@ from dataclasses import dataclass, field
 
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Fleet, FleetSettings
-from stoker.fleet.ledger import Ledger
+from stoker.fleet.load_book import LoadBook
 from stoker.fleet.prefix_index import Key
 from stoker.fleet.spec import Role, WorkerSpec
-from stoker.routing.policy import RouterSettings
+from stoker.routing.policy import Policy
 from stoker.routing.query import Route, RouteQuery
 from stoker.routing.router import PrefixIndexes, Router
+from stoker.routing.settings import RouterSettings
 
 BLOCK = 100
 
 
 @dataclass
 class World:
-    """A fleet whose workers prefill 1000 tokens a second."""
+    """A fleet whose workers prefill 1000 tokens per second."""
 
     settings: RouterSettings = field(default_factory=RouterSettings)
     fleet: Fleet = field(default_factory=lambda: Fleet(FleetSettings(prefill_tokens_per_s=1000.0)))
-    ledger: Ledger = field(default_factory=Ledger)
+    load_book: LoadBook = field(default_factory=LoadBook)
     indexes: PrefixIndexes = field(default_factory=PrefixIndexes)
+    policy: Policy | None = None
 
     def __post_init__(self) -> None:
-        self.router = Router(self.fleet, self.ledger, self.indexes, settings=self.settings)
+        self.router = Router(self.fleet, self.load_book, self.indexes, self.policy, self.settings)
 
     def add(
         self,

@@ -36,7 +36,7 @@ def test_a_session_has_one_home_cluster_and_every_gateway_agrees(world: World) -
         assert cluster_of(world, session, 5000) == cluster_of(other, session) == home
 
 
-def test_a_home_without_a_usable_worker_is_left_and_found_again(world: World) -> None:
+def test_a_session_leaves_a_cluster_without_usable_workers_and_returns_later(world: World) -> None:
     session = next(name for name in map(str, range(99)) if cluster_of(world, name, 900) == "east")
     for number in range(2):
         world.fleet.saw_probe(WorkerId(f"east{number}"), live=False, ready=False, now=0.0)
@@ -45,7 +45,7 @@ def test_a_home_without_a_usable_worker_is_left_and_found_again(world: World) ->
     assert cluster_of(world, session, now=60.0) == "east"
 
 
-def test_a_home_whose_decode_workers_have_lost_their_prefill_workers_is_left() -> None:
+def test_a_session_leaves_a_cluster_whose_decode_workers_lost_their_prefill_workers() -> None:
     world = World()
     world.add(WorkerId("east0"), Role.PREFILL, "east")
     world.add(WorkerId("east1"), Role.DECODE, "east", decodes_alone=False)
@@ -55,22 +55,22 @@ def test_a_home_whose_decode_workers_have_lost_their_prefill_workers_is_left() -
     assert cluster_of(world, session) == "west"
 
 
-def test_an_overloaded_home_spills_beyond_the_bound_and_not_before(world: World) -> None:
+def test_a_session_leaves_its_cluster_only_when_the_queue_exceeds_the_bound(world: World) -> None:
     session = next(name for name in map(str, range(99)) if cluster_of(world, name, 900) == "east")
     for seconds, expected in ((4, "east"), (4, "west")):
         for number in range(2):
-            world.ledger.charge(
+            world.load_book.reserve(
                 WorkerId(f"east{number}"), prefill_tokens=seconds * 1000, context_tokens=0, output_tokens=0, now=0.0
             )
         assert cluster_of(world, session, seconds) == expected
 
 
-def test_without_a_key_a_conversation_is_at_home_where_its_blocks_are(world: World) -> None:
+def test_without_a_session_key_the_home_cluster_has_the_blocks(world: World) -> None:
     home = cluster_of(world, None, 7000)
     assert {cluster_of(world, None, 7000, now) for now in (1.0, 2.0, 3.0)} == {home}
 
 
-def test_a_cluster_of_twice_the_weight_is_home_to_twice_the_sessions() -> None:
+def test_a_cluster_with_twice_the_weight_gets_twice_the_sessions() -> None:
     counts = Counter(
         min(("small", 1.0), ("large", 2.0), key=lambda one: rendezvous(f"s{n}", *one))[0] for n in range(3000)
     )

@@ -1,4 +1,4 @@
-"""What the cost policy makes of a conversation's turns to come, and of full caches."""
+"""Tests of the cost terms for later turns and for recent work."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 from routing_world import World, where
 
 from stoker.base.ids import WorkerId
-from stoker.routing.policy import CostSettings
 from stoker.routing.query import Reason, Route
+from stoker.routing.settings import CostSettings
 
 A, B = WorkerId("a"), WorkerId("b")
 
@@ -17,42 +17,42 @@ def reason(route: Route, worker_id: WorkerId) -> Reason:
 
 
 def world_with(turns: int) -> World:
-    """Conversations had `turns` turns each, all on the same worker, where a queue stood until just now."""
+    """A world where one conversation had `turns` turns on one worker, which had a queue until now."""
     world = World()
     world.add(A)
     world.add(B)
     for number in range(turns):
         world.route(range(50 + number)).end(0.0)
     busy = where(world.route(range(50 + turns)))[1]
-    queue = world.ledger.charge(
+    queue = world.load_book.reserve(
         WorkerId(busy), prefill_tokens=30_000, context_tokens=0, output_tokens=0, now=0.0, returning=True
     )
-    world.ledger.load(WorkerId(busy), 20.0, 1000.0)
+    world.load_book.load(WorkerId(busy), 20.0, 1000.0)
     queue.end(20.0)
     return world
 
 
 def later_turns(world: World, keys: range) -> float:
     route = world.route(keys, 20.0)
-    worker_id = max((A, B), key=lambda one: world.ledger.load(one, 20.0).mean_queued_tokens)
-    return reason(route, worker_id).later_s / (world.ledger.load(worker_id, 20.0).mean_queued_tokens / 1000)
+    worker_id = max((A, B), key=lambda one: world.load_book.load(one, 20.0).mean_queued_tokens)
+    return reason(route, worker_id).later_s / (world.load_book.load(worker_id, 20.0).mean_queued_tokens / 1000)
 
 
-def test_a_new_conversation_is_expected_to_go_on_as_others_did() -> None:
-    for turns, expected in ((2, 3.0), (5, 6.0)):  # of all that came, one was new
+def test_a_new_conversation_expects_as_many_turns_as_others_had() -> None:
+    for turns, expected in ((2, 3.0), (5, 6.0)):  # one of all requests was new
         assert later_turns(world_with(turns), range(1000, 1050)) == pytest.approx(expected, rel=0.01)
     assert later_turns(world_with(100), range(1000, 1050)) == pytest.approx(CostSettings().most_later_turns)
 
 
-def test_one_that_goes_on_stays_for_what_it_has_and_not_for_what_may_come() -> None:
+def test_a_conversation_that_continues_expects_few_more_turns() -> None:
     assert later_turns(world_with(5), range(60)) == pytest.approx(CostSettings().later_turns)
 
 
-def test_a_prompt_that_leaves_no_block_will_not_come_back() -> None:
+def test_a_prompt_without_a_full_block_expects_no_later_turns() -> None:
     assert later_turns(world_with(5), range(0)) == 0.0
 
 
-def test_recent_tokens_count_only_where_they_push_something_out() -> None:
+def test_recent_tokens_count_only_where_they_evict_blocks() -> None:
     def recent_s(evicts: bool) -> float:
         world = world_with(5)
         index = world.indexes["m"]
@@ -65,7 +65,7 @@ def test_recent_tokens_count_only_where_they_push_something_out() -> None:
     assert recent_s(evicts=False) == 0.0
 
 
-def test_an_explanation_has_all_that_a_cost_is_made_of() -> None:
+def test_the_explained_terms_add_up_to_the_cost() -> None:
     world = world_with(5)
     world.route(range(1000, 1050), 20.0)
     for told in world.router.explain_last(1)[0]["reasons"]:  # type: ignore[attr-defined]

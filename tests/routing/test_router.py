@@ -5,10 +5,10 @@ from routing_world import BLOCK, World, where
 
 from stoker.base.errors import ConfigError
 from stoker.base.ids import WorkerId
-from stoker.fleet.ledger import Totals
-from stoker.fleet.spec import Role, WorkerLoad
-from stoker.routing.policy import CostSettings, RouterSettings
+from stoker.fleet.load_book import LoadTotals
+from stoker.fleet.spec import LoadReport, Role
 from stoker.routing.query import ModelNotFound, NoWorker
+from stoker.routing.settings import CostSettings, RouterSettings
 
 A, B, P, D = WorkerId("a"), WorkerId("b"), WorkerId("p"), WorkerId("d")
 
@@ -21,7 +21,7 @@ def pair() -> World:
     return world
 
 
-def test_a_conversation_goes_back_to_its_blocks_and_a_new_one_elsewhere(pair: World) -> None:
+def test_a_conversation_returns_to_its_blocks_and_a_new_one_goes_elsewhere(pair: World) -> None:
     first = pair.route(range(50))
     first.end(1.0)
     again = pair.route(range(55), 2.0)
@@ -32,74 +32,76 @@ def test_a_conversation_goes_back_to_its_blocks_and_a_new_one_elsewhere(pair: Wo
     assert where(other) != where(first)
 
 
-def test_choosing_reserves_so_that_a_burst_spreads(pair: World) -> None:
+def test_reservations_spread_a_burst(pair: World) -> None:
     routes = [pair.route(range(start, start + 50)) for start in range(0, 10_000, 1000)]
     assert sorted(where(route)[1] for route in routes) == [A] * 5 + [B] * 5
     for route in routes:
         route.first_token(1.0)
         route.end(2.0)
         route.end(3.0)
-    assert pair.ledger.totals() == Totals(0, 0, 0, 0)
+    assert pair.load_book.totals() == LoadTotals(0, 0, 0, 0)
 
 
-def test_a_session_leaves_a_hot_home_and_stays_at_a_lukewarm_one(pair: World) -> None:
+def test_a_conversation_leaves_an_overloaded_worker_and_stays_on_a_busy_one(pair: World) -> None:
     home = pair.route(range(10))
     home.end(0.0)
-    charge = pair.ledger.charge(
+    reservation = pair.load_book.reserve(
         home.decode.worker.worker_id, prefill_tokens=500, context_tokens=0, output_tokens=0, now=1.0
     )
     stays = pair.route(range(11), 1.0)
     assert where(stays) == where(home)
     stays.end(1.0)
-    charge.end(1.0)
-    pair.ledger.charge(home.decode.worker.worker_id, prefill_tokens=90_000, context_tokens=0, output_tokens=0, now=1.0)
+    reservation.end(1.0)
+    pair.load_book.reserve(
+        home.decode.worker.worker_id, prefill_tokens=90_000, context_tokens=0, output_tokens=0, now=1.0
+    )
     assert where(pair.route(range(12), 1.0)) != where(home)
 
 
-def test_a_dead_home_spills_at_once(pair: World) -> None:
+def test_a_session_leaves_a_dead_worker_at_once(pair: World) -> None:
     home = pair.route(range(50), session="s")
     home.end(0.0)
     pair.fleet.saw_failure(home.decode.worker.worker_id, 1.0, "connect")
     assert where(pair.route(range(51), 1.0, session="s")) != where(home)
 
 
-def test_excluded_workers_and_other_dialects_are_no_candidates(pair: World) -> None:
+def test_excluded_workers_and_other_dialects_are_not_candidates(pair: World) -> None:
     pair.add(WorkerId("v"), dialect="vllm")
     assert where(pair.route([], excluded=frozenset({A, B})))[1] == "v"
     assert where(pair.route([], needs_dialect=frozenset({"vllm"})))[1] == "v"
-    with pytest.raises(NoWorker, match="2 failed it already"):
+    with pytest.raises(NoWorker, match="2 workers have already failed it"):
         pair.route([], excluded=frozenset({A, B}), needs_dialect=frozenset({"stoker"}))
 
 
-def test_an_unknown_model_is_not_found_and_one_without_workers_is_for_later(pair: World) -> None:
-    with pytest.raises(ModelNotFound, match="'other' is not served here; there are: m"):
+def test_an_unknown_model_is_not_found_and_a_model_without_usable_workers_is_retried_later(pair: World) -> None:
+    with pytest.raises(ModelNotFound, match="'other' is not served here; served models: m"):
         pair.route([], model="other")
     for worker_id in (A, B):
         pair.fleet.saw_failure(worker_id, 0.0, "connect")
     with pytest.raises(NoWorker, match="none of the 2 workers") as caught:
         pair.route([], 0.1)
     assert caught.value.retry_after_s >= 0.9
-    assert pair.ledger.totals().requests == 0
+    assert pair.load_book.totals().requests == 0
 
 
-def test_kv_pressure_and_slow_disks_count(pair: World) -> None:
-    pair.fleet.saw_report(A, WorkerLoad(kv_used=0.99), 0.0)
+def test_full_kv_memory_and_slow_disks_raise_the_cost(pair: World) -> None:
+    pair.fleet.saw_report(A, LoadReport(kv_used=0.99), 0.0)
     assert where(pair.route([]))[1] == B
-    pair.fleet.saw_report(A, WorkerLoad(), 0.0)
+    pair.fleet.saw_report(A, LoadReport(), 0.0)
     index = pair.indexes["m"]
     index.stored(A, range(500), "DISK")
     index.stored(B, range(500), "GPU")
     assert where(pair.route(range(500), 1.0))[1] == B
 
 
-def test_a_worker_is_credited_with_what_its_store_holds(pair: World) -> None:
-    """Computed on A, it is a hit on B: a queue at A is no reason to compute it again, and none to wait for it."""
+def test_a_worker_is_credited_with_the_blocks_of_its_shared_store(pair: World) -> None:
+    """Blocks computed on A are a hit on B, so the request neither waits in A's queue nor computes them again."""
     index = pair.indexes["m"]
     for worker in (A, B):
         index.share(worker, {"CPU": "ram"})
     index.stored(A, range(50), "GPU")
     index.stored(A, range(50), "CPU")
-    pair.fleet.saw_report(A, WorkerLoad(waiting_tokens=60_000), 0.0)
+    pair.fleet.saw_report(A, LoadReport(waiting_tokens=60_000), 0.0)
     route = pair.route(range(50))
     assert where(route)[1] == B
     assert route.decode.cached_tokens == 50 * BLOCK
@@ -112,27 +114,27 @@ def split_world() -> World:
     return world
 
 
-def test_prefill_and_decode_are_two_legs_both_charged() -> None:
+def test_a_hand_off_reserves_work_on_both_legs() -> None:
     world = split_world()
     route = world.route(range(50))
     assert where(route) == (P, D)
     assert route.prefill is not None
-    assert (route.prefill.charge.prefill_tokens, route.decode.charge.prefill_tokens) == (5001, 0)
+    assert (route.prefill.reservation.prefill_tokens, route.decode.reservation.prefill_tokens) == (5001, 0)
     route.first_token(1.0)
-    assert world.ledger.totals() == Totals(0, 5001, 10, 1)
+    assert world.load_book.totals() == LoadTotals(0, 5001, 10, 1)
     route.end(2.0)
-    assert world.ledger.totals() == Totals(0, 0, 0, 0)
+    assert world.load_book.totals() == LoadTotals(0, 0, 0, 0)
 
 
-def test_a_small_uncached_rest_is_computed_by_the_decode_worker() -> None:
+def test_a_few_uncached_tokens_are_computed_by_the_decode_worker() -> None:
     world = split_world()
     world.route(range(50)).end(0.0)
     route = world.route(range(52), 1.0)
     assert where(route) == (None, D)
-    assert route.decode.charge.prefill_tokens == 201
+    assert route.decode.reservation.prefill_tokens == 201
 
 
-def test_a_decode_worker_that_cannot_compute_prompts_is_never_alone() -> None:
+def test_a_decode_worker_that_cannot_prefill_always_gets_a_prefill_worker() -> None:
     world = World()
     world.add(P, Role.PREFILL)
     world.add(D, Role.DECODE, decodes_alone=False)
@@ -142,25 +144,25 @@ def test_a_decode_worker_that_cannot_compute_prompts_is_never_alone() -> None:
         world.route(range(1))
 
 
-def test_prefill_and_decode_are_of_one_kind() -> None:
+def test_both_legs_have_the_same_dialect() -> None:
     world = World()
     for dialect in ("stoker", "sglang"):
         world.add(WorkerId(f"p-{dialect}"), Role.PREFILL, dialect=dialect)
     world.add(D, Role.DECODE, dialect="sglang", decodes_alone=False)
-    world.ledger.charge(WorkerId("p-sglang"), prefill_tokens=9000, context_tokens=0, output_tokens=0, now=0.0)
+    world.load_book.reserve(WorkerId("p-sglang"), prefill_tokens=9000, context_tokens=0, output_tokens=0, now=0.0)
     assert where(world.route(range(5))) == ("p-sglang", D)
     world.fleet.saw_probe(WorkerId("p-sglang"), live=False, ready=False, now=0.0)
     with pytest.raises(NoWorker):
         world.route(range(5))
 
 
-def test_decode_computes_all_when_prefill_is_busier() -> None:
+def test_the_decode_worker_prefills_when_the_prefill_worker_is_busier() -> None:
     world = split_world()
-    world.ledger.charge(P, prefill_tokens=60_000, context_tokens=0, output_tokens=0, now=0.0)
+    world.load_book.reserve(P, prefill_tokens=60_000, context_tokens=0, output_tokens=0, now=0.0)
     assert where(world.route(range(50))) == (None, D)
 
 
-def test_without_a_usable_prefill_worker_decode_computes_all_and_not_the_other_way() -> None:
+def test_a_decode_worker_replaces_a_dead_prefill_worker_but_not_the_reverse() -> None:
     world = split_world()
     world.fleet.saw_probe(P, live=False, ready=False, now=0.0)
     assert where(world.route(range(50))) == (None, D)
@@ -170,18 +172,18 @@ def test_without_a_usable_prefill_worker_decode_computes_all_and_not_the_other_w
         world.route(range(50))
 
 
-def test_unified_workers_stand_beside_a_pair() -> None:
+def test_unified_workers_compete_with_prefill_decode_pairs() -> None:
     world = split_world()
     world.add(A)
-    world.ledger.charge(A, prefill_tokens=20_000, context_tokens=0, output_tokens=0, now=0.0)
+    world.load_book.reserve(A, prefill_tokens=20_000, context_tokens=0, output_tokens=0, now=0.0)
     assert where(world.route(range(50))) == (P, D)
-    world.ledger.charge(P, prefill_tokens=90_000, context_tokens=0, output_tokens=0, now=0.0)
-    world.ledger.charge(D, prefill_tokens=90_000, context_tokens=0, output_tokens=0, now=0.0)
+    world.load_book.reserve(P, prefill_tokens=90_000, context_tokens=0, output_tokens=0, now=0.0)
+    world.load_book.reserve(D, prefill_tokens=90_000, context_tokens=0, output_tokens=0, now=0.0)
     assert where(world.route(range(1000, 1050))) == (None, A)
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "least_tokens", "random", "consistent_hash"])
-def test_other_policies_hand_over_too(policy: str) -> None:
+def test_other_policies_use_hand_offs_too(policy: str) -> None:
     world = World(RouterSettings(policy=policy))
     for number in range(2):
         world.add(WorkerId(f"p{number}"), Role.PREFILL)
@@ -212,15 +214,15 @@ def test_decisions_can_be_explained() -> None:
     assert world.router.explain_last(0) == []
 
 
-def test_what_a_worker_was_measured_at_counts(pair: World) -> None:
+def test_measured_prefill_rates_are_used(pair: World) -> None:
     pair.fleet.saw_prefill(A, 1000, 10.0)
     pair.fleet.saw_prefill(B, 1000, 0.1)
     assert where(pair.route(range(50)))[1] == B
 
 
-def test_what_other_gateways_sent_there_counts_until_it_is_worked_off(pair: World) -> None:
-    pair.fleet.saw_report(A, WorkerLoad(waiting_tokens=50_000, prefill_tokens_per_s=1000.0), 0.0)
-    pair.fleet.saw_report(B, WorkerLoad(waiting_tokens=1_000, prefill_tokens_per_s=1000.0), 0.0)
+def test_tokens_queued_by_other_gateways_count_until_they_are_computed(pair: World) -> None:
+    pair.fleet.saw_report(A, LoadReport(waiting_tokens=50_000, prefill_tokens_per_s=1000.0), 0.0)
+    pair.fleet.saw_report(B, LoadReport(waiting_tokens=1_000, prefill_tokens_per_s=1000.0), 0.0)
     route = pair.route(range(50), 0.1)
     assert where(route)[1] == B
     route.end(0.1)
@@ -229,7 +231,7 @@ def test_what_other_gateways_sent_there_counts_until_it_is_worked_off(pair: Worl
 
 
 def test_a_common_prefix_spreads_over_an_idle_fleet(pair: World) -> None:
-    """Paced sessions over one system prompt: nobody is ever loaded, and still both workers get their part."""
+    """Sessions with pauses over one system prompt: no worker is ever loaded, and both still get their share."""
     counts = {A: 0, B: 0}
     for number in range(60):
         for turn in range(4):
@@ -241,7 +243,7 @@ def test_a_common_prefix_spreads_over_an_idle_fleet(pair: World) -> None:
 
 
 def test_two_gateways_agree_on_most_new_sessions() -> None:
-    """Neither hears of the other's requests: homes are a hash, within the bound."""
+    """The gateways do not know of each other's requests. They agree because homes are chosen by a hash."""
     first, second = World(), World()
     for world in (first, second):
         for number in range(4):
@@ -260,8 +262,8 @@ def test_two_gateways_agree_on_most_new_sessions() -> None:
 
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [("crowd_tokens", 0.0), ("pull_tokens_per_s", -1.0), ("bound", float("nan")), ("even_s", -0.5)],
+    [("crowd_tokens", 0.0), ("pull_tokens_per_s", -1.0), ("bound_requests", float("nan")), ("even_s", -0.5)],
 )
-def test_a_cost_that_could_not_be_worked_out_is_refused_by_its_name(setting: str, value: float) -> None:
+def test_an_invalid_cost_setting_is_rejected_by_name(setting: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"routing.cost.{setting}="):
         CostSettings(**{setting: value})

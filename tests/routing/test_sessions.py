@@ -6,22 +6,22 @@ import pytest
 from routing_world import World, where
 
 from stoker.base.ids import WorkerId
-from stoker.routing.policy import CostSettings, RouterSettings
 from stoker.routing.sessions import Sessions
+from stoker.routing.settings import CostSettings, RouterSettings
 
 A, B = WorkerId("a"), WorkerId("b")
 
 
-def test_a_session_is_alive_until_it_is_silent_for_longer_than_sessions_usually_are() -> None:
+def test_a_session_ends_when_its_pause_is_longer_than_usual() -> None:
     sessions = Sessions()
     for turn in range(20):
-        sessions.placed("long", A, (A, B), turn * 1.0)
-    sessions.placed("short", B, (A, B), 18.0)
-    assert (sessions.home("long", (A, B)), sessions.home("short", (A, B))) == (A, B)
-    assert (sessions.alive(A, 19.5), sessions.alive(B, 19.5)) == (1, 1)
-    assert sessions.patience_s < 10
-    assert (sessions.alive(A, 40.0), sessions.alive(B, 40.0)) == (0, 0)
-    assert sessions.home("long", (A, B)) is None
+        sessions.placed("long", [A], (A, B), turn * 1.0)
+    sessions.placed("short", [B], (A, B), 18.0)
+    assert (sessions.home("long", (A, B), 19.5), sessions.home("short", (A, B), 19.5)) == (A, B)
+    assert sessions.alive((A, B), 19.5) == [1, 1]
+    assert sessions.timeout_s < 10
+    assert sessions.alive((A, B), 40.0) == [0, 0]
+    assert sessions.home("long", (A, B), 40.0) is None
 
 
 def test_sessions_of_workers_that_left_are_forgotten() -> None:
@@ -29,20 +29,20 @@ def test_sessions_of_workers_that_left_are_forgotten() -> None:
     for number in range(50):
         worker = WorkerId(f"w{number}")
         for turn in range(20):
-            sessions.placed(f"{number} {turn}", worker, (worker,), number * 1000.0 + turn)
+            sessions.placed(f"{number} {turn}", [worker], (worker,), number * 1000.0 + turn)
     assert sum(map(len, sessions._last_seen.values())) == 20
-    assert sessions.home("49 3", (WorkerId("w49"),)) == "w49"
+    assert sessions.home("49 3", (WorkerId("w49"),), 49_020.0) == "w49"
 
 
 def test_a_session_that_moves_is_counted_once() -> None:
     sessions = Sessions()
-    sessions.placed("s", A, (A, B), 0.0)
-    sessions.placed("s", B, (A, B), 1.0)
-    assert (sessions.alive(A, 1.0), sessions.alive(B, 1.0)) == (0, 1)
+    sessions.placed("s", [A], (A, B), 0.0)
+    sessions.placed("s", [B], (A, B), 1.0)
+    assert sessions.alive((A, B), 1.0) == [0, 1]
     assert sessions.mean_requests == 2
 
 
-def test_a_burst_of_new_sessions_is_spread_evenly_whatever_their_hashes() -> None:
+def test_a_burst_of_new_sessions_spreads_evenly() -> None:
     world = World()
     for number in range(4):
         world.add(WorkerId(f"w{number}"))
@@ -53,9 +53,14 @@ def test_a_burst_of_new_sessions_is_spread_evenly_whatever_their_hashes() -> Non
 
 
 @pytest.mark.parametrize(("balance_s", "least", "most"), [(1.0, 2, 6), (0.4, 0, 0)])
-def test_a_session_leaves_the_worker_where_all_others_live_on(balance_s: float, least: int, most: int) -> None:
-    """Two workers, eight sessions each; those of one end early. Some of the others move over, and stay; unless it took longer
-    than they may wait to compute what they lose: half a second by then."""
+def test_sessions_move_away_from_the_worker_with_the_most_expected_requests(
+    balance_s: float, least: int, most: int
+) -> None:
+    """Two workers have eight sessions each, and those of one worker end early.
+
+    Some of the remaining sessions move there and stay. None moves if computing its lost tokens again takes longer than
+    `balance_s`; it would take half a second by then.
+    """
     world = World(settings=RouterSettings(cost=CostSettings(balance_s=balance_s)))
     for worker_id in (A, B):
         world.add(worker_id)

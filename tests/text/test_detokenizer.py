@@ -1,4 +1,4 @@
-"""Pushed token by token, the text is the one that decoding everything gives, and it is never half a character."""
+"""Decoding token by token gives the same text as decoding all tokens, and never an incomplete character."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from stoker.text.tokenizer import Tokenizer
 
 @settings(max_examples=300, deadline=None, print_blob=True)
 @given(data=st.data(), skip=st.booleans())
-def test_token_by_token_is_as_all_at_once(raw: tokenizers.Tokenizer, data: st.DataObject, skip: bool) -> None:
+def test_decoding_token_by_token_equals_decoding_all_at_once(
+    raw: tokenizers.Tokenizer, data: st.DataObject, skip: bool
+) -> None:
     tokenizer = _shared(raw)
     # Any ids: most of them together are not valid UTF-8.
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=40))
@@ -30,7 +32,7 @@ def _shared(raw: tokenizers.Tokenizer) -> Tokenizer:
     return Tokenizer(raw)
 
 
-def test_a_character_comes_out_whole(tokenizer: Tokenizer) -> None:
+def test_an_incomplete_character_is_held_back(tokenizer: Tokenizer) -> None:
     byte_ids = [
         next(t for t in range(tokenizer.vocab_size) if tokenizer.token_bytes(t) == bytes([b])) for b in "🦊".encode()
     ]

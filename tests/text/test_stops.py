@@ -1,4 +1,4 @@
-"""A stop string ends the text at the same place wherever the chunks' borders fall."""
+"""A stop string ends the text at the same place for all chunk borders."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _naive(text: str, stops: list[str], include: bool) -> tuple[str, str | None]
 
 @settings(max_examples=500, deadline=None, print_blob=True)
 @given(text=letters, stops=stop_lists, sizes=st.lists(st.integers(0, 5), max_size=20), include=st.booleans())
-def test_chunks_do_not_matter(text: str, stops: list[str], sizes: list[int], include: bool) -> None:
+def test_chunk_borders_do_not_change_the_result(text: str, stops: list[str], sizes: list[int], include: bool) -> None:
     found = StopStrings(stops, include_stop=include)
     out, at = "", 0
     for size in [*sizes, len(text)]:
@@ -35,7 +35,7 @@ def test_chunks_do_not_matter(text: str, stops: list[str], sizes: list[int], inc
     assert (out, found.stopped) == _naive(text, stops, include)
 
 
-def test_only_what_may_become_a_stop_is_held() -> None:
+def test_only_the_possible_start_of_a_stop_string_is_held_back() -> None:
     stops = StopStrings(["\n\nUser:"])
     assert stops.push("Hello\n") == "Hello"
     assert stops.push("world") == "\nworld"
@@ -43,7 +43,7 @@ def test_only_what_may_become_a_stop_is_held() -> None:
     assert stops.flush() == "\n\nUse"
 
 
-def test_after_a_stop_nothing_comes() -> None:
+def test_nothing_is_sent_after_a_stop_string() -> None:
     stops = StopStrings(["END"])
     assert stops.push("a END b") == "a "
     assert (stops.push("more"), stops.flush(), stops.stopped) == ("", "", "END")

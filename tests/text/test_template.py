@@ -1,4 +1,4 @@
-"""Prompts are what the model's own template says; where it knows no tools, ours stands in; errors are the client's."""
+"""Prompts follow the model's own template; ours replaces it for tools that it does not support; errors are the client's."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_models_own_template(tokenizer: Tokenizer) -> None:
     )
 
 
-def test_without_a_template_chatml_is_spoken(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_without_a_template_chatml_is_used(tokenizer: Tokenizer, tmp_path: Path) -> None:
     template = ChatTemplate.from_folder(tmp_path, tokenizer)
     assert template.render([{"role": "user", "content": "Hi"}]) == (
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
@@ -76,7 +76,7 @@ def test_without_a_template_chatml_is_spoken(tokenizer: Tokenizer, tmp_path: Pat
     assert "<tools>" in template.render([{"role": "user", "content": "Hi"}], [TOOL])
 
 
-def test_our_tool_template_stands_in(tokenizer: Tokenizer) -> None:
+def test_our_tool_template_replaces_one_without_tools(tokenizer: Tokenizer) -> None:
     template = _template(SMOL, tokenizer)
     assert template.tool_format == "hermes"
     prompt = template.render(HISTORY, [TOOL])
@@ -117,7 +117,7 @@ def test_arguments_are_an_object_for_templates_that_serialize(tokenizer: Tokeniz
     assert template.render([broken]) == 'assistant:<tool_call>"{nope";'
 
 
-def test_half_a_surrogate_pair_that_a_model_wrote_ends_no_conversation(tokenizer: Tokenizer) -> None:
+def test_half_a_surrogate_pair_from_a_model_does_not_end_the_conversation(tokenizer: Tokenizer) -> None:
     calls = [{"function": {"name": "f", "arguments": '{"a": "\\uD83D", "b": "\\ud83e\\udd8a"}'}}]
     rendered = _template(OWN_TOOLS, tokenizer).render([{"role": "assistant", "tool_calls": calls}])
     assert '{"a": "?", "b": "🦊"}' in rendered
@@ -137,9 +137,9 @@ def test_arguments_are_text_for_templates_that_join_strings(tokenizer: Tokenizer
     assert '{"a": "ü"}' in template.render([{"role": "assistant", "content": "", "tool_calls": as_objects}], [TOOL])
 
 
-def test_tools_are_refused_where_nobody_could_read_them(tokenizer: Tokenizer) -> None:
+def test_tools_are_refused_if_the_template_does_not_support_them(tokenizer: Tokenizer) -> None:
     template = _template("{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}", tokenizer)
-    with pytest.raises(InvalidRequest, match="knows no tools") as refused:
+    with pytest.raises(InvalidRequest, match="does not support tools") as refused:
         template.render([{"role": "user", "content": "x"}], [TOOL])
     assert refused.value.param == "tools"
 
@@ -161,7 +161,7 @@ def test_a_wrong_message_is_named(tokenizer: Tokenizer, messages: list[Any], par
     assert refused.value.param == param
 
 
-def test_parts_are_joined_and_developers_are_the_system(tokenizer: Tokenizer) -> None:
+def test_parts_are_joined_and_the_developer_role_becomes_system(tokenizer: Tokenizer) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     prompt = _template(SMOL, tokenizer).render([{"role": "developer", "content": parts}])
     assert prompt.startswith("<|im_start|>system\na\nb<|im_end|>")
@@ -179,13 +179,13 @@ def test_parts_are_joined_and_developers_are_the_system(tokenizer: Tokenizer) ->
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     ],
 )
-def test_a_template_that_stumbles_is_a_bad_request(tokenizer: Tokenizer, source: str) -> None:
+def test_an_error_in_a_template_is_an_invalid_request(tokenizer: Tokenizer, source: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         _template(source, tokenizer).render([{"role": "user", "content": "x"}])
     assert refused.value.param == "messages"
 
 
-def test_the_helpers_that_templates_count_on(tokenizer: Tokenizer) -> None:
+def test_the_functions_that_templates_use_exist(tokenizer: Tokenizer) -> None:
     source = (
         "{{ bos_token }}{{ {'ü': [1, 2]} | tojson(indent=1, separators=(',', ':')) }}{{ strftime_now('%Y') }}"
         "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}"
@@ -218,7 +218,7 @@ def test_the_helpers_that_templates_count_on(tokenizer: Tokenizer) -> None:
         ),
     ],
 )
-def test_where_templates_are_kept(
+def test_templates_are_found_in_all_files(
     tokenizer: Tokenizer, tmp_path: Path, files: dict[str, Any], expected: tuple[str, str | None]
 ) -> None:
     for name, content in files.items():
@@ -229,7 +229,7 @@ def test_where_templates_are_kept(
         assert template.render([{"role": "user", "content": "x"}], [TOOL]) == expected[1]
 
 
-def test_a_broken_template_is_the_models_fault(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_an_invalid_template_is_an_error_of_the_model_files(tokenizer: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{% for %}")
     with pytest.raises(ModelFilesError, match="line 1"):
         ChatTemplate.from_folder(tmp_path, tokenizer)
@@ -247,7 +247,7 @@ def test_a_broken_template_is_the_models_fault(tokenizer: Tokenizer, tmp_path: P
         ("{{ tools }}", [], "hermes", None),
     ],
 )
-def test_formats_are_guessed(source: str, marks: list[str], tool_format: str, reasoning: str | None) -> None:
+def test_formats_are_detected(source: str, marks: list[str], tool_format: str, reasoning: str | None) -> None:
     raw = tokenizers.Tokenizer(tokenizers.models.BPE())
     raw.decoder = tokenizers.decoders.ByteLevel()
     raw.add_special_tokens([AddedToken(mark, normalized=False) for mark in marks])
@@ -256,7 +256,7 @@ def test_formats_are_guessed(source: str, marks: list[str], tool_format: str, re
     assert template.tool_format in TOOL_PARSERS
 
 
-def test_the_work_of_rendering_grows_as_the_conversation_does(tokenizer: Tokenizer) -> None:
+def test_the_cost_of_rendering_is_linear_in_the_conversation(tokenizer: Tokenizer) -> None:
     template = _template(SMOL, tokenizer)
 
     def num_calls(num_messages: int) -> int:
@@ -275,7 +275,7 @@ def test_the_work_of_rendering_grows_as_the_conversation_does(tokenizer: Tokeniz
 
 
 @pytest.mark.parametrize("where", ["content", "reasoning", "arguments", "tools"])
-def test_a_prompt_is_known_to_be_long_before_it_is_rendered(where: str) -> None:
+def test_a_long_prompt_is_recognized_before_it_is_rendered(where: str) -> None:
     texts = {name: "x" * (100_000 if name == where else 1) for name in ("content", "reasoning", "arguments", "tools")}
     call = {"id": "c", "function": {"name": "f", "arguments": json.dumps({"text": texts["arguments"]})}}
     said = {"role": "assistant", "content": texts["content"], "reasoning": texts["reasoning"], "tool_calls": [call]}

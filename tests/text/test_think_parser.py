@@ -1,4 +1,4 @@
-"""Reasoning is split off the answer at the same place wherever the chunks' borders fall."""
+"""Reasoning is split off at the same place for all chunk borders."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_reasoning_and_text(text: str, starts_inside: bool, expected: tuple[str,
     sizes=st.lists(st.integers(0, 9), max_size=20),
     starts_inside=st.booleans(),
 )
-def test_chunk_borders_do_not_matter(parts: list[str], sizes: list[int], starts_inside: bool) -> None:
+def test_chunk_borders_do_not_change_the_result(parts: list[str], sizes: list[int], starts_inside: bool) -> None:
     text = "".join(parts)
     chunks, at = [], 0
     for size in [*sizes, len(text)]:
@@ -51,7 +51,7 @@ def test_chunk_borders_do_not_matter(parts: list[str], sizes: list[int], starts_
     assert _parse(chunks, starts_inside) == _parse([text], starts_inside)
 
 
-def test_the_prompt_tells_whether_the_block_is_open() -> None:
+def test_the_prompt_shows_whether_the_block_is_open() -> None:
     opened_by = REASONING_PARSERS.get("think").opened_by
     assert opened_by("<|im_start|>assistant\n<think>\n")
     assert not opened_by("<|im_start|>assistant\n<think>\n\n</think>\n\n")

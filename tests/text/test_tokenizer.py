@@ -1,4 +1,4 @@
-"""Encoding with a warm cache is encoding anew, whatever the text; what is wrong with a folder is said by name."""
+"""Encoding with a warm cache gives the same ids as without; errors in a folder name the file."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ texts = st.lists(st.one_of(words, words, unicode_text, odd), max_size=25).map(""
 @pytest.mark.parametrize("name", RAW)
 @settings(max_examples=60, deadline=None, print_blob=True)
 @given(text=texts, add_special_tokens=st.booleans())
-def test_a_warm_cache_changes_no_id(name: str, text: str, add_special_tokens: bool) -> None:
+def test_a_warm_cache_gives_the_same_ids(name: str, text: str, add_special_tokens: bool) -> None:
     expected = RAW[name].encode(text, add_special_tokens=add_special_tokens).ids
     for _ in range(2):
         assert WARM[name].encode(text, add_special_tokens) == expected
@@ -110,7 +110,7 @@ def test_a_warm_cache_changes_no_id(name: str, text: str, add_special_tokens: bo
 @pytest.mark.parametrize("name", ["smollm", "llama3", "qwen2", "deepseek"])
 @settings(max_examples=20, deadline=None, print_blob=True)
 @given(parts=st.lists(st.one_of(odd, unicode_text, st.sampled_from(CORPUS)), min_size=60, max_size=160))
-def test_a_long_stretch_cut_at_newlines_changes_no_id(name: str, parts: list[str]) -> None:
+def test_splitting_a_long_segment_at_newlines_gives_the_same_ids(name: str, parts: list[str]) -> None:
     text = "x" * 2045 + "".join(part + end for part, end in zip(parts, "\n \n\t;" * 32, strict=False))
     assert WARM[name].encode(text) == RAW[name].encode(text, add_special_tokens=False).ids
 
@@ -118,12 +118,12 @@ def test_a_long_stretch_cut_at_newlines_changes_no_id(name: str, parts: list[str
 @pytest.mark.parametrize("name", ["smollm", "llama3", "deepseek"])
 @pytest.mark.parametrize("left", ["a", "7", "!", "'", "''", "x ", "\n", ".", ")'s"])
 @pytest.mark.parametrize("right", ["a", "7", "!", "'s", "'", "`", "<", "~", "ll", "\u0301", " b"])
-def test_every_kind_of_newline_is_tokenized_as_before(name: str, left: str, right: str) -> None:
+def test_all_kinds_of_newlines_give_the_same_ids(name: str, left: str, right: str) -> None:
     text = ("word " * 500 + left + "\n" + right + " more") * 2
     assert WARM[name].encode(text) == RAW[name].encode(text, add_special_tokens=False).ids
 
 
-def test_newlines_are_cut_at_only_where_that_is_proved() -> None:
+def test_a_text_is_split_at_newlines_only_where_this_is_proven_exact() -> None:
     proved = {name for name, raw in RAW.items() if newline_settles(json.loads(raw.to_str()))}
     assert {"smollm", "llama3", "qwen2", "deepseek"} <= proved
     assert not proved & {"prefix_space", "metaspace_first", "metaspace_always", "metaspace_never", "legacy_llama"}
@@ -163,8 +163,8 @@ def test_the_cache_stays_within_its_bytes(raw: tokenizers.Tokenizer) -> None:
     assert tokenizer._cache.used_bytes <= 20_000
 
 
-def test_half_a_surrogate_pair_is_the_clients_error(tokenizer: Tokenizer) -> None:
-    with pytest.raises(InvalidRequest, match="surrogate pair at character 3"):
+def test_half_a_surrogate_pair_is_an_invalid_request(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest, match="character 3 is half a surrogate pair"):
         tokenizer.encode("abc\ud800")
 
 
@@ -195,7 +195,7 @@ def folder(tmp_path: Path, raw: tokenizers.Tokenizer) -> Path:
     return tmp_path
 
 
-def test_a_folder_gives_names_and_ends(folder: Path, raw: tokenizers.Tokenizer) -> None:
+def test_a_folder_defines_special_tokens_and_eos_ids(folder: Path, raw: tokenizers.Tokenizer) -> None:
     tokenizer = Tokenizer.from_folder(folder)
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|endoftext|>", "<|im_end|>")
     assert tokenizer.eos_token_ids == (3, 5, raw.token_to_id("<|im_end|>"))
@@ -203,7 +203,7 @@ def test_a_folder_gives_names_and_ends(folder: Path, raw: tokenizers.Tokenizer) 
     assert tokenizer.fingerprint == Tokenizer.from_folder(folder).fingerprint
 
 
-def test_a_token_that_only_the_settings_name_is_added(folder: Path) -> None:
+def test_a_token_that_is_only_in_tokenizer_config_is_added(folder: Path) -> None:
     size = Tokenizer.from_folder(folder).vocab_size
     declared = {str(size): {"content": "<|tool|>", "special": True}}
     (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": declared}))
@@ -226,7 +226,7 @@ def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
         Tokenizer.from_folder(tmp_path)
 
 
-def test_a_decoder_of_another_family_is_refused() -> None:
+def test_an_unsupported_decoder_is_refused() -> None:
     raw = byte_level()
     raw.decoder = decoders.WordPiece()
     with pytest.raises(ModelFilesError, match="WordPiece"):

@@ -1,4 +1,4 @@
-"""Tool parsers lose nothing and double nothing at any chunk border, and read what their grammars force."""
+"""Tool parsers neither lose nor repeat text at any chunk border, and read what their grammars force."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_arguments_stream_as_they_come(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_call_cut_short_is_never_lost(name: str) -> None:
+def test_a_truncated_call_is_not_lost(name: str) -> None:
     written = "Hm: " + WRITTEN[name](CALLS) if name != "llama3_json" else WRITTEN[name](CALLS)
     for end in range(len(written)):
         whole = _whole(_parse(name, [written[:end]]))
@@ -148,7 +148,7 @@ def test_a_call_cut_short_is_never_lost(name: str) -> None:
 @pytest.mark.parametrize(
     "text", ["", " ", "plain\n", "a < b <", "{", '{"name": 3}', '{"a": 1}', "<tool_call", "\n\n x \n"]
 )
-def test_what_is_no_call_is_text(name: str, text: str) -> None:
+def test_text_that_is_not_a_call_is_text(name: str, text: str) -> None:
     for chunks in ([text], list(text)):
         assert "".join(part[1] for part in _whole(_parse(name, chunks))) == text
 
@@ -175,7 +175,7 @@ pieces = st.sampled_from(
 @pytest.mark.parametrize("name", FORMATS)
 @settings(max_examples=120, deadline=None, print_blob=True)
 @given(parts=st.lists(pieces, max_size=14), seed=st.integers(0, 10**6))
-def test_chunk_borders_do_not_matter(name: str, parts: list[str], seed: int) -> None:
+def test_chunk_borders_do_not_change_the_result(name: str, parts: list[str], seed: int) -> None:
     text = "".join(parts)
     whole = _whole(_parse(name, [text]))
     assert _whole(_parse(name, _chunks(text, seed))) == whole
@@ -201,7 +201,7 @@ def test_objects_in_other_shapes(written: str, arguments: str) -> None:
     assert _whole(_parse("llama3_json", list(written))) == [("call", "search", arguments)]
 
 
-def test_a_forgotten_closing_mark_does_not_cost_the_call() -> None:
+def test_a_call_without_a_closing_mark_is_read() -> None:
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n'
     assert _whole(_parse("hermes", list(call + call))) == [("call", "now", "{}")] * 2
 
@@ -224,7 +224,7 @@ def test_llama_calls_only_the_requests_tools() -> None:
         ("llama3_json", '<|python_tag|>{"name": "other", "a": ['),
     ],
 )
-def test_calls_begun_over_and_over_are_not_read_over_and_over(
+def test_many_incomplete_calls_are_not_read_quadratically(
     name: str, beginning: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fed, feed = 0, CallObject.feed
@@ -242,7 +242,7 @@ def test_calls_begun_over_and_over_are_not_read_over_and_over(
     assert _whole(_parse(name, ["".join(chunks)])) == whole
 
 
-def test_a_call_is_found_within_what_began_like_one() -> None:
+def test_a_call_is_found_inside_text_that_looked_like_one() -> None:
     written = '<tool_call>{"a": [' * 20 + WRITTEN["hermes"](CALLS[:1])
     assert _whole(_parse("hermes", [written])) == [("text", '<tool_call>{"a": [' * 20), ("call", "search", SEARCH)]
 
@@ -267,7 +267,7 @@ def _accepts(compiler: xgrammar.GrammarCompiler, name: str, text: str, parallel:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_grammar_forces_a_right_call(compiler: xgrammar.GrammarCompiler, name: str) -> None:
+def test_the_grammar_forces_a_valid_call(compiler: xgrammar.GrammarCompiler, name: str) -> None:
     write = WRITTEN[name]
     one, two = write([("search", '{"query": "x"}')]), write([("search", '{"query": "x"}'), ("now", '{"any": 1}')])
     assert _accepts(compiler, name, one, parallel=False)
@@ -285,7 +285,7 @@ def test_the_grammar_forces_a_right_call(compiler: xgrammar.GrammarCompiler, nam
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_the_grammar_allows_the_parser_reads(compiler: xgrammar.GrammarCompiler, name: str) -> None:
+def test_the_parser_reads_all_that_the_grammar_allows(compiler: xgrammar.GrammarCompiler, name: str) -> None:
     spec = TOOL_PARSERS.get(name).grammar(TOOLS, parallel=True)
     compiled = compiler.compile_structural_tag(spec.text)
     bitmask = xgrammar.allocate_token_bitmask(1, 257)

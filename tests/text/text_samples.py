@@ -1,4 +1,4 @@
-"""Tiny tokenizers with the habits of the real ones: single digits, byte-level BPE, ChatML marks."""
+"""Tiny tokenizers with the properties of real ones: single digits, byte-level BPE, ChatML marks."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ def test_status_of_what_is_no_gateway_says_so(body: bytes, capsys: pytest.Captur
         finally:
             server.shutdown()
             serving.join()
-    assert f"{url} does not answer as a gateway does" in capsys.readouterr().out
+    assert f"{url} does not answer as a gateway does" in capsys.readouterr().err
 
 
 def test_status_of_a_machine_without_fleets_says_what_to_do(
@@ -226,11 +226,16 @@ def test_status_of_a_machine_without_fleets_says_what_to_do(
     assert main(["status"]) == 3
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert "`stoker up` starts one" in shown.err
+    assert "Start one with `stoker up`" in shown.err
     assert main(["status", "--json"]) == 3
     assert capsys.readouterr().out == "[]\n"
     assert main(["status", "--url", "http://127.0.0.1:9"]) == 1
-    assert "http://127.0.0.1:9 does not tell" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err == (
+        "stoker: no gateway answers at http://127.0.0.1:9 (Connection refused): check the address, or start one there with "
+        "`stoker up` or `stoker gateway`\n"
+    )
 
 
 def test_tiers_are_read_from_metrics_and_shown() -> None:

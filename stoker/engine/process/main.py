@@ -13,6 +13,7 @@ from stoker.base import log as logs
 from stoker.base.errors import InvalidRequest, StokerError
 from stoker.base.ids import RequestId
 from stoker.base.timeline import Timeline
+from stoker.checkpoint.weight_files import WeightReadAhead
 from stoker.engine.build import BuiltEngine, build_engine, read_hf_config
 from stoker.engine.process.block_log import BlockLog
 from stoker.engine.process.grammars.lazy_grammars import LazyGrammars
@@ -20,7 +21,6 @@ from stoker.engine.process.idle_tasks import IdleTask, IdleTasks
 from stoker.engine.process.mailbox import GrammarCompiled, Mailbox, MailboxMessage, StoreLookedUp
 from stoker.engine.process.reports import engine_info, engine_stats, log_memory
 from stoker.models.family import family_of
-from stoker.models.reader import ReadAhead
 from stoker.proto.messages import (
     Add,
     Cancel,
@@ -66,7 +66,7 @@ class EngineLoop:
         self._pending_grammars: dict[GrammarSpec, _PendingGrammar] = {}
         # The grammars of open requests. A preempted row needs its grammar again, and compiling it would stall all rows.
         self._open_grammars: dict[RequestId, object] = {}
-        self._media = {use.name: use.tier.medium for use in built.store.tiers}
+        self._media = {tier.name: tier.backend.medium for tier in built.store.tiers}
         self._stats_sent_s = 0.0
         self._idle_tasks = IdleTasks(
             [
@@ -203,7 +203,7 @@ class _ProgressReports:
             self._pipe.send(LoadProgress(stage=stage, done=done, total=total))
 
 
-def serve(pipe: EngineEnd, arguments: EngineArguments, ahead: ReadAhead, timeline: Timeline) -> None:
+def serve(pipe: EngineEnd, arguments: EngineArguments, ahead: WeightReadAhead, timeline: Timeline) -> None:
     """Build the engine, report it to the server, and run the loop until the server ends it."""
     folder = Path(arguments.folder)
     try:
@@ -225,11 +225,11 @@ def serve(pipe: EngineEnd, arguments: EngineArguments, ahead: ReadAhead, timelin
         pipe.send(StartFailed(code=error.code, message=error.message))
         return
     garbage.tune_for_serving()
-    pipe.send(engine_info(built, arguments.settings.store))
+    pipe.send(engine_info(built))
     log_memory(built.memory)
     if arguments.timeline_origin_s is not None:
         timeline.tell(log)
-    built.store.tell_held()
+    built.store.announce_held_blocks()
     try:
         EngineLoop(built, blocks, mailbox, pipe).run()
     finally:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Sequence
 
 from stoker.base import log as logs
-from stoker.base.config import StoreSettings
 from stoker.engine.build import BuiltEngine
 from stoker.engine.gpu_memory import TOLERANCE_BYTES, MemoryLine
-from stoker.kv.store.tier_use import TierUse
+from stoker.kv.store.measured_tier import MeasuredTier
 from stoker.proto.messages import EngineInfo, EngineStats, TierReport
 
 log = logs.EventLog("engine")
 
 
-def engine_info(built: BuiltEngine, store: StoreSettings) -> EngineInfo:
+def engine_info(built: BuiltEngine) -> EngineInfo:
     return EngineInfo(
         model_fingerprint=built.fingerprint,
         device=str(built.settings.device),
@@ -29,7 +26,7 @@ def engine_info(built: BuiltEngine, store: StoreSettings) -> EngineInfo:
         load_s=built.load_s,
         engine_id=built.engine_id,
         kv_address=built.server.address if built.server is not None else None,
-        stores=_shared_stores(store, built.fingerprint, built.store.tiers),
+        stores=_shared_stores(built.fingerprint, built.store.tiers),
     )
 
 
@@ -58,42 +55,40 @@ def engine_stats(built: BuiltEngine, num_preparing: int) -> EngineStats:
         loaded_tokens=counters.loaded_tokens,
         pulled_tokens=counters.pulled_tokens,
         failed_loads=counters.failed_loads,
-        tiers=[_tier_report(built, use) for use in built.store.tiers],
+        tiers=[_tier_report(built, tier) for tier in built.store.tiers],
     )
 
 
-def _tier_report(built: BuiltEngine, use: TierUse) -> TierReport:
-    figures, tier = use.figures, use.tier.stats()
+def _tier_report(built: BuiltEngine, tier: MeasuredTier) -> TierReport:
+    counters, stats = tier.counters, tier.backend.stats()
     return TierReport(
-        name=use.name,
-        medium=use.tier.medium,
-        blocks=tier.blocks,
-        used_bytes=tier.used_bytes,
-        capacity_bytes=tier.capacity_bytes,
-        hits=figures.hits,
-        misses=figures.misses,
-        read_bytes=figures.read_bytes,
-        written_bytes=figures.written_bytes,
-        read_s=figures.read_s,
-        write_s=figures.write_s,
-        declined=figures.declined,
-        evicted=tier.evicted,
-        corrupt=tier.corrupt,
-        errors=figures.errors + tier.errors,
-        bytes_per_s=use.speed.measured,
-        crossover_tokens=built.store.crossover_tokens(use),
+        name=tier.name,
+        medium=tier.backend.medium,
+        blocks=stats.blocks,
+        used_bytes=stats.used_bytes,
+        capacity_bytes=stats.capacity_bytes,
+        hits=counters.hits,
+        misses=counters.misses,
+        read_bytes=counters.read_bytes,
+        written_bytes=counters.written_bytes,
+        read_s=counters.read_s,
+        write_s=counters.write_s,
+        declined=counters.declined,
+        evicted=stats.evicted,
+        corrupt=stats.corrupt,
+        errors=counters.errors + stats.errors,
+        bytes_per_s=tier.speed.measured,
+        crossover_tokens=built.store.crossover_tokens(tier),
     )
 
 
-def _shared_stores(settings: StoreSettings, fingerprint: str, tiers: Sequence[TierUse]) -> dict[str, str]:
-    """Return the location of each shared tier, by medium. Workers with equal locations read each other's blocks."""
-    machine = socket.gethostname()
-    locations = {
-        "host": f"{machine}:{settings.name}",
-        "disk": f"{machine}:{os.path.realpath(settings.disk_dir or '')}",
-        "mooncake": settings.mooncake_master,
+def _shared_stores(fingerprint: str, tiers: Sequence[MeasuredTier]) -> dict[str, str]:
+    """Return where each shared tier keeps its blocks, by medium. Workers with equal entries read each other's blocks."""
+    return {
+        tier.backend.medium: f"{fingerprint}@{tier.name}:{tier.backend.shared_location}"
+        for tier in tiers
+        if tier.backend.shared_location is not None
     }
-    return {use.tier.medium: f"{fingerprint}@{use.name}:{locations[use.name]}" for use in tiers if use.tier.shared}
 
 
 def log_memory(lines: Sequence[MemoryLine]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from stoker.base import log as logs
 from stoker.base.allowance import available_ram
 from stoker.base.timeline import Timeline, process_start_s
-from stoker.models.reader import ReadAhead, weight_files
+from stoker.checkpoint.weight_files import WeightReadAhead, weight_files
 from stoker.proto.messages import EngineArguments
 from stoker.proto.pipe import EngineEnd, FrameEnd
 
@@ -30,7 +30,7 @@ class StartArguments:
 
     arguments: EngineArguments
     timeline: Timeline
-    ahead: ReadAhead
+    ahead: WeightReadAhead
 
 
 def main() -> None:
@@ -57,11 +57,11 @@ def main() -> None:
         return
 
 
-def _read_ahead(folder: Path) -> ReadAhead:
-    return ReadAhead(weight_files(folder), available_ram() // 4)
+def _read_ahead(folder: Path) -> WeightReadAhead:
+    return WeightReadAhead(weight_files(folder), available_ram() // 4)
 
 
-def _receive_arguments(pipe: EngineEnd, ahead: ReadAhead | None) -> StartArguments:
+def _receive_arguments(pipe: EngineEnd, ahead: WeightReadAhead | None) -> StartArguments:
     arguments = pipe.receive()
     assert isinstance(arguments, EngineArguments), f"expected EngineArguments first, got {type(arguments).__name__}"
     logs.set_up(arguments.log_level)

@@ -63,7 +63,7 @@ class HandoffNotes:
             await self._tell(upstream, _RELEASE, msgspec.json.encode(lease))
 
     def _hint(self, prefill: Leg, decode: Leg, transfer_id: str) -> bytes | None:
-        if prefill.charge.prefill_tokens < _WORTH_TOKENS:
+        if prefill.reservation.prefill_tokens < _WORTH_TOKENS:
             return None
         src, dst = self._info_of(prefill.worker.worker_id), self._info_of(decode.worker.worker_id)
         if src is None or dst is None or src.engine_id is None or src.kv_address is None:

@@ -258,7 +258,7 @@ class Legs:
         if self.prefill is None:
             return
         now = self._tools.clock()
-        self.prefill.charge.end(now)
+        self.prefill.reservation.end(now)
         if handed_off:
             self._computed_prompt(now)
             self.has_handed_off = True
@@ -306,8 +306,8 @@ class Legs:
         upstream.num_prefilling -= 1
         self._prefilling = None
         leg = self.prefill or self.decode
-        if began_s is not None and leg.charge.prefill_tokens >= _MEASURED_TOKENS:
-            self._tools.fleet.saw_prefill(leg.worker.worker_id, leg.charge.prefill_tokens, now - began_s)
+        if began_s is not None and leg.reservation.prefill_tokens >= _MEASURED_TOKENS:
+            self._tools.fleet.saw_prefill(leg.worker.worker_id, leg.reservation.prefill_tokens, now - began_s)
 
     async def _refuse(self, leg: Leg, answer: Answer) -> NoReturn:
         try:

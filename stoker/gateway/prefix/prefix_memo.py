@@ -69,7 +69,9 @@ class PrefixMemo:
         try:
             chunks = _chunk_hashes(text, root)
         except UnicodeEncodeError as broken:
-            raise InvalidRequest(f"the text has half a surrogate pair at character {broken.start}") from broken
+            raise InvalidRequest(
+                f"the text is not valid Unicode: character {broken.start} is half a surrogate pair"
+            ) from broken
         place, keys, num_known = self._known(chunks, root)
         pieces = self._tokenizer.split(text[place.chars :])
         fresh: list[tuple[int, _Place]] = []

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from stoker.base.errors import ConfigError
+from stoker.base.extras import install_command
 from stoker.gateway.config import TracingSettings
 
 if TYPE_CHECKING:
@@ -192,8 +193,7 @@ def make_tracing(settings: TracingSettings) -> Tracing:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         raise ConfigError(
-            f"tracing.otlp_endpoint={settings.otlp_endpoint}: tracing needs"
-            " `pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http`"
+            f"tracing.otlp_endpoint={settings.otlp_endpoint} needs the OpenTelemetry packages: {install_command('tracing')}"
         ) from error
     exporter = OTLPSpanExporter(endpoint=settings.otlp_endpoint, timeout=5)
     return LiveTracing(settings, [BatchSpanProcessor(exporter, max_queue_size=_QUEUE_SPANS)])

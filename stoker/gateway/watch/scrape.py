@@ -1,4 +1,4 @@
-"""What foreign engines' metrics pages and load endpoints say, as WorkerLoad. Pure: bytes in, numbers out."""
+"""What foreign engines' metrics pages and load endpoints say, as LoadReport. Pure: bytes in, numbers out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from stoker.fleet.spec import WorkerLoad
+from stoker.fleet.spec import LoadReport
 
 # name{labels} value; names have a colon in both engines.
 _LINE = rb"^(?:%b)(\{[^\n]*\})? ([0-9eE.+-]+)\r?$"
@@ -22,7 +22,7 @@ _SGLANG_TOKENS = re.compile(_LINE % rb"sglang:max_total_num_tokens", re.MULTILIN
 _LABEL = re.compile(rb'(num_gpu_blocks|block_size)="(\d+)"')
 
 
-def vllm_load(page: bytes) -> WorkerLoad | None:
+def vllm_load(page: bytes) -> LoadReport | None:
     """None where the page is not vLLM's. With data parallelism there is a line for each engine."""
     running = _values(_VLLM_RUNNING, page)
     if not running:
@@ -32,7 +32,7 @@ def vllm_load(page: bytes) -> WorkerLoad | None:
         labels = dict(_LABEL.findall(match[1] or b""))
         num_blocks += int(labels.get(b"num_gpu_blocks", 0))
         block_tokens = int(labels[b"block_size"]) if b"block_size" in labels else block_tokens
-    return WorkerLoad(
+    return LoadReport(
         waiting_sequences=int(sum(_values(_VLLM_WAITING, page))),
         running_sequences=int(sum(running)),
         kv_used=_mean(_values(_VLLM_KV, page)),
@@ -41,13 +41,13 @@ def vllm_load(page: bytes) -> WorkerLoad | None:
     )
 
 
-def sglang_load(page: bytes, page_tokens: int | None) -> WorkerLoad | None:
+def sglang_load(page: bytes, page_tokens: int | None) -> LoadReport | None:
     """From its metrics page, which it has only with --enable-metrics."""
     running = _values(_SGLANG_RUNNING, page)
     if not running:
         return None
     capacity = int(sum(_values(_SGLANG_TOKENS, page)))
-    return WorkerLoad(
+    return LoadReport(
         waiting_sequences=int(sum(_values(_SGLANG_WAITING, page))),
         running_sequences=int(sum(running)),
         kv_used=_mean(_values(_SGLANG_USAGE, page)),
@@ -69,7 +69,7 @@ class _Loads(msgspec.Struct):
     loads: list[_Load]
 
 
-def sglang_loads(answer: bytes, page_tokens: int | None) -> WorkerLoad | None:
+def sglang_loads(answer: bytes, page_tokens: int | None) -> LoadReport | None:
     """From `/v1/loads`: one entry for each data-parallel rank."""
     try:
         loads = msgspec.json.decode(answer, type=_Loads, strict=False).loads
@@ -80,7 +80,7 @@ def sglang_loads(answer: bytes, page_tokens: int | None) -> WorkerLoad | None:
     capacity = sum(load.max_total_num_tokens for load in loads)
     used = sum(load.num_used_tokens for load in loads)
     shares = [load.token_usage for load in loads if load.token_usage is not None]
-    return WorkerLoad(
+    return LoadReport(
         waiting_tokens=sum(load.num_waiting_uncached_tokens for load in loads),
         waiting_sequences=sum(load.num_waiting_reqs for load in loads),
         running_sequences=sum(load.num_running_reqs for load in loads),

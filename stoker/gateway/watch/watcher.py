@@ -20,7 +20,7 @@ from stoker.base import log as logs
 from stoker.base.errors import ModelFilesError
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Fleet
-from stoker.fleet.spec import WorkerLoad, WorkerSpec
+from stoker.fleet.spec import LoadReport, WorkerSpec
 from stoker.gateway.http import AnswerLost, ClientLimits, ConnectTimeout, NoSocketLeft, Origin, Pool, Unreachable
 from stoker.gateway.prefix.conversation import KeyMakers
 from stoker.gateway.prefix.token_keys import TokenKeys, TokenText
@@ -293,7 +293,7 @@ class Watcher:
         except msgspec.DecodeError as wrong:
             self._complain("report_unreadable", reason=str(wrong))
             return
-        load = WorkerLoad(
+        load = LoadReport(
             waiting_tokens=report.waiting_tokens,
             waiting_sequences=report.waiting_sequences,
             running_sequences=report.running_sequences,

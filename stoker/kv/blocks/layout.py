@@ -1,5 +1,7 @@
-"""KvLayout: what a block's bytes mean, and which bytes of a block two ranks share. Light: it counts bytes and gives shapes;
-device.py makes the tensors."""
+"""KvLayout: what the bytes of a block mean, and which bytes of a block two ranks share.
+
+This module counts bytes and computes shapes, without torch. kv/device/device_kv.py makes the tensors.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,12 @@ from math import prod
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """A block is `[layers][K, V][heads][block_tokens][head_dim]`: one contiguous run for offload, head-major inside, so
-    that ranks of another tensor-parallel size can take their heads. A rank holds `num_heads` of the model's `all_heads`,
-    from `first_head` on; MLA's one latent counts as one head, which every rank holds."""
+    """The layout of a block, `[layers][K, V][heads][block_tokens][head_dim]`.
+
+    A block is contiguous, so that it can be offloaded in one copy. Heads come before tokens, so that ranks of another
+    tensor-parallel size can take their heads. A rank holds `num_heads` of the model's `all_heads`, starting at
+    `first_head`. The latent vector of MLA counts as one head that every rank holds.
+    """
 
     num_layers: int
     num_heads: int
@@ -32,7 +37,7 @@ class KvLayout:
 
     @property
     def head_bytes(self) -> int:
-        """Of one head in one layer, K or V: what lies in one run whatever heads a rank holds."""
+        """Bytes of one head in one layer, K or V. They are contiguous whatever heads a rank holds."""
         return self.block_tokens * self.head_dim * self.dtype_bytes
 
     @property
@@ -45,7 +50,7 @@ class KvLayout:
 
     @property
     def fingerprint(self) -> str:
-        """Of this rank's own bytes: blocks of two ranks that hold different heads must not be taken for each other."""
+        """Identifies the bytes of this rank, so that blocks of ranks with different heads are never mixed up."""
         shape = f"kv1:{self.dtype}:{'x'.join(map(str, self.block_shape))}"
         return shape if self.num_heads == self.model_heads else f"{shape}@{self.first_head}/{self.model_heads}"
 
@@ -57,9 +62,9 @@ class KvLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Some heads of a block: `count` runs of `num_bytes`, `stride` apart; their bytes one after the other are the same
-    whatever other heads the block has."""
+class HeadSlice:
+    """The bytes of some heads of a block: `count` runs of `num_bytes`, `stride` apart. The concatenated runs are the
+    same bytes whatever other heads the block has."""
 
     offset: int
     stride: int
@@ -71,40 +76,42 @@ class Part:
         return self.num_bytes * self.count
 
 
-def part_of(layout: KvLayout, first_head: int, end_head: int) -> Part:
-    """The part of a block that holds these heads (of the model's); one run where it is the whole block."""
+def head_slice(layout: KvLayout, first_head: int, end_head: int) -> HeadSlice:
+    """Return the slice of a block that holds these heads of the model. It is one run if it is the whole block."""
     assert layout.first_head <= first_head < end_head <= layout.end_head, f"{first_head}..{end_head} of {layout}"
     if end_head - first_head == layout.num_heads:
-        return Part(0, layout.block_bytes, layout.block_bytes, 1)
+        return HeadSlice(0, layout.block_bytes, layout.block_bytes, 1)
     head = layout.head_bytes
     offset = (first_head - layout.first_head) * head
-    return Part(offset, layout.num_heads * head, (end_head - first_head) * head, layout.num_layers * 2)
+    return HeadSlice(offset, layout.num_heads * head, (end_head - first_head) * head, layout.num_layers * 2)
 
 
 def shared_heads(src: KvLayout, dst: KvLayout) -> tuple[int, int]:
-    """The heads that both hold, as first and end; none where the end is not after the first."""
+    """Return the first and end head that both layouts hold. There are none if the end is not greater than the first."""
     assert src.identity == dst.identity, f"{src.identity} and {dst.identity} share no bytes"
     return max(src.first_head, dst.first_head), min(src.end_head, dst.end_head)
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class CopyRange:
+    """One contiguous copy between two blocks."""
+
     src_offset: int
     dst_offset: int
     num_bytes: int
 
 
-def pieces(src: KvLayout, dst: KvLayout, heads: tuple[int, int] | None = None) -> list[Piece]:
-    """The runs of bytes of one block that dst can take from src: one, where both hold the same heads. With `heads` (first and
-    end, held by both) only those."""
+def copy_ranges(src: KvLayout, dst: KvLayout, heads: tuple[int, int] | None = None) -> list[CopyRange]:
+    """Return the byte ranges of one block that `dst` can copy from `src`: one range if both hold the same heads.
+    `heads` (first and end, held by both) limits the copy to those heads."""
     first, end = shared_heads(src, dst) if heads is None else heads
     if first >= end:
         return []
     if src.num_heads == dst.num_heads == end - first:
-        return [Piece(0, 0, src.block_bytes)]
+        return [CopyRange(0, 0, src.block_bytes)]
     head, num_bytes = src.head_bytes, (end - first) * src.head_bytes
     return [
-        Piece(
+        CopyRange(
             (at * src.num_heads + first - src.first_head) * head,
             (at * dst.num_heads + first - dst.first_head) * head,
             num_bytes,

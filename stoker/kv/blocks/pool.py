@@ -1,19 +1,20 @@
-"""BlockPool: who holds which block of the device's KV, which blocks are findable by key, and which goes next.
+"""BlockPool: which sequences hold which blocks of device memory, which blocks can be found by key, and which block is
+reused next.
 
-The only place where a block is taken or freed. It knows nothing of bytes or sequences.
+Blocks are taken and freed only here. The pool knows nothing of bytes or sequences.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from stoker.base.ids import BlockId, BlockKey
 from stoker.kv.blocks.free_blocks import FreeBlocks
 
-# A parent with very many children (a system prompt before every chat) is searched only this far back.
+# At most this many children of a parent are compared. A system prompt that precedes every chat has thousands of
+# children.
 _PARTIAL_SEARCH = 8
 
 
@@ -25,11 +26,13 @@ class _Name:
 
 
 class PoolObserver(Protocol):
-    """Whoever wants to know which blocks can be found. Called in the middle of a step: it must be quick."""
+    """Is told which blocks can be found by key. It is called during a step, so it must be quick."""
 
-    def named(self, key: BlockKey, parent: BlockKey, token_ids: Sequence[int], root_salt: str | None) -> None: ...
+    def named(self, key: BlockKey, parent: BlockKey, token_ids: Sequence[int], root_salt: str | None) -> None:
+        """A block can now be found by its key."""
 
-    def forgot(self, key: BlockKey) -> None: ...
+    def forgot(self, key: BlockKey) -> None:
+        """The block with this key was reused."""
 
 
 class NoObserver:
@@ -39,29 +42,34 @@ class NoObserver:
 
 
 class BlockPool:
-    def __init__(
-        self, num_blocks: int, observer: PoolObserver | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    """The reference counts, keys and reuse order of the device's blocks.
+
+    The pool has no clock. `now_s` is the time of the current step, and the scheduler sets it.
+    """
+
+    def __init__(self, num_blocks: int, observer: PoolObserver | None = None) -> None:
         self.num_blocks = num_blocks
+        self.now_s = 0.0
         self._observer = observer or NoObserver()
         self._refs = [0] * num_blocks
         self._names: list[_Name | None] = [None] * num_blocks
         self._by_key: dict[BlockKey, BlockId] = {}
         self._children: dict[BlockKey, dict[BlockId, None]] = {}
         self._was_found = [False] * num_blocks
-        self._free = FreeBlocks(map(BlockId, reversed(range(num_blocks))), clock)
+        self._free = FreeBlocks(map(BlockId, reversed(range(num_blocks))))
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be taken now; the named ones among them are lost by it."""
+        """How many blocks can be taken now. Taking a named block evicts it."""
         return len(self._free)
 
     @property
     def num_named(self) -> int:
+        """How many blocks can be found by key."""
         return len(self._by_key)
 
     def match(self, keys: Iterable[BlockKey]) -> list[BlockId]:
-        """The blocks of the leading keys that are here."""
+        """Return the blocks of the leading keys that are in the pool."""
         found: list[BlockId] = []
         for key in keys:
             block = self._by_key.get(key)
@@ -71,7 +79,8 @@ class BlockPool:
         return found
 
     def match_partial(self, parent: BlockKey, token_ids: Sequence[int]) -> tuple[BlockId, int] | None:
-        """After `parent`: the block that begins with most of `token_ids`, and how many of them."""
+        """Among the blocks that follow `parent`, return the one that shares the longest prefix with `token_ids`, and
+        the length of that prefix."""
         best: tuple[BlockId, int] | None = None
         children = self._children.get(parent, {})
         for _, block in zip(range(_PARTIAL_SEARCH), reversed(children), strict=False):
@@ -87,25 +96,25 @@ class BlockPool:
         return best
 
     def num_free_after(self, hold: Iterable[BlockId]) -> int:
-        """How many could be taken once `hold` are held."""
+        """Return how many blocks could still be taken if `hold` were held."""
         return len(self._free) - sum(1 for block in hold if self._refs[block] == 0)
 
     def hold(self, blocks: Iterable[BlockId]) -> None:
-        """One more owner for each."""
+        """Add one reference to each block."""
         for block in blocks:
             if self._refs[block] == 0:
                 self._free.remove(block)
             self._refs[block] += 1
 
     def hold_found(self, blocks: Sequence[BlockId]) -> None:
-        """Likewise, for a request that goes on from them: they will be kept longer."""
+        """Add one reference to each block for a request that continues from them. Such blocks are kept longer."""
         self.hold(blocks)
         for block in blocks:
             self._was_found[block] = True
 
     def take(self, count: int) -> list[BlockId]:
-        """`count` blocks for one owner; whatever they held is forgotten. The caller has looked at num_free."""
-        assert count <= len(self._free), f"{count} blocks asked for, {len(self._free)} free"
+        """Take `count` blocks with one reference each, and evict what they held. The caller has checked num_free."""
+        assert count <= len(self._free), f"{count} blocks requested, {len(self._free)} free"
         taken = []
         for _ in range(count):
             block = self._free.pop()
@@ -122,8 +131,8 @@ class BlockPool:
         token_ids: Sequence[int],
         root_salt: str | None = None,
     ) -> None:
-        """A full, computed block becomes findable. A key that another block has stays with that one. `root_salt`: of a
-        chain's first block, whose parent is its root."""
+        """Make a full, computed block findable by its key. If another block already has the key, nothing changes.
+        `root_salt` is given for the first block of a chain, whose parent is the root key."""
         assert self._refs[block] > 0
         if key in self._by_key or self._names[block] is not None:
             return
@@ -133,15 +142,16 @@ class BlockPool:
         self._observer.named(key, parent, token_ids, root_salt)
 
     def release(self, blocks: Sequence[BlockId]) -> None:
-        """One owner less for each. The last block goes before the first: a prefix is of use without its end, not the reverse."""
+        """Drop one reference of each block. The last block is freed first: a prefix is useful without its end, but not
+        the reverse."""
         for block in reversed(blocks):
             assert self._refs[block] > 0, f"block {block} released more often than held"
             self._refs[block] -= 1
             if self._refs[block] == 0:
                 if self._names[block] is None:
-                    self._free.add_nameless(block)
+                    self._free.add_unnamed(block)
                 else:
-                    self._free.add(block, was_found=self._was_found[block])
+                    self._free.add_named(block, self.now_s, was_found=self._was_found[block])
 
     def check(self) -> None:
         """What must hold at any time; tests call it after each step."""

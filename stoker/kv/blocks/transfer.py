@@ -1,4 +1,4 @@
-"""What is said about KV that moves: what a block is, who may share it, and a claim on blocks that a worker holds."""
+"""Types that describe KV on its way between devices, tiers and workers, and the errors of a transfer."""
 
 from __future__ import annotations
 
@@ -9,27 +9,29 @@ from stoker.base.ids import BlockId, BlockKey
 
 
 class TierUnavailable(StokerError):
-    """A tier cannot answer at all; what it may hold is recomputed."""
+    """A tier cannot answer. The blocks that it may hold are recomputed."""
 
     code = "kv_tier_unavailable"
 
 
 class PeerUnavailable(StokerError):
-    """The worker that holds the blocks cannot be reached, or will not give them; they are recomputed."""
+    """The worker that holds the blocks cannot be reached or refuses to send them. They are recomputed."""
 
     code = "kv_peer_unavailable"
 
 
 @dataclass(frozen=True, slots=True)
 class KvIdentity:
-    """What must agree before two workers may share KV; a part each, so that a mismatch can be named."""
+    """What must be equal before two workers may share KV. The fields are compared one by one, so that an error can name
+    the one that differs."""
 
     model: str  # digest of config and weights
     tokenizer: str  # digest
-    layout: str  # of all heads: ranks of different tensor-parallel sizes may share
+    layout: str  # of the whole model, so that ranks of different tensor-parallel sizes may share
     dtype: str
 
     def differences(self, other: KvIdentity) -> list[str]:
+        """Return a description of each field that differs."""
         return [
             f"{part.name}: {getattr(self, part.name)} here, {getattr(other, part.name)} there"
             for part in fields(self)
@@ -39,8 +41,8 @@ class KvIdentity:
 
 @dataclass(frozen=True, slots=True)
 class BlockName:
-    """A full block, besides its bytes. `salt`: of a chain's first block, a hash of the salt that it is rooted in ("" if none);
-    None for all that follow."""
+    """The identity of a full block: its key and what the key was computed from. `salt` is set for the first block of a
+    chain: the hash of the tenant's salt, "" without a salt. It is None for all other blocks."""
 
     key: BlockKey
     parent: BlockKey
@@ -50,7 +52,7 @@ class BlockName:
 
 @dataclass(frozen=True, slots=True)
 class OfferedBlock:
-    """A block that was just named, kept until somebody has copied its bytes."""
+    """A newly named block that is kept in the pool until the store has copied its bytes."""
 
     name: BlockName
     block: BlockId
@@ -58,11 +60,11 @@ class OfferedBlock:
 
 @dataclass(frozen=True, slots=True)
 class KvTicket:
-    """A claim on the KV of one sequence's first `num_tokens` tokens, until it is pulled or the lease ends. The last block may
-    be unfilled."""
+    """A claim on the KV of a sequence's first `num_tokens` tokens, valid until it is pulled or the lease ends. The last
+    block may be partly filled."""
 
-    engine_id: str  # one life of one engine: at the same address, a later one has another
-    address: str  # host:port of its KV server
+    engine_id: str  # changes when the engine restarts, even at the same address
+    address: str  # host:port of the engine's KV server
     lease_id: str
     num_tokens: int
     lease_s: float
@@ -70,9 +72,12 @@ class KvTicket:
 
 @dataclass(frozen=True, slots=True)
 class KvLoad:
-    """Blocks to be filled from elsewhere: `keys[i]`, block `first + i` of its sequence, goes into `blocks[i]`. `num_stored`
-    of them, leading, are worth taking from a tier; all of them can be had from the ticket's worker, which alone has an
-    unfilled last block."""
+    """Blocks of a sequence to fill from a tier or another worker: `keys[i]`, block `first + i` of the sequence, goes
+    into `blocks[i]`.
+
+    The first `num_stored` blocks are worth reading from a tier. With a ticket, all of them can be pulled from its
+    worker. Only that worker has the last block if it is partly filled.
+    """
 
     load_id: int
     first: int
@@ -84,7 +89,7 @@ class KvLoad:
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """`num_loaded` leading blocks hold what their keys say; `num_pulled` of them came from the ticket's worker."""
+    """The first `num_loaded` blocks hold the KV of their keys. `num_pulled` of them came from the ticket's worker."""
 
     load_id: int
     num_loaded: int

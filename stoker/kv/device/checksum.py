@@ -1,11 +1,12 @@
-"""The checksum of a block: one definition on every device, at a fraction of what copying costs, without the GIL while it runs.
+"""The checksum of a block: the same value on every device, much cheaper than a copy, and computed without the GIL.
 
-A block is cut into pieces of 512 KiB; each is hashed by XXH3 (the last one with zeros up to a whole KiB), and so are all their
-hashes with the number of bytes. There are enough pieces to keep a card busy, and few enough that threads which hash hardly meet
-at the GIL. Whatever was flipped, swapped, shifted, lost or foreign changes it, but for one case in 2**64. It is no defence
-against somebody who makes up bytes.
+A block is cut into pieces of 512 KiB. Each piece is hashed with XXH3 (the last one padded with zeros to a whole KiB),
+and the piece hashes together with the number of bytes are hashed again. The pieces are numerous enough to keep a GPU
+busy and large enough that hashing threads rarely wait for the GIL. Flipped, swapped, shifted, missing or foreign bytes
+change the checksum, except with a probability of 2**-64. It does not protect against bytes that were made up on
+purpose.
 
-Without the package xxhash the same numbers come from the kernel's reference, slowly.
+Without the package xxhash, the kernel's reference implementation computes the same values slowly.
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stoker.kv.device.thread_crew import Crew
+from stoker.kv.device.helper_threads import HelperThreads
 
-NAME = "xxh3-512k"  # is part of whatever says which bytes may be shared: formats, folders, handshakes
-PIECE_BYTES = 1 << 19  # worth a call, and still in the cache when it is hashed after it was moved
+# part of every format, folder name and handshake, so that data with another checksum is never mixed in
+NAME = "xxh3-512k"
+PIECE_BYTES = 1 << 19  # large enough to be worth a call, small enough to stay in the CPU cache after a copy
 KIB = 1024
 
 HostBytes = NDArray[np.uint8]
 
 
 class PlainXxh3:
-    """What is used of the package's xxh3_64, for bytes in whole KiB."""
+    """Replaces the package's xxh3_64 for data that is a whole number of KiB."""
 
     def __init__(self, data: bytes | memoryview = b"") -> None:
         self._parts = [bytes(data)]
@@ -54,46 +56,48 @@ except ImportError:
 
 
 def checksum(data: HostBytes) -> int:
-    """Of one contiguous array of bytes."""
+    """Return the checksum of a contiguous byte array."""
     running = RunningChecksum()
     running.add(data)
     return running.value()
 
 
-def checksums(crew: Crew, blocks: Sequence[HostBytes]) -> list[int]:
-    """Of each; the crew shares out their pieces."""
-    return _by_pieces(crew, blocks, lambda at, start: piece_digest(blocks[at][start : start + PIECE_BYTES]))
+def checksums(threads: HelperThreads, blocks: Sequence[HostBytes]) -> list[int]:
+    """Return the checksum of each block. The threads share the pieces."""
+    return _by_pieces(threads, blocks, lambda at, start: piece_digest(blocks[at][start : start + PIECE_BYTES]))
 
 
 def piece_digest(data: HostBytes) -> int:
-    """Of one piece: `total` makes the checksum of all of them. For those whose pieces do not come in order."""
+    """Return the hash of one piece. `combine_digests` makes the checksum of a block from them, for pieces that arrive
+    in any order."""
     piece = xxh3_64(data.data)
     piece.update(bytes(-len(data) % KIB))
     return piece.intdigest()
 
 
-def copies_checksummed(crew: Crew, dsts: Sequence[HostBytes], srcs: Sequence[HostBytes]) -> list[int]:
-    """Copy each, and the checksum of what was written: a piece is still in the cache when it is read again."""
+def copy_with_checksums(threads: HelperThreads, dsts: Sequence[HostBytes], srcs: Sequence[HostBytes]) -> list[int]:
+    """Copy each block, and return the checksums of what was written. A piece is hashed while it is still in the CPU
+    cache."""
 
     def copy(at: int, start: int) -> int:
         piece = dsts[at][start : start + PIECE_BYTES]
         np.copyto(piece, srcs[at][start : start + PIECE_BYTES])
         return piece_digest(piece)
 
-    return _by_pieces(crew, srcs, copy)
+    return _by_pieces(threads, srcs, copy)
 
 
-def _by_pieces(crew: Crew, blocks: Sequence[HostBytes], digest: Callable[[int, int], int]) -> list[int]:
-    """`digest(at, start)`: of the piece that begins there in block `at`."""
+def _by_pieces(threads: HelperThreads, blocks: Sequence[HostBytes], digest: Callable[[int, int], int]) -> list[int]:
+    """Return the checksum of each block. `digest(at, start)` handles the piece of block `at` that begins at `start`."""
     pieces = [(at, start) for at, block in enumerate(blocks) for start in range(0, len(block), PIECE_BYTES)]
     digests: list[list[int]] = [[] for _ in blocks]
-    for (at, _), found in zip(pieces, crew.each(lambda piece: digest(*piece), pieces), strict=True):
+    for (at, _), found in zip(pieces, threads.each(lambda piece: digest(*piece), pieces), strict=True):
         digests[at].append(found)
-    return [total(some, len(block)) for some, block in zip(digests, blocks, strict=True)]
+    return [combine_digests(some, len(block)) for some, block in zip(digests, blocks, strict=True)]
 
 
 class RunningChecksum:
-    """The checksum of bytes that come in parts. Its value is asked for once."""
+    """The checksum of bytes that arrive in parts. `value` may be called once."""
 
     def __init__(self) -> None:
         self._num_bytes = 0
@@ -114,7 +118,7 @@ class RunningChecksum:
         if tail := self._num_bytes % PIECE_BYTES:
             self._piece.update(bytes(-tail % KIB))
             self._end_piece()
-        return total(self._digests, self._num_bytes)
+        return combine_digests(self._digests, self._num_bytes)
 
     def _end_piece(self) -> None:
         self._digests.append(self._piece.intdigest())
@@ -122,9 +126,11 @@ class RunningChecksum:
 
 
 def tensor_checksums(blocks: Tensor) -> list[int]:
-    """blocks [n, num_bytes] uint8, contiguous, on any device: the checksum of each. On a card it runs on the current stream
-    and waits for the result."""
-    # Not at the top: a process that has asked for a card, as kernels do, cannot be forked any more.
+    """Return the checksum of each row. blocks: [n, num_bytes] uint8, contiguous, on any device.
+
+    On a GPU the work runs on the current stream, and the call waits for the result.
+    """
+    # Imported here because a process that has initialized CUDA, as the kernels do, can no longer be forked.
     from stoker.kernels.xxh3 import xxh3_digests, xxh3_pieces
 
     assert blocks.dtype == torch.uint8, blocks.dtype
@@ -137,10 +143,10 @@ def tensor_checksums(blocks: Tensor) -> list[int]:
     digests = np.empty(accs.shape[:2], np.uint64)
     digests[:, :-1] = xxh3_digests(accs[:, :-1], PIECE_BYTES)
     digests[:, -1] = xxh3_digests(accs[:, -1], (blocks.shape[1] - 1) % PIECE_BYTES + 1)
-    return [total(some, num_bytes) for some in digests.tolist()]
+    return [combine_digests(some, num_bytes) for some in digests.tolist()]
 
 
-def total(digests: Sequence[int], num_bytes: int) -> int:
-    """The checksum of a block of so many bytes, from its pieces' digests."""
+def combine_digests(digests: Sequence[int], num_bytes: int) -> int:
+    """Return the checksum of a block of `num_bytes` bytes from the hashes of its pieces."""
     packed = struct.pack(f"<{len(digests) + 1}Q", *digests, num_bytes)
     return xxh3_64(packed + bytes(-len(packed) % KIB)).intdigest()

@@ -1,4 +1,4 @@
-"""DeviceKv: the tensors of the device's KV blocks, as the kernels want to see them."""
+"""DeviceKv: the tensors that hold the device's KV blocks, in the views that the kernels need."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ from stoker.kv.blocks.layout import KvLayout
 
 
 class DeviceKv:
+    """The memory of all KV blocks of one device."""
+
     def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         self.memory_fd: int | None = None
-        """In RAM: the file whose mapping the blocks are, so that another process of this machine can map them too."""
+        """The file behind blocks in RAM, which other processes of this machine can map. None on a GPU."""
         dtype = getattr(torch, layout.dtype)
         shape = (num_blocks, *layout.block_shape)
         if device.type == "cpu":
             self.memory_fd, raw = _shareable(prod(shape) * dtype.itemsize)
-            weakref.finalize(self, os.close, self.memory_fd)  # while it is open, the memory is not given back
+            weakref.finalize(self, os.close, self.memory_fd)  # the memory is freed only after the file is closed
             self.blocks = torch.from_numpy(raw).view(dtype).view(shape)
         else:
             self.blocks = torch.zeros(shape, dtype=dtype, device=device)
@@ -38,11 +40,12 @@ class DeviceKv:
         return self.layout.num_layers * 2 * self.layout.num_heads
 
     def pages(self, layer: int) -> Tensor:
-        """From the layer's first page on: page `block * pages_per_block + head` is K, `+ num_heads` is V."""
+        """Return a view that starts at the layer's first page. Page `block * pages_per_block + head` holds K, and page
+        `+ num_heads` holds V."""
         return self._pages[layer * 2 * self.layout.num_heads :]
 
     def host_blocks(self) -> NDArray[np.uint8] | None:
-        """In RAM: [num_blocks, block_bytes], the blocks themselves. None on a card."""
+        """Return blocks in RAM as [num_blocks, block_bytes] without a copy, or None on a GPU."""
         if self.blocks.device.type != "cpu":
             return None
         return self.blocks.view(self.num_blocks, -1).view(torch.uint8).numpy()
@@ -56,8 +59,8 @@ class DeviceKv:
 
 
 def _shareable(num_bytes: int) -> tuple[int, NDArray[np.uint8]]:
-    """Memory of a file without a name, which ends with the processes that use it. The kernel hands out zero pages as they
-    are first touched: memory that is not used is not taken, and a start does not wait for it."""
+    """Return anonymous memory that other processes can map through the file descriptor. The kernel provides zeroed
+    pages at first touch, so unused memory costs nothing and a start does not wait for it."""
     fd = os.memfd_create("stoker-kv", os.MFD_CLOEXEC)
     os.ftruncate(fd, num_bytes)
     return fd, np.frombuffer(mmap.mmap(fd, num_bytes), dtype=np.uint8)

@@ -1,7 +1,9 @@
-"""A `mooncake_master` process: the directory of a cluster's Mooncake store, for `stoker up` and for tests.
+"""MooncakeMaster: a `mooncake_master` process, the directory of a cluster's Mooncake store, for `stoker up` and for
+tests.
 
-It holds names alone, no bytes: those lie in the segments that workers give. When it ends, every name is forgotten, unless
-workers keep their blocks on an SSD too; workers find out and offer anew what they still hold.
+The master holds only keys. The blocks are in the segments that workers provide. When the master ends, all keys are
+lost, unless workers also keep their blocks on an SSD. Workers notice that and write the blocks that they still hold
+again.
 """
 
 from __future__ import annotations
@@ -18,21 +20,20 @@ from pathlib import Path
 from types import TracebackType
 
 from stoker.base.errors import ConfigError, StokerError
+from stoker.base.extras import install_command
 
-INSTALL_HINT = (
-    "install it with `pip install stoker[mooncake]`, and on Debian, as root: `apt-get install libibverbs1 libnuma1`"
-)
+INSTALL_HINT = f"run `{install_command('mooncake')}` and, on Debian, as root, `apt-get install libibverbs1 libnuma1`"
 _LIBRARIES = ("libibverbs.so.1", "libnuma.so.1")
 
 
 class MasterFailed(StokerError):
-    """The process did not come up; the message has the end of its log."""
+    """The process did not start. The message contains the end of its log."""
 
     code = "mooncake_master_failed"
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """One that nobody had a moment ago."""
+    """Return a port that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]
@@ -40,7 +41,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def program() -> Path:
-    """The program as it lies in the installed package; the script of the same name would only start it."""
+    """Return the path of the program in the installed package. The script of the same name would only start it."""
     found = importlib.util.find_spec("mooncake")
     for folder in (found.submodule_search_locations or ()) if found else ():
         path = Path(folder) / "mooncake_master"
@@ -50,8 +51,8 @@ def program() -> Path:
 
 
 def is_installed() -> bool:
-    """Whether master and client can run here: the package is there, and the libraries that it needs. It is not loaded:
-    loading it fixes its settings."""
+    """Return True if master and client can run here: the package and its libraries are installed. The package is not
+    imported, because importing it fixes its settings."""
     if importlib.util.find_spec("mooncake") is None:
         return False
     try:
@@ -63,10 +64,11 @@ def is_installed() -> bool:
 
 
 class MooncakeMaster:
-    """One master. A port of 0 takes a free one, and keeps it when the master is started again after its death.
+    """One master process. Port 0 chooses a free port, which is kept when the master is restarted.
 
-    `lease_ms`: how long a block that was just asked for is safe from eviction. `client_ttl_s`: how long a silent worker's
-    blocks stay listed. `ssd`: workers may keep blocks in a directory too (`StoreSettings.mooncake_ssd_dir`)."""
+    `lease_ms`: how long a block that was just looked up is safe from eviction. `client_ttl_s`: how long the blocks of a
+    silent worker stay listed. `ssd`: workers may also keep blocks in a directory (`StoreSettings.mooncake_ssd_dir`).
+    """
 
     def __init__(
         self,
@@ -92,7 +94,7 @@ class MooncakeMaster:
             f"--metrics_port={self._metrics_port}",
             f"--default_kv_lease_ttl={lease_ms}",
             f"--client_ttl={client_ttl_s}",
-            # What a worker had begun to write when it died: ours take a second or two.
+            # Timeouts for writes of workers that died. Ours take a second or two.
             "--put_start_discard_timeout_sec=10",
             "--put_start_release_timeout_sec=30",
             "--logtostderr=true",
@@ -103,7 +105,7 @@ class MooncakeMaster:
 
     @property
     def address(self) -> str:
-        """host:port, as workers want it."""
+        """host:port, as in the workers' settings."""
         return f"{self._host}:{self._port}"
 
     @property
@@ -111,15 +113,16 @@ class MooncakeMaster:
         return self._process.pid if self._process else None
 
     def start(self, deadline_s: float = 15.0) -> None:
-        """Returns when it takes connections; MasterFailed otherwise. One that died before is started anew."""
+        """Start the process, again if it has ended, and return when it accepts connections. Raises MasterFailed
+        otherwise."""
         if self.is_running():
             return
         if self._takes_connections(timeout_s=0.5):
-            # It would start all the same, and the two would share the port, each with half of the names.
-            raise MasterFailed(f"somebody else listens at {self.address} already")
+            # Both processes would start and share the port, and each would hold half of the keys.
+            raise MasterFailed(f"another process already listens at {self.address}")
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         with self._log_path.open("ab") as log:
-            # A session of its own: Ctrl-C is for whoever started us, who stops the workers before their master.
+            # A new session, so that Ctrl-C does not reach it: the parent stops the workers before the master.
             self._process = subprocess.Popen(
                 self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
@@ -137,16 +140,17 @@ class MooncakeMaster:
         return self._process is not None and self._process.poll() is None
 
     def is_healthy(self, timeout_s: float = 0.5) -> bool:
-        """Whether it runs and takes connections."""
+        """Return True if it runs and accepts connections."""
         return self.is_running() and self._takes_connections(timeout_s)
 
     def kill(self) -> None:
-        """At once, as a crash would."""
+        """Kill the process, as a crash would."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
 
     def stop(self, deadline_s: float = 5.0) -> None:
+        """Stop the process, and kill it after the deadline."""
         if self._process is None:
             return
         self._process.send_signal(signal.SIGTERM)

@@ -1,11 +1,12 @@
-"""Mooncake's libraries, as they are loaded, and reads of its Transfer Engine that leave the cores to those who move bytes.
+"""Reads through Mooncake's Transfer Engine that do not busy-wait, and the environment of Mooncake's libraries.
 
-The engine's calls that wait ask again and again, without a pause, whether the last byte has come: that takes a core, and where
-there are few, one that the bytes needed (on two, a read that rests meanwhile takes two thirds of the time). A job of one request
-can be asked without waiting, so that one is asked now and then.
+The engine's blocking calls poll without a pause until the last byte has arrived. That occupies a core, which is missing
+for the transfer itself if there are few: on two cores, a read that sleeps between polls takes two thirds of the time.
+The status of a job with one request can be polled without blocking, so that is polled now and then.
 
-Nothing can be called back: a request to a peer that hangs ends after some seconds, those behind it on the same connection as much
-later, and until then the engine may write. So only a few are on their way at a time.
+A request cannot be cancelled. A request to a peer that hangs ends after some seconds, requests behind it on the same
+connection end that much later, and until then the engine may write into the buffers. So only a few requests are in
+flight at a time.
 """
 
 from __future__ import annotations
@@ -19,32 +20,32 @@ from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Of one request, where there is a choice: the engine's few connections take a request each, and larger ones would all end at the
-# same time; what they brought would then be summed up while the wire has nothing to do.
+# Preferred size of a request. The engine's few connections take one request each. Larger requests would all end at the
+# same time, and their bytes would then be checksummed while the network is idle.
 REQUEST_BYTES = 2 << 20
 
 _AT_A_TIME = 8
 _LOOK_EVERY_S = 0.0002
-_ENDED = 1  # of transfer_check_status; 0: not yet
+_ENDED = 1  # result of transfer_check_status; 0: not yet
 _ENVIRONMENT = {
-    "GLOG_minloglevel": "2",  # its lines for every transfer, and every failed one, say nothing that our events do not
+    "GLOG_minloglevel": "2",  # its log lines for every transfer add nothing to our events
     "MC_LOG_LEVEL": "ERROR",
-    "MC_RPC_TIMEOUT_MS": "2000",  # a master that hangs: 30 s
-    "MC_TCP_PROGRESS_TIMEOUT_SEC": "3",  # a worker that hangs: 60 s
+    "MC_RPC_TIMEOUT_MS": "2000",  # default 30 s; applies to a master that hangs
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "3",  # default 60 s; applies to a worker that hangs
     "MC_TCP_STATUS_TIMEOUT_SEC": "3",
 }
 
 
-def configure(further: Mapping[str, str] | None = None) -> None:
-    """Before the libraries are loaded or set up, which is when they read their settings: environment variables alone. What the
-    user has set stands."""
-    for name, value in (_ENVIRONMENT | dict(further or {})).items():
+def configure_environment(extra: Mapping[str, str] | None = None) -> None:
+    """Set the environment variables that Mooncake's libraries read when they are loaded and set up. Variables that the
+    user has set are kept."""
+    for name, value in (_ENVIRONMENT | dict(extra or {})).items():
         os.environ.setdefault(name, value)
 
 
 @dataclass(frozen=True, slots=True)
-class Runs:
-    """Bytes to read: of whom, addresses here, addresses there, lengths."""
+class RemoteRanges:
+    """Byte ranges to read from one peer: local addresses, remote addresses, lengths."""
 
     segment: str
     ours: list[int]
@@ -52,13 +53,16 @@ class Runs:
     lengths: list[int]
 
 
-def read_in_turn(engine: Any, all_runs: Iterable[Runs]) -> Generator[bool]:
-    """For each in turn, when its read is over: True, its bytes came. The next are on their way meanwhile. Of a segment that has
-    failed nothing more is asked for. Whoever has heard enough closes the iterator, which waits for what is under way."""
-    under_way: deque[_Read] = deque()
+def read_in_order(engine: Any, all_runs: Iterable[RemoteRanges]) -> Generator[bool]:
+    """Read all ranges, and yield for each in order whether its bytes arrived, while the next ones are in flight.
+
+    After a failure nothing more is read from the same segment. Closing the iterator early waits for the reads in
+    flight.
+    """
+    under_way: deque[_PendingRead] = deque()
     failed: set[str] = set()
 
-    def came(read: _Read) -> bool:
+    def arrived(read: _PendingRead) -> bool:
         is_whole = read.wait()
         if not is_whole:
             failed.add(read.segment)
@@ -66,21 +70,21 @@ def read_in_turn(engine: Any, all_runs: Iterable[Runs]) -> Generator[bool]:
 
     try:
         for runs in all_runs:
-            under_way.append(_Read(engine, runs, is_tried=runs.segment not in failed))
+            under_way.append(_PendingRead(engine, runs, is_tried=runs.segment not in failed))
             if len(under_way) == _AT_A_TIME:
-                yield came(under_way.popleft())
+                yield arrived(under_way.popleft())
         while under_way:
-            yield came(under_way.popleft())
+            yield arrived(under_way.popleft())
     finally:
         for read in under_way:
             read.wait()
 
 
-class _Read:
-    """Two jobs: all requests but the last one, if there are such, and the last one. The engine takes them in their order, so that
-    there is little left to wait for when that one has ended."""
+class _PendingRead:
+    """One read as two jobs: all requests but the last one, and the last one. The engine processes them in order, so
+    that little is left to wait for when the last one has ended."""
 
-    def __init__(self, engine: Any, runs: Runs, *, is_tried: bool) -> None:
+    def __init__(self, engine: Any, runs: RemoteRanges, *, is_tried: bool) -> None:
         self.segment = runs.segment
         self._engine = engine
         self._jobs = [
@@ -90,30 +94,31 @@ class _Read:
         ]
 
     def wait(self) -> bool:
-        """Until it is over. True: all bytes came."""
+        """Wait until the read has ended. Returns True if all bytes arrived."""
         if not self._jobs:
             return False
         *others, last = self._jobs
         status = 0 if last > 0 else -1
         while status == 0:
-            _stay_if_the_process_ends()
+            _block_if_exiting()
             status = self._engine.transfer_check_status(last)
             if status == 0:
                 time.sleep(_LOOK_EVERY_S)
-        came = [job > 0 and self._engine.get_batch_transfer_status([job]) == 0 for job in others]
-        return status == _ENDED and all(came)
+        arrived = [job > 0 and self._engine.get_batch_transfer_status([job]) == 0 for job in others]
+        return status == _ENDED and all(arrived)
 
 
-_process_ends = threading.Event()
+_exiting = threading.Event()
 
 
 @atexit.register
 def _end() -> None:
-    _process_ends.set()
+    _exiting.set()
     time.sleep(5 * _LOOK_EVERY_S)
 
 
-def _stay_if_the_process_ends() -> None:
-    """A thread that comes back from the engine's code when the interpreter is gone takes the process down with it."""
-    if _process_ends.is_set():
+def _block_if_exiting() -> None:
+    """Block forever if the process is exiting. A thread that returns from the engine's code after the interpreter is
+    gone would crash the process."""
+    if _exiting.is_set():
         threading.Event().wait()

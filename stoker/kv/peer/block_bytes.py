@@ -1,7 +1,8 @@
-"""Blocks of a pool as host bytes, in both directions, wherever the pool lies.
+"""Blocks of the device pool as host bytes, in both directions, whether the pool is in RAM or on a GPU.
 
-A source gives parts of blocks as contiguous bytes, a sink takes them. In RAM these are the pool's own bytes wherever a part is
-one run. A pool on a card goes through pinned buffers on a stream of its own, one copy ahead of whoever uses the bytes.
+A source provides slices of blocks as contiguous bytes, and a sink accepts them. In RAM these are the pool's own bytes
+if a slice is one run. A pool on a GPU goes through pinned buffers on a separate stream, several copies ahead of the
+reader.
 """
 
 from __future__ import annotations
@@ -16,54 +17,60 @@ from torch import Tensor
 
 from stoker.base.ids import BlockId
 from stoker.kernels.transfer import to_device
-from stoker.kv.blocks.layout import Part
+from stoker.kv.blocks.layout import HeadSlice
 from stoker.kv.device.checksum import HostBytes, checksum, tensor_checksums
 from stoker.kv.device.device_kv import DeviceKv
 
-_NUM_STAGED = 4  # pinned buffers, a block each
-_GATHER_BYTES = 1 << 28  # of blocks that are put side by side on a card at one time
+_NUM_STAGED = 4  # pinned buffers of one block each
+_GATHER_BYTES = 1 << 28  # most bytes that are gathered on a GPU at one time
 
 BeforeWrite = Callable[[torch.cuda.Stream], None]
-"""Makes the stream wait until nothing that was launched before can still use the blocks that are about to be written."""
+"""Makes a stream wait until no work launched earlier can still use the blocks that it is about to write."""
 
 
-class Source(Protocol):
-    def host(self, blocks: Sequence[BlockId], part: Part) -> Iterator[HostBytes]:
-        """Of each block in turn this part, valid until the next is asked for."""
+class BlockSource(Protocol):
+    """Reads slices of the pool's blocks."""
 
-    def checksums(self, blocks: Sequence[BlockId], part: Part) -> list[int]: ...
+    def host(self, blocks: Sequence[BlockId], part: HeadSlice) -> Iterator[HostBytes]:
+        """Yield this slice of each block in turn. The bytes are valid until the next one is requested."""
+
+    def checksums(self, blocks: Sequence[BlockId], part: HeadSlice) -> list[int]:
+        """Return the checksum of this slice of each block."""
 
 
-class Sink(Protocol):
-    """Where the parts of blocks 0, 1, ... of a pull go."""
+class BlockSink(Protocol):
+    """The destination of a pull's blocks 0, 1, ..."""
 
     @property
-    def part(self) -> Part: ...
+    def part(self) -> HeadSlice: ...
 
     @property
     def into(self) -> Sequence[BlockId] | None:
-        """The pool's own blocks; None where it is other memory."""
+        """The blocks of the pool, or None if the destination is other memory."""
 
     @property
     def is_direct(self) -> bool:
         """Whether buffers are the blocks themselves, so that threads may fill several at a time."""
 
     def buffer(self, index: int) -> HostBytes:
-        """Contiguous, `part.total_bytes` long. Placed, or given up, before the next is asked for, unless it is direct."""
+        """Return a contiguous buffer of `part.total_bytes`. Unless the sink is direct, it must be placed or dropped
+        before the next one is requested."""
 
     def place(self, index: int) -> None:
-        """The buffer holds the right bytes."""
+        """The buffer holds the correct bytes: put them into the block."""
 
     def finish(self) -> None:
-        """What was placed is there when this comes back."""
+        """Wait until everything that was placed is in the blocks."""
 
 
-def source_of(kv: DeviceKv) -> Source:
+def source_of(kv: DeviceKv) -> BlockSource:
+    """Return the source for a pool."""
     host = kv.host_blocks()
     return CudaSource(kv) if host is None else HostSource(host)
 
 
-def sink_of(kv: DeviceKv, blocks: Sequence[BlockId], part: Part, before_write: BeforeWrite) -> Sink:
+def sink_of(kv: DeviceKv, blocks: Sequence[BlockId], part: HeadSlice, before_write: BeforeWrite) -> BlockSink:
+    """Return a sink into these blocks of a pool."""
     host = kv.host_blocks()
     return (
         CudaSink(kv, blocks, part, before_write)
@@ -72,18 +79,18 @@ def sink_of(kv: DeviceKv, blocks: Sequence[BlockId], part: Part, before_write: B
     )
 
 
-def runs_of(block: HostBytes, part: Part) -> NDArray[np.uint8]:
-    """[count, num_bytes]: a view."""
+def runs_of(block: HostBytes, part: HeadSlice) -> NDArray[np.uint8]:
+    """Return a view [count, num_bytes] of a slice of a block."""
     return np.ndarray((part.count, part.num_bytes), np.uint8, block, part.offset, (part.stride, 1))
 
 
-def device_runs(pool: Tensor, block_bytes: int, part: Part) -> Tensor:
-    """[num_blocks, count, num_bytes]: a view of a pool of bytes, on its device."""
+def device_runs(pool: Tensor, block_bytes: int, part: HeadSlice) -> Tensor:
+    """Return a view [num_blocks, count, num_bytes] of a slice of all blocks of a pool of bytes, on its device."""
     size = (len(pool) // block_bytes, part.count, part.num_bytes)
     return pool.as_strided(size, (block_bytes, part.stride, 1), pool.storage_offset() + part.offset)
 
 
-def _runs(kv: DeviceKv, part: Part) -> Tensor:
+def _runs(kv: DeviceKv, part: HeadSlice) -> Tensor:
     return device_runs(kv.blocks.view(-1).view(torch.uint8), kv.layout.block_bytes, part)
 
 
@@ -91,7 +98,7 @@ class HostSource:
     def __init__(self, pool: NDArray[np.uint8]) -> None:
         self._pool = pool
 
-    def host(self, blocks: Sequence[BlockId], part: Part) -> Iterator[HostBytes]:
+    def host(self, blocks: Sequence[BlockId], part: HeadSlice) -> Iterator[HostBytes]:
         if part.count == 1:
             for block in blocks:
                 yield self._pool[block, part.offset : part.offset + part.num_bytes]
@@ -101,12 +108,12 @@ class HostSource:
             np.copyto(scratch.reshape(part.count, part.num_bytes), runs_of(self._pool[block], part))
             yield scratch
 
-    def checksums(self, blocks: Sequence[BlockId], part: Part) -> list[int]:
+    def checksums(self, blocks: Sequence[BlockId], part: HeadSlice) -> list[int]:
         return [checksum(data) for data in self.host(blocks, part)]
 
 
 class HostSink:
-    def __init__(self, blocks: Sequence[HostBytes], part: Part, into: Sequence[BlockId] | None) -> None:
+    def __init__(self, blocks: Sequence[HostBytes], part: HeadSlice, into: Sequence[BlockId] | None) -> None:
         self.part = part
         self.into = into
         self.is_direct = part.count == 1
@@ -131,7 +138,7 @@ class CudaSource:
     def __init__(self, kv: DeviceKv) -> None:
         self._kv = kv
 
-    def host(self, blocks: Sequence[BlockId], part: Part) -> Iterator[HostBytes]:
+    def host(self, blocks: Sequence[BlockId], part: HeadSlice) -> Iterator[HostBytes]:
         runs, stream = _runs(self._kv, part), _stream(self._kv)
         slots, done = _pinned(part), _events()
 
@@ -143,38 +150,38 @@ class CudaSource:
         for at in range(min(_NUM_STAGED - 1, len(blocks))):
             start(at)
         for at in range(len(blocks)):
-            # The slot of the block before this one is free again: its bytes were used before this one was asked for.
+            # The previous block's slot is free again: its bytes were used before this block was requested.
             if at + _NUM_STAGED - 1 < len(blocks):
                 start(at + _NUM_STAGED - 1)
             done[at % _NUM_STAGED].synchronize()
             yield slots[at % _NUM_STAGED].numpy()
 
-    def checksums(self, blocks: Sequence[BlockId], part: Part) -> list[int]:
+    def checksums(self, blocks: Sequence[BlockId], part: HeadSlice) -> list[int]:
         runs, device = _runs(self._kv, part), self._kv.blocks.device
         step = max(1, _GATHER_BYTES // part.total_bytes)
-        sums: list[int] = []
+        found: list[int] = []
         with torch.cuda.stream(_stream(self._kv)):
             for start in range(0, len(blocks), step):
                 some = runs.index_select(0, to_device(blocks[start : start + step], device))
-                sums += tensor_checksums(some.view(len(some), -1))
-        return sums
+                found += tensor_checksums(some.view(len(some), -1))
+        return found
 
 
 class CudaSink:
     is_direct = False
 
-    def __init__(self, kv: DeviceKv, blocks: Sequence[BlockId], part: Part, before_write: BeforeWrite) -> None:
+    def __init__(self, kv: DeviceKv, blocks: Sequence[BlockId], part: HeadSlice, before_write: BeforeWrite) -> None:
         self.part = part
         self.into: Sequence[BlockId] = blocks
         self.stream = _stream(kv)
         self._runs = _runs(kv, part)
-        self._slots: list[Tensor] = []  # made when first needed: bytes may also come from another card
+        self._slots: list[Tensor] = []  # allocated when first needed: bytes may also come from another GPU
         self._done = _events()
         before_write(self.stream)
 
     def buffer(self, index: int) -> HostBytes:
         self._slots = self._slots or _pinned(self.part)
-        self._done[index % _NUM_STAGED].synchronize()  # of an event never recorded it comes back at once
+        self._done[index % _NUM_STAGED].synchronize()  # returns at once for an event that was never recorded
         return self._slots[index % _NUM_STAGED].numpy()
 
     def place(self, index: int) -> None:
@@ -184,7 +191,8 @@ class CudaSink:
             self._done[index % _NUM_STAGED].record(self.stream)
 
     def place_device(self, first: int, data: Tensor) -> None:
-        """The parts of block `first` and on, which lie on the pool's card already; on the current stream."""
+        """Put slices that are already on the pool's GPU into block `first` and the following ones, on the current
+        stream."""
         blocks = to_device(self.into[first : first + len(data)], data.device)
         self._runs.index_copy_(0, blocks, data.view(len(data), self.part.count, self.part.num_bytes))
 
@@ -192,12 +200,12 @@ class CudaSink:
         self.stream.synchronize()
 
 
-def _pinned(part: Part) -> list[Tensor]:
+def _pinned(part: HeadSlice) -> list[Tensor]:
     return [torch.empty(part.total_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(_NUM_STAGED)]
 
 
 def _events() -> list[torch.cuda.Event]:
-    # "blocking": the thread sleeps until it comes to pass, instead of asking again and again.
+    # "blocking": the thread sleeps until the event is reached instead of polling
     return [torch.cuda.Event(blocking=True) for _ in range(_NUM_STAGED)]  # type: ignore[no-untyped-call]
 
 

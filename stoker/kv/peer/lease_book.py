@@ -1,8 +1,9 @@
-"""LeaseBook: which blocks of this engine are kept for whom. The engine's thread writes it, the KV server's threads read it.
+"""LeaseBook: which blocks of this engine are kept for which leases. The engine's thread writes it, and the KV server's
+threads read it.
 
-A lease says where the KV of one sequence lies, how many of its leading blocks are final, and whether more will come. It never
-touches bytes. A preemption may move a lease to other blocks: each place has a number of its own (`generation`), and whoever
-read bytes asks afterwards whether that place still held.
+A lease says where the KV of one sequence is, how many of its leading blocks are final, and whether more will follow.
+The book never touches bytes. A preemption may move a lease to other blocks. Each placement has its own number
+(`generation`), and a reader checks afterwards that the placement did not change while it read.
 """
 
 from __future__ import annotations
@@ -17,24 +18,25 @@ from dataclasses import dataclass, field
 from stoker.base.ids import BlockId, BlockKey
 from stoker.kv.blocks.transfer import BlockName, PeerUnavailable
 
-_CLOSED_KEPT = 16_384  # ids of closed leases that are remembered, so that nobody waits for one of them to open
+_CLOSED_KEPT = 16_384  # remembered ids of closed leases, so that no reader waits for one of them to open
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseView:
-    """What a lease had to offer from `first` on at one moment."""
+    """What a lease offered from block `first` on at one moment."""
 
     generation: int
-    blocks: list[BlockId]  # ready; of the keys asked for, or all
-    names: list[BlockName]  # of those of them that are full, as far as known
-    num_ready: int  # of the whole lease
+    blocks: list[BlockId]  # ready blocks: those of the requested keys, or all
+    names: list[BlockName]  # names of the full blocks among them, as far as known
+    num_ready: int  # ready blocks of the whole lease
     complete: bool
-    sums: list[int] = field(default_factory=list)  # of the first of them, as far as made: of whole blocks
+    # checksums of the first of them, as far as computed, of whole blocks
+    checksums: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
-class Unsummed:
-    """Ready blocks of a lease, from its block `first` on, whose checksums nobody has made."""
+class UncheckedBlocks:
+    """Ready blocks of a lease, from its block `first` on, that have no checksums yet."""
 
     lease_id: str
     generation: int
@@ -49,14 +51,16 @@ class _Lease:
     names: list[BlockName] = field(default_factory=list)
     num_ready: int = 0
     complete: bool = False
-    generation: int = 0  # from 1 on once it is put anywhere
-    sums: list[int] = field(default_factory=list)  # of leading blocks, in this generation
+    generation: int = 0  # at least 1 once the lease has blocks
+    checksums: list[int] = field(default_factory=list)  # of the leading blocks, in this generation
     readers: int = 0
     closing: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class LeaseBook:
+    """All open leases. Thread-safe."""
+
     _leases: dict[str, _Lease] = field(default_factory=dict)
     _closed: OrderedDict[str, None] = field(default_factory=OrderedDict)
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -71,10 +75,12 @@ class LeaseBook:
         complete: bool,
         names: Sequence[BlockName] = (),
     ) -> None:
-        """The lease as it is now: it opens, more of it is ready, or, after a preemption, its KV lies in other blocks, or less of it
-        is there. Keys and blocks of all of the sequence's KV, also of the unfilled last block, whose key is the last.
-        `num_ready`: leading blocks whose bytes are final, on the device too. `names`: of its leading full blocks, for
-        read-ahead."""
+        """Set the current state of a lease: it opens, more of it is ready, or a preemption has moved or shortened it.
+
+        `keys` and `blocks` cover all KV of the sequence, including a partly filled last block, whose key is the last.
+        `num_ready`: leading blocks whose bytes are final, on the device too. `names`: of the leading full blocks, for
+        read-ahead.
+        """
         with self._changed:
             lease = self._leases.get(lease_id)
             if lease is None:
@@ -84,14 +90,14 @@ class LeaseBook:
             was, now = (lease.keys[:held], lease.blocks[:held]), (list(keys[:held]), list(blocks[:held]))
             if lease.generation == 0 or num_ready < held or was != now:
                 self._generation += 1
-                lease.generation, lease.sums = self._generation, []
+                lease.generation, lease.checksums = self._generation, []
             lease.keys, lease.blocks, lease.names = list(keys), list(blocks), list(names)
             lease.num_ready, lease.complete = num_ready, complete
             self._changed.notify_all()
 
     def close(self, lease_id: str) -> bool:
-        """True: nobody can read it any more, its blocks may be used again. False: a server thread reads a block of it right
-        now; no further read begins; try again later."""
+        """Close a lease. True: no reader can access it, and its blocks may be reused. False: a server thread is reading
+        one of its blocks; no further read begins, and the caller tries again later."""
         with self._changed:
             lease = self._leases.get(lease_id)
             if lease is None:
@@ -117,9 +123,12 @@ class LeaseBook:
     def look(
         self, lease_id: str, first: int, keys: Sequence[BlockKey] | None, limit: int, wait_s: float = 0.0
     ) -> LeaseView:
-        """Up to `limit` ready blocks from `first` on. With `keys`: they must be the lease's, as far as those are final. Waits
-        for the first of them to be ready, and for the lease to open; comes back with none where the lease is complete or
-        the time is over. PeerUnavailable: the lease is closed or not there, or has other keys."""
+        """Return up to `limit` ready blocks from `first` on.
+
+        With `keys`, they must equal the lease's keys as far as those are final. Waits up to `wait_s` for the first of
+        these blocks to be ready, and for the lease to open. Returns no blocks if the lease is complete or the time is
+        over. Raises PeerUnavailable if the lease is closed, does not exist or has other keys.
+        """
         until = time.monotonic() + wait_s
         with self._changed:
             while True:
@@ -137,36 +146,41 @@ class LeaseBook:
                     return _view(lease, first, 0)
                 self._changed.wait(left)
 
-    def unsummed(self, limit: int, wait_s: float) -> Unsummed | None:
-        """Of any lease. Where there are none it waits for a change, whatever it brings."""
+    def next_unchecked(self, limit: int, wait_s: float) -> UncheckedBlocks | None:
+        """Return ready blocks of any lease that have no checksums yet. If there are none, wait for one change of the
+        book."""
         with self._changed:
-            found = self._unsummed(limit)
+            found = self._next_unchecked(limit)
             if found is None and self._changed.wait(wait_s):
-                found = self._unsummed(limit)
+                found = self._next_unchecked(limit)
             return found
 
     def wake(self) -> None:
-        """Whoever waits looks again."""
+        """Wake all waiting threads."""
         with self._changed:
             self._changed.notify_all()
 
-    def summed(self, what: Unsummed, sums: Sequence[int]) -> None:
-        """Nothing, where the lease has ended or moved since: the bytes may have been others."""
+    def set_checksums(self, unchecked: UncheckedBlocks, checksums: Sequence[int]) -> None:
+        """Store checksums, unless the lease has ended or moved since, because the bytes may have been others."""
         with self._changed:
-            lease = self._leases.get(what.lease_id)
-            if lease is not None and lease.generation == what.generation and len(lease.sums) == what.first:
-                lease.sums += sums
+            lease = self._leases.get(unchecked.lease_id)
+            if (
+                lease is not None
+                and lease.generation == unchecked.generation
+                and len(lease.checksums) == unchecked.first
+            ):
+                lease.checksums += checksums
 
     def holds(self, lease_id: str, generation: int) -> bool:
-        """Whether what was read from this place since it was looked up is what the lease said."""
+        """Return True if the lease still has the placement of this generation."""
         with self._changed:
             lease = self._leases.get(lease_id)
             return lease is not None and lease.generation == generation and not lease.closing
 
     @contextmanager
     def reading(self, lease_id: str, generation: int) -> Iterator[bool]:
-        """For the time that it takes to read one block: False where that place no longer holds, else the lease is not
-        closed meanwhile."""
+        """Keep the lease from being closed while one block is read. Yields False if the lease no longer has this
+        placement."""
         with self._changed:
             lease = self._leases.get(lease_id)
             if lease is None or lease.generation != generation or lease.closing:
@@ -180,12 +194,12 @@ class LeaseBook:
                 with self._changed:
                     lease.readers -= 1
 
-    def _unsummed(self, limit: int) -> Unsummed | None:
+    def _next_unchecked(self, limit: int) -> UncheckedBlocks | None:
         for lease_id, lease in self._leases.items():
-            first = len(lease.sums)
+            first = len(lease.checksums)
             if first < lease.num_ready and not lease.closing:
                 blocks = lease.blocks[first : min(lease.num_ready, first + limit)]
-                return Unsummed(lease_id, lease.generation, first, blocks)
+                return UncheckedBlocks(lease_id, lease.generation, first, blocks)
         return None
 
     def _lease(self, lease_id: str) -> _Lease | None:
@@ -203,14 +217,14 @@ def _view(lease: _Lease, first: int, limit: int) -> LeaseView:
         lease.names[first:end],
         lease.num_ready,
         lease.complete,
-        lease.sums[first:end],
+        lease.checksums[first:end],
     )
 
 
-def _check_keys(lease_id: str, ours: list[BlockKey], asked: Sequence[BlockKey]) -> None:
-    for at, (mine, theirs) in enumerate(zip(ours, asked, strict=False)):
+def _check_keys(lease_id: str, ours: list[BlockKey], requested: Sequence[BlockKey]) -> None:
+    for at, (mine, theirs) in enumerate(zip(ours, requested, strict=False)):
         if mine != theirs:
             raise PeerUnavailable(
-                f"lease {lease_id!r} has other keys: {mine.hex()} where {theirs.hex()} was asked for, {at} blocks on",
+                f"lease {lease_id!r} has other keys: block {at} of the request is {theirs.hex()}, the lease has {mine.hex()}",
                 code="kv_keys_differ",
             )

@@ -1,7 +1,8 @@
-"""PeerClient: takes blocks from the workers that a ticket names, into this engine's pool or into host memory.
+"""PeerClient: pulls blocks from the workers that a ticket names, into this engine's pool or into host memory.
 
-A ticket may name several addresses: the ranks of one engine, each with some of the heads. What a rank of another tensor-parallel
-size holds is re-sliced on the way. Everything that fails says so and costs a recomputation, never more than the deadline.
+A ticket may name several addresses: the ranks of one engine, each with some of the heads. Heads are re-sliced if the
+ranks have another tensor-parallel size. A failure is reported, costs a recomputation, and never takes longer than the
+deadline.
 """
 
 from __future__ import annotations
@@ -19,53 +20,55 @@ import torch
 from stoker.base.config import HandoffSettings
 from stoker.base.ids import BlockId, BlockKey
 from stoker.base.log import EventLog
-from stoker.kv.blocks.layout import KvLayout, part_of
+from stoker.kv.blocks.layout import KvLayout, head_slice
 from stoker.kv.blocks.transfer import BlockName, KvIdentity, KvTicket, PeerUnavailable
 from stoker.kv.device.checksum import HostBytes
 from stoker.kv.device.device_kv import DeviceKv
 from stoker.kv.peer.block_bytes import HostSink, sink_of
 from stoker.kv.peer.lease_book import LeaseView
-from stoker.kv.peer.peer_wire import MAX_BLOCKS, Ask, Kind, PeerLost
-from stoker.kv.peer.remote_peer import Peer
-from stoker.kv.peer.transports.transport import Pull, make_transports
+from stoker.kv.peer.peer_wire import MAX_BLOCKS, BlockRequest, FrameKind, PeerLost
+from stoker.kv.peer.remote_peer import RemotePeer
+from stoker.kv.peer.transports.transport import PullProgress, make_transports
 
-_WAIT_S = 1.0  # that a peer waits for more blocks before it says that there are none yet: a dead one is noticed
+_WAIT_S = 1.0  # how long a peer waits for more blocks before it replies that there are none; so a dead peer is noticed
 _RELEASE_S = 2.0
-_SILENT_S = 10.0  # that no lease is released at a peer which could not be asked: its leases end by themselves
-_OPENS_S = 5.0  # that a lease may take to open: one whose request was refused never does
+_SILENT_S = 10.0  # no lease is released at an unreachable peer for this long; its leases expire
+_OPENS_S = 5.0  # how long a lease may take to open; if its request was refused, it never opens
 _SWEEP_S = 1.0
 _MAX_PEERS = 64
 _MAX_RELEASES = 4096
-_AHEAD_BYTES = 64 << 20  # of host memory that a read-ahead fills before it hands it on
+_AHEAD_BYTES = 64 << 20  # host memory that a read-ahead fills before it passes the blocks on
 _log = EventLog("kv.peer_client")
 
 
 @dataclass(slots=True)
-class ClientStats:
-    """Since the start."""
+class PeerClientStats:
+    """Counters since the start."""
 
     pulls: int = 0
-    failed_pulls: int = 0  # that brought nothing
+    failed_pulls: int = 0  # pulls that brought no block
     blocks: int = 0
     num_bytes: int = 0
-    corrupt: int = 0  # blocks that came with the wrong checksum
-    seconds: float = 0.0  # in pulls, waiting included
+    corrupt: int = 0  # blocks that arrived with a wrong checksum
+    seconds: float = 0.0  # time spent in pulls, including waiting
 
 
 @dataclass(frozen=True, slots=True)
-class _Share:
-    """The heads that one peer gives."""
+class _RankShare:
+    """The heads that one peer provides."""
 
-    peer: Peer
+    peer: RemotePeer
     first_head: int
     end_head: int
 
 
 def _no_wait(stream: torch.cuda.Stream) -> None:
-    """The caller has seen to it that nothing on the device uses the blocks any more."""
+    """The caller has already waited until no work on the device uses the blocks."""
 
 
 class PeerClient:
+    """Pulls blocks and releases leases. Thread-safe."""
+
     def __init__(
         self,
         kv: DeviceKv,
@@ -73,21 +76,22 @@ class PeerClient:
         settings: HandoffSettings,
         before_write: Callable[[torch.cuda.Stream], None] = _no_wait,
     ) -> None:
-        """`before_write`, for a pool on a card: called before a pull writes, with the stream that will; to make it wait for
-        an event after which nobody uses the blocks."""
+        """For a pool on a GPU, `before_write` is called with the stream that will write, before a pull writes. It makes
+        the stream wait until no work uses the blocks any more."""
         self._kv = kv
         self._identity = identity
         self._settings = settings
         self._before_write = before_write
         self._transports = make_transports(settings)
         self._lock = threading.Lock()
-        self._stats = ClientStats()
-        self._peers: OrderedDict[tuple[str, str], Peer] = OrderedDict()
+        self._stats = PeerClientStats()
+        self._peers: OrderedDict[tuple[str, str], RemotePeer] = OrderedDict()
         self._releases: queue.Queue[KvTicket | None] = queue.Queue(_MAX_RELEASES)
-        self._keeper = threading.Thread(target=self._keep, name="kv-release", daemon=True)
-        self._keeper.start()
+        self._releaser = threading.Thread(target=self._release_loop, name="kv-release", daemon=True)
+        self._releaser.start()
 
-    def stats(self) -> ClientStats:
+    def stats(self) -> PeerClientStats:
+        """Return a copy of the counters."""
         with self._lock:
             return replace(self._stats)
 
@@ -99,9 +103,13 @@ class PeerClient:
         into: Sequence[BlockId],
         deadline_s: float,
     ) -> list[bool]:
-        """Blocking, on a loader thread. Blocks `first_index` and on of the lease, which must have exactly these keys, go into
-        our blocks `into`. For each: whether its right, checksummed bytes are there. Waits until `deadline_s` (monotonic) for
-        blocks that the peer is still computing. PeerUnavailable, with the reason, where none came."""
+        """Pull blocks `first_index` and following of the lease, which must have exactly these keys, into the blocks
+        `into` of our pool.
+
+        Blocks until done; called on a loader thread. Returns for each block whether its bytes are there with the right
+        checksum. Waits until `deadline_s` (monotonic) for blocks that the peer is still computing. Raises
+        PeerUnavailable with the reason if no block arrived.
+        """
         started_s = time.monotonic()
         filled, failure = [True] * len(keys), None
         try:
@@ -110,8 +118,8 @@ class PeerClient:
             self._count_pull(False, started_s)
             raise
         for share in shares:
-            part = part_of(self._kv.layout, share.first_head, share.end_head)
-            pull = Pull(sink_of(self._kv, into, part, self._before_write), [False] * len(keys), deadline_s)
+            part = head_slice(self._kv.layout, share.first_head, share.end_head)
+            pull = PullProgress(sink_of(self._kv, into, part, self._before_write), [False] * len(keys), deadline_s)
             failure = self._pull_share(share, ticket.lease_id, first_index, keys, pull) or failure
             filled = [all(both) for both in zip(filled, pull.filled, strict=True)]
             self._count(sum(pull.filled), pull.num_corrupt, pull.sink.part.total_bytes)
@@ -128,25 +136,26 @@ class PeerClient:
     def read_ahead(
         self, ticket: KvTicket, into: Callable[[list[BlockName], list[HostBytes]], None], deadline_s: float
     ) -> int:
-        """Full blocks of the lease as they become ready, into fresh host memory, which `into` gets; until the lease is
-        complete. How many there were. A ticket of several ranks: nothing, unless one of them has all of our heads."""
+        """Pull full blocks of the lease into new host memory as they become ready, and pass them to `into`, until the
+        lease is complete. Returns how many there were. A ticket of several ranks is supported only if one of them has
+        all our heads."""
         shares = self._shares(ticket, deadline_s)
         if len(shares) > 1:
-            raise PeerUnavailable(f"{len(shares)} ranks hold our heads: there is no reading ahead from several")
+            raise PeerUnavailable(f"{len(shares)} ranks hold our heads; read-ahead supports only one")
         layout, first, count = self._kv.layout, 0, 0
         opens_by_s = time.monotonic() + _OPENS_S
-        part = part_of(layout, layout.first_head, layout.end_head)
+        part = head_slice(layout, layout.first_head, layout.end_head)
         num_blocks = min(MAX_BLOCKS, max(1, _AHEAD_BYTES // layout.block_bytes))
         while True:
             data: list[HostBytes] = [np.empty(layout.block_bytes, np.uint8) for _ in range(num_blocks)]
-            pull = Pull(HostSink(data, part, None), [False] * num_blocks, deadline_s)
+            pull = PullProgress(HostSink(data, part, None), [False] * num_blocks, deadline_s)
             failure, is_end = None, False
             try:
                 view = self._round(shares[0], ticket.lease_id, first, None, pull, opens_by_s)
                 is_end = view.complete and view.num_ready <= first + pull.at
             except PeerUnavailable as lost:
                 failure = lost
-            # Names are those of full blocks: the last one of a lease, unfilled, has none.
+            # Only full blocks have names: the last block of a lease may be partly filled.
             good = [at for at in range(min(pull.at, len(pull.names))) if pull.filled[at]]
             if good:
                 into([pull.names[at] for at in good], [data[at] for at in good])
@@ -160,7 +169,7 @@ class PeerClient:
                 return count
 
     def release(self, ticket: KvTicket) -> None:
-        """The peer need not keep the blocks any longer. On a thread of its own; where it fails, the lease ends by itself."""
+        """Tell the peer that the blocks are no longer needed, on a thread of its own. If that fails, the lease expires."""
         try:
             self._releases.put_nowait(ticket)
         except queue.Full:
@@ -171,7 +180,7 @@ class PeerClient:
             self._releases.put(None, timeout=_RELEASE_S)
         except queue.Full:
             _log.warning("kv_releases_left", count=self._releases.qsize())
-        self._keeper.join(2 * _RELEASE_S)
+        self._releaser.join(2 * _RELEASE_S)
         with self._lock:
             peers, self._peers = list(self._peers.values()), OrderedDict()
         for peer in peers:
@@ -180,14 +189,14 @@ class PeerClient:
             transport.close()
 
     def _pull_share(
-        self, share: _Share, lease_id: str, first_index: int, keys: Sequence[BlockKey], pull: Pull
+        self, share: _RankShare, lease_id: str, first_index: int, keys: Sequence[BlockKey], pull: PullProgress
     ) -> PeerUnavailable | None:
-        """All blocks of one rank, round by round. What ended it before its time."""
+        """Pull all blocks of one rank, round by round. Returns the error that ended it early."""
         try:
             while pull.at < len(keys):
                 view = self._round(share, lease_id, first_index, keys, pull, pull.until_s)
                 if view.complete and view.num_ready <= first_index + pull.at:
-                    return None  # the lease has no more
+                    return None  # the lease has no more blocks
         except PeerUnavailable as failure:
             return failure
         finally:
@@ -196,15 +205,15 @@ class PeerClient:
 
     def _round(
         self,
-        share: _Share,
+        share: _RankShare,
         lease_id: str,
         first_index: int,
         keys: Sequence[BlockKey] | None,
-        pull: Pull,
+        pull: PullProgress,
         opens_by_s: float,
     ) -> LeaseView:
-        """What is ready now, or within a second. A lease that is not open yet is waited for until `opens_by_s` (monotonic); a
-        kept connection that turns out to be broken is made anew, once."""
+        """Pull what is ready now or within a second. A lease that is not open yet is waited for until `opens_by_s`
+        (monotonic). A kept connection that turns out to be broken is replaced once."""
         peer = share.peer
         reason: PeerUnavailable | None = None
         while True:
@@ -212,17 +221,19 @@ class PeerClient:
                 patience_s = pull.patience_s()
             except PeerUnavailable as late:
                 raise reason or late from None
-            del pull.names[pull.at :]  # of blocks that a try before this one did not bring
+            del pull.names[pull.at :]  # names of blocks that an earlier try did not bring
             limit = min(MAX_BLOCKS, len(pull.filled) - pull.at)
-            asked = None if keys is None else keys[pull.at : pull.at + limit]
+            wanted = None if keys is None else keys[pull.at : pull.at + limit]
             wait_s = min(_WAIT_S, patience_s)
-            ask = Ask(lease_id, first_index + pull.at, asked, limit, wait_s, share.first_head, share.end_head)
+            request = BlockRequest(
+                lease_id, first_index + pull.at, wanted, limit, wait_s, share.first_head, share.end_head
+            )
             was_kept = False
             try:
                 with peer.connection(patience_s) as connection:
                     was_kept = connection.was_kept
                     link = peer.link(connection, self._kv, pull.sink, self._before_write)
-                    return link.take(connection, ask, pull)
+                    return link.take(connection, request, pull)
             except PeerLost as lost:
                 if not was_kept or reason is not None:
                     self._drop(peer)
@@ -233,13 +244,13 @@ class PeerClient:
                     raise
                 reason = refusal
 
-    def _shares(self, ticket: KvTicket, deadline_s: float) -> list[_Share]:
-        """Which rank gives which heads, so that all of ours are there once."""
+    def _shares(self, ticket: KvTicket, deadline_s: float) -> list[_RankShare]:
+        """Return which rank provides which heads, so that each of our heads is covered once."""
         ours, peers, failure = self._kv.layout, [], None
         for address in ticket.address.split(","):
             peer = self._peer(address, ticket.engine_id)
             try:
-                peer.meet(deadline_s - time.monotonic())
+                peer.ensure_welcomed(deadline_s - time.monotonic())
                 peers.append((_layout_of(peer, ours), peer))
             except PeerUnavailable as lost:
                 self._drop(peer)
@@ -247,19 +258,19 @@ class PeerClient:
         shares, head = [], ours.first_head
         for layout, peer in sorted(peers, key=lambda one: one[0].first_head):
             if layout.first_head <= head < min(layout.end_head, ours.end_head):
-                shares.append(_Share(peer, head, min(layout.end_head, ours.end_head)))
+                shares.append(_RankShare(peer, head, min(layout.end_head, ours.end_head)))
                 head = shares[-1].end_head
         if head < ours.end_head:
             raise failure or PeerUnavailable(
-                f"heads {head} up to {ours.end_head} are on no rank of {ticket.address}", code="kv_heads_missing"
+                f"no rank of {ticket.address} has heads {head} to {ours.end_head}", code="kv_heads_missing"
             )
         return shares
 
-    def _peer(self, address: str, engine_id: str) -> Peer:
+    def _peer(self, address: str, engine_id: str) -> RemotePeer:
         with self._lock:
             peer = self._peers.get((address, engine_id))
             if peer is None:
-                peer = Peer(address, engine_id, self._identity, self._settings, self._transports)
+                peer = RemotePeer(address, engine_id, self._identity, self._settings, self._transports)
                 self._peers[address, engine_id] = peer
             self._peers.move_to_end((address, engine_id))
             old = [self._peers.popitem(last=False)[1] for _ in range(len(self._peers) - _MAX_PEERS)]
@@ -267,15 +278,15 @@ class PeerClient:
             one.close()
         return peer
 
-    def _drop(self, peer: Peer) -> None:
+    def _drop(self, peer: RemotePeer) -> None:
         with self._lock:
             if self._peers.get((peer.address, peer.engine_id)) is peer:
                 del self._peers[peer.address, peer.engine_id]
         peer.close()
 
-    def _keep(self) -> None:
-        """Releases leases; and forgets peers that are gone, whose memory a link would keep from being freed."""
-        silent_until_s: dict[tuple[str, str], float] = {}  # each try would hold up the others' leases
+    def _release_loop(self) -> None:
+        """Release leases, and drop peers that are gone: a link to one would keep its memory from being freed."""
+        silent_until_s: dict[tuple[str, str], float] = {}  # a failing release delays the releases of other leases
         while True:
             try:
                 ticket = self._releases.get(timeout=_SWEEP_S)
@@ -296,19 +307,19 @@ class PeerClient:
                     silent_until_s[named] = time.monotonic() + _SILENT_S
 
     def _release(self, address: str, engine_id: str, lease_id: str) -> bool:
-        """False: it could not be asked."""
+        """Release one lease. Returns False if the peer could not be reached."""
         while True:
             peer, was_kept = self._peer(address, engine_id), False
             try:
                 with peer.connection(_RELEASE_S) as connection:
                     was_kept = connection.was_kept
                     connection.limit(_RELEASE_S, _RELEASE_S)
-                    connection.send(Kind.RELEASE, lease_id.encode())
-                    connection.receive(Kind.RELEASED)
+                    connection.send(FrameKind.RELEASE, lease_id.encode())
+                    connection.receive(FrameKind.RELEASED)
                 return True
             except PeerUnavailable as lost:
                 self._drop(peer)
-                if not was_kept:  # else it may have broken long ago, and is made anew
+                if not was_kept:  # otherwise the kept connection may have been broken for long, and is replaced
                     _log.event("kv_release_failed", peer=address, lease=lease_id, reason=lost.message)
                     return False
 
@@ -325,7 +336,7 @@ class PeerClient:
             self._stats.seconds += time.monotonic() - started_s
 
 
-def _layout_of(peer: Peer, ours: KvLayout) -> KvLayout:
+def _layout_of(peer: RemotePeer, ours: KvLayout) -> KvLayout:
     layout = peer.layout
     if layout.identity != ours.identity:
         raise PeerUnavailable(f"layout: {ours.identity} here, {layout.identity} there", code="kv_identity_differs")

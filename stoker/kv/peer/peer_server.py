@@ -1,7 +1,8 @@
-"""PeerServer: gives other workers the blocks that this engine keeps for them. A thread for each connection, blocking sockets.
+"""PeerServer: sends other workers the blocks that this engine keeps for them. One thread per connection, blocking
+sockets.
 
-It knows leases and bytes, nothing of requests. Whoever connects must show the shared secret, and be of the same model, tokenizer,
-layout and dtype; a bad frame ends its connection and nothing else.
+It knows leases and bytes, but not requests. A client must prove that it knows the shared secret, and have the same
+model, tokenizer, layout and dtype. A bad frame ends its connection and nothing else.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from stoker.base.address import join_address
 from stoker.base.config import HandoffSettings
 from stoker.base.errors import ConfigError
 from stoker.base.log import EventLog
-from stoker.kv.blocks.layout import part_of
+from stoker.kv.blocks.layout import head_slice
 from stoker.kv.blocks.transfer import KvIdentity, PeerUnavailable
 from stoker.kv.device.device_kv import DeviceKv
 from stoker.kv.peer.block_bytes import source_of
 from stoker.kv.peer.lease_book import LeaseBook
 from stoker.kv.peer.peer_wire import (
     VERSION,
-    Answer,
-    Ask,
     BadFrame,
-    Connection,
-    Kind,
+    BlockReply,
+    BlockRequest,
+    FrameKind,
+    PeerConnection,
     PeerLost,
     load_json,
     proof,
@@ -41,25 +42,27 @@ from stoker.kv.peer.transports.transport import IO_S, make_transports
 
 _MAX_CONNECTIONS = 256
 _MAX_WAIT_S = 60.0
-_SUM_BYTES = 8 << 20
-_SUM_WAIT_S = 1.0
+_CHECKSUM_BYTES = 8 << 20
+_CHECKSUM_WAIT_S = 1.0
 _ACCEPT_AGAIN_S = 0.2
 _log = EventLog("kv.peer_server")
 
 
 @dataclass(slots=True)
-class ServerStats:
-    """Gauges as they are; counters since the start."""
+class PeerServerStats:
+    """Gauges, and counters since the start."""
 
     connections: int = 0
-    refused: int = 0  # connections that were not let in
-    bad: int = 0  # connections that ended with a frame that no peer sends
+    refused: int = 0  # connections that were refused
+    bad: int = 0  # connections that sent an invalid frame
     located_blocks: int = 0
     sent_blocks: int = 0
     released: int = 0
 
 
 class PeerServer:
+    """Listens for peers and serves their requests."""
+
     def __init__(
         self,
         kv: DeviceKv,
@@ -69,10 +72,12 @@ class PeerServer:
         on_release: Callable[[str], None],
         engine_id: str | None = None,
     ) -> None:
-        """`on_release(lease_id)` is called on a server thread when a peer has all that it wants. `engine_id`: ranks of one
-        engine share one."""
+        """`on_release(lease_id)` is called on a server thread when a peer has pulled all it wants. Ranks of one engine
+        share an `engine_id`."""
         if settings.secret is None and not _is_loopback(settings.host):
-            raise ConfigError(f"handoff.host={settings.host} without handoff.secret: anybody there could read the KV")
+            raise ConfigError(
+                f"handoff.host={settings.host} needs handoff.secret: without it, all processes that reach it could read KV"
+            )
         self.engine_id = engine_id or secrets.token_hex(16)
         self._kv = kv
         self._identity = identity
@@ -81,19 +86,19 @@ class PeerServer:
         self._on_release = on_release
         self._source = source_of(kv)
         self._transports = make_transports(settings)
-        self._lock = threading.Lock()  # of all below
-        self._stats = ServerStats()
-        self._connections: dict[Connection, threading.Thread] = {}
+        self._lock = threading.Lock()  # protects everything below
+        self._stats = PeerServerStats()
+        self._connections: dict[PeerConnection, threading.Thread] = {}
         family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
         self._listener = socket.create_server((settings.host, settings.port), family=family, backlog=128)
         self._is_closed = False
         self.address = join_address(settings.host, self._listener.getsockname()[1])
         self._acceptor = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
         self._acceptor.start()
-        self._summer = threading.Thread(target=self._sum, name="kv-sums", daemon=True)
-        self._summer.start()
+        self._checksummer = threading.Thread(target=self._compute_checksums, name="kv-checksums", daemon=True)
+        self._checksummer.start()
 
-    def stats(self) -> ServerStats:
+    def stats(self) -> PeerServerStats:
         with self._lock:
             return replace(self._stats, connections=len(self._connections))
 
@@ -101,7 +106,7 @@ class PeerServer:
         with self._lock:
             self._is_closed = True
             open_now = list(self._connections.items())
-        # close() alone would not wake the thread that waits in accept().
+        # close() alone does not wake the thread in accept().
         try:
             self._listener.shutdown(socket.SHUT_RDWR)
         except OSError as gone:
@@ -112,17 +117,20 @@ class PeerServer:
             connection.shut()
             thread.join(IO_S)
         self._leases.wake()
-        self._summer.join(IO_S)
+        self._checksummer.join(IO_S)
         for transport in self._transports.values():
             transport.close()
 
-    def _sum(self) -> None:
-        """Checksums of blocks as they become ready, so that a pull need not wait for them."""
+    def _compute_checksums(self) -> None:
+        """Checksum blocks as they become ready, so that a pull need not wait for it."""
         layout = self._kv.layout
-        whole, limit = part_of(layout, layout.first_head, layout.end_head), max(1, _SUM_BYTES // layout.block_bytes)
+        whole, limit = (
+            head_slice(layout, layout.first_head, layout.end_head),
+            max(1, _CHECKSUM_BYTES // layout.block_bytes),
+        )
         while not self._is_closed:
-            if (found := self._leases.unsummed(limit, _SUM_WAIT_S)) is not None:
-                self._leases.summed(found, self._source.checksums(found.blocks, whole))
+            if (found := self._leases.next_unchecked(limit, _CHECKSUM_WAIT_S)) is not None:
+                self._leases.set_checksums(found, self._source.checksums(found.blocks, whole))
 
     def _accept(self) -> None:
         while True:
@@ -131,11 +139,11 @@ class PeerServer:
             except OSError as failed:
                 if self._is_closed:
                     return
-                # Too many open files, say: whoever waits is let in once there are fewer.
+                # For example, too many open files. Waiting clients are accepted when there are fewer.
                 _log.warning("kv_accept_failed", reason=str(failed))
                 time.sleep(_ACCEPT_AGAIN_S)
                 continue
-            connection = Connection(sock)
+            connection = PeerConnection(sock)
             with self._lock:
                 if self._is_closed or len(self._connections) >= _MAX_CONNECTIONS:
                     self._stats.refused += 1
@@ -147,9 +155,9 @@ class PeerServer:
                 self._connections[connection] = thread
             thread.start()
 
-    def _run(self, connection: Connection, peer: str) -> None:
+    def _run(self, connection: PeerConnection, peer: str) -> None:
         try:
-            if self._let_in(connection, peer):
+            if self._handshake(connection, peer):
                 self._serve(connection)
         except BadFrame as bad:
             self._count(bad=1)
@@ -161,18 +169,19 @@ class PeerServer:
                 del self._connections[connection]
             connection.close()
 
-    def _let_in(self, connection: Connection, peer: str) -> bool:
-        """The handshake: the server shows first that it knows the secret, so that a client says nothing to a stranger."""
+    def _handshake(self, connection: PeerConnection, peer: str) -> bool:
+        """Do the handshake. The server proves first that it knows the secret, so that a client tells nothing to a
+        stranger. Returns False if the client was refused."""
         connection.limit(IO_S, IO_S)
-        hello = load_json(connection.receive(Kind.HELLO, hello=True)[1])
+        hello = load_json(connection.receive(FrameKind.HELLO, hello=True)[1])
         secret = self._settings.secret
         try:
             if hello.get("version") != VERSION:
                 raise PeerUnavailable(f"version: {VERSION} here, {hello.get('version')} there", code="kv_version")
             nonces = _nonce(hello.get("nonce")) + (own := secrets.token_bytes(16))
             shown = proof(secret, b"server", nonces).hex()
-            connection.send_json(Kind.CHALLENGE, {"nonce": own.hex(), "proof": shown})
-            payload = connection.receive(Kind.PROVE, hello=True)[1]
+            connection.send_json(FrameKind.CHALLENGE, {"nonce": own.hex(), "proof": shown})
+            payload = connection.receive(FrameKind.PROVE, hello=True)[1]
             if not hmac.compare_digest(payload[:32], proof(secret, b"client", nonces, payload[32:])):
                 raise PeerUnavailable("secret: not the same on both sides", code="kv_secret")
             self._check(load_json(payload[32:]))
@@ -184,7 +193,7 @@ class PeerServer:
             _refuse(connection, refusal)
             return False
         connection.send_json(
-            Kind.WELCOME,
+            FrameKind.WELCOME,
             {
                 "engine_id": self.engine_id,
                 "layout": asdict(self._kv.layout),
@@ -196,26 +205,26 @@ class PeerServer:
     def _check(self, client: dict[str, object]) -> None:
         wanted, theirs = client.get("engine_id"), client.get("identity")
         if wanted != self.engine_id:
-            message = f"engine_id: {self.engine_id} here, {wanted} wanted: it has ended"
+            message = f"engine_id: {self.engine_id} here, {wanted} requested: that engine has ended"
             raise PeerUnavailable(message, code="kv_engine_gone")
         try:
-            identity = KvIdentity(**theirs)  # type: ignore[arg-type]  # anything else than strings differs
+            identity = KvIdentity(**theirs)  # type: ignore[arg-type]  # values that are not strings differ
         except TypeError as wrong:
-            raise BadFrame(f"an identity with other parts: {wrong}") from wrong
+            raise BadFrame(f"an identity with other fields: {wrong}") from wrong
         differences = self._identity.differences(identity)
         if differences:
             raise PeerUnavailable("; ".join(differences), code="kv_identity_differs")
 
-    def _serve(self, connection: Connection) -> None:
+    def _serve(self, connection: PeerConnection) -> None:
         answers = {
-            Kind.OPEN: self._open,
-            Kind.LOCATE: self._locate,
-            Kind.READ: self._read,
-            Kind.CONFIRM: self._confirm,
-            Kind.RELEASE: self._release,
+            FrameKind.OPEN: self._open,
+            FrameKind.LOCATE: self._locate,
+            FrameKind.READ: self._read,
+            FrameKind.CONFIRM: self._confirm,
+            FrameKind.RELEASE: self._release,
         }
         while True:
-            connection.limit(0, IO_S)  # between two pulls a client may be quiet for hours
+            connection.limit(0, IO_S)  # between two pulls a client may be silent for hours
             kind, payload = connection.receive(*answers)
             try:
                 answers[kind](connection, payload)
@@ -224,54 +233,60 @@ class PeerServer:
                     raise
                 _refuse(connection, refusal)
 
-    def _open(self, connection: Connection, payload: bytes) -> None:
+    def _open(self, connection: PeerConnection, payload: bytes) -> None:
+        """Describe the pool for one transport."""
         name = str(load_json(payload).get("transport"))
         if name not in self._transports:
             raise PeerUnavailable(f"transport {name!r} is not among {', '.join(self._transports)}")
-        connection.send_json(Kind.OPENED, self._transports[name].offer(self._kv))
+        connection.send_json(FrameKind.OPENED, self._transports[name].offer(self._kv))
 
-    def _locate(self, connection: Connection, payload: bytes) -> None:
-        ask = self._ask(payload)
-        view = self._leases.look(ask.lease_id, ask.first, ask.keys, ask.limit, ask.wait_s)
-        sums: list[int] = []
+    def _locate(self, connection: PeerConnection, payload: bytes) -> None:
+        """Reply where blocks are, with their checksums."""
+        request = self._request(payload)
+        view = self._leases.look(request.lease_id, request.first, request.keys, request.limit, request.wait_s)
+        checksums: list[int] = []
         if view.blocks:
-            with self._leases.reading(ask.lease_id, view.generation) as may_read:
+            with self._leases.reading(request.lease_id, view.generation) as may_read:
                 if not may_read:
-                    raise PeerUnavailable(f"lease {ask.lease_id!r} has moved or ended", code="kv_lease_closed")
-                part = part_of(self._kv.layout, ask.first_head, ask.end_head)
-                sums = view.sums if part.total_bytes == self._kv.layout.block_bytes else []
-                sums = sums + self._source.checksums(view.blocks[len(sums) :], part)
+                    raise PeerUnavailable(f"lease {request.lease_id!r} has moved or ended", code="kv_lease_closed")
+                part = head_slice(self._kv.layout, request.first_head, request.end_head)
+                checksums = view.checksums if part.total_bytes == self._kv.layout.block_bytes else []
+                checksums = checksums + self._source.checksums(view.blocks[len(checksums) :], part)
         self._count(located_blocks=len(view.blocks))
-        connection.send(Kind.LOCATED, Answer(view, sums).pack())
+        connection.send(FrameKind.LOCATED, BlockReply(view, checksums).pack())
 
-    def _read(self, connection: Connection, payload: bytes) -> None:
+    def _read(self, connection: PeerConnection, payload: bytes) -> None:
+        """Send blocks over TCP."""
         if "tcp" not in self._transports:
             raise PeerUnavailable(f"transport 'tcp' is not among {', '.join(self._transports)}")
-        ask = self._ask(payload)
-        view = self._leases.look(ask.lease_id, ask.first, ask.keys, ask.limit, ask.wait_s)
-        connection.send(Kind.DATA, Answer(view, []).pack())
-        count = send_blocks(connection, self._source, self._leases, self._kv.layout, ask, view)
+        request = self._request(payload)
+        view = self._leases.look(request.lease_id, request.first, request.keys, request.limit, request.wait_s)
+        connection.send(FrameKind.DATA, BlockReply(view, []).pack())
+        count = send_blocks(connection, self._source, self._leases, self._kv.layout, request, view)
         self._count(sent_blocks=count)
 
-    def _confirm(self, connection: Connection, payload: bytes) -> None:
+    def _confirm(self, connection: PeerConnection, payload: bytes) -> None:
+        """Reply whether a lease still has the placement that a client has read."""
         held = self._leases.holds(*unpack_confirm(payload))
-        connection.send(Kind.CONFIRMED, b"\x01" if held else b"\x00")
+        connection.send(FrameKind.CONFIRMED, b"\x01" if held else b"\x00")
 
-    def _release(self, connection: Connection, payload: bytes) -> None:
+    def _release(self, connection: PeerConnection, payload: bytes) -> None:
+        """A client needs the lease no longer."""
         lease_id = payload.decode(errors="replace")
         is_known = lease_id in self._leases
         if is_known:
             self._count(released=1)
             self._on_release(lease_id)
-        connection.send(Kind.RELEASED, b"\x01" if is_known else b"\x00")
+        connection.send(FrameKind.RELEASED, b"\x01" if is_known else b"\x00")
 
-    def _ask(self, payload: bytes) -> Ask:
-        ask = Ask.unpack(payload)
+    def _request(self, payload: bytes) -> BlockRequest:
+        """Decode a request and check its heads."""
+        request = BlockRequest.unpack(payload)
         layout = self._kv.layout
-        if not layout.first_head <= ask.first_head < ask.end_head <= layout.end_head:
-            held = f"{layout.first_head} up to {layout.end_head}"
-            raise BadFrame(f"heads {ask.first_head} up to {ask.end_head} of a rank that holds {held}")
-        return replace(ask, wait_s=min(ask.wait_s, _MAX_WAIT_S))
+        if not layout.first_head <= request.first_head < request.end_head <= layout.end_head:
+            held = f"{layout.first_head} to {layout.end_head}"
+            raise BadFrame(f"heads {request.first_head} to {request.end_head} requested from a rank that holds {held}")
+        return replace(request, wait_s=min(request.wait_s, _MAX_WAIT_S))
 
     def _count(self, **counts: int) -> None:
         with self._lock:
@@ -279,8 +294,8 @@ class PeerServer:
                 setattr(self._stats, name, getattr(self._stats, name) + count)
 
 
-def _refuse(connection: Connection, refusal: PeerUnavailable) -> None:
-    connection.send_json(Kind.REFUSED, {"code": refusal.code, "message": refusal.message})
+def _refuse(connection: PeerConnection, refusal: PeerUnavailable) -> None:
+    connection.send_json(FrameKind.REFUSED, {"code": refusal.code, "message": refusal.message})
 
 
 def _nonce(text: object) -> bytes:
@@ -289,7 +304,7 @@ def _nonce(text: object) -> bytes:
     except ValueError:
         nonce = b""
     if len(nonce) != 16:
-        raise BadFrame("a HELLO without a nonce of 16 bytes")
+        raise BadFrame("HELLO without a nonce of 16 bytes")
     return nonce
 
 

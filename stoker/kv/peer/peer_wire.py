@@ -1,8 +1,8 @@
-"""What a KV server and its clients say to each other: frames on one TCP connection, and the handshake's proofs.
+"""The protocol between a KV server and its clients: frames on one TCP connection, and the proofs of the handshake.
 
-A frame is a header (mark, kind, length) and a bounded payload: JSON for what is said once a connection, packed numbers for what
-is said for every pull. Blocks follow a DATA frame as raw bytes. Waits are bounded by the kernel (SO_RCVTIMEO), so that one
-call takes a whole block without coming back to Python.
+A frame is a header (mark, kind, length) and a bounded payload: JSON for messages that are sent once per connection,
+packed numbers for messages of every pull. Blocks follow a DATA frame as raw bytes. The kernel bounds each wait
+(SO_RCVTIMEO), so that one call receives a whole block without returning to Python.
 """
 
 from __future__ import annotations
@@ -26,20 +26,22 @@ from stoker.kv.device.checksum import NAME as CHECKSUM
 from stoker.kv.peer.lease_book import LeaseView
 
 VERSION = f"2 {CHECKSUM}"
-MAX_BLOCKS = 4096  # in one question
+MAX_BLOCKS = 4096  # per request
 _MAX_PAYLOAD = 16 << 20
-_MAX_HELLO = 1 << 16  # before the other side has shown who it is
+_MAX_HELLO = 1 << 16  # before the other side is authenticated
 _MARK = 0x4B56
 _HEADER = struct.Struct("<HBxI")
 _ASK = struct.Struct("<IIdHHB?HI")
 _ANSWER = struct.Struct("<QII?I")
 _NAME = struct.Struct("<BBHI")
 _CONFIRM = struct.Struct("<Q")
-TRAILER = struct.Struct("<QB")  # after a block's bytes: checksum, whether the lease still held
-_SEND_BUFFER_BYTES = 1 << 20  # with 4 MiB the bytes have left the cache before they are taken out
+TRAILER = struct.Struct("<QB")  # after a block's bytes: checksum, and whether the lease still had this placement
+_SEND_BUFFER_BYTES = 1 << 20  # with 4 MiB the bytes have left the CPU cache before they are sent
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
+    """The kinds of frames. The numbers are part of the protocol."""
+
     HELLO = 1
     CHALLENGE = 2
     PROVE = 3
@@ -58,66 +60,67 @@ class Kind(IntEnum):
 
 
 class PeerLost(PeerUnavailable):
-    """The connection broke, or the peer said nothing for too long."""
+    """The connection broke, or the peer was silent for too long."""
 
     code = "kv_peer_lost"
 
 
 class BadFrame(PeerUnavailable):
-    """What came is not what a peer says."""
+    """The peer sent something that the protocol does not allow."""
 
     code = "kv_bad_frame"
 
 
-class Connection:
-    """One socket with frames on it. Not for two threads at a time."""
+class PeerConnection:
+    """One socket with frames on it. Used by one thread at a time."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self.was_kept = False  # whether it served before and may have ended since
+        self.was_kept = False  # whether it was used before and may have ended since
         self._limits: tuple[float, float] = (0.0, 0.0)
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        # The default grows only after many round trips. What is received has a buffer that the kernel fits to the reader's
-        # pace: a fixed one wakes the reader more often, and costs it up to half again as much time.
+        # The default send buffer grows only after many round trips. The receive buffer is sized by the kernel: a fixed
+        # one wakes the reader more often, which costs up to half as much time again.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
 
     def limit(self, receive_s: float, send_s: float) -> None:
-        """How long receiving something may take, and one call that sends, from now on; 0 is for ever."""
+        """Set the timeouts for receiving one item and for one sending call; 0 is unlimited."""
         if (receive_s, send_s) == self._limits:
             return
         for option, seconds in ((socket.SO_RCVTIMEO, receive_s), (socket.SO_SNDTIMEO, send_s)):
-            # Rounded up: the least must not become for ever.
+            # Rounded up: the smallest timeout must not become 0, which is unlimited.
             timeval = struct.pack("@ll", *divmod(ceil(seconds * 1e6), 1_000_000))
             self._sock.setsockopt(socket.SOL_SOCKET, option, timeval)
         self._limits = (receive_s, send_s)
 
-    def send(self, kind: Kind, payload: bytes = b"") -> None:
+    def send(self, kind: FrameKind, payload: bytes = b"") -> None:
         self.send_bytes(_HEADER.pack(_MARK, kind, len(payload)) + payload)
 
-    def send_json(self, kind: Kind, content: dict[str, Any], before: bytes = b"") -> None:
+    def send_json(self, kind: FrameKind, content: dict[str, Any], before: bytes = b"") -> None:
         self.send(kind, before + json.dumps(content).encode())
 
     def send_bytes(self, data: bytes | memoryview, more: bool = False) -> None:
-        """`more` comes at once: a few bytes need no packet of their own."""
+        """Send raw bytes. `more`: further bytes follow at once, so a few bytes need no packet of their own."""
         try:
             self._sock.sendall(data, socket.MSG_MORE if more else 0)
         except OSError as lost:
             raise PeerLost(f"sending {len(data)} bytes: {lost}") from lost
 
-    def receive(self, *kinds: Kind, hello: bool = False) -> tuple[Kind, bytes]:
-        """The next frame, which must be one of these. PeerUnavailable with the peer's own reason, where it refused."""
+    def receive(self, *kinds: FrameKind, hello: bool = False) -> tuple[FrameKind, bytes]:
+        """Receive the next frame, which must be of one of these kinds. Raises PeerUnavailable with the peer's reason if
+        it refused."""
         mark, number, length = _HEADER.unpack(self.receive_bytes(_HEADER.size))
         if mark != _MARK or length > (_MAX_HELLO if hello else _MAX_PAYLOAD):
-            raise BadFrame(f"a frame with mark {mark:#x} and {length} bytes")
+            raise BadFrame(f"frame with mark {mark:#x} and {length} bytes")
         payload = self.receive_bytes(length)
-        if number == Kind.REFUSED:
+        if number == FrameKind.REFUSED:
             reason = load_json(payload)
             raise PeerUnavailable(str(reason.get("message")), code=str(reason.get("code")))
         if number not in kinds:
-            raise BadFrame(f"frame {number} where one of {[kind.name for kind in kinds]} was due")
-        return Kind(number), payload
+            raise BadFrame(f"frame {number} instead of one of {[kind.name for kind in kinds]}")
+        return FrameKind(number), payload
 
     def receive_bytes(self, num_bytes: int) -> bytes:
         data = bytearray(num_bytes)
@@ -131,16 +134,16 @@ class Connection:
             try:
                 count = self._sock.recv_into(view[at:], end - at, socket.MSG_WAITALL)
             except OSError as lost:
-                raise PeerLost(f"{end - at} of {end} bytes did not come: {lost}") from lost
+                raise PeerLost(f"{end - at} of {end} bytes did not arrive: {lost}") from lost
             if not count:
-                raise PeerLost(f"the connection ended with {end - at} of {end} bytes to come")
+                raise PeerLost(f"the connection ended, {end - at} of {end} bytes are missing")
             at += count
-            # The kernel's limit is of one call, and any byte begins another.
+            # The kernel's timeout applies to one call, and every received byte starts another call.
             if at < end and time.monotonic() >= until_s:
-                raise PeerLost(f"{end - at} of {end} bytes did not come in {limit_s:.2f} s")
+                raise PeerLost(f"{end - at} of {end} bytes did not arrive in {limit_s:.2f} s")
 
     def is_idle(self) -> bool:
-        """Whether it stands and nothing lies on it; a connection that is kept for later has nothing to say."""
+        """Return True if the connection is open and nothing was received on it. A kept connection must be silent."""
         try:
             self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -150,34 +153,36 @@ class Connection:
         return False
 
     def shut(self) -> None:
-        """End it from another thread: whoever waits on it wakes."""
+        """End the connection from another thread, and wake the thread that waits on it."""
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
-            return  # it has ended already
+            return  # it has already ended
 
     def close(self) -> None:
         self._sock.close()
 
 
 def load_json(payload: bytes) -> dict[str, Any]:
+    """Decode a JSON object. Raises BadFrame."""
     try:
         content = json.loads(payload)
-    except (ValueError, RecursionError) as wrong:  # the latter: brackets in brackets in brackets
-        raise BadFrame(f"{len(payload)} bytes that are no JSON") from wrong
+    except (ValueError, RecursionError) as wrong:  # RecursionError: deeply nested brackets
+        raise BadFrame(f"{len(payload)} bytes that are not JSON") from wrong
     if not isinstance(content, dict):
-        raise BadFrame("JSON that is no object")
+        raise BadFrame("JSON that is not an object")
     return content
 
 
 def proof(secret: str | None, side: bytes, nonces: bytes, content: bytes = b"") -> bytes:
-    """Shows that a side knows the secret; without one, that it has none either."""
+    """Return a proof that a side knows the secret, or that it has none either."""
     return hmac.digest((secret or "").encode(), b"stoker-kv:" + side + b":" + nonces + content, hashlib.sha256)
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """LOCATE and READ: blocks of a lease from `first` on, these heads of them. No keys: whatever is there, with names."""
+class BlockRequest:
+    """LOCATE and READ: these heads of a lease's blocks from `first` on. Without keys: all blocks that are ready, with
+    their names."""
 
     lease_id: str
     first: int
@@ -199,7 +204,7 @@ class Ask:
         return head + lease_id + b"".join(keys)
 
     @staticmethod
-    def unpack(payload: bytes) -> Ask:
+    def unpack(payload: bytes) -> BlockRequest:
         try:
             first, limit, wait_s, first_head, end_head, key_bytes, has_keys, id_bytes, num_keys = _ASK.unpack_from(
                 payload
@@ -207,46 +212,48 @@ class Ask:
             start = _ASK.size + id_bytes
             lease_id = payload[_ASK.size : start].decode()
         except (struct.error, UnicodeDecodeError) as wrong:
-            raise BadFrame(f"a question of {len(payload)} bytes") from wrong
+            raise BadFrame(f"request of {len(payload)} bytes") from wrong
         # NaN fails the comparison too.
         if start + num_keys * key_bytes != len(payload) or limit > MAX_BLOCKS or not 0 <= wait_s <= 3600:
-            raise BadFrame(f"a question of {len(payload)} bytes with {num_keys} keys, limit {limit}, wait {wait_s}")
+            raise BadFrame(f"request of {len(payload)} bytes with {num_keys} keys, limit {limit}, wait {wait_s}")
         ends = range(start + key_bytes, len(payload) + 1, key_bytes) if num_keys else ()
         keys = [BlockKey(payload[end - key_bytes : end]) for end in ends]
-        return Ask(lease_id, first, keys if has_keys else None, limit, wait_s, first_head, end_head)
+        return BlockRequest(lease_id, first, keys if has_keys else None, limit, wait_s, first_head, end_head)
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """LOCATED and DATA: a lease's view; the blocks' checksums are in LOCATED alone (DATA has them behind each block)."""
+class BlockReply:
+    """LOCATED and DATA: a view of a lease. Only LOCATED has the checksums here; DATA sends one behind each block."""
 
     view: LeaseView
-    sums: list[int]
+    checksums: list[int]
 
     def pack(self) -> bytes:
         view = self.view
-        head = _ANSWER.pack(view.generation, len(view.blocks), view.num_ready, view.complete, len(self.sums))
-        body = array("I", view.blocks).tobytes() + array("Q", self.sums).tobytes()
+        head = _ANSWER.pack(view.generation, len(view.blocks), view.num_ready, view.complete, len(self.checksums))
+        body = array("I", view.blocks).tobytes() + array("Q", self.checksums).tobytes()
         return head + body + b"".join(map(_pack_name, view.names))
 
     @staticmethod
-    def unpack(payload: bytes) -> Answer:
+    def unpack(payload: bytes) -> BlockReply:
         try:
-            generation, num_blocks, num_ready, complete, num_sums = _ANSWER.unpack_from(payload)
-            sums_at = _ANSWER.size + 4 * num_blocks
-            names_at = sums_at + 8 * num_sums
-            blocks = array("I", payload[_ANSWER.size : sums_at]).tolist()
-            sums = array("Q", payload[sums_at:names_at]).tolist()
+            generation, num_blocks, num_ready, complete, num_checksums = _ANSWER.unpack_from(payload)
+            checksums_at = _ANSWER.size + 4 * num_blocks
+            names_at = checksums_at + 8 * num_checksums
+            blocks = array("I", payload[_ANSWER.size : checksums_at]).tolist()
+            checksums = array("Q", payload[checksums_at:names_at]).tolist()
             names = _unpack_names(payload, names_at)
         except (struct.error, ValueError) as wrong:
-            raise BadFrame(f"an answer of {len(payload)} bytes") from wrong
-        if len(blocks) != num_blocks or len(sums) != num_sums or num_blocks > MAX_BLOCKS:
-            raise BadFrame(f"an answer of {len(payload)} bytes for {num_blocks} blocks")
-        return Answer(LeaseView(generation, [BlockId(one) for one in blocks], names, num_ready, complete), sums)
+            raise BadFrame(f"reply of {len(payload)} bytes") from wrong
+        if len(blocks) != num_blocks or len(checksums) != num_checksums or num_blocks > MAX_BLOCKS:
+            raise BadFrame(f"reply of {len(payload)} bytes for {num_blocks} blocks")
+        return BlockReply(
+            LeaseView(generation, [BlockId(one) for one in blocks], names, num_ready, complete), checksums
+        )
 
 
 def _pack_name(name: BlockName) -> bytes:
-    # No salt is another thing than an empty one.
+    # A missing salt is not the same as an empty one.
     salt = b"" if name.salt is None else b"+" + name.salt.encode()
     head = _NAME.pack(len(name.key), len(name.parent), len(salt), len(name.token_ids))
     return head + name.key + name.parent + salt + array("I", name.token_ids).tobytes()
@@ -271,7 +278,7 @@ def _unpack_names(payload: bytes, at: int) -> list[BlockName]:
             )
         )
         if at > len(payload):
-            raise ValueError("a name that does not end")
+            raise ValueError("truncated name")
     return names
 
 
@@ -284,4 +291,4 @@ def unpack_confirm(payload: bytes) -> tuple[str, int]:
         (generation,) = _CONFIRM.unpack_from(payload)
         return payload[_CONFIRM.size :].decode(), generation
     except (struct.error, UnicodeDecodeError) as wrong:
-        raise BadFrame(f"a CONFIRM of {len(payload)} bytes") from wrong
+        raise BadFrame(f"CONFIRM of {len(payload)} bytes") from wrong

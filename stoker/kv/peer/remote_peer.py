@@ -1,4 +1,5 @@
-"""Peer: another worker's KV server as a client sees it. Connections that are kept, and the link that bytes come over."""
+"""RemotePeer: another worker's KV server as a client sees it, with its kept connections and the link that transfers
+bytes."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from stoker.base.log import EventLog
 from stoker.kv.blocks.layout import KvLayout
 from stoker.kv.blocks.transfer import KvIdentity, PeerUnavailable
 from stoker.kv.device.device_kv import DeviceKv
-from stoker.kv.peer.block_bytes import BeforeWrite, Sink
-from stoker.kv.peer.peer_wire import VERSION, BadFrame, Connection, Kind, PeerLost, load_json, proof
+from stoker.kv.peer.block_bytes import BeforeWrite, BlockSink
+from stoker.kv.peer.peer_wire import VERSION, BadFrame, FrameKind, PeerConnection, PeerLost, load_json, proof
 from stoker.kv.peer.transports.tcp import TcpLink
 from stoker.kv.peer.transports.transport import IO_S, Link, Transport
 
@@ -27,8 +28,8 @@ _MAX_IDLE = 8
 _log = EventLog("kv.peer")
 
 
-class Peer:
-    """One life of one rank's KV server. Threads may share it; each takes a connection of its own."""
+class RemotePeer:
+    """One run of one rank's KV server. Threads may share it; each uses its own connection."""
 
     def __init__(
         self,
@@ -44,23 +45,23 @@ class Peer:
         self._settings = settings
         self._transports = transports
         self._lock = threading.Lock()
-        self._idle: list[Connection] = []
+        self._idle: list[PeerConnection] = []
         self._is_closed = False
-        self._opening = threading.Lock()  # held while the link is opened: once, also where two threads want it
+        self._opening = threading.Lock()  # held while the link is opened, so that two threads open it only once
         self._link: Link | None = None
         self._welcome: dict[str, Any] = {}
 
     @property
     def layout(self) -> KvLayout:
-        """Known once a connection was made."""
+        """The peer's layout, known after the first connection."""
         try:
             return KvLayout(**self._welcome["layout"])
         except (KeyError, TypeError) as wrong:
-            raise BadFrame(f"a WELCOME without a layout: {wrong!r}") from wrong
+            raise BadFrame(f"WELCOME without a layout: {wrong!r}") from wrong
 
     @contextmanager
-    def connection(self, timeout_s: float) -> Iterator[Connection]:
-        """A kept one that still stands, or a new one. After an error it is not kept."""
+    def connection(self, timeout_s: float) -> Iterator[PeerConnection]:
+        """Use a kept connection that is still open, or a new one. It is not kept after an error."""
         connection = self._take_idle() or self._connect(timeout_s)
         is_good = False
         try:
@@ -69,19 +70,20 @@ class Peer:
         finally:
             self._give_back(connection, is_good)
 
-    def meet(self, timeout_s: float) -> None:
-        """Shake hands, if that was not done yet: the peer's layout is known afterwards."""
+    def ensure_welcomed(self, timeout_s: float) -> None:
+        """Do the handshake if that was not done yet. The peer's layout is known afterwards."""
         if not self._welcome:
             with self.connection(timeout_s):
                 pass
 
-    def link(self, connection: Connection, kv: DeviceKv, sink: Sink, before_write: BeforeWrite) -> Link:
-        """The first way of ours that the peer offers too and that works; it is opened once."""
+    def link(self, connection: PeerConnection, kv: DeviceKv, sink: BlockSink, before_write: BeforeWrite) -> Link:
+        """Return a link for this sink: the first of our transports that the peer offers too and that works. It is
+        opened once."""
         with self._opening:
             if self._link is None:
                 self._link = self._open(connection, kv, before_write)
             link = self._link
-        if link.fits(sink):
+        if link.supports(sink):
             return link
         if "tcp" not in self._transports or "tcp" not in self._welcome["transports"]:
             raise PeerUnavailable(f"{type(link).__name__} cannot bring bytes there, and tcp is not allowed")
@@ -107,7 +109,7 @@ class Peer:
                 self._link.close()
                 self._link = None
 
-    def _take_idle(self) -> Connection | None:
+    def _take_idle(self) -> PeerConnection | None:
         while True:
             with self._lock:
                 if not self._idle:
@@ -117,7 +119,7 @@ class Peer:
                 return connection
             connection.close()
 
-    def _give_back(self, connection: Connection, is_good: bool) -> None:
+    def _give_back(self, connection: PeerConnection, is_good: bool) -> None:
         with self._lock:
             if is_good and not self._is_closed and len(self._idle) < _MAX_IDLE:
                 connection.was_kept = True
@@ -125,12 +127,12 @@ class Peer:
                 return
         connection.close()
 
-    def _connect(self, timeout_s: float) -> Connection:
+    def _connect(self, timeout_s: float) -> PeerConnection:
         try:
             sock = socket.create_connection(split_address(self.address), timeout=max(0.001, min(IO_S, timeout_s)))
         except (OSError, ValueError) as lost:
             raise PeerLost(f"{self.address}: {lost}") from lost
-        connection = Connection(sock)
+        connection = PeerConnection(sock)
         try:
             connection.limit(max(0.001, min(IO_S, timeout_s)), IO_S)
             self._introduce(connection)
@@ -139,30 +141,30 @@ class Peer:
             raise
         return connection
 
-    def _introduce(self, connection: Connection) -> None:
+    def _introduce(self, connection: PeerConnection) -> None:
         nonce, secret = secrets.token_bytes(16), self._settings.secret
-        connection.send_json(Kind.HELLO, {"version": VERSION, "nonce": nonce.hex()})
-        challenge = load_json(connection.receive(Kind.CHALLENGE, hello=True)[1])
+        connection.send_json(FrameKind.HELLO, {"version": VERSION, "nonce": nonce.hex()})
+        challenge = load_json(connection.receive(FrameKind.CHALLENGE, hello=True)[1])
         try:
             nonces = nonce + bytes.fromhex(challenge["nonce"])
             shown = bytes.fromhex(challenge["proof"])
         except (KeyError, TypeError, ValueError) as wrong:
-            raise BadFrame(f"a CHALLENGE without its parts: {wrong!r}") from wrong
+            raise BadFrame(f"CHALLENGE with missing fields: {wrong!r}") from wrong
         if not hmac.compare_digest(shown, proof(secret, b"server", nonces)):
             raise PeerUnavailable("secret: not the same on both sides", code="kv_secret")
         body = json.dumps({"engine_id": self.engine_id, "identity": asdict(self._identity)}).encode()
-        connection.send(Kind.PROVE, proof(secret, b"client", nonces, body) + body)
-        self._welcome = load_json(connection.receive(Kind.WELCOME, hello=True)[1])
+        connection.send(FrameKind.PROVE, proof(secret, b"client", nonces, body) + body)
+        self._welcome = load_json(connection.receive(FrameKind.WELCOME, hello=True)[1])
 
-    def _open(self, connection: Connection, kv: DeviceKv, before_write: BeforeWrite) -> Link:
+    def _open(self, connection: PeerConnection, kv: DeviceKv, before_write: BeforeWrite) -> Link:
         reasons = []
         for name, transport in self._transports.items():
             if name not in self._welcome.get("transports", ()):
                 reasons.append(f"{name}: not offered")
                 continue
             try:
-                connection.send_json(Kind.OPEN, {"transport": name})
-                offer = load_json(connection.receive(Kind.OPENED)[1])
+                connection.send_json(FrameKind.OPEN, {"transport": name})
+                offer = load_json(connection.receive(FrameKind.OPENED)[1])
                 link = transport.open(offer, self.layout, kv, before_write)
             except (PeerLost, BadFrame):
                 raise

@@ -1,15 +1,15 @@
-"""Between the device's blocks and bytes in RAM. In RAM itself a block is its own buffer; on a card bytes go through pinned
-memory, on a stream of their own, so that no step waits for them.
+"""Copies between the device's blocks and buffers in RAM.
 
-Whoever fills blocks has them to itself, from a moment on that `mark` notes: work launched before it may still use them.
+If the device is the CPU, a block is its own buffer. On a GPU, bytes go through pinned memory on a separate stream, so
+that no step waits for them.
+
+A thread that fills blocks has them for itself from the moment that a `mark` records. Work that was launched before the
+mark may still use them.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Sequence
-from mmap import mmap
-from threading import Lock
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -17,47 +17,49 @@ import torch
 from numpy.typing import NDArray
 
 from stoker.base.ids import BlockId
-from stoker.base.log import EventLog
 from stoker.kv.device.device_kv import DeviceKv
 
-log = EventLog("kv")
-
 HostBytes = NDArray[np.uint8]  # one block
-_NO_MEMORY_S = 10.0  # that no further buffer is made after one that could not be
-ROOM_BYTES = 4096  # before each buffer, for whoever must put something in front of a block
 
 
 class Mark(Protocol):
+    """A point in the sequence of launched work."""
+
     def wait(self) -> None:
-        """Until all that was launched before the mark is done."""
+        """Wait until all work that was launched before the mark is done."""
 
 
 class BlockIo(Protocol):
-    def mark(self) -> Mark:
-        """By the thread that launches steps."""
+    """Reads and writes blocks of the device."""
 
-    def read(self, blocks: Sequence[BlockId], into: Sequence[HostBytes]) -> None: ...
+    def mark(self) -> Mark:
+        """Record the work launched so far. Called by the thread that launches steps."""
+
+    def read(self, blocks: Sequence[BlockId], into: Sequence[HostBytes]) -> None:
+        """Copy blocks into buffers."""
 
     def write(self, data: Sequence[HostBytes], blocks: Sequence[BlockId]) -> None:
-        """When this returns, every step launched from now on sees the bytes."""
+        """Copy buffers into blocks. Every step launched after the return sees the bytes."""
 
     def own_buffer(self, block: BlockId) -> HostBytes | None:
-        """The block itself, if it can be written in place."""
+        """Return the block itself if it can be written in place, otherwise None."""
 
 
-class _Now:
+class _CompletedMark:
     def wait(self) -> None:
         return
 
 
 class HostBlockIo:
+    """Blocks in RAM."""
+
     def __init__(self, kv: DeviceKv) -> None:
         blocks = kv.host_blocks()
         assert blocks is not None, "the blocks are not in RAM"
         self._blocks = blocks
 
     def mark(self) -> Mark:
-        return _Now()  # a step in RAM is done when its launch returns
+        return _CompletedMark()  # a step on the CPU is done when its launch returns
 
     def read(self, blocks: Sequence[BlockId], into: Sequence[HostBytes]) -> None:
         for block, buffer in zip(blocks, into, strict=True):
@@ -73,7 +75,8 @@ class HostBlockIo:
 
 
 class CudaBlockIo:
-    """Copies are asynchronous only from and to pinned memory; buffers that are not make them slower, not wrong."""
+    """Blocks on a GPU. Copies are asynchronous only from and to pinned memory. Other buffers make them slower, not
+    wrong."""
 
     def __init__(self, kv: DeviceKv) -> None:
         self._device = kv.blocks.device
@@ -116,58 +119,3 @@ class _CudaMark:
 
 def block_io(kv: DeviceKv) -> BlockIo:
     return CudaBlockIo(kv) if kv.blocks.is_cuda else HostBlockIo(kv)
-
-
-def new_buffer(block_bytes: int, pinned: bool = False) -> HostBytes:
-    """Begins on a page: direct I/O needs that. ROOM_BYTES lie before it."""
-    size = ROOM_BYTES + block_bytes
-    if pinned:
-        memory: HostBytes = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
-    else:
-        memory = np.frombuffer(mmap(-1, size), dtype=np.uint8)
-    return memory[ROOM_BYTES:]
-
-
-class Buffers:
-    """A bounded set of block-sized buffers, pinned where there is a card, as many as memory allows. Taking one never waits."""
-
-    def __init__(self, count: int, block_bytes: int, pinned: bool) -> None:
-        self._lock = Lock()
-        self._free: list[HostBytes] = []
-        self._left = count  # made when first needed: pinning takes its time
-        self._block_bytes = block_bytes
-        self._pinned = pinned
-        self._pause_until_s = 0.0
-
-    def take(self) -> HostBytes | None:
-        with self._lock:
-            if self._free:
-                return self._free.pop()
-            if self._left == 0 or time.monotonic() < self._pause_until_s:
-                return None
-            self._left -= 1
-        try:
-            return self._make()
-        except (OSError, RuntimeError) as failed:  # the latter where memory cannot be pinned
-            with self._lock:
-                self._left += 1
-                self._pause_until_s = time.monotonic() + _NO_MEMORY_S
-            log.warning("kv_buffer_not_made", bytes=self._block_bytes, reason=str(failed), pause_s=_NO_MEMORY_S)
-            return None
-
-    def give_back(self, buffers: Iterable[HostBytes]) -> None:
-        with self._lock:
-            self._free.extend(buffers)
-
-    def lose(self, buffers: Sequence[HostBytes]) -> None:
-        """Somebody may still write into them: others take their place."""
-        with self._lock:
-            self._left += len(buffers)
-
-    def obtain(self) -> HostBytes:
-        """One of the set, or one more, for whoever cannot go without."""
-        buffer = self.take()
-        return self._make() if buffer is None else buffer
-
-    def _make(self) -> HostBytes:
-        return new_buffer(self._block_bytes, self._pinned)

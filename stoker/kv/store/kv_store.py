@@ -1,7 +1,7 @@
-"""KvStore: the chain of tiers below the device, and other workers that hold what we need.
+"""KvStore: the chain of tiers below the device, and the pulls from other workers.
 
-It answers how much of a prompt is worth loading, fills blocks behind the engine's back, and takes in what was computed. It
-knows bytes and seconds; it refuses to know sequences. Whatever is missing, late or wrong is computed.
+It decides how much of a prompt is worth loading, fills blocks on its own threads, and writes computed blocks into the
+tiers. It knows bytes and seconds, but not sequences. Blocks that are missing, late or wrong are computed.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from stoker.base import log as logs
 from stoker.base.ids import BlockId, BlockKey
 from stoker.kv.blocks.keys import block_keys, root_key, salt_hash
 from stoker.kv.blocks.transfer import BlockName, KvLoad, KvTicket, LoadResult, OfferedBlock
-from stoker.kv.store.block_io import BlockIo, Buffers, Mark
-from stoker.kv.store.bounded_reads import Aside
+from stoker.kv.store.block_io import BlockIo, Mark
+from stoker.kv.store.bounded_reader import BoundedReader
+from stoker.kv.store.buffer_pool import BufferPool
 from stoker.kv.store.loader import Loader, Peers
-from stoker.kv.store.tier_prefetch import ReadAhead
-from stoker.kv.store.tier_use import TierUse, first_holders
+from stoker.kv.store.measured_tier import MeasuredTier, first_holders
+from stoker.kv.store.tier_prefetcher import TierPrefetcher
 from stoker.kv.store.write_behind import WriteBehind
 
 _LOADERS = 4
-# RAM for blocks on their way into the tiers, and the fewest and most buffers that it makes.
+# RAM for blocks on their way into the tiers, by whether the device is a GPU, and the limits of the number of buffers.
 _BUFFER_BYTES = {False: 256 << 20, True: 1 << 30}
-_FEWEST_BUFFERS, _MOST_BUFFERS = 16, 4096
-_UNKNOWN_COMPUTE_S = 0.1  # for a block, until the first prompt was measured
+_MIN_BUFFERS, _MAX_BUFFERS = 16, 4096
+_UNKNOWN_COMPUTE_S = 0.1  # assumed time to compute a block until the first prefill is measured
 _CLOSE_S = 2.0
-_TOLD_AT_A_TIME = 256
-_CATCH_UP_S = 1.0  # so late may be known here, and told, what others removed
-_MOST_HINTS = 256  # that wait: they are of use soon or not at all
+_EVENT_BLOCKS = 256
+_CATCH_UP_S = 1.0  # how late removals by other processes may be noticed and reported
+_MAX_HINTS = 256  # hints that may wait; a late hint is useless
 
 log = logs.EventLog("kv")
 P = ParamSpec("P")
@@ -41,7 +42,7 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True, slots=True)
 class TierEvent:
-    """Blocks that a tier has, or has no longer."""
+    """Blocks that a tier has taken or lost."""
 
     tier: str
     stored: tuple[BlockName, ...] = ()
@@ -50,49 +51,54 @@ class TierEvent:
 
 @dataclass(frozen=True, slots=True)
 class StoreContext:
-    """What the store must know of the engine. `wake` is called from any thread when the engine should look."""
+    """What the store must know of the engine. `wake` is called from any thread when the engine should look at the
+    store."""
 
     fingerprint: str
     block_tokens: int
     block_bytes: int
-    on_card: bool
+    on_gpu: bool
     prefill_tokens_per_s: Callable[[], float | None]
     wake: Callable[[], None]
 
 
 class KvStore:
-    """`events` is where the tiers note what they lost, and the store what they took: in the order in which it happened."""
+    """The tiers and the peer client, as the engine sees them. The tiers append the blocks that they lost to `events`,
+    and the store appends the blocks that they took, in the order in which it happened."""
 
     def __init__(
-        self, tiers: Sequence[TierUse], peers: Peers, io: BlockIo, context: StoreContext, events: deque[TierEvent]
+        self, tiers: Sequence[MeasuredTier], peers: Peers, io: BlockIo, context: StoreContext, events: deque[TierEvent]
     ) -> None:
         self.tiers = list(tiers)
         self._peers = peers
         self._io = io
         self._context = context
         self._events = events
-        self._filled: deque[LoadResult] = deque()
-        count = max(_FEWEST_BUFFERS, min(_MOST_BUFFERS, _BUFFER_BYTES[context.on_card] // context.block_bytes))
+        self._finished_loads: deque[LoadResult] = deque()
+        count = max(_MIN_BUFFERS, min(_MAX_BUFFERS, _BUFFER_BYTES[context.on_gpu] // context.block_bytes))
         self.max_offers = count if self.tiers else 0
-        buffers = Buffers(count, context.block_bytes, context.on_card)
-        self._aside = Aside(self.tiers, buffers)
-        self._loader = Loader(self.tiers, peers, io, buffers, self._aside, context.block_bytes, self._compute_s)
-        self._behind = WriteBehind(self.tiers, io, buffers, count // 2, context.wake, self._stored)
-        self._ahead = ReadAhead(self.tiers, peers, buffers, self._aside, self._stored)
+        buffers = BufferPool(count, context.block_bytes, context.on_gpu)
+        self._bounded_reader = BoundedReader(self.tiers, buffers)
+        self._loader = Loader(
+            self.tiers, peers, io, buffers, self._bounded_reader, context.block_bytes, self._compute_s
+        )
+        self._write_behind = WriteBehind(self.tiers, io, buffers, count // 2, context.wake, self._stored)
+        self._prefetcher = TierPrefetcher(self.tiers, peers, buffers, self._bounded_reader, self._stored)
         self._loads = ThreadPoolExecutor(_LOADERS, thread_name_prefix="kv-load")
-        # Apart from those: a worker that does not answer takes its time of whoever pulls, and of nobody else.
+        # Separate threads: a worker that does not answer delays only other pulls.
         self._pulls = ThreadPoolExecutor(_LOADERS, thread_name_prefix="kv-pull")
-        self._hints = ThreadPoolExecutor(1, thread_name_prefix="kv-ahead")
-        self._telling = ThreadPoolExecutor(1, thread_name_prefix="kv-tell")
+        self._hints = ThreadPoolExecutor(1, thread_name_prefix="kv-prefetch")
+        self._announcing = ThreadPoolExecutor(1, thread_name_prefix="kv-announce")
         self._closed = threading.Event()
-        self._hint_room = threading.Semaphore(_MOST_HINTS)
+        self._hint_slots = threading.Semaphore(_MAX_HINTS)
         if self.tiers:
-            threading.Thread(target=self._look_after, name="kv-look-after", daemon=True).start()
+            threading.Thread(target=self._maintain, name="kv-maintain", daemon=True).start()
 
-    # ---- asked by any thread
+    # ---- called by any thread
 
     def num_worth_loading(self, token_ids: Sequence[int], salt: str) -> int:
-        """Leading full blocks of the prompt that tiers hold and that are had sooner from there than by computing."""
+        """Return how many leading full blocks of the prompt the tiers hold and can load faster than they can be
+        computed."""
         if not self.tiers:
             return 0
         keys = block_keys(token_ids, root_key(self._context.fingerprint, salt), self._context.block_tokens)
@@ -103,118 +109,126 @@ class KvStore:
             count += 1
         return count
 
-    def crossover_tokens(self, use: TierUse) -> int | None:
-        """From so many tokens on, loading from there beats computing; None: never, or not measured."""
-        return self._context.block_tokens if use.speed.measured is not None and self._loader.is_worth(use) else None
+    def crossover_tokens(self, tier: MeasuredTier) -> int | None:
+        """Return the number of tokens from which on loading from this tier is faster than computing. None: never, or
+        the speed is not known."""
+        return self._context.block_tokens if tier.speed.measured is not None and self._loader.is_worth(tier) else None
 
     def prefetch(self, token_ids: Sequence[int], salt: str, ticket: KvTicket | None) -> None:
-        """A hint: bring it into RAM, from slower tiers or from the ticket's worker while that still computes it."""
+        """Accept a hint: bring blocks into RAM, from slower tiers or from the ticket's worker while that worker still
+        computes them."""
         if ticket is not None:
-            self._hint(self._ahead.pull, ticket)
+            self._hint(self._prefetcher.pull, ticket)
         if token_ids:
             self._hint(self._promote, token_ids, salt)
 
-    def offer_again(self, to: TierUse, keys: Sequence[BlockKey]) -> None:
-        self._run(self._hints, self._ahead.offer_again, to, list(keys))
+    def offer_again(self, to: MeasuredTier, keys: Sequence[BlockKey]) -> None:
+        """Write blocks that a tier has lost into it again, as far as other tiers hold them."""
+        self._run(self._hints, self._prefetcher.offer_again, to, list(keys))
 
-    # ---- asked by the engine's thread
+    # ---- called by the engine's thread
 
-    def start(self, wanted: KvLoad) -> None:
-        """The blocks are the store's until `take_filled` tells of them."""
+    def start_load(self, wanted: KvLoad) -> None:
+        """Begin to fill the blocks of a load. They belong to the store until `take_finished_loads` returns its result."""
         threads = self._loads if wanted.ticket is None else self._pulls
         self._run(threads, self._load, wanted, self._io.mark())
 
-    def take_filled(self) -> list[LoadResult]:
-        return [self._filled.popleft() for _ in range(len(self._filled))]
+    def take_finished_loads(self) -> list[LoadResult]:
+        """Return the results of the loads that have ended since the last call."""
+        return [self._finished_loads.popleft() for _ in range(len(self._finished_loads))]
 
     def release(self, ticket: KvTicket) -> None:
-        """Nothing more is wanted of it."""
+        """Tell the ticket's worker that nothing more will be pulled."""
         self._run(self._loads, self._peers.release, ticket)
 
     def offer(self, offered: list[OfferedBlock]) -> None:
-        self._behind.offer(offered)
+        """Offer newly computed blocks to the tiers."""
+        self._write_behind.offer(offered)
 
     def take_copied(self) -> list[BlockId]:
-        """Blocks that were offered and need not be kept any longer."""
-        return self._behind.take_copied()
+        """Return offered blocks that need not be held any longer."""
+        return self._write_behind.take_copied()
 
     @property
     def num_queued(self) -> list[int]:
-        """Blocks on their way into each tier."""
-        return self._behind.num_queued
+        """How many blocks wait for each tier."""
+        return self._write_behind.num_queued
 
     def take_events(self) -> list[TierEvent]:
+        """Return the tier events since the last call."""
         return [self._events.popleft() for _ in range(len(self._events))]
 
     # ---- at start and end
 
     def measure(self) -> None:
-        """Each tier's speed, so that the first decision is already a measured one."""
-        for use in self.tiers:
-            use.measure(self._context.block_bytes)
+        """Measure each tier's speed, so that even the first decision is based on a measurement."""
+        for tier in self.tiers:
+            tier.measure(self._context.block_bytes)
             log.event(
                 "kv_tier",
-                tier=use.name,
-                bytes_per_s=use.speed.measured,
+                tier=tier.name,
+                bytes_per_s=tier.speed.measured,
                 prefill_tokens_per_s=self._context.prefill_tokens_per_s(),
-                crossover_tokens=self.crossover_tokens(use),
+                crossover_tokens=self.crossover_tokens(tier),
             )
 
-    def tell_held(self) -> None:
-        """What the tiers held before this worker began, as events. Behind the engine's back: a disk of many blocks takes long."""
-        self._run(self._telling, self._tell_held)
+    def announce_held_blocks(self) -> None:
+        """Report the blocks that the tiers held before this worker started, as events. Runs on its own thread, because
+        listing a large disk tier takes long."""
+        self._run(self._announcing, self._announce_held_blocks)
 
     def close(self) -> None:
         self._closed.set()
-        for threads in (self._loads, self._pulls, self._hints, self._telling):
+        for threads in (self._loads, self._pulls, self._hints, self._announcing):
             threads.shutdown(wait=False, cancel_futures=True)
-        self._aside.close()
-        self._behind.close(_CLOSE_S)
+        self._bounded_reader.close()
+        self._write_behind.close(_CLOSE_S)
         self._peers.close()
-        for use in self.tiers:
-            use.tier.close()
+        for tier in self.tiers:
+            tier.backend.close()
 
-    # ---- on threads
+    # ---- on the store's threads
 
     def _load(self, wanted: KvLoad, mark: Mark) -> None:
         result = LoadResult(wanted.load_id, 0, 0)
         try:
             result = self._loader.load(wanted, mark)
         finally:
-            self._filled.append(result)
+            self._finished_loads.append(result)
             self._context.wake()
             if wanted.ticket is not None:
                 self._peers.release(wanted.ticket)
 
     def _promote(self, token_ids: Sequence[int], salt: str) -> None:
-        self._ahead.promote(self._names(token_ids, salt))
+        self._prefetcher.promote(self._names(token_ids, salt))
 
-    def _tell_held(self) -> None:
-        for use in self.tiers:
-            names = use.tier.names()
-            while not self._closed.is_set() and (group := tuple(islice(names, _TOLD_AT_A_TIME))):
-                self._stored(use, group)
-                # Listing takes long: some may have gone since they were listed, and their end was told before they were.
-                here = use.find([name.key for name in group])
+    def _announce_held_blocks(self) -> None:
+        for tier in self.tiers:
+            names = tier.backend.names()
+            while not self._closed.is_set() and (group := tuple(islice(names, _EVENT_BLOCKS))):
+                self._stored(tier, group)
+                # Listing takes long. A block may have been removed, and its removal reported, before it was listed
+                # here.
+                here = tier.find([name.key for name in group])
                 if gone := tuple(name.key for name, is_here in zip(group, here, strict=True) if not is_here):
-                    self._events.append(TierEvent(use.name, removed=gone))
+                    self._events.append(TierEvent(tier.name, removed=gone))
                     self._context.wake()
 
-    def _look_after(self) -> None:
+    def _maintain(self) -> None:
         while not self._closed.wait(_CATCH_UP_S):
-            for use in self.tiers:
-                if use.tier.shared:
-                    use.catch_up()
-                if not self._loader.is_worth(use):
-                    use.measure_again(self._context.block_bytes)
+            for tier in self.tiers:
+                if tier.backend.shared_location is not None:
+                    tier.catch_up()
+                if not self._loader.is_worth(tier):
+                    tier.measure_again(self._context.block_bytes)
 
-    def _stored(self, use: TierUse, names: Sequence[BlockName]) -> None:
+    def _stored(self, tier: MeasuredTier, names: Sequence[BlockName]) -> None:
         if names:
-            self._events.append(TierEvent(use.name, stored=tuple(names)))
+            self._events.append(TierEvent(tier.name, stored=tuple(names)))
             self._context.wake()
 
     def _hint(self, work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-        if not self._hint_room.acquire(blocking=False):
+        if not self._hint_slots.acquire(blocking=False):
             log.event("kv_hint_dropped")
             return
 
@@ -222,17 +236,17 @@ class KvStore:
             try:
                 work(*args, **kwargs)
             finally:
-                self._hint_room.release()
+                self._hint_slots.release()
 
         self._run(self._hints, hint)
 
     def _run(self, threads: ThreadPoolExecutor, work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         try:
-            threads.submit(work, *args, **kwargs).add_done_callback(_tell_error)
-        except RuntimeError:  # the threads are shut down: the engine is ending
+            threads.submit(work, *args, **kwargs).add_done_callback(_log_error)
+        except RuntimeError:  # the executor is shut down: the engine is closing
             log.event("kv_store_closed")
 
-    # ---- what is worth it
+    # ---- load or compute
 
     def _compute_s(self, num_blocks: int) -> float:
         rate = self._context.prefill_tokens_per_s()
@@ -253,7 +267,7 @@ class KvStore:
         ]
 
 
-def _tell_error(done: Future[None]) -> None:
-    """Of work that nobody waits for."""
+def _log_error(done: Future[None]) -> None:
+    """Log the error of work whose result no caller waits for."""
     if not done.cancelled() and (error := done.exception()) is not None:
         log.error("kv_work_failed", exc_info=error)

@@ -1,7 +1,7 @@
-"""Loader: fills blocks from tiers and from another worker, on threads of its own.
+"""Loader: fills blocks from tiers and from another worker, on the store's threads.
 
-A load ends in time, with as many leading blocks as came. RAM is read straight into the blocks; what can hang is read into
-buffers, and left behind if it does.
+A load ends by its deadline with the leading blocks that arrived. RAM is read directly into the blocks. A source that
+can hang is read into buffers, and the read is abandoned if it hangs.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ from typing import Protocol
 from stoker.base import log as logs
 from stoker.base.ids import BlockId, BlockKey
 from stoker.kv.blocks.transfer import BlockName, KvLoad, KvTicket, LoadResult, PeerUnavailable, TierUnavailable
-from stoker.kv.store.block_io import BlockIo, Buffers, HostBytes, Mark
-from stoker.kv.store.bounded_reads import Aside
+from stoker.kv.store.block_io import BlockIo, HostBytes, Mark
+from stoker.kv.store.bounded_reader import BoundedReader
+from stoker.kv.store.buffer_pool import BufferPool
+from stoker.kv.store.measured_tier import MeasuredTier, first_holders
 from stoker.kv.store.speed import Speed
-from stoker.kv.store.tier_use import TierUse, first_holders
 
 IN_RAM = "CPU"
 
-_AT_A_TIME = 16  # blocks of one read: the deadline is looked at between them
+_AT_A_TIME = 16  # blocks per read; the deadline is checked between reads
 _GUESS_PEER_BYTES_PER_S = 1e9
-# A load is given up when it takes so many times what was expected and so long, or, if that is more, such a part of the time
-# that computing takes. From a tier: loading must not make an answer much later than computing would. From a peer: the blocks
-# are there, and whoever computes them again keeps all who decode here waiting; a dead peer shows itself otherwise.
+# The deadline of a load is _PATIENCE times the expected time plus a constant, or a share of the time that computing
+# would take, whichever is longer. From a tier, loading must not delay an answer much more than computing would. From a
+# peer, the blocks exist, and computing them again would delay all sequences that decode here; a dead peer is detected
+# in other ways.
 _PATIENCE = 3.0
 _TIER_PATIENCE_S, _TIER_SHARE = 0.05, 0.05
 _PEER_PATIENCE_S, _PEER_SHARE = 1.0, 1.0
@@ -34,6 +36,8 @@ log = logs.EventLog("kv")
 
 
 class Peers(Protocol):
+    """The client that pulls blocks from other workers (PeerClient)."""
+
     def pull(
         self,
         ticket: KvTicket,
@@ -53,15 +57,16 @@ class Peers(Protocol):
 
 
 class Loader:
-    """`compute_s(num_blocks)`: how long it would take to compute them instead."""
+    """Decides where each block of a load comes from, and reads it. `compute_s(num_blocks)` is how long computing them
+    would take."""
 
     def __init__(
         self,
-        tiers: Sequence[TierUse],
+        tiers: Sequence[MeasuredTier],
         peers: Peers,
         io: BlockIo,
-        buffers: Buffers,
-        aside: Aside,
+        buffers: BufferPool,
+        bounded_reader: BoundedReader,
         block_bytes: int,
         compute_s: Callable[[int], float],
     ) -> None:
@@ -72,87 +77,94 @@ class Loader:
         self._buffers = buffers
         self._block_bytes = block_bytes
         self._compute_s = compute_s
-        self._aside = aside
+        self._bounded_reader = bounded_reader
 
     def load(self, wanted: KvLoad, mark: Mark) -> LoadResult:
-        """Blocking. The blocks are free to be written from `mark` on."""
+        """Fill the blocks of a load. Blocks until done. The blocks may be written once `mark` is reached."""
         mark.wait()
         sources: list[str | None] = [None] * len(wanted.keys)
         self._fill(wanted, sources)
         num_loaded = next((i for i, source in enumerate(sources) if source is None), len(sources))
         return LoadResult(wanted.load_id, num_loaded, sources[:num_loaded].count(_PEER))
 
-    def is_worth(self, use: TierUse) -> bool:
-        """Whether a block is had sooner from there than by computing."""
-        return use.speed.seconds(self._block_bytes) <= self._compute_s(1)
+    def is_worth(self, tier: MeasuredTier) -> bool:
+        """Return True if reading a block from this tier is faster than computing it."""
+        return tier.speed.seconds(self._block_bytes) <= self._compute_s(1)
 
     def _fill(self, wanted: KvLoad, sources: list[str | None]) -> None:
-        # One that has come to a stop is expected to take for ever: nobody shall wait for that.
-        holders = first_holders([use for use in self._tiers if self.is_worth(use)], wanted.keys)
+        # A tier that hangs is not worth reading, so it must not raise the expected time.
+        holders = first_holders([tier for tier in self._tiers if self.is_worth(tier)], wanted.keys)
         ticket = wanted.ticket
         deadline_s = time.monotonic() + self._patience_s(holders, ticket is not None)
         pulls_first = self._pulls_are_faster(holders)
         if ticket is not None and pulls_first:
-            elsewhere = [i for i, use in enumerate(holders) if use is None or use.tier.medium != IN_RAM]
+            elsewhere = [i for i, tier in enumerate(holders) if tier is None or tier.backend.medium != IN_RAM]
             self._pull(wanted, ticket, sources, elsewhere, deadline_s)
-        for use in self._tiers:
-            theirs = [i for i, holder in enumerate(holders) if holder is use and sources[i] is None]
-            self._read(use, wanted, sources, theirs, deadline_s)
+        for tier in self._tiers:
+            indices = [i for i, holder in enumerate(holders) if holder is tier and sources[i] is None]
+            self._read(tier, wanted, sources, indices, deadline_s)
         if ticket is not None and not pulls_first:
             self._pull(wanted, ticket, sources, list(range(len(sources))), deadline_s)
 
-    def _patience_s(self, holders: Sequence[TierUse | None], may_pull: bool) -> float:
-        expected_s = sum(use.speed.seconds(self._block_bytes) for use in holders if use is not None)
+    def _patience_s(self, holders: Sequence[MeasuredTier | None], may_pull: bool) -> float:
+        """Return how long a load may take."""
+        expected_s = sum(tier.speed.seconds(self._block_bytes) for tier in holders if tier is not None)
         if may_pull:
             expected_s += self.pulls.seconds(holders.count(None) * self._block_bytes)
         patience_s, share = (_PEER_PATIENCE_S, _PEER_SHARE) if may_pull else (_TIER_PATIENCE_S, _TIER_SHARE)
         return max(_PATIENCE * expected_s + patience_s, share * self._compute_s(len(holders)))
 
-    def _pulls_are_faster(self, holders: Sequence[TierUse | None]) -> bool:
-        """Than the slowest tier that holds any of it."""
-        slowest = min((use.speed.bytes_per_s for use in holders if use is not None), default=0.0)
+    def _pulls_are_faster(self, holders: Sequence[MeasuredTier | None]) -> bool:
+        """Return True if pulling from the peer is faster than the slowest tier that holds any of these blocks."""
+        slowest = min((tier.speed.bytes_per_s for tier in holders if tier is not None), default=0.0)
         return self.pulls.bytes_per_s > slowest
 
     def _pull(
         self, wanted: KvLoad, ticket: KvTicket, sources: list[str | None], indices: list[int], deadline_s: float
     ) -> None:
+        """Pull the missing blocks among `indices` from the ticket's worker."""
         for run in _runs([i for i in indices if sources[i] is None]):
             started_s = time.monotonic()
             keys, blocks = wanted.keys[run.start : run.stop], wanted.blocks[run.start : run.stop]
             try:
-                came = self._peers.pull(ticket, wanted.first + run.start, keys, blocks, deadline_s)
+                arrived = self._peers.pull(ticket, wanted.first + run.start, keys, blocks, deadline_s)
             except PeerUnavailable as lost:
                 log.warning("kv_pull_failed", lease=ticket.lease_id, peer=ticket.address, reason=lost.message)
                 return
-            self.pulls.saw(sum(came) * self._block_bytes, time.monotonic() - started_s)
-            for i, is_there in zip(run, came, strict=True):
+            self.pulls.observe(sum(arrived) * self._block_bytes, time.monotonic() - started_s)
+            for i, is_there in zip(run, arrived, strict=True):
                 sources[i] = _PEER if is_there else None
 
     def _read(
-        self, use: TierUse, wanted: KvLoad, sources: list[str | None], indices: list[int], deadline_s: float
+        self, tier: MeasuredTier, wanted: KvLoad, sources: list[str | None], indices: list[int], deadline_s: float
     ) -> None:
+        """Read blocks from one tier until the deadline."""
         for start in range(0, len(indices), _AT_A_TIME):
             batch = indices[start : start + _AT_A_TIME]
             keys, blocks = [wanted.keys[i] for i in batch], [wanted.blocks[i] for i in batch]
-            own = self._own_buffers(blocks) if use.tier.medium == IN_RAM else None
+            own = self._own_buffers(blocks) if tier.backend.medium == IN_RAM else None
             try:
                 if own is None:
-                    right = self._read_aside(use, keys, blocks, deadline_s)
+                    right = self._read_bounded(tier, keys, blocks, deadline_s)
                 else:
-                    right = use.read(keys, own)
+                    right = tier.read(keys, own)
             except TierUnavailable:
                 return
             for i, is_right in zip(batch, right, strict=True):
-                sources[i] = use.name if is_right else None
+                sources[i] = tier.name if is_right else None
             if time.monotonic() > deadline_s:
                 return
 
     def _own_buffers(self, blocks: Sequence[BlockId]) -> list[HostBytes] | None:
+        """Return the blocks themselves as buffers, or None if they cannot be written in place."""
         own = [buffer for block in blocks if (buffer := self._io.own_buffer(block)) is not None]
         return own if len(own) == len(blocks) else None
 
-    def _read_aside(self, use: TierUse, keys: list[BlockKey], blocks: list[BlockId], deadline_s: float) -> list[bool]:
-        buffers, right = self._aside.read(use, keys, deadline_s)
+    def _read_bounded(
+        self, tier: MeasuredTier, keys: list[BlockKey], blocks: list[BlockId], deadline_s: float
+    ) -> list[bool]:
+        """Read into buffers with a deadline, then copy the correct blocks to the device."""
+        buffers, right = self._bounded_reader.read(tier, keys, deadline_s)
         good = [i for i, is_right in enumerate(right) if is_right]
         self._io.write([buffers[i] for i in good], [blocks[i] for i in good])
         self._buffers.give_back(buffers)
@@ -160,7 +172,7 @@ class Loader:
 
 
 def _runs(indices: Sequence[int]) -> Iterator[range]:
-    """Neighbours together."""
+    """Yield the ranges of consecutive indices."""
     start = 0
     for i in range(1, len(indices) + 1):
         if i == len(indices) or indices[i] != indices[i - 1] + 1:

@@ -1,12 +1,12 @@
-"""How fast bytes come from somewhere: what a load is worth against computing."""
+"""The measured speed of a source of bytes, which decides whether loading is faster than computing."""
 
 from __future__ import annotations
 
-_KEPT = 0.9  # of what was known, at each new reading
+_KEPT = 0.9  # weight of the earlier measurements at each new one
 
 
 class Speed:
-    """A mean that forgets: bytes and seconds, of which the older count less. `guess` holds until something was measured."""
+    """A decaying average of bytes per second. `guess_bytes_per_s` applies until the first measurement."""
 
     def __init__(self, guess_bytes_per_s: float) -> None:
         self._guess = guess_bytes_per_s
@@ -21,23 +21,25 @@ class Speed:
     def bytes_per_s(self) -> float:
         return self.measured or self._guess
 
-    def saw(self, num_bytes: int, seconds: float) -> None:
+    def observe(self, num_bytes: int, seconds: float) -> None:
+        """Add a measurement."""
         if num_bytes > 0:
             self._bytes = _KEPT * self._bytes + num_bytes
             self._seconds = _KEPT * self._seconds + max(seconds, 1e-6)
 
-    def is_now(self, num_bytes: int, seconds: float) -> None:
-        """Measured by itself: whatever was before counts no more."""
+    def replace(self, num_bytes: int, seconds: float) -> None:
+        """Replace all earlier measurements by a dedicated one."""
         self._bytes, self._seconds = float(num_bytes), max(seconds, 1e-6)
 
     def forget(self) -> None:
-        """The guess holds again."""
+        """Drop all measurements, so that the guess applies again."""
         self._bytes = self._seconds = 0.0
 
     def failed(self, seconds: float) -> None:
-        """Time went by and nothing came: it counts against the next estimate."""
+        """Count time in which nothing arrived against the next estimate."""
         self._seconds += seconds
         self._bytes = self._bytes or 1.0
 
     def seconds(self, num_bytes: int) -> float:
+        """Return the expected time to read `num_bytes`."""
         return num_bytes / self.bytes_per_s

@@ -1,8 +1,8 @@
-"""WriteBehind: blocks that were just computed go into the tiers, behind the engine's back.
+"""WriteBehind: writes newly computed blocks into the tiers without delaying the engine.
 
-A block is kept only until its bytes are copied into a buffer, and summed up; the tiers write from there, each on a thread of its
-own, so that a slow one holds up nobody. There are so many buffers and so long a queue, and no more: what finds no room is not
-written. The engine never waits here.
+A block is held in the device pool only until its bytes are copied into a buffer and checksummed. The tiers write from
+the buffer, each on its own thread, so that a slow tier does not delay the others. Buffers and queues are bounded: a
+block that finds no free buffer or queue is not written. The engine never waits here.
 """
 
 from __future__ import annotations
@@ -16,41 +16,42 @@ from queue import SimpleQueue
 from stoker.base.ids import BlockId, BlockKey
 from stoker.kv.blocks.transfer import BlockName, OfferedBlock, TierUnavailable
 from stoker.kv.device.checksum import checksum
-from stoker.kv.store.block_io import BlockIo, Buffers, HostBytes
-from stoker.kv.store.tier_use import TierUse
+from stoker.kv.store.block_io import BlockIo, HostBytes
+from stoker.kv.store.buffer_pool import BufferPool
+from stoker.kv.store.measured_tier import MeasuredTier
 
 _AT_A_TIME = 8
 
 
 @dataclass(slots=True, eq=False)
 class _Staged:
-    """A buffer's content, for as many tiers as still want it."""
+    """A block in a buffer, and how many tiers still have to write it."""
 
     name: BlockName
     data: HostBytes
     checksum: int
-    readers: int
+    num_writers: int
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def done(self) -> bool:
-        """Whether this was the last reader."""
+        """Count one tier as done. Returns True for the last one."""
         with self.lock:
-            self.readers -= 1
-            return self.readers == 0
+            self.num_writers -= 1
+            return self.num_writers == 0
 
 
-Stored = Callable[[TierUse, Sequence[BlockName]], None]
+Stored = Callable[[MeasuredTier, Sequence[BlockName]], None]
 
 
 class _Writer:
-    """One tier's thread."""
+    """The thread that writes into one tier."""
 
-    def __init__(self, use: TierUse, buffers: Buffers, stored: Stored) -> None:
-        self.use = use
+    def __init__(self, tier: MeasuredTier, buffers: BufferPool, stored: Stored) -> None:
+        self.tier = tier
         self._buffers = buffers
         self._stored = stored
         self._queue: SimpleQueue[_Staged | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"kv-write-{use.name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"kv-write-{tier.name}", daemon=True)
         self._thread.start()
 
     @property
@@ -79,23 +80,23 @@ class _Writer:
     def _write(self, batch: list[_Staged]) -> None:
         names = [staged.name for staged in batch]
         try:
-            taken = self.use.write(names, [staged.data for staged in batch], [staged.checksum for staged in batch])
+            taken = self.tier.write(names, [staged.data for staged in batch], [staged.checksum for staged in batch])
         except TierUnavailable:
             return
         written = [name for name, is_there in zip(names, taken, strict=True) if is_there]
         if written:
-            self._stored(self.use, written)
+            self._stored(self.tier, written)
 
 
 class WriteBehind:
-    """`max_queued` blocks may wait for one tier. `wake` is called when blocks can be given back; `stored` when a tier has
-    taken some."""
+    """At most `max_queued` blocks wait for each tier. `wake` is called when blocks can be released, and `stored` when a
+    tier has taken some."""
 
     def __init__(
         self,
-        tiers: Sequence[TierUse],
+        tiers: Sequence[MeasuredTier],
         io: BlockIo,
-        buffers: Buffers,
+        buffers: BufferPool,
         max_queued: int,
         wake: Callable[[], None],
         stored: Stored,
@@ -104,7 +105,7 @@ class WriteBehind:
         self._max_queued = max_queued
         self._buffers = buffers
         self._wake = wake
-        self._writers = [_Writer(use, buffers, stored) for use in tiers]
+        self._writers = [_Writer(tier, buffers, stored) for tier in tiers]
         self._offered: SimpleQueue[list[OfferedBlock] | None] = SimpleQueue()
         self._copied: deque[BlockId] = deque()
         self._thread = threading.Thread(target=self._run, name="kv-offer", daemon=True)
@@ -115,12 +116,12 @@ class WriteBehind:
             self._offered.put(offered)
 
     def take_copied(self) -> list[BlockId]:
-        """Blocks that were offered and need not be kept any longer."""
+        """Return offered blocks that need not be held any longer."""
         return [self._copied.popleft() for _ in range(len(self._copied))]
 
     @property
     def num_queued(self) -> list[int]:
-        """Blocks that wait, for each tier."""
+        """How many blocks wait for each tier."""
         return [writer.num_queued for writer in self._writers]
 
     def close(self, timeout_s: float) -> None:
@@ -139,25 +140,26 @@ class WriteBehind:
             self._wake()
 
     def _wanted(self, keys: list[BlockKey]) -> list[list[_Writer]]:
-        """For each block the tiers that do not have it."""
+        """For each block, return the writers of the tiers that do not have it."""
         wanted: list[list[_Writer]] = [[] for _ in keys]
         for writer in self._writers:
-            for writers, is_there in zip(wanted, writer.use.find(keys), strict=True):
+            for writers, is_there in zip(wanted, writer.tier.find(keys), strict=True):
                 if not is_there:
                     writers.append(writer)
         return wanted
 
     def _stage(self, offer: OfferedBlock, writers: list[_Writer]) -> None:
+        """Copy a block into a buffer and queue it for these writers, or count it as declined."""
         ready = [writer for writer in writers if writer.num_queued < self._max_queued]
         for writer in writers:
             if writer not in ready:
-                writer.use.figures.declined += 1
+                writer.tier.counters.declined += 1
         if not ready:
             return
         buffer = self._buffers.take()
         if buffer is None:
             for writer in ready:
-                writer.use.figures.declined += 1
+                writer.tier.counters.declined += 1
             return
         self._io.read([offer.block], [buffer])
         staged = _Staged(offer.name, buffer, checksum(buffer), len(ready))

@@ -1,1 +1,1 @@
-"""Formats in which models write tool calls and reasoning: a file for each, found by name."""
+"""Parsers of the formats in which models write tool calls and reasoning. Each format is one file, found by its name."""

@@ -1,6 +1,6 @@
-"""What a parser takes and gives, and the registries in which parsers are found.
+"""The interfaces of tool parsers and reasoning parsers, and their registries.
 
-Parsers see text as it is detokenized. They refuse to know HTTP, tokens and which model wrote the text.
+Parsers get text as it is detokenized. They do not know HTTP, tokens or the model.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from stoker.base.registry import Registry
 from stoker.sched.request import GrammarSpec
 
 
-@dataclass(slots=True)  # not frozen, though nobody changes it: one is made for every token, in a third of the time
+@dataclass(slots=True)  # not frozen: one is created per token, and creating a frozen one takes three times as long
 class TextDelta:
     """More of the answer's text."""
 
@@ -29,16 +29,16 @@ class ReasoningDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """A call whose function is known; calls are numbered from 0."""
+    """The start of a call, as soon as its function is known. Calls are numbered from 0."""
 
     index: int
-    call_id: str  # the model's own; empty in formats that have none
+    call_id: str  # written by the model; empty in formats without ids
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolArgumentsDelta:
-    """More of a call's arguments: all of them, joined, are the JSON text that the model wrote."""
+    """More of a call's arguments. All deltas of a call, joined, are the JSON text that the model wrote."""
 
     index: int
     text: str
@@ -48,14 +48,14 @@ Delta: TypeAlias = TextDelta | ToolCallStart | ToolArgumentsDelta
 
 
 class ToolParser(ABC):
-    """One answer's tool calls. What is pushed comes out once: as text, or as a call.
+    """Parses the tool calls of one answer. All text that is pushed comes out once, as text or as a part of a call.
 
-    White space that touches a call belongs to the format and is dropped. What began like a call and was none comes out
-    as text; a call that has started (ToolCallStart) and breaks off keeps the arguments it has.
+    White space next to a call belongs to the format and is dropped. Text that only looked like the start of a call comes out as
+    text. A call that has started (ToolCallStart) and is cut off keeps the arguments that it has.
     """
 
     name: ClassVar[str]
-    needs_special_tokens: ClassVar[bool]  # its marks are special tokens: the detokenizer must not skip them
+    needs_special_tokens: ClassVar[bool]  # its marks are special tokens, which the detokenizer must then not skip
 
     @abstractmethod
     def __init__(self, tools: list[dict[str, Any]]) -> None: ...
@@ -65,16 +65,16 @@ class ToolParser(ABC):
 
     @abstractmethod
     def flush(self) -> list[Delta]:
-        """The answer has ended: whatever was held back."""
+        """Return what was held back. Called when the answer has ended."""
 
     @classmethod
     @abstractmethod
     def grammar(cls, tools: list[dict[str, Any]], *, parallel: bool) -> GrammarSpec:
-        """One call to one of `tools` and nothing else; with `parallel`, one or more."""
+        """Return a grammar that forces one call to one of `tools` or, with `parallel`, one or more calls."""
 
 
 class ReasoningParser(ABC):
-    """Splits one answer into reasoning and text. `starts_inside`: the prompt has already opened the reasoning."""
+    """Splits one answer into reasoning and text. `starts_inside`: the prompt ends with the mark that starts the reasoning."""
 
     name: ClassVar[str]
     needs_special_tokens: ClassVar[bool]
@@ -91,7 +91,7 @@ class ReasoningParser(ABC):
     @classmethod
     @abstractmethod
     def opened_by(cls, prompt: str) -> bool:
-        """Whether this rendered prompt leaves the reasoning open, so that the answer starts inside it."""
+        """Return True if the rendered prompt ends inside the reasoning, so that the answer starts there."""
 
 
 TOOL_PARSERS: Registry[type[ToolParser]] = Registry("tool parser", "stoker.text.parsers.tools")

@@ -1,4 +1,4 @@
-"""Grammars that force tool calls, as structural tags. It knows their JSON shape and no format's marks."""
+"""Build grammars that force tool calls, as structural tags. The marks of the formats are arguments."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from stoker.sched.request import GrammarSpec
 
 Format = dict[str, Any]
 
-_WHITESPACE_CHARS = 16  # in a row; a model that is forced to write JSON may else write blanks for ever
+_WHITESPACE_CHARS = (
+    16  # consecutive; without a limit, a model that is forced to write JSON may write spaces without end
+)
 
 
 def functions(tools: Sequence[dict[str, Any]]) -> list[tuple[str, Format]]:
-    """Each tool's name and the format of its arguments: its own schema, or any object."""
+    """Return the name of each tool and the format of its arguments: its schema, or any object."""
     found = []
     for tool in tools:
         function = tool["function"]
@@ -41,7 +43,7 @@ def tag(begin: str, content: Format, end: str) -> Format:
 
 
 def calls(tags: Sequence[Format], separator: str, parallel: bool) -> Format:
-    """One of the tags, or more with the separator between them."""
+    """Return the format of one call or, with `parallel`, of one or more calls with a separator between them."""
     return {
         "type": "tags_with_separator",
         "tags": list(tags),

@@ -1,7 +1,7 @@
-"""JSON that is still being written: where a value ends, and what a call's object has said so far.
+"""Parse JSON that arrives in pieces: find the end of a value, and read the fields of a tool call's object.
 
-It follows brackets and strings and keeps the text as it was written. It refuses to know marks around the JSON, and does
-not judge what is inside the arguments: a client gets what the model wrote.
+The text is kept as the model wrote it, and the content of the arguments is not checked. This module does not know the marks
+around the JSON.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ _CLOSER = {"{": "}", "[": "]"}
 
 
 class JsonValue:
-    """One JSON value. `feed` takes what belongs to it and leaves the rest."""
+    """Finds the end of one JSON value."""
 
     def __init__(self) -> None:
         self.done = False
         self.broken = False
-        self.first = ""  # the value's first character tells its kind
+        self.first = ""  # the first character, which shows the type of the value
         self._closers: list[str] = []
         self._in_string = False
         self._escaped = False
 
     def feed(self, text: str, at: int) -> int:
-        """Reads `text` from `at` on and returns where it stopped: at the end of the text, or of the value."""
+        """Read `text` from index `at`. Return the index after the value, or len(text) if the value is not complete."""
         if not self.first and at < len(text):
             self.first = text[at]
             if self.first not in '{["' and not _SCALAR.match(self.first):
@@ -86,23 +86,23 @@ class _Expect(Enum):
 
 
 class CallObject:
-    """An object like {"name": …, "arguments": {…}}, in any order and with other fields in it, as it comes."""
+    """Reads an object like {"name": …, "arguments": {…}}, with the fields in any order and with other fields."""
 
     def __init__(self) -> None:
         self.done = False
         self.broken = False
         self.name: str | None = None
-        self._arguments = ""  # as written, not yet taken
-        self._arguments_kind = ""  # its first character; empty: no arguments so far
+        self._arguments = ""  # text of the arguments that was not taken yet
+        self._arguments_kind = ""  # the first character of the arguments; empty: none so far
         self._in_arguments = False
         self._expect = _Expect.OBJECT
         self._value: JsonValue | None = None
-        self._text = ""  # of the key or value that is being read
+        self._text = ""  # text of the key or value that is being read
         self._key = ""
 
     @property
     def streams(self) -> bool:
-        """The function is known and its arguments are an object: they can go out as they come."""
+        """True if the function is known and its arguments are an object: then they can be streamed."""
         return self.name is not None and self._arguments_kind == "{"
 
     def take_arguments(self) -> str:
@@ -110,14 +110,14 @@ class CallObject:
         return taken
 
     def final_arguments(self) -> str:
-        """The arguments of a whole call that did not stream: a JSON text inside a JSON string, or none at all."""
+        """Return the arguments of a complete call that was not streamed: JSON text inside a JSON string, or no arguments."""
         written = self.take_arguments()
         if self._arguments_kind == '"':
             return _unquote(written)
         return written if written and written != "null" else "{}"
 
     def feed(self, text: str) -> int:
-        """Returns how many characters it took: all, unless the object ended or broke before, or said its name."""
+        """Read `text`. Return the number of characters read: it stops when the object ends, is invalid, or its name is known."""
         at, name = 0, self.name
         while at < len(text) and not self.done and not self.broken and self.name is name:
             if self._value is None:
@@ -128,7 +128,7 @@ class CallObject:
         return at
 
     def _step(self, text: str, at: int) -> int:
-        """One character of the object's own structure."""
+        """Read one character of the object's structure."""
         char, expect = text[at], self._expect
         if expect is _Expect.OBJECT and char == "{":
             self._expect = _Expect.KEY_OR_END
@@ -140,7 +140,7 @@ class CallObject:
             self.done = True
         elif expect is _Expect.VALUE or (expect in (_Expect.KEY, _Expect.KEY_OR_END) and char == '"'):
             self._value, self._text = JsonValue(), ""
-            # A second field of that name is only another field.
+            # A second field with this name is ignored.
             named = self._key in ("arguments", "parameters") and not self._arguments_kind
             self._in_arguments = expect is _Expect.VALUE and named
             if self._in_arguments:
@@ -179,5 +179,5 @@ def _unquote(written: str) -> str:
         said = str(json.loads(written, strict=False))
     except ValueError:
         return written
-    # Half a surrogate pair can be written so, but is no character: no answer could carry it.
+    # JSON can contain half a surrogate pair, which cannot be encoded in a response.
     return said.encode("utf-8", "replace").decode()

@@ -1,6 +1,6 @@
-"""The part that all tool parsers share: text between calls, marks on chunk borders, calls given back as text.
+"""Base classes of the tool parsers: text between calls, marks across chunk borders, and text that is not a call after all.
 
-A format says which marks begin a call and what comes then, as steps over a buffer. This file knows no format.
+A format defines the marks that start a call, and the steps that read the call from a buffer. This module knows no format.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from stoker.text.stops import open_chars
 
 Step = Callable[[], bool]
 
-HEADER_CHARS = 512  # a call's name and marks are shorter; what is longer began like a call and is text
-# What began like a call and was none is read again, for a call may begin within it. An answer that is full of such beginnings
-# would be read once for each of them: after so many characters read in vain, objects are text.
-_IN_VAIN_CHARS = 1 << 19
+HEADER_CHARS = 512  # maximum length of a call's name and marks; a longer header is text
+# Text that only looked like the start of a call is read again, because a call may start inside it. An answer with many such starts
+# would be read many times. After this number of characters that were read twice, objects are text.
+_MAX_REREAD_CHARS = 1 << 19
 
 
 class StreamingToolParser(ToolParser):
-    """A step looks at the buffer and takes from it; it returns False when it needs more text to go on.
+    """Runs steps over a buffer. A step consumes text from the buffer, and returns False if it needs more text.
 
-    What a step decides must depend on the text alone, never on where a chunk ended.
+    A step must depend only on the text, never on the chunk borders.
     """
 
-    openers: ClassVar[tuple[str, ...]]  # marks that begin a call
-    section_begins: ClassVar[tuple[str, ...]] = ()  # marks around calls, dropped where they touch one
+    openers: ClassVar[tuple[str, ...]]  # marks that start a call
+    section_begins: ClassVar[tuple[str, ...]] = ()  # marks around calls, which are dropped next to a call
     section_ends: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, tools: list[dict[str, Any]]) -> None:
@@ -38,11 +38,11 @@ class StreamingToolParser(ToolParser):
         self._step: Step = self._in_text
         self._final = False
         self._out: list[Delta] = []
-        self._pending = ""  # white space and section marks: they are dropped if a call follows, else they are text
+        self._pending = ""  # white space and section marks: dropped if a call follows, otherwise text
         self._after_call = False
         self._num_calls = 0
         self._opener = ""
-        self._seen = ""  # of the call that has not started yet: what must be given back if it never does
+        self._seen = ""  # text of a call that has not started yet; it becomes text if the call never starts
 
     def push(self, text: str) -> list[Delta]:
         self._buffer += text
@@ -62,7 +62,7 @@ class StreamingToolParser(ToolParser):
         return out
 
     def _begin_call(self) -> Step:
-        """The step after an opener."""
+        """Return the step that follows an opening mark."""
         raise NotImplementedError
 
     def _in_text(self) -> bool:
@@ -113,8 +113,8 @@ class StreamingToolParser(ToolParser):
         if text:
             self._out.append(ToolArgumentsDelta(self._num_calls - 1, text))
 
-    def _give_back(self) -> bool:
-        """It was no call: its opener is text, and what followed is looked at again."""
+    def _not_a_call(self) -> bool:
+        """The text was not a call: its opening mark is text, and the text after it is parsed again."""
         self._say(self._opener)
         self._buffer = self._seen + self._buffer
         self._seen = ""
@@ -123,24 +123,24 @@ class StreamingToolParser(ToolParser):
 
 
 class ObjectCalls(StreamingToolParser):
-    """Formats in which a call is one JSON object with the function's name and its arguments."""
+    """Base of formats in which a call is one JSON object with the function's name and arguments."""
 
     def __init__(self, tools: list[dict[str, Any]]) -> None:
         super().__init__(tools)
         self._object = CallObject()
         self._started = False
-        self._in_vain_chars = 0
+        self._reread_chars = 0
 
     def _begin_call(self) -> Step:
         self._object = CallObject()
         self._started = False
-        return self._in_object if self._in_vain_chars < _IN_VAIN_CHARS else self._give_back
+        return self._in_object if self._reread_chars < _MAX_REREAD_CHARS else self._not_a_call
 
     def _accepts(self, name: str) -> bool:
         return True
 
     def _end_object(self) -> Step:
-        """The step after a call's object."""
+        """Return the step that follows the object of a call."""
         return self._in_text
 
     def _in_object(self) -> bool:
@@ -151,7 +151,7 @@ class ObjectCalls(StreamingToolParser):
         self._buffer = self._buffer[taken:]
         if call.name is not None and not self._started:
             if not self._accepts(call.name):
-                return self._no_call()
+                return self._reject()
             if call.streams or call.done:
                 self._started = True
                 self._start(call.name)
@@ -159,21 +159,21 @@ class ObjectCalls(StreamingToolParser):
             self._emit_arguments(call.take_arguments() if call.streams else call.final_arguments())
         if call.done or call.broken or (self._final and not self._buffer):
             if not self._started:
-                return self._no_call()
+                return self._reject()
             self._step = self._end_object() if call.done else self._in_text
             return True
         return bool(self._buffer)
 
-    def _no_call(self) -> bool:
-        self._in_vain_chars += len(self._seen)
-        return self._give_back()
+    def _reject(self) -> bool:
+        self._reread_chars += len(self._seen)
+        return self._not_a_call()
 
 
 class HeaderCalls(StreamingToolParser):
-    """Formats in which a call is a header with the function's name, its arguments, and a mark at the end."""
+    """Base of formats in which a call is a header with the function's name, the arguments, and an end mark."""
 
     call_end: ClassVar[str]
-    arguments_trim: ClassVar[str] = " \t\r\n"  # what may stand around the arguments and is not theirs
+    arguments_trim: ClassVar[str] = " \t\r\n"  # characters around the arguments that do not belong to them
 
     def __init__(self, tools: list[dict[str, Any]]) -> None:
         super().__init__(tools)
@@ -183,7 +183,7 @@ class HeaderCalls(StreamingToolParser):
         return self._in_header
 
     def _read_header(self) -> tuple[int, str, str | None] | None:
-        """(length, name, call id) of the header at the buffer's beginning; None: not yet; a length of 0: it is none."""
+        """Return (length, name, call id) of the header at the start of the buffer. None: incomplete. Length 0: not a header."""
         raise NotImplementedError
 
     def _in_header(self) -> bool:
@@ -191,7 +191,7 @@ class HeaderCalls(StreamingToolParser):
         if header is None and not self._final:
             return False
         if header is None or header[0] == 0 or not header[1]:
-            return self._give_back()
+            return self._not_a_call()
         length, name, call_id = header
         self._buffer = self._buffer[length:]
         self._start(name, call_id or "")

@@ -6,7 +6,7 @@ import math
 
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Fleet
-from stoker.fleet.spec import Role, WorkerLoad, WorkerSpec
+from stoker.fleet.spec import LoadReport, Role, WorkerSpec
 from stoker.gateway.admission.capacity import Capacities
 from stoker.gateway.config import AdmissionSettings
 
@@ -27,8 +27,8 @@ def test_unknown_workers_are_bounded_by_the_settings_alone() -> None:
 
 def test_a_worker_whose_queue_grows_gets_little_more_than_it_runs() -> None:
     fleet = fleet_of(a=Role.UNIFIED, b=Role.UNIFIED)
-    fleet.saw_report(WorkerId("a"), WorkerLoad(waiting_sequences=3, running_sequences=16), 1.0)
-    fleet.saw_report(WorkerId("b"), WorkerLoad(waiting_sequences=0, running_sequences=16), 1.0)
+    fleet.saw_report(WorkerId("a"), LoadReport(waiting_sequences=3, running_sequences=16), 1.0)
+    fleet.saw_report(WorkerId("b"), LoadReport(waiting_sequences=0, running_sequences=16), 1.0)
     capacities = Capacities(fleet, SETTINGS)
     assert capacities.capacity("m", 1.0).requests == 20 + 100
     assert capacities.capacity("m", 100.0).requests == 200  # an old report says nothing
@@ -36,10 +36,10 @@ def test_a_worker_whose_queue_grows_gets_little_more_than_it_runs() -> None:
 
 def test_prompts_are_bounded_in_seconds_of_prefill() -> None:
     fleet = fleet_of(a=Role.PREFILL, b=Role.DECODE)
-    fleet.saw_report(WorkerId("a"), WorkerLoad(prefill_tokens_per_s=5000.0), 1.0)
+    fleet.saw_report(WorkerId("a"), LoadReport(prefill_tokens_per_s=5000.0), 1.0)
     capacity = Capacities(fleet, SETTINGS).capacity("m", 1.0)
     assert (capacity.requests, capacity.prefill_tokens) == (100, 50_000)
-    fleet.saw_report(WorkerId("a"), WorkerLoad(prefill_tokens_per_s=1.0), 1.0)
+    fleet.saw_report(WorkerId("a"), LoadReport(prefill_tokens_per_s=1.0), 1.0)
     assert Capacities(fleet, SETTINGS).capacity("m", 1.0).prefill_tokens == 1000
 
 

@@ -1,4 +1,4 @@
-"""In which order blocks without an owner go."""
+"""The order in which free blocks are reused."""
 
 from __future__ import annotations
 
@@ -9,19 +9,11 @@ from stoker.kv.blocks.free_blocks import FOUND_AGAIN_S, FreeBlocks
 from stoker.kv.blocks.pool import BlockPool
 
 
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def free_blocks(clock: Clock, *used: tuple[float, int, bool]) -> FreeBlocks:
-    """When, which, and whether it had been found."""
-    free = FreeBlocks((), clock)
+def free_blocks(*used: tuple[float, int, bool]) -> FreeBlocks:
+    """Each: when it was used, which block, and whether a later request had found it."""
+    free = FreeBlocks(())
     for at, block, was_found in used:
-        clock.now = at
-        free.add(BlockId(block), was_found=was_found)
+        free.add_named(BlockId(block), at, was_found=was_found)
     return free
 
 
@@ -29,29 +21,29 @@ def order(free: FreeBlocks) -> list[int]:
     return [free.pop() for _ in range(len(free))]
 
 
-def test_those_without_a_name_go_first_then_by_last_use() -> None:
-    free = free_blocks(Clock(), (1, 3, False), (2, 1, False), (3, 2, False))
-    free.add_nameless(BlockId(7))
+def test_unnamed_blocks_are_reused_first_then_the_least_recently_used() -> None:
+    free = free_blocks((1, 3, False), (2, 1, False), (3, 2, False))
+    free.add_unnamed(BlockId(7))
     free.remove(BlockId(1))
     assert order(free) == [7, 3, 2]
 
 
-def test_one_that_was_found_again_stays_longer_but_not_for_ever() -> None:
+def test_a_block_that_was_found_again_stays_longer_but_not_forever() -> None:
     later = FOUND_AGAIN_S
     used = [(0, 1, True), (later - 1, 2, False), (later + 1, 3, False), (later + 2, 4, True), (2 * later, 5, False)]
-    assert order(free_blocks(Clock(), *used)) == [2, 1, 3, 5, 4]
+    assert order(free_blocks(*used)) == [2, 1, 3, 5, 4]
 
 
-def test_it_is_the_order_of_when_each_counts_as_used() -> None:
+def test_blocks_are_reused_in_the_order_in_which_they_count_as_used() -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
-    rng, clock = random.Random(seed), Clock()
-    free, due = FreeBlocks((), clock), dict[BlockId, float]()
+    rng, now_s = random.Random(seed), 1000.0
+    free, due = FreeBlocks(()), dict[BlockId, float]()
     for number in range(3000):
-        clock.now += rng.expovariate(1.0)
+        now_s += rng.expovariate(1.0)
         block, was_found = BlockId(number), rng.random() < 0.4
-        free.add(block, was_found=was_found)
-        due[block] = clock.now + FOUND_AGAIN_S * was_found
+        free.add_named(block, now_s, was_found=was_found)
+        due[block] = now_s + FOUND_AGAIN_S * was_found
         if rng.random() < 0.3:
             gone = rng.choice(list(due))
             free.remove(gone)
@@ -63,22 +55,21 @@ def test_it_is_the_order_of_when_each_counts_as_used() -> None:
         assert (BlockId(number) in free) == (BlockId(number) in due)
 
 
-def test_what_a_request_goes_on_from_outlives_what_came_after_it() -> None:
-    clock = Clock()
-    pool = BlockPool(4, clock=clock)
+def test_a_block_that_a_request_found_outlives_newer_blocks() -> None:
+    pool = BlockPool(4)
     names = [BlockKey(bytes([number] * 16)) for number in range(4)]
 
     def compute(number: int) -> None:
         [block] = pool.take(1)
         pool.name(block, names[number], BlockKey(bytes(16)), (number,))
         pool.release([block])
-        clock.now += 1
+        pool.now_s += 1
 
     def find(number: int) -> None:
         found = pool.match([names[number]])
         pool.hold_found(found)
         pool.release(found)
-        clock.now += 1
+        pool.now_s += 1
 
     compute(0)
     compute(1)
@@ -88,13 +79,15 @@ def test_what_a_request_goes_on_from_outlives_what_came_after_it() -> None:
     pool.release(pool.take(2))
     assert [len(pool.match([name])) for name in names] == [1, 0, 0, 1], "0 was found; 1 and 2 were used before 3"
     pool.check()
-    clock.now += 2 * FOUND_AGAIN_S
+    pool.now_s += 2 * FOUND_AGAIN_S
     find(3)
     pool.release(pool.take(3))
     assert [len(pool.match([name])) for name in names] == [0, 0, 0, 1]
     compute(0)
-    clock.now += 1
+    pool.now_s += 1
     compute(1)
     pool.release(pool.take(3))
-    assert [len(pool.match([name])) for name in names[:2]] == [0, 0], "a name that is given anew was not found yet"
+    assert [len(pool.match([name])) for name in names[:2]] == [0, 0], (
+        "a block that was named again counts as not found yet"
+    )
     pool.check()

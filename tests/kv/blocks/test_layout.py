@@ -9,21 +9,21 @@ import pytest
 import torch
 from kv.peer_world import LAYOUT, contents, rank, raw
 
-from stoker.kv.blocks.layout import KvLayout, part_of, pieces, shared_heads
+from stoker.kv.blocks.layout import KvLayout, copy_ranges, head_slice, shared_heads
 from stoker.kv.peer.block_bytes import runs_of
 
 MLA = KvLayout(num_layers=3, num_heads=1, head_dim=72, block_tokens=16, dtype="float32", dtype_bytes=4)
 
 
 @pytest.mark.parametrize(("src_tp", "dst_tp"), list(product((1, 2, 4), repeat=2)))
-def test_pieces_from_all_ranks_make_up_a_block(src_tp: int, dst_tp: int) -> None:
+def test_copy_ranges_from_all_ranks_make_up_a_block(src_tp: int, dst_tp: int) -> None:
     for number in range(dst_tp):
         dst = rank(LAYOUT, number, dst_tp)
         found = bytearray(dst.block_bytes)
         for other in range(src_tp):
             src = rank(LAYOUT, other, src_tp)
             data = raw(contents(src, 1))
-            for piece in pieces(src, dst):
+            for piece in copy_ranges(src, dst):
                 run = data[piece.src_offset : piece.src_offset + piece.num_bytes]
                 found[piece.dst_offset : piece.dst_offset + piece.num_bytes] = run
         assert bytes(found) == raw(contents(dst, 1))
@@ -31,20 +31,20 @@ def test_pieces_from_all_ranks_make_up_a_block(src_tp: int, dst_tp: int) -> None
 
 def test_the_same_heads_are_one_run_and_others_none() -> None:
     for layout in (LAYOUT, rank(LAYOUT, 1, 2), MLA):
-        assert [(one.src_offset, one.dst_offset, one.num_bytes) for one in pieces(layout, layout)] == [
+        assert [(one.src_offset, one.dst_offset, one.num_bytes) for one in copy_ranges(layout, layout)] == [
             (0, 0, layout.block_bytes)
         ]
-    assert pieces(rank(LAYOUT, 0, 2), rank(LAYOUT, 1, 2)) == []
+    assert copy_ranges(rank(LAYOUT, 0, 2), rank(LAYOUT, 1, 2)) == []
     first, end = shared_heads(rank(LAYOUT, 0, 2), rank(LAYOUT, 1, 2))
     assert end <= first
 
 
 @pytest.mark.parametrize(("first", "end"), [(0, 4), (0, 1), (1, 3), (3, 4)])
-def test_a_part_is_the_heads_in_their_order(first: int, end: int) -> None:
+def test_a_head_slice_has_the_heads_in_order(first: int, end: int) -> None:
     block = contents(LAYOUT, 1)[0]
     host = np.frombuffer(raw(block), np.uint8)
     expected = raw(block[:, :, first:end])
-    part = part_of(LAYOUT, first, end)
+    part = head_slice(LAYOUT, first, end)
     assert runs_of(host, part).tobytes() == expected
     assert part.total_bytes == len(expected)
     assert (part.count == 1) == (end - first == LAYOUT.num_heads)
@@ -56,5 +56,5 @@ def test_identity_is_of_the_model_and_fingerprint_of_the_rank() -> None:
     assert len({one.identity for one in ranks}) == 1
     assert len({one.fingerprint for one in ranks}) == 3
     with pytest.raises(AssertionError, match="share no bytes"):
-        pieces(LAYOUT, MLA)
+        copy_ranges(LAYOUT, MLA)
     assert torch.Size(MLA.block_shape).numel() * 4 == MLA.block_bytes

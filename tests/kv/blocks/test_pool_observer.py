@@ -1,4 +1,4 @@
-"""Whoever watches a pool knows at any time which blocks can be found in it."""
+"""A pool's observer knows at any time which blocks can be found."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Watcher:
         del self.known[key]
 
 
-def test_a_watcher_knows_what_can_be_found() -> None:
+def test_an_observer_knows_which_blocks_can_be_found() -> None:
     rng = random.Random(1)
     watcher = Watcher()
     pool = BlockPool(12, watcher)

@@ -1,5 +1,5 @@
-"""One checksum: the same on host bytes, in parts, while copying, on tensors and without its package; and changed by whatever can go
-wrong."""
+"""The checksum is the same on host bytes, in parts, while copying, on tensors and without its package, and any damage
+changes it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from stoker.kv.device.checksum import (
     RunningChecksum,
     checksum,
     checksums,
-    copies_checksummed,
+    copy_with_checksums,
     tensor_checksums,
 )
-from stoker.kv.device.thread_crew import Crew
+from stoker.kv.device.helper_threads import HelperThreads
 
 SIZES = [1, 7, 1023, 1024, 1032, PIECE_BYTES - 1024, PIECE_BYTES, PIECE_BYTES + 8, 3 * PIECE_BYTES + 5, 1 << 20]
 
@@ -35,7 +35,7 @@ def data_of(num_bytes: int, seed: int = 0) -> HostBytes:
 
 
 def plain(data: bytes) -> int:
-    """The definition."""
+    """The definition of the checksum."""
     pieces = [data[start : start + PIECE_BYTES] for start in range(0, len(data), PIECE_BYTES)]
     digests = [xxh3_64_intdigest(whole_kib(piece)) for piece in pieces]
     return xxh3_64_intdigest(whole_kib(struct.pack(f"<{len(digests) + 1}Q", *digests, len(data))))
@@ -53,16 +53,16 @@ def package(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.usefixtures("package")
 @pytest.mark.parametrize("num_bytes", SIZES)
-def test_every_way_gives_the_number_of_the_definition(num_bytes: int) -> None:
+def test_every_implementation_matches_the_definition(num_bytes: int) -> None:
     data = data_of(num_bytes)
     expected = plain(data.tobytes())
     assert checksum(data) == expected
-    crew, other = Crew(2, "crew"), data_of(num_bytes, 2)
+    threads, other = HelperThreads(2, "threads"), data_of(num_bytes, 2)
     copies = [np.zeros_like(data), np.zeros_like(data)]
-    assert checksums(crew, [other, data])[1] == expected
-    assert copies_checksummed(crew, copies, [other, data])[1] == expected
+    assert checksums(threads, [other, data])[1] == expected
+    assert copy_with_checksums(threads, copies, [other, data])[1] == expected
     assert np.array_equal(copies, [other, data])
-    crew.close()
+    threads.close()
     running = RunningChecksum()
     parts, at = random.Random(num_bytes), 0
     while at < num_bytes:
@@ -101,7 +101,7 @@ def corruptions(data: HostBytes, rng: random.Random) -> Iterator[tuple[str, Host
 
 
 @pytest.mark.parametrize("kind", ["random", "halves of floats", "zeros"])
-def test_what_can_go_wrong_changes_it(kind: str) -> None:
+def test_damage_changes_the_checksum(kind: str) -> None:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     num_bytes = 3 * PIECE_BYTES
@@ -118,7 +118,7 @@ def test_what_can_go_wrong_changes_it(kind: str) -> None:
 
 
 def test_other_threads_run_meanwhile() -> None:
-    """A thread that only counts must get on while large blocks are summed up."""
+    """A thread that only counts must make progress while large blocks are checksummed."""
     data, count, stop = data_of(64 << 20), 0, threading.Event()
 
     def run() -> None:
@@ -130,7 +130,7 @@ def test_other_threads_run_meanwhile() -> None:
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        # More than one try: on a busy machine the other thread may have no turn in that time.
+        # Several attempts: on a busy machine the other thread may not run in that time.
         for _ in range(5):
             before = count
             checksum(data)

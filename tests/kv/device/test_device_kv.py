@@ -1,4 +1,4 @@
-"""The memory of the blocks, as long as somebody has them and no longer."""
+"""The memory of the blocks exists as long as it is used, and no longer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stoker.sched.request import SamplingParams
 
 
 def files() -> set[int]:
-    """The inodes of open ones that are the memory of blocks."""
+    """The inodes of open files that are the memory of blocks."""
     gc.collect()
     found = set()
     for fd in os.listdir("/proc/self/fd"):
@@ -28,22 +28,22 @@ def files() -> set[int]:
     return found
 
 
-def test_memory_is_given_back_with_the_blocks_and_not_before() -> None:
-    before = files()  # what others left may go at any moment
+def test_memory_is_freed_with_the_blocks_and_not_before() -> None:
+    before = files()  # files that earlier tests left may disappear at any moment
     kv = DeviceKv(KvLayout(2, 2, 16, 16, "float32", 4), 4, torch.device("cpu"))
     blocks = kv.host_blocks()
     assert blocks is not None
     ours = files() - before
     assert len(ours) == 1
     del kv
-    blocks[:] = 1  # whoever still looks at them may
+    blocks[:] = 1  # a view keeps the memory alive
     del blocks
     assert not ours & files()
 
 
-def test_engines_that_are_made_one_after_the_other_leave_no_memory_behind(tmp_path: Path) -> None:
+def test_engines_built_one_after_another_leave_no_memory_behind(tmp_path: Path) -> None:
     make_tiny(tmp_path, "llama", torch.float32)
-    before = files()  # what others left may go at any moment
+    before = files()  # files that earlier tests left may disappear at any moment
     for _ in range(2):
         llm = LLM(tmp_path, EngineSettings(device="cpu", num_threads=1, kv=KvSettings(8, 16)))
         llm.generate([[1, 2, 3]], SamplingParams(temperature=0.0), 4)

@@ -1,4 +1,4 @@
-"""What a lease promises: only final blocks, under the right keys, and nobody reads what was given up."""
+"""A lease shows only final blocks under the right keys, and blocks of a closed lease are not read."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_only_ready_blocks_are_shown(book: LeaseBook) -> None:
     assert book.look("a", 4, keys(2, first=4), limit=10, wait_s=5).blocks == [], "there will be no more: no wait"
 
 
-def test_other_keys_are_refused_and_keys_that_are_not_final_are_not_judged(book: LeaseBook) -> None:
+def test_other_keys_are_refused_but_keys_that_are_not_final_are_not_compared(book: LeaseBook) -> None:
     book.put("a", keys(4), BLOCKS, num_ready=2, complete=False)
     with pytest.raises(PeerUnavailable, match="other keys") as refused:
         book.look("a", 0, [key(0), key(8)], limit=10)
@@ -48,9 +48,9 @@ def test_other_keys_are_refused_and_keys_that_are_not_final_are_not_judged(book:
         book.look("a", 0, [key(0), key(1), key(8)], limit=10)
 
 
-def test_whoever_waits_wakes_when_the_lease_opens_grows_or_closes(book: LeaseBook) -> None:
+def test_a_waiting_reader_wakes_when_the_lease_opens_grows_or_closes(book: LeaseBook) -> None:
     started = time.monotonic()
-    # Each change is set off only once the one before was seen: a machine that stalls cannot put them together.
+    # Each change waits until the one before was seen, so that a stalled machine cannot merge them.
     change = after(0.1, book.put, "a", keys(4), BLOCKS, 1, False)
     assert book.look("a", 0, keys(4), 10, wait_s=60).blocks == block_ids(7)
     change.join()
@@ -64,7 +64,7 @@ def test_whoever_waits_wakes_when_the_lease_opens_grows_or_closes(book: LeaseBoo
     assert time.monotonic() - started < 60, "woken, not timed out"
 
 
-def test_waiting_ends(book: LeaseBook) -> None:
+def test_a_wait_ends_at_its_deadline(book: LeaseBook) -> None:
     with pytest.raises(PeerUnavailable, match="no lease") as unknown:
         book.look("a", 0, keys(1), 10, wait_s=0.05)
     assert unknown.value.code == "kv_lease_unknown"
@@ -72,7 +72,7 @@ def test_waiting_ends(book: LeaseBook) -> None:
     assert book.look("a", 0, keys(1), 10, wait_s=0.05).blocks == []
 
 
-def test_closing_waits_for_the_reader_of_a_block_and_lets_no_other_begin(book: LeaseBook) -> None:
+def test_closing_waits_for_a_reader_and_lets_no_further_reader_begin(book: LeaseBook) -> None:
     book.put("a", keys(4), BLOCKS, 4, True)
     generation = book.look("a", 0, keys(4), 10).generation
     with book.reading("a", generation) as may_read:
@@ -92,7 +92,7 @@ def test_closing_waits_for_the_reader_of_a_block_and_lets_no_other_begin(book: L
     assert book.look("a", 0, keys(4), 10).generation != generation, "another lease of that name is another place"
 
 
-def test_a_lease_that_moved_no_longer_holds_for_whoever_looked_before(book: LeaseBook) -> None:
+def test_a_lease_that_moved_no_longer_holds_for_earlier_readers(book: LeaseBook) -> None:
     book.put("a", keys(4), BLOCKS, 2, False)
     generation = book.look("a", 0, keys(4), 10).generation
     book.put("a", keys(4), BLOCKS, 3, False)
@@ -104,33 +104,33 @@ def test_a_lease_that_moved_no_longer_holds_for_whoever_looked_before(book: Leas
     assert not book.holds("a", moved), "a preempted sequence has less"
 
 
-def test_sums_are_of_a_place_and_end_with_it(book: LeaseBook) -> None:
-    assert book.unsummed(2, 0.0) is None
+def test_checksums_belong_to_a_placement_and_end_with_it(book: LeaseBook) -> None:
+    assert book.next_unchecked(2, 0.0) is None
     book.put("L", keys(4), block_ids(5, 6, 7, 8), 3, False)
-    first = book.unsummed(2, 0.0)
+    first = book.next_unchecked(2, 0.0)
     assert first is not None
     assert (first.first, first.blocks) == (0, block_ids(5, 6))
-    book.summed(first, [50, 60])
-    book.summed(first, [50, 60])  # once
-    assert book.look("L", 0, None, 9).sums == [50, 60]
-    assert book.look("L", 1, None, 1).sums == [60]
+    book.set_checksums(first, [50, 60])
+    book.set_checksums(first, [50, 60])  # stored only once
+    assert book.look("L", 0, None, 9).checksums == [50, 60]
+    assert book.look("L", 1, None, 1).checksums == [60]
     book.put("L", keys(4), block_ids(5, 6, 7, 8), 4, True)
-    second = book.unsummed(9, 0.0)
+    second = book.next_unchecked(9, 0.0)
     assert second is not None
     assert (second.first, second.blocks) == (2, block_ids(7, 8))
     book.put("L", keys(4), block_ids(5, 6, 9, 8), 4, True)
-    book.summed(second, [70, 80])
-    assert book.look("L", 0, None, 9).sums == [], "its blocks are others now"
-    again = book.unsummed(9, 0.0)
+    book.set_checksums(second, [70, 80])
+    assert book.look("L", 0, None, 9).checksums == [], "its blocks are others now"
+    again = book.next_unchecked(9, 0.0)
     assert again is not None
     book.close("L")
-    book.summed(again, [1, 2, 3, 4])
-    assert book.unsummed(9, 0.0) is None
+    book.set_checksums(again, [1, 2, 3, 4])
+    assert book.next_unchecked(9, 0.0) is None
 
 
-def test_whoever_makes_sums_wakes_when_blocks_are_ready(book: LeaseBook) -> None:
+def test_the_checksum_thread_wakes_when_blocks_are_ready(book: LeaseBook) -> None:
     opening = after(0.1, book.put, "L", keys(1), block_ids(5), 1, True)
-    found = book.unsummed(1, 60.0)
+    found = book.next_unchecked(1, 60.0)
     assert found is not None
     assert found.blocks == block_ids(5)
     opening.join()

@@ -1,4 +1,4 @@
-"""A peer that hangs, with the real Transfer Engine: it is given up within seconds, and nothing is written after that."""
+"""A peer that hangs, with the real Transfer Engine: the read fails within seconds, and nothing is written after that."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from stopping import stopped
 
 from stoker.kv.mooncake.master import is_installed
-from stoker.kv.mooncake.transfer_engine import Runs, configure, read_in_turn
+from stoker.kv.mooncake.transfer_engine import RemoteRanges, configure_environment, read_in_order
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason="Mooncake is not installed")
 
@@ -21,7 +21,7 @@ SIZE, COUNT = 1 << 18, 256
 
 
 def engine_of(memory: np.ndarray) -> object:
-    configure()
+    configure_environment()
     from mooncake.engine import TransferEngine
 
     engine = TransferEngine()
@@ -37,7 +37,7 @@ def serve(pipe: Connection) -> None:
     pipe.recv()
 
 
-def test_a_peer_that_hangs_is_given_up_and_writes_no_more() -> None:
+def test_a_read_from_a_hanging_peer_fails_and_writes_nothing_later() -> None:
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs,), daemon=True)
@@ -45,18 +45,18 @@ def test_a_peer_that_hangs_is_given_up_and_writes_no_more() -> None:
     segment, base = pipe.recv()
     memory = np.zeros((COUNT, SIZE), np.uint8)
     engine = engine_of(memory)
-    runs = [Runs(segment, [memory[at].ctypes.data], [base + at * SIZE], [SIZE]) for at in range(COUNT)]
-    assert all(read_in_turn(engine, runs))
+    runs = [RemoteRanges(segment, [memory[at].ctypes.data], [base + at * SIZE], [SIZE]) for at in range(COUNT)]
+    assert all(read_in_order(engine, runs))
     assert (memory == 7).all()
 
     memory[:] = 0
     with stopped(process.pid):
         started_s = time.monotonic()
-        came = list(read_in_turn(engine, runs))
+        came = list(read_in_order(engine, runs))
         assert time.monotonic() - started_s < 60, "one after the other they take ten minutes"
     assert not any(came[8:]), "nothing is asked for after the first that failed"
     memory[:] = 0
-    time.sleep(1.0)  # it goes on now
+    time.sleep(1.0)  # the peer continues now
     assert not memory.any()
     os.kill(process.pid or 0, signal.SIGKILL)
     process.join()

@@ -1,4 +1,4 @@
-"""What the Mooncake transport asks its engine for: every byte of a block once, to its own place. Needs no Mooncake."""
+"""The requests of the Mooncake transport: every byte of a block once, to its own place. Needs no Mooncake."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stoker.base.ids import BlockId
-from stoker.kv.blocks.layout import KvLayout, part_of, shared_heads
+from stoker.kv.blocks.layout import KvLayout, head_slice, shared_heads
 from stoker.kv.device.checksum import checksum
 from stoker.kv.device.device_kv import DeviceKv
 from stoker.kv.mooncake.transfer_engine import REQUEST_BYTES
@@ -49,27 +49,27 @@ def a_layout(mib: float, num_heads: int = 2, first_head: int = 0) -> KvLayout:
         (a_layout(0.5), a_layout(0.5), {MIB // 2}),
         (a_layout(2), a_layout(2), {2 * MIB}),
         (a_layout(8), a_layout(8), {REQUEST_BYTES}),
-        (a_layout(5), a_layout(5), {5 * MIB}),  # not so many whole requests
-        (a_layout(16), a_layout(16, 1, 1), {2 * MIB}),  # one head of two: many runs there, one here
+        (a_layout(5), a_layout(5), {5 * MIB}),  # not a whole number of requests
+        (a_layout(16), a_layout(16, 1, 1), {2 * MIB}),  # one head of two: many runs on the peer, one here
         (a_layout(16, 1, 0), a_layout(16), {2 * MIB}),
     ],
 )
-def test_blocks_come_whole_in_requests_of_a_size(there: KvLayout, here: KvLayout, sizes: set[int]) -> None:
+def test_blocks_are_read_completely_in_requests_of_one_size(there: KvLayout, here: KvLayout, sizes: set[int]) -> None:
     src, dst = DeviceKv(there, 3, CPU), DeviceKv(here, 4, CPU)
     src.blocks.normal_()
     heads = shared_heads(there, here)
-    theirs, ours = part_of(there, *heads), part_of(here, *heads)
+    theirs, ours = head_slice(there, *heads), head_slice(here, *heads)
     wanted, into = [BlockId(2), BlockId(0)], [BlockId(1), BlockId(3)]
     first, end = heads
     expected = [src.blocks[one][:, :, first - there.first_head : end - there.first_head].contiguous() for one in wanted]
-    sums = [checksum(block.view(-1).view(torch.uint8).numpy()) for block in expected]
+    checksums = [checksum(block.view(-1).view(torch.uint8).numpy()) for block in expected]
     engine = Engine()
     link = MooncakeLink(engine, "there", src.blocks.data_ptr(), src.num_blocks, there, dst)
 
-    right = link.copy(wanted, theirs, sums, sink_of(dst, into, ours, lambda stream: None), 0)
+    right = link.copy(wanted, theirs, checksums, sink_of(dst, into, ours, lambda stream: None), 0)
 
     assert right == [True, True]
     assert set(engine.sizes) == sizes
     for block, one in zip(expected, into, strict=True):
         assert torch.equal(dst.blocks[one][:, :, first - here.first_head : end - here.first_head], block)
-    assert not dst.blocks[[0, 2]].any(), "blocks that nobody asked to fill"
+    assert not dst.blocks[[0, 2]].any(), "blocks that were not requested"

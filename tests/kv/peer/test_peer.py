@@ -1,4 +1,5 @@
-"""The KV server and its clients: who is let in, what is refused by name, and what is left when a side is gone, slow or lying."""
+"""The KV server and its clients: which clients are accepted, what is refused by name, and what remains when a side is
+dead, slow or sends wrong data."""
 
 from __future__ import annotations
 
@@ -37,11 +38,11 @@ from kv.peer_world import (
 from stoker.base.config import HandoffSettings
 from stoker.base.errors import ConfigError
 from stoker.base.ids import BlockId
-from stoker.kv.blocks.layout import KvLayout, Part
+from stoker.kv.blocks.layout import HeadSlice, KvLayout
 from stoker.kv.blocks.transfer import KvTicket, PeerUnavailable
-from stoker.kv.peer.block_bytes import Sink
+from stoker.kv.peer.block_bytes import BlockSink
 from stoker.kv.peer.lease_book import LeaseView
-from stoker.kv.peer.peer_wire import VERSION, Answer, Ask, BadFrame, Connection
+from stoker.kv.peer.peer_wire import VERSION, BadFrame, BlockReply, BlockRequest, PeerConnection
 from stoker.kv.peer.transports.local import LocalLink
 
 TCP = HandoffSettings(transports=("tcp",))
@@ -64,11 +65,11 @@ def refusal_of(world: World, puller: Puller) -> PeerUnavailable:
     return refused.value
 
 
-# Who is let in
+# ---- which clients are accepted
 
 
 @pytest.mark.parametrize("part", ["model", "tokenizer", "layout", "dtype"])
-def test_whoever_differs_is_refused_by_the_name_of_the_part(world: World, part: str) -> None:
+def test_a_client_that_differs_is_refused_with_the_name_of_the_field(world: World, part: str) -> None:
     identity = replace(identity_of(LAYOUT), **{part: "other"})
     refusal = refusal_of(world, Puller(identity=identity))
     assert refusal.code == "kv_identity_differs"
@@ -116,7 +117,7 @@ def test_another_version_is_refused_by_name(world: World) -> None:
         assert f"version: {VERSION} here, 99 there".encode() in sock.recv(4096)
 
 
-def test_no_secret_is_for_this_machine_alone() -> None:
+def test_a_server_without_a_secret_listens_only_on_this_machine() -> None:
     with pytest.raises(ConfigError, match=r"handoff\.secret"):
         World(ServerSetup(settings=HandoffSettings(host="0.0.0.0")))
 
@@ -139,7 +140,7 @@ GARBAGE = [
 
 @pytest.mark.parametrize("data", GARBAGE, ids=range(len(GARBAGE)))
 def test_garbage_ends_its_connection_and_nothing_else(world: World, data: bytes) -> None:
-    # What the server did not read makes the end a reset, which may come at any moment.
+    # If the server has not read all bytes, the connection ends with a reset, at any moment.
     with dial(world.server.address) as sock, suppress(OSError):
         sock.sendall(data)
         sock.shutdown(socket.SHUT_WR)
@@ -150,36 +151,36 @@ def test_garbage_ends_its_connection_and_nothing_else(world: World, data: bytes)
         assert puller.pull(world.ticket(), keys(4), block_ids(0, 1, 2, 3)) == [True] * 4
 
 
-def test_frames_come_back_as_they_went_and_cut_ones_are_bad() -> None:
-    ask = Ask("lease ü", 3, keys(5), 7, 0.25, 2, 9)
-    assert Ask.unpack(ask.pack()) == ask
+def test_frames_survive_packing_and_truncated_ones_are_bad() -> None:
+    ask = BlockRequest("lease ü", 3, keys(5), 7, 0.25, 2, 9)
+    assert BlockRequest.unpack(ask.pack()) == ask
     nothing = replace(ask, keys=None)
-    assert Ask.unpack(nothing.pack()) == nothing
-    answer = Answer(LeaseView(1 << 40, block_ids(1, 2), names(2), 9, True), [1 << 63, 5])
-    assert Answer.unpack(answer.pack()) == answer
-    for whole, unpack in ((ask.pack(), Ask.unpack), (answer.pack(), Answer.unpack)):
+    assert BlockRequest.unpack(nothing.pack()) == nothing
+    answer = BlockReply(LeaseView(1 << 40, block_ids(1, 2), names(2), 9, True), [1 << 63, 5])
+    assert BlockReply.unpack(answer.pack()) == answer
+    for whole, unpack in ((ask.pack(), BlockRequest.unpack), (answer.pack(), BlockReply.unpack)):
         for end in range(len(whole)):
             try:
                 unpack(whole[:end])
             except BadFrame:
                 continue
-            # An answer may end where a name does.
-            assert unpack is Answer.unpack
-            assert len(Answer.unpack(whole[:end]).view.names) < 2
+            # A reply may end at the end of a name.
+            assert unpack is BlockReply.unpack
+            assert len(BlockReply.unpack(whole[:end]).view.names) < 2
     rng = random.Random(2)
     for _ in range(2000):
-        for unpack in (Ask.unpack, Answer.unpack):
+        for unpack in (BlockRequest.unpack, BlockReply.unpack):
             try:
                 unpack(rng.randbytes(rng.randrange(200)))
             except BadFrame:
                 continue
 
 
-# What a lying, slow or dead peer leaves
+# ---- wrong data, slow peers and dead peers
 
 
 class Proxy:
-    """Between a client and a server; `change(data, num_before)` gives what goes on to the client."""
+    """Stands between a client and a server. `change(data, num_before)` returns what the client receives."""
 
     def __init__(self, address: str, change: Callable[[bytes, int], bytes]) -> None:
         self._target = address
@@ -223,10 +224,10 @@ class Proxy:
                 one.close()
 
 
-def test_a_bit_that_flips_on_the_way_costs_its_block_alone() -> None:
+def test_a_bit_flipped_in_transit_costs_only_its_block() -> None:
     world = World(ServerSetup(LARGE, 8, TCP))
     world.leases.put("L", keys(8), block_ids(*range(8)), 8, True)
-    at = 3 * LARGE.block_bytes + 12_345  # in the fourth block, or, for what goes before the blocks, at its end
+    at = 3 * LARGE.block_bytes + 12_345  # in the fourth block, or at its end for bytes that precede the blocks
 
     def flip(data: bytes, before: int) -> bytes:
         if not before <= at < before + len(data):
@@ -246,8 +247,8 @@ def test_a_bit_that_flips_on_the_way_costs_its_block_alone() -> None:
         assert (stats.corrupt, stats.blocks) == (1, 7)
 
 
-def test_a_peer_that_stops_sending_is_given_up_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stoker.kv.peer.transports.transport.IO_S", 600.0)  # not for its silence
+def test_a_pull_from_a_peer_that_stops_sending_ends_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stoker.kv.peer.transports.transport.IO_S", 600.0)  # but the silence alone is no reason
     world = World(ServerSetup(LARGE, 8, TCP))
     world.leases.put("L", keys(8), block_ids(*range(8)), 8, True)
     is_over, is_late = threading.Event(), threading.Event()
@@ -258,7 +259,7 @@ def test_a_peer_that_stops_sending_is_given_up_at_the_deadline(monkeypatch: pyte
         return data
 
     found: list[bool] = []
-    for within_s in (1.0, 4.0, 16.0):  # more than one: a machine that stalls has not even time for the first block
+    for within_s in (1.0, 4.0, 16.0):  # several attempts: a stalled machine may not even have time for the first block
         proxy = Proxy(world.server.address, stall)
         ticket = replace(world.ticket(), address=proxy.address)
         with closing(puller := Puller(LARGE, 8, TCP), proxy), suppress(PeerUnavailable):
@@ -272,7 +273,7 @@ def test_a_peer_that_stops_sending_is_given_up_at_the_deadline(monkeypatch: pyte
     assert found == sorted(found, reverse=True)
 
 
-def test_a_peer_that_sends_slowly_is_given_up_at_the_deadline_and_not_at_the_blocks_end() -> None:
+def test_a_pull_from_a_slow_peer_ends_at_the_deadline_and_not_at_the_end_of_the_block() -> None:
     world = World(ServerSetup(HUGE, 1, TCP))
     world.leases.put("L", keys(1), block_ids(0), 1, True)
     is_over = threading.Event()
@@ -292,15 +293,20 @@ def test_a_peer_that_sends_slowly_is_given_up_at_the_deadline_and_not_at_the_blo
 
 
 @pytest.mark.parametrize("do", ["close", "move"])
-def test_a_lease_that_goes_while_memory_is_read_counts_for_nothing(monkeypatch: pytest.MonkeyPatch, do: str) -> None:
+def test_blocks_of_a_lease_that_ends_during_the_read_do_not_count(monkeypatch: pytest.MonkeyPatch, do: str) -> None:
     world = World(ServerSetup(settings=LOCAL))
     world.leases.put("L", keys(4), block_ids(5, 6, 7, 8), 4, False)
     copy = LocalLink.copy
 
     def copy_and_lose(
-        self: LocalLink, blocks: Sequence[BlockId], part: Part, sums: Sequence[int], sink: Sink, first: int
+        self: LocalLink,
+        blocks: Sequence[BlockId],
+        part: HeadSlice,
+        checksums: Sequence[int],
+        sink: BlockSink,
+        first: int,
     ) -> list[bool]:
-        right = copy(self, blocks, part, sums, sink, first)
+        right = copy(self, blocks, part, checksums, sink, first)
         assert right == [True] * 4
         if do == "close":
             assert world.leases.close("L")
@@ -326,7 +332,7 @@ def _pull_for_ever(ticket: KvTicket, started: object) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_client_that_dies_or_stops_in_the_middle_lets_go_of_the_lease(how: signal.Signals) -> None:
+def test_a_client_that_dies_or_stops_does_not_block_the_lease(how: signal.Signals) -> None:
     world = World(ServerSetup(LARGE, 64, TCP))
     world.leases.put("L", keys(64), block_ids(*range(64)), 64, True)
     started = FORKED.Event()
@@ -352,7 +358,7 @@ def test_a_dead_peer_is_forgotten_and_its_memory_with_it() -> None:
         with open("/proc/self/maps", encoding="ascii") as lines:
             return {line.split()[4] for line in lines if "r--s" in line and "stoker-kv" in line}
 
-    before = mapped()  # what others left may go at any moment
+    before = mapped()  # mappings that earlier tests left may disappear at any moment
     with closing(puller := Puller(settings=LOCAL), server):
         assert puller.pull(server.ticket, keys(4), block_ids(0, 1, 2, 3)) == [True] * 4
         theirs = mapped() - before
@@ -361,7 +367,7 @@ def test_a_dead_peer_is_forgotten_and_its_memory_with_it() -> None:
         wait_until(lambda: not theirs & mapped())
 
 
-def test_a_kept_connection_that_broke_is_made_anew(world: World) -> None:
+def test_a_broken_kept_connection_is_replaced(world: World) -> None:
     proxy = Proxy(world.server.address, lambda data, _: data)
     ticket = replace(world.ticket(), address=proxy.address)
     with closing(puller := Puller(settings=TCP), proxy):
@@ -374,14 +380,14 @@ def test_a_kept_connection_that_broke_is_made_anew(world: World) -> None:
                     continue
 
 
-def test_a_lease_is_released_also_where_the_kept_connection_broke_without_a_word(
+def test_a_lease_is_released_even_if_the_kept_connection_broke_silently(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     proxy = Proxy(world.server.address, lambda data, _: data)
     ticket = replace(world.ticket(), address=proxy.address)
     with closing(puller := Puller(settings=TCP), proxy):
         assert puller.pull(ticket, keys(4), block_ids(0, 1, 2, 3)) == [True] * 4
-        monkeypatch.setattr(Connection, "is_idle", lambda connection: True)
+        monkeypatch.setattr(PeerConnection, "is_idle", lambda connection: True)
         for one in proxy._sockets:
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
@@ -389,7 +395,7 @@ def test_a_lease_is_released_also_where_the_kept_connection_broke_without_a_word
         wait_until(lambda: world.released == ["L"])
 
 
-def test_releasing_at_a_silent_dead_or_wrong_address_raises_nothing_and_is_not_waited_for(
+def test_releasing_at_a_silent_dead_or_wrong_address_neither_raises_nor_blocks(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("peer.remote_peer.IO_S", "peer.peer_client._RELEASE_S"):
@@ -408,12 +414,12 @@ def test_ranks_that_lack_some_of_our_heads_are_refused() -> None:
     half = World(ServerSetup(rank(LAYOUT, 0, 2), settings=TCP))
     half.leases.put("L", keys(2), block_ids(1, 2), 2, True)
     with closing(puller := Puller(settings=TCP), half):
-        with pytest.raises(PeerUnavailable, match="heads 2 up to 4") as refused:
+        with pytest.raises(PeerUnavailable, match="heads 2 to 4") as refused:
             puller.pull(half.ticket(), keys(2), block_ids(0, 1))
         assert refused.value.code == "kv_heads_missing"
 
 
-def test_one_of_several_ranks_being_gone_is_no_block() -> None:
+def test_without_one_of_several_ranks_no_block_is_pulled() -> None:
     ranks = [World(ServerSetup(rank(LAYOUT, number, 2), settings=TCP, engine_id="one")) for number in range(2)]
     ranks[0].leases.put("L", keys(2), block_ids(1, 2), 2, True)
     ranks[1].leases.put("L", keys(2), block_ids(1, 2), 1, True)
@@ -425,8 +431,8 @@ def test_one_of_several_ranks_being_gone_is_no_block() -> None:
             puller.pull(ticket, keys(2), block_ids(0, 1))
 
 
-def test_the_first_way_that_works_is_taken(world: World) -> None:
-    """The default: `local` for a pool in RAM; a server that allows tcp alone is reached by tcp."""
+def test_the_first_transport_that_works_is_used(world: World) -> None:
+    """By default `local` for a pool in RAM. A server that allows only tcp is reached by tcp."""
     with closing(puller := Puller()):
         assert puller.pull(world.ticket(), keys(4), block_ids(0, 1, 2, 3)) == [True] * 4
     assert (world.server.stats().located_blocks, world.server.stats().sent_blocks) == (4, 0)
@@ -440,12 +446,12 @@ def test_the_first_way_that_works_is_taken(world: World) -> None:
         assert refused.value.code == "kv_no_transport"
 
 
-def test_nothing_to_pull_is_nothing(world: World) -> None:
+def test_an_empty_pull_does_nothing(world: World) -> None:
     with closing(puller := Puller()):
         assert puller.pull(world.ticket(), [], []) == []
 
 
-def test_a_closed_server_is_gone_at_once_also_for_who_waits() -> None:
+def test_closing_a_server_ends_waiting_pulls_at_once() -> None:
     world = World(ServerSetup(settings=TCP))
     world.leases.put("L", keys(4), block_ids(5, 6, 7, 8), 1, False)
     with closing(puller := Puller(settings=TCP)):
@@ -454,7 +460,7 @@ def test_a_closed_server_is_gone_at_once_also_for_who_waits() -> None:
             target=lambda: found.append(puller.pull(world.ticket(), keys(4), block_ids(0, 1, 2, 3)))
         )
         pulling.start()
-        wait_until(lambda: world.leases.num_looks >= 2)  # it has the first block, and asks for more
+        wait_until(lambda: world.leases.num_looks >= 2)  # the client has the first block, and asks for more
         world.close()
         pulling.join(PATIENCE_S / 2)
         assert found == [[True, False, False, False]]

@@ -1,4 +1,4 @@
-"""A KV server short of file descriptors, and a client that asks for what never comes."""
+"""A KV server without free file descriptors, and a client that asks for blocks that never arrive."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from stoker.base.address import join_address, split_address
 from stoker.base.config import HandoffSettings
 from stoker.kv.blocks.transfer import PeerUnavailable
 from stoker.kv.peer import peer_client
-from stoker.kv.peer.peer_wire import Kind
+from stoker.kv.peer.peer_wire import FrameKind
 
 
 @contextmanager
@@ -42,17 +42,17 @@ def no_more_files() -> Iterator[None]:
             os.close(fd)
 
 
-def test_a_server_that_had_no_file_descriptor_left_lets_peers_in_again() -> None:
+def test_a_server_accepts_peers_again_after_it_ran_out_of_file_descriptors() -> None:
     world = World(ServerSetup())
     world.leases.put("L", keys(2), block_ids(5, 6), 2, True)
     with closing(world, puller := Puller(), one := socket.socket()):
         with no_more_files():
             one.connect(split_address(world.server.address))
-            time.sleep(0.3)  # it has tried to let it in
+            time.sleep(0.3)  # the server has tried to accept it
         assert puller.pull(world.ticket(), keys(2), block_ids(0, 1)) == [True, True]
 
 
-def test_nonsense_from_a_tickets_address_does_not_end_the_thread_that_releases_leases() -> None:
+def test_nonsense_from_a_peer_does_not_end_the_release_thread() -> None:
     nonsense = b"[" * 60_000
     world = World(ServerSetup())
     world.leases.put("L", keys(2), block_ids(5, 6), 2, True)
@@ -61,18 +61,18 @@ def test_nonsense_from_a_tickets_address_does_not_end_the_thread_that_releases_l
         puller.client.release(replace(world.ticket(), address=theirs))
         sock, _ = liar.accept()
         with sock:
-            sock.sendall(struct.pack("<HBxI", 0x4B56, Kind.CHALLENGE, len(nonsense)) + nonsense)
+            sock.sendall(struct.pack("<HBxI", 0x4B56, FrameKind.CHALLENGE, len(nonsense)) + nonsense)
             puller.client.release(world.ticket())
             wait_until(lambda: world.released == ["L"])
 
 
-def test_a_peer_that_has_fallen_silent_holds_up_the_release_of_others_leases_once(
+def test_a_silent_peer_delays_the_release_of_other_leases_only_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its own leases end by themselves: nobody need try each of them."""
+    """Its own leases expire, so that releasing each of them need not be tried."""
     world = World(ServerSetup())
     world.leases.put("L", keys(2), block_ids(5, 6), 2, True)
-    monkeypatch.setattr(peer_client, "_SILENT_S", 600.0)  # however long the test is held up
+    monkeypatch.setattr(peer_client, "_SILENT_S", 600.0)  # however long the test is delayed
     with closing(world, puller := Puller(), silent := socket.create_server(("127.0.0.1", 0), backlog=64)):
         gone = replace(world.ticket(), address=join_address(*silent.getsockname()), engine_id="gone")
         for number in range(8):
@@ -85,7 +85,7 @@ def test_a_peer_that_has_fallen_silent_holds_up_the_release_of_others_leases_onc
             silent.accept()
 
 
-def test_reading_ahead_does_not_wait_long_for_a_lease_that_never_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_ahead_does_not_wait_long_for_a_lease_that_never_opens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_client, "_OPENS_S", 0.5)
     with closing(world := World(ServerSetup()), puller := Puller()):
         started_s = time.monotonic()
@@ -95,7 +95,7 @@ def test_reading_ahead_does_not_wait_long_for_a_lease_that_never_opens(monkeypat
         assert time.monotonic() - started_s < 30
 
 
-def test_reading_ahead_waits_for_a_lease_that_is_open_and_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_ahead_waits_for_a_lease_that_is_open_and_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_client, "_OPENS_S", 0.0)
     with closing(world := World(ServerSetup()), puller := Puller()):
         world.leases.put("L", keys(1), block_ids(5), 0, False)
@@ -109,11 +109,11 @@ def test_reading_ahead_waits_for_a_lease_that_is_open_and_not_ready(monkeypatch:
         wait_until(lambda: world.leases.num_looks >= 2)
         world.leases.put("L", keys(1), block_ids(5), 1, True)
         reading.join(30)
-        assert came == [0]  # it has no name: nothing to keep, and nothing failed
+        assert came == [0]  # it has no name, so there is nothing to keep, and nothing failed
 
 
 @pytest.mark.parametrize("transport", ["tcp", "local"])
-def test_a_peer_that_has_stopped_is_not_waited_for_past_the_deadline(transport: str) -> None:
+def test_a_pull_from_a_stopped_peer_ends_at_the_deadline(transport: str) -> None:
     settings = HandoffSettings(transports=(transport,))
     with closing(remote := RemoteServer(ServerSetup(settings=settings)), puller := Puller(settings=settings)):
         remote.lease("L", keys(2), block_ids(5, 6), 2, True)

@@ -1,4 +1,4 @@
-"""What a process believes to lie in the disk tier's directory, while others remove files, and the directory, under it."""
+"""The disk index while other processes remove files and the directory."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from stoker.kv.store.tiers.disk.disk_index import Change, Journal, scan
+from stoker.kv.store.tiers.disk.disk_index import scan
+from stoker.kv.store.tiers.disk.disk_journal import DiskJournal, JournalChange
 
 
-def test_a_block_that_goes_during_the_scan_is_the_only_one_missed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_block_removed_during_the_scan_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / ("00" * 8) / "0" / "0"
     folder.mkdir(parents=True)
     for number in range(20):
@@ -26,7 +25,7 @@ def test_a_block_that_goes_during_the_scan_is_the_only_one_missed(
     def scandir(path: Path) -> Iterator[Iterator[os.DirEntry[str]]]:
         with real_scandir(path) as entries:
             listed = list(entries)
-        os.unlink(listed[3].path)  # by another worker, which makes room
+        os.unlink(listed[3].path)  # by another worker's eviction
         yield iter(listed)
 
     monkeypatch.setattr(os, "scandir", scandir)
@@ -34,21 +33,21 @@ def test_a_block_that_goes_during_the_scan_is_the_only_one_missed(
 
 
 @pytest.mark.parametrize("does", ["read", "append"])
-def test_a_journal_that_cannot_be_opened_again_leaves_the_files_of_others_alone(tmp_path: Path, does: str) -> None:
+def test_a_journal_that_cannot_be_reopened_does_not_touch_other_files(tmp_path: Path, does: str) -> None:
     root = tmp_path / "kv"
     root.mkdir()
-    journal, other = Journal(root / "journal"), Journal(root / "journal")
-    change = Change(b"a" * 24, 1, True)
+    journal, other = DiskJournal(root / "journal"), DiskJournal(root / "journal")
+    change = JournalChange(b"a" * 24, 1, True)
     shutil.rmtree(root)
     with pytest.raises(FileNotFoundError):
-        journal.news() if does == "read" else journal.append([change])
-    somebodys = os.memfd_create("somebody's")  # gets the lowest number that is free
+        journal.read_changes() if does == "read" else journal.append([change])
+    unrelated = os.memfd_create("unrelated")  # gets the lowest free descriptor number
     root.mkdir()
     other.append([change])
     journal.append([])
-    assert set(journal.news()) == {change}  # in the old one, too
-    os.fstat(somebodys)
-    assert os.pread(somebodys, 1000, 0) == b""
-    os.close(somebodys)
+    assert set(journal.read_changes()) == {change}  # in the old file too
+    os.fstat(unrelated)
+    assert os.pread(unrelated, 1000, 0) == b""
+    os.close(unrelated)
     journal.close()
     other.close()

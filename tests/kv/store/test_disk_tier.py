@@ -1,4 +1,4 @@
-"""The disk tier's own: what a start finds, what damage, full and failing disks and other workers do, and who can read it."""
+"""The disk tier: restarts, damaged files, full and failing disks, other workers, and encryption."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from stoker.base.errors import ConfigError
 from stoker.base.ids import BlockKey
 from stoker.kv.blocks.layout import KvLayout
 from stoker.kv.blocks.transfer import BlockName, TierUnavailable
-from stoker.kv.store.tiers.disk import disk_contents, disk_index
+from stoker.kv.store.tiers.disk import disk_contents, disk_index, disk_journal
 from stoker.kv.store.tiers.disk import disk_directory as disk_dir
 from stoker.kv.store.tiers.disk import disk_tier as disk_module
 from stoker.kv.store.tiers.disk.block_file import BlockFiles
 from stoker.kv.store.tiers.disk.disk_encryption import Cipher, read_key
-from stoker.kv.store.tiers.disk.disk_index import Change, Journal
+from stoker.kv.store.tiers.disk.disk_journal import DiskJournal, JournalChange
 from stoker.kv.store.tiers.disk.disk_tier import DiskTier, disk_tier
 from stoker.kv.store.tiers.process_liveness import started_at
 from stoker.kv.store.tiers.tier import HostBytes, TierContext
@@ -40,7 +40,7 @@ KEY = bytes(range(32))
 
 
 class Made:
-    """Tiers of one directory, closed at the end."""
+    """Makes tiers of one directory, and closes them at the end."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -72,7 +72,7 @@ class Made:
 
 
 class Clock:
-    """Of the pauses: a test that is held up between two calls is still in the pause."""
+    """The clock of the pauses, so that a delayed test is still within a pause."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 1000.0
@@ -81,8 +81,8 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However busy the machine is, its disk answers in time."""
-    monkeypatch.setattr(disk_module, "_ANSWER_S", 60.0)
+    """However busy the machine is, the disk answers in time."""
+    monkeypatch.setattr(disk_module, "_LOOKUP_S", 60.0)
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_a_restart_keeps_every_block(make: Made, key: bytes | None) -> None:
     write(tier, *range(50))
     tier.close()
     again = make(key=key, scanned=False)
-    assert find(again, *range(50)) == [True] * 50  # whether or not the scan has come to them
+    assert find(again, *range(50)) == [True] * 50  # whether or not the scan has reached them
     assert again._contents.scanned.wait(30)
     assert read(again, *range(50)) == [True] * 50
     assert again.stats().blocks == 50
@@ -141,7 +141,7 @@ def test_a_restart_keeps_every_block(make: Made, key: bytes | None) -> None:
     assert names == {name_of(number).key: name_of(number) for number in range(50)}
 
 
-def test_the_order_of_use_outlives_a_restart(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_of_last_use_survives_a_restart(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_module, "_NOTE_USE_NS", 0)
     tier = make(blocks=10)
     for number in range(10):
@@ -167,11 +167,11 @@ def test_a_smaller_size_takes_effect_at_the_start(make: Made) -> None:
 
 
 def held_scans(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Scans find nothing before this is set."""
+    """Scans find nothing before the event is set."""
     may_go_on = threading.Event()
     real = disk_index.scan
 
-    def slow(root: Path) -> Iterator[dict[bytes, disk_index.Entry]]:
+    def slow(root: Path) -> Iterator[dict[bytes, disk_index.FileEntry]]:
         may_go_on.wait(60)
         yield from real(root)
 
@@ -194,20 +194,20 @@ def test_a_start_does_not_wait_for_the_scan(make: Made, monkeypatch: pytest.Monk
     assert again.stats().used_bytes == 11 * FILE
 
 
-def test_what_a_long_scan_finds_is_told(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_found_by_a_long_scan_are_listed(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = make()
     write(tier, *range(10))
     tier.close()
     may_go_on = held_scans(monkeypatch)
     again = make(scanned=False)
-    told: list[BlockName] = []
-    listing = threading.Thread(target=lambda: told.extend(again.names()))
+    listed: list[BlockName] = []
+    listing = threading.Thread(target=lambda: listed.extend(again.names()))
     listing.start()
     listing.join(0.2)
     assert listing.is_alive(), "it waits, however long that takes: a million files are looked at for minutes"
     may_go_on.set()
     listing.join(60)
-    assert {name.key for name in told} == {name_of(number).key for number in range(10)}
+    assert {name.key for name in listed} == {name_of(number).key for number in range(10)}
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
@@ -232,7 +232,7 @@ def test_a_damaged_file_is_dropped_and_counted(make: Made, damage: str, key: byt
     path = path_of(make.root, 1)
     DAMAGE[damage](path)
     if key and damage == "bit of the token ids":
-        # They are sealed apart: reading the block does not need them, asking for the name does.
+        # Head and block are encrypted separately: reading the block does not need the head, reading the name does.
         assert [name.key for name in tier.names()] == [name_of(2).key]
         return
     assert read(tier, 1, 2) == [False, True]
@@ -245,7 +245,7 @@ def test_a_damaged_file_is_dropped_and_counted(make: Made, damage: str, key: byt
 
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
-def test_two_files_that_were_swapped_are_both_dropped(make: Made, key: bytes | None) -> None:
+def test_two_swapped_files_are_both_dropped(make: Made, key: bytes | None) -> None:
     tier = make(key=key)
     write(tier, 1, 2)
     one, two = path_of(make.root, 1), path_of(make.root, 2)
@@ -268,7 +268,7 @@ def test_nothing_of_the_prompt_can_be_read_in_an_encrypted_directory(make: Made)
     for one in raw:
         for secret in (b"secret", b"DCBA", b"p" * 16, b"thesalt"):
             assert secret not in one
-    assert raw[0][4096:] != raw[1][4096:]  # a nonce of its own for each file
+    assert raw[0][4096:] != raw[1][4096:]  # each file has its own nonce
     assert next(tier.names()).token_ids == name.token_ids
 
 
@@ -277,7 +277,7 @@ def test_another_key_or_none_is_refused_at_the_start(make: Made) -> None:
     write(tier, 1)
     with pytest.raises(ConfigError, match="encrypted with another key"):
         make(key=bytes(32))
-    with pytest.raises(ConfigError, match="is encrypted: it needs its"):
+    with pytest.raises(ConfigError, match=r"is encrypted: set store\.disk_key_file"):
         make()
     assert read(make(key=KEY), 1) == [True]
 
@@ -311,14 +311,14 @@ def test_key_files(tmp_path: Path) -> None:
     path.write_text(KEY.hex() + "\n")
     assert read_key(path) == KEY
     path.write_text("short")
-    with pytest.raises(ConfigError, match="holds 5 bytes: 32 bytes, or 64 hex digits") as refused:
+    with pytest.raises(ConfigError, match="holds 5 bytes: write 32 bytes or 64 hex digits") as refused:
         read_key(path)
     assert "short" not in str(refused.value)
     with pytest.raises(ConfigError, match="No such file"):
         read_key(tmp_path / "none")
 
 
-def test_what_killed_writers_left_is_removed_and_what_the_living_write_is_not(make: Made) -> None:
+def test_files_of_killed_writers_are_removed_and_those_of_living_ones_are_not(make: Made) -> None:
     make().close()
     parent = os.getppid()
     living = make.root / "tmp" / f"{parent}-{started_at(parent)}-x-1"
@@ -339,11 +339,11 @@ def test_workers_that_share_a_directory_see_and_count_each_others_blocks(make: M
     assert find(one, *range(20)) == find(two, *range(20)) == [True] * 20
     assert one.stats().used_bytes == two.stats().used_bytes == 20 * FILE
     assert read(one, *range(10, 20)) == [True] * 10
-    write(two, *range(20, 25))  # two has seen no use of ten of them
+    write(two, *range(20, 25))  # the second tier has seen no use of ten of them
     assert len(list(make.root.rglob("*.kv"))) == 20
     time.sleep(0.01)
     assert sum(find(one, *range(25))) == sum(read(one, *range(25))) == 20
-    assert make.lost.count(make.lost[0]) == 2  # both have told their listeners
+    assert make.lost.count(make.lost[0]) == 2  # both have reported it
 
 
 def test_a_use_by_another_worker_counts(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,7 +357,7 @@ def test_a_use_by_another_worker_counts(make: Made, monkeypatch: pytest.MonkeyPa
     assert find(one, 0, 1, 2) == [True, False, True]
 
 
-def test_a_file_that_somebody_removed_is_a_miss(make: Made) -> None:
+def test_a_file_deleted_by_hand_is_a_miss(make: Made) -> None:
     tier = make()
     write(tier, 1, 2)
     path_of(make.root, 1).unlink()
@@ -369,14 +369,14 @@ def test_a_file_that_somebody_removed_is_a_miss(make: Made) -> None:
     assert read(tier, 2, 3) == [False, True]
 
 
-def test_a_block_that_goes_while_it_is_read_is_not_counted_again(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_removed_during_its_read_is_not_counted_twice(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = make()
     write(tier, 1)
     real_read = BlockFiles.read
 
     def read_and_evict(files: BlockFiles, path: str, key: BlockKey, into: HostBytes, use_ns: int | None) -> None:
         real_read(files, path, key, into, use_ns)
-        tier.drop([key])  # as another thread does, which makes room
+        tier.drop([key])  # as another thread does when it evicts
 
     monkeypatch.setattr(BlockFiles, "read", read_and_evict)
     assert read(tier, 1) == [True]
@@ -384,7 +384,7 @@ def test_a_block_that_goes_while_it_is_read_is_not_counted_again(make: Made, mon
     assert tier.stats().used_bytes == 0
 
 
-def test_blocks_of_other_models_count_and_go_when_they_are_the_oldest(make: Made) -> None:
+def test_blocks_of_other_models_count_and_are_evicted_when_oldest(make: Made) -> None:
     old = make(blocks=10, fingerprint="old")
     write(old, *range(10))
     old.close()
@@ -392,7 +392,7 @@ def test_blocks_of_other_models_count_and_go_when_they_are_the_oldest(make: Made
     assert find(new, *range(10)) == [False] * 10
     assert write(new, 1, 2, 3) == [True] * 3
     assert len(list(make.root.rglob("*.kv"))) == 10
-    assert make.lost == []  # not this listener's blocks
+    assert make.lost == []  # blocks of another model
 
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
@@ -410,9 +410,7 @@ def test_blocks_and_buffers_of_odd_sizes(
     assert np.array_equal(into, data_of(1, size))
 
 
-def test_a_file_system_without_direct_io_is_read_and_written_as_any(
-    make: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_without_direct_io_works(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.open
 
     def no_direct(path: str, flags: int, mode: int = 0o777, **rest: int) -> int:
@@ -439,7 +437,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", path], check=True)
 
 
-def test_a_full_disk_declines_and_is_tried_again_later(tiny_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_declines_blocks_and_is_retried_later(tiny_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make, clock = Made(tiny_disk / "kv"), Clock(monkeypatch)
     tier = make()
     had = write(tier, *range(10))
@@ -450,10 +448,10 @@ def test_a_full_disk_declines_and_is_tried_again_later(tiny_disk: Path, monkeypa
     errors = tier.stats().errors
     assert write(tier, 11, 12) == [False, False]  # not even tried
     assert tier.stats().errors == errors
-    assert read(tier, *range(10)) == had  # and reading goes on
+    assert read(tier, *range(10)) == had  # and reading continues
     tier.drop([name_of(number).key for number in range(5)])
-    assert tier._health.full.left_s <= 1.0
-    clock.now_s += tier._health.full.left_s
+    assert tier._health.full_backoff.left_s <= 1.0
+    clock.now_s += tier._health.full_backoff.left_s
     assert write(tier, 11) == [True]
     assert read(tier, 11) == [True]
     make.close()
@@ -477,14 +475,14 @@ def test_a_disk_that_has_become_read_only_is_still_read(make: Made, monkeypatch:
             read_only.setattr(os, call, refuse)
         read_only.setattr(os, "open", open_only_to_read)
         for number in range(20, 25):
-            assert write(tier, number) == [False]  # with room to be made first
+            assert write(tier, number) == [False]  # with an eviction first
             assert read(tier, *range(10)) == [True] * 10
         assert tier.stats().errors == 1, "it was not tried again before its time"
-    clock.now_s += tier._health.full.left_s
+    clock.now_s += tier._health.full_backoff.left_s
     assert write(tier, 20) == [True]
 
 
-def test_a_failing_disk_rests_and_is_tried_again_later(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_disk_is_paused_and_retried_later(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     tier = make()
     write(tier, *range(10))
@@ -502,9 +500,9 @@ def test_a_failing_disk_rests_and_is_tried_again_later(make: Made, monkeypatch: 
     assert write(tier, 20) == [False]
     with pytest.raises(TierUnavailable):
         read(tier, 1)
-    assert tier.stats().errors == 3  # left alone
+    assert tier.stats().errors == 3  # not used
     monkeypatch.setattr(os, "preadv", real)
-    clock.now_s += tier._health.resting.left_s
+    clock.now_s += tier._health.error_backoff.left_s
     assert read(tier, *range(10)) == [True] * 10
     assert make.lost == []
 
@@ -513,11 +511,11 @@ def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"store\.disk_dir"):
         Made(tmp_path / "file" / "kv")()
-    with pytest.raises(ConfigError, match="holds no block"):
+    with pytest.raises(ConfigError, match="smaller than one block"):
         Made(tmp_path / "kv")(blocks=0)
 
 
-def test_the_kernels_cache_is_passed_by_only_below_a_host_tier(tmp_path: Path) -> None:
+def test_the_page_cache_is_bypassed_only_below_a_host_tier(tmp_path: Path) -> None:
     context = TierContext("f", LAYOUT, lambda keys: None)
     for host_gib, direct in ((1.0, True), (0.0, False)):
         tier = disk_tier(StoreSettings(host_gib=host_gib, disk_dir=str(tmp_path / "kv")), context)
@@ -526,31 +524,31 @@ def test_the_kernels_cache_is_passed_by_only_below_a_host_tier(tmp_path: Path) -
         tier.close()
 
 
-def test_the_journal_goes_on_in_a_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_index, "_ROTATE_BYTES", 500)
+def test_the_journal_continues_in_a_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_journal, "_ROTATE_BYTES", 500)
     path = tmp_path / "journal"
-    one, two, three = Journal(path), Journal(path), Journal(path)
-    changes = [Change(bytes([number]) * 24, number, number % 2 == 0) for number in range(200)]
-    seen: list[Change] = []
+    one, two, three = DiskJournal(path), DiskJournal(path), DiskJournal(path)
+    changes = [JournalChange(bytes([number]) * 24, number, number % 2 == 0) for number in range(200)]
+    seen: list[JournalChange] = []
     for at, change in enumerate(changes):
         (one, two)[at % 2].append([change])
         if at % 3 == 0:
-            seen += three.news()
-    seen += three.news()
-    assert list(dict.fromkeys(seen)) == changes  # some came twice: never is one lost
+            seen += three.read_changes()
+    seen += three.read_changes()
+    assert list(dict.fromkeys(seen)) == changes  # some arrived twice, but none was lost
     assert not path.exists() or path.stat().st_size <= 600
     for journal in (one, two, three):
         journal.close()
 
 
-def test_a_record_that_a_full_disk_cut_short_is_skipped(tmp_path: Path) -> None:
+def test_a_record_truncated_by_a_full_disk_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    one, two = Journal(path), Journal(path)
-    first, second = Change(b"a" * 24, 1, True), Change(b"b" * 24, 2, False)
+    one, two = DiskJournal(path), DiskJournal(path)
+    first, second = JournalChange(b"a" * 24, 1, True), JournalChange(b"b" * 24, 2, False)
     one.append([first])
     with path.open("ab") as file:
         file.write(path.read_bytes()[:20])
     one.append([second])
-    assert two.news() == [first, second]
+    assert two.read_changes() == [first, second]
     one.close()
     two.close()

@@ -1,4 +1,5 @@
-"""The host tier's own: one memory for several processes, which die where they like; what they leave, and what does not fit."""
+"""The host tier: one memory for several processes, which may die at any point, what they leave behind, and what does
+not fit."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from stoker.kv.store.tiers.tier import HostBytes, TierContext
 LAYOUT = KvLayout(num_layers=1, num_heads=1, head_dim=32, block_tokens=16, dtype="float32", dtype_bytes=4)
 BLOCK = LAYOUT.block_bytes
 SLOTS = 8
-DEAD = (2**22 + 1, 1)  # no pid is that large
+DEAD = (2**22 + 1, 1)  # no process has such a large pid
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def store() -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lock is waited for, also on a machine that stalls while somebody has it."""
+    """A lock is waited for even if the machine stalls while it is held."""
     for name in ("host_tier", "host_memory"):
         monkeypatch.setattr(f"stoker.kv.store.tiers.host.{name}.LOCK_S", 60.0)
 
@@ -75,7 +76,7 @@ def slot_of(tier: HostTier, number: int) -> int:
 
 
 def leave_half_written(tier: HostTier, number: int, owner: tuple[int, int]) -> int:
-    with tier._changing() as table:
+    with tier._locked_table() as table:
         slot = tier._take_slot(table, time.monotonic_ns(), [])
         assert slot is not None
         table.begin(slot, name_of(number), owner, time.monotonic_ns())
@@ -97,7 +98,7 @@ def test_a_named_store_outlives_its_users(store: str) -> None:
     empty.close()
 
 
-def test_other_models_are_other_stores(store: str) -> None:
+def test_each_model_has_its_own_store(store: str) -> None:
     one, two = make(store), make(store, fingerprint="another")
     write(one, 1)
     assert read(two, 1) == [False]
@@ -119,7 +120,7 @@ def test_two_users_see_each_others_blocks_and_evictions(store: str) -> None:
     two.close()
 
 
-def test_memory_is_taken_as_it_is_used(store: str) -> None:
+def test_memory_is_allocated_as_it_is_used(store: str) -> None:
     tier = make(store, slots=4096)
     (before,) = (one.used_bytes for one in host_stores() if one.name == store)
     write(tier, *range(10))
@@ -128,9 +129,9 @@ def test_memory_is_taken_as_it_is_used(store: str) -> None:
     tier.close()
 
 
-def test_a_size_that_differs_is_named_while_the_store_is_used_and_replaced_when_not(store: str) -> None:
+def test_another_size_is_refused_while_the_store_is_in_use_and_replaces_it_otherwise(store: str) -> None:
     tier = make(store, slots=8)
-    with pytest.raises(ConfigError, match=r"for 8 blocks of 4096 bytes.*here: 9 blocks of 4096 bytes"):
+    with pytest.raises(ConfigError, match=r"for 8 blocks of 4096 bytes.*this worker needs 9 blocks of 4096 bytes"):
         make(store, slots=9)
     tier.close()
     larger = make(store, slots=9)
@@ -138,23 +139,25 @@ def test_a_size_that_differs_is_named_while_the_store_is_used_and_replaced_when_
     larger.close()
 
 
-def test_what_does_not_fit_is_refused_at_the_start(store: str) -> None:
-    with pytest.raises(ConfigError, match=r"host_gib needs \d+\.\d\d GiB, and .* GiB in /dev/shm are free"):
+def test_a_store_that_does_not_fit_is_refused_at_the_start(store: str) -> None:
+    with pytest.raises(ConfigError, match=r"host_gib needs \d+\.\d\d GiB, but only .* GiB in /dev/shm are free"):
         make(store, slots=(4096 << 30) // BLOCK)
     with pytest.raises(ConfigError, match=r"of this machine's RAM are free"):
         make(None, slots=(4096 << 30) // BLOCK)
     assert [one for one in host_stores() if one.name == store] == []
-    with pytest.raises(ConfigError, match="holds no block of 4096 bytes"):
+    with pytest.raises(ConfigError, match="smaller than one block of 4096 bytes"):
         make(None, slots=0)
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "../x", "x" * 65])
-def test_a_name_that_is_no_file_name_is_refused(name: str) -> None:
+def test_an_invalid_store_name_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=r"store\.name"):
         make(name)
 
 
-def test_dev_shm_that_another_filled_declines_instead_of_killing(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_dev_shm_declines_blocks_instead_of_killing_the_process(
+    store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tier = make(store)
 
     def full(fd: int, offset: int, size: int) -> None:
@@ -162,13 +165,13 @@ def test_dev_shm_that_another_filled_declines_instead_of_killing(store: str, mon
 
     write(tier, 1)
     monkeypatch.setattr(os, "posix_fallocate", full)
-    assert write(tier, 2) == [True]  # in the place of the oldest
+    assert write(tier, 2) == [True]  # replaces the oldest
     assert read(tier, 1, 2) == [False, True]
     assert tier.stats().errors == 1
     tier.close()
 
 
-def test_a_slot_of_a_killed_writer_is_used_again(store: str) -> None:
+def test_a_slot_of_a_killed_writer_is_reused(store: str) -> None:
     tier = make(store)
     for number in range(SLOTS):
         leave_half_written(tier, number, DEAD)
@@ -179,7 +182,7 @@ def test_a_slot_of_a_killed_writer_is_used_again(store: str) -> None:
     tier.close()
 
 
-def test_a_slot_being_written_is_left_alone(store: str) -> None:
+def test_a_slot_being_written_is_not_touched(store: str) -> None:
     tier = make(store)
     alive = (os.getppid(), started_at(os.getppid()))
     slots = {leave_half_written(tier, number, alive) for number in (1, 2)}
@@ -191,7 +194,7 @@ def test_a_slot_being_written_is_left_alone(store: str) -> None:
     tier.close()
 
 
-def test_a_new_user_reclaims_what_the_dead_left(store: str) -> None:
+def test_a_new_user_reclaims_slots_of_dead_writers(store: str) -> None:
     tier = make(store)
     slot = leave_half_written(tier, 1, DEAD)
     tier.close()
@@ -202,7 +205,7 @@ def test_a_new_user_reclaims_what_the_dead_left(store: str) -> None:
 
 @pytest.mark.parametrize("damage", ["buckets", "counters", "doubled", "state"])
 def test_a_crash_inside_a_change_is_repaired_from_the_slots(store: str, damage: str) -> None:
-    """Whatever a process may have left half-changed when it died with the lock: the next one rebuilds it."""
+    """Whatever state a process leaves when it dies with the lock, the next one rebuilds the table."""
     one, two = make(store), make(store)
     write(one, 1, 2, 3)
     leave_half_written(one, 4, DEAD)
@@ -234,14 +237,14 @@ def test_a_crash_inside_a_change_is_repaired_from_the_slots(store: str, damage: 
     two.close()
 
 
-def test_bytes_under_another_blocks_key_are_wrong(store: str) -> None:
+def test_bytes_under_the_key_of_another_block_are_wrong(store: str) -> None:
     lost: list[BlockKey] = []
     tier = make(store, lost=lost)
     write(tier, 1, 2)
     table = tier._open()
     one, two = slot_of(tier, 1), slot_of(tier, 2)
     table.slab[[one, two]] = table.slab[[two, one]]
-    table.seals[[one, two]] = table.seals[[two, one]]
+    table.checksums[[one, two]] = table.checksums[[two, one]]
     assert read(tier, 1, 2) == [False, False]
     assert tier.stats().corrupt == 2
     assert sorted(lost) == [name_of(1).key, name_of(2).key]
@@ -251,7 +254,7 @@ def test_bytes_under_another_blocks_key_are_wrong(store: str) -> None:
 def test_a_slot_that_changes_under_a_reader_is_a_miss_and_no_corruption(
     store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reader is slow: between its look and its copy the slot goes to another block."""
+    """A slow reader: between its lookup and its copy the slot is reused for another block."""
     tier = make(store)
     write(tier, 1)
     table, slot = tier._open(), slot_of(tier, 1)
@@ -279,7 +282,7 @@ def hold_lock(path: str, is_held: multiprocessing.synchronize.Event) -> None:
     time.sleep(60)
 
 
-def test_a_lock_whose_holder_hangs_is_not_waited_for_for_ever_and_is_free_when_it_dies(
+def test_waiting_for_a_lock_times_out_and_the_lock_is_free_when_its_holder_dies(
     store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = make(store)
@@ -325,7 +328,7 @@ def test_gone_buckets_are_cleaned_up() -> None:
     tier.close()
 
 
-def test_users_that_come_at_once_make_one_store(store: str) -> None:
+def test_users_that_start_at_the_same_time_make_one_store(store: str) -> None:
     tiers: list[HostTier] = []
     threads = [threading.Thread(target=lambda: tiers.append(make(store))) for _ in range(8)]
     for thread in threads:
@@ -338,7 +341,7 @@ def test_users_that_come_at_once_make_one_store(store: str) -> None:
         tier.close()
 
 
-def test_a_store_whose_maker_was_killed_is_made_anew(store: str) -> None:
+def test_a_store_whose_creator_was_killed_is_created_again(store: str) -> None:
     make(store).close()
     (path,) = (one.path for one in host_stores() if one.name == store)
     path.write_bytes(bytes(8192))
@@ -357,14 +360,14 @@ def test_a_file_of_another_user_is_refused(store: str) -> None:
         make(store)
 
 
-def test_a_blocks_name_that_has_no_room_is_declined() -> None:
+def test_a_block_whose_name_does_not_fit_is_declined() -> None:
     tier = make(None)
     odd = [replace(name_of(1), salt="x" * 65), replace(name_of(2), token_ids=tuple(range(17))), name_of(3)]
     assert put(tier, odd, [data_of(number) for number in (1, 2, 3)]) == [False, False, True]
     tier.close()
 
 
-def test_pids_are_told_apart_by_their_start() -> None:
+def test_processes_with_the_same_pid_are_distinguished_by_their_start() -> None:
     pid = os.getpid()
     assert is_alive(pid, started_at(pid))
     assert not is_alive(pid, started_at(pid) + 1)

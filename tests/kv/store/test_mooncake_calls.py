@@ -10,21 +10,21 @@ from itertools import chain
 import pytest
 
 from stoker.kv.blocks.transfer import TierUnavailable
-from stoker.kv.store.tiers.mooncake.mooncake_client import Lane
+from stoker.kv.store.tiers.mooncake.mooncake_call_lane import CallLane
 from stoker.kv.store.tiers.mooncake.mooncake_tier import _batches
 
 
 @pytest.mark.parametrize(
     ("count", "most", "sizes"), [(0, 8, []), (1, 8, [1]), (8, 8, [8]), (9, 8, [4, 5]), (127, 32, [31, 32, 32, 32])]
 )
-def test_batches_are_few_and_of_one_size(count: int, most: int, sizes: list[int]) -> None:
+def test_batches_are_few_and_of_equal_size(count: int, most: int, sizes: list[int]) -> None:
     batches = list(_batches(range(count), most))
     assert [len(batch) for batch in batches] == sizes
     assert list(chain.from_iterable(batches)) == list(range(count))
 
 
-def test_calls_that_poll_stand_back() -> None:
-    lane = Lane("test", 1, 7)
+def test_polling_calls_have_a_lower_priority() -> None:
+    lane = CallLane("test", 1, 7)
     here = os.getpriority(os.PRIO_PROCESS, 0)
     there = lane.submit(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())).result(60)
     assert there == min(19, here + 7)
@@ -32,11 +32,11 @@ def test_calls_that_poll_stand_back() -> None:
     assert lane.stop(time.monotonic() + 60)
 
 
-def test_a_lane_takes_so_many_calls() -> None:
-    lane, until = Lane("test", 1), threading.Event()
+def test_a_lane_bounds_its_pending_calls() -> None:
+    lane, until = CallLane("test", 1), threading.Event()
     for _ in range(4):
         lane.submit(lambda: until.wait(60))
-    with pytest.raises(TierUnavailable, match="4 calls wait in the test lane"):
+    with pytest.raises(TierUnavailable, match="4 calls already wait in the test lane"):
         lane.submit(lambda: True)
     until.set()
     assert lane.stop(time.monotonic() + 60)

@@ -1,4 +1,5 @@
-"""The Mooncake tier when parts of the store die, hang, fill up or lie: misses and declined blocks, soon; never wrong bytes."""
+"""The Mooncake tier when parts of the store die, hang, fill up or return wrong data: quick misses and declined blocks,
+never wrong bytes."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ from stoker.kv.store.tiers.mooncake.mooncake_tier import MooncakeTier
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason=f"Mooncake is not installed: {INSTALL_HINT}")
 
-NOTICED_S = 0.5  # no call takes longer, once it is known that somebody is gone; the client itself tries for seconds
+NOTICED_S = 0.5  # no call takes longer once the failure is known; the client library itself tries for seconds
 
 
 @pytest.fixture
@@ -53,8 +54,8 @@ def keys_of(names: Sequence[BlockName]) -> list[BlockKey]:
 
 
 def seconds_of_all_calls(tier: MooncakeTier, names: list[BlockName], rounds: int = 5) -> float:
-    """Of the slowest of the three, which must have nothing and take nothing. The median of some rounds, a bit apart: a machine that
-    stalls is not slow each time."""
+    """The time of the slowest of the three calls, which must find and take nothing. It is the median of several rounds
+    with pauses, because a stalled machine is not slow every time."""
     keys, data = keys_of(names), [contents(name) for name in names]
     into = [np.empty_like(one) for one in data]
     slowest: list[float] = []
@@ -70,10 +71,10 @@ def seconds_of_all_calls(tier: MooncakeTier, names: list[BlockName], rounds: int
     return median(slowest)
 
 
-def test_a_dead_owner_is_a_miss_and_its_blocks_can_be_written_anew(tmp_path: Path) -> None:
+def test_blocks_of_a_dead_owner_are_misses_and_can_be_written_again(tmp_path: Path) -> None:
     theirs, ours = chain(60), chain(20, seed=1)
     with (
-        # It lists the dead for as long as the test takes.
+        # The master lists dead workers for the whole test.
         MooncakeMaster(tmp_path / "master.log", lease_ms=200, client_ttl_s=60) as master,
         WorkerProcess(master.address, 1 / 16) as other,
     ):
@@ -87,7 +88,7 @@ def test_a_dead_owner_is_a_miss_and_its_blocks_can_be_written_anew(tmp_path: Pat
         with suppress(TierUnavailable):
             assert not any(read(tier, theirs[:30]))
         assert time.monotonic() - started_s < 15, "the client tries for half a minute"
-        # From now on nothing of that owner is tried, not even blocks that nobody asked for before.
+        # From now on nothing of that owner is read, not even blocks that were never requested before.
         assert within(PATIENCE_S, lambda: not any(tier.find(keys_of(theirs))))
         assert finds(tier, ours)
         assert reads(tier, ours), "the living are not made to wait"
@@ -96,11 +97,11 @@ def test_a_dead_owner_is_a_miss_and_its_blocks_can_be_written_anew(tmp_path: Pat
         tier.close()
 
 
-def test_whoever_waits_for_a_call_that_hangs_is_let_go(master: MooncakeMaster) -> None:
+def test_a_caller_stops_waiting_for_a_call_that_hangs(master: MooncakeMaster) -> None:
     names, let_go, is_late = chain(4), threading.Event(), threading.Event()
     tier = make_tier(master.address, 1 / 16)
     assert writes(tier, names)
-    real = tier._link._client
+    real = tier._store_client._client
 
     class Hanging:
         def __getattr__(self, name: str) -> Callable[..., object]:
@@ -113,10 +114,10 @@ def test_whoever_waits_for_a_call_that_hangs_is_let_go(master: MooncakeMaster) -
 
     for call in (lambda: tier.find(keys_of(names)), lambda: read(tier, names)):
         assert finds(tier, names)
-        tier._link._client = Hanging()
+        tier._store_client._client = Hanging()
         with suppress(TierUnavailable):
             assert not any(call())
-        tier._link._client = real
+        tier._store_client._client = real
     assert not is_late.is_set()
     let_go.set()
     tier.close()
@@ -140,7 +141,7 @@ def test_a_dead_master_is_noticed_once_and_hits_recover_after_its_restart(master
     tier.close()
 
 
-def test_a_master_that_hangs_keeps_nobody(master: MooncakeMaster) -> None:
+def test_a_hanging_master_blocks_no_caller(master: MooncakeMaster) -> None:
     names = chain(20)
     tier = make_tier(master.address, 1 / 16)
     assert writes(tier, names)
@@ -154,7 +155,7 @@ def test_a_master_that_hangs_keeps_nobody(master: MooncakeMaster) -> None:
     tier.close()
 
 
-def test_a_full_store_evicts_or_declines_and_says_what_went(master: MooncakeMaster) -> None:
+def test_a_full_store_evicts_or_declines_and_reports_evictions(master: MooncakeMaster) -> None:
     names, evicted = chain(1600), list[BlockKey]()  # 51 MiB into 32
     tier = make_tier(master.address, 1 / 32, evicted)
     taken: list[bool] = []
@@ -233,7 +234,7 @@ def test_a_worker_starts_without_its_store_and_finds_it_later(tmp_path: Path) ->
         tier.close()
 
 
-def test_a_process_ends_in_peace_whatever_is_dead(master: MooncakeMaster) -> None:
+def test_a_process_ends_normally_whatever_is_dead(master: MooncakeMaster) -> None:
     """Without close(): while a read from a dead owner hangs, and without a master."""
     with (
         WorkerProcess(master.address, 1 / 16) as owner,

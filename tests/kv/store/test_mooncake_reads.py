@@ -1,4 +1,5 @@
-"""Reads of Mooncake's Transfer Engine: how many at a time, how they end, and which objects come by them. Needs no Mooncake."""
+"""Reads through Mooncake's Transfer Engine: how many at a time, how they end, and which objects use them. Needs no
+Mooncake."""
 
 from __future__ import annotations
 
@@ -13,18 +14,18 @@ import pytest
 
 from stoker.kv.blocks.layout import KvLayout
 from stoker.kv.device.checksum import checksum
-from stoker.kv.mooncake.transfer_engine import REQUEST_BYTES, Runs, read_in_turn
-from stoker.kv.store.block_io import ROOM_BYTES, new_buffer
+from stoker.kv.mooncake.transfer_engine import REQUEST_BYTES, RemoteRanges, read_in_order
+from stoker.kv.store.buffer_pool import HEADROOM_BYTES, new_buffer
 from stoker.kv.store.tiers.mooncake.mooncake_client import TRANSFER_FAILED
-from stoker.kv.store.tiers.mooncake.mooncake_frames import Frames
 from stoker.kv.store.tiers.mooncake.mooncake_object import ObjectFormat
+from stoker.kv.store.tiers.mooncake.mooncake_object_buffers import ObjectBuffers
 from stoker.kv.store.tiers.mooncake.mooncake_reads import fetch
 from stoker.kv.store.tiers.tier import HostBytes
 
 
 @dataclass
 class Engine:
-    """A job needs to be asked `looks` times before it has ended; requests of `dead` segments fail."""
+    """A job must be polled `looks` times before it has ended. Requests to `dead` segments fail."""
 
     looks: int = 3
     dead: tuple[str, ...] = ()
@@ -70,25 +71,25 @@ def blocks(count: int, size: int) -> list[HostBytes]:
     return made
 
 
-def runs(segment: str, ours: Sequence[HostBytes], theirs: Sequence[HostBytes]) -> Runs:
-    return Runs(
+def runs(segment: str, ours: Sequence[HostBytes], theirs: Sequence[HostBytes]) -> RemoteRanges:
+    return RemoteRanges(
         segment, [one.ctypes.data for one in ours], [one.ctypes.data for one in theirs], [len(one) for one in ours]
     )
 
 
 @pytest.mark.parametrize("each", [1, 3])
-def test_a_few_reads_are_under_way_and_all_bytes_come(each: int) -> None:
+def test_a_few_reads_are_in_flight_and_all_bytes_arrive(each: int) -> None:
     src, dst, engine = blocks(60, 512), blocks(61, 512)[:60], Engine()
     parts = [runs("there", dst[at : at + each], src[at : at + each]) for at in range(0, 60, each)]
-    assert list(read_in_turn(engine, parts)) == [True] * len(parts)
+    assert list(read_in_order(engine, parts)) == [True] * len(parts)
     assert all(map(np.array_equal, dst, src))
     assert not engine.jobs
     assert engine.most == (8 if each == 1 else 16), "a read of several runs is two jobs"
 
 
-def test_whoever_leaves_early_has_waited_for_all_that_was_under_way() -> None:
+def test_closing_early_waits_for_all_reads_in_flight() -> None:
     src, dst, engine = blocks(30, 512), blocks(30, 512), Engine()
-    reads = read_in_turn(engine, [runs("there", [d], [s]) for d, s in zip(dst, src, strict=True)])
+    reads = read_in_order(engine, [runs("there", [d], [s]) for d, s in zip(dst, src, strict=True)])
     assert next(reads)
     assert engine.jobs
     reads.close()
@@ -96,26 +97,26 @@ def test_whoever_leaves_early_has_waited_for_all_that_was_under_way() -> None:
     assert len(engine.asked) < 30, "and no more was asked for"
 
 
-def test_one_that_fails_or_does_not_start_is_told_from_the_others() -> None:
+def test_a_read_that_fails_or_does_not_start_does_not_affect_the_others() -> None:
     src, dst = blocks(4, 512), blocks(4, 512)
     engine = Engine(dead=("dead",), refused=("nowhere",))
     segments = ["there", "dead", "nowhere", "there"]
     parts = [runs(segment, [d], [s]) for segment, d, s in zip(segments, dst, src, strict=True)]
-    assert list(read_in_turn(engine, parts)) == [True, False, False, True]
+    assert list(read_in_order(engine, parts)) == [True, False, False, True]
 
 
-def test_a_segment_that_has_failed_is_not_asked_again() -> None:
+def test_a_failed_segment_is_not_read_again() -> None:
     src, dst, engine = blocks(40, 512), blocks(40, 512), Engine(dead=("dead",))
     segments = ["dead", "there"] * 20
     parts = [runs(segment, [d], [s]) for segment, d, s in zip(segments, dst, src, strict=True)]
-    assert list(read_in_turn(engine, parts)) == [False, True] * 20
+    assert list(read_in_order(engine, parts)) == [False, True] * 20
     assert len(engine.asked) == 20 + 4, "those that were under way when the first one failed"
 
 
-def test_what_was_under_way_counts_for_itself() -> None:
+def test_reads_in_flight_have_their_own_results() -> None:
     src, dst, engine = blocks(20, 512), blocks(20, 512), Engine(lost=(3,))
     parts = [runs("there", [d], [s]) for d, s in zip(dst, src, strict=True)]
-    assert list(read_in_turn(engine, parts)) == [True] * 2 + [False] + [True] * 7 + [False] * 10
+    assert list(read_in_order(engine, parts)) == [True] * 2 + [False] + [True] * 7 + [False] * 10
 
 
 # ---- the store's objects
@@ -125,11 +126,11 @@ HERE = "127.0.0.1:1"
 
 
 @dataclass
-class Client:
-    """Objects in RAM: key -> where it lies, and its bytes."""
+class RawClient:
+    """Objects in RAM: key -> location and bytes."""
 
     objects: dict[str, tuple[str, HostBytes]]
-    copies: dict[str, str] = field(default_factory=dict)  # where it lies besides
+    copies: dict[str, str] = field(default_factory=dict)  # its second location
     asked: list[str] = field(default_factory=list)
 
     def get_hostname(self) -> str:
@@ -168,13 +169,13 @@ def _replica(endpoint: str, data: HostBytes) -> Any:
 
 
 @pytest.mark.parametrize("mib", [0.5, 2, 8])
-@pytest.mark.parametrize("room_bytes", [0, ROOM_BYTES])
-def test_objects_away_come_by_the_engine_and_the_rest_by_the_client(mib: float, room_bytes: int) -> None:
+@pytest.mark.parametrize("headroom_bytes", [0, HEADROOM_BYTES])
+def test_remote_objects_are_read_by_the_engine_and_others_by_the_client(mib: float, headroom_bytes: int) -> None:
     layout = KvLayout(1, 1, int(mib * 2**20) // 2 // 16 // 4, 16, "float32", 4)
     format = ObjectFormat("test", layout)
     whole = dict(zip("abcdef", blocks(6, format.object_bytes), strict=True))
     short = whole["e"][:-512]
-    client = Client(
+    client = RawClient(
         {
             "a": ("10.0.0.1:1", whole["a"]),
             "b": (HERE, whole["b"]),
@@ -188,25 +189,25 @@ def test_objects_away_come_by_the_engine_and_the_rest_by_the_client(mib: float, 
     into = [new_buffer(format.block_bytes) for _ in keys]
     engine = Engine(dead=("10.0.0.2:1",))
 
-    fetched = fetch(client, engine, keys, frames := Frames(format, into, room_bytes))
+    fetched = fetch(client, engine, keys, objects := ObjectBuffers(format, into, headroom_bytes))
 
     size = format.object_bytes
     assert fetched.codes == [size, NOT_FOUND, size, size, TRANSFER_FAILED, size - 512, size]
     assert client.asked == ["missing", "b", "c", "e"]
-    assert sorted(fetched.sums) == [0, 2, 3, 6]
-    for at, of_bytes in fetched.sums.items():
+    assert sorted(fetched.checksums) == [0, 2, 3, 6]
+    for at, of_bytes in fetched.checksums.items():
         expected = whole[keys[at]]
         assert np.array_equal(into[at], expected[format.header_bytes :])
-        assert frames.header(at) == expected[: format.header_bytes].tobytes()
+        assert objects.header(at) == expected[: format.header_bytes].tobytes()
         assert of_bytes == checksum(into[at])
     assert not engine.jobs
     assert max(engine.lengths) < REQUEST_BYTES * 1.5
 
 
-def test_a_copy_in_our_own_segment_is_the_clients() -> None:
+def test_a_copy_in_our_own_segment_is_read_by_the_client() -> None:
     layout = KvLayout(1, 1, 64, 16, "float32", 4)
     format = ObjectFormat("test", layout)
     [data] = blocks(1, format.object_bytes)
-    client, engine = Client({"a": ("10.0.0.1:1", data)}, copies={"a": HERE}), Engine()
-    fetched = fetch(client, engine, ["a"], Frames(format, [new_buffer(format.block_bytes)], 0))
+    client, engine = RawClient({"a": ("10.0.0.1:1", data)}, copies={"a": HERE}), Engine()
+    fetched = fetch(client, engine, ["a"], ObjectBuffers(format, [new_buffer(format.block_bytes)], 0))
     assert (fetched.codes, client.asked, engine.asked) == ([format.object_bytes], ["a"], {})

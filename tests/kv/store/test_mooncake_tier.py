@@ -1,4 +1,4 @@
-"""The Mooncake tier against a real master and real other workers, while all is well."""
+"""The Mooncake tier with a real master and real other workers, without failures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from stoker.base.config import StoreSettings
 from stoker.base.ids import BlockKey
 from stoker.kv.blocks.transfer import BlockName
 from stoker.kv.mooncake.master import INSTALL_HINT, MasterFailed, MooncakeMaster, is_installed
-from stoker.kv.store.block_io import ROOM_BYTES, new_buffer
+from stoker.kv.store.buffer_pool import HEADROOM_BYTES, new_buffer
 from stoker.kv.store.tiers.mooncake.mooncake_object import ObjectFormat
 from stoker.kv.store.tiers.mooncake.mooncake_tier import MooncakeTier
 from stoker.kv.store.tiers.tier import TierContext
@@ -56,7 +56,7 @@ def one_tier(master: MooncakeMaster) -> Iterator[MooncakeTier]:
 
 @pytest.fixture
 def tier(one_tier: MooncakeTier) -> MooncakeTier:
-    """Empty."""
+    """An empty tier."""
     one_tier.drop([name.key for name in one_tier.names()])
     return one_tier
 
@@ -77,16 +77,16 @@ def test_a_worker_finds_and_reads_what_another_wrote(master: MooncakeMaster, tie
     assert list(tier.names()) == chain(20, seed=1), "and we no longer tell of what it had"
 
 
-def test_names_come_with_parents_first_and_whole(tier: MooncakeTier) -> None:
+def test_names_are_complete_with_parents_first(tier: MooncakeTier) -> None:
     names = chain(30)
     salted = BlockName(BlockKey(b"s" * 16), BlockKey(b"r" * 16), tuple(range(16)), "5a17" * 8)
     assert writes(tier, [salted, *reversed(names)])
-    told = list(tier.names())
-    assert set(told) == {salted, *names}
-    assert [name for name in told if name is not salted and name != salted] == names
+    listed = list(tier.names())
+    assert set(listed) == {salted, *names}
+    assert [name for name in listed if name is not salted and name != salted] == names
 
 
-def test_what_is_there_is_not_sent_again(tier: MooncakeTier) -> None:
+def test_a_block_in_the_store_is_not_sent_again(tier: MooncakeTier) -> None:
     [name] = chain(1)
     assert write(tier, [name]) == [True]
     other_bytes = np.zeros(LAYOUT.block_bytes, dtype=np.uint8)
@@ -94,7 +94,7 @@ def test_what_is_there_is_not_sent_again(tier: MooncakeTier) -> None:
     assert read(tier, [name]) == [True]
 
 
-def test_a_drop_drops_though_somebody_has_just_read_it(tier: MooncakeTier) -> None:
+def test_a_block_that_was_just_read_can_be_dropped(tier: MooncakeTier) -> None:
     names = chain(4)
     assert writes(tier, names)
     assert reads(tier, names)
@@ -103,14 +103,14 @@ def test_a_drop_drops_though_somebody_has_just_read_it(tier: MooncakeTier) -> No
     assert read(tier, names) == [True, True, False, False]
 
 
-def test_more_blocks_than_one_call_takes_in_several_threads(tier: MooncakeTier) -> None:
+def test_several_threads_with_more_blocks_than_one_call_takes(tier: MooncakeTier) -> None:
     chains = [chain(300, seed=10 + i) for i in range(4)]
     with ThreadPoolExecutor(4) as threads:
         assert all(threads.map(lambda names: writes(tier, names), chains))
         assert all(threads.map(lambda names: reads(tier, names), chains))
 
 
-def test_a_header_says_all_and_only_fits_its_own_block() -> None:
+def test_a_header_describes_its_block_and_fits_no_other() -> None:
     ours = ObjectFormat("tiny", LAYOUT)
     [name] = chain(1)
     packed = ours.pack(name, 77)
@@ -144,7 +144,7 @@ def test_blocks_outlive_master_and_workers_on_an_ssd(tmp_path: Path) -> None:
         master.kill()
         master.start()
         second = make_tier(master.address, 1 / 16, ssd_dir=folder)
-        # The last file, which was not full, may be missing.
+        # The last file was not full, and may be missing.
         assert within(15, lambda: second.find([name.key for name in names]).count(True) > 80)
         assert read(second, names).count(True) > 80
         second.close()
@@ -153,22 +153,22 @@ def test_blocks_outlive_master_and_workers_on_an_ssd(tmp_path: Path) -> None:
 def test_two_masters_do_not_share_a_port(tmp_path: Path, master: MooncakeMaster) -> None:
     host, _, port = master.address.rpartition(":")
     doomed = MooncakeMaster(tmp_path / "log", host=host, port=int(port))
-    with pytest.raises(MasterFailed, match=r"listens at .* already"):
+    with pytest.raises(MasterFailed, match="another process already listens"):
         doomed.start()
     assert master.is_healthy()
 
 
-def test_headers_in_the_room_before_a_buffer_make_the_same_objects(master: MooncakeMaster, tier: MooncakeTier) -> None:
-    """One worker has buffers with room, the other has none; the room is all that is used besides the buffers."""
+def test_headers_in_the_headroom_make_the_same_objects(master: MooncakeMaster, tier: MooncakeTier) -> None:
+    """One worker has buffers with headroom, the other has none. Nothing beyond the headroom is written."""
     settings = StoreSettings(mooncake_master=master.address, mooncake_segment_gib=1 / 16)
-    roomy = MooncakeTier(settings, TierContext(FINGERPRINT, LAYOUT, lambda keys: None, room_bytes=ROOM_BYTES))
+    roomy = MooncakeTier(settings, TierContext(FINGERPRINT, LAYOUT, lambda keys: None, headroom_bytes=HEADROOM_BYTES))
     theirs, ours = chain(40), chain(40, seed=1)
     buffers = [new_buffer(LAYOUT.block_bytes) for _ in theirs]
     assert writes(tier, theirs)
     assert within(PATIENCE_S, lambda: roomy.read([name.key for name in theirs], buffers) == [True] * 40)
     for name, buffer in zip(theirs, buffers, strict=True):
         assert np.array_equal(buffer, contents(name))
-        assert not string_at(buffer.ctypes.data - ROOM_BYTES, ROOM_BYTES - 1024).strip(b"\0")
+        assert not string_at(buffer.ctypes.data - HEADROOM_BYTES, HEADROOM_BYTES - 1024).strip(b"\0")
     for name, buffer in zip(ours, buffers, strict=True):
         buffer[:] = contents(name)
     assert within(PATIENCE_S, lambda: put(roomy, ours, buffers) == [True] * 40)
@@ -177,13 +177,11 @@ def test_headers_in_the_room_before_a_buffer_make_the_same_objects(master: Moonc
     roomy.close()
 
 
-def test_what_another_worker_removed_while_it_was_read_is_a_miss(
-    tier: MooncakeTier, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its place may be another block's by the time that its bytes are taken. It is not corrupt, and nobody is told so."""
+def test_a_block_removed_during_its_read_is_a_miss(tier: MooncakeTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory may hold another block when its bytes are read. It is not corrupt, and is not counted as such."""
     names, others = chain(3), chain(3, seed=1)
     assert writes(tier, names + others)
-    real: Any = tier._link._client
+    real: Any = tier._store_client._client
     asked: list[int] = []
 
     class Late:
@@ -199,7 +197,7 @@ def test_what_another_worker_removed_while_it_was_read_is_a_miss(
             return codes
 
     num_corrupt = tier.stats().corrupt
-    monkeypatch.setattr(tier._link, "_client", Late())
+    monkeypatch.setattr(tier._store_client, "_client", Late())
     assert read(tier, names) == [False, True, True]
     assert asked == [3, 1]
     assert tier.stats().corrupt == num_corrupt

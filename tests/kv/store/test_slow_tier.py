@@ -1,5 +1,4 @@
-"""A tier that was too slow: nothing waits for it, and it is used again once it has got over that. And hints that nobody can keep
-up with."""
+"""A tier that was too slow is not waited for, and is used again once it has recovered. Too many hints are dropped."""
 
 from __future__ import annotations
 
@@ -16,14 +15,14 @@ from kv.peer_world import LAYOUT, block_ids, keys, wait_until
 from stoker.base.ids import BlockId, BlockKey
 from stoker.kv.blocks.transfer import BlockName, KvLoad, KvTicket, LoadResult, OfferedBlock, PeerUnavailable
 from stoker.kv.device.device_kv import DeviceKv
-from stoker.kv.store import block_io as block_io_module
+from stoker.kv.store import buffer_pool as buffer_pool_module
 from stoker.kv.store import kv_store as store_module
 from stoker.kv.store import loader as loads
-from stoker.kv.store import tier_prefetch as read_ahead
-from stoker.kv.store import tier_use
+from stoker.kv.store import measured_tier
+from stoker.kv.store import tier_prefetcher as read_ahead
 from stoker.kv.store.block_io import block_io
 from stoker.kv.store.kv_store import KvStore, StoreContext
-from stoker.kv.store.tier_use import TierUse
+from stoker.kv.store.measured_tier import MeasuredTier
 from stoker.kv.store.tiers.tier import HostBytes, TierStats
 
 TOKENS = list(range(8 * LAYOUT.block_tokens))
@@ -31,10 +30,10 @@ TOKENS_PER_S = 1000.0  # computing a block takes 16 ms
 
 
 class Stalling:
-    """Has every block; while it stalls, no read comes back."""
+    """Has every block. While it stalls, no read returns."""
 
     medium: ClassVar[str] = "DISK"
-    shared = False
+    shared_location: str | None = None
 
     def __init__(self) -> None:
         self.answers = threading.Event()
@@ -49,7 +48,7 @@ class Stalling:
         self.answers.wait(120)
         return [True] * len(keys)
 
-    def write(self, names: Sequence[BlockName], data: Sequence[HostBytes], sums: Sequence[int]) -> list[bool]:
+    def write(self, names: Sequence[BlockName], data: Sequence[HostBytes], checksums: Sequence[int]) -> list[bool]:
         return [self.takes] * len(names)
 
     def drop(self, keys: Sequence[BlockKey]) -> None: ...
@@ -75,7 +74,7 @@ class Elsewhere(Stalling):
 
 
 class NoPeers:
-    """All have ended; a hint for one takes as long as the test likes, and so does a pull, once they hang."""
+    """All peers have ended. A hint for one blocks until the test continues, and so does a pull while they hang."""
 
     def __init__(self) -> None:
         self.let_go = threading.Event()
@@ -101,21 +100,21 @@ class NoPeers:
 class World:
     def __init__(self, tier: Stalling, *others: Stalling) -> None:
         self.tier, self.peers = tier, NoPeers()
-        self.use = TierUse("slow", self.tier)
-        uses = [self.use, *(TierUse("other", other) for other in others)]
+        self.measured = MeasuredTier("slow", self.tier)
+        measured = [self.measured, *(MeasuredTier("other", other) for other in others)]
         kv = DeviceKv(LAYOUT, 16, torch.device("cpu"))
         context = StoreContext("f", LAYOUT.block_tokens, LAYOUT.block_bytes, False, lambda: TOKENS_PER_S, lambda: None)
-        self.store = KvStore(uses, self.peers, block_io(kv), context, deque())
+        self.store = KvStore(measured, self.peers, block_io(kv), context, deque())
         self.store.measure()
 
     def load(self, ticket: KvTicket | None, times: int = 1) -> LoadResult:
         """The last of them to end."""
         for number in range(times):
-            self.store.start(KvLoad(number, 0, keys(8), block_ids(*range(8)), 8, ticket))
+            self.store.start_load(KvLoad(number, 0, keys(8), block_ids(*range(8)), 8, ticket))
         found: list[LoadResult] = []
 
         def are_filled() -> bool:
-            found.extend(self.store.take_filled())
+            found.extend(self.store.take_finished_loads())
             return len(found) == times
 
         wait_until(are_filled)
@@ -139,12 +138,12 @@ def world() -> Iterator[World]:
 
 
 def test_a_tier_that_stalled_once_is_used_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_use, "_MEASURE_AGAIN_S", 0.1)
+    monkeypatch.setattr(measured_tier, "_MEASURE_AGAIN_S", 0.1)
     assert world.num_worth == 8
     world.tier.answers.clear()
     assert world.load(None).num_loaded == 0
     assert world.num_worth == 0
-    time.sleep(1.5)  # it is asked meanwhile, and does not answer
+    time.sleep(1.5)  # it is called meanwhile, and does not answer
     assert world.num_worth == 0
     world.tier.answers.set()
     wait_until(lambda: world.num_worth == 8)
@@ -152,14 +151,14 @@ def test_a_tier_that_stalled_once_is_used_again(world: World, monkeypatch: pytes
 
 
 def test_a_full_tier_that_stalled_once_is_used_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No block can be put there to measure it with."""
-    monkeypatch.setattr(tier_use, "_MEASURE_AGAIN_S", 0.1)
+    """No block can be written to measure its speed."""
+    monkeypatch.setattr(measured_tier, "_MEASURE_AGAIN_S", 0.1)
     world.tier.takes = False
-    world.use.late(8, seconds=60.0)
+    world.measured.late(8, seconds=60.0)
     wait_until(lambda: world.num_worth == 8)
 
 
-def test_a_ticket_does_not_make_anybody_wait_for_a_tier_that_stalls(world: World) -> None:
+def test_a_load_with_a_ticket_does_not_wait_for_a_stalled_tier(world: World) -> None:
     ticket = KvTicket("e", "127.0.0.1:1", "L", len(TOKENS), 30.0)
     world.tier.answers.clear()
     world.load(ticket)
@@ -168,7 +167,7 @@ def test_a_ticket_does_not_make_anybody_wait_for_a_tier_that_stalls(world: World
     assert time.monotonic() - started_s < 5, "computing it takes a tenth of a second"
 
 
-def test_a_tier_that_stalls_keeps_nobody_from_another_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stalled_tier_does_not_block_another_tier(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(Stalling(), Elsewhere())
     world.tier.answers.clear()
     world.load(None, times=8)
@@ -178,21 +177,21 @@ def test_a_tier_that_stalls_keeps_nobody_from_another_tier(monkeypatch: pytest.M
     world.close()
 
 
-def test_a_worker_that_does_not_answer_keeps_nobody_from_the_tiers(world: World) -> None:
+def test_a_silent_worker_does_not_block_the_tiers(world: World) -> None:
     world.peers.hang, world.tier.has = True, False
     for number in range(100, 108):
         ticket = KvTicket("e", "127.0.0.1:1", f"L{number}", len(TOKENS), 30.0)
-        world.store.start(KvLoad(number, 0, keys(8), block_ids(*range(8)), 0, ticket))
+        world.store.start_load(KvLoad(number, 0, keys(8), block_ids(*range(8)), 0, ticket))
     wait_until(lambda: world.peers.num_pulls == store_module._LOADERS)
     world.tier.has = True
     assert world.load(None).load_id == 0
 
 
-def test_where_no_more_memory_is_to_be_had_blocks_are_declined_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_free_memory_blocks_are_declined_and_released(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(InRam())
     world.tier.has = False
-    real = block_io_module.new_buffer
-    monkeypatch.setattr(block_io_module, "_NO_MEMORY_S", 0.0)
+    real = buffer_pool_module.new_buffer
+    monkeypatch.setattr(buffer_pool_module, "_ALLOCATION_PAUSE_S", 0.0)
 
     def no_memory(*args: Any) -> HostBytes:
         raise RuntimeError("CUDA error: out of memory")
@@ -208,16 +207,16 @@ def test_where_no_more_memory_is_to_be_had_blocks_are_declined_and_given_back(mo
         return copied == [one.block for one in offered]
 
     for new_buffer in (no_memory, real):
-        monkeypatch.setattr(block_io_module, "new_buffer", new_buffer)
+        monkeypatch.setattr(buffer_pool_module, "new_buffer", new_buffer)
         world.store.offer(offered)
         wait_until(are_copied)
         copied.clear()
-    assert world.use.figures.declined == 4
+    assert world.measured.counters.declined == 4
     world.close()
 
 
-def test_a_hint_is_worked_out_behind_the_engines_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Naming the blocks of a long conversation takes a tenth of a second: no step waits for that."""
+def test_a_hint_does_not_block_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Computing the keys of a long conversation takes a tenth of a second. No step waits for that."""
     named_by: list[threading.Thread] = []
     real = store_module.block_keys
 
@@ -233,7 +232,7 @@ def test_a_hint_is_worked_out_behind_the_engines_back(monkeypatch: pytest.Monkey
     world.close()
 
 
-def test_hints_do_not_wait_for_a_tier_that_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hints_do_not_wait_for_a_stalled_tier(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read_ahead, "_MOVE_S", 0.1)
     ram = InRam()
     world = World(Stalling(), ram)
@@ -245,13 +244,13 @@ def test_hints_do_not_wait_for_a_tier_that_stalls(monkeypatch: pytest.MonkeyPatc
         wait_until(lambda: world.peers.num_hints == 1)
     finally:
         world.close()
-    assert world.use.figures.errors == 1, "the blocks behind the first are of no use without it"
+    assert world.measured.counters.errors == 1, "the blocks after the first are useless without it"
 
 
-def test_hints_do_not_wait_until_a_start_has_listed_what_is_there() -> None:
+def test_hints_do_not_wait_for_the_listing_at_the_start() -> None:
     world = World(InRam())
     world.tier.answers.clear()
-    world.store.tell_held()
+    world.store.announce_held_blocks()
     world.store.prefetch([], "", KvTicket("e", "127.0.0.1:1", "L", 0, 30.0))
     try:
         wait_until(lambda: world.peers.num_hints == 1)
@@ -259,8 +258,8 @@ def test_hints_do_not_wait_until_a_start_has_listed_what_is_there() -> None:
         world.close()
 
 
-def test_hints_beyond_what_can_be_kept_up_with_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "_MOST_HINTS", 4)
+def test_too_many_hints_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "_MAX_HINTS", 4)
     world = World(InRam())
     for number in range(10):
         world.store.prefetch([], "", KvTicket("e", "127.0.0.1:1", f"L{number}", 0, 30.0))

@@ -1,4 +1,4 @@
-"""What a worker tells of its tiers: whoever adds up stored and removed knows what is there."""
+"""The tier events of a worker: their stored and removed blocks add up to what the tiers hold."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from tier_writes import put
 from stoker.base.ids import BlockKey
 from stoker.kv.blocks.transfer import BlockName
 from stoker.kv.device.device_kv import DeviceKv
-from stoker.kv.store.block_io import block_io, new_buffer
+from stoker.kv.store.block_io import block_io
+from stoker.kv.store.buffer_pool import new_buffer
 from stoker.kv.store.kv_store import KvStore, StoreContext, TierEvent
-from stoker.kv.store.tier_use import TierUse
+from stoker.kv.store.measured_tier import MeasuredTier
 from stoker.kv.store.tiers.disk.block_file import BlockFiles
 from stoker.kv.store.tiers.disk.disk_tier import DiskTier
 from stoker.kv.store.tiers.tier import TierContext
@@ -34,7 +35,7 @@ def write(tier: DiskTier, *numbers: int) -> None:
     assert all(put(tier, [name_of(number) for number in numbers], buffers))
 
 
-def test_a_block_that_goes_while_a_start_lists_what_is_there_does_not_count_as_held(
+def test_a_block_removed_during_the_listing_at_the_start_does_not_count_as_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: deque[TierEvent] = deque()
@@ -46,19 +47,19 @@ def test_a_block_that_goes_while_a_start_lists_what_is_there_does_not_count_as_h
     def read_name(files: BlockFiles, path: str, key: BlockKey) -> BlockName:
         listed.append(real(files, path, key))
         if len(listed) == NUM_BLOCKS:
-            write(tier, 100, 101)  # the oldest two make room
+            write(tier, 100, 101)  # the oldest two are evicted
         return listed[-1]
 
     monkeypatch.setattr(BlockFiles, "read_name", read_name)
     kv = DeviceKv(LAYOUT, 4, torch.device("cpu"))
     store = KvStore(
-        [TierUse("disk", tier)],
+        [MeasuredTier("disk", tier)],
         NoPeers(),
         block_io(kv),
         StoreContext("f", LAYOUT.block_tokens, LAYOUT.block_bytes, False, lambda: None, lambda: None),
         events,
     )
-    store.tell_held()
+    store.announce_held_blocks()
     held: set[BlockKey] = set()
 
     def adds_up() -> bool:

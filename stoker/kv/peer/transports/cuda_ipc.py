@@ -1,7 +1,7 @@
-"""CUDA IPC: a worker of the same machine opens the peer's pool on a card and copies from card to card.
+"""CUDA IPC: a worker of the same machine opens the peer's pool and copies from GPU to GPU.
 
-The handle is opened once a peer. Everything runs on the sink's stream, which waits for whatever still uses the blocks; checksums
-are those of the bytes that arrived, computed on the card that took them.
+The handle is opened once per peer. Everything runs on the sink's stream, which waits for work that still uses the
+blocks. Checksums are computed on the GPU that received the bytes.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from torch import Tensor
 
 from stoker.base.ids import BlockId
 from stoker.kernels.transfer import to_device
-from stoker.kv.blocks.layout import KvLayout, Part
+from stoker.kv.blocks.layout import HeadSlice, KvLayout
 from stoker.kv.blocks.transfer import PeerUnavailable
 from stoker.kv.device.checksum import tensor_checksums
 from stoker.kv.device.device_kv import DeviceKv
-from stoker.kv.peer.block_bytes import BeforeWrite, CudaSink, Sink, device_runs
+from stoker.kv.peer.block_bytes import BeforeWrite, BlockSink, CudaSink, device_runs
 from stoker.kv.peer.transports.transport import TRANSPORTS, OneSidedLink
 
-# The parts of torch's own description of shared memory, in its order; the device's number is each process's own.
+# The fields of torch's description of shared memory, in its order. The device number is not among them, because each
+# process has its own numbering.
 _BYTES = ("handle", "counter_handle", "event_handle")
 _PARTS = ("handle", "num_bytes", "offset", "counter_handle", "counter_offset", "event_handle", "event_needed")
 
@@ -33,8 +34,8 @@ class CudaIpcTransport:
 
     def offer(self, kv: DeviceKv) -> dict[str, Any]:
         if not kv.blocks.is_cuda:
-            raise PeerUnavailable(f"the pool lies on {kv.blocks.device}")
-        # Asked for anew by each peer: torch counts who has opened it, and gives each one a counter of its own.
+            raise PeerUnavailable(f"the pool is on {kv.blocks.device}")
+        # Shared again for each peer: torch counts the processes that opened it, with a counter per peer.
         _device, *parts = kv.blocks.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
         described = dict(zip(_PARTS, parts, strict=True))
         for name in _BYTES:
@@ -44,10 +45,10 @@ class CudaIpcTransport:
 
     def open(self, offer: dict[str, Any], peer: KvLayout, kv: DeviceKv, before_write: BeforeWrite) -> CudaIpcLink:
         if not kv.blocks.is_cuda:
-            raise PeerUnavailable(f"the pool lies on {kv.blocks.device}")
+            raise PeerUnavailable(f"the pool is on {kv.blocks.device}")
         uuids = [_uuid(torch.device("cuda", number)) for number in range(torch.cuda.device_count())]
         if offer.get("uuid") not in uuids:
-            raise PeerUnavailable(f"card {offer.get('uuid')} is not one of ours: {', '.join(uuids)}")
+            raise PeerUnavailable(f"GPU {offer.get('uuid')} is not visible here; visible are: {', '.join(uuids)}")
         try:
             parts = [bytes.fromhex(offer[name]) if name in _BYTES else offer[name] for name in _PARTS]
             storage = torch.UntypedStorage._new_shared_cuda(uuids.index(offer["uuid"]), *parts)
@@ -74,10 +75,12 @@ class CudaIpcLink(OneSidedLink):
         self._device = device
         self._num_blocks = len(pool) // peer.block_bytes
 
-    def fits(self, sink: Sink) -> bool:
+    def supports(self, sink: BlockSink) -> bool:
         return isinstance(sink, CudaSink)
 
-    def copy(self, blocks: Sequence[BlockId], part: Part, sums: Sequence[int], sink: Sink, first: int) -> list[bool]:
+    def copy(
+        self, blocks: Sequence[BlockId], part: HeadSlice, expected: Sequence[int], sink: BlockSink, first: int
+    ) -> list[bool]:
         assert isinstance(sink, CudaSink)
         if max(blocks) >= self._num_blocks:
             raise PeerUnavailable(f"block {max(blocks)} of a peer that has {self._num_blocks}")
@@ -87,6 +90,6 @@ class CudaIpcLink(OneSidedLink):
             data = data.view(len(blocks), -1)
             found = tensor_checksums(data)
             sink.place_device(first, data)
-        # CONFIRM comes after this: it must say how the lease stood when all was read.
+        # CONFIRM follows, and must tell the state of the lease after all bytes were read.
         sink.stream.synchronize()
-        return [mine == theirs for mine, theirs in zip(found, sums, strict=True)]
+        return [mine == theirs for mine, theirs in zip(found, expected, strict=True)]

@@ -1,7 +1,8 @@
 """Shared memory: a worker of the same machine and user maps the peer's pool and copies out of it.
 
-The pool in RAM is a file without a name; the peer says which of its open files it is, and this side opens the very same one
-through /proc. That it is that file is checked by its number, that the peer lives and the blocks are the lease's by CONFIRM.
+The pool in RAM is an anonymous file. The peer names its file descriptor, and this side opens the same file through
+/proc. Device and inode are compared to make sure that it is that file. CONFIRM makes sure that the peer is alive and
+that the blocks still belong to the lease.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from stoker.base.ids import BlockId
-from stoker.kv.blocks.layout import KvLayout, Part
+from stoker.kv.blocks.layout import HeadSlice, KvLayout
 from stoker.kv.blocks.transfer import PeerUnavailable
-from stoker.kv.device.checksum import HostBytes, checksums, copies_checksummed
+from stoker.kv.device.checksum import HostBytes, checksums, copy_with_checksums
 from stoker.kv.device.device_kv import DeviceKv
-from stoker.kv.device.thread_crew import Crew, num_copiers
-from stoker.kv.peer.block_bytes import BeforeWrite, Sink, runs_of
+from stoker.kv.device.helper_threads import HelperThreads, num_copy_threads
+from stoker.kv.peer.block_bytes import BeforeWrite, BlockSink, runs_of
 from stoker.kv.peer.transports.transport import TRANSPORTS, OneSidedLink
 
 
@@ -32,27 +33,27 @@ def _this_machine() -> dict[str, Any]:
 @TRANSPORTS.register("local")
 class LocalTransport:
     def __init__(self, argument: str, host: str) -> None:
-        self._crew = Crew(num_copiers(), "kv-copy")
+        self._threads = HelperThreads(num_copy_threads(), "kv-copy")
 
     def offer(self, kv: DeviceKv) -> dict[str, Any]:
         if kv.memory_fd is None:
-            raise PeerUnavailable(f"the pool lies on {kv.blocks.device}")
+            raise PeerUnavailable(f"the pool is on {kv.blocks.device}")
         file = os.fstat(kv.memory_fd)
         place = {"pid": os.getpid(), "fd": kv.memory_fd, "device": file.st_dev, "inode": file.st_ino}
         return _this_machine() | place | {"num_bytes": file.st_size}
 
     def open(self, offer: dict[str, Any], peer: KvLayout, kv: DeviceKv, before_write: BeforeWrite) -> LocalLink:
-        for what, here in _this_machine().items():
-            if offer.get(what) != here:
-                raise PeerUnavailable(f"{what}: {here} here, {offer.get(what)} there")
+        for field, here in _this_machine().items():
+            if offer.get(field) != here:
+                raise PeerUnavailable(f"{field}: {here} here, {offer.get(field)} there")
         try:
             memory = _map(f"/proc/{int(offer['pid'])}/fd/{int(offer['fd'])}", offer)
         except (OSError, KeyError, ValueError, TypeError) as lost:
             raise PeerUnavailable(f"the peer's memory cannot be mapped: {lost!r}") from lost
-        return LocalLink(peer, memory, self._crew)
+        return LocalLink(peer, memory, self._threads)
 
     def close(self) -> None:
-        self._crew.close()
+        self._threads.close()
 
 
 def _map(path: str, offer: dict[str, Any]) -> HostBytes:
@@ -68,12 +69,14 @@ def _map(path: str, offer: dict[str, Any]) -> HostBytes:
 
 
 class LocalLink(OneSidedLink):
-    def __init__(self, peer: KvLayout, memory: HostBytes, crew: Crew) -> None:
+    def __init__(self, peer: KvLayout, memory: HostBytes, threads: HelperThreads) -> None:
         super().__init__(peer)
-        self._crew = crew
+        self._threads = threads
         self._pool = memory[: len(memory) // peer.block_bytes * peer.block_bytes].reshape(-1, peer.block_bytes)
 
-    def copy(self, blocks: Sequence[BlockId], part: Part, sums: Sequence[int], sink: Sink, first: int) -> list[bool]:
+    def copy(
+        self, blocks: Sequence[BlockId], part: HeadSlice, expected: Sequence[int], sink: BlockSink, first: int
+    ) -> list[bool]:
         if max(blocks) >= len(self._pool):
             raise PeerUnavailable(f"block {max(blocks)} of a peer that has {len(self._pool)}")
         at_once = len(blocks) if sink.is_direct else 1
@@ -81,16 +84,16 @@ class LocalLink(OneSidedLink):
         for start in range(0, len(blocks), at_once):
             some = range(start, start + at_once)
             found = self._copy([sink.buffer(first + at) for at in some], [blocks[at] for at in some], part)
-            right += [mine == sums[at] for at, mine in zip(some, found, strict=True)]
+            right += [mine == expected[at] for at, mine in zip(some, found, strict=True)]
             for at in some:
                 if right[at]:
                     sink.place(first + at)
         return right
 
-    def _copy(self, buffers: list[HostBytes], blocks: list[BlockId], part: Part) -> list[int]:
+    def _copy(self, buffers: list[HostBytes], blocks: list[BlockId], part: HeadSlice) -> list[int]:
         if part.count == 1:
             runs = [self._pool[block, part.offset : part.offset + part.num_bytes] for block in blocks]
-            return copies_checksummed(self._crew, buffers, runs)
+            return copy_with_checksums(self._threads, buffers, runs)
         for buffer, block in zip(buffers, blocks, strict=True):
             np.copyto(buffer.reshape(part.count, part.num_bytes), runs_of(self._pool[block], part))
-        return checksums(self._crew, buffers)
+        return checksums(self._threads, buffers)

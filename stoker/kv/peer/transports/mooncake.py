@@ -1,8 +1,9 @@
-"""Mooncake's Transfer Engine, alone: no store, no master, no metadata server. "mooncake" is its TCP; "mooncake:rdma" and
-"mooncake:rdma:mlx5_0" choose another protocol and device.
+"""Mooncake's Transfer Engine alone, without store, master or metadata server. "mooncake" uses its TCP. "mooncake:rdma"
+and "mooncake:rdma:mlx5_0" choose another protocol and device.
 
-Both sides register their pools; the side that pulls reads the peer's memory straight into its own blocks. The engine has no
-authentication: whoever reaches its port can read registered memory, so that it is used only where the settings name it.
+Both sides register their pools, and the side that pulls reads the peer's memory directly into its own blocks. The
+engine has no authentication: every process that reaches its port can read registered memory. So it is used only if the
+settings name it.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from itertools import chain, islice
 from typing import Any
 
 from stoker.base.ids import BlockId
-from stoker.kv.blocks.layout import KvLayout, Part
+from stoker.kv.blocks.layout import HeadSlice, KvLayout
 from stoker.kv.blocks.transfer import PeerUnavailable
 from stoker.kv.device.device_kv import DeviceKv
-from stoker.kv.mooncake.transfer_engine import REQUEST_BYTES, Runs, configure, read_in_turn
-from stoker.kv.peer.block_bytes import BeforeWrite, CudaSink, Sink, source_of
+from stoker.kv.mooncake.transfer_engine import REQUEST_BYTES, RemoteRanges, configure_environment, read_in_order
+from stoker.kv.peer.block_bytes import BeforeWrite, BlockSink, CudaSink, source_of
 from stoker.kv.peer.transports.transport import TRANSPORTS, OneSidedLink
 
-_CHECKED_BYTES = 2 << 20  # summed up at one time: still in the cache
-_CHECKED_ON_A_CARD_BYTES = 8 << 20  # which is a launch each time
+_CHECKED_BYTES = 2 << 20  # checksummed at one time, while the bytes are still in the CPU cache
+_CHECKED_ON_GPU_BYTES = 8 << 20  # larger on a GPU, where each one is a kernel launch
 
 
 @TRANSPORTS.register("mooncake")
@@ -48,7 +49,7 @@ class MooncakeTransport:
         try:
             segment, base, num_blocks = str(offer["segment"]), int(offer["base"]), int(offer["num_blocks"])
         except (KeyError, TypeError, ValueError) as wrong:
-            raise PeerUnavailable(f"an offer without its parts: {wrong!r}") from wrong
+            raise PeerUnavailable(f"an offer with missing fields: {wrong!r}") from wrong
         return MooncakeLink(self._start(kv), segment, base, num_blocks, peer, kv)
 
     def close(self) -> None:
@@ -58,11 +59,11 @@ class MooncakeTransport:
             self._engine = None
 
     def _start(self, kv: DeviceKv) -> Any:
-        """Once: it takes a moment, and threads of its own."""
+        """Start the engine and register the pool, once: it takes a moment and creates threads."""
         with self._lock:
             if self._engine is not None:
                 return self._engine
-            configure()
+            configure_environment()
             try:
                 from mooncake.engine import TransferEngine
             except ImportError as absent:
@@ -70,11 +71,11 @@ class MooncakeTransport:
             engine = TransferEngine()
             status = engine.initialize(self._host, "P2PHANDSHAKE", self._protocol, self._device)
             if status:
-                raise PeerUnavailable(f"mooncake: initialize({self._host}, {self._protocol}) gave {status}")
+                raise PeerUnavailable(f"mooncake: initialize({self._host}, {self._protocol}) returned {status}")
             base = kv.blocks.data_ptr()
             status = engine.register_memory(base, kv.blocks.nbytes)
             if status:
-                raise PeerUnavailable(f"mooncake: registering {kv.blocks.nbytes} bytes gave {status}")
+                raise PeerUnavailable(f"mooncake: registering {kv.blocks.nbytes} bytes returned {status}")
             self._engine, self._registered = engine, base
             return engine
 
@@ -99,32 +100,34 @@ class MooncakeLink(OneSidedLink):
         self._kv = kv
         self._arrived = source_of(kv)
 
-    def fits(self, sink: Sink) -> bool:
+    def supports(self, sink: BlockSink) -> bool:
         return sink.into is not None  # other memory is not registered
 
-    def copy(self, blocks: Sequence[BlockId], part: Part, sums: Sequence[int], sink: Sink, first: int) -> list[bool]:
+    def copy(
+        self, blocks: Sequence[BlockId], part: HeadSlice, expected: Sequence[int], sink: BlockSink, first: int
+    ) -> list[bool]:
         assert sink.into is not None
         if max(blocks) >= self._num_blocks:
             raise PeerUnavailable(f"block {max(blocks)} of a peer that has {self._num_blocks}")
         checked_bytes = _CHECKED_BYTES
         if isinstance(sink, CudaSink):
-            sink.stream.synchronize()  # the engine knows no streams
-            checked_bytes = _CHECKED_ON_A_CARD_BYTES
+            sink.stream.synchronize()  # the engine does not know CUDA streams
+            checked_bytes = _CHECKED_ON_GPU_BYTES
         into = sink.into[first : first + len(blocks)]
         runs = [self._runs(one, part, mine, sink.part) for one, mine in zip(blocks, into, strict=True)]
         step = max(1, checked_bytes // part.total_bytes)
         found: list[int] = []
-        # The next are on the wire while some are summed up, as soon as they have come: nor is the cache cold by then.
-        with closing(read_in_turn(self._engine, chain.from_iterable(runs))) as reads:
+        # The next blocks are in flight while these are checksummed, and their bytes are still in the CPU cache.
+        with closing(read_in_order(self._engine, chain.from_iterable(runs))) as reads:
             for at in range(0, len(blocks), step):
                 if not all(islice(reads, sum(map(len, runs[at : at + step])))):
                     raise PeerUnavailable(f"mooncake: reading {len(blocks)} blocks of {self._segment} failed")
                 found += self._arrived.checksums(into[at : at + step], sink.part)
-        return [mine == expected for mine, expected in zip(found, sums, strict=True)]
+        return [mine == expected for mine, expected in zip(found, expected, strict=True)]
 
-    def _runs(self, block: BlockId, part: Part, into: BlockId, our_part: Part) -> list[Runs]:
-        """Of one block: one run, in several reads; or many runs, in one. The same bytes may be one run here and many there:
-        both are cut as the finer of the two."""
+    def _runs(self, block: BlockId, part: HeadSlice, into: BlockId, our_part: HeadSlice) -> list[RemoteRanges]:
+        """Return the reads for one block: one run in several reads, or many runs in one read. The same bytes may be one
+        run on one side and many on the other; both are cut like the finer one."""
         count = max(part.count, our_part.count)
         is_one = count == 1
         if is_one and part.total_bytes % REQUEST_BYTES == 0:
@@ -133,14 +136,14 @@ class MooncakeLink(OneSidedLink):
         ours = _addresses(self._kv.blocks.data_ptr() + into * self._kv.layout.block_bytes, our_part, count)
         lengths = [part.total_bytes // count] * count
         if not is_one:
-            return [Runs(self._segment, ours, theirs, lengths)]
+            return [RemoteRanges(self._segment, ours, theirs, lengths)]
         return [
-            Runs(self._segment, [mine], [its], [length])
+            RemoteRanges(self._segment, [mine], [its], [length])
             for mine, its, length in zip(ours, theirs, lengths, strict=True)
         ]
 
 
-def _addresses(block: int, part: Part, count: int) -> list[int]:
+def _addresses(block: int, part: HeadSlice, count: int) -> list[int]:
     step = part.stride if part.count == count else part.total_bytes // count
     start = block + part.offset
     return list(range(start, start + count * step, step))

@@ -1,21 +1,21 @@
-"""TCP: the server sends the bytes on the connection that asked for them, each block with its checksum behind it."""
+"""TCP: the server sends the blocks on the client's connection, each followed by its checksum."""
 
 from __future__ import annotations
 
 import time
 from typing import Any
 
-from stoker.kv.blocks.layout import KvLayout, part_of
-from stoker.kv.device.checksum import PIECE_BYTES, HostBytes, RunningChecksum, piece_digest, total
+from stoker.kv.blocks.layout import KvLayout, head_slice
+from stoker.kv.device.checksum import PIECE_BYTES, HostBytes, RunningChecksum, combine_digests, piece_digest
 from stoker.kv.device.device_kv import DeviceKv
-from stoker.kv.peer.block_bytes import BeforeWrite, Sink, Source
+from stoker.kv.peer.block_bytes import BeforeWrite, BlockSink, BlockSource
 from stoker.kv.peer.lease_book import LeaseBook, LeaseView
-from stoker.kv.peer.peer_wire import TRAILER, Answer, Ask, Connection, Kind, PeerLost
-from stoker.kv.peer.transports.transport import IO_S, TRANSPORTS, Pull
+from stoker.kv.peer.peer_wire import TRAILER, BlockReply, BlockRequest, FrameKind, PeerConnection, PeerLost
+from stoker.kv.peer.transports.transport import IO_S, TRANSPORTS, PullProgress
 
-_BLOCK_S = 15.0  # that sending one block may take: a reader that is too slow must not keep a lease from being closed
+_BLOCK_S = 15.0  # deadline for sending one block: a slow reader must not keep a lease from being closed
 _SEND_BYTES = 1 << 20
-_FOLLOWS, _ENDED = b"\x01", b"\x00"  # before each block: a lease may end in the middle of an answer
+_FOLLOWS, _ENDED = b"\x01", b"\x00"  # precedes each block, because a lease may end in the middle of a reply
 
 
 @TRANSPORTS.register("tcp")
@@ -34,23 +34,23 @@ class TcpTransport:
 
 
 class TcpLink:
-    def fits(self, sink: Sink) -> bool:
+    def supports(self, sink: BlockSink) -> bool:
         return True
 
     def close(self) -> None:
         pass
 
-    def take(self, connection: Connection, ask: Ask, pull: Pull) -> LeaseView:
-        connection.limit(pull.answer_s(ask.wait_s), IO_S)
-        connection.send(Kind.READ, ask.pack())
-        view = Answer.unpack(connection.receive(Kind.DATA)[1]).view
+    def take(self, connection: PeerConnection, request: BlockRequest, pull: PullProgress) -> LeaseView:
+        connection.limit(pull.answer_s(request.wait_s), IO_S)
+        connection.send(FrameKind.READ, request.pack())
+        view = BlockReply.unpack(connection.receive(FrameKind.DATA)[1]).view
         pull.names += view.names
         follows = connection.receive_bytes(1) if view.blocks else _ENDED
         for left in reversed(range(len(view.blocks))):
             if follows != _FOLLOWS:
                 break
             found = _receive(connection, pull)
-            # With what stands before the next block: one call less for each.
+            # Together with the byte that precedes the next block, which saves a call per block.
             end = connection.receive_bytes(TRAILER.size + (left > 0))
             (expected, held), follows = TRAILER.unpack_from(end), end[TRAILER.size :]
             if found == expected and held:
@@ -59,8 +59,8 @@ class TcpLink:
         return view
 
 
-def _receive(connection: Connection, pull: Pull) -> int:
-    """The next block's checksum: each piece is summed up while it is in the cache."""
+def _receive(connection: PeerConnection, pull: PullProgress) -> int:
+    """Receive the next block and return its checksum. Each piece is hashed while it is in the CPU cache."""
     into = pull.sink.buffer(pull.at)
     digests = []
     for start in range(0, len(into), PIECE_BYTES):
@@ -68,32 +68,37 @@ def _receive(connection: Connection, pull: Pull) -> int:
         connection.limit(pull.patience_s(), IO_S)
         connection.receive_into(piece.data)
         digests.append(piece_digest(piece))
-    return total(digests, len(into))
+    return combine_digests(digests, len(into))
 
 
 def send_blocks(
-    connection: Connection, source: Source, leases: LeaseBook, layout: KvLayout, ask: Ask, view: LeaseView
+    connection: PeerConnection,
+    source: BlockSource,
+    leases: LeaseBook,
+    layout: KvLayout,
+    request: BlockRequest,
+    view: LeaseView,
 ) -> int:
-    """The server's side, after the DATA frame: how many blocks were sent."""
-    part = part_of(layout, ask.first_head, ask.end_head)
+    """The server's side, after the DATA frame: send the blocks, and return how many were sent."""
+    part = head_slice(layout, request.first_head, request.end_head)
     parts = source.host(view.blocks, part)
     connection.limit(IO_S, IO_S)
     num_blocks = len(view.blocks)
-    sums = view.sums if part.total_bytes == layout.block_bytes else []
+    checksums = view.checksums if part.total_bytes == layout.block_bytes else []
     for count in range(num_blocks):
-        with leases.reading(ask.lease_id, view.generation) as may_read:
+        with leases.reading(request.lease_id, view.generation) as may_read:
             if not may_read:
                 connection.send_bytes(_ENDED)
                 return count
             connection.send_bytes(_FOLLOWS, more=True)
-            total = _send(connection, next(parts), sums[count] if count < len(sums) else None)
-        # Asked once more: an update may have moved the lease while its bytes went out.
-        held = leases.holds(ask.lease_id, view.generation)
-        connection.send_bytes(TRAILER.pack(total, held), more=count + 1 < num_blocks)
+            block_checksum = _send(connection, next(parts), checksums[count] if count < len(checksums) else None)
+        # Checked again: a preemption may have moved the lease while its bytes were sent.
+        held = leases.holds(request.lease_id, view.generation)
+        connection.send_bytes(TRAILER.pack(block_checksum, held), more=count + 1 < num_blocks)
     return num_blocks
 
 
-def _send(connection: Connection, data: HostBytes, known: int | None) -> int:
+def _send(connection: PeerConnection, data: HostBytes, known: int | None) -> int:
     running, until_s = RunningChecksum(), time.monotonic() + _BLOCK_S
     step = PIECE_BYTES if known is None else _SEND_BYTES
     for start in range(0, len(data), step):
@@ -102,5 +107,5 @@ def _send(connection: Connection, data: HostBytes, known: int | None) -> int:
             running.add(part)
         connection.send_bytes(part.data)
         if time.monotonic() > until_s:
-            raise PeerLost(f"the peer takes too long: {start} of {len(data)} bytes in {_BLOCK_S} s")
+            raise PeerLost(f"the peer is too slow: {start} of {len(data)} bytes in {_BLOCK_S} s")
     return running.value() if known is None else known

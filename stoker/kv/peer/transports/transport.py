@@ -1,8 +1,9 @@
-"""The contract of a transport: one way to take the bytes of blocks out of another worker's pool.
+"""The contract of a transport: one way to copy blocks out of another worker's pool.
 
-A transport has two sides. The one that holds the blocks makes an offer, which is whatever the other needs to reach its pool; the
-one that pulls opens it once a peer and gets a link. Leases, keys and checksums are the same for all: a link either asks the
-server for the bytes (tcp), or reads the peer's memory by itself and asks afterwards whether it might (OneSidedLink).
+A transport has two sides. The side that holds the blocks makes an offer, which describes how to reach its pool. The
+side that pulls opens the offer once per peer and gets a link. Leases, keys and checksums are the same for all
+transports. A link either asks the server to send the bytes (tcp), or reads the peer's memory itself and asks afterwards
+whether the lease was still valid (OneSidedLink).
 """
 
 from __future__ import annotations
@@ -16,154 +17,167 @@ from typing import Any, ClassVar, Protocol
 from stoker.base.config import HandoffSettings
 from stoker.base.ids import BlockId
 from stoker.base.registry import Registry
-from stoker.kv.blocks.layout import KvLayout, Part, part_of
+from stoker.kv.blocks.layout import HeadSlice, KvLayout, head_slice
 from stoker.kv.blocks.transfer import BlockName, PeerUnavailable
 from stoker.kv.device.device_kv import DeviceKv
-from stoker.kv.peer.block_bytes import BeforeWrite, Sink
+from stoker.kv.peer.block_bytes import BeforeWrite, BlockSink
 from stoker.kv.peer.lease_book import LeaseView
-from stoker.kv.peer.peer_wire import Answer, Ask, Connection, Kind, pack_confirm
+from stoker.kv.peer.peer_wire import BlockReply, BlockRequest, FrameKind, PeerConnection, pack_confirm
 
-IO_S = 5.0  # that a peer may say nothing, or take nothing, before it is given up
-_WORD_S = 0.25  # past the deadline: a peer that waits for blocks until then says that there are none
+IO_S = 5.0  # a peer that sends or accepts nothing for this long is given up
+_REPLY_S = 0.25  # grace after the deadline: a peer that waited for blocks until then still replies that there are none
 
 
 @dataclass(slots=True, eq=False)
-class Pull:
-    """A pull on its way: what is asked for, and what came so far. Links fill it in as they go, so that what came before a
-    failure counts."""
+class PullProgress:
+    """A pull in progress: what is requested, and what arrived so far. Links update it as they go, so that blocks that
+    arrived before a failure count."""
 
-    sink: Sink
+    sink: BlockSink
     filled: list[bool]
     until_s: float  # monotonic
-    at: int = 0  # blocks before this one are dealt with, well or not
+    at: int = 0  # blocks before this one are done, successfully or not
     num_corrupt: int = 0
     names: list[BlockName] = field(default_factory=list)
 
     def patience_s(self) -> float:
-        """How long to wait for the next sign of the peer. PeerUnavailable: the time is over."""
+        """Return how long to wait for the next bytes of the peer. Raises PeerUnavailable if the deadline has passed."""
         left_s = self.until_s - time.monotonic()
         if left_s <= 0:
             raise PeerUnavailable("the deadline has passed", code="kv_pull_deadline")
         return min(IO_S, left_s)
 
     def answer_s(self, wait_s: float) -> float:
-        """How long to wait for the answer of a peer that may itself wait for `wait_s`."""
-        return min(wait_s + IO_S, self.patience_s() + _WORD_S)
+        """Return how long to wait for the reply of a peer that may itself wait for `wait_s`."""
+        return min(wait_s + IO_S, self.patience_s() + _REPLY_S)
 
     def took(self, right: bool, held: bool) -> None:
-        """The next block came. `right`: its checksum; `held`: the lease, for as long as it was read."""
+        """Record the next block. `right`: its checksum was correct. `held`: the lease kept its placement while it was
+        read."""
         self.filled[self.at] = right and held
-        # Bytes of blocks that changed hands while they were read are not corrupt; they are somebody else's.
+        # If the lease moved during the read, the bytes belong to another sequence and are not corrupt.
         self.num_corrupt += held and not right
         self.at += 1
 
 
 class Link(Protocol):
-    """An open way to one peer's pool. Several threads may use it at a time, each with a connection of its own."""
+    """An open way to one peer's pool. Several threads may use it at a time, each with its own connection."""
 
-    def fits(self, sink: Sink) -> bool:
-        """Whether it can bring bytes there."""
+    def supports(self, sink: BlockSink) -> bool:
+        """Return True if the link can write into this sink."""
 
-    def take(self, connection: Connection, ask: Ask, pull: Pull) -> LeaseView:
-        """Take all that is ready of what is asked for, from `pull.at` on; the peer waits for the first of it, for at most
-        `ask.wait_s`. Returns what the peer said last. After an error the connection is of no use any more."""
+    def take(self, connection: PeerConnection, request: BlockRequest, pull: PullProgress) -> LeaseView:
+        """Copy all ready blocks of the request, from `pull.at` on. The peer waits up to `request.wait_s` for the first
+        one. Returns the peer's last view of the lease. After an error the connection must not be used again."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release all resources."""
 
 
 class Transport(Protocol):
-    """One for each server and client."""
+    """One per server and client."""
 
     def offer(self, kv: DeviceKv) -> dict[str, Any]:
-        """On the side that holds the blocks; JSON. PeerUnavailable: not this way, not here."""
+        """On the side that holds the blocks: describe the pool as JSON. Raises PeerUnavailable if this transport cannot
+        be used here."""
 
     def open(self, offer: dict[str, Any], peer: KvLayout, kv: DeviceKv, before_write: BeforeWrite) -> Link:
-        """On the side that pulls. PeerUnavailable: this peer cannot be reached this way; the next way is tried."""
+        """On the side that pulls: open a link. Raises PeerUnavailable if this peer cannot be reached this way; then the
+        next transport is tried."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release all resources."""
 
 
 class TransportFactory(Protocol):
     def __call__(self, argument: str, host: str) -> Transport:
-        """`argument`: what stands behind its name in the settings, "rdma" of "mooncake:rdma". `host`: where peers reach this
-        worker."""
+        """Make the transport. `argument` is what follows its name in the settings: "rdma" in "mooncake:rdma". `host` is
+        the address at which peers reach this worker."""
 
 
 TRANSPORTS: Registry[TransportFactory] = Registry("transport", "stoker.kv.peer.transports")
 
 
 def make_transports(settings: HandoffSettings) -> dict[str, Transport]:
-    """By name, in the order of preference."""
+    """Return the transports of the settings by name, in the order of preference."""
     entries = (entry.partition(":") for entry in settings.transports)
     return {name: TRANSPORTS.get(name)(argument, settings.host) for name, _, argument in entries}
 
 
 class OneSidedLink(ABC):
-    """Reads the peer's memory without its help: LOCATE says where and with which checksums, CONFIRM whether the lease held
-    until the bytes were copied. The next batch is located while this one is copied."""
+    """A link that reads the peer's memory without its help. LOCATE returns where the blocks are and their checksums.
+    CONFIRM returns whether the lease kept its placement until the bytes were copied. The next batch is located while
+    this one is copied."""
 
     batch_bytes: ClassVar[tuple[int, int]] = (16 << 20, 64 << 20)
-    """Located at one time: at first, so that both sides soon have work, and at most. Each next batch is twice as large."""
+    """Size of the first batch, small so that both sides soon have work, and of the largest. Each batch is twice as large as the
+    one before."""
 
     def __init__(self, peer: KvLayout) -> None:
         self._peer = peer
 
     @abstractmethod
-    def copy(self, blocks: Sequence[BlockId], part: Part, sums: Sequence[int], sink: Sink, first: int) -> list[bool]:
-        """This part of the peer's blocks into the sink, from its block `first` on. True: with this checksum."""
+    def copy(
+        self, blocks: Sequence[BlockId], part: HeadSlice, checksums: Sequence[int], sink: BlockSink, first: int
+    ) -> list[bool]:
+        """Copy this slice of the peer's blocks into the sink, from its block `first` on. True: the checksum was
+        correct."""
 
-    def fits(self, sink: Sink) -> bool:
+    def supports(self, sink: BlockSink) -> bool:
         return True
 
     def close(self) -> None:
         return
 
-    def take(self, connection: Connection, ask: Ask, pull: Pull) -> LeaseView:
-        part = part_of(self._peer, ask.first_head, ask.end_head)
+    def take(self, connection: PeerConnection, request: BlockRequest, pull: PullProgress) -> LeaseView:
+        """See Link.take."""
+        part = head_slice(self._peer, request.first_head, request.end_head)
         least, most = (max(1, size // part.total_bytes) for size in self.batch_bytes)
-        last = ask.first + ask.limit
-        ask = replace(ask, limit=min(ask.limit, least))
-        connection.limit(pull.answer_s(ask.wait_s), IO_S)
-        connection.send(Kind.LOCATE, ask.pack())
-        answer = _located(connection)
-        copied: list[bool] = []  # whose CONFIRMED is still to come: nobody waits for it but at the end
-        while answer.view.blocks:
-            view, end = answer.view, ask.first + len(answer.view.blocks)
+        last = request.first + request.limit
+        request = replace(request, limit=min(request.limit, least))
+        connection.limit(pull.answer_s(request.wait_s), IO_S)
+        connection.send(FrameKind.LOCATE, request.pack())
+        reply = _located(connection)
+        # Blocks whose CONFIRMED has not been received yet. It is received only after the next copy, so that copying
+        # does not wait for it.
+        copied: list[bool] = []
+        while reply.view.blocks:
+            view, end = reply.view, request.first + len(reply.view.blocks)
             pull.names += view.names
             connection.limit(pull.patience_s(), IO_S)
             has_next = min(last, view.num_ready) > end
-            following = _after(ask, end, last, most)
+            following = _after(request, end, last, most)
             if has_next:
-                connection.send(Kind.LOCATE, following.pack())
-            right = self.copy(view.blocks, part, answer.sums, pull.sink, pull.at + len(copied))
+                connection.send(FrameKind.LOCATE, following.pack())
+            right = self.copy(view.blocks, part, reply.checksums, pull.sink, pull.at + len(copied))
             _confirmed(connection, copied, pull)
-            connection.send(Kind.CONFIRM, pack_confirm(ask.lease_id, view.generation))
+            connection.send(FrameKind.CONFIRM, pack_confirm(request.lease_id, view.generation))
             copied = right
             if not has_next:
                 _confirmed(connection, copied, pull)
                 return view
-            ask, answer = following, _located(connection)
+            request, reply = following, _located(connection)
         _confirmed(connection, copied, pull)
-        return answer.view
+        return reply.view
 
 
-def _confirmed(connection: Connection, copied: list[bool], pull: Pull) -> None:
-    """`copied`, none or a batch: which of them came with the right checksum. The next thing that the peer says is whether the
-    lease held."""
+def _confirmed(connection: PeerConnection, copied: list[bool], pull: PullProgress) -> None:
+    """Receive the peer's CONFIRMED for a batch, if there is one, and record its blocks. `copied`: which blocks had the
+    right checksum."""
     if not copied:
         return
-    held = connection.receive(Kind.CONFIRMED)[1] == b"\x01"
+    held = connection.receive(FrameKind.CONFIRMED)[1] == b"\x01"
     for right in copied:
         pull.took(right, held)
 
 
-def _after(ask: Ask, first: int, last: int, most: int) -> Ask:
-    keys = None if ask.keys is None else ask.keys[first - ask.first :]
-    return replace(ask, first=first, keys=keys, limit=min(2 * ask.limit, most, last - first), wait_s=0.0)
+def _after(request: BlockRequest, first: int, last: int, most: int) -> BlockRequest:
+    keys = None if request.keys is None else request.keys[first - request.first :]
+    return replace(request, first=first, keys=keys, limit=min(2 * request.limit, most, last - first), wait_s=0.0)
 
 
-def _located(connection: Connection) -> Answer:
-    answer = Answer.unpack(connection.receive(Kind.LOCATED)[1])
-    if len(answer.sums) != len(answer.view.blocks):
-        raise PeerUnavailable(f"{len(answer.sums)} checksums for {len(answer.view.blocks)} blocks")
-    return answer
+def _located(connection: PeerConnection) -> BlockReply:
+    reply = BlockReply.unpack(connection.receive(FrameKind.LOCATED)[1])
+    if len(reply.checksums) != len(reply.view.blocks):
+        raise PeerUnavailable(f"{len(reply.checksums)} checksums for {len(reply.view.blocks)} blocks")
+    return reply

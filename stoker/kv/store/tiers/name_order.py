@@ -1,4 +1,4 @@
-"""The order in which a tier says what it holds."""
+"""The order in which a tier lists the blocks that it holds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from stoker.kv.blocks.transfer import BlockName
 
 
 def parents_first(names: Sequence[BlockName]) -> Iterator[BlockName]:
-    """Every block after its parent, if that is among them."""
+    """Yield every block after its parent, if the parent is among them."""
     here = {name.key for name in names}
     children: dict[BlockKey, list[BlockName]] = {}
     for name in names:

@@ -1,1 +1,1 @@
-"""A file for each format of reasoning."""
+"""One file for each reasoning format."""

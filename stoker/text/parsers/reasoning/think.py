@@ -1,6 +1,6 @@
-"""`<think>…</think>` before the answer: DeepSeek R1, Qwen3, Kimi. It knows no other marks, and no tool calls.
+"""Reasoning in `<think>…</think>` before the answer: DeepSeek R1, Qwen3, Kimi.
 
-Only a block at the very beginning is reasoning: later, the mark is part of what the answer talks about.
+Only a block at the very start is reasoning. A later mark is part of the answer's text.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _CLOSE = "</think>"
 
 @REASONING_PARSERS.register("think")
 class ThinkParser(ReasoningParser):
-    """White space around the marks belongs to the format and is dropped."""
+    """Splits off the reasoning. White space around the marks belongs to the format and is dropped."""
 
     name = "think"
     needs_special_tokens = False
@@ -22,8 +22,8 @@ class ThinkParser(ReasoningParser):
     def __init__(self, starts_inside: bool) -> None:
         self._buffer = ""
         self._starts_inside = starts_inside
-        self._part = "beginning"  # -> reasoning -> gap -> text; or from the beginning straight to text
-        self._trim = starts_inside  # white space at the beginning of the reasoning is not its own
+        self._part = "beginning"  # then "reasoning", "gap" and "text"; or directly "text"
+        self._trim = starts_inside  # drop white space at the start of the reasoning
 
     def push(self, text: str) -> list[ReasoningDelta | TextDelta]:
         self._buffer += text
@@ -55,7 +55,7 @@ class ThinkParser(ReasoningParser):
     def _begin(self, final: bool) -> None:
         stripped = self._buffer.lstrip()
         if stripped.startswith(_OPEN):
-            # Some models open the block again although the prompt did.
+            # Some models write the opening mark although the prompt already ends with it.
             self._buffer = stripped[len(_OPEN) :]
             self._part, self._trim = "reasoning", True
         elif not _OPEN.startswith(stripped) or final:

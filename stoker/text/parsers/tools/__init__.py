@@ -1,1 +1,1 @@
-"""A file for each format of tool calls."""
+"""One file for each tool-call format."""

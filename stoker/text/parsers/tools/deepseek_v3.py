@@ -1,6 +1,6 @@
-"""DeepSeek: V3 and R1 fence a call's arguments as a code block, V3.1 writes them bare. One parser reads both.
+"""Tool calls of DeepSeek. V3 and R1 write the arguments in a JSON code block, V3.1 without one.
 
-It knows no other format. The two names differ only in the grammar that forces a call.
+One parser reads both. The two registered names differ only in the grammar that forces a call.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class DeepseekV3Parser(HeaderCalls):
     section_begins = (_SECTION_BEGIN,)
     section_ends = (_SECTION_END,)
     call_end = _CALL_END
-    arguments_trim = " \t\r\n`"  # arguments end with a brace: back-ticks after it are the fence
+    arguments_trim = " \t\r\n`"  # arguments end with a brace: backticks after it end the code block
 
     def _read_header(self) -> tuple[int, str, str | None] | None:
         head = self._buffer[:HEADER_CHARS]
         separator = head.find(_SEPARATOR)
-        # The arguments' brace ends the header: what stands before it decides which of the two formats this is.
+        # The opening brace of the arguments ends the header. The text before it shows which of the two formats this is.
         brace = head.find("{", separator) if separator >= 0 else -1
         ended = _CALL_END in head[: brace if brace >= 0 else None]
         if ended or (brace < 0 and len(head) == HEADER_CHARS):

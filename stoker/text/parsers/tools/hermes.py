@@ -1,4 +1,4 @@
-"""Hermes and Qwen: `<tool_call>` around a JSON object with `name` and `arguments`. It knows no other format."""
+"""Tool calls of Hermes and Qwen: `<tool_call>` around a JSON object with `name` and `arguments`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class HermesParser(ObjectCalls):
             self._buffer = self._buffer[len(_CLOSE) :]
         elif _CLOSE.startswith(self._buffer) and not self._final:
             return False
-        # Models forget the closing mark before the next call or at the end: the object was whole, so it was a call.
+        # Models forget the closing mark before the next call or at the end. The object was complete, so that it counts as a call.
         self._step = self._in_text
         return True
 

@@ -1,4 +1,4 @@
-"""Kimi K2: a section of calls, each with an id `functions.name:number` before its arguments. It knows nothing else."""
+"""Tool calls of Kimi K2: a section of calls, each with an id `functions.NAME:NUMBER` before its arguments."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class KimiK2Parser(HeaderCalls):
         end = self._buffer.find(_ARGUMENTS_BEGIN, 0, HEADER_CHARS)
         if end < 0:
             return None if len(self._buffer) < HEADER_CHARS else (0, "", None)
-        # The id goes to the client as it is: the template prints it back, and the model counts on it.
+        # The client gets the id unchanged, because the template prints it in later turns and the model relies on it.
         call_id = self._buffer[:end].strip()
         named = _CALL_ID.fullmatch(call_id)
         return end + len(_ARGUMENTS_BEGIN), named["name"] if named else "", call_id

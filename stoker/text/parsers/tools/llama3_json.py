@@ -1,7 +1,7 @@
-"""Llama 3: the whole answer is JSON objects with `name` and `parameters`, often after `<|python_tag|>`.
+"""Tool calls of Llama 3: the answer consists of JSON objects with `name` and `parameters`, often after `<|python_tag|>`.
 
-An answer may be JSON without being a call: only objects that name one of the request's tools are calls.
-It knows no other format, and not Llama's code-interpreter calls, which it gives back as text.
+An answer can be JSON without being a call: only objects that name one of the request's tools are calls. Llama's calls of the code
+interpreter are not supported and come out as text.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Llama3JsonParser(ObjectCalls):
         stripped = self._buffer.lstrip(_BETWEEN)
         if not stripped and not self._final:
             return False
-        # Without another call behind them, the separators are text again.
+        # If no other call follows, the separators are text.
         self._step = self._in_text
         if stripped.startswith(("{", _PYTHON_TAG)):
             self._buffer = stripped
@@ -67,15 +67,15 @@ class Llama3JsonParser(ObjectCalls):
         self._opener, self._seen = "", ""
         self._step = self._begin_call()
 
-    def _give_back(self) -> bool:
+    def _not_a_call(self) -> bool:
         if not self._opener:
-            # An object without a mark: the step that would look for one has had its turn.
+            # An object without a mark: emit its first character as text, or it would be taken for a call again.
             text = self._seen + self._buffer
             self._say(text[:1])
             self._buffer, self._seen = text[1:], ""
             self._step = self._in_text
             return True
-        return super()._give_back()
+        return super()._not_a_call()
 
     @classmethod
     def grammar(cls, tools: list[dict[str, Any]], *, parallel: bool) -> GrammarSpec:

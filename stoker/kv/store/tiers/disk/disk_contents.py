@@ -1,7 +1,7 @@
-"""What lies in the disk tier's directory, as one process knows it: what a scan at the start found, what the process wrote and
-removed itself, and what the others tell in the journal.
+"""DiskContents: what this process knows about the disk tier's directory.
 
-A start does not wait for the scan: until it is done, a key that is not known yet is looked for by its name.
+It combines the scan at the start, this process's own writes and removals, and the journal entries of other processes. A
+start does not wait for the scan. Until the scan is done, a key that is not in the index is looked up as a file.
 """
 
 from __future__ import annotations
@@ -14,44 +14,47 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from stoker.base.log import EventLog
-from stoker.kv.store.tiers.disk.disk_directory import Health
-from stoker.kv.store.tiers.disk.disk_index import Change, DiskIndex, Entry, FileId, Journal, path_of, scan
+from stoker.kv.store.tiers.disk.disk_directory import DiskHealth
+from stoker.kv.store.tiers.disk.disk_index import DiskIndex, FileEntry, FileId, path_of, scan
+from stoker.kv.store.tiers.disk.disk_journal import DiskJournal, JournalChange
 
 log = EventLog("kv.disk")
 
 _GIB = 1 << 30
-_NEWS_S = 0.005  # how late others' changes may be known
+_CATCH_UP_S = 0.005  # how late changes by other processes may be noticed
 _SCAN_LOG_S = 5.0
 
 
 class DiskContents:
-    """`on_lost` hears of files that were here and are gone, whoever removed them."""
+    """The index, the journal and the scan. `on_lost` receives files that this process knew and that any process has
+    removed."""
 
-    def __init__(self, root: Path, health: Health, on_lost: Callable[[Sequence[FileId]], None]) -> None:
+    def __init__(self, root: Path, health: DiskHealth, on_lost: Callable[[Sequence[FileId]], None]) -> None:
         self._root = root
         self._health = health
         self._on_lost = on_lost
         self._index = DiskIndex()
-        self._index_lock = threading.Lock()  # never held while the disk is asked
-        self._journal = Journal(root / "journal")
+        self._index_lock = threading.Lock()  # never held during disk I/O
+        self._journal = DiskJournal(root / "journal")
         self._journal_lock = threading.Lock()
-        self._news_at_s = 0.0
+        self._caught_up_s = 0.0
         self._closed = False
         self.scanned = threading.Event()
         self._scanner: threading.Thread | None = None
 
     @contextmanager
     def index(self) -> Iterator[DiskIndex]:
-        """For as long as a look takes, and no file is touched."""
+        """Lock the index. No disk I/O may be done meanwhile."""
         with self._index_lock:
             yield self._index
 
     def begin_scan(self, then: Callable[[], object]) -> None:
+        """Scan the directory on a thread, then call `then`."""
         self._scanner = threading.Thread(target=self._scan, args=(then,), name="kv-disk-scan", daemon=True)
         self._scanner.start()
 
     def wait_for_scan(self) -> None:
-        """Until it has ended, one way or the other."""
+        """Wait until the scan has ended or failed."""
         if self._scanner is not None:
             self._scanner.join()
 
@@ -61,7 +64,8 @@ class DiskContents:
         with self._journal_lock:
             self._journal.close()
 
-    def here(self, files: Sequence[FileId]) -> list[bool]:
+    def exist(self, files: Sequence[FileId]) -> list[bool]:
+        """Return which files exist."""
         is_whole = self.scanned.is_set()
         self.catch_up()
         with self.index() as index:
@@ -70,22 +74,23 @@ class DiskContents:
             return here
         return [is_here or os.path.exists(path_of(self._root, file)) for is_here, file in zip(here, files, strict=True)]
 
-    def catch_up(self, at_once: bool = False) -> None:
-        """With what others did; but for `at_once`, not if that was done just now or is being done."""
+    def catch_up(self, force: bool = False) -> None:
+        """Apply the changes of other processes. Without `force`, do nothing if that was done a moment ago or another
+        thread is doing it."""
         now_s = time.monotonic()
-        if not at_once and now_s - self._news_at_s < _NEWS_S:
+        if not force and now_s - self._caught_up_s < _CATCH_UP_S:
             return
-        if not self._journal_lock.acquire(blocking=at_once):
+        if not self._journal_lock.acquire(blocking=force):
             return
         try:
-            self._news_at_s = now_s
-            changes = [] if self._closed else self._journal.news()
+            self._caught_up_s = now_s
+            changes = [] if self._closed else self._journal.read_changes()
         except OSError as failed:
             self._health.failed("journal", failed)
             return
         finally:
             self._journal_lock.release()
-        # A block that one process removed may have been written again by another before we heard of either.
+        # A block that one process removed may have been written again by another before either change was read here.
         gone = {
             change.file
             for change in changes
@@ -98,20 +103,20 @@ class DiskContents:
             lost = [file for file in gone if index.remove(file)]
         self._on_lost(lost)
 
-    def tell_added(self, files: Sequence[FileId], num_bytes: int) -> None:
-        """The other processes."""
-        self._tell([Change(file, num_bytes, True) for file in files])
+    def announce_added(self, files: Sequence[FileId], num_bytes: int) -> None:
+        """Report written files to the other processes."""
+        self._announce([JournalChange(file, num_bytes, True) for file in files])
 
-    def tell_removed(self, files: Sequence[FileId]) -> None:
-        """The other processes."""
-        self._tell([Change(file, 0, False) for file in files])
+    def announce_removed(self, files: Sequence[FileId]) -> None:
+        """Report removed files to the other processes."""
+        self._announce([JournalChange(file, 0, False) for file in files])
 
-    def tell_lost(self, files: Sequence[FileId]) -> None:
-        """The other processes, and this one's listeners."""
-        self.tell_removed(files)
+    def announce_lost(self, files: Sequence[FileId]) -> None:
+        """Report removed files to the other processes and to this process's listener."""
+        self.announce_removed(files)
         self._on_lost(files)
 
-    def _tell(self, changes: Sequence[Change]) -> None:
+    def _announce(self, changes: Sequence[JournalChange]) -> None:
         if not changes:
             return
         try:
@@ -122,19 +127,19 @@ class DiskContents:
             self._health.failed("journal", failed)
 
     def _scan(self, then: Callable[[], object]) -> None:
-        found: dict[FileId, Entry] = {}
-        began_s = told_s = time.monotonic()
+        found: dict[FileId, FileEntry] = {}
+        started_s = logged_s = time.monotonic()
         try:
             for some in scan(self._root):
                 found |= some
                 if self._closed:
                     return
-                if time.monotonic() - told_s > _SCAN_LOG_S:
-                    told_s = time.monotonic()
+                if time.monotonic() - logged_s > _SCAN_LOG_S:
+                    logged_s = time.monotonic()
                     log.event(
-                        "disk_scan", path=str(self._root), blocks=len(found), elapsed_s=round(told_s - began_s, 1)
+                        "disk_scan", path=str(self._root), blocks=len(found), elapsed_s=round(logged_s - started_s, 1)
                     )
-        except OSError as failed:  # keys stay to be looked for one by one
+        except OSError as failed:  # keys are still looked up as files, one by one
             self._health.failed("scan", failed)
             return
         with self.index() as index:

@@ -1,5 +1,8 @@
-"""Encryption of what the disk tier writes: AES-256-GCM with a key of the operator's. Nobody without it can read a block or what was
-asked, or change either unnoticed; that a block of some key exists, and its length, can be seen."""
+"""Encryption of the disk tier's files with AES-256-GCM and a key of the operator.
+
+Without the key, neither blocks nor prompts can be read or changed unnoticed. Visible without the key: that a block with
+some key exists, and its length.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import stat
 from pathlib import Path
 
 from stoker.base.errors import ConfigError
+from stoker.base.extras import install_command
 from stoker.base.log import EventLog
 from stoker.kv.store.tiers.tier import HostBytes
 
@@ -19,56 +23,62 @@ _KEY_BYTES = 32
 _CHECK = b"stoker disk tier"
 
 
-class WrongKeyOrBytes(Exception):
-    """Made with another key, or changed since."""
+class DecryptionFailed(Exception):
+    """The data was encrypted with another key, or has changed."""
 
 
 class Cipher:
+    """AES-256-GCM with one key. Needs the package cryptography."""
+
     def __init__(self, key: bytes) -> None:
         try:
             from cryptography.exceptions import InvalidTag
             from cryptography.hazmat.primitives.ciphers.aead import AESGCM
         except ImportError as missing:
             raise ConfigError(
-                "store.disk_key_file needs the package cryptography: pip install 'stoker[encryption]'"
+                f"store.disk_key_file needs the package cryptography: {install_command('encryption')}"
             ) from missing
         self._invalid = InvalidTag
         self._aes = AESGCM(key)
 
     def seal(self, nonce: bytes, data: bytes, public: bytes) -> bytes:
+        """Encrypt. The public bytes are authenticated, but not encrypted."""
         return self._aes.encrypt(nonce, data, public)
 
     def open(self, nonce: bytes, sealed: bytes, public: bytes) -> bytes:
+        """Decrypt. Raises DecryptionFailed."""
         try:
             return self._aes.decrypt(nonce, sealed, public)
         except self._invalid:
-            raise WrongKeyOrBytes from None
+            raise DecryptionFailed from None
 
     def seal_into(self, nonce: bytes, data: HostBytes, public: bytes, sealed: HostBytes) -> None:
-        """`sealed` is TAG_BYTES longer than `data`."""
+        """Encrypt into a buffer that is TAG_BYTES longer than `data`."""
         self._aes.encrypt_into(nonce, data.data, public, sealed.data)
 
     def open_into(self, nonce: bytes, sealed: HostBytes, public: bytes, data: HostBytes) -> None:
+        """Decrypt into a buffer. Raises DecryptionFailed."""
         try:
             self._aes.decrypt_into(nonce, sealed.data, public, data.data)
         except self._invalid:
-            raise WrongKeyOrBytes from None
+            raise DecryptionFailed from None
 
     def proof(self) -> str:
-        """Tells, later, whether a key is this one."""
+        """Return a text by which `proves` can tell later whether a key is this one."""
         nonce = os.urandom(NONCE_BYTES)
         return (nonce + self.seal(nonce, _CHECK, b"")).hex()
 
     def proves(self, proof: str) -> bool:
+        """Return True if the proof was made with this key."""
         raw = bytes.fromhex(proof)
         try:
             return self.open(raw[:NONCE_BYTES], raw[NONCE_BYTES:], b"") == _CHECK
-        except WrongKeyOrBytes:
+        except DecryptionFailed:
             return False
 
 
 def read_key(path: Path) -> bytes:
-    """32 bytes as they are, or as 64 hex digits."""
+    """Read a key file: 32 bytes, or 64 hex digits."""
     try:
         raw = path.read_bytes()
         if path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
@@ -82,5 +92,5 @@ def read_key(path: Path) -> bytes:
     except ValueError:
         key = b""
     if len(key) != _KEY_BYTES:
-        raise ConfigError(f"store.disk_key_file={path} holds {len(raw)} bytes: 32 bytes, or 64 hex digits, are needed")
+        raise ConfigError(f"store.disk_key_file={path} holds {len(raw)} bytes: write 32 bytes or 64 hex digits")
     return key

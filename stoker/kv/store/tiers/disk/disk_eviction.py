@@ -1,4 +1,5 @@
-"""Room in the disk tier's directory: made by whoever needs it, least recently used first, over all models and processes."""
+"""DiskEviction: frees space in the disk tier's directory, least recently used files first, over all models and
+processes."""
 
 from __future__ import annotations
 
@@ -13,17 +14,19 @@ from pathlib import Path
 from stoker.base.log import EventLog
 from stoker.kv.blocks.transfer import TierUnavailable
 from stoker.kv.store.tiers.disk.disk_contents import DiskContents
-from stoker.kv.store.tiers.disk.disk_directory import Health
-from stoker.kv.store.tiers.disk.disk_index import Entry, FileId, path_of
+from stoker.kv.store.tiers.disk.disk_directory import DiskHealth
+from stoker.kv.store.tiers.disk.disk_index import FileEntry, FileId, path_of
 
 log = EventLog("kv.disk")
 
 _LOCK_S = 2.0
 
 
-class DiskRoom:
+class DiskEviction:
+    """Reserves space for new blocks, and evicts files when the capacity is reached."""
+
     def __init__(
-        self, root: Path, capacity_bytes: int, file_bytes: int, contents: DiskContents, health: Health
+        self, root: Path, capacity_bytes: int, file_bytes: int, contents: DiskContents, health: DiskHealth
     ) -> None:
         self._root = root
         self._health = health
@@ -35,15 +38,16 @@ class DiskRoom:
         self._closed = False
         self.num_evicted = 0
 
-    def make(self, num_blocks: int, keep: set[FileId]) -> int:
-        """Room for so many blocks is reserved; fewer, if only blocks of `keep` would be left. The caller gives it back."""
-        if self._reserve(num_blocks):
+    def reserve(self, num_blocks: int, keep: set[FileId]) -> int:
+        """Reserve space for `num_blocks` blocks, and return for how many. It is fewer if only blocks of `keep` are left
+        to evict. The caller gives the reservation back."""
+        if self._reserve_free(num_blocks):
             return num_blocks
         removed: list[FileId] = []
         try:
             with self._evicting():
-                self._contents.catch_up(at_once=True)
-                while not self._reserve(num_blocks):
+                self._contents.catch_up(force=True)
+                while not self._reserve_free(num_blocks):
                     with self._contents.index() as index:
                         oldest = index.oldest()
                     if oldest is None or oldest[0] in keep:
@@ -59,7 +63,7 @@ class DiskRoom:
         except TierUnavailable as failed:
             log.warning("disk_eviction_failed", reason=failed.message)
             num_blocks = 0
-        self._contents.tell_lost(removed)
+        self._contents.announce_lost(removed)
         return num_blocks
 
     def close(self) -> None:
@@ -67,7 +71,8 @@ class DiskRoom:
             self._closed = True
             os.close(self._fd)
 
-    def _reserve(self, num_blocks: int) -> bool:
+    def _reserve_free(self, num_blocks: int) -> bool:
+        """Reserve space without evicting. Returns False if there is not enough."""
         size = num_blocks * self._file_bytes
         with self._contents.index() as index:
             fits = index.num_bytes + index.reserved_bytes + size <= self._capacity_bytes
@@ -75,10 +80,10 @@ class DiskRoom:
                 index.reserved_bytes += size
             return fits
 
-    def _evict(self, file: FileId, entry: Entry) -> bool:
-        """False: another worker used it since we looked."""
+    def _evict(self, file: FileId, entry: FileEntry) -> bool:
+        """Delete one file. Returns False if another worker has used it since we looked."""
         path = path_of(self._root, file)
-        with suppress(FileNotFoundError):  # a process that was killed while it evicted has told nobody
+        with suppress(FileNotFoundError):  # a process that was killed while it evicted has not announced it
             used_ns = os.stat(path).st_mtime_ns
             if used_ns > entry.used_ns:
                 with self._contents.index() as index:
@@ -91,7 +96,8 @@ class DiskRoom:
 
     @contextmanager
     def _evicting(self) -> Iterator[None]:
-        """One at a time, over all threads and processes; the kernel ends it with its holder."""
+        """Hold the eviction lock, which is shared by all threads and processes. The kernel releases it if its holder
+        dies."""
         with self._lock:
             if self._closed:
                 raise TierUnavailable("the disk tier is closed")

@@ -1,7 +1,7 @@
-"""Asker: questions to a disk that may not answer, asked on a thread of ours, so that whoever waits can give up.
+"""DiskLookups: disk calls that may hang, made on a thread of their own, so that a caller can stop waiting.
 
-A network drive that is away, or a disk that tries a sector again and again, keeps a system call for minutes, and nobody can take
-it back. So one thread may be kept by it, and no more: until its call has come back, nobody asks.
+An unreachable network drive, or a disk that retries a bad sector, blocks a system call for minutes, and the call cannot
+be interrupted. At most one thread is blocked by it: until its call returns, no further calls are made.
 """
 
 from __future__ import annotations
@@ -13,42 +13,46 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 from stoker.kv.blocks.transfer import TierUnavailable
-from stoker.kv.store.tiers.disk.disk_directory import Health
+from stoker.kv.store.tiers.disk.disk_directory import DiskHealth
 
 T = TypeVar("T")
 
-_PARTS = 4  # of the time to wait: a machine that stands still, and not the disk, uses up one of them
+_PARTS = 4  # the wait is split: if the machine stalls, and not the disk, only one of the parts is lost
 
 
-class Asker:
-    def __init__(self, health: Health) -> None:
+class DiskLookups:
+    """Runs calls one after the other on one thread."""
+
+    def __init__(self, health: DiskHealth) -> None:
         self._health = health
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        # A daemon: a call that hangs must not keep the process.
-        threading.Thread(target=self._work, name="kv-disk-ask", daemon=True).start()
+        # A daemon thread: a call that hangs must not keep the process alive.
+        threading.Thread(target=self._work, name="kv-disk-lookup", daemon=True).start()
 
-    def ask(self, question: Callable[[], T], deadline_s: float) -> T:
-        """TierUnavailable: it was not answered in time, or one before it has not come back yet."""
+    def run(self, call: Callable[[], T], deadline_s: float) -> T:
+        """Run `call` and return its result. Raises TierUnavailable if it does not return in time, or an earlier call
+        still hangs."""
         self._health.check_answers()
-        answer: Future[T] = Future()
+        result: Future[T] = Future()
 
         def job() -> None:
-            if not answer.set_running_or_notify_cancel():
+            if not result.set_running_or_notify_cancel():
                 return
             try:
-                answer.set_result(question())
-            except Exception as error:  # whoever waits for it answers for it
-                answer.set_exception(error)
+                result.set_result(call())
+            except Exception as error:  # the waiting caller raises it
+                result.set_exception(error)
 
         self._jobs.put(job)
         for _ in range(_PARTS):
             try:
-                return answer.result(deadline_s / _PARTS)
+                return result.result(deadline_s / _PARTS)
             except TimeoutError:
-                if answer.done():  # its own: a network drive may say so, too
+                if result.done():  # the call's own error: a network drive may raise TimeoutError too
                     raise
-        if not answer.cancel():  # else it was not even asked: the one before it hangs, and whoever asked that says so
-            self._health.hangs(answer, deadline_s)
+        # otherwise the call was not even started: the earlier call hangs, and its caller reports that
+        if not result.cancel():
+            self._health.hangs(result, deadline_s)
         raise TierUnavailable(f"the disk did not answer within {deadline_s:g} s")
 
     def close(self) -> None:

@@ -1,7 +1,11 @@
-"""The disk tier: a file for each block, in a directory that several workers of a machine may share and that outlives them.
+"""The disk tier: one file per block, in a directory that several workers of a machine may share and that outlives them.
 
-Here blocks are read and written. What is known to lie in the directory is disk_contents.py's, room in it disk_room.py's, a block
-as a file disk_file.py's, whether the disk is fit to be asked disk_dir.py's, and to give up a question to it disk_asks.py's.
+disk_contents.py    what the directory holds
+disk_journal.py     how processes tell each other about changes
+disk_eviction.py    space in the directory
+block_file.py       the format of a file
+disk_directory.py   errors and pauses of the disk
+disk_lookups.py     calls that may hang
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from enum import Enum, auto
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
+from socket import gethostname
 from typing import ClassVar
 
 from stoker.base.config import StoreSettings
@@ -20,34 +25,34 @@ from stoker.base.errors import ConfigError
 from stoker.base.ids import BlockKey
 from stoker.base.log import EventLog
 from stoker.kv.blocks.transfer import BlockName, TierUnavailable
-from stoker.kv.device.thread_crew import Crew
-from stoker.kv.store.tiers.disk.block_file import VERSION, BlockFiles, WrongBlock
+from stoker.kv.device.helper_threads import HelperThreads
+from stoker.kv.store.tiers.disk.block_file import VERSION, BlockFiles, CorruptBlock
 from stoker.kv.store.tiers.disk.disk_contents import DiskContents
-from stoker.kv.store.tiers.disk.disk_directory import Health, check_marker, remove_left_behind
+from stoker.kv.store.tiers.disk.disk_directory import DiskHealth, check_marker, remove_abandoned_files
 from stoker.kv.store.tiers.disk.disk_encryption import Cipher, read_key
-from stoker.kv.store.tiers.disk.disk_eviction import DiskRoom
+from stoker.kv.store.tiers.disk.disk_eviction import DiskEviction
 from stoker.kv.store.tiers.disk.disk_index import FOLDER_BYTES, FileId, path_of
-from stoker.kv.store.tiers.disk.disk_lookups import Asker
+from stoker.kv.store.tiers.disk.disk_lookups import DiskLookups
 from stoker.kv.store.tiers.name_order import parents_first
 from stoker.kv.store.tiers.process_liveness import started_at
-from stoker.kv.store.tiers.tier import TIERS, HostBytes, Tier, TierContext, TierStats
+from stoker.kv.store.tiers.tier import HostBytes, Tier, TierContext, TierStats, register_tier
 
 log = EventLog("kv.disk")
 
 THREADS = 4
 DIRECT_BYTES = 64 << 10
 _GIB = 1 << 30
-_NOTE_USE_NS = 10_000_000_000  # a use is written to the file if the last one noted there is older
-_ANSWER_S = 1.0  # that the disk may take to say what it has; by then most prompts are computed
+_NOTE_USE_NS = 10_000_000_000  # a use is recorded in the file if the last recorded one is older
+_LOOKUP_S = 1.0  # how long a lookup may take; by then most prompts are computed
 
 
-@TIERS.register("disk")
+@register_tier("disk", distance=200)
 def disk_tier(settings: StoreSettings, context: TierContext) -> Tier | None:
     if settings.disk_dir is None:
         return None
     cipher = Cipher(read_key(Path(settings.disk_key_file))) if settings.disk_key_file else None
-    # Below a host tier the kernel's cache would only hold the same blocks a second time, and without it reads of what is not
-    # cached are up to twice as fast (bench/kv_tiers.py). With no host tier it is the only RAM that the blocks have.
+    # Below a host tier the kernel's page cache would hold the same blocks a second time, and direct reads of uncached
+    # blocks are up to twice as fast. Without a host tier, the page cache is the only RAM that holds the blocks.
     return DiskTier(
         Path(settings.disk_dir),
         int(settings.disk_gib * _GIB),
@@ -57,7 +62,9 @@ def disk_tier(settings: StoreSettings, context: TierContext) -> Tier | None:
     )
 
 
-class _Read(Enum):
+class _ReadOutcome(Enum):
+    """The result of reading one file."""
+
     OK = auto()
     MISSING = auto()
     WRONG = auto()
@@ -65,8 +72,9 @@ class _Read(Enum):
 
 
 class DiskTier:
+    """A tier of files. See the contract in tier.py."""
+
     medium: ClassVar[str] = "DISK"
-    shared = True
 
     def __init__(
         self,
@@ -78,77 +86,80 @@ class DiskTier:
         direct_reads: bool = True,
     ) -> None:
         layout = context.layout
-        is_large = layout.block_bytes >= DIRECT_BYTES  # a smaller one is mostly the cost of the call, cached or not
+        is_large = layout.block_bytes >= DIRECT_BYTES  # for a smaller block the system call costs more than the copy
         self._writes = BlockFiles(layout.block_bytes, layout.block_tokens, cipher, direct=is_large)
         self._reads = BlockFiles(layout.block_bytes, layout.block_tokens, cipher, direct=is_large and direct_reads)
         self._file_bytes = self._writes.file_bytes
         if capacity_bytes < self._file_bytes:
-            raise ConfigError(f"store.disk_gib={capacity_bytes / _GIB:g} holds no block of {self._file_bytes} bytes")
+            raise ConfigError(
+                f"store.disk_gib={capacity_bytes / _GIB:g} is smaller than one block of {self._file_bytes} bytes; raise it"
+            )
         self._root = root
+        self.shared_location: str | None = f"{gethostname()}:{os.path.realpath(root)}"
         self._tmp = root / "tmp"
         self._capacity_bytes = capacity_bytes
         self._on_evicted = context.on_evicted
         self._folder = sha256(f"{VERSION} {layout.fingerprint} {context.fingerprint}".encode()).digest()[:FOLDER_BYTES]
-        self._health = Health(root)
+        self._health = DiskHealth(root)
         self._num_corrupt = 0
         self._closed = False
         try:
             self._tmp.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_marker(root, cipher)
-            remove_left_behind(self._tmp)
+            remove_abandoned_files(self._tmp)
             self._contents = DiskContents(root, self._health, self._report)
-            self._room = DiskRoom(root, capacity_bytes, self._file_bytes, self._contents, self._health)
+            self._eviction = DiskEviction(root, capacity_bytes, self._file_bytes, self._contents, self._health)
         except OSError as failed:
             raise ConfigError(f"store.disk_dir={root}: {failed.strerror}") from failed
         self._tmp_prefix = f"{os.getpid()}-{started_at(os.getpid())}-{os.urandom(4).hex()}"
         self._tmp_numbers = count()
-        self._crew = Crew(THREADS, "kv-disk")
-        self._asker = Asker(self._health)
-        self._contents.begin_scan(then=lambda: self._room.make(0, keep=set()))
+        self._threads = HelperThreads(THREADS, "kv-disk")
+        self._lookups = DiskLookups(self._health)
+        self._contents.begin_scan(then=lambda: self._eviction.reserve(0, keep=set()))
 
     def find(self, keys: Sequence[BlockKey]) -> list[bool]:
-        if self._closed or self._health.is_left_alone:
+        if self._closed or self._health.is_paused:
             return [False] * len(keys)
-        return self._here([self._folder + key for key in keys])
+        return self._exist([self._folder + key for key in keys])
 
     def read(self, keys: Sequence[BlockKey], into: Sequence[HostBytes]) -> list[bool]:
         self._check_usable()
         files = [self._folder + key for key in keys]
-        wanted = [at for at, is_here in enumerate(self._here(files)) if is_here]
+        wanted = [at for at, is_here in enumerate(self._exist(files)) if is_here]
         with self._contents.index() as index:
-            # The first count as used last: without a chain's beginning its rest is of no use.
+            # The first block of a chain counts as the last used one: without it the rest cannot be found.
             now_ns = index.now_ns()
             known = {at: index.get(files[at]) for at in wanted}
         to_note = {at for at, entry in known.items() if entry is None or now_ns - entry.noted_ns >= _NOTE_USE_NS}
 
-        def read_one(at: int) -> _Read:
+        def read_one(at: int) -> _ReadOutcome:
             return self._read_one(files[at], into[at], now_ns - at if at in to_note else None)
 
-        results = self._crew.each(read_one, wanted)
+        results = self._threads.each(read_one, wanted)
         done = [False] * len(keys)
         lost = []
         with self._contents.index() as index:
             for at, result in zip(wanted, results, strict=True):
-                if result is _Read.OK:
+                if result is _ReadOutcome.OK:
                     done[at] = True
-                    # It may have gone since: whoever removed it has counted that.
+                    # The block may have been removed since. The process that removed it has updated the index.
                     if files[at] in index or not self._contents.scanned.is_set():
                         index.use(files[at], self._file_bytes, now_ns - at, is_noted=at in to_note)
-                elif result is not _Read.FAILED:
-                    self._num_corrupt += result is _Read.WRONG
+                elif result is not _ReadOutcome.FAILED:
+                    self._num_corrupt += result is _ReadOutcome.WRONG
                     index.remove(files[at])
                     lost.append(files[at])
-        self._contents.tell_lost(lost)
+        self._contents.announce_lost(lost)
         if wanted and not any(done):
             self._check_usable()
         return done
 
-    def write(self, names: Sequence[BlockName], data: Sequence[HostBytes], sums: Sequence[int]) -> list[bool]:
-        if self._closed or not self._health.takes_blocks:
+    def write(self, names: Sequence[BlockName], data: Sequence[HostBytes], checksums: Sequence[int]) -> list[bool]:
+        if self._closed or not self._health.is_writable:
             return [False] * len(names)
-        blocks = {self._folder + given[0].key: given for given in zip(names, data, sums, strict=True)}
+        blocks = {self._folder + given[0].key: given for given in zip(names, data, checksums, strict=True)}
         files = list(blocks)
-        # Looked at, not believed: a process that was killed while it evicted has told nobody.
+        # Checked on disk: a process that was killed while it evicted has not announced it.
         here = {file: os.path.exists(path_of(self._root, file)) for file in files}
         wanted = [file for file in files if not here[file] and self._writes.can_hold(blocks[file][0])]
         with self._contents.index() as index:
@@ -158,20 +169,20 @@ class DiskTier:
                     index.use(file, self._file_bytes, now_ns - at, is_noted=False)
                 else:
                     index.remove(file)
-        wanted = wanted[: self._room.make(len(wanted), keep=set(files))]
+        wanted = wanted[: self._eviction.reserve(len(wanted), keep=set(files))]
 
         def write_one(at: int) -> bool:
             return self._write_one(wanted[at], *blocks[wanted[at]], now_ns - at)
 
         try:
-            here |= dict(zip(wanted, self._crew.each(write_one, range(len(wanted))), strict=True))
+            here |= dict(zip(wanted, self._threads.each(write_one, range(len(wanted))), strict=True))
         finally:
             with self._contents.index() as index:
                 index.reserved_bytes -= len(wanted) * self._file_bytes
                 for at, file in enumerate(wanted):
                     if here[file]:
                         index.use(file, self._file_bytes, now_ns - at, is_noted=True)
-        self._contents.tell_added([file for file in wanted if here[file]], self._file_bytes)
+        self._contents.announce_added([file for file in wanted if here[file]], self._file_bytes)
         return [here[self._folder + name.key] for name in names]
 
     def drop(self, keys: Sequence[BlockKey]) -> None:
@@ -180,21 +191,22 @@ class DiskTier:
         with self._contents.index() as index:
             for file in files:
                 index.remove(file)
-        self._contents.tell_removed(gone)
+        self._contents.announce_removed(gone)
 
     def catch_up(self) -> None:
         if not self._closed:
-            self._asker.ask(lambda: self._contents.catch_up(at_once=True), _ANSWER_S)
+            self._lookups.run(lambda: self._contents.catch_up(force=True), _LOOKUP_S)
 
     def names(self) -> Iterator[BlockName]:
-        """Reads a page of every file. Right after the start it waits for the scan, which takes minutes for a million of them."""
+        """Read one page of every file. Right after the start it waits for the scan, which takes minutes for a million
+        files."""
         self._contents.wait_for_scan()
         with self._contents.index() as index:
             files = [file for file in index.files() if file[:FOLDER_BYTES] == self._folder]
         names = []
         for file in files:
-            # A wrong one is found again, and dropped, when it is read.
-            with suppress(OSError, WrongBlock):
+            # A wrong block is found and dropped when it is read.
+            with suppress(OSError, CorruptBlock):
                 names.append(self._reads.read_name(path_of(self._root, file), BlockKey(file[FOLDER_BYTES:])))
         return parents_first(names)
 
@@ -204,7 +216,7 @@ class DiskTier:
                 blocks=len(index),
                 used_bytes=index.num_bytes,
                 capacity_bytes=self._capacity_bytes,
-                evicted=self._room.num_evicted,
+                evicted=self._eviction.num_evicted,
                 corrupt=self._num_corrupt,
                 errors=self._health.num_errors,
             )
@@ -213,45 +225,45 @@ class DiskTier:
         if self._closed:
             return
         self._closed = True
-        self._asker.close()
-        self._crew.close()
+        self._lookups.close()
+        self._threads.close()
         self._contents.close()
-        self._room.close()
+        self._eviction.close()
 
-    # One block. The disk is asked here, by several threads at a time.
+    # ---- one block; called by several threads at a time
 
-    def _read_one(self, file: FileId, into: HostBytes, use_ns: int | None) -> _Read:
+    def _read_one(self, file: FileId, into: HostBytes, use_ns: int | None) -> _ReadOutcome:
         path = path_of(self._root, file)
-        if self._closed or self._health.is_left_alone:
-            return _Read.FAILED
+        if self._closed or self._health.is_paused:
+            return _ReadOutcome.FAILED
         try:
             self._reads.read(path, BlockKey(file[FOLDER_BYTES:]), into, use_ns)
         except FileNotFoundError:
-            return _Read.MISSING
-        except WrongBlock as wrong:
+            return _ReadOutcome.MISSING
+        except CorruptBlock as wrong:
             log.warning("disk_block_corrupt", path=path, reason=str(wrong))
             self._unlink(file)
-            return _Read.WRONG
+            return _ReadOutcome.WRONG
         except OSError as failed:
             self._health.failed("read", failed)
-            return _Read.FAILED
+            return _ReadOutcome.FAILED
         self._health.worked()
-        return _Read.OK
+        return _ReadOutcome.OK
 
-    def _write_one(self, file: FileId, name: BlockName, data: HostBytes, of_bytes: int, use_ns: int) -> bool:
-        if self._closed or not self._health.takes_blocks:
+    def _write_one(self, file: FileId, name: BlockName, data: HostBytes, data_checksum: int, use_ns: int) -> bool:
+        if self._closed or not self._health.is_writable:
             return False
         tmp = f"{self._tmp}/{self._tmp_prefix}-{next(self._tmp_numbers)}"
         path = path_of(self._root, file)
         try:
             try:
-                self._writes.write(tmp, name, data, of_bytes, use_ns)
+                self._writes.write(tmp, name, data, data_checksum, use_ns)
                 os.rename(tmp, path)
-            except FileNotFoundError:  # the first block of its folder, or somebody emptied the directory
+            except FileNotFoundError:  # the first block of its folder, or the directory was emptied
                 os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
                 self._tmp.mkdir(mode=0o700, exist_ok=True)
                 if not os.path.exists(tmp):
-                    self._writes.write(tmp, name, data, of_bytes, use_ns)
+                    self._writes.write(tmp, name, data, data_checksum, use_ns)
                 os.rename(tmp, path)
         except OSError as failed:
             with suppress(OSError):
@@ -271,8 +283,8 @@ class DiskTier:
             return False
         return True
 
-    def _here(self, files: Sequence[FileId]) -> list[bool]:
-        return self._asker.ask(lambda: self._contents.here(files), _ANSWER_S)
+    def _exist(self, files: Sequence[FileId]) -> list[bool]:
+        return self._lookups.run(lambda: self._contents.exist(files), _LOOKUP_S)
 
     def _check_usable(self) -> None:
         if self._closed:
@@ -280,7 +292,7 @@ class DiskTier:
         self._health.check()
 
     def _report(self, files: Sequence[FileId]) -> None:
-        """To our listeners, who know of one model alone."""
+        """Report lost blocks of this model to the store. The directory may hold other models too."""
         keys = [BlockKey(file[FOLDER_BYTES:]) for file in files if file[:FOLDER_BYTES] == self._folder]
         if keys:
             self._on_evicted(keys)

@@ -1,5 +1,5 @@
-"""Where the host tier's memory comes from: a named file of /dev/shm that workers share and that outlives them, or memory of this
-process alone; who uses a store, and the lock under which its table is changed."""
+"""The memory of the host tier: a named file in /dev/shm that workers share and that outlives them, or private memory of
+this process. Also the lock under which the table is changed, and which processes use a store."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from stoker.base.allowance import available_ram
 from stoker.base.errors import ConfigError
 from stoker.base.log import EventLog
 from stoker.kv.blocks.transfer import TierUnavailable
-from stoker.kv.store.tiers.host.host_table import Geometry, HostTable, read_geometry
+from stoker.kv.store.tiers.host.host_table import HostGeometry, HostTable, read_geometry
 
 log = EventLog("kv.host")
 
 SHM = Path("/dev/shm")
-LOCK_S = 2.0  # changes take microseconds: who waits longer has met a stopped process
+LOCK_S = 2.0  # a change takes microseconds, so a longer wait means that the lock's holder is stopped
 _GIB = 1 << 30
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _DIGEST = 16  # hex digits of the fingerprint in a file's name
@@ -32,7 +32,7 @@ _DIGEST = 16  # hex digits of the fingerprint in a file's name
 
 @dataclass(frozen=True, slots=True)
 class HostStore:
-    """A named store as it lies in /dev/shm."""
+    """A named store in /dev/shm."""
 
     name: str
     path: Path
@@ -41,7 +41,7 @@ class HostStore:
 
 
 def host_stores() -> list[HostStore]:
-    """All of this user."""
+    """Return all stores of this user."""
     prefix = f"stoker-kv-{os.getuid()}-"
     stores = []
     for path in sorted(SHM.glob(f"{prefix}*")):
@@ -56,14 +56,16 @@ def host_stores() -> list[HostStore]:
 
 
 def remove_host_store(name: str) -> int:
-    """Of all models. Workers that still use it keep their memory, which ends with them. Returns how many there were."""
+    """Delete the stores of this name, of all models, and return how many there were. Workers that still use one keep
+    their memory until they end."""
     ours = [store for store in host_stores() if store.name == name]
     for store in ours:
         store.path.unlink(missing_ok=True)
     return len(ours)
 
 
-def private_memory(geometry: Geometry) -> tuple[int, mmap]:
+def private_memory(geometry: HostGeometry) -> tuple[int, mmap]:
+    """Allocate memory that only this process uses."""
     available = available_ram()
     if geometry.total_bytes > available:
         raise ConfigError(_too_large(geometry, available, "of this machine's RAM"))
@@ -71,17 +73,17 @@ def private_memory(geometry: Geometry) -> tuple[int, mmap]:
     return fd, _make(fd, geometry)
 
 
-def shared_memory(name: str, fingerprint: str, geometry: Geometry) -> tuple[int, mmap]:
-    """Open the named store, or make it. Every user holds a shared flock on it for as long as it lives."""
+def shared_memory(name: str, fingerprint: str, geometry: HostGeometry) -> tuple[int, mmap]:
+    """Open the named store, or create it. Every user holds a shared flock on the file as long as it runs."""
     if not _NAME.fullmatch(name):
-        raise ConfigError(f"store.name={name!r}: letters, digits, '.', '_' and '-', at most 64 of them")
+        raise ConfigError(f"store.name={name!r}: use at most 64 letters, digits, '.', '_' and '-'")
     path = SHM / f"stoker-kv-{os.getuid()}-{name}-{sha256(fingerprint.encode()).hexdigest()[:_DIGEST]}"
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             memory = _attach(fd, path, geometry)
         except BaseException:
-            if os.fstat(fd).st_size == 0:  # ours alone, and nothing came of it
+            if os.fstat(fd).st_size == 0:  # this process created the file, and failed to initialize it
                 path.unlink(missing_ok=True)
             os.close(fd)
             raise
@@ -90,13 +92,13 @@ def shared_memory(name: str, fingerprint: str, geometry: Geometry) -> tuple[int,
         os.close(fd)
 
 
-def _attach(fd: int, path: Path, geometry: Geometry) -> mmap | None:
-    """None: the file was removed while we opened it."""
+def _attach(fd: int, path: Path, geometry: HostGeometry) -> mmap | None:
+    """Map the file and initialize it if necessary. Returns None if the file was deleted meanwhile."""
     stat = os.fstat(fd)
     if stat.st_uid != os.getuid():
-        raise ConfigError(f"{path} belongs to user {stat.st_uid}: remove it, or take another store.name")
+        raise ConfigError(f"{path} belongs to user {stat.st_uid}: delete it, or choose another store.name")
     if not lock(fd, LOCK_S):
-        raise TierUnavailable(f"{path}: its lock was not to be had in {LOCK_S:g} s")
+        raise TierUnavailable(f"{path}: another process has held its lock for {LOCK_S:g} s")
     try:
         try:
             if path.stat().st_ino != stat.st_ino:
@@ -110,7 +112,10 @@ def _attach(fd: int, path: Path, geometry: Geometry) -> mmap | None:
             fcntl.flock(fd, fcntl.LOCK_SH)
             return there
         if size and _has_users(fd):
-            raise ConfigError(f"store {path.name} is in use for {made_for or 'another version'}; here: {geometry}")
+            raise ConfigError(
+                f"store {path.name} is in use for {made_for or 'another version'}; this worker needs {geometry}: "
+                "choose another store.name"
+            )
         if made_for is not None:
             log.event("host_store_replaced", path=str(path), was=str(made_for), now=str(geometry))
         os.ftruncate(fd, 0)
@@ -124,7 +129,8 @@ def _attach(fd: int, path: Path, geometry: Geometry) -> mmap | None:
         unlock(fd)
 
 
-def _make(fd: int, geometry: Geometry) -> mmap:
+def _make(fd: int, geometry: HostGeometry) -> mmap:
+    """Size the file and initialize the table. Only the table's memory is allocated at once."""
     os.ftruncate(fd, geometry.total_bytes)
     os.posix_fallocate(fd, 0, geometry.offsets()["blocks"])
     memory = mmap(fd, geometry.total_bytes)
@@ -132,14 +138,16 @@ def _make(fd: int, geometry: Geometry) -> mmap:
     return memory
 
 
-def _too_large(geometry: Geometry, free_bytes: int, where: str) -> str:
+def _too_large(geometry: HostGeometry, free_bytes: int, where: str) -> str:
     return (
-        f"store.host_gib needs {geometry.total_bytes / _GIB:.2f} GiB, and {free_bytes / _GIB:.2f} GiB {where} are free"
+        f"store.host_gib needs {geometry.total_bytes / _GIB:.2f} GiB, but only {free_bytes / _GIB:.2f} GiB {where} are free; "
+        "lower store.host_gib"
     )
 
 
 def _has_users(fd: int) -> bool:
-    """By a lock of another opening of the file: our own would not be in our way."""
+    """Return True if any process uses the store. The file is opened again for the test, because a lock does not
+    conflict with locks of the same opening."""
     other = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     try:
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -151,8 +159,9 @@ def _has_users(fd: int) -> bool:
 
 
 def lock(fd: int, wait_s: float) -> bool:
-    """A lock of this opening of the file (not of the process: two tiers of one process exclude each other), ended by the
-    kernel with its holder. Tried, not waited for: the kernel's own waiting has no deadline."""
+    """Lock the file. The lock belongs to this opening of the file, not to the process, so two tiers of one process
+    exclude each other, and the kernel releases it if the holder dies. It is polled, because the kernel's own wait has
+    no timeout. Returns False after `wait_s`."""
     until_s = time.monotonic() + wait_s
     pause_s = 20e-6
     while True:

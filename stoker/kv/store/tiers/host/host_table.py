@@ -1,9 +1,11 @@
-"""HostTable: how the host tier's memory is laid out, and which slot holds which key. All of it lies in the mapping itself, so
-that every process which maps it sees the same.
+"""HostTable: the layout of the host tier's memory, and which slot holds which key.
 
-It knows nothing of files, locks and processes. Whoever changes it holds the tier's lock. Looking up needs none: what is found is
-a hint, to be checked by generation and seal. A slot's state is the last thing written when it is filled and the first when
-it is given up: a process that dies in between leaves no slot READY under a wrong key.
+The whole table is in the mapped memory, so that every process that maps it sees the same. It knows nothing of files,
+locks and processes. Changes are made under the tier's lock. Lookups need no lock: a result is a hint, to be checked by
+generation and checksum.
+
+A slot's state is the last field written when the slot is filled, and the first when it is emptied. A process that dies
+in between leaves no slot READY under a wrong key.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ VERSION = 2
 FREE, WRITING, READY = 0, 1, 2
 
 _PAGE = 4096
-_EMPTY, _GONE = 0, -1  # of a bucket; any other is slot + 1
+_EMPTY, _GONE = 0, -1  # bucket values; any other value is slot + 1
 _MAX_PROBES = 1024
 _SALT_BYTES = 64
 _NO_SALT = 255
@@ -39,23 +41,26 @@ _HEADER = np.dtype(
         ("block_bytes", "<u8"),
         ("block_tokens", "<u8"),
         ("layout", "S256"),
-        ("dirty", "<u8"),  # a change has begun and not ended: the table may be inconsistent
-        ("num_fresh", "<u8"),  # slots from here on were never used, and take no memory yet
-        ("num_free", "<u8"),  # entries of `free`
-        ("num_gone", "<u8"),  # buckets that held a key once
+        ("dirty", "<u8"),  # a change has begun and not ended, so the table may be inconsistent
+        ("num_fresh", "<u8"),  # slots from this one on were never used, and take no memory yet
+        ("num_free", "<u8"),  # number of entries of `free`
+        ("num_gone", "<u8"),  # buckets whose key was removed
     ]
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
+class HostGeometry:
+    """The sizes that determine the layout of the memory."""
+
     num_slots: int
     block_bytes: int
     block_tokens: int
     layout: str
 
     @classmethod
-    def of(cls, capacity_bytes: int, layout: KvLayout) -> Geometry:
+    def of(cls, capacity_bytes: int, layout: KvLayout) -> HostGeometry:
+        """Return the geometry with as many slots as fit into `capacity_bytes`."""
         one = cls(1, layout.block_bytes, layout.block_tokens, layout.fingerprint)
         return replace(one, num_slots=capacity_bytes // one.slot_bytes)
 
@@ -64,7 +69,7 @@ class Geometry:
 
     @property
     def slot_bytes(self) -> int:
-        """Slots begin on a page, so that a card's copy engine and direct I/O can use them as they are."""
+        """Slots begin on a page boundary, so that a GPU's copy engine and direct I/O can use them."""
         return -(-self.block_bytes // _PAGE) * _PAGE
 
     @property
@@ -72,6 +77,7 @@ class Geometry:
         return 1 << (4 * self.num_slots - 1).bit_length()
 
     def arrays(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Return dtype and shape of each array of the table."""
         slots = self.num_slots
         return {
             "buckets": ("<i4", (self.num_buckets,)),
@@ -79,9 +85,9 @@ class Geometry:
             "states": ("u1", (slots,)),
             "generations": ("<u8", (slots,)),
             "keys": ("<u8", (slots, 2)),
-            "seals": ("<u8", (slots,)),
+            "checksums": ("<u8", (slots,)),
             "last_use_ns": ("<u8", (slots,)),
-            "owners": ("<u8", (slots, 2)),  # of a slot being written: pid, and when that process started
+            "owners": ("<u8", (slots, 2)),  # for a slot being written: pid and start time of the writer
             "parents": ("<u8", (slots, 2)),
             "num_tokens": ("<u4", (slots,)),
             "token_ids": ("<u4", (slots, self.block_tokens)),
@@ -90,6 +96,7 @@ class Geometry:
         }
 
     def offsets(self) -> dict[str, int]:
+        """Return where each array begins, and where the blocks begin."""
         at, offsets = _PAGE, {}
         for name, (dtype, shape) in self.arrays().items():
             offsets[name] = at
@@ -104,20 +111,23 @@ class Geometry:
 
 
 def packed(keys: Sequence[BlockKey]) -> NDArray[np.uint64]:
+    """Return the keys as an array of two integers each."""
     return np.frombuffer(b"".join(keys), dtype="<u8").reshape(len(keys), 2)
 
 
-def read_geometry(memory: mmap) -> Geometry | None:
-    """What a mapping was made for; None: it was never finished, or by another version."""
+def read_geometry(memory: mmap) -> HostGeometry | None:
+    """Return the geometry that a mapping was made for. None: it was never completed, or was made by another version."""
     header = np.frombuffer(memory, dtype=_HEADER, count=1)[0]
     if header["magic"] != MAGIC or header["version"] != VERSION or not header["is_made"]:
         return None
     num_slots, block_bytes, block_tokens = (int(header[name]) for name in ("num_slots", "block_bytes", "block_tokens"))
-    return Geometry(num_slots, block_bytes, block_tokens, header["layout"].decode())
+    return HostGeometry(num_slots, block_bytes, block_tokens, header["layout"].decode())
 
 
 class HostTable:
-    def __init__(self, memory: mmap, geometry: Geometry) -> None:
+    """Views of the mapped memory."""
+
+    def __init__(self, memory: mmap, geometry: HostGeometry) -> None:
         self.geometry = geometry
         self._header = np.frombuffer(memory, dtype=_HEADER, count=1)
         offsets = geometry.offsets()
@@ -132,7 +142,7 @@ class HostTable:
         self.states = array("states")
         self.generations = array("generations")
         self.keys = array("keys")
-        self.seals = array("seals")
+        self.checksums = array("checksums")
         self.last_use_ns = array("last_use_ns")
         self.owners = array("owners")
         self._parents = array("parents")
@@ -146,7 +156,7 @@ class HostTable:
         self._mask = geometry.num_buckets - 1
 
     def make(self) -> None:
-        """Of memory that is all zero."""
+        """Initialize memory that is all zeros."""
         for name in ("num_slots", "block_bytes", "block_tokens"):
             self._header[name] = getattr(self.geometry, name)
         self._header["layout"] = self.geometry.layout.encode()
@@ -154,10 +164,10 @@ class HostTable:
         self._header["version"] = VERSION
         self._header["is_made"] = 1
 
-    # Reading, without the lock.
+    # ---- reading, without the lock
 
     def lookup(self, keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """The slot of each key, -1 where there is none. Linear probing, all keys a step at a time."""
+        """Return the slot of each key, or -1. Linear probing, one step for all keys at a time."""
         found = np.full(len(keys), -1, dtype=np.int64)
         left = np.arange(len(keys))
         at = (keys[:, 0] & np.uint64(self._mask)).astype(np.int64)
@@ -174,6 +184,7 @@ class HostTable:
         return found
 
     def ready(self, keys: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """Return which keys have a READY slot."""
         slots = self.lookup(keys)
         is_ready: NDArray[np.bool_] = (slots >= 0) & (self.states[slots] == READY)
         return is_ready
@@ -185,7 +196,7 @@ class HostTable:
         return BlockKey(self.keys[slot].tobytes())
 
     def name(self, slot: int) -> BlockName | None:
-        """None: it is not READY, or was changed while we read it."""
+        """Return the slot's block. None: it is not READY, or was changed during the read."""
         generation = self.generations[slot]
         if self.states[slot] != READY:
             return None
@@ -198,7 +209,7 @@ class HostTable:
     def count_ready(self) -> int:
         return int(np.count_nonzero(self.states == READY))
 
-    # Changing, under the lock.
+    # ---- changing, under the lock
 
     @property
     def is_dirty(self) -> bool:
@@ -213,6 +224,7 @@ class HostTable:
         return min(int(self._header["num_fresh"][0]), self.geometry.num_slots)
 
     def take_free(self) -> int | None:
+        """Return a slot that was used before and is free, or None."""
         left = int(self._header["num_free"][0])
         if left == 0:
             return None
@@ -220,6 +232,7 @@ class HostTable:
         return int(self._free[left - 1])
 
     def take_fresh(self) -> int | None:
+        """Return a slot that was never used, or None."""
         fresh = self.num_fresh
         if fresh == self.geometry.num_slots:
             return None
@@ -227,11 +240,12 @@ class HostTable:
         return fresh
 
     def can_hold(self, name: BlockName) -> bool:
+        """Return True if the block's description fits into a slot."""
         fits = len(name.token_ids) <= self.geometry.block_tokens and len(name.key) == len(name.parent) == 16
         return fits and len((name.salt or "").encode()) <= _SALT_BYTES
 
     def begin(self, slot: int, name: BlockName, owner: tuple[int, int], now_ns: int) -> int:
-        """The slot is WRITING from here on. Returns its generation."""
+        """Mark the slot as WRITING, and return its generation."""
         self.states[slot] = FREE
         self.generations[slot] += np.uint64(1)
         self.keys[slot] = np.frombuffer(name.key, dtype="<u8")
@@ -247,13 +261,14 @@ class HostTable:
         self._put(slot)
         return int(self.generations[slot])
 
-    def finish(self, slot: int, seal: int, now_ns: int) -> None:
-        self.seals[slot] = seal
+    def finish(self, slot: int, checksum: int, now_ns: int) -> None:
+        """Mark the slot as READY."""
+        self.checksums[slot] = checksum
         self.last_use_ns[slot] = now_ns
         self.states[slot] = READY
 
     def clear(self, slot: int) -> None:
-        """Forget what the slot holds; it belongs to the caller, who fills it or gives it back."""
+        """Forget the slot's block. The slot then belongs to the caller, who fills it or gives it back."""
         self.states[slot] = FREE
         self.generations[slot] += np.uint64(1)
         at = int(self.keys[slot, 0]) & self._mask
@@ -270,12 +285,13 @@ class HostTable:
             self._place_all()
 
     def give_back(self, slot: int) -> None:
+        """Make the slot free."""
         left = int(self._header["num_free"][0])
         self._free[left] = slot
         self._header["num_free"] = left + 1
 
     def oldest(self, count: int) -> list[int]:
-        """READY slots, least recently used first."""
+        """Return READY slots, least recently used first."""
         slots = np.flatnonzero(self.states == READY)
         use = self.last_use_ns[slots]
         if count < len(slots):
@@ -285,14 +301,14 @@ class HostTable:
         return oldest
 
     def rebuild(self, is_alive: Callable[[int, int], bool]) -> None:
-        """From the slots alone, whatever state the rest is in."""
+        """Rebuild buckets and free slots from the slots alone."""
         used = np.flatnonzero(self.states)
         self._header["num_fresh"] = max(self.num_fresh, int(used[-1]) + 1 if len(used) else 0)
         for slot in np.flatnonzero(self.states == WRITING).tolist():
             if not is_alive(*self.owners[slot].tolist()):
                 self.states[slot] = FREE
         self.states[self.states > READY] = FREE
-        # Of two slots with one key, the later use counts.
+        # Of two slots with the same key, keep the one that was used last.
         used = np.flatnonzero(self.states)
         used = used[np.argsort(self.last_use_ns[used], kind="stable")[::-1]]
         _, firsts = np.unique(self.keys[used], axis=0, return_index=True)
@@ -305,6 +321,7 @@ class HostTable:
         self._place_all()
 
     def _put(self, slot: int) -> None:
+        """Enter the slot into the hash table."""
         at = int(self.keys[slot, 0]) & self._mask
         for _ in range(_MAX_PROBES):
             entry = int(self._buckets[at])
@@ -314,9 +331,10 @@ class HostTable:
                     self._header["num_gone"] -= 1
                 return
             at = (at + 1) & self._mask
-        # Not found is a miss: the slot ages and is used again.
+        # No bucket: the block is never found, and its slot is reused later.
 
     def _place_all(self) -> None:
+        """Rebuild the hash table."""
         self._buckets[:] = _EMPTY
         self._header["num_gone"] = 0
         slots = np.flatnonzero(self.states)
@@ -324,7 +342,7 @@ class HostTable:
         for _ in range(_MAX_PROBES):
             if not len(slots):
                 break
-            # Of several that want one bucket the first takes it, the others go on to the next.
+            # Of several slots for one bucket the first takes it, and the others try the next.
             _, firsts = np.unique(at, return_index=True)
             takes = np.zeros(len(slots), dtype=bool)
             takes[firsts] = True

@@ -1,8 +1,9 @@
-"""The host tier: blocks in this machine's RAM, of one worker or shared by all workers that name the same store.
+"""The host tier: blocks in this machine's RAM, private to one worker or shared by all workers that use the same store
+name.
 
-A named store is a file of /dev/shm, which outlives its users until somebody removes it; without a name it is memory of this
-process alone. Changes of the table are made under a short lock that the kernel releases with its holder; bytes move outside of it.
-Readers pin nothing: they copy, and look afterwards whether the slot is still the one that they began with.
+A named store is a file in /dev/shm that outlives its users until it is deleted. Without a name it is memory of this
+process. The table is changed under a short lock that the kernel releases if its holder dies. Bytes are copied outside
+the lock. Readers lock nothing: they copy, and check afterwards that the slot still has the same generation.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from socket import gethostname
 from typing import ClassVar
 
 import numpy as np
@@ -25,25 +27,25 @@ from stoker.base.errors import ConfigError
 from stoker.base.ids import BlockKey
 from stoker.base.log import EventLog
 from stoker.kv.blocks.transfer import BlockName, TierUnavailable
-from stoker.kv.device.checksum import copies_checksummed
-from stoker.kv.device.thread_crew import Crew, copies, num_copiers
-from stoker.kv.store.tiers.host.host_known_keys import Seen
+from stoker.kv.device.checksum import copy_with_checksums
+from stoker.kv.device.helper_threads import HelperThreads, copy_all, num_copy_threads
+from stoker.kv.store.tiers.host.host_known_slots import KnownSlots
 from stoker.kv.store.tiers.host.host_memory import LOCK_S, lock, private_memory, shared_memory, unlock
-from stoker.kv.store.tiers.host.host_table import READY, WRITING, Geometry, HostTable, packed
+from stoker.kv.store.tiers.host.host_table import READY, WRITING, HostGeometry, HostTable, packed
 from stoker.kv.store.tiers.name_order import parents_first
 from stoker.kv.store.tiers.process_liveness import is_alive, started_at
-from stoker.kv.store.tiers.tier import TIERS, HostBytes, Tier, TierContext, TierStats
+from stoker.kv.store.tiers.tier import HostBytes, Tier, TierContext, TierStats, register_tier
 
 log = EventLog("kv.host")
 
 _GIB = 1 << 30
-_WRITE_S = 60.0  # a block that is being written for longer is given up
-_BATCH = 32  # blocks that one call has in WRITING at a time, at most
-_LOOKED_AT = 1 << 16  # slots under one lock: that takes less than a millisecond
-_BATCH_BYTES = 32 << 20  # their memory may have to be made by the kernel, under the lock
+_WRITE_S = 60.0  # a write that takes longer is considered abandoned
+_BATCH = 32  # most blocks that one call writes at a time
+_CATCH_UP_SLOTS = 1 << 16  # slots checked under one lock, which takes less than a millisecond
+_BATCH_BYTES = 32 << 20  # the kernel may have to allocate their memory, under the lock
 
 
-@TIERS.register("host")
+@register_tier("host", distance=100)
 def host_tier(settings: StoreSettings, context: TierContext) -> Tier | None:
     if settings.host_gib <= 0:
         return None
@@ -51,8 +53,8 @@ def host_tier(settings: StoreSettings, context: TierContext) -> Tier | None:
 
 
 @dataclass(slots=True, eq=False)
-class _Item:
-    """A block on its way in."""
+class _PendingWrite:
+    """A block that is being written."""
 
     name: BlockName
     data: HostBytes
@@ -64,19 +66,23 @@ class _Item:
 
 
 class HostTier:
+    """A tier in RAM. See the contract in tier.py."""
+
     medium: ClassVar[str] = "CPU"
 
     def __init__(self, capacity_bytes: int, context: TierContext, name: str | None = None) -> None:
         layout = context.layout
         self._on_evicted = context.on_evicted
-        self.shared = name is not None
-        geometry = Geometry.of(capacity_bytes, layout)
+        self.shared_location = None if name is None else f"{gethostname()}:{name}"
+        geometry = HostGeometry.of(capacity_bytes, layout)
         if geometry.num_slots == 0:
-            raise ConfigError(f"store.host_gib={capacity_bytes / _GIB:g} holds no block of {layout.block_bytes} bytes")
+            raise ConfigError(
+                f"store.host_gib={capacity_bytes / _GIB:g} is smaller than one block of {layout.block_bytes} bytes; raise it"
+            )
         self._thread_lock = threading.Lock()
         self._stats_lock = threading.Lock()
         self._evicted = self._corrupt = self._errors = 0
-        self._victims: deque[tuple[int, int]] = deque()  # slots with the use by which they were among the oldest
+        self._eviction_candidates: deque[tuple[int, int]] = deque()  # slots and the last use that made them candidates
         self._owner = (os.getpid(), started_at(os.getpid()))
         if name is None:
             self._fd, memory = private_memory(geometry)
@@ -85,12 +91,12 @@ class HostTier:
         self._table: HostTable | None = HostTable(memory, geometry)
         self._blocks_at = geometry.offsets()["blocks"]
         self._slot_bytes = geometry.slot_bytes
-        self._seen = Seen(geometry.num_slots)
-        with self._changing() as table:
-            self._free_dead(table)
-            self._seen.lost(table, slice(0, table.num_fresh))
+        self._known_slots = KnownSlots(geometry.num_slots)
+        with self._locked_table() as table:
+            self._reclaim_abandoned(table)
+            self._known_slots.lost(table, slice(0, table.num_fresh))
         self._unpin = _pin(self._table.slab)
-        self._crew = Crew(num_copiers(), "kv-host")
+        self._threads = HelperThreads(num_copy_threads(), "kv-host")
 
     def find(self, keys: Sequence[BlockKey]) -> list[bool]:
         if not keys:
@@ -103,21 +109,21 @@ class HostTier:
             return []
         table = self._open()
         now_ns = time.monotonic_ns()
-        found: dict[int, tuple[int, int, int]] = {}  # of those that are READY: slot, generation, seal
+        found: dict[int, tuple[int, int, int]] = {}  # for READY slots: slot, generation, checksum
         for at, slot in enumerate(table.lookup(packed(keys)).tolist()):
             if slot >= 0:
-                generation, seal = int(table.generations[slot]), int(table.seals[slot])
+                generation, checksum = int(table.generations[slot]), int(table.checksums[slot])
                 if table.states[slot] == READY and table.key(slot) == keys[at]:
-                    found[at] = slot, generation, seal
-        sums = copies_checksummed(
-            self._crew, [into[at] for at in found], [table.block(slot) for slot, _, _ in found.values()]
+                    found[at] = slot, generation, checksum
+        checksums = copy_with_checksums(
+            self._threads, [into[at] for at in found], [table.block(slot) for slot, _, _ in found.values()]
         )
         done = [False] * len(keys)
         wrong = []
-        for (at, (slot, generation, seal)), of_bytes in zip(found.items(), sums, strict=True):
+        for (at, (slot, generation, checksum)), data_checksum in zip(found.items(), checksums, strict=True):
             if int(table.generations[slot]) != generation:
-                continue  # it was given to another block in the meantime
-            if _seal(keys[at], of_bytes) == seal:
+                continue  # the slot was reused meanwhile
+            if _keyed_checksum(keys[at], data_checksum) == checksum:
                 table.last_use_ns[slot] = now_ns - at
                 done[at] = True
             else:
@@ -126,12 +132,12 @@ class HostTier:
             self._drop_wrong(wrong)
         return done
 
-    def write(self, names: Sequence[BlockName], data: Sequence[HostBytes], sums: Sequence[int]) -> list[bool]:
-        # The chain's first blocks count as used last: without them the others could not be found.
+    def write(self, names: Sequence[BlockName], data: Sequence[HostBytes], checksums: Sequence[int]) -> list[bool]:
+        # The first blocks of a chain count as the last used ones: without them the rest cannot be found.
         now_ns = time.monotonic_ns()
         items = {
-            name.key: _Item(name, block, of_bytes, now_ns - at)
-            for at, (name, block, of_bytes) in enumerate(zip(names, data, sums, strict=True))
+            name.key: _PendingWrite(name, block, data_checksum, now_ns - at)
+            for at, (name, block, data_checksum) in enumerate(zip(names, data, checksums, strict=True))
         }
         waiting = list(items.values())
         step = max(1, min(_BATCH, _BATCH_BYTES // self._slot_bytes))
@@ -142,19 +148,19 @@ class HostTier:
     def drop(self, keys: Sequence[BlockKey]) -> None:
         if not keys:
             return
-        with self._changing() as table:
+        with self._locked_table() as table:
             for slot in table.lookup(packed(keys)).tolist():
                 if slot >= 0 and table.states[slot] == READY:
                     self._remove(table, slot)
                     table.give_back(slot)
 
     def catch_up(self) -> None:
-        if not self.shared:
+        if self.shared_location is None:
             return
-        for start in range(0, self._open().num_fresh, _LOOKED_AT):
-            with self._changing() as table:
-                # Told under the lock: whatever we write again afterwards is told later.
-                if lost := self._seen.lost(table, slice(start, start + _LOOKED_AT)):
+        for start in range(0, self._open().num_fresh, _CATCH_UP_SLOTS):
+            with self._locked_table() as table:
+                # Reported under the lock, so that a block that this process writes again is reported later.
+                if lost := self._known_slots.lost(table, slice(start, start + _CATCH_UP_SLOTS)):
                     self._on_evicted(lost)
 
     def names(self) -> Iterator[BlockName]:
@@ -180,22 +186,24 @@ class HostTier:
             if self._table is None:
                 return
             self._unpin()
-            self._table = None  # the mapping ends with the last read that still uses it
+            self._table = None  # the mapping is released by the last read that uses it
             os.close(self._fd)
-        self._crew.close()
+        self._threads.close()
 
-    def _write_batch(self, items: list[_Item], before_ns: int) -> None:
-        wanted: list[_Item] = []
-        begun: list[_Item] = []
+    def _write_batch(self, items: list[_PendingWrite], before_ns: int) -> None:
+        """Write blocks: reserve their slots under the lock, copy without it, then mark them as READY under the lock."""
+        wanted: list[_PendingWrite] = []
+        begun: list[_PendingWrite] = []
         lost: list[BlockKey] = []
-        with self._changing() as table:
-            # What the dead have begun would neither be had nor be written again.
-            self._free_dead(table)
+        with self._locked_table() as table:
+            # Slots of dead writers could neither be read nor written again.
+            self._reclaim_abandoned(table)
             for item, slot in zip(items, table.lookup(packed([item.name.key for item in items])).tolist(), strict=True):
                 if slot >= 0 and table.states[slot] == READY:
-                    table.last_use_ns[slot] = item.use_ns  # before room is made: none of them goes for another
+                    # before slots are evicted, so that no block of this call evicts another
+                    table.last_use_ns[slot] = item.use_ns
                     item.is_here = True
-                elif slot < 0 and table.can_hold(item.name):  # otherwise somebody is writing it right now
+                elif slot < 0 and table.can_hold(item.name):  # otherwise another worker is writing it
                     wanted.append(item)
             for item in wanted:
                 slot = self._take_slot(table, before_ns, lost)
@@ -209,16 +217,17 @@ class HostTier:
             self._on_evicted(lost)
         if not begun:
             return
-        copies(self._crew, [table.block(item.slot) for item in begun], [item.data for item in begun])
-        with self._changing() as table:
+        copy_all(self._threads, [table.block(item.slot) for item in begun], [item.data for item in begun])
+        with self._locked_table() as table:
             for item in begun:
-                # If it is not ours any more, we were so slow that another gave us up.
+                # Otherwise this write took so long that another process has reclaimed the slot.
                 if int(table.generations[item.slot]) == item.generation and table.states[item.slot] == WRITING:
-                    table.finish(item.slot, _seal(item.name.key, item.checksum), item.use_ns)
-                    self._seen.note(table, item.slot)
+                    table.finish(item.slot, _keyed_checksum(item.name.key, item.checksum), item.use_ns)
+                    self._known_slots.note(table, item.slot)
                     item.is_here = True
 
     def _take_slot(self, table: HostTable, before_ns: int, lost: list[BlockKey]) -> int | None:
+        """Return a slot to write into, or None. Evicted keys are appended to `lost`."""
         slot = table.take_free()
         if slot is None and table.num_fresh < table.geometry.num_slots and self._has_memory(table):
             slot = table.take_fresh()
@@ -227,7 +236,8 @@ class HostTier:
         return slot
 
     def _has_memory(self, table: HostTable) -> bool:
-        """A page of /dev/shm that cannot be had kills whoever touches it: taken here, it is an error that we can answer for."""
+        """Allocate the memory of the next fresh slot. If /dev/shm is full, touching an unallocated page would kill the
+        process; here it is an error that can be handled."""
         try:
             os.posix_fallocate(self._fd, self._blocks_at + table.num_fresh * self._slot_bytes, self._slot_bytes)
         except OSError as failed:
@@ -237,19 +247,20 @@ class HostTier:
         return True
 
     def _evict(self, table: HostTable, before_ns: int, lost: list[BlockKey]) -> int | None:
-        """The least recently used slot, exactly: what was among the oldest and was not used since still is. A look over all slots
-        is thus needed only once in many evictions."""
+        """Evict and return the least recently used slot, or None if only blocks of this call are left. A candidate that
+        was not used since it was found is still among the oldest, so all slots are searched only once in many
+        evictions."""
         for is_new in (False, True):
             if is_new:
                 oldest = table.oldest(max(_BATCH, table.geometry.num_slots // 64))
-                self._victims = deque((slot, int(table.last_use_ns[slot])) for slot in oldest)
-            while self._victims:
-                slot, use_ns = self._victims.popleft()
+                self._eviction_candidates = deque((slot, int(table.last_use_ns[slot])) for slot in oldest)
+            while self._eviction_candidates:
+                slot, use_ns = self._eviction_candidates.popleft()
                 if table.states[slot] != READY or int(table.last_use_ns[slot]) != use_ns:
                     continue
-                # Blocks of the same call never push each other out: the first of a chain are worth most.
+                # Blocks of one call never evict each other: the first ones of a chain are worth most.
                 if use_ns >= before_ns:
-                    self._victims.appendleft((slot, use_ns))
+                    self._eviction_candidates.appendleft((slot, use_ns))
                     return None
                 lost.append(table.key(slot))
                 self._remove(table, slot)
@@ -258,10 +269,10 @@ class HostTier:
 
     def _remove(self, table: HostTable, slot: int) -> None:
         table.clear(slot)
-        self._seen.forget(slot)
+        self._known_slots.forget(slot)
 
-    def _free_dead(self, table: HostTable) -> None:
-        """Slots of writers that were killed half-way, or have taken too long."""
+    def _reclaim_abandoned(self, table: HostTable) -> None:
+        """Free the slots of writers that died or take too long."""
         slots = np.flatnonzero(table.states == WRITING)
         if not len(slots):
             return
@@ -281,8 +292,9 @@ class HostTier:
             log.event("host_slots_reclaimed", slots=len(dead))
 
     def _drop_wrong(self, wrong: list[tuple[int, int]]) -> None:
+        """Remove blocks whose checksum was wrong."""
         lost = []
-        with self._changing() as table:
+        with self._locked_table() as table:
             for slot, generation in wrong:
                 if int(table.generations[slot]) == generation and table.states[slot] == READY:
                     lost.append(table.key(slot))
@@ -306,14 +318,15 @@ class HostTier:
         return table
 
     @contextmanager
-    def _changing(self) -> Iterator[HostTable]:
+    def _locked_table(self) -> Iterator[HostTable]:
+        """Lock the table for changes, and repair it if the last holder died during a change."""
         with self._thread_lock:
             table = self._open()
             if not lock(self._fd, LOCK_S):
                 self._count(errors=1)
-                raise TierUnavailable(f"the host tier's lock was not to be had in {LOCK_S:g} s: is its holder stopped?")
+                raise TierUnavailable(f"another process has held the host tier's lock for {LOCK_S:g} s: is it stopped?")
             try:
-                if table.is_dirty:  # its last holder died in the middle of a change
+                if table.is_dirty:  # the last holder died during a change
                     log.warning("host_table_rebuilt", blocks=table.count_ready())
                     table.rebuild(is_alive)
                 table.is_dirty = True
@@ -323,16 +336,16 @@ class HostTier:
                 unlock(self._fd)
 
 
-def _seal(key: BlockKey, of_bytes: int) -> int:
-    """Ties a block's bytes to its key: a slot whose key is not its bytes' own is as wrong as one with flipped bits."""
+def _keyed_checksum(key: BlockKey, data_checksum: int) -> int:
+    """Combine a block's checksum with its key, so that a slot with another block's bytes is found wrong too."""
     low, high = struct.unpack("<QQ", key)
-    sealed: int = (of_bytes + 0x9E3779B97F4A7C15 * low + 0xC2B2AE3D27D4EB4F * high) % (1 << 64)
+    sealed: int = (data_checksum + 0x9E3779B97F4A7C15 * low + 0xC2B2AE3D27D4EB4F * high) % (1 << 64)
     return sealed
 
 
 def _pin(slab: HostBytes) -> Callable[[], None]:
-    """Page-locked memory where a card is in use: its copy engine reads it without a copy in between. That takes all of it at once.
-    Returns what undoes it."""
+    """Page-lock the memory if a GPU is in use, so that its copy engine can access it directly. This allocates all of it
+    at once. Returns a function that undoes it."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return lambda: None

@@ -1,16 +1,15 @@
-"""MooncakeLink: this process's client of a Mooncake store, kept alive, and called without ever waiting for it too long.
+"""MooncakeClient: this process's client of a Mooncake store, kept connected, with a deadline for every call.
 
-The client's calls can take a minute when a machine hangs, half a minute when a worker that owned blocks is dead, and four
-seconds when the master is. So they run on threads of ours, a few of a kind, and whoever waits for one gives up in time; the
-first that does, or that hears of trouble, takes the link down for everybody, and a thread asks the master until it answers.
-It knows calls and codes; it refuses to know blocks.
+A call of the client library can take a minute if a machine hangs, half a minute if the worker that owned the blocks is
+dead, and four seconds if the master is dead. So calls run on a few threads per kind, and callers stop waiting in time.
+The first caller that gives up or gets an error marks the client as down for all callers, and a thread polls the master
+until it answers. This module knows calls and error codes, but not blocks.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
-import queue
 import socket
 import threading
 import time
@@ -25,9 +24,10 @@ from stoker.base.config import StoreSettings
 from stoker.base.errors import ConfigError
 from stoker.kv.blocks.transfer import TierUnavailable
 from stoker.kv.mooncake.master import INSTALL_HINT
-from stoker.kv.mooncake.transfer_engine import configure
+from stoker.kv.mooncake.transfer_engine import configure_environment
+from stoker.kv.store.tiers.mooncake.mooncake_call_lane import CallLane
 
-# What the client answers instead of a result.
+# Error codes of the client library.
 NO_SPACE = -200
 WRONG_SIZE = -600
 NOT_FOUND = -704
@@ -35,129 +35,81 @@ TRANSFER_FAILED = -800
 _MASTER_CODES = frozenset({-900, -901})  # no connection; no answer in time
 
 _LOCAL_BUFFER_BYTES = 16 << 20
-_FIRST_WAIT_S = 3.0  # what a worker's start waits for the store
+_FIRST_WAIT_S = 3.0  # how long a worker's start waits for the store
 _RETRY_S = 2.0
 _TICK_S = 1.0
 _DOWN_TICK_S = 0.1
 _HUNG_S = 15.0
 _CLOSE_S = 8.0
-_PENDING_PER_THREAD = 4
 _POLLING_NICE = 10
 
 log = logs.EventLog("kv.mooncake")
 T = TypeVar("T")
-Client = Any  # mooncake.store.MooncakeDistributedStore, which has no annotations
+RawClient = Any  # mooncake.store.MooncakeDistributedStore, which has no type annotations
 
 
-class Keeper(Protocol):
-    """What the link's owner does on the link's own thread. All may call the client at leisure."""
+class MooncakeCallbacks(Protocol):
+    """What the tier does on the client's maintenance thread. Both methods may call the client and may block."""
 
-    def forgotten(self, client: Client) -> None:
-        """The master has lost names, ours among them, and takes new ones again."""
+    def forgotten(self, client: RawClient) -> None:
+        """The master has lost its keys, ours among them, and accepts new ones again."""
 
-    def tick(self, client: Client) -> None:
-        """About once a second while all is well."""
+    def tick(self, client: RawClient) -> None:
+        """Called about once a second while the client is connected."""
 
 
 @dataclass(slots=True)
-class LinkStats:
+class MooncakeClientStats:
+    """Counters since the start."""
+
     late: int = 0
     outages: int = 0
 
 
-class Lane:
-    """A few threads for one kind of call. They are daemons, since a call that hangs must not keep the process.
+class MooncakeClient:
+    """Connects to the master, and runs calls in three lanes: find, read and write."""
 
-    `nice`: of calls that move bytes. Until the last byte has come they ask again and again whether it has, and the client's own
-    threads, which move them, had better not wait for a core that is taken by that."""
-
-    def __init__(self, name: str, num_threads: int, nice: int = 0) -> None:
-        self._name = name
-        self._nice = nice
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._max_pending = num_threads * _PENDING_PER_THREAD
-        self._pending = 0
-        self._lock = threading.Lock()
-        self._threads = [
-            threading.Thread(target=self._work, name=f"mooncake-{name}-{i}", daemon=True) for i in range(num_threads)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def submit(self, work: Callable[[], T]) -> Future[T]:
-        with self._lock:
-            if self._pending >= self._max_pending:
-                raise TierUnavailable(f"Mooncake: {self._pending} calls wait in the {self._name} lane")
-            self._pending += 1
-        future: Future[T] = Future()
-
-        def job() -> None:
-            try:
-                future.set_result(work())
-            except Exception as error:  # whoever waits for it answers for it
-                future.set_exception(error)
-
-        self._jobs.put(job)
-        return future
-
-    def stop(self, deadline: float) -> bool:
-        """Whether all its calls have ended."""
-        for _ in self._threads:
-            self._jobs.put(None)
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
-
-    def _work(self) -> None:
-        thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + self._nice)
-        while (job := self._jobs.get()) is not None:
-            job()
-            del job  # and with it the client that it called
-            with self._lock:
-                self._pending -= 1
-
-
-class MooncakeLink:
-    def __init__(self, settings: StoreSettings, keeper: Keeper) -> None:
+    def __init__(self, settings: StoreSettings, callbacks: MooncakeCallbacks) -> None:
         assert settings.mooncake_master is not None
-        self.stats = LinkStats()
+        self.stats = MooncakeClientStats()
         self._settings = settings
         self._master = settings.mooncake_master
-        self._keeper = keeper
+        self._callbacks = callbacks
         self._library = _load(settings)
-        self.engine: Any = None  # the client's, for calls of the read lane
-        self._client: Client | None = None
+        self.engine: Any = None  # the Transfer Engine, for calls of the read lane
+        self._client: RawClient | None = None
         self._down_reason: str | None = f"not yet connected to the master at {self._master}"
-        self._is_told = False  # that it is down
+        self._is_logged = False  # whether the outage was logged
         self._closing = threading.Event()
         self._wake = threading.Event()
         self._connected = threading.Event()
         self._sentinel = f"stoker/alive/{token_hex(8)}"
         self._lanes = {
-            "find": Lane("find", 2),
-            "read": Lane("read", 4),
-            "write": Lane("write", 2, _POLLING_NICE),
+            "find": CallLane("find", 2),
+            "read": CallLane("read", 4),
+            "write": CallLane("write", 2, _POLLING_NICE),
         }
-        self._thread = threading.Thread(target=self._keep, name="mooncake-keep", daemon=True)
+        self._thread = threading.Thread(target=self._maintain, name="mooncake-maintain", daemon=True)
         self._thread.start()
         atexit.register(self.close)
         self._connected.wait(_FIRST_WAIT_S)
 
-    # ---- for the tier
+    # ---- called by the tier
 
     def check(self) -> None:
-        """TierUnavailable where it is down."""
+        """Raise TierUnavailable if the client is down."""
         if self._down_reason is not None:
             raise TierUnavailable(f"Mooncake: {self._down_reason}")
 
-    def submit(self, lane: str, work: Callable[[Client], T]) -> Future[T]:
+    def submit(self, lane: str, work: Callable[[RawClient], T]) -> Future[T]:
+        """Run `work` in a lane."""
         self.check()
         client = self._client
         return self._lanes[lane].submit(lambda: work(client))
 
     def wait(self, call: Future[T], deadline_s: float) -> T:
-        """TierUnavailable when it does not end in time; the call itself goes on, with all that it was given."""
+        """Wait for a call. Raises TierUnavailable at the deadline; the call itself continues and keeps its arguments
+        alive."""
         try:
             return call.result(timeout=deadline_s)
         except TimeoutError:
@@ -166,18 +118,19 @@ class MooncakeLink:
             raise TierUnavailable(f"Mooncake: no answer within {deadline_s:.2f} s") from None
 
     def suspect(self, reason: str) -> None:
-        """Down until the master has answered again, which may be in a millisecond."""
+        """Mark the client as down until the master has answered again, which may take a millisecond."""
         self._down_reason = reason
         self._wake.set()
 
-    def heard(self, codes: list[int]) -> None:
-        """What a call answered: TierUnavailable if it is that there is no master."""
+    def check_codes(self, codes: list[int]) -> None:
+        """Check the codes that a call returned. Raises TierUnavailable if the master does not answer."""
         if not _MASTER_CODES.isdisjoint(codes):
             self.suspect(f"the master at {self._master} does not answer")
             self.check()
 
     def config(self, *, pinned: bool = False) -> Any:
-        """How to put: near us, where we own a segment; that is never a dead worker's, and a copy in RAM."""
+        """Return the settings for a put. It prefers this worker's own segment, which is never on a dead worker, with
+        one copy in RAM."""
         config = self._library.new_config()
         config.with_hard_pin = pinned
         if self._settings.mooncake_segment_gib > 0 and self._client is not None:
@@ -185,7 +138,7 @@ class MooncakeLink:
         return config
 
     def close(self) -> None:
-        """Waits for calls on their way, but not for those that hang."""
+        """Close the client. Waits for running calls, but not for those that hang."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -193,9 +146,9 @@ class MooncakeLink:
         self.suspect("closed")
         self._thread.join(_CLOSE_S)
 
-    # ---- on its own thread
+    # ---- on the maintenance thread
 
-    def _keep(self) -> None:
+    def _maintain(self) -> None:
         while not self._closing.is_set():
             if self._connect():
                 break
@@ -212,16 +165,16 @@ class MooncakeLink:
     def _connect(self) -> bool:
         settings, started_s = self._settings, time.monotonic()
         if not self._is_reachable(timeout_s=2.0):
-            self._tell_down(
-                f"no master listens at {self._master}; is mooncake_master running there, and the address right?"
+            self._log_down(
+                f"no master listens at {self._master}; check that mooncake_master runs there and that the address is right"
             )
             return False
-        hung = threading.Timer(_HUNG_S, self._tell_down, [f"set-up hangs since {_HUNG_S:.0f} s; {_CHECK_HINT}"])
+        hung = threading.Timer(_HUNG_S, self._log_down, [f"set-up has not returned for {_HUNG_S:.0f} s; {_CHECK_HINT}"])
         hung.daemon = True
         hung.start()
         engine, client = self._library.new_engine(), self._library.new_client()
         code = engine.initialize(settings.mooncake_host, "P2PHANDSHAKE", settings.mooncake_protocol, "")
-        # With a port of its own it tries once, not twenty times over a minute and a half.
+        # With an explicit port it tries once, instead of twenty times over a minute and a half.
         code = code or client.setup(
             f"{settings.mooncake_host}:{engine.get_rpc_port()}",
             "P2PHANDSHAKE",
@@ -236,58 +189,59 @@ class MooncakeLink:
         )
         hung.cancel()
         if code != 0:
-            self._tell_down(f"set-up ended with code {code} after {time.monotonic() - started_s:.1f} s; {_CHECK_HINT}")
+            self._log_down(f"set-up ended with code {code} after {time.monotonic() - started_s:.1f} s; {_CHECK_HINT}")
             return False
         self._client, self.engine = client, engine
         self._put_sentinel(client)
-        self._set_up()
+        self._mark_up()
         log.event("mooncake_connected", master=self._master, segment=client.get_hostname())
         return True
 
-    def _probe(self, client: Client, is_forgotten: bool) -> bool:
-        """Whether names were forgotten, and we could not yet see that new ones are taken."""
+    def _probe(self, client: RawClient, is_forgotten: bool) -> bool:
+        """Ask the master whether it still lists our sentinel. Returns True while its keys are lost and it does not
+        accept new ones yet."""
         if self._down_reason is not None and not self._is_reachable(timeout_s=0.5):
-            self._tell_down(f"no master listens at {self._master}")
+            self._log_down(f"no master listens at {self._master}")
             return is_forgotten
         found = client.is_exist(self._sentinel)
         if found < 0:
-            self._tell_down(f"the master at {self._master} does not answer (code {found})")
+            self._log_down(f"the master at {self._master} does not answer (code {found})")
             return is_forgotten
         if found == 0 or is_forgotten:
             if not self._put_sentinel(client):
-                # No segment is mounted, yet: what we would write has no place. There is nothing to find either.
-                self._set_up()
+                # No segment is mounted yet, so nothing can be written or found.
+                self._mark_up()
                 return True
-            self._set_up()
-            self._keeper.forgotten(client)
+            self._mark_up()
+            self._callbacks.forgotten(client)
             return False
-        self._set_up()
-        self._keeper.tick(client)
+        self._mark_up()
+        self._callbacks.tick(client)
         return False
 
-    def _put_sentinel(self, client: Client) -> bool:
-        """A name that is ours alone and never evicted: when it is gone, the master has lost names."""
+    def _put_sentinel(self, client: RawClient) -> bool:
+        """Put a key that only this client uses and that is never evicted. If it is gone, the master has lost its keys."""
         code: int = client.put(self._sentinel, b"alive", self.config(pinned=True))
         return code == 0
 
-    def _set_up(self) -> None:
+    def _mark_up(self) -> None:
         if self._closing.is_set():
             return
         self._down_reason = None
         self._connected.set()
-        if self._is_told:
-            self._is_told = False
+        if self._is_logged:
+            self._is_logged = False
             log.event("mooncake_back", master=self._master)
 
-    def _tell_down(self, reason: str) -> None:
+    def _log_down(self, reason: str) -> None:
         self._down_reason = reason
-        if not self._is_told and not self._closing.is_set():
-            self._is_told = True
+        if not self._is_logged and not self._closing.is_set():
+            self._is_logged = True
             self.stats.outages += 1
             log.warning("mooncake_unavailable", master=self._master, reason=reason)
 
     def _is_reachable(self, timeout_s: float) -> bool:
-        """Quick, where the client itself would try for four seconds."""
+        """Return True if the master's port accepts connections. The client library would retry for four seconds."""
         host, _, port = self._master.rpartition(":")
         try:
             with socket.create_connection((host, int(port)), timeout=timeout_s):
@@ -295,45 +249,46 @@ class MooncakeLink:
         except OSError:
             return False
 
-    def _end(self, client: Client | None) -> None:
+    def _end(self, client: RawClient | None) -> None:
         deadline = time.monotonic() + _CLOSE_S / 2
         have_ended = [lane.stop(deadline) for lane in self._lanes.values()]
-        # A client with a call inside must not be taken apart: the process's end does that.
+        # A client with a running call must not be closed. The end of the process does that.
         if client is not None and all(have_ended):
             if self._is_reachable(timeout_s=0.2):
                 client.remove(self._sentinel, True)
             client.close()
-            self._client = self.engine = None  # what close() leaves is taken apart with the last reference, not at exit
+            self._client = self.engine = None  # the rest is released with the last reference, not at exit
 
 
 _CHECK_HINT = (
-    "check that the store's mooncake_host is this machine's address as other workers see it, that mooncake_protocol is "
-    "available here, and that mooncake_segment_gib fits into RAM (MC_LOG_LEVEL=INFO shows the client's own log)"
+    "check that store.mooncake_host is an address of this machine that other workers can reach, that "
+    "store.mooncake_protocol is available here, and that store.mooncake_segment_gib fits into RAM (MC_LOG_LEVEL=INFO shows "
+    "the client's own log)"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class _Library:
     new_engine: Callable[[], Any]
-    new_client: Callable[[], Client]
+    new_client: Callable[[], RawClient]
     new_config: Callable[[], Any]
 
 
 def _load(settings: StoreSettings) -> _Library:
-    """The client's library and the engine's."""
-    further = {}
+    """Import the client library and the Transfer Engine."""
+    extra = {}
     if settings.mooncake_ssd_dir is not None:
         os.makedirs(settings.mooncake_ssd_dir, exist_ok=True)
-        further = {
+        extra = {
             "MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS": "1",
             "MOONCAKE_OFFLOAD_LOCAL_BUFFER_SIZE_BYTES": str(256 << 20),
             "MOONCAKE_OFFLOAD_BUCKET_SIZE_LIMIT_BYTES": str(64 << 20),
-            "MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT": "16",  # what does not fill a file is not written at all
+            "MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT": "16",  # blocks that do not fill a file are not written at all
         }
-    configure(further)
+    configure_environment(extra)
     try:
         from mooncake.engine import TransferEngine
         from mooncake.store import MooncakeDistributedStore, ReplicateConfig
     except ImportError as missing:
-        raise ConfigError(f"Mooncake's client cannot be loaded ({missing}): {INSTALL_HINT}") from None
+        raise ConfigError(f"the Mooncake client cannot be imported ({missing}): {INSTALL_HINT}") from None
     return _Library(TransferEngine, MooncakeDistributedStore, ReplicateConfig)

@@ -1,5 +1,7 @@
-"""A block as an object in the Mooncake store: a header of fixed size, which says all that is known of the block, then its
-bytes. Whoever reads it can tell whether it is whole, whose it is, and announce it."""
+"""The format of a block as a Mooncake object: a header of fixed size that describes the block, then its bytes.
+
+With the header a reader can check that the object is complete and is the right block, and can announce the block.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,22 @@ _MAGIC = b"STOKERK2"
 _FIXED = struct.Struct(
     "<8s16s16s16sQQIi"
 )  # magic, space, key, parent, block bytes, checksum, tokens, salt's length or -1
-_CRC = struct.Struct("<I")  # of all before it: behind the salt
+_CRC = struct.Struct("<I")  # checksum of everything before it; follows the salt
 _SALT_BYTES = 128
 _ALIGNED = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class ObjectHeader:
+    """The decoded header."""
+
     name: BlockName
     checksum: int
 
 
 class ObjectFormat:
-    """For one space: blocks of one fingerprint and one layout. A rank's heads are a layout, and so a space, of their own."""
+    """The format of one key space: blocks of one fingerprint and one layout. The heads of a rank are part of the
+    layout, so each rank has its own space."""
 
     def __init__(self, fingerprint: str, layout: KvLayout) -> None:
         self._space = sha256(f"{CHECKSUM}\0{fingerprint}\0{layout.fingerprint}".encode()).digest()[:16]
@@ -43,7 +48,7 @@ class ObjectFormat:
         return self.prefix + key.hex()
 
     def pack(self, name: BlockName, checksum: int) -> bytes | None:
-        """None: it does not fit, and is no block of ours."""
+        """Return the header, or None if the block's description does not fit."""
         salt = None if name.salt is None else name.salt.encode()
         fixed = _FIXED.pack(
             _MAGIC,
@@ -59,8 +64,8 @@ class ObjectFormat:
         packed = body + _CRC.pack(zlib.crc32(body))
         return packed if len(packed) <= self.header_bytes else None
 
-    def unpack(self, raw: bytes, key: BlockKey) -> Header | None:
-        """None: it is not the header of this block."""
+    def unpack(self, raw: bytes, key: BlockKey) -> ObjectHeader | None:
+        """Decode a header, or return None if it is not the header of this block."""
         if len(raw) < _FIXED.size:
             return None
         magic, space, found, parent, block_bytes, checksum, num_tokens, salt_bytes = _FIXED.unpack_from(raw)
@@ -72,4 +77,4 @@ class ObjectFormat:
             return None
         token_ids = struct.unpack_from(f"<{num_tokens}I", raw, _FIXED.size)
         salt = None if salt_bytes < 0 else raw[tokens_end:end].decode()
-        return Header(BlockName(key, BlockKey(parent), token_ids, salt), checksum)
+        return ObjectHeader(BlockName(key, BlockKey(parent), token_ids, salt), checksum)

@@ -15,57 +15,60 @@ from itertools import chain, islice
 from typing import Any
 
 from stoker.kv.device.checksum import checksum
-from stoker.kv.mooncake.transfer_engine import REQUEST_BYTES, Runs, read_in_turn
+from stoker.kv.mooncake.transfer_engine import REQUEST_BYTES, RemoteRanges, read_in_order
 from stoker.kv.store.tiers.mooncake.mooncake_client import TRANSFER_FAILED
-from stoker.kv.store.tiers.mooncake.mooncake_frames import Frames
+from stoker.kv.store.tiers.mooncake.mooncake_object_buffers import ObjectBuffers
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
-    codes: list[int]  # the object's size, or what the client says instead
-    sums: dict[int, int]  # of the blocks that came, by their place
+class FetchResult:
+    """The result of reading several objects."""
+
+    codes: list[int]  # the object's size, or an error code of the client
+    checksums: dict[int, int]  # checksums of the blocks that arrived, by index
 
 
-def fetch(client: Any, engine: Any, store_keys: Sequence[str], frames: Frames) -> Fetched:
-    object_bytes = sum(frames.sizes[0])
+def fetch(client: Any, engine: Any, store_keys: Sequence[str], objects: ObjectBuffers) -> FetchResult:
+    """Read objects into their buffers."""
+    object_bytes = sum(objects.sizes[0])
     found = client.batch_get_replica_desc(list(store_keys))
     here = client.get_hostname()
     away = {
-        at: _runs(replica, frames, at)
+        at: _runs(replica, objects, at)
         for at, key in enumerate(store_keys)
         if (replica := _remote(found.get(key, ()), object_bytes, here)) is not None
     }
-    codes, sums = [TRANSFER_FAILED] * len(store_keys), {}
+    codes, checksums = [TRANSFER_FAILED] * len(store_keys), {}
     if rest := [at for at in range(len(store_keys)) if at not in away]:
-        said = client.batch_get_into_multi_buffers(
-            [store_keys[at] for at in rest], [frames.places[at] for at in rest], [frames.sizes[at] for at in rest]
+        replies = client.batch_get_into_multi_buffers(
+            [store_keys[at] for at in rest], [objects.places[at] for at in rest], [objects.sizes[at] for at in rest]
         )
-        for at, code in zip(rest, said, strict=True):
+        for at, code in zip(rest, replies, strict=True):
             codes[at] = code
             if code == object_bytes:
-                sums[at] = checksum(frames.buffers[at])
-    with closing(read_in_turn(engine, chain.from_iterable(away.values()))) as reads:
+                checksums[at] = checksum(objects.buffers[at])
+    with closing(read_in_order(engine, chain.from_iterable(away.values()))) as reads:
         for at, runs in away.items():
             if all(list(islice(reads, len(runs)))):
-                codes[at], sums[at] = object_bytes, checksum(frames.buffers[at])
-    return Fetched(codes, sums)
+                codes[at], checksums[at] = object_bytes, checksum(objects.buffers[at])
+    return FetchResult(codes, checksums)
 
 
 def _remote(replicas: Sequence[Any], object_bytes: int, here: str) -> Any | None:
-    """Where it lies whole in another's memory, and not in ours, too."""
+    """Return where the object is complete in another worker's memory. None if it is also in ours, or in no memory."""
     in_memory = [one.get_memory_descriptor().buffer_descriptor for one in replicas if one.is_memory_replica()]
     if any(place.transport_endpoint == here for place in in_memory):
         return None
     return next((place for place in in_memory if place.size == object_bytes), None)
 
 
-def _runs(place: Any, frames: Frames, at: int) -> list[Runs]:
-    """A read each, none much larger than a request should be."""
+def _runs(place: Any, objects: ObjectBuffers, at: int) -> list[RemoteRanges]:
+    """Split the read of one object into requests of at most about REQUEST_BYTES."""
     runs, theirs = [], place.buffer_address
-    for ours, size in zip(frames.places[at], frames.sizes[at], strict=True):
+    for ours, size in zip(objects.places[at], objects.sizes[at], strict=True):
         piece = -(-size // max(1, size // REQUEST_BYTES))
         runs += [
-            Runs(place.transport_endpoint, [ours + start], [theirs + start], [min(piece, size - start)])
+            RemoteRanges(place.transport_endpoint, [ours + start], [theirs + start], [min(piece, size - start)])
             for start in range(0, size, piece)
         ]
         theirs += size

@@ -1,4 +1,5 @@
-"""Known: the blocks that this worker wrote into Mooncake, or read from it, as far as it knows that they are still there."""
+"""KnownBlocks: the blocks that this worker has written into Mooncake or read from it, as far as it knows that they are
+still there."""
 
 from __future__ import annotations
 
@@ -10,15 +11,17 @@ from stoker.kv.blocks.transfer import BlockName
 from stoker.kv.store.tiers.mooncake.mooncake_object import ObjectFormat
 from stoker.kv.store.tiers.name_order import parents_first
 
-_MOST = 1 << 16
+_MAX_BLOCKS = 1 << 16
 
 
-class Known:
+class KnownBlocks:
+    """Blocks by age, oldest first. Thread-safe."""
+
     def __init__(self, format: ObjectFormat, on_evicted: Callable[[Sequence[BlockKey]], None]) -> None:
         self._format = format
         self._on_evicted = on_evicted
         self._lock = threading.Lock()
-        self._headers: dict[BlockKey, bytes] = {}  # the oldest first
+        self._headers: dict[BlockKey, bytes] = {}  # oldest first
         self.num_evicted = 0
 
     def __len__(self) -> int:
@@ -28,25 +31,25 @@ class Known:
         return key in self._headers
 
     def add(self, name: BlockName) -> None:
-        packed = self._format.pack(name, 0)  # its checksum is not needed to tell of a block
+        packed = self._format.pack(name, 0)  # the checksum is not needed to announce a block
         dropped: list[BlockKey] = []
         with self._lock:
             self._headers.pop(name.key, None)
             if packed is not None:
                 self._headers[name.key] = packed
-            while len(self._headers) > _MOST:
+            while len(self._headers) > _MAX_BLOCKS:
                 dropped.append(next(iter(self._headers)))
                 del self._headers[dropped[-1]]
-        if dropped:  # they may be there yet, but nobody would tell when they go
+        if dropped:  # they may still exist, but their removal would not be noticed
             self._on_evicted(dropped)
 
     def drop(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Which of them there were."""
+        """Remove blocks, and return those that were known."""
         with self._lock:
             return [key for key in keys if self._headers.pop(key, None) is not None]
 
     def forget(self, keys: Sequence[BlockKey]) -> None:
-        """They are gone, and others are told."""
+        """Remove blocks that are gone from the store, and report them."""
         if gone := self.drop(keys):
             self.num_evicted += len(gone)
             self._on_evicted(gone)
@@ -56,7 +59,7 @@ class Known:
             return list(self._headers)[:count]
 
     def renew(self, keys: Sequence[BlockKey]) -> None:
-        """They were seen just now: they are the youngest."""
+        """Make blocks the youngest, because they were just seen."""
         with self._lock:
             for key in keys:
                 if (packed := self._headers.pop(key, None)) is not None:

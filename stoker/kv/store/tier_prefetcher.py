@@ -1,7 +1,8 @@
-"""ReadAhead: moves blocks between tiers before anybody asks for them, one after the other, on a thread of its own.
+"""TierPrefetcher: moves blocks between tiers before a request needs them, one after the other, on a thread of its own.
 
-A conversation that will go on is brought into RAM; a prefill worker's blocks while it still computes; and a tier that has
-forgotten what it held is given it again. All of it is a hint: what fails is left.
+It brings the blocks of a conversation that will continue into RAM, pulls a prefill worker's blocks while it still
+computes, and refills a tier that has lost its blocks. All of these are hints: a failure is logged and has no other
+effect.
 """
 
 from __future__ import annotations
@@ -13,35 +14,38 @@ from stoker.base import log as logs
 from stoker.base.ids import BlockKey
 from stoker.kv.blocks.transfer import BlockName, KvTicket, PeerUnavailable, TierUnavailable
 from stoker.kv.device.checksum import checksum
-from stoker.kv.store.block_io import Buffers, HostBytes
-from stoker.kv.store.bounded_reads import Aside
+from stoker.kv.store.block_io import HostBytes
+from stoker.kv.store.bounded_reader import BoundedReader
+from stoker.kv.store.buffer_pool import BufferPool
 from stoker.kv.store.loader import IN_RAM, Peers
-from stoker.kv.store.tier_use import TierUse, first_holders
+from stoker.kv.store.measured_tier import MeasuredTier, first_holders
 
 _PULL_S = 60.0
-_MOVE_S = 5.0  # that reading a block may take, from however slow a tier
+_MOVE_S = 5.0  # deadline for reading one block, however slow the tier
 
 log = logs.EventLog("kv")
 
 
-class ReadAhead:
+class TierPrefetcher:
+    """Runs the store's prefetch hints."""
+
     def __init__(
         self,
-        tiers: Sequence[TierUse],
+        tiers: Sequence[MeasuredTier],
         peers: Peers,
-        buffers: Buffers,
-        aside: Aside,
-        stored: Callable[[TierUse, Sequence[BlockName]], None],
+        buffers: BufferPool,
+        bounded_reader: BoundedReader,
+        stored: Callable[[MeasuredTier, Sequence[BlockName]], None],
     ) -> None:
         self._tiers = tiers
         self._peers = peers
         self._buffers = buffers
-        self._aside = aside
+        self._bounded_reader = bounded_reader
         self._stored = stored
-        self._ram = next((use for use in tiers if use.tier.medium == IN_RAM), None)
+        self._ram = next((tier for tier in tiers if tier.backend.medium == IN_RAM), None)
 
     def promote(self, names: Sequence[BlockName]) -> None:
-        """The leading blocks that any tier has: into RAM."""
+        """Copy the leading blocks that any tier holds into RAM."""
         if self._ram is None:
             return
         for name, holder in zip(names, first_holders(self._tiers, [name.key for name in names]), strict=True):
@@ -49,7 +53,7 @@ class ReadAhead:
                 return
 
     def pull(self, ticket: KvTicket) -> None:
-        """Full blocks of a lease, as they become ready: into RAM."""
+        """Pull the full blocks of a lease into RAM as they become ready."""
         ram = self._ram
         if ram is None:
             return
@@ -60,22 +64,22 @@ class ReadAhead:
         except (PeerUnavailable, TierUnavailable) as lost:
             log.event("kv_read_ahead_failed", lease=ticket.lease_id, reason=lost.message)
 
-    def offer_again(self, to: TierUse, keys: Sequence[BlockKey]) -> None:
-        """`to` has lost these: give it what other tiers still hold of them."""
+    def offer_again(self, to: MeasuredTier, keys: Sequence[BlockKey]) -> None:
+        """Write blocks that the tier `to` has lost into it again, from other tiers that still hold them."""
         wanted = set(keys)
-        for use in self._tiers:
-            if use is to:
+        for tier in self._tiers:
+            if tier is to:
                 continue
-            for name in use.tier.names():
+            for name in tier.backend.names():
                 if name.key in wanted:
                     wanted.discard(name.key)
-                    if not self._move(name, use, to):
+                    if not self._move(name, tier, to):
                         break
 
-    def _move(self, name: BlockName, src: TierUse, dst: TierUse) -> bool:
-        """False: one of the two does not answer."""
+    def _move(self, name: BlockName, src: MeasuredTier, dst: MeasuredTier) -> bool:
+        """Copy one block. Returns False if one of the two tiers does not answer."""
         try:
-            buffers, (is_right,) = self._aside.read(src, [name.key], time.monotonic() + _MOVE_S)
+            buffers, (is_right,) = self._bounded_reader.read(src, [name.key], time.monotonic() + _MOVE_S)
             try:
                 if is_right:
                     self._write([name], buffers, dst)
@@ -86,6 +90,6 @@ class ReadAhead:
             return False
         return True
 
-    def _write(self, names: list[BlockName], data: list[HostBytes], to: TierUse) -> None:
+    def _write(self, names: list[BlockName], data: list[HostBytes], to: MeasuredTier) -> None:
         taken = to.write(names, data, [checksum(block) for block in data])
         self._stored(to, [name for name, is_there in zip(names, taken, strict=True) if is_there])

@@ -1,5 +1,7 @@
-"""safetensors files as they lie on the drive: which tensor is where, and reading them ahead. Knows nothing of torch, so that
-reading can begin while torch is still being imported."""
+"""Read safetensors files: find each tensor's place in the files, and read the files ahead of their use.
+
+This module does not import torch, so that the engine process can start to read weights while torch is still being imported.
+"""
 
 from __future__ import annotations
 
@@ -26,28 +28,33 @@ NUM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
     "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
 }  # fmt: skip
-_LONGEST_HEADER = 100_000_000  # the format's own limit
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _AHEAD_THREADS = 8
-# Blocks that are read ahead at a time. An import keeps the interpreter while it loads a library, some for tenths of a second, and
-# what the drive has not been asked for by then waits as long.
+# Blocks per read request. An import can hold the interpreter lock for tenths of a second while it loads a library. No new read
+# starts during that time, so that each request must be large enough to keep the drive busy.
 _RUN_BLOCKS = 16
-_PAGE = 4096  # what reads past the cache are aligned to
-BLOCK_BYTES = 8 << 20  # of a file: what is taken at a time
+_PAGE = 4096  # direct I/O must be aligned to this
+BLOCK_BYTES = 8 << 20  # the unit in which files are read
 _NOT_MAPPED = ctypes.c_void_p(-1).value
-_NEARLY_ALL = 0.95
+_RESIDENT_RATIO = 0.95  # a block counts as cached when this part of its pages is in the page cache
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class TensorLocation:
+    """Where a tensor's bytes are in a safetensors file."""
+
     file: Path
     dtype: str
     shape: tuple[int, ...]
-    offset: int  # in the file
+    offset: int  # from the start of the file
     num_bytes: int
 
 
-def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors of a model's folder, by name. Files that are missing, cut off or not the index's are named."""
+def stored_tensors(folder: Path) -> dict[str, TensorLocation]:
+    """Return the location of each tensor of a model folder, by tensor name.
+
+    Raises ModelFilesError, which names the file, if a file is missing, truncated, or does not match the index.
+    """
     if not (folder / INDEX).is_file():
         if not (folder / SINGLE).is_file():
             raise _no_weights(folder)
@@ -56,21 +63,21 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     files = sorted(set(places.values()))
     if missing := [file for file in files if not (folder / file).is_file()]:
         raise ModelFilesError(
-            f"{folder} lacks {len(missing)} of the {len(files)} files that {INDEX} names: {', '.join(missing[:5])}. "
-            "Fetch them into it"
+            f"{folder}: {len(missing)} of the {len(files)} files listed in {INDEX} are missing: {', '.join(missing[:5])}. "
+            "Download them into this folder"
         )
     headers = {file: read_header(folder / file) for file in files}
     for name, file in places.items():
         if name not in headers[file]:
             raise ModelFilesError(
-                f"{folder / file} has no tensor {name!r}, where {INDEX} says it is: the two are of different versions; "
-                "fetch the model again"
+                f"{folder / file} has no tensor {name!r}, although {INDEX} lists it there. The two files are from different "
+                "versions of the model: download the model again"
             )
     return {name: headers[file][name] for name, file in places.items()}
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Those that hold a model's tensors, in the order in which they are read; none that can be named is no error here."""
+    """Return a model's weight files in reading order, or [] if the index cannot be read."""
     try:
         names = set(_weight_map(folder / INDEX).values()) if (folder / INDEX).is_file() else {SINGLE}
     except ModelFilesError:
@@ -80,40 +87,41 @@ def weight_files(folder: Path) -> list[Path]:
 
 def _no_weights(folder: Path) -> ModelFilesError:
     others = sorted(path.name for path in folder.glob("*") if path.suffix in (".bin", ".pt", ".pth"))
-    found = f" (it has {', '.join(others[:3])}, which Stoker does not read)" if others else ""
-    return ModelFilesError(f"{folder} has neither {SINGLE} nor {INDEX}{found}: fetch the model's safetensors")
+    found = f" (Stoker cannot read {', '.join(others[:3])})" if others else ""
+    return ModelFilesError(f"{folder} has neither {SINGLE} nor {INDEX}{found}: download the model's safetensors files")
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Tensor name -> its file's."""
+    """Return the file name of each tensor, by tensor name."""
     try:
-        with naming(index):
+        with file_errors(index):
             places = json.loads(index.read_bytes())["weight_map"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ModelFilesError(f"{index}: no weight_map can be read from it ({error!r}); fetch it again") from error
+        raise ModelFilesError(f"{index}: its weight_map cannot be read ({error!r}): download the file again") from error
     if not isinstance(places, dict) or not places or not all(isinstance(file, str) for file in places.values()):
-        raise ModelFilesError(f"{index}: its weight_map does not say which tensor is in which file; fetch it again")
+        raise ModelFilesError(f"{index}: its weight_map must map tensor names to file names: download the file again")
     return places
 
 
 @contextmanager
-def naming(file: Path) -> Iterator[None]:
-    """What the system says of reading `file`, with its name."""
+def file_errors(file: Path) -> Iterator[None]:
+    """Raise ModelFilesError, with the file's name, for an OSError in the block."""
     try:
         yield
     except FileNotFoundError as error:
-        raise ModelFilesError(f"{file} is missing; fetch the model's folder again") from error
+        raise ModelFilesError(f"{file} is missing: download the model again") from error
     except OSError as error:
         raise ModelFilesError(f"{file} cannot be read: {error.strerror or error}") from error
 
 
-def read_header(file: Path) -> dict[str, StoredTensor]:
+def read_header(file: Path) -> dict[str, TensorLocation]:
+    """Return the tensors of one safetensors file, and check that the file has exactly the size that its header describes."""
     try:
-        with naming(file), file.open("rb") as data:
+        with file_errors(file), file.open("rb") as data:
             num_bytes = os.fstat(data.fileno()).st_size
             header = _json_of(data.read(8), data.read, num_bytes)
     except ValueError as error:
-        raise ModelFilesError(f"{file} is not a whole safetensors file ({error}); fetch it again") from error
+        raise ModelFilesError(f"{file} is not a complete safetensors file ({error}): download it again") from error
     header_bytes, entries = header
     tensors = {}
     for name, entry in entries.items():
@@ -122,39 +130,43 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     end = max((tensor.offset + tensor.num_bytes for tensor in tensors.values()), default=header_bytes)
     if end != num_bytes:
         raise ModelFilesError(
-            f"{file} is not a whole safetensors file (it has {num_bytes} bytes, its header promises {end}); fetch it again"
+            f"{file} is not a complete safetensors file (it has {num_bytes} bytes, its header says {end}): download it again"
         )
     return tensors
 
 
 def _json_of(length: bytes, read: Any, num_bytes: int) -> tuple[int, dict[str, Any]]:
-    """Where the data begins, and the header."""
+    """Return the offset of the tensor data, and the parsed header."""
     if len(length) < 8:
-        raise ValueError(f"it has {num_bytes} bytes")
+        raise ValueError(f"it has only {num_bytes} bytes")
     (header_length,) = struct.unpack("<Q", length)
-    if header_length > min(_LONGEST_HEADER, num_bytes - 8):
+    if header_length > min(_MAX_HEADER_BYTES, num_bytes - 8):
         raise ValueError(f"a header of {header_length} bytes in a file of {num_bytes}")
     entries = json.loads(read(header_length))
     if not isinstance(entries, dict):
-        raise ValueError("its header is no JSON object")
+        raise ValueError("its header is not a JSON object")
     return 8 + header_length, entries
 
 
-def _tensor(file: Path, name: str, entry: Any, header_bytes: int) -> StoredTensor:
+def _tensor(file: Path, name: str, entry: Any, header_bytes: int) -> TensorLocation:
     try:
         dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         num_bytes = prod(shape) * NUM_BYTES[dtype]
         if begin < 0 or end - begin != num_bytes:
             raise ValueError(f"{end - begin} bytes for {dtype} {shape}")
     except (KeyError, TypeError, ValueError) as error:
-        raise ModelFilesError(f"{file}: tensor {name!r} cannot be read ({error!r}); fetch it again") from error
-    return StoredTensor(file, dtype, shape, header_bytes + begin, num_bytes)
+        raise ModelFilesError(
+            f"{file}: the header of tensor {name!r} is invalid ({error!r}): download it again"
+        ) from error
+    return TensorLocation(file, dtype, shape, header_bytes + begin, num_bytes)
 
 
 def read_block(file: Path, number: int, into: memoryview) -> int:
-    """A file's block, and as many after it as there is room for, into memory that begins at a page; how many bytes there are.
-    Out of the system's cache where they are there, else past it: at the drive's own speed, and without driving out what
-    others have there."""
+    """Read block `number` of a file, and as many following blocks as fit, into page-aligned memory. Return the number of bytes.
+
+    Bytes that are in the page cache are copied from there. Others are read with direct I/O, which is as fast as the drive and
+    does not evict other data from the page cache.
+    """
     offset = number * BLOCK_BYTES
     fd = os.open(file, os.O_RDONLY)
     try:
@@ -168,7 +180,7 @@ def read_block(file: Path, number: int, into: memoryview) -> int:
 
 
 def is_cached(file: Path, number: int, num_blocks: int = 1) -> bool:
-    """Whether the system holds blocks in memory, as good as all of them."""
+    """Return True if (nearly) all pages of these blocks are in the page cache."""
     offset = number * BLOCK_BYTES
     fd = os.open(file, os.O_RDONLY)
     try:
@@ -178,7 +190,10 @@ def is_cached(file: Path, number: int, num_blocks: int = 1) -> bool:
 
 
 def _is_resident(fd: int, offset: int, length: int) -> bool:
-    """Asked without a read: even one that would not wait makes the system begin to read, beside us. True where nobody can tell."""
+    """Return True if the range is in the page cache, or if the system cannot tell.
+
+    This uses mincore() and not a read: even a non-blocking read makes the kernel start its own read-ahead.
+    """
     libc = _libc()
     if libc is None or length <= 0:
         return True
@@ -189,14 +204,14 @@ def _is_resident(fd: int, offset: int, length: int) -> bool:
         pages = ctypes.create_string_buffer(-(-length // _PAGE))
         if libc.mincore(address, length, pages):
             return True
-        return pages.raw.count(1) >= _NEARLY_ALL * len(pages)
+        return pages.raw.count(1) >= _RESIDENT_RATIO * len(pages)
     finally:
         libc.munmap(address, length)
 
 
 @cache
 def _libc() -> ctypes.CDLL | None:
-    """Linux's, with pages of the usual size."""
+    """Return the C library, or None on a system that is not Linux or has other page sizes."""
     if sys.platform != "linux" or mmap.PAGESIZE != _PAGE:
         return None
     libc = ctypes.CDLL(None, use_errno=True)
@@ -210,7 +225,7 @@ def _libc() -> ctypes.CDLL | None:
 def _read_directly(file: Path, into: memoryview, offset: int, length: int) -> int:
     try:
         fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
-    except (OSError, AttributeError):  # this file system, or this system, cannot
+    except (OSError, AttributeError):  # the file system or the platform has no direct I/O
         return 0
     try:
         return os.preadv(fd, [into[: -(-length // _PAGE) * _PAGE]], offset)
@@ -220,32 +235,35 @@ def _read_directly(file: Path, into: memoryview, offset: int, length: int) -> in
         os.close(fd)
 
 
-class ReadAhead:
-    """Reads the blocks of files into memory, in their order, on threads, until somebody comes and takes them. What the system
-    holds in its cache anyway is left there, and whatever is wrong with a file is left for others to say. The files' heads go into
-    that cache first: others look at them meanwhile, and would each time wait behind all that the drive has been asked for."""
+class WeightReadAhead:
+    """Reads the blocks of files into memory on background threads, in file order, until they are taken.
 
-    def __init__(self, files: Sequence[Path], most_bytes: int) -> None:
-        self._left = _runs([_one_name(file) for file in files], most_bytes)
+    Blocks in the page cache are skipped. Errors are ignored: the code that takes the blocks reads the file itself and reports
+    them. The files' headers are read into the page cache first. They are parsed while the threads run, and would otherwise wait
+    behind all queued reads of the drive.
+    """
+
+    def __init__(self, files: Sequence[Path], max_bytes: int) -> None:
+        self._left = _runs([_one_name(file) for file in files], max_bytes)
         self._lock = threading.Lock()
-        self._read: dict[tuple[Path, int], Future[dict[int, memoryview]]] = {}  # by file and first block: its blocks
-        self._passed: set[tuple[Path, int]] = set()  # somebody reads them himself
+        self._read: dict[tuple[Path, int], Future[dict[int, memoryview]]] = {}  # (file, first block) -> its blocks
+        self._skipped: set[tuple[Path, int]] = set()  # the consumer reads these runs itself
         for file in files:
             _cache_head(file)
         for number in range(_AHEAD_THREADS if files else 0):
             threading.Thread(target=self._run, name=f"read-ahead-{number}", daemon=True).start()
 
     def take(self, file: Path, number: int) -> memoryview | None:
-        """A block, once; None: it was not read. Waits for one that is being read."""
+        """Return a block that was read ahead, and forget it. Wait if it is being read now. None: it was not read."""
         run = (_one_name(file), number - number % _RUN_BLOCKS)
         with self._lock:
             found = self._read.get(run)
             if found is None:
-                self._passed.add(run)
+                self._skipped.add(run)
         return None if found is None else found.result().pop(number, None)
 
     def close(self) -> None:
-        """Nobody wants what was not taken."""
+        """Stop reading, and free the blocks that were not taken."""
         with self._lock:
             self._left = iter(())
             self._read.clear()
@@ -253,7 +271,7 @@ class ReadAhead:
     def _run(self) -> None:
         while True:
             with self._lock:
-                run = next((run for run in self._left if run not in self._passed), None)
+                run = next((run for run in self._left if run not in self._skipped), None)
                 if run is None:
                     return
                 done = self._read[run] = Future()
@@ -266,13 +284,13 @@ class ReadAhead:
 def _cache_head(file: Path) -> None:
     try:
         with file.open("rb") as data:
-            data.read(min(_LONGEST_HEADER, *struct.unpack("<Q", data.read(8))))
+            data.read(min(_MAX_HEADER_BYTES, *struct.unpack("<Q", data.read(8))))
     except (OSError, struct.error):
         return
 
 
 def _uncached_blocks(file: Path, first: int) -> dict[int, memoryview]:
-    """Those of a run, by their numbers; none where the system has them."""
+    """Return the blocks of a run, by block number; {} if the page cache has them."""
     if is_cached(file, first, _RUN_BLOCKS):
         return {}
     into = memoryview(mmap.mmap(-1, _RUN_BLOCKS * BLOCK_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
@@ -281,16 +299,16 @@ def _uncached_blocks(file: Path, first: int) -> dict[int, memoryview]:
 
 
 def _one_name(file: Path) -> Path:
-    """Whatever way it is named."""
+    """Return the real path, so that a file reached through a link has one key."""
     return Path(os.path.realpath(file))
 
 
-def _runs(files: Sequence[Path], most_bytes: int) -> Iterator[tuple[Path, int]]:
-    """Each by its first block."""
+def _runs(files: Sequence[Path], max_bytes: int) -> Iterator[tuple[Path, int]]:
+    """Yield (file, first block) of each run, for the first `max_bytes` of all files together."""
     for file in files:
         try:
             num_bytes = file.stat().st_size
         except OSError:
             continue
-        yield from ((file, number) for number in range(0, -(-min(num_bytes, most_bytes) // BLOCK_BYTES), _RUN_BLOCKS))
-        most_bytes -= min(num_bytes, most_bytes)
+        yield from ((file, number) for number in range(0, -(-min(num_bytes, max_bytes) // BLOCK_BYTES), _RUN_BLOCKS))
+        max_bytes -= min(num_bytes, max_bytes)

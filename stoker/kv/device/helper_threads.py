@@ -1,4 +1,5 @@
-"""Crew: a few threads that help whoever has bytes to move. numpy's copies, hashes and system calls run without the GIL."""
+"""HelperThreads: a few threads that help a caller to copy and hash bytes. numpy's copies, hashes and system calls run
+without the GIL."""
 
 from __future__ import annotations
 
@@ -17,25 +18,26 @@ T = TypeVar("T")
 
 HostBytes = NDArray[np.uint8]
 
-_MOST_COPIERS = 4
+_MAX_COPY_THREADS = 4
 _PIECE_BYTES = 1 << 19
 
 
-def num_copiers() -> int:
-    """Threads that fill a machine's memory bandwidth, the caller among them."""
-    return min(_MOST_COPIERS, usable_cores())
+def num_copy_threads() -> int:
+    """Return how many threads, the caller included, saturate the machine's memory bandwidth."""
+    return min(_MAX_COPY_THREADS, usable_cores())
 
 
-class Crew:
-    """`size` threads, of which the caller is one."""
+class HelperThreads:
+    """Runs a function over many items on `size` threads, of which the caller is one."""
 
     def __init__(self, size: int, name: str) -> None:
         self._num_helpers = size - 1
         self._pool = ThreadPoolExecutor(max(1, self._num_helpers), thread_name_prefix=name)
 
     def each(self, call: Callable[[S], T], items: Sequence[S]) -> list[T]:
-        """Whoever is done with one takes the next: handing over every single one would cost more. Helpers that are busy with
-        somebody else's are not waited for; once it is closed, the caller is alone."""
+        """Call `call` on each item and return the results in order. Each thread takes the next item when it is done
+        with one, because submitting every item would cost more. The caller does not wait for helpers that are busy with
+        other calls. After `close`, the caller does all items itself."""
         results: dict[int, T] = {}
         left = iter(enumerate(items))
 
@@ -49,7 +51,7 @@ class Crew:
                 helpers += (self._pool.submit(work) for _ in range(min(self._num_helpers, len(items) - 1)))
             work()
         finally:
-            # Also after an error: a helper may still use what the caller is about to give up.
+            # Also after an error: a helper may still use memory that the caller is about to release.
             failures = [helper.exception() for helper in helpers if not helper.cancel()]
         for failure in failures:
             if failure is not None:
@@ -60,11 +62,12 @@ class Crew:
         self._pool.shutdown()
 
 
-def copies(crew: Crew, dsts: Sequence[HostBytes], srcs: Sequence[HostBytes]) -> None:
+def copy_all(threads: HelperThreads, dsts: Sequence[HostBytes], srcs: Sequence[HostBytes]) -> None:
+    """Copy each source into its destination, in pieces that the threads share."""
     pieces = [(at, start) for at, src in enumerate(srcs) for start in range(0, len(src), _PIECE_BYTES)]
 
     def copy(piece: tuple[int, int]) -> None:
         at, start = piece
         np.copyto(dsts[at][start : start + _PIECE_BYTES], srcs[at][start : start + _PIECE_BYTES])
 
-    crew.each(copy, pieces)
+    threads.each(copy, pieces)

@@ -1,4 +1,4 @@
-"""TierUse: a tier as this worker uses it: with its counts, its measured speed, and no surprise but TierUnavailable."""
+"""MeasuredTier: a tier with the counters and the measured speed of this worker's use of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from stoker.base import log as logs
 from stoker.base.ids import BlockKey
 from stoker.kv.blocks.transfer import BlockName, TierUnavailable
 from stoker.kv.device.checksum import checksum
-from stoker.kv.store.block_io import HostBytes, new_buffer
+from stoker.kv.store.block_io import HostBytes
+from stoker.kv.store.buffer_pool import new_buffer
 from stoker.kv.store.speed import Speed
 from stoker.kv.store.tiers.tier import Tier
 
@@ -25,7 +26,9 @@ log = logs.EventLog("kv")
 
 
 @dataclass(slots=True)
-class TierFigures:
+class TierCounters:
+    """Counters since this process started."""
+
     hits: int = 0
     misses: int = 0
     read_bytes: int = 0
@@ -37,10 +40,12 @@ class TierFigures:
 
 
 @dataclass(slots=True, eq=False)
-class TierUse:
+class MeasuredTier:
+    """Wraps a tier and measures every call. The only error that it raises is TierUnavailable."""
+
     name: str
-    tier: Tier
-    figures: TierFigures = field(default_factory=TierFigures)
+    backend: Tier
+    counters: TierCounters = field(default_factory=TierCounters)
     speed: Speed = field(default_factory=lambda: Speed(_GUESS_BYTES_PER_S))
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _warned_s: float = -_WARN_EVERY_S
@@ -48,9 +53,9 @@ class TierUse:
     _measuring: threading.Thread | None = None
 
     def find(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """A tier that cannot answer has nothing."""
+        """Return which blocks are in the tier. A tier that cannot answer counts as empty."""
         try:
-            return self.tier.find(keys)
+            return self.backend.find(keys)
         except TierUnavailable as lost:
             self._note_lost(lost)
             return [False] * len(keys)
@@ -58,7 +63,7 @@ class TierUse:
     def read(self, keys: Sequence[BlockKey], into: Sequence[HostBytes]) -> list[bool]:
         started_s = time.monotonic()
         try:
-            right = self.tier.read(keys, into)
+            right = self.backend.read(keys, into)
         except TierUnavailable as lost:
             self.speed.failed(time.monotonic() - started_s)
             self._note_lost(lost)
@@ -66,61 +71,62 @@ class TierUse:
         seconds, hits = time.monotonic() - started_s, sum(right)
         num_bytes = hits * (into[0].nbytes if into else 0)
         with self._lock:
-            self.speed.saw(num_bytes, seconds)
-            self.figures.hits += hits
-            self.figures.misses += len(right) - hits
-            self.figures.read_bytes += num_bytes
-            self.figures.read_s += seconds
+            self.speed.observe(num_bytes, seconds)
+            self.counters.hits += hits
+            self.counters.misses += len(right) - hits
+            self.counters.read_bytes += num_bytes
+            self.counters.read_s += seconds
         return right
 
-    def write(self, names: Sequence[BlockName], data: Sequence[HostBytes], sums: Sequence[int]) -> list[bool]:
+    def write(self, names: Sequence[BlockName], data: Sequence[HostBytes], checksums: Sequence[int]) -> list[bool]:
         started_s = time.monotonic()
         try:
-            taken = self.tier.write(names, data, sums)
+            taken = self.backend.write(names, data, checksums)
         except TierUnavailable as lost:
-            self.figures.declined += len(names)
+            self.counters.declined += len(names)
             self._note_lost(lost)
             raise
         with self._lock:
-            self.figures.written_bytes += sum(
+            self.counters.written_bytes += sum(
                 buffer.nbytes for buffer, is_there in zip(data, taken, strict=True) if is_there
             )
-            self.figures.declined += taken.count(False)
-            self.figures.write_s += time.monotonic() - started_s
+            self.counters.declined += taken.count(False)
+            self.counters.write_s += time.monotonic() - started_s
         return taken
 
     def catch_up(self) -> None:
         try:
-            self.tier.catch_up()
+            self.backend.catch_up()
         except TierUnavailable as lost:
             self._note_lost(lost)
 
     def measure(self, block_bytes: int) -> None:
-        """A block there and back, before anybody relies on the speed."""
+        """Measure the speed by writing one block and reading it back, before the first decision relies on it."""
         self._measured_s = time.monotonic()
         name = BlockName(BlockKey(os.urandom(16)), BlockKey(bytes(16)), ())
         data = new_buffer(block_bytes)
         try:
-            if not self.tier.write([name], [data], [checksum(data)])[0]:
-                with self._lock:  # it is full, say: how fast it reads is seen when the next load tries it
+            if not self.backend.write([name], [data], [checksum(data)])[0]:
+                # The tier declined the block, for example because it is full. The next load measures the read speed.
+                with self._lock:
                     self.speed.forget()
                 return
-            self.tier.read([name.key], [data])  # the first one also opens connections and files
+            self.backend.read([name.key], [data])  # the first read also opens connections and files
             taken_s = []
             for _ in range(_PROBES):
                 started_s = time.monotonic()
-                if self.tier.read([name.key], [data])[0]:
+                if self.backend.read([name.key], [data])[0]:
                     taken_s.append(time.monotonic() - started_s)
-            if taken_s:  # whatever else the machine does makes some of them longer, none shorter
+            if taken_s:  # Other load on the machine can only make a read slower, so the fastest one counts.
                 with self._lock:
-                    self.speed.is_now(block_bytes, min(taken_s))
-            self.tier.drop([name.key])
+                    self.speed.replace(block_bytes, min(taken_s))
+            self.backend.drop([name.key])
         except TierUnavailable as lost:
             self._note_lost(lost)
 
     def measure_again(self, block_bytes: int) -> None:
-        """Now and then, for a tier that nobody reads, since it is too slow: it may have got over that. Not waited for: it may
-        as well hang."""
+        """Measure again after half a minute without a measurement. A tier that was too slow is not read, and would stay
+        so without it. Runs on a thread of its own, because the tier may hang."""
         if time.monotonic() - self._measured_s < _MEASURE_AGAIN_S:
             return
         if self._measuring is None or not self._measuring.is_alive():
@@ -129,30 +135,31 @@ class TierUse:
             self._measuring.start()
 
     def late(self, num_blocks: int, seconds: float) -> None:
-        """So many blocks did not come within this time: it counts against the next estimate."""
+        """Count blocks that did not arrive within `seconds` as misses, and lower the measured speed."""
         with self._lock:
             self.speed.failed(seconds)
-            self.figures.misses += num_blocks
-            self.figures.errors += 1
+            self.counters.misses += num_blocks
+            self.counters.errors += 1
 
     def _note_lost(self, lost: TierUnavailable) -> None:
-        self.figures.errors += 1
+        """Count the error, and log it at most every ten seconds."""
+        self.counters.errors += 1
         now = time.monotonic()
         if now - self._warned_s >= _WARN_EVERY_S:
             self._warned_s = now
-            log.warning("kv_tier_unavailable", tier=self.name, reason=lost.message, errors=self.figures.errors)
+            log.warning("kv_tier_unavailable", tier=self.name, reason=lost.message, errors=self.counters.errors)
 
 
-def first_holders(tiers: Sequence[TierUse], keys: Sequence[BlockKey]) -> list[TierUse | None]:
-    """For each block the nearest tier that has it."""
-    holders: list[TierUse | None] = [None] * len(keys)
+def first_holders(tiers: Sequence[MeasuredTier], keys: Sequence[BlockKey]) -> list[MeasuredTier | None]:
+    """For each block, return the nearest tier that has it."""
+    holders: list[MeasuredTier | None] = [None] * len(keys)
     missing = list(range(len(keys)))
-    for use in tiers:
+    for tier in tiers:
         if not missing:
             break
-        found = use.find([keys[i] for i in missing])
+        found = tier.find([keys[i] for i in missing])
         for i, is_there in zip(missing, found, strict=True):
             if is_there:
-                holders[i] = use
+                holders[i] = tier
         missing = [i for i in missing if holders[i] is None]
     return holders

@@ -1,6 +1,7 @@
-"""Seen: what one process knows to lie in the host tier's table, so that it notices what other processes removed.
+"""KnownSlots: what this process knows about the slots of the host tier's table, so that it notices blocks that other
+processes removed.
 
-All is done under the tier's lock. It holds no bytes and tells nobody: it compares.
+All methods are called under the tier's lock.
 """
 
 from __future__ import annotations
@@ -11,23 +12,26 @@ from stoker.base.ids import BlockKey
 from stoker.kv.store.tiers.host.host_table import READY, HostTable
 
 
-class Seen:
+class KnownSlots:
+    """The last known generation and key of each slot."""
+
     def __init__(self, num_slots: int) -> None:
-        # 0: there was nothing. The generation of a slot with a block in it is at least 1.
+        # 0: the slot was empty. The generation of a slot with a block is at least 1.
         self._generations = np.zeros(num_slots, dtype=np.uint64)
         self._keys = np.zeros((num_slots, 2), dtype=np.uint64)
 
     def note(self, table: HostTable, slot: int) -> None:
-        """We filled it: should it go before the next look, it has been here."""
+        """Record a slot that this process has filled, so that its removal is noticed even before the next `lost`."""
         self._generations[slot] = table.generations[slot]
         self._keys[slot] = table.keys[slot]
 
     def forget(self, slot: int) -> None:
-        """We emptied it."""
+        """Record a slot that this process has emptied."""
         self._generations[slot] = 0
 
     def lost(self, table: HostTable, slots: slice) -> list[BlockKey]:
-        """The blocks that were in these slots at the last look, or came since then, and are here no more, in whatever slot."""
+        """Return the blocks that were in these slots at the last call, or were noted since, and that are in no slot of
+        the table any more."""
         now = np.where(table.states[slots] == READY, table.generations[slots], np.uint64(0))
         changed = np.flatnonzero(now != self._generations[slots])
         now, changed = now[changed], changed + slots.start

@@ -1,4 +1,4 @@
-"""Blocks that Mooncake lists and nobody can read: whose owner is thought dead, and for how long."""
+"""Blocks that Mooncake lists but that cannot be read: which owners are suspected to be dead, and for how long."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from kv.peer_world import LAYOUT, key
 
 from stoker.base.ids import BlockKey
 from stoker.kv.blocks.transfer import TierUnavailable
-from stoker.kv.store.tiers.mooncake import mooncake_suspects as mooncake_doubts
-from stoker.kv.store.tiers.mooncake.mooncake_client import MooncakeLink
+from stoker.kv.store.tiers.mooncake import mooncake_suspect_blocks as mooncake_doubts
+from stoker.kv.store.tiers.mooncake.mooncake_client import MooncakeClient
 from stoker.kv.store.tiers.mooncake.mooncake_object import ObjectFormat
-from stoker.kv.store.tiers.mooncake.mooncake_suspects import Doubts
+from stoker.kv.store.tiers.mooncake.mooncake_suspect_blocks import SuspectBlocks
 
 FORMAT = ObjectFormat("f", LAYOUT)
 
 
 class Master:
-    """A link to a master that knows who has what."""
+    """A client of a master that knows the owner of each block."""
 
     def __init__(self) -> None:
         self.owners: dict[BlockKey, str] = {}
@@ -38,8 +38,8 @@ class Master:
         by_store_key = {FORMAT.store_key(key): owner for key, owner in self.owners.items()}
         return {one: [_replica(by_store_key[one])] for one in store_keys if one in by_store_key}
 
-    def doubts(self, doubts: Doubts, *keys: BlockKey) -> frozenset[BlockKey]:
-        return doubts.of(cast(MooncakeLink, self), keys)
+    def suspects(self, suspects: SuspectBlocks, *keys: BlockKey) -> frozenset[BlockKey]:
+        return suspects.of(cast(MooncakeClient, self), keys)
 
 
 def _replica(owner: str) -> Any:
@@ -54,24 +54,25 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return clock
 
 
-def test_all_that_lies_with_the_owner_of_an_unreadable_block_is_doubted_for_a_while(clock: SimpleNamespace) -> None:
-    master, doubts = Master(), Doubts(FORMAT)
+def test_all_blocks_of_the_owner_of_an_unreadable_block_are_suspect_for_a_while(clock: SimpleNamespace) -> None:
+    master, suspects = Master(), SuspectBlocks(FORMAT)
     master.owners = {key(1): "dead", key(2): "dead", key(3): "live"}
-    doubts.add([key(1)])
-    assert master.doubts(doubts, key(2), key(3)) == {key(1), key(2)}
+    suspects.add([key(1)])
+    assert master.suspects(suspects, key(2), key(3)) == {key(1), key(2)}
     clock.now_s += 13
-    assert master.doubts(doubts, key(1), key(2), key(3)) == frozenset()
+    assert master.suspects(suspects, key(1), key(2), key(3)) == frozenset()
 
 
-def test_whoever_has_a_block_long_after_it_could_not_be_read_is_not_taken_for_dead(clock: SimpleNamespace) -> None:
-    """The master died with the owner, and could not be asked whose it was; others have offered the block again since."""
-    master, doubts = Master(), Doubts(FORMAT)
-    doubts.add([key(1)])
+def test_a_later_owner_of_an_unreadable_block_is_not_suspected(clock: SimpleNamespace) -> None:
+    """The master died with the owner, so the owner could not be looked up. Other workers have written the block again
+    since."""
+    master, suspects = Master(), SuspectBlocks(FORMAT)
+    suspects.add([key(1)])
     master.answers = False
     with pytest.raises(TierUnavailable):
-        master.doubts(doubts, key(1))
+        master.suspects(suspects, key(1))
     clock.now_s += 60
     master.answers = True
     master.owners = {key(1): "live", key(2): "dead", key(3): "live"}
-    doubts.add([key(2)])
-    assert master.doubts(doubts, key(1), key(3)) == {key(2)}
+    suspects.add([key(2)])
+    assert master.suspects(suspects, key(1), key(3)) == {key(2)}

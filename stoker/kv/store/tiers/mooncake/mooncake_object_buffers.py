@@ -1,5 +1,8 @@
-"""Frames: where the objects of one call lie in memory. A header stands in the room before its block, where the buffer has some:
-then an object is one run, and costs the client one transfer instead of two. All is kept until the call has ended."""
+"""ObjectBuffers: the memory addresses of the objects of one call.
+
+A header is placed in the headroom before its block, if the buffer has enough. Then an object is one contiguous range,
+and costs one transfer instead of two.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,15 @@ from stoker.kv.store.tiers.mooncake.mooncake_object import ObjectFormat
 from stoker.kv.store.tiers.tier import HostBytes
 
 
-class Frames:
-    def __init__(self, format: ObjectFormat, buffers: Sequence[HostBytes], room_bytes: int) -> None:
+class ObjectBuffers:
+    """Keeps all memory of a call alive until the call has ended."""
+
+    def __init__(self, format: ObjectFormat, buffers: Sequence[HostBytes], headroom_bytes: int) -> None:
         size, block_bytes = format.header_bytes, format.block_bytes
         self.buffers = buffers
         self._header_bytes = size
         blocks = [buffer.ctypes.data for buffer in buffers]
-        if room_bytes >= size:
+        if headroom_bytes >= size:
             self._headers = [block - size for block in blocks]
             self.places = [[header] for header in self._headers]
             self.sizes = [[size + block_bytes]] * len(blocks)
