@@ -80,7 +80,7 @@ TABLE = {
         "msgspec",
         light=True,
     ),
-    "up": Allowed("", "aiohttp msgspec", light=True),
+    "up": Allowed("proto", "aiohttp msgspec", light=True),
     "cli": Allowed(
         "worker gateway up engine proto text checkpoint loadgen kv.mooncake kv.store", "aiohttp rich uvloop"
     ),

@@ -1,19 +1,17 @@
 """CPU time of one routing decision: Router.route with 8 and 64 workers, without and with session keys.
 
-    python -m bench.gateway.route_time [--workers 8,64] [--rounds 5] [--policy cost]
-
-400 conversations over a shared prefix of 20 blocks send 6,000 requests. The first 1,000 are not counted. Prints one JSON
-line with the lowest mean of the rounds for each case, in microseconds. Run it alternately on two commits to compare them.
+400 conversations over a shared prefix of 20 blocks send 6,000 requests. The first 1,000 are not counted. The result of each
+case is the lowest mean of the rounds. Run it alternately on two commits to compare them.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import time
 from collections import deque
 
+from bench.contract import Needs, Report, Result
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Fleet
 from stoker.fleet.load_book import LoadBook
@@ -22,6 +20,9 @@ from stoker.routing.query import Route, RouteQuery
 from stoker.routing.router import PrefixIndexes, Router
 from stoker.routing.settings import RouterSettings
 
+NAME = "route_time"
+HELP = "CPU time of one routing decision with 8 and 64 workers"
+NEEDS = Needs()
 BLOCK, SHARED_BLOCKS, NUM_CONVERSATIONS = 64, 20, 400
 NUM_REQUESTS, NUM_WARMUP, PAUSE_S = 6000, 1000, 0.01
 
@@ -70,20 +71,17 @@ def route_us(num_workers: int, with_session: bool, policy: str) -> float:
     return total_ns / 1e3 / (NUM_REQUESTS - NUM_WARMUP)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", default="8,64", help="numbers of workers, comma-separated")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--policy", default="cost")
-    args = parser.parse_args()
-    results = {}
-    for num_workers in map(int, args.workers.split(",")):
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--workers", type=int, nargs="+", default=[8, 64], help="default: 8 64")
+    parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
+    parser.add_argument("--policy", default="cost", help="default: %(default)s")
+
+
+def run(args: argparse.Namespace) -> Report:
+    results = []
+    for num_workers in args.workers:
         for with_session in (False, True):
-            name = f"{num_workers} workers, {'session key' if with_session else 'no key'}"
-            times = [route_us(num_workers, with_session, args.policy) for _ in range(args.rounds)]
-            results[name] = round(min(times), 2)
-    print(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main()
+            case = f"{num_workers} workers, {'session key' if with_session else 'no session key'}"
+            times_us = [route_us(num_workers, with_session, args.policy) for _ in range(args.rounds)]
+            results.append(Result(case, "CPU per routing decision", "us", min(times_us)))
+    return Report(results)

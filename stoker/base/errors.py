@@ -1,4 +1,4 @@
-"""The exception classes. Each has a code and a retryable flag. The HTTP servers decide on statuses and response bodies."""
+"""The exception classes. Each error has a stable code. `proto/openai/errors.py` turns errors into HTTP responses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ class StokerError(Exception):
     """Base class of expected errors. `code` is stable and machine-readable; the message has the details for the user."""
 
     code = "internal_error"
-    retryable = False
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -51,7 +50,6 @@ class Overloaded(StokerError):
     """The request cannot be accepted now: the queue is full, or the worker is draining."""
 
     code = "overloaded"
-    retryable = True
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0, code: str | None = None) -> None:
         super().__init__(message, code=code)
@@ -62,11 +60,9 @@ class DeadlineExceeded(StokerError):
     """The request's deadline passed before it was finished."""
 
     code = "deadline_exceeded"
-    retryable = True
 
 
 class EngineDied(StokerError):
     """The engine process ended during this request."""
 
     code = "engine_died"
-    retryable = True

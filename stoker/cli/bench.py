@@ -1,4 +1,4 @@
-"""`stoker bench serve`: load on a running server, measured from the client's side."""
+"""`stoker bench serve`: put load on a running server and measure it from the client's side."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from stoker.base.errors import ConfigError
 from stoker.base.paths import written_path
 from stoker.loadgen.datasets import DATASETS, MADE_UP, DatasetSpec, load_dataset, num_turns
-from stoker.loadgen.load import ARRIVALS, Load
+from stoker.loadgen.load import ARRIVALS, LoadPlan
 from stoker.loadgen.prompts import random_tokens, random_words
-from stoker.loadgen.session import COMPLETIONS_PATH, Session, TokenRange
+from stoker.loadgen.session import COMPLETIONS_PATH, LoadSession, TokenRange, Turn
 from stoker.loadgen.traces import Replay
 
 if TYPE_CHECKING:
@@ -26,9 +26,9 @@ NAME = "bench"
 HELP = "put a running server under load and measure it"
 
 DEFAULT_CONCURRENCY = 8
-DEFAULT_REQUESTS = 100  # a trace is replayed whole
+DEFAULT_REQUESTS = 100  # a trace is replayed completely
 DEFAULT_MAX_TOKENS = 256
-EXIT_FAILURES = 1  # the server answered some requests with an error, or not at all
+EXIT_FAILURES = 1  # some requests failed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,64 +39,79 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_prompt_arguments(serve.add_argument_group("prompts"))
     _add_load_arguments(serve.add_argument_group("load"))
     serve.add_argument(
-        "--json", type=written_path, metavar="OUT", help="write configuration, environment and figures there"
+        "--json", type=written_path, metavar="OUT", help="write configuration, environment and results to this file"
     )
 
 
 def _add_server_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--url", default="http://127.0.0.1:8000", help="default: %(default)s")
-    group.add_argument("--model", help="default: the first that the server lists")
+    group.add_argument("--model", help="default: the first model that the server lists")
     group.add_argument("--header", action="append", default=[], metavar="K:V", help="sent with every request")
     group.add_argument("--session-header", action="store_true", help="send each session's id as x-session-affinity")
-    group.add_argument("--new-connections", action="store_true", help="a connection for each request")
-    group.add_argument("--timeout-s", type=float, default=600.0, help="for a whole answer (default: %(default)s)")
+    group.add_argument("--new-connections", action="store_true", help="open a connection for each request")
+    group.add_argument(
+        "--timeout-s", type=float, default=600.0, help="limit for a complete answer (default: %(default)s)"
+    )
 
 
 def _add_prompt_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--dataset", choices=DATASETS, default="random", help="default: %(default)s")
     group.add_argument(
-        "--data-dir", type=written_path, help="folder of the data sets (default: data or ../shared/data)"
+        "--data-dir", type=written_path, help="folder with the data sets (default: data or ../shared/data)"
     )
-    group.add_argument("--dataset-file", type=written_path, help="sharegpt: the file")
-    group.add_argument("--max-turns", type=int, help="of each conversation, this many turns at most")
+    group.add_argument("--dataset-file", type=written_path, help="sharegpt: the data set's file")
+    group.add_argument("--max-turns", type=int, help="at most this many turns of each conversation")
     group.add_argument("--flatten-tools", action="store_true", help="send tool calls and results as plain text")
-    group.add_argument("--input-tokens", type=int, default=512, help="random: mean prompt (default: %(default)s)")
-    group.add_argument("--output-tokens", type=int, default=128, help="random: mean answer (default: %(default)s)")
     group.add_argument(
-        "--range-ratio", type=float, default=0.0, help="random: lengths are uniform within mean*(1±this)"
-    )
-    group.add_argument("--vocab-size", type=int, help="random: send token ids below this; trace: draw them below this")
-    group.add_argument("--trace", type=written_path, metavar="FILE", help="trace: Mooncake's format, or agent sessions")
-    group.add_argument(
-        "--block-tokens-scale", type=int, metavar="N", help="trace: N tokens stand for one block; lengths shrink alike"
-    )
-    group.add_argument("--speedup", type=float, default=1.0, help="trace: times and pauses run this much faster")
-    group.add_argument(
-        "--max-pause-s", type=float, default=120.0, help="trace: longest pause, before the speed-up (default: 120)"
+        "--input-tokens", type=int, default=512, help="random: mean prompt length (default: %(default)s)"
     )
     group.add_argument(
-        "--max-tokens", type=int, help=f"longest answer (default: {DEFAULT_MAX_TOKENS}; random and trace: as drawn)"
+        "--output-tokens", type=int, default=128, help="random: mean output length (default: %(default)s)"
+    )
+    group.add_argument(
+        "--range-ratio", type=float, default=0.0, help="random: lengths are uniform in mean * (1 ± this)"
+    )
+    group.add_argument("--vocab-size", type=int, help="random and trace: send token ids below this")
+    group.add_argument(
+        "--trace", type=written_path, metavar="FILE", help="trace: a file in Mooncake's format or of agent sessions"
+    )
+    group.add_argument(
+        "--block-tokens-scale",
+        type=int,
+        metavar="N",
+        help="trace: replace a block by N tokens; all lengths shrink by the same factor",
+    )
+    group.add_argument("--speedup", type=float, default=1.0, help="trace: replay this many times faster")
+    group.add_argument(
+        "--max-pause-s", type=float, default=120.0, help="trace: cut longer pauses, before the speed-up (default: 120)"
+    )
+    group.add_argument(
+        "--max-tokens",
+        type=int,
+        help=f"output limit (default: {DEFAULT_MAX_TOKENS}; random and trace: the generated length)",
     )
     group.add_argument("--temperature", type=float, default=0.0, help="default: 0")
     group.add_argument(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
-        help="answer to the full length (default: with random and trace)",
+        help="generate to the full length (default: on for random and trace)",
     )
     group.add_argument("--seed", type=int, default=0, help="of prompts and arrivals (default: 0)")
 
 
 def _add_load_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--num-requests", type=int, help=f"default: {DEFAULT_REQUESTS}; of a trace all")
+    group.add_argument("--num-requests", type=int, help=f"default: {DEFAULT_REQUESTS}; all requests of a trace")
     group.add_argument(
         "--concurrency",
         type=int,
-        help=f"closed loop: sessions at a time (default without --rate: {DEFAULT_CONCURRENCY}, or a trace's times)",
+        help=f"closed loop: sessions at a time (default without --rate: {DEFAULT_CONCURRENCY}, or the trace's times)",
     )
-    group.add_argument("--rate", type=float, help="open loop: sessions started a second; one turn each: requests")
+    group.add_argument("--rate", type=float, help="open loop: sessions started per second")
     group.add_argument("--arrival", choices=ARRIVALS, default="poisson", help="default: %(default)s")
-    group.add_argument("--burstiness", type=float, default=1.0, help="gamma arrivals: below 1 is burstier than poisson")
-    group.add_argument("--warmup", type=int, default=0, metavar="N", help="requests sent before, not measured")
+    group.add_argument("--burstiness", type=float, default=1.0, help="gamma arrivals: below 1 is burstier than Poisson")
+    group.add_argument(
+        "--warmup", type=int, default=0, metavar="N", help="send N requests first, which are not measured"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -107,7 +122,7 @@ def _serve(args: argparse.Namespace) -> int:
     import uvloop
     from rich.console import Console
 
-    from stoker.loadgen.report import figures, print_report, write_json
+    from stoker.loadgen.report import print_report, summarize, write_json
 
     _check(args)
     target, spec = _target(args), _dataset(args)
@@ -123,15 +138,15 @@ def _serve(args: argparse.Namespace) -> int:
             runner.run(_measure(target, load, _options(args), sessions, args.warmup, records))
         except KeyboardInterrupt:
             interrupted = True
-    result = figures(records)
+    result = summarize(records)
     outcome = {"load": asdict(load), "sessions": len(sessions), "interrupted": interrupted}
     console = Console(highlight=False)
     try:
-        if args.json is not None:  # first: who reads the table may have gone
+        if args.json is not None:  # first: printing fails if stdout was closed
             write_json(args.json, {**_config(args), **outcome}, result)
     finally:
         if interrupted:
-            console.print("Interrupted: these are the requests that had ended.")
+            console.print("Interrupted. These are the results of the requests that had ended.")
         print_report(console, result)
     if interrupted:
         raise KeyboardInterrupt
@@ -143,11 +158,11 @@ def _check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: must be above 0")
-    if args.json is not None:  # before the load, not after it
+    if args.json is not None:  # fail before the load, not after it
         if not os.path.isdir(args.json.parent):
             raise ConfigError(f"--json {args.json}: there is no folder {args.json.parent}")
         if os.path.isdir(args.json):
-            raise ConfigError(f"--json {args.json}: that is a folder; a file is wanted")
+            raise ConfigError(f"--json {args.json}: this is a folder; give the name of a file")
 
 
 async def _first_model(target: Target) -> str:
@@ -158,35 +173,38 @@ async def _first_model(target: Target) -> str:
 
 
 async def _measure(
-    target: Target, load: Load, options: dict[str, Any], sessions: list[Session], warmup: int, records: list[Record]
+    target: Target,
+    load: LoadPlan,
+    options: dict[str, Any],
+    sessions: list[LoadSession],
+    warmup: int,
+    records: list[Record],
 ) -> None:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from stoker.base.clock import RealClock
     from stoker.loadgen.client import Client
     from stoker.loadgen.player import play
+    from stoker.loadgen.progress import RunEstimate, progress_bar
 
     clock = RealClock()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # Twice a second: drawing takes time from what is measured.
-    bar = Progress(
-        *columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True, refresh_per_second=2
-    )
     async with Client(target, clock) as client:
-        await play(_warmup(warmup, sessions[0]), client, Load(slots=load.slots or 1), options, lambda _: None, clock)
-        with bar:
+        first = LoadPlan(slots=load.slots or 1)
+        await play(_warmup(warmup, sessions[0]), client, first, options, lambda turn, record: None, clock)
+        estimate = RunEstimate(sessions, load, options["max_tokens"])
+        with progress_bar(Console(stderr=True), estimate, clock) as bar:
             task = bar.add_task("requests", total=num_turns(sessions))
 
-            def observe(record: Record) -> None:
+            def observe(turn: Turn, record: Record) -> None:
                 records.append(record)
+                estimate.ended(turn, record)
                 bar.advance(task)
 
-            await play(sessions, client, load, options, observe, clock)
+            await play(sessions, client, load, options, observe, clock, None if bar.disable else estimate.received)
 
 
-def _warmup(num_requests: int, like: Session) -> list[Session]:
-    """Made-up prompts of the measured kind: the measured ones must not be in the server's cache."""
+def _warmup(num_requests: int, like: LoadSession) -> list[LoadSession]:
+    """Generated prompts of the measured kind: the measured ones must not enter the server's cache."""
     if like.turns[0].prompt.path == COMPLETIONS_PATH:
         return random_tokens(num_requests, 64, 8, 0.0, seed=-1, token_range=TokenRange())
     return random_words(num_requests, 64, 8, 0.0, seed=-1)
@@ -199,29 +217,29 @@ def _target(args: argparse.Namespace) -> Target:
     for header in args.header:
         name, colon, value = header.partition(":")
         if not colon:
-            raise ConfigError(f"--header {header!r}: NAME:VALUE is wanted")
+            raise ConfigError(f"--header {header!r}: expected NAME:VALUE")
         headers[name.strip()] = value.strip()
     return Target(args.url, headers, args.timeout_s, args.new_connections, args.session_header)
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """The part of the body that is the same in all requests."""
+    """The fields of the body that are the same in all requests."""
     options = {
         "model": args.model,
         "temperature": args.temperature,
         "max_tokens": args.max_tokens or DEFAULT_MAX_TOKENS,
     }
     ignore_eos = args.dataset in MADE_UP if args.ignore_eos is None else args.ignore_eos
-    # Not OpenAI's: sent only where it is wanted.
+    # Not a field of OpenAI's API, so it is sent only if it is needed.
     return {**options, "ignore_eos": True} if ignore_eos else options
 
 
-def _load(args: argparse.Namespace, sessions: list[Session]) -> Load:
+def _load(args: argparse.Namespace, sessions: list[LoadSession]) -> LoadPlan:
     replays_times = args.concurrency is None and any(session.start_s is not None for session in sessions)
     slots = args.concurrency
     if slots is None and args.rate is None and not replays_times:
         slots = DEFAULT_CONCURRENCY
-    return Load(slots, args.rate, args.arrival, args.burstiness, keep_trace_times=replays_times, seed=args.seed)
+    return LoadPlan(slots, args.rate, args.arrival, args.burstiness, keep_trace_times=replays_times, seed=args.seed)
 
 
 def _dataset(args: argparse.Namespace) -> DatasetSpec:
@@ -245,7 +263,7 @@ def _dataset(args: argparse.Namespace) -> DatasetSpec:
 
 
 def _config(args: argparse.Namespace) -> dict[str, Any]:
-    """All that was asked for; of the headers only their names, for some hold keys."""
+    """All options. Of the headers only the names: values may be API keys."""
     config = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in vars(args).items()

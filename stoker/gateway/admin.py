@@ -23,6 +23,15 @@ from stoker.gateway.admission.admission import Admission
 from stoker.gateway.admission.api_keys import AdminToken
 from stoker.gateway.api.reply import Reply, error_reply, json_reply
 from stoker.gateway.worker_option import WorkerSettings, worker_spec
+from stoker.proto.admin_api import (
+    ADMIN_FLEET_PATH,
+    ADMIN_STATUS_PATH,
+    GatewayStatus,
+    ReportedLoad,
+    ReservedLoad,
+    WorkerList,
+    WorkerStatus,
+)
 from stoker.routing.router import Router
 
 _MAX_ROUTES = 1000
@@ -65,7 +74,7 @@ class AdminView:
     admission: Admission
     workers: Workers
     clock: Callable[[], float]
-    status: Callable[[], dict[str, Any]] = dict  # the process: version, running requests, rows not yet written …
+    status: Callable[[], GatewayStatus]
     sessions: Callable[[int], list[dict[str, Any]]] | None = None  # the last sessions and their homes, if they are kept
 
 
@@ -74,8 +83,8 @@ class Admin:
         self._token = token
         self._view = view
         self._routes: dict[tuple[bytes, bytes], Callable[[Request, dict[str, str]], Any]] = {
-            (b"GET", b"/admin/status"): self._status,
-            (b"GET", b"/admin/fleet"): self._fleet,
+            (b"GET", ADMIN_STATUS_PATH.encode()): self._status,
+            (b"GET", ADMIN_FLEET_PATH.encode()): self._fleet,
             (b"GET", b"/admin/routes"): self._last_routes,
             (b"GET", b"/admin/ledger"): self._ledger,
             (b"GET", b"/admin/queues"): self._queues,
@@ -104,12 +113,12 @@ class Admin:
 
     # ---- looking
 
-    def _status(self, request: Request, query: dict[str, str]) -> dict[str, Any]:
+    def _status(self, request: Request, query: dict[str, str]) -> GatewayStatus:
         return self._view.status()
 
-    def _fleet(self, request: Request, query: dict[str, str]) -> dict[str, Any]:
+    def _fleet(self, request: Request, query: dict[str, str]) -> WorkerList:
         now = self._view.clock()
-        return {"workers": [self._describe(member, now) for member in self._view.fleet.members()]}
+        return WorkerList(workers=[self._describe(member, now) for member in self._view.fleet.members()])
 
     def _last_routes(self, request: Request, query: dict[str, str]) -> dict[str, Any]:
         now = self._view.clock()
@@ -135,20 +144,20 @@ class Admin:
 
     # ---- changing
 
-    def _drain(self, request: Request, query: dict[str, str]) -> dict[str, Any]:
+    def _drain(self, request: Request, query: dict[str, str]) -> WorkerStatus:
         return self._set_drain(query, True)
 
-    def _undrain(self, request: Request, query: dict[str, str]) -> dict[str, Any]:
+    def _undrain(self, request: Request, query: dict[str, str]) -> WorkerStatus:
         return self._set_drain(query, False)
 
-    def _set_drain(self, query: dict[str, str], on: bool) -> dict[str, Any]:
+    def _set_drain(self, query: dict[str, str], on: bool) -> WorkerStatus:
         member = self._member(query)
         now = self._view.clock()
         self._view.fleet.drain(member.worker_id, now, on)
         log.event("worker_drained" if on else "worker_undrained", worker=member.worker_id)
         return self._describe(member, now)
 
-    def _add_worker(self, request: Request, query: dict[str, str]) -> dict[str, Any]:
+    def _add_worker(self, request: Request, query: dict[str, str]) -> WorkerStatus | dict[str, Any]:
         try:
             settings = msgspec.json.decode(request.body, type=WorkerSettings)
             if settings.api_key_file is not None:
@@ -179,35 +188,35 @@ class Admin:
             raise NotFound(f"No worker is called {name!r}; there are: {there}")
         return member
 
-    def _describe(self, member: Member, now: float) -> dict[str, Any]:
-        spec, health = member.spec, member.health
+    def _describe(self, member: Member, now: float) -> WorkerStatus:
+        spec, health, report = member.spec, member.health, member.report
         load = self._view.load_book.load(member.worker_id, now, self._view.fleet.prefill_rate(member))
-        return {
-            "worker": member.worker_id,
-            "url": spec.url,
-            "role": spec.role.value,
-            "dialect": spec.dialect,
-            "cluster": spec.cluster,
-            "weight": spec.weight,
-            "labels": dict(spec.labels),
-            "models": sorted(member.models),
-            "from_config": spec.from_config,
-            "usable": health.usable(now),
-            "breaker": health.breaker(now).value,
-            "draining": health.draining,
-            "busy": health.busy(now),
-            "share": round(health.share(now), 3),
-            "report": None if member.report is None else asdict(member.report),
-            "report_age_s": None if member.report is None else round(now - member.reported_at, 3),
-            "prefill_tokens_per_s": round(self._view.fleet.prefill_rate(member), 1),
-            "step_s": round(self._view.fleet.step_s(member), 6),
-            "reserved": {
-                "requests": load.requests,
-                "prefill_tokens": load.prefill_tokens,
-                "context_tokens": load.context_tokens,
-                "output_tokens": load.output_tokens,
-            },
-        }
+        return WorkerStatus(
+            worker=member.worker_id,
+            url=spec.url,
+            role=spec.role.value,
+            dialect=spec.dialect,
+            cluster=spec.cluster,
+            weight=spec.weight,
+            labels=dict(spec.labels),
+            models=sorted(member.models),
+            from_config=spec.from_config,
+            usable=health.usable(now),
+            breaker=health.breaker(now).value,
+            draining=health.draining,
+            busy=health.busy(now),
+            share=round(health.share(now), 3),
+            report=None if report is None else ReportedLoad(**asdict(report)),
+            report_age_s=None if report is None else round(now - member.reported_at, 3),
+            prefill_tokens_per_s=round(self._view.fleet.prefill_rate(member), 1),
+            step_s=round(self._view.fleet.step_s(member), 6),
+            reserved=ReservedLoad(
+                requests=load.requests,
+                prefill_tokens=load.prefill_tokens,
+                context_tokens=load.context_tokens,
+                output_tokens=load.output_tokens,
+            ),
+        )
 
 
 def _count(query: dict[str, str], default: int) -> int:

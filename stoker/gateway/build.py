@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import stoker
 from stoker.base.allowance import allow_files
@@ -42,6 +41,7 @@ from stoker.gateway.records.tracing import Tracing, make_tracing
 from stoker.gateway.records.usage_endpoint import Usage
 from stoker.gateway.watch.registration import Registration
 from stoker.gateway.watch.watchers import Watchers, WatchSettings
+from stoker.proto.admin_api import GatewayStatus
 from stoker.routing.router import PrefixIndexes, Router
 
 _CUT_S = 0.5  # for connections to end by themselves once the gateway stops
@@ -140,17 +140,17 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     )
     started_s = clock()
 
-    def status() -> dict[str, Any]:
-        return {
-            "version": stoker.__version__,
-            "uptime_s": round(clock() - started_s, 1),
-            "draining": state.draining,
-            "running_requests": state.num_running,
-            "waiting_requests": admission.num_waiting,
-            "policy": config.routing.policy,
-            "ledger": None if meter.path is None else str(meter.path),
-            "ledger_pending_rows": meter.pending,
-        }
+    def status() -> GatewayStatus:
+        return GatewayStatus(
+            version=stoker.__version__,
+            uptime_s=round(clock() - started_s, 1),
+            draining=state.draining,
+            running_requests=state.num_running,
+            waiting_requests=admission.num_waiting,
+            policy=config.routing.policy,
+            ledger=None if meter.path is None else str(meter.path),
+            ledger_pending_rows=meter.pending,
+        )
 
     view = AdminView(fleet, load_book, router, admission, workers, clock, status)
     gateway = Gateway(

@@ -1,1 +1,1 @@
-"""Load on an OpenAI-compatible server, and what it looked like from the client's side."""
+"""Load generation for OpenAI-compatible servers, measured from the client's side."""

@@ -1,5 +1,7 @@
-"""One request to an OpenAI-compatible server: sent, streamed, and written down. It shares the machine with what it
-measures, so bytes are parsed as they come and nothing is built that nobody reads.
+"""A client that sends one request, reads its stream and records what happened.
+
+It often shares the machine with the server it measures, so it parses bytes as they arrive and builds no object that is
+not used.
 """
 
 from __future__ import annotations
@@ -25,23 +27,22 @@ PARENT_HEADER = "x-parent-session-id"
 
 class ServerUnreachable(StokerError):
     code = "server_unreachable"
-    retryable = True
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server and how it is spoken to."""
+    """A server, and how requests are sent to it."""
 
     url: str
     headers: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float = 600.0
-    new_connections: bool = False  # one for each request
-    session_header: bool = False
+    new_connections: bool = False  # open a connection for each request
+    session_header: bool = False  # send the session id as x-session-affinity
 
     def __post_init__(self) -> None:
         host_of_url("--url", self.url)
-        if not 0 < self.timeout_s < float("inf"):  # to the HTTP client 0 would mean: none at all
-            raise ConfigError(f"timeout={self.timeout_s:g} s: must be above 0, and have an end")
+        if not 0 < self.timeout_s < float("inf"):  # aiohttp takes 0 as "no timeout"
+            raise ConfigError(f"timeout={self.timeout_s:g} s: must be above 0 and finite")
 
 
 class _Model(msgspec.Struct, frozen=True):
@@ -74,6 +75,7 @@ class Client:
         await self._http.close()
 
     async def first_model(self) -> str:
+        """Return the first model that the server lists."""
         assert self._http is not None
         url = f"{self._url}/v1/models"
         try:
@@ -86,7 +88,7 @@ class Client:
         try:
             models = msgspec.json.decode(body, type=_Models).data
         except msgspec.DecodeError as wrong:
-            raise ServerUnreachable(f"{url} does not answer as an OpenAI-compatible server does: {wrong}") from wrong
+            raise ServerUnreachable(f"{url} does not answer like an OpenAI-compatible server: {wrong}") from wrong
         if not models:
             raise ServerUnreachable(f"{url} lists no model")
         return models[0].id
@@ -98,7 +100,10 @@ class Client:
         answers: Sequence[str] = (),
         on_delta: Callable[[Delta], None] | None = None,
     ) -> Record:
-        """What the server or the network did wrong is in the record, not raised. `options` is the rest of the body."""
+        """Send one turn and return its record. Errors of the server and the network are recorded, not raised.
+
+        `options` are the fields of the body that are the same in all requests.
+        """
         assert self._http is not None
         body: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}, **options}
         body.update(turn.prompt.fields(answers))
@@ -119,8 +124,8 @@ class Client:
                         for delta in reader.feed(received, self._clock.now()):
                             if on_delta is not None:
                                 on_delta(delta)
-        except TimeoutError:  # aiohttp's own timeouts are TimeoutErrors and ClientErrors both
-            record.fail("timeout", f"no full answer within {self._target.timeout_s:g} s")
+        except TimeoutError:  # before ClientError: aiohttp's timeouts are both
+            record.fail("timeout", f"no complete answer within {self._target.timeout_s:g} s")
         except aiohttp.ClientConnectorError as lost:
             record.fail("connect", f"no server answers at {self._url}: {lost}")
         except (aiohttp.ClientError, OSError) as lost:

@@ -1,4 +1,4 @@
-"""Which sessions a named data set gives."""
+"""Data sets by name: each gives a list of sessions."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pathlib import Path
 
 from stoker.base.errors import ConfigError
 from stoker.loadgen import prompts, traces
-from stoker.loadgen.session import Session, TokenRange, Turn, first_requests
+from stoker.loadgen.session import LoadSession, TokenRange, Turn, first_requests
 
 DATA_DIRS = (Path("data"), Path("../shared/data"))
-MADE_UP = ("random", "trace")  # they have lengths of their own
-_UNFIT = (KeyError, TypeError, AttributeError, ValueError)  # a field is missing, or of another kind
+MADE_UP = ("random", "trace")  # generated prompts; they set their own output lengths
+_UNFIT = (KeyError, TypeError, AttributeError, ValueError)  # a field is missing or has another type
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetSpec:
     name: str
-    num_requests: int | None = 100  # None: all there are
+    num_requests: int | None = 100  # None: all
     data_dir: Path | None = None
-    file: Path | None = None  # of sharegpt and trace
+    file: Path | None = None  # for sharegpt and trace
     max_turns: int | None = None
     max_tokens: int | None = None
     flatten_tools: bool = False
@@ -35,24 +35,24 @@ class DatasetSpec:
 
     def __post_init__(self) -> None:
         if not 0 <= self.range_ratio <= 1:
-            raise ConfigError(f"range ratio={self.range_ratio:g}: must be within 0 and 1")
+            raise ConfigError(f"range ratio={self.range_ratio:g}: must be between 0 and 1")
         if self.num_requests is not None and self.num_requests < 1:
             raise ConfigError(f"num_requests={self.num_requests}: must be above 0")
 
 
-def load_dataset(spec: DatasetSpec) -> list[Session]:
-    """At most `num_requests` requests; recordings in an order drawn from the seed, traces in their own."""
+def load_dataset(spec: DatasetSpec) -> list[LoadSession]:
+    """Return sessions with at most `num_requests` requests. Recorded conversations are shuffled by the seed."""
     sessions = _LOADERS[spec.name](spec)
     if spec.name not in MADE_UP:
         random.Random(spec.seed).shuffle(sessions)
     chosen = first_requests(sessions, spec.num_requests, spec.max_turns)
     sessions = [replace(session, turns=_limited(session.turns, spec.max_tokens)) for session in chosen]
     if not sessions:
-        raise ConfigError(f"the data set {spec.name} gave no request")
+        raise ConfigError(f"the data set {spec.name} has no request")
     return sessions
 
 
-def num_turns(sessions: Sequence[Session]) -> int:
+def num_turns(sessions: Sequence[LoadSession]) -> int:
     return sum(len(session.turns) for session in sessions)
 
 
@@ -62,39 +62,39 @@ def _limited(turns: Sequence[Turn], max_tokens: int | None) -> Sequence[Turn]:
     return [replace(turn, max_tokens=min(turn.max_tokens or max_tokens, max_tokens)) for turn in turns]
 
 
-def _random(spec: DatasetSpec) -> list[Session]:
+def _random(spec: DatasetSpec) -> list[LoadSession]:
     shape = (spec.num_requests or 1, spec.input_tokens, spec.output_tokens, spec.range_ratio, spec.seed)
     if spec.vocab_size is None:
         return prompts.random_words(*shape)
     return prompts.random_tokens(*shape, TokenRange.below(spec.vocab_size))
 
 
-def _sharegpt(spec: DatasetSpec) -> list[Session]:
+def _sharegpt(spec: DatasetSpec) -> list[LoadSession]:
     file = _file(spec, "--dataset-file")
     with _shaped(file, "conversations in ShareGPT's format"):
         return prompts.sharegpt_set(file)
 
 
-def _trace(spec: DatasetSpec) -> list[Session]:
+def _trace(spec: DatasetSpec) -> list[LoadSession]:
     file = _file(spec, "--trace")
-    with _shaped(file, "a trace in Mooncake's format, nor of agent sessions"):
+    with _shaped(file, "a trace in Mooncake's format or of agent sessions"):
         return traces.trace_sessions(file, spec.replay)
 
 
 @contextmanager
 def _shaped(file: Path, shape: str) -> Iterator[None]:
-    """Where a user's file is taken apart: what does not fit is the file's fault."""
+    """Report an error while a user's file is parsed as a problem of that file."""
     try:
         yield
     except _UNFIT as wrong:
         raise ConfigError(f"{file}: not {shape}: {type(wrong).__name__}: {wrong}") from wrong
 
 
-def _prompts(spec: DatasetSpec) -> list[Session]:
+def _prompts(spec: DatasetSpec) -> list[LoadSession]:
     return prompts.prompt_set(_data_dir(spec) / prompts.PROMPT_FILES[spec.name])
 
 
-def _conversations(spec: DatasetSpec) -> list[Session]:
+def _conversations(spec: DatasetSpec) -> list[LoadSession]:
     folder = _data_dir(spec)
     path = folder / prompts.CONVERSATION_FILES[spec.name]
     return prompts.conversation_set(path, folder / prompts.TOOLS_FILE, spec.flatten_tools)
@@ -111,10 +111,10 @@ def _data_dir(spec: DatasetSpec) -> Path:
     for folder in folders:
         if folder.is_dir():
             return folder
-    raise ConfigError(f"no folder of data sets at {' or '.join(map(str, folders))}; --data-dir names it")
+    raise ConfigError(f"there is no data folder at {' or '.join(map(str, folders))}; name it with --data-dir")
 
 
-_LOADERS: dict[str, Callable[[DatasetSpec], list[Session]]] = {
+_LOADERS: dict[str, Callable[[DatasetSpec], list[LoadSession]]] = {
     "random": _random,
     "sharegpt": _sharegpt,
     **dict.fromkeys(prompts.PROMPT_FILES, _prompts),

@@ -1,4 +1,4 @@
-"""When sessions start. Closed loop: as many at once as there are slots. Open loop: at their times."""
+"""When sessions start. In a closed loop a fixed number runs at once; in an open loop each starts at its own time."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ ARRIVALS: tuple[Arrival, ...] = ("poisson", "constant", "gamma")
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """`rate`: sessions a second (requests, where a session is one turn). With no rate a session starts when its trace
-    says, or at once; `slots` bounds how many run at a time, whatever started them.
+class LoadPlan:
+    """When sessions start, and how many run at once.
+
+    `rate` is in sessions per second (requests, if a session has one turn). Without a rate a session starts at its trace's
+    time, or at once. `slots` limits how many sessions run at a time in every case.
     """
 
     slots: int | None = None
     rate: float | None = None
     arrival: Arrival = "poisson"
-    burstiness: float = 1.0  # of gamma arrivals: 1 is poisson, below 1 is burstier
+    burstiness: float = 1.0  # of gamma arrivals: 1 is Poisson, below 1 is burstier
     keep_trace_times: bool = True
     seed: int = 0
 
@@ -31,14 +33,14 @@ class Load:
         if self.slots is not None and self.slots < 1:
             raise ConfigError(f"concurrency={self.slots}: no request could ever be sent")
         if self.rate is not None and not self.rate > 0:
-            raise ConfigError(f"rate={self.rate:g} requests a second: must be above 0")
+            raise ConfigError(f"rate={self.rate:g} requests per second: must be above 0")
         if not 0 < self.burstiness < float("inf"):
             raise ConfigError(
-                f"burstiness={self.burstiness:g}: must be above 0, and a number; --arrival constant is even"
+                f"burstiness={self.burstiness:g}: must be above 0 and finite; use --arrival constant for even arrivals"
             )
 
     def starts(self) -> Iterator[float | None]:
-        """A start time for each session; None: as its trace says."""
+        """Yield the start time of each session; None: the session's own, from its trace."""
         if self.rate is not None:
             return _arrivals(self.rate, self.arrival, self.burstiness, random.Random(self.seed))
         return repeat(None if self.keep_trace_times else 0.0)

@@ -1,4 +1,4 @@
-"""Plays sessions against a server as a load says."""
+"""Plays sessions against a server according to a load plan."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from typing import Any
 
 from stoker.base.clock import Clock
 from stoker.loadgen.client import Client
-from stoker.loadgen.load import Load
-from stoker.loadgen.session import Session
-from stoker.loadgen.stream import Record
+from stoker.loadgen.load import LoadPlan
+from stoker.loadgen.session import LoadSession, Turn
+from stoker.loadgen.stream import Delta, Record
 
 
 async def play(
-    sessions: Iterable[Session],
+    sessions: Iterable[LoadSession],
     client: Client,
-    load: Load,
+    load: LoadPlan,
     options: Mapping[str, Any],
-    observe: Callable[[Record], None],
+    observe: Callable[[Turn, Record], None],
     clock: Clock,
+    on_delta: Callable[[Delta], None] | None = None,
 ) -> None:
-    """`observe` gets each record as it ends, so that a run cut short still has what it saw."""
+    """Play all sessions. `observe` gets each record when its request ends, so that an interrupted run keeps its records."""
     slots: AbstractAsyncContextManager[None]
     slots = nullcontext() if load.slots is None else asyncio.Semaphore(load.slots)
     begin_s = clock.now()
@@ -32,21 +33,22 @@ async def play(
             wait_s = begin_s + start_s - clock.now()
             if wait_s > 0:
                 await asyncio.sleep(wait_s)
-            players.create_task(_play_one(session, slots, client, options, observe))
+            players.create_task(_play_one(session, slots, client, options, observe, on_delta))
 
 
 async def _play_one(
-    session: Session,
+    session: LoadSession,
     slots: AbstractAsyncContextManager[None],
     client: Client,
     options: Mapping[str, Any],
-    observe: Callable[[Record], None],
+    observe: Callable[[Turn, Record], None],
+    on_delta: Callable[[Delta], None] | None,
 ) -> None:
     answers: list[str] = []
     async with slots:
         for turn in session.turns:
             if turn.pause_s > 0:
                 await asyncio.sleep(turn.pause_s)
-            record = await client.send(turn, options, answers)
+            record = await client.send(turn, options, answers, on_delta)
             answers.append(record.text)
-            observe(record)
+            observe(turn, record)

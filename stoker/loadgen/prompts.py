@@ -1,4 +1,4 @@
-"""Prompt sets: public ones from a data folder, ShareGPT files, and made-up ones of a given length."""
+"""Prompt sets: public ones from a data folder, ShareGPT files, and generated ones of a given length."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 
 from stoker.base.errors import ConfigError
-from stoker.loadgen.session import Blocks, FollowUp, Message, Messages, Session, TokenRange, Turn
+from stoker.loadgen.session import Blocks, FollowUp, LoadSession, Message, Messages, TokenRange, Turn
 
-# `turns` are a user's messages: the server's own answers stand between them.
+# `turns` are the user's messages; the server's own answers are inserted between them.
 PROMPT_FILES = {
     "arena": "prompts/arena.jsonl.gz",
     "gsm8k": "prompts/gsm8k.jsonl.gz",
@@ -23,7 +23,7 @@ PROMPT_FILES = {
     "mtbench": "prompts/mtbench.jsonl.gz",
     "specbench": "prompts/specbench.jsonl.gz",
 }
-# `messages` are whole conversations of agents: their recorded answers are resent, so prefixes repeat.
+# `messages` are whole agent conversations; their recorded answers are resent, so prefixes repeat.
 CONVERSATION_FILES = {
     "mint": "agentic/mint_gpt4.jsonl.gz",
     "sweagent": "agentic/sweagent_demos.jsonl.gz",
@@ -42,13 +42,13 @@ _COMMON = """
 """
 WORDS = tuple(_COMMON.split())
 
-_UNREADABLE = (OSError, EOFError, zlib.error)  # also of a file that was cut short, or is no gzip file at all
+_UNREADABLE = (OSError, EOFError, zlib.error)  # including truncated files and files that are not gzip
 
 
 def read_lines(path: Path) -> Iterator[Any]:
-    """The objects of a JSON lines file, gzipped or not."""
+    """Yield the objects of a JSON Lines file, gzipped or not."""
     if not os.path.isfile(path):
-        raise ConfigError(f"no file {path}; --data-dir names the folder of the data sets")
+        raise ConfigError(f"no file {path}; name the data folder with --data-dir")
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
@@ -76,16 +76,16 @@ def _decoded(text: bytes, where: str) -> Any:
         raise ConfigError(f"{where}: {wrong}") from wrong
 
 
-def prompt_set(path: Path) -> list[Session]:
+def prompt_set(path: Path) -> list[LoadSession]:
     sessions = []
     for row in read_lines(path):
         users = row["turns"]
         turns = [Turn(FollowUp(users[: count + 1]), session=row["id"]) for count in range(len(users))]
-        sessions.append(Session(turns))
+        sessions.append(LoadSession(turns))
     return sessions
 
 
-def conversation_set(path: Path, tools_path: Path, flatten_tools: bool) -> list[Session]:
+def conversation_set(path: Path, tools_path: Path, flatten_tools: bool) -> list[LoadSession]:
     sessions = []
     tools_by_name: dict[str, list[dict[str, Any]]] = {}
     for row in read_lines(path):
@@ -100,7 +100,7 @@ def conversation_set(path: Path, tools_path: Path, flatten_tools: bool) -> list[
     return sessions
 
 
-def sharegpt_set(path: Path) -> list[Session]:
+def sharegpt_set(path: Path) -> list[LoadSession]:
     sessions = []
     for index, row in enumerate(read_json(path)):
         messages: list[Message] = [
@@ -113,21 +113,21 @@ def sharegpt_set(path: Path) -> list[Session]:
             sessions.append(session)
     if not sessions:
         raise ConfigError(
-            f'{path} holds no conversation: [{{"conversations": [{{"from": "human", "value": …}}]}}] is wanted'
+            f'{path} holds no conversation; expected [{{"conversations": [{{"from": "human", "value": …}}]}}]'
         )
     return sessions
 
 
-def replay(messages: Sequence[Message], session: str, tools: Sequence[dict[str, Any]]) -> Session:
-    """A turn wherever the assistant spoke, with all that was said before, and one for a last word left unanswered."""
+def replay(messages: Sequence[Message], session: str, tools: Sequence[dict[str, Any]]) -> LoadSession:
+    """Make one turn for each assistant message, with everything before it, and one for a final user message."""
     ends = [index for index, message in enumerate(messages) if message["role"] == "assistant" and index > 0]
     if messages and messages[-1]["role"] == "user":
         ends.append(len(messages))
-    return Session([Turn(Messages(messages, end, tools), session) for end in ends])
+    return LoadSession([Turn(Messages(messages, end, tools), session) for end in ends])
 
 
 def _openai_message(message: Message) -> Message:
-    """Some recordings list a tool result's call ids; the API takes the one."""
+    """Some recordings list several call ids for a tool result; the API takes one."""
     if "tool_call_ids" not in message:
         return message
     rest = {key: value for key, value in message.items() if key != "tool_call_ids"}
@@ -135,7 +135,7 @@ def _openai_message(message: Message) -> Message:
 
 
 def _plain_message(message: Message) -> Message:
-    """For servers and templates without tools: calls and results as text."""
+    """Write tool calls and results as text, for servers and templates without tools."""
     text = message.get("content") or ""
     for call in message.get("tool_calls") or ():
         text += "\n" + msgspec.json.encode(call["function"]).decode()
@@ -146,8 +146,8 @@ def _length(mean: int, range_ratio: float, rng: random.Random) -> int:
     return max(1, rng.randint(round(mean * (1 - range_ratio)), round(mean * (1 + range_ratio))))
 
 
-def random_words(num: int, input_tokens: int, output_tokens: int, range_ratio: float, seed: int) -> list[Session]:
-    """Chats of about `input_tokens` tokens; how many they are exactly, the server's usage says."""
+def random_words(num: int, input_tokens: int, output_tokens: int, range_ratio: float, seed: int) -> list[LoadSession]:
+    """Chats of about `input_tokens` tokens. The server's usage reports the exact number."""
     rng = random.Random(seed)
     sessions = []
     for index in range(num):
@@ -157,14 +157,14 @@ def random_words(num: int, input_tokens: int, output_tokens: int, range_ratio: f
             session=f"random-{seed}-{index}",
             max_tokens=_length(output_tokens, range_ratio, rng),
         )
-        sessions.append(Session([turn]))
+        sessions.append(LoadSession([turn]))
     return sessions
 
 
 def random_tokens(
     num: int, input_tokens: int, output_tokens: int, range_ratio: float, seed: int, token_range: TokenRange
-) -> list[Session]:
-    """Completions of exactly as many tokens as drawn."""
+) -> list[LoadSession]:
+    """Completions whose prompts have exactly the sampled number of tokens."""
     rng = random.Random(seed)
     sessions = []
     for index in range(num):
@@ -175,5 +175,5 @@ def random_tokens(
             session=name,
             max_tokens=_length(output_tokens, range_ratio, rng),
         )
-        sessions.append(Session([turn]))
+        sessions.append(LoadSession([turn]))
     return sessions

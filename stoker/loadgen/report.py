@@ -1,4 +1,4 @@
-"""Records of requests -> figures, a table for people and JSON for machines."""
+"""Summarizes the records of a run, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from rich.table import Table
 from stoker.base.errors import ConfigError
 from stoker.loadgen.stream import Record
 
-_WIDEST = 500  # columns
+_MOST_COLUMNS = 500
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A quantity over many samples."""
+    """Mean and percentiles of many samples."""
 
     count: int
     mean: float
@@ -35,11 +35,13 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
-    """Rates are over the time from the first request sent to the last one ended; what failed counts as errors alone."""
+class LoadSummary:
+    """The results of a run. Rates are over the time from the first request sent to the last one ended. Failed requests
+    count only as errors.
+    """
 
     duration_s: float
-    requests: int  # answered in full
+    requests: int  # answered completely
     failed: int
     errors: dict[str, int]  # by kind
     peak_concurrency: int
@@ -51,8 +53,8 @@ class Figures:
     cached_tokens: int | None  # None: the server does not report them
     hit_ratio: float | None
     output_tokens: int
-    tokens_per_chunk: float | None  # above 1: gaps between chunks are not gaps between tokens
-    without_usage: int  # their tokens are counted as chunks
+    tokens_per_chunk: float | None  # above 1: a gap between chunks is not a gap between tokens
+    without_usage: int  # answers without usage; their chunks are counted as tokens
     ttft_ms: Spread | None
     itl_ms: Spread | None
     tpot_ms: Spread | None
@@ -60,7 +62,7 @@ class Figures:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Linear between the two samples around it."""
+    """Interpolate linearly between the two nearest samples."""
     place = share * (len(ordered) - 1)
     low = int(place)
     high = min(low + 1, len(ordered) - 1)
@@ -83,7 +85,7 @@ def spread_ms(samples_s: Iterable[float]) -> Spread | None:
 
 
 def peak_concurrency(records: Sequence[Record]) -> int:
-    # At one and the same moment an end comes before a start: a slot handed on was not two requests.
+    # At equal times an end comes before a start: a slot that was reused is one running request, not two.
     moments = sorted([(record.started_s, 1) for record in records] + [(record.ended_s, -1) for record in records])
     running = peak = 0
     for _, change in moments:
@@ -92,7 +94,7 @@ def peak_concurrency(records: Sequence[Record]) -> int:
     return peak
 
 
-def figures(records: Sequence[Record]) -> Figures:
+def summarize(records: Sequence[Record]) -> LoadSummary:
     good = [record for record in records if record.error is None]
     errors = Counter(record.error for record in records if record.error is not None)
     duration_s = max((r.ended_s for r in records), default=0.0) - min((r.started_s for r in records), default=0.0)
@@ -103,7 +105,7 @@ def figures(records: Sequence[Record]) -> Figures:
     cached_tokens = sum(record.cached_tokens or 0 for record in reported) if reported else None
     reported_prompt = sum(record.prompt_tokens for record in reported)
     num_chunks = sum(record.num_chunks for record in good)
-    return Figures(
+    return LoadSummary(
         duration_s=duration_s,
         requests=len(good),
         failed=len(records) - len(good),
@@ -134,15 +136,15 @@ def environment() -> dict[str, str]:
     }
 
 
-def write_json(path: Path, config: Mapping[str, Any], result: Figures) -> None:
-    whole = {"config": config, "environment": environment(), "figures": asdict(result)}
+def write_json(path: Path, config: Mapping[str, Any], result: LoadSummary) -> None:
+    whole = {"config": config, "environment": environment(), "results": asdict(result)}
     try:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(whole), indent=2) + b"\n")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
 
 
-def print_report(console: Console, result: Figures) -> None:
+def print_report(console: Console, result: LoadSummary) -> None:
     rates = Table(title="Load", show_header=False, title_justify="left")
     rates.add_column()
     rates.add_column(justify="right")
@@ -177,12 +179,14 @@ def print_report(console: Console, result: Figures) -> None:
     ]:
         if spread is not None:
             times.add_row(name, *(f"{getattr(spread, column):,.1f}" for column in columns))
-    # A figure that is cut is worth nothing, and a file, a pipe or a narrow window counts as 80 columns.
-    whole = console.measure(times, options=console.options.update_width(_WIDEST)).maximum
+    # A truncated number is useless, and a file, a pipe or a narrow window counts as 80 columns.
+    whole = console.measure(times, options=console.options.update_width(_MOST_COLUMNS)).maximum
     console.width = max(console.width, whole)
     console.print(times)
 
     if result.without_usage:
-        console.print(f"{result.without_usage} answers came without usage: their output tokens are counted as chunks")
+        console.print(
+            f"{result.without_usage} answers came without usage: each of their chunks is counted as one token"
+        )
     for kind, count in result.errors.items():
         console.print(f"{count} x {kind}", style="red", markup=False)

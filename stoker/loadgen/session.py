@@ -1,6 +1,4 @@
-"""What a load is made of: sessions of turns, a turn being one request. Where the words come from and how they are sent
-is not known here.
-"""
+"""What a load consists of: sessions of turns. A turn is one request."""
 
 from __future__ import annotations
 
@@ -19,18 +17,18 @@ COMPLETIONS_PATH = "/v1/completions"
 Message = dict[str, Any]
 
 
-class Prompt(Protocol):
-    """A prompt is turned into a body when it is sent: a long trace would not fit in memory as tokens."""
+class PromptSource(Protocol):
+    """Makes the prompt of a request when it is sent: a long trace would not fit in memory as tokens."""
 
     path: ClassVar[str]
 
     def fields(self, answers: Sequence[str]) -> dict[str, Any]:
-        """The prompt's part of the body; `answers` is what the server said to the session's earlier turns."""
+        """Return the prompt's fields of the body. `answers` are the server's answers to the session's earlier turns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """The first `count` messages of a recorded conversation: its turns share the one list."""
+    """The first `count` messages of a recorded conversation. All turns share one list."""
 
     conversation: Sequence[Message]
     count: int
@@ -62,7 +60,7 @@ class FollowUp:
 
 @dataclass(frozen=True, slots=True)
 class TokenRange:
-    """Ids that made-up prompts draw from. The lowest ids are left out: many tokenizers keep special tokens there."""
+    """The ids of generated prompts. The lowest ids are excluded: many tokenizers have special tokens there."""
 
     first: int = 1000
     end: int = 32000
@@ -71,13 +69,13 @@ class TokenRange:
     def below(cls, vocab_size: int) -> TokenRange:
         return cls(min(cls().first, vocab_size // 2), vocab_size)
 
-    def draw(self, key: str, num_tokens: int) -> array[int]:
-        """The same tokens for the same key, on any machine."""
-        return _draw(self, key, num_tokens)
+    def sample(self, key: str, num_tokens: int) -> array[int]:
+        """Return tokens that depend on the key alone, on any machine."""
+        return _sample(self, key, num_tokens)
 
 
-@lru_cache(maxsize=1 << 16)  # a session's blocks come back with every turn
-def _draw(token_range: TokenRange, key: str, num_tokens: int) -> array[int]:
+@lru_cache(maxsize=1 << 16)  # a session resends its blocks with every turn
+def _sample(token_range: TokenRange, key: str, num_tokens: int) -> array[int]:
     words = struct.unpack(f"<{num_tokens}I", hashlib.shake_128(key.encode()).digest(4 * num_tokens))
     span = token_range.end - token_range.first
     return array("I", [token_range.first + word % span for word in words])
@@ -85,8 +83,8 @@ def _draw(token_range: TokenRange, key: str, num_tokens: int) -> array[int]:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A prompt of `num_tokens` tokens. Each block's are made up from its name: equal names, equal tokens. What comes
-    after the last named block is made up from `tail`.
+    """A prompt of `num_tokens` tokens. The tokens of a block are generated from its name: equal names give equal tokens.
+    Tokens after the last named block are generated from `tail`.
     """
 
     names: Iterable[str]
@@ -101,29 +99,33 @@ class Blocks:
         for name in chain(self.names, (f"{self.tail}-{number}" for number in count())):
             if len(tokens) >= self.num_tokens:
                 break
-            tokens += self.token_range.draw(name, self.block_tokens)
+            tokens += self.token_range.sample(name, self.block_tokens)
         return {"prompt": tokens[: self.num_tokens]}
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    prompt: Prompt
-    session: str  # what an affinity header names: a sub-agent's turns have another one than those around them
+    """One request of a session."""
+
+    prompt: PromptSource
+    session: str  # the session id in the affinity header; a sub-agent has its own
     parent: str = ""
-    max_tokens: int | None = None  # None: the load's own limit
-    pause_s: float = 0.0  # the client thinks before it sends
+    max_tokens: int | None = None  # None: the limit of the whole run
+    pause_s: float = 0.0  # the client's think time before it sends
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
-    """Turns that go out one after another, each when the one before it is answered."""
+class LoadSession:
+    """Turns that are sent one after another, each when the last one was answered."""
 
     turns: Sequence[Turn]
-    start_s: float | None = None  # when a trace says so; None: by the load's arrivals
+    start_s: float | None = None  # from a trace; None: given by the load plan
 
 
-def first_requests(sessions: Iterable[Session], num_requests: int | None, max_turns: int | None) -> Iterator[Session]:
-    """Sessions until they hold `num_requests` turns; the last one is cut to fit."""
+def first_requests(
+    sessions: Iterable[LoadSession], num_requests: int | None, max_turns: int | None
+) -> Iterator[LoadSession]:
+    """Yield sessions until they hold `num_requests` turns. The last one is cut to fit."""
     left = num_requests
     for session in sessions:
         turns = session.turns[:max_turns]

@@ -1,4 +1,4 @@
-"""A streamed answer, read: events, their chunks, and when tokens came. No I/O: bytes and times are arguments."""
+"""Reads a streamed answer: events, their chunks, and when tokens arrived. No I/O: bytes and times are arguments."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import msgspec
 
 
 class SseParser:
-    """Bytes in, `data:` payloads out, wherever the borders fall. Reads what OpenAI's API sends, one line an event: the
-    full standard costs several times as much a chunk, and the client shares the machine with the server.
+    """Splits received bytes into `data:` payloads, wherever the packets end.
+
+    It reads what OpenAI's API sends, one line per event. Parsing the full SSE standard costs several times as much per
+    chunk, and the client shares the machine with the server.
     """
 
     __slots__ = ("_rest",)
@@ -23,14 +25,14 @@ class SseParser:
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
 
-# Only what is measured or shown: msgspec skips the rest of a chunk without building it.
+# Only the fields that are measured or shown: msgspec skips the rest of a chunk without building it.
 class Delta(msgspec.Struct, frozen=True):
     content: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[msgspec.Raw] | None = None
 
 
-class Choice(msgspec.Struct, frozen=True):
+class StreamedChoice(msgspec.Struct, frozen=True):
     delta: Delta = Delta()
     text: str | None = None
     finish_reason: str | None = None
@@ -40,13 +42,13 @@ class PromptDetails(msgspec.Struct, frozen=True):
     cached_tokens: int | None = None
 
 
-class Usage(msgspec.Struct, frozen=True):
+class ReportedUsage(msgspec.Struct, frozen=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     prompt_tokens_details: PromptDetails | None = None
 
 
-class ErrorBody(msgspec.Struct, frozen=True):
+class ReportedError(msgspec.Struct, frozen=True):
     message: str = ""
     type: str | None = None
     code: str | int | None = None
@@ -56,28 +58,28 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    choices: list[Choice] = []
-    usage: Usage | None = None
-    error: ErrorBody | str | None = None
+    choices: list[StreamedChoice] = []
+    usage: ReportedUsage | None = None
+    error: ReportedError | str | None = None
 
 
 class ErrorResponse(msgspec.Struct, frozen=True):
-    error: ErrorBody | str | None = None
+    error: ReportedError | str | None = None
 
 
 _chunks = msgspec.json.Decoder(Chunk)
 _errors = msgspec.json.Decoder(ErrorResponse)
 
 
-def error_body(body: bytes) -> ErrorBody:
-    """The error of a response that is not 200, also where it is not in OpenAI's shape."""
+def error_body(body: bytes) -> ReportedError:
+    """Return the error of a response whose status is not 200, even if it is not in OpenAI's shape."""
     try:
         error = _errors.decode(body).error
     except msgspec.DecodeError:
         error = None
-    if isinstance(error, ErrorBody):
+    if isinstance(error, ReportedError):
         return error
-    return ErrorBody(message=error or body[:200].decode(errors="replace"))
+    return ReportedError(message=error or body[:200].decode(errors="replace"))
 
 
 @dataclass(slots=True, eq=False)
@@ -88,14 +90,16 @@ class Record:
     ended_s: float = 0.0
     first_s: float | None = None  # first token
     last_s: float | None = None  # last token
-    gaps_s: list[float] = field(default_factory=list)  # between tokens; between chunks where these are not told apart
+    gaps_s: list[float] = field(
+        default_factory=list
+    )  # between tokens; between chunks if the server does not count tokens per chunk
     num_chunks: int = 0
     prompt_tokens: int = 0
-    cached_tokens: int | None = None  # None: the server does not say
+    cached_tokens: int | None = None  # None: the server does not report it
     completion_tokens: int = 0
     has_usage: bool = False
     finish_reason: str | None = None
-    error: str | None = None  # its kind
+    error: str | None = None  # the kind of error
     error_message: str = ""
     text: str = ""
 
@@ -109,7 +113,7 @@ class Record:
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds a token after the first one."""
+        """Seconds per token after the first one."""
         if self.first_s is None or self.last_s is None or self.completion_tokens < 2:
             return None
         return (self.last_s - self.first_s) / (self.completion_tokens - 1)
@@ -119,11 +123,11 @@ class Record:
         self.error_message = message
 
 
-_FAILED = ("abort", "error")  # finish reasons of vLLM and SGLang that are none of OpenAI's
+_FAILED = ("abort", "error")  # finish reasons of vLLM and SGLang that OpenAI's API does not have
 
 
 class AnswerReader:
-    """Feeds a stream's bytes into a Record."""
+    """Reads a stream's bytes into a Record."""
 
     def __init__(self, record: Record) -> None:
         self.record = record
@@ -132,7 +136,7 @@ class AnswerReader:
         self._done = False
 
     def feed(self, data: bytes, now_s: float) -> list[Delta]:
-        """What the bytes brought, for whoever shows it."""
+        """Read received bytes; return the deltas in them, for display."""
         deltas: list[Delta] = []
         for payload in self._events.feed(data):
             if payload == b"[DONE]":
@@ -158,7 +162,7 @@ class AnswerReader:
         if not record.has_usage:
             record.completion_tokens = record.num_chunks
         elif record.completion_tokens and record.first_s is None:
-            # Its tokens had no text of their own (special ones, or a part of a character): the end is all we saw.
+            # No token had text of its own (special tokens, or parts of a character): only the end was seen.
             record.first_s = record.last_s = now_s
 
     def _take(self, chunk: Chunk, now_s: float, deltas: list[Delta]) -> None:
@@ -167,13 +171,13 @@ class AnswerReader:
         if chunk.usage is not None:
             self._take_usage(chunk.usage)
         if chunk.error is not None:
-            error = chunk.error if isinstance(chunk.error, ErrorBody) else ErrorBody(message=chunk.error)
+            error = chunk.error if isinstance(chunk.error, ReportedError) else ReportedError(message=chunk.error)
             record.fail(f"stream {error.kind()}", error.message)
         for choice in chunk.choices:
             if choice.finish_reason is not None:
                 record.finish_reason = choice.finish_reason
                 if choice.finish_reason in _FAILED:
-                    record.fail(f"stream {choice.finish_reason}", "the server gave the answer up")
+                    record.fail(f"stream {choice.finish_reason}", "the server aborted the answer")
             delta = choice.delta if choice.text is None else Delta(content=choice.text)
             if delta.content or delta.reasoning_content or delta.tool_calls:
                 self._take_token(now_s, record.completion_tokens - before)
@@ -182,7 +186,7 @@ class AnswerReader:
                 deltas.append(delta)
 
     def _take_token(self, now_s: float, num_tokens: int) -> None:
-        """`num_tokens` is above zero where the server counts in every chunk; then a gap is shared out among them."""
+        """`num_tokens` is above zero if the server reports usage in every chunk; the gap is then divided among the tokens."""
         record = self.record
         record.num_chunks += 1
         if record.last_s is None:
@@ -192,7 +196,7 @@ class AnswerReader:
             record.gaps_s += [(now_s - record.last_s) / num_tokens] * num_tokens
         record.last_s = now_s
 
-    def _take_usage(self, usage: Usage) -> None:
+    def _take_usage(self, usage: ReportedUsage) -> None:
         record = self.record
         record.has_usage = True
         record.prompt_tokens = usage.prompt_tokens

@@ -1,6 +1,7 @@
-"""Traces of real traffic, which hold lengths and block ids and no text: each block's tokens are made up from its id, so
-that text repeats where ids repeat. For a small model a block may stand for fewer tokens; then all lengths shrink alike
-and what is reused stays the same.
+"""Traces of real traffic. They hold lengths and block ids, no text.
+
+The tokens of a block are generated from its id, so that the prompt repeats where ids repeat. For a small model a block
+may stand for fewer tokens: all lengths shrink by the same factor, and the share that is reused stays the same.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from stoker.base.errors import ConfigError
 from stoker.loadgen.prompts import read_lines
-from stoker.loadgen.session import Blocks, Session, TokenRange, Turn
+from stoker.loadgen.session import Blocks, LoadSession, TokenRange, Turn
 
 MOONCAKE_BLOCK_TOKENS = 512
 DEFAULT_STEP_S = 3.0  # between a Mooncake trace's batches
@@ -23,20 +24,20 @@ DEFAULT_STEP_S = 3.0  # between a Mooncake trace's batches
 class Replay:
     """How a trace is turned into requests."""
 
-    block_tokens: int | None = None  # tokens that stand for one of the trace's blocks; None: as many as it says
+    block_tokens: int | None = None  # tokens for one block of the trace; None: as in the trace
     speedup: float = 1.0
-    max_pause_s: float = 120.0  # before the speed-up: somebody who went home is not waited for
+    max_pause_s: float = 120.0  # before the speed-up; longer pauses are cut
     token_range: TokenRange = field(default_factory=TokenRange)
 
     def __post_init__(self) -> None:
         if self.block_tokens is not None and self.block_tokens < 1:
-            raise ConfigError(f"block tokens scale={self.block_tokens}: a block needs a token")
+            raise ConfigError(f"block tokens scale={self.block_tokens}: must be above 0")
         if not self.speedup > 0:
             raise ConfigError(f"speedup={self.speedup}: must be above 0")
 
 
-def trace_sessions(path: Path, replay: Replay) -> list[Session]:
-    """Mooncake's format (a request a line) or agent sessions (a session a line): the first line tells."""
+def trace_sessions(path: Path, replay: Replay) -> list[LoadSession]:
+    """Read Mooncake's format (one request per line) or agent sessions (one session per line), told by the first line."""
     rows = list(read_lines(path))
     if not rows:
         raise ConfigError(f"{path} is empty")
@@ -48,7 +49,7 @@ def trace_sessions(path: Path, replay: Replay) -> list[Session]:
 
 
 def spread(times_s: list[float]) -> list[float]:
-    """Arrivals that were recorded in batches, laid evenly over the time until the next batch."""
+    """Spread arrivals that were recorded in batches evenly over the time until the next batch."""
     batches = [(time_s, len(list(same))) for time_s, same in groupby(times_s)]
     spread_s: list[float] = []
     step_s = DEFAULT_STEP_S
@@ -59,7 +60,7 @@ def spread(times_s: list[float]) -> list[float]:
     return spread_s
 
 
-def mooncake_sessions(rows: list[dict[str, Any]], replay: Replay) -> list[Session]:
+def mooncake_sessions(rows: list[dict[str, Any]], replay: Replay) -> list[LoadSession]:
     rows = sorted(rows, key=lambda row: float(row["timestamp"]))
     starts_s = spread([row["timestamp"] / 1000 for row in rows])
     sessions = []
@@ -69,17 +70,17 @@ def mooncake_sessions(rows: list[dict[str, Any]], replay: Replay) -> list[Sessio
         lengths = (row["input_length"], row["output_length"])
         prompt, max_tokens = _scaled(blocks, name, *lengths, MOONCAKE_BLOCK_TOKENS, replay)
         turn = Turn(prompt, session=name, max_tokens=max_tokens)
-        sessions.append(Session([turn], start_s=start_s / replay.speedup))
+        sessions.append(LoadSession([turn], start_s=start_s / replay.speedup))
     return sessions
 
 
 @dataclass(frozen=True, slots=True)
 class AgentBlocks:
-    """Names of blocks given as runs of ids: written out, those of a few hundred sessions would take gigabytes."""
+    """Block names from runs of ids. Written out, the names of a few hundred sessions would take gigabytes."""
 
-    scope: str  # where the ids hold
+    scope: str  # the session within which ids are unique
     runs: Sequence[tuple[int, int]]  # first id, count
-    prefix: str  # names the prompt's first `num_shared` blocks, in whatever scope
+    prefix: str  # names the first `num_shared` blocks, in every scope
     num_shared: int
 
     def __iter__(self) -> Iterator[str]:
@@ -90,11 +91,11 @@ class AgentBlocks:
                 place += 1
 
 
-def agent_session(row: dict[str, Any], replay: Replay) -> Session:
-    """Block ids are the session's own; sessions with tools and system prompt of the same size share that prefix. A
-    sub-agent's turns stand where the session called it: its parent waits for it.
+def agent_session(row: dict[str, Any], replay: Replay) -> LoadSession:
+    """Make one session. Block ids are unique within it; sessions whose tools and system prompt have the same sizes share
+    that prefix. A sub-agent's turns stand where the session called it: its parent waits for it.
     """
-    return Session(list(_agent_turns(row, row["id"], row["id"], "", row["block_size"], replay)))
+    return LoadSession(list(_agent_turns(row, row["id"], row["id"], "", row["block_size"], replay)))
 
 
 def _agent_turns(

@@ -1,1 +1,1 @@
-"""All that crosses a process border."""
+"""Every format that crosses a process boundary, with its encoder and decoder in one file."""

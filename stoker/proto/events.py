@@ -1,9 +1,9 @@
-"""KV events in vLLM's public ZMQ format: what a worker says about the blocks that it holds, and how the frames look.
+"""KV events in vLLM's public ZMQ format: which blocks a worker stores and removes.
 
-A message is [topic, sequence number, batch]; a batch is the msgpack array [time, events, data-parallel rank], an event a
-map with its `type`. SGLang and older vLLM write events as arrays, so both are read; ours are always maps. Whoever missed
-messages sends the first number that it lacks to the worker's ROUTER socket and gets them again, up to the end mark.
-This file knows the bytes; it refuses to know what anybody makes of them.
+A message has the frames [topic, sequence number, batch]. A batch is the msgpack array [time, events, data-parallel rank].
+An event is a map with its `type`. SGLang and older versions of vLLM write events as arrays: both forms are read, and maps
+are written. A subscriber that missed messages sends the first missing number to the worker's ROUTER socket and gets them
+again, up to an end marker.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 from stoker.base.errors import StokerError
 
 KV_TOPIC = b"kv"
-LOAD_TOPIC = b"load"  # our workers' load reports travel on the same socket
+LOAD_TOPIC = b"load"  # our workers publish their load reports on the same socket
 
 BlockHash = bytes | int
 END_SEQ = -1
@@ -26,13 +26,13 @@ _SEQ_BYTES = 8
 
 
 class BadEvents(StokerError):
-    """A message that is not what its sender's format promises: what it said is lost, as if it had never arrived."""
+    """A message in a wrong format. It is dropped, as if it had not arrived."""
 
     code = "bad_kv_events"
 
 
 class BlockStored(msgspec.Struct, kw_only=True, tag=True, omit_defaults=True):
-    """Blocks of one chain, in order. `token_ids` are those of all of them; an offload's copy may leave them out."""
+    """Consecutive blocks of one chain, with the token ids of all of them. An event of an offloaded copy may have none."""
 
     block_hashes: list[BlockHash]
     parent_block_hash: BlockHash | None
@@ -41,8 +41,8 @@ class BlockStored(msgspec.Struct, kw_only=True, tag=True, omit_defaults=True):
     lora_id: int | None = None
     medium: str | None = None
     lora_name: str | None = None
-    extra_keys: list[list[Any] | None] | None = None  # per block: salt and whatever else its hash has in it
-    cache_salt: str | None = None  # SGLang says a chain's salt here
+    extra_keys: list[list[Any] | None] | None = None  # per block: the salt and everything else that goes into its hash
+    cache_salt: str | None = None  # the salt of the chain in SGLang's events
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
@@ -67,7 +67,7 @@ class EventBatch(msgspec.Struct, array_like=True):
     data_parallel_rank: int | None = None
 
 
-# ---- other people's forms
+# ---- the array form
 
 
 class _RawBatch(msgspec.Struct, array_like=True):
@@ -115,16 +115,16 @@ def encode_batch(batch: EventBatch) -> bytes:
 
 
 def decode_batch(data: bytes) -> EventBatch:
-    """Both forms; fields and types of events that are not known here are passed over. Raises BadEvents."""
+    """Decode both forms. Unknown fields and unknown types of events are skipped. Raises BadEvents."""
     try:
-        return _whole.decode(data)  # the common case: a batch of maps, all of them known
+        return _whole.decode(data)  # the common case: all events are maps of known types
     except (msgspec.DecodeError, UnicodeDecodeError):
         pass
     try:
         batch = _batch.decode(data)
         found = [_event(raw) for raw in batch.events]
     except (msgspec.DecodeError, UnicodeDecodeError) as wrong:
-        raise BadEvents(f"a KV event batch of {len(data)} bytes cannot be read: {wrong}") from None
+        raise BadEvents(f"a KV event batch of {len(data)} bytes cannot be decoded: {wrong}") from None
     return EventBatch(batch.ts, [event for event in found if event is not None], batch.data_parallel_rank)
 
 
@@ -169,7 +169,7 @@ def _from_array(event: _StoredArray | _RemovedArray | _ClearedArray) -> KvEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class PublishedMessage:
     topic: bytes
     seq: int
     payload: bytes
@@ -185,44 +185,47 @@ def encode_seq(seq: int) -> bytes:
 
 def decode_seq(frame: bytes) -> int:
     if len(frame) != _SEQ_BYTES:
-        raise BadEvents(f"a sequence number of {len(frame)} bytes; it has {_SEQ_BYTES}")
+        raise BadEvents(f"a sequence number has {len(frame)} bytes instead of {_SEQ_BYTES}")
     return int.from_bytes(frame, "big", signed=True)
 
 
 def message_frames(topic: bytes, seq: int, payload: bytes) -> list[bytes]:
-    """What a worker publishes."""
+    """Return the frames that a worker publishes."""
     return [topic, encode_seq(seq), payload]
 
 
-def read_message(frames: Sequence[bytes]) -> Message:
+def read_message(frames: Sequence[bytes]) -> PublishedMessage:
     if len(frames) != 3:
-        raise BadEvents(f"a published message of {len(frames)} frames; it has topic, number and batch")
-    return Message(bytes(frames[0]), decode_seq(frames[1]), bytes(frames[2]))
+        raise BadEvents(f"a published message has {len(frames)} frames instead of 3: topic, number and batch")
+    return PublishedMessage(bytes(frames[0]), decode_seq(frames[1]), bytes(frames[2]))
 
 
 def replay_request(start_seq: int) -> list[bytes]:
-    """From a DEALER socket: the empty frame is what a REQ socket would have put in front."""
+    """Return the frames to send from a DEALER socket. The empty frame is what a REQ socket would add."""
     return [b"", encode_seq(start_seq)]
 
 
 def read_replay_request(frames: Sequence[bytes]) -> tuple[bytes, int]:
-    """At the ROUTER: who asks, and from which number on."""
+    """Return the identity of the sender and the first number that it needs. For the ROUTER socket."""
     if len(frames) != 3 or frames[1]:
-        raise BadEvents(f"a replay request of {len(frames)} frames; it has asker, an empty one and a number")
+        raise BadEvents(f"a replay request has {len(frames)} frames instead of 3: sender, an empty frame and a number")
     return bytes(frames[0]), decode_seq(frames[2])
 
 
-def replay_frames(asker: bytes, topic: bytes, seq: int, payload: bytes) -> list[bytes]:
-    """At the ROUTER: one message again, as vLLM sends it."""
-    return [asker, b"", topic, encode_seq(seq), payload]
+def replay_frames(recipient: bytes, topic: bytes, seq: int, payload: bytes) -> list[bytes]:
+    """Return the frames that send one message again, as vLLM does. For the ROUTER socket."""
+    return [recipient, b"", topic, encode_seq(seq), payload]
 
 
-def replay_end_frames(asker: bytes, topic: bytes = KV_TOPIC) -> list[bytes]:
-    return replay_frames(asker, topic, END_SEQ, b"")
+def replay_end_frames(recipient: bytes, topic: bytes = KV_TOPIC) -> list[bytes]:
+    return replay_frames(recipient, topic, END_SEQ, b"")
 
 
-def read_replay(frames: Sequence[bytes]) -> Message:
-    """At the DEALER. With the topic (vLLM, ours) or without (SGLang); the empty frame may be gone already."""
+def read_replay(frames: Sequence[bytes]) -> PublishedMessage:
+    """Decode a message that was sent again, for the DEALER socket.
+
+    vLLM and our workers send a topic, SGLang does not. The empty frame may have been removed already.
+    """
     parts = list(frames[1:]) if frames and not frames[0] and len(frames) > 2 else list(frames)
     if len(parts) == 2:
         parts.insert(0, b"")

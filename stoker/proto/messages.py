@@ -1,4 +1,7 @@
-"""Every message between processes, in one file. Engine-side dataclasses travel inside them as they are."""
+"""Messages between the server process and the engine process, and between workers and gateways.
+
+They contain dataclasses of the engine as they are.
+"""
 
 from __future__ import annotations
 
@@ -13,31 +16,31 @@ from stoker.sched.request import GenerateRequest, TokenChunks
 
 
 class EngineArguments(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The first word to an engine process: what it is to be."""
+    """The first message to an engine process: its model and its settings."""
 
     folder: str
     settings: EngineSettings
     log_level: str = "info"
-    kv_events: bool = False  # whether anybody wants to know which blocks it holds
-    kernel_cache_dir: str | None = None  # where compiled kernels are kept, for the next start
-    timeline_origin_s: float | None = None  # the worker's start, time.time(); None: nobody wants to see the timeline
+    kv_events: bool = False  # send a `KvEvents` message whenever blocks change
+    kernel_cache_dir: str | None = None  # compiled kernels are stored here for the next start
+    timeline_origin_s: float | None = None  # time.time() at the start of the worker; None: log no timeline
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The engine's first word once it is ready: what it can hold."""
+    """The first message of an engine that is ready: its model and its capacity."""
 
     model_fingerprint: str
     device: str
     dtype: str
     vocab_size: int
-    max_model_tokens: int  # prompt and answer together
+    max_model_tokens: int  # context length: prompt and answer together
     block_tokens: int
     num_blocks: int
     max_rows: int
     load_s: float
-    engine_id: str = ""  # of this life of the engine: tickets carry it
-    kv_address: str | None = None  # where peers pull KV; None: it keeps none for others
-    stores: dict[str, str] = {}  # by medium: engines that name the same one read and write the same blocks there
+    engine_id: str = ""  # unique per engine process; tickets contain it
+    kv_address: str | None = None  # where other workers pull KV; None: it keeps no KV for others
+    stores: dict[str, str] = {}  # store name by medium; engines with the same name share its blocks
 
     @property
     def kv_tokens(self) -> int:
@@ -45,29 +48,29 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class TierReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One tier of the KV store, as one worker sees it; counters since the engine's start."""
+    """One tier of the KV store as one worker sees it. Counters start with the engine."""
 
     name: str
     medium: str
     blocks: int
     used_bytes: int
     capacity_bytes: int
-    hits: int  # blocks read and right
-    misses: int  # blocks asked for that were not there, or were wrong
+    hits: int  # blocks read with a correct checksum
+    misses: int  # blocks requested that were missing or corrupt
     read_bytes: int
     written_bytes: int
     read_s: float
     write_s: float
-    declined: int  # blocks offered and not taken
+    declined: int  # blocks offered but not stored
     evicted: int
     corrupt: int
     errors: int
-    bytes_per_s: float | None  # of reading, lately; None until it was measured
-    crossover_tokens: int | None  # from so many tokens on, loading beats computing; None: never
+    bytes_per_s: float | None  # recent read speed; None until it is measured
+    crossover_tokens: int | None  # number of tokens from which loading is faster than computing; None: never
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A few times a second while it works: gauges as they are, counters since the engine's start."""
+    """Sent a few times per second while the engine works. Counters start with the engine."""
 
     waiting_sequences: int
     waiting_tokens: int
@@ -83,40 +86,44 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     partial_tokens: int
     generated_tokens: int
     preemptions: int
-    prefill_tokens_per_s: float | None = None  # lately; None until there was a prompt to measure
-    decode_step_s: float | None = None  # lately, of steps that had no prompt in them
+    prefill_tokens_per_s: float | None = None  # recent; None until a prompt was measured
+    decode_step_s: float | None = None  # recent time of a decode-only step
     loading_sequences: int = 0
     held_leases: int = 0
     loaded_tokens: int = 0  # from tiers
     pulled_tokens: int = 0  # from other workers
-    failed_loads: int = 0  # ended with less than was asked for
+    failed_loads: int = 0  # loads that returned fewer tokens than requested
     tiers: list[TierReport] = []
 
 
 class BlocksNamed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Blocks of one chain, in order, that can now be found. `parent` is None for a chain's first; then `salt` is a hash of
-    the salt that the chain is rooted in, if there is one."""
+    """Consecutive blocks of one chain that are now in the cache.
+
+    `parent` is None for the first block of a chain. In that case `salt` is a hash of the cache salt, if there is one.
+    """
 
     keys: list[BlockKey]
     parent: BlockKey | None
     token_ids: list[int]
     salt: str | None = None
-    medium: str = "GPU"  # the engine's own memory, whatever it is made of; else a tier's
+    medium: str = "GPU"  # "GPU" is the memory of the engine, on a CPU too; a tier has its own name
 
 
 class BlocksForgotten(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Blocks that are no longer in the cache."""
+
     keys: list[BlockKey]
     medium: str = "GPU"
 
 
 class KvEvents(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What a step changed, in order."""
+    """The changes of one step, in order."""
 
     events: list[BlocksNamed | BlocksForgotten]
 
 
 class LoadProgress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """While the engine starts."""
+    """Progress while the engine starts."""
 
     stage: str
     done: int
@@ -124,7 +131,7 @@ class LoadProgress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class StartFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The engine cannot start, and starting it again would not help."""
+    """The engine cannot start, and a retry would not help."""
 
     code: str
     message: str
@@ -139,7 +146,7 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Prefetch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Bring the KV of these tokens nearer, from the tiers or from the ticket's worker while it still computes. A hint."""
+    """Hint: load the KV of these tokens from the tiers, or from the worker of the ticket while it still computes them."""
 
     token_ids: list[int]
     cache_salt: str = ""
@@ -147,13 +154,13 @@ class Prefetch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Nobody will come for what is kept under this lease."""
+    """End this lease: no other worker will pull its KV."""
 
     lease_id: str
 
 
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """End now; what runs is dropped."""
+    """End now and drop what runs."""
 
 
 class Chunks(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -164,18 +171,21 @@ ToEngine = EngineArguments | Add | Cancel | Prefetch | Release | Shutdown
 FromEngine = EngineInfo | EngineStats | LoadProgress | StartFailed | Chunks | KvEvents
 
 
-# ---- a worker and the gateways in front of it
+# ---- between a worker and its gateways
 
 WorkerRole = Literal["unified", "prefill", "decode"]
 
 
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A few times a second, to all who listen. `number` counts them: a smaller one is of a worker that began anew."""
+    """The load of a worker, published a few times per second.
+
+    `number` counts the reports. A smaller number than before means that the worker has restarted.
+    """
 
     worker_id: WorkerId
     number: int
     role: WorkerRole
-    ready: bool  # the engine takes requests
+    ready: bool  # the engine accepts requests
     draining: bool
     waiting_sequences: int
     waiting_tokens: int
@@ -184,11 +194,11 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     block_tokens: int
     prefill_tokens_per_s: float | None
-    step_s: float | None  # of a step that only decodes
+    step_s: float | None  # time of a decode-only step
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a gateway must know of a worker before it sends it anything. `events` and `replay` are ZMQ addresses."""
+    """The description of a worker for gateways. `events` and `replay` are ZMQ addresses."""
 
     worker_id: WorkerId
     role: WorkerRole
@@ -199,19 +209,19 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_model_tokens: int
     events: str | None
     replay: str | None
-    tokenizer: str  # a digest of what TokenizerFiles holds
-    engine_id: str | None = None  # of this life of its engine: tickets carry it
-    kv_address: str | None = None  # where others pull the KV that it keeps for them
-    stores: dict[str, str] = {}  # by medium of KV events: workers that name the same one hold the same blocks there
+    tokenizer: str  # digest of the contents of `TokenizerFiles`
+    engine_id: str | None = None  # unique per engine process; tickets contain it
+    kv_address: str | None = None  # where other workers pull the KV that it keeps for them
+    stores: dict[str, str] = {}  # store name by medium of KV events; workers with the same name share its blocks
 
 
-class Registration(WorkerInfo, frozen=True, kw_only=True):
-    """A worker's word to a gateway, again and again: a gateway that has not heard it for a while may forget the worker."""
+class WorkerRegistration(WorkerInfo, frozen=True, kw_only=True):
+    """The heartbeat of a worker. A gateway removes a worker whose heartbeats end."""
 
     url: str
 
 
 class TokenizerFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """The text files of a model's folder that its tokenizer and its chat template are read from, by name."""
+    """The text files of a model folder that its tokenizer and chat template are loaded from, by name."""
 
     files: dict[str, str]

@@ -1,6 +1,6 @@
-"""The pipe between a worker's server process and its engine process: length-prefixed msgpack frames over a socket pair.
+"""The pipe between the server process and the engine process of a worker: length-prefixed msgpack over a socket pair.
 
-The engine's end is plain threads and blocking calls, the server's end is asyncio. Closing either end ends the other.
+The engine's end uses threads and blocking calls, the server's end uses asyncio. If one end closes, the other ends.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from stoker.base.errors import EngineDied
 from stoker.proto.messages import FromEngine, ToEngine
 
 _LENGTH = struct.Struct("<I")
-# Far above the longest prompt; a larger frame can only be a torn stream.
+# Far above the longest prompt. A larger frame means that the stream is corrupt.
 _MAX_FRAME_BYTES = 1 << 30
 
 
@@ -29,7 +29,7 @@ def _frame(encoder: msgspec.msgpack.Encoder, message: object) -> bytes:
 
 
 class EngineEnd:
-    """In the engine process: `receive` is called by one thread, `send` by another."""
+    """The end in the engine process. One thread calls `receive`, another calls `send`."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -38,7 +38,7 @@ class EngineEnd:
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
 
     def receive(self) -> ToEngine:
-        """Waits. FrameEnd when the server has gone."""
+        """Wait for a message. Raises FrameEnd when the server has closed the pipe."""
         head = self._read(_LENGTH.size)
         return self._decoder.decode(self._read(_LENGTH.unpack(head)[0]))  # type: ignore[no-any-return]
 
@@ -59,7 +59,7 @@ class EngineEnd:
 
 
 class ServerEnd:
-    """In the server process, on its event loop."""
+    """The end in the server process, on its event loop."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -83,7 +83,7 @@ class ServerEnd:
             raise FrameEnd from error
 
     def send(self, message: ToEngine) -> None:
-        """The engine's mailbox always reads, so what waits here is bounded by the requests let in."""
+        """Send without waiting. The engine always reads, so the buffer is bounded by the number of accepted requests."""
         if self._writer.is_closing():
             raise EngineDied("the engine has ended")
         self._writer.write(_frame(self._encoder, message))

@@ -13,13 +13,16 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import aiohttp
+import msgspec
 
 from stoker.base.address import split_address
 from stoker.base.errors import StokerError
+from stoker.proto.admin_api import ADMIN_FLEET_PATH, decode_worker_list
+from stoker.proto.fleet_state import FleetState, PartInfo
 from stoker.up.config import UpConfig
 from stoker.up.plan import FleetPart, FleetPlan, PartKind
 from stoker.up.process import PartProcess, rotate_log
-from stoker.up.state import FleetState, PartInfo, RunDir
+from stoker.up.state import RunDir
 from stoker.up.supervisor import Phase, RestartPolicy, StartPart, StopMode, StopPart, Supervisor, ended_how
 from stoker.up.terminal import Terminal
 
@@ -173,10 +176,10 @@ class SupervisedFleet:
         wanted = {urlsplit(part.address).netloc for part in self.plan.parts if part.kind is PartKind.WORKER}
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ANSWER_S), headers=headers) as session:
             while time.monotonic() < until and not self.supervisor.stopping:
-                with suppress(aiohttp.ClientError, TimeoutError, OSError):
-                    async with session.get(f"{self.plan.gateway.url}/admin/fleet", ssl=False) as answer:
-                        workers = (await answer.json())["workers"]
-                        if wanted <= {one["worker"] for one in workers if one["usable"] and one["models"]}:
+                with suppress(aiohttp.ClientError, msgspec.MsgspecError, TimeoutError, OSError):
+                    async with session.get(f"{self.plan.gateway.url}{ADMIN_FLEET_PATH}", ssl=False) as answer:
+                        workers = decode_worker_list(await answer.read()).workers
+                        if wanted <= {one.worker for one in workers if one.usable and one.models}:
                             return
                 await asyncio.sleep(_PROBE_S)
 

@@ -17,6 +17,7 @@ from typing import IO
 import msgspec
 
 from stoker.base.errors import ConfigError
+from stoker.proto.fleet_state import FleetState, decode_fleet_state, encode_fleet_state
 
 _STATE = "state.json"
 
@@ -25,34 +26,6 @@ def default_state_dir(environ: Mapping[str, str]) -> Path:
     if named := environ.get("XDG_STATE_HOME"):
         return Path(named).expanduser() / "stoker"
     return Path(environ.get("HOME", "~")).expanduser() / ".local" / "state" / "stoker"
-
-
-# All fields have defaults, so that files of other Stoker versions can be read.
-class PartInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One process of the fleet, in state.json."""
-
-    name: str
-    kind: str = ""
-    role: str = ""
-    address: str = ""
-    phase: str = ""
-    pid: int | None = None
-    restarts: int = 0
-    last_code: int | None = None
-    log: str = ""
-
-
-class FleetState(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of state.json."""
-
-    pid: int
-    started_at: float  # seconds since 1970
-    gateway_url: str
-    admin_token_file: str = ""
-    store_name: str | None = None
-    log_dir: str = ""
-    models: list[str] = []
-    parts: list[PartInfo] = []
 
 
 class RunDir:
@@ -79,7 +52,7 @@ class RunDir:
     def write_state(self, state: FleetState) -> None:
         """Replace state.json atomically."""
         new = self.path / f".{_STATE}"
-        new.write_bytes(msgspec.json.format(msgspec.json.encode(state)))
+        new.write_bytes(encode_fleet_state(state))
         new.replace(self.path / _STATE)
 
     def remove(self) -> None:
@@ -161,6 +134,6 @@ def _is_at(file: IO[bytes], path: Path) -> bool:
 
 def _read(path: Path) -> FleetState | None:
     try:
-        return msgspec.json.decode((path / _STATE).read_bytes(), type=FleetState)
+        return decode_fleet_state((path / _STATE).read_bytes())
     except (OSError, msgspec.MsgspecError):
         return None

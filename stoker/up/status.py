@@ -6,24 +6,32 @@ Each process is queried once, with a timeout. A process that does not answer is 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 
-from stoker.up.state import FleetState
+from stoker.proto.admin_api import (
+    ADMIN_FLEET_PATH,
+    ADMIN_STATUS_PATH,
+    GatewayStatus,
+    WorkerStatus,
+    decode_gateway_status,
+    decode_worker_list,
+)
+from stoker.proto.fleet_state import FleetState
+from stoker.proto.tier_metrics import read_tier_metrics
 from stoker.up.supervisor import Phase
 from stoker.up.terminal import table
 
+_T = TypeVar("_T")
+
 _ANSWER_S = 3.0
-_TIER = re.compile(r'stoker_kv_tier_(\w+)\{tier="([^"]+)"\} (\S+)')
 _GIB = 1 << 30
 _HINTS = {
     401: ": pass its admin token with --admin-token-file",
@@ -53,7 +61,7 @@ class FleetStatus:
 
     gateway_url: str
     healthy: bool
-    gateway: dict[str, Any] | None  # its own /admin/status; None: it does not answer, or the token is wrong
+    gateway: GatewayStatus | None  # its own /admin/status; None: it does not answer, or the token is wrong
     parts: list[PartStatus]
     pid: int | None = None  # of `stoker up`
     up_s: float | None = None
@@ -69,11 +77,14 @@ async def look(url: str, token: str | None, fleet: FleetState | None = None) -> 
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
     async with aiohttp.ClientSession(timeout=timeout) as session:
-        status, known, reason = None, {}, None
+        status: GatewayStatus | None = None
+        known: dict[str, WorkerStatus] = {}
+        reason = None
         try:
-            status = await _get(session, f"{url}/admin/status", headers)
-            known = {one["worker"]: one for one in (await _get(session, f"{url}/admin/fleet", headers))["workers"]}
-        except (aiohttp.ContentTypeError, KeyError, TypeError, json.JSONDecodeError):
+            status = await _get(session, url + ADMIN_STATUS_PATH, headers, decode_gateway_status)
+            workers = (await _get(session, url + ADMIN_FLEET_PATH, headers, decode_worker_list)).workers
+            known = {one.worker: one for one in workers}
+        except (msgspec.MsgspecError, UnicodeDecodeError):
             status, reason = None, f"{url} does not answer as a gateway does"
         except aiohttp.ClientResponseError as error:
             reason = f"{url} answered HTTP {error.status}{_HINTS.get(error.status, '')}"
@@ -85,7 +96,7 @@ async def look(url: str, token: str | None, fleet: FleetState | None = None) -> 
         listed = _of_fleet(fleet, known, status) if fleet else []
         ours = {urlsplit(part.address).netloc for part in listed}
         others = [one for name, one in known.items() if name not in ours]
-        listed += [PartStatus(one["worker"], one["role"], one["url"], _health(one), load=_load(one)) for one in others]
+        listed += [PartStatus(one.worker, one.role, one.url, one.health, load=_load(one)) for one in others]
         pages = await asyncio.gather(*(_tiers(session, part) for part in listed))
     parts = [replace(part, tiers=tiers) for part, tiers in zip(listed, pages, strict=True)]
     healthy = reason is None and bool(parts) and all(part.health == "ready" for part in parts)
@@ -96,22 +107,22 @@ async def look(url: str, token: str | None, fleet: FleetState | None = None) -> 
         parts=parts,
         pid=fleet.pid if fleet else None,
         up_s=round(max(0.0, time.time() - fleet.started_at), 1) if fleet else None,
-        models=sorted({model for one in known.values() for model in one["models"]}) or (fleet.models if fleet else []),
+        models=sorted({model for one in known.values() for model in one.models}) or (fleet.models if fleet else []),
         reason=reason,
     )
 
 
-def _of_fleet(fleet: FleetState, known: dict[str, Any], gateway: dict[str, Any] | None) -> list[PartStatus]:
+def _of_fleet(fleet: FleetState, known: dict[str, WorkerStatus], gateway: GatewayStatus | None) -> list[PartStatus]:
     parts = []
     for part in fleet.parts:
         worker = known.get(urlsplit(part.address).netloc)
         health, load = part.phase, {}
         if part.kind == "worker" and worker is not None:
             load = _load(worker)
-            health = _health(worker) if part.phase == Phase.READY else part.phase
+            health = worker.health if part.phase == Phase.READY else part.phase
         elif part.kind == "gateway" and gateway is not None:
-            load = {name: gateway[name] for name in ("running_requests", "waiting_requests")}
-            health = "draining" if gateway["draining"] else part.phase
+            load = {"running_requests": gateway.running_requests, "waiting_requests": gateway.waiting_requests}
+            health = "draining" if gateway.draining else part.phase
         parts.append(
             PartStatus(
                 part.name, part.role, part.address, str(health), part.pid, part.restarts, part.last_code, part.log, load
@@ -120,17 +131,12 @@ def _of_fleet(fleet: FleetState, known: dict[str, Any], gateway: dict[str, Any] 
     return parts
 
 
-def _health(worker: dict[str, Any]) -> str:
-    """Return the worker's health in one word, as the gateway sees it."""
-    if worker["draining"]:
-        return "draining"
-    return "ready" if worker["usable"] else "unusable"
-
-
-def _load(worker: dict[str, Any]) -> dict[str, Any]:
-    report = worker["report"] or {}
-    names = ("running_sequences", "waiting_sequences", "waiting_tokens", "kv_used")
-    return {"requests": worker["reserved"]["requests"], **{name: report[name] for name in names if name in report}}
+def _load(worker: WorkerStatus) -> dict[str, Any]:
+    load: dict[str, Any] = {"requests": worker.reserved.requests}
+    if worker.report is not None:
+        names = ("running_sequences", "waiting_sequences", "waiting_tokens", "kv_used")
+        load |= {name: getattr(worker.report, name) for name in names}
+    return load
 
 
 async def _tiers(session: aiohttp.ClientSession, part: PartStatus) -> dict[str, dict[str, float]]:
@@ -139,22 +145,15 @@ async def _tiers(session: aiohttp.ClientSession, part: PartStatus) -> dict[str, 
         return {}
     try:
         async with session.get(f"{part.address}/metrics", ssl=False) as answer:
-            return tier_metrics(await answer.text())
+            return read_tier_metrics(await answer.text())
     except (aiohttp.ClientError, TimeoutError, OSError):
         return {}
 
 
-def tier_metrics(page: str) -> dict[str, dict[str, float]]:
-    tiers: dict[str, dict[str, float]] = {}
-    for name, tier, value in _TIER.findall(page):
-        tiers.setdefault(tier, {})[name.removesuffix("_total")] = float(value)
-    return tiers
-
-
-async def _get(session: aiohttp.ClientSession, url: str, headers: dict[str, str]) -> Any:
+async def _get(session: aiohttp.ClientSession, url: str, headers: dict[str, str], decode: Callable[[bytes], _T]) -> _T:
     async with session.get(url, headers=headers, ssl=False) as answer:
         answer.raise_for_status()
-        return await answer.json()
+        return decode(await answer.read())
 
 
 def _words(error: BaseException) -> str:

@@ -1,1 +1,1 @@
-"""An OpenAI server over one engine: HTTP and text in this process, the engine in another."""
+"""A worker: the OpenAI server over one engine process."""

@@ -1,4 +1,4 @@
-"""Routes, lifespan, and the one place where errors become responses."""
+"""The worker's HTTP application: routes, start and stop, and the one place where errors become responses."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
-import msgspec
 from aiohttp import web
 
 from stoker.base.log import EventLog
-from stoker.proto.openai.answers import ErrorAnswer
-from stoker.worker.chat import chat_completions
-from stoker.worker.completions import completions
+from stoker.proto.internal_http import PREFETCH_PATH, RELEASE_PATH, TOKENIZER_PATH, WORKER_INFO_PATH
+from stoker.proto.openai.errors import CLIENT_GONE_STATUS, HttpError
+from stoker.worker.chat import CHAT
+from stoker.worker.completions import COMPLETIONS
 from stoker.worker.config import HttpConfig
 from stoker.worker.context import CONTEXT, ModelText, Service, WorkerContext
-from stoker.worker.errors import CLIENT_GONE_STATUS, ClientStalled, Problem, problem_of
+from stoker.worker.errors import ClientStalled, worker_http_error
 from stoker.worker.fleet_side import show_load, show_tokenizer, show_worker
 from stoker.worker.identity import Identity
 from stoker.worker.info import detokenize, health, list_models, metrics, ready, show_model, tokenize
@@ -26,16 +26,16 @@ from stoker.worker.metrics import WorkerMetrics
 from stoker.worker.prefetch import prefetch
 from stoker.worker.record import RECORD, RequestRecord
 from stoker.worker.release import release
-from stoker.worker.responses import responses
+from stoker.worker.responses import RESPONSES
 from stoker.worker.state import ServerState
 from stoker.worker.stream import STREAM
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-# Asked every few seconds: no log line unless they fail.
-_QUIET = frozenset({"/health", "/ready", "/metrics", "/load", "/stoker/worker"})
-_GENERATING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+# These are polled every few seconds, so they are logged only when they fail.
+_QUIET = frozenset({"/health", "/ready", "/metrics", "/load", WORKER_INFO_PATH})
+_GENERATING = frozenset({CHAT.path, COMPLETIONS.path, RESPONSES.path})
 
 
 def make_app(
@@ -47,10 +47,10 @@ def make_app(
     state: ServerState | None = None,
     log: EventLog | None = None,
 ) -> web.Application:
-    """The worker's server. Run it with `make_runner`: a client that leaves must cancel its sequence.
+    """Return the worker's server. Run it with `make_runner`, so that a disconnect cancels the sequences of the request.
 
-    Starting the app starts the service and stopping it stops the service. For a drain keep the `state` that you pass:
-    `begin_drain()`, then `wait_idle()`.
+    Starting and stopping the app starts and stops the service. To drain, keep the `state` that you pass: call
+    `begin_drain()`, then await `wait_idle()`.
     """
     state = state or ServerState(config.drain_retry_after_s)
     context = WorkerContext(
@@ -74,9 +74,9 @@ def make_app(
     app.on_response_prepare.append(_name_request)
     app.on_shutdown.append(_end_streams)
     app.cleanup_ctx.append(_lifespan)
-    app.router.add_post("/v1/chat/completions", chat_completions)
-    app.router.add_post("/v1/completions", completions)
-    app.router.add_post("/v1/responses", responses)
+    app.router.add_post(CHAT.path, CHAT.handle)
+    app.router.add_post(COMPLETIONS.path, COMPLETIONS.handle)
+    app.router.add_post(RESPONSES.path, RESPONSES.handle)
     app.router.add_get("/v1/models", list_models)
     app.router.add_get("/v1/models/{model:.+}", show_model)
     app.router.add_post("/tokenize", tokenize)
@@ -85,27 +85,27 @@ def make_app(
     app.router.add_get("/ready", ready)
     app.router.add_get("/metrics", metrics)
     app.router.add_get("/load", show_load)
-    app.router.add_get("/stoker/worker", show_worker)
-    app.router.add_get("/stoker/tokenizer", show_tokenizer)
-    app.router.add_post("/stoker/prefetch", prefetch)
-    app.router.add_post("/stoker/release", release)
+    app.router.add_get(WORKER_INFO_PATH, show_worker)
+    app.router.add_get(TOKENIZER_PATH, show_tokenizer)
+    app.router.add_post(PREFETCH_PATH, prefetch)
+    app.router.add_post(RELEASE_PATH, release)
     return app
 
 
 def make_runner(app: web.Application, shutdown_timeout_s: float = 5.0) -> web.AppRunner:
-    """A runner under which a disconnect cancels the handler, and with it the sequence."""
+    """Return a runner that cancels the handler of a request, and so its sequences, when the client disconnects."""
     return web.AppRunner(
         app,
         handler_cancellation=True,
         access_log=None,
-        logger=logging.getLogger("stoker.worker.http"),  # where aiohttp tells of bytes that are no HTTP at all
+        logger=logging.getLogger("stoker.worker.http"),  # aiohttp logs here what is not valid HTTP
         keepalive_timeout=75.0,
         shutdown_timeout=shutdown_timeout_s,
     )
 
 
 async def _end_streams(app: web.Application) -> None:
-    """Whoever still runs when the server stops is told so now, rather than cut off when aiohttp's patience ends."""
+    """End running requests with an error event now. Otherwise aiohttp closes their connections after its timeout."""
     await app[CONTEXT].service.stop()
 
 
@@ -126,51 +126,53 @@ async def _name_request(request: web.Request, response: web.StreamResponse) -> N
 
 @web.middleware
 async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every request passes here: it gets its id, its errors become responses, and its end is logged, once."""
+    """Middleware of every request: gives it its id, turns errors into responses, and logs its end once."""
     context = request.app[CONTEXT]
     path = _known_path(request)
     record = request[RECORD] = RequestRecord(_request_id(request), path, context.metrics)
-    status, problem, logged = CLIENT_GONE_STATUS, None, False
+    status, failure, logged = CLIENT_GONE_STATUS, None, False
     try:
         with context.state.running() if path in _GENERATING else nullcontext():
             response = await handler(request)
         status = response.status
         return response
     except (ConnectionError, ClientStalled) as gone:
-        # Nobody is there to be answered: cut the connection, and with it what is still buffered.
-        problem = problem_of(gone) if isinstance(gone, ClientStalled) else None
+        # The client cannot be answered: close the connection and drop what is still buffered.
+        failure = worker_http_error(gone) if isinstance(gone, ClientStalled) else None
         return _cut(request)
     except Exception as error:
-        problem = problem_of(error)
-        status = problem.status
-        response = await _respond(request, problem)
-        if problem.is_ours:
-            context.log.error("request_failed", exc_info=True, **_fields(record, status, problem))
+        failure = worker_http_error(error)
+        status = failure.status
+        response = await _respond(request, failure)
+        if failure.is_unexpected:
+            context.log.error("request_failed", exc_info=True, **_fields(record, status, failure))
             logged = True
         return response
     finally:
         if not logged:
-            fields = _fields(record, status, problem)
+            fields = _fields(record, status, failure)
             if path not in _QUIET or status >= 500:
                 context.log.event("request", **fields)
 
 
-def _fields(record: RequestRecord, status: int, problem: Problem | None) -> dict[str, object]:
+def _fields(record: RequestRecord, status: int, failure: HttpError | None) -> dict[str, object]:
     fields = record.close(status)
-    if problem is not None:
-        fields |= {"code": problem.body.code, "param": problem.body.param, "message": problem.body.message}
+    if failure is not None:
+        error = failure.error
+        fields |= {"code": error.code, "param": error.param, "message": error.message}
     return fields
 
 
-async def _respond(request: web.Request, problem: Problem) -> web.StreamResponse:
+async def _respond(request: web.Request, failure: HttpError) -> web.StreamResponse:
     if STREAM in request and request[STREAM].started:
         try:
-            return await request[STREAM].fail(problem)
+            return await request[STREAM].fail(failure)
         except (ConnectionError, ClientStalled):
             return _cut(request)
-    body = msgspec.json.encode(ErrorAnswer(problem.body))
-    response = web.Response(status=problem.status, body=body, content_type="application/json", headers=problem.headers)
-    if problem.headers.get("Connection") == "close":
+    response = web.Response(
+        status=failure.status, body=failure.json(), content_type="application/json", headers=failure.headers
+    )
+    if failure.headers.get("Connection") == "close":
         response.force_close()
     return response
 
@@ -187,6 +189,6 @@ def _request_id(request: web.Request) -> str:
 
 
 def _known_path(request: web.Request) -> str:
-    """The route's path, so that metrics have a label a route and not one a typing error."""
+    """Return the path of the route, so that metrics have one label per route and not one per mistyped path."""
     resource = request.match_info.route.resource
     return resource.canonical if resource is not None else "unknown"

@@ -1,4 +1,4 @@
-"""The one thing that a request's answer must match, whichever of the many fields for it said so."""
+"""The grammar that an answer must match. Several fields can set it: OpenAI's, and two generations of vLLM's."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from stoker.base.errors import InvalidRequest
 from stoker.proto.openai.fields import GenerationFields, ResponseFormat
 from stoker.sched.request import GrammarSpec
 
-# Of a grammar or an expression. With the square of its rules the compiler's memory grows: 0.7 MB of them took 6 GB.
+# Of a grammar or a regular expression. The memory of the compiler grows with the square: 0.7 MB of rules took 6 GB.
 _MAX_CHARS = 1 << 16
-_MAX_CHOICES = 20_000  # with their square the compiler's time grows: these take a minute
+_MAX_CHOICES = 20_000  # the time of the compiler grows with the square: this number takes a minute
 
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What the output must match, and the field that said so."""
+    """What the output must match, and the field that set it."""
 
     grammar: GrammarSpec
     param: str
@@ -27,7 +27,7 @@ class Constraint:
 def resolve_constraint(
     request: GenerationFields, response_format: ResponseFormat | None, param: str = "response_format"
 ) -> Constraint | None:
-    """The one way in which this request constrains its output; more than one is an error."""
+    """Return the constraint of a request. More than one is an error."""
     found = [*_of_format(response_format, param), *_of_guided(request), *_of_structured(request)]
     if len(found) > 1:
         names = ", ".join(constraint.param for constraint in found)
@@ -65,17 +65,17 @@ def _of_guided(request: GenerationFields) -> list[Constraint]:
 
 
 def _of_structured(request: GenerationFields) -> list[Constraint]:
-    asked, at = request.structured_outputs, "structured_outputs."
-    if asked is None:
+    given, at = request.structured_outputs, "structured_outputs."
+    if given is None:
         return []
-    found = _of_vllm(at, asked.json, asked.regex, asked.grammar, asked.choice)
-    return [*found, Constraint(GrammarSpec("json_object"), f"{at}json_object")] if asked.json_object else found
+    found = _of_vllm(at, given.json, given.regex, given.grammar, given.choice)
+    return [*found, Constraint(GrammarSpec("json_object"), f"{at}json_object")] if given.json_object else found
 
 
 def _of_vllm(
     at: str, schema: dict[str, Any] | str | None, regex: str | None, grammar: str | None, choices: list[str] | None
 ) -> list[Constraint]:
-    """What vLLM has under two names, the older and the newer."""
+    """Read the fields that vLLM has both as `guided_...` and in `structured_outputs`."""
     found = []
     if schema is not None:
         found.append(Constraint(_schema_grammar(schema, f"{at}json"), f"{at}json"))
@@ -104,7 +104,7 @@ def _schema_grammar(schema: dict[str, Any] | bool | str, param: str) -> GrammarS
     except (msgspec.DecodeError, RecursionError) as wrong:
         raise InvalidRequest(f"Invalid '{param}': not valid JSON: {wrong}.", param=param) from None
     if not isinstance(parsed, dict | bool):
-        raise InvalidRequest(f"Invalid '{param}': a JSON schema is an object.", param=param)
+        raise InvalidRequest(f"Invalid '{param}': a JSON schema must be an object or a boolean.", param=param)
     return GrammarSpec("json_schema", schema)
 
 

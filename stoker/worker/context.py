@@ -1,4 +1,4 @@
-"""What the endpoints share: the engine's streams, the model's text side, settings, counters. Built once, by the app."""
+"""What all endpoints share: the engine, tokenizer and template, settings, metrics. The app builds it once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class Service(ChunkSource, Protocol):
-    """What of EngineService the HTTP side uses."""
+    """The part of `EngineService` that the HTTP server uses."""
 
     @property
     def info(self) -> EngineInfo: ...
@@ -55,19 +55,22 @@ class Service(ChunkSource, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelText:
-    """The model's text side: tokenizer, template, and the formats of its tool calls and its reasoning."""
+    """Everything about the text of a model: tokenizer, template, and the formats of its tool calls and reasoning."""
 
     tokenizer: Tokenizer
     template: ChatTemplate
     tool_parser: type[ToolParser]
     reasoning_parser: type[ReasoningParser] | None
     longest_token: int  # bytes
-    folder: Path | None = None  # where it was read from
-    digest: str = ""  # of the files there
+    folder: Path | None = None  # the folder it was loaded from
+    digest: str = ""  # of the files in the folder
 
     @classmethod
     def from_folder(cls, path: Path, tool_format: str | None = None, reasoning_format: str | None = None) -> ModelText:
-        """Formats that are not named are the template's own; reasoning "none" leaves thinking in the content."""
+        """Load from a model folder.
+
+        Formats default to those of the template. A reasoning format of "none" leaves the reasoning in the content.
+        """
         tokenizer = Tokenizer.from_folder(path)
         text = cls.of(tokenizer, ChatTemplate.from_folder(path, tokenizer), tool_format, reasoning_format)
         return replace(text, folder=path, digest=text_digest(text_files(path)))
@@ -111,14 +114,14 @@ class WorkerContext:
     def fingerprint(self) -> str:
         return f"fp_{self.service.info.model_fingerprint[:12]}_{stoker.__version__}"
 
-    def served_model(self, asked: str | None) -> str:
-        """The name that the answer carries; a request without one means the model that is here."""
-        if asked is not None and asked not in self.config.served_names:
-            raise NotFound(f"The model '{asked}' does not exist.", param="model", code="model_not_found")
+    def served_model(self, requested: str | None) -> str:
+        """Return the model name for the answer. A request without a model means the served one."""
+        if requested is not None and requested not in self.config.served_names:
+            raise NotFound(f"The model '{requested}' does not exist.", param="model", code="model_not_found")
         return self.config.served_names[0]
 
     async def off_loop(self, num_chars: int, work: Callable[[], T]) -> T:
-        """Text work on the loop where it is short, else in a thread: a long prompt must not hold up other streams."""
+        """Run `work` on `num_chars` of text: at once if it is short, else in a thread, so that other streams do not wait."""
         if num_chars <= self.config.inline_chars:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self.text_threads, work)
@@ -128,15 +131,15 @@ CONTEXT = web.AppKey("context", WorkerContext)
 
 
 async def read_body(request: web.Request, config: HttpConfig) -> bytes:
-    """The whole body, bounded in size (by aiohttp, 413) and in time."""
+    """Read the whole body. aiohttp limits its size with a 413, and `body_read_s` limits the time."""
     if (request.content_length or 0) > config.max_body_bytes:
         raise web.HTTPRequestEntityTooLarge(config.max_body_bytes, request.content_length or 0)
     if request.content_type.startswith("multipart/"):
-        raise web.HTTPUnsupportedMediaType(text="The request's body must be JSON.")
+        raise web.HTTPUnsupportedMediaType(text="The request body must be JSON.")
     try:
         async with asyncio.timeout(config.body_read_s):
             return await request.read()
     except TimeoutError:
-        raise BodyTooSlow(f"The request's body did not arrive within {config.body_read_s:g} s.") from None
+        raise BodyTooSlow(f"The request body did not arrive within {config.body_read_s:g} s.") from None
     except web.RequestPayloadError as broken:
-        raise InvalidRequest(f"The request's body could not be read: {broken}") from None
+        raise InvalidRequest(f"The request body could not be read: {broken}") from None

@@ -1,82 +1,44 @@
-"""What an error looks like on HTTP: status, OpenAI's error object, headers. A table; nothing is sent or logged here."""
+"""Errors of a worker's server, and how they look on HTTP."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
-
 from aiohttp import web
 
-from stoker.base.errors import (
-    DeadlineExceeded,
-    EngineDied,
-    InvalidRequest,
-    NotFound,
-    Overloaded,
-    StokerError,
-)
-from stoker.proto.openai.answers import ErrorBody
+from stoker.base.errors import DeadlineExceeded, InvalidRequest, StokerError
+from stoker.proto.openai.errors import ErrorObject, HttpError, http_error
 from stoker.sched.request import Finish
 
-CLIENT_GONE_STATUS = 499  # never sent: what the log and the metrics say of a client that left
-# The engine's words for a request that cannot be served.
+# Error codes of the engine that mean that the request itself is wrong.
 _CLIENT_CODES = frozenset({"duplicate_lease", "invalid_grammar", "kv_too_small", "unknown_token"})
+_HTTP_CODES = {401: "invalid_secret", 404: "unknown_url", 405: "method_not_allowed", 413: "body_too_large"}
 
 
 class ClientStalled(StokerError):
-    """The client stopped reading; what it asked for is dropped."""
+    """The client stopped reading, so its request was cancelled."""
 
     code = "client_stalled"
 
 
 class BodyTooSlow(StokerError):
+    """The client did not send its whole request body in time."""
+
     code = "request_timeout"
-    retryable = True
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    status: int
-    body: ErrorBody
-    headers: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def is_ours(self) -> bool:
-        """Nobody foresaw it: the log should carry its trace."""
-        return self.status == 500 and self.body.code == "internal_error"
-
-
-def problem_of(error: BaseException) -> Problem:
+def worker_http_error(error: BaseException) -> HttpError:
+    """Return what a client gets for `error`."""
     match error:
-        case Overloaded():
-            status = 429 if error.code == "rate_limited" else 503
-            headers = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
-            return Problem(status, _body(error, "overloaded_error"), headers)
-        case EngineDied():
-            return Problem(503, _body(error, "server_error"), {"Retry-After": "1"})
-        case InvalidRequest():
-            return Problem(400, _body(error, "invalid_request_error"))
-        case NotFound():
-            return Problem(404, _body(error, "invalid_request_error"))
-        case DeadlineExceeded():
-            return Problem(504, _body(error, "timeout_error"))
-        case BodyTooSlow():
-            return Problem(408, _body(error, "invalid_request_error"), {"Connection": "close"})
-        case StokerError():
-            return Problem(500, _body(error, "server_error"))
         case web.HTTPException():
-            return _of_http(error)
+            return _of_aiohttp(error)
         case RecursionError():
-            # Nothing here is nested but by a client: it could be read, and not be written again with more around it.
-            return problem_of(InvalidRequest("The request's body is nested too deeply.", code="invalid_json"))
+            # Only a client's JSON is nested. It could be decoded, but not be encoded again inside another object.
+            return http_error(InvalidRequest("The request body is nested too deeply.", code="invalid_json"), "server")
         case _:
-            # The message may hold what a client must not see: it goes to the log alone.
-            message = "The server had an error while processing your request."
-            return Problem(500, ErrorBody(message=message, type="server_error", code="internal_error"))
+            return http_error(error, "server")
 
 
 def error_of(finish: Finish) -> StokerError | None:
-    """The error that a sequence's end stands for, if it does."""
+    """Return the error that a sequence ended with, or None if it ended normally."""
     message = finish.error_message or ""
     if finish.reason == "error":
         code = finish.error_code or "engine_error"
@@ -84,24 +46,17 @@ def error_of(finish: Finish) -> StokerError | None:
             return InvalidRequest(message or f"The engine refused the request: {code}.", code=code)
         return StokerError(message or "The engine could not finish this request.", code=code)
     if finish.reason == "deadline":
-        return DeadlineExceeded(message or "The request's deadline passed before its answer was complete.")
+        return DeadlineExceeded(message or "The deadline of the request passed before its answer was complete.")
     if finish.reason == "cancelled":
         return StokerError(message or "The request was cancelled.", code="cancelled")
     return None
 
 
-def _body(error: StokerError, kind: str) -> ErrorBody:
-    return ErrorBody(message=error.message, type=kind, param=error.param, code=error.code)
-
-
-def _of_http(error: web.HTTPException) -> Problem:
-    """aiohttp's own refusals: unknown paths, wrong methods, bodies over the limit."""
-    headers = {name: error.headers[name] for name in ("Allow",) if name in error.headers}
-    code = {401: "invalid_secret", 404: "unknown_url", 405: "method_not_allowed", 413: "body_too_large"}.get(
-        error.status
-    )
+def _of_aiohttp(error: web.HTTPException) -> HttpError:
+    """Convert what aiohttp itself refuses: unknown paths, wrong methods, bodies above the size limit."""
+    headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
     if error.status == 413:
         headers["Connection"] = "close"
-    message = error.text or error.reason
     kind = "server_error" if error.status >= 500 else "invalid_request_error"
-    return Problem(error.status, ErrorBody(message=message, type=kind, code=code), headers)
+    body = ErrorObject(message=error.text or error.reason, type=kind, code=_HTTP_CODES.get(error.status))
+    return HttpError(error.status, body, headers)

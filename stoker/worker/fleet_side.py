@@ -1,7 +1,4 @@
-"""What a worker says of itself to gateways: who it is, how loaded, and how it makes text into tokens.
-
-Only what it says. Who listens, and what is made of it, is unknown here.
-"""
+"""What a worker tells gateways about itself: its description, its load, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -12,14 +9,14 @@ from aiohttp import web
 
 from stoker.base.address import join_address
 from stoker.base.errors import NotFound
-from stoker.proto.messages import Registration, TokenizerFiles, WorkerInfo, WorkerReport
+from stoker.proto.internal_http import SECRET_HEADER
+from stoker.proto.messages import TokenizerFiles, WorkerInfo, WorkerRegistration, WorkerReport
 from stoker.text.folder import text_files
 from stoker.worker.context import CONTEXT, WorkerContext
-from stoker.worker.identity import SECRET_HEADER
 
 
 def worker_info(context: WorkerContext, host: str) -> WorkerInfo:
-    """`host`: under what name this machine is reached by whoever is told."""
+    """Describe this worker. `host` is the name under which the receiver reaches this machine."""
     info, identity = context.service.info, context.identity
 
     def address(port: int | None) -> str | None:
@@ -42,12 +39,12 @@ def worker_info(context: WorkerContext, host: str) -> WorkerInfo:
     )
 
 
-def registration(context: WorkerContext, url: str, host: str) -> Registration:
-    return Registration(url=url, **msgspec.structs.asdict(worker_info(context, host)))
+def registration(context: WorkerContext, url: str, host: str) -> WorkerRegistration:
+    return WorkerRegistration(url=url, **msgspec.structs.asdict(worker_info(context, host)))
 
 
 def worker_report(context: WorkerContext, number: int) -> WorkerReport:
-    """While the engine is started, its last word is gone: nothing waits or runs, and nothing is free."""
+    """Return the load report. While the engine restarts, nothing waits or runs, and no block is free."""
     service, stats = context.service, context.service.stats
     return WorkerReport(
         worker_id=context.identity.worker_id,
@@ -68,7 +65,7 @@ def worker_report(context: WorkerContext, number: int) -> WorkerReport:
 
 async def show_worker(request: web.Request) -> web.Response:
     context = checked_context(request)
-    # The name by which we were reached just now is one by which the asker reaches our other ports.
+    # The caller reached this machine under this name, so it reaches the other ports under it, too.
     return _json(worker_info(context, request.url.host or "127.0.0.1"))
 
 
@@ -80,12 +77,12 @@ async def show_load(request: web.Request) -> web.Response:
 async def show_tokenizer(request: web.Request) -> web.Response:
     folder = checked_context(request).text.folder
     if folder is None:
-        raise NotFound("This worker's tokenizer was not read from files.")
+        raise NotFound("The tokenizer of this worker was not loaded from files.")
     return _json(TokenizerFiles(files=await asyncio.to_thread(text_files, folder)))
 
 
 def checked_context(request: web.Request) -> WorkerContext:
-    """401 for those who do not know this worker's secret."""
+    """Return the context, or answer 401 if the request does not have the secret of this worker."""
     context = request.app[CONTEXT]
     if not context.identity.allows(request.headers.get(SECRET_HEADER)):
         raise web.HTTPUnauthorized(text=f"The header '{SECRET_HEADER}' does not hold this worker's secret.")

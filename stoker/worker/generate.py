@@ -1,6 +1,7 @@
-"""Sequences of one request, run together: token chunks in, pieces of text, reasoning and tool calls out.
+"""Runs the sequences of one request: token chunks in, pieces of text, reasoning and tool calls out.
 
-A `Choice` is one sequence with its text machinery. Leaving `generate` by any road cancels every sequence that still runs.
+A `Choice` is one sequence with its detokenizer, stop strings and parsers. When `generate` is left, by an error too, every
+sequence that still runs is cancelled.
 """
 
 from __future__ import annotations
@@ -22,52 +23,52 @@ from stoker.worker.errors import error_of
 from stoker.worker.output import AnswerDelta, OutputParser
 from stoker.worker.record import RequestRecord
 
-_ENGINE_FIRST_S = 0.25  # past its deadline a request is the engine's to end, and then ours
-_REPLAYED_AT_A_TIME = 128  # tokens, before other streams have their turn
+_ENGINE_FIRST_S = 0.25  # after a deadline, the engine has this long to end the request before the server does
+_REPLAYED_AT_A_TIME = 128  # tokens to replay before the event loop runs other requests
 
 
-class Chunks(Protocol):
+class ChunkRelay(Protocol):
     async def relay(self, take: Callable[[TokenChunk], bool]) -> None:
-        """Feeds chunks to `take` as they come, until it says no or has the last one. What it raises is raised here."""
+        """Pass chunks to `take` as they arrive, until it returns False or has the last one. Raises what `take` raises."""
 
 
 class ChunkSource(Protocol):
-    """What of EngineService is needed here."""
+    """The part of `EngineService` that is needed here."""
 
-    def open(self, request: GenerateRequest) -> AbstractAsyncContextManager[Chunks]: ...
+    def open(self, request: GenerateRequest) -> AbstractAsyncContextManager[ChunkRelay]: ...
 
     def release(self, lease_id: str) -> None: ...
 
 
 @dataclass(slots=True)
-class Piece:
-    """What one chunk brought to one choice. One is made for every token: what it lacks costs nothing."""
+class AnswerPiece:
+    """What one chunk adds to one choice. One is made for every token, so unused fields share empty defaults."""
 
     index: int
     token_ids: list[int]
     deltas: Sequence[AnswerDelta] = ()
-    logprobs: Sequence[TokenLogprobs] = ()  # of tokens that became content
-    token_logprobs: Sequence[TokenLogprobs] = ()  # of all token_ids, where they were asked for
+    logprobs: Sequence[TokenLogprobs] = ()  # of the tokens that became content
+    token_logprobs: Sequence[TokenLogprobs] = ()  # of all token_ids, if the client asked for logprobs
     finish: Literal["stop", "length"] | None = None
-    handed_off: bool = False  # the last from here, but not the choice's: another worker goes on with it
-    replayed: bool = False  # said before, by another worker: a stream's client has it already
+    handed_off: bool = False  # the last piece of this worker: another worker continues the choice
+    replayed: bool = False  # sent before by another worker: the client of a stream has it already
 
 
 class PieceSink(Protocol):
-    """Whoever makes an answer of the pieces."""
+    """Makes an answer of pieces."""
 
-    def take(self, piece: Piece) -> bool:
-        """False: no more of them until `room` has returned."""
+    def take(self, piece: AnswerPiece) -> bool:
+        """Accept one piece. False: await `wait_for_room` before the next one."""
 
-    async def room(self) -> None: ...
+    async def wait_for_room(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """One sequence: its tokens, in order, through detokenizer, stop strings and parsers.
+    """One sequence: passes its tokens, in order, through detokenizer, stop strings and parsers.
 
-    What comes out depends on the tokens so far alone, not on how they were cut into chunks: that is what lets another
-    worker replay the tokens that a client has seen, and go on.
+    The output depends only on the tokens so far, not on how they were split into chunks. So another worker can replay the
+    tokens that a client has seen, and continue.
     """
 
     index: int
@@ -75,19 +76,19 @@ class Choice:
     detokenizer: Detokenizer
     stops: StopStrings
     parser: OutputParser
-    counts_prompt: bool = True  # the first of its prompt's choices: a prompt is paid for once
+    counts_prompt: bool = True  # the first choice of its prompt: the usage counts a prompt once
     keep_stop_token: bool = False
     grammar_param: str | None = None
-    resumed_logprobs: list[TokenLogprobs] | None = None  # of the request's tokens after its prompt
-    ended: bool = False  # nothing is left to be generated: known before a replay, or by it
-    goes_on: bool = False  # after a hand-off, elsewhere, from where it stands; else a hand-off is its end
-    ran: bool = False  # the engine has said what of its prompt was in the cache
-    ticket: KvTicket | None = None  # for its KV, if that was kept
+    resumed_logprobs: list[TokenLogprobs] | None = None  # of the tokens that another worker generated
+    ended: bool = False  # nothing is left to generate; a resumed choice may learn this only by the replay
+    continues_elsewhere: bool = False  # after a hand-off, another worker continues; else a hand-off ends the choice
+    ran: bool = False  # the engine has reported how much of the prompt was cached
+    ticket: KvTicket | None = None  # for its KV, if the engine kept it
     usage: TokenUsage = field(init=False)
     reasoning_tokens: int = 0
-    has_called: bool = False  # a tool, in what was replayed or since
-    _held_tokens: int = 0  # pushed, and no delta has come of them yet
-    _held_logprobs: list[tuple[str, TokenLogprobs]] = field(default_factory=list)  # with their tokens' texts
+    has_called: bool = False  # has called a tool, in the replay or since
+    _held_tokens: int = 0  # tokens that are not part of a delta yet
+    _held_logprobs: list[tuple[str, TokenLogprobs]] = field(default_factory=list)  # with the text of each token
 
     def __post_init__(self) -> None:
         num_prompt = self.request.num_prompt
@@ -101,40 +102,40 @@ class Choice:
     def is_resumed(self) -> bool:
         return self.ended or self.num_resumed > 0
 
-    def replay(self) -> Iterator[Piece]:
-        """What was sampled before (resume), a piece a token. If that was all, a last piece tells how it ended: a replayed
-        one where that has been said, too."""
-        said_end = self.ended
+    def replay(self) -> Iterator[AnswerPiece]:
+        """Yield a piece for each token that another worker sampled. If the choice has ended with them, also yield its end,
+        marked as replayed if that was sent before, too."""
+        sent_end = self.ended
         sampled = self.request.token_ids[self.request.num_prompt :]
         last_stops = bool(sampled) and sampled[-1] in self.request.sampling.stop_token_ids
         num_text = len(sampled) - int(last_stops and not self.keep_stop_token)
-        piece = Piece(self.index, [], replayed=True)
+        piece = AnswerPiece(self.index, [], replayed=True)
         for i, token_id in enumerate(sampled):
             if i:
                 yield piece
-                piece = Piece(self.index, [], replayed=True)
+                piece = AnswerPiece(self.index, [], replayed=True)
             piece.token_ids.append(token_id)
             if i < num_text:
                 self._take(token_id, self.resumed_logprobs[i] if self.resumed_logprobs else None, piece)
             if self.stops.stopped:
                 break
         is_full = len(sampled) >= self.request.max_new_tokens
-        self.ended = said_end or bool(self.stops.stopped) or last_stops or is_full
-        if not said_end and sampled:
+        self.ended = sent_end or bool(self.stops.stopped) or last_stops or is_full
+        if not sent_end and sampled:
             yield piece
-            piece = Piece(self.index, [])
+            piece = AnswerPiece(self.index, [])
         if self.ended:
             piece.finish = "length" if is_full and not (self.stops.stopped or last_stops) else "stop"
             self._flush(piece)
             yield piece
 
-    def push(self, chunk: TokenChunk) -> Piece:
+    def push(self, chunk: TokenChunk) -> AnswerPiece:
         if chunk.finish is not None and (error := error_of(chunk.finish)) is not None:
             if isinstance(error, InvalidRequest) and error.code == "invalid_grammar":
                 error.param = self.grammar_param
             raise error
         token_ids, logprobs = chunk.token_ids, chunk.logprobs or ()
-        piece = Piece(self.index, token_ids, (), (), logprobs)
+        piece = AnswerPiece(self.index, token_ids, (), (), logprobs)
         if chunk.usage is not None:
             self.ran = True
             self.usage.cached_tokens, self.usage.pulled_tokens = chunk.usage.cached_tokens, chunk.usage.pulled_tokens
@@ -148,12 +149,12 @@ class Choice:
                 break
         else:
             if chunk.finish is not None:
-                piece.handed_off = self.goes_on and chunk.finish.reason == "handoff"
-                assert chunk.ticket is not None or not piece.handed_off, "handed off, but nobody could go on"
+                piece.handed_off = self.continues_elsewhere and chunk.finish.reason == "handoff"
+                assert chunk.ticket is not None or not piece.handed_off, "a hand-off without a ticket"
                 if not piece.handed_off:
                     piece.finish = "stop" if chunk.finish.reason == "stop" else "length"
         self.usage.completion_tokens += len(piece.token_ids)
-        if piece.handed_off or not self.goes_on:
+        if piece.handed_off or not self.continues_elsewhere:
             self.ticket = chunk.ticket
         if piece.finish is not None:
             self._flush(piece)
@@ -162,7 +163,7 @@ class Choice:
     def _stop_tokens(self, finish: Finish) -> int:
         return int(finish.stop_token_id is not None and not self.keep_stop_token)
 
-    def _take(self, token_id: int, logprobs: TokenLogprobs | None, piece: Piece) -> None:
+    def _take(self, token_id: int, logprobs: TokenLogprobs | None, piece: AnswerPiece) -> None:
         spelled = self.detokenizer.push(token_id)
         self._held_tokens += 1
         if logprobs is not None:
@@ -170,8 +171,8 @@ class Choice:
         if text := self.stops.push(spelled):
             self._settle(self.parser.push(text), piece)
 
-    def _settle(self, deltas: Sequence[AnswerDelta], piece: Piece) -> None:
-        """Tokens that had shown nothing so far go with what they turned out to be a part of."""
+    def _settle(self, deltas: Sequence[AnswerDelta], piece: AnswerPiece) -> None:
+        """Add deltas to the piece. Tokens that were held back count with the deltas that they became part of."""
         if not deltas:
             return
         piece.deltas = [*piece.deltas, *deltas] if piece.deltas else deltas
@@ -188,37 +189,38 @@ class Choice:
             piece.logprobs = [*piece.logprobs, *self._released(content)]
 
     def _released(self, content: str) -> list[TokenLogprobs]:
-        """The held entries whose tokens are in `content`. Those before it were marks and go; those after it wait on."""
+        """Return the held entries whose tokens are in `content`. Entries before it belong to markers and are dropped, entries
+        after it stay held."""
         held, self._held_logprobs = self._held_logprobs, []
         if not content:
             return []
         text = "".join(spelled for spelled, _ in held)
         start = 0 if text.startswith(content) else text.rfind(content)
-        if start < 0:  # it begins with the rest of a token that was released before
+        if start < 0:  # it starts with the rest of a token that was released before
             return [entry for _, entry in held]
         end, at, released = start + len(content), 0, []
         for spelled, entry in held:
             if at >= end:
                 self._held_logprobs.append((spelled, entry))
-            elif at + len(spelled) > start or at == start:  # a part of a character spells nothing: its place decides
+            elif at + len(spelled) > start or at == start:  # a part of a character has no text: its position decides
                 released.append(entry)
             at += len(spelled)
         return released
 
-    def _flush(self, piece: Piece) -> None:
+    def _flush(self, piece: AnswerPiece) -> None:
         text = "" if self.stops.stopped else self.stops.push(self.detokenizer.flush())
         text += self.stops.flush()
         self._settle([*(self.parser.push(text) if text else ()), *self.parser.flush()], piece)
 
 
 async def generate(source: ChunkSource, choices: Sequence[Choice], record: RequestRecord, sink: PieceSink) -> None:
-    """All choices' pieces into `sink` as they come, each choice's in order, the last with `finish`."""
+    """Run all choices and pass their pieces to `sink`, those of one choice in order. The last piece has `finish`."""
     try:
         running = []
         for choice in choices:
             for number, piece in enumerate(choice.replay()):
                 if not sink.take(piece):
-                    await sink.room()
+                    await sink.wait_for_room()
                 if number % _REPLAYED_AT_A_TIME == _REPLAYED_AT_A_TIME - 1:
                     await asyncio.sleep(0)
             if not choice.ended:
@@ -236,11 +238,11 @@ async def _run(source: ChunkSource, choice: Choice, record: RequestRecord, sink:
     ended = False
 
     def take(chunk: TokenChunk) -> bool:
-        """Called by the reader of the engine's pipe: for each token this is all that is done, and nobody is woken."""
+        """Handle one chunk. The reader of the engine's pipe calls this directly, so that no task is woken per token."""
         nonlocal ended
         piece = choice.push(chunk)
         if chunk.ticket is not None and choice.ticket is None:
-            source.release(chunk.ticket.lease_id)  # a stop string in the first token: nobody goes on from there
+            source.release(chunk.ticket.lease_id)  # a stop string in the first token ended the answer here
         record.saw_chunk(piece.index)
         ended = piece.finish is not None or piece.handed_off
         return sink.take(piece) and not ended
@@ -250,22 +252,23 @@ async def _run(source: ChunkSource, choice: Choice, record: RequestRecord, sink:
             await _in_time(chunks.relay(take), choice.request.deadline_s)
             if ended:
                 return
-            await sink.room()
+            await sink.wait_for_room()
 
 
 async def _in_time(relay: Awaitable[None], deadline_s: float | None) -> None:
-    """The engine keeps the deadline of what it runs; here it holds too while a grammar is compiled, or a step hangs."""
+    """Await `relay` until the deadline. The engine checks it only between steps of a running sequence; a grammar that is
+    still compiled, or a step that hangs, is ended here."""
     if deadline_s is None:
         return await relay
     try:
         async with asyncio.timeout(deadline_s + _ENGINE_FIRST_S - time.monotonic()):
             await relay
     except TimeoutError:
-        raise DeadlineExceeded("The request's deadline passed before its answer was complete.") from None
+        raise DeadlineExceeded("The deadline of the request passed before its answer was complete.") from None
 
 
 async def _together(runs: Sequence[Coroutine[None, None, None]]) -> None:
-    """What ends one of them ends all."""
+    """Run all until they are done. An error in one of them cancels the others."""
     tasks = [asyncio.create_task(run) for run in runs]
     try:
         await asyncio.gather(*tasks)

@@ -1,4 +1,4 @@
-"""Who a worker is to the gateways in front of it: its id, its role, and the secret that both know."""
+"""The identity of a worker towards its gateways: its id, its role, and the secret of the fleet."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from dataclasses import dataclass, field
 from stoker.base.ids import WorkerId
 from stoker.proto.messages import WorkerRole
 
-SECRET_HEADER = "x-stoker-secret"
-
 
 def new_worker_id() -> WorkerId:
-    """An id for each start: what a gateway knew of the process before is no longer so."""
+    """Return a new id. Each start has its own, so that a gateway drops what it knew of the process before."""
     return WorkerId(f"w-{secrets.token_hex(6)}")
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """`events_port` and `replay_port`: where KV events and load reports are published, if they are."""
+    """KV events and load reports are published on `events_port`, if it is set. `replay_port` sends missed events again."""
 
     worker_id: WorkerId = field(default_factory=new_worker_id)
     role: WorkerRole = "unified"

@@ -1,4 +1,4 @@
-"""The ids in an answer: a function of the request, so that whoever continues the answer elsewhere gives the same ones."""
+"""The ids in an answer. They are a function of the request, so that a worker that continues the answer uses the same."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HEX_DIGITS = 32
 
 @dataclass(frozen=True, slots=True)
 class AnswerIds:
-    """A client may send one X-Request-Id for all its requests: the time and the prompt keep their answers' ids apart."""
+    """Makes ids from the request id, the time and the prompt: a client may use one X-Request-Id for all its requests."""
 
     _root: bytes
 
@@ -24,6 +24,6 @@ class AnswerIds:
         return cls(sha256(head + tail).digest())
 
     def make(self, prefix: str, *place: int) -> str:
-        """`place` tells apart what has the same prefix: a choice's number, an item's, a call's."""
+        """Return an id. `place` distinguishes ids with the same prefix: the index of a choice, an item or a call."""
         named = f"{prefix}{place}".encode()
         return prefix + sha256(self._root + named).hexdigest()[:_HEX_DIGITS]

@@ -1,4 +1,4 @@
-"""The endpoints that generate nothing: models, tokens, health, readiness, metrics."""
+"""Endpoints that do not generate: models, tokenize and detokenize, health, readiness, metrics."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from stoker.proto.openai.info import (
     TokenizeAnswer,
     TokenizeRequest,
 )
-from stoker.text.conversation import Conversation, num_chars, template_kwargs
+from stoker.text.conversation import Conversation, template_kwargs
 from stoker.text.openai_messages import template_messages
 from stoker.text.tools import offered_tools
 from stoker.worker.context import CONTEXT, WorkerContext, read_body
 from stoker.worker.metrics import CONTENT_TYPE
-from stoker.worker.prompt import encode, render
+from stoker.worker.prompts import encode, render_off_loop
 from stoker.worker.sampling import check_token_ids
 
 
-class Health(msgspec.Struct, kw_only=True):
+class HealthAnswer(msgspec.Struct, kw_only=True):
     status: str
     engine: str
     draining: bool
@@ -33,10 +33,10 @@ class Health(msgspec.Struct, kw_only=True):
 
 
 async def health(request: web.Request) -> web.Response:
-    """200 while this process lives, whatever the engine does."""
+    """Answer 200 while this process runs, whatever state the engine is in."""
     context = request.app[CONTEXT]
     return _json(
-        Health(
+        HealthAnswer(
             status="ok",
             engine="ready" if context.service.ready else "starting",
             draining=context.state.draining,
@@ -47,10 +47,14 @@ async def health(request: web.Request) -> web.Response:
 
 
 async def ready(request: web.Request) -> web.Response:
-    """200 while a request sent now would be taken."""
+    """Answer 200 while new requests are accepted."""
     context = request.app[CONTEXT]
     if context.state.draining:
-        raise Overloaded("Draining.", retry_after_s=context.config.drain_retry_after_s, code="draining")
+        raise Overloaded(
+            "This worker is draining and takes no new requests.",
+            retry_after_s=context.config.drain_retry_after_s,
+            code="draining",
+        )
     if not context.service.ready:
         raise Overloaded("The engine is starting.", code="engine_starting")
     return _json({"status": "ready"})
@@ -92,9 +96,7 @@ async def tokenize(request: web.Request) -> web.Response:
             add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
             continue_final_message=body.continue_final_message,
         )
-        ids = (
-            await context.off_loop(num_chars(conversation), lambda: render(context.text, conversation, context.limits))
-        ).token_ids
+        ids = (await render_off_loop(context, conversation)).token_ids
     spelled = [tokenizer.token_bytes(id_).decode("utf-8", "replace") for id_ in ids] if body.return_token_strs else None
     limit = context.limits.max_model_tokens
     return _json(TokenizeAnswer(count=len(ids), max_model_len=limit, tokens=ids, token_strs=spelled))

@@ -1,4 +1,4 @@
-"""The blocks that the engine and its tiers hold, as events tell: enough to tell all of it again to whoever comes late."""
+"""A copy of the set of blocks in the engine and its tiers, kept from events, for snapshots to late subscribers."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from stoker.base.ids import BlockKey
 from stoker.proto.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from stoker.proto.messages import BlocksForgotten, BlocksNamed, KvEvents
 
-_CHAIN_BLOCKS = 256  # in one event of a snapshot
+_CHAIN_BLOCKS = 256  # per event of a snapshot
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class _MirroredBlock:
     parent: BlockKey | None
     token_ids: array[int]
     salt: str | None
 
 
-_Held = dict[str, dict[BlockKey, _Block]]  # by medium; a block that is in several is one object
+_Held = dict[str, dict[BlockKey, _MirroredBlock]]  # by medium; a block in several media is one object
 
 
 class KvMirror:
@@ -28,11 +28,11 @@ class KvMirror:
         self._held: _Held = {}
 
     def __len__(self) -> int:
-        """A block counts once for each medium that it is in."""
+        """Count a block once for each medium that it is in."""
         return sum(map(len, self._held.values()))
 
     def apply(self, events: KvEvents) -> list[KvEvent]:
-        """The same in the public form."""
+        """Apply the events and return them in the public format."""
         return [self._apply(event) for event in events.events]
 
     def clear(self) -> list[KvEvent]:
@@ -40,8 +40,8 @@ class KvMirror:
         return [AllBlocksCleared()]
 
     def snapshot(self) -> Iterator[KvEvent]:
-        """All blocks as they are now; may be read on another thread, later."""
-        return _told({medium: dict(held) for medium, held in self._held.items()})
+        """Return all blocks as they are now. The iterator may be read later, on another thread."""
+        return _snapshot_events({medium: dict(held) for medium, held in self._held.items()})
 
     def _apply(self, event: BlocksNamed | BlocksForgotten) -> KvEvent:
         held = self._held.setdefault(event.medium, {})
@@ -55,12 +55,12 @@ class KvMirror:
             block = self._known(key)
             if block is None:
                 tokens = array("I", event.token_ids[i * size : (i + 1) * size])
-                block = _Block(parent, tokens, event.salt if i == 0 else None)
+                block = _MirroredBlock(parent, tokens, event.salt if i == 0 else None)
             held[key] = block
             parent = key
         return _stored(event.keys, event.parent, event.token_ids, event.salt, event.medium)
 
-    def _known(self, key: BlockKey) -> _Block | None:
+    def _known(self, key: BlockKey) -> _MirroredBlock | None:
         for held in self._held.values():
             block = held.get(key)
             if block is not None:
@@ -68,9 +68,11 @@ class KvMirror:
         return None
 
 
-def _told(held: _Held) -> Iterator[KvEvent]:
-    """Parents come before their children, whatever they are in. A block whose parent is gone is found by no prefix, and left
-    out."""
+def _snapshot_events(held: _Held) -> Iterator[KvEvent]:
+    """Yield events for all blocks, parents before their children, in every medium.
+
+    A block whose parent is gone is left out: no prefix can reach it.
+    """
     yield AllBlocksCleared()
     blocks = {key: block for of_medium in held.values() for key, block in of_medium.items()}
     children: dict[BlockKey | None, list[BlockKey]] = {}

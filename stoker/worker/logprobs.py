@@ -1,18 +1,15 @@
-"""Log-probabilities in OpenAI's two shapes: chat's, a list of objects, and the older one of completions, four lists."""
+"""Logprobs in OpenAI's two formats: the list of objects of chat, and the four lists of completions."""
 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Sequence
 
-from stoker.proto.openai.answers import TokenLogprob, TopLogprob
+from stoker.proto.openai.answers import TokenLogprob, TopLogprob, finite_logprob
 from stoker.proto.openai.chat import ChoiceLogprobs
 from stoker.proto.openai.completions import CompletionLogprobs
 from stoker.sched.request import TokenLogprobs
 from stoker.text.detokenizer import Detokenizer
-
-_LOWEST = -9999.0  # JSON has no -inf
 
 TokenBytes = Callable[[int], bytes]
 
@@ -26,20 +23,22 @@ def content_logprobs(entries: Sequence[TokenLogprobs], token_bytes: TokenBytes) 
     for entry in entries:
         spelled = token_bytes(entry.token_id)
         top = [
-            TopLogprob(token=_text(other), logprob=finite(logprob), bytes=list(other))
+            TopLogprob(token=_text(other), logprob=finite_logprob(logprob), bytes=list(other))
             for other, logprob in zip(map(token_bytes, entry.top_ids), entry.top_logprobs, strict=True)
         ]
         content.append(
-            TokenLogprob(token=_text(spelled), logprob=finite(entry.logprob), bytes=list(spelled), top_logprobs=top)
+            TokenLogprob(
+                token=_text(spelled), logprob=finite_logprob(entry.logprob), bytes=list(spelled), top_logprobs=top
+            )
         )
     return content
 
 
 class TextOffsets:
-    """Where in a choice's text its tokens begin, one after the other. Those that are parts of one character begin where it does."""
+    """Finds where each token of a choice starts in its text. Tokens that are parts of one character start where it does."""
 
     def __init__(self, detokenizer: Detokenizer) -> None:
-        """`detokenizer`: the choice's, before its first token."""
+        """`detokenizer` is the one of the choice, before its first token."""
         self._detokenizer = copy.copy(detokenizer)
         self._num_chars = 0
 
@@ -56,14 +55,14 @@ def completion_logprobs(
     tops: list[dict[str, float] | None] = []
     for token, entry in zip(tokens, entries, strict=True):
         top = {
-            _text(token_bytes(id_)): finite(logprob)
+            _text(token_bytes(id_)): finite_logprob(logprob)
             for id_, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
         }
-        top.setdefault(token, finite(entry.logprob))
+        top.setdefault(token, finite_logprob(entry.logprob))
         tops.append(top)
     return CompletionLogprobs(
         tokens=tokens,
-        token_logprobs=[finite(entry.logprob) for entry in entries],
+        token_logprobs=[finite_logprob(entry.logprob) for entry in entries],
         top_logprobs=tops if num_logprobs else None,
         text_offset=[offsets.take(entry.token_id) for entry in entries],
     )
@@ -71,7 +70,3 @@ def completion_logprobs(
 
 def _text(spelled: bytes) -> str:
     return spelled.decode("utf-8", "replace")
-
-
-def finite(logprob: float) -> float:
-    return logprob if math.isfinite(logprob) else _LOWEST

@@ -1,4 +1,4 @@
-"""An answer's text -> reasoning, content and tool calls: the two kinds of parsers as one."""
+"""Splits the text of an answer into reasoning, content and tool calls, by a reasoning parser and a tool parser."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _ReasoningSide(Protocol):
 
 
 class NoTools:
-    """All is text."""
+    """Returns everything as text."""
 
     def push(self, text: str) -> list[Delta]:
         return [TextDelta(text)]
@@ -40,9 +40,10 @@ class NoTools:
 
 
 class WantedCalls:
-    """A tool parser's output without what the client does not want, and with an id for each call.
+    """The output of a tool parser, with an id for each call, without what the client did not ask for.
 
-    Not `parallel`: calls after the first. `forced`: text, which can only be what is left of a call that was cut short.
+    Without `parallel`, only the first call is kept. With `forced`, text is dropped: it can only be the rest of a call that
+    was cut off.
     """
 
     def __init__(self, tools: _ToolSide, parallel: bool, forced: bool, call_id: Callable[[int], str]) -> None:
@@ -69,7 +70,7 @@ class WantedCalls:
 
 
 class ReasonedOutput:
-    """Reasoning first; the answer itself is the tool side's."""
+    """Splits off the reasoning first, and passes the rest to the tool parser."""
 
     def __init__(self, reasoning: _ReasoningSide, tools: _ToolSide) -> None:
         self._reasoning = reasoning

@@ -1,35 +1,25 @@
-"""`/stoker/prefetch`: a gateway expects a request here soon, and its KV may as well come nearer now. A hint: what was not
-brought by the time the request comes is loaded or computed then."""
+"""`/stoker/prefetch`: the gateway expects a request here soon, so the worker starts to load its KV.
+
+This is a hint. KV that has not arrived when the request comes is loaded or computed then.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Literal
-
-import msgspec
 from aiohttp import web
 
 from stoker.base.errors import InvalidRequest
+from stoker.proto.handoff import PARAM, PrefetchRequest
 from stoker.proto.messages import Prefetch
-from stoker.proto.openai.chat import ChatRequest
-from stoker.proto.openai.completions import CompletionRequest
 from stoker.proto.openai.decode import decode
-from stoker.proto.openai.responses import ResponsesRequest
-from stoker.sched.request import GenerateRequest
-from stoker.worker.chat import prepare_chat
-from stoker.worker.completions import prepare_completion
+from stoker.worker.chat import CHAT
+from stoker.worker.completions import COMPLETIONS
 from stoker.worker.context import WorkerContext, read_body
 from stoker.worker.fleet_side import checked_context
-from stoker.worker.handoff import PARAM, resolve_handoff
+from stoker.worker.handoff import resolve_handoff
 from stoker.worker.record import RECORD
-from stoker.worker.responses import prepare_response
+from stoker.worker.responses import RESPONSES
 
-
-class PrefetchRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`request` is a whole body of the endpoint `path`. With `kv_transfer_params` alone, all that the lease has comes."""
-
-    path: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"] = "/v1/chat/completions"
-    request: msgspec.Raw = msgspec.Raw()
-    kv_transfer_params: dict[str, Any] | None = None
+_ENDPOINTS = {endpoint.path: endpoint for endpoint in (CHAT, COMPLETIONS, RESPONSES)}
 
 
 async def prefetch(request: web.Request) -> web.Response:
@@ -43,35 +33,17 @@ async def prefetch(request: web.Request) -> web.Response:
 
 
 async def _hints(context: WorkerContext, body: PrefetchRequest, request_id: str) -> list[Prefetch]:
-    if (body.kv_transfer_params or {}).get("do_remote_decode"):
+    transfer = body.kv_transfer_params
+    if (transfer or {}).get("do_remote_decode"):
         param = f"{PARAM}.do_remote_decode"
-        raise InvalidRequest(f"Invalid value for '{param}': a prefetch keeps nothing.", param=param)
+        raise InvalidRequest(f"Invalid value for '{param}': a prefetch cannot keep KV for another worker.", param=param)
     if not bytes(body.request):
-        tickets = resolve_handoff(body.kv_transfer_params, 1, context.service.info, context.log).tickets
+        tickets = resolve_handoff(transfer, 1, context.service.info, context.log).tickets
         return [Prefetch(token_ids=[], ticket=ticket) for ticket in tickets if ticket is not None]
-    sequences = await _sequences(context, body.path, bytes(body.request), body.kv_transfer_params, request_id)
+    choices = await _ENDPOINTS[body.path].choices_of(context, bytes(body.request), transfer, request_id)
+    # One hint per prompt is enough: all its choices start with the same blocks.
+    sequences = [choice.request for choice in choices if choice.counts_prompt]
     return [
         Prefetch(token_ids=sequence.token_ids, cache_salt=sequence.cache_salt, ticket=sequence.ticket)
         for sequence in sequences
     ]
-
-
-async def _sequences(
-    context: WorkerContext, path: str, data: bytes, transfer: dict[str, Any] | None, request_id: str
-) -> list[GenerateRequest]:
-    """One for each prompt: its choices begin with the same blocks."""
-    fields: ChatRequest | CompletionRequest | ResponsesRequest
-    match path:
-        case "/v1/chat/completions":
-            fields = decode(ChatRequest, data)
-            fields.kv_transfer_params = transfer
-            choices = (await prepare_chat(context, fields, request_id)).choices
-        case "/v1/completions":
-            fields = decode(CompletionRequest, data)
-            fields.kv_transfer_params = transfer
-            choices = (await prepare_completion(context, fields, request_id)).choices
-        case _:
-            fields = decode(ResponsesRequest, data)
-            fields.kv_transfer_params = transfer
-            choices = [(await prepare_response(context, fields, request_id)).choice]
-    return [choice.request for choice in choices if choice.counts_prompt]

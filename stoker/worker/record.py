@@ -1,4 +1,4 @@
-"""What is known of one HTTP request when it ends: a line in the log, a few numbers in the metrics."""
+"""Times and token counts of one HTTP request, for its log line and the metrics."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RequestRecord:
             self.metrics.ttft_s.observe(now_s - self.started_s)
 
     def count_tokens(self, usage: TokenUsage, num_resumed: int, with_prompt: bool) -> None:
-        """Tokens that another worker generated are that worker's to count."""
+        """Add the tokens of a choice, without those that another worker generated and has counted."""
         self.generated_tokens += usage.completion_tokens - num_resumed
         if with_prompt:
             self.prompt_tokens += usage.prompt_tokens
@@ -43,7 +43,7 @@ class RequestRecord:
         self.pulled_tokens += usage.pulled_tokens
 
     def close(self, status: int) -> dict[str, object]:
-        """Count it; the fields of its log line."""
+        """Add the request to the metrics and return the fields of its log line."""
         elapsed_s = time.monotonic() - self.started_s
         self.metrics.requests.labels(self.endpoint, str(status)).inc()
         fields: dict[str, object] = {

@@ -1,4 +1,4 @@
-"""Tells gateways that this worker is here, again and again, and that it leaves. Serving never depends on their answers."""
+"""Registers this worker with its gateways by heartbeats, and says when it leaves. The worker serves without them, too."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ import aiohttp
 import msgspec
 
 from stoker.base import log as logs
-from stoker.proto.messages import Registration
-from stoker.worker.identity import SECRET_HEADER
-
-PATH = "/stoker/register"
+from stoker.proto.internal_http import REGISTER_PATH, SECRET_HEADER
+from stoker.proto.messages import WorkerRegistration
 
 _HEARTBEAT_S = 3.0
 _ANSWER_S = 3.0
@@ -23,16 +21,16 @@ log = logs.EventLog("register")
 
 
 class Registrar:
-    """A task for each gateway. `registration` is asked anew each time: an engine may come back with other figures."""
+    """Sends heartbeats to each gateway. `registration` is called for every one: a restarted engine may have other values."""
 
     def __init__(
         self,
         gateways: Sequence[str],
-        registration: Callable[[], Registration],
+        registration: Callable[[], WorkerRegistration],
         secret: str | None = None,
         heartbeat_s: float = _HEARTBEAT_S,
     ) -> None:
-        self._urls = [gateway.rstrip("/") + PATH for gateway in gateways]
+        self._urls = [gateway.rstrip("/") + REGISTER_PATH for gateway in gateways]
         self._registration = registration
         self._headers = {"Content-Type": "application/json"} | ({SECRET_HEADER: secret} if secret else {})
         self._heartbeat_s = heartbeat_s
@@ -46,7 +44,7 @@ class Registrar:
         self._tasks = [asyncio.create_task(self._keep(url), name="registration") for url in self._urls]
 
     async def leave(self) -> None:
-        """Before a drain, and at the end. Once is enough."""
+        """Stop the heartbeats and tell the gateways. Called before a drain and at the end; the second call does nothing."""
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
@@ -70,11 +68,11 @@ class Registrar:
                     log.event("registered", gateway=url)
                 else:
                     log.warning("gateway_not_reached", gateway=url, reason=reason)
-            # Just as soon where it was not heard: a gateway that was started again has no other way to learn of us.
+            # The same interval after a failure: a restarted gateway learns of this worker only by its heartbeat.
             await asyncio.sleep(self._heartbeat_s)
 
     async def _send(self, session: aiohttp.ClientSession, method: str, url: str) -> str | None:
-        """Why the gateway did not take it; None if it did."""
+        """Return why the gateway did not accept the message, or None if it did."""
         body = msgspec.json.encode(self._registration())
         try:
             async with session.request(method, url, data=body, headers=self._headers) as answer:

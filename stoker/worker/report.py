@@ -1,7 +1,7 @@
-"""What a worker publishes on ZMQ: its KV events, which whoever missed some can have again, and its load.
+"""Publishes a worker's KV events and load reports on ZMQ.
 
-Publishing never waits: a listener that is too slow misses messages, sees so by their numbers, and asks for them. What is
-no longer kept is answered with all blocks that there are now.
+Publishing never waits. A subscriber that is too slow misses messages, notices it by their numbers, and requests them
+again. If they are no longer stored, it gets a snapshot of all blocks.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from stoker.worker.kv_mirror import KvMirror
 _REPORT_EVERY_S = 0.25
 _REPORT_AT_MOST_EVERY_S = 0.02
 _KEPT_BATCHES = 10_000
-_QUEUED_MESSAGES = 10_000  # for one listener
-_SNAPSHOT_EVENTS = 16  # in one batch
+_QUEUED_MESSAGES = 10_000  # per subscriber
+_SNAPSHOT_EVENTS = 16  # per batch
 
 log = logs.EventLog("report")
 
 
 class NoReporter:
-    """For workers that tell nobody."""
+    """Publishes nothing."""
 
     events_port: int | None = None
     replay_port: int | None = None
@@ -63,15 +63,17 @@ class NoReporter:
 
 
 class Reporter:
-    """An EngineListener. Its ports are open from the start, so that a taken one is noticed before the model is loaded.
-    `host` is an address of this machine in numbers."""
+    """An `EngineListener` that publishes. Its ports are bound at once, so that a port in use fails before the model loads.
+
+    `host` is a numeric address of this machine.
+    """
 
     def __init__(self, host: str, events_port: int = 0, kept_batches: int = _KEPT_BATCHES) -> None:
         self._context = zmq.asyncio.Context()
         self._publisher = zmq.Context(self._context).socket(zmq.PUB)
         self._replayer = self._context.socket(zmq.ROUTER)
         self._publisher.set(zmq.SNDHWM, _QUEUED_MESSAGES)
-        self._replayer.set(zmq.SNDHWM, 0)  # a ROUTER drops what is above it; a snapshot's end is near anyway
+        self._replayer.set(zmq.SNDHWM, 0)  # no limit: a ROUTER drops messages above it, and a snapshot is bounded
         try:
             self.events_port = _bind(self._publisher, host, events_port)
             self.replay_port = _bind(self._replayer, host, events_port + 1 if events_port else 0)
@@ -86,10 +88,10 @@ class Reporter:
         self._reported_s = 0.0
         self._tasks: list[asyncio.Task[None]] = []
         self._encoder = msgspec.msgpack.Encoder()
-        self._publish(self._mirror.clear())  # who listened to an earlier process on this port must start anew
+        self._publish(self._mirror.clear())  # for subscribers of an earlier process on this port
 
     def start(self, report: Callable[[int], WorkerReport]) -> None:
-        """`report(number)` makes the load report."""
+        """Start publishing. `report(number)` returns a load report."""
         self._report = report
         self._tasks = [
             asyncio.create_task(self._keep_reporting(), name="load-reports"),
@@ -102,13 +104,13 @@ class Reporter:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._close()
 
-    # ---- what the engine says
+    # ---- from the engine
 
     def blocks_changed(self, events: KvEvents) -> None:
         self._publish(self._mirror.apply(events))
 
     def all_blocks_lost(self) -> None:
-        """Also of what outlives the engine: others may remove it meanwhile, and the next engine tells what is there."""
+        """Clear all media, also those that outlive the engine: their blocks may change, and the next engine reports them."""
         self._publish(self._mirror.clear())
 
     def load_changed(self) -> None:
@@ -135,29 +137,29 @@ class Reporter:
             self.load_changed()
             await asyncio.sleep(_REPORT_EVERY_S)
 
-    # ---- what listeners ask for
+    # ---- from subscribers
 
     async def _keep_replaying(self) -> None:
         while True:
             frames = await self._replayer.recv_multipart()
             try:
-                asker, start = read_replay_request(frames)
+                sender, start = read_replay_request(frames)
             except BadEvents as wrong:
                 log.warning("bad_replay_request", reason=wrong.message)
                 continue
             for seq, payload in await self._since(start):
-                await self._replayer.send_multipart(replay_frames(asker, KV_TOPIC, seq, payload))
-            await self._replayer.send_multipart(replay_end_frames(asker))
+                await self._replayer.send_multipart(replay_frames(sender, KV_TOPIC, seq, payload))
+            await self._replayer.send_multipart(replay_end_frames(sender))
 
     async def _since(self, start: int) -> list[tuple[int, bytes]]:
-        """Everything from `start` on, or, where that is not known any more or not known yet, everything there is."""
+        """Return the messages from `start` on, or a snapshot if `start` is no longer stored or in the future."""
         if self._kept[0][0] <= start <= self._next_seq:
             return [(seq, payload) for seq, payload in self._kept if seq >= start]
         last = self._next_seq - 1
         snapshot = self._mirror.snapshot()
         payloads = await asyncio.to_thread(lambda: list(map(_batch, _grouped(snapshot, _SNAPSHOT_EVENTS))))
-        log.event("kv_snapshot", asked_from=start, kept_from=self._kept[0][0], blocks=len(self._mirror))
-        # All have the number of the last message that they stand for: the next one published follows them.
+        log.event("kv_snapshot", requested_from=start, kept_from=self._kept[0][0], blocks=len(self._mirror))
+        # All have the number of the last message that they replace, so the next published message follows them.
         return [(last, payload) for payload in payloads] + [kept for kept in self._kept if kept[0] > last]
 
     def _close(self) -> None:

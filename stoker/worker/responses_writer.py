@@ -1,4 +1,4 @@
-"""Pieces of an answer -> the Responses API's items and its event sequence. Sends nothing; `responses.py` does."""
+"""Turns the pieces of an answer into the items and events of the Responses API. `responses.py` sends them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from stoker.proto.openai.responses import (
     ResponseUsage,
 )
 from stoker.text.parsers.contract import ReasoningDelta, TextDelta, ToolArgumentsDelta, ToolCallStart
-from stoker.worker.generate import Piece
+from stoker.worker.generate import AnswerPiece
 from stoker.worker.ids import AnswerIds
 from stoker.worker.logprobs import TokenBytes, content_logprobs
 
 
 class ResponseWriter:
-    """Keeps the response as it grows; every call returns the events that tell of the change.
+    """Builds the response. Every call returns the events that describe the change.
 
-    One item is open at a time: a delta of another kind, or of another call, closes it.
+    One item is open at a time. A delta of another kind, or of another call, closes it.
     """
 
     def __init__(self, response: ResponseObject, token_bytes: TokenBytes, ids: AnswerIds) -> None:
@@ -45,20 +45,22 @@ class ResponseWriter:
         return self._number > 0
 
     def start(self) -> list[ResponseEvent]:
-        empty = msgspec.structs.replace(self.response, output=[])  # events are encoded later, when it may have grown
+        empty = msgspec.structs.replace(
+            self.response, output=[]
+        )  # events are encoded later, when `output` may have grown
         return [
             self._event("response.created", response=empty),
             self._event("response.in_progress", response=empty),
         ]
 
-    def push(self, piece: Piece) -> list[ResponseEvent]:
+    def push(self, piece: AnswerPiece) -> list[ResponseEvent]:
         events: list[ResponseEvent] = []
         logprobs = content_logprobs(piece.logprobs, self._token_bytes)
         for delta in piece.deltas:
             match delta:
                 case TextDelta():
                     events += self._text(delta.text, logprobs)
-                    logprobs = []  # a chunk's entries go with its first text
+                    logprobs = []  # the entries of a chunk go with its first text
                 case ReasoningDelta():
                     events += self._reasoning(delta.text)
                 case ToolCallStart():

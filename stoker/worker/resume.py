@@ -1,4 +1,4 @@
-"""An answer that another worker began, taken up: its tokens so far, as the client has them from that worker's journal."""
+"""Continues an answer that another worker began: checks the field `resume`, which holds its tokens so far."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import time
 from dataclasses import dataclass
 
 from stoker.base.errors import InvalidRequest
-from stoker.proto.openai.fields import GenerationFields, LoggedToken
+from stoker.proto.openai.fields import GenerationFields
+from stoker.proto.resume_notes import LoggedToken
 from stoker.sched.request import TokenLogprobs
 from stoker.worker.sampling import ModelLimits, check_token_ids
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """One choice's tokens so far."""
+    """The tokens of one choice so far."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
@@ -30,7 +31,7 @@ def created_of(fields: GenerationFields) -> int:
 def resumed_choices(
     fields: GenerationFields, num_choices: int, num_logprobs: int | None, limits: ModelLimits
 ) -> list[Resumed]:
-    """One for each choice; empty ones where the answer begins here."""
+    """Return one entry per choice. Entries are empty if the answer begins here."""
     if fields.resume is None:
         return [_NOTHING] * num_choices
     given = fields.resume.choices
@@ -46,7 +47,8 @@ def resumed_choices(
         ids = [token if isinstance(token, int) else token.token_id for token in choice.token_ids]
         if num_logprobs is not None and len(logged) != len(ids):
             raise InvalidRequest(
-                f"Invalid '{param}': with logprobs each token is [id, logprob, top ids, top logprobs].", param=param
+                f"Invalid '{param}': with logprobs, each token must be [id, logprob, top ids, top logprobs].",
+                param=param,
             )
         logprobs = None if num_logprobs is None else [_logprobs(token) for token in logged]
         resumed.append(Resumed(check_token_ids(ids, param, limits), logprobs, choice.finished))

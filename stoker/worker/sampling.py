@@ -1,4 +1,4 @@
-"""A request's sampling fields -> SamplingParams and limits, checked against the model: vocabulary, context."""
+"""Sampling fields of a request, checked against the vocabulary and context length of the model."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from stoker.proto.openai.fields import SEED_MASK, GenerationFields
 from stoker.sched.request import GrammarSpec, SamplingParams
 from stoker.worker.config import HttpConfig
 
-_LEAST_TEMPERATURE = 1e-6  # nothing but the most likely token can be drawn there
+_LEAST_TEMPERATURE = 1e-6  # at this temperature only the most likely token can be sampled
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What of the model the checks need."""
+    """What the checks need to know about the model."""
 
     vocab_size: int
     max_model_tokens: int
@@ -30,7 +30,7 @@ def resolve_sampling(
     num_logprobs: int | None,
     grammar: GrammarSpec | None,
 ) -> SamplingParams:
-    """Choice 0's; the others differ in their seed."""
+    """Return the parameters of choice 0. The other choices differ in their seed."""
     stop_ids = _stop_token_ids(request.stop_token_ids or [], limits.vocab_size, config.max_stop_token_ids)
     if not request.ignore_eos:
         stop_ids += tuple(id_ for id_ in limits.eos_token_ids if id_ not in stop_ids)
@@ -66,21 +66,21 @@ def resolve_stops(stop: str | list[str] | None, config: HttpConfig) -> tuple[str
 
 
 def resolve_max_tokens(
-    asked: int | None, param: str, num_prompt: int, prompt_param: str, limits: ModelLimits, min_tokens: int
+    requested: int | None, param: str, num_prompt: int, prompt_param: str, limits: ModelLimits, min_tokens: int
 ) -> int:
-    """How many tokens may be generated; by default all that the context has left."""
+    """Return how many tokens may be generated. The default is what is left of the context."""
     context = limits.max_model_tokens
     if num_prompt == 0:
-        raise InvalidRequest("The prompt is empty: it must have at least one token.", param=prompt_param)
-    if num_prompt + (asked or 1) > context:
-        completion = f", {asked} in the completion" if asked is not None else " and no room for a completion"
+        raise InvalidRequest("The prompt is empty. It must have at least one token.", param=prompt_param)
+    if num_prompt + (requested or 1) > context:
+        completion = f", {requested} in the completion" if requested is not None else " and no room for a completion"
         raise ContextTooLong(
             f"This model's maximum context length is {context} tokens. However, you requested "
-            f"{num_prompt + (asked or 0)} tokens ({num_prompt} in the prompt{completion}). "
+            f"{num_prompt + (requested or 0)} tokens ({num_prompt} in the prompt{completion}). "
             "Please reduce the length of the prompt or completion.",
-            param=param if asked is not None and num_prompt < context else prompt_param,
+            param=param if requested is not None and num_prompt < context else prompt_param,
         )
-    allowed = context - num_prompt if asked is None else asked
+    allowed = context - num_prompt if requested is None else requested
     if min_tokens > allowed:
         raise InvalidRequest(
             f"Invalid 'min_tokens': {min_tokens} is more than the {allowed} allowed.", param="min_tokens"
@@ -92,9 +92,9 @@ def check_token_ids(token_ids: Iterable[int], param: str, limits: ModelLimits) -
     return list(_checked_ids(token_ids, param, limits.vocab_size))
 
 
-def _temperature(asked: float) -> float:
-    """Logits divided by less would be infinite, and no token likelier than another."""
-    return asked if asked >= _LEAST_TEMPERATURE else 0.0
+def _temperature(requested: float) -> float:
+    """Return 0 for tiny temperatures: logits divided by them would be infinite."""
+    return requested if requested >= _LEAST_TEMPERATURE else 0.0
 
 
 def _stop_token_ids(token_ids: list[int], vocab_size: int, max_ids: int) -> tuple[int, ...]:
@@ -128,7 +128,7 @@ def _checked_ids(token_ids: Iterable[int], param: str, vocab_size: int) -> tuple
     if ids and max(ids) >= vocab_size:
         i = next(i for i, id_ in enumerate(ids) if id_ >= vocab_size)
         raise InvalidRequest(
-            f"Invalid '{param}': token id {ids[i]} is not below the vocabulary's size, {vocab_size}.",
+            f"Invalid '{param}': token id {ids[i]} must be below the vocabulary size {vocab_size}.",
             param=f"{param}[{i}]",
         )
     return ids

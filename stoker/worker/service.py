@@ -1,4 +1,4 @@
-"""EngineService: streams of token chunks <-> the engine process. Sees at once when the engine dies, and starts it again."""
+"""The server's side of the engine process: sends it requests, passes on its token chunks, and restarts it when it dies."""
 
 from __future__ import annotations
 
@@ -35,27 +35,26 @@ from stoker.worker.spawn import SpawnedEngine, spawn_engine
 
 _FIRST_BACKOFF_S = 0.5
 _MAX_BACKOFF_S = 30.0
-# An engine that has lived this long was healthy: its end starts the back-off anew.
-_HEALTHY_S = 60.0
+_HEALTHY_S = 60.0  # the restart backoff resets after this uptime
 _STOP_S = 5.0
 
 log = logs.EventLog("service")
 Progress = Callable[[str, int, int], None]
-TakeChunk = Callable[[TokenChunk], bool]  # False: no more of them until it is asked for
+TakeChunk = Callable[[TokenChunk], bool]  # returns False if it takes no more for now
 
 
 class ChunkStream:
-    """One request's chunks: from the pipe's reader straight to whoever takes them. No task is woken for a token."""
+    """The chunks of one sequence. The reader of the pipe passes them on directly, so that no task is woken per token."""
 
     def __init__(self) -> None:
-        self._early: deque[TokenChunk] = deque()  # nobody took them yet; bounded by max_new_tokens
+        self._early: deque[TokenChunk] = deque()  # arrived while no relay ran; bounded by max_new_tokens
         self._died: EngineDied | None = None
         self._take: TakeChunk | None = None
-        self._held: asyncio.Future[None] | None = None  # of a relay: done when it is to return
-        self.finished = False  # all was taken, or no more will come
+        self._held: asyncio.Future[None] | None = None  # done when the running relay must return
+        self.finished = False  # the last chunk was taken, or no more will come
 
     async def relay(self, take: TakeChunk) -> None:
-        """Feeds chunks to `take` as they come, until it says no or has the last one. What it raises is raised here."""
+        """Pass chunks to `take` as they arrive, until it returns False or has the last one. Raises what `take` raises."""
         while self._early:
             chunk = self._early.popleft()
             self.finished = chunk.finish is not None
@@ -81,13 +80,13 @@ class ChunkStream:
         try:
             if take(chunk) and not self.finished:
                 return
-        except Exception as error:  # the reader of the pipe goes on: whoever relays can answer for it
+        except Exception as error:  # raised by `relay`, in the task of its request; the pipe is read on
             self._let_go(error)
         else:
             self._let_go()
 
     def fail(self, died: EngineDied) -> None:
-        """No more will come: raised behind what has come."""
+        """End the stream: `relay` raises `died` after the chunks that have arrived."""
         self._died = died
         if self._take is not None:
             self.finished = True
@@ -104,15 +103,15 @@ class ChunkStream:
 
 
 class EngineListener(Protocol):
-    """Whoever passes on what the engine says of itself."""
+    """Receives what the engine reports about itself."""
 
     def blocks_changed(self, events: KvEvents) -> None: ...
 
     def all_blocks_lost(self) -> None:
-        """The engine ended, and its KV with it."""
+        """The engine has ended, and its KV is lost."""
 
     def load_changed(self) -> None:
-        """There are new stats, or none any more."""
+        """There are new stats, or the engine has ended."""
 
 
 class NoListener:
@@ -124,6 +123,8 @@ class NoListener:
 
 
 class EngineService:
+    """Runs one engine process and restarts it when it dies."""
+
     def __init__(
         self,
         arguments: EngineArguments,
@@ -134,7 +135,7 @@ class EngineService:
         listener: EngineListener | None = None,
         spawned: SpawnedEngine | None = None,
     ) -> None:
-        """`spawned`: an engine's process that is under way already; others are started as they are needed."""
+        """`spawned` is an engine process that has been started already. Later ones are started when needed."""
         self._spawned = spawned
         self._listener = listener or NoListener()
         self._arguments = arguments
@@ -156,26 +157,26 @@ class EngineService:
         return self._info
 
     async def start(self) -> None:
-        """Returns when the engine is ready; raises what it could not start for."""
+        """Start the engine and wait until it is ready. Raises the reason if it cannot start."""
         await self._launch()
         self._keeper = asyncio.create_task(self._keep(), name="engine-keeper")
 
     async def stop(self) -> None:
-        """What still runs ends with EngineDied: drain first."""
+        """Stop the engine. Running requests end with EngineDied, so drain first."""
         self.ready = False
         if self._keeper is not None:
             self._keeper.cancel()
             with suppress(asyncio.CancelledError):
                 await self._keeper
-        self._fail_streams("the worker is stopping")
+        self._fail_streams("The worker is stopping.")
         await self._end_process()
 
     @asynccontextmanager
     async def open(self, request: GenerateRequest) -> AsyncIterator[ChunkStream]:
         if not self.ready or self._pipe is None:
-            raise Overloaded("the engine is starting", retry_after_s=2.0, code="engine_starting")
+            raise Overloaded("The engine is starting.", retry_after_s=2.0, code="engine_starting")
         if len(self._streams) >= self._max_open:
-            raise Overloaded(f"{len(self._streams)} sequences are open, the most that this worker takes")
+            raise Overloaded(f"This worker has {len(self._streams)} open sequences, which is its limit.")
         stream = ChunkStream()
         pipe = self._pipe
         self._streams[request.request_id] = stream
@@ -189,19 +190,19 @@ class EngineService:
                     pipe.send(Cancel(request_id=request.request_id))
 
     def prefetch(self, hint: Prefetch) -> None:
-        """Lost without a word where the engine is not there."""
+        """Send a hint. It is dropped if the engine is not running."""
         if self.ready and self._pipe is not None:
             with suppress(EngineDied):
                 self._pipe.send(hint)
 
     def release(self, lease_id: str) -> None:
-        """Where the engine is not there, its leases are not either."""
+        """End a lease. An engine that is not running has none."""
         if self.ready and self._pipe is not None:
             with suppress(EngineDied):
                 self._pipe.send(Release(lease_id=lease_id))
 
     async def _keep(self) -> None:
-        """Pass on what the engine says; when it ends, start it again."""
+        """Pass on the messages of the engine, and restart it when it ends."""
         backoff_s = _FIRST_BACKOFF_S
         while True:
             started_s = time.monotonic()
@@ -210,7 +211,7 @@ class EngineService:
             self._listener.all_blocks_lost()
             self._listener.load_changed()
             num_streams = len(self._streams)
-            self._fail_streams("the engine ended while it worked on this request")
+            self._fail_streams("The engine process ended while it worked on this request.")
             log.error("engine_died", exit_code=await self._end_process(), streams=num_streams)
             if time.monotonic() - started_s > _HEALTHY_S:
                 backoff_s = _FIRST_BACKOFF_S
@@ -230,7 +231,7 @@ class EngineService:
             await self._start_process()
         except asyncio.CancelledError:
             if self._process is not None:
-                self._process.kill()  # while it loads it listens to nobody
+                self._process.kill()  # an engine that still loads does not read the pipe
             raise
 
     async def _start_process(self) -> None:
@@ -239,14 +240,14 @@ class EngineService:
             spawned = await asyncio.to_thread(spawn_engine, self._environment)
         self._process = spawned.process
         self._pipe = await ServerEnd.connect(spawned.pipe)
-        # Not on the command line, which every user of the machine can read: there is a secret among them.
+        # Not on the command line, which every user of the machine can read: the settings contain a secret.
         self._pipe.send(self._arguments)
         while True:
             try:
                 message = await self._pipe.receive()
             except FrameEnd as error:
                 code = await self._end_process()
-                raise EngineDied(f"the engine ended with code {code} while it started") from error
+                raise EngineDied(f"The engine process ended with exit code {code} while it started.") from error
             match message:
                 case LoadProgress(stage=stage, done=done, total=total):
                     self._progress(stage, done, total)
@@ -261,7 +262,7 @@ class EngineService:
 
     async def _pump(self) -> None:
         assert self._pipe is not None
-        # An engine that sends what cannot be read is as good as dead.
+        # An engine that sends what cannot be decoded counts as dead.
         with suppress(FrameEnd, msgspec.DecodeError):
             while True:
                 match await self._pipe.receive():
@@ -281,7 +282,7 @@ class EngineService:
             stream.fail(EngineDied(message))
 
     async def _end_process(self) -> int | None:
-        """Asked first, then told."""
+        """End the process: ask it to shut down, and kill it after a timeout. Return its exit code."""
         process, self._process = self._process, None
         pipe, self._pipe = self._pipe, None
         if process is None:

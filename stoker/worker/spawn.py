@@ -1,5 +1,4 @@
-"""Starting an engine's process. It may be started before it is known what it is to be: importing takes it longer than
-anything the server does meanwhile."""
+"""Starts an engine process. It can start before its settings are known, because its imports take longest."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from pathlib import Path
 @dataclass(frozen=True, slots=True)
 class SpawnedEngine:
     process: subprocess.Popen[bytes]
-    pipe: socket.socket  # the server's end; EngineArguments come first
+    pipe: socket.socket  # the server's end; send `EngineArguments` first
 
     def kill(self) -> None:
         self.pipe.close()
@@ -23,10 +22,10 @@ class SpawnedEngine:
 
 
 def spawn_engine(environment: Mapping[str, str], folder: Path | None = None) -> SpawnedEngine:
-    """`folder`: the model's, if it is known already: reading it begins at once."""
+    """Start an engine process. It begins to read the model `folder` at once, if it is given."""
     ours, theirs = socket.socketpair()
-    # OpenMP's threads spin at barriers, by default for so long that on a busy machine they keep the thread they wait
-    # for from running. They spin for the time of a small operation, then sleep; the engine finds out how many pay.
+    # OpenMP threads spin at barriers. With the default count they take the CPU from the very thread that they wait for,
+    # if the machine is busy. This count is the time of a small operation; then they sleep.
     with theirs:
         process = subprocess.Popen(
             [

@@ -1,4 +1,4 @@
-"""Whether this server takes requests, and how many it works on: what a drain waits for."""
+"""Whether the server accepts requests, and how many run."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class ServerState:
         self.draining = False
 
     def begin_drain(self) -> None:
-        """From now on new requests are refused with 503; those that run go on to their end."""
+        """Refuse new requests with 503. Running requests continue."""
         self.draining = True
 
     async def wait_idle(self) -> None:
-        """Until no request runs. The caller has a deadline of its own."""
+        """Wait until no request runs. The caller sets the timeout."""
         await self._idle.wait()
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Around the whole of one generating request; Overloaded while draining."""
+        """Count one generating request as running. Raises Overloaded while draining."""
         if self.draining:
             raise Overloaded(
                 "This worker is draining and takes no new requests.",

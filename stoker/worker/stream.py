@@ -1,65 +1,60 @@
-"""One answer as server-sent events, to a client that may read slowly, stop reading, or leave."""
+"""Sends one answer as server-sent events, to a client that may read slowly, stop reading, or disconnect."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 
-import msgspec
 from aiohttp import web
 
-from stoker.proto.openai.answers import ErrorAnswer
-from stoker.proto.openai.handoff import KvTransferParams
-from stoker.proto.sse import DONE, encode_event
-from stoker.worker.errors import ClientStalled, Problem
-from stoker.worker.generate import Piece
-from stoker.worker.journal import Journal
+from stoker.proto.handoff import KvTransferParams
+from stoker.proto.openai.errors import HttpError
+from stoker.proto.sse import DONE
+from stoker.worker.errors import ClientStalled
+from stoker.worker.generate import AnswerPiece
+from stoker.worker.note_writer import NoteWriter
 
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",  # proxies that would gather events first: do not
+    "X-Accel-Buffering": "no",  # tells nginx not to buffer events
 }
-_HIGH_WATER_BYTES = 64 << 10  # asyncio's and uvloop's: with less buffered there is nothing to wait for
-
-
-def chat_error_event(problem: Problem) -> bytes:
-    return encode_event(msgspec.json.encode(ErrorAnswer(problem.body)))
+_HIGH_WATER_BYTES = 64 << 10  # the limit of asyncio and uvloop: `drain` does not wait below it
 
 
 class SseStream:
-    """Starts with the first event: until then an error can still have a status of its own.
+    """The response to one request. It starts with the first event: before that, an error can still have its own status.
 
-    Only `room` waits: for the response to begin, and for a client that does not read; it gives up after `stall_s`. What is
-    sent meanwhile lies in the transport's own buffer: full at 64 KiB, `send` says so.
+    Only `wait_for_room` waits: for the response to start, and for a client that does not read, up to `stall_s`. Until then
+    events are in the transport's buffer. `send` returns False when it holds 64 KiB.
     """
 
     def __init__(
         self,
         request: web.Request,
         stall_s: float,
-        journal: Journal,
-        error_event: Callable[[Problem], bytes] = chat_error_event,
+        notes: NoteWriter,
+        error_event: Callable[[HttpError], bytes],
     ) -> None:
         self._request = request
-        self._journal = journal
+        self._notes = notes
         self._stall_s = stall_s
         self._error_event = error_event
-        self._early: list[bytes] = []  # sent before the response has begun
-        self._transport: asyncio.Transport | None = None  # once it has
+        self._early: list[bytes] = []  # sent before the response started
+        self._transport: asyncio.Transport | None = None  # None until the response has started
         self._is_chunked = True
-        self._opening = asyncio.Lock()  # several choices may wait for room
+        self._opening = asyncio.Lock()  # several choices may wait at the same time
         self.response = web.StreamResponse(headers=_HEADERS)
 
     @property
     def started(self) -> bool:
         return self.response.prepared
 
-    def send(self, piece: Piece, events: bytes) -> bool:
-        """The events that `piece` made, if any, behind the journal's lines about it. False: wait for `room` now."""
-        return self._write(self._journal.lines(piece), events)
+    def send(self, piece: AnswerPiece, events: bytes) -> bool:
+        """Send the events of `piece`, if any, after the notes about it. False: await `wait_for_room` now."""
+        return self._write(self._notes.of_piece(piece), events)
 
-    async def room(self) -> None:
+    async def wait_for_room(self) -> None:
         try:
             async with asyncio.timeout(self._stall_s), self._opening:
                 if self._transport is None:
@@ -69,25 +64,25 @@ class SseStream:
             raise ClientStalled(f"The client read nothing for {self._stall_s:g} s.") from None
 
     async def done(self, events: bytes) -> web.StreamResponse:
-        """The last events, and the mark that they were."""
-        self._write(self._journal.end(), events + DONE)
+        """Send the last events and [DONE]."""
+        self._write(self._notes.of_end(), events + DONE)
         return await self.end()
 
     async def hand_off(self, transfer: KvTransferParams) -> web.StreamResponse:
-        """The rest comes from elsewhere: no end here."""
-        self._write(self._journal.handed_off(transfer), b"")
+        """End this part of the stream. Another worker sends the rest."""
+        self._write(self._notes.of_handoff(transfer), b"")
         return await self.end()
 
-    async def fail(self, problem: Problem) -> web.StreamResponse:
-        """The error as the stream's last event; no [DONE] follows, and the connection closes."""
+    async def fail(self, error: HttpError) -> web.StreamResponse:
+        """Send the error as the last event. No [DONE] follows, and the connection closes."""
         self.response.force_close()
-        self._write(self._journal.failed(problem), self._error_event(problem))
+        self._write(self._notes.of_error(error), self._error_event(error))
         return await self.end()
 
     async def end(self) -> web.StreamResponse:
         if not self.started and not self._early:
-            self._write(b"", b"\n")  # all had been said before: an empty stream, but a stream
-        await self.room()
+            self._write(b"", b"\n")  # the client has everything already: the stream is empty
+        await self.wait_for_room()
         try:
             async with asyncio.timeout(self._stall_s):
                 await self.response.write_eof()
@@ -95,10 +90,10 @@ class SseStream:
             raise ClientStalled(f"The client read nothing for {self._stall_s:g} s.") from None
         return self.response
 
-    def _write(self, lines: bytes, events: bytes) -> bool:
-        """`lines` are comments that belong to the events; without events they make a block of their own."""
-        if lines:
-            events = lines + (events or b"\n")
+    def _write(self, notes: bytes, events: bytes) -> bool:
+        """Write the notes and the events that they belong to. Notes without an event end with a blank line."""
+        if notes:
+            events = notes + (events or b"\n")
         if not events:
             return True
         transport = self._transport
@@ -106,8 +101,8 @@ class SseStream:
             self._early.append(events)
             return False
         if transport.is_closing():
-            raise ConnectionResetError("the client has gone")
-        # Past aiohttp's own writer, whose coroutines would cost more than the token's text.
+            raise ConnectionResetError("the client has disconnected")
+        # Not through aiohttp's writer: its coroutines cost more than encoding the token.
         transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._is_chunked else events)
         return transport.get_write_buffer_size() < _HIGH_WATER_BYTES
 
@@ -125,9 +120,9 @@ STREAM = web.RequestKey("stream", SseStream)
 def open_stream(
     request: web.Request,
     stall_s: float,
-    journal: Journal,
-    error_event: Callable[[Problem], bytes] = chat_error_event,
+    notes: NoteWriter,
+    error_event: Callable[[HttpError], bytes],
 ) -> SseStream:
-    """The request's stream, where the app's error handler finds it."""
-    stream = request[STREAM] = SseStream(request, stall_s, journal, error_event)
+    """Create the stream of a request and store it there for the error handler of the app."""
+    stream = request[STREAM] = SseStream(request, stall_s, notes, error_event)
     return stream

@@ -12,7 +12,7 @@ from rich.console import Console
 from scripted_server import ScriptedServer, Seen, answer, failure
 
 from stoker.cli.main import main
-from stoker.loadgen.report import figures, print_report
+from stoker.loadgen.report import print_report, summarize
 from stoker.loadgen.stream import Record
 
 
@@ -20,7 +20,7 @@ def bench(server: ScriptedServer, *argv: str) -> int:
     return main(["bench", "serve", "--url", server.url, *argv])
 
 
-def test_figures_and_configuration_are_written(server: ScriptedServer, tmp_path: Path, capsys):
+def test_results_and_configuration_are_written(server: ScriptedServer, tmp_path: Path, capsys):
     out = tmp_path / "out.json"
     argv = [
         "--num-requests",
@@ -41,12 +41,12 @@ def test_figures_and_configuration_are_written(server: ScriptedServer, tmp_path:
     assert whole["config"]["headers"] == ["authorization"]
     assert "secret" not in out.read_text()
     assert set(whole["environment"]) == {"python", "platform", "date"}
-    figures = whole["figures"]
-    assert (figures["requests"], figures["failed"], figures["peak_concurrency"]) == (6, 0, 2)
-    assert (figures["prompt_tokens"], figures["cached_tokens"], figures["output_tokens"]) == (60, 24, 18)
-    assert figures["hit_ratio"] == 0.4
-    assert figures["ttft_ms"]["count"] == 6
-    assert figures["itl_ms"]["count"] == 12
+    results = whole["results"]
+    assert (results["requests"], results["failed"], results["peak_concurrency"]) == (6, 0, 2)
+    assert (results["prompt_tokens"], results["cached_tokens"], results["output_tokens"]) == (60, 24, 18)
+    assert results["hit_ratio"] == 0.4
+    assert results["ttft_ms"]["count"] == 6
+    assert results["itl_ms"]["count"] == 12
     assert "hit ratio" in capsys.readouterr().out
     assert len(server.seen) == 8  # with the warm-up, whose prompts are others
     assert len({seen.body["messages"][0]["content"] for seen in server.seen}) == 8
@@ -57,32 +57,32 @@ def test_figures_and_configuration_are_written(server: ScriptedServer, tmp_path:
     }
 
 
-def test_the_file_is_written_though_nobody_reads_the_table(server: ScriptedServer, tmp_path: Path):
+def test_the_file_is_written_even_if_stdout_is_closed(server: ScriptedServer, tmp_path: Path):
     out = tmp_path / "out.json"
     argv = ["bench", "serve", "--url", server.url, "--num-requests", "1", "--json", str(out)]
     process = subprocess.Popen([sys.executable, "-m", "stoker.cli.main", *argv], stdout=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.close()
     process.wait(60)
-    assert json.loads(out.read_text())["figures"]["requests"] == 1
+    assert json.loads(out.read_text())["results"]["requests"] == 1
 
 
-def test_the_table_is_shown_though_the_file_cannot_be_written(server: ScriptedServer, capsys):
+def test_the_table_is_shown_even_if_the_file_cannot_be_written(server: ScriptedServer, capsys):
     assert bench(server, "--num-requests", "1", "--json", "/dev/full") == 2
     told = capsys.readouterr()
     assert "requests answered" in told.out
     assert told.err == "stoker: /dev/full: cannot be written: No space left on device\n"
 
 
-def test_figures_of_slow_servers_are_shown_whole(capsys):
+def test_results_of_slow_servers_are_not_truncated(capsys):
     slow = Record(started_s=0.0, first_s=314.5, last_s=414.25, ended_s=414.25, completion_tokens=2, has_usage=True)
-    print_report(Console(width=80), figures([slow]))
+    print_report(Console(width=80), summarize([slow]))
     shown = capsys.readouterr().out
     assert shown.count("314,500.0") == 6
     assert "…" not in shown
 
 
-def test_failures_are_told_and_change_the_exit_code(server: ScriptedServer, capsys):
+def test_failures_are_reported_and_change_the_exit_code(server: ScriptedServer, capsys):
     def script(seen: Seen):
         return failure(429, "overloaded") if len(server.seen) % 2 else answer("a")
 
@@ -91,7 +91,7 @@ def test_failures_are_told_and_change_the_exit_code(server: ScriptedServer, caps
     assert "2 x 429 overloaded" in capsys.readouterr().out
 
 
-def test_a_trace_goes_out_as_token_ids(server: ScriptedServer, tmp_path: Path):
+def test_a_trace_is_sent_as_token_ids(server: ScriptedServer, tmp_path: Path):
     trace = tmp_path / "trace.jsonl"
     rows = [
         {"timestamp": 0, "input_length": 1024, "output_length": 128, "hash_ids": [0, 1]},
@@ -117,8 +117,8 @@ def test_agent_sessions_without_times_of_their_own_do_not_start_all_at_once(serv
     argv = ["--dataset", "trace", "--trace", str(trace), "--block-tokens-scale", "4", "--json", str(out)]
     assert bench(server, *argv) == 0
     whole = json.loads(out.read_text())
-    assert whole["figures"]["requests"] == 40
-    assert whole["figures"]["peak_concurrency"] == whole["config"]["load"]["slots"] == 8
+    assert whole["results"]["requests"] == 40
+    assert whole["results"]["peak_concurrency"] == whole["config"]["load"]["slots"] == 8
 
 
 @pytest.mark.parametrize("name", ["mtbench", "tau", "mint"])
@@ -136,7 +136,7 @@ def test_public_sets_are_played(server: ScriptedServer, data_dir: Path, name: st
         (["--concurrency", "0"], "concurrency=0"),
         (["--dataset", "trace"], "needs --trace FILE"),
         (["--dataset", "sharegpt"], "needs --dataset-file FILE"),
-        (["--dataset", "arena", "--data-dir", "absent"], "no folder of data sets"),
+        (["--dataset", "arena", "--data-dir", "absent"], "there is no data folder at"),
         (["--header", "nonsense"], "NAME:VALUE"),
         (["--range-ratio", "2"], "range ratio=2"),
         (["--num-requests", "0"], "num_requests=0"),
@@ -146,16 +146,16 @@ def test_public_sets_are_played(server: ScriptedServer, data_dir: Path, name: st
         (["--max-turns", "-1"], "--max-turns -1: must be above 0"),
         (["--timeout-s", "0"], "timeout=0 s: must be above 0"),
         (["--timeout-s", "nan"], "timeout=nan s: must be above 0"),
-        (["--timeout-s", "inf"], "timeout=inf s: must be above 0, and have an end"),
+        (["--timeout-s", "inf"], "timeout=inf s: must be above 0 and finite"),
         (["--burstiness", "inf"], "burstiness=inf"),
         (["--url", "localhost:8000"], "--url localhost:8000: expected a URL such as http://"),
         (["--json", f"/{'x' * 300}/out.json"], "there is no folder"),
         (["--dataset", "trace", "--trace", "x" * 300], "no file xxx"),
-        (["--json", "/tmp"], "--json /tmp: that is a folder; a file is wanted"),
+        (["--json", "/tmp"], "--json /tmp: this is a folder; give the name of a file"),
         (["--json", "/not/there/out.json"], "--json /not/there/out.json: there is no folder /not/there"),
     ],
 )
-def test_settings_that_cannot_work_are_named(server: ScriptedServer, capsys, argv: list[str], message: str):
+def test_invalid_settings_are_named(server: ScriptedServer, capsys, argv: list[str], message: str):
     assert bench(server, *argv) == 2
     shown = capsys.readouterr().err
     assert shown.startswith("stoker: ")
@@ -168,7 +168,7 @@ def test_a_server_that_is_not_there(unused_url: str, capsys):
     assert f"stoker: no server answers at {unused_url}" in capsys.readouterr().err
 
 
-def test_ctrl_c_prints_what_was_seen_so_far(server: ScriptedServer, tmp_path: Path):
+def test_ctrl_c_prints_the_results_so_far(server: ScriptedServer, tmp_path: Path):
     server.script = lambda seen: answer("a", "b") if len(server.seen) <= 5 else answer("a", pause=600.0)
     out = tmp_path / "out.json"
     argv = ["bench", "serve", "--url", server.url, "--concurrency", "1", "--num-requests", "50", "--json", str(out)]
@@ -185,4 +185,4 @@ def test_ctrl_c_prints_what_was_seen_so_far(server: ScriptedServer, tmp_path: Pa
     assert "Interrupted" in shown
     whole = json.loads(out.read_text())
     assert whole["config"]["interrupted"] is True
-    assert (whole["figures"]["requests"], whole["figures"]["failed"]) == (5, 0)
+    assert (whole["results"]["requests"], whole["results"]["failed"]) == (5, 0)

@@ -11,10 +11,10 @@ from scripted_server import CUT, Piece, Reply, ScriptedServer, Seen, answer, del
 from stoker.base.clock import Clock, RealClock, VirtualClock
 from stoker.base.errors import StokerError
 from stoker.loadgen.client import Client, Target
-from stoker.loadgen.load import Load
+from stoker.loadgen.load import LoadPlan
 from stoker.loadgen.player import play
-from stoker.loadgen.report import figures
-from stoker.loadgen.session import Blocks, FollowUp, Messages, Session, TokenRange, Turn
+from stoker.loadgen.report import summarize
+from stoker.loadgen.session import Blocks, FollowUp, LoadSession, Messages, TokenRange, Turn
 from stoker.loadgen.stream import Record
 
 
@@ -22,13 +22,20 @@ def chat(text: str, session: str = "s", **fields: Any) -> Turn:
     return Turn(Messages([{"role": "user", "content": text}], 1), session, **fields)
 
 
-def run(target: Target, sessions: Sequence[Session], load: Load, clock: Clock | None = None) -> list[Record]:
+def run(target: Target, sessions: Sequence[LoadSession], load: LoadPlan, clock: Clock | None = None) -> list[Record]:
     clock = clock or RealClock()
 
     async def measure() -> list[Record]:
         records: list[Record] = []
         async with Client(target, clock) as client:
-            await play(sessions, client, load, {"model": "m", "max_tokens": 5}, records.append, clock)
+            await play(
+                sessions,
+                client,
+                load,
+                {"model": "m", "max_tokens": 5},
+                lambda turn, record: records.append(record),
+                clock,
+            )
         return records
 
     return asyncio.run(measure())
@@ -49,7 +56,7 @@ def pace(monkeypatch: pytest.MonkeyPatch) -> VirtualClock:
 
 
 def test_a_request_asks_for_a_stream_with_usage(server: ScriptedServer):
-    [record] = run(Target(server.url, {"x-key": "k"}), [Session([chat("hi", max_tokens=3)])], Load(slots=1))
+    [record] = run(Target(server.url, {"x-key": "k"}), [LoadSession([chat("hi", max_tokens=3)])], LoadPlan(slots=1))
     [seen] = server.seen
     assert seen.path == "/v1/chat/completions"
     assert seen.body == {
@@ -67,7 +74,7 @@ def test_a_request_asks_for_a_stream_with_usage(server: ScriptedServer):
 
 def test_token_ids_go_to_completions(server: ScriptedServer):
     turn = Turn(Blocks(["a"], "t", 4, 6, TokenRange()), "s")
-    run(Target(server.url + "/v1/"), [Session([turn])], Load(slots=1))
+    run(Target(server.url + "/v1/"), [LoadSession([turn])], LoadPlan(slots=1))
     [seen] = server.seen
     assert seen.path == "/v1/completions"
     assert seen.body["prompt"] == turn.prompt.fields(())["prompt"]
@@ -76,37 +83,37 @@ def test_token_ids_go_to_completions(server: ScriptedServer):
 
 def test_a_closed_loop_fills_its_slots_and_no_more(server: ScriptedServer):
     server.script = lambda seen: answer("a", "b", pause=0.02)
-    records = run(Target(server.url), [Session([chat(str(n))]) for n in range(12)], Load(slots=3))
-    result = figures(records)
+    records = run(Target(server.url), [LoadSession([chat(str(n))]) for n in range(12)], LoadPlan(slots=3))
+    result = summarize(records)
     assert (result.requests, result.peak_concurrency) == (12, 3)
 
 
 def test_an_open_loop_does_not_wait_for_answers(server: ScriptedServer, pace: VirtualClock):
     server.script = lambda seen: answer("a", pause=lambda: len(server.seen) == 8)
-    sessions = [Session([chat(str(n))]) for n in range(8)]
-    records = run(Target(server.url), sessions, Load(rate=100, arrival="constant"), pace)
+    sessions = [LoadSession([chat(str(n))]) for n in range(8)]
+    records = run(Target(server.url), sessions, LoadPlan(rate=100, arrival="constant"), pace)
     assert sorted(record.started_s for record in records) == pytest.approx([0.01 * n for n in range(8)])
     assert [record.error for record in records] == [None] * 8
 
 
 def test_a_trace_is_played_at_its_times(server: ScriptedServer, pace: VirtualClock):
-    sessions = [Session([chat(str(n))], start_s=0.1 * n) for n in range(3)]
-    records = run(Target(server.url), sessions, Load(), pace)
+    sessions = [LoadSession([chat(str(n))], start_s=0.1 * n) for n in range(3)]
+    records = run(Target(server.url), sessions, LoadPlan(), pace)
     assert sorted(record.started_s for record in records) == pytest.approx([0.0, 0.1, 0.2])
-    records = run(Target(server.url), sessions, Load(slots=3, keep_trace_times=False), pace)
+    records = run(Target(server.url), sessions, LoadPlan(slots=3, keep_trace_times=False), pace)
     assert len({record.started_s for record in records}) == 1
 
 
 def test_turns_follow_one_another_with_the_servers_own_answers_and_pauses(server: ScriptedServer):
     turns = [Turn(FollowUp(["a"]), "s"), Turn(FollowUp(["a", "b"]), "s", pause_s=0.1)]
-    first, second = run(Target(server.url), [Session(turns)], Load(slots=4))
+    first, second = run(Target(server.url), [LoadSession(turns)], LoadPlan(slots=4))
     assert second.started_s - first.ended_s >= 0.1
     assert [message["content"] for message in server.seen[1].body["messages"]] == ["a", "Hello there.", "b"]
 
 
-def test_sessions_and_their_parents_are_named_where_asked(server: ScriptedServer):
+def test_sessions_and_their_parents_are_named_if_requested(server: ScriptedServer):
     turns = [chat("a", "main"), chat("b", "main/sub", parent="main")]
-    run(Target(server.url, session_header=True), [Session(turns)], Load(slots=1))
+    run(Target(server.url, session_header=True), [LoadSession(turns)], LoadPlan(slots=1))
     main, sub = (seen.headers for seen in server.seen)
     assert main["x-session-affinity"] == "main"
     assert "x-parent-session-id" not in main
@@ -128,7 +135,7 @@ def test_errors_are_counted_by_kind_and_never_raised(server: ScriptedServer):
 
     server.script = script
     names = [*replies, "busy", "fine"]
-    result = figures(run(Target(server.url), [Session([chat(name)]) for name in names], Load(slots=8)))
+    result = summarize(run(Target(server.url), [LoadSession([chat(name)]) for name in names], LoadPlan(slots=8)))
     assert result.requests == 2
     assert result.failed == 6
     assert result.errors == {
@@ -142,12 +149,12 @@ def test_errors_are_counted_by_kind_and_never_raised(server: ScriptedServer):
 
 def test_an_answer_that_does_not_end_in_time_is_an_error(server: ScriptedServer):
     server.script = lambda seen: Reply([delta(content="a"), 600.0])
-    [record] = run(Target(server.url, timeout_s=0.3), [Session([chat("slow")])], Load(slots=1))
+    [record] = run(Target(server.url, timeout_s=0.3), [LoadSession([chat("slow")])], LoadPlan(slots=1))
     assert record.error == "timeout"
 
 
 def test_a_server_that_is_not_there(server: ScriptedServer, unused_url: str):
-    [record] = run(Target(unused_url), [Session([chat("a")])], Load(slots=1))
+    [record] = run(Target(unused_url), [LoadSession([chat("a")])], LoadPlan(slots=1))
     assert record.error == "connect"
 
     async def first_model(url: str) -> str:
@@ -168,5 +175,5 @@ def test_chunks_are_read_wherever_the_network_cuts_them(server: ScriptedServer):
     for place in range(0, len(stream), 7):
         pieces += [stream[place : place + 7], 0.0005]
     server.script = lambda seen: Reply(pieces)
-    [record] = run(Target(server.url), [Session([chat("a")])], Load(slots=1))
+    [record] = run(Target(server.url), [LoadSession([chat("a")])], LoadPlan(slots=1))
     assert (record.error, record.text, record.num_chunks) == (None, "grün世界", 2)

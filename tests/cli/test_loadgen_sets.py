@@ -11,8 +11,8 @@ import pytest
 from stoker.base.errors import ConfigError
 from stoker.loadgen import prompts
 from stoker.loadgen.datasets import DatasetSpec, load_dataset, num_turns
-from stoker.loadgen.load import Load
-from stoker.loadgen.session import FollowUp, Session, TokenRange, Turn, first_requests
+from stoker.loadgen.load import LoadPlan
+from stoker.loadgen.session import FollowUp, LoadSession, TokenRange, Turn, first_requests
 from stoker.loadgen.traces import Replay, agent_session, mooncake_sessions, spread, trace_sessions
 
 HELLO = FollowUp(["hello"])
@@ -31,7 +31,7 @@ def mooncake(timestamp: int, input_length: int, output_length: int, *hash_ids: i
 # ---- traces
 
 
-def test_the_same_block_id_gives_the_same_tokens_and_lengths_shrink_alike():
+def test_the_same_block_id_gives_the_same_tokens_and_lengths_shrink_by_one_factor():
     rows = [mooncake(0, 1400, 640, 0, 1, 2), mooncake(0, 1600, 64, 0, 1, 3, 4)]
     first, second = (session.turns[0] for session in mooncake_sessions(rows, Replay(block_tokens=8)))
     assert (len(tokens(first)), len(tokens(second))) == (22, 25)
@@ -48,9 +48,9 @@ def test_unscaled_blocks_have_the_traces_own_lengths():
 
 
 def test_tokens_stay_in_their_range():
-    drawn = TokenRange(10, 20).draw("x", 1000)
-    assert set(drawn) == set(range(10, 20))
-    assert max(TokenRange.below(64).draw("x", 1000)) < 64
+    sampled = TokenRange(10, 20).sample("x", 1000)
+    assert set(sampled) == set(range(10, 20))
+    assert max(TokenRange.below(64).sample("x", 1000)) < 64
 
 
 def test_tokens_after_the_last_named_block_are_the_requests_own():
@@ -133,7 +133,7 @@ def test_a_file_of_another_shape_is_refused_by_its_name(tmp_path: Path, name: st
 
 @pytest.mark.parametrize("name", ["trace", "sharegpt"])
 @pytest.mark.parametrize("cut", [slice(-9), slice(1, None)])
-def test_a_file_that_came_incomplete_is_refused_by_its_name(tmp_path: Path, name: str, cut: slice):
+def test_a_truncated_file_is_refused_by_its_name(tmp_path: Path, name: str, cut: slice):
     path = tmp_path / "set.json.gz"
     path.write_bytes(gzip.compress(b"{}\n" * 9)[cut])
     with pytest.raises(ConfigError, match=r"set\.json\.gz: cannot be read: "):
@@ -171,7 +171,7 @@ def test_the_public_agent_sessions_load(data_dir: Path):
 
 
 @pytest.mark.parametrize("name", ["arena", "gsm8k", "humaneval", "mtbench", "specbench", "mint", "sweagent", "tau"])
-def test_each_public_set_gives_requests_that_end_with_somebody_elses_word(data_dir: Path, name: str):
+def test_no_request_of_a_public_set_ends_with_an_assistant_message(data_dir: Path, name: str):
     sessions = load_dataset(DatasetSpec(name, num_requests=50, data_dir=data_dir, max_tokens=77))
     assert 1 <= num_turns(sessions) <= 50
     for session in sessions:
@@ -183,7 +183,7 @@ def test_each_public_set_gives_requests_that_end_with_somebody_elses_word(data_d
             assert turn.max_tokens == 77
 
 
-def test_agents_resend_all_that_was_said_and_their_tools(data_dir: Path):
+def test_agents_resend_all_messages_and_their_tools(data_dir: Path):
     [session, *_] = load_dataset(DatasetSpec("tau", num_requests=None, data_dir=data_dir))
     bodies = [turn.prompt.fields(()) for turn in session.turns]
     for before, after in pairwise(bodies):
@@ -201,7 +201,7 @@ def test_flattened_tools_leave_plain_messages(data_dir: Path):
             assert {message["role"] for message in fields["messages"]} <= {"system", "user", "assistant"}
 
 
-def test_the_seed_draws_the_same_prompts_again(data_dir: Path):
+def test_the_same_seed_gives_the_same_prompts(data_dir: Path):
     def ids(seed: int) -> list[str]:
         spec = DatasetSpec("arena", num_requests=20, data_dir=data_dir, seed=seed)
         return [session.turns[0].session for session in load_dataset(spec)]
@@ -247,7 +247,7 @@ def test_a_follow_up_holds_the_servers_own_answer():
 
 
 def test_the_last_session_is_cut_to_the_number_of_requests():
-    sessions = [Session([Turn(HELLO, "s")] * 3)] * 4
+    sessions = [LoadSession([Turn(HELLO, "s")] * 3)] * 4
     assert [len(session.turns) for session in first_requests(sessions, 7, None)] == [3, 3, 1]
     assert [len(session.turns) for session in first_requests(sessions, None, 2)] == [2, 2, 2, 2]
 
@@ -255,7 +255,7 @@ def test_the_last_session_is_cut_to_the_number_of_requests():
 def test_missing_files_are_named(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"arena\.jsonl\.gz"):
         load_dataset(DatasetSpec("arena", data_dir=tmp_path))
-    with pytest.raises(ConfigError, match="no folder of data sets"):
+    with pytest.raises(ConfigError, match="there is no data folder"):
         load_dataset(DatasetSpec("arena", data_dir=tmp_path / "absent"))
     with pytest.raises(ConfigError, match="--trace FILE"):
         load_dataset(DatasetSpec("trace"))
@@ -265,12 +265,12 @@ def test_missing_files_are_named(tmp_path: Path):
 
 
 def test_constant_arrivals_are_evenly_spaced():
-    assert list(islice(Load(rate=4, arrival="constant").starts(), 4)) == [0.0, 0.25, 0.5, 0.75]
+    assert list(islice(LoadPlan(rate=4, arrival="constant").starts(), 4)) == [0.0, 0.25, 0.5, 0.75]
 
 
 @pytest.mark.parametrize(("arrival", "burstiness", "variation"), [("poisson", 1.0, 1.0), ("gamma", 0.25, 2.0)])
 def test_random_arrivals_have_their_rate_and_variation(arrival: Any, burstiness: float, variation: float):
-    load = Load(rate=10, arrival=arrival, burstiness=burstiness, seed=5)
+    load = LoadPlan(rate=10, arrival=arrival, burstiness=burstiness, seed=5)
     starts = [start_s or 0.0 for start_s in islice(load.starts(), 20001)]
     gaps = [after - before for before, after in pairwise(starts)]
     mean = sum(gaps) / len(gaps)
@@ -281,6 +281,6 @@ def test_random_arrivals_have_their_rate_and_variation(arrival: Any, burstiness:
 
 
 @pytest.mark.parametrize("wrong", [{"rate": 0.0}, {"slots": 0}, {"burstiness": -1.0}])
-def test_loads_that_cannot_work_are_refused(wrong: Any):
+def test_invalid_load_plans_are_refused(wrong: Any):
     with pytest.raises(ConfigError):
-        Load(**wrong)
+        LoadPlan(**wrong)

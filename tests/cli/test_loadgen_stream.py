@@ -4,7 +4,7 @@ import pytest
 from scripted_server import answer, delta, event, finish, text_event
 
 from stoker.base.clock import VirtualClock
-from stoker.loadgen.report import figures, peak_concurrency, quantile, spread_ms
+from stoker.loadgen.report import peak_concurrency, quantile, spread_ms, summarize
 from stoker.loadgen.stream import AnswerReader, Record, SseParser, error_body
 
 
@@ -27,7 +27,7 @@ def whole(*pieces: bytes) -> bytes:
 STREAM = whole(*(piece for piece in answer("Grüße", ", ", "世界", "!").pieces if isinstance(piece, bytes)))
 
 
-def test_events_are_the_same_wherever_the_borders_fall():
+def test_events_are_the_same_wherever_packets_end():
     expected = SseParser().feed(STREAM)
     assert expected[-1] == b"[DONE]"
     for cut in range(len(STREAM)):
@@ -76,7 +76,7 @@ def test_usage_counts_the_tokens_where_a_chunk_carries_several():
     assert record.gaps_s == [1.0]  # how many of the five the second chunk held was not said
 
 
-def test_a_gap_is_shared_out_where_the_server_counts_in_every_chunk():
+def test_a_gap_is_divided_if_the_server_counts_tokens_in_every_chunk():
     def counted(text: str, tokens: int) -> bytes:
         usage = {"prompt_tokens": 9, "completion_tokens": tokens}
         return event({"choices": [{"delta": {"content": text}}], "usage": usage})
@@ -98,10 +98,10 @@ def test_reasoning_tool_calls_and_completions_are_tokens_too():
 def test_without_usage_chunks_are_counted():
     record = read([(1.0, delta(content="a")), (2.0, delta(content="b")), (2.0, b"data: [DONE]\n\n")])
     assert (record.error, record.has_usage, record.completion_tokens) == (None, False, 2)
-    assert figures([record]).without_usage == 1
+    assert summarize([record]).without_usage == 1
 
 
-def test_tokens_without_a_text_of_their_own_came_by_the_end():
+def test_tokens_without_text_count_at_the_end_of_the_stream():
     record = read([(3.0, whole(*finish(5, completion_tokens=1)))])
     assert record.ttft_s == 3.0
 
@@ -150,13 +150,13 @@ def test_quantiles_lie_between_the_samples():
     assert spread_ms([]) is None
 
 
-def test_figures_of_three_requests_are_exact():
+def test_summary_of_three_requests_is_exact():
     def request(start_s: float, cached: int) -> Record:
         times = [(start_s + 1, delta(content="a")), (start_s + 2, delta(content="b"))]
         return read([*times, (start_s + 2, whole(*finish(100, 2, cached)))], started_s=start_s)
 
     records = [request(0.0, 0), request(1.0, 60), read([(4.0, delta(content="a"))], started_s=2.0)]
-    result = figures(records)
+    result = summarize(records)
     assert (result.duration_s, result.requests, result.failed) == (4.0, 2, 1)
     assert result.errors == {"stream truncated": 1}
     assert result.peak_concurrency == 2
@@ -168,7 +168,7 @@ def test_figures_of_three_requests_are_exact():
     assert result.e2e_ms.mean == 2000.0
 
 
-def test_a_slot_handed_on_is_not_two_requests():
+def test_a_reused_slot_is_one_running_request():
     records = [
         Record(started_s=0.0, ended_s=1.0),
         Record(started_s=1.0, ended_s=2.0),
@@ -178,11 +178,11 @@ def test_a_slot_handed_on_is_not_two_requests():
     assert peak_concurrency(records[:2]) == 1
 
 
-def test_figures_of_nothing():
-    result = figures([])
+def test_summary_of_no_request():
+    result = summarize([])
     assert (result.requests, result.failed, result.ttft_ms, result.hit_ratio) == (0, 0, None, None)
 
 
 def test_a_server_that_does_not_report_cached_tokens_has_no_hit_ratio():
     record = read([(1.0, delta(content="a")), (1.0, whole(*finish(10, 1, cached_tokens=None)))])
-    assert (figures([record]).cached_tokens, figures([record]).hit_ratio) == (None, None)
+    assert (summarize([record]).cached_tokens, summarize([record]).hit_ratio) == (None, None)

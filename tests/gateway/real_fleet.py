@@ -18,10 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from sse_reader import SseReader
 from stopping import stopped
 from worker.real import CHAT, STOKER, children, wait_for
-
-from stoker.proto.sse import SseReader
 
 ADMIN_TOKEN = "a-token-for-tests"
 # In float64 no batch changes a draw: answers can be compared to the letter.

@@ -19,6 +19,7 @@ from stoker.gateway.admission.api_keys import AdminToken, Caller
 from stoker.gateway.admission.capacity import Capacities
 from stoker.gateway.api.reply import Reply
 from stoker.gateway.config import AdmissionSettings
+from stoker.proto.admin_api import GatewayStatus
 from stoker.routing.query import RouteQuery
 from stoker.routing.router import PrefixIndexes, Router
 
@@ -49,7 +50,7 @@ class World:
         capacities = Capacities(self.fleet, AdmissionSettings())
         clock = lambda: self.now  # noqa: E731
         self.admission = Admission(AdmissionSettings(), capacities.capacity, clock=clock, lane=capacities.lane)
-        status = lambda: {"version": "x"}  # noqa: E731
+        status = lambda: GatewayStatus(version="x")  # noqa: E731
         view = AdminView(self.fleet, self.ledger, self.router, self.admission, self, clock, status)
         self.admin = Admin(AdminToken(token), view)
 
@@ -99,7 +100,7 @@ def test_the_fleet_is_shown() -> None:
     assert first["report_age_s"] == 1.0
     assert first["prefill_tokens_per_s"] == 123.0
     assert workers["b:2"]["report"] is None
-    assert world.ask("GET", "/admin/status") == {"version": "x"}
+    assert world.ask("GET", "/admin/status")["version"] == "x"
 
 
 def test_routes_come_with_their_reasons_and_reservations_show_until_they_end() -> None:

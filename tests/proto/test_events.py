@@ -1,4 +1,4 @@
-"""KV events: what vLLM and SGLang publish is read, what we publish is what vLLM's own readers expect."""
+"""KV events: those of vLLM and SGLang are decoded, and ours have the format that vLLM's readers expect."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def pack(value: Any) -> bytes:
     return msgspec.msgpack.encode(value)
 
 
-def test_ours_come_back_as_they_went() -> None:
+def test_our_events_are_decoded_as_they_were_encoded() -> None:
     batch = EventBatch(1.5, [STORED, REMOVED, AllBlocksCleared()], 3)
     assert decode_batch(encode_batch(batch)) == batch
 
 
-def test_ours_are_maps_with_a_type_inside_an_array() -> None:
+def test_our_events_are_maps_with_a_type_in_an_array() -> None:
     ts, events, rank = msgspec.msgpack.decode(encode_batch(EventBatch(1.5, [STORED, AllBlocksCleared()])))
     assert (ts, rank) == (1.5, None)
     assert events[0]["type"] == "BlockStored"
@@ -55,7 +55,7 @@ def test_ours_are_maps_with_a_type_inside_an_array() -> None:
     assert events[1] == {"type": "AllBlocksCleared"}
 
 
-def test_vllm_maps_with_fields_of_tomorrow() -> None:
+def test_unknown_fields_of_vllms_events_are_skipped() -> None:
     stored = {
         "type": "BlockStored",
         "block_hashes": [2**64 - 1, -5],
@@ -105,7 +105,7 @@ def test_older_vllm_arrays_have_the_lora_name_sixth() -> None:
     assert (found.group_idx, found.kv_cache_spec_kind) == (0, "sliding_window")
 
 
-def test_unknown_types_are_passed_over() -> None:
+def test_unknown_types_are_skipped() -> None:
     events: list[Any] = [
         {"type": "BlockMigrated", "block_hashes": [1]},
         ["BlockMigrated", [1], "there"],
@@ -128,7 +128,7 @@ def test_unknown_types_are_passed_over() -> None:
         encode_batch(EventBatch(1.0, [STORED]))[:-3],
     ],
 )
-def test_what_cannot_be_read_is_an_error_and_never_half_a_batch(data: bytes) -> None:
+def test_a_batch_that_cannot_be_decoded_is_an_error_as_a_whole(data: bytes) -> None:
     with pytest.raises(BadEvents):
         decode_batch(data)
 
@@ -143,7 +143,7 @@ def test_frames() -> None:
         read_message([b"kv"])
 
 
-def test_a_replay_is_read_with_and_without_its_topic() -> None:
+def test_a_replay_is_decoded_with_and_without_its_topic() -> None:
     assert read_replay_request([b"me", *replay_request(7)]) == (b"me", 7)
     ours = replay_frames(b"me", b"kv", 7, b"x")[1:]
     assert read_replay(ours).seq == 7

@@ -8,7 +8,7 @@ import socket
 import msgspec
 
 from stoker.base.ids import BlockKey, RequestId, WorkerId
-from stoker.proto.messages import BlocksForgotten, BlocksNamed, Chunks, KvEvents, Registration, WorkerInfo
+from stoker.proto.messages import BlocksForgotten, BlocksNamed, Chunks, KvEvents, WorkerInfo, WorkerRegistration
 from stoker.proto.pipe import EngineEnd, ServerEnd
 from stoker.sched.request import Finish, TokenChunks, TokenLogprobs, TokenUsage
 
@@ -41,7 +41,7 @@ def test_events_and_chunks_pass_the_pipe_in_order() -> None:
     asyncio.run(main())
 
 
-def test_a_registration_is_what_the_worker_says_of_itself_and_where_it_is() -> None:
+def test_a_registration_is_the_worker_info_with_its_url() -> None:
     info = WorkerInfo(
         worker_id=WorkerId("w"),
         role="unified",
@@ -54,7 +54,7 @@ def test_a_registration_is_what_the_worker_says_of_itself_and_where_it_is() -> N
         replay=None,
         tokenizer="t",
     )
-    word = Registration(url="http://x:1", **msgspec.structs.asdict(info))
+    word = WorkerRegistration(url="http://x:1", **msgspec.structs.asdict(info))
     fields = msgspec.json.decode(msgspec.json.encode(word))
     assert fields == msgspec.to_builtins(info) | {"url": "http://x:1"}
     assert msgspec.json.decode(msgspec.json.encode(word), type=WorkerInfo) == info, (

@@ -16,10 +16,12 @@ import pytest
 from stoker.base.errors import ConfigError
 from stoker.cli.main import main
 from stoker.cli.serving import listen
+from stoker.proto.fleet_state import FleetState, PartInfo
+from stoker.proto.tier_metrics import read_tier_metrics
 from stoker.up.ports import ReservedPorts
 from stoker.up.process import LogReader, rotate_log
-from stoker.up.state import FleetState, PartInfo, abandoned_fleets, living_fleets, open_run_dir
-from stoker.up.status import FleetStatus, PartStatus, shown, tier_metrics
+from stoker.up.state import abandoned_fleets, living_fleets, open_run_dir
+from stoker.up.status import FleetStatus, PartStatus, shown
 
 PART = PartInfo(
     name="decode-0",
@@ -245,12 +247,12 @@ stoker_kv_tier_used_bytes{tier="host"} 1.073741824e+09
 stoker_kv_tier_hits_total{tier="disk"} 5.0
 stoker_running_requests 3.0
 """
-    tiers = tier_metrics(page)
+    tiers = read_tier_metrics(page)
     assert tiers == {"host": {"blocks": 1234, "used_bytes": 1 << 30}, "disk": {"hits": 5}}
     part = PartStatus(
         "decode-0", "decode", "http://x:1", "ready", 7, 2, load={"requests": 1, "kv_used": 0.5}, tiers=tiers
     )
-    text = shown(FleetStatus("http://g", True, {}, [part], pid=3, up_s=3700, models=["m"]))
+    text = shown(FleetStatus("http://g", True, None, [part], pid=3, up_s=3700, models=["m"]))
     assert "up for 1 h 1 min" in text
     assert "1 given, KV 50%" in text
     assert text.splitlines()[-2].split() == ["decode-0", "host", "1,234", "1.00", "GiB", "-", "-", "-", "-", "0"]

@@ -34,7 +34,7 @@ def server(start_server: Callable[..., Server]) -> Server:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Server]:
-    """For tests that leave it as they found it."""
+    """A shared server for tests that do not change it."""
     text = byte_text()
     server = Server(FakeService(text.tokenizer), text, HttpConfig(served_names=("tiny", "tiny-alias")))
     stop = run_server(server)

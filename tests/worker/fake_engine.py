@@ -1,4 +1,4 @@
-"""An engine service that says what a test tells it to, and a tiny byte-level model text to say it in."""
+"""An engine service that follows a script, and a tiny byte-level tokenizer for it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KV_ADDRESS = "10.0.0.7:7001"
 
 
 def byte_tokenizer() -> Tokenizer:
-    """A token for each byte, so that any text can be scripted, characters of several tokens among them."""
+    """Return a tokenizer with one token per byte, so that a script can contain characters of several tokens."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     raw = tokenizers.Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -43,18 +43,18 @@ def byte_text(template: str | None = None) -> ModelText:
 
 @dataclass
 class Script:
-    """How the engine answers; `text` may depend on the request."""
+    """How the engine answers. `text` may be a function of the request."""
 
     text: str | Callable[[GenerateRequest], str] = "Hello, world"
     chunk_tokens: int = 1
     delay_s: float = 0.0
-    ends: Finish | None = None  # else: a stop token after the text, or "length" where max_new_tokens comes first
-    dies_after: int | None = None  # chunks
+    ends: Finish | None = None  # None: a stop token after the text, or "length" at max_new_tokens
+    dies_after: int | None = None  # number of chunks
     endless: bool = False
     cached_tokens: int = 0
     pulled_tokens: int = 0
     overloaded: bool = False
-    let_go: threading.Event | None = None  # nothing comes after the first chunk before it is set
+    let_go: threading.Event | None = None  # chunks after the first one wait for it
 
 
 @dataclass
@@ -144,7 +144,7 @@ class FakeService:
         already = len(request.token_ids) - request.num_prompt
         ticket = None
         if request.lease_id is not None:
-            # As the engine: one token, and the KV is kept if there is more to come, or if one was all that was wanted.
+            # Like the engine: one token, and the KV is kept if more follow, or if only one was requested.
             if len(ids) > already + 1:
                 ids, finish = ids[: already + 1], Finish("handoff")
             if finish.reason == "handoff" or request.max_new_tokens == already + 1:

@@ -1,4 +1,4 @@
-"""The worker's app on a real socket, in a thread of its own, over a scripted engine."""
+"""The worker's app on a real socket, in its own thread, with a scripted engine."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import openai
 import uvloop
 from aiohttp import web
 from fake_engine import FakeService, Script
+from sse_reader import SseEvent, SseReader
 
-from stoker.proto.sse import SseEvent, SseReader
 from stoker.worker.app import make_app, make_runner
 from stoker.worker.config import HttpConfig
 from stoker.worker.context import ModelText
@@ -52,7 +52,7 @@ class Answer:
 
 @dataclass
 class Server:
-    """A running worker. A test may change what its engine says at any time."""
+    """A running worker. A test may change the script of its engine at any time."""
 
     service: FakeService
     text: ModelText
@@ -76,7 +76,7 @@ class Server:
         self.service.script = Script(text, **options)
 
     def send(self, path: str, body: Any = None, method: str | None = None, **headers: str) -> Answer:
-        """`body` is sent as it is where it is bytes, else as JSON."""
+        """Send `body` as it is if it is bytes, else as JSON."""
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         names = {"Content-Type": "application/json"} | {name.replace("_", "-"): text for name, text in headers.items()}
         request = urllib.request.Request(self.url + path, data, names, method=method)
@@ -87,7 +87,7 @@ class Server:
             return Answer(refused.code, dict(refused.headers), refused.read())
 
     def chat(self, content: str = "Say hello", **fields: Any) -> Answer:
-        """A field that is `...` is left out."""
+        """Fields with the value `...` are left out."""
         body = {"model": "tiny", "messages": [{"role": "user", "content": content}]} | fields
         return self.send("/v1/chat/completions", {name: value for name, value in body.items() if value is not ...})
 
@@ -95,12 +95,12 @@ class Server:
 def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     until = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < until, "it never came true"
+        assert time.monotonic() < until, "the condition never held"
         time.sleep(0.005)
 
 
 def run_server(server: Server) -> Callable[[], None]:
-    """Start it; the function returned stops it."""
+    """Start the server and return a function that stops it."""
     up = threading.Event()
     down: asyncio.Event
 

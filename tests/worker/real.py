@@ -1,4 +1,4 @@
-"""`stoker serve` as a process of its own, on a real socket; and a model small enough that it starts in seconds."""
+"""`stoker serve` as a process on a real socket, with a model that is small enough to start in seconds."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ from typing import Any
 import openai
 import torch
 from safetensors.torch import save_file
-
-from stoker.proto.sse import SseEvent, SseReader
+from sse_reader import SseEvent, SseReader
 
 STOKER = str(Path(sys.executable).parent / "stoker")
 CHAT = "/v1/chat/completions"
@@ -38,7 +37,7 @@ _HIDDEN, _MIDDLE, _LAYERS, _HEADS, _KV_HEADS, _HEAD_DIM = 32, 64, 2, 4, 2, 8
 
 
 def make_tiny_folder(folder: Path, tokenizer: Path, max_positions: int = 8192) -> Path:
-    """Random weights behind a real tokenizer: what it says is noise, but the same noise for the same tokens."""
+    """A model of random weights with a real tokenizer: its text is noise, but the same noise for the same tokens."""
     config = json.loads((tokenizer / "config.json").read_text())
     vocab_size = config["vocab_size"]
     config |= {
@@ -66,7 +65,7 @@ def make_tiny_folder(folder: Path, tokenizer: Path, max_positions: int = 8192) -
         }
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(0)
-    # Large enough that what comes next depends on all that came before.
+    # Large enough that the next token depends on all tokens before it.
     weights = {name: 0.5 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))
@@ -93,14 +92,14 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """Of an answer to COMPLETIONS."""
+        """Return the text of an answer to COMPLETIONS."""
         assert self.status == 200, self.body
         return self.json["choices"][0]["text"]  # type: ignore[no-any-return]
 
 
 @dataclass
 class Stream:
-    """A streamed answer, read by a thread as it comes."""
+    """A streamed answer that a thread reads as it arrives."""
 
     connection: http.client.HTTPConnection
     response: http.client.HTTPResponse
@@ -126,7 +125,7 @@ class Stream:
 
     @property
     def text(self) -> str:
-        """Of a stream from COMPLETIONS."""
+        """Return the text of a stream from COMPLETIONS."""
         chunks = [json.loads(event.data) for event in self.events if not event.is_done]
         return "".join(choice["text"] for chunk in chunks for choice in chunk.get("choices", ()))
 
@@ -143,7 +142,7 @@ class Stream:
         assert not self._thread.is_alive(), "the stream has no end"
 
     def leave(self) -> None:
-        """As a client that vanishes."""
+        """Disconnect like a client that vanishes."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self.wait_end()
@@ -173,7 +172,7 @@ class RealServer:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120, **options)
 
     def send(self, path: str, body: Any = None, timeout_s: float = 120.0) -> Answer:
-        """`body` is sent as it is where it is bytes, else as JSON."""
+        """Send `body` as it is if it is bytes, else as JSON."""
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
         try:
@@ -199,11 +198,11 @@ class RealServer:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing runs or waits, and every block is free."""
+        """Return True if nothing runs or waits and every block is free."""
         values = self.metrics()
         nothing = ("stoker_running_requests", "stoker_running_sequences", "stoker_waiting_sequences")
         return (
-            "stoker_kv_blocks" in values  # an engine that has just started has yet to report
+            "stoker_kv_blocks" in values  # a new engine has not reported yet
             and not any(values[name] for name in nothing)
             and values["stoker_kv_blocks_free"] == values["stoker_kv_blocks"]
         )
@@ -214,10 +213,10 @@ class RealServer:
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> float:
-    """Seconds until it came true. The time is for machines that stall: what must come soon is seen by what came before it."""
+    """Wait until the condition holds and return the seconds. The timeout is long because machines may stall."""
     started_s = time.monotonic()
     while not condition():
-        assert time.monotonic() - started_s < timeout_s, "it never came true"
+        assert time.monotonic() - started_s < timeout_s, "the condition never held"
         time.sleep(0.01)
     return time.monotonic() - started_s
 
@@ -230,7 +229,7 @@ def children(pid: int) -> list[int]:
 
 
 def is_alive(pid: int) -> bool:
-    """Zombies are dead: who should bury them is not the question here."""
+    """Return True if the process runs. A zombie does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -240,7 +239,7 @@ def is_alive(pid: int) -> bool:
 
 @contextmanager
 def serving_together(folder: Path, *starts: tuple[Path, tuple[str, ...]]) -> Iterator[list[RealServer]]:
-    """A log and options for each, started at the same time: most of a start is imports on one core."""
+    """Start several servers at the same time, each with a log and options: a start is mostly imports on one core."""
     with ExitStack() as stack:
         with ThreadPoolExecutor(len(starts)) as threads:
             begun = [threads.submit(stack.enter_context, serving(folder, log, *options)) for log, options in starts]
@@ -249,7 +248,7 @@ def serving_together(folder: Path, *starts: tuple[Path, tuple[str, ...]]) -> Ite
 
 @contextmanager
 def serving(folder: Path | None, log_path: Path, *options: str, start_s: float = 120.0) -> Iterator[RealServer]:
-    """A server that takes requests; ended, whatever the test did to it, and with it its engine."""
+    """A server that accepts requests. It and its engine are ended, whatever the test did to them."""
     command = [STOKER, "serve", *([str(folder)] if folder else []), "--port", "0", *options]
     with log_path.open("w") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)

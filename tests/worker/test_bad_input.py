@@ -1,4 +1,4 @@
-"""Each wrong request has one OpenAI-shaped answer that names the field, and never reaches the engine."""
+"""Every wrong request gets an error in OpenAI's format that names the field, and never reaches the engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NOT_JSON += [b'{"metadata": ' + b'{"a":' * 50_000 + b"1" + b"}" * 50_001]
 
 @pytest.mark.parametrize("body", NOT_JSON, ids=range(len(NOT_JSON)))
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, "/tokenize", "/detokenize"])
-def test_a_body_that_is_no_json(shared: Server, path: str, body: bytes) -> None:
+def test_a_body_that_is_not_json_is_refused(shared: Server, path: str, body: bytes) -> None:
     answer = shared.send(path, body)
     assert answer.status == 400
     assert answer.error["type"] == "invalid_request_error"
@@ -196,7 +196,9 @@ OTHERS: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("path", "body", "param"), OTHERS, ids=[f"{p} {b}"[:60] for p, b, _ in OTHERS])
-def test_the_other_endpoints_name_it_too(shared: Server, path: str, body: dict[str, Any], param: str) -> None:
+def test_the_other_endpoints_name_the_wrong_field_too(
+    shared: Server, path: str, body: dict[str, Any], param: str
+) -> None:
     answer = shared.send(path, body)
     assert (answer.status, answer.error["type"], answer.error["param"]) == (400, "invalid_request_error", param)
 
@@ -208,12 +210,12 @@ def test_an_unknown_model(shared: Server, path: str) -> None:
     assert (answer.status, answer.error["code"], answer.error["param"]) == (404, "model_not_found", "model")
 
 
-def test_no_model_or_an_alias_mean_the_model_that_is_here(shared: Server) -> None:
+def test_a_request_without_a_model_or_with_an_alias_gets_the_served_model(shared: Server) -> None:
     assert shared.chat(model=...).json["model"] == "tiny"
     assert shared.chat(model="tiny-alias").json["model"] == "tiny"
 
 
-def test_a_prompt_longer_than_the_context_is_told_both_numbers(shared: Server) -> None:
+def test_the_error_for_a_too_long_prompt_contains_both_numbers(shared: Server) -> None:
     answer = shared.chat("x" * 3000)
     assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
     assert "2048" in answer.error["message"]
@@ -227,7 +229,7 @@ def test_a_prompt_longer_than_the_context_is_told_both_numbers(shared: Server) -
     assert "2040 in the completion" in answer.error["message"]
 
 
-def test_paths_and_methods(shared: Server) -> None:
+def test_unknown_paths_and_methods_are_refused(shared: Server) -> None:
     assert shared.send("/v1/nothing").error["code"] == "unknown_url"
     assert shared.send("/v1/nothing").status == 404
     answer = shared.send(CHAT)
@@ -235,7 +237,7 @@ def test_paths_and_methods(shared: Server) -> None:
     assert shared.send(CHAT, b"x", Content_Type="multipart/form-data; boundary=x").status == 415
 
 
-def test_ten_megabytes_are_taken_or_refused(start_server: Callable[..., Server]) -> None:
+def test_a_body_of_ten_megabytes_is_answered_or_refused(start_server: Callable[..., Server]) -> None:
     body = json.dumps({"messages": [{"role": "user", "content": "x" * 10_000_000}]}).encode()
     answer = start_server().send(CHAT, body)
     assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
@@ -245,7 +247,7 @@ def test_ten_megabytes_are_taken_or_refused(start_server: Callable[..., Server])
     assert small.chat().status == 200
 
 
-def test_a_body_over_the_limit_without_its_length(start_server: Callable[..., Server]) -> None:
+def test_a_chunked_body_over_the_limit_is_refused(start_server: Callable[..., Server]) -> None:
     server = start_server(max_body_bytes=1000)
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
         client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
@@ -253,14 +255,14 @@ def test_a_body_over_the_limit_without_its_length(start_server: Callable[..., Se
         assert client.recv(4096).startswith(b"HTTP/1.1 413")
 
 
-def test_a_body_that_never_comes(start_server: Callable[..., Server]) -> None:
+def test_a_body_that_never_arrives_times_out(start_server: Callable[..., Server]) -> None:
     server = start_server(body_read_s=0.2)
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
         client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{")
         assert client.recv(4096).startswith(b"HTTP/1.1 408")
 
 
-def test_what_openai_ignores_is_ignored(shared: Server) -> None:
+def test_fields_without_effect_at_openai_are_ignored(shared: Server) -> None:
     answer = shared.chat(
         store=True,
         metadata={"a": "b"},
@@ -281,7 +283,7 @@ def test_what_openai_ignores_is_ignored(shared: Server) -> None:
     assert answer.status == 200
 
 
-def test_a_bad_grammar_is_the_clients_fault(server: Server) -> None:
+def test_an_invalid_grammar_is_a_400(server: Server) -> None:
     server.say("", ends=Finish("error", error_code="invalid_grammar", error_message="unbalanced '('"))
     for stream in (False, True):
         answer = server.chat(response_format={"type": "regex", "regex": "("}, stream=stream)
@@ -306,8 +308,8 @@ DEEP = [
 
 
 @pytest.mark.parametrize(("path", "body"), DEEP, ids=["guided_json", "tools", "metadata"])
-def test_what_can_just_be_read_need_not_be_written_again(shared: Server, path: str, body: str) -> None:
-    """Into a grammar, or into the answer's first event, where more stands around it."""
+def test_json_that_is_nested_too_deeply_to_be_encoded_again_is_a_400(shared: Server, path: str, body: str) -> None:
+    """It is encoded again inside a grammar, or inside the first event, which nests it deeper."""
     for depth in range(965, 995):
         answer = shared.send(path, (body % ('{"a": ' * depth + "{}" + "}" * depth)).encode())
         if answer.status != 200:
@@ -339,7 +341,7 @@ ENDPOINTS = {CHAT: ChatRequest, COMPLETIONS: CompletionRequest, RESPONSES: Respo
 
 @settings(max_examples=300, deadline=None)
 @given(st.data(), st.sampled_from(list(ENDPOINTS)))
-def test_no_body_is_a_servers_fault(shared: Server, data: st.DataObject, path: str) -> None:
+def test_no_request_body_causes_a_500(shared: Server, data: st.DataObject, path: str) -> None:
     names = ENDPOINTS[path].__struct_fields__
     body = {"messages": [USER]} if path == CHAT else {"prompt": "a"} if path == COMPLETIONS else {"input": "a"}
     body |= data.draw(st.dictionaries(st.sampled_from(names), VALUES, min_size=1, max_size=3))
@@ -348,7 +350,7 @@ def test_no_body_is_a_servers_fault(shared: Server, data: st.DataObject, path: s
     assert answer.status == 200 or answer.error["message"]
 
 
-def test_bytes_that_are_no_http(shared: Server) -> None:
+def test_bytes_that_are_not_http_are_refused(shared: Server) -> None:
     with socket.create_connection(("127.0.0.1", shared.port), timeout=60) as client:
         client.sendall(b"\x16\x03\x01\x00\xff\r\n\r\n")
         assert client.recv(4096).startswith(b"HTTP/1.")

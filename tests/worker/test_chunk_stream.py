@@ -1,4 +1,4 @@
-"""Chunks on their way to whoever takes them: none is lost, none comes twice, and a failure stays with its own stream."""
+"""Chunks are passed on once and in order, and a failure affects only its own stream."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def chunk(token_id: int, last: bool = False) -> TokenChunk:
 
 
 class Taker:
-    """Says no after every `portion` chunks."""
+    """Returns False after every `portion` chunks."""
 
     def __init__(self, portion: int = 1000) -> None:
         self.portion = portion
@@ -29,14 +29,14 @@ class Taker:
         return len(self.got) % self.portion != 0
 
 
-def test_chunks_are_taken_at_once() -> None:
+def test_chunks_are_passed_on_without_waking_a_task() -> None:
     async def main() -> None:
         stream, taker = ChunkStream(), Taker()
         relay = asyncio.create_task(stream.relay(taker.take))
         await asyncio.sleep(0)
         for i in range(3):
             stream.put(chunk(i))
-            assert taker.got == list(range(i + 1))  # no task had to run for it
+            assert taker.got == list(range(i + 1))  # without running a task
         stream.put(chunk(3, last=True))
         await relay
         assert stream.finished
@@ -48,7 +48,7 @@ def test_chunks_are_taken_at_once() -> None:
 
 @pytest.mark.parametrize("portion", [1, 2, 3, 1000])
 @pytest.mark.parametrize("early", [0, 1, 5, 9])
-def test_every_chunk_comes_once_and_in_order(portion: int, early: int) -> None:
+def test_every_chunk_arrives_once_and_in_order(portion: int, early: int) -> None:
     async def main() -> None:
         stream, taker = ChunkStream(), Taker(portion)
         for i in range(early):
@@ -57,7 +57,7 @@ def test_every_chunk_comes_once_and_in_order(portion: int, early: int) -> None:
         async def relay_all() -> None:
             while not stream.finished:
                 await stream.relay(taker.take)
-                await asyncio.sleep(0)  # more of them come meanwhile
+                await asyncio.sleep(0)  # more chunks arrive meanwhile
 
         relay = asyncio.create_task(relay_all())
         await asyncio.sleep(0)
@@ -71,7 +71,7 @@ def test_every_chunk_comes_once_and_in_order(portion: int, early: int) -> None:
     asyncio.run(main())
 
 
-def test_what_a_taker_raises_is_raised_where_it_is_relayed() -> None:
+def test_relay_raises_what_the_taker_raises() -> None:
     async def main() -> None:
         def take(chunk: TokenChunk) -> bool:
             raise ValueError("no such token")
@@ -79,7 +79,7 @@ def test_what_a_taker_raises_is_raised_where_it_is_relayed() -> None:
         stream = ChunkStream()
         relay = asyncio.create_task(stream.relay(take))
         await asyncio.sleep(0)
-        stream.put(chunk(1))  # the pipe's reader goes on
+        stream.put(chunk(1))  # the reader of the pipe continues
         stream.put(chunk(2))
         with pytest.raises(ValueError, match="no such token"):
             await relay
@@ -89,7 +89,7 @@ def test_what_a_taker_raises_is_raised_where_it_is_relayed() -> None:
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_a_dead_engine_is_told_after_its_chunks(early: bool) -> None:
+def test_relay_raises_after_the_last_chunks_of_a_dead_engine(early: bool) -> None:
     async def main() -> None:
         stream, taker = ChunkStream(), Taker()
         relay = asyncio.create_task(stream.relay(taker.take))
@@ -100,18 +100,18 @@ def test_a_dead_engine_is_told_after_its_chunks(early: bool) -> None:
         with pytest.raises(EngineDied, match="gone"):
             await relay
         assert taker.got == [1]
-        assert stream.finished  # there is nobody to be told of a cancellation
+        assert stream.finished  # the engine need not be told of a cancellation
 
     asyncio.run(main())
 
 
-def test_a_cancelled_relay_takes_no_more() -> None:
+def test_a_cancelled_relay_takes_no_more_chunks() -> None:
     async def main() -> None:
         stream, taker = ChunkStream(), Taker()
         relay = asyncio.create_task(stream.relay(taker.take))
         await asyncio.sleep(0)
         relay.cancel()
-        stream.put(chunk(1, last=True))  # it came before the task could hear of its end
+        stream.put(chunk(1, last=True))  # arrived before the task saw its cancellation
         with suppress(asyncio.CancelledError):
             await relay
         stream.put(chunk(2))

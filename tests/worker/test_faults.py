@@ -1,4 +1,4 @@
-"""Clients that leave or do not read, engines that die, servers that drain: nothing hangs, nothing is left running."""
+"""Clients that disconnect or do not read, engines that die, servers that drain: nothing hangs or is left running."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stoker.sched.request import GenerateRequest
 
 
 def ask(server: Server, **fields: Any) -> socket.socket:
-    """A request sent on a bare socket; its answer is the caller's to read, or not."""
+    """Send a request on a bare socket. The caller may read the answer, or not."""
     body = json.dumps({"messages": [{"role": "user", "content": "hi"}], **fields}).encode()
     client = socket.create_connection(("127.0.0.1", server.port), timeout=60)
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -27,7 +27,7 @@ def ask(server: Server, **fields: Any) -> socket.socket:
 
 
 @pytest.mark.parametrize("fields", [{"stream": True}, {"stream": False}, {"stream": True, "n": 3}, {"n": 3}], ids=str)
-def test_a_client_that_leaves_cancels_its_sequences(server: Server, fields: dict[str, Any]) -> None:
+def test_a_disconnect_cancels_the_sequences(server: Server, fields: dict[str, Any]) -> None:
     server.say("blah ", endless=True, delay_s=0.002)
     client = ask(server, **fields)
     wait_for(lambda: server.service.sent_chunks > 20)
@@ -37,7 +37,7 @@ def test_a_client_that_leaves_cancels_its_sequences(server: Server, fields: dict
     assert server.service.running == 0
 
 
-def test_a_client_that_leaves_before_the_first_token(server: Server) -> None:
+def test_a_disconnect_before_the_first_token_cancels_the_sequence(server: Server) -> None:
     server.say("late", delay_s=30)
     client = ask(server, stream=True)
     wait_for(lambda: server.service.running == 1)
@@ -46,7 +46,7 @@ def test_a_client_that_leaves_before_the_first_token(server: Server) -> None:
     assert len(server.service.cancelled) == 1
 
 
-def test_a_client_that_leaves_while_its_prompt_is_tokenized(start_server: Callable[..., Server]) -> None:
+def test_a_disconnect_while_the_prompt_is_tokenized_starts_no_sequence(start_server: Callable[..., Server]) -> None:
     server = start_server(inline_chars=0, text_threads=1)
     encode, let_go = server.text.tokenizer.encode, threading.Event()
 
@@ -63,7 +63,7 @@ def test_a_client_that_leaves_while_its_prompt_is_tokenized(start_server: Callab
     assert server.service.requests == []
 
 
-def test_half_a_request_harms_nobody(server: Server) -> None:
+def test_half_a_request_does_not_affect_others(server: Server) -> None:
     client = socket.create_connection(("127.0.0.1", server.port), timeout=60)
     client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{")
     wait_for(lambda: server.state.num_running == 1)
@@ -75,10 +75,10 @@ def test_half_a_request_harms_nobody(server: Server) -> None:
 def test_a_client_that_does_not_read_is_dropped(start_server: Callable[..., Server]) -> None:
     server = start_server(client_stall_s=0.3)
     server.say("x" * 100, endless=True, chunk_tokens=100)
-    client = ask(server, stream=True, logprobs=True, top_logprobs=20)  # 150 KB a chunk: buffers fill soon
+    client = ask(server, stream=True, logprobs=True, top_logprobs=20)  # 150 KB per chunk, to fill the buffers
     wait_for(lambda: len(server.service.cancelled) == 1)
     wait_for(lambda: server.state.num_running == 0)
-    # Back-pressure: what the engine may run ahead is what the buffers between the two hold.
+    # Back-pressure: the engine can run ahead only by what the buffers hold.
     at_rest = server.service.sent_chunks
     time.sleep(0.1)
     assert server.service.sent_chunks == at_rest
@@ -102,7 +102,7 @@ def test_a_client_that_reads_late_gets_everything(server: Server) -> None:
     client = ask(server, stream=True, n=4, logprobs=True, top_logprobs=20)  # 12 MB: more than the buffers hold
     wait_for(lambda: server.service.sent_chunks > 40)
     time.sleep(0.3)
-    assert server.service.running  # held up, not dropped
+    assert server.service.running  # waits, and is not dropped
     with client, http.client.HTTPResponse(client) as answer:
         answer.begin()
         chunks = Answer(answer.status, {}, answer.read()).chunks
@@ -112,7 +112,7 @@ def test_a_client_that_reads_late_gets_everything(server: Server) -> None:
     assert said == [text] * 4
 
 
-def test_a_client_of_an_older_http_gets_bare_events(server: Server) -> None:
+def test_a_client_of_http_1_0_gets_events_without_chunked_encoding(server: Server) -> None:
     body = b'{"prompt": "hi", "stream": true}'
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
         client.sendall(b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
@@ -126,7 +126,7 @@ def test_a_client_of_an_older_http_gets_bare_events(server: Server) -> None:
     assert b"".join(b"data: " + event.data + b"\n\n" for event in Answer(200, {}, events).events) == events
 
 
-def test_others_stream_on_while_a_long_prompt_is_tokenized(start_server: Callable[..., Server]) -> None:
+def test_other_streams_continue_while_a_long_prompt_is_tokenized(start_server: Callable[..., Server]) -> None:
     server = start_server(inline_chars=100, text_threads=1)
     encode, let_go, is_late = server.text.tokenizer.encode, threading.Event(), threading.Event()
 
@@ -144,7 +144,7 @@ def test_others_stream_on_while_a_long_prompt_is_tokenized(start_server: Callabl
     client.close()
 
 
-def test_an_engine_that_dies_before_the_first_byte(server: Server) -> None:
+def test_an_engine_death_before_the_first_byte_is_a_503(server: Server) -> None:
     server.say(dies_after=0)
     for stream in (False, True):
         answer = server.chat(stream=stream)
@@ -156,7 +156,7 @@ def test_an_engine_that_dies_before_the_first_byte(server: Server) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_an_engine_that_dies_in_mid_stream(server: Server, n: int) -> None:
+def test_an_engine_death_in_a_stream_is_an_error_event(server: Server, n: int) -> None:
     server.say("Hello, world", dies_after=4)
     answer = server.chat(stream=True, n=n)
     assert answer.status == 200
@@ -167,7 +167,7 @@ def test_an_engine_that_dies_in_mid_stream(server: Server, n: int) -> None:
     assert server.state.num_running == 0
 
 
-def test_a_failed_response_stream_says_so(server: Server) -> None:
+def test_a_failed_response_stream_ends_with_response_failed(server: Server) -> None:
     server.say("Hello", dies_after=2)
     events = server.send("/v1/responses", {"input": "hi", "stream": True}).events
     last = json.loads(events[-1].data)
@@ -175,7 +175,7 @@ def test_a_failed_response_stream_says_so(server: Server) -> None:
     assert last["response"]["error"]["message"]
 
 
-def test_an_unforeseen_error_is_a_500_that_tells_nothing(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unexpected_error_is_a_500_without_details(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     def broken(request: GenerateRequest) -> str:
         raise ZeroDivisionError("a secret")
 
@@ -191,14 +191,14 @@ def test_an_unforeseen_error_is_a_500_that_tells_nothing(server: Server, caplog:
     assert server.chat().status == 200
 
 
-def test_overload_says_when_to_come_back(server: Server) -> None:
+def test_overload_answers_contain_retry_after(server: Server) -> None:
     server.say(overloaded=True)
     for fields in ({}, {"stream": True}, {"n": 2}):
         answer = server.chat(**fields)
         assert (answer.status, answer.error["code"], answer.headers["Retry-After"]) == (503, "overloaded", "3")
 
 
-def test_drain(server: Server) -> None:
+def test_a_drain_refuses_new_requests_and_finishes_running_ones(server: Server) -> None:
     let_go = threading.Event()
     server.say("Hello, world", let_go=let_go)
     client = ask(server, stream=True)
@@ -213,7 +213,7 @@ def test_drain(server: Server) -> None:
     server.loop.call_soon_threadsafe(
         lambda: server.loop.create_task(server.state.wait_idle()).add_done_callback(lambda _: idle.set())
     )
-    assert server.send("/health").json["draining"] is True  # once more: the loop has had a turn
+    assert server.send("/health").json["draining"] is True  # again: the event loop has run
     assert not idle.is_set()
     let_go.set()
     received = b""
@@ -294,8 +294,8 @@ def test_metrics(server: Server) -> None:
     assert float(values["stoker_running_sequences"]) == 3
 
 
-def test_prompts_that_never_ran_are_no_misses_of_the_cache(server: Server) -> None:
-    """While an engine restarts, refused requests come again and again."""
+def test_prompts_that_never_ran_do_not_count_as_cache_misses(server: Server) -> None:
+    """While an engine restarts, refused requests are repeated."""
     server.say(overloaded=True)
     for fields in ({}, {"stream": True}, {"n": 2}):
         assert server.chat(**fields).status == 503

@@ -1,4 +1,4 @@
-"""What a worker tells gateways of itself, and how it registers with them."""
+"""What a worker tells gateways about itself, and how it registers with them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fake_engine import BLOCK_TOKENS, MAX_MODEL_TOKENS, FakeService, byte_text
 from http_server import Server, run_server
 
 from stoker.base.ids import WorkerId
-from stoker.proto.messages import Registration, WorkerInfo, WorkerReport
+from stoker.proto.messages import WorkerInfo, WorkerRegistration, WorkerReport
 from stoker.text.folder import text_digest
 from stoker.worker.config import HttpConfig
 from stoker.worker.identity import Identity
@@ -31,7 +31,7 @@ def worker() -> Iterator[Server]:
     stop()
 
 
-def test_who_it_is(worker: Server) -> None:
+def test_the_worker_describes_itself(worker: Server) -> None:
     answer = worker.send("/stoker/worker", x_stoker_secret="open sesame")
     assert msgspec.json.decode(answer.body, type=WorkerInfo) == WorkerInfo(
         worker_id=WorkerId("w-me"),
@@ -49,24 +49,24 @@ def test_who_it_is(worker: Server) -> None:
 
 @pytest.mark.parametrize("path", ["/stoker/worker", "/stoker/tokenizer"])
 @pytest.mark.parametrize("headers", [{}, {"x_stoker_secret": "guess"}, {"x_stoker_secret": "öpen"}], ids=str)
-def test_only_who_knows_the_secret_is_told(worker: Server, path: str, headers: dict[str, str]) -> None:
+def test_a_request_without_the_secret_is_refused(worker: Server, path: str, headers: dict[str, str]) -> None:
     refused = worker.send(path, **headers)
     assert (refused.status, refused.error["code"]) == (401, "invalid_secret")
 
 
-def test_without_a_secret_anybody_is_told(server: Server) -> None:
+def test_a_worker_without_a_secret_answers_everyone(server: Server) -> None:
     answer = server.send("/stoker/worker").json
     assert answer["worker_id"].startswith("w-")
     assert (answer["events"], answer["replay"]) == (None, None)
 
 
-def test_its_load(worker: Server) -> None:
+def test_the_worker_reports_its_load(worker: Server) -> None:
     report = msgspec.json.decode(worker.send("/load").body, type=WorkerReport)
     assert (report.waiting_tokens, report.running_sequences, report.free_blocks) == (2, 3, 4)
     assert (report.num_blocks, report.block_tokens, report.ready, report.draining) == (64, 16, True, False)
 
 
-def test_its_tokenizer(start_server: Callable[..., Server], tmp_path: Path) -> None:
+def test_the_worker_sends_its_tokenizer_files(start_server: Callable[..., Server], tmp_path: Path) -> None:
     server = start_server()
     assert server.send("/stoker/tokenizer").status == 404
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -81,7 +81,7 @@ def test_its_tokenizer(start_server: Callable[..., Server], tmp_path: Path) -> N
 
 # ---- registration
 
-NEWS = Registration(
+NEWS = WorkerRegistration(
     worker_id=WorkerId("w-me"),
     url="http://10.0.0.7:8000",
     role="unified",
@@ -98,7 +98,7 @@ NEWS = Registration(
 
 class Gateway:
     def __init__(self) -> None:
-        self.heard: list[tuple[str, Registration, str | None]] = []
+        self.heard: list[tuple[str, WorkerRegistration, str | None]] = []
         self.status = 200
         self.url = ""
         self._runner: web.AppRunner
@@ -117,7 +117,7 @@ class Gateway:
         await self._runner.cleanup()
 
     async def _answer(self, request: web.Request) -> web.Response:
-        body = msgspec.json.decode(await request.read(), type=Registration)
+        body = msgspec.json.decode(await request.read(), type=WorkerRegistration)
         self.heard.append((request.method, body, request.headers.get("x-stoker-secret")))
         return web.Response(status=self.status)
 
@@ -127,18 +127,18 @@ async def until(condition: Callable[[], bool]) -> None:
         if condition():
             return
         await asyncio.sleep(0.005)
-    pytest.fail("it never came true")
+    pytest.fail("the condition never held")
 
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gateway that answers is waited for, also on a machine that stalls."""
+    """A timeout that is long enough for a stalled machine."""
     for name in ("_ANSWER_S", "_LEAVE_S"):
         monkeypatch.setattr(f"stoker.worker.register.{name}", 60.0)
 
 
 @pytest.mark.usefixtures("patient")
-def test_it_registers_with_every_gateway_again_and_again_and_leaves() -> None:
+def test_the_worker_sends_heartbeats_to_every_gateway_and_unregisters() -> None:
     async def main() -> None:
         async with Gateway() as first, Gateway() as second:
             registrar = Registrar([first.url, second.url + "/"], lambda: NEWS, "s", heartbeat_s=0.02)
@@ -158,7 +158,7 @@ def test_it_registers_with_every_gateway_again_and_again_and_leaves() -> None:
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_gateway_that_is_away_or_refuses_is_asked_again_later() -> None:
+def test_registration_is_retried_after_a_failure() -> None:
     async def main() -> None:
         async with Gateway() as gateway:
             gateway.status = 503

@@ -1,4 +1,4 @@
-"""Hand-offs as HTTP sees them: what is asked for, what the engine is told, and what the answer says."""
+"""Hand-offs over HTTP: the request, what the engine gets, and the answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from fake_engine import ENGINE_ID, KV_ADDRESS, FakeService, byte_text
 from http_server import Answer, Server, run_server
-from journal import Block, Seen, blocks_of, shown
+from resume_notes import Block, Seen, blocks_of, shown
 from test_resume import by_choice, by_seed
 
 from stoker.gateway.path.resume import StokerStream, TokenMemory
@@ -26,7 +26,7 @@ RESPONSES = "/v1/responses"
 USER: dict[str, Any] = {"messages": [{"role": "user", "content": "Say hello"}]}
 USAGE = {"stream_options": {"include_usage": True}}
 KEEP: dict[str, Any] = {"kv_transfer_params": {"do_remote_decode": True, "transfer_id": "x.1"}}
-# As vLLM's proxies ask.
+# As vLLM's proxies send it.
 VLLM_KEEP: dict[str, Any] = {
     "kv_transfer_params": {
         "do_remote_decode": True,
@@ -50,7 +50,7 @@ TRANSFER: dict[str, Any] = {
     "lease_s": 30.0,
 }
 TICKET = KvTicket(ENGINE_ID, KV_ADDRESS, "x.1-0", 40, 30.0)
-BEGINS = {"resume": {"created": 1763186401, "choices": [{}]}}  # here, but at a time that is the same in every answer
+BEGINS = {"resume": {"created": 1763186401, "choices": [{}]}}  # begins here, with the same time in every answer
 OUR_STREAM = {"X-Request-Id": "r-1", "x-stoker-stream": "1"}
 
 
@@ -73,7 +73,7 @@ def worker() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def decoder() -> Iterator[Server]:
-    """It keeps nothing for others."""
+    """A worker that keeps no KV for others."""
     server = make_server(None)
     stop = run_server(server)
     yield server
@@ -81,7 +81,7 @@ def decoder() -> Iterator[Server]:
 
 
 def transfers_of(blocks: list[Block]) -> Any:
-    """Of a stream that must end with a hand-off."""
+    """Return the ticket of a stream that must end with a hand-off."""
     *lines, last = blocks[-1].lines
     assert not lines
     assert not blocks[-1].event
@@ -89,7 +89,7 @@ def transfers_of(blocks: list[Block]) -> Any:
     return json.loads(last.removeprefix(b":k "))
 
 
-# ---- what is asked for
+# ---- requests
 
 BAD: list[tuple[Any, str]] = [
     (3, "kv_transfer_params"),
@@ -140,7 +140,7 @@ def test_a_wrong_field_is_named(worker: Server, path: str, params: Any, param: s
 @pytest.mark.parametrize(
     "params", [None, {}, {"do_remote_decode": False, "do_remote_prefill": None, "x": [1]}], ids=str
 )
-def test_nothing_asked_for_is_nothing_done(decoder: Server, params: Any) -> None:
+def test_a_request_without_a_handoff_is_unchanged(decoder: Server, params: Any) -> None:
     answer = decoder.chat(kv_transfer_params=params)
     assert (answer.status, answer.json["choices"][0]["message"]["content"]) == (200, "Hello, world")
     assert "kv_transfer_params" not in answer.json
@@ -148,7 +148,7 @@ def test_nothing_asked_for_is_nothing_done(decoder: Server, params: Any) -> None
     assert (asked.lease_id, asked.ticket) == (None, None)
 
 
-def test_a_worker_that_keeps_nothing_says_how_it_would(decoder: Server) -> None:
+def test_a_worker_that_keeps_no_kv_says_which_option_enables_it(decoder: Server) -> None:
     answer = decoder.chat(**KEEP)
     assert (answer.status, answer.error["param"]) == (400, "kv_transfer_params.do_remote_decode")
     assert "--role prefill" in answer.error["message"]
@@ -172,7 +172,7 @@ FOREIGN = [
 
 
 @pytest.mark.parametrize("params", FOREIGN, ids=["nixl", "mooncake"])
-def test_another_engines_ticket_is_passed_over(decoder: Server, params: Any) -> None:
+def test_the_ticket_of_another_engine_is_ignored(decoder: Server, params: Any) -> None:
     answer = decoder.chat(kv_transfer_params=params)
     assert (answer.status, answer.json["choices"][0]["message"]["content"]) == (200, "Hello, world")
     assert decoder.service.requests[-1].ticket is None
@@ -187,7 +187,7 @@ def test_another_engines_ticket_is_passed_over(decoder: Server, params: Any) -> 
     ids=["chat", "completions", "responses"],
 )
 @pytest.mark.parametrize("text", ["Hellö ✓", "✓", "<tool"])
-def test_a_stream_goes_on_elsewhere_after_its_first_token(worker: Server, path: str, body: Any, text: str) -> None:
+def test_a_stream_continues_elsewhere_after_its_first_token(worker: Server, path: str, body: Any, text: str) -> None:
     worker.say(text, cached_tokens=16)
     body = body | BEGINS | {"stream": True, "seed": 5}
     whole = blocks_of(worker.send(path, body, **OUR_STREAM).body)
@@ -209,7 +209,7 @@ def test_a_stream_goes_on_elsewhere_after_its_first_token(worker: Server, path: 
     assert (told.num_prompt, told.lease_id) == (asked.num_prompt, None)
 
 
-def test_an_unstreamed_answer_goes_on_too(worker: Server) -> None:
+def test_an_answer_that_is_not_streamed_continues_elsewhere_too(worker: Server) -> None:
     worker.say("Hellö ✓", cached_tokens=16)
     first = blocks_of(worker.send(CHAT, USER | KEEP | {"stream": True, "seed": 5}, **OUR_STREAM).body)
     worker.say("Hellö ✓", pulled_tokens=24)
@@ -222,7 +222,7 @@ def test_an_unstreamed_answer_goes_on_too(worker: Server) -> None:
     assert "kv_transfer_params" not in answer
 
 
-def test_a_choice_that_ended_is_not_handed_over(worker: Server) -> None:
+def test_a_choice_that_has_ended_is_not_handed_off(worker: Server) -> None:
     seeds: list[int] = []
     worker.say(lambda request: seeds.append(request.sampling.seed) or "")
     worker.send(CHAT, USER | {"n": 3, "seed": 5})
@@ -269,7 +269,7 @@ def test_every_prompt_and_choice_has_a_lease(worker: Server) -> None:
     [("", {}), ("Hello", {"max_tokens": 1}), ("Hello", {"stop": ["H"]}), ("Hello", {"stop": ["H"], "max_tokens": 1})],
     ids=["stop-token", "length", "stop-string", "both"],
 )
-def test_an_answer_of_one_token_ends_as_any(worker: Server, text: str, fields: dict[str, Any]) -> None:
+def test_an_answer_of_one_token_ends_without_a_handoff(worker: Server, text: str, fields: dict[str, Any]) -> None:
     worker.say(text)
     body = USER | USAGE | BEGINS | {"stream": True, "seed": 5} | fields
     whole = worker.send(CHAT, body, **OUR_STREAM).body
@@ -277,13 +277,13 @@ def test_an_answer_of_one_token_ends_as_any(worker: Server, text: str, fields: d
     assert shown(blocks_of(kept)) == shown(blocks_of(whole))
     assert b"[DONE]" in kept
     if "max_tokens" in fields:
-        assert worker.service.requests[-1].lease_id is None, "nobody would come for it"
+        assert worker.service.requests[-1].lease_id is None, "its lease would never be used"
     elif "stop" in fields:
         assert worker.service.released == [worker.service.requests[-1].lease_id]
 
 
-def test_resumed_and_handed_over_again(worker: Server) -> None:
-    """A pair of workers takes up what another one began: prefill draws one token more."""
+def test_a_resumed_answer_can_be_handed_off_again(worker: Server) -> None:
+    """A prefill and a decode worker continue an answer: prefill samples one more token."""
     worker.say("Hello")
     body = USER | {"stream": True, "seed": 5}
     whole = blocks_of(worker.send(CHAT, body, **OUR_STREAM).body)
@@ -294,7 +294,7 @@ def test_resumed_and_handed_over_again(worker: Server) -> None:
 
 
 @pytest.mark.parametrize("cut", [None, 1, 7], ids=str)
-def test_the_gateway_reads_it(worker: Server, cut: int | None) -> None:
+def test_the_gateway_reads_the_handoff_note(worker: Server, cut: int | None) -> None:
     worker.say("Hello", cached_tokens=16)
     body = worker.send(CHAT, USER | KEEP | {"stream": True, "seed": 5}, **OUR_STREAM).body
     memory = TokenMemory()
@@ -303,8 +303,8 @@ def test_the_gateway_reads_it(worker: Server, cut: int | None) -> None:
     got = b"".join(stream.push(body[i : i + step]) for i in range(0, len(body), step))
     assert b"do_remote" not in got
     assert not stream.is_complete
-    assert memory.ticket is not None
-    assert json.loads(memory.ticket)["remote_request_id"] == "x.1-0"
+    assert memory.notes.ticket is not None
+    assert json.loads(memory.notes.ticket)["remote_request_id"] == "x.1-0"
     (choice,) = json.loads(memory.resume_field(1))["choices"]
     assert (len(choice["token_ids"]), choice["finished"], memory.cached_tokens) == (1, False, 16)
 
@@ -312,7 +312,7 @@ def test_the_gateway_reads_it(worker: Server, cut: int | None) -> None:
 # ---- keeping, for vLLM's proxies
 
 
-def test_one_token_for_vllms_proxies(worker: Server) -> None:
+def test_vllms_proxies_get_one_token_and_a_ticket(worker: Server) -> None:
     worker.say("Hello", cached_tokens=16)
     answer = worker.chat(max_tokens=1, max_completion_tokens=1, stream=False, **VLLM_KEEP).json
     asked = worker.service.requests[-1]
@@ -328,7 +328,7 @@ def test_one_token_for_vllms_proxies(worker: Server) -> None:
     assert told.token_ids == asked.token_ids
 
 
-def test_a_lease_ends_the_answer_whatever_was_wanted(worker: Server) -> None:
+def test_with_a_lease_the_answer_ends_after_one_token(worker: Server) -> None:
     worker.say("✓ Hello")
     answer = worker.chat(max_tokens=50, **VLLM_KEEP).json
     assert (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]) == (1, "length")
@@ -345,7 +345,9 @@ def last_chunk(answer: Answer) -> Any:
 @pytest.mark.parametrize(
     ("path", "prompt"), [(CHAT, USER), (COMPLETIONS, {"prompt": "x"})], ids=["chat", "completions"]
 )
-def test_a_plain_stream_has_it_in_its_last_chunk(worker: Server, path: str, prompt: Any, usage: Any) -> None:
+def test_a_stream_without_notes_has_the_ticket_in_its_last_chunk(
+    worker: Server, path: str, prompt: Any, usage: Any
+) -> None:
     answer = worker.send(path, prompt | usage | VLLM_KEEP | {"stream": True, "max_tokens": 1})
     last = last_chunk(answer)
     assert last["choices"] == []
@@ -355,14 +357,14 @@ def test_a_plain_stream_has_it_in_its_last_chunk(worker: Server, path: str, prom
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_response_has_it(worker: Server, stream: bool) -> None:
+def test_a_response_contains_the_ticket(worker: Server, stream: bool) -> None:
     answer = worker.send(RESPONSES, {"input": "hi", "max_output_tokens": 1, "stream": stream} | VLLM_KEEP)
     whole = answer.chunks[-1]["response"] if stream else answer.json
     assert whole["status"] == "incomplete"
     assert whole["kv_transfer_params"]["remote_host"] == "10.0.0.7"
 
 
-def test_an_address_with_colons() -> None:
+def test_an_ipv6_address_is_split_correctly() -> None:
     server = make_server("[fd00::7]:7001")
     stop = run_server(server)
     try:
@@ -376,7 +378,7 @@ def test_an_address_with_colons() -> None:
 # ---- prefetch
 
 
-def test_a_prefetch_is_passed_on(worker: Server) -> None:
+def test_a_prefetch_is_passed_to_the_engine(worker: Server) -> None:
     assert worker.send("/stoker/prefetch", {"kv_transfer_params": TRANSFER}).status == 202
     assert worker.service.prefetched.pop() == Prefetch(token_ids=[], ticket=TICKET)
     request = USER | {"cache_salt": "tenant", "max_tokens": 4}
@@ -403,13 +405,13 @@ def test_a_prefetch_is_passed_on(worker: Server) -> None:
     ],
     ids=str,
 )
-def test_a_prefetch_that_cannot_be_read(worker: Server, body: Any, param: str) -> None:
+def test_an_invalid_prefetch_is_refused(worker: Server, body: Any, param: str) -> None:
     answer = worker.send("/stoker/prefetch", body)
     assert (answer.status, answer.error["param"]) == (400, param)
     assert worker.service.prefetched == []
 
 
-def test_what_gateways_say_needs_the_secret() -> None:
+def test_hints_of_gateways_need_the_secret() -> None:
     server = make_server(None, Identity(secret="open sesame"))
     stop = run_server(server)
     try:
@@ -423,7 +425,7 @@ def test_what_gateways_say_needs_the_secret() -> None:
         stop()
 
 
-def test_kv_that_nobody_comes_for_is_released_by_the_name_that_it_was_kept_under(worker: Server) -> None:
+def test_a_release_ends_the_leases_of_its_transfer_id(worker: Server) -> None:
     worker.say("Hello")
     worker.send(CHAT, USER | KEEP | {"n": 2, "stream": True}, **OUR_STREAM)
     answer = worker.send("/stoker/release", {"transfer_id": "x.1", "num_choices": 2})
@@ -433,10 +435,10 @@ def test_kv_that_nobody_comes_for_is_released_by_the_name_that_it_was_kept_under
         assert worker.send("/stoker/release", body).status == 400
 
 
-# ---- what it tells of itself
+# ---- the worker's description
 
 
-def test_where_its_kv_is_pulled(worker: Server, decoder: Server) -> None:
+def test_the_worker_tells_its_kv_address(worker: Server, decoder: Server) -> None:
     answer = worker.send("/stoker/worker").json
     assert (answer["engine_id"], answer["kv_address"], answer["stores"]) == (ENGINE_ID, KV_ADDRESS, {"CPU": "s-1"})
     assert decoder.send("/stoker/worker").json["kv_address"] is None

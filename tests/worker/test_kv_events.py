@@ -1,4 +1,4 @@
-"""KV events from the pool to a listener that may come late, miss some, or outlive the worker's process."""
+"""KV events from the pool to a subscriber that may start late, miss some, or outlive the worker's process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def name_chain(log: BlockLog, token_ids: list[int], salt: str = "", start: int =
 
 
 class Follower:
-    """What a gateway makes of the events: blocks by their tokens, from the root on, whatever the worker calls them."""
+    """The gateway's view of the events: blocks by their tokens from the root, independent of the worker's keys."""
 
     def __init__(self) -> None:
         self.prefixes: dict[Any, tuple[str | None, tuple[int, ...]]] = {}
@@ -95,13 +95,13 @@ def test_a_salt_itself_never_leaves_the_process() -> None:
     assert salt_hash("") is None
 
 
-def test_a_snapshot_tells_the_same_as_all_events() -> None:
+def test_a_snapshot_equals_the_sum_of_all_events() -> None:
     rng = random.Random(4)
     log, mirror, follower = BlockLog(), KvMirror(), Follower()
     known: dict[BlockKey, int] = {}
     for _ in range(300):
         if known and rng.random() < 0.3:
-            # The ends of chains go first, as in the pool.
+            # The ends of chains are removed first, as in the pool.
             key = max(known, key=lambda key: (known[key], key))
             del known[key]
             log.forgot(key)
@@ -164,7 +164,7 @@ class Listener:
         self.replays.connect(f"tcp://127.0.0.1:{reporter.replay_port}")
 
     async def is_subscribed(self) -> None:
-        """A subscription takes its time. Load is reported all the time, and was subscribed to after the topic."""
+        """Wait until the subscription is active. Load reports come all the time, and their topic was subscribed last."""
         await self.events.recv_multipart()
         self.events.unsubscribe(b"load")
 
@@ -201,7 +201,7 @@ def with_reporter(
     asyncio.run(main())
 
 
-def test_events_are_numbered_and_can_be_had_again() -> None:
+def test_events_are_numbered_and_can_be_replayed() -> None:
     async def check(reporter: Reporter, listener: Listener) -> None:
         log = BlockLog()
         for i in range(3):
@@ -221,7 +221,7 @@ def test_events_are_numbered_and_can_be_had_again() -> None:
 
 
 @pytest.mark.parametrize("start", [0, 3, 500], ids=["all", "too-old", "of-an-earlier-process"])
-def test_what_is_no_longer_kept_is_answered_with_all_there_is(start: int) -> None:
+def test_a_replay_of_events_that_are_no_longer_stored_is_a_snapshot(start: int) -> None:
     async def check(reporter: Reporter, listener: Listener) -> None:
         log, follower = BlockLog(), Follower()
         for i in range(20):
@@ -239,7 +239,7 @@ def test_what_is_no_longer_kept_is_answered_with_all_there_is(start: int) -> Non
     with_reporter(check)
 
 
-def test_nonsense_at_the_replay_port_hurts_nobody() -> None:
+def test_an_invalid_replay_request_does_not_affect_others() -> None:
     async def check(reporter: Reporter, listener: Listener) -> None:
         for frames in ([b"x"], [b"", b"short"], [b"", b"12345678", b"more"], [b"a", b"b", b"c", b"d"]):
             await listener.replays.send_multipart(frames)
@@ -259,7 +259,7 @@ def test_load_is_reported_a_few_times_a_second_and_when_it_changes(monkeypatch: 
             assert got[-1] == report(message.seq)
         assert [r.number - got[0].number for r in got] == [0, 1, 2]
         monkeypatch.setattr("stoker.worker.report._REPORT_EVERY_S", 3600.0)
-        message = read_message(await listener.events.recv_multipart())  # the last one that comes by itself
+        message = read_message(await listener.events.recv_multipart())  # the last one that arrives without a replay
         await asyncio.sleep(0.03)
         reporter.load_changed()
         assert read_message(await listener.events.recv_multipart()).seq == message.seq + 1
@@ -267,7 +267,7 @@ def test_load_is_reported_a_few_times_a_second_and_when_it_changes(monkeypatch: 
     with_reporter(check, topic=b"load")
 
 
-def test_a_taken_port_is_said_at_once() -> None:
+def test_a_port_in_use_is_reported_at_once() -> None:
     async def main() -> None:
         first = Reporter("127.0.0.1")
         with pytest.raises(ConfigError, match="--events-port"):

@@ -1,4 +1,4 @@
-"""KV events of several media: what a gateway learns is where each block is, also when it comes late."""
+"""KV events of several media: a gateway learns where each block is, also if it subscribes late."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZE = 4
 
 
 class Places:
-    """A gateway's index of one worker."""
+    """The gateway's index of one worker."""
 
     def __init__(self) -> None:
         self.held: dict[str, set[int]] = {}
@@ -58,7 +58,7 @@ def named(token_ids: list[int], medium: str, start: int = 0, salt: str | None = 
     )
 
 
-def test_each_medium_is_told_by_its_name() -> None:
+def test_each_medium_is_named_in_its_events() -> None:
     mirror = KvMirror()
     chain = list(range(12))
     stored, copied = mirror.apply(KvEvents(events=[named(chain, "GPU", salt="s"), named(chain, "CPU", salt="s")]))
@@ -72,7 +72,7 @@ def test_each_medium_is_told_by_its_name() -> None:
 
 
 @pytest.mark.parametrize("media", [("GPU",), ("GPU", "CPU", "DISK", "MOONCAKE")], ids=len)
-def test_a_snapshot_tells_the_same_as_all_events(media: tuple[str, ...]) -> None:
+def test_a_snapshot_equals_the_sum_of_all_events(media: tuple[str, ...]) -> None:
     rng = random.Random(11)
     mirror, gateway = KvMirror(), Gateway()
     known: dict[str, dict[BlockKey, int]] = {medium: {} for medium in media}
@@ -82,7 +82,7 @@ def test_a_snapshot_tells_the_same_as_all_events(media: tuple[str, ...]) -> None
         if held and rng.random() < 0.4:
             key = max(
                 held, key=lambda key: (held[key], key)
-            )  # a chain's end, so that no block anywhere lacks its parent
+            )  # the end of a chain, so that every block keeps its parent
             if any(key in other for name, other in known.items() if name != medium) or held[key] == max(
                 depth for other in known.values() for depth in other.values()
             ):
@@ -100,7 +100,7 @@ def test_a_snapshot_tells_the_same_as_all_events(media: tuple[str, ...]) -> None
 
 
 def test_a_chain_over_several_media_keeps_its_order() -> None:
-    """The engine holds a conversation's end, a tier its beginning: parents are told first, wherever they are."""
+    """The engine holds the end of a conversation and a tier its start: parents come first, wherever they are."""
     mirror = KvMirror()
     chain = list(range(SIZE * 6))
     events: list[BlocksNamed | BlocksForgotten] = [named(chain, "GPU"), named(chain[: SIZE * 4], "DISK")]

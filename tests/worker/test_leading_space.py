@@ -1,5 +1,4 @@
-"""Tokenizers whose words begin with their blank: an answer that goes on with a text begins with it, one that stands alone does
-not."""
+"""Tokenizers whose words start with a space: an answer that continues a text keeps it, any other answer does not."""
 
 from __future__ import annotations
 
@@ -44,14 +43,16 @@ def pieced(request: pytest.FixtureRequest) -> Iterator[Server]:
 @pytest.mark.parametrize(
     ("prompt", "answer"), [("The quick", " brown fox"), ([4, 5], " brown fox"), ([0], "brown fox")]
 )
-def test_a_completion_goes_on_with_its_prompt(pieced: Server, prompt: Any, answer: str, stream: bool) -> None:
+def test_a_completion_keeps_its_leading_space(pieced: Server, prompt: Any, answer: str, stream: bool) -> None:
     got = pieced.send("/v1/completions", {"prompt": prompt, "stream": stream})
     chunks = got.chunks if stream else [got.json]
     assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == answer
 
 
 @pytest.mark.parametrize(("continued", "answer"), [(False, "brown fox"), (True, " brown fox")])
-def test_a_chats_answer_stands_alone_unless_it_is_continued(pieced: Server, continued: bool, answer: str) -> None:
+def test_a_chat_answer_has_no_leading_space_unless_it_continues_a_message(
+    pieced: Server, continued: bool, answer: str
+) -> None:
     messages = [{"role": "user", "content": "quick"}, {"role": "assistant", "content": "The quick"}]
     body = {"messages": messages, "continue_final_message": continued, "add_generation_prompt": False}
     got = pieced.send("/v1/chat/completions", body)

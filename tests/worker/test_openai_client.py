@@ -108,7 +108,7 @@ def test_tool_choice_none_shows_the_model_no_tools(server: Server) -> None:
     assert "weather" not in server.text.tokenizer.decode(server.service.requests[0].token_ids)
 
 
-def test_the_tool_result_goes_back(server: Server) -> None:
+def test_the_tool_result_is_in_the_next_prompt(server: Server) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
     messages = [
         *ASK,
@@ -212,7 +212,7 @@ def test_responses(server: Server) -> None:
     assert "Be brief" in server.text.tokenizer.decode(server.service.requests[0].token_ids)
 
 
-def test_responses_cut_short(server: Server) -> None:
+def test_a_response_that_was_cut_off_is_incomplete(server: Server) -> None:
     answer = server.client().responses.create(model="tiny", input="hi", max_output_tokens=3)
     assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert answer.output_text == "Hel"
@@ -274,7 +274,7 @@ def test_the_responses_stream_helper(server: Server) -> None:
         assert stream.get_final_response().output_text == text == "Hello, wörld"
 
 
-def test_errors_are_the_clients_own_classes(server: Server) -> None:
+def test_errors_have_the_clients_exception_classes(server: Server) -> None:
     client = server.client()
     with pytest.raises(openai.BadRequestError) as bad:
         client.chat.completions.create(model="tiny", messages=[])

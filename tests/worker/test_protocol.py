@@ -1,4 +1,4 @@
-"""What clients may rely on beyond the official client's own tests: extensions, alignment, thinking."""
+"""What clients rely on beyond the tests with the official client: extensions, logprobs, reasoning."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ THINKING = (
 
 
 def joined(chunks: list[Any]) -> dict[str, Any]:
-    """What a client has gathered from these chunks of one choice, without what it cannot compare: ids."""
+    """Return what a client collects from these chunks of one choice, without ids, which differ."""
     content, reasoning, finish = "", "", None
     calls: dict[int, list[str]] = {}
     for chunk in chunks:
@@ -41,7 +41,7 @@ def joined(chunks: list[Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 1000])
-def test_thinking_is_split_off(start_server: Callable[..., Server], chunk_tokens: int) -> None:
+def test_reasoning_is_split_off(start_server: Callable[..., Server], chunk_tokens: int) -> None:
     server = start_server(THINKING)
     server.say("Well…\n</think>\n\nYes", chunk_tokens=chunk_tokens)
     message = server.chat().json["choices"][0]["message"]
@@ -55,7 +55,7 @@ def test_thinking_is_split_off(start_server: Callable[..., Server], chunk_tokens
     assert "reasoning_content" not in whole
 
 
-def test_thinking_in_the_responses_api(start_server: Callable[..., Server]) -> None:
+def test_reasoning_in_the_responses_api(start_server: Callable[..., Server]) -> None:
     server = start_server(THINKING)
     server.say("Well…\n</think>\n\nYes")
     output = server.client().responses.create(model="tiny", input="?").output
@@ -66,7 +66,7 @@ def test_thinking_in_the_responses_api(start_server: Callable[..., Server]) -> N
     assert kinds[-1] == "response.completed"
 
 
-def test_a_constrained_answer_does_not_think(start_server: Callable[..., Server]) -> None:
+def test_a_constrained_answer_has_no_reasoning(start_server: Callable[..., Server]) -> None:
     server = start_server(THINKING)
     server.say('{"a": 1}')
     message = server.chat(response_format={"type": "json_object"}).json["choices"][0]["message"]
@@ -120,7 +120,7 @@ def test_defaults(server: Server) -> None:
     assert second.sampling.stop_token_ids == ()
 
 
-def test_a_temperature_that_no_logit_can_be_divided_by_is_none(server: Server) -> None:
+def test_a_tiny_temperature_is_greedy(server: Server) -> None:
     for temperature in (0, 1e-40, 1e-300):
         server.chat(temperature=temperature)
         assert server.service.requests[-1].sampling.temperature == 0
@@ -164,7 +164,7 @@ def test_logprobs_of_a_stopped_stream_cover_what_was_sent(server: Server) -> Non
     assert all(entry["top_logprobs"] == [] for entry in entries)
 
 
-def test_logprobs_leave_out_thinking_and_calls(start_server: Callable[..., Server]) -> None:
+def test_logprobs_leave_out_reasoning_and_tool_calls(start_server: Callable[..., Server]) -> None:
     plain = start_server()
     plain.say(f"Look.\n{CALL}")
     called = plain.chat(logprobs=True, tools=TOOLS).json["choices"][0]["logprobs"]["content"]
@@ -196,7 +196,7 @@ def test_logprobs_spell_the_content(
     assert spelled.decode() == content
 
 
-def test_choices_of_a_stream_come_mixed_and_whole(server: Server) -> None:
+def test_choices_of_a_stream_may_interleave_and_are_complete(server: Server) -> None:
     server.say(lambda request: f"choice {request.sampling.seed % 1000}", delay_s=0.001)
     chunks = server.chat(stream=True, n=4, seed=1, stream_options={"include_usage": True}).chunks
     texts = ["", "", "", ""]
@@ -210,7 +210,7 @@ def test_choices_of_a_stream_come_mixed_and_whole(server: Server) -> None:
     assert {choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]} == {None, "stop"}
 
 
-def test_prompt_token_ids_stand_for_the_messages(server: Server) -> None:
+def test_prompt_token_ids_replace_the_messages(server: Server) -> None:
     ids = server.text.tokenizer.encode("raw prompt")
     answer = server.chat(messages=..., prompt_token_ids=ids, return_token_ids=True).json
     assert server.service.requests[0].token_ids == ids
@@ -218,7 +218,7 @@ def test_prompt_token_ids_stand_for_the_messages(server: Server) -> None:
     assert server.text.tokenizer.decode(answer["choices"][0]["token_ids"]) == "Hello, world"
 
 
-def test_thinking_that_the_prompts_token_ids_opened_is_split_off(start_server: Callable[..., Server]) -> None:
+def test_reasoning_opened_by_prompt_token_ids_is_split_off(start_server: Callable[..., Server]) -> None:
     server = start_server(template=THINKING)
     server.say("hm, let me see</think>\n\nYes.")
     messages = [{"role": "user", "content": "?"}]
@@ -235,7 +235,7 @@ def test_the_last_message_can_be_continued(server: Server) -> None:
 
 
 @pytest.mark.parametrize("begun", ["<", "end", "|>", "\n", "i"])
-def test_a_continued_message_may_be_like_what_the_template_writes_after_it(server: Server, begun: str) -> None:
+def test_a_continued_message_may_equal_the_text_that_the_template_adds_after_it(server: Server, begun: str) -> None:
     messages = [{"role": "user", "content": "count"}, {"role": "assistant", "content": begun}]
     assert server.chat(messages=messages, continue_final_message=True).status == 200
     prompt = server.text.tokenizer.decode(server.service.requests[0].token_ids, skip_special_tokens=False)

@@ -1,4 +1,4 @@
-"""Real processes that are killed, drained, starved and lied to: every request has its answer, and nothing is left over."""
+"""Real processes that are killed, drained, starved and sent bad input: every request is answered, nothing leaks."""
 
 from __future__ import annotations
 
@@ -29,18 +29,17 @@ from real import (
     serving_together,
     wait_for,
 )
+from sse_reader import SseReader
 from stopping import stopped
 
-from stoker.proto.sse import SseReader
-
-# In float64 no batch changes a draw: answers can be compared to the letter.
+# In float64 the batch does not change a sampled token, so answers can be compared exactly.
 FAST = ("--threads", "1", "--dtype", "float64")
 LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 6000, "ignore_eos": True, "seed": 1}
 
 
 @pytest.fixture(scope="module")
 def shared(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    """Two rows, so that a third request waits; tests leave it idle."""
+    """A server with two rows, so that a third request waits. Tests leave it idle."""
     log_path = tmp_path_factory.mktemp("log") / "shared"
     with serving(tiny_folder, log_path, *FAST, "--max-rows", "2", "--kv-blocks", "2000") as server:
         yield server
@@ -64,7 +63,7 @@ def spares(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture
 def own(spares: list[RealServer]) -> RealServer:
-    """To be ended by its test. Each of the three that ask has one to itself."""
+    """A server that its test ends. Each of the three tests that use it gets its own."""
     return spares.pop()
 
 
@@ -75,7 +74,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def post(server: RealServer, path: str, body: dict[str, Any]) -> socket.socket:
-    """A request on a bare socket; its answer is the caller's to read, or not."""
+    """Send a request on a bare socket. The caller may read the answer, or not."""
     data = json.dumps(body).encode()
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -91,7 +90,7 @@ def num_waiting(server: RealServer) -> float:
 # ---- the engine dies
 
 
-def test_a_killed_engine_ends_every_request_at_once_and_comes_back(
+def test_a_killed_engine_ends_every_request_at_once_and_is_restarted(
     server: RealServer, pool: ThreadPoolExecutor
 ) -> None:
     before = server.complete("Hello", max_tokens=20, seed=3, ignore_eos=True).text
@@ -137,15 +136,15 @@ def test_no_engine_outlives_its_killed_server(own: RealServer) -> None:
     assert not stream.is_done
 
 
-# ---- the server is asked to end
+# ---- the server is told to stop
 
 
-def test_sigterm_finishes_what_runs_and_refuses_what_is_new(own: RealServer) -> None:
+def test_sigterm_finishes_running_requests_and_refuses_new_ones(own: RealServer) -> None:
     engine = own.engine_pid
     lone = own.complete("Once", max_tokens=300, seed=5, ignore_eos=True).text
     stream = own.stream(COMPLETIONS, {"prompt": "Once", "max_tokens": 300, "seed": 5, "ignore_eos": True})
     wait_for(lambda: len(stream.events) > 5)
-    with stopped(engine):  # what runs does not end before the new one is refused
+    with stopped(engine):  # running requests do not end before the new one is refused
         own.process.send_signal(signal.SIGTERM)
         wait_for(lambda: own.send("/health").json["draining"])
         refused = own.complete("Hello", max_tokens=5)
@@ -176,7 +175,7 @@ def test_a_second_sigterm_stops_at_once(own: RealServer) -> None:
     assert "Traceback" not in own.log
 
 
-def test_ctrl_c_while_it_starts(tiny_folder: Path) -> None:
+def test_ctrl_c_during_the_start_ends_the_server(tiny_folder: Path) -> None:
     process = subprocess.Popen(
         [STOKER, "serve", str(tiny_folder), "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -189,10 +188,10 @@ def test_ctrl_c_while_it_starts(tiny_folder: Path) -> None:
     wait_for(lambda: not is_alive(engine))
 
 
-# ---- clients that leave or do not read
+# ---- clients that disconnect or do not read
 
 
-# Each with less than the tokens that all of it would take.
+# Each with fewer tokens than the whole answer would take.
 PHASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "prefill": (8000, COMPLETIONS, {"prompt": [7] * 7000, "max_tokens": 1100, "ignore_eos": True, "stream": True}),
     "decode": (6000, COMPLETIONS, LONG),
@@ -212,17 +211,17 @@ PHASES: dict[str, tuple[int, str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.03, 0.4])
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_client_that_leaves_frees_its_blocks(server: RealServer, phase: str, delay_s: float) -> None:
+def test_a_disconnect_frees_the_blocks(server: RealServer, phase: str, delay_s: float) -> None:
     num_tokens, path, body = PHASES[phase]
     before = server.metrics()["stoker_computed_tokens_total"]
-    client = post(server, path, body | {"cache_salt": str(delay_s)})  # nothing is left of the other delays
+    client = post(server, path, body | {"cache_salt": str(delay_s)})  # its blocks are not shared with the other delays
     time.sleep(delay_s)
     client.close()
     wait_for(lambda: server.is_idle)
     assert server.metrics()["stoker_computed_tokens_total"] - before < num_tokens, "it ran to its end"
 
 
-def test_a_client_that_leaves_while_it_waits(server: RealServer) -> None:
+def test_a_disconnect_of_a_waiting_request_removes_it(server: RealServer) -> None:
     running = [server.stream(COMPLETIONS, LONG | {"seed": seed}) for seed in range(2)]
     waiting = post(server, COMPLETIONS, LONG | {"seed": 2})
     wait_for(lambda: num_waiting(server) == 1)
@@ -234,7 +233,7 @@ def test_a_client_that_leaves_while_it_waits(server: RealServer) -> None:
     wait_for(lambda: server.is_idle)
 
 
-def test_a_client_that_sends_half_a_body(server: RealServer) -> None:
+def test_a_disconnect_in_the_middle_of_a_body_ends_the_request(server: RealServer) -> None:
     client = socket.create_connection(("127.0.0.1", server.port))
     client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{")
     wait_for(lambda: server.metrics()["stoker_running_requests"] == 1)
@@ -242,7 +241,7 @@ def test_a_client_that_sends_half_a_body(server: RealServer) -> None:
     wait_for(lambda: server.is_idle)
 
 
-def test_a_slow_reader_holds_up_nobody(server: RealServer) -> None:
+def test_a_slow_reader_does_not_delay_others(server: RealServer) -> None:
     ask = {"prompt": "Hello", "max_tokens": 40, "seed": 9, "ignore_eos": True}
     lone = server.complete(**ask).text
     slow = post(server, COMPLETIONS, LONG | {"stream": True, "logprobs": 20, "max_tokens": 2000})
@@ -254,7 +253,7 @@ def test_a_slow_reader_holds_up_nobody(server: RealServer) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_deadline(server: RealServer, stream: bool) -> None:
+def test_a_request_ends_at_its_deadline(server: RealServer, stream: bool) -> None:
     started_s = time.monotonic()
     whole = server.complete(**LONG | {"timeout_s": 0.5, "stream": stream})
     assert time.monotonic() - started_s > 0.4
@@ -264,12 +263,12 @@ def test_a_deadline(server: RealServer, stream: bool) -> None:
         assert json.loads(last.data)["error"]["code"] == "deadline_exceeded"
         assert events
         assert not any(event.is_done for event in events)
-    else:  # of a stream too, where the machine stalled before its first token
+    else:  # also of a stream, if the machine stalled before its first token
         assert (whole.status, whole.error["code"]) == (504, "deadline_exceeded")
     wait_for(lambda: server.is_idle)
 
 
-def test_a_deadline_that_passes_in_the_queue(server: RealServer) -> None:
+def test_a_waiting_request_ends_at_its_deadline(server: RealServer) -> None:
     running = [server.stream(COMPLETIONS, LONG | {"seed": seed}) for seed in range(2)]
     late = server.complete("Hello", max_tokens=5, timeout_s=0.3)
     assert (late.status, late.error["code"]) == (504, "deadline_exceeded")
@@ -277,18 +276,20 @@ def test_a_deadline_that_passes_in_the_queue(server: RealServer) -> None:
         stream.leave()
 
 
-# ---- more than there is
+# ---- more requests than capacity
 
 
 @pytest.fixture(scope="module")
 def little(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    """KV for 192 tokens in all. The second of its two tests ends it."""
+    """A server with KV for 192 tokens. The second of its two tests ends it."""
     log_path = tmp_path_factory.mktemp("log") / "little"
     with serving(tiny_folder, log_path, *FAST, "--kv-blocks", "12", "--step-tokens", "40") as server:
         yield server
 
 
-def test_many_requests_in_little_kv_end_as_if_alone(little: RealServer, pool: ThreadPoolExecutor) -> None:
+def test_many_requests_in_little_kv_have_the_answers_of_single_requests(
+    little: RealServer, pool: ThreadPoolExecutor
+) -> None:
     refused = little.complete("Hello", max_tokens=192)
     assert (refused.status, refused.error["code"]) == (400, "context_length_exceeded")
     assert "192" in refused.error["message"]
@@ -310,12 +311,12 @@ def test_many_requests_in_little_kv_end_as_if_alone(little: RealServer, pool: Th
     assert together == lone
     assert little.metrics()["stoker_preemptions_total"] > 0
     wait_for(lambda: little.is_idle)
-    # All of it at once is still possible.
+    # A request that needs all of it still works.
     whole = little.complete("Hello", max_tokens=191, ignore_eos=True, seed=1)
     assert whole.json["usage"]["completion_tokens"] == 191
 
 
-def test_ctrl_c_on_an_idle_server(little: RealServer) -> None:
+def test_ctrl_c_ends_an_idle_server(little: RealServer) -> None:
     engine = little.engine_pid
     little.process.send_signal(signal.SIGINT)
     assert little.process.wait(60) == 0
@@ -323,7 +324,7 @@ def test_ctrl_c_on_an_idle_server(little: RealServer) -> None:
     assert "Traceback" not in little.log
 
 
-# ---- lies
+# ---- bad input
 
 
 USER = [{"role": "user", "content": "hi"}]
@@ -349,7 +350,7 @@ GRAMMARS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("fields", "param"), GRAMMARS, ids=[str(number) for number in range(len(GRAMMARS))])
-def test_a_grammar_that_is_none(server: RealServer, fields: dict[str, Any], param: str, stream: bool) -> None:
+def test_an_invalid_grammar_is_refused(server: RealServer, fields: dict[str, Any], param: str, stream: bool) -> None:
     answer = server.send(CHAT, {"messages": USER, "max_tokens": 5, "stream": stream} | fields)
     assert answer.status == 400
     assert answer.error["param"] == param
@@ -357,20 +358,20 @@ def test_a_grammar_that_is_none(server: RealServer, fields: dict[str, Any], para
     assert ".cc:" not in answer.error["message"]
 
 
-def test_a_grammar_that_ends_before_min_tokens(server: RealServer) -> None:
+def test_a_grammar_may_end_before_min_tokens(server: RealServer) -> None:
     answer = server.send(CHAT, {"messages": USER, "max_tokens": 30, "min_tokens": 20, "guided_regex": "yes"})
     assert answer.status == 200
     assert answer.json["choices"][0]["message"]["content"] == "yes"
 
 
-def test_a_grammar_that_holds_up_every_step_ends_its_own_answer(server: RealServer) -> None:
+def test_a_grammar_that_slows_every_step_ends_its_own_answer(server: RealServer) -> None:
     ask = {"messages": USER, "max_tokens": 2000, "guided_regex": "(([a-z]*){30}){30}"}
     answer = server.send(CHAT, ask)
     assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "invalid_grammar", "guided_regex")
     assert "too long" in answer.error["message"]
 
 
-def test_a_grammar_that_takes_long_holds_up_no_other(server: RealServer, pool: ThreadPoolExecutor) -> None:
+def test_a_slow_grammar_does_not_delay_other_requests(server: RealServer, pool: ThreadPoolExecutor) -> None:
     ask = {"messages": USER, "max_tokens": 5}
     many = {"enum": [f"{number:x} is one of very many" for number in range(12_000)]}  # half a minute
     slow = pool.submit(server.send, CHAT, ask | {"guided_json": many, "timeout_s": 5})
@@ -382,7 +383,7 @@ def test_a_grammar_that_takes_long_holds_up_no_other(server: RealServer, pool: T
     assert (late.status, late.error["code"]) == (504, "deadline_exceeded")
 
 
-def test_ten_megabytes(server: RealServer) -> None:
+def test_a_prompt_of_ten_megabytes_is_refused_and_ten_megabytes_of_spaces_are_not(server: RealServer) -> None:
     answer = server.send(CHAT, {"messages": [{"role": "user", "content": "word " * 2_000_000}]})
     assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
     assert "8192" in answer.error["message"]
@@ -419,7 +420,7 @@ BAD: list[tuple[str, Any]] = [
 ]
 
 
-def test_bad_requests_harm_no_good_one(server: RealServer, pool: ThreadPoolExecutor) -> None:
+def test_bad_requests_do_not_affect_good_ones(server: RealServer, pool: ThreadPoolExecutor) -> None:
     asks = [{"prompt": f"Story {i}", "max_tokens": 30, "seed": i, "ignore_eos": True} for i in range(8)]
     lone = [server.complete(**ask).text for ask in asks]
     logged = len(server.log.splitlines())
@@ -442,21 +443,21 @@ def test_bad_requests_harm_no_good_one(server: RealServer, pool: ThreadPoolExecu
 
 
 def failed_start(*arguments: str) -> str:
-    """What it says; it must end with exit code 2, and speak to people."""
+    """Return its output. It must end with exit code 2 and a readable message."""
     done = subprocess.run([STOKER, "serve", *arguments], capture_output=True, text=True, timeout=240)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     return done.stderr.splitlines()[-1]
 
 
-def test_a_port_in_use(server: RealServer, tiny_folder: Path) -> None:
+def test_a_port_in_use_is_an_error_at_start(server: RealServer, tiny_folder: Path) -> None:
     said = failed_start(str(tiny_folder), "--port", str(server.port), *FAST)
     assert said.startswith("stoker: ")
     assert str(server.port) in said
     assert "in use" in said
 
 
-# Found by the server, by both, and by the engine.
+# Found by the server, by both processes, and by the engine.
 SPOILED = [
     ("tokenizer.json", "cut"),
     ("config.json", "missing"),
@@ -476,7 +477,7 @@ def spoil(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("cases", [SPOILED, pytest.param(ALSO_SPOILED, marks=pytest.mark.slow)], ids=["some", "others"])
-def test_model_files_that_are_missing_or_corrupt(
+def test_missing_or_corrupt_model_files_are_an_error_at_start(
     cases: list[tuple[str, str]], tiny_folder: Path, tmp_path: Path
 ) -> None:
     def start(case: tuple[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""Prefill on one process, decode on another: the same answer as from one, whatever becomes of the KV between them."""
+"""Prefill in one process and decode in another give the answer of one process, whatever happens to the KV."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from journal import Seen, blocks_of, shown
 from real import CHAT, COMPLETIONS, RESPONSES, RealServer, serving_together, wait_for
+from resume_notes import Seen, blocks_of, shown
 from test_real_resume import CASES, FAST, comparable, stream
 
 BLOCK = 16
@@ -20,7 +20,7 @@ LEASE_S = 6
 KEEP = {"do_remote_decode": True}
 VLLM_KEEP = KEEP | {"do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
 SECRET = "correct-horse-battery-staple"
-CREATED = 1763186401  # of all answers: their ids hang on it
+CREATED = 1763186401  # of all answers, because their ids depend on it
 
 
 @dataclass
@@ -48,7 +48,7 @@ def fleet(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @dataclass
 class Handed:
-    events: list[bytes]  # of both
+    events: list[bytes]  # of both workers
     transfer: Any  # None: the first token ended the answer
     pulled_tokens: int = 0
 
@@ -58,13 +58,13 @@ def begins(num_choices: int) -> dict[str, Any]:
 
 
 def requests(worker: RealServer) -> list[dict[str, Any]]:
-    """As it logged them; a log's last line may be on its way."""
+    """Return them from its log. The last line may not be written yet."""
     lines = [line for line in worker.log.splitlines(keepends=True) if line.startswith("{") and line.endswith("\n")]
     return [line for line in map(json.loads, lines) if line["event"] == "request"]
 
 
 def hand_over(fleet: Fleet, path: str, body: dict[str, Any], change: dict[str, Any] | None = None) -> Handed:
-    """As our gateway does it; `change`: what becomes of the ticket on its way."""
+    """Hand off as our gateway does. `change` alters the ticket on its way."""
     num_choices = body.get("n", 1)
     first = blocks_of(stream(fleet.prefill, path, body | begins(num_choices) | {"kv_transfer_params": KEEP}))
     if not first[-1].lines[-1:] or not first[-1].lines[-1].startswith(b":k "):
@@ -87,11 +87,11 @@ def prompt(num_tokens: int, seed: int = 0) -> list[int]:
     return [rng.randrange(100, 20_000) for _ in range(num_tokens)]
 
 
-# Through a gateway, all of them run always: tests/gateway/test_real_pd.py.
+# tests/gateway/test_real_pd.py always runs all of them through a gateway.
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if i % 4 else name for i, name in enumerate(CASES)]
 )
-def test_two_workers_say_what_one_says(fleet: Fleet, name: str) -> None:
+def test_prefill_and_decode_workers_give_the_answer_of_one_worker(fleet: Fleet, name: str) -> None:
     path, body = CASES[name]
     handed = hand_over(fleet, path, body)
     assert handed.transfer is not None
@@ -101,7 +101,7 @@ def test_two_workers_say_what_one_says(fleet: Fleet, name: str) -> None:
 @pytest.mark.parametrize("num_tokens", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 4 * BLOCK, 4 * BLOCK + 1, 50 * BLOCK + 7])
 @pytest.mark.parametrize("dialect", ["stoker", "vllm"])
 def test_only_what_cannot_be_pulled_is_computed(fleet: Fleet, num_tokens: int, dialect: str) -> None:
-    # More than one try: a pull has a second, and where the machine stalls for so long all is computed, as it should be.
+    # More than one try: a pull times out after a second, and on a stalled machine everything is computed, correctly.
     for attempt in range(3):
         if not pull_was_late(fleet, num_tokens, dialect, seed=10 * attempt + len(dialect)):
             return
@@ -121,7 +121,7 @@ def pull_was_late(fleet: Fleet, num_tokens: int, dialect: str, seed: int) -> boo
         assert kept["choices"][0]["finish_reason"] == "length"
         text = fleet.decode.complete(**fields, kv_transfer_params=kept["kv_transfer_params"]).text
     assert text == expected
-    num_new = 5 if dialect == "stoker" else 6  # a forward each, the first of them over the last known token
+    num_new = 5 if dialect == "stoker" else 6  # one forward pass each; the first computes the last known token
     computed = "stoker_computed_tokens_total"
     wait_for(lambda: fleet.decode.metrics()[computed] >= before[computed] + num_new and fleet.decode.is_idle)
     after = fleet.decode.metrics()
@@ -133,7 +133,7 @@ def pull_was_late(fleet: Fleet, num_tokens: int, dialect: str, seed: int) -> boo
     return False
 
 
-def test_the_next_turn_finds_what_was_pulled(fleet: Fleet) -> None:
+def test_the_next_turn_finds_the_pulled_blocks(fleet: Fleet) -> None:
     fields = {"prompt": prompt(5 * BLOCK), "max_tokens": 4, "temperature": 0, "ignore_eos": True}
     hand_over(fleet, COMPLETIONS, fields)
     again = hand_over(fleet, COMPLETIONS, fields | {"max_tokens": 5})
@@ -151,14 +151,14 @@ def test_the_next_turn_finds_what_was_pulled(fleet: Fleet) -> None:
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_a_ticket_that_opens_nothing_costs_time_alone(fleet: Fleet, change: dict[str, Any]) -> None:
+def test_an_invalid_ticket_costs_only_time(fleet: Fleet, change: dict[str, Any]) -> None:
     body = {"prompt": prompt(3 * BLOCK + 1, len(str(change))), "max_tokens": 6, "temperature": 0}
     handed = hand_over(fleet, COMPLETIONS, body, change)
     assert comparable(handed.events) == comparable(alone(fleet, COMPLETIONS, body))
     assert handed.pulled_tokens == 0
 
 
-def test_a_lease_that_nobody_came_for_ends(fleet: Fleet) -> None:
+def test_an_unused_lease_ends(fleet: Fleet) -> None:
     answer = fleet.prefill.complete(prompt(3 * BLOCK, 7), max_tokens=1, kv_transfer_params=VLLM_KEEP).json
     wait_for(lambda: fleet.prefill.metrics()["stoker_kv_leases"] >= 1)
     wait_for(lambda: fleet.prefill.metrics()["stoker_kv_leases"] == 0)
@@ -171,7 +171,7 @@ def test_a_lease_that_nobody_came_for_ends(fleet: Fleet) -> None:
 def test_every_lease_is_returned(fleet: Fleet) -> None:
     for seed in range(4):
         hand_over(fleet, COMPLETIONS, {"prompt": prompt(40, seed), "max_tokens": 3, "n": 2, "ignore_eos": True})
-    wait_for(lambda: fleet.prefill.metrics()["stoker_kv_leases"] == 0, LEASE_S - 0.5)  # before it ends by itself
+    wait_for(lambda: fleet.prefill.metrics()["stoker_kv_leases"] == 0, LEASE_S - 0.5)  # before the lease expires
     wait_for(lambda: fleet.prefill.is_idle and fleet.decode.is_idle)
     info = [worker.metrics() for worker in (fleet.prefill, fleet.decode)]
     assert all(values["stoker_kv_blocks_free"] == values["stoker_kv_blocks"] for values in info)
@@ -191,14 +191,14 @@ def test_a_prefetch_changes_no_answer(fleet: Fleet) -> None:
     assert answered["choices"] == fleet.unified.send(CHAT, body).json["choices"]
 
 
-def test_the_secret_is_on_no_command_line(fleet: Fleet) -> None:
-    """There every user of the machine could read it."""
+def test_the_secret_is_not_on_a_command_line(fleet: Fleet) -> None:
+    """Every user of the machine can read command lines."""
     lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
     assert any(b"--secret-file" in line for line in lines), "the workers were there to be seen"
     assert not any(SECRET.encode() in line for line in lines)
 
 
-def test_any_worker_answers_whole_requests(fleet: Fleet) -> None:
+def test_every_worker_answers_requests_without_a_handoff(fleet: Fleet) -> None:
     fields = {"prompt": prompt(33, 9), "max_tokens": 8, "temperature": 0}
     texts = {worker.complete(**fields).text for worker in (fleet.unified, fleet.prefill, fleet.decode)}
     assert len(texts) == 1

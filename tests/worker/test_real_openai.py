@@ -1,4 +1,4 @@
-"""The official client, unmodified, against `stoker serve` with SmolLM2: answers that make sense, and figures that add up."""
+"""The official client, unmodified, against `stoker serve` with SmolLM2: answers make sense, and usage and metrics agree."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def chat(client: openai.OpenAI, messages: list[Any], **fields: Any) -> Any:
 
 
 def extra(client: openai.OpenAI, messages: list[Any], **fields: Any) -> str:
-    """The content of an answer to a request with our own fields."""
+    """Return the content of an answer to a request with our own fields."""
     choice = chat(client, messages, extra_body=fields, max_tokens=40).choices[0]
     assert choice.finish_reason == "stop"
     return str(choice.message.content)
@@ -76,7 +76,7 @@ def extra(client: openai.OpenAI, messages: list[Any], **fields: Any) -> str:
 # ---- chat
 
 
-def test_it_knows_the_capital_of_france_and_streams_the_same(client: openai.OpenAI) -> None:
+def test_an_answer_makes_sense_and_its_stream_is_the_same(client: openai.OpenAI) -> None:
     whole = chat(client, FRANCE)
     text = whole.choices[0].message.content
     assert "Paris" in text
@@ -101,7 +101,7 @@ def test_a_named_tool(client: openai.OpenAI) -> None:
 
 
 def test_a_required_tool_streamed(client: openai.OpenAI) -> None:
-    # Hot: the grammar alone keeps it in shape.
+    # At a high temperature, only the grammar keeps the format.
     fields: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "temperature": 1.5, "seed": 11}
     fields |= {"model": "smollm2", "messages": ASK_WEATHER, "max_tokens": 100, "parallel_tool_calls": False}
     with client.chat.completions.stream(**fields) as stream:
@@ -121,7 +121,7 @@ def test_tools_auto(client: openai.OpenAI) -> None:
     assert all(call.function.name in SCHEMAS for call in calls)
 
 
-def test_the_tool_result_is_read(client: openai.OpenAI) -> None:
+def test_the_model_reads_the_tool_result(client: openai.OpenAI) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
     messages = [
         *ASK_WEATHER,
@@ -149,7 +149,7 @@ def test_json_object(client: openai.OpenAI) -> None:
     assert isinstance(json.loads(answer.message.content), dict)
 
 
-def test_expressions_and_grammars(client: openai.OpenAI) -> None:
+def test_regular_expressions_and_grammars(client: openai.OpenAI) -> None:
     pattern = r"\d{3}-\d{4}"
     assert re.fullmatch(pattern, extra(client, STORY, guided_regex=pattern))
     assert re.fullmatch(pattern, extra(client, STORY, response_format={"type": "regex", "regex": pattern}))
@@ -192,7 +192,7 @@ def test_seeds_and_choices(client: openai.OpenAI) -> None:
 def test_stop_strings(client: openai.OpenAI) -> None:
     ask = [{"role": "user", "content": "Count from 1 to 10, with commas."}]
     free = chat(client, ask, max_tokens=24).choices[0].message.content
-    stop = free[8:11]  # in the middle of tokens as well as between them
+    stop = free[8:11]  # both inside tokens and between them
     answer = chat(client, ask, max_tokens=24, stop=[stop, "zzz"]).choices[0]
     assert answer.message.content == free[: free.index(stop)]
     assert answer.finish_reason == "stop"
@@ -236,14 +236,14 @@ def test_completions_of_token_ids_and_echo(client: openai.OpenAI, server: RealSe
 
 
 @pytest.mark.parametrize("text", ["Hello, world", "naïve 🦊 ✓ \n\t x", "<|im_start|>user\nhi<|im_end|>"])
-def test_tokens_there_and_back(server: RealServer, text: str) -> None:
+def test_tokenize_and_detokenize_are_inverse(server: RealServer, text: str) -> None:
     tokens = server.send("/tokenize", {"prompt": text, "return_token_strs": True}).json
     assert tokens["count"] == len(tokens["tokens"]) == len(tokens["token_strs"])
     assert tokens["max_model_len"] == MAX_MODEL_TOKENS
     assert server.send("/detokenize", {"tokens": tokens["tokens"]}).json == {"prompt": text}
 
 
-def test_a_conversation_is_tokenized_as_it_is_asked(client: openai.OpenAI, server: RealServer) -> None:
+def test_tokenize_gives_the_prompt_of_a_chat_request(client: openai.OpenAI, server: RealServer) -> None:
     count = server.send("/tokenize", {"messages": FRANCE}).json["count"]
     assert chat(client, FRANCE, max_tokens=1).usage.prompt_tokens == count
 
@@ -252,7 +252,7 @@ def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["smollm2"]
 
 
-def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
+def test_errors_have_the_clients_exception_classes(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as long:
         client.completions.create(model="smollm2", prompt=[5] * 9000)
     assert long.value.code == "context_length_exceeded"
@@ -293,14 +293,14 @@ def cached_tokens(client: openai.OpenAI, prompt: list[int], salt: str) -> int:
 
 
 @pytest.mark.parametrize("length", [15, 16, 17, 48, 49])
-def test_a_prompt_again_finds_all_its_full_blocks(client: openai.OpenAI, length: int) -> None:
+def test_a_repeated_prompt_hits_all_its_full_blocks(client: openai.OpenAI, length: int) -> None:
     salt = uuid.uuid4().hex
     prompt = [random.Random(length).randrange(100, 40000) for _ in range(length)]
     assert cached_tokens(client, prompt, salt) == 0
     assert cached_tokens(client, prompt, salt) == (length - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
-def test_a_changed_token_costs_its_block_and_what_follows(client: openai.OpenAI) -> None:
+def test_a_changed_token_misses_its_block_and_all_that_follow(client: openai.OpenAI) -> None:
     salt = uuid.uuid4().hex
     rng = random.Random(0)
     prompt = [rng.randrange(100, 40000) for _ in range(70)]
@@ -311,14 +311,14 @@ def test_a_changed_token_costs_its_block_and_what_follows(client: openai.OpenAI)
     assert cached_tokens(client, prompt, salt) == 64
 
 
-def test_tenants_share_nothing(client: openai.OpenAI) -> None:
+def test_tenants_share_no_blocks(client: openai.OpenAI) -> None:
     prompt = [random.Random(1).randrange(100, 40000) for _ in range(40)]
     salts = [uuid.uuid4().hex for _ in range(3)]
     assert [cached_tokens(client, prompt, salt) for salt in salts] == [0, 0, 0]
     assert [cached_tokens(client, prompt, salt) for salt in salts] == [32, 32, 32]
 
 
-def test_a_conversation_that_goes_on_finds_its_beginning(client: openai.OpenAI) -> None:
+def test_a_longer_conversation_hits_its_prefix(client: openai.OpenAI) -> None:
     salt = {"cache_salt": uuid.uuid4().hex}
     first = chat(client, FRANCE, extra_body=salt)
     messages = [*FRANCE, {"role": "assistant", "content": first.choices[0].message.content}]
@@ -327,7 +327,7 @@ def test_a_conversation_that_goes_on_finds_its_beginning(client: openai.OpenAI) 
     assert usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS
 
 
-# ---- figures
+# ---- metrics
 
 
 def test_metrics_agree_with_the_usages(client: openai.OpenAI, server: RealServer) -> None:
@@ -367,7 +367,7 @@ def test_bench(server: RealServer, tmp_path: Path) -> None:
     command += ["--input-tokens", "24", "--output-tokens", "4", "--json", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    figures = json.loads(out.read_text())["figures"]
-    assert (figures["requests"], figures["failed"], figures["output_tokens"]) == (4, 0, 16)
-    assert figures["hit_ratio"] == figures["cached_tokens"] / figures["prompt_tokens"]
-    assert all(figures[name]["p50"] > 0 for name in ("ttft_ms", "itl_ms", "e2e_ms"))
+    results = json.loads(out.read_text())["results"]
+    assert (results["requests"], results["failed"], results["output_tokens"]) == (4, 0, 16)
+    assert results["hit_ratio"] == results["cached_tokens"] / results["prompt_tokens"]
+    assert all(results[name]["p50"] > 0 for name in ("ttft_ms", "itl_ms", "e2e_ms"))

@@ -1,4 +1,4 @@
-"""Resume and KV events on real processes: another worker ends what one began, and whoever listens knows its blocks."""
+"""Resume and KV events on real processes: another worker continues an answer, and subscribers know the blocks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from journal import Seen, blocks_of, cuts, shown
 from real import CHAT, COMPLETIONS, RESPONSES, RealServer, serving, serving_together, wait_for
+from resume_notes import Seen, blocks_of, cuts, shown
 
 from stoker.cli.main import main
 from stoker.kv.blocks.keys import block_keys, root_key
@@ -26,7 +26,7 @@ from stoker.proto.events import AllBlocksCleared, BlockRemoved, BlockStored, dec
 from stoker.proto.messages import WorkerReport
 from stoker.text.folder import text_digest
 
-# In float64 no batch changes a draw: answers can be compared to the letter.
+# In float64 the batch does not change a sampled token, so answers can be compared exactly.
 FAST = ("--threads", "1", "--dtype", "float64", "--served-name", "tiny", "--kv-blocks", "300")
 TOOL = {
     "type": "object",
@@ -77,8 +77,8 @@ def stream(worker: RealServer, path: str, body: dict[str, Any]) -> bytes:
 
 
 def comparable(events: list[bytes]) -> list[bytes]:
-    """Without what a worker found in its own cache, and the last digits of log-probabilities, in which a prompt's kernel and
-    a single token's may differ; choices of one stream may come in any order."""
+    """Return events without cached tokens and without the last digits of logprobs, in which the kernels of prefill and
+    decode may differ. Choices of one stream may come in any order."""
     masked = [re.sub(rb'"cached_tokens":\d+', b"", event) for event in events]
     masked = [re.sub(rb"-?\d+\.\d{9,}", lambda found: b"%.9f" % float(found[0]), event) for event in masked]
     return sorted(masked, key=lambda event: re.findall(rb'"choices":\[\{"index":(\d)', event))
@@ -87,7 +87,7 @@ def comparable(events: list[bytes]) -> list[bytes]:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name == "three-forced" else name for name in CASES]
 )
-def test_another_worker_ends_what_one_began(workers: list[RealServer], name: str) -> None:
+def test_another_worker_continues_an_answer(workers: list[RealServer], name: str) -> None:
     path, body = CASES[name]
     first, second = workers
     blocks = blocks_of(stream(first, path, body))
@@ -101,7 +101,7 @@ def test_another_worker_ends_what_one_began(workers: list[RealServer], name: str
         assert comparable(shown(rest)) == comparable(shown(blocks[count:])), count
 
 
-def test_the_files_of_its_tokenizer(workers: list[RealServer], tiny_folder: Path) -> None:
+def test_the_worker_sends_its_tokenizer_files(workers: list[RealServer], tiny_folder: Path) -> None:
     worker = workers[0]
     answers = {}
     for path in ("/stoker/worker", "/stoker/tokenizer"):
@@ -114,8 +114,8 @@ def test_the_files_of_its_tokenizer(workers: list[RealServer], tiny_folder: Path
     assert text_digest(files) == answers["/stoker/worker"]["tokenizer"]
 
 
-@pytest.mark.slow  # test_fleet_side.py shows it of the registrar, gateway/test_real_fleet.py of real workers
-def test_it_registers_and_leaves(tiny_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.slow  # test_fleet_side.py covers the registrar, gateway/test_real_fleet.py covers real workers
+def test_the_worker_registers_and_unregisters(tiny_folder: Path, tmp_path: Path) -> None:
     heard: list[tuple[str, str | None, dict[str, Any]]] = []
 
     class Gateway(BaseHTTPRequestHandler):
@@ -164,14 +164,14 @@ def test_it_registers_and_leaves(tiny_folder: Path, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_a_setting_that_cannot_work_is_said_before_anything_is_loaded(
+def test_an_invalid_setting_is_reported_before_the_model_loads(
     options: list[str], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", "--port", "0", *options]) == 2
     assert reason in capsys.readouterr().err
 
 
-def test_who_listens_knows_its_blocks(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_subscriber_knows_the_blocks(tiny_folder: Path, tmp_path: Path) -> None:
     context = zmq.Context()
     events = context.socket(zmq.SUB)
     events.set(zmq.RCVTIMEO, 60_000)
@@ -213,7 +213,7 @@ def test_who_listens_knows_its_blocks(tiny_folder: Path, tmp_path: Path) -> None
             read_until(lambda keys=keys: set(keys) <= set(known))
             assert known[keys[0]].parent_block_hash is None
             assert bool(known[keys[0]].extra_keys) == (salt is not None)
-        # More than fits: what goes is told.
+        # More than fits: evictions are published.
         for i in range(8):
             worker.complete(f"{i} is a number, and so is the next one, which comes after it", max_tokens=60)
         wait_for(lambda: worker.is_idle)

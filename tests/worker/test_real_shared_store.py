@@ -1,5 +1,5 @@
-"""Two workers over one store: what a gateway that comes late is told by one of them is what is there, also where the other removed
-blocks while the first was idle, or its engine was not there."""
+"""Two workers share a store: the snapshot of one of them is right, also if the other removed blocks while the first
+was idle or its engine was down."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from test_real_resume import FAST
 from stoker.kv.store.tiers.host.host_memory import remove_host_store
 from stoker.proto.events import BlockHash, BlockStored, decode_batch, read_replay, replay_request
 
-TOKENS, BLOCKS, BLOCK_BYTES = 1024, 64, 8192  # of a prompt
+TOKENS, BLOCKS, BLOCK_BYTES = 1024, 64, 8192  # per prompt
 SHARED = ("CPU", "DISK")
 
 
 @pytest.fixture(scope="module")
 def two(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RealServer, RealServer]]:
-    """Their store has room for two prompts, in RAM and in files."""
+    """Two workers whose store holds two prompts, in RAM and on disk."""
     folder = tmp_path_factory.mktemp("two")
     name = f"test-{os.getpid()}-{time.monotonic_ns()}"
     store = ("--kv-store", name, "--kv-host-gib", "0.001", "--kv-disk", str(folder / "kv"), "--kv-disk-gib", "0.0015")
@@ -35,7 +35,7 @@ def two(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def told(worker: RealServer) -> dict[str, set[BlockHash]]:
-    """By medium, to whoever asks for all of it."""
+    """Return the blocks of a full replay, by medium."""
     replay = worker.send("/stoker/worker").json["replay"]
     held: dict[str, set[BlockHash]] = {medium: set() for medium in SHARED}
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
@@ -50,7 +50,7 @@ def told(worker: RealServer) -> dict[str, set[BlockHash]]:
 
 
 def ask(worker: RealServer, number: int) -> None:
-    """Returns when all of the prompt is in the store."""
+    """Send a prompt and wait until all of it is in the store."""
     before = written_bytes(worker)
     answer = worker.complete([100 + number] * TOKENS, max_tokens=1, temperature=0)
     assert answer.status == 200, answer.body
@@ -62,7 +62,7 @@ def written_bytes(worker: RealServer) -> list[int]:
     return [int(figures.get(f'stoker_kv_tier_written_bytes_total{{tier="{tier}"}}', 0)) for tier in ("host", "disk")]
 
 
-def test_what_the_other_removed_is_not_told(two: tuple[RealServer, RealServer]) -> None:
+def test_a_snapshot_lacks_blocks_that_the_other_worker_removed(two: tuple[RealServer, RealServer]) -> None:
     one, other = two
     ask(one, 0)
     mine = told(one)
@@ -72,7 +72,9 @@ def test_what_the_other_removed_is_not_told(two: tuple[RealServer, RealServer]) 
     wait_for(lambda: not any(mine[medium] & told(one)[medium] for medium in SHARED), 30.0)
 
 
-def test_what_the_other_removed_while_the_engine_was_away_is_not_told(two: tuple[RealServer, RealServer]) -> None:
+def test_a_snapshot_lacks_blocks_that_were_removed_while_the_engine_was_down(
+    two: tuple[RealServer, RealServer],
+) -> None:
     one, other = two
     ask(one, 4)
     mine = told(one)

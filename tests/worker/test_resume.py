@@ -1,4 +1,4 @@
-"""An answer that was cut after any of its events goes on elsewhere to the byte, and nobody is told anything twice."""
+"""An answer that was cut after any event continues on another worker with the same bytes, without repetition."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from http_server import Server
-from journal import Seen, blocks_of, cuts, shown
+from resume_notes import Seen, blocks_of, cuts, shown
 from test_protocol import CALL, THINKING, TOOLS
 
 from stoker.proto.openai.fields import choice_seed
@@ -64,7 +64,7 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
 
 
 def by_choice(events: list[bytes]) -> dict[object, list[bytes]]:
-    """Choices of one stream may come in any order; each one's own events may not."""
+    """Choices of one stream may come in any order. The events of one choice may not."""
     found: dict[object, list[bytes]] = {}
     for event in events:
         data = event.removeprefix(b"data: ")
@@ -75,7 +75,7 @@ def by_choice(events: list[bytes]) -> dict[object, list[bytes]]:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("chunk_tokens", [1, 3])
-def test_a_stream_cut_after_any_event_goes_on_to_the_byte(
+def test_a_stream_cut_after_any_event_continues_with_the_same_bytes(
     start_server: Callable[..., Server], name: str, chunk_tokens: int
 ) -> None:
     path, text, fields = CASES[name]
@@ -107,7 +107,9 @@ def test_a_stream_cut_after_any_event_goes_on_to_the_byte(
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[0] == RESPONSES])
-def test_a_response_cut_between_the_events_of_one_token(start_server: Callable[..., Server], name: str) -> None:
+def test_a_response_cut_between_the_events_of_one_token_continues(
+    start_server: Callable[..., Server], name: str
+) -> None:
     path, text, fields = CASES[name]
     server = start_server(THINKING if "thinking" in name else None)
     server.say(text)
@@ -127,7 +129,9 @@ def test_a_response_cut_between_the_events_of_one_token(start_server: Callable[.
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_whole_answer_with_resume_is_whole(start_server: Callable[..., Server], name: str) -> None:
+def test_an_answer_that_is_not_streamed_contains_the_resumed_tokens(
+    start_server: Callable[..., Server], name: str
+) -> None:
     path, text, fields = CASES[name]
     server = start_server(THINKING if "thinking" in name else None)
     server.say(text, cached_tokens=1)
@@ -140,18 +144,18 @@ def test_a_whole_answer_with_resume_is_whole(start_server: Callable[..., Server]
     for count in cuts(blocks):
         resume = Seen().read(blocks[:count]).resume(num_choices)
         answer = server.send(path, fields | {"resume": resume}, X_Request_Id="r-1").json
-        for usage in (whole["usage"], answer["usage"]):  # what this worker found in its cache is its own
+        for usage in (whole["usage"], answer["usage"]):  # each worker has its own cache
             for details in ("prompt_tokens_details", "input_tokens_details"):
                 usage.pop(details, None)
         assert answer == whole, count
 
 
-def test_without_the_header_there_are_no_comments(server: Server) -> None:
+def test_without_the_header_there_are_no_notes(server: Server) -> None:
     body = server.chat(stream=True).body
     assert not [line for line in body.splitlines() if line.startswith(b":")]
 
 
-def test_the_journal_says_what_it_takes(server: Server) -> None:
+def test_the_notes_hold_what_a_resume_needs(server: Server) -> None:
     server.say("Hé", cached_tokens=16)
     headers = {"x-stoker-stream": "1"}
     blocks = blocks_of(server.send(CHAT, USER | {"stream": True, "seed": 7}, **headers).body)
@@ -166,12 +170,12 @@ def test_the_journal_says_what_it_takes(server: Server) -> None:
     assert (blocks[4].lines, blocks[4].event) == ([b":e"], b"data: [DONE]")
 
 
-def test_a_seed_that_the_client_did_not_give_is_told(server: Server) -> None:
+def test_a_seed_that_the_worker_chose_is_in_the_notes(server: Server) -> None:
     blocks = blocks_of(server.send(CHAT, USER | {"stream": True}, **{"x-stoker-stream": "1"}).body)
     assert Seen().read(blocks).seed == server.service.requests[0].sampling.seed
 
 
-def test_a_dead_engine_is_told_before_the_error(server: Server) -> None:
+def test_an_engine_death_is_noted_before_the_error_event(server: Server) -> None:
     server.say("Hello", dies_after=2)
     blocks = blocks_of(server.send(CHAT, USER | {"stream": True}, **{"x-stoker-stream": "1"}).body)
     assert blocks[-1].lines == [b":x 503 engine_died"]
@@ -198,7 +202,7 @@ def test_ids_are_a_function_of_the_request(server: Server) -> None:
 RESUME = {"created": 5, "choices": [{}]}
 
 
-def test_two_requests_may_have_one_request_id(server: Server) -> None:
+def test_two_requests_may_have_the_same_request_id(server: Server) -> None:
     server.chat()
     for _ in range(2):
         server.send(CHAT, USER, X_Request_Id="same")
@@ -240,6 +244,6 @@ def test_a_resumed_request_goes_to_the_engine_with_its_tokens(server: Server) ->
     ],
     ids=str,
 )
-def test_what_does_not_fit_is_refused(shared: Server, fields: dict[str, Any], param: str) -> None:
+def test_an_invalid_resume_field_is_refused(shared: Server, fields: dict[str, Any], param: str) -> None:
     refused = shared.chat(stream=True, **fields)
     assert (refused.status, refused.error["param"]) == (400, param)

@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
-from stoker.proto.openai.answers import ErrorAnswer, ErrorBody
+from stoker.proto.openai.errors import ErrorAnswer, ErrorObject
 
 Headers = list[tuple[bytes, bytes]]
 
-_JSON: tuple[bytes, bytes] = (b"content-type", b"application/json")
+JSON: tuple[bytes, bytes] = (b"content-type", b"application/json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Reply:
 
 
 def json_reply(value: Any, status: int = 200) -> Reply:
-    return Reply(status, [_JSON], msgspec.json.encode(value) + b"\n")
+    return Reply(status, [JSON], msgspec.json.encode(value) + b"\n")
 
 
 def text_reply(text: bytes, content_type: bytes, *more: tuple[bytes, bytes]) -> Reply:
@@ -32,5 +32,5 @@ def text_reply(text: bytes, content_type: bytes, *more: tuple[bytes, bytes]) -> 
 def error_reply(
     status: int, message: str, *, code: str | None, kind: str = "invalid_request_error", param: str | None = None
 ) -> Reply:
-    body = ErrorAnswer(error=ErrorBody(message=message, type=kind, param=param, code=code))
-    return Reply(status, [_JSON], msgspec.json.encode(body))
+    body = ErrorAnswer(error=ErrorObject(message=message, type=kind, param=param, code=code))
+    return Reply(status, [JSON], msgspec.json.encode(body))

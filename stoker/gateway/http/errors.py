@@ -11,7 +11,6 @@ class Unreachable(StokerError):
     """No connection to the worker: refused, timed out, or its TLS did not fit."""
 
     code = "worker_unreachable"
-    retryable = True
 
 
 class ConnectTimeout(Unreachable):
@@ -28,7 +27,6 @@ class AnswerLost(StokerError):
     """The worker took the request and did not answer it to the end: cut, timed out, or not HTTP."""
 
     code = "answer_lost"
-    retryable = True
 
 
 class AnswerLate(AnswerLost):
@@ -41,7 +39,6 @@ class AnswerTooLarge(AnswerLost):
     """The answer is larger than its reader allows; a second try would be so, too."""
 
     code = "answer_too_large"
-    retryable = False
 
 
 class AnswerAborted(StokerError):

@@ -29,6 +29,7 @@ from stoker.gateway.path.call import Call, RequestIds, body_changes, given_reque
 from stoker.gateway.path.drain_state import GatewayState
 from stoker.gateway.path.errors import error_event, is_ours, reply_of
 from stoker.gateway.path.exchange import Exchange
+from stoker.gateway.path.legs import PATHS
 from stoker.gateway.path.proxy import Proxy
 from stoker.gateway.path.rewrite import Usage
 from stoker.gateway.prefix.conversation import Keys as ConversationKeys
@@ -36,13 +37,11 @@ from stoker.gateway.prefix.session import Session, session_of
 from stoker.gateway.records.metrics import CONTENT_TYPE, GatewayMetrics
 from stoker.gateway.records.tracing import Tracing
 from stoker.gateway.records.usage_row import UsageRow
+from stoker.proto.internal_http import REGISTER_PATH
 from stoker.routing.query import RouteQuery
 
-_GENERATING = {
-    b"/v1/chat/completions": Kind.CHAT,
-    b"/v1/completions": Kind.COMPLETIONS,
-    b"/v1/responses": Kind.RESPONSES,
-}
+_GENERATING = {path: kind for kind, path in PATHS.items()}
+_REGISTER = REGISTER_PATH.encode()
 _ANSWERING = frozenset({Role.UNIFIED, Role.DECODE})
 _YES = frozenset({b"1", b"true", b"yes"})
 
@@ -233,7 +232,7 @@ class Gateway:
             return await parts.admin.answer(request)
         if path == b"/v1/usage":
             return await parts.usage.answer(request)
-        if path == b"/stoker/register":
+        if path == _REGISTER:
             return await parts.registration.answer(request)
         if path == b"/v1/models" or path.startswith(b"/v1/models/"):
             parts.keys.authenticate(request)

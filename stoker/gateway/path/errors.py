@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 
-from stoker.base.errors import DeadlineExceeded, EngineDied, InvalidRequest, NotFound, Overloaded, StokerError
+from stoker.base.errors import StokerError
 from stoker.base.ids import WorkerId
-from stoker.gateway.admission.api_keys import Unauthorized
 from stoker.gateway.api.client_body import Kind
-from stoker.gateway.api.reply import Headers, Reply, error_reply
-from stoker.proto.openai.answers import ErrorAnswer, ErrorBody
+from stoker.gateway.api.reply import JSON, Headers, Reply
+from stoker.proto.openai.errors import UNEXPECTED_CODE, ErrorAnswer, ErrorObject, http_error
 from stoker.proto.sse import encode_event
-
-CLIENT_GONE_STATUS = 499  # never sent: what ledger, log and metrics say of a client that left
 
 
 class Refused(StokerError):
@@ -36,7 +31,6 @@ class LegFailed(StokerError):
     """
 
     code = "worker_failed"
-    retryable = True
 
     def __init__(self, worker_id: WorkerId, kind: str, message: str, refused: Refused | None = None) -> None:
         super().__init__(message)
@@ -49,39 +43,15 @@ class StreamBroken(StokerError):
     """The worker was lost after the client had part of the answer, and nobody could go on with it."""
 
     code = "worker_lost"
-    retryable = True
 
 
 def reply_of(error: BaseException) -> Reply:
     """The answer that an error is to a client who has none yet."""
-    match error:
-        case Refused():
-            return Reply(error.status, error.headers, error.body)
-        case Overloaded():
-            status = 429 if error.code == "rate_limited" else 503
-            reply = _reply(status, error, "overloaded_error")
-            reply.headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))))
-            return reply
-        case Unauthorized():
-            reply = _reply(401, error, "invalid_request_error")
-            reply.headers.append((b"www-authenticate", b"Bearer"))
-            return reply
-        case InvalidRequest():
-            return _reply(400, error, "invalid_request_error")
-        case NotFound():
-            return _reply(404, error, "invalid_request_error")
-        case DeadlineExceeded():
-            return _reply(504, error, "timeout_error")
-        case LegFailed() | StreamBroken() | EngineDied():
-            reply = _reply(502, error, "server_error")
-            reply.headers.append((b"retry-after", b"1"))
-            return reply
-        case StokerError():
-            return _reply(500, error, "server_error")
-        case _:
-            # Its message may hold what a client must not see: it goes to the log alone.
-            message = "The gateway had an error while processing your request."
-            return error_reply(500, message, code="internal_error", kind="server_error")
+    if isinstance(error, Refused):
+        return Reply(error.status, error.headers, error.body)
+    answer = http_error(error, "gateway")
+    headers = [(name.lower().encode(), value.encode()) for name, value in answer.headers.items()]
+    return Reply(answer.status, [JSON, *headers], answer.json())
 
 
 def is_ours(error: BaseException) -> bool:
@@ -90,7 +60,7 @@ def is_ours(error: BaseException) -> bool:
 
 
 def code_of(error: BaseException) -> str:
-    return error.code if isinstance(error, StokerError) else "internal_error"
+    return error.code if isinstance(error, StokerError) else UNEXPECTED_CODE
 
 
 def error_event(error: BaseException, kind: Kind) -> bytes:
@@ -107,8 +77,4 @@ def _told(error: BaseException) -> ErrorAnswer:
     try:
         return msgspec.json.decode(reply_of(error).body, type=ErrorAnswer)
     except (msgspec.DecodeError, UnicodeDecodeError):  # what a worker, or a proxy before it, said in its own way
-        return ErrorAnswer(ErrorBody(message=str(error), type="server_error", code=code_of(error)))
-
-
-def _reply(status: int, error: StokerError, kind: str) -> Reply:
-    return error_reply(status, error.message, code=error.code, kind=kind, param=error.param)
+        return ErrorAnswer(ErrorObject(message=str(error), type="server_error", code=code_of(error)))

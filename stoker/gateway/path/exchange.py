@@ -8,10 +8,11 @@ from stoker.gateway.admission.api_keys import NOBODY, Caller
 from stoker.gateway.api.client_body import Kind
 from stoker.gateway.http import Request
 from stoker.gateway.path.call import Call
-from stoker.gateway.path.errors import CLIENT_GONE_STATUS, code_of, reply_of
+from stoker.gateway.path.errors import code_of, reply_of
 from stoker.gateway.path.rewrite import Usage
 from stoker.gateway.records.tracing import RequestTrace
 from stoker.gateway.records.usage_row import UsageRow
+from stoker.proto.openai.errors import CLIENT_GONE_STATUS
 
 _NO_USAGE = Usage()
 _ENDPOINTS = {kind: kind.value for kind in Kind}  # an enum's value is found slowly

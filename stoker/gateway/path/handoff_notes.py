@@ -12,18 +12,16 @@ import secrets
 from collections.abc import Callable
 from contextlib import suppress
 
-import msgspec
-
-from stoker.base.address import split_address
 from stoker.base.ids import WorkerId
 from stoker.gateway.http import AnswerAborted, AnswerLost, NoSocketLeft, Unreachable, header_block
 from stoker.gateway.path.upstream import Upstream
+from stoker.proto.handoff import KvTransfer, encode_prefetch, encode_release, lease_id
+from stoker.proto.internal_http import PREFETCH_PATH, RELEASE_PATH, SECRET_HEADER
 from stoker.proto.messages import WorkerInfo
-from stoker.proto.openai.handoff import KvTransfer
 from stoker.routing.query import Leg
 
-_PREFETCH = b"/stoker/prefetch"
-_RELEASE = b"/stoker/release"
+_PREFETCH = PREFETCH_PATH.encode()
+_RELEASE = RELEASE_PATH.encode()
 _WORTH_TOKENS = 1024  # to be computed: the KV of fewer is pulled in less time than a hint takes
 _MAX_AT_ONCE = 64
 _ANSWER_S = 2.0
@@ -42,7 +40,7 @@ class HandoffNotes:
         self._info_of = info_of
         self._headers = header_block([(b"content-type", b"application/json")])
         if secret is not None:
-            self._headers += header_block([(b"x-stoker-secret", secret.encode())])
+            self._headers += header_block([(SECRET_HEADER.encode(), secret.encode())])
         self._tasks: set[asyncio.Task[None]] = set()
 
     def pull_early(self, prefill: Leg, decode: Leg, upstream: Upstream, transfer_id: str) -> asyncio.Task[None] | None:
@@ -59,8 +57,7 @@ class HandoffNotes:
         """`upstream` is prefill's. Of no effect where there is no such lease any more, or not yet."""
         src = self._info_of(prefill.worker.worker_id)
         if src is not None and src.kv_address is not None:
-            lease = {"transfer_id": transfer_id, "num_choices": num_choices}
-            await self._tell(upstream, _RELEASE, msgspec.json.encode(lease))
+            await self._tell(upstream, _RELEASE, encode_release(transfer_id, num_choices))
 
     def _hint(self, prefill: Leg, decode: Leg, transfer_id: str) -> bytes | None:
         if prefill.reservation.prefill_tokens < _WORTH_TOKENS:
@@ -70,15 +67,8 @@ class HandoffNotes:
             return None
         if src.stores.get(_IN_RAM) is not None and src.stores.get(_IN_RAM) == dst.stores.get(_IN_RAM):
             return None  # what prefill computes goes there by itself
-        host, port = split_address(src.kv_address)
         # Of several choices the first has all that is of use before decode begins: the prompt.
-        ticket = KvTransfer(
-            remote_engine_id=src.engine_id,
-            remote_host=host,
-            remote_port=port,
-            remote_request_id=f"{transfer_id}-0",
-        )
-        return msgspec.json.encode({"kv_transfer_params": ticket})
+        return encode_prefetch(KvTransfer.announced(src.engine_id, src.kv_address, lease_id(transfer_id, 0)))
 
     async def _tell(self, upstream: Upstream, path: bytes, body: bytes) -> None:
         with suppress(Unreachable, NoSocketLeft, AnswerLost, AnswerAborted, TimeoutError):

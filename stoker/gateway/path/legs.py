@@ -33,9 +33,15 @@ from stoker.gateway.path.handoff_notes import HandoffNotes
 from stoker.gateway.path.upstream import Lifeline, Upstream, Upstreams
 from stoker.gateway.records.metrics import GatewayMetrics
 from stoker.gateway.records.tracing import Span
+from stoker.proto.internal_http import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, ROUTE_HEADER
 from stoker.routing.query import Leg, Route
 
-PATHS = {Kind.CHAT: b"/v1/chat/completions", Kind.COMPLETIONS: b"/v1/completions", Kind.RESPONSES: b"/v1/responses"}
+PATHS = {
+    Kind.CHAT: CHAT_PATH.encode(),
+    Kind.COMPLETIONS: COMPLETIONS_PATH.encode(),
+    Kind.RESPONSES: RESPONSES_PATH.encode(),
+}
+_ROUTE = ROUTE_HEADER.encode()
 MAX_ANSWER_BYTES = 256 << 20  # a whole answer, held until it is complete
 _MAX_ERROR_BYTES = 1 << 20
 _RELEASE_S = 1.0  # how long a decode worker may take to see a request that is sent only to free its prefill worker
@@ -278,7 +284,7 @@ class Legs:
         passed = self._upstreams[0].to_client.block_of(answer.head)
         headers = b"x-request-id: %b\r\n%b" % (call.request_id, passed)
         if call.explained is not None:
-            headers += header_block([(b"x-stoker-route", call.explained)])
+            headers += header_block([(_ROUTE, call.explained)])
         return headers
 
     def _saw_first_token(self) -> None:

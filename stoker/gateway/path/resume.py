@@ -1,16 +1,7 @@
 """What the gateway remembers of a stream so that another worker can go on with it.
 
-Our workers put comment lines in front of their events (a client would skip them; we take them out):
-
-    :u PROMPT_TOKENS CACHED_TOKENS CREATED SEED     with the first token; again where a later prompt of the request says more
-    :t CHOICE TOKEN TOKEN ...                       what the next event brings: ids, or [id,logprob,...] without blanks
-    :f CHOICE                                       the next event is this choice's last
-    :e                                              what follows comes after all choices
-    :x STATUS CODE                                  the next event is an error, and the last
-    :k {...}                                        instead of an end: a prefill worker's hand-off ticket
-
-They are kept as the bytes they are and read only when a worker is lost. An event counts as sent when it was complete, and
-its tokens with it: what came of an event before the connection broke is neither shown nor remembered.
+`proto/resume_notes.py` has the format of the notes that our workers put in front of their events, and of the field that
+continues an answer.
 """
 
 from __future__ import annotations
@@ -20,13 +11,9 @@ import re
 import msgspec
 
 from stoker.gateway.path.rewrite import EventCutter, Usage, set_cached_tokens_in_events
+from stoker.proto.resume_notes import ResumeNotes, find_error
 from stoker.proto.sse import DONE
 
-_LEAD = re.compile(rb"(?::[^\n]*\n)+\n?")  # the comment lines in front of an event, or alone
-_COMMENTS = re.compile(rb"^(?::[^\n]*\n)+\n?", re.MULTILINE)
-_TOKENS = re.compile(rb"^:([tf]) (\d+)([^\n]*)", re.MULTILINE)
-_USAGE = re.compile(rb"^:u (\d+) (\d+) (\d+)", re.MULTILINE)
-_ERROR = re.compile(rb"^:x (\d+) ([^\n]*)\n", re.MULTILINE)
 _LAST_RESPONSE_EVENT = re.compile(rb"^event: response\.(?:completed|incomplete|failed)\n", re.MULTILINE)
 
 _GONE_STATUS = (
@@ -35,24 +22,16 @@ _GONE_STATUS = (
 
 
 class TokenMemory(msgspec.Struct, eq=False):
-    """The comment lines of one answer, over all its workers."""
+    """The notes of one answer, over all its workers, and what the client has of it."""
 
-    _lines: bytearray = msgspec.field(default_factory=bytearray)
+    notes: ResumeNotes = msgspec.field(default_factory=ResumeNotes)
     _cached_tokens: int | None = None  # what the first worker found; later ones were handed what they have
     num_events: int = 0  # that the client has got
-    ticket: bytes | None = None  # a prefill worker's, until a decode worker has it
 
     def clear(self) -> None:
-        self._lines = bytearray()
+        self.notes.clear()
         self._cached_tokens = None
         self.num_events = 0
-        self.ticket = None
-
-    def __bool__(self) -> bool:
-        return bool(self._lines)
-
-    def add(self, lines: bytes) -> None:
-        self._lines += lines
 
     def begin_worker(self) -> None:
         """What follows is another worker's."""
@@ -66,57 +45,43 @@ class TokenMemory(msgspec.Struct, eq=False):
 
     @property
     def num_tokens(self) -> int:
-        """Counted by blanks, not by reading: `:t C` has one more blank than tokens, `:f C` one, `:u` four."""
-        lines = self._lines
-        return lines.count(b" ") - lines.count(b":t") - lines.count(b":f") - 4 * lines.count(b":u")
+        return self.notes.num_tokens
 
     @property
     def usage(self) -> Usage | None:
-        cached_tokens, told = self.cached_tokens, self._last_told()
-        if cached_tokens is None or told is None:
+        told = self.notes.last_usage
+        if told is None:
             return None
-        prompt_tokens = int(told.group(1))
-        return Usage(prompt_tokens, min(cached_tokens, prompt_tokens), self.num_tokens)
+        cached_tokens = told.cached_tokens if self._cached_tokens is None else self._cached_tokens
+        return Usage(told.prompt_tokens, min(cached_tokens, told.prompt_tokens), self.num_tokens)
 
     def resume_field(self, num_choices: int) -> bytes:
-        """The body's `resume`, as JSON. Tokens stand in it as they stand in the lines."""
-        told = self._last_told()
-        assert told is not None, "no worker has told of a token: there is nothing to resume"
-        tokens: list[list[bytes]] = [[] for _ in range(num_choices)]
-        finished = [b"false"] * num_choices
-        for what, index, items in _TOKENS.findall(self._lines):
-            if what == b"f":
-                finished[int(index)] = b"true"
-            else:
-                tokens[int(index)] += items.split()
-        choices = b",".join(
-            b'{"token_ids":[%b],"finished":%b}' % (b",".join(ids), end)
-            for ids, end in zip(tokens, finished, strict=True)
-        )
-        events = b',"events":%d' % self.num_events if self.num_events else b""
-        return b'{"created":%b,"choices":[%b]%b}' % (told.group(3), choices, events)
+        """The body's `resume`, as JSON."""
+        return self.notes.resume_field(num_choices, self.num_events)
 
-    def _last_told(self) -> re.Match[bytes] | None:
-        start = self._lines.rfind(b":u ")
-        return None if start < 0 else _USAGE.match(self._lines, start)
+    def take_ticket(self) -> bytes | None:
+        """A prefill worker's `kv_transfer_params`, for the decode worker. It is valid once."""
+        ticket, self.notes.ticket = self.notes.ticket, None
+        return ticket
 
     def _last_cached_tokens(self) -> int | None:
-        told = self._last_told()
-        return None if told is None else int(told.group(2))
+        told = self.notes.last_usage
+        return None if told is None else told.cached_tokens
 
 
 class StokerStream(EventCutter):
     """One worker's part of a stream: comment lines go to the memory, events to the client."""
 
-    __slots__ = ("_cached_tokens", "_counts_events", "_failed", "_last", "_memory", "failure")
+    __slots__ = ("_cached_tokens", "_counts_events", "_failed", "_last", "_memory", "_take_notes", "failure")
 
     def __init__(self, memory: TokenMemory, *, counts_events: bool = False) -> None:
         super().__init__()
         memory.begin_worker()
         self._memory = memory
+        self._take_notes = memory.notes.take
         self._counts_events = counts_events  # of the Responses API, where a token makes several
         self._last = b""
-        self._cached_tokens = memory.cached_tokens if memory else None  # only a later worker's usage needs a change
+        self._cached_tokens = memory.cached_tokens if memory.notes else None  # only for a later worker's usage
         self._failed = False
         self.failure: str | None = None  # why the worker gave up, if another one may make good for it
 
@@ -128,15 +93,7 @@ class StokerStream(EventCutter):
                 return b""
         if b":x " in data:
             data = self._before_failure(data)
-        if data.find(b"\n\n") + 2 == len(data):  # one event: as workers write them
-            lead = _LEAD.match(data)
-            if lead is not None:
-                self._remember(lead.group())
-                data = data[lead.end() :]
-        elif data.startswith(b":") or b"\n:" in data:
-            for lines in _COMMENTS.findall(data):
-                self._remember(lines)
-            data = _COMMENTS.sub(b"", data)
+        data = self._take_notes(data)
         if not data:
             return b""
         if self._cached_tokens is not None:
@@ -161,19 +118,13 @@ class StokerStream(EventCutter):
         """The usage chunk, the last before [DONE], was sent, and [DONE] was not."""
         return not self.is_complete and b'"usage":{' in self._last and b'"choices":[]' in self._last
 
-    def _remember(self, lines: bytes) -> None:
-        if b":k " in lines:
-            lines, _, ticket = lines.rpartition(b":k ")
-            self._memory.ticket = ticket.strip()
-        self._memory.add(lines.removesuffix(b"\n") if lines.endswith(b"\n\n") else lines)
-
     def _before_failure(self, data: bytes) -> bytes:
         """Without an error event that the client need not see."""
-        found = _ERROR.search(data)
+        found = find_error(data)
         if found is None:
             return data
-        if int(found.group(1)) != _GONE_STATUS:
+        if found.status != _GONE_STATUS:
             self._failed = True
             return data
-        self.failure = found.group(2).decode("ascii", "replace")
-        return data[: found.start()]
+        self.failure = found.code
+        return data[: found.start]

@@ -10,6 +10,7 @@ from typing import Any
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Member
 from stoker.gateway.http import ClientLimits, HeaderFilter, Origin, Pool, header_block
+from stoker.proto.internal_http import INTERNAL_HEADER_PREFIX
 
 # Authorization is the client's towards us. No accept-encoding: answers are looked into. The rest would speak to workers in
 # the gateway's name.
@@ -29,7 +30,7 @@ _NOT_FOR_WORKERS = frozenset(
         b"x-vllm-priority",
     }
 )
-_INTERNAL_PREFIXES = (b"x-stoker-", b"x-override-", b"x-smg-", b"x-llm-d-")
+_INTERNAL_PREFIXES = (INTERNAL_HEADER_PREFIX.encode(), b"x-override-", b"x-smg-", b"x-llm-d-")
 _NOT_FOR_CLIENTS = frozenset({b"x-request-id", b"server", b"date", b"set-cookie"})
 
 
@@ -76,7 +77,7 @@ class Upstreams:
         self._api_keys = api_keys or {}  # by worker url
         self._known: dict[WorkerId, Upstream] = {}
         self._to_worker = HeaderFilter(_NOT_FOR_WORKERS, _INTERNAL_PREFIXES)
-        self._to_client = HeaderFilter(_NOT_FOR_CLIENTS, (b"x-stoker-",))
+        self._to_client = HeaderFilter(_NOT_FOR_CLIENTS, (INTERNAL_HEADER_PREFIX.encode(),))
 
     def of(self, member: Member) -> Upstream:
         known = self._known.get(member.spec.worker_id)

@@ -5,12 +5,10 @@ docs/gateway.md lists the names.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import accumulate
-from math import inf
 
+from stoker.base.histogram import Histogram
 from stoker.gateway.records.usage_row import UsageRow
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
@@ -20,42 +18,10 @@ _E2E_S = (0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300, 600, 1800)
 _QUEUE_S = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60)
 _OWN_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1)
 
-_MAX_UNCOUNTED = 500  # requests that wait to be counted, and whose values histograms hold: each has one or few
+_MAX_UNCOUNTED = 500  # requests that wait to be counted
 
 Labels = tuple[tuple[str, str], ...]
 Sample = tuple[Labels, float]
-
-
-class Histogram:
-    """What is observed is put down as it comes and counted later, many at once: that takes a fraction of the time."""
-
-    __slots__ = ("_bounds", "_counts", "_fresh", "_sum", "observe", "observe_all")
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-        self._fresh: list[float] = []
-        self.observe = self._fresh.append
-        self.observe_all = self._fresh.extend
-
-    def count(self) -> None:
-        fresh = self._fresh
-        self._sum += sum(fresh)
-        fresh.sort()
-        below = 0
-        for bucket, bound in enumerate((*self._bounds, inf)):
-            up_to = bisect_right(fresh, bound)
-            self._counts[bucket] += up_to - below
-            below = up_to
-        fresh.clear()
-
-    def lines(self, name: str) -> Iterator[str]:
-        self.count()
-        for bound, count in zip([*map(_number, self._bounds), "+Inf"], accumulate(self._counts), strict=True):
-            yield f'{name}_bucket{{le="{bound}"}} {count}'
-        yield f"{name}_sum {_number(self._sum)}"
-        yield f"{name}_count {sum(self._counts)}"
 
 
 class GatewayMetrics:
@@ -108,8 +74,6 @@ class GatewayMetrics:
         self.e2e_s.observe_all([row.e2e_ms * 1e-3 for row in served])
         self.queue_s.observe_all([row.queued_ms * 1e-3 for row in served])
         self.ttft_s.observe_all([row.ttft_ms * 1e-3 for row in served if row.ttft_ms is not None])
-        for histogram in (self.ttft_s, self.e2e_s, self.queue_s, self.keys_s, self.route_s):
-            histogram.count()
 
     def _lines(self) -> Iterator[str]:
         requests = {(("endpoint", e), ("status", str(s))): float(n) for (e, s), n in self.requests.items()}
@@ -134,8 +98,7 @@ class GatewayMetrics:
             ("keys", "Making a conversation's keys", self.keys_s),
             ("route", "Choosing a worker", self.route_s),
         ):
-            yield from _head(f"stoker_gateway_{name}_seconds", text, "histogram")
-            yield from histogram.lines(f"stoker_gateway_{name}_seconds")
+            yield from _histogram(f"stoker_gateway_{name}_seconds", text, histogram)
         for name, text, kind, read in self._gauges:
             yield from _family(name, text, kind, read())
 
@@ -154,6 +117,15 @@ def _family(name: str, text: str, kind: str, samples: Iterable[Sample]) -> Itera
     for labels, value in samples:
         inside = ",".join(f'{key}="{_escaped(label)}"' for key, label in labels)
         yield f"{name}{{{inside}}} {_number(value)}" if inside else f"{name} {_number(value)}"
+
+
+def _histogram(name: str, text: str, histogram: Histogram) -> Iterator[str]:
+    yield from _head(name, text, "histogram")
+    counts = histogram.cumulative()
+    for bound, count in zip([*map(_number, histogram.bounds), "+Inf"], counts, strict=True):
+        yield f'{name}_bucket{{le="{bound}"}} {count}'
+    yield f"{name}_sum {_number(histogram.sum)}"
+    yield f"{name}_count {counts[-1]}"
 
 
 def _escaped(label: str) -> str:

@@ -22,7 +22,7 @@ from stoker.proto.events import (
     LOAD_TOPIC,
     AllBlocksCleared,
     BadEvents,
-    Message,
+    PublishedMessage,
     decode_batch,
     read_message,
     read_replay,
@@ -81,7 +81,7 @@ class KvFollower:
         self._loop = asyncio.get_running_loop()
         self._next: int | None = None  # the number that comes next; None: whichever comes
         self._last_heard = -1  # on the subscription: going back means that the worker began anew
-        self._held: deque[Message] = deque()
+        self._held: deque[PublishedMessage] = deque()
         self._replay: _Replay | None = None
         self._again: asyncio.TimerHandle | None = None
         self._wait_s = self._settings.first_wait_s
@@ -145,12 +145,12 @@ class KvFollower:
         else:
             self._take(message)
 
-    def _hold(self, message: Message) -> None:
+    def _hold(self, message: PublishedMessage) -> None:
         if len(self._held) >= self._settings.max_held:
             self._held.popleft()  # seen as a gap when their turn comes
         self._held.append(message)
 
-    def _take(self, message: Message) -> None:
+    def _take(self, message: PublishedMessage) -> None:
         if self._next is not None and message.seq < self._next:
             return  # a replay had it already
         if self._next is not None and message.seq > self._next:
@@ -169,7 +169,7 @@ class KvFollower:
         self._next = seq
         self._flush()
 
-    def _apply(self, message: Message) -> None:
+    def _apply(self, message: PublishedMessage) -> None:
         self._next = message.seq + 1
         try:
             whole = self._rekeyer.apply(decode_batch(message.payload).events)
@@ -223,7 +223,7 @@ class KvFollower:
         replay.last = message.seq
         self._apply(message)
 
-    def _goes_on(self, replay: _Replay, message: Message) -> bool:
+    def _goes_on(self, replay: _Replay, message: PublishedMessage) -> bool:
         """Whether this is what a replay says next: the number asked for or the next one, or everything anew."""
         if replay.last is not None:
             return message.seq <= replay.last + 1  # the parts of a snapshot have one number

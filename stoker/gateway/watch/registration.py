@@ -19,9 +19,10 @@ from stoker.fleet.fleet import Fleet
 from stoker.fleet.spec import WorkerSpec
 from stoker.gateway.api.reply import Reply, error_reply, json_reply
 from stoker.gateway.worker_option import WorkerSettings, worker_id_of, worker_spec
-from stoker.proto.messages import Registration as Word
+from stoker.proto.internal_http import REGISTER_PATH, SECRET_HEADER
+from stoker.proto.messages import WorkerRegistration
 
-SECRET_HEADER = b"x-stoker-secret"
+_SECRET = SECRET_HEADER.encode()
 
 log = EventLog("registration")
 
@@ -55,15 +56,15 @@ class Registration:
         if self._secret is None:
             message = "Workers cannot register here: the gateway has no --secret-file."
             return error_reply(403, message, code="registration_off")
-        shown = request.header(SECRET_HEADER)
+        shown = request.header(_SECRET)
         if shown is None or not hmac.compare_digest(shown, self._secret):
             return error_reply(401, "The secret is not ours.", code="invalid_secret")
         if request.method not in (b"POST", b"DELETE"):
-            reply = error_reply(405, "/stoker/register takes POST and DELETE.", code="method_not_allowed")
+            reply = error_reply(405, f"{REGISTER_PATH} takes POST and DELETE.", code="method_not_allowed")
             reply.headers.append((b"allow", b"POST, DELETE"))
             return reply
         try:
-            word = msgspec.json.decode(request.body, type=Word)
+            word = msgspec.json.decode(request.body, type=WorkerRegistration)
             worker_id = worker_id_of(word.url)
             settings = WorkerSettings(word.url, word.role, events=word.events, replay=word.replay)
             spec = replace(worker_spec(settings), models=tuple(word.models), from_config=False)
@@ -77,7 +78,7 @@ class Registration:
             self._come(spec, word)
         return json_reply({"worker": worker_id})
 
-    def _come(self, spec: WorkerSpec, word: Word) -> None:
+    def _come(self, spec: WorkerSpec, word: WorkerRegistration) -> None:
         known = self._fleet.member(spec.worker_id)
         if known is None:
             log.event("worker_registered", worker=spec.worker_id, url=word.url, models=word.models)

@@ -27,6 +27,7 @@ from stoker.gateway.prefix.token_keys import TokenKeys, TokenText
 from stoker.gateway.watch import scrape
 from stoker.gateway.watch.kv_events import KvFollower, LoadListener
 from stoker.gateway.watch.rekey import Rekeyer, StoreBlocks, WorkerIndex
+from stoker.proto.internal_http import SECRET_HEADER, TOKENIZER_PATH, WORKER_INFO_PATH
 from stoker.proto.messages import TokenizerFiles, WorkerInfo, WorkerReport
 from stoker.routing.router import PrefixIndexes
 
@@ -74,7 +75,7 @@ class Watcher:
         self._pool = Pool(Origin.from_url(spec.url), ClientLimits(max_idle=2))
         self._headers = [] if api_key is None else [(b"authorization", b"Bearer " + api_key.encode())]
         if around.secret is not None and spec.dialect == _OURS:
-            self._headers.append((b"x-stoker-secret", around.secret.encode()))
+            self._headers.append((SECRET_HEADER.encode(), around.secret.encode()))
         self._random = random.Random(spec.worker_id)
         self._state: tuple[bool, bool] | None = None  # live, ready: as last seen
         self._is_told = False  # and whether the fleet knows
@@ -209,7 +210,7 @@ class Watcher:
                     break
 
     async def _learn_ours(self) -> bool:
-        status, answer = await self._get(b"/stoker/worker")
+        status, answer = await self._get(WORKER_INFO_PATH.encode())
         if status != 200:
             self._complain("worker_tells_nothing", status=status, answer=answer[:200].decode("utf-8", "replace"))
             return False
@@ -243,7 +244,7 @@ class Watcher:
             return
         known = next((maker for model in self._models if isinstance(maker := makers.exact(model), TokenKeys)), None)
         if known is None:
-            status, answer = await self._get(b"/stoker/tokenizer", self._settings.tokenizer_s, _TOKENIZER_BYTES)
+            status, answer = await self._get(TOKENIZER_PATH.encode(), self._settings.tokenizer_s, _TOKENIZER_BYTES)
             if status != 200:
                 self._complain("no_tokenizer", status=status)
                 return

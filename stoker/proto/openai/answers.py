@@ -1,8 +1,16 @@
-"""Parts of every answer: usage, logprobs, errors."""
+"""Parts that the answers of several endpoints have: usage and logprobs."""
 
 from __future__ import annotations
 
+import math
+
 import msgspec
+
+_LOWEST_LOGPROB = -9999.0  # stands for -inf, which JSON does not have
+
+
+def finite_logprob(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else _LOWEST_LOGPROB
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -29,14 +37,3 @@ class TopLogprob(msgspec.Struct, kw_only=True):
 
 class TokenLogprob(TopLogprob, kw_only=True):
     top_logprobs: list[TopLogprob]
-
-
-class ErrorBody(msgspec.Struct, kw_only=True):
-    message: str
-    type: str
-    param: str | None = None
-    code: str | None = None
-
-
-class ErrorAnswer(msgspec.Struct):
-    error: ErrorBody

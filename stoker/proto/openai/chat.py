@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: its request, its answer, its chunks."""
+"""`/v1/chat/completions`: its request, its answer and the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -7,18 +7,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from stoker.proto.handoff import KvTransferParams
 from stoker.proto.openai.answers import TokenLogprob, UsageReport
-from stoker.proto.openai.fields import (
-    MAX_CHOICES,
-    ContentPart,
-    Count,
-    GenerationFields,
-    Ignored,
-    Refused,
-    ResponseFormat,
-    TopLogprobs,
-)
-from stoker.proto.openai.handoff import KvTransferParams
+from stoker.proto.openai.field_types import Count, Ignored, Refused, TopLogprobs
+from stoker.proto.openai.fields import MAX_CHOICES, ContentPart, GenerationFields, ResponseFormat
 from stoker.proto.openai.tools import Tool, ToolCall, ToolChoice, ToolMode
 
 ChatFinish = Literal["stop", "length", "tool_calls"]
@@ -36,7 +28,7 @@ class Message(msgspec.Struct, kw_only=True):
 
 
 class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
-    messages: list[Message] | None = None  # may be missing where prompt_token_ids stand for them
+    messages: list[Message] | None = None  # may be missing if prompt_token_ids is given
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
@@ -58,9 +50,9 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    separate_reasoning: bool | None = None  # false: thinking stays in the content
+    separate_reasoning: bool | None = None  # false: the reasoning stays in the content
     stream_reasoning: Ignored = None
-    include_reasoning: bool | None = None  # false is refused: thinking is what the answer is made of
+    include_reasoning: bool | None = None  # false is refused
 
 
 class ChoiceLogprobs(msgspec.Struct):
@@ -73,7 +65,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     content: str | None
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
-    reasoning: str | UnsetType = UNSET  # the same, under the name that newer clients read
+    reasoning: str | UnsetType = UNSET  # the same text, under the name that newer clients read
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 

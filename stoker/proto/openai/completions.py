@@ -1,4 +1,4 @@
-"""`/v1/completions`: its request, and its answer, which its chunks have the shape of."""
+"""`/v1/completions`: its request and its answer."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from stoker.proto.handoff import KvTransferParams
 from stoker.proto.openai.answers import UsageReport
-from stoker.proto.openai.fields import MAX_CHOICES, Count, GenerationFields, ResponseFormat, TokenId, TopLogprobs
-from stoker.proto.openai.handoff import KvTransferParams
+from stoker.proto.openai.field_types import Count, TokenId, TopLogprobs
+from stoker.proto.openai.fields import MAX_CHOICES, GenerationFields, ResponseFormat
 
 
 class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
@@ -39,8 +40,8 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class Completion(msgspec.Struct, kw_only=True):
-    """Chunks of a stream have the same shape."""
+class TextCompletion(msgspec.Struct, kw_only=True):
+    """An answer, and a chunk of a stream: both have the same shape."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"

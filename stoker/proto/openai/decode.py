@@ -1,4 +1,4 @@
-"""Bodies -> requests, and what is wrong with a body in OpenAI's words, with the field's name."""
+"""Decodes request bodies. Errors have OpenAI's wording and the name of the field."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ def _decoder(kind: type[msgspec.Struct]) -> msgspec.json.Decoder[Any]:
 
 
 def decode(kind: type[T], body: bytes) -> T:
-    """The request in `body`, or InvalidRequest with the field in `param`."""
+    """Decode a request body. Raises InvalidRequest, with the field in `param`."""
     try:
         request: T = _decoder(kind).decode(body)
         return request
     except msgspec.ValidationError as wrong:
         raise _named(str(wrong)) from None
     except msgspec.DecodeError as wrong:
-        raise InvalidRequest(f"The request's body is not valid JSON: {wrong}.", code="invalid_json") from None
+        raise InvalidRequest(f"The request body is not valid JSON: {wrong}.", code="invalid_json") from None
     except UnicodeDecodeError:
-        raise InvalidRequest("The request's body is not valid UTF-8.", code="invalid_json") from None
+        raise InvalidRequest("The request body is not valid UTF-8.", code="invalid_json") from None
     except RecursionError:
-        raise InvalidRequest("The request's body is nested too deeply.", code="invalid_json") from None
+        raise InvalidRequest("The request body is nested too deeply.", code="invalid_json") from None
 
 
 def convert(kind: type[T], value: object, param: str) -> T:
-    """The same of a part that was decoded already and stands at `param`."""
+    """Convert the value of the field `param`, which is decoded already."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as wrong:
@@ -46,7 +46,7 @@ def convert(kind: type[T], value: object, param: str) -> T:
 
 
 def _named(wrong: str, within: str = "") -> InvalidRequest:
-    """msgspec's "Expected `int` >= 1 - at `$.n`" in OpenAI's words, with the place as `param`."""
+    """Turn a message of msgspec, such as "Expected `int` >= 1 - at `$.n`", into OpenAI's wording with `param`."""
     place = _PLACE.search(wrong)
     path = (within + (place.group(1).replace("[...]", "") if place else "")).removeprefix(".")
     what = wrong[: place.start()] if place else wrong
@@ -57,5 +57,5 @@ def _named(wrong: str, within: str = "") -> InvalidRequest:
         field = f"{path}.{unknown.group(1)}" if path else unknown.group(1)
         return InvalidRequest(f"Unrecognized request argument supplied: {field}", param=field, code="unknown_parameter")
     if not path:
-        return InvalidRequest(f"The request's body must be a JSON object: {what[0].lower()}{what[1:]}.")
+        return InvalidRequest(f"The request body must be a JSON object: {what[0].lower()}{what[1:]}.")
     return InvalidRequest(f"Invalid value for '{path}': {what[0].lower()}{what[1:]}.", param=path, code="invalid_value")

@@ -1,4 +1,4 @@
-"""`/v1/models`, and vLLM's `/tokenize` and `/detokenize`."""
+"""`/v1/models`, and `/tokenize` and `/detokenize` as in vLLM."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from stoker.proto.openai.chat import Message
-from stoker.proto.openai.fields import TokenId
+from stoker.proto.openai.field_types import TokenId
 from stoker.proto.openai.tools import Tool
 
 
@@ -26,7 +26,7 @@ class ModelList(msgspec.Struct, kw_only=True):
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's: a prompt or a conversation."""
+    """Has either a prompt or a conversation."""
 
     model: str | None = None
     prompt: str | None = None

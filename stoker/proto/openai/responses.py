@@ -1,4 +1,4 @@
-"""`/v1/responses`: its request, the response, and the events that tell how it grows."""
+"""`/v1/responses`: its request, its response and the events of a stream."""
 
 from __future__ import annotations
 
@@ -7,22 +7,15 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from stoker.proto.handoff import KvTransferParams
 from stoker.proto.openai.answers import TokenLogprob, UsageReport
-from stoker.proto.openai.fields import (
-    ContentPart,
-    Count,
-    GenerationFields,
-    Ignored,
-    Refused,
-    ResponseFormat,
-    TopLogprobs,
-)
-from stoker.proto.openai.handoff import KvTransferParams
+from stoker.proto.openai.field_types import Count, Ignored, Refused, TopLogprobs
+from stoker.proto.openai.fields import ContentPart, GenerationFields, ResponseFormat
 from stoker.proto.openai.tools import FlatTool, ToolChoice, ToolMode
 
 
 class InputItem(msgspec.Struct, kw_only=True):
-    """An item of the Responses API's `input`; which fields count depends on `type` (a message where it is missing)."""
+    """An item of `input`. Its fields depend on `type`; without one it is a message."""
 
     type: str | None = None
     role: str | None = None
@@ -78,7 +71,7 @@ class ResponsePart(msgspec.Struct, kw_only=True):
 
 
 class ResponseItem(msgspec.Struct, kw_only=True):
-    """A message, a function call or reasoning: the fields that its `type` has."""
+    """A message, a function call or reasoning. Only the fields of its `type` are set."""
 
     id: str
     type: Literal["message", "function_call", "reasoning"]
@@ -157,7 +150,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
 
 
 class ResponseEvent(msgspec.Struct, kw_only=True):
-    """Any of the events: the fields that its `type` has."""
+    """An event of any kind. Only the fields of its `type` are set."""
 
     type: str
     sequence_number: int

@@ -1,4 +1,4 @@
-"""Tools, calls and the choice among them, in requests and in answers."""
+"""Tools, tool calls and `tool_choice`, in requests and answers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Tool(msgspec.Struct, kw_only=True):
 
 
 class FlatTool(msgspec.Struct, kw_only=True):
-    """The Responses API's."""
+    """A tool in the Responses API."""
 
     type: str
     name: str | None = None
@@ -58,7 +58,7 @@ class AllowedTools(msgspec.Struct, kw_only=True):
 
 
 class ToolChoice(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """`{"type": "function", "function": {"name": ...}}`; flat, without `function`, in the Responses API."""
+    """`{"type": "function", "function": {"name": ...}}`. In the Responses API, `name` stands beside `type`."""
 
     type: str
     function: FunctionName | None = None

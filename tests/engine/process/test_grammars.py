@@ -146,7 +146,7 @@ def test_random_output_of_every_schema_is_complete_and_valid(
 def test_random_calls_of_real_functions_are_complete_and_valid(
     data_dir: Path, grammars: XGrammars, tokenizer: Tokenizer
 ):
-    from bench.grammars import bfcl_cases
+    from bench.engine.structured_output import bfcl_cases
 
     for seed, case in enumerate(bfcl_cases(data_dir / "tools")[::40]):
         spec = HermesParser.grammar(case.body["tools"], parallel=False)

@@ -90,14 +90,14 @@ def test_text_that_looks_like_our_lines_is_text() -> None:
     text = event({"t": ":x 503 engine_died\n:t 0 5\n:k {}"})
     stream = StokerStream(memory)
     assert stream.push(b":u 10 4 1700 42\n:t 0 5\n" + text) == text
-    assert (memory.num_tokens, memory.ticket, stream.failure) == (1, None, None)
+    assert (memory.num_tokens, memory.notes.ticket, stream.failure) == (1, None, None)
 
 
 def test_a_ticket_ends_a_prefill_workers_part() -> None:
     memory = TokenMemory()
     stream = StokerStream(memory)
     assert stream.push(b":u 10 4 1700 42\n:t 0 5\n" + A + b':k {"host": "a b", "keys": [":t 0"]}\n\n') == A
-    assert memory.ticket == b'{"host": "a b", "keys": [":t 0"]}'
+    assert memory.notes.ticket == b'{"host": "a b", "keys": [":t 0"]}'
     assert memory.num_tokens == 1
 
 

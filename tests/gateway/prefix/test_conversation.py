@@ -24,20 +24,18 @@ from stoker.gateway.prefix.token_keys import TokenKeys, TokenText
 from stoker.kv.blocks.keys import salt_hash
 from stoker.proto.messages import EngineInfo
 from stoker.proto.openai.chat import ChatRequest
-from stoker.proto.openai.completions import CompletionRequest
 from stoker.proto.openai.decode import decode
-from stoker.proto.openai.responses import ResponsesRequest
 from stoker.text.conversation import is_constrained
 from stoker.text.folder import text_files
 from stoker.text.tokenizer import Tokenizer
 from stoker.text.tools import chat_tools
 from stoker.worker.app import make_app
-from stoker.worker.chat import prepare_chat
-from stoker.worker.completions import prepare_completion
+from stoker.worker.chat import CHAT
+from stoker.worker.completions import COMPLETIONS
 from stoker.worker.config import HttpConfig
 from stoker.worker.constraint import resolve_constraint
 from stoker.worker.context import CONTEXT, ModelText, WorkerContext
-from stoker.worker.responses import prepare_response
+from stoker.worker.responses import RESPONSES
 
 BLOCK = 16
 TOOLS = [
@@ -76,15 +74,8 @@ def worker_context(folder: Path) -> WorkerContext:
 
 async def worker_token_ids(context: WorkerContext, kind: Kind, body: bytes) -> list[int]:
     """By the worker's own path, up to what the engine would get."""
-    match kind:
-        case Kind.CHAT:
-            return (await prepare_chat(context, decode(ChatRequest, body), "r")).choices[0].request.token_ids
-        case Kind.COMPLETIONS:
-            return (
-                (await prepare_completion(context, decode(CompletionRequest, body), "r")).choices[0].request.token_ids
-            )
-        case Kind.RESPONSES:
-            return (await prepare_response(context, decode(ResponsesRequest, body), "r")).choice.request.token_ids
+    endpoint = {Kind.CHAT: CHAT, Kind.COMPLETIONS: COMPLETIONS, Kind.RESPONSES: RESPONSES}[kind]
+    return (await endpoint.choices_of(context, body, None, "r"))[0].request.token_ids
 
 
 def envelope(kind: Kind, body: dict[str, Any]) -> Envelope:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from stoker.gateway.api.client_body import Kind
-from stoker.gateway.http import Answer
+from stoker.gateway.http import Answer, header_block
 from stoker.gateway.path.call import Call
 from stoker.gateway.path.dialects.dialect import DIALECTS
 from stoker.gateway.path.errors import LegFailed
@@ -20,10 +20,12 @@ from stoker.gateway.path.handoff_notes import new_transfer_id
 from stoker.gateway.path.legs import Legs, is_event_stream
 from stoker.gateway.path.resume import StokerStream
 from stoker.gateway.path.rewrite import read_usage, set_cached_tokens
+from stoker.proto.handoff import PARAM, encode_keep_params
+from stoker.proto.internal_http import NOTES_HEADER, NOTES_WANTED
 from stoker.proto.sse import DONE
 from stoker.routing.query import Leg
 
-_TELL_TOKENS = b"x-stoker-stream: 1\r\n"
+_TELL_TOKENS = header_block([(NOTES_HEADER.encode(), NOTES_WANTED.encode())])
 _OUR_FIELDS = frozenset({"cache_salt", "priority"})
 
 
@@ -49,14 +51,15 @@ class Stoker:
     async def _prefill(self, call: Call, legs: Legs, prefill: Leg) -> bool:
         """The prompt and the first token. True: that token ended the answer, and the client has it whole."""
         transfer_id = new_transfer_id()
-        put = {"kv_transfer_params": b'{"do_remote_decode":true,"transfer_id":"%b"}' % transfer_id.encode()}
+        put = {PARAM: encode_keep_params(transfer_id)}
         if not call.streams:
             put["stream"] = b"true"
         legs.lend(transfer_id)
         answer = await legs.send(prefill, self._body(call, put), _TELL_TOKENS)
         await self._relay(call, legs, prefill, answer, shown=call.streams)
-        legs.end_prefill(handed_off=call.memory.ticket is not None)
-        if call.memory.ticket is not None or not call.streams:
+        has_ticket = call.memory.notes.ticket is not None
+        legs.end_prefill(handed_off=has_ticket)
+        if has_ticket or not call.streams:
             return False
         call.request.finish()
         return True
@@ -81,8 +84,8 @@ class Stoker:
         legs.respond(answer, data)
 
     async def _send_decode(self, call: Call, legs: Legs, headers: bytes = b"") -> Answer:
-        ticket, call.memory.ticket = call.memory.ticket, None  # it opens one door, once
-        put = {} if ticket is None else {"kv_transfer_params": ticket}
+        ticket = call.memory.take_ticket()
+        put = {} if ticket is None else {PARAM: ticket}
         return await legs.send(legs.decode, self._body(call, put), headers)
 
     def _body(self, call: Call, put: Mapping[str, bytes]) -> bytes:
@@ -90,7 +93,7 @@ class Stoker:
         changes = dict(put)
         if not isinstance(envelope.seed, int):
             changes["seed"] = b"%d" % call.seed
-        if call.memory:
+        if call.memory.notes:
             changes["resume"] = call.memory.resume_field(envelope.num_choices)
         return call.body(changes, may_add=_OUR_FIELDS)
 
@@ -106,7 +109,7 @@ class Stoker:
             if not stream.is_complete and not stream.lacks_only_done:
                 raise
         else:
-            if not (stream.is_complete or stream.lacks_only_done or call.memory.ticket is not None):
+            if not (stream.is_complete or stream.lacks_only_done or call.memory.notes.ticket is not None):
                 why = stream.failure or "its stream ended without an end"
                 legs.fail(leg, "lost", f"worker {leg.worker.worker_id}: {why}")
             legs.done(leg, answer)

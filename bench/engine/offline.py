@@ -1,0 +1,222 @@
+"""An engine without HTTP: start time, KV memory, decode steps, prefill and a mixed load.
+
+    python -m bench run offline --shape llama8b --engine vllm --details vllm.json      # random weights; needs vLLM
+    python -m bench run offline --shape llama8b --competitor vllm.json --save          # then Stoker, on the same machine
+    python -m bench run offline --model MODEL_DIR --small --batches 1 8                # a small model on a CPU
+
+A decode step is the difference between 272 and 16 output tokens over 256, from prompts of 128 tokens, greedy. Prefill
+is 16 prompts of 4,096 tokens with one output token. The mix is 512 requests of 1,024 tokens in and 256 out, all at once.
+Prompts are random, so the prefix cache finds nothing. --small scales the workload down for CPUs. vLLM runs with its
+default settings, except: memory utilization 0.92, no prefix cache, no tokenizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from bench.contract import Better, Needs, Report, Result
+from bench.support.model_shapes import SHAPES, title
+
+if TYPE_CHECKING:
+    from stoker.engine.llm import LLM
+
+NAME = "offline"
+HELP = "decode steps, prefill, mixed load, start and KV memory of the engine without HTTP; Stoker or vLLM"
+NEEDS = Needs(
+    packages=("torch", "numpy", "safetensors"), programs="vLLM for --engine vllm; a GPU for the full workload"
+)
+BATCHES = (1, 8, 64, 256)
+_SEED = 0
+_FIRST_TOKEN_ID, _END_TOKEN_ID = 10, 48_000
+# Name of a measurement -> metric, unit, which is better.
+_METRICS: dict[str, tuple[str, str, Better]] = {
+    "prefill_4k_toks": ("prefill, 16 prompts of 4,096 tokens", "tokens/s", "higher"),
+    "ttft_8k_ms": ("first token of an 8,192-token prompt", "ms", "lower"),
+    "mix_512x1024x256_out_toks": ("512 requests, 1,024 in, 256 out", "output tokens/s", "higher"),
+    "prefill_512_toks": ("prefill, 4 prompts of 512 tokens", "tokens/s", "higher"),
+    "ttft_2k_ms": ("first token of a 2,048-token prompt", "ms", "lower"),
+    "mix_16x256x64_out_toks": ("16 requests, 256 in, 64 out", "output tokens/s", "higher"),
+    "kv_gib": ("KV memory", "GiB", "higher"),
+    "import_s": ("import", "s", "lower"),
+    "init_s": ("load until ready", "s", "lower"),
+}
+
+
+class OfflineEngine(Protocol):
+    """What the workload needs from an engine."""
+
+    vocab_size: int
+    max_tokens: int
+    facts: dict[str, Any]  # start times and KV memory
+
+    def generate(self, prompts: list[list[int]], num_out: int) -> list[int]:
+        """Generate greedily; return the number of output tokens of each prompt."""
+
+
+class StokerEngine:
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        begin_s = time.time()
+        from stoker.base.config import EngineSettings, KvSettings, SchedSettings
+        from stoker.engine.llm import LLM
+
+        import_s = time.time() - begin_s
+        config = json.loads((folder / "config.json").read_text())
+        settings = EngineSettings(
+            device=args.device,
+            dtype=args.dtype,
+            num_threads=args.threads,
+            max_model_tokens=min(args.max_model_tokens, config["max_position_embeddings"]),
+            kv=KvSettings(memory_gib=args.kv_memory_gib),
+            sched=SchedSettings(max_rows=max(512 if not args.small else 0, *args.batches)),
+        )
+        begin_s = time.time()
+        self._llm: LLM = LLM(folder, settings, random_weights_seed=_SEED if args.random_weights else None)
+        built = self._llm.built
+        kv_bytes = built.pool.num_blocks * built.layout.block_bytes
+        self.facts = {"import_s": import_s, "init_s": time.time() - begin_s, "kv_gib": kv_bytes / 2**30}
+        self.vocab_size, self.max_tokens = built.vocab_size, built.max_model_tokens
+
+    def generate(self, prompts: list[list[int]], num_out: int) -> list[int]:
+        from stoker.sched.request import SamplingParams
+
+        done = self._llm.generate(prompts, SamplingParams(temperature=0.0), max_new_tokens=num_out)
+        return [len(completion.token_ids) for completion in done]
+
+
+class VllmEngine:
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        begin_s = time.time()
+        import vllm
+
+        import_s, begin_s = time.time() - begin_s, time.time()
+        self._llm = vllm.LLM(
+            model=str(folder),
+            load_format="dummy" if args.random_weights else "auto",
+            dtype=args.dtype or "bfloat16",
+            skip_tokenizer_init=True,
+            max_model_len=args.max_model_tokens,
+            gpu_memory_utilization=0.92,
+            enable_prefix_caching=False,
+        )
+        self._sampling: Callable[..., Any] = vllm.SamplingParams
+        config = json.loads((folder / "config.json").read_text())
+        cache = self._llm.llm_engine.vllm_config.cache_config
+        self.facts = {"import_s": import_s, "init_s": time.time() - begin_s, "version": vllm.__version__}
+        self.facts["kv_gib"] = cache.num_gpu_blocks * cache.block_size * _kv_bytes_per_token(config) / 2**30
+        self.vocab_size, self.max_tokens = config["vocab_size"], args.max_model_tokens
+
+    def generate(self, prompts: list[list[int]], num_out: int) -> list[int]:
+        sampling = self._sampling(temperature=0.0, max_tokens=num_out, ignore_eos=True, detokenize=False)
+        done = self._llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+        return [len(answer.outputs[0].token_ids) for answer in done]
+
+
+def _kv_bytes_per_token(config: dict[str, Any]) -> int:
+    return 2 * 2 * int(config["num_hidden_layers"]) * int(config["num_key_value_heads"]) * int(config["head_dim"])
+
+
+ENGINES: dict[str, Callable[[argparse.Namespace, Path], OfflineEngine]] = {"stoker": StokerEngine, "vllm": VllmEngine}
+
+
+class Workload:
+    """The same requests for every engine."""
+
+    def __init__(self, engine: OfflineEngine) -> None:
+        self._engine = engine
+        self._rng = random.Random(_SEED)
+        self._vocab = min(_END_TOKEN_ID, engine.vocab_size)
+
+    def seconds(self, count: int, num_in: int, num_out: int) -> float:
+        prompts = [[self._rng.randrange(_FIRST_TOKEN_ID, self._vocab) for _ in range(num_in)] for _ in range(count)]
+        begin_s = time.perf_counter()
+        lengths = self._engine.generate(prompts, num_out)
+        elapsed_s = time.perf_counter() - begin_s
+        assert lengths == [num_out] * count, lengths
+        return elapsed_s
+
+    def decode_step_s(self, batch: int, num_out: int, repeats: int = 2) -> float:
+        self.seconds(batch, 128, 8)
+        short_s = min(self.seconds(batch, 128, 16) for _ in range(repeats))
+        long_s = min(self.seconds(batch, 128, 16 + num_out) for _ in range(repeats))
+        return (long_s - short_s) / num_out
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--model", type=Path, metavar="DIR", help="a model folder with weights")
+    where.add_argument("--shape", choices=tuple(SHAPES), help="a published shape with random weights")
+    parser.add_argument("--random-weights", action="store_true", help="random weights of --model's config.json")
+    parser.add_argument("--engine", choices=tuple(ENGINES), default="stoker", help="default: %(default)s")
+    parser.add_argument("--competitor", type=Path, metavar="FILE", help="the --details of another engine's run")
+    parser.add_argument("--device", help="default: the GPU, if there is one")
+    parser.add_argument("--dtype", help="default: bfloat16 on a GPU")
+    parser.add_argument("--threads", type=int, help="CPU threads")
+    parser.add_argument("--max-model-tokens", type=int, default=16384, help="default: %(default)s")
+    parser.add_argument("--kv-memory-gib", type=float, help="default: what the engine chooses")
+    parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES), help="default: 1 8 64 256")
+    parser.add_argument("--only", nargs="+", choices=("decode", "prefill", "mix"), default=["decode", "prefill", "mix"])
+    parser.add_argument("--small", action="store_true", help="a workload for CPUs")
+
+
+def run(args: argparse.Namespace) -> Report:
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = args.model
+        if folder is None:
+            folder, args.random_weights = Path(scratch), True
+            (folder / "config.json").write_text(json.dumps(SHAPES[args.shape]))
+        engine = ENGINES[args.engine](args, folder)
+    found = {"engine": args.engine, **engine.facts} | _measure(args, engine)
+    competitor = json.loads(args.competitor.read_text()) if args.competitor else {}
+    case = title(args.shape) if args.shape else args.model.name
+    return Report(results(case, found, competitor), found)
+
+
+def _measure(args: argparse.Namespace, engine: OfflineEngine) -> dict[str, float]:
+    work, found = Workload(engine), dict[str, float]()
+    found["first_token_s"] = work.seconds(1, 32, 1)
+
+    def tell(**values: float) -> None:
+        found.update(values)
+        print(" ".join(f"{name}={value:.2f}" for name, value in values.items()), flush=True)
+
+    num_out = 32 if args.small else 256
+    for batch in args.batches if "decode" in args.only else ():
+        step_s = work.decode_step_s(batch, num_out, 1 if args.small else 2)
+        tell(**{f"decode_b{batch}_ms": step_s * 1e3})
+    if args.small:
+        if "prefill" in args.only:
+            tell(prefill_512_toks=4 * 512 / work.seconds(4, 512, 1), ttft_2k_ms=work.seconds(1, 2048, 1) * 1e3)
+        if "mix" in args.only:
+            tell(mix_16x256x64_out_toks=16 * 64 / work.seconds(16, 256, 64))
+        return found
+    if "prefill" in args.only:
+        work.seconds(8, 4096, 1)
+        tell(prefill_4k_toks=16 * 4096 / min(work.seconds(16, 4096, 1) for _ in range(3)))
+        # A model of 8,192 positions has no place for the token after a prompt of that length.
+        length = min(8192, engine.max_tokens - 1)
+        tell(ttft_8k_ms=min(work.seconds(1, length, 1) for _ in range(3)) * 1e3)
+    if "mix" in args.only:
+        tell(mix_512x1024x256_out_toks=512 * 256 / work.seconds(512, 1024, 256))
+    return found
+
+
+def results(case: str, found: dict[str, Any], competitor: dict[str, Any]) -> list[Result]:
+    """The numbers of one engine, beside those of another for the same measurements."""
+    name = " ".join([str(competitor["engine"]), str(competitor.get("version", ""))]).strip() if competitor else ""
+    made = []
+    for key, value in found.items():
+        if key.startswith("decode_b"):
+            metric, unit, better = f"decode step, batch {key[8:-3]}", "ms", "lower"
+        elif key in _METRICS:
+            metric, unit, better = _METRICS[key]
+        else:
+            continue
+        made.append(Result(case, metric, unit, value, better, name if key in competitor else "", competitor.get(key)))  # type: ignore[arg-type]
+    return made

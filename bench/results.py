@@ -1,0 +1,76 @@
+"""Saved results: bench/results/<benchmark>.json holds a list of records. Standard library only."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bench.contract import ROOT, Better, Comparison, Result
+
+FOLDER = ROOT / "bench" / "results"
+
+
+@dataclass(frozen=True)
+class SavedRecord:
+    """One result with the circumstances it was measured under."""
+
+    benchmark: str
+    case: str
+    metric: str
+    unit: str
+    better: Better
+    value: float
+    competitor: str
+    competitor_value: float | None
+    comparison: Comparison
+    ratio: float | None
+    machine: str
+    date: str
+    command: str
+    notes: str
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        """A record replaces an older one with the same key."""
+        return self.benchmark, self.case, self.metric, self.competitor
+
+
+def to_record(benchmark: str, result: Result, machine: str, date: str, command: str) -> SavedRecord:
+    ratio = None if result.ratio is None else round(result.ratio, 4)
+    fields = {name: value for name, value in asdict(result).items() if name != "notes"}
+    return SavedRecord(
+        benchmark=benchmark, ratio=ratio, machine=machine, date=date, command=command, notes=result.notes, **fields
+    )
+
+
+def path_of(benchmark: str) -> Path:
+    return FOLDER / f"{benchmark}.json"
+
+
+def read(path: Path) -> list[SavedRecord]:
+    return [SavedRecord(**row) for row in json.loads(path.read_text(encoding="utf-8"))]
+
+
+def read_all(folder: Path = FOLDER) -> dict[str, list[SavedRecord]]:
+    """The records of each benchmark, by its name."""
+    return {path.stem: read(path) for path in sorted(folder.glob("*.json"))}
+
+
+def write(benchmark: str, records: Sequence[SavedRecord]) -> Path:
+    path = path_of(benchmark)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = ",\n".join(json.dumps(asdict(record), indent=1) for record in records)
+    path.write_text(f"[\n{rows}\n]\n", encoding="utf-8")
+    return path
+
+
+def save(benchmark: str, found: Sequence[Result], machine: str, command: str) -> Path:
+    """Add the results to the benchmark's file. A record with the same key is replaced in its place."""
+    date = datetime.date.today().isoformat()
+    path = path_of(benchmark)
+    records = {record.key: record for record in read(path)} if path.exists() else {}
+    new = [to_record(benchmark, result, machine, date, command) for result in found]
+    return write(benchmark, list((records | {record.key: record for record in new}).values()))

@@ -1,0 +1,1 @@
+"""Shared parts of the benchmarks: model shapes, mock workers, load generators, start commands of competitors."""

@@ -1,0 +1,85 @@
+"""What the gateway's `/admin/status` and `/admin/fleet` answer. `stoker status` and `stoker up` read it.
+
+Fields that a gateway of another version may not have need a default.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+ADMIN_STATUS_PATH = "/admin/status"
+ADMIN_FLEET_PATH = "/admin/fleet"
+
+
+class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The gateway process."""
+
+    version: str
+    uptime_s: float = 0.0
+    draining: bool = False
+    running_requests: int = 0
+    waiting_requests: int = 0
+    policy: str = ""
+    ledger: str | None = None  # the file of the usage ledger
+    ledger_pending_rows: int = 0
+
+
+class ReportedLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """The load that a worker last reported."""
+
+    waiting_tokens: int = 0
+    waiting_sequences: int = 0
+    running_sequences: int = 0
+    kv_used: float = 0.0  # share of the KV blocks that running sequences hold, 0 to 1
+    num_blocks: int | None = None
+    block_tokens: int | None = None
+    prefill_tokens_per_s: float | None = None
+    step_s: float | None = None
+
+
+class ReservedLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What the gateway has sent to a worker and not seen the end of."""
+
+    requests: int = 0
+    prefill_tokens: int = 0
+    context_tokens: int = 0
+    output_tokens: int = 0
+
+
+class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker as the gateway sees it."""
+
+    worker: str
+    url: str
+    role: str
+    dialect: str = ""
+    cluster: str = ""
+    weight: float = 1.0
+    labels: dict[str, str] = {}
+    models: list[str] = []
+    from_config: bool = True
+    usable: bool = False
+    breaker: str = ""
+    draining: bool = False
+    busy: bool = False
+    share: float = 0.0
+    report: ReportedLoad | None = None
+    report_age_s: float | None = None
+    prefill_tokens_per_s: float = 0.0
+    step_s: float = 0.0
+    reserved: ReservedLoad = ReservedLoad()
+
+    @property
+    def health(self) -> str:
+        """Return the state of the worker in one word."""
+        if self.draining:
+            return "draining"
+        return "ready" if self.usable else "unusable"
+
+
+class WorkerList(msgspec.Struct, frozen=True, kw_only=True):
+    workers: list[WorkerStatus]
+
+
+decode_gateway_status = msgspec.json.Decoder(GatewayStatus).decode
+decode_worker_list = msgspec.json.Decoder(WorkerList).decode

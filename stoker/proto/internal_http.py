@@ -1,0 +1,28 @@
+"""Header names and paths of the HTTP interface between gateways and their workers. Clients use none of them."""
+
+from __future__ import annotations
+
+# Every header that starts with this prefix is internal: the gateway removes it from what clients and workers send.
+INTERNAL_HEADER_PREFIX = "x-stoker-"
+
+# The secret that the workers and gateways of one fleet share. Both sides check it.
+SECRET_HEADER = "x-stoker-secret"
+# "1" asks a worker to write resume notes into its stream (see resume_notes.py).
+NOTES_HEADER = "x-stoker-stream"
+NOTES_WANTED = "1"
+# With --debug-routes, the gateway explains its choice of a worker to the client in this header.
+ROUTE_HEADER = "x-stoker-route"
+
+# Served by the gateway: a worker announces itself with POST and leaves with DELETE (`WorkerRegistration`).
+REGISTER_PATH = "/stoker/register"
+
+# Served by workers.
+WORKER_INFO_PATH = "/stoker/worker"  # GET: `WorkerInfo`
+TOKENIZER_PATH = "/stoker/tokenizer"  # GET: `TokenizerFiles`
+PREFETCH_PATH = "/stoker/prefetch"  # POST: `PrefetchRequest`
+RELEASE_PATH = "/stoker/release"  # POST: `ReleaseRequest`
+
+# The endpoints that generate, served by both.
+CHAT_PATH = "/v1/chat/completions"
+COMPLETIONS_PATH = "/v1/completions"
+RESPONSES_PATH = "/v1/responses"

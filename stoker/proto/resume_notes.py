@@ -1,0 +1,201 @@
+"""Resume notes: what lets another worker continue an answer whose worker was lost, or that is handed off.
+
+A worker writes notes into its stream when the gateway asks for them (`NOTES_HEADER`). A note is an SSE comment line in
+front of the event that it describes, in the same write. The gateway removes the notes and keeps them:
+
+    :u PROMPT_TOKENS CACHED_TOKENS CREATED SEED   with the first token; repeated when a later prompt of the request adds to it
+    :t CHOICE TOKEN TOKEN ...                     the tokens of the next event: ids, or [id,logprob,...] without spaces
+    :f CHOICE                                     the next event is the last one of this choice
+    :e                                            the events that follow come after all choices
+    :x STATUS CODE                                the next event is an error and ends the stream
+    :k {...}                                      instead of an end: the `kv_transfer_params` of a prefill worker
+
+To continue the answer, the gateway sends the request to another worker with the tokens so far in the field `resume`.
+Only whole events count: the gateway neither shows nor keeps an event that was cut by a broken connection.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from stoker.proto.handoff import KvTransferParams
+from stoker.proto.openai.answers import finite_logprob
+from stoker.proto.openai.field_types import INT64_MAX, CountOrZero, TokenId
+from stoker.sched.request import TokenLogprobs
+
+# ---- the field `resume`
+
+
+class LoggedToken(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """A token with its logprobs. In a union with a bounded int, msgspec 0.22 applies the bounds to the length of a tuple;
+    hence a struct."""
+
+    token_id: TokenId
+    logprob: float
+    top_ids: list[TokenId]
+    top_logprobs: list[float]
+
+
+class ResumedChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The tokens that a choice has so far. If the request asks for logprobs, each token comes with its own."""
+
+    token_ids: list[TokenId | LoggedToken] = []
+    finished: bool = False
+
+
+class Resume(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The answer that another worker began, with one entry of `choices` per choice, in order.
+
+    A stream continues after the tokens given here. An answer that is not streamed contains them.
+    """
+
+    created: Annotated[int, Meta(ge=0, le=INT64_MAX)]
+    choices: list[ResumedChoice]
+    events: CountOrZero | None = None  # Responses API: events the client has; None: all that the tokens produce
+
+
+# ---- written by workers
+
+END_NOTE = b":e\n"
+
+
+def usage_note(prompt_tokens: int, cached_tokens: int, created: int, seed: int) -> bytes:
+    return b":u %d %d %d %d\n" % (prompt_tokens, cached_tokens, created, seed)
+
+
+def token_note(choice: int, token_ids: list[int]) -> bytes:
+    return b":t %d %b\n" % (choice, " ".join(map(str, token_ids)).encode())
+
+
+def logged_token_note(choice: int, tokens: Sequence[TokenLogprobs]) -> bytes:
+    return b":t %d %b\n" % (choice, b" ".join(map(_logged, tokens)))
+
+
+def finish_note(choice: int) -> bytes:
+    return b":f %d\n" % choice
+
+
+def error_note(status: int, code: str) -> bytes:
+    return f":x {status} {code}\n".encode()
+
+
+def handoff_note(transfer: KvTransferParams) -> bytes:
+    return b":k %b\n" % msgspec.json.encode(transfer)
+
+
+def _logged(entry: TokenLogprobs) -> bytes:
+    """Return a `LoggedToken` as JSON. msgspec writes no spaces, so that it is one item of the note."""
+    top = [finite_logprob(logprob) for logprob in entry.top_logprobs]
+    return msgspec.json.encode(LoggedToken(entry.token_id, finite_logprob(entry.logprob), entry.top_ids, top))
+
+
+# ---- read by the gateway
+
+_LEADING_NOTES = re.compile(rb"(?::[^\n]*\n)+\n?")  # in front of an event, or alone
+_NOTES = re.compile(rb"^(?::[^\n]*\n)+\n?", re.MULTILINE)
+_TOKENS = re.compile(rb"^:([tf]) (\d+)([^\n]*)", re.MULTILINE)
+_USAGE = re.compile(rb"^:u (\d+) (\d+) (\d+)", re.MULTILINE)
+_ERROR = re.compile(rb"^:x (\d+) ([^\n]*)\n", re.MULTILINE)
+
+
+class UsageNote(NamedTuple):
+    prompt_tokens: int
+    cached_tokens: int
+    created: int
+
+
+class ErrorNote(NamedTuple):
+    start: int  # where the note stands in the events
+    status: int
+    code: str
+
+
+def find_error(events: bytes) -> ErrorNote | None:
+    """Return the error note in `events`, if there is one. Check `b":x " in events` first: that is cheaper."""
+    found = _ERROR.search(events)
+    if found is None:
+        return None
+    return ErrorNote(found.start(), int(found.group(1)), found.group(2).decode("ascii", "replace"))
+
+
+class ResumeNotes(msgspec.Struct, eq=False):
+    """The notes of one answer, from all its workers.
+
+    They are stored as bytes and parsed only if a worker is lost.
+    """
+
+    _lines: bytearray = msgspec.field(default_factory=bytearray)
+    ticket: bytes | None = None  # `kv_transfer_params` of a prefill worker, until the decode worker has it
+
+    def __bool__(self) -> bool:
+        return bool(self._lines)
+
+    def clear(self) -> None:
+        if self._lines:
+            self._lines = bytearray()
+        self.ticket = None
+
+    def take(self, events: bytes) -> bytes:
+        """Store the notes in `events`, which are whole events, and return the events without them."""
+        if events.find(b"\n\n") + 2 == len(events):  # one event, which is how workers write them
+            found = _LEADING_NOTES.match(events)
+            if found is None:
+                return events
+            lines = found.group()
+            if b":k " in lines or lines.endswith(b"\n\n"):
+                self._add(lines)
+            else:
+                self._lines += lines
+            return events[found.end() :]
+        if not (events.startswith(b":") or b"\n:" in events):
+            return events
+        for lines in _NOTES.findall(events):
+            self._add(lines)
+        return _NOTES.sub(b"", events)
+
+    @property
+    def num_tokens(self) -> int:
+        """Count the tokens by the spaces: `:t C` has one more than tokens, `:f C` has one, `:u` has four."""
+        lines = self._lines
+        return lines.count(b" ") - lines.count(b":t") - lines.count(b":f") - 4 * lines.count(b":u")
+
+    @property
+    def last_usage(self) -> UsageNote | None:
+        start = self._lines.rfind(b":u ")
+        found = None if start < 0 else _USAGE.match(self._lines, start)
+        if found is None:
+            return None
+        prompt_tokens, cached_tokens, created = found.groups()
+        return UsageNote(int(prompt_tokens), int(cached_tokens), int(created))
+
+    def resume_field(self, num_choices: int, num_events: int = 0) -> bytes:
+        """Return the JSON of a `Resume`. The tokens are copied from the notes as they are.
+
+        `num_events` is the number of events that the client has; 0 leaves the field out.
+        """
+        usage = self.last_usage
+        assert usage is not None, "there is nothing to resume: no worker has written a token"
+        tokens: list[list[bytes]] = [[] for _ in range(num_choices)]
+        finished = [b"false"] * num_choices
+        for kind, index, items in _TOKENS.findall(self._lines):
+            if kind == b"f":
+                finished[int(index)] = b"true"
+            else:
+                tokens[int(index)] += items.split()
+        choices = b",".join(
+            b'{"token_ids":[%b],"finished":%b}' % (b",".join(ids), end)
+            for ids, end in zip(tokens, finished, strict=True)
+        )
+        events = b',"events":%d' % num_events if num_events else b""
+        return b'{"created":%d,"choices":[%b]%b}' % (usage.created, choices, events)
+
+    def _add(self, lines: bytes) -> None:
+        if b":k " in lines:
+            lines, _, ticket = lines.rpartition(b":k ")
+            self.ticket = ticket.strip()
+        self._lines += lines.removesuffix(b"\n") if lines.endswith(b"\n\n") else lines

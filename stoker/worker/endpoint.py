@@ -1,0 +1,115 @@
+"""The path of every generating request: decode the body, prepare the choices, run them, answer whole or as a stream.
+
+An endpoint is a path, the type of its request, and a function that prepares an `EndpointAnswer`. Everything that differs
+between the endpoints is in those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
+from aiohttp import web
+from msgspec import UNSET, UnsetType
+
+from stoker.proto.handoff import KvTransferParams
+from stoker.proto.openai.decode import decode
+from stoker.proto.openai.errors import HttpError
+from stoker.proto.openai.fields import GenerationFields
+from stoker.worker.context import CONTEXT, WorkerContext, read_body
+from stoker.worker.generate import Choice, PieceSink, generate
+from stoker.worker.handoff import transfer_params
+from stoker.worker.note_writer import open_notes, wants_notes
+from stoker.worker.record import RECORD
+from stoker.worker.resume import created_of
+from stoker.worker.stream import SseStream, open_stream
+
+Fields = TypeVar("Fields", bound=GenerationFields)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerSetup:
+    """What every answer has, whatever its endpoint."""
+
+    context: WorkerContext
+    request_id: str
+    model: str
+    created: int
+    fingerprint: str
+    continues_elsewhere: bool = False  # if the KV is kept: another worker continues after the first token
+
+
+class Collector(PieceSink, Protocol):
+    """Joins the pieces of an answer that is not streamed."""
+
+    def result(self) -> msgspec.Struct: ...
+
+
+class EndpointAnswer(Protocol):
+    """One request on its way: its choices, and how their pieces become the answer of its API."""
+
+    @property
+    def setup(self) -> AnswerSetup: ...
+
+    @property
+    def choices(self) -> Sequence[Choice]: ...
+
+    def collector(self) -> Collector: ...
+
+    def events(self, stream: SseStream) -> PieceSink:
+        """Return a sink that sends every piece as events."""
+
+    def closing_events(self, transfer: KvTransferParams | UnsetType) -> bytes | None:
+        """Return the events between the last choice and [DONE]. None: streams of this API end without [DONE]."""
+
+    def error_event(self, error: HttpError) -> bytes:
+        """Return the event that ends a stream with an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratingEndpoint(Generic[Fields]):
+    """One generating endpoint. `prepare` checks the request and makes its answer, without running it."""
+
+    path: str
+    request_type: type[Fields]
+    prepare: Callable[[AnswerSetup, Fields], Awaitable[EndpointAnswer]]
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        context = request.app[CONTEXT]
+        body = decode(self.request_type, await read_body(request, context.config))
+        has_notes = wants_notes(request, body)
+        answer = await self._answer(context, body, request[RECORD].request_id, has_notes)
+        if body.stream:
+            return await _stream(request, answer, has_notes)
+        collector = answer.collector()
+        await generate(context.service, answer.choices, request[RECORD], collector)
+        return web.Response(body=msgspec.json.encode(collector.result()), content_type="application/json")
+
+    async def choices_of(
+        self, context: WorkerContext, data: bytes, transfer: dict[str, Any] | None, request_id: str
+    ) -> Sequence[Choice]:
+        """Prepare the choices of a request body without running them, as if `transfer` were its `kv_transfer_params`."""
+        body = decode(self.request_type, data)
+        body.kv_transfer_params = transfer
+        return (await self._answer(context, body, request_id, False)).choices
+
+    def _answer(
+        self, context: WorkerContext, body: Fields, request_id: str, continues_elsewhere: bool
+    ) -> Awaitable[EndpointAnswer]:
+        model, created = context.served_model(body.model), created_of(body)
+        setup = AnswerSetup(context, request_id, model, created, context.fingerprint, continues_elsewhere)
+        return self.prepare(setup, body)
+
+
+async def _stream(request: web.Request, answer: EndpointAnswer, has_notes: bool) -> web.StreamResponse:
+    context = answer.setup.context
+    notes = open_notes(has_notes, answer.choices, answer.setup.created)
+    stream = open_stream(request, context.config.client_stall_s, notes, answer.error_event)
+    await generate(context.service, answer.choices, request[RECORD], answer.events(stream))
+    transfer = transfer_params(answer.choices)
+    if transfer is not UNSET and answer.setup.continues_elsewhere:
+        return await stream.hand_off(transfer)
+    closing = answer.closing_events(transfer)
+    return await (stream.end() if closing is None else stream.done(closing))

@@ -1,0 +1,48 @@
+"""Texts and conversations to prompts of token ids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stoker.base.errors import ContextTooLong
+from stoker.text.conversation import Conversation, num_chars, render_text
+from stoker.worker.context import ModelText, WorkerContext
+from stoker.worker.sampling import ModelLimits, check_token_ids
+
+_NORMALIZED_LENGTH = 4  # normalizing may shorten a text, but never by this factor
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedPrompt:
+    token_ids: list[int]
+    text: str | None = None  # None if the client gave token ids
+
+
+def encode(
+    text: ModelText, prompt: str, limits: ModelLimits, param: str, add_special_tokens: bool = False
+) -> list[int]:
+    """Return the token ids of `prompt`. A text that is certainly too long is refused without tokenizing it."""
+    if len(prompt) > _NORMALIZED_LENGTH * text.longest_token * limits.max_model_tokens:
+        raise ContextTooLong(
+            f"This model's maximum context length is {limits.max_model_tokens} tokens. However, your prompt has "
+            f"{len(prompt)} characters, which are more tokens than that. Please reduce the length of the prompt.",
+            param=param,
+        )
+    return text.tokenizer.encode(prompt, add_special_tokens)
+
+
+def render(text: ModelText, conversation: Conversation, limits: ModelLimits) -> TokenizedPrompt:
+    """Apply the model's chat template and tokenize the result."""
+    rendered = render_text(text.template, conversation)
+    return TokenizedPrompt(encode(text, rendered, limits, conversation.param), rendered)
+
+
+async def render_off_loop(context: WorkerContext, conversation: Conversation) -> TokenizedPrompt:
+    """Render in a thread if the conversation is long."""
+    text, limits = context.text, context.limits
+    return await context.off_loop(num_chars(conversation), lambda: render(text, conversation, limits))
+
+
+def given_prompt(context: WorkerContext, token_ids: list[int], param: str = "prompt_token_ids") -> TokenizedPrompt:
+    """Return the prompt of a client that has tokenized it itself."""
+    return TokenizedPrompt(check_token_ids(token_ids, param, context.limits))
