@@ -29,7 +29,8 @@ from stoker.engine.gpu_steps import _shapes
 from stoker.engine.graphs import StepOutputs, _cost
 from stoker.engine.packed import StepData
 from stoker.engine.process.block_log import BlockLog
-from stoker.engine.process.main import EngineLoop, Message
+from stoker.engine.process.mailbox import MailboxMessage
+from stoker.engine.process.main import EngineLoop
 from stoker.engine.runner import PendingStep
 from stoker.kernels.paged import Cutter
 from stoker.proto.messages import Add, Shutdown
@@ -51,11 +52,11 @@ class InstantDevice:
         self._by_cost = sorted((*first, *rest), key=_cost)
         self._sampled = torch.arange(1024) % 997 + 3
 
-    def run(self, plan: StepPlan, draws: bool) -> StepOutputs:
+    def run(self, plan: StepPlan, samples: bool) -> StepOutputs:
         data = StepData(plan, self._cutter)
         shape = next((shape for shape in self._by_cost if shape.holds(data.least)), data.exact)
         packed = torch.zeros(sum(shape.sizes), dtype=torch.int64)
-        data.pack(packed.numpy(), shape, draws)
+        data.pack(packed.numpy(), shape, samples)
         return StepOutputs(None, self._sampled)
 
 
@@ -88,22 +89,22 @@ class ScriptedMailbox:
 
     def __init__(self, built: BuiltEngine, requests: Sequence[GenerateRequest], parts: Parts) -> None:
         self._counters = built.scheduler.counters
-        self._messages: list[Message] = [Add(request=request) for request in requests]
+        self._messages: list[MailboxMessage] = [Add(request=request) for request in requests]
         self._num_rows = len(requests)
         self._parts = parts
         self._computed = 0
         self._began_s = 0.0
         self.steps: list[dict[str, float]] = []
 
-    def warm_up(self) -> None: ...
+    def warm_up_grammars(self) -> None: ...
 
-    def take(self, wait: bool, timeout_s: float | None = None) -> list[Message]:
+    def take(self, wait: bool, timeout_s: float | None = None) -> list[MailboxMessage]:
         step_s = time.perf_counter() - self._began_s
         if self._counters.computed_tokens - self._computed == self._num_rows:
             rest_s = step_s - sum(self._parts.seconds.values())
             self.steps.append({**self._parts.seconds, "rest": rest_s, "total": step_s})
         self._computed = self._counters.computed_tokens
-        messages: list[Message] = [Shutdown()] if len(self.steps) == STEPS else self._messages
+        messages: list[MailboxMessage] = [Shutdown()] if len(self.steps) == STEPS else self._messages
         self._messages = []
         self._parts.seconds.clear()
         self._began_s = time.perf_counter()
@@ -124,7 +125,7 @@ def build(folder: Path, num_rows: int) -> tuple[BuiltEngine, BlockLog]:
     )
     built = build_engine(folder, settings, observer=blocks, random_weights_seed=0)
     runner = built.engine._runner
-    runner._card = InstantDevice(num_rows)  # type: ignore[assignment]
+    runner._gpu_steps = InstantDevice(num_rows)  # type: ignore[assignment]
     runner._kv.clear = lambda blocks: None  # type: ignore[method-assign]  # a GPU clears nothing here either
     return built, blocks
 
@@ -156,7 +157,7 @@ def measure(num_rows: int, with_profile: bool) -> Report:
         parts.time("read", PendingStep, "wait")
         parts.time("commit", built.scheduler, "commit")
         parts.time("step, other", built.engine, "step")
-        parts.time("stats", loop, "_tell_stats")
+        parts.time("stats", loop, "_send_due_stats")
         parts.time("send", pipe, "send")
     garbage.tune_for_serving()
     if with_profile:

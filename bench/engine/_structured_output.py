@@ -14,7 +14,7 @@ from bench.engine.structured_output import GrammarCase, GrammarOutcomes
 from stoker.base.config import EngineSettings
 from stoker.base.errors import InvalidRequest
 from stoker.engine.build import read_hf_config
-from stoker.engine.llm import LLM, Completion
+from stoker.engine.llm import LLM, LLMOutput
 from stoker.engine.process.grammars.compiler import XGrammars
 from stoker.models.family import family_of
 from stoker.proto.openai.chat import ChatRequest
@@ -76,7 +76,7 @@ class StructuredGenerator:
         conversation = Conversation(template_messages(request.messages), tools, {})
         return render(self._text, conversation, self._limits).token_ids, constraint.grammar
 
-    def _judge(self, case: GrammarCase, completion: Completion, outcomes: GrammarOutcomes) -> None:
+    def _judge(self, case: GrammarCase, completion: LLMOutput, outcomes: GrammarOutcomes) -> None:
         outcomes.tokens += len(completion.token_ids)
         text = self._text.tokenizer.decode(completion.token_ids)
         found = {"id": case.id, "schema": case.schema, "output": text}

@@ -31,7 +31,7 @@ from stoker.base import log as logs
 from stoker.base.config import EngineSettings
 from stoker.proto.messages import Add, Cancel, Chunks, EngineArguments, EngineInfo
 from stoker.proto.pipe import EngineEnd, FrameEnd
-from stoker.sched.request import Finish, GenerateRequest, TokenChunks, Usage
+from stoker.sched.request import Finish, GenerateRequest, TokenChunks, TokenUsage
 from stoker.worker.app import make_app, make_runner
 from stoker.worker.config import HttpConfig
 from stoker.worker.context import ModelText
@@ -93,7 +93,7 @@ def _step(running: dict[str, tuple[GenerateRequest, random.Random, int]], vocab_
     for request_id, (request, tokens, done) in list(running.items()):
         running[request_id] = (request, tokens, done + 1)
         is_last = done + 1 == request.max_new_tokens
-        usage = Usage(request.num_prompt, 0, done + 1) if is_last or not done else None
+        usage = TokenUsage(request.num_prompt, 0, done + 1) if is_last or not done else None
         finish = Finish("length") if is_last else None
         chunks.add(request.request_id, [tokens.randrange(vocab_size)], usage, finish=finish)
         if is_last:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from bench.contract import BenchmarkError, Needs, Report, Result
 
 if TYPE_CHECKING:
-    from stoker.engine.llm import Completion
+    from stoker.engine.llm import LLMOutput
 
 NAME = "gpu_cpu_agreement"
 HELP = "greedy answers in bfloat16 on a GPU against float32 on a CPU, token by token"
@@ -70,7 +70,7 @@ def _first_turn(line: dict[str, Any]) -> str:
     return str(turns[0])
 
 
-def _top_logprobs(answer: Completion) -> list[dict[int, float]]:
+def _top_logprobs(answer: LLMOutput) -> list[dict[int, float]]:
     return [dict(zip(one.top_ids, one.top_logprobs, strict=True)) for one in answer.logprobs]
 
 

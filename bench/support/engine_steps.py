@@ -40,9 +40,9 @@ class EngineSteps:
     def __init__(self, llm: LLM) -> None:
         self._built = llm.built
         self._runner = llm.built.engine._runner
-        assert self._runner._card is not None, "these benchmarks need a GPU"
-        self._card = self._runner._card
-        self._graphs = self._card._graphs
+        assert self._runner._gpu_steps is not None, "these benchmarks need a GPU"
+        self._gpu_steps = self._runner._gpu_steps
+        self._graphs = self._gpu_steps._graphs
 
     def fits(self, spans: Spans) -> bool:
         """Whether the KV pool has enough blocks for these rows."""
@@ -122,7 +122,7 @@ class EngineSteps:
         self._runner.launch(first).wait()
         num_sampling = sum(span.samples for span in plan.spans)
         with torch.inference_mode():
-            logits = self._card.run(plan, False).logits
+            logits = self._gpu_steps.run(plan, False).logits
         assert logits is not None
         found = logits[:num_sampling].float()
         self._free(len(spans))

@@ -1,4 +1,4 @@
-"""A model folder and settings -> an Engine that is ready to run."""
+"""Builds an Engine from a model folder and settings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from stoker.checkpoint.weight_files import WeightReadAhead
 from stoker.engine.gpu_memory import MemoryLine, MemoryTable, WorkingMemory
 from stoker.engine.grammar import Grammars, NoGrammars
 from stoker.engine.loop import Engine
-from stoker.engine.memory import Resolved, num_blocks, resolve
+from stoker.engine.memory import ResolvedSettings, num_blocks, resolve
 from stoker.engine.rates import StepRates
 from stoker.engine.rows import RowTable
 from stoker.engine.runner import Runner
@@ -43,26 +43,28 @@ from stoker.sched.scheduler import Scheduler, SchedulerConfig
 
 Progress = Callable[[str, int, int], None]
 
-_SAMPLES, _SAMPLE_BYTES = 16, 4096  # of each file of weights, for the fingerprint
-_MEASURED_TOKENS = {"cpu": 128, "cuda": 4096}
+_PROBES, _PROBE_BYTES = 16, 4096  # parts of each weight file that go into the fingerprint
+_MEASURED_TOKENS = {"cpu": 128, "cuda": 4096}  # prompt length of the prefill measurement
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BuiltEngine:
+    """An engine and its parts."""
+
     engine: Engine
     scheduler: Scheduler
     pool: BlockPool
     model: Model
-    settings: Resolved
+    settings: ResolvedSettings
     layout: KvLayout
     vocab_size: int
-    max_model_tokens: int  # prompt and answer together: the model's context, or all of the KV if that is less
+    max_model_tokens: int  # prompt and output: the model's context, or the KV cache's capacity if smaller
     fingerprint: str
     engine_id: str
     store: KvStore
     server: PeerServer | None
     load_s: float
-    memory: list[MemoryLine]  # of a card; none for RAM
+    memory: list[MemoryLine]  # the GPU memory plan; empty on a CPU
 
     def close(self) -> None:
         if self.server is not None:
@@ -82,8 +84,11 @@ def build_engine(
     ahead: WeightReadAhead | None = None,
     wake: Callable[[], None] = lambda: None,
 ) -> BuiltEngine:
-    """`wake` is called, from any thread, when an idle engine should take a step. With `random_weights_seed` no weights are
-    read: the shape of config.json with random values, for benchmarks."""
+    """Load the model, allocate the KV cache and return a ready engine.
+
+    `wake` is called from any thread when an idle engine should take a step. With `random_weights_seed`, no weight files are
+    read: the model of config.json gets random weights, for benchmarks.
+    """
     started_s = time.monotonic()
     timeline = timeline or Timeline()
     hf = read_hf_config(folder)
@@ -91,7 +96,7 @@ def build_engine(
     with timeline.stage("context"):
         resolved = resolve(settings, family.shape)
         memory = MemoryTable(resolved.device)
-    # cuDNN's attention makes a plan for every new shape, which takes longer than the attention itself.
+    # cuDNN's attention plans every new shape, which takes longer than the attention itself.
     torch.backends.cuda.enable_cudnn_sdp(False)
     with timeline.stage("weights"):
         model, weight_bytes = _load_model(family, resolved, folder, random_weights_seed, progress, ahead)
@@ -110,7 +115,7 @@ def build_engine(
     leases = LeaseBook()
 
     def released(lease_id: str) -> None:
-        engine.released(lease_id)
+        engine.release_lease(lease_id)
         wake()
 
     handoff = settings.handoff
@@ -123,7 +128,7 @@ def build_engine(
         resolved.max_rows,
         fingerprint,
         LeaseTerms(engine_id, server.address, handoff.lease_s) if server is not None else None,
-        min(store.max_offers, blocks // 4),  # blocks on their way into the store are not free for anything else
+        min(store.max_offers, blocks // 4),  # an offered block cannot be reused until the store has copied it
         resolved.mixed_tokens,
         family.shape.vocab_size,
         resolved.max_model_tokens,
@@ -162,13 +167,13 @@ def build_engine(
 
 def _load_model(
     family: ModelFamily,
-    resolved: Resolved,
+    resolved: ResolvedSettings,
     folder: Path,
     random_weights_seed: int | None,
     progress: Progress,
     ahead: WeightReadAhead | None,
 ) -> tuple[Model, int]:
-    """With its weights in the form that kernels want; and how many bytes those are."""
+    """Return the model, with its weights in the layout of the kernels, and the size of the weights in bytes."""
     model = _build_model(family, resolved)
     if random_weights_seed is None:
         load(model, family.rules, family.ignored, folder, partial(progress, "loading weights"), ahead)
@@ -182,9 +187,9 @@ def _load_model(
 
 
 def _make_kv(
-    settings: EngineSettings, family: ModelFamily, resolved: Resolved, model: Model
+    settings: EngineSettings, family: ModelFamily, resolved: ResolvedSettings, model: Model
 ) -> tuple[DeviceKv, WorkingMemory]:
-    """As many blocks as the memory holds beside what a step needs."""
+    """Allocate the KV cache: as many blocks as fit besides the working memory of a step."""
     layout = _kv_layout(family, resolved)
     working = WorkingMemory.plan(
         resolved.step_tokens,
@@ -198,20 +203,22 @@ def _make_kv(
 
 
 def _measure_prefill(
-    runner: Runner, config: SchedulerConfig, num_blocks: int, rates: StepRates, resolved: Resolved
+    runner: Runner, config: SchedulerConfig, num_blocks: int, rates: StepRates, resolved: ResolvedSettings
 ) -> None:
-    """How fast prompts are computed here, before anybody has asked: what loading is weighed against. In a world of its
-    own, so that nothing of it is found by anybody."""
+    """Measure the prefill rate before the first request. The store compares it with the cost of loading KV.
+
+    Uses a scheduler and a pool of its own, so that its blocks never enter the prefix cache.
+    """
     context = min(resolved.max_model_tokens, num_blocks * config.block_tokens)
     size = min(_MEASURED_TOKENS[resolved.device.type], config.step_tokens, context - 1)
     scheduler = Scheduler(replace(config, lease=None, max_offers=0), BlockPool(num_blocks))
-    for number in range(2):  # the first one also warms up
+    for number in range(2):  # the first run only warms up
         request = GenerateRequest(RequestId(f"{number}"), [1 + number] * size, size, SamplingParams(temperature=0.0), 1)
         scheduler.add(request)
         while (plan := scheduler.plan()) is not None:
             result = runner.launch(plan).wait()
             if number:
-                rates.saw(plan, result.step_s)
+                rates.record(plan, result.step_s)
             scheduler.commit(result)
 
 
@@ -220,15 +227,17 @@ def read_hf_config(folder: Path) -> Mapping[str, Any]:
     try:
         hf = json.loads(path.read_text())
     except OSError as error:
-        raise ModelFilesError(f"{path} cannot be read ({error.strerror}): is this a model folder?") from error
+        raise ModelFilesError(
+            f"{path} cannot be read ({error.strerror}); check that the path is a model folder"
+        ) from error
     except ValueError as error:
-        raise ModelFilesError(f"{path} is not JSON ({error}); fetch it again") from error
+        raise ModelFilesError(f"{path} is not valid JSON ({error}); download it again") from error
     if not isinstance(hf, dict):
-        raise ModelFilesError(f"{path} holds no JSON object; fetch it again")
+        raise ModelFilesError(f"{path} does not contain a JSON object; download it again")
     return hf
 
 
-def _build_model(family: ModelFamily, resolved: Resolved) -> Model:
+def _build_model(family: ModelFamily, resolved: ResolvedSettings) -> Model:
     default = torch.get_default_dtype()
     torch.set_default_dtype(resolved.dtype)
     try:
@@ -239,12 +248,12 @@ def _build_model(family: ModelFamily, resolved: Resolved) -> Model:
 
 
 def _randomise(model: Model, family: ModelFamily, seed: int) -> None:
-    """Norms are one, all else is small: the answers are noise, but finite, and the same for the same seed."""
+    """Set norms to one and other weights to small random values. Outputs are finite, and the same for the same seed."""
     places = list(parameter_slices(model, family.rules))
     generator = torch.Generator(places[0][1].device).manual_seed(seed)
     with torch.no_grad():
         for name, place in places:
-            if name.endswith(("_scale", "_scale_inv")):  # of quantised weights, whose codes come below
+            if name.endswith(("_scale", "_scale_inv")):  # scales of quantised weights; their codes are set below
                 place.fill_(0.0004)
             elif place.dtype == torch.int32:
                 place.random_(generator=generator)
@@ -256,7 +265,7 @@ def _randomise(model: Model, family: ModelFamily, seed: int) -> None:
                 place.normal_(0.0, 0.02, generator=generator)
 
 
-def _kv_layout(family: ModelFamily, resolved: Resolved) -> KvLayout:
+def _kv_layout(family: ModelFamily, resolved: ResolvedSettings) -> KvLayout:
     shape = family.shape
     return KvLayout(
         num_layers=shape.num_layers,
@@ -269,19 +278,22 @@ def _kv_layout(family: ModelFamily, resolved: Resolved) -> KvLayout:
 
 
 def _identity(folder: Path, hf: Mapping[str, Any], layout: KvLayout, seed: int | None) -> KvIdentity:
-    """What must agree before KV is shared. Of the weights a sample counts: hashing hundreds of GB would delay every start,
-    and two models of one shape differ nearly everywhere."""
+    """Return what must be equal before two engines share KV.
+
+    Only parts of the weight files are hashed. Hashing hundreds of GB would delay every start, and two models of the same
+    shape differ nearly everywhere.
+    """
     model = hashlib.sha256(json.dumps(hf, sort_keys=True).encode())
     model.update(repr(seed).encode())
     for file in sorted(folder.glob("*.safetensors")):
         size = file.stat().st_size
         model.update(f"{file.name}:{size}".encode())
         with file.open("rb") as weights:
-            for part in range(_SAMPLES):
-                weights.seek(part * size // _SAMPLES)
-                model.update(weights.read(_SAMPLE_BYTES))
+            for part in range(_PROBES):
+                weights.seek(part * size // _PROBES)
+                model.update(weights.read(_PROBE_BYTES))
     tokenizer = folder / "tokenizer.json"
-    words = hashlib.sha256(tokenizer.read_bytes() if tokenizer.exists() else b"")
+    vocabulary = hashlib.sha256(tokenizer.read_bytes() if tokenizer.exists() else b"")
     return KvIdentity(
-        model=model.hexdigest()[:16], tokenizer=words.hexdigest()[:16], layout=layout.identity, dtype=layout.dtype
+        model=model.hexdigest()[:16], tokenizer=vocabulary.hexdigest()[:16], layout=layout.identity, dtype=layout.dtype
     )

@@ -1,6 +1,6 @@
-"""What a card's memory is for, line by line: planned from shapes alone, and measured against the plan when all is in place.
+"""The plan of a GPU's memory, line by line. It is computed from shapes, and compared with real usage after the start.
 
-Nothing is run to find out what a step takes. KV gets what the other lines leave.
+Nothing is executed to find out how much memory a step needs. The KV cache gets what the other lines leave.
 """
 
 from __future__ import annotations
@@ -9,29 +9,29 @@ from dataclasses import dataclass
 
 import torch
 
-from stoker.engine.gpu_steps import most_captured
-from stoker.engine.sampler import DRAWN_TOGETHER
+from stoker.engine.gpu_steps import max_captured_tokens
+from stoker.engine.sampler import SAMPLE_BATCH_ROWS
 
 _MIB = 1 << 20
-# Beside what is planned by name: for the gaps between allocations, and for what libraries load late.
+# For fragmentation, and for what libraries load late.
 _RESERVE_BYTES = 512 * _MIB
-# Kernels as they are loaded, cuBLAS's workspaces (32 MiB for each of two streams), what the driver keeps of captured steps.
+# Loaded kernels, cuBLAS workspaces (32 MiB for each of two streams), and what the driver keeps per captured graph.
 _LIBRARY_BYTES = 256 * _MIB
-# Drawing by the reference takes so many bytes for each row of those it takes together, and each token of the vocabulary.
-_DRAWING_BYTES = 48
-# A row with penalties keeps a count and a mark for each token of the vocabulary. Seldom do all rows have them: half the reserve is
-# for this, too, and only what is beyond it is planned.
+# What the reference sampler allocates per row of a batch and per token of the vocabulary.
+_SAMPLING_BYTES = 48
+# A row with penalties keeps a count and a flag per token of the vocabulary. Rarely do all rows have penalties. Half of the
+# reserve is meant for them, and only what exceeds it is planned.
 _PENALTY_BYTES = 5
-# By so much plan and use may differ before it is worth a warning.
+# A larger difference between plan and usage is worth a warning.
 TOLERANCE_BYTES = 256 * _MIB
 
 
 @dataclass(frozen=True, slots=True)
 class WorkingMemory:
-    """What a card holds beside weights and KV."""
+    """GPU memory besides weights and KV."""
 
-    arena_bytes: int  # of the largest step that is launched kernel by kernel, of drawing its tokens, and of penalties
-    graph_bytes: int  # of captured steps and libraries
+    arena_bytes: int  # for the largest step that is not captured, for sampling its tokens, and for penalties
+    graph_bytes: int  # for captured steps and libraries
     reserve_bytes: int = _RESERVE_BYTES
 
     @classmethod
@@ -45,11 +45,12 @@ class WorkingMemory:
         bytes_per_token: int,
     ) -> WorkingMemory:
         logits_bytes = max_rows * vocab_size * dtype_bytes
-        drawing_bytes = min(max_rows, DRAWN_TOGETHER) * vocab_size * _DRAWING_BYTES
+        sampling_bytes = min(max_rows, SAMPLE_BATCH_ROWS) * vocab_size * _SAMPLING_BYTES
         penalty_bytes = max(0, max_rows * vocab_size * _PENALTY_BYTES - _RESERVE_BYTES // 2)
+        captured_tokens = max(max_rows, max_captured_tokens(mixed_tokens))
         return cls(
-            arena_bytes=max(step_tokens * bytes_per_token, drawing_bytes) + logits_bytes + penalty_bytes,
-            graph_bytes=_LIBRARY_BYTES + max(max_rows, most_captured(mixed_tokens)) * bytes_per_token + logits_bytes,
+            arena_bytes=max(step_tokens * bytes_per_token, sampling_bytes) + logits_bytes + penalty_bytes,
+            graph_bytes=_LIBRARY_BYTES + captured_tokens * bytes_per_token + logits_bytes,
         )
 
     @property
@@ -59,13 +60,15 @@ class WorkingMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryLine:
+    """One line of the memory plan."""
+
     name: str
     planned_bytes: int
     used_bytes: int
 
 
 class MemoryTable:
-    """Planned beside used: what became less free since the line before. Without lines for RAM."""
+    """Planned and used bytes, line by line. Used is the decrease of free memory since the line before. Empty on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -82,7 +85,7 @@ class MemoryTable:
             self._add(name, planned_bytes)
 
     def take_arena(self, num_bytes: int) -> None:
-        """As one piece that is left to torch's allocator to cut up: steps then ask the driver for nothing."""
+        """Allocate the arena in one piece and leave it in torch's cache, so that steps never allocate from the driver."""
         if self._device.type == "cuda":
             torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
             self._add("arena", num_bytes)

@@ -1,5 +1,8 @@
-"""CardSteps: a plan's forward and the drawing of its tokens on a card, captured (graphs.py) or, for long prompts, launched
-kernel by kernel. Both take the same inputs and do the same."""
+"""GpuSteps: runs a plan's forward pass and samples its tokens on a GPU.
+
+A step is replayed from a CUDA graph (graphs.py). Long prefills are launched kernel by kernel. Both ways take the same inputs
+and compute the same.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +23,18 @@ from stoker.layers.batch import ForwardBatch
 from stoker.models.family import Model
 from stoker.sched.plan import StepPlan
 
-# Steps of one token a row, by rows; and steps with prompts in them, by tokens. Those that serve for most are captured first.
+# Captured sizes: rows of decode-only steps, and tokens of steps with prefill. The most useful ones are captured first.
 _ROWS_FIRST, _ROWS = (256, 64, 8, 1), (1024, 768, 512, 384, 192, 128, 96, 48, 32, 24, 16, 12, 4, 2)
 _TOKENS_FIRST = (2048, 1024, 256, 64)
 _TOKENS = (8192, 7168, 6144, 5120, 4096, 3584, 3072, 2560, 1792, 1536, 1280, 896, 768, 640, 512, 448, 384, 320, 192, 128, 96,
            32, 16)  # fmt: skip
-_HEADS = (64, 256, 512)  # rows that such a step draws for: each costs its share of the logits
-_MORE_SPANS = 32  # room for so many spans of several tokens beyond those that fill their tiles
+_HEADS = (64, 256, 512)  # sampling rows of a step with prefill; each costs its share of the logits
+_EXTRA_SPANS = 32  # room for this many prefill spans that do not fill their last tile
 
 
-class CardSteps:
+class GpuSteps:
+    """The forward pass of one model on one GPU, with its captured graphs."""
+
     def __init__(self, model: Model, kv: DeviceKv, rows: RowTable, num_heads: int, mixed_tokens: int) -> None:
         self._model = model
         self._kv = kv
@@ -41,11 +46,11 @@ class CardSteps:
         self._graphs = StepGraphs(self._forward, first, rest, kv.blocks.device)
 
     def warm_up(self) -> None:
-        """Compile what is needed, and capture what serves for most."""
+        """Compile the kernels, and capture the shapes that most steps use."""
         self._graphs.capture_first()
 
     def capture_next(self) -> bool:
-        """When there is nothing else to do: capture a shape, or plan for a length of kernels/dense.py. Whether one was left."""
+        """Capture one shape, or let cuDNN plan one prompt length (kernels/dense.py). Return False if none was left."""
         return self._graphs.capture_next() or self._dense.plan_next()
 
     def capture_all(self) -> None:
@@ -53,70 +58,75 @@ class CardSteps:
             pass
         self._dense.plan_all()
 
-    def run(self, plan: StepPlan, draws: bool) -> StepOutputs:
-        """The logits of the spans that sample; with `draws` also a token of each, by the rows' own settings. The outputs are
-        valid until the next run, and may have more rows than there are such spans."""
+    def run(self, plan: StepPlan, samples: bool) -> StepOutputs:
+        """Return the logits of the sampling spans. If `samples`, also sample a token for each, by its row's settings.
+
+        The outputs are valid until the next run. They may have more rows than there are sampling spans.
+        """
         data = StepData(plan, self._cutter)
         captured = self._graphs.find(data.least)
         if captured is not None:
-            return captured.run(self._pack(data, captured.shape, draws))
-        whole = data.take_whole(self._dense.lengths)
+            return captured.run(self._pack(data, captured.shape, samples))
+        dense = data.take_dense_prefixes(self._dense.lengths)
         shape = data.exact
-        packed = self._pack(data, shape, draws).to(self._kv.blocks.device, non_blocking=True)
-        return self._forward(StepInputs.of(packed, shape), whole)
+        packed = self._pack(data, shape, samples).to(self._kv.blocks.device, non_blocking=True)
+        return self._forward(StepInputs.of(packed, shape), dense)
 
-    def _pack(self, data: StepData, shape: StepShape, draws: bool) -> Tensor:
-        """In memory that the card reads by itself; torch gives it to nobody else until it has."""
+    def _pack(self, data: StepData, shape: StepShape, samples: bool) -> Tensor:
+        """Pack the inputs into pinned memory. torch does not reuse it before the GPU has read it."""
         packed = torch.zeros(sum(shape.sizes), dtype=torch.int64, pin_memory=self._kv.blocks.is_cuda)
-        data.pack(packed.numpy(), shape, draws)
+        data.pack(packed.numpy(), shape, samples)
         return packed
 
-    def _forward(self, inputs: StepInputs, whole: tuple[tuple[int, int], ...] = ()) -> StepOutputs:
+    def _forward(self, inputs: StepInputs, dense: tuple[tuple[int, int], ...] = ()) -> StepOutputs:
         kv, rows, layout = self._kv, self._rows, self._kv.layout
         token_rows, _, positions = inputs.tokens
         sizes = (layout.num_heads, layout.block_tokens, kv.pages_per_block)
         token_ids, slots = step_inputs_triton(inputs.tokens, rows.last_token, rows.table, *sizes)
-        where = (rows.table, token_rows, positions, inputs.singles, inputs.tiles, whole, rows.finished)
+        where = (rows.table, token_rows, positions, inputs.singles, inputs.tiles, dense, rows.finished)
         spans = PagedSpans(*where, kv.pages_per_block, layout.num_heads)
         hidden = self._model(ForwardBatch(token_ids, positions, slots, spans, kv))
         heads, head_rows, lengths = inputs.heads
         if not len(heads):
             return StepOutputs(None, heads)
         logits = self._model.logits(hidden[heads])
-        return StepOutputs(logits, self._draw(logits, head_rows, lengths))
+        return StepOutputs(logits, self._sample(logits, head_rows, lengths))
 
-    def _draw(self, logits: Tensor, head_rows: Tensor, lengths: Tensor) -> Tensor:
+    def _sample(self, logits: Tensor, head_rows: Tensor, lengths: Tensor) -> Tensor:
         return sample_rows_triton(logits, head_rows, lengths, self._rows.settings, self._rows.last_token)
 
 
-def most_captured(mixed_tokens: int) -> int:
-    """Tokens of the largest step with prompts in it that is captured: all steps in which answers go on have room. To launch a
-    larger one takes the host less time than to compute it takes the card."""
-    return _least((*_TOKENS_FIRST, *_TOKENS), mixed_tokens)
+def max_captured_tokens(mixed_tokens: int) -> int:
+    """Return the tokens of the largest captured step with prefill. Every mixed step fits into it.
+
+    A larger step is not captured: launching it takes the host less time than computing it takes the GPU.
+    """
+    return _smallest_fitting((*_TOKENS_FIRST, *_TOKENS), mixed_tokens)
 
 
-def _least(sizes: Sequence[int], wanted: int) -> int:
-    """The least that has room for what is wanted, or the largest of all."""
+def _smallest_fitting(sizes: Sequence[int], wanted: int) -> int:
+    """Return the smallest size that is at least `wanted`, or the largest of all."""
     return min((size for size in sizes if size >= wanted), default=max(sizes))
 
 
 def _shapes(max_rows: int, mixed_tokens: int, cutter: Cutter) -> tuple[list[StepShape], list[StepShape]]:
-    """Those to be captured first, and the others."""
+    """Return the shapes to capture before serving, and those to capture later."""
 
     def decode(rows: int) -> StepShape:
         return StepShape(rows, cutter.most_singles(rows), 0, rows)
 
     def mixed(tokens: int) -> list[StepShape]:
         rows = min(max_rows, tokens)
-        tiles = -(-tokens // cutter.tile_tokens) + _MORE_SPANS
+        tiles = -(-tokens // cutter.tile_tokens) + _EXTRA_SPANS
         room = (tokens, cutter.most_singles(rows), cutter.most_tiles(tiles))
         return [StepShape(*room, heads) for heads in sorted({min(rows, heads) for heads in _HEADS})]
 
-    most_rows, most_tokens = _least((*_ROWS_FIRST, *_ROWS), max_rows), most_captured(mixed_tokens)
+    most_rows = _smallest_fitting((*_ROWS_FIRST, *_ROWS), max_rows)
+    most_tokens = max_captured_tokens(mixed_tokens)
     first = [decode(rows) for rows in _ROWS_FIRST if rows <= most_rows]
     rest = [decode(rows) for rows in _ROWS if rows <= most_rows]
     for tokens in (tokens for tokens in (*_TOKENS_FIRST, *_TOKENS) if tokens <= most_tokens):
-        *fewer, most = mixed(tokens)
-        (first if tokens in (most_tokens, *_TOKENS_FIRST) else rest).append(most)
-        rest += fewer
+        *fewer_heads, most_heads = mixed(tokens)
+        (first if tokens in (most_tokens, *_TOKENS_FIRST) else rest).append(most_heads)
+        rest += fewer_heads
     return first, rest

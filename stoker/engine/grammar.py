@@ -1,4 +1,4 @@
-"""The engine's side of structured output: a matcher a row. Who makes matchers, and from what, is handed in."""
+"""Structured output as the engine sees it: one Matcher per row. The object that creates matchers is passed in."""
 
 from __future__ import annotations
 
@@ -12,36 +12,51 @@ from stoker.sched.request import GrammarSpec
 
 
 class Matcher(Protocol):
+    """Follows one row's output through its grammar."""
+
     @property
     def done(self) -> bool:
-        """The output is complete, nothing may follow."""
+        """True if the output is complete: no token may follow."""
 
     @property
     def too_slow(self) -> bool:
-        """It holds up every other row: better that its own answer ends."""
+        """True if matching takes so long that it delays all other rows. The row then ends with an error."""
 
     def accept(self, token_id: int) -> bool:
-        """Go on by one token; False if the grammar has no such way."""
+        """Advance by one token. Return False if the grammar does not allow it."""
 
     def fill(self, allowed: Tensor) -> None:
-        """Which tokens may come next, into [ceil(vocab / 32)] int32, a bit a token, lowest first."""
+        """Write which tokens may come next into [ceil(vocab / 32)] int32, one bit per token, lowest bit first."""
 
 
 class Grammars(Protocol):
+    """Compiles grammars and creates matchers."""
+
     def prepare(self, spec: GrammarSpec) -> object:
-        """The slow part, done on another thread before the request is added. InvalidRequest if `spec` is not a grammar. While
-        somebody keeps what it returns, matchers are quick to make."""
+        """Compile the grammar. Slow: called on another thread before the request is added.
+
+        Raises InvalidRequest if `spec` cannot be compiled. While the caller keeps the returned object, `matcher` is fast.
+        """
 
     def matcher(self, spec: GrammarSpec, token_ids: Sequence[int], max_tokens: int) -> Matcher:
-        """A matcher that has gone through `token_ids`; quick once prepared. It will be given `max_tokens` in all, and should
-        be done by then: an answer that is cut off is of no use."""
+        """Return a matcher that has accepted `token_ids`. Fast if the grammar is prepared.
+
+        The output has at most `max_tokens` tokens. The matcher should complete it by then, because truncated output is
+        useless.
+        """
 
 
 class NoGrammars:
-    """For engines that nobody gave a vocabulary."""
+    """For an engine without a vocabulary: every grammar is rejected."""
 
     def prepare(self, spec: GrammarSpec) -> object:
-        raise InvalidRequest(f"this engine has no grammars, so no {spec.kind}", code="invalid_grammar")
+        raise _not_supported(spec)
 
     def matcher(self, spec: GrammarSpec, token_ids: Sequence[int], max_tokens: int) -> Matcher:
-        raise InvalidRequest(f"this engine has no grammars, so no {spec.kind}", code="invalid_grammar")
+        raise _not_supported(spec)
+
+
+def _not_supported(spec: GrammarSpec) -> InvalidRequest:
+    return InvalidRequest(
+        f"this engine does not support grammars, so it cannot enforce {spec.kind}", code="invalid_grammar"
+    )

@@ -1,8 +1,9 @@
-"""StepGraphs: whole steps captured for a few shapes and replayed.
+"""StepGraphs: whole steps captured as CUDA graphs, for a set of shapes, and replayed.
 
-Launching a step's kernels from Python takes the host several times as long as the card needs to run them. A captured step has
-room for so many tokens, pieces of attention and rows that draw; what a step has less than that is padding, which writes nowhere.
-A few shapes are captured before anything is served, the others while nothing else is to be done, or when they were missed often.
+Launching a step's kernels from Python takes the host several times longer than the GPU needs to run them. A captured step
+has room for a number of tokens, attention work items and sampling rows. A smaller step is padded; padding writes nothing.
+Some shapes are captured before the engine serves requests. The others are captured while it is idle, or when they were
+missing several times.
 """
 
 from __future__ import annotations
@@ -16,31 +17,37 @@ from torch import Tensor
 
 from stoker.engine.packed import StepInputs, StepShape
 
-# A step that runs in a larger shape than its own so often is worth the time that capturing takes, also in the midst of others.
-_MISSES = 8
+# After this many steps that had to run in a larger shape, the missing shape is captured at once, even under load.
+_MAX_MISSES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
+    """What a step returns. A head is a token whose logits are computed."""
+
     logits: Tensor | None  # [heads, vocab]; None without heads
-    token_ids: Tensor  # [heads]: what was drawn, for those that are to draw
+    token_ids: Tensor  # [heads]: the sampled tokens; undefined for heads that do not sample
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
+    """A captured graph with its input and output buffers."""
+
     shape: StepShape
     inputs: StepInputs
     outputs: StepOutputs
     graph: torch.cuda.CUDAGraph
 
     def run(self, packed: Tensor) -> StepOutputs:
-        """The outputs are valid until the next captured step runs."""
+        """Replay the step. The outputs are valid until the next captured step runs."""
         self.inputs.packed.copy_(packed, non_blocking=True)
         self.graph.replay()
         return self.outputs
 
 
 class StepGraphs:
+    """The captured steps of one model."""
+
     def __init__(
         self,
         forward: Callable[[StepInputs], StepOutputs],
@@ -48,37 +55,37 @@ class StepGraphs:
         rest: Sequence[StepShape],
         device: torch.device,
     ) -> None:
-        """Shapes to be captured before anything is served, and others."""
+        """`first` shapes are captured before the engine serves requests, the `rest` later."""
         self._forward = forward
         self._device = device
         self._num_first = len(first)
-        # The large before the small, which fit into their memory.
+        # Large shapes first: the smaller ones then reuse their memory.
         self._left = [shape for shapes in (first, rest) for shape in sorted(shapes, key=_cost, reverse=True)]
         self._by_cost = sorted(self._left, key=_cost)
         self._captured: dict[StepShape, CapturedStep] = {}
         self._missed: Counter[StepShape] = Counter()
         self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()  # one memory for all: only one of them runs at a time
+        self._pool = torch.cuda.graph_pool_handle()  # shared by all graphs, because only one of them runs at a time
 
     def capture_first(self) -> None:
         for _ in range(self._num_first):
             self.capture_next()
 
     def capture_next(self) -> bool:
-        """Whether there was anything left to capture."""
+        """Capture one more shape. Return False if none was left."""
         if not self._left:
             return False
         self._get(self._left[0])
         return True
 
     def find(self, least: StepShape) -> CapturedStep | None:
-        """The cheapest that was captured and has room for a step of this shape."""
+        """Return the cheapest captured step that has room for a step of this shape."""
         holding = (shape for shape in self._by_cost if shape.holds(least))
         best = next(holding, None)
         if best is None or best in self._captured:
             return None if best is None else self._captured[best]
         self._missed[best] += 1
-        if self._missed[best] >= _MISSES:
+        if self._missed[best] >= _MAX_MISSES:
             return self._get(best)
         return next((self._captured[shape] for shape in holding if shape in self._captured), None)
 
@@ -91,11 +98,11 @@ class StepGraphs:
     @torch.inference_mode()
     def _capture(self, shape: StepShape) -> CapturedStep:
         inputs = StepInputs.empty(shape, self._device)
-        self._forward(inputs)  # kernels are compiled, and libraries loaded, before anything is captured
+        self._forward(inputs)  # compiles kernels and loads libraries, which must not happen during the capture
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            # Other threads may use the card meanwhile, for transfers: that is no error.
+            # Other threads may use the GPU for transfers meanwhile. That is not an error.
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
                 outputs = self._forward(inputs)
@@ -105,8 +112,8 @@ class StepGraphs:
         return CapturedStep(shape, inputs, StepOutputs(logits, outputs.token_ids), graph)
 
 
-class _Lent:
-    """Memory of a tensor, without holding it."""
+class _BorrowedMemory:
+    """The memory of a tensor, without a reference to the tensor."""
 
     def __init__(self, x: Tensor) -> None:
         self.__cuda_array_interface__ = {
@@ -119,11 +126,14 @@ class _Lent:
 
 
 def _borrowed(x: Tensor) -> Tensor:
-    """The same values, in memory that the shapes captured later use, too: logits of all of them would be a GiB."""
+    """Return the same values without keeping the memory allocated, so that graphs captured later can reuse it.
+
+    The logits of all captured shapes together would take about 1 GiB.
+    """
     assert x.is_contiguous()
-    return torch.as_tensor(_Lent(x), device=x.device).view(x.dtype)
+    return torch.as_tensor(_BorrowedMemory(x), device=x.device).view(x.dtype)
 
 
 def _cost(shape: StepShape) -> tuple[int, int, int]:
-    """Tokens cost most, then heads; room for pieces next to nothing."""
+    """Tokens cost most, then heads. Room for attention work items costs almost nothing."""
     return shape.tokens, shape.heads, shape.tiles

@@ -1,4 +1,4 @@
-"""A plan's spans -> ForwardBatch, for the references. On a card packed.py has the inputs instead."""
+"""A plan's spans -> ForwardBatch, for the reference kernels. On a GPU, packed.py prepares the inputs instead."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def _shapes(plan: StepPlan, rows: RowTable, kv: DeviceKv) -> list[SpanShape]:
 def _token_ids(plan: StepPlan, last_token: Tensor, token_rows: Ints) -> Tensor:
     token_ids = to_device(plan.token_ids, last_token.device)
     if ON_DEVICE in plan.token_ids:
-        drawn = last_token[_to_device(token_rows, last_token.device)]
-        token_ids = torch.where(token_ids == ON_DEVICE, drawn, token_ids)
+        sampled = last_token[_to_device(token_rows, last_token.device)]
+        token_ids = torch.where(token_ids == ON_DEVICE, sampled, token_ids)
     return token_ids
 
 

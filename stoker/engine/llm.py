@@ -1,4 +1,4 @@
-"""LLM: the engine in this process, for scripts, tests and benchmarks."""
+"""LLM: an engine inside the calling process, for scripts, tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -12,21 +12,25 @@ from stoker.base.ids import RequestId
 from stoker.engine.build import build_engine
 from stoker.engine.grammar import Grammars
 from stoker.kv.blocks.transfer import KvTicket
-from stoker.sched.request import Finish, GenerateRequest, SamplingParams, TokenLogprobs, Usage
+from stoker.sched.request import Finish, GenerateRequest, SamplingParams, TokenLogprobs, TokenUsage
 
-_LOOK_EVERY_S = 0.01
+_POLL_EVERY_S = 0.01
 
 
 @dataclass(slots=True)
-class Completion:
+class LLMOutput:
+    """The generated tokens of one request."""
+
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: Finish | None = None
-    usage: Usage | None = None
+    usage: TokenUsage | None = None
     ticket: KvTicket | None = None
 
 
 class LLM:
+    """A model folder, loaded and ready to generate."""
+
     def __init__(
         self,
         folder: Path | str,
@@ -35,15 +39,15 @@ class LLM:
         grammars: Grammars | None = None,
         random_weights_seed: int | None = None,
     ) -> None:
-        self._bell = threading.Event()
+        self._wake = threading.Event()
         self.built = build_engine(
             Path(folder),
             settings or EngineSettings(),
             grammars=grammars,
             random_weights_seed=random_weights_seed,
-            wake=self._bell.set,
+            wake=self._wake.set,
         )
-        self.built.engine.prepare()
+        self.built.engine.capture_all_graphs()
         self._number = 0
 
     def generate(
@@ -52,8 +56,8 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         max_new_tokens: int = 128,
         cache_salt: str = "",
-    ) -> list[Completion]:
-        """All prompts at once; the answers in their order."""
+    ) -> list[LLMOutput]:
+        """Generate for all prompts in one batch. The outputs are in the order of the prompts."""
         each = [sampling or SamplingParams()] * len(prompts) if not isinstance(sampling, Sequence) else sampling
         requests = []
         for prompt, params in zip(prompts, each, strict=True):
@@ -64,23 +68,23 @@ class LLM:
             )
         return self.run(requests)
 
-    def run(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
+    def run(self, requests: Sequence[GenerateRequest]) -> list[LLMOutput]:
         engine, store = self.built.engine, self.built.store
-        completions = {request.request_id: Completion() for request in requests}
+        outputs = {request.request_id: LLMOutput() for request in requests}
         for request in requests:
             engine.add(request, store.num_worth_loading(request.token_ids, request.cache_salt))
         while engine.has_work:
             for chunk in engine.step():
-                completion = completions[chunk.request_id]
-                completion.token_ids += chunk.token_ids
-                completion.logprobs += chunk.logprobs or []
-                completion.finish = chunk.finish
-                completion.usage = chunk.usage or completion.usage
-                completion.ticket = chunk.ticket
+                output = outputs[chunk.request_id]
+                output.token_ids += chunk.token_ids
+                output.logprobs += chunk.logprobs or []
+                output.finish = chunk.finish
+                output.usage = chunk.usage or output.usage
+                output.ticket = chunk.ticket
             if engine.idle:
-                self._bell.wait(_LOOK_EVERY_S)
-                self._bell.clear()
-        return list(completions.values())
+                self._wake.wait(_POLL_EVERY_S)
+                self._wake.clear()
+        return list(outputs.values())
 
     def close(self) -> None:
         self.built.close()

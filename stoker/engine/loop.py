@@ -1,5 +1,8 @@
-"""Engine: the one loop. Requests in, chunks out; plans are launched ahead of the device, results taken in behind it. What the
-store and other workers do meanwhile is taken in between two steps."""
+"""Engine: the one loop. Requests go in, chunks of tokens come out.
+
+Plans are launched ahead of the device; results are committed behind it. Results of the KV store and of other workers are
+taken in between two steps.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,14 @@ from stoker.engine.runner import PendingStep, Runner
 from stoker.kv.blocks.transfer import KvTicket
 from stoker.kv.peer.lease_book import LeaseBook
 from stoker.kv.store.kv_store import KvStore
-from stoker.sched.request import Finish, GenerateRequest, TokenChunks, Usage
+from stoker.sched.plan import StepPlan
+from stoker.sched.request import Finish, GenerateRequest, TokenChunks, TokenUsage
 from stoker.sched.scheduler import Scheduler
 
 
 class Engine:
+    """Scheduler, runner and KV store of one model, driven by `step`."""
+
     def __init__(
         self,
         scheduler: Scheduler,
@@ -35,13 +41,13 @@ class Engine:
         self._steps_ahead = steps_ahead
         self._store = store
         self._leases = leases
-        self._released: SimpleQueue[str] = SimpleQueue()  # leases that a peer needs no more
-        self._closing: set[str] = set()  # leases to be closed once nobody reads them
-        self._tickets: dict[RequestId, KvTicket] = {}  # to be given back when their request has begun
+        self._released: SimpleQueue[str] = SimpleQueue()  # leases that a peer no longer needs
+        self._closing: set[str] = set()  # leases to close as soon as no peer reads from them
+        self._tickets: dict[RequestId, KvTicket] = {}  # released with the first chunk of their request
         self._launched: deque[PendingStep] = deque()
-        self._chunks = TokenChunks()  # made between steps
+        self._chunks = TokenChunks()  # returned by the next step()
         self.idle = False
-        """Nothing can be done until something new arrives: a request, a load, a release."""
+        """True if the last step had nothing to do. It stays so until a request, a load or a release arrives."""
         self.num_steps = 0
         self.step_s = 0.0
         self.rates = rates
@@ -54,88 +60,114 @@ class Engine:
     def has_leases(self) -> bool:
         return bool(self._scheduler.num_held or self._closing)
 
-    def prepare(self) -> None:
-        """Now, all that is else prepared while it is quiet: scripts have no such time."""
+    def capture_all_graphs(self) -> None:
+        """Capture all CUDA graphs now. The engine process captures them while idle; a script has no idle time."""
         self._runner.capture_all()
 
-    def prepare_next(self) -> bool:
-        """A part of that, of about a tenth of a second; whether there may be more. Only while `idle`."""
+    def capture_next_graph(self) -> bool:
+        """Capture one CUDA graph, which takes about 0.1 s. Return True if there may be more. Call only while `idle`."""
         return self._runner.capture_next()
 
     def add(self, request: GenerateRequest, num_stored: int = 0) -> None:
-        """A request that cannot run ends at once, with a chunk that says why. `num_stored`: leading blocks worth loading."""
+        """Queue a request. A request that cannot run ends at once, with a chunk that carries the error.
+
+        `num_stored` is the number of leading blocks that are worth loading from the store.
+        """
         self._note_ticket(request)
         try:
             self._scheduler.add(request, num_stored)
         except InvalidRequest as error:
-            self.refuse(request, error)
+            self.reject(request, error)
 
-    def refuse(self, request: GenerateRequest, error: InvalidRequest) -> None:
+    def reject(self, request: GenerateRequest, error: InvalidRequest) -> None:
         self._note_ticket(request)
         finish = Finish("error", error_code=error.code, error_message=error.message)
-        self._chunks.add(request.request_id, [], Usage(request.num_prompt, 0, 0), None, finish)
+        self._chunks.add(request.request_id, [], TokenUsage(request.num_prompt, 0, 0), None, finish)
 
     def cancel(self, request_id: RequestId) -> None:
         self._chunks.extend(self._scheduler.cancel(request_id))
 
-    def released(self, lease_id: str) -> None:
-        """From any thread: a peer has pulled what it wanted."""
+    def release_lease(self, lease_id: str) -> None:
+        """A peer has pulled the KV that it needs. Can be called from any thread."""
         self._released.put(lease_id)
 
     def step(self) -> TokenChunks:
-        """Launch one plan, if there is anything to compute, and take in what is due."""
+        """Launch one plan, if there is anything to compute, and commit the results that are due."""
         now = self._clock.now()
-        for filled in self._store.take_finished_loads():
-            self._scheduler.loaded(filled)
+        for result in self._store.take_finished_loads():
+            self._scheduler.finish_load(result)
         self._chunks.extend(self._scheduler.expire(now))
         plan = self._scheduler.plan()
-        # Before the plan's writes: whoever reads the old blocks meanwhile, and asks afterwards, must not take them for the lease's.
-        for lease_id in self._scheduler.take_bare_leases():
+        self._empty_lost_leases()
+        if plan is not None:
+            self._launch(plan)
+        num_committed = self._commit(0 if plan is None else self._steps_ahead)
+        num_copied = self._offer_blocks()
+        num_closed = self._update_leases(now)
+        self._release_tickets()
+        # Copied blocks and closed leases go back to the pool, and a waiting sequence may need them.
+        self.idle = plan is None and not (num_committed or num_copied or num_closed or self._chunks)
+        chunks, self._chunks = self._chunks, TokenChunks()
+        return chunks
+
+    def _empty_lost_leases(self) -> None:
+        """Withdraw the blocks of leases whose sequence lost them, before the next plan overwrites those blocks.
+
+        A peer that reads a block and then asks again whether it was valid must not get a yes.
+        """
+        for lease_id in self._scheduler.take_emptied_leases():
             if lease_id in self._leases:
                 self._leases.put(lease_id, (), (), 0, complete=False)
-        if plan is not None:
-            self._launched.append(self._runner.launch(plan))
-            for load in plan.loads:
-                self._store.start_load(load)
-        took_in = False
-        while self._launched and (plan is None or len(self._launched) > self._steps_ahead):
+
+    def _launch(self, plan: StepPlan) -> None:
+        self._launched.append(self._runner.launch(plan))
+        for load in plan.loads:
+            self._store.start_load(load)
+
+    def _commit(self, max_launched: int) -> int:
+        """Wait for the oldest steps until at most `max_launched` are in flight. Return how many were committed."""
+        num_committed = 0
+        while len(self._launched) > max_launched:
             step = self._launched.popleft()
             result = step.wait()
             if step.plan.spans:
                 self.num_steps += 1
                 self.step_s += result.step_s
-                self.rates.saw(step.plan, result.step_s)
+                self.rates.record(step.plan, result.step_s)
             self._chunks.extend(self._scheduler.commit(result))
-            took_in = True
-        gave_back = self._pass_on(now)
-        self.idle = plan is None and not (took_in or gave_back or self._chunks)
-        chunks, self._chunks = self._chunks, TokenChunks()
-        return chunks
+            num_committed += 1
+        return num_committed
 
-    def _note_ticket(self, request: GenerateRequest) -> None:
-        """Given back with the request's first chunk, whatever that says."""
-        if request.ticket is not None:
-            self._tickets[request.request_id] = request.ticket
-
-    def _pass_on(self, now: float) -> bool:
-        """New blocks to the store, KV under lease to those who may pull it, and what was lent back into the pool: whether
-        there was any of that, which somebody may be waiting for."""
+    def _offer_blocks(self) -> int:
+        """Offer new blocks to the store, and release those that it has copied. Return how many were released."""
         self._store.offer(self._scheduler.take_offers())
-        if copied := self._store.take_copied():
-            self._scheduler.end_offer(copied)
-        growing, broken = self._scheduler.take_leases()
-        for kv in growing:
+        copied = self._store.take_copied()
+        if copied:
+            self._scheduler.end_offers(copied)
+        return len(copied)
+
+    def _update_leases(self, now: float) -> int:
+        """Publish the leased KV that is ready, and close leases that ended. Return how many were closed."""
+        leased, broken = self._scheduler.take_leases()
+        for kv in leased:
             self._leases.put(kv.lease_id, kv.keys, kv.blocks, kv.num_ready, kv.complete, kv.names)
         self._closing.update(broken)
         while not self._released.empty():
             self._closing.add(self._released.get())
-        self._closing.update(self._scheduler.due_leases(now))
+        self._closing.update(self._scheduler.expired_leases(now))
         closed = [lease_id for lease_id in self._closing if self._leases.close(lease_id)]
         for lease_id in closed:
             self._closing.discard(lease_id)
-            self._scheduler.release(lease_id)
+            self._scheduler.release_lease(lease_id)
+        return len(closed)
+
+    def _note_ticket(self, request: GenerateRequest) -> None:
+        """Remember to release the request's ticket with its first chunk, also if that chunk is an error."""
+        if request.ticket is not None:
+            self._tickets[request.request_id] = request.ticket
+
+    def _release_tickets(self) -> None:
         if self._tickets:
             for request_id in self._chunks.request_ids:
                 if (ticket := self._tickets.pop(request_id, None)) is not None:
                     self._store.release(ticket)
-        return bool(copied or closed)

@@ -1,7 +1,7 @@
-"""A step's inputs on a card, packed into one run of integers: they go over in one copy, and a captured step finds them
-in one place.
+"""A step's inputs for a GPU, packed into one array of integers.
 
-Everything else that a step reads, block table, last tokens, sampling settings, lies on the card already (rows.py).
+They reach the GPU in one copy, and a captured step finds them at a fixed address. Everything else that a step reads (block
+table, last tokens, sampling settings) is on the GPU already (rows.py).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _MULTIPLE = 16
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """How much of everything there is in a step, or how much a captured one has room for."""
+    """The size of a step, or the room in a captured step."""
 
     tokens: int
-    singles: int  # pieces of attention (kernels/pieces.py) of spans of one token
-    tiles: int  # and of longer ones
-    heads: int  # rows whose logits are wanted
+    singles: int  # attention work items ("pieces", kernels/pieces.py) of spans of one token
+    tiles: int  # attention work items of longer spans
+    heads: int  # rows whose logits are computed
 
     def holds(self, other: StepShape) -> bool:
         return (
@@ -42,19 +42,19 @@ class StepShape:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """Of the parts of the run, in their order."""
+        """The sizes of the parts of the packed array, in their order."""
         return 3 * self.tokens, FIELDS * self.singles, FIELDS * self.tiles, 3 * self.heads
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """Views into the run."""
+    """The packed array and views into it."""
 
     packed: Tensor
-    tokens: Tensor  # [3, tokens]: each one's row, id (-1: the row's last drawn one) and position (-1: padding)
+    tokens: Tensor  # [3, tokens]: each token's row, id (-1: the row's last sampled token) and position (-1: padding)
     singles: Tensor  # [pieces, FIELDS]
     tiles: Tensor  # [pieces, FIELDS]
-    heads: Tensor  # [3, heads]: which token, its row, and the tokens before the one to be drawn (0: none is drawn)
+    heads: Tensor  # [3, heads]: token index, row, and the number of tokens before the sampled one (0: do not sample)
 
     @classmethod
     def of(cls, packed: Tensor, shape: StepShape) -> StepInputs:
@@ -69,14 +69,14 @@ class StepInputs:
 
     @classmethod
     def empty(cls, shape: StepShape, device: torch.device) -> StepInputs:
-        """Nothing but padding."""
+        """Return inputs that are all padding."""
         inputs = cls.of(torch.zeros(sum(shape.sizes), dtype=torch.int64, device=device), shape)
         inputs.tokens[2] = -1
         return inputs
 
 
 class StepData:
-    """A plan's spans as arrays."""
+    """A plan's spans as arrays, ready to be packed."""
 
     def __init__(self, plan: StepPlan, cutter: Cutter) -> None:
         spans, number = plan.spans, len(plan.spans)
@@ -89,9 +89,12 @@ class StepData:
         self._samples = np.fromiter((span.samples for span in spans), np.bool_, number)
         self._cut(self._firsts, self._counts, self._starts)
 
-    def take_whole(self, lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """Leave out as many of each prompt's leading tokens as kernels/dense.py has a plan for: it is to be given them. First
-        token and count of each. A captured step has all its pieces inside: it is to be packed without this."""
+    def take_dense_prefixes(self, lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """Take the leading tokens of new prompts out of the work items, for the lengths that kernels/dense.py supports.
+
+        Return the first token and the count of each part taken out; kernels/dense.py computes their attention. Not for
+        captured steps, which contain the attention of all their tokens.
+        """
         first, count, start = self._firsts, self._counts, self._starts
         if not lengths or int(count.max()) < lengths[0]:
             return ()
@@ -101,7 +104,7 @@ class StepData:
         return tuple((a, b) for a, b in zip(first.tolist(), taken.tolist(), strict=True) if b)
 
     def _cut(self, first: Ints, count: Ints, start: Ints) -> None:
-        """The spans that pieces are made of."""
+        """Split the spans into single tokens and longer ones, and count their work items."""
         is_single = count == 1
         self._singles, self._longer = (first, start), (first, count, start)
         if not is_single.all():
@@ -109,7 +112,7 @@ class StepData:
             self._longer = first[~is_single], count[~is_single], start[~is_single]
         singles = len(self._singles[0])
         tiles = self._cutter.num_tiles(self._longer[1]) if singles < len(first) else 0
-        # One piece more than spans: the least that is enough to cut them.
+        # Cutting needs room for one work item more than there are spans.
         self.least = StepShape(
             len(self._token_ids),
             singles + 1 if singles else 0,
@@ -119,8 +122,11 @@ class StepData:
 
     @property
     def exact(self) -> StepShape:
-        """Room for as many pieces as are of use, and a few tokens and heads more than there are: kernels are compiled anew for
-        numbers that are not multiples of 16, and for addresses that are not."""
+        """The shape for a step that is not captured.
+
+        Tokens and heads are rounded up to a multiple of 16. Triton compiles kernels again for numbers and addresses that
+        are not.
+        """
         cutter, least = self._cutter, self.least
         return StepShape(
             -(-least.tokens // _MULTIPLE) * _MULTIPLE,
@@ -129,10 +135,11 @@ class StepData:
             -(-least.heads // _MULTIPLE) * _MULTIPLE,
         )
 
-    def pack(self, run: Ints, shape: StepShape, draws: bool) -> None:
-        """Into zeros, for a step with room for `shape`. `draws`: the step draws tokens by itself."""
+    def pack(self, packed: Ints, shape: StepShape, samples: bool) -> None:
+        """Write the inputs into an array of zeros, for a step with room for `shape`. `samples`: the step samples tokens."""
         a, b, c, _ = shape.sizes
-        tokens, singles, tiles, heads = run[:a], run[a : a + b], run[a + b : a + b + c], run[a + b + c :]
+        tokens, singles = packed[:a], packed[a : a + b]
+        tiles, heads = packed[a + b : a + b + c], packed[a + b + c :]
         self._put_tokens(tokens.reshape(3, -1))
         if self.least.singles:
             pieces = self._cutter.singles(*self._singles, shape.singles)
@@ -141,7 +148,7 @@ class StepData:
             pieces = self._cutter.tiles(*self._longer, shape.tiles)
             tiles[: pieces.size] = pieces.ravel()
         if self.least.heads:
-            self._put_heads(heads.reshape(3, -1), draws)
+            self._put_heads(heads.reshape(3, -1), samples)
 
     def _put_tokens(self, tokens: Ints) -> None:
         count = self.least.tokens
@@ -154,9 +161,9 @@ class StepData:
             tokens[0, :count] = self._rows.repeat(self._counts)
             tokens[2, :count] = np.arange(count) - (self._firsts - self._starts).repeat(self._counts)
 
-    def _put_heads(self, heads: Ints, draws: bool) -> None:
-        count, samples = self.least.heads, self._samples
-        heads[0, :count] = (self._firsts + self._counts - 1)[samples]
-        heads[1, :count] = self._rows[samples]
-        if draws:
-            heads[2, :count] = (self._starts + self._counts)[samples]
+    def _put_heads(self, heads: Ints, samples: bool) -> None:
+        count, sampling = self.least.heads, self._samples
+        heads[0, :count] = (self._firsts + self._counts - 1)[sampling]
+        heads[1, :count] = self._rows[sampling]
+        if samples:
+            heads[2, :count] = (self._starts + self._counts)[sampling]

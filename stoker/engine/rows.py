@@ -1,4 +1,4 @@
-"""RowTable: what the device side remembers of each running sequence, from its NewRow until its row is freed."""
+"""RowTable: the device-side state of each running sequence, from its NewRow until the row is freed."""
 
 from __future__ import annotations
 
@@ -19,28 +19,32 @@ from stoker.sched.request import SamplingParams
 
 @dataclass(slots=True, eq=False)
 class RowState:
+    """What sampling needs to know about one row."""
+
     sampling: SamplingParams
     num_prompt: int
     matcher: Matcher | None
     output_counts: Tensor | None  # [vocab] int32 for penalties, else None
     in_prompt: Tensor | None  # [vocab] bool
     bias: tuple[Tensor, Tensor] | None  # token ids, values
-    stop_ids: Tensor | None  # while min_tokens may forbid them
+    stop_ids: Tensor | None  # if min_tokens may forbid them, else None
     is_plain: bool = field(init=False)
-    """Drawn from the model's own logits, and nothing more is asked: a card's steps do that by themselves."""
+    """True if the row needs only temperature, top_k, top_p and min_p. A GPU step can then sample by itself."""
 
     def __post_init__(self) -> None:
-        shaped = (self.matcher, self.output_counts, self.bias, self.stop_ids, self.sampling.num_logprobs)
-        self.is_plain = all(part is None for part in shaped)
+        extras = (self.matcher, self.output_counts, self.bias, self.stop_ids, self.sampling.num_logprobs)
+        self.is_plain = all(part is None for part in extras)
 
 
 class RowTable:
+    """The rows' block tables, sampling settings and last tokens."""
+
     def __init__(
         self, max_rows: int, max_blocks: int, vocab_size: int, device: torch.device, grammars: Grammars
     ) -> None:
         self.max_rows = max_rows
         self.blocks = np.zeros((max_rows, max_blocks), dtype=np.int64)
-        # On a card its kernels read the same from there.
+        # The GPU's copies, which its kernels read.
         self.table = torch.zeros(max_rows, max_blocks, dtype=torch.int64, device=device)
         self.settings = new_settings(max_rows, device)
         self.finished = new_counters(device)
@@ -51,16 +55,17 @@ class RowTable:
         self._grammars = grammars
 
     def apply(self, plan: StepPlan) -> None:
+        """Free and create rows, and update their block tables."""
         for row in plan.freed_rows:
             del self.states[row]
         for new in plan.new_rows:
-            self.states[new.row] = self._make(new)
+            self.states[new.row] = self._new_state(new)
         for change in plan.block_table_changes:
             self.blocks[change.row, change.first : change.first + len(change.blocks)] = change.blocks
         if self._device.type != "cpu":
-            self._tell_device(plan.new_rows, plan.block_table_changes)
+            self._upload(plan.new_rows, plan.block_table_changes)
 
-    def _tell_device(self, new_rows: list[NewRow], changes: list[BlockTableChange]) -> None:
+    def _upload(self, new_rows: list[NewRow], changes: list[BlockTableChange]) -> None:
         if new_rows:
             packed = []
             for new in new_rows:
@@ -76,7 +81,7 @@ class RowTable:
             where = self._tensor(entries).view(-1, 3)
             self.table[where[:, 0], where[:, 1]] = where[:, 2]
 
-    def _make(self, new: NewRow) -> RowState:
+    def _new_state(self, new: NewRow) -> RowState:
         sampling = new.sampling
         output = new.token_ids[new.num_prompt :]
         counts = in_prompt = bias = stop_ids = None
@@ -87,7 +92,7 @@ class RowTable:
             values = to_device(list(sampling.logit_bias.values()), self._device, torch.float32)
             bias = (self._tensor(list(sampling.logit_bias)), values)
         if sampling.min_tokens:
-            # What the model has no logit for is never drawn: some configurations name ends that are not the model's.
+            # Some configurations name end tokens outside the vocabulary. They are never sampled.
             stop_ids = self._tensor([token_id for token_id in sampling.stop_token_ids if token_id < self._vocab_size])
         matcher = None
         if sampling.grammar is not None:

@@ -1,5 +1,7 @@
-"""Logits -> tokens by the references, for rows of any kind: each row's settings, as data for the kernels. On a card, steps
-whose rows are all plain draw by themselves (card.py)."""
+"""Samples tokens from logits with the reference kernels, for rows with any settings.
+
+On a GPU, steps whose rows are all plain sample by themselves instead (gpu_steps.py).
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,17 @@ from torch import Tensor
 
 from stoker.base.ids import Row
 from stoker.engine.rows import RowState, RowTable
-from stoker.kernels.sample import draw, mask_tokens, penalise, uniform
+from stoker.kernels.sample import mask_tokens, penalise, sample_tokens, uniform
 from stoker.kernels.transfer import to_device, to_host
 from stoker.sched.request import TokenLogprobs
 
-DRAWN_TOGETHER = 64  # rows: it takes many times the memory of their logits, which is planned for (card_memory.py)
+# Rows that are sampled at a time. Sampling needs many times the memory of the logits, which gpu_memory.py plans for.
+SAMPLE_BATCH_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
-    """On the device. Log-probabilities are of the model's own distribution, for all rows if any asked."""
+class SampledTokens:
+    """Sampled tokens, on the device. If any row wants log-probabilities, all rows have them. They are of the raw logits."""
 
     token_ids: Tensor  # [rows]
     logprobs: Tensor | None  # [rows]
@@ -33,60 +36,63 @@ class Drawn:
         top_ids, top_logprobs = self.top_ids[i, :num].tolist(), self.top_logprobs[i, :num].tolist()
         return [TokenLogprobs(int(self.token_ids[i]), float(self.logprobs[i]), top_ids, top_logprobs)]
 
-    def to_host(self) -> Drawn:
+    def to_host(self) -> SampledTokens:
         rest = (self.logprobs, self.top_ids, self.top_logprobs)
-        return Drawn(to_host(self.token_ids), *(None if part is None else to_host(part) for part in rest))
+        return SampledTokens(to_host(self.token_ids), *(None if part is None else to_host(part) for part in rest))
 
 
-def sample(logits: Tensor, rows: Sequence[Row], lengths: Sequence[int], table: RowTable) -> Drawn:
-    """`lengths[i]`: tokens before the one that row i draws, which is its position and half of its randomness."""
+def sample(logits: Tensor, rows: Sequence[Row], lengths: Sequence[int], table: RowTable) -> SampledTokens:
+    """Sample one token per row, and write them to the table's last tokens.
+
+    `lengths[i]` is the number of tokens before row i's new one: its position, which with the seed determines its randomness.
+    """
     states = [table.states[row] for row in rows]
     num_logprobs = max((-1 if s.sampling.num_logprobs is None else s.sampling.num_logprobs for s in states), default=-1)
     parts = []
-    for i in range(0, len(states), DRAWN_TOGETHER):
-        some = slice(i, i + DRAWN_TOGETHER)
+    for i in range(0, len(states), SAMPLE_BATCH_ROWS):
+        some = slice(i, i + SAMPLE_BATCH_ROWS)
         parts.append(_sample(logits[some], states[some], lengths[some], num_logprobs))
-    drawn = parts[0] if len(parts) == 1 else _joined(parts)
-    table.last_token[to_device(rows, logits.device)] = drawn.token_ids
-    return drawn
+    sampled = parts[0] if len(parts) == 1 else _concatenated(parts)
+    table.last_token[to_device(rows, logits.device)] = sampled.token_ids
+    return sampled
 
 
-def _sample(logits: Tensor, states: Sequence[RowState], lengths: Sequence[int], num_logprobs: int) -> Drawn:
+def _sample(logits: Tensor, states: Sequence[RowState], lengths: Sequence[int], num_logprobs: int) -> SampledTokens:
     logits = logits.float() if logits.dtype != torch.float64 else logits
     logprobs = torch.log_softmax(logits, -1) if num_logprobs >= 0 else None
-    logits = _shape(logits, states, lengths)
-    warm = [i for i, s in enumerate(states) if s.sampling.temperature > 0]
+    logits = _process_logits(logits, states, lengths)
+    random = [i for i, s in enumerate(states) if s.sampling.temperature > 0]
     token_ids = logits.argmax(-1)
-    if warm:
-        chosen = [states[i] for i in warm]
-        where = to_device(warm, logits.device)
-        token_ids[where] = _draw(logits[where], chosen, [lengths[i] for i in warm])
+    if random:
+        chosen = [states[i] for i in random]
+        where = to_device(random, logits.device)
+        token_ids[where] = _sample_with_temperature(logits[where], chosen, [lengths[i] for i in random])
     for i, state in enumerate(states):
         if state.output_counts is not None:
-            drawn = token_ids[i : i + 1]
-            state.output_counts.scatter_add_(0, drawn, torch.ones_like(drawn, dtype=state.output_counts.dtype))
+            token_id = token_ids[i : i + 1]
+            state.output_counts.scatter_add_(0, token_id, torch.ones_like(token_id, dtype=state.output_counts.dtype))
     if logprobs is None:
-        return Drawn(token_ids, None, None, None)
+        return SampledTokens(token_ids, None, None, None)
     top = logprobs.topk(max(1, num_logprobs), -1)
-    return Drawn(token_ids, logprobs.gather(1, token_ids[:, None]).squeeze(1), top.indices, top.values)
+    return SampledTokens(token_ids, logprobs.gather(1, token_ids[:, None]).squeeze(1), top.indices, top.values)
 
 
-def _joined(parts: Sequence[Drawn]) -> Drawn:
+def _concatenated(parts: Sequence[SampledTokens]) -> SampledTokens:
     def column(name: str) -> Tensor | None:
         columns = [getattr(part, name) for part in parts]
         return None if columns[0] is None else torch.cat(columns)
 
-    return Drawn(
+    return SampledTokens(
         torch.cat([part.token_ids for part in parts]), column("logprobs"), column("top_ids"), column("top_logprobs")
     )
 
 
-def _draw(logits: Tensor, states: Sequence[RowState], lengths: Sequence[int]) -> Tensor:
+def _sample_with_temperature(logits: Tensor, states: Sequence[RowState], lengths: Sequence[int]) -> Tensor:
     def column(name: str, dtype: torch.dtype) -> Tensor:
         return to_device([getattr(s.sampling, name) for s in states], logits.device, dtype)
 
     positions = to_device(lengths, logits.device)
-    return draw(
+    return sample_tokens(
         logits,
         column("temperature", logits.dtype),
         column("top_k", torch.int64),
@@ -96,8 +102,8 @@ def _draw(logits: Tensor, states: Sequence[RowState], lengths: Sequence[int]) ->
     )
 
 
-def _shape(logits: Tensor, states: Sequence[RowState], lengths: Sequence[int]) -> Tensor:
-    """Penalties, biases and masks, for the rows that have them."""
+def _process_logits(logits: Tensor, states: Sequence[RowState], lengths: Sequence[int]) -> Tensor:
+    """Apply penalties, biases and masks to the rows that have them."""
     penalised = [i for i, s in enumerate(states) if s.output_counts is not None]
     if penalised:
         where = to_device(penalised, logits.device)
@@ -105,19 +111,19 @@ def _shape(logits: Tensor, states: Sequence[RowState], lengths: Sequence[int]) -
     for i, state in enumerate(states):
         if state.bias is not None:
             logits[i, state.bias[0]] += state.bias[1].to(logits.dtype)
-    ruled = [i for i, s in enumerate(states) if s.matcher is not None and not s.matcher.done]
-    if ruled:
-        allowed = torch.zeros(len(ruled), -(-logits.shape[1] // 32), dtype=torch.int32)
-        for number, i in enumerate(ruled):
+    constrained = [i for i, s in enumerate(states) if s.matcher is not None and not s.matcher.done]
+    if constrained:
+        allowed = torch.zeros(len(constrained), -(-logits.shape[1] // 32), dtype=torch.int32)
+        for number, i in enumerate(constrained):
             states[i].matcher.fill(allowed[number])  # type: ignore[union-attr]
-        where = to_device(ruled, logits.device)
+        where = to_device(constrained, logits.device)
         logits[where] = mask_tokens(logits[where], allowed)
     for i, state in enumerate(states):
         if state.stop_ids is not None and lengths[i] - state.num_prompt < state.sampling.min_tokens:
-            going_on = logits[i].index_fill(0, state.stop_ids, float("-inf"))
-            # A grammar that is at its end leaves nothing but the stop tokens: then min_tokens cannot be had.
-            if state.matcher is None or bool(going_on.isfinite().any()):
-                logits[i] = going_on
+            without_stops = logits[i].index_fill(0, state.stop_ids, float("-inf"))
+            # A grammar at its end allows only stop tokens. Then min_tokens cannot be met.
+            if state.matcher is None or bool(without_stops.isfinite().any()):
+                logits[i] = without_stops
     return logits
 
 

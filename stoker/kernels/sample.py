@@ -30,7 +30,9 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ down(x, 31)
 
 
-def draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniforms: Tensor) -> Tensor:
+def sample_tokens(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniforms: Tensor
+) -> Tensor:
     """Sample one token per row. temperature [rows] > 0; top_k 0, top_p 1 and min_p 0 keep all tokens."""
     scaled = logits / temperature[:, None]
     weights = (scaled - scaled.amax(-1, keepdim=True)).exp_()  # the largest weight is 1

@@ -288,7 +288,7 @@ def _weigh(
 
 
 @triton.jit
-def _draw(
+def _pick_tokens(
     logits, rows, lengths, settings, tops, places, bounds, sums, masses, last_token, out, vocab,
     PASSES: tl.constexpr, SHIFT: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr, REPEAT: tl.constexpr,
     BLOCKS_PADDED: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
@@ -360,7 +360,7 @@ def sample_rows_triton(logits: Tensor, rows: Tensor, lengths: Tensor, settings: 
         for number in range(passes):
             _search[grid](*where, bounds, sums, vocab, float(number), MASS=is_mass, **common, **launch)
     _weigh[grid](*where, bounds, sums, masses, vocab, **common, **launch)
-    _draw[(num_rows,)](
+    _pick_tokens[(num_rows,)](
         *where, places, bounds, sums, masses, last_token, found, vocab,
         BLOCKS_PADDED=next_power_of_2(chunks * repeat), **common, **launch,
     )  # fmt: skip

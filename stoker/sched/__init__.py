@@ -1,1 +1,1 @@
-"""Which tokens run next. Pure: no torch, no I/O, and the time is an argument."""
+"""The pure scheduler: which tokens each step computes."""

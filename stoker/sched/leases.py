@@ -1,4 +1,4 @@
-"""Leases: the KV of sequences that somebody continues elsewhere, until it is pulled or its time is over. Pure."""
+"""Leases: KV held for another worker that continues the sequence, until it is pulled or the lease expires. Pure."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from stoker.base.errors import InvalidRequest
 from stoker.base.ids import BlockId, BlockKey
 from stoker.kv.blocks.pool import BlockPool
 from stoker.kv.blocks.transfer import BlockName, KvTicket
-from stoker.sched.sequence import Sequence, State
+from stoker.sched.sequence import Sequence, SequenceState
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseTerms:
-    """What this engine promises with a ticket."""
+    """The fixed part of this engine's tickets: its id, the address to pull from, and the duration of a lease."""
 
     engine_id: str
     address: str
@@ -25,8 +25,10 @@ class LeaseTerms:
 
 @dataclass(frozen=True, slots=True)
 class LeasedKv:
-    """The KV of a sequence that somebody may pull: `num_ready` leading blocks are final. The last key may be that of an
-    unfilled block; `names` are of the full ones that are ready."""
+    """The KV of one lease. Its first `num_ready` blocks are final and can be pulled.
+
+    The last key may be that of a partly filled block. `names` covers the full blocks that are ready.
+    """
 
     lease_id: str
     keys: list[BlockKey]
@@ -37,19 +39,23 @@ class LeasedKv:
 
 
 class Leases:
-    """A lease is *growing* while its sequence runs and *held* after: its blocks then have no other owner. One whose sequence
-    ends in any other way is *broken*."""
+    """All leases of one scheduler.
+
+    A lease is *growing* while its sequence runs. It is *held* after the sequence ended with a ticket: the lease then owns
+    the blocks. It is *broken* if the sequence ended in any other way.
+    """
 
     def __init__(self, terms: LeaseTerms | None, pool: BlockPool) -> None:
-        self._terms = terms  # None: no KV is kept for others
+        self._terms = terms  # None: this engine holds no KV for other workers
         self._lease_s = terms.lease_s if terms is not None else 0.0
         self._pool = pool
         self._growing: dict[str, Sequence] = {}
         self._held: dict[str, list[BlockId]] = {}
-        self._ends_s: dict[str, float] = {}  # of the held ones
-        self._completed: list[LeasedKv] = []  # since they were last asked for
-        self._broken: list[str] = []  # since they were last asked for
-        self._bare: list[str] = []  # since they were last asked for
+        self._ends_s: dict[str, float] = {}  # when the held leases expire
+        # Changes since the last call of take() or take_emptied():
+        self._completed: list[LeasedKv] = []
+        self._broken: list[str] = []
+        self._emptied: list[str] = []
 
     @property
     def num_held(self) -> int:
@@ -57,52 +63,51 @@ class Leases:
 
     def open(self, lease_id: str, seq: Sequence) -> None:
         if self._terms is None:
-            raise InvalidRequest("this engine keeps no KV for others", code="no_handoff")
+            raise InvalidRequest("this engine holds no KV for other workers", code="no_handoff")
         if lease_id in self._growing or lease_id in self._held:
             raise InvalidRequest(f"lease {lease_id} is in use", code="duplicate_lease")
         self._growing[lease_id] = seq
 
-    def keep(self, lease_id: str, seq: Sequence) -> KvTicket:
-        """The sequence has drawn its token, and its blocks shall outlive it; those beyond its KV do not."""
+    def hold(self, lease_id: str, seq: Sequence) -> KvTicket:
+        """Keep the blocks that hold the sequence's KV after the sequence ends. Return the ticket for them."""
         assert self._terms is not None, f"lease {lease_id} was never opened"
-        # The token just drawn has no KV yet: whoever goes on computes it.
+        # The token that was just sampled has no KV yet. The worker that continues computes it.
         ticket = self._terms.ticket(lease_id, len(seq.token_ids) - 1)
-        if seq.state is State.RUNNING:  # else it was preempted with its last step under way: nothing is left to keep
+        if seq.state is SequenceState.RUNNING:  # otherwise it was preempted during its last step and has no blocks
             self._held[lease_id] = seq.blocks[: seq.num_blocks_for(ticket.num_tokens)]
             self._pool.hold(self._held[lease_id])
             self._completed.append(_kv_of(lease_id, self._growing.pop(lease_id), complete=True))
         return ticket
 
-    def gave_back(self, lease_id: str) -> None:
-        """The sequence gives its blocks back. Of no effect once its KV is kept."""
+    def blocks_released(self, lease_id: str) -> None:
+        """The sequence gives its blocks back to the pool. A held lease keeps its own."""
         if lease_id in self._growing:
-            self._bare.append(lease_id)
+            self._emptied.append(lease_id)
 
-    def take_bare(self) -> list[str]:
-        """Leases that lost their KV."""
-        bare, self._bare = self._bare, []
-        return bare
+    def take_emptied(self) -> list[str]:
+        """Return the growing leases that lost their blocks since the last call."""
+        emptied, self._emptied = self._emptied, []
+        return emptied
 
-    def left(self, lease_id: str) -> None:
-        """The sequence is gone."""
+    def sequence_ended(self, lease_id: str) -> None:
         if self._growing.pop(lease_id, None) is not None:
             self._broken.append(lease_id)
 
     def take(self) -> tuple[list[LeasedKv], list[str]]:
-        """The KV that is new or still growing, and the leases that came to nothing."""
-        told = [_kv_of(lease_id, seq, complete=False) for lease_id, seq in self._growing.items()]
-        told += self._completed
+        """Return the KV of all growing and newly held leases, and the ids of leases that broke since the last call."""
+        kv = [_kv_of(lease_id, seq, complete=False) for lease_id, seq in self._growing.items()]
+        kv += self._completed
         broken, self._completed, self._broken = self._broken, [], []
-        return told, broken
+        return kv, broken
 
-    def due(self, now: float) -> list[str]:
-        """Leases that have ended. A lease begins when this is first asked after its KV was kept."""
+    def expired(self, now: float) -> list[str]:
+        """Return the held leases whose time is over. A lease's time starts at the first call after it was held."""
         for lease_id in self._held:
             self._ends_s.setdefault(lease_id, now + self._lease_s)
         return [lease_id for lease_id, end_s in self._ends_s.items() if end_s <= now]
 
     def release(self, lease_id: str) -> None:
-        """Nobody will pull it any more. Of no effect while its sequence still runs."""
+        """Give the blocks of a held lease back to the pool. Does nothing while its sequence still runs."""
         self._ends_s.pop(lease_id, None)
         self._pool.release(self._held.pop(lease_id, []))
 

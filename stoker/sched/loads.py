@@ -1,4 +1,4 @@
-"""Loads: KV that is on its way here, from the tiers or from the worker that a ticket names. Pure."""
+"""PendingLoads: KV that is being loaded from a tier, or pulled from the worker that a ticket names. Pure."""
 
 from __future__ import annotations
 
@@ -10,58 +10,63 @@ from stoker.sched.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class _Loading:
+class _PendingLoad:
     seq: Sequence
     load: KvLoad
-    end: int  # tokens that are computed once all of it is there
+    end: int  # tokens that are computed if the whole load succeeds
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
-    """What a load brought its sequence. `unfilled` blocks may hold anything."""
+class FinishedLoad:
+    """What a load brought to its sequence. The content of `unfilled` blocks is undefined."""
 
     seq: Sequence
-    num_computed: int  # tokens, those included that were here before
-    stored_tokens: int  # of them, from tiers
-    pulled_tokens: int  # of them, from the ticket's worker
+    num_computed: int  # tokens computed now, including those that were in the GPU pool before
+    stored_tokens: int  # tokens that came from a tier
+    pulled_tokens: int  # tokens that came from the ticket's worker
     unfilled: list[BlockId]
 
 
-class Loads:
+class PendingLoads:
+    """The loads that the store has not finished."""
+
     def __init__(self) -> None:
-        self._under_way: dict[int, _Loading] = {}
-        self._num_begun = 0
+        self._pending: dict[int, _PendingLoad] = {}
+        self._next_id = 0
 
     def __len__(self) -> int:
-        return len(self._under_way)
+        return len(self._pending)
 
-    def begin(self, seq: Sequence, first: int, end: int) -> KvLoad:
-        """Blocks from `first` on are to be filled, up to the first `end` tokens."""
+    def start(self, seq: Sequence, first: int, end: int) -> KvLoad:
+        """Return a load that fills the sequence's blocks from index `first`, up to its first `end` tokens."""
         num_blocks = seq.num_blocks_for(end)
         num_stored = max(0, _num_stored(seq) - first)
         ticket = seq.request.ticket if first + num_stored < num_blocks else None
         keys = seq.keys[first:num_blocks]
         if ticket is not None and ticket.num_tokens < num_blocks * seq.block_tokens:
-            # The last block is unfilled there, and named by what it holds.
+            # The other worker's last block is partly filled. Its key is the hash of the tokens that it holds.
             keys = [*keys[: num_blocks - first - 1], seq.key_up_to(ticket.num_tokens)]
-        load = KvLoad(self._num_begun, first, keys, seq.blocks[first:num_blocks], num_stored, ticket)
-        self._num_begun += 1
-        self._under_way[load.load_id] = _Loading(seq, load, end)
+        load = KvLoad(self._next_id, first, keys, seq.blocks[first:num_blocks], num_stored, ticket)
+        self._next_id += 1
+        self._pending[load.load_id] = _PendingLoad(seq, load, end)
         return load
 
-    def end(self, result: LoadResult) -> Loaded:
-        loading = self._under_way.pop(result.load_id)
-        seq, load = loading.seq, loading.load
-        num_computed = min((load.first + result.num_loaded) * seq.block_tokens, loading.end)
+    def finish(self, result: LoadResult) -> FinishedLoad:
+        pending = self._pending.pop(result.load_id)
+        seq, load = pending.seq, pending.load
+        num_computed = min((load.first + result.num_loaded) * seq.block_tokens, pending.end)
         new_tokens = num_computed - load.first * seq.block_tokens
         pulled_tokens = min(result.num_pulled * seq.block_tokens, new_tokens)
         unfilled = load.blocks[result.num_loaded :]
-        return Loaded(seq, num_computed, new_tokens - pulled_tokens, pulled_tokens, unfilled)
+        return FinishedLoad(seq, num_computed, new_tokens - pulled_tokens, pulled_tokens, unfilled)
 
 
 def loadable_tokens(seq: Sequence) -> int:
-    """Leading tokens whose KV can be had elsewhere. It is asked for once: whatever failed to come is computed."""
-    if seq.run:
+    """Return how many leading tokens have KV in a tier or on the ticket's worker.
+
+    Each sequence loads at most once. Blocks that a load did not bring are computed.
+    """
+    if seq.row_epoch:
         return 0
     stored = _num_stored(seq) * seq.block_tokens
     ticket = seq.request.ticket

@@ -1,4 +1,4 @@
-"""All that scheduler and runner say to each other: a step's plan, and what came of it."""
+"""The data that scheduler and runner exchange: a step's plan and its result."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from stoker.base.ids import BlockId, Row
 from stoker.kv.blocks.transfer import KvLoad
 from stoker.sched.request import SamplingParams, TokenLogprobs
 
-# In StepPlan.token_ids: this token was sampled by an earlier step and is known on the device, maybe not yet here.
+# Marker in StepPlan.token_ids: an earlier step samples this token. The device has it; the host may not know it yet.
 ON_DEVICE = -1
 
 
-@dataclass(slots=True)
+@dataclass(
+    slots=True
+)  # not frozen, for speed: one is created per row and step, and a frozen one takes three times as long
 class Span:
-    """`count` tokens of a row, from position `start` on. If `samples`, the token after them is drawn. (Nobody changes it: but one
-    is made for every row and step, and a frozen one takes three times as long.)"""
+    """`count` tokens of one row, starting at position `start`. If `samples`, the token after them is sampled."""
 
     row: Row
     start: int
@@ -25,19 +26,22 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class NewRow:
-    """A sequence gets a place on the device. `token_ids` is all that it knows, `num_prompt` of them its prompt: penalties
-    and grammars start from there, also after a preemption or on another worker."""
+    """A sequence that gets a row on the device.
+
+    `token_ids` are all its known tokens; the first `num_prompt` are the prompt. Penalties and grammars start from there,
+    also after a preemption or on another worker.
+    """
 
     row: Row
     sampling: SamplingParams
     token_ids: list[int]
     num_prompt: int
-    max_new_tokens: int  # after the prompt: a grammar ends in time
+    max_new_tokens: int  # after the prompt; a grammar completes its output within this limit
 
 
 @dataclass(frozen=True, slots=True)
 class BlockTableChange:
-    """From entry `first` on, the row's block table holds `blocks`."""
+    """Write `blocks` into the row's block table, starting at entry `first`."""
 
     row: Row
     first: int
@@ -46,22 +50,27 @@ class BlockTableChange:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
+    """Copy one KV block on the device."""
+
     src: BlockId
     dst: BlockId
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Carried out in this order: freed rows, new rows, table changes, copies, fresh blocks, one forward over all spans. Loads
-    begin when all before them is done; they are ready when they are ready, not with the step."""
+    """One step of the engine.
+
+    The runner executes it in this order: freed rows, new rows, block table changes, copies, clearing of fresh blocks, one
+    forward pass over all spans. Loads start after that. They finish in their own time, independently of the step.
+    """
 
     spans: list[Span]
-    token_ids: list[int]  # of all spans, one after the other
+    token_ids: list[int]  # the tokens of all spans, concatenated
     freed_rows: list[Row] = field(default_factory=list)
     new_rows: list[NewRow] = field(default_factory=list)
     block_table_changes: list[BlockTableChange] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
-    fresh_blocks: list[BlockId] = field(default_factory=list)  # to be cleared: nothing of an earlier owner may be read
+    fresh_blocks: list[BlockId] = field(default_factory=list)  # to clear, so that no earlier owner's KV can be read
     loads: list[KvLoad] = field(default_factory=list)
 
     @property
@@ -71,10 +80,10 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the plan's spans drew, in their order; and of the few of which there is more to say, by their number, what that is."""
+    """The tokens that a plan's spans sampled. Rare extras are in dicts and sets, keyed by the span's index in the plan."""
 
-    token_ids: list[list[int]]  # none where a span did not sample
+    token_ids: list[list[int]]  # per span; empty where the span did not sample
     step_s: float
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    grammar_done: set[int] = field(default_factory=set)  # the output is complete, nothing may follow
-    errors: dict[int, str] = field(default_factory=dict)  # why the row's grammar cannot go on
+    grammar_done: set[int] = field(default_factory=set)  # spans whose output is complete
+    errors: dict[int, str] = field(default_factory=dict)  # spans whose grammar cannot continue, with the reason

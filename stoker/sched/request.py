@@ -1,4 +1,4 @@
-"""What is asked of an engine and what it answers, in token ids. Plain dataclasses: `proto` carries them across processes."""
+"""Requests to an engine and the tokens it returns. Plain dataclasses; `proto` encodes them for other processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FinishReason = Literal["stop", "length", "handoff", "cancelled", "deadline", "er
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """What the output must match. `text` is the schema, expression, grammar or structural tag itself (empty for json_object)."""
+    """What the output must match. `text` is the schema, regex, grammar or structural tag; it is empty for json_object."""
 
     kind: GrammarKind
     text: str = ""
@@ -23,42 +23,42 @@ class GrammarSpec:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is drawn. Randomness is a function of (seed, position) alone."""
+    """How the next token is sampled. Randomness is a function of (seed, position) alone."""
 
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0  # 0: all
+    top_k: int = 0  # 0: no limit
     min_p: float = 0.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = field(default_factory=dict)
     seed: int = 0
-    num_logprobs: int | None = None  # None: no logprobs; 0: of the drawn token alone; k: and of the k most likely
-    stop_token_ids: tuple[int, ...] = ()  # end-of-sequence tokens among them, unless the client ignores those
-    min_tokens: int = 0  # no stop token is drawn before so many
+    num_logprobs: int | None = None  # None: no logprobs; 0: the sampled token only; k: also the k most likely tokens
+    stop_token_ids: tuple[int, ...] = ()  # includes the end-of-sequence tokens, unless the client sets ignore_eos
+    min_tokens: int = 0  # no stop token is sampled before this many output tokens
     grammar: GrammarSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One sequence to be continued. `token_ids` may hold more than the prompt: then the answer goes on after them (resume)."""
+    """One sequence to continue. `token_ids` may hold output after the prompt: generation then resumes after it."""
 
     request_id: RequestId
     token_ids: list[int]
-    num_prompt: int  # token_ids[num_prompt:] were sampled before: penalties, grammar and positions count them as output
+    num_prompt: int  # token_ids[num_prompt:] were sampled earlier; penalties and grammar treat them as output
     sampling: SamplingParams
     max_new_tokens: int  # counted from num_prompt
     cache_salt: str = ""
     priority: int = 0  # lower runs first
     deadline_s: float | None = None  # on the machine's monotonic clock
-    lease_id: str | None = None  # end after one token; its KV is kept under this name, for whoever continues elsewhere
-    ticket: KvTicket | None = None  # where the KV of the leading tokens can be pulled
+    lease_id: str | None = None  # if set: end after one token, and hold the KV under this id for another worker
+    ticket: KvTicket | None = None  # the worker from which the KV of the leading tokens can be pulled
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one position, of the model's own distribution (before temperature, penalties and masks)."""
+    """Log-probabilities at one position, from the raw logits (before penalties, masks and temperature)."""
 
     token_id: int
     logprob: float
@@ -68,16 +68,21 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
+    """Why a sequence ended."""
+
     reason: FinishReason
-    stop_token_id: int | None = None  # the token of stop_token_ids that ended it; it is the last of token_ids
+    stop_token_id: int | None = None  # the stop token that ended it; also the last of the token_ids
     error_code: str | None = None
     error_message: str | None = None
 
 
 @dataclass(slots=True)
-class Usage:
-    """`cached_tokens`: prompt tokens in whole blocks found in the cache, of any tier, when the sequence first ran.
-    `pulled_tokens`: those that came from the worker that the ticket names; that worker has counted them."""
+class TokenUsage:
+    """The token counts of one sequence.
+
+    `cached_tokens` are prompt tokens in full blocks that were in the GPU pool or in a tier when the sequence first ran.
+    `pulled_tokens` came from the worker that the ticket names, which already counted them.
+    """
 
     prompt_tokens: int
     cached_tokens: int
@@ -85,26 +90,28 @@ class Usage:
     pulled_tokens: int = 0
 
 
-@dataclass(slots=True)  # not frozen, though nobody changes it: one is made for every token, in a third of the time
+@dataclass(slots=True)  # not frozen, for speed: one is created per token, and a frozen one takes three times as long
 class TokenChunk:
-    """New tokens of one sequence. The last chunk has `finish`, always, also after an error."""
+    """New tokens of one sequence. The last chunk always has `finish`, also after an error."""
 
     request_id: RequestId
     token_ids: list[int]
-    usage: Usage | None = None  # with the first chunk and with the last: between them only the completion grows
+    usage: TokenUsage | None = None  # on the first and the last chunk; in between only completion_tokens changes
     logprobs: list[TokenLogprobs] | None = None
     finish: Finish | None = None
-    ticket: KvTicket | None = None  # with the last chunk, if the KV is kept
+    ticket: KvTicket | None = None  # on the last chunk, if a lease holds the KV
 
 
 @dataclass(slots=True)
 class TokenChunks:
-    """What a step brought, for all its sequences, as columns: most chunks are a token and nothing else. What only a few of them
-    have goes by their number."""
+    """The chunks of one step, stored as columns, because most chunks are one token and nothing else.
+
+    The rare fields are in dicts, keyed by the chunk's index.
+    """
 
     request_ids: list[RequestId] = field(default_factory=list)
     token_ids: list[list[int]] = field(default_factory=list)
-    usages: dict[int, Usage] = field(default_factory=dict)
+    usages: dict[int, TokenUsage] = field(default_factory=dict)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     finishes: dict[int, Finish] = field(default_factory=dict)
     tickets: dict[int, KvTicket] = field(default_factory=dict)
@@ -121,7 +128,7 @@ class TokenChunks:
         self,
         request_id: RequestId,
         token_ids: list[int],
-        usage: Usage | None = None,
+        usage: TokenUsage | None = None,
         logprobs: list[TokenLogprobs] | None = None,
         finish: Finish | None = None,
         ticket: KvTicket | None = None,

@@ -1,8 +1,8 @@
-"""Scheduler: which tokens run in the next step, and what to make of what they brought.
+"""Scheduler: decides which tokens the next step computes, and takes in what the step sampled.
 
-Pure: no device, no I/O; time is an argument. Plans may be made ahead of results: what a step under way will draw is
-counted (`num_drawing`), never guessed. The device carries plans out in order, so that a block given back and taken again
-is overwritten after its last use, whoever still had a step under way in it.
+Pure: it uses no device and does no I/O, and the time is an argument. Plans can be made before the results of earlier steps
+are known: tokens that launched steps will sample are counted (`num_pending`), never guessed. The device executes plans in
+order. So a block that is released and taken again is overwritten only after the last step that reads it.
 """
 
 from __future__ import annotations
@@ -13,77 +13,83 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from stoker.base.errors import ContextTooLong, InvalidRequest
-from stoker.base.ids import BlockId, BlockKey, RequestId, Row
+from stoker.base.errors import InvalidRequest
+from stoker.base.ids import BlockId, RequestId, Row
 from stoker.kv.blocks.keys import block_keys, root_key
 from stoker.kv.blocks.pool import BlockPool
 from stoker.kv.blocks.transfer import LoadResult, OfferedBlock
 from stoker.sched.leases import LeasedKv, Leases, LeaseTerms
-from stoker.sched.loads import Loads, loadable_tokens
+from stoker.sched.loads import PendingLoads, loadable_tokens
 from stoker.sched.offers import Offers
 from stoker.sched.plan import BlockCopy, BlockTableChange, Span, StepPlan, StepResult
-from stoker.sched.plan_builder import Draft
+from stoker.sched.plan_builder import PlanBuilder
+from stoker.sched.prefix_cache import PrefixCache
 from stoker.sched.request import Finish, GenerateRequest, TokenChunks
-from stoker.sched.sequence import Sequence, State
+from stoker.sched.request_checks import check_request
+from stoker.sched.sequence import Sequence, SequenceState
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
+    """The limits of a scheduler."""
+
     block_tokens: int
-    step_tokens: int  # tokens computed in one step, over all sequences
-    max_rows: int  # sequences that run at a time
-    fingerprint: str = ""  # model, tokenizer, layout and dtype: the root of all block keys
-    lease: LeaseTerms | None = None  # None: no KV is kept for others
-    max_offers: int = 0  # blocks that may be on their way into the store at a time
-    mixed_tokens: int | None = None  # tokens of a step in which answers go on; None: step_tokens
-    vocab_size: int | None = None  # None: any token id is the model's
-    max_tokens: int | None = None  # that one sequence may come to know; None: as many as there is KV for
+    step_tokens: int  # most tokens that one step computes, over all sequences
+    max_rows: int  # most sequences that run at a time
+    fingerprint: str = ""  # hash of model, tokenizer, KV layout and dtype; the root of all block keys
+    lease: LeaseTerms | None = None  # None: hold no KV for other workers
+    max_offers: int = 0  # most blocks that are being copied to the store at a time
+    mixed_tokens: int | None = None  # most tokens of a step in which any sequence decodes; None: step_tokens
+    vocab_size: int | None = None  # None: accept any token id
+    max_tokens: int | None = None  # most tokens of one sequence, prompt included; None: limited by the KV cache only
 
 
 @dataclass(slots=True)
 class Counters:
-    """Since the start. prompt = cached + computed, but for prompts computed again after a preemption."""
+    """Totals since the start. prompt = cached + computed, except for prompts computed again after a preemption."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    partial_tokens: int = 0  # reused out of a block whose end differed; not reported as cached
+    partial_tokens: int = 0  # reused from a block that differs towards its end; not reported as cached
     computed_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
-    loaded_tokens: int = 0  # from tiers, beside those in cached_tokens
-    pulled_tokens: int = 0
-    failed_loads: int = 0  # ended with less than was asked for
+    loaded_tokens: int = 0  # tokens whose KV came from a tier
+    pulled_tokens: int = 0  # tokens whose KV came from another worker
+    failed_loads: int = 0  # loads that brought fewer blocks than requested
 
 
-class _UnderWay(NamedTuple):
-    """A launched plan's spans, and whose they are. `runs` tell which of those have been preempted since."""
+class _LaunchedPlan(NamedTuple):
+    """A plan's spans and their sequences. A sequence whose row epoch has changed was preempted or ended since."""
 
     spans: list[Span]
     seqs: list[Sequence]
-    runs: list[int]
+    row_epochs: list[int]
 
 
 class Scheduler:
+    """Queues requests, plans steps, and turns their results into chunks of tokens."""
+
     def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
         self._config = config
         self._pool = pool
         self._by_id: dict[RequestId, Sequence] = {}
-        self._waiting: list[Sequence] = []  # by precedence
-        self._running: list[Sequence] = []  # by precedence
+        self._waiting: list[Sequence] = []  # ordered by precedence
+        self._running: list[Sequence] = []  # ordered by precedence; includes loading sequences
         self._free_rows = [Row(row) for row in reversed(range(config.max_rows))]
-        self._freed_rows: list[Row] = []  # to be told to the runner with the next plan
-        self._under_way: deque[_UnderWay] = deque()
-        self._computing: dict[BlockKey, Sequence] = {}  # prompt blocks that a running sequence has yet to finish
-        self._loads = Loads()
-        self._unfilled: list[BlockId] = []  # blocks of loads that failed, to be cleared with the next plan
+        self._freed_rows: list[Row] = []  # passed to the runner with the next plan
+        self._launched: deque[_LaunchedPlan] = deque()
+        self._loads = PendingLoads()
+        self._unfilled: list[BlockId] = []  # blocks of failed loads, cleared with the next plan
         self._leases = Leases(config.lease, pool)
         self._offers = Offers(config.max_offers, pool)
+        self._prefixes = PrefixCache(pool, self._offers)
         self._num_arrivals = 0
         self.counters = Counters()
 
     @property
     def has_work(self) -> bool:
-        return bool(self._by_id or self._under_way or self._loads)
+        return bool(self._by_id or self._launched or self._loads)
 
     @property
     def num_loading(self) -> int:
@@ -105,35 +111,26 @@ class Scheduler:
     def waiting_tokens(self) -> int:
         return sum(len(seq.token_ids) for seq in self._waiting)
 
+    # ---- requests
+
     def add(self, request: GenerateRequest, num_stored: int = 0) -> None:
-        """`num_stored`: leading blocks that tiers have and that are worth loading."""
-        total_tokens = request.num_prompt + request.max_new_tokens
-        kv_tokens = self._pool.num_blocks * self._config.block_tokens
-        max_tokens = self._config.max_tokens
-        if max_tokens is not None and total_tokens > max_tokens:
-            raise ContextTooLong(
-                f"{request.num_prompt} prompt tokens and {request.max_new_tokens} to come are {total_tokens}, "
-                f"the model's context is {max_tokens}"
-            )
-        if total_tokens > kv_tokens:
-            raise InvalidRequest(
-                f"{request.num_prompt} prompt tokens and {request.max_new_tokens} to come need KV for {total_tokens} tokens, "
-                f"the cache holds {kv_tokens}",
-                code="kv_too_small",
-            )
+        """Queue a request. `num_stored` is the number of leading blocks that tiers hold and that are worth loading."""
+        config = self._config
         if request.request_id in self._by_id:
             raise InvalidRequest(f"request id {request.request_id} is in use", code="duplicate_request_id")
-        if not 0 < request.num_prompt <= len(request.token_ids) < total_tokens:
-            raise InvalidRequest(
-                f"num_prompt {request.num_prompt}, {len(request.token_ids)} tokens known, at most {total_tokens}: nothing to do"
-            )
-        vocab_size = self._config.vocab_size
-        if vocab_size is not None and (largest := max(request.token_ids)) >= vocab_size:
-            # Some tokenizers have words that were added after the model was made.
-            raise InvalidRequest(f"token id {largest} is not the model's: it has {vocab_size}", code="unknown_token")
-        size, root = self._config.block_tokens, root_key(self._config.fingerprint, request.cache_salt)
-        keys = block_keys(request.token_ids, root, size)
-        seq = Sequence(request, self._num_arrivals, root, size, total_tokens, list(request.token_ids), keys, num_stored)
+        kv_tokens = self._pool.num_blocks * config.block_tokens
+        check_request(request, config.max_tokens, kv_tokens, config.vocab_size)
+        root = root_key(config.fingerprint, request.cache_salt)
+        seq = Sequence(
+            request=request,
+            arrival=self._num_arrivals,
+            root=root,
+            block_tokens=config.block_tokens,
+            max_tokens=request.num_prompt + request.max_new_tokens,
+            token_ids=list(request.token_ids),
+            keys=block_keys(request.token_ids, root, config.block_tokens),
+            num_stored=num_stored,
+        )
         if request.lease_id is not None:
             self._leases.open(request.lease_id, seq)
         self._num_arrivals += 1
@@ -148,7 +145,7 @@ class Scheduler:
         return chunks
 
     def expire(self, now: float) -> TokenChunks:
-        """Set the time of this step, and end the sequences whose deadline has passed."""
+        """Set the time of this step, and end the requests whose deadline has passed."""
         self._pool.now_s = now
         late = [s for s in self._by_id.values() if s.request.deadline_s is not None and s.request.deadline_s <= now]
         chunks = TokenChunks()
@@ -156,193 +153,178 @@ class Scheduler:
             self._end(seq, Finish("deadline"), chunks)
         return chunks
 
-    # ---- KV from elsewhere and for others
+    # ---- KV that comes from tiers or other workers, and KV for them
 
-    def loaded(self, result: LoadResult) -> None:
-        """What came of a plan's load. Whatever did not come is computed like any other token."""
-        loaded = self._loads.end(result)
-        seq = loaded.seq
-        if seq.state is State.DONE:  # it left meanwhile; nobody writes into its blocks any more
+    def finish_load(self, result: LoadResult) -> None:
+        """Take in the result of a plan's load. Blocks that did not arrive are computed."""
+        finished = self._loads.finish(result)
+        seq = finished.seq
+        if seq.state is SequenceState.DONE:  # it ended during the load; its blocks are no longer written to
             self._pool.release(seq.blocks)
             seq.blocks = []
             return
-        seq.state = State.RUNNING
-        seq.num_computed = loaded.num_computed
-        seq.pulled_tokens = loaded.pulled_tokens
-        self._count_cached(seq, loaded.num_computed - loaded.pulled_tokens)
-        self.counters.loaded_tokens += loaded.stored_tokens
-        self.counters.pulled_tokens += loaded.pulled_tokens
-        self.counters.failed_loads += bool(loaded.unfilled)
-        self._unfilled += loaded.unfilled
-        self._name_blocks(seq, seq.num_computed)
+        seq.state = SequenceState.RUNNING
+        seq.num_computed = finished.num_computed
+        seq.pulled_tokens = finished.pulled_tokens
+        self._count_cached(seq, finished.num_computed - finished.pulled_tokens)
+        self.counters.loaded_tokens += finished.stored_tokens
+        self.counters.pulled_tokens += finished.pulled_tokens
+        self.counters.failed_loads += bool(finished.unfilled)
+        self._unfilled += finished.unfilled
+        self._prefixes.name_blocks(seq, seq.num_computed)
 
     def take_leases(self) -> tuple[list[LeasedKv], list[str]]:
-        """The KV under lease that is new or still growing, and the leases that came to nothing."""
+        """Return the KV of all growing and newly held leases, and the ids of newly broken leases."""
         return self._leases.take()
 
-    def take_bare_leases(self) -> list[str]:
-        """Those whose KV was given up: with the next plan others may write where it was."""
-        return self._leases.take_bare()
+    def take_emptied_leases(self) -> list[str]:
+        """Return the leases that lost their blocks. The next plan may overwrite those blocks."""
+        return self._leases.take_emptied()
 
-    def due_leases(self, now: float) -> list[str]:
-        return self._leases.due(now)
+    def expired_leases(self, now: float) -> list[str]:
+        return self._leases.expired(now)
 
-    def release(self, lease_id: str) -> None:
-        """Nobody will pull it any more. Of no effect while its sequence still runs."""
+    def release_lease(self, lease_id: str) -> None:
+        """Give the blocks of a held lease back to the pool. Does nothing while its sequence still runs."""
         self._leases.release(lease_id)
 
     def take_offers(self) -> list[OfferedBlock]:
+        """Return the blocks that are newly offered to the store."""
         return self._offers.take()
 
-    def end_offer(self, blocks: Iterable[BlockId]) -> None:
-        """Their bytes have been copied, or nobody wants them."""
+    def end_offers(self, blocks: Iterable[BlockId]) -> None:
+        """Release offered blocks that the store has copied or does not want."""
         self._offers.end(blocks)
 
-    # ---- a step
+    # ---- steps
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None if there is nothing to compute now."""
-        to_go = [(seq, seq.num_to_compute) for seq in self._running]
-        # One token to go comes before a prompt to go: a long prompt must not stop the others' answers.
-        answers = [one for one in to_go if one[1] == 1]
-        prompts = [one for one in to_go if one[1] > 1]
-        draft = Draft(budget=self._budget(len(answers)))
-        for seq, num_to_compute in answers + prompts:
-            count = num_to_compute if num_to_compute <= draft.budget else draft.budget
-            if not count or seq.state is not State.RUNNING:
+        """Return the next step, or None if there is nothing to compute now."""
+        to_compute = [(seq, seq.num_to_compute) for seq in self._running]
+        # Decode comes before prefill, so that a long prompt does not stall the sequences that decode.
+        decodes = [entry for entry in to_compute if entry[1] == 1]
+        prefills = [entry for entry in to_compute if entry[1] > 1]
+        builder = PlanBuilder(budget=self._budget(len(decodes)))
+        for seq, num_to_compute in decodes + prefills:
+            count = num_to_compute if num_to_compute <= builder.budget else builder.budget
+            if not count or seq.state is not SequenceState.RUNNING:
                 continue
             has_room = seq.num_computed + count <= len(seq.blocks) * seq.block_tokens
-            if has_room or self._make_room(seq, count, draft):
-                draft.give(seq, count)
-        for seq in list(self._waiting):
-            if not draft.budget:
-                break
-            if seq.num_drawing:
-                continue  # preempted with a step under way: its next token is not known here yet
-            if self._waits_for_a_prefix(seq):
-                continue
-            if not self._admit(seq, draft):
-                break
-        if not draft.does_something:
+            if has_room or self._extend_blocks(seq, count, builder):
+                builder.schedule(seq, count)
+        self._admit_waiting(builder)
+        if builder.is_empty:
             return None
-        plan = draft.finish(self._freed_rows, self._unfilled)
+        plan = builder.build(self._freed_rows, self._unfilled)
         self._freed_rows, self._unfilled = [], []
-        self._under_way.append(_UnderWay(plan.spans, list(draft.counts), [seq.run for seq in draft.counts]))
+        self._launched.append(_LaunchedPlan(plan.spans, list(builder.counts), [s.row_epoch for s in builder.counts]))
         self.counters.computed_tokens += plan.num_tokens
         return plan
 
-    def _budget(self, num_answers: int) -> int:
-        """A step that computes prompts takes long, and every answer waits for it: so those that some wait for are shorter."""
+    def _budget(self, num_decodes: int) -> int:
+        """Return the step's token limit. Mixed steps are shorter, because every decoding sequence waits for them."""
         most, mixed = self._config.step_tokens, self._config.mixed_tokens
-        return most if mixed is None or not num_answers else min(most, max(mixed, num_answers + mixed // 4))
+        return most if mixed is None or not num_decodes else min(most, max(mixed, num_decodes + mixed // 4))
 
     def commit(self, result: StepResult) -> TokenChunks:
-        """Take in the oldest launched plan's result."""
+        """Take in the result of the oldest launched plan."""
         chunks = TokenChunks()
-        spans, seqs, runs = self._under_way.popleft()
-        for i, (span, seq, run, token_ids) in enumerate(zip(spans, seqs, runs, result.token_ids, strict=True)):
-            if seq.run == run:
+        spans, seqs, row_epochs = self._launched.popleft()
+        for i, (span, seq, row_epoch, token_ids) in enumerate(
+            zip(spans, seqs, row_epochs, result.token_ids, strict=True)
+        ):
+            if seq.row_epoch == row_epoch:
                 if span.start + span.count >= (seq.num_named + 1) * seq.block_tokens:
-                    self._name_blocks(seq, span.start + span.count)
-            elif seq.state is State.DONE:
+                    self._prefixes.name_blocks(seq, span.start + span.count)
+            elif seq.state is SequenceState.DONE:
                 continue
             if i in result.errors:
                 self._end(seq, Finish("error", error_code="invalid_grammar", error_message=result.errors[i]), chunks)
             elif span.samples:
-                self._take_tokens(seq, token_ids, i, result, chunks)
+                self._append_tokens(seq, token_ids, i, result, chunks)
         self.counters.generated_tokens += sum(map(len, chunks.token_ids))
         return chunks
 
-    def _take_tokens(
+    def _append_tokens(
         self, seq: Sequence, token_ids: list[int], i: int, result: StepResult, chunks: TokenChunks
     ) -> None:
-        """Drawn by span `i`."""
-        seq.num_drawing -= 1
+        """Append the tokens that span `i` sampled, and end the sequence if they are its last."""
+        seq.num_pending -= 1
         request = seq.request
         is_first = len(seq.token_ids) == len(request.token_ids)
         seq.token_ids += token_ids
         finish, ticket = _finish_of(seq, i in result.grammar_done), None
         if finish is not None:
             if request.lease_id is not None and (finish.reason == "handoff" or request.max_new_tokens == 1):
-                ticket = self._leases.keep(request.lease_id, seq)
-            self._leave(seq)
+                ticket = self._leases.hold(request.lease_id, seq)
+            self._remove(seq)
         usage = seq.usage if is_first or finish is not None else None
         chunks.add(request.request_id, token_ids, usage, result.logprobs.get(i), finish, ticket)
 
-    # ---- who gets rows and blocks
+    # ---- admission
 
-    def _make_room(self, seq: Sequence, count: int, draft: Draft) -> bool:
-        """Blocks for `count` more tokens of a running sequence; the last comers give way, at worst itself."""
-        missing = seq.num_blocks_for(seq.num_computed + count) - len(seq.blocks)
-        while self._pool.num_free < missing:
-            victim = next(other for other in reversed(self._running) if other.state is State.RUNNING)
-            self._preempt(victim, draft)
-            if victim is seq:
-                return False
-        blocks = self._take(missing, draft)
-        draft.changes[seq] = BlockTableChange(seq.running_row, len(seq.blocks), blocks)
-        seq.blocks += blocks
-        return True
+    def _admit_waiting(self, builder: PlanBuilder) -> None:
+        """Admit waiting sequences in order, until the budget is used up or one does not fit."""
+        for seq in list(self._waiting):
+            if not builder.budget:
+                break
+            if seq.num_pending:
+                continue  # preempted while a step samples its next token, which is not known here yet
+            if self._prefixes.is_next_block_in_progress(seq):
+                continue
+            if not self._admit(seq, builder):
+                break
 
-    def _take(self, count: int, draft: Draft) -> list[BlockId]:
-        blocks = self._pool.take(count)
-        draft.fresh_blocks += blocks
-        return blocks
-
-    def _waits_for_a_prefix(self, seq: Sequence) -> bool:
-        """Somebody is computing this very block right now: waiting for it is cheaper than doing it again."""
-        matched = self._match(seq)
-        return len(matched) < seq.num_reusable and seq.keys[len(matched)] in self._computing
-
-    def _admit(self, seq: Sequence, draft: Draft) -> bool:
-        """From waiting to running, or to loading, if there is a row and blocks for all that it knows."""
-        matched = self._match(seq)
+    def _admit(self, seq: Sequence, builder: PlanBuilder) -> bool:
+        """Start a waiting sequence, if there are a row and blocks for all of its known tokens and one more."""
+        matched = self._prefixes.match(seq)
         missing = seq.num_blocks_for(len(seq.token_ids) + 1) - len(matched)
-        if not self._clear_the_way(seq, matched, missing, draft):
+        if not self._make_room(seq, matched, missing, builder):
             return False
         self._pool.hold_found(matched)
         found_tokens = len(matched) * seq.block_tokens
         loadable = loadable_tokens(seq)
-        partial = self._match_partial(seq, len(matched)) if loadable <= found_tokens else None
+        partial = self._prefixes.match_partial(seq, len(matched)) if loadable <= found_tokens else None
         seq.num_computed = found_tokens
         seq.num_named = len(matched)
-        seq.blocks = matched + self._take(missing, draft)
+        seq.blocks = matched + self._take_blocks(missing, builder)
         if partial is not None:
             src, count = partial
-            draft.copies.append(BlockCopy(src, seq.blocks[len(matched)]))
+            builder.copies.append(BlockCopy(src, seq.blocks[len(matched)]))
             seq.num_computed += count
             self.counters.partial_tokens += count
         self._waiting.remove(seq)
         insort(self._running, seq, key=lambda s: s.precedence)
-        seq.run += 1
+        seq.row_epoch += 1
         seq.row = self._free_rows.pop()
-        for key in seq.keys[len(matched) :]:
-            self._computing.setdefault(key, seq)
-        draft.place(seq)
+        self._prefixes.start_computing(seq, len(matched))
+        builder.add_row(seq)
         if loadable > found_tokens:
-            seq.state = State.LOADING
-            draft.loads.append(self._loads.begin(seq, len(matched), loadable))
+            seq.state = SequenceState.LOADING
+            builder.loads.append(self._loads.start(seq, len(matched), loadable))
         else:
-            seq.state = State.RUNNING
+            seq.state = SequenceState.RUNNING
             self._count_cached(seq, found_tokens)
-            draft.give(seq, min(seq.num_to_compute, draft.budget))
+            builder.schedule(seq, min(seq.num_to_compute, builder.budget))
         return True
 
-    def _clear_the_way(self, seq: Sequence, matched: list[BlockId], missing: int, draft: Draft) -> bool:
-        """A row, and `missing` blocks beside those that match. Whoever runs at a worse priority can give way; nobody does if
-        that would still not be enough."""
-        lesser = [
+    def _make_room(self, seq: Sequence, matched: list[BlockId], missing: int, builder: PlanBuilder) -> bool:
+        """Free a row and `missing` blocks besides the matched ones, by preempting sequences of worse priority.
+
+        No sequence is preempted if preempting all of them would not be enough.
+        """
+        preemptible = [
             other
             for other in self._running
-            if other.request.priority > seq.request.priority and other.state is State.RUNNING
+            if other.request.priority > seq.request.priority and other.state is SequenceState.RUNNING
         ]
-        if not self._free_rows and not lesser:
+        if not self._free_rows and not preemptible:
             return False
-        if self._pool.num_free_after(matched) + sum(len(other.blocks) for other in lesser) < missing:
+        if self._pool.num_free_after(matched) + sum(len(other.blocks) for other in preemptible) < missing:
             return False
-        while lesser and (not self._free_rows or self._pool.num_free_after(matched) < missing):
-            self._preempt(lesser.pop(), draft)
-        # Still too few, if what gave way shared its blocks with somebody.
+        while preemptible and (not self._free_rows or self._pool.num_free_after(matched) < missing):
+            self._preempt(preemptible.pop(), builder)
+        # There may still be too few blocks, if the preempted sequences shared theirs with others.
         return self._pool.num_free_after(matched) >= missing
 
     def _count_cached(self, seq: Sequence, num_tokens: int) -> None:
@@ -350,73 +332,75 @@ class Scheduler:
             seq.cached_tokens = min(num_tokens, seq.request.num_prompt)
             self.counters.cached_tokens += seq.cached_tokens
 
-    def _match(self, seq: Sequence) -> list[BlockId]:
-        seq.extend_keys()
-        return self._pool.match(seq.keys[: seq.num_reusable])
+    # ---- rows and blocks
 
-    def _match_partial(self, seq: Sequence, num_matched: int) -> tuple[BlockId, int] | None:
-        """In the block after those: the last known token is computed anew, here too."""
-        start = num_matched * seq.block_tokens
-        end = min(start + seq.block_tokens, len(seq.token_ids) - 1)
-        return self._pool.match_partial(seq.parent_of(num_matched), seq.token_ids[start:end])
+    def _extend_blocks(self, seq: Sequence, count: int, builder: PlanBuilder) -> bool:
+        """Take blocks for `count` more tokens of a running sequence.
 
-    def _name_blocks(self, seq: Sequence, num_computed: int) -> None:
-        seq.extend_keys()
-        for i in range(seq.num_named, num_computed // seq.block_tokens):
-            salt = None if i else seq.request.cache_salt
-            self._pool.name(seq.blocks[i], seq.keys[i], seq.parent_of(i), seq.tokens_of(i), salt)
-            self._stop_computing(seq, seq.keys[i])
-            seq.num_named = i + 1
-            self._offers.add(seq, i)
+        If the pool has too few, the sequences of lowest precedence are preempted, at worst `seq` itself.
+        """
+        missing = seq.num_blocks_for(seq.num_computed + count) - len(seq.blocks)
+        while self._pool.num_free < missing:
+            victim = next(other for other in reversed(self._running) if other.state is SequenceState.RUNNING)
+            self._preempt(victim, builder)
+            if victim is seq:
+                return False
+        blocks = self._take_blocks(missing, builder)
+        builder.changes[seq] = BlockTableChange(seq.running_row, len(seq.blocks), blocks)
+        seq.blocks += blocks
+        return True
 
-    def _stop_computing(self, seq: Sequence, key: BlockKey) -> None:
-        if self._computing.get(key) is seq:
-            del self._computing[key]
+    def _take_blocks(self, count: int, builder: PlanBuilder) -> list[BlockId]:
+        blocks = self._pool.take(count)
+        builder.fresh_blocks += blocks
+        return blocks
 
-    def _preempt(self, seq: Sequence, draft: Draft) -> None:
-        """Back to waiting; what it computed stays findable until somebody needs the blocks."""
-        draft.withdraw(seq)
-        self._give_back(seq)
-        seq.state = State.WAITING
+    def _preempt(self, seq: Sequence, builder: PlanBuilder) -> None:
+        """Move a running sequence back to the queue. Its full blocks stay in the prefix cache until they are reused."""
+        builder.unschedule(seq)
+        self._release_row(seq)
+        seq.state = SequenceState.WAITING
         seq.num_computed = 0
         insort(self._waiting, seq, key=lambda s: s.precedence)
         self.counters.preemptions += 1
 
     def _end(self, seq: Sequence, finish: Finish, chunks: TokenChunks) -> None:
-        self._leave(seq)
+        """End a sequence without new tokens."""
+        self._remove(seq)
         chunks.add(seq.request.request_id, [], seq.usage, None, finish)
 
-    def _leave(self, seq: Sequence) -> None:
-        if seq.state is State.WAITING:
+    def _remove(self, seq: Sequence) -> None:
+        if seq.state is SequenceState.WAITING:
             self._waiting.remove(seq)
         else:
-            self._give_back(seq)
-        seq.state = State.DONE
+            self._release_row(seq)
+        seq.state = SequenceState.DONE
         del self._by_id[seq.request.request_id]
         if seq.request.lease_id is not None:
-            self._leases.left(seq.request.lease_id)
+            self._leases.sequence_ended(seq.request.lease_id)
 
-    def _give_back(self, seq: Sequence) -> None:
+    def _release_row(self, seq: Sequence) -> None:
+        """Take row and blocks from a running or loading sequence."""
         self._running.remove(seq)
-        for key in seq.keys[seq.num_named :]:
-            self._stop_computing(seq, key)
+        self._prefixes.stop_computing(seq)
         if seq.request.lease_id is not None:
-            self._leases.gave_back(seq.request.lease_id)
-        if seq.state is not State.LOADING:  # somebody still writes into those: `loaded` gives them back
+            self._leases.blocks_released(seq.request.lease_id)
+        if seq.state is not SequenceState.LOADING:  # a load still writes into its blocks: finish_load() releases them
             self._pool.release(seq.blocks)
             seq.blocks = []
         self._free_rows.append(seq.running_row)
         self._freed_rows.append(seq.running_row)
         seq.row = None
-        seq.run += 1
+        seq.row_epoch += 1
 
 
 def _finish_of(seq: Sequence, grammar_done: bool) -> Finish | None:
+    """Return why the sequence ends after its last token, or None if it continues."""
     request, last = seq.request, seq.token_ids[-1]
     if last in request.sampling.stop_token_ids:
         return Finish("stop", stop_token_id=last)
     if grammar_done:
         return Finish("stop")
-    if len(seq.token_ids) >= seq.most_tokens:
+    if len(seq.token_ids) >= seq.max_tokens:
         return Finish("length")
     return Finish("handoff") if request.lease_id is not None else None

@@ -1,4 +1,4 @@
-"""Sequence: what the scheduler knows of one request, and its tokens as a chain of blocks. The scheduler alone changes it."""
+"""Sequence: the scheduler's state of one request, and its tokens as a chain of KV blocks. Only the scheduler changes it."""
 
 from __future__ import annotations
 
@@ -8,75 +8,80 @@ from enum import Enum
 from stoker.base.ids import BlockId, BlockKey, Row
 from stoker.kv.blocks.keys import next_key, salt_hash
 from stoker.kv.blocks.transfer import BlockName
-from stoker.sched.request import GenerateRequest, Usage
+from stoker.sched.request import GenerateRequest, TokenUsage
 
 
-class State(Enum):
+class SequenceState(Enum):
     WAITING = "waiting"
-    LOADING = "loading"  # has its row and blocks; some of them are being filled from elsewhere
+    LOADING = "loading"  # has a row and blocks; some blocks are being loaded from a tier or another worker
     RUNNING = "running"
-    DONE = "done"  # its blocks may be kept for whoever continues it elsewhere: see leases.py
+    DONE = "done"  # a lease may still hold its blocks for another worker (leases.py)
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """It knows so many tokens and has computed so many; each step hands out tokens so that the second catches up."""
+    """A sequence has known tokens and computed tokens. Each step computes tokens until the two counts are equal."""
 
     request: GenerateRequest
-    arrival: int  # order of arrival, which breaks ties
+    arrival: int  # order of arrival; breaks ties between equal priorities
     root: BlockKey
     block_tokens: int
-    most_tokens: int  # that it may come to know
+    max_tokens: int  # limit of prompt and output together
     token_ids: list[int]
-    keys: list[BlockKey]  # of the leading full blocks of token_ids, as far as needed yet
-    num_stored: int = 0  # leading blocks that tiers have and that are worth loading
-    state: State = State.WAITING
+    keys: list[BlockKey]  # keys of the leading full blocks of token_ids; extended when needed
+    num_stored: int = 0  # leading blocks that a tier holds and that are worth loading
+    state: SequenceState = SequenceState.WAITING
     row: Row | None = None
     blocks: list[BlockId] = field(default_factory=list)
-    num_named: int = 0  # leading blocks that have been offered to the pool by key
-    num_computed: int = 0  # tokens computed, or planned in a step that is under way
-    num_drawing: int = 0  # tokens that steps under way will draw; not yet in token_ids
-    run: int = 0  # changes with each row that it gets or gives back: results of a step from before name no blocks
-    cached_tokens: int | None = None  # set when it first runs
+    num_named: int = 0  # leading blocks that the pool has registered under their keys
+    num_computed: int = 0  # tokens that are computed, or that a launched step computes
+    num_pending: int = 0  # tokens that launched steps sample; not yet in token_ids
+    row_epoch: int = 0  # changes with each row that the sequence gets or loses; detects a preemption since a launch
+    cached_tokens: int | None = None  # set when the sequence first runs
     pulled_tokens: int = 0
 
     @property
     def num_to_compute(self) -> int:
-        """Zero once the tokens to come are all that may come: with a lease, one."""
-        num_known = len(self.token_ids) + self.num_drawing
-        if num_known >= self.most_tokens or (self.num_drawing and self.request.lease_id is not None):
+        """How many known tokens are not computed yet. Zero if the pending tokens are the last ones.
+
+        A sequence with a lease ends after one token.
+        """
+        num_known = len(self.token_ids) + self.num_pending
+        if num_known >= self.max_tokens or (self.num_pending and self.request.lease_id is not None):
             return 0
         return num_known - self.num_computed
 
     @property
     def precedence(self) -> tuple[int, int]:
-        """Smaller runs first."""
+        """The sort key of the queues: a smaller one runs first."""
         return (self.request.priority, self.arrival)
 
     @property
     def running_row(self) -> Row:
-        """It has one from its admission until it is done or preempted."""
+        """The row of a sequence that is admitted and neither done nor preempted."""
         assert self.row is not None, f"{self.request.request_id} has no row"
         return self.row
 
     @property
-    def usage(self) -> Usage:
-        return Usage(
+    def usage(self) -> TokenUsage:
+        return TokenUsage(
             prompt_tokens=self.request.num_prompt,
             cached_tokens=self.cached_tokens or 0,
             completion_tokens=len(self.token_ids) - self.request.num_prompt,
             pulled_tokens=self.pulled_tokens,
         )
 
-    # ---- its tokens as a chain of blocks
+    # ---- tokens as a chain of blocks
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_tokens)
 
     @property
     def num_reusable(self) -> int:
-        """Leading blocks that may come from elsewhere. The last known token is always computed anew: its logits are what we
-        sample from."""
+        """How many leading blocks may come from a cache.
+
+        The last known token is always computed, because its logits are needed to sample the next one.
+        """
         return (len(self.token_ids) - 1) // self.block_tokens
 
     def tokens_of(self, i: int) -> list[int]:
@@ -86,12 +91,12 @@ class Sequence:
         return self.keys[i - 1] if i else self.root
 
     def extend_keys(self) -> None:
-        """Keys for the blocks that filled up since: all but the prompt's first ones come one at a time."""
+        """Compute the keys of the blocks that became full since the last call."""
         for i in range(len(self.keys), len(self.token_ids) // self.block_tokens):
             self.keys.append(next_key(self.parent_of(i), self.tokens_of(i)))
 
     def key_up_to(self, num_tokens: int) -> BlockKey:
-        """The key of the last block of so many tokens, which need not fill it."""
+        """Return the key of the last block of the first `num_tokens` tokens. The block may be partly filled."""
         i = (num_tokens - 1) // self.block_tokens
         return next_key(self.parent_of(i), self.token_ids[i * self.block_tokens : num_tokens])
 

@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 
 from stoker.base.errors import DeadlineExceeded, InvalidRequest
 from stoker.kv.blocks.transfer import KvTicket
-from stoker.sched.request import Finish, GenerateRequest, TokenChunk, TokenLogprobs, Usage
+from stoker.sched.request import Finish, GenerateRequest, TokenChunk, TokenLogprobs, TokenUsage
 from stoker.text.detokenizer import Detokenizer
 from stoker.text.parsers.contract import ReasoningDelta, TextDelta, ToolCallStart
 from stoker.text.stops import StopStrings
@@ -84,7 +84,7 @@ class Choice:
     continues_elsewhere: bool = False  # after a hand-off, another worker continues; else a hand-off ends the choice
     ran: bool = False  # the engine has reported how much of the prompt was cached
     ticket: KvTicket | None = None  # for its KV, if the engine kept it
-    usage: Usage = field(init=False)
+    usage: TokenUsage = field(init=False)
     reasoning_tokens: int = 0
     has_called: bool = False  # has called a tool, in the replay or since
     _held_tokens: int = 0  # tokens that are not part of a delta yet
@@ -92,7 +92,7 @@ class Choice:
 
     def __post_init__(self) -> None:
         num_prompt = self.request.num_prompt
-        self.usage = Usage(num_prompt, 0, len(self.request.token_ids) - num_prompt)
+        self.usage = TokenUsage(num_prompt, 0, len(self.request.token_ids) - num_prompt)
 
     @property
     def num_resumed(self) -> int:

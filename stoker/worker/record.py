@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from stoker.sched.request import Usage
+from stoker.sched.request import TokenUsage
 from stoker.worker.metrics import WorkerMetrics
 
 
@@ -34,7 +34,7 @@ class RequestRecord:
             self.first_token_s = now_s
             self.metrics.ttft_s.observe(now_s - self.started_s)
 
-    def count_tokens(self, usage: Usage, num_resumed: int, with_prompt: bool) -> None:
+    def count_tokens(self, usage: TokenUsage, num_resumed: int, with_prompt: bool) -> None:
         """Add the tokens of a choice, without those that another worker generated and has counted."""
         self.generated_tokens += usage.completion_tokens - num_resumed
         if with_prompt:

@@ -16,7 +16,7 @@ from tiny import SHAPES, make_tiny
 from stoker.base.config import EngineSettings, KvSettings, SchedSettings
 from stoker.base.errors import ModelFilesError
 from stoker.checkpoint.served import check_served
-from stoker.engine.llm import LLM, Completion
+from stoker.engine.llm import LLM, LLMOutput
 from stoker.models.family import MODELS, family_of
 from stoker.sched.request import SamplingParams
 
@@ -51,7 +51,7 @@ def prompts(vocab_size: int) -> list[list[int]]:
     return [torch.randint(0, vocab_size, (count,), generator=generator).tolist() for count in (1, 8, 45)]
 
 
-def answers(llm: LLM) -> list[Completion]:
+def answers(llm: LLM) -> list[LLMOutput]:
     """Greedy answers, with the log-probability of every token of the vocabulary at each step. The engine is closed
     afterwards."""
     vocab_size = llm.built.vocab_size
@@ -62,7 +62,7 @@ def answers(llm: LLM) -> list[Completion]:
     return done
 
 
-def logprobs(answer: Completion) -> torch.Tensor:
+def logprobs(answer: LLMOutput) -> torch.Tensor:
     """[steps, vocab], by token id."""
     rows = []
     for step in answer.logprobs:

@@ -1,5 +1,8 @@
-"""A card's whole step on a CPU: packed inputs, rope, paged attention and drawing run in Triton's interpreter,
-and give the tokens of the references. Run by test_card_steps.py, with TRITON_INTERPRET=1. What a card replays is run anew."""
+"""A whole GPU step on a CPU: packed inputs, rope, paged attention and sampling run in Triton's interpreter.
+
+The tokens must equal those of the reference kernels. test_gpu_steps.py runs this file with TRITON_INTERPRET=1. A step that a
+GPU would replay from a graph is executed again.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from stoker.base.config import EngineSettings, KvSettings, SchedSettings
 from stoker.base.ids import RequestId
-from stoker.engine import gpu_steps as card
+from stoker.engine import gpu_steps
 from stoker.engine.graphs import StepOutputs
 from stoker.engine.llm import LLM
 from stoker.engine.packed import StepInputs, StepShape
@@ -27,16 +30,16 @@ from stoker.kernels.dense import DensePlans
 from stoker.sched.plan import StepPlan
 from stoker.sched.request import GenerateRequest, SamplingParams
 
-assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is to be set"
+assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
 
 GREEDY = SamplingParams(temperature=0.0)
-ASKED = [
+PLAIN = [
     GREEDY,
     SamplingParams(temperature=0.9, seed=5),
     SamplingParams(temperature=1.1, top_p=0.8, top_k=30, seed=6),
     SamplingParams(temperature=0.7, min_p=0.05, seed=7),
 ]
-SHAPED = [
+WITH_EXTRAS = [
     SamplingParams(temperature=0.0, num_logprobs=3),
     SamplingParams(temperature=0.8, repetition_penalty=1.3, logit_bias={7: 2.0}, seed=8),
 ]
@@ -54,7 +57,7 @@ class NothingCaptured:
 
 @dataclass
 class ReplayedStep:
-    """As a captured one it has its own inputs and nothing else."""
+    """Like a captured step, it reads only its packed inputs."""
 
     shape: StepShape
     forward: Callable[[StepInputs], StepOutputs]
@@ -75,7 +78,7 @@ class AllCaptured(NothingCaptured):
 
 
 class DenseLengths(DensePlans):
-    """Prompts of so many tokens are taken whole."""
+    """Takes prompts of 8 or 16 tokens out of the paged attention."""
 
     def __init__(self, like: Tensor, *heads: int) -> None:
         super().__init__(like, *heads)
@@ -87,12 +90,12 @@ def dense_attention(q: Tensor, key: Tensor, value: Tensor, scale: float) -> Tens
     return scaled_dot_product_attention(*batched, is_causal=True, scale=scale, enable_gqa=True)[0].transpose(0, 1)
 
 
-plainly = RowTable.apply
+apply_on_host = RowTable.apply
 
 
-def tell_the_device_too(rows: RowTable, plan: StepPlan) -> None:
-    plainly(rows, plan)
-    rows._tell_device(plan.new_rows, plan.block_table_changes)
+def apply_and_upload(rows: RowTable, plan: StepPlan) -> None:
+    apply_on_host(rows, plan)
+    rows._upload(plan.new_rows, plan.block_table_changes)
 
 
 def requests(rng: random.Random, samplings: list[SamplingParams]) -> list[GenerateRequest]:
@@ -114,24 +117,26 @@ def answers(folder: Path, samplings: list[SamplingParams], num_blocks: int) -> l
 
 @pytest.mark.parametrize("graphs", [NothingCaptured, AllCaptured])
 @pytest.mark.parametrize(
-    ("samplings", "num_blocks"), [(ASKED, 64), (SHAPED, 4)], ids=["drawn by the step", "by the reference, preempted"]
+    ("samplings", "num_blocks"),
+    [(PLAIN, 64), (WITH_EXTRAS, 4)],
+    ids=["sampled by the step", "sampled by the reference, with preemption"],
 )
-def test_a_cards_steps_give_the_references_tokens(
+def test_gpu_steps_give_the_tokens_of_the_references(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     samplings: list[SamplingParams],
     num_blocks: int,
     graphs: type[NothingCaptured],
 ) -> None:
-    # With one layer only the last token attends for anybody.
+    # With one layer, only the attention of the last token would matter.
     make_tiny(tmp_path, "qwen3", torch.float32, num_hidden_layers=2)
     expected = answers(tmp_path, samplings, num_blocks)
     for name in ("paged", "rope_write"):
         monkeypatch.setattr(import_module(f"stoker.kernels.{name}"), "use_triton", lambda x: True)
-    monkeypatch.setattr(card, "StepGraphs", graphs)
-    monkeypatch.setattr(card, "DensePlans", DenseLengths)
+    monkeypatch.setattr(gpu_steps, "StepGraphs", graphs)
+    monkeypatch.setattr(gpu_steps, "DensePlans", DenseLengths)
     monkeypatch.setattr(import_module("stoker.kernels.paged"), "dense_attention", dense_attention)
-    monkeypatch.setattr(RowTable, "apply", tell_the_device_too)
+    monkeypatch.setattr(RowTable, "apply", apply_and_upload)
     found = answers(tmp_path, samplings, num_blocks)
     assert [token_ids for token_ids, _ in found] == [token_ids for token_ids, _ in expected]
     for (_, ours), (_, theirs) in zip(found, expected, strict=True):

@@ -1,4 +1,4 @@
-"""Blocks are copied a few at a time: those of hundreds of requests would not fit beside all that a card holds."""
+"""Blocks are copied a few at a time, because the temporary copies of hundreds of blocks would not fit into GPU memory."""
 
 from __future__ import annotations
 
@@ -25,23 +25,21 @@ from stoker.sched.request import SamplingParams
 
 
 @pytest.mark.parametrize("at_a_time", [1, 2, 3, 100])
-def test_however_many_are_copied_at_a_time_each_is_what_its_source_was(
-    monkeypatch: pytest.MonkeyPatch, at_a_time: int
-) -> None:
+def test_copies_are_correct_however_many_are_made_at_a_time(monkeypatch: pytest.MonkeyPatch, at_a_time: int) -> None:
     cpu, layout = torch.device("cpu"), KvLayout(1, 1, 2, 4, "float32", 4)
-    monkeypatch.setattr(runners, "_COPIED_BYTES", at_a_time * layout.block_bytes)
+    monkeypatch.setattr(runners, "_COPY_BYTES", at_a_time * layout.block_bytes)
     kv = DeviceKv(layout, 8, cpu)
     kv.blocks.view(8, -1).copy_(torch.arange(8.0)[:, None].expand(8, kv.blocks[0].numel()))
-    model = torch.nn.Identity()  # a plan without spans asks it for nothing
+    model = torch.nn.Identity()  # a plan without spans does not use it
     runner = Runner(model, 1, kv, RowTable(1, 1, 10, cpu, NoGrammars()), FixedThreads(1), 16)  # type: ignore[arg-type]
-    # 0 is copied from, then taken by another; so is 2; 4 is copied onto itself.
+    # Blocks 0 and 2 are a source first and a destination later. Block 4 is copied onto itself.
     pairs = [(0, 1), (2, 0), (3, 2), (4, 4)]
     copies = [BlockCopy(BlockId(src), BlockId(dst)) for src, dst in pairs]
     runner.launch(StepPlan([], [], copies=copies)).wait()
     assert kv.blocks.view(8, -1)[:, 0].tolist() == [2, 0, 3, 3, 4, 5, 6, 7]
 
 
-def test_prompts_asked_again_all_at_once_copy_their_last_blocks_a_few_at_a_time(
+def test_many_repeated_prompts_copy_their_last_blocks_a_few_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_tiny(tmp_path, "llama")
@@ -49,16 +47,16 @@ def test_prompts_asked_again_all_at_once_copy_their_last_blocks_a_few_at_a_time(
     copied: list[int] = []
     copy = DeviceKv.copy
 
-    def noted(kv: DeviceKv, src: Sequence[int], dst: Sequence[int]) -> None:
+    def recorded(kv: DeviceKv, src: Sequence[int], dst: Sequence[int]) -> None:
         copied.append(len(src) * kv.layout.block_bytes)
         copy(kv, src, dst)
 
-    monkeypatch.setattr(DeviceKv, "copy", noted)
+    monkeypatch.setattr(DeviceKv, "copy", recorded)
     with closing(LLM(tmp_path, settings)) as llm:
-        most_bytes = 3 * llm.built.layout.block_bytes
-        monkeypatch.setattr(runners, "_COPIED_BYTES", most_bytes)
+        max_bytes = 3 * llm.built.layout.block_bytes
+        monkeypatch.setattr(runners, "_COPY_BYTES", max_bytes)
         prompts = [[number, 1, 2, 3, 4, 5] for number in range(20)]
         first, again = (llm.generate(prompts, SamplingParams(temperature=0.0), 8) for _ in range(2))
     assert [one.token_ids for one in again] == [one.token_ids for one in first]
-    assert sum(copied) == 20 * most_bytes // 3
-    assert max(copied) <= most_bytes
+    assert sum(copied) == 20 * max_bytes // 3
+    assert max(copied) <= max_bytes

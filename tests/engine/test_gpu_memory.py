@@ -1,4 +1,4 @@
-"""The memory plan comes from shapes alone; here it is held to figures worked out by hand."""
+"""The memory plan, compared with numbers calculated by hand."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WHOLE_30B_A3B = {
 }
 
 
-def test_a_token_of_the_8b_takes_its_stream_and_the_mlp() -> None:
+def test_a_token_of_the_8b_needs_the_residual_stream_and_the_mlp() -> None:
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -53,66 +53,70 @@ def test_a_token_of_the_8b_takes_its_stream_and_the_mlp() -> None:
     assert model.bytes_per_token == gate_up_and_gated + stream + angles
 
 
-def test_what_is_not_kv_stays_below_three_gib_at_the_8bs_shape() -> None:
+def test_working_memory_stays_below_3_gib_for_the_8b_shape() -> None:
     working = WorkingMemory.plan(8192, 2048, 512, 128256, 2, 103_424)
     assert working.reserve_bytes <= GIB // 2
     assert 8192 * 103_424 <= working.arena_bytes <= 8192 * 103_424 + 512 * 128256 * 2 + 64 * MIB
     assert working.total_bytes < 3 * GIB
 
 
-def test_drawing_for_a_large_vocabulary_counts_where_steps_are_small() -> None:
+def test_sampling_from_a_large_vocabulary_counts_if_steps_are_small() -> None:
     working = WorkingMemory.plan(64, 64, 64, 151936, 2, 1024)
-    assert working.arena_bytes > 64 * 151936 * 4 * 4  # logits in float32, several times over
+    assert working.arena_bytes > 64 * 151936 * 4 * 4  # several copies of the logits in float32
 
 
 @pytest.mark.parametrize("rows", [64, 512, 1024])
-def test_every_row_may_have_penalties(rows: int) -> None:
+def test_there_is_memory_for_penalties_in_every_row(rows: int) -> None:
     working = WorkingMemory.plan(8192, 2048, rows, 151936, 2, 50_000)
     step, logits, tables = 8192 * 50_000, rows * 151936 * 2, rows * 151936 * (4 + 1)
     assert step + logits + tables <= working.arena_bytes + working.reserve_bytes // 2
 
 
-def on_card(free_gib: float, kv: KvSettings, monkeypatch: pytest.MonkeyPatch) -> int:
+def blocks_on_gpu(free_gib: float, kv: KvSettings, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free_gib * GIB), 80 * GIB))
     settings = EngineSettings(device="cpu", kv=kv)
     resolved = replace(resolve(settings, family_of(LLAMA_8B, "here").shape), device=torch.device("cuda"))
     return num_blocks(settings, resolved, KvLayout(32, 8, 128, 64, "bfloat16", 2), WorkingMemory(GIB, GIB))
 
 
-def test_kv_gets_what_is_left_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert on_card(12.5, KvSettings(), monkeypatch) == 10 * GIB // (8 * MIB)
+def test_kv_gets_the_rest_of_the_gpus_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert blocks_on_gpu(12.5, KvSettings(), monkeypatch) == 10 * GIB // (8 * MIB)
     with pytest.raises(ConfigError, match=r"0\.00 GiB are left for KV"):
-        on_card(2.4, KvSettings(), monkeypatch)
+        blocks_on_gpu(2.4, KvSettings(), monkeypatch)
 
 
-def test_on_a_shared_card_kv_gets_what_is_left_of_the_engines_own_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_shared_gpu_kv_gets_the_rest_of_the_engines_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 15 * GIB)  # the weights
     part = 15 + 10 + 2.5 + 640 / 1024
-    assert on_card(60.0, KvSettings(gpu_memory_gib=part), monkeypatch) == 10 * GIB // (8 * MIB)
-    assert on_card(12.5, KvSettings(gpu_memory_gib=40.0), monkeypatch) == 10 * GIB // (8 * MIB), (
-        "more than there is is not had"
+    assert blocks_on_gpu(60.0, KvSettings(gpu_memory_gib=part), monkeypatch) == 10 * GIB // (8 * MIB)
+    assert blocks_on_gpu(12.5, KvSettings(gpu_memory_gib=40.0), monkeypatch) == 10 * GIB // (8 * MIB), (
+        "limited by the free memory"
     )
     with pytest.raises(ConfigError, match=r"0\.00 GiB are left for KV"):
-        on_card(60.0, KvSettings(gpu_memory_gib=18.0), monkeypatch)
+        blocks_on_gpu(60.0, KvSettings(gpu_memory_gib=18.0), monkeypatch)
 
 
-def test_kv_that_leaves_no_room_to_work_in_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert on_card(12.5, KvSettings(memory_gib=10.4), monkeypatch) == int(10.4 * GIB) // (8 * MIB)  # into the reserve
+def test_kv_that_leaves_no_working_memory_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert blocks_on_gpu(12.5, KvSettings(memory_gib=10.4), monkeypatch) == int(10.4 * GIB) // (
+        8 * MIB
+    )  # into the reserve
     for kv in (KvSettings(memory_gib=10.6), KvSettings(num_blocks=1400)):
-        with pytest.raises(ConfigError, match=r"room for 10\.50: of the card's memory 12\.50 GiB are free, and 2\.00"):
-            on_card(12.5, kv, monkeypatch)
+        with pytest.raises(
+            ConfigError, match=r"room for 10\.50 GiB: 12\.50 GiB of GPU memory are free, and steps need 2\.00"
+        ):
+            blocks_on_gpu(12.5, kv, monkeypatch)
 
 
 @pytest.mark.parametrize(
     ("hf", "settings", "expected"),
     [
         (WHOLE_8B, SchedSettings(), 2048),
-        (WHOLE_30B_A3B, SchedSettings(), 4096),  # of which a token meets a tenth
+        (WHOLE_30B_A3B, SchedSettings(), 4096),  # a token uses a tenth of its weights
         (WHOLE_8B, SchedSettings(step_tokens=1024), 1024),
         (WHOLE_8B, SchedSettings(mixed_tokens=700), 700),
     ],
 )
-def test_steps_that_answers_wait_for_are_as_long_as_the_arithmetic_is_little(
+def test_mixed_tokens_follow_from_the_arithmetic_per_token(
     hf: dict[str, Any], settings: SchedSettings, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -121,17 +125,17 @@ def test_steps_that_answers_wait_for_are_as_long_as_the_arithmetic_is_little(
     assert resolve(EngineSettings(device="cuda", sched=settings), shape).mixed_tokens == expected
 
 
-def test_weights_that_a_token_meets_are_those_of_its_experts() -> None:
-    for hf, held, met in ((WHOLE_8B, 6.98e9, 6.98e9), (WHOLE_30B_A3B, 29.9e9, 2.72e9)):
+def test_active_weights_count_only_the_experts_of_a_token() -> None:
+    for hf, all_weights, active in ((WHOLE_8B, 6.98e9, 6.98e9), (WHOLE_30B_A3B, 29.9e9, 2.72e9)):
         family = family_of(hf, "here")
         with torch.device("meta"):
             weights = dict(family.build(64).named_parameters())
         in_layers = sum(w.numel() for name, w in weights.items() if name.startswith("layers.") and w.dim() > 1)
-        assert in_layers == pytest.approx(held, rel=0.01)
-        assert family.shape.active_weights == pytest.approx(met, rel=0.01)
+        assert in_layers == pytest.approx(all_weights, rel=0.01)
+        assert family.shape.active_weights == pytest.approx(active, rel=0.01)
 
 
-def test_in_ram_nothing_is_measured() -> None:
+def test_the_memory_table_is_empty_on_a_cpu() -> None:
     table = MemoryTable(torch.device("cpu"))
     table.note("weights", 5)
     table.take_arena(1 << 50)
@@ -139,18 +143,18 @@ def test_in_ram_nothing_is_measured() -> None:
     assert table.lines == []
 
 
-def test_kv_in_ram_is_as_it_was_asked_for() -> None:
+def test_kv_in_ram_has_the_configured_size() -> None:
     settings = EngineSettings(device="cpu", kv=KvSettings(memory_gib=0.5), sched=SchedSettings(max_rows=4))
     resolved = resolve(settings, family_of(LLAMA_8B, "here").shape)
     layout = KvLayout(2, 8, 128, 16, "float32", 4)
     assert num_blocks(settings, resolved, layout, WorkingMemory(0, 0)) == (GIB // 2) // layout.block_bytes
 
 
-def test_more_kv_than_all_the_ram_is_refused() -> None:
-    """It would be taken bit by bit, until the system kills the engine."""
+def test_more_kv_than_ram_is_rejected() -> None:
+    """Pages are allocated when first written, so the system would kill the engine later."""
     settings = EngineSettings(device="cpu", kv=KvSettings(memory_gib=1e6))
     layout = KvLayout(2, 2, 16, 16, "float32", 4)
-    with pytest.raises(ConfigError, match=r"1000000\.00 GiB of KV were asked for"):
+    with pytest.raises(ConfigError, match=r"ask for 1000000\.00 GiB of KV"):
         num_blocks(settings, resolve(settings, family_of(LLAMA_8B, "here").shape), layout, WorkingMemory(0, 0))
 
 

@@ -1,4 +1,4 @@
-"""A card's whole step runs on a CPU too, in Triton's interpreter."""
+"""Runs gpu_interpreted.py: a whole GPU step in Triton's interpreter, on a CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-def test_a_cards_steps_give_the_references_tokens() -> None:
+def test_gpu_steps_give_the_tokens_of_the_references() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-n0", "-x", str(Path(__file__).with_name("gpu_interpreted.py"))]
     run = subprocess.run(
         command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=280

@@ -1,4 +1,4 @@
-"""Prefill here, decode there, KV out of tiers: the real engine gives the unified one's tokens, computing no more than it must."""
+"""Hand-off and tiers with the real engine: the tokens are those of a single engine, and no cached token is computed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tiny import make_tiny
 
 from stoker.base.config import EngineSettings, HandoffSettings, KvSettings, SchedSettings, StoreSettings
 from stoker.base.ids import RequestId
-from stoker.engine.llm import LLM, Completion
+from stoker.engine.llm import LLM, LLMOutput
 from stoker.engine.rates import StepRates
 from stoker.engine.runner import PendingStep, Runner
 from stoker.kv.blocks.transfer import KvTicket
@@ -74,7 +74,7 @@ def request(number: int, prompt: list[int], **fields: object) -> GenerateRequest
     return replace(plain, **fields)  # type: ignore[arg-type]
 
 
-def hand_over(prefill: LLM, decode: LLM, asked: list[list[int]]) -> list[Completion]:
+def hand_over(prefill: LLM, decode: LLM, asked: list[list[int]]) -> list[LLMOutput]:
     firsts = prefill.run([request(i, prompt, lease_id=f"l{i}") for i, prompt in enumerate(asked)])
     seconds = decode.run(
         [
@@ -90,7 +90,7 @@ def hand_over(prefill: LLM, decode: LLM, asked: list[list[int]]) -> list[Complet
 
 
 def settle(llm: LLM) -> None:
-    """Until every lease and every offer has come back."""
+    """Step until every lease has ended and every block is free."""
     scheduler = llm.built.scheduler
     for _ in range(10_000):
         llm.built.engine.step()
@@ -101,7 +101,7 @@ def settle(llm: LLM) -> None:
 
 
 def wait_until_written(llm: LLM, asked: list[list[int]]) -> None:
-    """All full blocks of these prompts, which have no block in common, and of their answers, to the first tier."""
+    """Wait until the first tier has all full blocks of these prompts and their answers. The prompts share no block."""
     num_blocks = sum((len(prompt) + NEW_TOKENS - 1) // BLOCK for prompt in asked)
     counters, until_s = llm.built.store.tiers[0].counters, time.monotonic() + 60
     while counters.written_bytes < num_blocks * llm.built.layout.block_bytes:
@@ -111,7 +111,7 @@ def wait_until_written(llm: LLM, asked: list[list[int]]) -> None:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What can be had is waited for, also on a machine that stalls."""
+    """Wait long enough for KV, also on a slow machine."""
     for name in ("_TIER_PATIENCE_S", "_PEER_PATIENCE_S"):
         monkeypatch.setattr(f"stoker.kv.store.loader.{name}", 60.0)
 
@@ -141,24 +141,24 @@ def test_a_lost_prefill_worker_costs_time_not_the_answer(folder: Path) -> None:
     asked = prompts(2, [5, 16, 50])
     with engine(folder, settings()) as unified, engine(folder, settings()) as decode:
         expected = unified.generate(asked, SamplingParams(temperature=0.0), NEW_TOKENS)
-        gone = KvTicket("nobody", "127.0.0.1:9", "l", 5, 30.0)
+        gone = KvTicket("gone", "127.0.0.1:9", "l", 5, 30.0)
         requests = [request(i, prompt, ticket=replace(gone, num_tokens=len(prompt))) for i, prompt in enumerate(asked)]
         assert [answer.token_ids for answer in decode.run(requests)] == [answer.token_ids for answer in expected]
         assert decode.built.scheduler.counters.failed_loads == 3
         settle(decode)
 
 
-def test_an_engine_of_a_short_context_measures_itself_with_a_prompt_that_fits(folder: Path) -> None:
+def test_the_prefill_measurement_fits_into_a_short_context(folder: Path) -> None:
     with engine(folder, replace(settings(serves=True), max_model_tokens=20)) as short:
         [done] = short.run([request(0, *prompts(3, [8]))])
     assert len(done.token_ids) == NEW_TOKENS
 
 
-@pytest.mark.parametrize("gives_way", ["preempted", "cancelled"])
-def test_nobody_takes_what_was_written_over_for_a_leases_kv(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, gives_way: str
+@pytest.mark.parametrize("how", ["preempted", "cancelled"])
+def test_overwritten_blocks_are_never_taken_for_the_kv_of_a_lease(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """A peer reads while a step runs, and asks afterwards whether the lease was still there."""
+    """A peer reads while a step runs, and asks afterwards whether the lease still held the blocks."""
     book = LeaseBook()
     monkeypatch.setattr("stoker.engine.build.LeaseBook", lambda: book)
     first, second = prompts(4, [72, 60])
@@ -173,11 +173,11 @@ def test_nobody_takes_what_was_written_over_for_a_leases_kv(
         def launch(runner: Runner, plan: StepPlan) -> PendingStep:
             if set(view.blocks) & set(plan.fresh_blocks):
                 was_held.append(book.holds("l", view.generation))
-            return launch_plainly(runner, plan)
+            return real_launch(runner, plan)
 
-        launch_plainly = Runner.launch
+        real_launch = Runner.launch
         monkeypatch.setattr(Runner, "launch", launch)
-        if gives_way == "cancelled":
+        if how == "cancelled":
             running.cancel(RequestId("r0"))
         running.add(request(1, second))
         while running.has_work:
@@ -187,7 +187,7 @@ def test_nobody_takes_what_was_written_over_for_a_leases_kv(
         settle(llm)
 
 
-def test_a_lease_whose_answer_ended_at_once_is_forgotten(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_is_closed_if_the_answer_ends_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     book = LeaseBook()
     monkeypatch.setattr("stoker.engine.build.LeaseBook", lambda: book)
     any_token = SamplingParams(temperature=0.0, stop_token_ids=tuple(range(199)))
@@ -200,7 +200,7 @@ def test_a_lease_whose_answer_ended_at_once_is_forgotten(folder: Path, monkeypat
         assert len(book) == 0
 
 
-def test_what_decode_has_is_not_pulled_again(folder: Path) -> None:
+def test_blocks_that_decode_has_are_not_pulled_again(folder: Path) -> None:
     first, second = prompts(3, [40, 3])
     with (
         engine(folder, settings(serves=True)) as prefill,
@@ -236,7 +236,7 @@ def a_store(tier: str, folder: Path) -> Iterator[StoreSettings]:
 def test_a_prefix_computed_by_one_worker_is_found_by_another_through_the_store(
     folder: Path, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Of a model this small a block is computed as soon as a file is opened.
+    # A model this small computes a block faster than a file is opened.
     monkeypatch.setattr(StepRates, "prefill_tokens_per_s", 100.0)
     asked = prompts(4, [100])
     with (

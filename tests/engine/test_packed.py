@@ -1,4 +1,4 @@
-"""A step's inputs for a card: whatever the room, the plan is what is in them, and the rest is padding."""
+"""A step's packed inputs: in any shape, they contain the plan, and the rest is padding."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def random_plan(rng: random.Random) -> StepPlan:
     return StepPlan(spans, token_ids)
 
 
-def inputs_of(plan: StepPlan, shape: StepShape, data: StepData, draws: bool = True) -> StepInputs:
+def inputs_of(plan: StepPlan, shape: StepShape, data: StepData, samples: bool = True) -> StepInputs:
     packed = torch.zeros(sum(shape.sizes), dtype=torch.int64)
-    data.pack(packed.numpy(), shape, draws)
+    data.pack(packed.numpy(), shape, samples)
     return StepInputs.of(packed, shape)
 
 
 def seen_blocks(pieces: torch.Tensor) -> dict[int, int]:
-    """By token: how many blocks of keys its pieces have."""
+    """Return how many blocks of keys each token's pieces cover."""
     seen: dict[int, int] = {}
     for first, count, begin, end, _group, _parts in pieces.tolist():
         for token in range(first, first + count):
@@ -43,7 +43,7 @@ def seen_blocks(pieces: torch.Tensor) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_plan_is_what_is_in_them(seed: int) -> None:
+def test_packed_inputs_contain_the_plan_and_padding(seed: int) -> None:
     plan = random_plan(random.Random(seed))
     sampling = [span for span in plan.spans if span.samples]
     data = StepData(plan, CUTTER)
@@ -69,10 +69,10 @@ def test_the_plan_is_what_is_in_them(seed: int) -> None:
         assert heads[2].tolist() == [span.start + span.count for span in sampling]
         assert inputs.tokens[2][heads[0]].tolist() == [span.start + span.count - 1 for span in sampling]
         assert not inputs.heads[2, len(sampling) :].any()
-        assert not inputs_of(plan, shape, data, draws=False).heads[2].any()
+        assert not inputs_of(plan, shape, data, samples=False).heads[2].any()
 
 
-def test_leading_tokens_of_planned_lengths_are_taken_whole() -> None:
+def test_leading_tokens_of_supported_lengths_are_left_to_dense_attention() -> None:
     spans = [
         Span(Row(0), 0, 5000, True),
         Span(Row(1), 700, 1, True),
@@ -83,7 +83,7 @@ def test_leading_tokens_of_planned_lengths_are_taken_whole() -> None:
     data = StepData(plan, CUTTER)
     all_tokens = inputs_of(plan, data.exact, data)
     assert sorted(seen_blocks(all_tokens.tiles) | seen_blocks(all_tokens.singles)) == list(range(13597))
-    assert data.take_whole([2048, 4096]) == ((0, 4096), (5001, 4096))
+    assert data.take_dense_prefixes([2048, 4096]) == ((0, 4096), (5001, 4096))
     inputs = inputs_of(plan, data.exact, data)
     tiles = seen_blocks(inputs.tiles)
     assert sorted(tiles) == [*range(4096, 5000), *range(9097, 13597)]
@@ -103,19 +103,19 @@ def test_every_step_of_few_tokens_has_a_shape() -> None:
         assert min(shape.tokens for shape in shapes if shape.holds(chunk)) <= max(16, 1.5 * tokens + 16)
 
 
-def test_nothing_is_captured_that_no_step_can_be() -> None:
+def test_no_shape_is_captured_that_no_step_can_have() -> None:
     first, rest = _shapes(8, 200, CUTTER)
     shapes = (*first, *rest)
     assert max(shape.tokens for shape in shapes) == 256
     assert max(shape.tokens for shape in shapes if not shape.tiles) == 8
-    assert max(shape.tokens for shape in first) == 256  # the others fit into its memory
+    assert max(shape.tokens for shape in first) == 256  # captured first, so that the others reuse its memory
     chunk = StepShape(200, 0, CUTTER.num_tiles(np.array([200])) + 1, 1)
     assert any(shape.holds(chunk) for shape in shapes)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_kernels_meet_no_number_and_no_address_that_is_not_a_multiple_of_16(seed: int) -> None:
-    """They would be compiled anew for it, in the midst of serving."""
+def test_sizes_and_addresses_are_multiples_of_16(seed: int) -> None:
+    """Otherwise Triton would compile kernels again while serving."""
     rng = random.Random(seed)
     for _ in range(20):
         plan = random_plan(rng)

@@ -1,4 +1,4 @@
-"""Launched steps are read in their order, and waited for."""
+"""Launched steps are waited for and read in order."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from stoker.sched.plan import NewRow, Span, StepPlan, StepResult
 from stoker.sched.request import SamplingParams
 
 
-class NotedStep(PendingStep):
-    read: ClassVar[list[NotedStep]] = []
+class RecordedStep(PendingStep):
+    read: ClassVar[list[RecordedStep]] = []
 
     def _read(self) -> StepResult:
         self.read.append(self)
         return super()._read()
 
 
-def test_waiting_for_a_step_reads_those_before_it_first() -> None:
-    """A grammar's row that the last step passed over drew in the one before: its mask must know of that token."""
-    steps: list[NotedStep] = []
+def test_waiting_for_a_step_reads_earlier_steps_first() -> None:
+    """A row with a grammar may be missing in the last step. Its mask then depends on a token of the step before."""
+    steps: list[RecordedStep] = []
     for _ in range(4):
-        steps.append(NotedStep(StepPlan([], []), None, [], 0.0, None, before=steps[-1] if steps else None))
+        steps.append(RecordedStep(StepPlan([], []), None, [], 0.0, None, before=steps[-1] if steps else None))
     steps[0].wait()
     steps[2].wait()
-    assert NotedStep.read == steps[:3]
+    assert RecordedStep.read == steps[:3]
     assert all(step.before is None for step in steps[:3])
     steps[1].wait()
-    assert NotedStep.read == steps[:3]
+    assert RecordedStep.read == steps[:3]
 
 
-def test_a_card_is_waited_for_also_where_nothing_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else all of a long prompt's steps would be launched at once, and whoever comes next would wait for all of them."""
+def test_a_gpu_step_is_waited_for_even_if_it_samples_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise all steps of a long prompt would be launched at once, and the next request would wait for all of them."""
     events: list[str] = []
 
     class FakeEvent:
@@ -51,11 +51,11 @@ def test_a_card_is_waited_for_also_where_nothing_is_drawn(monkeypatch: pytest.Mo
             events.append("recorded")
 
         def synchronize(self) -> None:
-            events.append("waited for")
+            events.append("synchronized")
 
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    # float64: by the references, without graphs.
+    # float64 uses the reference kernels, without graphs.
     blocks = SimpleNamespace(is_cuda=True, dtype=torch.float64, device="cuda")
     kv: Any = SimpleNamespace(blocks=blocks, layout=KvLayout(1, 1, 2, 4, "float64", 8))
     model: Any = None
@@ -67,4 +67,4 @@ def test_a_card_is_waited_for_also_where_nothing_is_drawn(monkeypatch: pytest.Mo
     step = runner.launch(plan)
     assert events == ["recorded"]
     assert step.wait().token_ids == [[]]
-    assert events == ["recorded", "waited for"]
+    assert events == ["recorded", "synchronized"]

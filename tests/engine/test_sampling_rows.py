@@ -1,4 +1,4 @@
-"""Rows that the references draw for are taken some at a time, to bound memory: that must not show."""
+"""The reference sampler takes some rows at a time, to limit memory. The result must not depend on it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tiny import make_tiny
 
 from stoker.base.config import EngineSettings
 from stoker.engine import sampler
-from stoker.engine.llm import LLM, Completion
+from stoker.engine.llm import LLM, LLMOutput
 from stoker.sched.request import SamplingParams
 
 
-def test_rows_drawn_in_parts_are_drawn_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampling_in_parts_gives_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_tiny(tmp_path, "llama")
     sampling = [
         SamplingParams(
@@ -26,12 +26,12 @@ def test_rows_drawn_in_parts_are_drawn_alike(tmp_path: Path, monkeypatch: pytest
         for number in range(11)
     ]
 
-    def answers() -> list[Completion]:
+    def answers() -> list[LLMOutput]:
         llm = LLM(tmp_path, EngineSettings(device="cpu", num_threads=1))
         return llm.generate([[number, 2, 3] for number in range(11)], sampling, max_new_tokens=6)
 
     whole = answers()
-    monkeypatch.setattr(sampler, "DRAWN_TOGETHER", 3)
+    monkeypatch.setattr(sampler, "SAMPLE_BATCH_ROWS", 3)
     assert answers() == whole
     assert [len(answer.logprobs) for answer in whole[:3]] == [0, 6, 6]
     assert [len(entry.top_ids) for entry in whole[2].logprobs] == [4] * 6

@@ -1,4 +1,4 @@
-"""Any schedule gives the same answer, with the real engine: in float64 the tokens of every request are those of its lone run."""
+"""With the real engine in float64, any schedule gives each request the tokens that it gets when it runs alone."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tiny import SHAPE, make_tiny
 
 from stoker.base.config import EngineSettings, KvSettings, SchedSettings
 from stoker.base.ids import RequestId
-from stoker.engine.llm import LLM, Completion
+from stoker.engine.llm import LLM, LLMOutput
 from stoker.sched.request import GenerateRequest, SamplingParams
 
 VOCAB = SHAPE["vocab_size"]
 BLOCK_TOKENS = 4
-MOST_TOKENS = 60  # prompt and answer together; the smallest cache holds just one such sequence
+MAX_TOKENS = 60  # prompt and answer; the smallest cache holds one such sequence
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def random_request(rng: random.Random, number: int, shared: list[int]) -> Genera
     num_prompt = rng.randint(1, 40)
     head = shared[: rng.randint(0, num_prompt)] if rng.random() < 0.7 else []
     token_ids = head + [rng.randrange(VOCAB) for _ in range(num_prompt - len(head))]
-    max_new = rng.randint(1, MOST_TOKENS - num_prompt)
+    max_new = rng.randint(1, MAX_TOKENS - num_prompt)
     penalised = rng.random() < 0.4
     sampling = SamplingParams(
         temperature=rng.choice([0.0, 1.0, 1.0, 0.7]),
@@ -71,11 +71,11 @@ def random_request(rng: random.Random, number: int, shared: list[int]) -> Genera
     )
 
 
-def run(llm: LLM, arrivals: list[tuple[int, GenerateRequest]], cancels: dict[str, int]) -> dict[str, Completion]:
-    """Each request is added before its step, and cancelled where `cancels` says so."""
+def run(llm: LLM, arrivals: list[tuple[int, GenerateRequest]], cancels: dict[str, int]) -> dict[str, LLMOutput]:
+    """Add each request before its step, and cancel those in `cancels` at their step."""
     engine, pool = llm.built.engine, llm.built.pool
     waiting = sorted(arrivals, key=lambda arrival: arrival[0])
-    answers: dict[str, Completion] = {request.request_id: Completion() for _, request in arrivals}
+    answers: dict[str, LLMOutput] = {request.request_id: LLMOutput() for _, request in arrivals}
     step = 0
     while waiting or engine.has_work:
         while waiting and (waiting[0][0] <= step or not engine.has_work):
@@ -92,12 +92,12 @@ def run(llm: LLM, arrivals: list[tuple[int, GenerateRequest]], cancels: dict[str
             answer.usage = chunk.usage
         pool.check()
         step += 1
-        assert step < 20_000, "no end in sight"
+        assert step < 20_000, "the engine does not finish"
     assert pool.num_free == pool.num_blocks
     return answers
 
 
-def assert_same(request: GenerateRequest, got: Completion, lone: Completion, cancelled: bool) -> None:
+def assert_same(request: GenerateRequest, got: LLMOutput, lone: LLMOutput, cancelled: bool) -> None:
     assert got.finish is not None
     assert lone.finish is not None
     if cancelled and got.finish.reason == "cancelled":
@@ -112,27 +112,27 @@ def assert_same(request: GenerateRequest, got: Completion, lone: Completion, can
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_any_schedule_gives_the_tokens_of_the_lone_run(folder: Path, seed: int) -> None:
+def test_any_schedule_gives_the_tokens_of_running_alone(folder: Path, seed: int) -> None:
     print("seed", seed)
     rng = random.Random(seed)
     shared = [rng.randrange(VOCAB) for _ in range(40)]
     requests = [random_request(rng, number, shared) for number in range(10)]
     longest = max(requests, key=lambda request: request.num_prompt)
-    other_draws = replace(longest.sampling, seed=longest.sampling.seed + 1)
-    requests.append(replace(longest, request_id=RequestId("twin"), sampling=other_draws))
+    other_seed = replace(longest.sampling, seed=longest.sampling.seed + 1)
+    requests.append(replace(longest, request_id=RequestId("twin"), sampling=other_seed))
     lone = {}
     for request in requests:
-        # Of its own in every sense: an engine that has cached nothing, one request, whole prompts.
+        # A new engine with an empty cache, one request, no chunked prefill.
         with closing(LLM(folder, settings(100, 512, 1, 0))) as alone:
             lone[request.request_id] = run(alone, [(0, request)], {})[request.request_id]
     assert {len(answer.token_ids) > 0 for answer in lone.values()} == {True}
     preemptions = cached = 0
     for steps_ahead in (0, 1, 2):
-        # One that is sure to preempt, and two that are anything.
-        schedules = [(MOST_TOKENS // BLOCK_TOKENS, 64, 16)]
+        # One schedule that certainly preempts, and two random ones.
+        schedules = [(MAX_TOKENS // BLOCK_TOKENS, 64, 16)]
         schedules += [
             (
-                rng.choice([MOST_TOKENS // BLOCK_TOKENS, 20, 40, 400]),
+                rng.choice([MAX_TOKENS // BLOCK_TOKENS, 20, 40, 400]),
                 rng.choice([1, 3, 16, 64]),
                 rng.choice([1, 2, 5, 16]),
             )
@@ -155,7 +155,7 @@ def test_any_schedule_gives_the_tokens_of_the_lone_run(folder: Path, seed: int) 
 
 
 def test_min_tokens_and_penalties_start_from_the_output_after_a_preemption(folder: Path) -> None:
-    """A greedy answer that would repeat itself, with penalties that forbid it: a lost count would show."""
+    """Without penalties this greedy answer repeats itself, so a lost count would change it."""
     sampling = SamplingParams(
         temperature=0.0, frequency_penalty=1.5, repetition_penalty=1.3, stop_token_ids=tuple(range(60)), min_tokens=30
     )
@@ -170,15 +170,15 @@ def test_min_tokens_and_penalties_start_from_the_output_after_a_preemption(folde
         assert llm.built.pool.num_free == llm.built.pool.num_blocks
 
 
-def test_an_end_that_the_model_cannot_draw_is_no_reason_to_fail(folder: Path) -> None:
-    """Configurations name such ones: ids of words that were added to a tokenizer and not to the model."""
+def test_stop_tokens_outside_the_vocabulary_are_ignored(folder: Path) -> None:
+    """Some configurations name tokens that were added to the tokenizer but not to the model."""
     sampling = SamplingParams(temperature=0.0, stop_token_ids=(VOCAB, VOCAB + 5), min_tokens=3)
     with closing(LLM(folder, settings(20, 64, 1, 0))) as llm:
         [answer] = llm.generate([[1, 2, 3]], sampling, 6)
     assert len(answer.token_ids) == 6
 
 
-def test_a_prompt_beyond_the_models_context_ends_alone(folder: Path) -> None:
+def test_a_prompt_beyond_the_context_fails_alone(folder: Path) -> None:
     context = SHAPE["max_position_embeddings"]
     with closing(LLM(folder, settings(400, 64, 2, 1))) as llm:
         long, short = llm.generate([[1] * context, [1, 2, 3]], SamplingParams(temperature=0.0), 6)
@@ -188,8 +188,8 @@ def test_a_prompt_beyond_the_models_context_ends_alone(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("steps_ahead", [0, 1, 2])
-def test_the_time_of_all_steps_is_no_more_than_the_time_that_passed(folder: Path, steps_ahead: int) -> None:
-    """Steps that are launched ahead wait for those before them, whose time is not theirs."""
+def test_the_sum_of_step_times_is_at_most_the_elapsed_time(folder: Path, steps_ahead: int) -> None:
+    """A step that is launched ahead waits for the one before, whose time must not count twice."""
     with closing(LLM(folder, settings(400, 16, 8, steps_ahead))) as llm:
         started_s = time.monotonic()
         llm.generate([[number] * 40 for number in range(8)], SamplingParams(temperature=0.0), 20)

@@ -16,7 +16,7 @@ from stoker.kernels.norm import rms_norm_ref, rms_norm_triton
 from stoker.kernels.paged import Cutter, PagedSpans, new_counters, paged_attention_triton
 from stoker.kernels.pieces import FIELDS, Ints
 from stoker.kernels.rope_write import HeadNorms, rope_write_ref, rope_write_triton
-from stoker.kernels.sample import draw, uniform
+from stoker.kernels.sample import sample_tokens, uniform
 from stoker.kernels.sample_rows import new_settings, pack_settings, sample_rows_triton
 from stoker.kernels.skinny import SkinnyTile, few_rows_linear, one_row_linear
 from stoker.kernels.step_inputs import step_inputs_ref, step_inputs_triton
@@ -224,8 +224,8 @@ def sampling(num_rows: int, vocab: int, seed: int, device: torch.device, dtype: 
     wide = logits.double()
     warm = temperature > 0
     safe = temperature.where(warm, 1.0).double()
-    drawn = draw(wide, safe, top_k, top_p.double(), min_p.double(), uniform(seeds, lengths))
-    expected = torch.where(warm, drawn, wide.argmax(-1))
+    sampled = sample_tokens(wide, safe, top_k, top_p.double(), min_p.double(), uniform(seeds, lengths))
+    expected = torch.where(warm, sampled, wide.argmax(-1))
     assert found.tolist() == expected.tolist()
     plain = sample_rows_triton(on_device, *where, new_settings(num_rows + 3, device), last_token)
     assert plain.tolist() == wide.argmax(-1).tolist()

@@ -5,19 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stoker.kernels.sample import draw, mask_tokens, penalise, uniform
+from stoker.kernels.sample import mask_tokens, penalise, sample_tokens, uniform
 
 
 def uniforms(count: int, seed: int = 3) -> torch.Tensor:
     return uniform(torch.full((count,), seed), torch.arange(count))
 
 
-def draw_many(
+def sample_many(
     logits: torch.Tensor, count: int, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> torch.Tensor:
     rows = logits.expand(count, -1)
     full = torch.full((count,), 1.0)
-    return draw(rows, full * temperature, torch.full((count,), top_k), full * top_p, full * min_p, uniforms(count))
+    return sample_tokens(
+        rows, full * temperature, torch.full((count,), top_k), full * top_p, full * min_p, uniforms(count)
+    )
 
 
 def naive_probs(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
@@ -58,7 +60,7 @@ def test_samples_follow_the_filtered_distribution(
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(vocab)) * 2
     expected = naive_probs(logits, temperature, top_k, top_p, min_p)
     count = 20_000
-    found = draw_many(logits, count, temperature, top_k, top_p, min_p).bincount(minlength=vocab) / count
+    found = sample_many(logits, count, temperature, top_k, top_p, min_p).bincount(minlength=vocab) / count
     assert set(found.nonzero().flatten().tolist()) <= set(expected.nonzero().flatten().tolist())
     # Five standard deviations of a count, plus some slack, since 1,500 counts are checked.
     slack = 5 * (expected * (1 - expected) / count).sqrt() + 1e-4
@@ -67,7 +69,7 @@ def test_samples_follow_the_filtered_distribution(
 
 def test_a_top_p_that_needs_more_than_the_first_sorted_tokens_takes_them() -> None:
     logits = torch.zeros(3000)  # flat: 0.9 of the mass is 2,700 tokens, or all of them where equal tokens stay together
-    found = draw_many(logits, 20_000, 1.0, 0, 0.9, 0.0)
+    found = sample_many(logits, 20_000, 1.0, 0, 0.9, 0.0)
     assert len(found.unique()) > 2690
 
 
@@ -89,17 +91,17 @@ def test_a_row_samples_the_same_token_in_any_batch() -> None:
     logits = torch.randn(64, 300)
     full = torch.ones(64)
     arguments = (full * 0.9, torch.arange(64) % 5 * 10, full - 0.1 * (torch.arange(64) % 3), full * 0.01, uniforms(64))
-    whole = draw(logits, *arguments)
+    whole = sample_tokens(logits, *arguments)
     for i in range(64):
-        assert draw(logits[i : i + 1], *(argument[i : i + 1] for argument in arguments)) == whole[i]
+        assert sample_tokens(logits[i : i + 1], *(argument[i : i + 1] for argument in arguments)) == whole[i]
 
 
 def test_extreme_uniforms_never_sample_a_token_without_mass() -> None:
     logits = torch.tensor([[float("-inf"), 0.0, float("-inf"), 1.0, float("-inf")]])
     ones, zeros = torch.ones(1), torch.zeros(1, dtype=torch.int64)
     for value in (0.0, 1 - 2**-53):
-        drawn = draw(logits, ones, zeros, ones, torch.zeros(1), torch.tensor([value], dtype=torch.float64))
-        assert drawn.item() in (1, 3)
+        sampled = sample_tokens(logits, ones, zeros, ones, torch.zeros(1), torch.tensor([value], dtype=torch.float64))
+        assert sampled.item() in (1, 3)
 
 
 def test_penalties_are_openais_and_repetition_counts_the_prompt() -> None:

@@ -10,7 +10,7 @@ import msgspec
 from stoker.base.ids import BlockKey, RequestId, WorkerId
 from stoker.proto.messages import BlocksForgotten, BlocksNamed, Chunks, KvEvents, WorkerInfo, WorkerRegistration
 from stoker.proto.pipe import EngineEnd, ServerEnd
-from stoker.sched.request import Finish, TokenChunks, TokenLogprobs, Usage
+from stoker.sched.request import Finish, TokenChunks, TokenLogprobs, TokenUsage
 
 KEYS = [BlockKey(bytes([i]) * 16) for i in range(3)]
 
@@ -25,7 +25,7 @@ def test_events_and_chunks_pass_the_pipe_in_order() -> None:
     )
     chunks = TokenChunks()
     chunks.add(RequestId("q"), [4, 5])
-    chunks.add(RequestId("r"), [1], Usage(3, 2, 1), [TokenLogprobs(1, -0.5, [2], [-0.1])], Finish("stop", 1))
+    chunks.add(RequestId("r"), [1], TokenUsage(3, 2, 1), [TokenLogprobs(1, -0.5, [2], [-0.1])], Finish("stop", 1))
     messages = [Chunks(chunks=chunks), events, Chunks(chunks=TokenChunks())]
 
     async def main() -> None:

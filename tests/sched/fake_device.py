@@ -1,5 +1,4 @@
-"""A fake device and model for the scheduler: the next token is a function of the prefix as it lies in KV, so that any wrong
-block, slot or order gives a wrong answer."""
+"""A fake device and model for the scheduler. The next token is a function of the whole prefix as it is stored in KV."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ def next_token(token_ids: list[int], seed: int) -> int:
 
 
 class FakeDevice:
-    """Carries out plans on 'KV' that is the tokens themselves: a wrong block, slot or order gives a wrong answer."""
+    """Executes plans on 'KV' that is the tokens themselves, so that a wrong block, slot or order gives a wrong token."""
 
     def __init__(self, num_blocks: int, block_tokens: int, max_rows: int) -> None:
         self._block_tokens = block_tokens
@@ -28,7 +27,7 @@ class FakeDevice:
         self._tables: dict[int, list[int]] = {}
         self._seeds: dict[int, int] = {}
         self._last: dict[int, int] = {}
-        self._filled: set[int] = set()  # by others than this sequence's own steps, and not cleared since
+        self._filled: set[int] = set()  # blocks filled by copies or loads, and not cleared since
         self._max_rows = max_rows
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -57,8 +56,8 @@ class FakeDevice:
                 writes.append((block, position % self._block_tokens))
                 self._kv[block][position % self._block_tokens] = token
             rest = self._kv[block][position % self._block_tokens + 1 :]
-            assert block in self._filled or rest == [None] * len(rest), "an earlier owner's tokens are in reach"
-        assert len(set(writes)) == len(writes), "two spans wrote one slot"
+            assert block in self._filled or rest == [None] * len(rest), "the tokens of an earlier owner can be read"
+        assert len(set(writes)) == len(writes), "two spans wrote to the same slot"
         return StepResult(
             [self._sample(span.row, span.start + span.count) if span.samples else [] for span in plan.spans], 0.0
         )
@@ -97,7 +96,7 @@ def random_request(rng: random.Random, number: int, kv_tokens: int, shared: list
         request_id=RequestId(f"r{number}"),
         token_ids=token_ids + resumed,
         num_prompt=num_prompt,
-        # The fake's answer depends on the seed; equal prompts under one seed may share KV and must still agree.
+        # The fake model's answer depends on the seed. Equal prompts share KV, whatever their seed, and must still be right.
         sampling=SamplingParams(seed=rng.randrange(3), stop_token_ids=tuple(rng.sample(range(VOCAB), 2))),
         max_new_tokens=max_new,
         cache_salt=rng.choice(["", "", "tenant"]),

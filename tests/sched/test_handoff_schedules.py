@@ -1,7 +1,7 @@
-"""Any way through prefill, hand-off, tiers and failures gives the same answer, and every block comes back.
+"""Any path through prefill, hand-off, tiers and failures gives the same answer, and returns every block to the pool.
 
-Two schedulers with a fake device each, a store of blocks by key between them, and a hand that does everything at random:
-loads come late, in part or not at all, leases are given back or run out, sequences are cancelled on the way.
+Two schedulers, each with a fake device, share a store of blocks. Everything else is random: loads finish late, partly or not
+at all; leases are released or expire; sequences are cancelled at any time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LEASE_S = 40.0
 
 @dataclass(eq=False)
 class Worker:
-    """A scheduler, its device, and what a store and a KV server would do."""
+    """A scheduler and its device, with a simple store and KV server."""
 
     rng: random.Random
     block_tokens: int
@@ -73,7 +73,7 @@ class Worker:
     def step(self, now: float, peers: dict[str, Worker]) -> None:
         for load in [load for load in self.loads if self.rng.random() < 0.4]:
             self.loads.remove(load)
-            self.scheduler.loaded(self.load(load, peers))
+            self.scheduler.finish_load(self.load(load, peers))
         self.take(self.scheduler.expire(now))
         plan = self.scheduler.plan()
         if plan is not None:
@@ -85,16 +85,16 @@ class Worker:
             self.take(self.scheduler.commit(self.launched.popleft()))
         for offered in self.scheduler.take_offers():
             self.store[offered.name.key] = self.device.read(offered.block)
-            self.scheduler.end_offer([offered.block])
+            self.scheduler.end_offers([offered.block])
         growing, broken = self.scheduler.take_leases()
         self.leases.update({kv.lease_id: kv for kv in growing})
-        for lease_id in [*broken, *self.scheduler.due_leases(now)]:
+        for lease_id in [*broken, *self.scheduler.expired_leases(now)]:
             self.release(lease_id)
         self.pool.check()
 
     def release(self, lease_id: str) -> None:
         self.leases.pop(lease_id, None)
-        self.scheduler.release(lease_id)
+        self.scheduler.release_lease(lease_id)
 
     def load(self, load: KvLoad, peers: dict[str, Worker]) -> LoadResult:
         sources = [self.fetch(load, i, peers) for i in range(len(load.keys))]
@@ -105,7 +105,7 @@ class Worker:
 
     def fetch(self, load: KvLoad, i: int, peers: dict[str, Worker]) -> str | None:
         if self.rng.random() < 0.05:
-            self.device.fill(load.blocks[i], [-7] * self.block_tokens)  # torn: half of it came
+            self.device.fill(load.blocks[i], [-7] * self.block_tokens)  # a torn read
             return None
         if load.keys[i] in self.store:
             self.device.fill(load.blocks[i], self.store[load.keys[i]])
@@ -117,13 +117,13 @@ class Worker:
         at = load.first + i
         if kv is None or at >= kv.num_ready:
             return None
-        assert kv.keys[at] == load.keys[i], "both sides name a block alike"
+        assert kv.keys[at] == load.keys[i], "both workers use the same key for a block"
         self.device.fill(load.blocks[i], peer.device.read(kv.blocks[at]))
         return "peer"
 
 
 @pytest.mark.parametrize("seed", range(300))
-def test_any_way_through_a_hand_off_gives_the_tokens_of_a_lone_run(seed: int) -> None:
+def test_any_handoff_gives_the_tokens_of_a_single_worker(seed: int) -> None:
     print("seed", seed)
     rng = random.Random(seed)
     block_tokens = rng.choice([1, 2, 4, 16])
@@ -133,7 +133,7 @@ def test_any_way_through_a_hand_off_gives_the_tokens_of_a_lone_run(seed: int) ->
     decode = Worker(rng, block_tokens, num_blocks, store, "D")
     peers = {"P": prefill, "D": decode}
     shared = [rng.randrange(VOCAB) for _ in range(60)]
-    # One block less than there are: a lease may hold the tail of another sequence's blocks for a while.
+    # One block less than the pool has, because a lease may hold a block of another sequence for a while.
     kv_tokens = (num_blocks - 1) * block_tokens
     requests = {
         request.request_id: replace(request, deadline_s=None)
@@ -196,7 +196,7 @@ def a_request(num_tokens: int, **fields: object) -> GenerateRequest:
 
 
 class NoAccidents(random.Random):
-    """Loads come at once, and whole."""
+    """Loads finish at once and completely."""
 
     def random(self) -> float:
         return 0.3
@@ -212,7 +212,7 @@ def a_worker(block_tokens: int = 4, num_blocks: int = 32) -> Worker:
     return worker
 
 
-def test_a_ticket_is_for_all_tokens_but_the_one_just_drawn() -> None:
+def test_a_ticket_covers_all_tokens_except_the_one_just_sampled() -> None:
     worker = a_worker()
     worker.add(a_request(10, lease_id="l"))
     worker.step(0.0, {})
@@ -225,7 +225,7 @@ def test_a_ticket_is_for_all_tokens_but_the_one_just_drawn() -> None:
     assert worker.pool.num_free == 32 - 3
 
 
-def test_decode_computes_nothing_that_it_could_pull() -> None:
+def test_decode_computes_no_token_that_it_can_pull() -> None:
     for num_prompt in (1, 3, 4, 5, 8, 23):
         prefill, decode = a_worker(), a_worker()
         prefill.add(a_request(num_prompt, lease_id="l"))
@@ -237,10 +237,10 @@ def test_decode_computes_nothing_that_it_could_pull() -> None:
             decode.step(0.0, {"W": prefill})
         assert first + decode.answers["r"] == lone_run(a_request(num_prompt))
         assert decode.scheduler.counters.pulled_tokens == num_prompt
-        assert decode.scheduler.counters.computed_tokens == 7  # of 8 tokens, the last needs no KV
+        assert decode.scheduler.counters.computed_tokens == 7  # the last of the 8 tokens needs no KV
 
 
-def test_an_answer_of_one_token_keeps_its_kv_for_routers_that_draw_it_again() -> None:
+def test_an_answer_of_one_token_holds_its_kv_for_routers_that_sample_it_again() -> None:
     worker = a_worker()
     worker.add(a_request(10, lease_id="l", max_new_tokens=1))
     worker.step(0.0, {})
@@ -251,7 +251,7 @@ def test_an_answer_of_one_token_keeps_its_kv_for_routers_that_draw_it_again() ->
     assert last.ticket.num_tokens == 10
 
 
-def test_a_lease_ends_by_itself() -> None:
+def test_a_lease_expires() -> None:
     worker = a_worker()
     worker.add(a_request(10, lease_id="l"))
     worker.step(0.0, {})
@@ -262,14 +262,14 @@ def test_a_lease_ends_by_itself() -> None:
     assert worker.pool.num_free == 32
 
 
-def test_an_engine_without_a_server_keeps_nothing_for_others() -> None:
+def test_an_engine_without_a_kv_server_rejects_leases() -> None:
     scheduler = Scheduler(SchedulerConfig(4, 128, 8, "fake"), BlockPool(8))
     with pytest.raises(InvalidRequest) as refused:
         scheduler.add(a_request(4, lease_id="l"))
     assert refused.value.code == "no_handoff"
 
 
-def test_a_lease_in_use_is_not_given_twice() -> None:
+def test_a_lease_id_in_use_is_rejected() -> None:
     worker = a_worker()
     worker.add(a_request(10, lease_id="l"))
     worker.step(0.0, {})

@@ -1,4 +1,4 @@
-"""Steps in which answers go on are shorter than those that only compute prompts."""
+"""Mixed steps are shorter than prefill-only steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stoker.sched.request import GenerateRequest, SamplingParams
 from stoker.sched.scheduler import Scheduler, SchedulerConfig
 
 
-def test_a_prompt_takes_whole_steps_until_somebody_is_being_answered() -> None:
+def test_a_prompt_gets_whole_steps_until_a_sequence_decodes() -> None:
     scheduler = Scheduler(SchedulerConfig(4, 64, 8, "fake", mixed_tokens=16), BlockPool(200))
     device = FakeDevice(200, 4, 8)
 
@@ -27,10 +27,10 @@ def test_a_prompt_takes_whole_steps_until_somebody_is_being_answered() -> None:
     add("first", 100)
     assert [step(), step()] == [64, 36]
     add("second", 40)
-    assert [step(), step(), step()] == [16, 16, 11]  # 15, 15 and 10 of the prompt beside the answer's token
+    assert [step(), step(), step()] == [16, 16, 11]  # 15, 15 and 10 tokens of the prompt, and one decoded token each
 
 
-def test_more_answers_than_such_a_step_has_room_for_all_go_on() -> None:
+def test_all_sequences_decode_even_if_they_exceed_mixed_tokens() -> None:
     scheduler = Scheduler(SchedulerConfig(4, 64, 8, "fake", mixed_tokens=3), BlockPool(200))
     device = FakeDevice(200, 4, 8)
     for number in range(6):

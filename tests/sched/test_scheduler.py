@@ -1,4 +1,4 @@
-"""What the scheduler promises beyond right answers: who comes first, what is shared, what is refused."""
+"""What the scheduler guarantees besides correct tokens: order, reuse of KV, and rejected requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stoker.sched.request import (
     TokenChunk,
     TokenChunks,
     TokenLogprobs,
-    Usage,
+    TokenUsage,
 )
 from stoker.sched.scheduler import Scheduler, SchedulerConfig
 
@@ -23,7 +23,7 @@ BLOCK = 4
 
 
 class World:
-    """A scheduler on a fake device, driven a step at a time."""
+    """A scheduler on a fake device, driven step by step."""
 
     def __init__(self, num_blocks: int = 100, step_tokens: int = 64, max_rows: int = 8) -> None:
         self.pool = BlockPool(num_blocks)
@@ -37,7 +37,7 @@ class World:
         self.scheduler.add(request)
 
     def step(self) -> list[str]:
-        """Who got a token."""
+        """Run one step. Return the requests that got a token."""
         plan = self.scheduler.plan()
         if plan is None:
             return []
@@ -52,7 +52,7 @@ class World:
             if not self.scheduler.has_work:
                 return
             self.step()
-        raise AssertionError("no end in sight")
+        raise AssertionError("the scheduler does not finish")
 
     def cached(self, name: str) -> int:
         usage = self.chunks[name][-1].usage
@@ -60,7 +60,7 @@ class World:
         return usage.cached_tokens
 
 
-def test_a_second_request_finds_all_full_blocks_of_the_common_prefix() -> None:
+def test_a_second_request_reuses_all_full_blocks_of_the_common_prefix() -> None:
     world = World()
     world.add("first", list(range(30)))
     world.run()
@@ -70,7 +70,7 @@ def test_a_second_request_finds_all_full_blocks_of_the_common_prefix() -> None:
 
 
 @pytest.mark.parametrize("changed", range(30))
-def test_changing_a_token_invalidates_from_its_block_on_and_never_before(changed: int) -> None:
+def test_a_changed_token_invalidates_its_block_and_later_ones_only(changed: int) -> None:
     world = World()
     world.add("first", list(range(30)))
     world.run()
@@ -90,7 +90,7 @@ def test_tenants_with_different_salts_never_share() -> None:
     assert (world.cached("second"), world.cached("third")) == (0, 28)
 
 
-def test_what_one_sequence_generated_the_next_turn_finds() -> None:
+def test_the_next_turn_reuses_what_the_last_one_generated() -> None:
     world = World()
     world.add("turn 1", list(range(10)), max_new=20)
     world.run()
@@ -101,7 +101,7 @@ def test_what_one_sequence_generated_the_next_turn_finds() -> None:
     assert world.cached("turn 2") == 28
 
 
-def test_several_that_share_a_prompt_compute_it_once() -> None:
+def test_sequences_with_the_same_prompt_compute_it_once() -> None:
     world = World(step_tokens=1000)
     for i in range(5):
         world.add(f"choice {i}", list(range(40)))
@@ -109,11 +109,11 @@ def test_several_that_share_a_prompt_compute_it_once() -> None:
     counters = world.scheduler.counters
     assert [world.cached(f"choice {i}") for i in range(5)] == [0, 36, 36, 36, 36]
     assert counters.cached_tokens == 4 * 36
-    # The last block is copied from the first one's as far as it is the same: only the last token is computed anew.
+    # The last block is copied from the first sequence, so only the last token is computed again.
     assert counters.partial_tokens == 4 * 3
 
 
-def test_a_better_priority_makes_the_worse_give_way_for_blocks_and_rows() -> None:
+def test_a_better_priority_preempts_a_worse_one_for_blocks_and_rows() -> None:
     for world in (World(num_blocks=8), World(max_rows=1)):
         world.add("low", list(range(20)), max_new=10, priority=5)
         world.step()
@@ -124,7 +124,7 @@ def test_a_better_priority_makes_the_worse_give_way_for_blocks_and_rows() -> Non
         assert [len(world.chunks[name]) for name in ("low", "high")] == [10, 5]
 
 
-def test_equals_wait_for_each_other() -> None:
+def test_equal_priorities_do_not_preempt_each_other() -> None:
     world = World(num_blocks=8)
     world.add("first", list(range(20)), max_new=10)
     world.step()
@@ -134,7 +134,7 @@ def test_equals_wait_for_each_other() -> None:
     assert world.scheduler.counters.preemptions == 0
 
 
-def test_a_long_prompt_does_not_stop_the_others_answers() -> None:
+def test_a_long_prompt_does_not_stall_decoding_sequences() -> None:
     world = World(step_tokens=8)
     world.add("short", [1, 2, 3], max_new=10)
     world.step()
@@ -143,7 +143,7 @@ def test_a_long_prompt_does_not_stop_the_others_answers() -> None:
         assert "short" in world.step()
 
 
-def test_what_can_never_fit_is_refused_at_once() -> None:
+def test_a_request_that_can_never_fit_is_rejected_at_once() -> None:
     world = World(num_blocks=5)
     with pytest.raises(InvalidRequest) as refused:
         world.add("large", list(range(10)), max_new=11)
@@ -153,8 +153,8 @@ def test_what_can_never_fit_is_refused_at_once() -> None:
     assert not world.scheduler.has_work
 
 
-def test_a_token_that_the_model_does_not_have_is_refused() -> None:
-    """Its embedding would be read from beyond the last: the end of everybody's requests."""
+def test_a_token_id_outside_the_vocabulary_is_rejected() -> None:
+    """Its embedding would be read out of bounds, which would end all requests."""
     scheduler = Scheduler(SchedulerConfig(4, 16, 2, vocab_size=50), BlockPool(8))
     with pytest.raises(InvalidRequest) as refused:
         scheduler.add(GenerateRequest(RequestId("r"), [3, 50, 4], 3, SamplingParams(), 5))
@@ -163,8 +163,8 @@ def test_a_token_that_the_model_does_not_have_is_refused() -> None:
     scheduler.add(GenerateRequest(RequestId("r"), [3, 49, 4], 3, SamplingParams(), 5))
 
 
-def test_more_tokens_than_the_models_context_are_refused() -> None:
-    """They would be turned by angles from beyond the table: the end of everybody's requests."""
+def test_more_tokens_than_the_models_context_are_rejected() -> None:
+    """Their rotary angles would be read out of bounds, which would end all requests."""
     scheduler = Scheduler(SchedulerConfig(4, 16, 2, max_tokens=10), BlockPool(8))
     with pytest.raises(InvalidRequest) as refused:
         scheduler.add(GenerateRequest(RequestId("r"), [1, 2, 3, 4, 5, 6], 6, SamplingParams(), 5))
@@ -175,33 +175,39 @@ def test_more_tokens_than_the_models_context_are_refused() -> None:
     scheduler.add(GenerateRequest(RequestId("r"), [1, 2, 3, 4, 5, 6], 6, SamplingParams(), 4))
 
 
-def test_usage_comes_with_the_first_chunk_and_with_the_last() -> None:
+def test_the_first_and_the_last_chunk_have_usage() -> None:
     world = World(step_tokens=8)
     world.add("short", list(range(20)), max_new=1)
     world.add("long", list(range(30, 60)), max_new=5)
     world.run()
     (only,) = world.chunks["short"]
-    assert only.usage == Usage(20, 0, 1)
-    assert [chunk.usage for chunk in world.chunks["long"]] == [Usage(30, 0, 1), None, None, None, Usage(30, 0, 5)]
-
-
-def test_chunks_as_columns_are_the_chunks_that_were_added() -> None:
-    logprobs, finish = [TokenLogprobs(7, -0.5, [], [])], Finish("length")
-    one, two = TokenChunks(), TokenChunks()
-    one.add(RequestId("a"), [1], Usage(3, 0, 1))
-    one.add(RequestId("b"), [2])
-    two.add(RequestId("c"), [7], None, logprobs)
-    two.add(RequestId("d"), [], Usage(4, 0, 0), None, finish)
-    one.extend(two)
-    assert list(one) == [
-        TokenChunk(RequestId("a"), [1], Usage(3, 0, 1)),
-        TokenChunk(RequestId("b"), [2]),
-        TokenChunk(RequestId("c"), [7], logprobs=logprobs),
-        TokenChunk(RequestId("d"), [], Usage(4, 0, 0), finish=finish),
+    assert only.usage == TokenUsage(20, 0, 1)
+    assert [chunk.usage for chunk in world.chunks["long"]] == [
+        TokenUsage(30, 0, 1),
+        None,
+        None,
+        None,
+        TokenUsage(30, 0, 5),
     ]
 
 
-def test_a_cancelled_sequence_gives_back_its_blocks_at_once() -> None:
+def test_iterating_over_chunks_returns_what_was_added() -> None:
+    logprobs, finish = [TokenLogprobs(7, -0.5, [], [])], Finish("length")
+    one, two = TokenChunks(), TokenChunks()
+    one.add(RequestId("a"), [1], TokenUsage(3, 0, 1))
+    one.add(RequestId("b"), [2])
+    two.add(RequestId("c"), [7], None, logprobs)
+    two.add(RequestId("d"), [], TokenUsage(4, 0, 0), None, finish)
+    one.extend(two)
+    assert list(one) == [
+        TokenChunk(RequestId("a"), [1], TokenUsage(3, 0, 1)),
+        TokenChunk(RequestId("b"), [2]),
+        TokenChunk(RequestId("c"), [7], logprobs=logprobs),
+        TokenChunk(RequestId("d"), [], TokenUsage(4, 0, 0), finish=finish),
+    ]
+
+
+def test_a_cancelled_sequence_releases_its_blocks_at_once() -> None:
     world = World()
     world.add("gone", list(range(30)), max_new=50)
     world.step()
@@ -212,13 +218,13 @@ def test_a_cancelled_sequence_gives_back_its_blocks_at_once() -> None:
     assert not world.scheduler.cancel(RequestId("gone"))
 
 
-def test_the_least_recently_used_prefix_goes_first_and_its_end_before_its_beginning() -> None:
+def test_the_least_recently_used_prefix_is_evicted_first_from_its_end() -> None:
     world = World(num_blocks=12)
     world.add("old", list(range(16)), max_new=1)
     world.run()
     world.add("new", list(range(20, 36)), max_new=1)
     world.run()
-    world.add("large", [40] * 23, max_new=1)  # 6 blocks of the 12, 8 of them named
+    world.add("large", [40] * 23, max_new=1)  # takes 6 of 12 blocks, 8 of which have keys
     world.run()
     world.add("new again", list(range(20, 36)), max_new=1)
     world.run()

@@ -14,7 +14,7 @@ from tokenizers import models, pre_tokenizers
 from stoker.base.errors import EngineDied, Overloaded
 from stoker.kv.blocks.transfer import KvTicket
 from stoker.proto.messages import EngineInfo, EngineStats, Prefetch
-from stoker.sched.request import Finish, GenerateRequest, TokenChunk, TokenLogprobs, Usage
+from stoker.sched.request import Finish, GenerateRequest, TokenChunk, TokenLogprobs, TokenUsage
 from stoker.text.template import ChatTemplate
 from stoker.text.tokenizer import Tokenizer
 from stoker.worker.context import ModelText
@@ -161,7 +161,7 @@ class FakeService:
                     raise EngineDied("The engine process ended (exit code -9).")
                 number += 1
                 done += len(cut)
-                usage = Usage(request.num_prompt, script.cached_tokens, done, script.pulled_tokens)
+                usage = TokenUsage(request.num_prompt, script.cached_tokens, done, script.pulled_tokens)
                 last = cut is cuts[-1] and not script.endless
                 if last:
                     ended.append(True)

@@ -1,4 +1,4 @@
-"""The engine's side of KV events: which blocks became findable, which were lost, since somebody last asked."""
+"""BlockLog: collects the KV events of one engine between two reports: blocks that were cached, and blocks that were lost."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from stoker.kv.blocks.keys import salt_hash
 from stoker.kv.blocks.transfer import BlockName
 from stoker.proto.messages import BlocksForgotten, BlocksNamed
 
-_DEVICE = "GPU"  # the engine's own memory, whatever it is made of
+_DEVICE = "GPU"  # the engine's own memory; also on a CPU
 
 
 class BlockLog:
-    """A PoolObserver, which hears of the tiers too. Blocks of one chain that are named one after the other make one event."""
+    """A PoolObserver that also records changes of the tiers. Consecutive blocks of one chain become one event."""
 
     def __init__(self) -> None:
         self._events: list[BlocksNamed | BlocksForgotten] = []

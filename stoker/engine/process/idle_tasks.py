@@ -1,4 +1,4 @@
-"""QuietTime: what would disturb a request is done while there is none."""
+"""IdleTasks: work that would delay a request is done while there is none."""
 
 from __future__ import annotations
 
@@ -8,31 +8,34 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Chore:
-    after_s: float  # without a request
-    run: Callable[[], bool | None]  # a part of it; whether more is left
+class IdleTask:
+    after_s: float  # idle time before the task starts
+    run: Callable[[], bool | None]  # does one part of the task; returns True if more is left
 
 
-class QuietTime:
-    """One chore after the other, part by part: a request that comes waits for the end of a part at most, and the rest waits
-    until it is quiet again."""
+class IdleTasks:
+    """Runs tasks one after the other, in short parts.
 
-    def __init__(self, chores: Sequence[Chore]) -> None:
-        self._left = deque(chores)
-        self._is_under_way = False
+    A new request waits at most for the end of one part. The rest waits until the engine has been idle again.
+    """
+
+    def __init__(self, tasks: Sequence[IdleTask]) -> None:
+        self._left = deque(tasks)
+        self._is_running = False
 
     @property
     def wait_s(self) -> float | None:
-        """How long it has to be quiet from now on; None: nothing is left to be done."""
+        """How long the engine must be idle, from now on, before `run_next`. None if no task is left."""
         if not self._left:
             return None
-        return 0.0 if self._is_under_way else self._left[0].after_s
+        return 0.0 if self._is_running else self._left[0].after_s
 
-    def disturbed(self) -> None:
-        self._is_under_way = False
+    def interrupt(self) -> None:
+        """A request arrived: the next part has to wait again."""
+        self._is_running = False
 
-    def use(self) -> None:
-        """It was quiet for `wait_s`."""
-        self._is_under_way = bool(self._left[0].run())
-        if not self._is_under_way:
+    def run_next(self) -> None:
+        """Run the next part. Call it after `wait_s` without a request."""
+        self._is_running = bool(self._left[0].run())
+        if not self._is_running:
             self._left.popleft()

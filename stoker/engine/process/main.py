@@ -1,365 +1,222 @@
-"""The engine's process: a mailbox in front of one Engine. Started by engine_main.py, which has its settings."""
+"""The engine process's loop: messages to one Engine, and its tokens, statistics and KV events back to the server."""
 
 from __future__ import annotations
 
-import os
-import queue
-import sys
-import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
-
 from stoker.base import garbage
 from stoker.base import log as logs
-from stoker.base.allowance import usable_cores
 from stoker.base.errors import InvalidRequest, StokerError
 from stoker.base.ids import RequestId
 from stoker.base.timeline import Timeline
 from stoker.checkpoint.weight_files import WeightReadAhead
 from stoker.engine.build import BuiltEngine, build_engine, read_hf_config
-from stoker.engine.gpu_memory import TOLERANCE_BYTES, MemoryLine
 from stoker.engine.process.block_log import BlockLog
-from stoker.engine.process.grammars.late_grammars import LateGrammars
-from stoker.engine.process.grammars.trials import is_tame
-from stoker.engine.process.idle_tasks import Chore, QuietTime
-from stoker.kv.store.kv_store import KvStore
-from stoker.kv.store.measured_tier import MeasuredTier
+from stoker.engine.process.grammars.lazy_grammars import LazyGrammars
+from stoker.engine.process.idle_tasks import IdleTask, IdleTasks
+from stoker.engine.process.mailbox import GrammarCompiled, Mailbox, MailboxMessage, StoreLookedUp
+from stoker.engine.process.reports import engine_info, engine_stats, log_memory
 from stoker.models.family import family_of
 from stoker.proto.messages import (
     Add,
     Cancel,
     Chunks,
     EngineArguments,
-    EngineInfo,
-    EngineStats,
     KvEvents,
     LoadProgress,
     Prefetch,
     Release,
     Shutdown,
     StartFailed,
-    TierReport,
-    ToEngine,
 )
-from stoker.proto.pipe import EngineEnd, FrameEnd
+from stoker.proto.pipe import EngineEnd
 from stoker.sched.request import GenerateRequest, GrammarSpec, TokenChunks
 
 _STATS_EVERY_S = 0.25
-_LOOK_EVERY_S = 0.05  # while idle with leases or deadlines open
+_POLL_EVERY_S = 0.05  # while idle with open leases or deadlines
 _PROGRESS_EVERY_S = 0.1
-# Without a request, before what would disturb one: to capture steps, which makes requests fast, and to try a grammar.
-_CAPTURES_AFTER_S, _GRAMMARS_AFTER_S = 0.25, 2.0
-_COMPILERS, _MOST_TRIALS = 4, 8
-_LOOKERS = 2
+# How long the engine must be idle before tasks that would delay a request: capturing graphs, and loading xgrammar.
+_CAPTURE_AFTER_S, _GRAMMARS_AFTER_S = 0.25, 2.0
 
 log = logs.EventLog("engine")
 
 
-def _give_way() -> None:
-    """This thread runs when the engine's own does not want the core. (On Linux a thread has a niceness of its own.)"""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-
-
-class Prepared(msgspec.Struct, frozen=True):
-    """A grammar that has been compiled, or could not be."""
-
-    spec: GrammarSpec
-    error: InvalidRequest | None
-    kept: object = None  # to be kept while somebody may need it
-
-
-class Found(msgspec.Struct, frozen=True):
-    """A request, and how many of its leading blocks are worth loading from the store."""
-
-    request: GenerateRequest
-    num_blocks: int
-
-
-class Wake(msgspec.Struct, frozen=True):
-    """Something happened on another thread that the engine should look at."""
-
-
-Message = ToEngine | Prepared | Found | Wake
-
-
-class Mailbox:
-    """Reads the pipe on a thread, so that the server never waits for a step; grammars are compiled on others, and the store
-    is asked on others still."""
-
-    def __init__(self, pipe: EngineEnd, grammars: LateGrammars) -> None:
-        self._pipe = pipe
-        self._grammars = grammars
-        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._woken = threading.Event()  # there is a Wake in the queue: one is enough
-        # Several, for a schema may take a moment and must not hold up the simple ones behind it. What has to be tried first may
-        # take as long as a trial can: those hold up each other alone, and half of the processors.
-        self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="grammar", initializer=_give_way)
-        num_trials = min(_MOST_TRIALS, max(2, usable_cores() // 2))
-        self._trials = ThreadPoolExecutor(num_trials, thread_name_prefix="grammar", initializer=_give_way)
-        self._lookers = ThreadPoolExecutor(_LOOKERS, thread_name_prefix="kv-look")
-        threading.Thread(target=self._read, name="mailbox", daemon=True).start()
-
-    def warm_up(self) -> None:
-        """Seconds of importing and reading the vocabulary that the first request with a grammar need not wait for."""
-        self._compilers.submit(self._grammars.warm_up)
-
-    def take(self, wait: bool, timeout_s: float | None = None) -> list[Message]:
-        messages: list[Message] = []
-        if wait:
-            with suppress(queue.Empty):
-                messages.append(self._messages.get(timeout=timeout_s))
-        while not self._messages.empty():
-            messages.append(self._messages.get())
-        self._woken.clear()
-        return messages
-
-    def wake(self) -> None:
-        """From any thread."""
-        if not self._woken.is_set():
-            self._woken.set()
-            self._messages.put(Wake())
-
-    def look_up(self, request: GenerateRequest, store: KvStore) -> None:
-        """A Found will follow."""
-        self._lookers.submit(self._look_up, request, store)
-
-    def _look_up(self, request: GenerateRequest, store: KvStore) -> None:
-        num_blocks = 0
-        try:
-            num_blocks = store.num_worth_loading(request.token_ids, request.cache_salt)
-        except Exception:  # whatever a tier may throw: the request must go on without it
-            log.error("kv_lookup_failed", exc_info=True)
-        self._messages.put(Found(request, num_blocks))
-
-    def prepare(self, spec: GrammarSpec) -> Future[None]:
-        """A Prepared will follow, unless it is cancelled before it has begun."""
-        compilers = self._compilers if is_tame(spec) else self._trials
-        return compilers.submit(self._prepare, spec)
-
-    def _prepare(self, spec: GrammarSpec) -> None:
-        try:
-            self._messages.put(Prepared(spec, None, self._grammars.prepare(spec)))
-        except InvalidRequest as error:
-            self._messages.put(Prepared(spec, error))
-        except Exception as error:  # whatever a compiler may throw: those who wait for it must hear of it
-            log.error("grammar_failed", exc_info=True, kind=spec.kind)
-            self._messages.put(
-                Prepared(spec, InvalidRequest(f"no grammar could be made: {error}", code="invalid_grammar"))
-            )
-
-    def _read(self) -> None:
-        try:
-            while True:
-                self._messages.put(self._pipe.receive())
-        except FrameEnd:
-            os._exit(0)  # the server has gone; nobody is left to answer
-        except msgspec.DecodeError:
-            log.error("mailbox_broken", exc_info=True)
-            os._exit(1)  # deaf, but alive to all who look: better to be started again
-
-
 @dataclass(slots=True, eq=False)
-class _Preparing:
+class _PendingGrammar:
+    """A grammar that is being compiled, and the requests that wait for it."""
+
     compiling: Future[None]
     waiting: list[RequestId] = field(default_factory=list)
 
 
 class EngineLoop:
+    """Passes messages to the engine, steps it, and sends back what it produced."""
+
     def __init__(self, built: BuiltEngine, blocks: BlockLog, mailbox: Mailbox, pipe: EngineEnd) -> None:
         self._built = built
         self._engine = built.engine
         self._mailbox = mailbox
         self._pipe = pipe
         self._blocks = blocks
-        self._early: dict[RequestId, GenerateRequest] = {}  # not the engine's yet: others see to grammar or blocks
-        self._preparing: dict[GrammarSpec, _Preparing] = {}
-        # Of the open requests: to compile one again, for a row that comes back, would hold up all others.
-        self._kept_grammars: dict[RequestId, object] = {}
+        self._preparing: dict[RequestId, GenerateRequest] = {}  # waiting for a grammar or for the store, not yet added
+        self._pending_grammars: dict[GrammarSpec, _PendingGrammar] = {}
+        # The grammars of open requests. A preempted row needs its grammar again, and compiling it would stall all rows.
+        self._open_grammars: dict[RequestId, object] = {}
         self._media = {tier.name: tier.backend.medium for tier in built.store.tiers}
-        self._stats_at_s = 0.0
-        self._quiet = QuietTime(
-            [Chore(_CAPTURES_AFTER_S, self._engine.prepare_next), Chore(_GRAMMARS_AFTER_S, mailbox.warm_up)]
+        self._stats_sent_s = 0.0
+        self._idle_tasks = IdleTasks(
+            [
+                IdleTask(_CAPTURE_AFTER_S, self._engine.capture_next_graph),
+                IdleTask(_GRAMMARS_AFTER_S, mailbox.warm_up_grammars),
+            ]
         )
 
     def run(self) -> None:
+        """Serve until a Shutdown message arrives."""
         while True:
             idle = self._engine.idle
             waits_for_events = self._engine.has_work or self._engine.has_leases
             if idle and not waits_for_events:
-                self._pipe.send(self._stats())
-            timeout_s = _LOOK_EVERY_S if waits_for_events else self._quiet.wait_s
+                self._send_stats()
+            timeout_s = _POLL_EVERY_S if waits_for_events else self._idle_tasks.wait_s
             messages = self._mailbox.take(wait=idle, timeout_s=timeout_s)
             if idle and not waits_for_events and not messages:
-                self._quiet.use()
+                self._idle_tasks.run_next()
                 continue
-            self._quiet.disturbed()
+            self._idle_tasks.interrupt()
             for message in messages:
                 if isinstance(message, Shutdown):
                     return
                 self._handle(message)
             chunks = self._engine.step()
             for number in chunks.finishes:
-                self._kept_grammars.pop(chunks.request_ids[number], None)
-            self._tell_stats(messages, chunks)
+                self._open_grammars.pop(chunks.request_ids[number], None)
+            self._send_due_stats(messages, chunks)
             if chunks:
                 self._pipe.send(Chunks(chunks=chunks))
-            for event in self._built.store.take_events():
-                self._blocks.tier_changed(self._media[event.tier], event.stored, event.removed)
-            if changes := self._blocks.take():
-                self._pipe.send(KvEvents(events=changes))
+            self._send_kv_events()
 
-    def _tell_stats(self, messages: Sequence[Message], chunks: TokenChunks) -> None:
-        """Now and then, and before anybody hears that a request has begun or ended: whoever has an answer finds it counted."""
-        is_other = any(isinstance(message, Add | Cancel) for message in messages)
-        now = time.monotonic()
-        if is_other or chunks.finishes or now - self._stats_at_s >= _STATS_EVERY_S:
-            self._stats_at_s = now
-            self._pipe.send(self._stats())
+    # ---- messages
 
-    def _handle(self, message: Message) -> None:
+    def _handle(self, message: MailboxMessage) -> None:
         match message:
             case Add(request=request):
                 self._add(request)
-            case Prepared(spec=spec, error=error, kept=kept):
-                for request in self._still_wanted(self._preparing.pop(spec).waiting):
-                    if error is None:
-                        self._kept_grammars[request.request_id] = kept
-                        self._look_up(request)
-                    else:
-                        self._engine.refuse(request, error)
-            case Found(request=request, num_blocks=num_blocks):
-                for wanted in self._still_wanted([request.request_id]):
+            case GrammarCompiled(spec=spec, error=error, compiled=compiled):
+                self._finish_grammar(spec, error, compiled)
+            case StoreLookedUp(request=request, num_blocks=num_blocks):
+                for wanted in self._take_preparing([request.request_id]):
                     self._engine.add(wanted, num_blocks)
             case Cancel(request_id=request_id):
-                for request in self._still_wanted([request_id]):
-                    if request.ticket is not None:  # the engine, which gives back others, has not seen it
-                        self._built.store.release(request.ticket)
-                    self._waits_no_more(request)
-                self._kept_grammars.pop(request_id, None)
-                self._engine.cancel(request_id)
+                self._cancel(request_id)
             case Prefetch(token_ids=token_ids, cache_salt=salt, ticket=ticket):
                 self._built.store.prefetch(token_ids, salt, ticket)
             case Release(lease_id=lease_id):
-                self._engine.released(lease_id)
-
-    def _still_wanted(self, request_ids: Sequence[RequestId]) -> list[GenerateRequest]:
-        """Of those that were early: who was not cancelled. They go on from here."""
-        early = [self._early.pop(request_id, None) for request_id in request_ids]
-        return [request for request in early if request is not None]
+                self._engine.release_lease(lease_id)
 
     def _add(self, request: GenerateRequest) -> None:
         spec = request.sampling.grammar
         if spec is None:
             self._look_up(request)
             return
-        self._early[request.request_id] = request
-        if spec not in self._preparing:
-            self._preparing[spec] = _Preparing(self._mailbox.prepare(spec))
-        self._preparing[spec].waiting.append(request.request_id)
+        self._preparing[request.request_id] = request
+        if spec not in self._pending_grammars:
+            self._pending_grammars[spec] = _PendingGrammar(self._mailbox.compile(spec))
+        self._pending_grammars[spec].waiting.append(request.request_id)
 
-    def _waits_no_more(self, request: GenerateRequest) -> None:
-        """A grammar that nobody waits for is not compiled, if that has not begun."""
-        spec = request.sampling.grammar
-        preparing = self._preparing.get(spec) if spec is not None else None
-        if spec is None or preparing is None or request.request_id not in preparing.waiting:
-            return
-        preparing.waiting.remove(request.request_id)
-        if not preparing.waiting and preparing.compiling.cancel():
-            del self._preparing[spec]
+    def _finish_grammar(self, spec: GrammarSpec, error: InvalidRequest | None, compiled: object) -> None:
+        for request in self._take_preparing(self._pending_grammars.pop(spec).waiting):
+            if error is None:
+                self._open_grammars[request.request_id] = compiled
+                self._look_up(request)
+            else:
+                self._engine.reject(request, error)
 
     def _look_up(self, request: GenerateRequest) -> None:
-        """What the store has of it is found out on other threads; it is added when they have looked."""
+        """Add the request to the engine, after the store was asked on another thread what it has of it."""
         if not self._built.store.tiers:
             self._engine.add(request)
             return
-        self._early[request.request_id] = request
+        self._preparing[request.request_id] = request
         self._mailbox.look_up(request, self._built.store)
 
-    def _stats(self) -> EngineStats:
-        scheduler, pool, counters = self._built.scheduler, self._built.pool, self._built.scheduler.counters
-        return EngineStats(
-            waiting_sequences=scheduler.num_waiting + len(self._early),
-            waiting_tokens=scheduler.waiting_tokens,
-            running_sequences=scheduler.num_running,
-            free_blocks=pool.num_free,
-            cached_blocks=pool.num_named,
-            num_blocks=pool.num_blocks,
-            steps=self._engine.num_steps,
-            step_s=self._engine.step_s,
-            prompt_tokens=counters.prompt_tokens,
-            computed_tokens=counters.computed_tokens,
-            cached_tokens=counters.cached_tokens,
-            partial_tokens=counters.partial_tokens,
-            generated_tokens=counters.generated_tokens,
-            preemptions=counters.preemptions,
-            prefill_tokens_per_s=self._engine.rates.prefill_tokens_per_s,
-            decode_step_s=self._engine.rates.decode_step_s,
-            loading_sequences=scheduler.num_loading,
-            held_leases=scheduler.num_held,
-            loaded_tokens=counters.loaded_tokens,
-            pulled_tokens=counters.pulled_tokens,
-            failed_loads=counters.failed_loads,
-            tiers=[self._tier_report(tier) for tier in self._built.store.tiers],
-        )
+    def _cancel(self, request_id: RequestId) -> None:
+        for request in self._take_preparing([request_id]):
+            if request.ticket is not None:  # the engine releases the tickets of the requests that it knows
+                self._built.store.release(request.ticket)
+            self._stop_waiting_for_grammar(request)
+        self._open_grammars.pop(request_id, None)
+        self._engine.cancel(request_id)
 
-    def _tier_report(self, tier: MeasuredTier) -> TierReport:
-        counters, stats = tier.counters, tier.backend.stats()
-        return TierReport(
-            name=tier.name,
-            medium=tier.backend.medium,
-            blocks=stats.blocks,
-            used_bytes=stats.used_bytes,
-            capacity_bytes=stats.capacity_bytes,
-            hits=counters.hits,
-            misses=counters.misses,
-            read_bytes=counters.read_bytes,
-            written_bytes=counters.written_bytes,
-            read_s=counters.read_s,
-            write_s=counters.write_s,
-            declined=counters.declined,
-            evicted=stats.evicted,
-            corrupt=stats.corrupt,
-            errors=counters.errors + stats.errors,
-            bytes_per_s=tier.speed.measured,
-            crossover_tokens=self._built.store.crossover_tokens(tier),
-        )
+    def _stop_waiting_for_grammar(self, request: GenerateRequest) -> None:
+        """Cancel the compilation of a grammar that no request waits for, if it has not started."""
+        spec = request.sampling.grammar
+        pending = self._pending_grammars.get(spec) if spec is not None else None
+        if spec is None or pending is None or request.request_id not in pending.waiting:
+            return
+        pending.waiting.remove(request.request_id)
+        if not pending.waiting and pending.compiling.cancel():
+            del self._pending_grammars[spec]
+
+    def _take_preparing(self, request_ids: Sequence[RequestId]) -> list[GenerateRequest]:
+        """Remove requests from those being prepared, and return them. Cancelled requests are not returned."""
+        requests = [self._preparing.pop(request_id, None) for request_id in request_ids]
+        return [request for request in requests if request is not None]
+
+    # ---- reports
+
+    def _send_due_stats(self, messages: Sequence[MailboxMessage], chunks: TokenChunks) -> None:
+        """Send statistics now and then, and before a request's start or end is reported.
+
+        A client that has its answer must find the request in the statistics.
+        """
+        has_changed = any(isinstance(message, Add | Cancel) for message in messages)
+        if has_changed or chunks.finishes or time.monotonic() - self._stats_sent_s >= _STATS_EVERY_S:
+            self._stats_sent_s = time.monotonic()
+            self._send_stats()
+
+    def _send_stats(self) -> None:
+        self._pipe.send(engine_stats(self._built, len(self._preparing)))
+
+    def _send_kv_events(self) -> None:
+        for event in self._built.store.take_events():
+            self._blocks.tier_changed(self._media[event.tier], event.stored, event.removed)
+        if changes := self._blocks.take():
+            self._pipe.send(KvEvents(events=changes))
 
 
-def serve(
-    pipe: EngineEnd,
-    arguments: EngineArguments,
-    ahead: WeightReadAhead,
-    timeline: Timeline,
-) -> None:
-    folder = Path(arguments.folder)
-    reported_s = 0.0
+class _ProgressReports:
+    """Sends the progress of a start to the server, at most every _PROGRESS_EVERY_S."""
 
-    def progress(stage: str, done: int, total: int) -> None:
-        nonlocal reported_s
+    def __init__(self, pipe: EngineEnd) -> None:
+        self._pipe = pipe
+        self._sent_s = 0.0
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
         now = time.monotonic()
-        if done == total or now - reported_s > _PROGRESS_EVERY_S:
-            reported_s = now
-            pipe.send(LoadProgress(stage=stage, done=done, total=total))
+        if done == total or now - self._sent_s > _PROGRESS_EVERY_S:
+            self._sent_s = now
+            self._pipe.send(LoadProgress(stage=stage, done=done, total=total))
 
+
+def serve(pipe: EngineEnd, arguments: EngineArguments, ahead: WeightReadAhead, timeline: Timeline) -> None:
+    """Build the engine, report it to the server, and run the loop until the server ends it."""
+    folder = Path(arguments.folder)
     try:
         family = family_of(read_hf_config(folder), str(folder))
-        grammars = LateGrammars(folder, family.shape.vocab_size)
+        grammars = LazyGrammars(folder, family.shape.vocab_size)
         blocks = BlockLog()
-        observer = blocks if arguments.kv_events else None
         mailbox = Mailbox(pipe, grammars)
         built = build_engine(
             folder,
             arguments.settings,
             grammars=grammars,
-            observer=observer,
-            progress=progress,
+            observer=blocks if arguments.kv_events else None,
+            progress=_ProgressReports(pipe),
             timeline=timeline,
             ahead=ahead,
             wake=mailbox.wake,
@@ -367,48 +224,13 @@ def serve(
     except StokerError as error:
         pipe.send(StartFailed(code=error.code, message=error.message))
         return
-    settings, store = built.settings, built.store
     garbage.tune_for_serving()
-    pipe.send(
-        EngineInfo(
-            model_fingerprint=built.fingerprint,
-            device=str(settings.device),
-            dtype=built.layout.dtype,
-            vocab_size=built.vocab_size,
-            max_model_tokens=built.max_model_tokens,
-            block_tokens=built.layout.block_tokens,
-            num_blocks=built.pool.num_blocks,
-            max_rows=settings.max_rows,
-            load_s=built.load_s,
-            engine_id=built.engine_id,
-            kv_address=built.server.address if built.server is not None else None,
-            stores=_stores(built.fingerprint, store.tiers),
-        )
-    )
-    _log_memory(built.memory)
+    pipe.send(engine_info(built))
+    log_memory(built.memory)
     if arguments.timeline_origin_s is not None:
         timeline.tell(log)
-    store.announce_held_blocks()
+    built.store.announce_held_blocks()
     try:
         EngineLoop(built, blocks, mailbox, pipe).run()
     finally:
         built.close()
-
-
-def _stores(fingerprint: str, tiers: Sequence[MeasuredTier]) -> dict[str, str]:
-    """Return where each shared tier keeps its blocks, by medium. Workers with equal entries read each other's blocks."""
-    return {
-        tier.backend.medium: f"{fingerprint}@{tier.name}:{tier.backend.shared_location}"
-        for tier in tiers
-        if tier.backend.shared_location is not None
-    }
-
-
-def _log_memory(lines: Sequence[MemoryLine]) -> None:
-    """A card's memory as it was planned, and as it is: off by much, there is a mistake in the plan."""
-    for line in lines:
-        planned_mib, used_mib = line.planned_bytes >> 20, line.used_bytes >> 20
-        log.event("memory", line=line.name, planned_mib=planned_mib, used_mib=used_mib)
-    off_bytes = sum(line.used_bytes - line.planned_bytes for line in lines if line.name != "reserve")
-    if abs(off_bytes) > TOLERANCE_BYTES:
-        log.warning("memory_off_plan", off_mib=off_bytes >> 20)

@@ -1,4 +1,4 @@
-"""Grammars that are tried before they are compiled: within limits, by a process that can be stopped and leaves nobody behind."""
+"""Grammar trials: a grammar of unknown cost is first compiled in a helper process, within limits."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ import pytest
 from waiting import until
 
 from stoker.base.errors import InvalidRequest
+from stoker.engine.process.grammars.compile_cost import is_cheap_to_compile
 from stoker.engine.process.grammars.compiler import XGrammars
-from stoker.engine.process.grammars.trials import GrammarTrials, Limits, is_tame
+from stoker.engine.process.grammars.trials import GrammarTrials, TrialLimits
 from stoker.sched.request import GrammarSpec
 from stoker.text.tokenizer import Tokenizer
 
 VOCAB_SIZE = 49152
-# A quarter of an hour and more.
+# Takes more than 15 minutes to compile.
 ENDLESS = "".join(f"([^{chr(97 + i % 26)}{i}]{{1,1000}}){{1,1000}}" for i in range(1000))
-LARGE = "(a?){3000}a{3000}"  # some hundred MiB
+LARGE = "(a?){3000}a{3000}"  # takes some hundred MiB to compile
 
 
 def schema(**fields: object) -> GrammarSpec:
@@ -34,7 +35,7 @@ def schema(**fields: object) -> GrammarSpec:
 
 @pytest.fixture(scope="module")
 def trials(smollm2: Path) -> Iterator[GrammarTrials]:
-    made = GrammarTrials(smollm2, VOCAB_SIZE, Limits(cpu_s=1))
+    made = GrammarTrials(smollm2, VOCAB_SIZE, TrialLimits(cpu_s=1))
     yield made
     made.close()
 
@@ -64,18 +65,18 @@ def trials(smollm2: Path) -> Iterator[GrammarTrials]:
         (GrammarSpec("structural_tag", '{"format": {"type": "grammar", "grammar": ""}}'), False),
     ],
 )
-def test_what_is_compiled_without_a_trial(spec: GrammarSpec, expected: bool) -> None:
-    assert is_tame(spec) is expected
+def test_which_grammars_are_compiled_without_a_trial(spec: GrammarSpec, expected: bool) -> None:
+    assert is_cheap_to_compile(spec) is expected
 
 
-def test_a_usable_expression_gets_through_and_a_wrong_one_is_told_why(trials: GrammarTrials) -> None:
+def test_a_valid_regex_passes_and_an_invalid_one_gets_the_reason(trials: GrammarTrials) -> None:
     trials.check(GrammarSpec("regex", "(ab)+"))
     with pytest.raises(InvalidRequest, match=r"not a usable regex: .*parenthesis"):
         trials.check(GrammarSpec("regex", "(ab)+("))
     trials.check(GrammarSpec("regex", "(ab)+c"))
 
 
-def test_an_expression_that_would_never_end_is_refused_and_so_once_more_without_a_trial(trials: GrammarTrials) -> None:
+def test_an_endless_regex_is_rejected_and_the_second_time_without_a_trial(trials: GrammarTrials) -> None:
     with pytest.raises(InvalidRequest, match="longer than 1 s to compile") as refused:
         trials.check(GrammarSpec("regex", ENDLESS))
     assert refused.value.code == "invalid_grammar"
@@ -85,8 +86,8 @@ def test_an_expression_that_would_never_end_is_refused_and_so_once_more_without_
     assert trials.pid is None
 
 
-def test_an_expression_that_would_take_all_memory_is_refused(smollm2: Path) -> None:
-    trials = GrammarTrials(smollm2, VOCAB_SIZE, Limits(num_bytes=64 << 20))
+def test_a_regex_that_needs_too_much_memory_is_rejected(smollm2: Path) -> None:
+    trials = GrammarTrials(smollm2, VOCAB_SIZE, TrialLimits(num_bytes=64 << 20))
     try:
         with pytest.raises(InvalidRequest, match="more than 64 MiB"):
             trials.check(GrammarSpec("regex", LARGE))
@@ -95,8 +96,8 @@ def test_an_expression_that_would_take_all_memory_is_refused(smollm2: Path) -> N
         trials.close()
 
 
-def test_what_a_starved_machine_could_not_try_is_tried_again(smollm2: Path) -> None:
-    trials = GrammarTrials(smollm2, VOCAB_SIZE, Limits(wall_s=1))
+def test_a_rejection_for_lack_of_cpu_time_is_not_remembered(smollm2: Path) -> None:
+    trials = GrammarTrials(smollm2, VOCAB_SIZE, TrialLimits(wall_s=1))
     try:
         for _ in range(2):
             trials.close()
@@ -107,14 +108,14 @@ def test_what_a_starved_machine_could_not_try_is_tried_again(smollm2: Path) -> N
         trials.close()
 
 
-def test_a_helper_that_was_killed_is_started_anew(trials: GrammarTrials) -> None:
+def test_a_killed_helper_is_restarted(trials: GrammarTrials) -> None:
     trials.check(GrammarSpec("regex", "(ab)*"))
     assert trials.pid is not None
     os.kill(trials.pid, signal.SIGKILL)
     trials.check(GrammarSpec("regex", "(abc)*"))
 
 
-def test_grammars_try_what_is_not_tame_and_once(smollm2: Path, trials: GrammarTrials) -> None:
+def test_only_costly_grammars_are_tried_and_only_once(smollm2: Path, trials: GrammarTrials) -> None:
     grammars = XGrammars(Tokenizer.from_folder(smollm2), VOCAB_SIZE, trials)
     with pytest.raises(InvalidRequest, match="longer than 1 s to compile"):
         grammars.prepare(GrammarSpec("regex", ENDLESS))
@@ -126,7 +127,7 @@ def test_grammars_try_what_is_not_tame_and_once(smollm2: Path, trials: GrammarTr
 
 
 def processes(folder: Path) -> list[int]:
-    """All that try grammars of this folder, helpers and forks of theirs."""
+    """Return the process ids of the helpers of this folder and of their forks."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -139,8 +140,8 @@ def processes(folder: Path) -> list[int]:
     return found
 
 
-def test_nobody_is_left_when_the_engine_is_killed_in_the_middle_of_a_trial(smollm2: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "model"  # of our own, so that other tests' helpers are not looked at
+def test_no_process_is_left_if_the_engine_is_killed_during_a_trial(smollm2: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"  # a folder of its own, so that the helpers of other tests are not counted
     folder.symlink_to(smollm2)
     engine = subprocess.Popen(
         [
@@ -164,7 +165,7 @@ def test_nobody_is_left_when_the_engine_is_killed_in_the_middle_of_a_trial(smoll
             os.kill(pid, signal.SIGKILL)
 
 
-def test_a_trial_that_takes_long_holds_up_no_other(smollm2: Path) -> None:
+def test_a_slow_trial_does_not_delay_others(smollm2: Path) -> None:
     trials = GrammarTrials(smollm2, VOCAB_SIZE)
 
     def ask() -> None:
@@ -178,12 +179,12 @@ def test_a_trial_that_takes_long_holds_up_no_other(smollm2: Path) -> None:
         trials.check(GrammarSpec("regex", "(ab)*"))
         assert endless.is_alive()
     finally:
-        while endless.is_alive():  # it is tried once more by another helper
+        while endless.is_alive():  # a second helper tries it again
             trials.close()
             endless.join(0.1)
 
 
-def test_verdicts_go_to_those_who_asked(trials: GrammarTrials) -> None:
+def test_each_thread_gets_the_result_of_its_own_grammar(trials: GrammarTrials) -> None:
     refused: list[int] = []
 
     def ask(number: int) -> None:

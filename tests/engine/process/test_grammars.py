@@ -1,4 +1,4 @@
-"""XGrammars over SmolLM2's vocabulary, without the model: what is refused, what is allowed, and that output ends in time."""
+"""XGrammars with SmolLM2's vocabulary, without the model: what is rejected, what is allowed, and completion in time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 import xgrammar
 
 from stoker.base.errors import InvalidRequest
-from stoker.engine.process.grammars import compiler as grammar
+from stoker.engine.process.grammars import endings, grammar_cache
 from stoker.engine.process.grammars.compiler import XGrammars
 from stoker.engine.process.grammars.schema.enforce import enforceable
 from stoker.sched.request import GrammarSpec
@@ -42,7 +42,7 @@ def grammars(tokenizer: Tokenizer) -> XGrammars:
 
 @pytest.fixture(scope="module")
 def accepts(grammars: XGrammars, tokenizer: Tokenizer) -> Callable[[GrammarSpec, str], bool]:
-    """Whether a text, whole, is an output of a grammar."""
+    """Return True if the whole text is an output of the grammar."""
 
     def accepts(spec: GrammarSpec, text: str) -> bool:
         matcher = grammars.matcher(spec, [])
@@ -52,8 +52,8 @@ def accepts(grammars: XGrammars, tokenizer: Tokenizer) -> Callable[[GrammarSpec,
     return accepts
 
 
-def test_words_that_the_model_does_not_have_are_in_no_grammar(tokenizer: Tokenizer) -> None:
-    """Some tokenizers were added to after the model was made."""
+def test_tokens_outside_the_models_vocabulary_are_not_allowed(tokenizer: Tokenizer) -> None:
+    """Some tokenizers have tokens that were added after the model was trained."""
     fewer = VOCAB_SIZE - 64
     matcher = XGrammars(tokenizer, fewer).matcher(GrammarSpec("regex", "[a-z]+"), [])
     allowed = torch.zeros(fewer // 32, dtype=torch.int32)
@@ -61,8 +61,8 @@ def test_words_that_the_model_does_not_have_are_in_no_grammar(tokenizer: Tokeniz
     assert bool(allowed.any())
 
 
-def test_special_tokens_that_a_tools_schema_speaks_of_cost_nothing(tokenizer: Tokenizer) -> None:
-    """A compiler has a vocabulary of its own, tens of megabytes, and is kept."""
+def test_special_tokens_in_a_tools_schema_need_no_other_compiler(tokenizer: Tokenizer) -> None:
+    """Each compiler keeps its own vocabulary of tens of megabytes."""
     grammars = XGrammars(tokenizer, VOCAB_SIZE)
     for mark in ("", "<|im_start|>", "<repo_name>", "<|im_start|> <repo_name>"):
         parameters = {"type": "object", "properties": {"x": {"type": "string", "description": f"like {mark}"}}}
@@ -82,7 +82,7 @@ def allowed_ids(matcher: Any) -> np.ndarray[Any, Any]:
 
 
 def written(grammars: XGrammars, spec: GrammarSpec, max_tokens: int, seed: int) -> tuple[list[int], bool]:
-    """What a model with no sense at all writes, and whether it came to an end."""
+    """Return random output of a grammar, and whether it is complete."""
     random = np.random.default_rng(seed)
     matcher, ids = grammars.matcher(spec, [], max_tokens), []
     while len(ids) < max_tokens and not matcher.done:
@@ -94,7 +94,7 @@ def written(grammars: XGrammars, spec: GrammarSpec, max_tokens: int, seed: int) 
 
 
 def instances(entry: dict[str, Any], kind: str) -> list[tuple[str, str]]:
-    """As the grammar writes them: values of `const` and `enum` without blanks."""
+    """Return the text as the grammar writes it: values of `const` and `enum` without spaces."""
     return [
         (json.dumps(value, ensure_ascii=False), json.dumps(value, ensure_ascii=False, separators=(",", ":")))
         for value in entry[kind]
@@ -107,7 +107,7 @@ def suite(data_dir: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in lines]
 
 
-def test_what_a_schema_forbids_is_refused_or_the_schema_is(
+def test_invalid_values_are_not_allowed_or_the_schema_is_rejected(
     suite: list[dict[str, Any]], grammars: XGrammars, accepts: Callable[[GrammarSpec, str], bool]
 ):
     refused = allowed = rightly = 0
@@ -124,11 +124,11 @@ def test_what_a_schema_forbids_is_refused_or_the_schema_is(
             allowed += 1
             rightly += any(accepts(spec, text) for text in texts)
     assert refused <= 130
-    # The rest are other types than the keywords speak of, undeclared properties, and 1.0 for 1.
+    # The others have types that the keywords do not apply to, undeclared properties, or 1.0 for 1.
     assert rightly / allowed > 0.8
 
 
-def test_random_output_of_every_schema_ends_in_time_and_is_valid(
+def test_random_output_of_every_schema_is_complete_and_valid(
     suite: list[dict[str, Any]], grammars: XGrammars, tokenizer: Tokenizer
 ):
     for seed, entry in enumerate(suite):
@@ -143,7 +143,7 @@ def test_random_output_of_every_schema_ends_in_time_and_is_valid(
         draft(entry["schema"]).validate(json.loads(text))
 
 
-def test_random_calls_of_real_functions_end_in_time_and_are_valid(
+def test_random_calls_of_real_functions_are_complete_and_valid(
     data_dir: Path, grammars: XGrammars, tokenizer: Tokenizer
 ):
     from bench.engine.structured_output import bfcl_cases
@@ -230,12 +230,14 @@ def forced_call(schema: Any) -> GrammarSpec:
         ),
     ],
 )
-def test_schemas_mean_what_they_say(accepts: Callable[[GrammarSpec, str], bool], schema: Any, good: str, bad: str):
+def test_schemas_allow_valid_and_forbid_invalid_text(
+    accepts: Callable[[GrammarSpec, str], bool], schema: Any, good: str, bad: str
+):
     assert accepts(schema_spec(schema), good)
     assert not accepts(schema_spec(schema), bad)
 
 
-def test_strings_of_a_given_length_have_no_control_characters(accepts: Callable[[GrammarSpec, str], bool]):
+def test_strings_with_a_length_limit_have_no_control_characters(accepts: Callable[[GrammarSpec, str], bool]):
     spec = schema_spec({"type": "string", "minLength": 2, "maxLength": 20})
     assert accepts(spec, '"a é"')
     assert not accepts(spec, '"a\tb"')
@@ -251,7 +253,7 @@ def test_a_recursive_schema_can_be_written(accepts: Callable[[GrammarSpec, str],
         "type": "object",
         "properties": {
             "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}], "default": None},
-            "same": {"allOf": [{"$ref": "#/$defs/node"}], "description": "as it was written once"},
+            "same": {"allOf": [{"$ref": "#/$defs/node"}], "description": "the same node"},
         },
     }
     linked = {"$ref": "#/$defs/node", "$defs": {"node": node}}
@@ -260,7 +262,7 @@ def test_a_recursive_schema_can_be_written(accepts: Callable[[GrammarSpec, str],
 
 
 def doubled(times: int) -> dict[str, Any]:
-    """A short schema that is long with its references followed."""
+    """Return a short schema that is huge with its references resolved."""
     schema: dict[str, Any] = {"$ref": "#/$defs/0", "$defs": {str(times): {"type": "integer"}}}
     for i in range(times):
         schema["$defs"][str(i)] = {"allOf": [{"$ref": f"#/$defs/{i + 1}"}] * 2}
@@ -296,14 +298,14 @@ def nested(times: int) -> dict[str, Any]:
         schema_spec(nested(900)),
     ],
 )
-def test_errors_give_the_reason_alone(grammars: XGrammars, spec: GrammarSpec):
+def test_errors_contain_no_source_locations(grammars: XGrammars, spec: GrammarSpec):
     with pytest.raises(InvalidRequest) as refused:
         grammars.prepare(spec)
     assert refused.value.code == "invalid_grammar"
     assert not re.search(r"\.cc|\.h:|/project|\[\d\d:\d\d", refused.value.message), refused.value.message
 
 
-def test_special_tokens_are_no_text(grammars: XGrammars, tokenizer: Tokenizer):
+def test_special_tokens_are_not_text(grammars: XGrammars, tokenizer: Tokenizer):
     spec = schema_spec({"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]})
     matcher = grammars.matcher(spec, tokenizer.encode('{"a": "some'))
     assert len(allowed_ids(matcher)) > VOCAB_SIZE // 2
@@ -311,7 +313,7 @@ def test_special_tokens_are_no_text(grammars: XGrammars, tokenizer: Tokenizer):
 
 
 @pytest.mark.parametrize("max_tokens", [None, 40])
-def test_a_matcher_made_anew_from_the_output_goes_on_as_the_old_one(
+def test_a_matcher_rebuilt_from_the_output_continues_like_the_old_one(
     grammars: XGrammars, tokenizer: Tokenizer, max_tokens: int | None
 ):
     spec = schema_spec({"type": "array", "items": {"type": "object", "properties": {"a": {"type": "string"}}}})
@@ -328,15 +330,15 @@ MANY = {f"p{number}": {"type": "integer"} for number in range(2_001)}
 @pytest.mark.parametrize(
     ("schema", "named"),
     [
-        ({"type": "array", "items": {"enum": [f"v{number}" for number in range(20_001)]}}, "listed values"),
-        ({"anyOf": [{"enum": [f"{half} {number}" for number in range(10_001)]} for half in "ab"]}, "listed values"),
+        ({"type": "array", "items": {"enum": [f"v{number}" for number in range(20_001)]}}, "enum values"),
+        ({"anyOf": [{"enum": [f"{half} {number}" for number in range(10_001)]} for half in "ab"]}, "enum values"),
         (
             {"type": "object", "properties": {"a": {"type": "object", "properties": MANY}}},
-            "/properties/a: more than 2000",
+            "/properties/a: it has more than 2000",
         ),
     ],
 )
-def test_a_schema_that_would_take_a_compiler_for_minutes_is_refused(schema: Any, named: str):
+def test_a_schema_that_would_compile_for_minutes_is_rejected(schema: Any, named: str):
     with pytest.raises(InvalidRequest, match=named) as refused:
         enforceable(schema)
     assert refused.value.code == "invalid_grammar"
@@ -358,7 +360,9 @@ def test_a_schema_may_be_large():
         (schema_spec({"enum": ["one", "two", "a much longer text than the others"]}), '".*"'),
     ],
 )
-def test_any_grammar_ends_within_its_tokens(grammars: XGrammars, tokenizer: Tokenizer, spec: GrammarSpec, pattern: str):
+def test_any_grammar_completes_within_its_limit(
+    grammars: XGrammars, tokenizer: Tokenizer, spec: GrammarSpec, pattern: str
+):
     for seed in range(8):
         ids, done = written(grammars, spec, 32 + seed, seed)
         assert done
@@ -369,10 +373,12 @@ DOUBLING = "root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1} r{i + 1}" for i in ra
 
 
 @pytest.mark.parametrize("spec", [GrammarSpec("ebnf", DOUBLING), GrammarSpec("regex", "a{2147483647}")])
-def test_a_text_that_must_come_and_is_longer_than_memory_is_not_spelled_out(
+def test_forced_text_longer_than_memory_is_not_expanded(
     grammars: XGrammars, monkeypatch: pytest.MonkeyPatch, spec: GrammarSpec
 ):
-    monkeypatch.setattr(xgrammar.GrammarMatcher, "find_jump_forward_string", lambda _: pytest.fail("all of it"))
+    monkeypatch.setattr(
+        xgrammar.GrammarMatcher, "find_jump_forward_string", lambda _: pytest.fail("expanded the forced text")
+    )
     assert grammars.prepare(spec).first_ending is None
     ids, done = written(grammars, spec, 64, seed=0)
     assert (len(ids), done) == (64, False)
@@ -387,10 +393,8 @@ def test_a_text_that_must_come_and_is_longer_than_memory_is_not_spelled_out(
         ("é" * 30, "é{30}=?"),
     ],
 )
-def test_what_must_come_is_written_in_its_longest_tokens(
-    grammars: XGrammars, tokenizer: Tokenizer, text: str, expression: str
-):
-    """One byte at a time would be an ending several times as long, begun long before it had to be."""
+def test_forced_text_uses_the_longest_tokens(grammars: XGrammars, tokenizer: Tokenizer, text: str, expression: str):
+    """One token per byte would make endings several times longer, and force them too early."""
     compiled = grammars.prepare(GrammarSpec("regex", expression))
     ending = compiled.endings.find(xgrammar.GrammarMatcher(compiled.grammar))
     assert ending is not None
@@ -412,10 +416,10 @@ PATTERNED = [
 
 
 @pytest.mark.parametrize(("keywords", "text"), PATTERNED, ids=[text for _, text in PATTERNED])
-def test_a_text_with_a_pattern_is_the_models_own_while_there_is_room_for_a_short_one(
+def test_a_pattern_is_not_steered_while_a_short_ending_fits(
     grammars: XGrammars, tokenizer: Tokenizer, keywords: dict[str, str], text: str
 ):
-    """The shortest of three mail addresses once had 250 tokens: answers of fewer were steered to it from their beginning."""
+    """The search once needed 250 tokens for three mail addresses, so shorter limits forced the output from the start."""
     schema = {"type": "string", **keywords}
     whole = {"type": "object", "properties": {"a": schema, "b": schema}, "required": ["a", "b"]}
     ids = tokenizer.encode(json.dumps({"a": text, "b": text}))
@@ -426,9 +430,7 @@ def test_a_text_with_a_pattern_is_the_models_own_while_there_is_room_for_a_short
 
 
 @pytest.mark.parametrize(("keywords", "text"), PATTERNED, ids=[text for _, text in PATTERNED])
-def test_a_text_with_a_pattern_ends_in_time(
-    grammars: XGrammars, tokenizer: Tokenizer, keywords: dict[str, str], text: str
-):
+def test_a_pattern_completes_in_time(grammars: XGrammars, tokenizer: Tokenizer, keywords: dict[str, str], text: str):
     spec = schema_spec({"type": "array", "items": {"type": "string", **keywords}, "minItems": 1})
     begun = tokenizer.encode(json.dumps([text] * 20))[:48]
     matcher, ids = grammars.matcher(spec, [], 96), []
@@ -441,19 +443,19 @@ def test_a_text_with_a_pattern_ends_in_time(
     jsonschema.validate(json.loads(tokenizer.decode(ids)), json.loads(spec.text))
 
 
-def test_an_end_that_is_hard_to_find_is_not_looked_for_for_long(grammars: XGrammars, monkeypatch: pytest.MonkeyPatch):
-    """Nothing else runs on the engine's thread meanwhile. This one took 40 seconds, at a single token."""
-    with pytest.raises(InvalidRequest, match="too many ways"):
+def test_the_search_for_an_ending_has_a_time_limit(grammars: XGrammars, monkeypatch: pytest.MonkeyPatch):
+    """The search blocks the engine's thread. Without the limit, this regex took 40 s at a single token."""
+    with pytest.raises(InvalidRequest, match="too ambiguous"):
         grammars.prepare(GrammarSpec("regex", r"(\w+\s?)*x"))
     spec = schema_spec({"type": "array", "items": {"type": "integer"}})
     grammars.prepare(spec)
-    monkeypatch.setattr(grammar, "_MAX_FIND_S", -1.0)
+    monkeypatch.setattr(endings, "_MAX_SEARCH_S", -1.0)
     matcher = grammars.matcher(spec, [], 8)
     assert matcher.accept(allowed_ids(matcher)[-1])
     assert matcher.too_slow
 
 
-def test_a_grammar_that_holds_up_all_others_is_told_apart(grammars: XGrammars):
+def test_a_grammar_with_slow_matching_is_marked_too_slow(grammars: XGrammars):
     hard, usual = (
         grammars.matcher(GrammarSpec("regex", "(([a-z]*){30}){30}"), []),
         grammars.matcher(schema_spec({}), []),
@@ -465,20 +467,20 @@ def test_a_grammar_that_holds_up_all_others_is_told_apart(grammars: XGrammars):
     assert (hard.too_slow, usual.too_slow) == (True, False)
 
 
-def test_too_few_tokens_for_any_output_break_off(grammars: XGrammars):
+def test_output_is_cut_off_if_no_complete_output_fits(grammars: XGrammars):
     spec = schema_spec({"const": "a text that takes more tokens than there are"})
     ids, done = written(grammars, spec, 4, seed=0)
     assert (len(ids), done) == (4, False)
 
 
-def test_far_from_the_end_all_is_allowed(grammars: XGrammars, tokenizer: Tokenizer):
+def test_far_from_the_limit_every_token_is_allowed(grammars: XGrammars, tokenizer: Tokenizer):
     spec = GrammarSpec("json_object")
     ids = tokenizer.encode('{"a": [1, 2, "some text')
     free, counted = grammars.matcher(spec, ids), grammars.matcher(spec, ids, 4096)
     assert allowed_ids(free).tolist() == allowed_ids(counted).tolist()
 
 
-def test_threads_prepare_at_once(tokenizer: Tokenizer):
+def test_several_threads_can_prepare(tokenizer: Tokenizer):
     grammars = XGrammars(tokenizer, VOCAB_SIZE)
     specs = [schema_spec({"type": "string", "enum": [f"value {i % 6}"]}) for i in range(24)]
     with ThreadPoolExecutor(8) as threads:
@@ -487,9 +489,9 @@ def test_threads_prepare_at_once(tokenizer: Tokenizer):
     assert len(set(counts)) == 1
 
 
-def test_a_grammar_that_somebody_keeps_is_not_made_again(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
-    """Of more open requests than we keep ourselves, each has its own grammar: the engine's thread must not compile."""
-    monkeypatch.setattr("stoker.engine.process.grammars.compiler._MAX_KEPT", 1)
+def test_a_grammar_in_use_is_not_compiled_again(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
+    """With more open requests than cached grammars, the engine's thread must still not compile."""
+    monkeypatch.setattr(grammar_cache, "_MAX_RECENT", 1)
     grammars = XGrammars(tokenizer, VOCAB_SIZE)
     specs = [GrammarSpec("regex", f"a{{{i}}}") for i in range(1, 8)]
     kept = [grammars.prepare(spec) for spec in specs]
@@ -497,33 +499,33 @@ def test_a_grammar_that_somebody_keeps_is_not_made_again(tokenizer: Tokenizer, m
     for spec in specs:
         grammars.matcher(spec, [])
     kept.clear()
-    assert len(grammars._living) == 1
+    assert len(grammars._cache._alive) == 1
 
 
-def test_old_grammars_are_forgotten_and_made_again(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("stoker.engine.process.grammars.compiler._MAX_KEPT", 4)
+def test_old_grammars_are_dropped_and_compiled_again(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(grammar_cache, "_MAX_RECENT", 4)
     grammars = XGrammars(tokenizer, VOCAB_SIZE)
     specs = [GrammarSpec("regex", f"a{{{i}}}") for i in range(1, 8)]
     for spec in specs:
         grammars.prepare(spec)
-    assert len(grammars._living) == 4
+    assert len(grammars._cache._alive) == 4
     for length, spec in enumerate(specs, 1):
         ids, done = written(grammars, spec, 32, seed=0)
         assert done
         assert tokenizer.decode(ids) == "a" * length
 
 
-def test_what_is_kept_of_large_grammars_is_bounded_in_bytes(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
-    """256 of them, each with thousands of values of its own, take 15 GB."""
+def test_the_cache_of_large_grammars_is_limited_in_bytes(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
+    """256 grammars with thousands of enum values each would take 15 GB."""
     grammars = XGrammars(tokenizer, VOCAB_SIZE)
     specs = [schema_spec({"enum": [f"{i} {number}" for number in range(200)]}) for i in range(6)]
     size = grammars.prepare(specs[0]).num_bytes
-    monkeypatch.setattr("stoker.engine.process.grammars.compiler._MAX_KEPT_BYTES", int(2.5 * size))
+    monkeypatch.setattr(grammar_cache, "_MAX_RECENT_BYTES", int(2.5 * size))
     for spec in [*specs, specs[-1]]:
         grammars.prepare(spec)
-    assert list(grammars._kept) == specs[-2:]
-    assert len(grammars._living) == 2
+    assert list(grammars._cache._recent) == specs[-2:]
+    assert len(grammars._cache._alive) == 2
     asked_for = grammars.prepare(schema_spec({"enum": [str(number) for number in range(2_000)]}))
     assert asked_for.num_bytes > 2.5 * size
-    assert not grammars._kept
-    assert list(grammars._living.values()) == [asked_for]
+    assert not grammars._cache._recent
+    assert list(grammars._cache._alive.values()) == [asked_for]

@@ -1,5 +1,7 @@
-"""The engine's loop: requests given up before the engine has them leave nothing behind, at other workers neither; what is told
-of the engine is never older than what is told of its requests."""
+"""EngineLoop: requests cancelled before the engine has them leave nothing behind, here or on other workers.
+
+Statistics are never older than the chunks that follow them.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,9 @@ from stoker.base.config import EngineSettings, KvSettings, StoreSettings
 from stoker.base.errors import InvalidRequest
 from stoker.base.ids import RequestId
 from stoker.engine.build import BuiltEngine, build_engine
-from stoker.engine.process import main as engine_process
 from stoker.engine.process.block_log import BlockLog
-from stoker.engine.process.main import EngineLoop, Found, Message, Prepared, Wake
+from stoker.engine.process.mailbox import GrammarCompiled, Mailbox, MailboxMessage, StoreLookedUp, WakeUp
+from stoker.engine.process.main import EngineLoop
 from stoker.kv.blocks.transfer import KvTicket
 from stoker.kv.store.kv_store import KvStore
 from stoker.proto.messages import Add, Cancel, Chunks, EngineStats, Shutdown
@@ -29,23 +31,23 @@ GRAMMAR = GrammarSpec("regex", "a+")
 
 
 @dataclass
-class Mailbox:
-    """Messages of a script, a step each; what is asked of other threads is never answered by itself."""
+class ScriptedMailbox:
+    """Delivers scripted messages, one per step. It records what is asked of other threads, and never answers."""
 
-    script: list[Message]
+    script: list[MailboxMessage]
     asked: list[object] = field(default_factory=list)
-    compiles: bool = True  # at once; else that has yet to begin
+    compiles: bool = True  # True: compiling starts at once
     compiling: list[Future[None]] = field(default_factory=list)
 
-    def take(self, wait: bool, timeout_s: float | None = None) -> list[Message]:
+    def take(self, wait: bool, timeout_s: float | None = None) -> list[MailboxMessage]:
         return [self.script.pop(0) if self.script else Shutdown()]
 
-    def warm_up(self) -> None: ...
+    def warm_up_grammars(self) -> None: ...
 
     def look_up(self, request: GenerateRequest, store: KvStore) -> None:
         self.asked.append(request.request_id)
 
-    def prepare(self, spec: GrammarSpec) -> Future[None]:
+    def compile(self, spec: GrammarSpec) -> Future[None]:
         self.asked.append(spec)
         self.compiling.append(Future())
         if self.compiles:
@@ -83,32 +85,32 @@ LOOKED_UP, COMPILED = request("l"), request("c", GRAMMAR)
 @pytest.mark.parametrize(
     "script",
     [
-        [Add(request=LOOKED_UP), Cancel(request_id=LOOKED_UP.request_id), Found(LOOKED_UP, 0)],
-        [Add(request=COMPILED), Cancel(request_id=COMPILED.request_id), Prepared(GRAMMAR, None)],
-        [Add(request=COMPILED), Prepared(GRAMMAR, InvalidRequest("no")), Cancel(request_id=COMPILED.request_id)],
+        [Add(request=LOOKED_UP), Cancel(request_id=LOOKED_UP.request_id), StoreLookedUp(LOOKED_UP, 0)],
+        [Add(request=COMPILED), Cancel(request_id=COMPILED.request_id), GrammarCompiled(GRAMMAR, None)],
+        [Add(request=COMPILED), GrammarCompiled(GRAMMAR, InvalidRequest("no")), Cancel(request_id=COMPILED.request_id)],
     ],
-    ids=["looked up", "its grammar compiled", "its grammar refused"],
+    ids=["looked up", "its grammar compiled", "its grammar rejected"],
 )
-def test_kv_that_is_not_pulled_after_all_is_given_back(
-    built: BuiltEngine, script: list[Message], monkeypatch: pytest.MonkeyPatch
+def test_the_ticket_of_a_cancelled_request_is_released(
+    built: BuiltEngine, script: list[MailboxMessage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given_back: list[KvTicket] = []
-    monkeypatch.setattr(KvStore, "release", lambda store, ticket: given_back.append(ticket))
-    mailbox, pipe = Mailbox(list(script)), Pipe()
+    released: list[KvTicket] = []
+    monkeypatch.setattr(KvStore, "release", lambda store, ticket: released.append(ticket))
+    mailbox, pipe = ScriptedMailbox(list(script)), Pipe()
     EngineLoop(built, BlockLog(), mailbox, pipe).run()  # type: ignore[arg-type]
     assert len(mailbox.asked) == 1
-    assert given_back == [TICKET]
+    assert released == [TICKET]
     assert not built.scheduler.has_work
     finishes = [chunk.finish for message in pipe.sent if isinstance(message, Chunks) for chunk in message.chunks]
     assert all(finish is not None and finish.reason == "error" for finish in finishes)
 
 
-class AnythingGoes:
-    """Grammars, and their matchers."""
+class AllowAll:
+    """Grammars and matchers that allow every token."""
 
     done = too_slow = False
 
-    def matcher(self, spec: GrammarSpec, token_ids: list[int], max_tokens: int) -> AnythingGoes:
+    def matcher(self, spec: GrammarSpec, token_ids: list[int], max_tokens: int) -> AllowAll:
         return self
 
     def accept(self, token_id: int) -> bool:
@@ -122,90 +124,92 @@ ALONE = GenerateRequest(RequestId("a"), [1, 2, 3], 3, SamplingParams(temperature
 
 
 @pytest.mark.parametrize(
-    ("after", "is_kept"),
-    [([], True), ([Cancel(request_id=ALONE.request_id)], False), ([Found(ALONE, 0), *[Wake()] * 8], False)],
-    ids=["open", "cancelled", "answered"],
+    ("after", "is_open"),
+    [([], True), ([Cancel(request_id=ALONE.request_id)], False), ([StoreLookedUp(ALONE, 0), *[WakeUp()] * 8], False)],
+    ids=["open", "cancelled", "finished"],
 )
 def test_a_grammar_is_kept_while_its_request_is_open(
-    built: BuiltEngine, after: list[Message], is_kept: bool, monkeypatch: pytest.MonkeyPatch
+    built: BuiltEngine, after: list[MailboxMessage], is_open: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(built.engine._runner._rows, "_grammars", AnythingGoes())
-    kept = object()
-    mailbox, pipe = Mailbox([Add(request=ALONE), Prepared(GRAMMAR, None, kept), *after]), Pipe()
+    monkeypatch.setattr(built.engine._runner._rows, "_grammars", AllowAll())
+    compiled = object()
+    mailbox, pipe = ScriptedMailbox([Add(request=ALONE), GrammarCompiled(GRAMMAR, None, compiled), *after]), Pipe()
     loop = EngineLoop(built, BlockLog(), mailbox, pipe)  # type: ignore[arg-type]
     loop.run()
-    assert loop._kept_grammars == ({ALONE.request_id: kept} if is_kept else {})
+    assert loop._open_grammars == ({ALONE.request_id: compiled} if is_open else {})
 
 
-def test_whoever_hears_of_a_request_finds_it_counted(built: BuiltEngine) -> None:
+def test_statistics_count_a_request_before_its_chunks_are_sent(built: BuiltEngine) -> None:
     asked = GenerateRequest(RequestId("counted"), [1, 2, 3, 4], 4, SamplingParams(temperature=0.0), 3)
-    mailbox, pipe = Mailbox([Add(request=asked), Found(asked, 0), *[Wake()] * 8]), Pipe()
+    mailbox, pipe = ScriptedMailbox([Add(request=asked), StoreLookedUp(asked, 0), *[WakeUp()] * 8]), Pipe()
     generated = built.scheduler.counters.generated_tokens
     EngineLoop(built, BlockLog(), mailbox, pipe).run()  # type: ignore[arg-type]
-    told: list[EngineStats] = []  # the last that was told before each chunk
+    sent_before: list[EngineStats] = []  # the last statistics before each chunk
     for before, message in enumerate(pipe.sent):
         if isinstance(message, Chunks):
-            told.append([earlier for earlier in pipe.sent[:before] if isinstance(earlier, EngineStats)][-1])
-    assert [stats.waiting_sequences + stats.running_sequences for stats in told] == [1, 1, 0]
-    assert told[-1].generated_tokens == generated + 3
+            sent_before.append([earlier for earlier in pipe.sent[:before] if isinstance(earlier, EngineStats)][-1])
+    assert [stats.waiting_sequences + stats.running_sequences for stats in sent_before] == [1, 1, 0]
+    assert sent_before[-1].generated_tokens == generated + 3
 
 
 @dataclass
-class QuietMailbox(Mailbox):
-    """None in the script: nothing comes for as long as the loop waits. Notes how long that is, and what is done meanwhile."""
+class IdleMailbox(ScriptedMailbox):
+    """None in the script: no message arrives while the loop waits. Records each timeout, and the idle tasks that run."""
 
-    scripted: list[Message | None] = field(default_factory=list)
+    scripted: list[MailboxMessage | None] = field(default_factory=list)
     waits: list[float | None] = field(default_factory=list)
 
-    def take(self, wait: bool, timeout_s: float | None = None) -> list[Message]:
+    def take(self, wait: bool, timeout_s: float | None = None) -> list[MailboxMessage]:
         if not wait:
             return []
         self.waits.append(timeout_s)
         message = self.scripted.pop(0) if self.scripted else Shutdown()
         return [] if message is None else [message]
 
-    def warm_up(self) -> None:
+    def warm_up_grammars(self) -> None:
         self.asked.append("grammars")
 
 
-def test_steps_are_captured_only_while_it_is_quiet(built: BuiltEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_are_captured_only_while_idle(built: BuiltEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     captures = iter([True, True, False])
-    mailbox = QuietMailbox([], scripted=[Wake(), None, None, Wake(), None, None])
+    mailbox = IdleMailbox([], scripted=[WakeUp(), None, None, WakeUp(), None, None])
 
-    def prepare_next() -> bool:
+    def capture_next_graph() -> bool:
         mailbox.asked.append("capture")
         return next(captures)
 
-    monkeypatch.setattr(built.engine, "prepare_next", prepare_next)
+    monkeypatch.setattr(built.engine, "capture_next_graph", capture_next_graph)
     EngineLoop(built, BlockLog(), mailbox, Pipe()).run()  # type: ignore[arg-type]
     assert mailbox.asked == ["capture"] * 3 + ["grammars"]
-    # Once it is quiet, one after the other; after a message it has to be quiet again; then nothing is left to wait for.
+    # Once idle, one graph after the other. After a message, the engine must be idle again. At the end no task is left.
     assert mailbox.waits == [0.25, 0.25, 0.0, 0.0, 0.25, 2.0, None]
 
 
-def test_a_grammar_that_nobody_waits_for_any_more_is_not_compiled(built: BuiltEngine) -> None:
+def test_a_grammar_without_waiting_requests_is_not_compiled(built: BuiltEngine) -> None:
     first, second = request("1", GRAMMAR), request("2", GRAMMAR)
     left = [Cancel(request_id=first.request_id), Cancel(request_id=second.request_id)]
-    mailbox = Mailbox([Add(request=first), Add(request=second), *left, Add(request=first)], compiles=False)
+    mailbox = ScriptedMailbox([Add(request=first), Add(request=second), *left, Add(request=first)], compiles=False)
     EngineLoop(built, BlockLog(), mailbox, Pipe()).run()  # type: ignore[arg-type]
     assert mailbox.asked == [GRAMMAR, GRAMMAR]
     assert [one.cancelled() for one in mailbox.compiling] == [True, False]
 
 
-def test_a_grammar_that_is_wanted_by_another_or_has_begun_is_compiled(built: BuiltEngine) -> None:
+def test_a_grammar_is_compiled_if_another_request_waits_or_it_has_started(built: BuiltEngine) -> None:
     first, second = request("1", GRAMMAR), request("2", GRAMMAR)
-    mailbox = Mailbox([Add(request=first), Add(request=second), Cancel(request_id=first.request_id)], compiles=False)
+    mailbox = ScriptedMailbox(
+        [Add(request=first), Add(request=second), Cancel(request_id=first.request_id)], compiles=False
+    )
     loop = EngineLoop(built, BlockLog(), mailbox, Pipe())  # type: ignore[arg-type]
     loop.run()
     assert not mailbox.compiling[0].cancelled()
     mailbox.compiling[0].set_running_or_notify_cancel()
-    mailbox.script += [Cancel(request_id=second.request_id), Add(request=first), Prepared(GRAMMAR, None)]
+    mailbox.script += [Cancel(request_id=second.request_id), Add(request=first), GrammarCompiled(GRAMMAR, None)]
     loop.run()
     assert mailbox.asked == [GRAMMAR, first.request_id]
 
 
-class SlowExpressions:
-    """A compiler that never ends with an expression while it is held."""
+class SlowPatterns:
+    """Grammars whose patterns do not finish compiling before `let_go` is set."""
 
     def __init__(self) -> None:
         self.let_go = threading.Event()
@@ -216,20 +220,20 @@ class SlowExpressions:
         return spec
 
 
-class DeafPipe(Pipe):
+class SilentPipe(Pipe):
     def receive(self) -> object:
         threading.Event().wait()
         raise AssertionError
 
 
-def test_expressions_that_take_long_hold_up_no_other_grammar() -> None:
-    slow, plain = SlowExpressions(), GrammarSpec("json_schema", "{}")
-    mailbox = engine_process.Mailbox(DeafPipe(), slow)  # type: ignore[arg-type]
+def test_slow_patterns_do_not_delay_other_grammars() -> None:
+    slow, plain = SlowPatterns(), GrammarSpec("json_schema", "{}")
+    mailbox = Mailbox(SilentPipe(), slow)  # type: ignore[arg-type]
     try:
         for number in range(20):
-            mailbox.prepare(GrammarSpec("regex", f"(a{number})*"))
-            mailbox.prepare(GrammarSpec("json_schema", f'{{"type": "string", "pattern": "a{number}"}}'))
-        mailbox.prepare(plain)
-        assert mailbox.take(wait=True, timeout_s=30) == [Prepared(plain, None, plain)]
+            mailbox.compile(GrammarSpec("regex", f"(a{number})*"))
+            mailbox.compile(GrammarSpec("json_schema", f'{{"type": "string", "pattern": "a{number}"}}'))
+        mailbox.compile(plain)
+        assert mailbox.take(wait=True, timeout_s=30) == [GrammarCompiled(plain, None, plain)]
     finally:
         slow.let_go.set()

@@ -1,1 +1,1 @@
-"""Grammars for structured output, compiled with xgrammar."""
+"""Structured output: grammars compiled by xgrammar, and the matchers that the engine uses."""

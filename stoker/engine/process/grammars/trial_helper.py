@@ -1,10 +1,10 @@
-"""The entry point of the helper process that tries slow grammars (trials.py): each in a fork, within limits.
+"""The entry point of the helper process for grammar trials (trials.py). Each trial runs in a fork, within limits.
 
-The helper ends when it has been idle for a while, or when the engine process is gone.
+The helper ends after it has been idle for a while, or when the engine process ends.
 
     python -m stoker.engine.process.grammars.trial_helper FOLDER VOCAB_SIZE LIMITS
 
-It reads one Question per line of standard input and writes one Verdict per line of standard output, both as JSON.
+It reads one TrialRequest per line of standard input and writes one TrialResult per line of standard output, both as JSON.
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ import msgspec
 from stoker.base.errors import InvalidRequest
 from stoker.base.orphans import die_with
 from stoker.engine.process.grammars.compiler import XGrammars
-from stoker.engine.process.grammars.trials import Limits, Question, Verdict
+from stoker.engine.process.grammars.trials import TrialLimits, TrialRequest, TrialResult
 from stoker.sched.request import GrammarSpec
 from stoker.text.tokenizer import Tokenizer
 
 _IDLE_MS = 300_000
-_ADVICE = "fewer or smaller counts, lengths and nested repetitions would help"
+_ADVICE = "use fewer or smaller counts, lengths and nested repetitions"
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the server decides when its engine ends
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches all processes; the server decides when its engine ends
     os.nice(10)
-    answers = os.dup(1)
-    os.dup2(2, 1)  # whatever a library prints is no answer
+    results = os.dup(1)
+    os.dup2(2, 1)  # what a library prints must not mix with the results
     grammars = XGrammars(Tokenizer.from_folder(Path(sys.argv[1])), int(sys.argv[2]))
-    limits = msgspec.json.decode(sys.argv[3], type=Limits)
+    limits = msgspec.json.decode(sys.argv[3], type=TrialLimits)
     grammars.warm_up()
     events, rest = select.poll(), b""
     events.register(0, select.POLLIN)
@@ -46,7 +48,7 @@ def main() -> None:
         for fd, _ in ready:
             if fd in trials:
                 events.unregister(fd)
-                os.write(answers, msgspec.json.encode(trials.pop(fd).verdict()) + b"\n")
+                os.write(results, msgspec.json.encode(trials.pop(fd).result()) + b"\n")
                 continue
             if not (data := os.read(0, 1 << 20)):
                 for trial in trials.values():
@@ -54,64 +56,64 @@ def main() -> None:
                 return
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
-                trial = begin(grammars.prepare, msgspec.json.decode(line, type=Question), limits)
-                trials[trial.told] = trial
-                events.register(trial.told, select.POLLIN)
+                trial = start(grammars.prepare, msgspec.json.decode(line, type=TrialRequest), limits)
+                trials[trial.output] = trial
+                events.register(trial.output, select.POLLIN)
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A process of its own, which ends with it."""
+    """A running trial, in a process of its own."""
 
-    question: Question
-    limits: Limits
+    request: TrialRequest
+    limits: TrialLimits
     pid: int
-    told: int  # where it says what it found
+    output: int  # the read end of the pipe to which the trial writes its rejection
 
-    def verdict(self) -> Verdict:
-        """When there is something to read, or it has ended."""
-        with os.fdopen(self.told, "rb") as told:
-            words = told.read()
+    def result(self) -> TrialResult:
+        """Return the result. Call it when the output is readable or closed."""
+        with os.fdopen(self.output, "rb") as output:
+            written = output.read()
         _, status = os.waitpid(self.pid, 0)
-        if words:
-            return Verdict(self.question.number, words.decode()[1:])
+        if written:
+            return TrialResult(self.request.number, written.decode()[1:])
         signal_number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-        if signal_number in (signal.SIGALRM, signal.SIGKILL):  # starved, or the first to go when memory ran out
-            return Verdict(self.question.number, _not_now(self.question.spec), lasts=False)
-        why = _too_slow if signal_number == signal.SIGXCPU else _too_large
-        return Verdict(self.question.number, why(self.question.spec, self.limits))
+        if signal_number in (signal.SIGALRM, signal.SIGKILL):  # no CPU time for too long, or killed for lack of memory
+            return TrialResult(self.request.number, _not_now(self.request.spec), is_final=False)
+        rejection = _too_slow if signal_number == signal.SIGXCPU else _too_large
+        return TrialResult(self.request.number, rejection(self.request.spec, self.limits))
 
 
-def begin(compile_it: Callable[[GrammarSpec], object], question: Question, limits: Limits) -> Trial:
-    told, tells = os.pipe()
+def start(compile_it: Callable[[GrammarSpec], object], request: TrialRequest, limits: TrialLimits) -> Trial:
+    read_end, write_end = os.pipe()
     die_with_helper = die_with(os.getpid())
     pid = os.fork()
     if not pid:
         try:
             die_with_helper()
-            _keep_to(limits)
-            os.write(tells, b"." + _why_not(compile_it, question.spec, limits).encode())
+            _set_limits(limits)
+            os.write(write_end, b"." + _rejection(compile_it, request.spec, limits).encode())
         finally:
-            os._exit(0)  # whatever happened: there is one helper
-    os.close(tells)
-    return Trial(question, limits, pid, told)
+            os._exit(0)  # the fork must never return into the helper's loop
+    os.close(write_end)
+    return Trial(request, limits, pid, read_end)
 
 
-def _keep_to(limits: Limits) -> None:
-    most_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + limits.num_bytes
-    for kind, most in (
-        (resource.RLIMIT_AS, most_bytes),
+def _set_limits(limits: TrialLimits) -> None:
+    max_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + limits.num_bytes
+    for kind, limit in (
+        (resource.RLIMIT_AS, max_bytes),
         (resource.RLIMIT_CPU, limits.cpu_s),
         (resource.RLIMIT_CORE, 0),
     ):
         _, hard = resource.getrlimit(kind)
-        resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
-    Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, rather a trial than an engine
+        resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+    Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, the kernel kills a trial before an engine
     signal.alarm(limits.wall_s)
 
 
-def _why_not(compile_it: Callable[[GrammarSpec], object], spec: GrammarSpec, limits: Limits) -> str:
-    """Empty: it can be compiled."""
+def _rejection(compile_it: Callable[[GrammarSpec], object], spec: GrammarSpec, limits: TrialLimits) -> str:
+    """Compile the grammar. Return the reason if that fails, else an empty string."""
     try:
         compile_it(spec)
     except InvalidRequest as error:
@@ -119,19 +121,22 @@ def _why_not(compile_it: Callable[[GrammarSpec], object], spec: GrammarSpec, lim
     except MemoryError:
         return _too_large(spec, limits)
     except Exception as error:
-        return f"no grammar could be made: {error}"
+        return f"the grammar cannot be compiled: {error}"
     return ""
 
 
 def _not_now(spec: GrammarSpec) -> str:
-    return f"this {spec.kind} could not be compiled while the machine is short of memory or processors; try again, or a simpler one"
+    return (
+        f"this {spec.kind} could not be compiled, because the machine is short of memory or CPU time; try again, or use a "
+        "simpler one"
+    )
 
 
-def _too_slow(spec: GrammarSpec, limits: Limits) -> str:
+def _too_slow(spec: GrammarSpec, limits: TrialLimits) -> str:
     return f"not a usable {spec.kind}: it takes longer than {limits.cpu_s} s to compile; {_ADVICE}"
 
 
-def _too_large(spec: GrammarSpec, limits: Limits) -> str:
+def _too_large(spec: GrammarSpec, limits: TrialLimits) -> str:
     return f"not a usable {spec.kind}: it takes more than {limits.num_bytes >> 20} MiB to compile; {_ADVICE}"
 
 

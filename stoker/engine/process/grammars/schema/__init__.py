@@ -1,1 +1,1 @@
-"""JSON schemas, brought into a form that the grammar compiler holds to."""
+"""Conversion of JSON schemas to a form that xgrammar enforces completely."""

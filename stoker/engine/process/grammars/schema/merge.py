@@ -1,61 +1,65 @@
-"""Schemas that hold together -> one that says the same, where there is one."""
+"""Merges schemas that must all be valid into one schema, where that is possible."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from stoker.engine.process.grammars.schema.words import (
+from stoker.engine.process.grammars.schema.keywords import (
     HIGHER_WINS,
     LOWER_WINS,
     Schema,
     expanded_types,
-    refused_word,
     same_value,
     unsatisfiable,
+    unsupported_keyword,
 )
 
 
-def merge(a: Schema, b: Schema, place: str) -> Schema:
-    """What both say, as one schema."""
+def merge(a: Schema, b: Schema, path: str) -> Schema:
+    """Return a schema that is valid where both are valid."""
     if not a or not b:
         return a or b
     for one, other in ((a, b), (b, a)):
-        strangers = sorted(set(other.get("properties", ())) - set(one.get("properties", ())))
-        if strangers and one.get("additionalProperties", True) is not True:
-            raise refused_word("additionalProperties", place, f"{strangers[0]!r} is declared in another part")
+        undeclared = sorted(set(other.get("properties", ())) - set(one.get("properties", ())))
+        if undeclared and one.get("additionalProperties", True) is not True:
+            raise unsupported_keyword(
+                "additionalProperties", path, f"{undeclared[0]!r} is declared in another subschema"
+            )
         if ("prefixItems" in one or isinstance(one.get("items"), list)) and {"items", "prefixItems"} & set(other):
-            raise refused_word("prefixItems", place, "there are items in another part")
+            raise unsupported_keyword("prefixItems", path, "another subschema has items, too")
     merged = dict(a)
-    for word, value in b.items():
-        merged[word] = _both(word, a[word], value, place) if word in a and a[word] != value else value
+    for keyword, value in b.items():
+        merged[keyword] = (
+            _merge_values(keyword, a[keyword], value, path) if keyword in a and a[keyword] != value else value
+        )
     return merged
 
 
-def check_evaluation(part: Schema, place: str) -> None:
-    """What a part has not evaluated is not what the merged schema has not."""
-    for word in ("unevaluatedProperties", "unevaluatedItems"):
-        if word in part:
-            raise refused_word(word, place, "there are other parts")
+def check_evaluation(part: Schema, path: str) -> None:
+    """Reject unevaluatedProperties and unevaluatedItems: their meaning would change by merging."""
+    for keyword in ("unevaluatedProperties", "unevaluatedItems"):
+        if keyword in part:
+            raise unsupported_keyword(keyword, path, "the schema has other subschemas")
 
 
-def _both(word: str, a: Any, b: Any, place: str) -> Any:
-    if word == "properties":
+def _merge_values(keyword: str, a: Any, b: Any, path: str) -> Any:
+    if keyword == "properties":
         return {**a, **{name: {"allOf": [a[name], schema]} if name in a else schema for name, schema in b.items()}}
-    if word == "required":
+    if keyword == "required":
         return list(dict.fromkeys([*a, *b]))
-    if word == "type":
+    if keyword == "type":
         kinds = [kind for kind in expanded_types(a) if kind in expanded_types(b)]
         if not kinds:
-            raise unsatisfiable(place, f"no value has the types {a!r} and {b!r}")
+            raise unsatisfiable(path, f"no value has both types {a!r} and {b!r}")
         return kinds
-    if word == "enum":
+    if keyword == "enum":
         return [value for value in a if any(same_value(value, other) for other in b)]
-    if word in ("items", "additionalProperties", "unevaluatedProperties", "unevaluatedItems", "propertyNames"):
+    if keyword in ("items", "additionalProperties", "unevaluatedProperties", "unevaluatedItems", "propertyNames"):
         return {"allOf": [a, b]}
-    if word in LOWER_WINS:
+    if keyword in LOWER_WINS:
         return min(a, b)
-    if word in HIGHER_WINS:
+    if keyword in HIGHER_WINS:
         return max(a, b)
-    if word in ("format", "then", "else"):
+    if keyword in ("format", "then", "else"):
         return a
-    raise refused_word(word, place, "it is there in more than one part")
+    raise unsupported_keyword(keyword, path, "it stands in more than one subschema")

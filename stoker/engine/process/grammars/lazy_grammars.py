@@ -1,5 +1,7 @@
-"""The engine's grammars, made when the engine is ready: importing xgrammar and reading the vocabulary take as long as half of
-importing torch, and a start need not wait for it."""
+"""LazyGrammars: creates the engine's grammars on first use.
+
+Importing xgrammar and reading the vocabulary take half as long as importing torch. The engine's start does not wait for it.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +15,20 @@ from stoker.sched.request import GrammarSpec
 from stoker.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from stoker.engine.process.grammars.compiler import Compiled, XGrammarMatcher, XGrammars
+    from stoker.engine.process.grammars.compiler import XGrammars
+    from stoker.engine.process.grammars.matcher import PreparedGrammar, XGrammarMatcher
 
 
-class LateGrammars:
-    """`prepare` and `warm_up` may be called by several threads; `matcher` by the engine's alone, of what was prepared."""
+class LazyGrammars:
+    """`prepare` and `warm_up` can be called from several threads, `matcher` only from the engine's thread."""
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
         self._folder = folder
         self._vocab_size = vocab_size
-        self._made: XGrammars | None = None
-        self._making = threading.Lock()
+        self._grammars: XGrammars | None = None
+        self._lock = threading.Lock()
 
-    def prepare(self, spec: GrammarSpec) -> Compiled:
+    def prepare(self, spec: GrammarSpec) -> PreparedGrammar:
         return self._get().prepare(spec)
 
     def matcher(self, spec: GrammarSpec, token_ids: Sequence[int], max_tokens: int | None = None) -> XGrammarMatcher:
@@ -35,10 +38,10 @@ class LateGrammars:
         self._get().warm_up()
 
     def _get(self) -> XGrammars:
-        with self._making:
-            if self._made is None:
+        with self._lock:
+            if self._grammars is None:
                 from stoker.engine.process.grammars.compiler import XGrammars
 
                 trials = GrammarTrials(self._folder, self._vocab_size)
-                self._made = XGrammars(Tokenizer.from_folder(self._folder), self._vocab_size, trials)
-            return self._made
+                self._grammars = XGrammars(Tokenizer.from_folder(self._folder), self._vocab_size, trials)
+            return self._grammars

@@ -1,4 +1,4 @@
-"""The words of JSON Schema: which kinds they speak of, what shape they have, and how one that cannot be held to is refused."""
+"""The keywords of JSON Schema: the types they apply to, their own form, and the errors for unsupported ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stoker.base.errors import InvalidRequest
 
 Schema = dict[str, Any]
 
-OF_TYPE = {
+KEYWORDS_OF_TYPE = {
     "object": (
         *("properties", "required", "additionalProperties", "unevaluatedProperties"),
         *("patternProperties", "propertyNames", "minProperties", "maxProperties"),
@@ -23,15 +23,16 @@ OF_TYPE = {
     "string": ("minLength", "maxLength", "pattern"),
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 }
-APPLIED = ("$ref", "allOf", "anyOf", "oneOf", "const", "enum", "type", "format")
-REFUSED = ("not", "if", "dependentRequired", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef")
-# All else says something about a schema, not about its instances.
-CONSTRAINTS = frozenset((*APPLIED, *REFUSED, "then", "else", *(word for words in OF_TYPE.values() for word in words)))
+ANY_TYPE = ("$ref", "allOf", "anyOf", "oneOf", "const", "enum", "type", "format")
+UNSUPPORTED = ("not", "if", "dependentRequired", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef")
+# All other keywords are annotations.
+_TYPED = (keyword for keywords in KEYWORDS_OF_TYPE.values() for keyword in keywords)
+CONSTRAINTS = frozenset((*ANY_TYPE, *UNSUPPORTED, "then", "else", *_TYPED))
 LOWER_WINS = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
 HIGHER_WINS = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 ALL_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
-SHAPES: dict[str, tuple[type, ...]] = {
+VALUE_TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("properties", "patternProperties"), (dict,)),
     **dict.fromkeys(("required", "allOf", "anyOf", "oneOf", "enum", "prefixItems"), (list,)),
     **dict.fromkeys((*LOWER_WINS, *HIGHER_WINS, "multipleOf"), (int, float)),
@@ -41,26 +42,26 @@ SHAPES: dict[str, tuple[type, ...]] = {
 
 
 class Unsatisfiable(InvalidRequest):
-    """A schema that no value can meet: an alternative that is left out, or the client's mistake."""
+    """No value is valid under the schema. An unsatisfiable alternative is left out; otherwise it is the client's mistake."""
 
 
-def check_shapes(node: Schema, place: str) -> None:
-    for word in SHAPES.keys() & node.keys():
-        value = node[word]
-        if not isinstance(value, SHAPES[word]) or isinstance(value, bool) or value in (math.inf, -math.inf):
-            raise wrong_schema(place, f"{word!r} is {json.dumps(value)[:80]}")
-    for word in ("required", "type"):
-        if isinstance(node.get(word), list) and not all(isinstance(name, str) for name in node[word]):
-            raise wrong_schema(place, f"{word!r} is not made of texts")
+def check_value_types(node: Schema, path: str) -> None:
+    for keyword in VALUE_TYPES.keys() & node.keys():
+        value = node[keyword]
+        if not isinstance(value, VALUE_TYPES[keyword]) or isinstance(value, bool) or value in (math.inf, -math.inf):
+            raise invalid_schema(path, f"{keyword!r} has the invalid value {json.dumps(value)[:80]}")
+    for keyword in ("required", "type"):
+        if isinstance(node.get(keyword), list) and not all(isinstance(name, str) for name in node[keyword]):
+            raise invalid_schema(path, f"{keyword!r} is not a list of strings")
 
 
-def types_of(node: Schema, place: str) -> list[str]:
+def types_of(node: Schema, path: str) -> list[str]:
     given = node.get("type")
     if given is None:
-        return [kind for kind, words in OF_TYPE.items() if set(words) & set(node)]
+        return [kind for kind, keywords in KEYWORDS_OF_TYPE.items() if set(keywords) & set(node)]
     kinds = [given] if isinstance(given, str) else given
     if not isinstance(kinds, list) or not kinds or not all(kind in ALL_TYPES for kind in kinds):
-        raise wrong_schema(place, f"'type' is {str(given)[:80]!r}, not one of {', '.join(ALL_TYPES)}")
+        raise invalid_schema(path, f"'type' is {str(given)[:80]!r}, not one of {', '.join(ALL_TYPES)}")
     return [kind for kind in dict.fromkeys(kinds) if not (kind == "integer" and "number" in kinds)]
 
 
@@ -105,25 +106,25 @@ def any_of(schemas: list[Schema]) -> Schema:
     return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
 
 
-def as_object(node: Any, place: str) -> Schema:
+def as_object(node: Any, path: str) -> Schema:
     if node is True:
         return {}
     if node is False:
-        raise unsatisfiable(place, "'false' allows no value")
+        raise unsatisfiable(path, "'false' allows no value")
     if not isinstance(node, dict):
-        raise wrong_schema(place, f"it is a {type(node).__name__}, not an object")
+        raise invalid_schema(path, f"it is a {type(node).__name__}, but must be an object or a boolean")
     return node
 
 
-def as_list(value: Any, word: str, place: str) -> list[Any]:
+def as_list(value: Any, keyword: str, path: str) -> list[Any]:
     if not isinstance(value, list):
-        raise wrong_schema(place, f"{word!r} is not an array")
+        raise invalid_schema(path, f"{keyword!r} is not an array")
     return value
 
 
-def whole_number(value: Any, word: str, place: str) -> int:
+def whole_number(value: Any, keyword: str, path: str) -> int:
     if not is_number(value) or value != int(value) or value < 0:
-        raise wrong_schema(place, f"{word!r} is not a whole number")
+        raise invalid_schema(path, f"{keyword!r} is not a non-negative integer")
     return int(value)
 
 
@@ -131,17 +132,17 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def refused_word(word: str, place: str, why: str = "") -> InvalidRequest:
+def unsupported_keyword(keyword: str, path: str, why: str = "") -> InvalidRequest:
     reason = f": {why}" if why else ""
     return InvalidRequest(
-        f"not a usable json_schema: the keyword {word!r} at {place or '/'} cannot be enforced{reason}",
+        f"not a usable json_schema: the keyword {keyword!r} at {path or '/'} cannot be enforced{reason}",
         code="invalid_grammar",
     )
 
 
-def wrong_schema(place: str, why: str) -> InvalidRequest:
-    return InvalidRequest(f"not a usable json_schema: the schema at {place or '/'}: {why}", code="invalid_grammar")
+def invalid_schema(path: str, why: str) -> InvalidRequest:
+    return InvalidRequest(f"not a usable json_schema: the schema at {path or '/'}: {why}", code="invalid_grammar")
 
 
-def unsatisfiable(place: str, why: str) -> Unsatisfiable:
-    return Unsatisfiable(f"not a usable json_schema: the schema at {place or '/'}: {why}", code="invalid_grammar")
+def unsatisfiable(path: str, why: str) -> Unsatisfiable:
+    return Unsatisfiable(f"not a usable json_schema: the schema at {path or '/'}: {why}", code="invalid_grammar")

@@ -1,0 +1,101 @@
+"""What the engine process reports about its engine: EngineInfo after the start, EngineStats while it runs, the memory plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stoker.base import log as logs
+from stoker.engine.build import BuiltEngine
+from stoker.engine.gpu_memory import TOLERANCE_BYTES, MemoryLine
+from stoker.kv.store.measured_tier import MeasuredTier
+from stoker.proto.messages import EngineInfo, EngineStats, TierReport
+
+log = logs.EventLog("engine")
+
+
+def engine_info(built: BuiltEngine) -> EngineInfo:
+    return EngineInfo(
+        model_fingerprint=built.fingerprint,
+        device=str(built.settings.device),
+        dtype=built.layout.dtype,
+        vocab_size=built.vocab_size,
+        max_model_tokens=built.max_model_tokens,
+        block_tokens=built.layout.block_tokens,
+        num_blocks=built.pool.num_blocks,
+        max_rows=built.settings.max_rows,
+        load_s=built.load_s,
+        engine_id=built.engine_id,
+        kv_address=built.server.address if built.server is not None else None,
+        stores=_shared_stores(built.fingerprint, built.store.tiers),
+    )
+
+
+def engine_stats(built: BuiltEngine, num_preparing: int) -> EngineStats:
+    """`num_preparing` requests are not in the scheduler yet; they count as waiting."""
+    scheduler, pool, counters, engine = built.scheduler, built.pool, built.scheduler.counters, built.engine
+    return EngineStats(
+        waiting_sequences=scheduler.num_waiting + num_preparing,
+        waiting_tokens=scheduler.waiting_tokens,
+        running_sequences=scheduler.num_running,
+        free_blocks=pool.num_free,
+        cached_blocks=pool.num_named,
+        num_blocks=pool.num_blocks,
+        steps=engine.num_steps,
+        step_s=engine.step_s,
+        prompt_tokens=counters.prompt_tokens,
+        computed_tokens=counters.computed_tokens,
+        cached_tokens=counters.cached_tokens,
+        partial_tokens=counters.partial_tokens,
+        generated_tokens=counters.generated_tokens,
+        preemptions=counters.preemptions,
+        prefill_tokens_per_s=engine.rates.prefill_tokens_per_s,
+        decode_step_s=engine.rates.decode_step_s,
+        loading_sequences=scheduler.num_loading,
+        held_leases=scheduler.num_held,
+        loaded_tokens=counters.loaded_tokens,
+        pulled_tokens=counters.pulled_tokens,
+        failed_loads=counters.failed_loads,
+        tiers=[_tier_report(built, tier) for tier in built.store.tiers],
+    )
+
+
+def _tier_report(built: BuiltEngine, tier: MeasuredTier) -> TierReport:
+    counters, stats = tier.counters, tier.backend.stats()
+    return TierReport(
+        name=tier.name,
+        medium=tier.backend.medium,
+        blocks=stats.blocks,
+        used_bytes=stats.used_bytes,
+        capacity_bytes=stats.capacity_bytes,
+        hits=counters.hits,
+        misses=counters.misses,
+        read_bytes=counters.read_bytes,
+        written_bytes=counters.written_bytes,
+        read_s=counters.read_s,
+        write_s=counters.write_s,
+        declined=counters.declined,
+        evicted=stats.evicted,
+        corrupt=stats.corrupt,
+        errors=counters.errors + stats.errors,
+        bytes_per_s=tier.speed.measured,
+        crossover_tokens=built.store.crossover_tokens(tier),
+    )
+
+
+def _shared_stores(fingerprint: str, tiers: Sequence[MeasuredTier]) -> dict[str, str]:
+    """Return where each shared tier keeps its blocks, by medium. Workers with equal entries read each other's blocks."""
+    return {
+        tier.backend.medium: f"{fingerprint}@{tier.name}:{tier.backend.shared_location}"
+        for tier in tiers
+        if tier.backend.shared_location is not None
+    }
+
+
+def log_memory(lines: Sequence[MemoryLine]) -> None:
+    """Log the planned and the used GPU memory. A large difference means that the plan is wrong."""
+    for line in lines:
+        planned_mib, used_mib = line.planned_bytes >> 20, line.used_bytes >> 20
+        log.event("memory", line=line.name, planned_mib=planned_mib, used_mib=used_mib)
+    off_bytes = sum(line.used_bytes - line.planned_bytes for line in lines if line.name != "reserve")
+    if abs(off_bytes) > TOLERANCE_BYTES:
+        log.warning("memory_off_plan", off_mib=off_bytes >> 20)

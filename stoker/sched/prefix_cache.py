@@ -1,0 +1,63 @@
+"""PrefixCache: which blocks a sequence can reuse, and which blocks running sequences are computing right now. Pure."""
+
+from __future__ import annotations
+
+from stoker.base.ids import BlockId, BlockKey
+from stoker.kv.blocks.pool import BlockPool
+from stoker.sched.offers import Offers
+from stoker.sched.sequence import Sequence
+
+
+class PrefixCache:
+    """Reuse of KV between sequences, over the block pool. Each full block is offered to the store when it gets its key."""
+
+    def __init__(self, pool: BlockPool, offers: Offers) -> None:
+        self._pool = pool
+        self._offers = offers
+        self._computing: dict[BlockKey, Sequence] = {}  # prompt blocks that a running sequence has not finished yet
+
+    def match(self, seq: Sequence) -> list[BlockId]:
+        """Return the pool's blocks for the sequence's leading tokens, without taking a reference."""
+        seq.extend_keys()
+        return self._pool.match(seq.keys[: seq.num_reusable])
+
+    def match_partial(self, seq: Sequence, num_matched: int) -> tuple[BlockId, int] | None:
+        """Find a block that starts with the same tokens as the sequence's block `num_matched`, and how many they are.
+
+        The last known token is left out, because it is always computed.
+        """
+        start = num_matched * seq.block_tokens
+        end = min(start + seq.block_tokens, len(seq.token_ids) - 1)
+        return self._pool.match_partial(seq.parent_of(num_matched), seq.token_ids[start:end])
+
+    def is_next_block_in_progress(self, seq: Sequence) -> bool:
+        """Return True if a running sequence is computing the first block that `seq` does not find in the pool.
+
+        Waiting for that block is cheaper than computing it twice.
+        """
+        num_matched = len(self.match(seq))
+        return num_matched < seq.num_reusable and seq.keys[num_matched] in self._computing
+
+    def start_computing(self, seq: Sequence, first: int) -> None:
+        """Record that the sequence computes its full blocks from index `first` on."""
+        for key in seq.keys[first:]:
+            self._computing.setdefault(key, seq)
+
+    def stop_computing(self, seq: Sequence) -> None:
+        """The sequence loses its blocks: it does not finish the blocks that it was computing."""
+        for key in seq.keys[seq.num_named :]:
+            self._remove(seq, key)
+
+    def name_blocks(self, seq: Sequence, num_computed: int) -> None:
+        """Register the sequence's blocks that are full after `num_computed` tokens under their keys."""
+        seq.extend_keys()
+        for i in range(seq.num_named, num_computed // seq.block_tokens):
+            salt = None if i else seq.request.cache_salt
+            self._pool.name(seq.blocks[i], seq.keys[i], seq.parent_of(i), seq.tokens_of(i), salt)
+            self._remove(seq, seq.keys[i])
+            seq.num_named = i + 1
+            self._offers.add(seq, i)
+
+    def _remove(self, seq: Sequence, key: BlockKey) -> None:
+        if self._computing.get(key) is seq:
+            del self._computing[key]
