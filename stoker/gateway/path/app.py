@@ -32,7 +32,7 @@ from stoker.gateway.path.errors import error_event, is_unexpected, reply_of
 from stoker.gateway.path.exchange import Exchange
 from stoker.gateway.path.legs import PATHS
 from stoker.gateway.path.proxy import Proxy
-from stoker.gateway.path.rewrite import ReportedUsage
+from stoker.gateway.path.rewrite import UsageCounts
 from stoker.gateway.path.tokenize import PATHS as TOKENIZE_PATHS
 from stoker.gateway.prefix.conversation_keys import ConversationKeys
 from stoker.gateway.prefix.session import SessionKeys, session_of
@@ -178,7 +178,7 @@ class Gateway:
             await parts.proxy.run(call)
         except Exception:
             if not request.started:
-                call.usage = ReportedUsage()  # the client got nothing, so nothing is billed
+                call.usage = UsageCounts()  # the client got nothing, so nothing is billed
             raise
         finally:
             usage = call.usage

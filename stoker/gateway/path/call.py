@@ -20,7 +20,7 @@ from stoker.gateway.admission.api_keys import Caller
 from stoker.gateway.api.client_body import RequestEnvelope, edit
 from stoker.gateway.http import HeaderFilter, HttpRequest, header_block
 from stoker.gateway.path.resume import TokenMemory
-from stoker.gateway.path.rewrite import ReportedUsage
+from stoker.gateway.path.rewrite import UsageCounts
 from stoker.gateway.records.tracing import RequestTrace, TraceSpan
 from stoker.routing.query import RouteQuery
 
@@ -45,7 +45,7 @@ class Call(msgspec.Struct, eq=False):
     on_first_byte: Callable[[], None] = lambda: None
 
     memory: TokenMemory = msgspec.field(default_factory=TokenMemory)
-    usage: ReportedUsage | None = None
+    usage: UsageCounts | None = None
     status: int = 0
     first_byte_s: float | None = None
     num_retries: int = 0

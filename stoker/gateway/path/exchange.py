@@ -9,12 +9,12 @@ from stoker.gateway.api.client_body import EndpointKind
 from stoker.gateway.http import HttpRequest
 from stoker.gateway.path.call import Call
 from stoker.gateway.path.errors import code_of, reply_of
-from stoker.gateway.path.rewrite import ReportedUsage
+from stoker.gateway.path.rewrite import UsageCounts
 from stoker.gateway.records.tracing import RequestTrace
 from stoker.gateway.records.usage_row import UsageRow
 from stoker.proto.openai.errors import CLIENT_GONE_STATUS
 
-_NO_USAGE = ReportedUsage()
+_NO_USAGE = UsageCounts()
 _ENDPOINTS = {kind: kind.value for kind in EndpointKind}  # faster than enum attribute access
 
 

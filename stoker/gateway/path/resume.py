@@ -9,7 +9,7 @@ import re
 
 import msgspec
 
-from stoker.gateway.path.rewrite import EventCutter, ReportedUsage, set_cached_tokens_in_events
+from stoker.gateway.path.rewrite import EventCutter, UsageCounts, set_cached_tokens_in_events
 from stoker.proto.resume_notes import ResumeNotes, find_error
 from stoker.proto.sse import DONE
 
@@ -47,12 +47,12 @@ class TokenMemory(msgspec.Struct, eq=False):
         return self.notes.num_tokens
 
     @property
-    def usage(self) -> ReportedUsage | None:
+    def usage(self) -> UsageCounts | None:
         reported = self.notes.last_usage
         if reported is None:
             return None
         cached_tokens = reported.cached_tokens if self._cached_tokens is None else self._cached_tokens
-        return ReportedUsage(reported.prompt_tokens, min(cached_tokens, reported.prompt_tokens), self.num_tokens)
+        return UsageCounts(reported.prompt_tokens, min(cached_tokens, reported.prompt_tokens), self.num_tokens)
 
     def resume_field(self, num_choices: int) -> bytes:
         """Return the `resume` field of a request body as JSON."""

@@ -24,7 +24,7 @@ _END = re.compile(rb"^(?:data: ?\[DONE\]|event: ?response\.(?:completed|incomple
 _MAX_EVENT_BYTES = 64 << 20
 
 
-class ReportedUsage(msgspec.Struct):
+class UsageCounts(msgspec.Struct):
     """The token counts of one request, as reported by its workers so far."""
 
     prompt_tokens: int = 0
@@ -65,7 +65,7 @@ class ForeignAnswer(EventCutter):
         self._keep_token_ids = keep_token_ids
         self._is_pair = is_pair
         self.prefill_cached_tokens: int | None = None  # known once the prefill worker of a pair has answered
-        self.usage: ReportedUsage | None = None
+        self.usage: UsageCounts | None = None
         self.ended = False  # the last event of the stream has passed
 
     def push(self, data: bytes) -> bytes:
@@ -133,7 +133,7 @@ class ForeignAnswer(EventCutter):
                 response["usage"] = self._corrected(response["usage"])
             table["response"] = Raw(msgspec.json.encode(response))
 
-    def _saw(self, reported: ReportedUsage | None) -> bool:
+    def _saw(self, reported: UsageCounts | None) -> bool:
         """Keep the corrected usage. Return True if the usage in the answer must be rewritten."""
         self.usage = reported
         if reported is None:
@@ -174,7 +174,7 @@ class _AnswerWithUsage(_HasUsage):
 _USAGE_DECODER = msgspec.json.Decoder(_AnswerWithUsage)
 
 
-def read_usage(data: bytes) -> ReportedUsage | None:
+def read_usage(data: bytes) -> UsageCounts | None:
     """Return the usage in a whole answer or in an event's data, or None."""
     try:
         answer = _USAGE_DECODER.decode(data)
@@ -184,14 +184,14 @@ def read_usage(data: bytes) -> ReportedUsage | None:
     if not counts:
         return None
     details = counts.prompt_tokens_details or counts.input_tokens_details
-    return ReportedUsage(
+    return UsageCounts(
         counts.prompt_tokens or counts.input_tokens or 0,
         (details and details.cached_tokens) or 0,
         counts.completion_tokens or counts.output_tokens or 0,
     )
 
 
-def read_last_usage(data: bytes) -> ReportedUsage | None:
+def read_last_usage(data: bytes) -> UsageCounts | None:
     """Return the usage in a whole answer, or in the last event of a complete stream that has one."""
     if not data.startswith((b"data:", b"event:", b":")):
         return read_usage(data)

@@ -8,7 +8,7 @@ import pytest
 from mocks import DONE, event
 
 from stoker.gateway.path.resume import StokerStream, TokenMemory
-from stoker.gateway.path.rewrite import ReportedUsage
+from stoker.gateway.path.rewrite import UsageCounts
 
 A, B, C = event({"t": "a"}), event({"t": "b"}), event({"t": "c"})
 LINES = b":u 10 4 1700 42\n:t 0 5\n" + A + b":t 1 6 7\n" + B + b":t 0 8\n\n" + b":t 0 9\n:f 0\n" + C + b":e\n" + DONE
@@ -22,7 +22,7 @@ def test_lines_are_taken_out_wherever_the_bytes_are_cut(size: int) -> None:
     assert shown == A + B + C + DONE
     assert stream.is_complete
     assert memory.num_tokens == 5
-    assert memory.usage == ReportedUsage(10, 4, 5)
+    assert memory.usage == UsageCounts(10, 4, 5)
     assert json.loads(memory.resume_field(3)) == {
         "created": 1700,
         "choices": [
@@ -57,7 +57,7 @@ def test_cached_tokens_are_those_of_the_first_worker() -> None:
     usage = {"prompt_tokens": 10, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 9}}
     shown = second.push(b":u 10 9 1700 42\n:t 0 6\n" + event({"choices": [], "usage": usage}))
     assert json.loads(shown[6:])["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
-    assert memory.usage == ReportedUsage(10, 4, 2)
+    assert memory.usage == UsageCounts(10, 4, 2)
     assert json.loads(memory.resume_field(1))["created"] == 1700
 
 
@@ -65,7 +65,7 @@ def test_a_first_worker_may_correct_itself() -> None:
     """The cached tokens of a request with several prompts become known one prompt after the other."""
     memory = TokenMemory()
     StokerStream(memory).push(b":u 20 4 1700 42\n:t 0 5\n" + A + b":u 20 12 1700 42\n:t 1 6\n" + B)
-    assert memory.usage == ReportedUsage(20, 12, 2)
+    assert memory.usage == UsageCounts(20, 12, 2)
 
 
 def test_a_dead_engine_is_not_the_clients_business() -> None:

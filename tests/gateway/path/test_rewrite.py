@@ -11,7 +11,7 @@ from mocks import DONE, chunk, event, usage, usage_chunk
 from stoker.gateway.path.rewrite import (
     EventCutter,
     ForeignAnswer,
-    ReportedUsage,
+    UsageCounts,
     read_last_usage,
     read_usage,
     set_cached_tokens,
@@ -30,7 +30,7 @@ STREAM = chunk("a") + chunk("b") + usage_chunk(10, 4, 2) + DONE
 def test_a_usage_chunk_requested_by_the_gateway_is_read_and_hidden(size: int) -> None:
     answer = ForeignAnswer(hide_usage=True)
     assert pushed(answer, STREAM, size) == chunk("a") + chunk("b") + DONE
-    assert answer.usage == ReportedUsage(10, 4, 2)
+    assert answer.usage == UsageCounts(10, 4, 2)
     assert answer.ended
 
 
@@ -38,7 +38,7 @@ def test_a_usage_chunk_requested_by_the_gateway_is_read_and_hidden(size: int) ->
 def test_a_client_that_asked_gets_every_byte(size: int) -> None:
     answer = ForeignAnswer()
     assert json_of(pushed(answer, STREAM, size)) == json_of(STREAM)
-    assert answer.usage == ReportedUsage(10, 4, 2)
+    assert answer.usage == UsageCounts(10, 4, 2)
 
 
 def test_chunks_without_fields_to_rewrite_pass_as_the_same_object() -> None:
@@ -50,7 +50,7 @@ def test_lines_may_end_in_crlf() -> None:
     stream = STREAM.replace(b"\n", b"\r\n")
     answer = ForeignAnswer(hide_usage=True)
     assert pushed(answer, stream, 5) == (chunk("a") + chunk("b") + DONE).replace(b"\n", b"\r\n")
-    assert answer.usage == ReportedUsage(10, 4, 2)
+    assert answer.usage == UsageCounts(10, 4, 2)
 
 
 def test_usage_in_a_chunk_with_text_is_kept_even_if_the_client_did_not_request_it() -> None:
@@ -68,7 +68,7 @@ def test_cached_tokens_of_a_pair_are_those_of_prefill(reported: int | None, foun
     answer = json.loads(whole.whole(json.dumps({"id": "c", "usage": usage(10, reported, 2)}).encode()))
     for got in (told, answer):
         assert got["usage"] == usage(10, found or 0, 2)
-    assert streamed.usage == whole.usage == ReportedUsage(10, found or 0, 2)
+    assert streamed.usage == whole.usage == UsageCounts(10, found or 0, 2)
 
 
 def test_cached_tokens_are_never_more_than_the_prompt() -> None:
@@ -96,7 +96,7 @@ def test_a_whole_answer_with_nothing_to_change_is_the_same_object() -> None:
     data = json.dumps({"id": "c", "kind": "x", "usage": usage(10, 3, 2)}).encode()
     answer = ForeignAnswer()
     assert answer.whole(data) is data
-    assert answer.usage == ReportedUsage(10, 3, 2)
+    assert answer.usage == UsageCounts(10, 3, 2)
 
 
 def test_the_responses_api_names_the_same_things_otherwise() -> None:
@@ -110,15 +110,15 @@ def test_the_responses_api_names_the_same_things_otherwise() -> None:
     [got] = json_of(shown.removeprefix(b"event: response.completed\n"))
     assert got["response"]["usage"]["input_tokens_details"] == {"cached_tokens": 4}
     assert {**got["response"], "usage": told} == response
-    assert answer.usage == ReportedUsage(10, 4, 2)
+    assert answer.usage == UsageCounts(10, 4, 2)
     assert answer.ended
 
 
 def test_usage_is_found_wherever_it_is_and_nowhere_else() -> None:
     assert read_usage(b"not json") is None
     assert read_usage(b'{"usage":null}') is None
-    assert read_last_usage(chunk("a") + usage_chunk(7, 1, 2) + DONE) == ReportedUsage(7, 1, 2)
-    assert read_last_usage(json.dumps({"usage": usage(7, None, 2)}).encode()) == ReportedUsage(7, 0, 2)
+    assert read_last_usage(chunk("a") + usage_chunk(7, 1, 2) + DONE) == UsageCounts(7, 1, 2)
+    assert read_last_usage(json.dumps({"usage": usage(7, None, 2)}).encode()) == UsageCounts(7, 0, 2)
     assert set_cached_tokens(b'{"x":1}', 5) == b'{"x":1}'
 
 
