@@ -45,12 +45,12 @@ class Target:
             raise ConfigError(f"timeout={self.timeout_s:g} s: must be above 0 and finite")
 
 
-class _Model(msgspec.Struct, frozen=True):
+class _ListedModel(msgspec.Struct, frozen=True):
     id: str
 
 
 class _Models(msgspec.Struct, frozen=True):
-    data: list[_Model]
+    data: list[_ListedModel]
 
 
 class Client:
