@@ -97,7 +97,7 @@ def test_tiers_are_searched_from_the_nearest_to_the_farthest() -> None:
 @pytest.mark.parametrize(
     ("tiers", "message"),
     [
-        (("nowhere",), "no tier is called 'nowhere'"),
+        (("nowhere",), "unknown tier 'nowhere'"),
         (("disk,dir",), "'dir' is not KEY=VALUE"),
         (("disk", "disk"), "names 'disk' twice"),
         (("disk",), "'disk': this tier has settings of its own"),
