@@ -1,7 +1,7 @@
 """Chat templates: render a conversation and its tools to the text of a prompt.
 
-The model's own template is used if it has one. This module finds templates in the model folder, chooses one for a request, and
-detects the tool-call and reasoning formats from their text. It does not know token ids, sampling or parsing.
+The model's own template is used if it has one. This module finds templates in the model folder, and chooses one for a request.
+The tool-call and reasoning formats are detected by the marks that the parsers declare. It does not know token ids or sampling.
 """
 
 from __future__ import annotations
@@ -25,18 +25,12 @@ import jinja2.sandbox
 from stoker.base.errors import InvalidRequest, ModelFilesError
 from stoker.text.folder import read_object, read_text
 from stoker.text.messages import TemplateTraits, prepare, uses_tools
+from stoker.text.parsers.contract import REASONING_PARSERS, TOOL_PARSERS, find_format
 from stoker.text.tokenizer import Tokenizer
 
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "default_system"})
 _CHATML_SYSTEM = re.compile(r"<\|im_start\|>system\n(.*?)<\|im_end\|>", re.DOTALL)
-# Marks that identify a tool-call format, most specific first. They are searched in the templates, then in the added tokens.
-_TOOL_MARKS = (
-    ("<|tool_calls_section_begin|>", "kimi_k2"),
-    ("<｜tool▁calls▁begin｜>", "deepseek_v3"),
-    ("<tool_call>", "hermes"),
-    ("<|python_tag|>", "llama3_json"),
-    ("<|start_header_id|>", "llama3_json"),
-)
+_DEFAULT_TOOL_FORMAT = "hermes"  # the format of our own template
 # Errors of a template that gets an unexpected conversation. All of them are reported as an invalid request.
 _RENDER_ERRORS = (
     jinja2.TemplateError,
@@ -77,8 +71,9 @@ class ChatTemplate:
             ours if "<|im_start|>" in default.source else None,
         )
         texts = "\n".join(one.source for one in compiled.values()) or own_source
-        self.tool_format = _tool_format(texts, tokenizer, self._with_tools is ours)
-        self.reasoning_format = "think" if "<think>" in texts or "<think>" in tokenizer.added_tokens else None
+        detected = None if self._with_tools is ours else find_format(TOOL_PARSERS, texts, tokenizer.added_tokens)
+        self.tool_format = detected or _DEFAULT_TOOL_FORMAT
+        self.reasoning_format = find_format(REASONING_PARSERS, texts, tokenizer.added_tokens)
         self._default_system = self._find_default_system()
 
     @classmethod
@@ -189,14 +184,3 @@ def _sources(path: Path) -> dict[str, str]:
     if alone is not None:
         sources["default"] = alone
     return sources
-
-
-def _tool_format(texts: str, tokenizer: Tokenizer, ours: bool) -> str:
-    if ours:
-        return "hermes"
-    for known in (texts, tokenizer.added_tokens):
-        for mark, name in _TOOL_MARKS:
-            if mark in known:
-                # V3 and R1 write the arguments of a call in a JSON code block, V3.1 without one.
-                return "deepseek_v31" if name == "deepseek_v3" and "```json" not in texts else name
-    return "hermes"

@@ -1,19 +1,11 @@
-"""Reasoning is split off at the same place for all chunk borders."""
+"""How `<think>` blocks are read. tests/conformance/test_parsers.py tests what holds for every reasoning parser."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from parsing import parse_reasoning
 
-from stoker.text.parsers.contract import REASONING_PARSERS, ReasoningDelta
-
-
-def _parse(chunks: list[str], starts_inside: bool) -> tuple[str, str]:
-    parser = REASONING_PARSERS.get("think")(starts_inside)
-    deltas = [delta for chunk in chunks for delta in parser.push(chunk)] + parser.flush()
-    reasoning = "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta))
-    return reasoning, "".join(delta.text for delta in deltas if not isinstance(delta, ReasoningDelta))
+from stoker.text.parsers.contract import REASONING_PARSERS
 
 
 @pytest.mark.parametrize(
@@ -32,23 +24,8 @@ def _parse(chunks: list[str], starts_inside: bool) -> tuple[str, str]:
     ],
 )
 def test_reasoning_and_text(text: str, starts_inside: bool, expected: tuple[str, str]) -> None:
-    assert _parse([text], starts_inside) == expected
-    assert _parse(list(text), starts_inside) == expected
-
-
-@settings(max_examples=300, deadline=None, print_blob=True)
-@given(
-    parts=st.lists(st.sampled_from(["<think>", "</think>", "<", "</", "think", ">", " ", "\n", "a", "é"]), max_size=14),
-    sizes=st.lists(st.integers(0, 9), max_size=20),
-    starts_inside=st.booleans(),
-)
-def test_chunk_borders_do_not_change_the_result(parts: list[str], sizes: list[int], starts_inside: bool) -> None:
-    text = "".join(parts)
-    chunks, at = [], 0
-    for size in [*sizes, len(text)]:
-        chunks.append(text[at : at + size])
-        at += size
-    assert _parse(chunks, starts_inside) == _parse([text], starts_inside)
+    assert parse_reasoning("think", [text], starts_inside) == expected
+    assert parse_reasoning("think", list(text), starts_inside) == expected
 
 
 def test_the_prompt_shows_whether_the_block_is_open() -> None:

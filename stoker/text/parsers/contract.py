@@ -6,6 +6,7 @@ Parsers get text as it is detokenized. They do not know HTTP, tokens or the mode
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
@@ -47,6 +48,18 @@ class ToolArgumentsDelta:
 Delta: TypeAlias = TextDelta | ToolCallStart | ToolArgumentsDelta
 
 
+@dataclass(frozen=True, slots=True)
+class TemplateMark:
+    """A text that shows that a model uses a format. It is searched in the chat templates, and then in the added tokens.
+
+    If marks of several formats are found, the highest priority decides. Give a mark that other formats use too a priority below 0.
+    """
+
+    text: str
+    priority: int = 0
+    template_text: str = ""  # a further text that one of the chat templates must contain
+
+
 class ToolParser(ABC):
     """Parses the tool calls of one answer. All text that is pushed comes out once, as text or as a part of a call.
 
@@ -54,8 +67,9 @@ class ToolParser(ABC):
     text. A call that has started (ToolCallStart) and is cut off keeps the arguments that it has.
     """
 
-    name: ClassVar[str]
     needs_special_tokens: ClassVar[bool]  # its marks are special tokens, which the detokenizer must then not skip
+    template_marks: ClassVar[tuple[TemplateMark, ...]]  # models that use this format; (): only with --tool-format
+    reads_calls_after_text: ClassVar[bool] = True  # False: calls as `render` writes them must start the answer
 
     @abstractmethod
     def __init__(self, tools: list[dict[str, Any]]) -> None: ...
@@ -72,12 +86,17 @@ class ToolParser(ABC):
     def grammar(cls, tools: list[dict[str, Any]], *, parallel: bool) -> GrammarSpec:
         """Return a grammar that forces one call to one of `tools` or, with `parallel`, one or more calls."""
 
+    @classmethod
+    @abstractmethod
+    def render(cls, calls: Sequence[tuple[str, str]]) -> str:
+        """Return calls (name, arguments as JSON text) as the model writes them. The conformance tests parse this text."""
+
 
 class ReasoningParser(ABC):
     """Splits one answer into reasoning and text. `starts_inside`: the prompt ends with the mark that starts the reasoning."""
 
-    name: ClassVar[str]
     needs_special_tokens: ClassVar[bool]
+    template_marks: ClassVar[tuple[TemplateMark, ...]]  # models that use this format; (): only with --reasoning-format
 
     @abstractmethod
     def __init__(self, starts_inside: bool) -> None: ...
@@ -93,6 +112,25 @@ class ReasoningParser(ABC):
     def opened_by(cls, prompt: str) -> bool:
         """Return True if the rendered prompt ends inside the reasoning, so that the answer starts there."""
 
+    @classmethod
+    @abstractmethod
+    def render(cls, reasoning: str, text: str) -> str:
+        """Return reasoning and text as the model writes them. The conformance tests parse this text."""
+
 
 TOOL_PARSERS: Registry[type[ToolParser]] = Registry("tool parser", "stoker.text.parsers.tools")
 REASONING_PARSERS: Registry[type[ReasoningParser]] = Registry("reasoning parser", "stoker.text.parsers.reasoning")
+
+
+def find_format(
+    parsers: Registry[type[ToolParser]] | Registry[type[ReasoningParser]], templates: str, added_tokens: Collection[str]
+) -> str | None:
+    """Return the name of the parser whose marks a model has, or None if no parser fits."""
+    marks = [(name, mark) for name in parsers for mark in parsers.get(name).template_marks]
+    for searched in (templates, added_tokens):
+        found = [
+            (mark.priority, name) for name, mark in marks if mark.text in searched and mark.template_text in templates
+        ]
+        if found:
+            return max(found)[1]
+    return None

@@ -5,7 +5,7 @@ Only a block at the very start is reasoning. A later mark is part of the answer'
 
 from __future__ import annotations
 
-from stoker.text.parsers.contract import REASONING_PARSERS, ReasoningDelta, ReasoningParser, TextDelta
+from stoker.text.parsers.contract import REASONING_PARSERS, ReasoningDelta, ReasoningParser, TemplateMark, TextDelta
 from stoker.text.stops import open_chars
 
 _OPEN = "<think>"
@@ -16,8 +16,8 @@ _CLOSE = "</think>"
 class ThinkParser(ReasoningParser):
     """Splits off the reasoning. White space around the marks belongs to the format and is dropped."""
 
-    name = "think"
     needs_special_tokens = False
+    template_marks = (TemplateMark(_OPEN),)
 
     def __init__(self, starts_inside: bool) -> None:
         self._buffer = ""
@@ -35,6 +35,10 @@ class ThinkParser(ReasoningParser):
     @classmethod
     def opened_by(cls, prompt: str) -> bool:
         return prompt.rstrip().endswith(_OPEN)
+
+    @classmethod
+    def render(cls, reasoning: str, text: str) -> str:
+        return f"{_OPEN}\n{reasoning}\n{_CLOSE}\n\n{text}"
 
     def _run(self, final: bool) -> list[ReasoningDelta | TextDelta]:
         out: list[ReasoningDelta | TextDelta] = []

@@ -6,11 +6,12 @@ One parser reads both. The two registered names differ only in the grammar that 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from stoker.sched.request import GrammarSpec
 from stoker.text.parsers import grammar
-from stoker.text.parsers.contract import TOOL_PARSERS
+from stoker.text.parsers.contract import TOOL_PARSERS, TemplateMark
 from stoker.text.parsers.streaming import HEADER_CHARS, HeaderCalls
 
 _SECTION_BEGIN = "<｜tool▁calls▁begin｜>"
@@ -23,8 +24,8 @@ _FENCED_HEADER = re.compile(r"\s*(?P<name>[^\n{]*?)\s*```(?:json)?\s*(?=\{)")
 
 @TOOL_PARSERS.register("deepseek_v3")
 class DeepseekV3Parser(HeaderCalls):
-    name = "deepseek_v3"
     needs_special_tokens = True
+    template_marks = (TemplateMark(_SECTION_BEGIN, priority=1, template_text="```json"),)
     openers = (_CALL_BEGIN,)
     section_begins = (_SECTION_BEGIN,)
     section_ends = (_SECTION_END,)
@@ -58,10 +59,18 @@ class DeepseekV3Parser(HeaderCalls):
             parallel,
         )
 
+    @classmethod
+    def render(cls, calls: Sequence[tuple[str, str]]) -> str:
+        written = (
+            f"{_CALL_BEGIN}function{_SEPARATOR}{name}\n```json\n{arguments}\n```{_CALL_END}"
+            for name, arguments in calls
+        )
+        return "".join((_SECTION_BEGIN, "\n".join(written), _SECTION_END))
+
 
 @TOOL_PARSERS.register("deepseek_v31")
 class DeepseekV31Parser(DeepseekV3Parser):
-    name = "deepseek_v31"
+    template_marks = (TemplateMark(_SECTION_BEGIN),)
 
     @classmethod
     def grammar(cls, tools: list[dict[str, Any]], *, parallel: bool) -> GrammarSpec:
@@ -73,6 +82,11 @@ class DeepseekV31Parser(DeepseekV3Parser):
             "",
             parallel,
         )
+
+    @classmethod
+    def render(cls, calls: Sequence[tuple[str, str]]) -> str:
+        written = (f"{_CALL_BEGIN}{name}{_SEPARATOR}{arguments}{_CALL_END}" for name, arguments in calls)
+        return "".join((_SECTION_BEGIN, *written, _SECTION_END))
 
 
 def _grammar(tags: list[grammar.Format], separator: str, parallel: bool) -> GrammarSpec:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from stoker.sched.request import GrammarSpec
 from stoker.text.parsers import grammar
-from stoker.text.parsers.contract import TOOL_PARSERS
+from stoker.text.parsers.contract import TOOL_PARSERS, TemplateMark
 from stoker.text.parsers.streaming import ObjectCalls, Step
 
 _OPEN = "<tool_call>"
@@ -16,8 +17,8 @@ _CLOSE = "</tool_call>"
 
 @TOOL_PARSERS.register("hermes")
 class HermesParser(ObjectCalls):
-    name = "hermes"
     needs_special_tokens = False
+    template_marks = (TemplateMark(_OPEN, priority=-1),)  # other formats with this mark have a further one of their own
     openers = (_OPEN,)
 
     def _end_object(self) -> Step:
@@ -40,3 +41,9 @@ class HermesParser(ObjectCalls):
             for name, arguments in grammar.functions(tools)
         ]
         return grammar.structural_tag(grammar.calls(tags, "\n", parallel))
+
+    @classmethod
+    def render(cls, calls: Sequence[tuple[str, str]]) -> str:
+        return "\n".join(
+            f'{_OPEN}\n{{"name": {json.dumps(name)}, "arguments": {arguments}}}\n{_CLOSE}' for name, arguments in calls
+        )

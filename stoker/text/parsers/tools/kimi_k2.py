@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from stoker.sched.request import GrammarSpec
 from stoker.text.parsers import grammar
-from stoker.text.parsers.contract import TOOL_PARSERS
+from stoker.text.parsers.contract import TOOL_PARSERS, TemplateMark
 from stoker.text.parsers.streaming import HEADER_CHARS, HeaderCalls
 
 _SECTION_BEGIN = "<|tool_calls_section_begin|>"
@@ -20,8 +21,8 @@ _CALL_ID = re.compile(r"(?:functions\.)?(?P<name>.+?)(?::\d+)?", re.DOTALL)
 
 @TOOL_PARSERS.register("kimi_k2")
 class KimiK2Parser(HeaderCalls):
-    name = "kimi_k2"
     needs_special_tokens = True
+    template_marks = (TemplateMark(_SECTION_BEGIN),)
     openers = (_CALL_BEGIN,)
     section_begins = (_SECTION_BEGIN,)
     section_ends = (_SECTION_END,)
@@ -51,3 +52,11 @@ class KimiK2Parser(HeaderCalls):
         return grammar.structural_tag(
             grammar.sequence(grammar.const(_SECTION_BEGIN), calls, grammar.const(_SECTION_END))
         )
+
+    @classmethod
+    def render(cls, calls: Sequence[tuple[str, str]]) -> str:
+        written = (
+            f"{_CALL_BEGIN}functions.{name}:{number}{_ARGUMENTS_BEGIN}{arguments}{_CALL_END}"
+            for number, (name, arguments) in enumerate(calls)
+        )
+        return f"{_SECTION_BEGIN}{''.join(written)}{_SECTION_END}"

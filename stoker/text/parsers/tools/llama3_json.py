@@ -7,11 +7,12 @@ interpreter are not supported and come out as text.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from stoker.sched.request import GrammarSpec
 from stoker.text.parsers import grammar
-from stoker.text.parsers.contract import TOOL_PARSERS
+from stoker.text.parsers.contract import TOOL_PARSERS, TemplateMark
 from stoker.text.parsers.streaming import ObjectCalls, Step
 
 _PYTHON_TAG = "<|python_tag|>"
@@ -20,8 +21,10 @@ _BETWEEN = " \t\r\n;,"
 
 @TOOL_PARSERS.register("llama3_json")
 class Llama3JsonParser(ObjectCalls):
-    name = "llama3_json"
     needs_special_tokens = True
+    # Models derived from Llama keep its tokens, but may write calls in another format: its mark then has precedence.
+    template_marks = (TemplateMark(_PYTHON_TAG, priority=-2), TemplateMark("<|start_header_id|>", priority=-2))
+    reads_calls_after_text = False  # after text, a call needs the mark
     openers = (_PYTHON_TAG,)
 
     def __init__(self, tools: list[dict[str, Any]]) -> None:
@@ -84,3 +87,7 @@ class Llama3JsonParser(ObjectCalls):
             for name, arguments in grammar.functions(tools)
         ]
         return grammar.structural_tag(grammar.calls(tags, "; ", parallel))
+
+    @classmethod
+    def render(cls, calls: Sequence[tuple[str, str]]) -> str:
+        return "; ".join(f'{{"name": {json.dumps(name)}, "parameters": {arguments}}}' for name, arguments in calls)
