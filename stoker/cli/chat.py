@@ -33,16 +33,18 @@ Ctrl-C  stops an answer; the part that was received stays in the conversation"""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server's address (default: %(default)s)")
-    parser.add_argument("--model", help="model name (default: the first model that the server lists)")
-    parser.add_argument("--system", help="system message")
-    parser.add_argument("--temperature", type=float, help="sampling temperature (default: the server's)")
-    parser.add_argument("--max-tokens", type=int, help="maximum length of an answer (default: the server's)")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="Address of the server. Default: %(default)s.")
+    parser.add_argument("--model", help="Model name. Default: the first model that the server lists.")
+    parser.add_argument("--system", help="System message. Default: none.")
+    parser.add_argument("--temperature", type=float, help="Sampling temperature. Default: the server's.")
+    parser.add_argument("--max-tokens", type=int, help="Maximum length of an answer. Default: the server's.")
     parser.add_argument(
-        "--api-key", default=os.environ.get("STOKER_API_KEY"), help="API key (default: the variable STOKER_API_KEY)"
+        "--api-key",
+        default=os.environ.get("STOKER_API_KEY"),
+        help="API key. Default: the environment variable STOKER_API_KEY.",
     )
     parser.add_argument(
-        "--timeout-s", type=float, default=600.0, help="timeout for a complete answer (default: %(default)s)"
+        "--timeout-s", type=float, default=600.0, help="Timeout for a complete answer in seconds. Default: %(default)s."
     )
 
 

@@ -1,4 +1,4 @@
-"""`stoker kv`: lists and frees the RAM of named KV stores, which stays when their workers exit or are killed."""
+"""`stoker kv`: list and free the RAM of named KV stores, which stays when their workers exit or are killed."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ HELP = "list and free the RAM of named KV stores"
 DESCRIPTION = """List and free the shared memory (/dev/shm) of named KV stores: the host tier of `stoker serve --kv-store NAME` and
 of `stoker up`. Such memory stays when its workers exit, so that the next ones find their KV there. `stoker up` frees its own
 store when it stops; only a `stoker up` that is killed leaves it behind, until the next `stoker up`."""
+LIST_HELP = "List the stores of this user, with their size and whether a process uses them."
+FREE_HELP = "Free the memory of a store."
 
 _GIB = 1 << 30
 
@@ -23,13 +25,14 @@ _GIB = 1 << 30
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True, dest="action")
-    actions.add_parser("list", help="List the stores of this user, with their size and whether a process uses them.")
-    free = actions.add_parser("free", help="Free the memory of a store.")
+    actions.add_parser("list", help=LIST_HELP, description=LIST_HELP)
+    free = actions.add_parser("free", help=FREE_HELP, description=FREE_HELP)
     free.add_argument("name", metavar="NAME", help="The name of the store, as `stoker kv list` shows it.")
     free.add_argument(
         "--force",
         action="store_true",
-        help="Also if a process uses it. That process keeps its memory until it exits; new ones start with an empty store.",
+        help="Free it also if a process uses it. That process keeps its memory until it exits; new ones start with an "
+        "empty store.",
     )
 
 

@@ -12,7 +12,7 @@ import os
 import pkgutil
 import sys
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import Any, NoReturn, Protocol, cast
 
 import stoker
 from stoker import cli
@@ -32,11 +32,27 @@ class Command(Protocol):
     """What a command module defines."""
 
     NAME: str
-    HELP: str
+    HELP: str  # a few words for the list of commands, without a capital and a period
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the arguments. `parser.description` may be replaced: without that, it is HELP as a sentence."""
 
-    def run(self, args: argparse.Namespace) -> int: ...
+    def run(self, args: argparse.Namespace) -> int:
+        """Run the command and return its exit code."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line. The usage of a command with many flags would fill the screen."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        # Unknown arguments of a command are reported here, by the command's own parser, and not by the parser of `stoker`.
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unknown arguments: {' '.join(unknown)}")
+        return parsed, unknown
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_ERROR, f"{self.prog}: {message}. `{self.prog} --help` shows the arguments.\n")
 
 
 def find_commands() -> list[Command]:
@@ -46,11 +62,12 @@ def find_commands() -> list[Command]:
 
 def build_parser(commands: Sequence[Command], words: Sequence[str] | None = None) -> argparse.ArgumentParser:
     """Build the parser. With `words` from the command line, only the commands among them get their arguments."""
-    parser = argparse.ArgumentParser(prog="stoker", description=DESCRIPTION, epilog=EPILOG)
+    parser = _Parser(prog="stoker", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"stoker {stoker.__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command in commands:
-        subparser = subparsers.add_parser(command.NAME, help=command.HELP, description=command.HELP)
+        sentence = f"{command.HELP[:1].upper()}{command.HELP[1:]}."
+        subparser = subparsers.add_parser(command.NAME, help=command.HELP, description=sentence)
         if words is None or command.NAME in words:
             command.add_arguments(subparser)
         subparser.set_defaults(run=command.run)

@@ -23,14 +23,14 @@ EXIT_NOTHING = 3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
-    parser.add_argument("--url", metavar="GATEWAY", help="show only this gateway, for example http://10.0.0.7:8000")
+    parser.add_argument("--url", metavar="GATEWAY", help="Show only this gateway, for example http://10.0.0.7:8000.")
     parser.add_argument(
         "--admin-token-file",
         type=written_path,
         metavar="FILE",
-        help="file with the gateway's admin token; needed with --url if `stoker up` did not start it on this machine",
+        help="File with the gateway's admin token. Needed with --url if `stoker up` did not start it on this machine.",
     )
-    parser.add_argument("--json", action="store_true", help="print a JSON list of fleets")
+    parser.add_argument("--json", action="store_true", help="Print a JSON list of fleets.")
 
 
 def run(args: argparse.Namespace) -> int:
