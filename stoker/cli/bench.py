@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 NAME = "bench"
 HELP = "put a running server under load and measure it"
+SERVE_DESCRIPTION = "Put load on a running server and measure it from the client's side."
 
 DEFAULT_CONCURRENCY = 8
 DEFAULT_REQUESTS = 100  # a trace is replayed completely
@@ -33,84 +34,111 @@ EXIT_FAILURES = 1  # some requests failed
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(title="what to measure", metavar="KIND", required=True)
-    serve = kinds.add_parser("serve", help="an OpenAI-compatible server", description=__doc__)
+    serve = kinds.add_parser("serve", help="An OpenAI-compatible server.", description=SERVE_DESCRIPTION)
     serve.set_defaults(bench=_serve)
     _add_server_arguments(serve.add_argument_group("server"))
     _add_prompt_arguments(serve.add_argument_group("prompts"))
     _add_load_arguments(serve.add_argument_group("load"))
     serve.add_argument(
-        "--json", type=written_path, metavar="OUT", help="write configuration, environment and results to this file"
+        "--json", type=written_path, metavar="OUT", help="Write configuration, environment and results to this file."
     )
 
 
 def _add_server_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--url", default="http://127.0.0.1:8000", help="default: %(default)s")
-    group.add_argument("--model", help="default: the first model that the server lists")
-    group.add_argument("--header", action="append", default=[], metavar="K:V", help="sent with every request")
-    group.add_argument("--session-header", action="store_true", help="send each session's id as x-session-affinity")
-    group.add_argument("--new-connections", action="store_true", help="open a connection for each request")
+    group.add_argument("--url", default="http://127.0.0.1:8000", help="Address of the server. Default: %(default)s.")
+    group.add_argument("--model", help="Model name. Default: the first model that the server lists.")
     group.add_argument(
-        "--timeout-s", type=float, default=600.0, help="limit for a complete answer (default: %(default)s)"
+        "--header", action="append", default=[], metavar="K:V", help="Send this header with every request. Repeatable."
+    )
+    group.add_argument(
+        "--session-header", action="store_true", help="Send each session's id in the header x-session-affinity."
+    )
+    group.add_argument("--new-connections", action="store_true", help="Open a connection for each request.")
+    group.add_argument(
+        "--timeout-s", type=float, default=600.0, help="Timeout for a complete answer in seconds. Default: %(default)s."
     )
 
 
 def _add_prompt_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--dataset", choices=DATASETS, default="random", help="default: %(default)s")
     group.add_argument(
-        "--data-dir", type=written_path, help="folder with the data sets (default: data or ../shared/data)"
-    )
-    group.add_argument("--dataset-file", type=written_path, help="sharegpt: the data set's file")
-    group.add_argument("--max-turns", type=int, help="at most this many turns of each conversation")
-    group.add_argument("--flatten-tools", action="store_true", help="send tool calls and results as plain text")
-    group.add_argument(
-        "--input-tokens", type=int, default=512, help="random: mean prompt length (default: %(default)s)"
+        "--dataset", choices=DATASETS, default="random", help="Where the prompts come from. Default: %(default)s."
     )
     group.add_argument(
-        "--output-tokens", type=int, default=128, help="random: mean output length (default: %(default)s)"
+        "--data-dir", type=written_path, help="Folder with the data sets. Default: data or ../shared/data."
+    )
+    group.add_argument("--dataset-file", type=written_path, help="sharegpt: the data set's file.")
+    group.add_argument("--max-turns", type=int, help="Maximum number of turns of each conversation. Default: all.")
+    group.add_argument("--flatten-tools", action="store_true", help="Send tool calls and results as plain text.")
+    group.add_argument(
+        "--input-tokens", type=int, default=512, help="random: mean prompt length. Default: %(default)s."
     )
     group.add_argument(
-        "--range-ratio", type=float, default=0.0, help="random: lengths are uniform in mean * (1 ± this)"
+        "--output-tokens", type=int, default=128, help="random: mean output length. Default: %(default)s."
     )
-    group.add_argument("--vocab-size", type=int, help="random and trace: send token ids below this")
     group.add_argument(
-        "--trace", type=written_path, metavar="FILE", help="trace: a file in Mooncake's format or of agent sessions"
+        "--range-ratio",
+        type=float,
+        default=0.0,
+        metavar="R",
+        help="random: lengths are uniform from mean * (1 - R) to mean * (1 + R). Default: %(default)s.",
+    )
+    group.add_argument("--vocab-size", type=int, metavar="N", help="random and trace: send token ids below N.")
+    group.add_argument(
+        "--trace", type=written_path, metavar="FILE", help="trace: a file in Mooncake's format or of agent sessions."
     )
     group.add_argument(
         "--block-tokens-scale",
         type=int,
         metavar="N",
-        help="trace: replace a block by N tokens; all lengths shrink by the same factor",
+        help="trace: replace each block by N tokens. All lengths shrink by the same factor.",
     )
-    group.add_argument("--speedup", type=float, default=1.0, help="trace: replay this many times faster")
     group.add_argument(
-        "--max-pause-s", type=float, default=120.0, help="trace: cut longer pauses, before the speed-up (default: 120)"
+        "--speedup", type=float, default=1.0, metavar="X", help="trace: replay X times faster. Default: %(default)s."
+    )
+    group.add_argument(
+        "--max-pause-s",
+        type=float,
+        default=120.0,
+        help="trace: shorten longer pauses to this, before the speedup. Default: %(default)s.",
     )
     group.add_argument(
         "--max-tokens",
         type=int,
-        help=f"output limit (default: {DEFAULT_MAX_TOKENS}; random and trace: the generated length)",
+        help=f"Maximum output length. Default: {DEFAULT_MAX_TOKENS}; for random and trace the generated length.",
     )
-    group.add_argument("--temperature", type=float, default=0.0, help="default: 0")
+    group.add_argument("--temperature", type=float, default=0.0, help="Sampling temperature. Default: %(default)s.")
     group.add_argument(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
-        help="generate to the full length (default: on for random and trace)",
+        help="Generate to the full length. Default: on for random and trace.",
     )
-    group.add_argument("--seed", type=int, default=0, help="of prompts and arrivals (default: 0)")
+    group.add_argument("--seed", type=int, default=0, help="Seed of prompts and arrival times. Default: %(default)s.")
 
 
 def _add_load_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--num-requests", type=int, help=f"default: {DEFAULT_REQUESTS}; all requests of a trace")
+    group.add_argument(
+        "--num-requests",
+        type=int,
+        help=f"Number of requests. Default: {DEFAULT_REQUESTS}; for a trace all of its requests.",
+    )
     group.add_argument(
         "--concurrency",
         type=int,
-        help=f"closed loop: sessions at a time (default without --rate: {DEFAULT_CONCURRENCY}, or the trace's times)",
+        help=f"Closed loop: sessions at the same time. Default without --rate: {DEFAULT_CONCURRENCY}; for a trace its own "
+        "start times.",
     )
-    group.add_argument("--rate", type=float, help="open loop: sessions started per second")
-    group.add_argument("--arrival", choices=ARRIVALS, default="poisson", help="default: %(default)s")
-    group.add_argument("--burstiness", type=float, default=1.0, help="gamma arrivals: below 1 is burstier than Poisson")
+    group.add_argument("--rate", type=float, help="Open loop: sessions started per second.")
     group.add_argument(
-        "--warmup", type=int, default=0, metavar="N", help="send N requests first, which are not measured"
+        "--arrival", choices=ARRIVALS, default="poisson", help="Arrival process for --rate. Default: %(default)s."
+    )
+    group.add_argument(
+        "--burstiness",
+        type=float,
+        default=1.0,
+        help="gamma arrivals: below 1 is burstier than Poisson. Default: %(default)s.",
+    )
+    group.add_argument(
+        "--warmup", type=int, default=0, metavar="N", help="Send N requests first, which are not measured. Default: 0."
     )
 
 

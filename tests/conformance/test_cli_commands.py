@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import pkgutil
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -37,7 +38,8 @@ PARSERS = {" ".join(words): parser for words, parser in _parsers(build_parser(fi
 
 
 def _is_sentence(text: str | None) -> bool:
-    return bool(text) and (text[0].isupper() or text[0] == "`") and text.rstrip().endswith(".")
+    """Return True for one or more sentences. A sentence may start with the value of another flag: `random: mean length.`"""
+    return text is not None and re.match(r"[A-Z`]|[a-z ]+: ", text) is not None and text.rstrip().endswith(".")
 
 
 class FakeCommand:
@@ -91,9 +93,14 @@ def test_help_is_in_sentences_and_explains_every_argument(words: str, capsys: py
     assert _is_sentence(parser.description), (
         f"the description of `stoker {words}` is not a sentence: {parser.description}"
     )
-    arguments = [action for action in parser._actions if not isinstance(action, argparse._SubParsersAction)]
-    bare = ["/".join(action.option_strings) or action.dest for action in arguments if not (action.help or "").strip()]
-    assert bare == [], f"these arguments of `stoker {words}` have no help"
+    wrong = [
+        f"{'/'.join(action.option_strings) or action.dest}: {action.help}"
+        for action in parser._actions
+        if not isinstance(action, argparse._SubParsersAction | argparse._HelpAction)
+        and action.help != argparse.SUPPRESS
+        and not _is_sentence(action.help)
+    ]
+    assert wrong == [], f"arguments of `stoker {words}` whose help is missing or is not a sentence"
 
 
 @pytest.mark.parametrize("words", [words for words, parser in PARSERS.items() if not parser._subparsers])
