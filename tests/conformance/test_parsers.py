@@ -43,7 +43,7 @@ def _declared(registry: Registry[type[ToolParser]] | Registry[type[ReasoningPars
     """Fail with the names of all members that the parser does not declare."""
     parser = registry.get(name)
     missing = sorted(parser.__abstractmethods__)
-    missing += [one for one in ("needs_special_tokens", "template_marks") if not hasattr(parser, one)]
+    missing += [] if hasattr(parser, "needs_special_tokens") else ["needs_special_tokens"]
     if missing:
         pytest.fail(
             f"the parser {name!r} ({parser.__module__}.{parser.__name__}) does not declare: {', '.join(missing)}. "
@@ -152,6 +152,16 @@ def _chunk_borders_do_not_change_the_calls(tool: str, data: st.DataObject, seed:
 
 def test_chunk_borders_do_not_change_the_calls(tool: str) -> None:
     _chunk_borders_do_not_change_the_calls(tool)
+
+
+def test_chunk_borders_do_not_change_a_call_with_a_long_part(tool: str) -> None:
+    """A parser may give up on a long name. It must do so also if the name arrives in one chunk."""
+    rendered = _render(tool)
+    for found in _FRAGMENT.finditer(rendered):
+        text = rendered[: found.end()] + "w" * 1000 + rendered[found.end() :]
+        whole = joined(parse_calls(tool, [text]))
+        assert joined(parse_calls(tool, random_chunks(text, seed=found.end()))) == whole
+        assert joined(parse_calls(tool, list(text))) == whole
 
 
 @pytest.fixture(scope="module")

@@ -68,7 +68,9 @@ class ToolParser(ABC):
     """
 
     needs_special_tokens: ClassVar[bool]  # its marks are special tokens, which the detokenizer must then not skip
-    template_marks: ClassVar[tuple[TemplateMark, ...]]  # models that use this format; (): only with --tool-format
+    template_marks: ClassVar[
+        tuple[TemplateMark, ...]
+    ] = ()  # of models that use this format; none: only with --tool-format
     reads_calls_after_text: ClassVar[bool] = True  # False: calls as `render` writes them must start the answer
 
     @abstractmethod
@@ -96,7 +98,7 @@ class ReasoningParser(ABC):
     """Splits one answer into reasoning and text. `starts_inside`: the prompt ends with the mark that starts the reasoning."""
 
     needs_special_tokens: ClassVar[bool]
-    template_marks: ClassVar[tuple[TemplateMark, ...]]  # models that use this format; (): only with --reasoning-format
+    template_marks: ClassVar[tuple[TemplateMark, ...]] = ()  # of models that use it; none: only with --reasoning-format
 
     @abstractmethod
     def __init__(self, starts_inside: bool) -> None: ...

@@ -5,19 +5,23 @@ Only a block at the very start is reasoning. A later mark is part of the answer'
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from stoker.text.parsers.contract import REASONING_PARSERS, ReasoningDelta, ReasoningParser, TemplateMark, TextDelta
 from stoker.text.stops import open_chars
-
-_OPEN = "<think>"
-_CLOSE = "</think>"
 
 
 @REASONING_PARSERS.register("think")
 class ThinkParser(ReasoningParser):
-    """Splits off the reasoning. White space around the marks belongs to the format and is dropped."""
+    """Splits off the reasoning. White space around the marks belongs to the format and is dropped.
+
+    A format with other marks is a subclass with its own `template_marks`, `open_mark` and `close_mark`.
+    """
 
     needs_special_tokens = False
-    template_marks = (TemplateMark(_OPEN),)
+    template_marks = (TemplateMark("<think>"),)
+    open_mark: ClassVar[str] = "<think>"
+    close_mark: ClassVar[str] = "</think>"
 
     def __init__(self, starts_inside: bool) -> None:
         self._buffer = ""
@@ -34,11 +38,11 @@ class ThinkParser(ReasoningParser):
 
     @classmethod
     def opened_by(cls, prompt: str) -> bool:
-        return prompt.rstrip().endswith(_OPEN)
+        return prompt.rstrip().endswith(cls.open_mark)
 
     @classmethod
     def render(cls, reasoning: str, text: str) -> str:
-        return f"{_OPEN}\n{reasoning}\n{_CLOSE}\n\n{text}"
+        return f"{cls.open_mark}\n{reasoning}\n{cls.close_mark}\n\n{text}"
 
     def _run(self, final: bool) -> list[ReasoningDelta | TextDelta]:
         out: list[ReasoningDelta | TextDelta] = []
@@ -58,24 +62,24 @@ class ThinkParser(ReasoningParser):
 
     def _begin(self, final: bool) -> None:
         stripped = self._buffer.lstrip()
-        if stripped.startswith(_OPEN):
+        if stripped.startswith(self.open_mark):
             # Some models write the opening mark although the prompt already ends with it.
-            self._buffer = stripped[len(_OPEN) :]
+            self._buffer = stripped[len(self.open_mark) :]
             self._part, self._trim = "reasoning", True
-        elif not _OPEN.startswith(stripped) or final:
+        elif not self.open_mark.startswith(stripped) or final:
             self._part = "reasoning" if self._starts_inside else "text"
 
     def _take_reasoning(self, final: bool) -> str:
         if self._trim:
             self._buffer = self._buffer.lstrip()
             self._trim = not self._buffer
-        end = self._buffer.find(_CLOSE)
+        end = self._buffer.find(self.close_mark)
         if end >= 0:
             reasoning = self._buffer[:end].rstrip()
-            self._buffer = self._buffer[end + len(_CLOSE) :]
+            self._buffer = self._buffer[end + len(self.close_mark) :]
             self._part = "gap"
             return reasoning
-        held = 0 if final else open_chars(self._buffer, (_CLOSE,))
+        held = 0 if final else open_chars(self._buffer, (self.close_mark,))
         open_part = self._buffer[: len(self._buffer) - held]
         reasoning = open_part if final else open_part.rstrip()
         self._buffer = self._buffer[len(reasoning) :]
