@@ -22,8 +22,8 @@ class Qwen3(Llama):
         # Every layer attends to the whole context here. A model with sliding windows would give other answers, so it is
         # refused.
         kinds = set(hf.get("layer_types") or ()) - {"full_attention"}
-        is_asked = bool(hf.get("use_sliding_window")) and hf.get("sliding_window", True) is not None
-        if kinds or (is_asked and self._num_whole(hf) < field(hf, "num_hidden_layers", int)):
+        has_window = bool(hf.get("use_sliding_window")) and hf.get("sliding_window", True) is not None
+        if kinds or (has_window and self._num_whole(hf) < field(hf, "num_hidden_layers", int)):
             raise ModelFilesError(
                 "config.json: sliding-window attention is not supported (use_sliding_window, layer_types)"
             )
