@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
-import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -74,18 +73,21 @@ def _by_tier(metric: TierMetric, tiers: list[TierReport]) -> Metric:
 
 
 class _HistogramCollector(Collector):
-    """Exports our histogram. prometheus_client's own is too slow for a value per token."""
+    """Exports our histograms, one per value of `label`. prometheus_client's own is too slow for a value per token."""
 
-    def __init__(self, name: str, text: str, histogram: Histogram) -> None:
+    def __init__(self, name: str, text: str, histograms: Mapping[str, Histogram], label: str | None = None) -> None:
         self._name = name
         self._text = text
-        self._histogram = histogram
+        self._histograms = histograms
+        self._label = label
 
     def collect(self) -> Iterator[Metric]:
-        histogram = self._histogram
-        names = [*map(floatToGoString, histogram.bounds), "+Inf"]
-        buckets = list(zip(names, histogram.cumulative(), strict=True))
-        yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=histogram.sum)
+        family = HistogramMetricFamily(self._name, self._text, labels=[self._label] if self._label else [])
+        for value, histogram in self._histograms.items():
+            names = [*map(floatToGoString, histogram.bounds), "+Inf"]
+            buckets = list(zip(names, histogram.cumulative(), strict=True))
+            family.add_metric([value] if self._label else [], buckets, histogram.sum)
+        yield family
 
 
 class WorkerMetrics:
@@ -102,25 +104,29 @@ class WorkerMetrics:
         self.prompt_tokens = Counter("stoker_prompt_tokens", "Prompt tokens of answered requests", registry=registry)
         self.cached_tokens = Counter("stoker_cached_tokens", "Prompt tokens found in the cache", registry=registry)
         self.generated_tokens = Counter("stoker_generated_tokens", "Tokens generated", registry=registry)
-        self.ttft_s = prometheus_client.Histogram(
-            "stoker_ttft_seconds",
-            "Time from the arrival of a request to its first token",
-            buckets=_TTFT_S,
-            registry=registry,
-        )
-        self.itl_s = Histogram(_ITL_S)
-        registry.register(_HistogramCollector("stoker_itl_seconds", "Time between two chunks of a choice", self.itl_s))
-        self.e2e_s = prometheus_client.Histogram(
-            "stoker_e2e_seconds",
-            "Time from the arrival of a request to its end",
-            ["endpoint"],
-            buckets=_E2E_S,
-            registry=registry,
-        )
+        self.ttft_s, self.itl_s = Histogram(_TTFT_S), Histogram(_ITL_S)
+        self._e2e_s: dict[str, Histogram] = {}  # by endpoint
+        for collector in (
+            _HistogramCollector(
+                "stoker_ttft_seconds", "Time from the arrival of a request to its first token", {"": self.ttft_s}
+            ),
+            _HistogramCollector("stoker_itl_seconds", "Time between two chunks of a choice", {"": self.itl_s}),
+            _HistogramCollector(
+                "stoker_e2e_seconds", "Time from the arrival of a request to its end", self._e2e_s, "endpoint"
+            ),
+        ):
+            registry.register(collector)
         Gauge("stoker_model_info", "The served model", ["model"], registry=registry).labels(model).set(1)
         self._call("stoker_engine_ready", "1 while the engine accepts requests", lambda: float(ready()))
         self._call("stoker_running_requests", "Running HTTP requests", lambda: float(num_running()))
         registry.register(_EngineCollector(stats, num_restarts))
+
+    def e2e_s(self, endpoint: str) -> Histogram:
+        """Return the histogram of the time from the arrival of a request to its end."""
+        found = self._e2e_s.get(endpoint)
+        if found is None:
+            found = self._e2e_s[endpoint] = Histogram(_E2E_S)
+        return found
 
     def _call(self, name: str, text: str, value: Callable[[], float]) -> None:
         Gauge(name, text, registry=self._registry).set_function(value)

@@ -53,7 +53,7 @@ class RequestRecord:
             "ms": round(elapsed_s * 1e3, 1),
         }
         if self.prompt_tokens:
-            self.metrics.e2e_s.labels(self.endpoint).observe(elapsed_s)
+            self.metrics.e2e_s(self.endpoint).observe(elapsed_s)
             self.metrics.prompt_tokens.inc(self.prompt_tokens)
             self.metrics.cached_tokens.inc(self.cached_tokens)
             self.metrics.generated_tokens.inc(self.generated_tokens)
