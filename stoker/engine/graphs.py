@@ -78,9 +78,9 @@ class StepGraphs:
         self._get(self._left[0])
         return True
 
-    def find(self, least: StepShape) -> CapturedStep | None:
-        """Return the cheapest captured step that has room for a step of this shape."""
-        holding = (shape for shape in self._by_cost if shape.holds(least))
+    def find(self, needed: StepShape) -> CapturedStep | None:
+        """Return the cheapest captured step that has room for a step of the shape `needed`, or None."""
+        holding = (shape for shape in self._by_cost if shape.holds(needed))
         best = next(holding, None)
         if best is None or best in self._captured:
             return None if best is None else self._captured[best]

@@ -21,6 +21,8 @@ _FIXED_TOKENS = 12
 
 
 class Threads(Protocol):
+    """Chooses the number of CPU threads for each step."""
+
     def choose(self, num_tokens: int) -> int:
         """Return the number of threads for a step of `num_tokens` tokens."""
 

@@ -42,7 +42,7 @@ def read_config(hf: Mapping[str, Any], *, qk_norm: bool, moe: MoeConfig | None) 
     )
     if config.num_heads % config.num_kv_heads:
         raise ModelFilesError(
-            f"config.json: num_attention_heads {config.num_heads} is no multiple of num_key_value_heads {config.num_kv_heads}"
+            f"config.json: num_attention_heads {config.num_heads} is not a multiple of num_key_value_heads {config.num_kv_heads}"
         )
     if config.head_dim % 2:
         raise ModelFilesError(f"config.json: head_dim {config.head_dim} is odd: rotary embeddings need an even number")
@@ -113,9 +113,9 @@ def _matmuls(config: DecoderConfig) -> Iterator[_Matmul]:
         yield _Matmul(f"{dst}attention.out", {f"{src}self_attn.o_proj": hidden_size}, q_size, config.attention_bias)
         if (moe := config.moe) is not None and i in moe.layers:
             experts = [f"{src}mlp.experts.{j}." for j in range(moe.num_experts)]
-            gate_up = {f"{one}{x}_proj": moe.intermediate_size for one in experts for x in ("gate", "up")}
+            gate_up = {f"{expert}{x}_proj": moe.intermediate_size for expert in experts for x in ("gate", "up")}
             yield _Matmul(f"{dst}mlp.gate_up", gate_up, hidden_size)
-            down = {f"{one}down_proj": hidden_size for one in experts}
+            down = {f"{expert}down_proj": hidden_size for expert in experts}
             yield _Matmul(f"{dst}mlp.down", down, moe.intermediate_size)
         else:
             gate_up = {f"{src}mlp.{x}_proj": mlp_size for x in ("gate", "up")}

@@ -34,6 +34,8 @@ _BUFFERS = 2  # per thread: one is read into while the other is copied from
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copy:
+    """One tensor of a file, and the memory to copy it to."""
+
     stored: TensorLocation
     place: Tensor
 
@@ -111,8 +113,8 @@ class _Filling:
             self._guarded(work, buffers)
         else:
             threads = [
-                threading.Thread(target=self._guarded, args=(work, mine), name="weights")
-                for mine in buffers.split(_BUFFERS)
+                threading.Thread(target=self._guarded, args=(work, own_buffers), name="weights")
+                for own_buffers in buffers.split(_BUFFERS)
             ]
             for thread in threads:
                 thread.start()
@@ -161,7 +163,7 @@ class _Filling:
             with weight_files.file_errors(block.file):
                 got = read_block(block.file, block.number, memoryview(buffer.numpy().data))
         if got < block.num_bytes:
-            raise _ends(block.file, block.number * weight_files.BLOCK_BYTES + got)
+            raise _truncated(block.file, block.number * weight_files.BLOCK_BYTES + got)
 
     def _take(self) -> Iterator[_Block]:
         """Yield blocks until there are none left or a thread has failed."""
@@ -218,9 +220,9 @@ def _read_at(file: Path, into: Tensor, offset: int) -> None:
         while got < len(view):
             count = os.preadv(data.fileno(), [view[got:]], offset + got)
             if count == 0:
-                raise _ends(file, offset + got)
+                raise _truncated(file, offset + got)
             got += count
 
 
-def _ends(file: Path, at: int) -> ModelFilesError:
-    return ModelFilesError(f"{file} ends at byte {at} while it is read; fetch it again")
+def _truncated(file: Path, offset: int) -> ModelFilesError:
+    return ModelFilesError(f"{file} ends at byte {offset} while it is being read; download it again")

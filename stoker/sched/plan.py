@@ -12,9 +12,8 @@ from stoker.sched.request import SamplingParams, TokenLogprobs
 ON_DEVICE = -1
 
 
-@dataclass(
-    slots=True
-)  # not frozen, for speed: one is created per row and step, and a frozen one takes three times as long
+# Not frozen, for speed: one is created per row and step, and creating a frozen one takes three times as long.
+@dataclass(slots=True)
 class Span:
     """`count` tokens of one row, starting at position `start`. If `samples`, the token after them is sampled."""
 

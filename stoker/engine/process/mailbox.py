@@ -36,7 +36,7 @@ class GrammarCompiled(msgspec.Struct, frozen=True):
 
 
 class StoreLookedUp(msgspec.Struct, frozen=True):
-    """The store was asked how many of a request's leading blocks are worth loading."""
+    """The result of a store lookup: `num_blocks` leading blocks of the request are worth loading."""
 
     request: GenerateRequest
     num_blocks: int

@@ -41,13 +41,13 @@ def values_schema(node: Schema, path: str) -> Schema:
     values = [
         value for value in values if kind_of(value) in kinds or (kind_of(value) == "integer" and "number" in kinds)
     ]
-    touched = {
+    applicable = {
         keyword
         for kind in map(kind_of, values)
         for keyword in KEYWORDS_OF_TYPE.get("number" if kind == "integer" else kind, ())
     }
-    for keyword in sorted(others & (touched | {"anyOf", "oneOf"})):
-        raise unsupported_keyword(keyword, path, "it stands next to 'enum' or 'const'")
+    for keyword in sorted(others & (applicable | {"anyOf", "oneOf"})):
+        raise unsupported_keyword(keyword, path, "it is combined with 'enum' or 'const'")
     if not values:
         raise unsatisfiable(path, "no value of 'enum' or 'const' has the required type")
     return {"enum": values}
@@ -59,7 +59,7 @@ def string_schema(node: Schema, path: str) -> Schema:
     if "pattern" in node:
         _check_pattern(node["pattern"], path)
         for keyword in lengths:
-            raise unsupported_keyword(keyword, path, "it stands next to 'pattern'")
+            raise unsupported_keyword(keyword, path, "it is combined with 'pattern'")
         converted["pattern"] = open_ended(node["pattern"])
     elif lengths:
         converted |= lengths
