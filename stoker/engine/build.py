@@ -86,8 +86,8 @@ def build_engine(
 ) -> BuiltEngine:
     """Load the model, allocate the KV cache and return a ready engine.
 
-    `wake` is called from any thread when an idle engine should take a step. With `random_weights_seed`, no weight files are
-    read: the model of config.json gets random weights, for benchmarks.
+    `wake` is called from any thread when an idle engine should take a step. With `random_weights_seed`, no weight files
+    are read: the model of config.json gets random weights, for benchmarks.
     """
     started_s = time.monotonic()
     timeline = timeline or Timeline()
@@ -290,8 +290,8 @@ def _kv_layout(family: ModelFamily, resolved: ResolvedSettings) -> KvLayout:
 def _identity(folder: Path, hf: Mapping[str, Any], layout: KvLayout, seed: int | None) -> KvIdentity:
     """Return the identity of the model's KV. Two engines share KV only if theirs are equal.
 
-    Only parts of the weight files are hashed. Hashing hundreds of GB would delay every start, and two models of the same
-    shape differ nearly everywhere.
+    Only parts of the weight files are hashed. Hashing hundreds of GB would delay every start, and two models of the
+    same shape differ nearly everywhere.
     """
     model = hashlib.sha256(json.dumps(hf, sort_keys=True).encode())
     model.update(repr(seed).encode())

@@ -19,8 +19,8 @@ _RESERVE_BYTES = 512 * _MIB
 _LIBRARY_BYTES = 256 * _MIB
 # What the reference sampler allocates per row of a batch and per token of the vocabulary.
 _SAMPLING_BYTES = 48
-# A row with penalties keeps a count and a flag per token of the vocabulary. Rarely do all rows have penalties. Half of the
-# reserve is meant for them, and only what exceeds it is planned.
+# A row with penalties keeps a count and a flag per token of the vocabulary. Rarely do all rows have penalties. Half of
+# the reserve is meant for them, and only what exceeds it is planned.
 _PENALTY_BYTES = 5
 # A larger difference between plan and usage is worth a warning.
 TOLERANCE_BYTES = 256 * _MIB

@@ -1,7 +1,7 @@
 """GpuSteps: runs a plan's forward pass and samples its tokens on a GPU.
 
-A step is replayed from a CUDA graph (graphs.py). Long prefills are launched kernel by kernel. Both ways take the same inputs
-and compute the same.
+A step is replayed from a CUDA graph (graphs.py). Long prefills are launched kernel by kernel. Both ways take the same
+inputs and compute the same.
 """
 
 from __future__ import annotations

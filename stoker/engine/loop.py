@@ -1,7 +1,7 @@
 """Engine: the one loop. Requests go in, chunks of tokens come out.
 
-Plans are launched ahead of the device; results are committed behind it. Results of the KV store and of other workers are
-taken in between two steps.
+Plans are launched ahead of the device; results are committed behind it. Results of the KV store and of other workers
+are taken in between two steps.
 """
 
 from __future__ import annotations

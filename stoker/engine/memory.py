@@ -15,7 +15,8 @@ from stoker.kv.blocks.layout import KvLayout
 from stoker.models.family import ModelShape
 
 _GIB = 1 << 30
-# On a CPU, a worker shares the machine. By default the KV cache takes this share of the available RAM, up to the maximum.
+# On a CPU, a worker shares the machine. By default the KV cache takes this share of the available RAM, up to the
+# maximum.
 _CPU_SHARE = 0.25
 _CPU_MAX_BYTES = 4 * _GIB
 # The arithmetic of a mixed step on a GPU. It takes an H200 about 50 ms, and every decoding sequence waits for it.

@@ -1,7 +1,7 @@
 """A step's inputs for a GPU, packed into one array of integers.
 
-They reach the GPU in one copy, and a captured step finds them at a fixed address. Everything else that a step reads (block
-table, last tokens, sampling settings) is on the GPU already (rows.py).
+They reach the GPU in one copy, and a captured step finds them at a fixed address. Everything else that a step reads
+(block table, last tokens, sampling settings) is on the GPU already (rows.py).
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class StepShape:
     heads: int  # rows whose logits are computed
 
     def holds(self, other: StepShape) -> bool:
+        """Return True if a step of the shape `other` fits into this one."""
         return (
             other.tokens <= self.tokens
             and other.singles <= self.singles
@@ -112,7 +113,8 @@ class StepData:
             self._longer = first[~is_single], count[~is_single], start[~is_single]
         singles = len(self._singles[0])
         tiles = self._cutter.num_tiles(self._longer[1]) if singles < len(first) else 0
-        # The smallest shape that has room for this step. Cutting needs room for one work item more than there are spans.
+        # The smallest shape that has room for this step. Cutting needs room for one work item more than there are
+        # spans.
         self.needed = StepShape(
             len(self._token_ids),
             singles + 1 if singles else 0,
@@ -136,7 +138,8 @@ class StepData:
         )
 
     def pack(self, packed: Ints, shape: StepShape, samples: bool) -> None:
-        """Write the inputs into an array of zeros, for a step with room for `shape`. `samples`: the step samples tokens."""
+        """Write the inputs into an array of zeros, for a step with room for `shape`. `samples`: the step samples
+        tokens."""
         a, b, c, _ = shape.sizes
         tokens, singles = packed[:a], packed[a : a + b]
         tiles, heads = packed[a + b : a + b + c], packed[a + b + c :]

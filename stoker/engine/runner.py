@@ -1,7 +1,8 @@
 """Runner: executes a plan. It updates the rows, runs the forward pass, samples, and copies the tokens to the host.
 
-On a GPU, `launch` returns at once and `wait` returns the result. A grammar needs the previous token to know which tokens
-may come next. Only in that case does a launch wait for the step before it, after it has started its own forward pass.
+On a GPU, `launch` returns at once and `wait` returns the result. A grammar needs the previous token to know which
+tokens may come next. Only in that case does a launch wait for the step before it, after it has started its own forward
+pass.
 """
 
 from __future__ import annotations

@@ -44,7 +44,8 @@ class SampledTokens:
 def sample(logits: Tensor, rows: Sequence[Row], lengths: Sequence[int], table: RowTable) -> SampledTokens:
     """Sample one token per row, and write them to the table's last tokens.
 
-    `lengths[i]` is the number of tokens before row i's new token. It and the seed determine the random number for that token.
+    `lengths[i]` is the number of tokens before row i's new token. It and the seed determine the random number for that
+    token.
     """
     states = [table.states[row] for row in rows]
     num_logprobs = max((-1 if s.sampling.num_logprobs is None else s.sampling.num_logprobs for s in states), default=-1)

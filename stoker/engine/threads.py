@@ -1,8 +1,8 @@
 """ThreadTuner: measures how many CPU threads a step should use.
 
-Two threads are nearly twice as fast as one on an idle machine. They are slower than one when another process keeps a core
-busy, because one thread then waits at each barrier for a thread that does not run. The better choice changes from minute to
-minute, so the worse one is tried again now and then. Pure: durations are arguments.
+Two threads are nearly twice as fast as one on an idle machine. They are slower than one when another process keeps a
+core busy, because one thread then waits at each barrier for a thread that does not run. The better choice changes from
+minute to minute, so the worse one is tried again now and then. Pure: durations are arguments.
 """
 
 from __future__ import annotations

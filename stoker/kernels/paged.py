@@ -79,10 +79,11 @@ class Cutter:
         Partial results are merged one after the other. So a span is not cut into more parts than each part has blocks.
         """
         wanted = min(self._wanted(_SINGLE_PROGRAMS), room - len(first))
-        least = isqrt(int(start.max()) // self.block_tokens + 1)
-        return cut_keys(first, first * 0 + 1, start, self.block_tokens, wanted, max(_SINGLE_BLOCKS, least))
+        min_blocks = isqrt(int(start.max()) // self.block_tokens + 1)
+        return cut_keys(first, first * 0 + 1, start, self.block_tokens, wanted, max(_SINGLE_BLOCKS, min_blocks))
 
     def tiles(self, first: Ints, count: Ints, start: Ints, room: int) -> Ints:
+        """Cut longer spans into tiles, and these into at most `room` pieces."""
         first, count, start = cut_tokens(first, count, start, self.tile_tokens)
         wanted = min(self._wanted(_TILE_PROGRAMS), room - len(first))
         return cut_keys(first, count, start, self.block_tokens, wanted, _TILE_BLOCKS)
@@ -92,6 +93,7 @@ class Cutter:
 
 
 def fits(x: Tensor, block_tokens: int, head_dim: int) -> bool:
+    """Return True if the kernels support this device, dtype, block size and head size."""
     is_tile = is_power_of_2(block_tokens) and is_power_of_2(head_dim)
     return use_triton(x) and is_tile and _MIN_DOT <= block_tokens <= 128 and _MIN_DOT <= head_dim <= 256
 

@@ -17,6 +17,7 @@ from stoker.models.quantisation import matmul_rules, read_quantisation
 
 
 def read_config(hf: Mapping[str, Any], *, qk_norm: bool, moe: MoeConfig | None) -> DecoderConfig:
+    """Return the decoder that config.json describes. Raises ModelFilesError for what is not supported."""
     hidden_size = field(hf, "hidden_size", int)
     num_heads = field(hf, "num_attention_heads", int)
     activation = hf.get("hidden_act", "silu")
@@ -140,6 +141,7 @@ def read_stored(hf: Mapping[str, Any], config: DecoderConfig) -> dict[str, Store
 
 
 def decoder_rules(config: DecoderConfig) -> list[Rule]:
+    """Return which parameter each checkpoint tensor fills."""
     rules = [Rule("model.embed_tokens.weight", "embedding"), Rule("model.norm.weight", "norm.weight")]
     for matmul in _matmuls(config):
         sources, parts = list(matmul.parts), list(matmul.parts.values())

@@ -94,6 +94,8 @@ def fill(copies: Sequence[Copy], progress: Progress, ahead: WeightReadAhead | No
 
 
 class _Filling:
+    """Runs copies on several threads."""
+
     def __init__(self, copies: Sequence[Copy], progress: Progress, ahead: WeightReadAhead) -> None:
         self._total = sum(copy.stored.num_bytes for copy in copies)
         self._blocks = iter(_blocks(copies))
@@ -158,12 +160,12 @@ class _Filling:
         read = self._ahead.take(block.file, block.number)
         if read is not None:
             buffer[: len(read)].copy_(torch.frombuffer(read, dtype=torch.uint8))
-            got = len(read)
+            num_read = len(read)
         else:
             with weight_files.file_errors(block.file):
-                got = read_block(block.file, block.number, memoryview(buffer.numpy().data))
-        if got < block.num_bytes:
-            raise _truncated(block.file, block.number * weight_files.BLOCK_BYTES + got)
+                num_read = read_block(block.file, block.number, memoryview(buffer.numpy().data))
+        if num_read < block.num_bytes:
+            raise _truncated(block.file, block.number * weight_files.BLOCK_BYTES + num_read)
 
     def _take(self) -> Iterator[_Block]:
         """Yield blocks until there are none left or a thread has failed."""
@@ -215,13 +217,13 @@ def _is_cached(block: _Block) -> bool:
 
 
 def _read_at(file: Path, into: Tensor, offset: int) -> None:
-    view, got = memoryview(into.numpy().data), 0
+    view, num_read = memoryview(into.numpy().data), 0
     with weight_files.file_errors(file), file.open("rb", buffering=0) as data:
-        while got < len(view):
-            count = os.preadv(data.fileno(), [view[got:]], offset + got)
+        while num_read < len(view):
+            count = os.preadv(data.fileno(), [view[num_read:]], offset + num_read)
             if count == 0:
-                raise _truncated(file, offset + got)
-            got += count
+                raise _truncated(file, offset + num_read)
+            num_read += count
 
 
 def _truncated(file: Path, offset: int) -> ModelFilesError:

@@ -99,6 +99,7 @@ class Quantisation:
 
 
 def read_quantisation(hf: Mapping[str, Any]) -> Quantisation:
+    """Return how the checkpoint stores its linear modules. Raises ModelFilesError for unsupported schemes."""
     config = hf.get("quantization_config") or hf.get("compression_config")
     if config is None:
         return Quantisation()

@@ -41,8 +41,8 @@ class LeasedKv:
 class Leases:
     """All leases of one scheduler.
 
-    A lease is *growing* while its sequence runs. It is *held* after the sequence ended with a ticket: the lease then owns
-    the blocks. It is *broken* if the sequence ended in any other way.
+    A lease is *growing* while its sequence runs. It is *held* after the sequence ended with a ticket: the lease then
+    owns the blocks. It is *broken* if the sequence ended in any other way.
     """
 
     def __init__(self, terms: LeaseTerms | None, pool: BlockPool) -> None:
@@ -62,7 +62,8 @@ class Leases:
         return len(self._held)
 
     def open(self, lease_id: str, seq: Sequence) -> None:
-        """Start a growing lease on the sequence's KV. Raises InvalidRequest if the engine holds no leases or the id is used."""
+        """Start a growing lease on the sequence's KV. Raises InvalidRequest if the engine holds no leases or the id is
+        used."""
         if self._terms is None:
             raise InvalidRequest("this engine holds no KV for other workers", code="no_handoff")
         if lease_id in self._growing or lease_id in self._held:

@@ -27,8 +27,8 @@ class Span:
 class NewRow:
     """A sequence that gets a row on the device.
 
-    `token_ids` are all its known tokens; the first `num_prompt` are the prompt. Penalties and grammars start from there,
-    also after a preemption or on another worker.
+    `token_ids` are all its known tokens; the first `num_prompt` are the prompt. Penalties and grammars start from
+    there, also after a preemption or on another worker.
     """
 
     row: Row
@@ -59,8 +59,8 @@ class BlockCopy:
 class StepPlan:
     """One step of the engine.
 
-    The runner executes it in this order: freed rows, new rows, block table changes, copies, clearing of fresh blocks, one
-    forward pass over all spans. Loads start after that. They finish in their own time, independently of the step.
+    The runner executes it in this order: freed rows, new rows, block table changes, copies, clearing of fresh blocks,
+    one forward pass over all spans. Loads start after that. They finish in their own time, independently of the step.
     """
 
     spans: list[Span]

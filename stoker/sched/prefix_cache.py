@@ -22,7 +22,8 @@ class PrefixCache:
         return self._pool.match(seq.keys[: seq.num_reusable])
 
     def match_partial(self, seq: Sequence, num_matched: int) -> tuple[BlockId, int] | None:
-        """Return a block that starts with the same tokens as the sequence's block `num_matched`, and how many are equal.
+        """Return a block that starts with the same tokens as the sequence's block `num_matched`, and how many are
+        equal.
 
         The last known token is left out, because it is always computed.
         """

@@ -1,8 +1,8 @@
 """Scheduler: decides which tokens the next step computes, and takes in what the step sampled.
 
-Pure: it uses no device and does no I/O, and the time is an argument. Plans can be made before the results of earlier steps
-are known: tokens that launched steps will sample are counted (`num_pending`), never guessed. The device executes plans in
-order. So a block that is released and taken again is overwritten only after the last step that reads it.
+Pure: it uses no device and does no I/O, and the time is an argument. Plans can be made before the results of earlier
+steps are known: tokens that launched steps will sample are counted (`num_pending`), never guessed. The device executes
+plans in order. So a block that is released and taken again is overwritten only after the last step that reads it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """FreeBlocks: blocks that no sequence holds, in the order in which they are reused.
 
-Blocks without a name are reused first. Named blocks follow in the order of their last use, but a block that the
-prefix of a later request has matched counts as used 20 seconds later than it was: it is matched again about twice as often
-as a new block. The bonus is a fixed time and not a factor, so it matters less the longer ago the last use was. With small caches,
-recorded agent sessions get a fifth more cache hits from it, and chats slightly more (bench/RESULTS.md).
+Blocks without a name are reused first. Named blocks follow in the order of their last use, but a block that the prefix
+of a later request has matched counts as used 20 seconds later than it was: it is matched again about twice as often as
+a new block. The bonus is a fixed time and not a factor, so it matters less the longer ago the last use was. With small
+caches, recorded agent sessions get a fifth more cache hits from it, and chats slightly more (bench/RESULTS.md).
 """
 
 from __future__ import annotations

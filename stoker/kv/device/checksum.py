@@ -88,7 +88,8 @@ def copy_with_checksums(threads: HelperThreads, dsts: Sequence[HostBytes], srcs:
 
 
 def _by_pieces(threads: HelperThreads, blocks: Sequence[HostBytes], digest: Callable[[int, int], int]) -> list[int]:
-    """Return the checksum of each block. `digest(i, start)` returns the hash of the piece of block `i` that begins at `start`."""
+    """Return the checksum of each block. `digest(i, start)` returns the hash of the piece of block `i` that begins at
+    `start`."""
     pieces = [(i, start) for i, block in enumerate(blocks) for start in range(0, len(block), PIECE_BYTES)]
     digests: list[list[int]] = [[] for _ in blocks]
     for (i, _), piece_hash in zip(pieces, threads.each(lambda piece: digest(*piece), pieces), strict=True):

@@ -30,7 +30,8 @@ from stoker.kv.peer.peer_wire import MAX_BLOCKS, BlockRequest, FrameKind, PeerLo
 from stoker.kv.peer.remote_peer import RemotePeer
 from stoker.kv.peer.transports.transport import PullProgress, make_transports
 
-# How long a peer waits for more blocks before it replies that there are none. It is short, so that a dead peer is noticed.
+# How long a peer waits for more blocks before it replies that there are none. It is short, so that a dead peer is
+# noticed.
 _MAX_SERVER_WAIT_S = 1.0
 _RELEASE_TIMEOUT_S = 2.0
 _RELEASE_PAUSE_S = 10.0  # after a failed release, no other is sent to that peer for this long; its leases expire

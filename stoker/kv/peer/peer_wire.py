@@ -175,7 +175,7 @@ def load_json(payload: bytes) -> dict[str, Any]:
 
 
 def proof(secret: str | None, side: bytes, nonces: bytes, content: bytes = b"") -> bytes:
-    """Return a proof that a side knows the secret, or that it has none either."""
+    """Return the HMAC by which one side proves that it knows the shared secret. Without a secret, the key is empty."""
     return hmac.digest((secret or "").encode(), b"stoker-kv:" + side + b":" + nonces + content, hashlib.sha256)
 
 

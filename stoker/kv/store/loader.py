@@ -24,9 +24,9 @@ IN_RAM = "CPU"
 _BATCH_BLOCKS = 16  # blocks per read; the deadline is checked between reads
 _GUESS_PEER_BYTES_PER_S = 1e9
 # The timeout of a load is _TIMEOUT_FACTOR times the expected time plus a constant, or a share of the time that
-# computing would take, whichever is longer. From a tier, loading must not delay an answer much more than computing would. From a
-# peer, the blocks exist, and computing them again would delay all sequences that decode here; a dead peer is detected
-# in other ways.
+# computing would take, whichever is longer. From a tier, loading must not delay an answer much more than computing
+# would. From a peer, the blocks exist, and computing them again would delay all sequences that decode here; a dead peer
+# is detected in other ways.
 _TIMEOUT_FACTOR = 3.0
 _TIER_GRACE_S, _TIER_COMPUTE_SHARE = 0.05, 0.05
 _PEER_GRACE_S, _PEER_COMPUTE_SHARE = 1.0, 1.0

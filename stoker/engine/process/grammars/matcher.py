@@ -1,7 +1,7 @@
 """XGrammarMatcher: follows one row's output through a compiled grammar, and completes it within the row's token limit.
 
-When few tokens are left, the matcher forbids tokens that start new elements. At the last moment it forces the shortest ending
-that was found.
+When few tokens are left, the matcher forbids tokens that start new elements. At the last moment it forces the shortest
+ending that was found.
 """
 
 from __future__ import annotations

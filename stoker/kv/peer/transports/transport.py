@@ -61,14 +61,14 @@ class PullProgress:
 
 
 class Link(Protocol):
-    """An open way to one peer's pool. Several threads may use it at a time, each with its own connection."""
+    """An open connection to one peer's pool. Several threads may use it at a time, each with its own connection."""
 
     def supports(self, sink: BlockSink) -> bool:
         """Return True if the link can write into this sink."""
 
     def take(self, connection: PeerConnection, request: BlockRequest, pull: PullProgress) -> LeaseView:
-        """Copy all ready blocks of the request, from `pull.num_done` on. The peer waits up to `request.wait_s` for the first
-        one. Returns the peer's last view of the lease. After an error the connection must not be used again."""
+        """Copy all ready blocks of the request, from `pull.num_done` on. The peer waits up to `request.wait_s` for the
+        first one. Returns the peer's last view of the lease. After an error the connection must not be used again."""
 
     def close(self) -> None:
         """Release all resources."""
@@ -110,8 +110,8 @@ class OneSidedLink(ABC):
     this one is copied."""
 
     batch_bytes: ClassVar[tuple[int, int]] = (16 << 20, 64 << 20)
-    """Size of the first batch, small so that both sides soon have work, and of the largest. Each batch is twice as large as the
-    one before."""
+    """Size of the first batch, small so that both sides soon have work, and of the largest. Each batch is twice as
+    large as the one before."""
 
     def __init__(self, peer: KvLayout) -> None:
         self._peer = peer

@@ -1,9 +1,10 @@
 """Reads objects of the Mooncake store: by the Transfer Engine from another worker's memory, otherwise by the client.
 
 The client's own reads busy-wait (kv/mooncake/transfer_engine.py) and report nothing before the last object has arrived.
-So the client only reports where the objects are, and each object is checksummed as soon as it has arrived, while it is
-still in the CPU cache and the next ones are on their way. The client itself reads what lies in this process's own segment
-(a copy is faster than a socket), on an SSD, or nowhere.
+So the client only looks up where the objects are, and the Transfer Engine reads them. Each object is checksummed as soon
+as it has arrived, while it is still in the CPU cache and the next ones are on their way. The client itself reads three
+kinds of objects: those in this process's own segment (a copy is faster than a socket), those on an SSD, and those whose
+location it did not find.
 """
 
 from __future__ import annotations
