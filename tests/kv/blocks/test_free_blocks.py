@@ -28,7 +28,7 @@ def test_unnamed_blocks_are_reused_first_then_the_least_recently_used() -> None:
     assert order(free) == [7, 3, 2]
 
 
-def test_a_block_that_was_found_again_stays_longer_but_not_forever() -> None:
+def test_a_block_that_was_matched_again_stays_longer_but_not_forever() -> None:
     later = MATCHED_BONUS_S
     used = [(0, 1, True), (later - 1, 2, False), (later + 1, 3, False), (later + 2, 4, True), (2 * later, 5, False)]
     assert order(free_blocks(*used)) == [2, 1, 3, 5, 4]
