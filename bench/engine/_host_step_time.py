@@ -54,7 +54,7 @@ class InstantDevice:
 
     def run(self, plan: StepPlan, samples: bool) -> StepOutputs:
         data = StepData(plan, self._cutter)
-        shape = next((shape for shape in self._by_cost if shape.holds(data.least)), data.exact)
+        shape = next((shape for shape in self._by_cost if shape.holds(data.needed)), data.exact)
         packed = torch.zeros(sum(shape.sizes), dtype=torch.int64)
         data.pack(packed.numpy(), shape, samples)
         return StepOutputs(None, self._sampled)

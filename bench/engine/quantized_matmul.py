@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> Report:
     from bench.support.cuda_timing import graph_s
     from bench.support.quantized_weights import bytes_of, make_weight
     from stoker.kernels.linear import linear
-    from stoker.kernels.skinny import MOST_ROWS, few_rows_linear
+    from stoker.kernels.skinny import MAX_ROWS, few_rows_linear
 
     lines: list[dict[str, Any]] = []
     for matmul, shape in MATMULS.items():
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> Report:
             weights += [make_weight(kind, *shape) for _ in range(_COLD_BYTES // num_bytes)]
             for num_rows in args.rows:
                 x = torch.randn(num_rows, shape[1], device="cuda", dtype=torch.bfloat16)
-                is_plain = kind == "bf16" and num_rows <= MOST_ROWS
+                is_plain = kind == "bf16" and num_rows <= MAX_ROWS
                 kernel: Any = few_rows_linear if is_plain else linear
                 seconds = graph_s([partial(kernel, x, weight) for weight in weights])
                 share = num_bytes / seconds / _COPY_BYTES_PER_S

@@ -59,12 +59,12 @@ class PoolCache:
     def insert(self, path: Sequence[int]) -> tuple[list[int], list[int]]:
         new: list[int] = []
         for block in map(BlockId, reversed(path)):
-            was_found = block in self._free
-            if was_found:
+            was_matched = block in self._free
+            if was_matched:
                 self._free.remove(block)
             else:
                 new.append(block)
-            self._free.add_named(block, self._now_s, was_found=was_found)
+            self._free.add_named(block, self._now_s, was_matched=was_matched)
         excess = int(max(0, len(self._free) - self._capacity))
         return new, [self._free.pop() for _ in range(excess)]
 

@@ -18,7 +18,7 @@ from bench.support.cuda_timing import graph_s
 from bench.support.quantized_weights import bytes_of, make_weight
 from stoker.kernels import moe_few, moe_many, moe_route
 from stoker.kernels.linear import Norm
-from stoker.kernels.moe import Experts, add_experts_triton, as_kernels_want
+from stoker.kernels.moe import Experts, add_experts_triton, to_kernel_layout
 from stoker.kernels.moe_many import down_lists, gate_up_lists
 from stoker.kernels.moe_prompt import down_prompt, gate_up_prompt
 from stoker.kernels.moe_quant import quant_down, quant_gate_up
@@ -99,7 +99,7 @@ def layers(shape: MoeShape, count: int, kind: str) -> list[Experts]:
         router = torch.empty(experts, hidden, device="cuda", dtype=torch.bfloat16).normal_(0, 0.02)
         gate_up = make_weight(kind, experts * 2 * width, hidden)
         down = make_weight(kind, experts * hidden, width)
-        found.append(as_kernels_want(router, gate_up, down, shape.top_k, True))
+        found.append(to_kernel_layout(router, gate_up, down, shape.top_k, True))
     return found
 
 

@@ -37,7 +37,7 @@ class Timeline:
     def add(self, name: str, begun_s: float, ended_s: float) -> None:
         self.stages.append(Stage(name, begun_s - self.origin_s, ended_s - begun_s))
 
-    def tell(self, log: EventLog) -> None:
+    def log_to(self, log: EventLog) -> None:
         for stage in self.stages:
             log.event("timeline", stage=stage.name, start_s=round(stage.start_s, 3), seconds=round(stage.seconds, 3))
 

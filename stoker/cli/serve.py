@@ -193,7 +193,7 @@ async def _run_worker(worker: _Worker, settings: ServeSettings, listener: socket
             print_message(warning, sys.stderr)
         await web.SockSite(worker.runner, listener).start()
         if settings.server.timeline:
-            timeline.tell(log)
+            timeline.log_to(log)
         _print_welcome(settings.endpoint.host, listener.getsockname()[1], context.config.served_names[0], info)
         reporter.start(lambda number: worker_report(context, number))
         registrar.start()

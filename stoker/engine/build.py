@@ -86,8 +86,8 @@ def build_engine(
 ) -> BuiltEngine:
     """Load the model, allocate the KV cache and return a ready engine.
 
-    `wake` is called from any thread when an idle engine should take a step. With `random_weights_seed`, no weight files are
-    read: the model of config.json gets random weights, for benchmarks.
+    `wake` is called from any thread when an idle engine should take a step. With `random_weights_seed`, no weight files
+    are read: the model of config.json gets random weights, for benchmarks.
     """
     started_s = time.monotonic()
     timeline = timeline or Timeline()
@@ -100,11 +100,11 @@ def build_engine(
     torch.backends.cuda.enable_cudnn_sdp(False)
     with timeline.stage("weights"):
         model, weight_bytes = _load_model(family, resolved, folder, random_weights_seed, progress, ahead)
-    memory.note("weights", weight_bytes)
+    memory.add_line("weights", weight_bytes)
     with timeline.stage("KV"):
         kv, working = _make_kv(settings, family, resolved, model)
     layout, blocks = kv.layout, kv.num_blocks
-    memory.note("KV", blocks * layout.block_bytes)
+    memory.add_line("KV", blocks * layout.block_bytes)
     max_model_tokens = min(resolved.max_model_tokens, blocks * layout.block_tokens)
     max_blocks = -(-max_model_tokens // layout.block_tokens) + 1
     rows = RowTable(resolved.max_rows, max_blocks, family.shape.vocab_size, resolved.device, grammars or NoGrammars())
@@ -122,17 +122,10 @@ def build_engine(
     server = PeerServer(kv, identity, leases, handoff, released) if handoff.serves else None
     engine_id = server.engine_id if server is not None else uuid.uuid4().hex
     pool = BlockPool(blocks, observer)
-    config = SchedulerConfig(
-        layout.block_tokens,
-        resolved.step_tokens,
-        resolved.max_rows,
-        fingerprint,
-        LeaseTerms(engine_id, server.address, handoff.lease_s) if server is not None else None,
-        min(store.max_offers, blocks // 4),  # an offered block cannot be reused until the store has copied it
-        resolved.mixed_tokens,
-        family.shape.vocab_size,
-        resolved.max_model_tokens,
-    )
+    lease = LeaseTerms(engine_id, server.address, handoff.lease_s) if server is not None else None
+    # An offered block cannot be reused until the store has copied it, so only a part of the pool is offered at a time.
+    max_offers = min(store.max_offers, blocks // 4)
+    config = _scheduler_config(resolved, family.shape.vocab_size, fingerprint, lease, max_offers)
     scheduler = Scheduler(config, pool)
     runner = Runner(model, family.shape.num_heads, kv, rows, resolved.threads, resolved.mixed_tokens)
     engine = Engine(scheduler, runner, RealClock(), resolved.steps_ahead, store, leases, rates)
@@ -140,28 +133,28 @@ def build_engine(
         progress("compiling and capturing", 0, 1)
         with timeline.stage("kernels and graphs"):
             runner.warm_up()
-    memory.note("graphs and libraries", working.graph_bytes)
+    memory.add_line("graphs and libraries", working.graph_bytes)
     memory.take_arena(working.arena_bytes)
-    memory.end(working.reserve_bytes)
+    memory.add_reserve(working.reserve_bytes)
     if handoff.serves or store.tiers:
         progress("measuring", 0, 1)
         _measure_prefill(runner, config, blocks, rates, resolved)
         store.measure()
     return BuiltEngine(
-        engine,
-        scheduler,
-        pool,
-        model,
-        resolved,
-        layout,
-        family.shape.vocab_size,
-        max_model_tokens,
-        fingerprint,
-        engine_id,
-        store,
-        server,
-        time.monotonic() - started_s,
-        memory.lines,
+        engine=engine,
+        scheduler=scheduler,
+        pool=pool,
+        model=model,
+        settings=resolved,
+        layout=layout,
+        vocab_size=family.shape.vocab_size,
+        max_model_tokens=max_model_tokens,
+        fingerprint=fingerprint,
+        engine_id=engine_id,
+        store=store,
+        server=server,
+        load_s=time.monotonic() - started_s,
+        memory=memory.lines,
     )
 
 
@@ -202,6 +195,22 @@ def _make_kv(
     return DeviceKv(layout, num_blocks(settings, resolved, layout, working), resolved.device), working
 
 
+def _scheduler_config(
+    resolved: ResolvedSettings, vocab_size: int, fingerprint: str, lease: LeaseTerms | None, max_offers: int
+) -> SchedulerConfig:
+    return SchedulerConfig(
+        block_tokens=resolved.block_tokens,
+        step_tokens=resolved.step_tokens,
+        max_rows=resolved.max_rows,
+        fingerprint=fingerprint,
+        lease=lease,
+        max_offers=max_offers,
+        mixed_tokens=resolved.mixed_tokens,
+        vocab_size=vocab_size,
+        max_tokens=resolved.max_model_tokens,
+    )
+
+
 def _measure_prefill(
     runner: Runner, config: SchedulerConfig, num_blocks: int, rates: StepRates, resolved: ResolvedSettings
 ) -> None:
@@ -223,6 +232,7 @@ def _measure_prefill(
 
 
 def read_hf_config(folder: Path) -> Mapping[str, Any]:
+    """Return the model folder's config.json. Raises ModelFilesError if it cannot be read."""
     path = folder / "config.json"
     try:
         hf = json.loads(path.read_text())
@@ -249,20 +259,20 @@ def _build_model(family: ModelFamily, resolved: ResolvedSettings) -> Model:
 
 def _randomise(model: Model, family: ModelFamily, seed: int) -> None:
     """Set norms to one and other weights to small random values. Outputs are finite, and the same for the same seed."""
-    places = list(parameter_slices(model, family.rules))
-    generator = torch.Generator(places[0][1].device).manual_seed(seed)
+    slices = list(parameter_slices(model, family.rules))
+    generator = torch.Generator(slices[0][1].device).manual_seed(seed)
     with torch.no_grad():
-        for name, place in places:
+        for name, values in slices:
             if name.endswith(("_scale", "_scale_inv")):  # scales of quantised weights; their codes are set below
-                place.fill_(0.0004)
-            elif place.dtype == torch.int32:
-                place.random_(generator=generator)
-            elif place.dtype == torch.float8_e4m3fn:
-                place.copy_(torch.randn(place.shape, generator=generator, device=place.device).mul_(50))
-            elif place.dim() == 1:
-                place.fill_(1.0)
+                values.fill_(0.0004)
+            elif values.dtype == torch.int32:
+                values.random_(generator=generator)
+            elif values.dtype == torch.float8_e4m3fn:
+                values.copy_(torch.randn(values.shape, generator=generator, device=values.device).mul_(50))
+            elif values.dim() == 1:
+                values.fill_(1.0)
             else:
-                place.normal_(0.0, 0.02, generator=generator)
+                values.normal_(0.0, 0.02, generator=generator)
 
 
 def _kv_layout(family: ModelFamily, resolved: ResolvedSettings) -> KvLayout:
@@ -278,10 +288,10 @@ def _kv_layout(family: ModelFamily, resolved: ResolvedSettings) -> KvLayout:
 
 
 def _identity(folder: Path, hf: Mapping[str, Any], layout: KvLayout, seed: int | None) -> KvIdentity:
-    """Return what must be equal before two engines share KV.
+    """Return the identity of the model's KV. Two engines share KV only if theirs are equal.
 
-    Only parts of the weight files are hashed. Hashing hundreds of GB would delay every start, and two models of the same
-    shape differ nearly everywhere.
+    Only parts of the weight files are hashed. Hashing hundreds of GB would delay every start, and two models of the
+    same shape differ nearly everywhere.
     """
     model = hashlib.sha256(json.dumps(hf, sort_keys=True).encode())
     model.update(repr(seed).encode())

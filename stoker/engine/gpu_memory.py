@@ -1,6 +1,6 @@
 """The plan of a GPU's memory, line by line. It is computed from shapes, and compared with real usage after the start.
 
-Nothing is executed to find out how much memory a step needs. The KV cache gets what the other lines leave.
+There is no profiling run to measure how much memory a step needs. The KV cache gets what the other lines leave.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from stoker.engine.gpu_steps import max_captured_tokens
 from stoker.engine.sampler import SAMPLE_BATCH_ROWS
 
 _MIB = 1 << 20
-# For fragmentation, and for what libraries load late.
+# For fragmentation, and for memory that libraries allocate late.
 _RESERVE_BYTES = 512 * _MIB
 # Loaded kernels, cuBLAS workspaces (32 MiB for each of two streams), and what the driver keeps per captured graph.
 _LIBRARY_BYTES = 256 * _MIB
 # What the reference sampler allocates per row of a batch and per token of the vocabulary.
 _SAMPLING_BYTES = 48
-# A row with penalties keeps a count and a flag per token of the vocabulary. Rarely do all rows have penalties. Half of the
-# reserve is meant for them, and only what exceeds it is planned.
+# A row with penalties keeps a count and a flag per token of the vocabulary. Rarely do all rows have penalties. Half of
+# the reserve is meant for them, and only what exceeds it is planned.
 _PENALTY_BYTES = 5
 # A larger difference between plan and usage is worth a warning.
 TOLERANCE_BYTES = 256 * _MIB
@@ -44,6 +44,7 @@ class WorkingMemory:
         dtype_bytes: int,
         bytes_per_token: int,
     ) -> WorkingMemory:
+        """Compute the plan. `bytes_per_token` is the memory of a forward pass per token (Model.bytes_per_token)."""
         logits_bytes = max_rows * vocab_size * dtype_bytes
         sampling_bytes = min(max_rows, SAMPLE_BATCH_ROWS) * vocab_size * _SAMPLING_BYTES
         penalty_bytes = max(0, max_rows * vocab_size * _PENALTY_BYTES - _RESERVE_BYTES // 2)
@@ -79,7 +80,8 @@ class MemoryTable:
             used_bytes = total_bytes - self._free_bytes
             self.lines.append(MemoryLine("context and others", used_bytes, used_bytes))
 
-    def note(self, name: str, planned_bytes: int) -> None:
+    def add_line(self, name: str, planned_bytes: int) -> None:
+        """Add a line for memory that was just allocated."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
             self._add(name, planned_bytes)
@@ -90,7 +92,8 @@ class MemoryTable:
             torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
             self._add("arena", num_bytes)
 
-    def end(self, reserve_bytes: int) -> None:
+    def add_reserve(self, reserve_bytes: int) -> None:
+        """Add the last line: the memory that stays free."""
         if self._device.type == "cuda":
             self.lines.append(MemoryLine("reserve", reserve_bytes, self._free_bytes))
 

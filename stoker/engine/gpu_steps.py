@@ -1,7 +1,7 @@
 """GpuSteps: runs a plan's forward pass and samples its tokens on a GPU.
 
-A step is replayed from a CUDA graph (graphs.py). Long prefills are launched kernel by kernel. Both ways take the same inputs
-and compute the same.
+A step is replayed from a CUDA graph (graphs.py). Long prefills are launched kernel by kernel. Both ways take the same
+inputs and compute the same.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class GpuSteps:
         The outputs are valid until the next run. They may have more rows than there are sampling spans.
         """
         data = StepData(plan, self._cutter)
-        captured = self._graphs.find(data.least)
+        captured = self._graphs.find(data.needed)
         if captured is not None:
             return captured.run(self._pack(data, captured.shape, samples))
         dense = data.take_dense_prefixes(self._dense.lengths)
@@ -104,29 +104,29 @@ def max_captured_tokens(mixed_tokens: int) -> int:
     return _smallest_fitting((*_TOKENS_FIRST, *_TOKENS), mixed_tokens)
 
 
-def _smallest_fitting(sizes: Sequence[int], wanted: int) -> int:
-    """Return the smallest size that is at least `wanted`, or the largest of all."""
-    return min((size for size in sizes if size >= wanted), default=max(sizes))
+def _smallest_fitting(sizes: Sequence[int], needed: int) -> int:
+    """Return the smallest size that is at least `needed`, or the largest of all."""
+    return min((size for size in sizes if size >= needed), default=max(sizes))
 
 
 def _shapes(max_rows: int, mixed_tokens: int, cutter: Cutter) -> tuple[list[StepShape], list[StepShape]]:
     """Return the shapes to capture before serving, and those to capture later."""
 
     def decode(rows: int) -> StepShape:
-        return StepShape(rows, cutter.most_singles(rows), 0, rows)
+        return StepShape(rows, cutter.max_singles(rows), 0, rows)
 
     def mixed(tokens: int) -> list[StepShape]:
         rows = min(max_rows, tokens)
         tiles = -(-tokens // cutter.tile_tokens) + _EXTRA_SPANS
-        room = (tokens, cutter.most_singles(rows), cutter.most_tiles(tiles))
+        room = (tokens, cutter.max_singles(rows), cutter.max_tiles(tiles))
         return [StepShape(*room, heads) for heads in sorted({min(rows, heads) for heads in _HEADS})]
 
-    most_rows = _smallest_fitting((*_ROWS_FIRST, *_ROWS), max_rows)
-    most_tokens = max_captured_tokens(mixed_tokens)
-    first = [decode(rows) for rows in _ROWS_FIRST if rows <= most_rows]
-    rest = [decode(rows) for rows in _ROWS if rows <= most_rows]
-    for tokens in (tokens for tokens in (*_TOKENS_FIRST, *_TOKENS) if tokens <= most_tokens):
-        *fewer_heads, most_heads = mixed(tokens)
-        (first if tokens in (most_tokens, *_TOKENS_FIRST) else rest).append(most_heads)
+    largest_rows = _smallest_fitting((*_ROWS_FIRST, *_ROWS), max_rows)
+    largest_tokens = max_captured_tokens(mixed_tokens)
+    first = [decode(rows) for rows in _ROWS_FIRST if rows <= largest_rows]
+    rest = [decode(rows) for rows in _ROWS if rows <= largest_rows]
+    for tokens in (tokens for tokens in (*_TOKENS_FIRST, *_TOKENS) if tokens <= largest_tokens):
+        *fewer_heads, all_heads = mixed(tokens)
+        (first if tokens in (largest_tokens, *_TOKENS_FIRST) else rest).append(all_heads)
         rest += fewer_heads
     return first, rest

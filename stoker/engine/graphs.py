@@ -1,9 +1,9 @@
 """StepGraphs: whole steps captured as CUDA graphs, for a set of shapes, and replayed.
 
-Launching a step's kernels from Python takes the host several times longer than the GPU needs to run them. A captured step
-has room for a number of tokens, attention work items and sampling rows. A smaller step is padded; padding writes nothing.
-Some shapes are captured before the engine serves requests. The others are captured while it is idle, or when they were
-missing several times.
+Launching a step's kernels from Python takes the host several times longer than the GPU needs to run them. A captured
+step has room for a number of tokens, attention work items and sampling rows. A smaller step is padded; padding writes
+nothing. Some shapes are captured before the engine serves requests. The others are captured while it is idle, or when
+they were missing several times.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class StepGraphs:
         self._device = device
         self._num_first = len(first)
         # Large shapes first: the smaller ones then reuse their memory.
-        self._left = [shape for shapes in (first, rest) for shape in sorted(shapes, key=_cost, reverse=True)]
-        self._by_cost = sorted(self._left, key=_cost)
+        self._uncaptured = [shape for shapes in (first, rest) for shape in sorted(shapes, key=_cost, reverse=True)]
+        self._by_cost = sorted(self._uncaptured, key=_cost)
         self._captured: dict[StepShape, CapturedStep] = {}
         self._missed: Counter[StepShape] = Counter()
         self._stream = torch.cuda.Stream(device)
@@ -73,14 +73,14 @@ class StepGraphs:
 
     def capture_next(self) -> bool:
         """Capture one more shape. Return False if none was left."""
-        if not self._left:
+        if not self._uncaptured:
             return False
-        self._get(self._left[0])
+        self._get(self._uncaptured[0])
         return True
 
-    def find(self, least: StepShape) -> CapturedStep | None:
-        """Return the cheapest captured step that has room for a step of this shape."""
-        holding = (shape for shape in self._by_cost if shape.holds(least))
+    def find(self, needed: StepShape) -> CapturedStep | None:
+        """Return the cheapest captured step that has room for a step of the shape `needed`, or None."""
+        holding = (shape for shape in self._by_cost if shape.holds(needed))
         best = next(holding, None)
         if best is None or best in self._captured:
             return None if best is None else self._captured[best]
@@ -92,7 +92,7 @@ class StepGraphs:
     def _get(self, shape: StepShape) -> CapturedStep:
         if shape not in self._captured:
             self._captured[shape] = self._capture(shape)
-            self._left.remove(shape)
+            self._uncaptured.remove(shape)
         return self._captured[shape]
 
     @torch.inference_mode()

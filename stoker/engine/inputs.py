@@ -1,4 +1,4 @@
-"""A plan's spans -> ForwardBatch, for the reference kernels. On a GPU, packed.py prepares the inputs instead."""
+"""Builds the ForwardBatch of a plan for the reference kernels. On a GPU, packed.py prepares the inputs instead."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ Ints = NDArray[np.int64]
 
 
 def build_batch(plan: StepPlan, rows: RowTable, kv: DeviceKv) -> ForwardBatch:
+    """Return the device tensors of the plan's forward pass."""
     layout, device = kv.layout, kv.blocks.device
     counts = np.array([span.count for span in plan.spans])
     firsts = counts.cumsum() - counts

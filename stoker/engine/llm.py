@@ -48,7 +48,7 @@ class LLM:
             wake=self._wake.set,
         )
         self.built.engine.capture_all_graphs()
-        self._number = 0
+        self._num_requests = 0
 
     def generate(
         self,
@@ -58,17 +58,18 @@ class LLM:
         cache_salt: str = "",
     ) -> list[LLMOutput]:
         """Generate for all prompts in one batch. The outputs are in the order of the prompts."""
-        each = [sampling or SamplingParams()] * len(prompts) if not isinstance(sampling, Sequence) else sampling
+        per_prompt = [sampling or SamplingParams()] * len(prompts) if not isinstance(sampling, Sequence) else sampling
         requests = []
-        for prompt, params in zip(prompts, each, strict=True):
-            request_id = RequestId(f"llm-{self._number}")
-            self._number += 1
+        for prompt, params in zip(prompts, per_prompt, strict=True):
+            request_id = RequestId(f"llm-{self._num_requests}")
+            self._num_requests += 1
             requests.append(
                 GenerateRequest(request_id, list(prompt), len(prompt), params, max_new_tokens, cache_salt=cache_salt)
             )
         return self.run(requests)
 
     def run(self, requests: Sequence[GenerateRequest]) -> list[LLMOutput]:
+        """Run the requests in one batch. Return their outputs in the same order."""
         engine, store = self.built.engine, self.built.store
         outputs = {request.request_id: LLMOutput() for request in requests}
         for request in requests:

@@ -1,7 +1,7 @@
 """Engine: the one loop. Requests go in, chunks of tokens come out.
 
-Plans are launched ahead of the device; results are committed behind it. Results of the KV store and of other workers are
-taken in between two steps.
+Plans are launched ahead of the device; results are committed behind it. Results of the KV store and of other workers
+are taken in between two steps.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ class Engine:
             self.reject(request, error)
 
     def reject(self, request: GenerateRequest, error: InvalidRequest) -> None:
+        """End a request that was not added, with a chunk that carries the error."""
         self._note_ticket(request)
         finish = Finish("error", error_code=error.code, error_message=error.message)
         self._chunks.add(request.request_id, [], TokenUsage(request.num_prompt, 0, 0), None, finish)
@@ -88,11 +89,14 @@ class Engine:
         self._chunks.extend(self._scheduler.cancel(request_id))
 
     def release_lease(self, lease_id: str) -> None:
-        """A peer has pulled the KV that it needs. Can be called from any thread."""
+        """Release a lease whose KV the peer has pulled. Can be called from any thread."""
         self._released.put(lease_id)
 
     def step(self) -> TokenChunks:
-        """Launch one plan, if there is anything to compute, and commit the results that are due."""
+        """Launch one plan, if there is anything to compute, and commit finished steps. Return the new chunks.
+
+        At most `steps_ahead` steps stay in flight, and none if nothing was launched.
+        """
         now = self._clock.now()
         for result in self._store.take_finished_loads():
             self._scheduler.finish_load(result)
@@ -113,7 +117,7 @@ class Engine:
     def _empty_lost_leases(self) -> None:
         """Withdraw the blocks of leases whose sequence lost them, before the next plan overwrites those blocks.
 
-        A peer that reads a block and then asks again whether it was valid must not get a yes.
+        A peer confirms a lease after it has read its blocks. It must not get a confirmation for overwritten blocks.
         """
         for lease_id in self._scheduler.take_emptied_leases():
             if lease_id in self._leases:

@@ -15,7 +15,8 @@ from stoker.kv.blocks.layout import KvLayout
 from stoker.models.family import ModelShape
 
 _GIB = 1 << 30
-# On a CPU, a worker shares the machine. By default the KV cache takes this share of the available RAM, up to the maximum.
+# On a CPU, a worker shares the machine. By default the KV cache takes this share of the available RAM, up to the
+# maximum.
 _CPU_SHARE = 0.25
 _CPU_MAX_BYTES = 4 * _GIB
 # The arithmetic of a mixed step on a GPU. It takes an H200 about 50 ms, and every decoding sequence waits for it.
@@ -40,6 +41,7 @@ class ResolvedSettings:
 
 
 def resolve(settings: EngineSettings, shape: ModelShape) -> ResolvedSettings:
+    """Return the settings with a value for every "auto", for this machine and model."""
     device = _device(settings.device)
     on_cpu = device.type == "cpu"
     # float32 is the fastest dtype on CPUs without bfloat16 instructions.
@@ -63,7 +65,7 @@ def resolve(settings: EngineSettings, shape: ModelShape) -> ResolvedSettings:
 
 
 def _mixed_tokens(shape: ModelShape) -> int:
-    """Return a power of two, because captured steps have such sizes."""
+    """Return the default token limit of mixed steps: a power of two, because captured steps have such sizes."""
     tokens = int(_MIXED_FLOP / (2 * shape.active_weights))
     return max(_MIN_MIXED_TOKENS, 1 << (tokens.bit_length() - 1))
 
@@ -103,18 +105,18 @@ def num_blocks(settings: EngineSettings, resolved: ResolvedSettings, layout: KvL
         budget = free - working.total_bytes
     else:
         share = min(_CPU_MAX_BYTES, int(available_ram() * _CPU_SHARE))
-        # No more than all rows can fill: the rest is more useful as file cache.
-        most = resolved.max_rows * -(-resolved.max_model_tokens // layout.block_tokens) * layout.block_bytes
-        budget = min(most, share)
-    if on_gpu and budget > (most := free - working.arena_bytes - working.graph_bytes):
+        # All rows together cannot fill more than this. The remaining RAM is more useful as file cache.
+        usable = resolved.max_rows * -(-resolved.max_model_tokens // layout.block_tokens) * layout.block_bytes
+        budget = min(usable, share)
+    if on_gpu and budget > (room := free - working.arena_bytes - working.graph_bytes):
         raise ConfigError(
-            f"the settings ask for {budget / _GIB:.2f} GiB of KV, but there is room for {max(0, most) / _GIB:.2f} GiB: "
-            f"{free / _GIB:.2f} GiB of GPU memory are free, and steps need {(free - most) / _GIB:.2f} GiB of that; "
+            f"the settings ask for {budget / _GIB:.2f} GiB of KV, but there is room for {max(0, room) / _GIB:.2f} GiB: "
+            f"{free / _GIB:.2f} GiB of GPU memory are free, and steps need {(free - room) / _GIB:.2f} GiB of that; "
             "lower kv.memory_gib or kv.num_blocks"
         )
-    if not on_gpu and budget > (most := all_ram()):
+    if not on_gpu and budget > (room := all_ram()):
         raise ConfigError(
-            f"the settings ask for {budget / _GIB:.2f} GiB of KV, but this process may use {most / _GIB:.2f} GiB of RAM; "
+            f"the settings ask for {budget / _GIB:.2f} GiB of KV, but this process may use {room / _GIB:.2f} GiB of RAM; "
             "lower kv.memory_gib or kv.num_blocks"
         )
     blocks = budget // layout.block_bytes

@@ -1,7 +1,7 @@
 """A step's inputs for a GPU, packed into one array of integers.
 
-They reach the GPU in one copy, and a captured step finds them at a fixed address. Everything else that a step reads (block
-table, last tokens, sampling settings) is on the GPU already (rows.py).
+They reach the GPU in one copy, and a captured step finds them at a fixed address. Everything else that a step reads
+(block table, last tokens, sampling settings) is on the GPU already (rows.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from stoker.sched.plan import StepPlan
 
 Ints = NDArray[np.int64]
 
-_MULTIPLE = 16
+_MULTIPLE = 16  # the divisibility that Triton specialises kernels for
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,7 @@ class StepShape:
     heads: int  # rows whose logits are computed
 
     def holds(self, other: StepShape) -> bool:
+        """Return True if a step of the shape `other` fits into this one."""
         return (
             other.tokens <= self.tokens
             and other.singles <= self.singles
@@ -112,8 +113,9 @@ class StepData:
             self._longer = first[~is_single], count[~is_single], start[~is_single]
         singles = len(self._singles[0])
         tiles = self._cutter.num_tiles(self._longer[1]) if singles < len(first) else 0
-        # Cutting needs room for one work item more than there are spans.
-        self.least = StepShape(
+        # The smallest shape that has room for this step. Cutting needs room for one work item more than there are
+        # spans.
+        self.needed = StepShape(
             len(self._token_ids),
             singles + 1 if singles else 0,
             tiles + 1 if tiles else 0,
@@ -124,34 +126,35 @@ class StepData:
     def exact(self) -> StepShape:
         """The shape for a step that is not captured.
 
-        Tokens and heads are rounded up to a multiple of 16. Triton compiles kernels again for numbers and addresses that
-        are not.
+        Tokens and heads are rounded up to a multiple of 16. Triton would compile the kernels again for sizes
+        and addresses that are not multiples.
         """
-        cutter, least = self._cutter, self.least
+        cutter, needed = self._cutter, self.needed
         return StepShape(
-            -(-least.tokens // _MULTIPLE) * _MULTIPLE,
-            cutter.most_singles(least.singles - 1) if least.singles else 0,
-            cutter.most_tiles(least.tiles - 1) if least.tiles else 0,
-            -(-least.heads // _MULTIPLE) * _MULTIPLE,
+            -(-needed.tokens // _MULTIPLE) * _MULTIPLE,
+            cutter.max_singles(needed.singles - 1) if needed.singles else 0,
+            cutter.max_tiles(needed.tiles - 1) if needed.tiles else 0,
+            -(-needed.heads // _MULTIPLE) * _MULTIPLE,
         )
 
     def pack(self, packed: Ints, shape: StepShape, samples: bool) -> None:
-        """Write the inputs into an array of zeros, for a step with room for `shape`. `samples`: the step samples tokens."""
+        """Write the inputs into an array of zeros, for a step with room for `shape`. `samples`: the step samples
+        tokens."""
         a, b, c, _ = shape.sizes
         tokens, singles = packed[:a], packed[a : a + b]
         tiles, heads = packed[a + b : a + b + c], packed[a + b + c :]
         self._put_tokens(tokens.reshape(3, -1))
-        if self.least.singles:
+        if self.needed.singles:
             pieces = self._cutter.singles(*self._singles, shape.singles)
             singles[: pieces.size] = pieces.ravel()
-        if self.least.tiles:
+        if self.needed.tiles:
             pieces = self._cutter.tiles(*self._longer, shape.tiles)
             tiles[: pieces.size] = pieces.ravel()
-        if self.least.heads:
+        if self.needed.heads:
             self._put_heads(heads.reshape(3, -1), samples)
 
     def _put_tokens(self, tokens: Ints) -> None:
-        count = self.least.tokens
+        count = self.needed.tokens
         tokens[2, count:] = -1
         tokens[1, :count] = self._token_ids
         if count == len(self._counts):
@@ -162,7 +165,7 @@ class StepData:
             tokens[2, :count] = np.arange(count) - (self._firsts - self._starts).repeat(self._counts)
 
     def _put_heads(self, heads: Ints, samples: bool) -> None:
-        count, sampling = self.least.heads, self._samples
+        count, sampling = self.needed.heads, self._samples
         heads[0, :count] = (self._firsts + self._counts - 1)[sampling]
         heads[1, :count] = self._rows[sampling]
         if samples:

@@ -76,8 +76,8 @@ class RowTable:
         if changes:
             entries: list[int] = []
             for change in changes:
-                for number, block in enumerate(change.blocks, change.first):
-                    entries += (change.row, number, block)
+                for column, block in enumerate(change.blocks, change.first):
+                    entries += (change.row, column, block)
             where = self._tensor(entries).view(-1, 3)
             self.table[where[:, 0], where[:, 1]] = where[:, 2]
 

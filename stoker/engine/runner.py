@@ -1,7 +1,8 @@
-"""Runner: executes a plan: update the rows, forward pass, sample, copy the tokens out. It makes no decisions.
+"""Runner: executes a plan. It updates the rows, runs the forward pass, samples, and copies the tokens to the host.
 
-On a GPU, `launch` returns at once and `wait` returns the result. A grammar needs the previous token to know which tokens
-may come next. Only in that case does a launch wait for the step before it, after it has started its own forward pass.
+On a GPU, `launch` returns at once and `wait` returns the result. A grammar needs the previous token to know which
+tokens may come next. Only in that case does a launch wait for the step before it, after it has started its own forward
+pass.
 """
 
 from __future__ import annotations
@@ -64,26 +65,26 @@ class PendingStep:
         token_ids = [[next(sampled)] if span.samples else [] for span in self.plan.spans]
         result = StepResult(token_ids, self._ended_s - self.started_s)
         if self.states:
-            samples = [number for number, span in enumerate(self.plan.spans) if span.samples]
-            for i, (number, state) in enumerate(zip(samples, self.states, strict=True)):
-                self._add_details(i, state, number, result)
+            sampling = [index for index, span in enumerate(self.plan.spans) if span.samples]
+            for i, (span_index, state) in enumerate(zip(sampling, self.states, strict=True)):
+                self._add_details(i, state, span_index, result)
         return result
 
-    def _add_details(self, i: int, state: RowState, number: int, result: StepResult) -> None:
-        """Add logprobs and grammar state of the i-th sampling span, which is the plan's span `number`."""
+    def _add_details(self, i: int, state: RowState, span_index: int, result: StepResult) -> None:
+        """Add logprobs and grammar state of the i-th sampling span, which is the plan's span `span_index`."""
         assert self.sampled is not None
         logprobs = self.sampled.token_logprobs(i, state.sampling.num_logprobs)
         if logprobs is not None:
-            result.logprobs[number] = logprobs
+            result.logprobs[span_index] = logprobs
         if state.matcher is None:
             return
-        token_id = result.token_ids[number][0]
+        token_id = result.token_ids[span_index][0]
         if not state.matcher.done and not state.matcher.accept(token_id):
-            result.errors[number] = f"the grammar does not allow the sampled token {token_id}"
+            result.errors[span_index] = f"the grammar does not allow the sampled token {token_id}"
         elif state.matcher.done:
-            result.grammar_done.add(number)
+            result.grammar_done.add(span_index)
         elif state.matcher.too_slow:
-            result.errors[number] = (
+            result.errors[span_index] = (
                 "the grammar is too ambiguous: matching one token takes too long; simplify its repetitions"
             )
 
@@ -120,6 +121,7 @@ class Runner:
             self._gpu_steps.capture_all()
 
     def launch(self, plan: StepPlan) -> PendingStep:
+        """Start a plan. Its `loads` are not started here: the engine passes them to the store."""
         started_s = time.monotonic()
         self._set_device()
         threads = self._threads.choose(plan.num_tokens)
@@ -157,10 +159,10 @@ class Runner:
 
     def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy in order, a few blocks at a time. The source of one copy may be the destination of a later one."""
-        most = max(1, _COPY_BYTES // self._kv.layout.block_bytes)
-        for first in range(0, len(copies), most):
-            some = copies[first : first + most]
-            self._kv.copy([copy.src for copy in some], [copy.dst for copy in some])
+        batch_size = max(1, _COPY_BYTES // self._kv.layout.block_bytes)
+        for first in range(0, len(copies), batch_size):
+            batch = copies[first : first + batch_size]
+            self._kv.copy([copy.src for copy in batch], [copy.dst for copy in batch])
 
     def _gpu_step(
         self, gpu_steps: GpuSteps, plan: StepPlan, states: list[RowState], plain: bool

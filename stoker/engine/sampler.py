@@ -23,7 +23,7 @@ SAMPLE_BATCH_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """Sampled tokens, on the device. If any row wants log-probabilities, all rows have them. They are of the raw logits."""
+    """Sampled tokens, on the device. If any row needs logprobs, all rows have them. They come from the raw logits."""
 
     token_ids: Tensor  # [rows]
     logprobs: Tensor | None  # [rows]
@@ -44,14 +44,15 @@ class SampledTokens:
 def sample(logits: Tensor, rows: Sequence[Row], lengths: Sequence[int], table: RowTable) -> SampledTokens:
     """Sample one token per row, and write them to the table's last tokens.
 
-    `lengths[i]` is the number of tokens before row i's new one: its position, which with the seed determines its randomness.
+    `lengths[i]` is the number of tokens before row i's new token. It and the seed determine the random number for that
+    token.
     """
     states = [table.states[row] for row in rows]
     num_logprobs = max((-1 if s.sampling.num_logprobs is None else s.sampling.num_logprobs for s in states), default=-1)
     parts = []
     for i in range(0, len(states), SAMPLE_BATCH_ROWS):
-        some = slice(i, i + SAMPLE_BATCH_ROWS)
-        parts.append(_sample(logits[some], states[some], lengths[some], num_logprobs))
+        batch = slice(i, i + SAMPLE_BATCH_ROWS)
+        parts.append(_sample(logits[batch], states[batch], lengths[batch], num_logprobs))
     sampled = parts[0] if len(parts) == 1 else _concatenated(parts)
     table.last_token[to_device(rows, logits.device)] = sampled.token_ids
     return sampled

@@ -1,8 +1,8 @@
 """ThreadTuner: measures how many CPU threads a step should use.
 
-Two threads are nearly twice as fast as one on an idle machine. They are slower than one when another process keeps a core
-busy, because one thread then waits at each barrier for a thread that does not run. The better choice changes from minute to
-minute, so the worse one is tried again now and then. Pure: durations are arguments.
+Two threads are nearly twice as fast as one on an idle machine. They are slower than one when another process keeps a
+core busy, because one thread then waits at each barrier for a thread that does not run. The better choice changes from
+minute to minute, so the worse one is tried again now and then. Pure: durations are arguments.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ _FIXED_TOKENS = 12
 
 
 class Threads(Protocol):
+    """Chooses the number of CPU threads for each step."""
+
     def choose(self, num_tokens: int) -> int:
         """Return the number of threads for a step of `num_tokens` tokens."""
 

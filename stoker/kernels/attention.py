@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from stoker.kernels.attention_rows import RowGroup, pays_in_place, row_attention, row_group
+from stoker.kernels.attention_rows import RowGroup, is_faster_in_place, row_attention, row_group
 from stoker.kernels.paged import PagedSpans, paged_attention_triton
 from stoker.kernels.transfer import to_device
 
 # Spans of one token are batched while the shortest has at least this share of the longest one's blocks.
-_LEAST_FILL = 0.6
+_MIN_FILL = 0.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def group_spans(
     single = sorted((span for span in spans if span.count == 1), key=lambda span: len(span.pages))
     while single:
         longest = len(single[-1].pages)
-        taken = [span for span in single if len(span.pages) >= _LEAST_FILL * longest]
+        taken = [span for span in single if len(span.pages) >= _MIN_FILL * longest]
         single = single[: len(single) - len(taken)]
         lengths = torch.tensor([span.start + 1 for span in taken])
         # Whole blocks, so that the shapes change once per block and not with every token.
@@ -73,7 +73,7 @@ def group_spans(
             mask = mask.to(device, non_blocking=True)
         # Pad with the span's own pages: masked values must be finite, and another sequence's memory may not be.
         padded = [span.pages + span.pages[:1] * (longest - len(span.pages)) for span in taken]
-        if pays_in_place(len(taken) * num_keys, device, dtype):
+        if is_faster_in_place(len(taken) * num_keys, device, dtype):
             groups.append(row_group([span.first for span in taken], padded, mask, num_kv_heads, block_tokens))
             continue
         firsts = to_device([span.first for span in taken], device)
@@ -122,16 +122,18 @@ def paged_attention_ref(
             continue
         gathered = pages.index_select(0, group.pages).view(2, group.num_spans, num_kv_heads, -1, head_dim)
         key, value = gathered[:, :, :, : group.num_keys]
-        mine = q[group.tokens]
+        own_q = q[group.tokens]
         if isinstance(group.tokens, slice):
             # The query heads of one KV head are a batch over the same keys: expanded, not copied.
-            query = mine.view(-1, num_kv_heads, shared, head_dim).permute(1, 2, 0, 3)
+            query = own_q.view(-1, num_kv_heads, shared, head_dim).permute(1, 2, 0, 3)
             key, value = (part[0, :, None].expand(-1, shared, -1, -1) for part in (key, value))
-            found = scaled_dot_product_attention(query, key, value, group.mask, is_causal=group.is_causal, scale=scale)
-            out[group.tokens] = found.permute(2, 0, 1, 3).reshape(-1, num_heads, head_dim)
+            attended = scaled_dot_product_attention(
+                query, key, value, group.mask, is_causal=group.is_causal, scale=scale
+            )
+            out[group.tokens] = attended.permute(2, 0, 1, 3).reshape(-1, num_heads, head_dim)
         else:
             # One token per span: the query heads of one KV head take the place of a longer span's tokens.
-            query = mine.view(group.num_spans, num_kv_heads, shared, head_dim)
-            found = scaled_dot_product_attention(query, key, value, group.mask, scale=scale)
-            out[group.tokens] = found.reshape(-1, num_heads, head_dim)
+            query = own_q.view(group.num_spans, num_kv_heads, shared, head_dim)
+            attended = scaled_dot_product_attention(query, key, value, group.mask, scale=scale)
+            out[group.tokens] = attended.reshape(-1, num_heads, head_dim)
     return out

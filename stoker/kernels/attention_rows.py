@@ -3,8 +3,8 @@
 q [spans, heads, head_dim]   slots [slots, head_dim]   -> like q
 
 Gathering pages first reads every key twice and writes it once, which takes four times as long at 32 spans of 1,000
-keys. Torch offers both halves under other names: scores at the positions of a sparse pattern, and weighted sums of a
-table's rows.
+keys. Torch has operators for both halves: `sampled_addmm` computes the scores at the positions of a sparse pattern, and
+`embedding_bag` the weighted sums of the values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn.functional import embedding_bag
 from stoker.kernels.transfer import to_device
 
 # Reading in place is faster from this many keys on; below it, the calls cost more than the copies.
-_LEAST_KEYS = 2048
+_MIN_KEYS = 2048
 
 with warnings.catch_warnings():  # torch warns once per process that sparse patterns are a beta feature
     warnings.simplefilter("ignore")
@@ -36,8 +36,9 @@ class RowGroup:
     mask: Tensor | None  # [spans, 1, keys], added to the scores
 
 
-def pays_in_place(num_keys: int, device: torch.device, dtype: torch.dtype) -> bool:
-    return device.type == "cpu" and dtype in (torch.float32, torch.float64) and num_keys >= _LEAST_KEYS
+def is_faster_in_place(num_keys: int, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return True if `row_attention` is faster than gathering the pages."""
+    return device.type == "cpu" and dtype in (torch.float32, torch.float64) and num_keys >= _MIN_KEYS
 
 
 def row_group(

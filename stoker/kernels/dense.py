@@ -3,7 +3,7 @@
 q [tokens, heads, head_dim]   k, v [tokens, kv_heads, head_dim]
 
 It is 25% faster than the kernel that reads pages (paged.py). But cuDNN takes a second to initialise and 50 ms to plan a
-new length, so there are only a few lengths, and they are planned while the engine is idle.
+new length. So only a few lengths are supported, and they are planned while the engine is idle.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ class DensePlans:
     def __init__(self, like: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
         self._like = like
         self._heads = num_heads, num_kv_heads, head_dim
-        self._left = list(_LENGTHS) if has_dense(like) else []
-        self._comes_up: Thread | None = None
+        self._unplanned = list(_LENGTHS) if has_dense(like) else []
+        self._initialising: Thread | None = None
         self.lengths: list[int] = []
 
     def plan_next(self) -> bool:
         """Plan one more length and return True if more may be left. The first call initialises cuDNN on a thread of its
         own, so that no call takes longer than the others."""
-        if not self._left:
+        if not self._unplanned:
             return False
-        if self._comes_up is None:
-            self._comes_up = Thread(target=self._plan, args=(_SHORT,), name="cudnn", daemon=True)
-            self._comes_up.start()
-        self._comes_up.join(_PART_S)
-        if not self._comes_up.is_alive():
-            self._plan(self._left[0])
-            self.lengths.append(self._left.pop(0))
+        if self._initialising is None:
+            self._initialising = Thread(target=self._plan, args=(_SHORT,), name="cudnn", daemon=True)
+            self._initialising.start()
+        self._initialising.join(_PART_S)
+        if not self._initialising.is_alive():
+            self._plan(self._unplanned[0])
+            self.lengths.append(self._unplanned.pop(0))
         return True
 
     def plan_all(self) -> None:
-        while self._left:
-            self._plan(self._left[0])
-            self.lengths.append(self._left.pop(0))
+        while self._unplanned:
+            self._plan(self._unplanned[0])
+            self.lengths.append(self._unplanned.pop(0))
 
     @torch.inference_mode()
     def _plan(self, num_tokens: int) -> None:

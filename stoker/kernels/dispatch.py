@@ -1,7 +1,7 @@
 # mypy: allow-untyped-decorators
 """Chooses between a Triton kernel and its reference, and imports Triton where it can run.
 
-Importing Triton takes most of a second, which a CPU worker would pay for nothing. Tests import it first, with
+Importing Triton takes most of a second, and a CPU worker has no use for it. Tests import it first, with
 TRITON_INTERPRET=1, and call the launchers: then the kernels themselves run on a CPU.
 """
 

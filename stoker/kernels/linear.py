@@ -1,6 +1,6 @@
 """Matmul with a weight: y = x W^T.  x [tokens, in]   weight [out, in]   ->  [tokens, out]
 
-On a CPU, the weight is packed once at load time into the layout that the matrix library wants. With few rows of x,
+On a CPU, the weight is packed once at load time into the layout of the matrix library. With few rows of x,
 packing it in every call costs more than the matmul (140 ms instead of 70 ms for all matmuls of a 135M model at 8 rows).
 On a GPU, few rows go through skinny.py, which fuses the norm or the addition; many rows go through cuBLAS. 8-bit and
 4-bit weights (quant.py) have their own two paths, quant_skinny.py and quant_many.py.
@@ -20,7 +20,7 @@ from stoker.kernels.norm import rms_norm
 from stoker.kernels.quant import QuantWeight
 from stoker.kernels.quant_many import many_rows_linear
 from stoker.kernels.quant_skinny import quant_rows_linear
-from stoker.kernels.skinny import MOST_ROWS, few_rows_linear, one_row_linear
+from stoker.kernels.skinny import MAX_ROWS, few_rows_linear, one_row_linear
 
 # The row count that the packed layout is tuned for. It is a hint: results are the same for any number of rows, and this
 # value was the best, or close to it, from 2 to 256 rows.
@@ -62,8 +62,8 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     if isinstance(weight, PackedWeight):
         return torch.ops.mkl._mkl_linear(x, weight.packed, weight.shape, bias, len(x))
     if isinstance(weight, QuantWeight):
-        found = (quant_rows_linear if weight.is_few(len(x)) else many_rows_linear)(x, weight)
-        return found if bias is None else found.add_(bias)
+        out = (quant_rows_linear if weight.is_few(len(x)) else many_rows_linear)(x, weight)
+        return out if bias is None else out.add_(bias)
     return torch.nn.functional.linear(x, weight, bias)
 
 
@@ -96,5 +96,5 @@ def add_gated_linear(total: Tensor, gate_up: Tensor, weight: Weight, bias: Tenso
 
 def _is_skinny(weight: Weight, x: Tensor, bias: Tensor | None) -> TypeGuard[Tensor]:
     """Return True if the kernels for few rows apply. Tiles of several rows need Hopper's shared memory."""
-    most = MOST_ROWS if overlaps(x) else 1
-    return isinstance(weight, Tensor) and bias is None and use_triton(x) and len(x) <= most
+    max_rows = MAX_ROWS if overlaps(x) else 1
+    return isinstance(weight, Tensor) and bias is None and use_triton(x) and len(x) <= max_rows

@@ -3,8 +3,8 @@ is added.
 
 x [tokens, hidden]   router [experts, hidden]   gate_up [experts, 2 * width, hidden]   down [experts, hidden, width]
 
-gate_up alternates: some rows of gate (a granule), then as many of up, and so on, so that a program finds both in one
-place.
+gate_up is interleaved: `granule` rows of gate, then the same number of rows of up, and so on. A program then reads both
+from one place.
 
 On a GPU, nothing here waits for the host, and every shape follows from the number of tokens. Few tokens read the
 weights of their experts directly (moe_few.py). More tokens are first listed by expert (moe_route.py); then the kernel
@@ -23,9 +23,9 @@ from torch import Tensor
 from stoker.kernels.activation import silu_mul_ref
 from stoker.kernels.dispatch import use_triton
 from stoker.kernels.linear import Norm
-from stoker.kernels.moe_few import MOST_TOKENS, Chosen, down_few, gate_up_few
+from stoker.kernels.moe_few import MAX_TOKENS, Chosen, down_few, gate_up_few
 from stoker.kernels.moe_many import combine, down_lists, gate_up_lists, tiles_for
-from stoker.kernels.moe_prompt import GRANULE, LEAST_LOAD, down_prompt, fits, gate_up_prompt
+from stoker.kernels.moe_prompt import GRANULE, MIN_LOAD, down_prompt, fits, gate_up_prompt
 from stoker.kernels.moe_quant import quant_down, quant_gate_up
 from stoker.kernels.moe_quant_few import quant_down_few, quant_gate_up_few
 from stoker.kernels.moe_route import Lists, list_by_expert, router_logits
@@ -46,7 +46,7 @@ class Experts:
     renormalises: bool
 
 
-def as_kernels_want(
+def to_kernel_layout(
     router: Tensor, gate_up: Tensor | QuantWeight, down: Tensor | QuantWeight, top_k: int, renormalises: bool
 ) -> Experts:
     """Return the experts in the kernels' layout. The loaded weights have the rows of all experts stacked, for each
@@ -57,16 +57,16 @@ def as_kernels_want(
         gate_up = gate_up.view(num_experts, -1, gate_up.shape[1])
         if fits(gate_up):
             granule = GRANULE
-            weave(gate_up, granule)
+            interleave_gate_up(gate_up, granule)
     if isinstance(down, Tensor):
         down = down.view(num_experts, -1, down.shape[1])
     return Experts(router, gate_up, down, granule, top_k, renormalises)
 
 
-def weave(gate_up: Tensor, granule: int) -> None:
+def interleave_gate_up(gate_up: Tensor, granule: int) -> None:
     """Interleave gate and up in granules, in place. One expert at a time, so that it takes little memory."""
-    for one in gate_up:
-        one.copy_(one.view(2, -1, granule, one.shape[1]).transpose(0, 1).reshape(one.shape))
+    for expert in gate_up:
+        expert.copy_(expert.view(2, -1, granule, expert.shape[1]).transpose(0, 1).reshape(expert.shape))
 
 
 def choose_ref(logits: Tensor, top_k: int, renormalises: bool) -> tuple[Tensor, Tensor]:
@@ -90,22 +90,22 @@ def add_experts_ref(x: Tensor, norm: Norm, experts: Experts) -> Tensor:
     weights, chosen = choose_ref(normed @ experts.router.t(), experts.top_k, experts.renormalises)
     order = chosen.flatten().argsort(stable=True)
     counts = chosen.flatten().bincount(minlength=len(experts.router)).tolist()
-    made = x.new_empty(len(order), x.shape[1])
+    outputs = x.new_empty(len(order), x.shape[1])
     first = 0
     for expert, count in enumerate(counts):
         if count:
             pairs = order[first : first + count]
             both = normed[pairs // experts.top_k] @ gate_up[expert].t()
             both = both.view(count, -1, 2, experts.granule).transpose(1, 2).reshape(count, -1)
-            made[pairs] = silu_mul_ref(both) @ down[expert].t()
+            outputs[pairs] = silu_mul_ref(both) @ down[expert].t()
             first += count
-    total = (made.view(len(x), experts.top_k, -1) * weights[:, :, None].to(x.dtype)).sum(1)
+    total = (outputs.view(len(x), experts.top_k, -1) * weights[:, :, None].to(x.dtype)).sum(1)
     return x.add_(total)
 
 
 def add_experts_triton(x: Tensor, norm: Norm, experts: Experts) -> Tensor:
     logits, counts = router_logits(x, norm.weight, experts.router)
-    if len(x) <= MOST_TOKENS:
+    if len(x) <= MAX_TOKENS:
         return _down_few(x, _gate_up_few(x, norm, logits, experts), experts)
     options = (experts.top_k, experts.renormalises)
     lists = list_by_expert(x, norm.weight, norm.eps, logits, counts, *options)
@@ -119,11 +119,11 @@ def _gate_up_few(x: Tensor, norm: Norm, logits: Tensor, experts: Experts) -> Cho
     return gate_up_few(*given, weight, experts.granule, *options)
 
 
-def _down_few(x: Tensor, found: Chosen, experts: Experts) -> Tensor:
+def _down_few(x: Tensor, chosen: Chosen, experts: Experts) -> Tensor:
     weight, renormalises = experts.down, experts.renormalises
     if isinstance(weight, QuantWeight):
-        return quant_down_few(x, found, weight, renormalises)
-    return down_few(x, found, weight, renormalises)
+        return quant_down_few(x, chosen, weight, renormalises)
+    return down_few(x, chosen, weight, renormalises)
 
 
 def _gate_up(lists: Lists, experts: Experts) -> Tensor:
@@ -146,7 +146,7 @@ def _down(lists: Lists, inner: Tensor, experts: Experts) -> Tensor:
 
 def _has_large_tiles(lists: Lists, experts: Experts) -> bool:
     gate_up, down = experts.gate_up, experts.down
-    if lists.load < LEAST_LOAD or not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
+    if lists.load < MIN_LOAD or not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
         return False
     return fits(gate_up) and experts.granule == GRANULE
 

@@ -1,9 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""Experts for so few tokens that they hardly share any expert: each pair reads its expert's weights itself.
+"""Experts for a step of one token or very few tokens, which hardly share any expert: each pair of token and expert
+reads the expert's weights itself.
 
-Two kernels, both multiply and accumulate. Every program of the first finds its pair's expert from the logits. The
-second runs over all experts of a token, so that their weighted sum stays in one program. These read plain weights;
-moe_quant_few.py has the quantised versions. moe.py has the reference.
+There are two kernels, and neither uses the tensor cores. Every program of the first kernel finds its pair's expert from
+the logits. The second kernel runs over all experts of a token, so that their weighted sum stays in one program. These
+kernels read plain weights; moe_quant_few.py has the quantised versions. moe.py has the reference.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from torch import Tensor
 from stoker.kernels.dispatch import cdiv, next_power_of_2, overlaps, tl, triton
 from stoker.kernels.moe_route import add_parts
 
-MOST_TOKENS = 1  # lists are faster from two tokens on, measured with the shape of Qwen3-30B-A3B
+MAX_TOKENS = 1  # lists are faster from two tokens on, measured with the shape of Qwen3-30B-A3B
 LOWEST = -(2**63) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertTile:
-    """How a program works: outputs and inputs at a time, and how many steps are in flight."""
+    """The tile of one program: outputs and inputs at a time, and how many loop steps are in flight."""
 
     outs: int
     ins: int
@@ -37,7 +38,7 @@ DOWN = ExpertTile(outs=8, ins=256, num_warps=8)
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What the first kernel hands to the second, per pair."""
+    """The output of the first kernel and input of the second, per pair."""
 
     inner: Tensor  # [pairs, width]
     experts: Tensor  # [pairs]
@@ -69,7 +70,7 @@ def choose(logits, rank, PARTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_EXPER
 
 @triton.jit
 def put_choice(logit, expert, scale, chosen, weights, pair, BLOCK_EXPERTS: tl.constexpr, RENORMALISES: tl.constexpr):
-    """Store the choice. `scale` is that of the token's norm: the logits come without it."""
+    """Store the choice. `scale` is the scale of the token's norm, which the logits do not contain yet."""
     shares = tl.exp((logit - tl.max(logit)) * scale)
     share = tl.sum(tl.where(tl.arange(0, BLOCK_EXPERTS) == expert, shares, 0.0))
     if not RENORMALISES:

@@ -18,7 +18,7 @@ from stoker.kernels.moe_route import COUNT_STRIDE, Lists
 
 @dataclass(frozen=True, slots=True)
 class PairTile:
-    """How a program works: pairs, outputs and inputs at a time."""
+    """The tile of one program: pairs, outputs and inputs at a time."""
 
     rows: int
     outs: int
@@ -157,12 +157,12 @@ def _combine(
 
 
 def gate_up_lists(lists: Lists, gate_up: Tensor, granule: int, tile: PairTile) -> Tensor:
-    """-> [pairs, width]"""
+    """Return [pairs, width]."""
     num_experts, width, hidden = gate_up.shape[0], gate_up.shape[1] // 2, gate_up.shape[2]
     assert gate_up.is_contiguous()
     top_k, overlap = lists.weights.shape[1], overlaps(gate_up)
     inner = lists.normed.new_empty(lists.weights.numel(), width)
-    _gate_up[(most_tiles(lists, tile.rows) * cdiv(width, tile.outs),)](
+    _gate_up[(max_tiles(lists, tile.rows) * cdiv(width, tile.outs),)](
         lists.normed, gate_up, lists.counts, lists.pairs, inner, lists.pairs.shape[1],
         HIDDEN=hidden, WIDTH=width, TOP_K=top_k, EXPERTS=num_experts, BLOCK_EXPERTS=next_power_of_2(num_experts),
         GRANULE=granule, ROWS=tile.rows, BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins, COUNTS=COUNT_STRIDE, OVERLAP=overlap,
@@ -172,12 +172,12 @@ def gate_up_lists(lists: Lists, gate_up: Tensor, granule: int, tile: PairTile) -
 
 
 def down_lists(lists: Lists, inner: Tensor, down: Tensor, tile: PairTile) -> Tensor:
-    """-> [pairs, hidden]"""
+    """Return [pairs, hidden]."""
     num_experts, hidden, width = down.shape
     assert down.is_contiguous()
     overlap = overlaps(down)
     made = inner.new_empty(len(inner), hidden)
-    _down[(most_tiles(lists, tile.rows) * cdiv(hidden, tile.outs),)](
+    _down[(max_tiles(lists, tile.rows) * cdiv(hidden, tile.outs),)](
         inner, down, lists.counts, lists.pairs, made, lists.pairs.shape[1],
         HIDDEN=hidden, WIDTH=width, EXPERTS=num_experts, BLOCK_EXPERTS=next_power_of_2(num_experts),
         ROWS=tile.rows, BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins, COUNTS=COUNT_STRIDE, OVERLAP=overlap,
@@ -197,7 +197,7 @@ def combine(x: Tensor, made: Tensor, weights: Tensor) -> Tensor:
     return x
 
 
-def most_tiles(lists: Lists, rows: int) -> int:
+def max_tiles(lists: Lists, rows: int) -> int:
     """Upper bound of the number of tiles of `rows` pairs: the full ones, and one for the rest of each expert that has
     any pair."""
     num_pairs, num_experts = lists.weights.numel(), len(lists.pairs)

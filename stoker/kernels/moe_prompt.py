@@ -1,11 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""Experts over lists of so many pairs that arithmetic is the limit: moe_many.py's matmuls in large tiles, pairs as the
-tall side.
+"""Experts over long lists of pairs, where arithmetic is the limit: the matmuls of moe_many.py in large tiles, with the
+pairs as the tall side.
 
-An expert's last pairs take a tile of half the size if they fit: with 500 pairs, a tenth of all rows would be padding
-otherwise. The bulk tensor copy engine (TMA) reads the weights and the input of the down projection; that input is in
-list order, not in pair order, so that a tile of it is one contiguous piece. For 16-bit weights on Hopper and later.
-moe.py has the reference.
+If an expert's last pairs fit into a tile of half the size, they take one: with 500 pairs, a tenth of all rows would be
+padding otherwise. The bulk tensor copy engine (TMA) reads the weights and the input of the down projection. That input
+is in list order, not in pair order, so that a tile of it is one contiguous piece. For 16-bit weights on Hopper and
+later. moe.py has the reference.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from importlib import import_module
 from torch import Tensor
 
 from stoker.kernels.dispatch import cdiv, next_power_of_2, overlaps, tl, triton
-from stoker.kernels.moe_many import PairTile, find_tile, most_tiles
+from stoker.kernels.moe_many import PairTile, find_tile, max_tiles
 from stoker.kernels.moe_route import COUNT_STRIDE, Lists
 
 # Measured on an H200 with the shape of Qwen3-30B-A3B.
 GATE_UP = PairTile(rows=128, outs=128, ins=64, num_warps=8, num_stages=4)
 DOWN = PairTile(rows=128, outs=128, ins=64, num_warps=4, num_stages=3)
-LEAST_LOAD = 60  # average pairs per expert from which these tiles are faster
+MIN_LOAD = 60  # average pairs per expert from which these tiles are faster
 GRANULE = 64  # rows of a granule of gate_up: see moe.py
 _ALIGNED = 8  # values in 16 bytes, the alignment of the copy engine
 
@@ -142,7 +142,7 @@ def gate_up_prompt(lists: Lists, gate_up: Tensor, granule: int, tile: PairTile =
     inner = lists.normed.new_empty(lists.weights.numel(), width)
     descriptor = import_module("triton.tools.tensor_descriptor").TensorDescriptor
     weight = descriptor.from_tensor(gate_up.view(-1, hidden), [2 * tile.outs, tile.ins])
-    _gate_up[(most_tiles(lists, tile.rows) * cdiv(width, tile.outs),)](
+    _gate_up[(max_tiles(lists, tile.rows) * cdiv(width, tile.outs),)](
         lists.normed, weight, lists.counts, lists.pairs, inner, lists.pairs.shape[1],
         HIDDEN=hidden, WIDTH=width, TOP_K=lists.weights.shape[1], EXPERTS=num_experts,
         BLOCK_EXPERTS=next_power_of_2(num_experts), GRANULE=granule, ROWS=tile.rows, BLOCK_OUT=tile.outs,
@@ -160,7 +160,7 @@ def down_prompt(lists: Lists, inner: Tensor, down: Tensor, tile: PairTile = DOWN
     described = import_module("triton.tools.tensor_descriptor").TensorDescriptor.from_tensor
     given, given_half = (described(inner, [rows, tile.ins]) for rows in (tile.rows, tile.rows // 2))
     weight = described(down.view(-1, width), [tile.outs, tile.ins])
-    _down[(most_tiles(lists, tile.rows) * cdiv(hidden, tile.outs),)](
+    _down[(max_tiles(lists, tile.rows) * cdiv(hidden, tile.outs),)](
         given, given_half, weight, lists.counts, lists.pairs, made, lists.pairs.shape[1],
         HIDDEN=hidden, WIDTH=width, EXPERTS=num_experts, BLOCK_EXPERTS=next_power_of_2(num_experts),
         ROWS=tile.rows, BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins, COUNTS=COUNT_STRIDE, OVERLAP=overlap,

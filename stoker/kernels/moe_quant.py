@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stoker.kernels.dispatch import cdiv, next_power_of_2, overlaps, tl, triton
-from stoker.kernels.moe_many import PairTile, PairTiles, find_tile, most_tiles
+from stoker.kernels.moe_many import PairTile, PairTiles, find_tile, max_tiles
 from stoker.kernels.moe_route import COUNT_STRIDE, Lists
 from stoker.kernels.quant import SPAN, QuantWeight, half_of_pair
 from stoker.kernels.quant_many import quantise_triton
@@ -130,7 +130,7 @@ def _sums(
     COL_BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_IN: tl.constexpr,
     PAIRS: tl.constexpr, EXPAND: tl.constexpr, EXPAND_REGISTERS: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK, ROWS]: the weight rows `made` times the rows `given_row` of x."""
+    """Return [BLOCK, ROWS]: the weight rows `made` multiplied by the rows `given_row` of x."""
     if INT4:
         return _int4_sums(x, codes, scale, made, given_row, INS, ALL_OUTS, ROWS, BLOCK, PAIRS, EXPAND, EXPAND_REGISTERS)
     else:
@@ -210,7 +210,7 @@ def _launch(kernel, lists: Lists, x: Tensor, weight: QuantWeight, out: Tensor, t
     both = takes_codes(weight, len(lists.normed))
     given, given_scale = quantise_triton(x, weight.col_block) if both else (x, x)
     assert weight.is_int4 or weight.col_block == num_ins or weight.col_block % tile.ins == 0
-    kernel[(most_tiles(lists, tile.rows) * cdiv(out.shape[1], tile.outs),)](
+    kernel[(max_tiles(lists, tile.rows) * cdiv(out.shape[1], tile.outs),)](
         given, given_scale, given_scale.stride(1), weight.codes, weight.scale, lists.counts, lists.pairs, out,
         lists.pairs.shape[1],
         OUTS=num_outs, INS=num_ins, TOP_K=lists.weights.shape[1], EXPERTS=num_experts,
@@ -223,12 +223,12 @@ def _launch(kernel, lists: Lists, x: Tensor, weight: QuantWeight, out: Tensor, t
 
 
 def quant_gate_up(lists: Lists, gate_up: QuantWeight, tile: PairTile | None = None) -> Tensor:
-    """-> [pairs, width]"""
+    """Return [pairs, width]."""
     inner = lists.normed.new_empty(lists.weights.numel(), gate_up.shape[0] // len(lists.pairs) // 2)
     return _launch(_gate_up, lists, lists.normed, gate_up, inner, tile or tiles_for(gate_up, lists).gate_up)
 
 
 def quant_down(lists: Lists, inner: Tensor, down: QuantWeight, tile: PairTile | None = None) -> Tensor:
-    """-> [pairs, hidden]"""
+    """Return [pairs, hidden]."""
     made = inner.new_empty(len(inner), lists.normed.shape[1])
     return _launch(_down, lists, inner, down, made, tile or tiles_for(down, lists).down)

@@ -1,7 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""8-bit and 4-bit experts (moe_quant.py) for so few tokens that each pair reads its expert's weights itself:
-moe_few.py's two kernels. Terms are accumulated in three dimensions (outputs, groups of inputs that share a scale,
-inputs), so that a scale is read once per group. moe.py has the reference."""
+"""8-bit and 4-bit experts (moe_quant.py) for very few tokens: the two kernels of moe_few.py, where each pair reads its
+expert's weights itself.
+
+Values are accumulated in three dimensions (outputs, groups of inputs that share a scale, inputs), so that a scale is
+read once per group. moe.py has the reference.
+"""
 
 from __future__ import annotations
 
@@ -72,8 +75,8 @@ def _add(
     INS: tl.constexpr, ALL_OUTS: tl.constexpr, INT4: tl.constexpr, NORM: tl.constexpr,
     ROW_BLOCK: tl.constexpr, COL_BLOCK: tl.constexpr, BLOCK_IN: tl.constexpr,
 ):  # fmt: skip
-    """Add to `sums`: the weight rows `made` times BLOCK_IN values of a row of x, scaled by `share` and optionally by
-    the norm's weight."""
+    """Add to `sums` the weight rows `made` multiplied by BLOCK_IN values of a row of x. The result is scaled by `share`
+    and optionally by the norm's weight."""
     if INT4:
         return _add_int4(sums, x, norm, share, codes, scale, made, start, INS, ALL_OUTS, NORM, BLOCK_IN)
     else:

@@ -1,11 +1,12 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""Which expert gets which token.
+"""The router: which expert gets which token.
 
 x [tokens, hidden]   router [experts, hidden]   ->  logits [tokens, parts, experts], float32
 
-The logits are those of x times the norm's weight. The reader adds up their parts and divides by the token's norm, which
-does not change their order. A token and one of its experts are a pair, numbered token * top_k + rank. An expert's pairs
-are listed in any order: the result of a pair depends on nothing else in the list. moe.py has the reference.
+The logits are those of x times the norm's weight. The kernel that reads them adds up their parts and divides by the
+token's norm, which does not change their order. A token and one of its experts are a pair, numbered token * top_k +
+rank. An expert's pairs are listed in any order, because the result of a pair depends on nothing else in the list.
+moe.py has the reference.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _WARP = 32
 
 @dataclass(frozen=True, slots=True)
 class RouterTile:
-    """How a program of the router works: tokens, experts and inputs at a time, and its share of all inputs."""
+    """The tile of one program of the router: tokens, experts and inputs at a time, and its share of all inputs."""
 
     rows: int
     outs: int

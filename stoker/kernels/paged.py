@@ -26,8 +26,8 @@ _LOG2_E = log2(e)
 # ones for tiles, which are compute-bound. Then the fewest key blocks that are worth a program of their own.
 _SINGLE_PROGRAMS, _TILE_PROGRAMS = 512, 264
 _SINGLE_BLOCKS, _TILE_BLOCKS = 2, 4
-_MOST_SPLITS = 32
-_LEAST_DOT = 16  # the smallest tile of the tensor cores
+_MAX_SPLITS = 32
+_MIN_DOT = 16  # the smallest tile of the tensor cores
 _TILE_ROWS, _WIDE_TILE_ROWS = 128, 32  # tokens times query heads; the second is for float32
 _JOINED_ROWS = 32
 _SINGLE_WARPS, _SINGLE_STAGES, _TILE_WARPS, _TILE_STAGES = 2, 3, 8, 3
@@ -51,7 +51,7 @@ class PagedSpans:
 
 @dataclass(frozen=True, slots=True)
 class Cutter:
-    """Cuts a step's spans into pieces that suit the kernels on this GPU."""
+    """Cuts the attention of a step's spans into pieces that suit the kernels on this GPU."""
 
     num_kv_heads: int
     tile_tokens: int
@@ -61,11 +61,11 @@ class Cutter:
     def of(cls, num_heads: int, num_kv_heads: int, block_tokens: int, dtype: torch.dtype) -> Cutter:
         return cls(num_kv_heads, _tile_tokens(num_heads // num_kv_heads, dtype), block_tokens)
 
-    def most_singles(self, count: int) -> int:
+    def max_singles(self, count: int) -> int:
         """Upper bound of the number of pieces for this many one-token spans."""
-        return count + min(self._wanted(_SINGLE_PROGRAMS), (_MOST_SPLITS - 1) * count)
+        return count + min(self._wanted(_SINGLE_PROGRAMS), (_MAX_SPLITS - 1) * count)
 
-    def most_tiles(self, count: int) -> int:
+    def max_tiles(self, count: int) -> int:
         """Upper bound of the number of pieces for this many tiles."""
         return count + self._wanted(_TILE_PROGRAMS)
 
@@ -74,13 +74,16 @@ class Cutter:
         return int((-(-count // self.tile_tokens)).sum())
 
     def singles(self, first: Ints, start: Ints, room: int) -> Ints:
-        """Cut one-token spans into at most `room` pieces, which is more than there are spans. Partial results are
-        merged one after the other, so there should not be more of them than each has blocks."""
+        """Cut one-token spans into at most `room` pieces. `room` is larger than the number of spans.
+
+        Partial results are merged one after the other. So a span is not cut into more parts than each part has blocks.
+        """
         wanted = min(self._wanted(_SINGLE_PROGRAMS), room - len(first))
-        least = isqrt(int(start.max()) // self.block_tokens + 1)
-        return cut_keys(first, first * 0 + 1, start, self.block_tokens, wanted, max(_SINGLE_BLOCKS, least))
+        min_blocks = isqrt(int(start.max()) // self.block_tokens + 1)
+        return cut_keys(first, first * 0 + 1, start, self.block_tokens, wanted, max(_SINGLE_BLOCKS, min_blocks))
 
     def tiles(self, first: Ints, count: Ints, start: Ints, room: int) -> Ints:
+        """Cut longer spans into tiles, and these into at most `room` pieces."""
         first, count, start = cut_tokens(first, count, start, self.tile_tokens)
         wanted = min(self._wanted(_TILE_PROGRAMS), room - len(first))
         return cut_keys(first, count, start, self.block_tokens, wanted, _TILE_BLOCKS)
@@ -90,8 +93,9 @@ class Cutter:
 
 
 def fits(x: Tensor, block_tokens: int, head_dim: int) -> bool:
+    """Return True if the kernels support this device, dtype, block size and head size."""
     is_tile = is_power_of_2(block_tokens) and is_power_of_2(head_dim)
-    return use_triton(x) and is_tile and _LEAST_DOT <= block_tokens <= 128 and _LEAST_DOT <= head_dim <= 256
+    return use_triton(x) and is_tile and _MIN_DOT <= block_tokens <= 128 and _MIN_DOT <= head_dim <= 256
 
 
 def new_counters(device: torch.device) -> Tensor:
@@ -125,13 +129,13 @@ def _attend_single(
     FIELDS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     head, number = tl.program_id(0), tl.program_id(1)  # padding comes last
-    # The tables are inputs of the step: they existed before its first kernel.
+    # The tables are inputs of the step. They were written before its first kernel.
     piece = pieces + number * FIELDS
     token, count = tl.load(piece).to(tl.int64), tl.load(piece + 1)
     begin, end = tl.load(piece + 2).to(tl.int32), tl.load(piece + 3).to(tl.int32)
     group, num_parts = tl.load(piece + 4).to(tl.int32), tl.load(piece + 5).to(tl.int32)
     if count == 0:
-        if number == 0:  # one program must do it: the next kernel waits for this one only
+        if number == 0:  # one program must do this, because the next kernel waits only for this one
             wait_for_inputs(OVERLAP)
         return
     position = tl.load(positions + token).to(tl.int32)
@@ -293,7 +297,7 @@ def paged_attention_triton(
     where = (q, pages, spans.table, spans.token_rows, spans.positions)
     overlap = overlaps(q)
     if len(spans.singles):
-        rows = max(_LEAST_DOT, _padded(shared))
+        rows = max(_MIN_DOT, _padded(shared))
         parts, part_sums = _new_parts(q, len(spans.singles), _SINGLE_PROGRAMS, kv_heads, rows)
         _attend_single[(kv_heads, len(spans.singles))](
             *where, spans.singles, parts, part_sums, spans.finished, *common,
@@ -312,7 +316,7 @@ def paged_attention_triton(
             maxnreg=_TILE_REGISTERS if overlap and not is_wide and head_dim <= 128 else None, launch_pdl=overlap,
         )  # fmt: skip
         joined = min(tokens * padded, _JOINED_ROWS)
-        _join_tiles[(_most_parts(len(spans.tiles), _TILE_PROGRAMS, kv_heads), kv_heads, tokens * padded // joined)](
+        _join_tiles[(_max_parts(len(spans.tiles), _TILE_PROGRAMS, kv_heads), kv_heads, tokens * padded // joined)](
             q, spans.tiles, parts, part_sums,
             KV_HEADS=kv_heads, SHARED=shared, SHARED_PADDED=padded, TOKENS=tokens, DIM=head_dim, ROWS=joined,
             FIELDS=FIELDS, OVERLAP=overlap, num_warps=4, launch_pdl=overlap,
@@ -327,11 +331,11 @@ def paged_attention_triton(
 
 
 def _new_parts(q: Tensor, num_pieces: int, programs: int, kv_heads: int, rows: int) -> tuple[Tensor, Tensor]:
-    count = _most_parts(num_pieces, programs, kv_heads) * kv_heads * rows
+    count = _max_parts(num_pieces, programs, kv_heads) * kv_heads * rows
     return q.new_empty(count, q.shape[2], dtype=torch.float32), q.new_empty(count, dtype=torch.float32)
 
 
-def _most_parts(num_pieces: int, programs: int, kv_heads: int) -> int:
+def _max_parts(num_pieces: int, programs: int, kv_heads: int) -> int:
     """Upper bound of the number of parts among this many pieces: see `cut_keys`."""
     return min(num_pieces, 2 * max(1, programs // kv_heads))
 

@@ -1,8 +1,9 @@
-"""Cuts the work of attention into pieces of similar size: some tokens of one span, and some of the key blocks they see.
+"""Cuts the work of attention into pieces of similar size: some tokens of one span, and some of the key blocks that they
+attend to.
 
 This runs once per step, on the host, for all layers. Where a few long contexts would keep only a few programs busy,
 their keys are split, and the last piece to finish merges the partial results (paged.py). Pieces of split keys come
-first: only they need a place for partial results.
+first, because only they need room for partial results.
 """
 
 from __future__ import annotations
@@ -28,14 +29,17 @@ def cut_tokens(first: Ints, count: Ints, start: Ints, most: int) -> tuple[Ints, 
     )
 
 
-def cut_keys(first: Ints, count: Ints, start: Ints, block_tokens: int, wanted: int, least_blocks: int) -> Ints:
-    """Return [pieces, FIELDS], the longest first: at most `wanted` pieces, or one per span plus `wanted` if there are
-    more than half as many spans. Fewer than twice `wanted` pieces are parts, and a part has at least about
-    `least_blocks`."""
+def cut_keys(first: Ints, count: Ints, start: Ints, block_tokens: int, wanted: int, min_blocks: int) -> Ints:
+    """Return [pieces, FIELDS], the longest first.
+
+    There are at most `wanted` pieces. If there are more than half that many spans, there may be one per span and
+    `wanted` more. Fewer than twice `wanted` pieces are parts of split keys. Each part has at least about `min_blocks`
+    key blocks.
+    """
     blocks = (start + count - 1) // block_tokens + 1
     order = np.argsort(-blocks, kind="stable")
     blocks = blocks[order]
-    each = max(least_blocks, -(-int(blocks.sum()) // wanted))
+    each = max(min_blocks, -(-int(blocks.sum()) // wanted))
     parts = -(-blocks // each)
     # Rounding up may give more pieces than run at the same time: a few late ones would double the time.
     while 2 * len(parts) <= wanted < parts.sum():

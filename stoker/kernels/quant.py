@@ -22,7 +22,7 @@ from stoker.kernels.dispatch import cdiv, overlaps, tl, triton, wait_for_inputs
 
 WORD_CODES = 8  # 4-bit codes in a word
 GROUP = 32  # the smallest number of inputs that share a scale
-MOST_ROWS = 64
+MAX_ROWS = 64
 SPAN = WORD_CODES * GROUP  # inputs whose codes are interleaved
 
 
@@ -41,7 +41,7 @@ class QuantWeight:
 
     def is_few(self, num_rows: int) -> bool:
         """Return True if reading the codes is most of the work of a matmul with this many rows."""
-        return num_rows <= MOST_ROWS
+        return num_rows <= MAX_ROWS
 
 
 def fp8_weight(

@@ -46,7 +46,7 @@ def _quantise(
 
 
 def quantise_triton(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Quantise in the layout that the library wants: neighbouring scales belong to neighbouring rows, and rows of
+    """Quantise in the layout of the library: neighbouring scales belong to neighbouring rows, and rows of
     undefined content pad their number to a multiple of four."""
     assert x.is_contiguous()
     num_rows, num_groups = -(-len(x) // 4) * 4, x.shape[1] // group

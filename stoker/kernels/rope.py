@@ -19,5 +19,5 @@ def rope_tables(
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    turned = x.roll(x.shape[-1] // 2, -1)
-    return (x * cos[:, None]).addcmul_(turned, sin[:, None]).to(x.dtype)
+    rotated = x.roll(x.shape[-1] // 2, -1)
+    return (x * cos[:, None]).addcmul_(rotated, sin[:, None]).to(x.dtype)

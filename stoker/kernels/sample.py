@@ -15,8 +15,8 @@ _FIRST_SORTED = 512
 
 
 def uniform(seed: Tensor, position: Tensor) -> Tensor:
-    """[rows] int64, [rows] int64 -> [rows] float64 in [0, 1). Two rounds of a 64-bit mixer; torch's integers wrap
-    around."""
+    """Return a random number in [0, 1) per row, as float64. seed and position are [rows] int64. Two rounds of a 64-bit
+    mixer; torch's integers wrap around."""
     mixed = _mix(_mix(seed) + position * -7046029254386353131)
     return ((mixed >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
 
@@ -41,12 +41,13 @@ def sample_tokens(
     # Accumulated in float64: the tail of a large vocabulary must not vanish in the rounding of its head.
     mass = weights.cumsum(-1, dtype=torch.float64)
     target = uniforms.to(mass.device)[:, None] * mass[:, -1:]
-    # right=True: never a token without mass, also for a uniform value of zero.
+    # right=True: a token without mass is never sampled, not even for a uniform value of zero.
     return torch.searchsorted(mass, target, right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
 
 
 def _threshold(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Return the smallest weight that is kept: min_p of the largest, and the last of top_p's mass within the top_k."""
+    """Return the smallest weight that is kept: the larger of min_p times the largest weight, and the last weight within
+    top_k and top_p."""
     vocab = weights.shape[1]
     num_sorted = min(vocab, max(_FIRST_SORTED, int(top_k.max())))
     ranked = weights.topk(num_sorted, -1).values

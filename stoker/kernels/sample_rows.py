@@ -2,12 +2,15 @@
 """Samples tokens from logits, each row by its own settings, over many programs.  logits [rows, vocab] -> token ids
 [rows]
 
-The function is that of sample.py: where the temperature is 0, the most likely token, the first of equals; otherwise the
-token at which the accumulated weight passes uniform(seed, position) of the total. Nothing is sorted: the logit at which
-top_k or top_p cuts is found in the order of its bits, a few bits per pass over the logits. A row is cut into chunks,
-one program each. A pass is a launch and leaves each chunk's result for the next one. Programs with nothing to do, as
-for greedy rows, exit at once. Sums are in float64, as in the reference. A weight is exp of the same argument, whose
-last bit may differ from torch's: a result can differ only where the uniform value, or a cut, lies within that bit.
+The function is that of sample.py. If the temperature is 0, it returns the most likely token, the first of equals.
+Otherwise it returns the token at which the accumulated weight passes uniform(seed, position) of the total.
+
+Nothing is sorted. The logit at which top_k or top_p cuts is found in the order of its bits, a few bits per pass over
+the logits. A row is cut into chunks, one program each. A pass is one launch, and leaves each chunk's result for the
+next pass. Programs with nothing to do, as for greedy rows, exit at once.
+
+Sums are in float64, as in the reference. A weight is exp of the same argument, whose last bit may differ from torch's.
+So a result can differ only where the uniform value, or a cut, lies within that bit.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from stoker.kernels.dispatch import cdiv, next_power_of_2, overlaps, tl, triton,
 
 _BLOCK = 8192
 _SETTINGS = 5
-# A pass counts what lies above 15 values, four bits of the cut, and besides what lies above the cut of the search
+# A pass counts the logits above 15 values, which gives four bits of the cut, and also those above the cut of the search
 # before.
 _BITS, _COLUMNS = 4, 17
 # With more rows than this, a chunk is several blocks: enough programs are busy, and fewer have to exit.
@@ -115,7 +118,7 @@ def _limit(
 ):  # fmt: skip
     """Return the sum of weights that top_p keeps. `first` marks the first pass for it."""
     whole = _column(sums, first, 15, CHUNKS, CHUNKS_PADDED, COLUMNS)
-    if has_k:  # of the tokens equal to the cut, as many as make up k
+    if has_k:  # of the tokens equal to the cut, only the number that completes k
         count = _column(sums, first, 16, CHUNKS, CHUNKS_PADDED, COLUMNS)
         top_k = tl.load(settings + row * 5 + 1).to(tl.float64)
         whole += (top_k - count) * _weight(_value(cut, SHIFT), temperature, top).to(tl.float64)

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from stoker.kernels.dispatch import cdiv, next_power_of_2, overlaps, tl, triton
 
-MOST_ROWS = 64
-_LEAST_ROWS = 16  # the smallest row count of the tensor cores
-_MOST_TILES = 1024  # of a matmul whose inputs are shared
+MAX_ROWS = 64
+_MIN_ROWS = 16  # the smallest row count of the tensor cores
+_MAX_TILES = 1024  # of a matmul whose inputs are shared
 
 
 @dataclass(frozen=True, slots=True)
 class SkinnyTile:
-    """How a program works: outputs and inputs at a time, and its share of all inputs."""
+    """The tile of one program: outputs and inputs at a time, and its share of all inputs."""
 
     outs: int
     ins: int
@@ -72,11 +72,11 @@ def tile_of(table: Sequence[Tuned], num_rows: int, num_outs: int, num_ins: int) 
 @cache
 def _counters(device: torch.device) -> Tensor:
     """Return counters that are zero before and after a matmul; matmuls run one after the other."""
-    return torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
+    return torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
 
 
 def padded_rows(num_rows: int) -> int:
-    return max(_LEAST_ROWS, next_power_of_2(num_rows))
+    return max(_MIN_ROWS, next_power_of_2(num_rows))
 
 
 def workspace(tile: SkinnyTile, rows: int, out: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,7 +84,7 @@ def workspace(tile: SkinnyTile, rows: int, out: Tensor) -> tuple[Tensor, Tensor]
     if tile.splits == 1:
         return out, out  # not used
     num_tiles = cdiv(out.shape[1], tile.outs)
-    assert num_tiles <= _MOST_TILES
+    assert num_tiles <= _MAX_TILES
     size = num_tiles * tile.splits * tile.outs * rows
     return torch.empty(size, dtype=torch.float32, device=out.device), _counters(out.device)
 
@@ -137,8 +137,8 @@ def _one_row(
 
 @triton.jit
 def put_sums(sums, out, parts, finished, tile, split, num_rows, num_outs, SPLITS: tl.constexpr, ADD: tl.constexpr):
-    """Finish a program that found `sums` [outs, rows] over its share of the inputs. The last program of a tile adds up
-    the parts, always in the same order."""
+    """Finish a program that computed `sums` [outs, rows] over its share of the inputs. The last program of a tile adds
+    up the parts, always in the same order."""
     BLOCK_OUT: tl.constexpr = sums.shape[0]
     ROWS: tl.constexpr = sums.shape[1]
     row, made = tl.arange(0, ROWS)[None, :], tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)[:, None]
@@ -216,7 +216,7 @@ def one_row_linear(
 def few_rows_linear(
     x: Tensor, weight: Tensor, *, add_to: Tensor | None = None, tile: SkinnyTile | None = None
 ) -> Tensor:
-    """Return x W^T for at most MOST_ROWS rows; with `add_to`, the sum, in place."""
+    """Return x W^T for at most MAX_ROWS rows; with `add_to`, the sum, in place."""
     assert x.is_contiguous()
     assert weight.is_contiguous()
     assert add_to is None or add_to.is_contiguous()

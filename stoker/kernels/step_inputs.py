@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""Builds the inputs of a step with one token per row from the device's own tables.
+"""Builds the inputs of a step from the tables on the device.
 
-step [3, rows]: each token's row, its id (-1: the row's last sampled token), its position (-1: padding)
-last_token [all rows]   table [all rows, blocks]   ->   token_ids [rows], slots [rows * kv_heads]: see ForwardBatch
+step [3, tokens]: each token's row, its id (-1: the row's last sampled token), its position (-1: padding)
+last_token [all rows]   table [all rows, blocks]   ->   token_ids [tokens], slots [tokens * kv_heads]: see ForwardBatch
 """
 
 from __future__ import annotations

@@ -47,5 +47,5 @@ class Attention(nn.Module):
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self._qk_norm_eps)
         pages = batch.kv.pages(layer)
         parts = rope_write(heads, cos, sin, batch.positions, pages, batch.slots, self._num_kv_heads, norms)
-        found = paged_attention(*parts, pages, batch.spans, self._head_dim**-0.5)
-        return self.out.add_to(x, found.view(len(x), -1))
+        attended = paged_attention(*parts, pages, batch.spans, self._head_dim**-0.5)
+        return self.out.add_to(x, attended.view(len(x), -1))

@@ -14,6 +14,8 @@ from stoker.kv.device.device_kv import DeviceKv
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
+    """The inputs of a forward pass."""
+
     token_ids: Tensor  # [tokens]
     positions: Tensor  # [tokens], -1 is padding
     # [tokens * kv_heads], where each token's K is in layer 0; V and the other layers are at fixed offsets

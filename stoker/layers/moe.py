@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from stoker.kernels.moe import Experts, add_experts, as_kernels_want
+from stoker.kernels.moe import Experts, add_experts, to_kernel_layout
 from stoker.kernels.quant import QuantWeight
 from stoker.layers.norm import RMSNorm
 from stoker.layers.quant import PLAIN, Stored, StoredWeight
@@ -38,7 +38,7 @@ class MoeMlp(nn.Module):
     def pack(self) -> None:
         config = self._config
         weights = (self.router.data, self.gate_up.ready(), self.down.ready())
-        self._experts = as_kernels_want(*weights, config.top_k, config.renormalises)
+        self._experts = to_kernel_layout(*weights, config.top_k, config.renormalises)
 
     @property
     def width(self) -> int:

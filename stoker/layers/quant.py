@@ -23,11 +23,15 @@ Ready = Tensor | QuantWeight
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
+    """Shape and dtype of a tensor in a checkpoint."""
+
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None  # None: the model's dtype
 
 
 class Stored(Protocol):
+    """The storage format of a weight."""
+
     @property
     def unused(self) -> tuple[str, ...]:
         """Names of tensors that a checkpoint may have besides, and that are not needed here."""
@@ -42,6 +46,8 @@ class Stored(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Plain:
+    """A weight in the model's dtype."""
+
     unused: tuple[str, ...] = ()
 
     def tensors(self, num_outs: int, num_ins: int) -> dict[str, StoredTensor]:
@@ -139,11 +145,11 @@ class StoredWeight(nn.Module):
         that the weight is in memory once and is still counted as a parameter."""
         parameters = [self.get_parameter(name) for name in self._names]
         tensors = {name: parameter.data for name, parameter in zip(self._names, parameters, strict=True)}
-        made = self._stored.ready(tensors, self._parts, self.in_features, self._dtype)
-        held = [made.codes, made.scale] if isinstance(made, QuantWeight) else [made]
-        for parameter, tensor in zip(parameters, chain(held, repeat(torch.empty(0))), strict=False):
+        weight = self._stored.ready(tensors, self._parts, self.in_features, self._dtype)
+        kept = [weight.codes, weight.scale] if isinstance(weight, QuantWeight) else [weight]
+        for parameter, tensor in zip(parameters, chain(kept, repeat(torch.empty(0))), strict=False):
             parameter.data = tensor
-        return made
+        return weight
 
     def drop(self) -> None:
         """Drop the parameters; the kernels have their own copy."""

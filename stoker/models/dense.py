@@ -17,6 +17,7 @@ from stoker.models.quantisation import matmul_rules, read_quantisation
 
 
 def read_config(hf: Mapping[str, Any], *, qk_norm: bool, moe: MoeConfig | None) -> DecoderConfig:
+    """Return the decoder that config.json describes. Raises ModelFilesError for what is not supported."""
     hidden_size = field(hf, "hidden_size", int)
     num_heads = field(hf, "num_attention_heads", int)
     activation = hf.get("hidden_act", "silu")
@@ -42,7 +43,7 @@ def read_config(hf: Mapping[str, Any], *, qk_norm: bool, moe: MoeConfig | None) 
     )
     if config.num_heads % config.num_kv_heads:
         raise ModelFilesError(
-            f"config.json: num_attention_heads {config.num_heads} is no multiple of num_key_value_heads {config.num_kv_heads}"
+            f"config.json: num_attention_heads {config.num_heads} is not a multiple of num_key_value_heads {config.num_kv_heads}"
         )
     if config.head_dim % 2:
         raise ModelFilesError(f"config.json: head_dim {config.head_dim} is odd: rotary embeddings need an even number")
@@ -113,9 +114,9 @@ def _matmuls(config: DecoderConfig) -> Iterator[_Matmul]:
         yield _Matmul(f"{dst}attention.out", {f"{src}self_attn.o_proj": hidden_size}, q_size, config.attention_bias)
         if (moe := config.moe) is not None and i in moe.layers:
             experts = [f"{src}mlp.experts.{j}." for j in range(moe.num_experts)]
-            gate_up = {f"{one}{x}_proj": moe.intermediate_size for one in experts for x in ("gate", "up")}
+            gate_up = {f"{expert}{x}_proj": moe.intermediate_size for expert in experts for x in ("gate", "up")}
             yield _Matmul(f"{dst}mlp.gate_up", gate_up, hidden_size)
-            down = {f"{one}down_proj": hidden_size for one in experts}
+            down = {f"{expert}down_proj": hidden_size for expert in experts}
             yield _Matmul(f"{dst}mlp.down", down, moe.intermediate_size)
         else:
             gate_up = {f"{src}mlp.{x}_proj": mlp_size for x in ("gate", "up")}
@@ -140,6 +141,7 @@ def read_stored(hf: Mapping[str, Any], config: DecoderConfig) -> dict[str, Store
 
 
 def decoder_rules(config: DecoderConfig) -> list[Rule]:
+    """Return which parameter each checkpoint tensor fills."""
     rules = [Rule("model.embed_tokens.weight", "embedding"), Rule("model.norm.weight", "norm.weight")]
     for matmul in _matmuls(config):
         sources, parts = list(matmul.parts), list(matmul.parts.values())

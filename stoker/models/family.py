@@ -78,6 +78,7 @@ MODELS: Registry[type[ModelFamily]] = Registry("model architecture", "stoker.mod
 
 
 def family_of(hf: Mapping[str, Any], where: str) -> ModelFamily:
+    """Return the family of a config.json. `where` is its path, for the error."""
     architectures = hf.get("architectures") or []
     for name in architectures if isinstance(architectures, list) else ():
         if isinstance(name, str) and name in MODELS:

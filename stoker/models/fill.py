@@ -34,6 +34,8 @@ _BUFFERS = 2  # per thread: one is read into while the other is copied from
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copy:
+    """One tensor of a file, and the memory to copy it to."""
+
     stored: TensorLocation
     place: Tensor
 
@@ -92,6 +94,8 @@ def fill(copies: Sequence[Copy], progress: Progress, ahead: WeightReadAhead | No
 
 
 class _Filling:
+    """Runs copies on several threads."""
+
     def __init__(self, copies: Sequence[Copy], progress: Progress, ahead: WeightReadAhead) -> None:
         self._total = sum(copy.stored.num_bytes for copy in copies)
         self._blocks = iter(_blocks(copies))
@@ -111,8 +115,8 @@ class _Filling:
             self._guarded(work, buffers)
         else:
             threads = [
-                threading.Thread(target=self._guarded, args=(work, mine), name="weights")
-                for mine in buffers.split(_BUFFERS)
+                threading.Thread(target=self._guarded, args=(work, own_buffers), name="weights")
+                for own_buffers in buffers.split(_BUFFERS)
             ]
             for thread in threads:
                 thread.start()
@@ -156,12 +160,12 @@ class _Filling:
         read = self._ahead.take(block.file, block.number)
         if read is not None:
             buffer[: len(read)].copy_(torch.frombuffer(read, dtype=torch.uint8))
-            got = len(read)
+            num_read = len(read)
         else:
             with weight_files.file_errors(block.file):
-                got = read_block(block.file, block.number, memoryview(buffer.numpy().data))
-        if got < block.num_bytes:
-            raise _ends(block.file, block.number * weight_files.BLOCK_BYTES + got)
+                num_read = read_block(block.file, block.number, memoryview(buffer.numpy().data))
+        if num_read < block.num_bytes:
+            raise _truncated(block.file, block.number * weight_files.BLOCK_BYTES + num_read)
 
     def _take(self) -> Iterator[_Block]:
         """Yield blocks until there are none left or a thread has failed."""
@@ -213,14 +217,14 @@ def _is_cached(block: _Block) -> bool:
 
 
 def _read_at(file: Path, into: Tensor, offset: int) -> None:
-    view, got = memoryview(into.numpy().data), 0
+    view, num_read = memoryview(into.numpy().data), 0
     with weight_files.file_errors(file), file.open("rb", buffering=0) as data:
-        while got < len(view):
-            count = os.preadv(data.fileno(), [view[got:]], offset + got)
+        while num_read < len(view):
+            count = os.preadv(data.fileno(), [view[num_read:]], offset + num_read)
             if count == 0:
-                raise _ends(file, offset + got)
-            got += count
+                raise _truncated(file, offset + num_read)
+            num_read += count
 
 
-def _ends(file: Path, at: int) -> ModelFilesError:
-    return ModelFilesError(f"{file} ends at byte {at} while it is read; fetch it again")
+def _truncated(file: Path, offset: int) -> ModelFilesError:
+    return ModelFilesError(f"{file} ends at byte {offset} while it is being read; download it again")

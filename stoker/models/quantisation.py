@@ -31,8 +31,8 @@ class Names:
     """A set of module names. A model with experts has tens of thousands of modules, each looked up among hundreds of
     names."""
 
-    whole: frozenset[str] = frozenset()
-    begins: tuple[re.Pattern[str], ...] = ()
+    exact: frozenset[str] = frozenset()
+    patterns: tuple[re.Pattern[str], ...] = ()
     parts: Mapping[str, Sequence[str]] = dataclass_field(default_factory=dict)  # dotted names, by their last word
 
     @classmethod
@@ -51,7 +51,7 @@ class Names:
         return cls(parts=parts)
 
     def has(self, module: str) -> bool:
-        if module in self.whole or any(pattern.match(module) for pattern in self.begins):
+        if module in self.exact or any(pattern.match(module) for pattern in self.patterns):
             return True
         words = module.split(".")
         for number, word in enumerate(words, 1):
@@ -81,9 +81,9 @@ class Quantisation:
             return PLAIN
         # An exact name takes precedence over an expression, and an expression over "Linear", whatever the order of the
         # groups.
-        named = (group.stored for group in self.groups if module in group.targets.whole)
+        named = (group.stored for group in self.groups if module in group.targets.exact)
         matched = (group.stored for group in self.groups if group.targets.has(module))
-        others = (group.stored for group in self.groups if "Linear" in group.targets.whole)
+        others = (group.stored for group in self.groups if "Linear" in group.targets.exact)
         return next(chain(named, matched, others), PLAIN)
 
     def of_parts(self, modules: Sequence[str]) -> Stored:
@@ -99,6 +99,7 @@ class Quantisation:
 
 
 def read_quantisation(hf: Mapping[str, Any]) -> Quantisation:
+    """Return how the checkpoint stores its linear modules. Raises ModelFilesError for unsupported schemes."""
     config = hf.get("quantization_config") or hf.get("compression_config")
     if config is None:
         return Quantisation()
@@ -136,8 +137,8 @@ def _read_fp8(config: Mapping[str, Any]) -> Quantisation:
     block = config.get("weight_block_size")
     if block not in (None, _BLOCK):
         raise _refusal(f"fp8 with blocks of {block!r}")
-    whole, blocks = Fp8(None, None, "weight_scale", True), Fp8(128, 128, "weight_scale_inv", True)
-    stored = whole if block is None else blocks
+    per_tensor, per_block = Fp8(None, None, "weight_scale", True), Fp8(128, 128, "weight_scale_inv", True)
+    stored = per_tensor if block is None else per_block
     # Checkpoints in this format never quantise the head.
     kept = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
     return Quantisation((Group(Names.read(["Linear"]), stored),), Names.read_parts(["lm_head", *kept]))
@@ -150,9 +151,9 @@ def _read_compressed(config: Mapping[str, Any]) -> Quantisation:
     if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
         raise _refusal("sparse weights")
     rotations = (config.get("transform_config") or {}).get("config_groups") or {}
-    for place in (one.get("location") for group in rotations.values() for one in group.get("apply") or ()):
+    for place in (target.get("location") for group in rotations.values() for target in group.get("apply") or ()):
         if not str(place).startswith("weight_"):  # rotations of the weights are already applied to them
-            raise _refusal(f"a rotation of {place!r} while it runs (transform_config)")
+            raise _refusal(f"an online rotation of {place!r} (transform_config)")
     read = []
     for group in groups.values():
         kind = group.get("format") or field(config, "format", str)

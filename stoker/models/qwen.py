@@ -23,14 +23,14 @@ class Qwen3(Llama):
         # refused.
         kinds = set(hf.get("layer_types") or ()) - {"full_attention"}
         has_window = bool(hf.get("use_sliding_window")) and hf.get("sliding_window", True) is not None
-        if kinds or (has_window and self._num_whole(hf) < field(hf, "num_hidden_layers", int)):
+        if kinds or (has_window and self._num_full_attention(hf) < field(hf, "num_hidden_layers", int)):
             raise ModelFilesError(
                 "config.json: sliding-window attention is not supported (use_sliding_window, layer_types)"
             )
         super().__init__(hf)
 
     @staticmethod
-    def _num_whole(hf: Mapping[str, Any]) -> int:
+    def _num_full_attention(hf: Mapping[str, Any]) -> int:
         """Return the number of leading layers without a window, where windows are configured."""
         found = hf.get("max_window_layers", 28)
         return found if isinstance(found, int) else 0

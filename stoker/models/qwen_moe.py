@@ -32,7 +32,7 @@ class Qwen3Moe(Qwen3):
     }
 
     @staticmethod
-    def _num_whole(hf: Mapping[str, Any]) -> int:
+    def _num_full_attention(hf: Mapping[str, Any]) -> int:
         return 0
 
     @staticmethod

@@ -37,12 +37,12 @@ def load(
         tensor, place = stored[rule.source], _place(parameters[rule.target], rule)
         if tuple(place.shape) != (tensor.shape or (1,)):  # a scalar may be stored without a dimension
             raise ModelFilesError(
-                f"{tensor.file}: tensor {rule.source!r} is {tensor.shape}, config.json promises {tuple(place.shape)}"
+                f"{tensor.file}: tensor {rule.source!r} is {tensor.shape}, config.json requires {tuple(place.shape)}"
             )
         copy = Copy(tensor, place)
         if not copy.is_plain and not (copy.dtype.is_floating_point and place.dtype in _WIDE):
             raise ModelFilesError(
-                f"{tensor.file}: tensor {rule.source!r} is {tensor.dtype}, config.json promises {place.dtype}"
+                f"{tensor.file}: tensor {rule.source!r} is {tensor.dtype}, config.json requires {place.dtype}"
             )
         copies.append(copy)
         filled[rule.target] = filled.get(rule.target, 0) + place.numel()

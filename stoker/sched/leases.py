@@ -41,8 +41,8 @@ class LeasedKv:
 class Leases:
     """All leases of one scheduler.
 
-    A lease is *growing* while its sequence runs. It is *held* after the sequence ended with a ticket: the lease then owns
-    the blocks. It is *broken* if the sequence ended in any other way.
+    A lease is *growing* while its sequence runs. It is *held* after the sequence ended with a ticket: the lease then
+    owns the blocks. It is *broken* if the sequence ended in any other way.
     """
 
     def __init__(self, terms: LeaseTerms | None, pool: BlockPool) -> None:
@@ -62,6 +62,8 @@ class Leases:
         return len(self._held)
 
     def open(self, lease_id: str, seq: Sequence) -> None:
+        """Start a growing lease on the sequence's KV. Raises InvalidRequest if the engine holds no leases or the id is
+        used."""
         if self._terms is None:
             raise InvalidRequest("this engine holds no KV for other workers", code="no_handoff")
         if lease_id in self._growing or lease_id in self._held:
@@ -80,7 +82,7 @@ class Leases:
         return ticket
 
     def blocks_released(self, lease_id: str) -> None:
-        """The sequence gives its blocks back to the pool. A held lease keeps its own."""
+        """Record that the sequence gives its blocks back to the pool. A held lease keeps its own references."""
         if lease_id in self._growing:
             self._emptied.append(lease_id)
 
@@ -90,6 +92,7 @@ class Leases:
         return emptied
 
     def sequence_ended(self, lease_id: str) -> None:
+        """Mark the lease as broken, unless it is held."""
         if self._growing.pop(lease_id, None) is not None:
             self._broken.append(lease_id)
 

@@ -52,6 +52,7 @@ class PendingLoads:
         return load
 
     def finish(self, result: LoadResult) -> FinishedLoad:
+        """Remove the load, and return what it brought."""
         pending = self._pending.pop(result.load_id)
         seq, load = pending.seq, pending.load
         num_computed = min((load.first + result.num_loaded) * seq.block_tokens, pending.end)

@@ -11,8 +11,11 @@ from stoker.sched.sequence import Sequence
 
 
 class Offers:
-    """At most `max_offers` blocks are offered at a time, because an offered block cannot be reused. Further blocks are
-    not offered. Zero means that there is no store."""
+    """The open offers of one scheduler.
+
+    At most `max_offers` blocks are offered at a time, because an offered block cannot be reused. Further blocks are not
+    offered. Zero means that there is no store.
+    """
 
     def __init__(self, max_offers: int, pool: BlockPool) -> None:
         self._max_offers = max_offers

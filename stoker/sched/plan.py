@@ -12,9 +12,8 @@ from stoker.sched.request import SamplingParams, TokenLogprobs
 ON_DEVICE = -1
 
 
-@dataclass(
-    slots=True
-)  # not frozen, for speed: one is created per row and step, and a frozen one takes three times as long
+# Not frozen, for speed: one is created per row and step, and creating a frozen one takes three times as long.
+@dataclass(slots=True)
 class Span:
     """`count` tokens of one row, starting at position `start`. If `samples`, the token after them is sampled."""
 
@@ -28,8 +27,8 @@ class Span:
 class NewRow:
     """A sequence that gets a row on the device.
 
-    `token_ids` are all its known tokens; the first `num_prompt` are the prompt. Penalties and grammars start from there,
-    also after a preemption or on another worker.
+    `token_ids` are all its known tokens; the first `num_prompt` are the prompt. Penalties and grammars start from
+    there, also after a preemption or on another worker.
     """
 
     row: Row
@@ -60,8 +59,8 @@ class BlockCopy:
 class StepPlan:
     """One step of the engine.
 
-    The runner executes it in this order: freed rows, new rows, block table changes, copies, clearing of fresh blocks, one
-    forward pass over all spans. Loads start after that. They finish in their own time, independently of the step.
+    The runner executes it in this order: freed rows, new rows, block table changes, copies, clearing of fresh blocks,
+    one forward pass over all spans. Loads start after that. They finish in their own time, independently of the step.
     """
 
     spans: list[Span]

@@ -22,7 +22,8 @@ class PrefixCache:
         return self._pool.match(seq.keys[: seq.num_reusable])
 
     def match_partial(self, seq: Sequence, num_matched: int) -> tuple[BlockId, int] | None:
-        """Find a block that starts with the same tokens as the sequence's block `num_matched`, and how many they are.
+        """Return a block that starts with the same tokens as the sequence's block `num_matched`, and how many are
+        equal.
 
         The last known token is left out, because it is always computed.
         """
@@ -44,7 +45,7 @@ class PrefixCache:
             self._computing.setdefault(key, seq)
 
     def stop_computing(self, seq: Sequence) -> None:
-        """The sequence loses its blocks: it does not finish the blocks that it was computing."""
+        """Record that the sequence will not finish the blocks that it was computing."""
         for key in seq.keys[seq.num_named :]:
             self._remove(seq, key)
 

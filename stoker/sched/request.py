@@ -90,7 +90,8 @@ class TokenUsage:
     pulled_tokens: int = 0
 
 
-@dataclass(slots=True)  # not frozen, for speed: one is created per token, and a frozen one takes three times as long
+# Not frozen, for speed: one is created per token, and creating a frozen one takes three times as long.
+@dataclass(slots=True)
 class TokenChunk:
     """New tokens of one sequence. The last chunk always has `finish`, also after an error."""
 
@@ -133,19 +134,20 @@ class TokenChunks:
         finish: Finish | None = None,
         ticket: KvTicket | None = None,
     ) -> None:
-        number = len(self.request_ids)
+        index = len(self.request_ids)
         self.request_ids.append(request_id)
         self.token_ids.append(token_ids)
         if usage is not None:
-            self.usages[number] = usage
+            self.usages[index] = usage
         if logprobs is not None:
-            self.logprobs[number] = logprobs
+            self.logprobs[index] = logprobs
         if finish is not None:
-            self.finishes[number] = finish
+            self.finishes[index] = finish
         if ticket is not None:
-            self.tickets[number] = ticket
+            self.tickets[index] = ticket
 
     def extend(self, later: TokenChunks) -> None:
+        """Append the chunks of `later`."""
         first = len(self)
         self.request_ids += later.request_ids
         self.token_ids += later.token_ids

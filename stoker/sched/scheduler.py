@@ -1,8 +1,8 @@
 """Scheduler: decides which tokens the next step computes, and takes in what the step sampled.
 
-Pure: it uses no device and does no I/O, and the time is an argument. Plans can be made before the results of earlier steps
-are known: tokens that launched steps will sample are counted (`num_pending`), never guessed. The device executes plans in
-order. So a block that is released and taken again is overwritten only after the last step that reads it.
+Pure: it uses no device and does no I/O, and the time is an argument. Plans can be made before the results of earlier
+steps are known: tokens that launched steps will sample are counted (`num_pending`), never guessed. The device executes
+plans in order. So a block that is released and taken again is overwritten only after the last step that reads it.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class SchedulerConfig:
     """The limits of a scheduler."""
 
     block_tokens: int
-    step_tokens: int  # most tokens that one step computes, over all sequences
-    max_rows: int  # most sequences that run at a time
+    step_tokens: int  # maximum number of tokens that one step computes, over all sequences
+    max_rows: int  # maximum number of sequences that run at a time
     fingerprint: str = ""  # hash of model, tokenizer, KV layout and dtype; the root of all block keys
     lease: LeaseTerms | None = None  # None: hold no KV for other workers
-    max_offers: int = 0  # most blocks that are being copied to the store at a time
-    mixed_tokens: int | None = None  # most tokens of a step in which any sequence decodes; None: step_tokens
+    max_offers: int = 0  # maximum number of blocks that are being copied to the store at a time
+    mixed_tokens: int | None = None  # limit of a step in which any sequence decodes; None: step_tokens
     vocab_size: int | None = None  # None: accept any token id
-    max_tokens: int | None = None  # most tokens of one sequence, prompt included; None: limited by the KV cache only
+    max_tokens: int | None = None  # limit of one sequence, prompt included; None: limited by the KV cache only
 
 
 @dataclass(slots=True)
@@ -139,13 +139,14 @@ class Scheduler:
         self.counters.prompt_tokens += request.num_prompt
 
     def cancel(self, request_id: RequestId) -> TokenChunks:
+        """End a request. Return its last chunk, or nothing if the request is not known."""
         chunks = TokenChunks()
         if (seq := self._by_id.get(request_id)) is not None:
             self._end(seq, Finish("cancelled"), chunks)
         return chunks
 
     def expire(self, now: float) -> TokenChunks:
-        """Set the time of this step, and end the requests whose deadline has passed."""
+        """Set the time of this step, and end the requests whose deadline has passed. Return their last chunks."""
         self._pool.now_s = now
         late = [s for s in self._by_id.values() if s.request.deadline_s is not None and s.request.deadline_s <= now]
         chunks = TokenChunks()
@@ -223,11 +224,13 @@ class Scheduler:
 
     def _budget(self, num_decodes: int) -> int:
         """Return the step's token limit. Mixed steps are shorter, because every decoding sequence waits for them."""
-        most, mixed = self._config.step_tokens, self._config.mixed_tokens
-        return most if mixed is None or not num_decodes else min(most, max(mixed, num_decodes + mixed // 4))
+        step_tokens, mixed_tokens = self._config.step_tokens, self._config.mixed_tokens
+        if mixed_tokens is None or not num_decodes:
+            return step_tokens
+        return min(step_tokens, max(mixed_tokens, num_decodes + mixed_tokens // 4))
 
     def commit(self, result: StepResult) -> TokenChunks:
-        """Take in the result of the oldest launched plan."""
+        """Apply the result of the oldest launched plan. Return the new tokens of each sequence."""
         chunks = TokenChunks()
         spans, seqs, row_epochs = self._launched.popleft()
         for i, (span, seq, row_epoch, token_ids) in enumerate(
@@ -276,16 +279,19 @@ class Scheduler:
                 break
 
     def _admit(self, seq: Sequence, builder: PlanBuilder) -> bool:
-        """Start a waiting sequence, if there are a row and blocks for all of its known tokens and one more."""
+        """Start a waiting sequence, if there are a row and blocks for all of its known tokens and one more.
+
+        Return False if there are not.
+        """
         matched = self._prefixes.match(seq)
         missing = seq.num_blocks_for(len(seq.token_ids) + 1) - len(matched)
         if not self._make_room(seq, matched, missing, builder):
             return False
-        self._pool.hold_found(matched)
-        found_tokens = len(matched) * seq.block_tokens
+        self._pool.hold_matched(matched)
+        matched_tokens = len(matched) * seq.block_tokens
         loadable = loadable_tokens(seq)
-        partial = self._prefixes.match_partial(seq, len(matched)) if loadable <= found_tokens else None
-        seq.num_computed = found_tokens
+        partial = self._prefixes.match_partial(seq, len(matched)) if loadable <= matched_tokens else None
+        seq.num_computed = matched_tokens
         seq.num_named = len(matched)
         seq.blocks = matched + self._take_blocks(missing, builder)
         if partial is not None:
@@ -299,19 +305,20 @@ class Scheduler:
         seq.row = self._free_rows.pop()
         self._prefixes.start_computing(seq, len(matched))
         builder.add_row(seq)
-        if loadable > found_tokens:
+        if loadable > matched_tokens:
             seq.state = SequenceState.LOADING
             builder.loads.append(self._loads.start(seq, len(matched), loadable))
         else:
             seq.state = SequenceState.RUNNING
-            self._count_cached(seq, found_tokens)
+            self._count_cached(seq, matched_tokens)
             builder.schedule(seq, min(seq.num_to_compute, builder.budget))
         return True
 
     def _make_room(self, seq: Sequence, matched: list[BlockId], missing: int, builder: PlanBuilder) -> bool:
         """Free a row and `missing` blocks besides the matched ones, by preempting sequences of worse priority.
 
-        No sequence is preempted if preempting all of them would not be enough.
+        Return False if there is still too little room. No sequence is preempted if preempting all of them would not be
+        enough.
         """
         preemptible = [
             other
@@ -337,7 +344,7 @@ class Scheduler:
     def _extend_blocks(self, seq: Sequence, count: int, builder: PlanBuilder) -> bool:
         """Take blocks for `count` more tokens of a running sequence.
 
-        If the pool has too few, the sequences of lowest precedence are preempted, at worst `seq` itself.
+        If the pool has too few, the sequences of lowest precedence are preempted. Return False if `seq` itself was.
         """
         missing = seq.num_blocks_for(seq.num_computed + count) - len(seq.blocks)
         while self._pool.num_free < missing:

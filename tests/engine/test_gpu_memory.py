@@ -137,9 +137,9 @@ def test_active_weights_count_only_the_experts_of_a_token() -> None:
 
 def test_the_memory_table_is_empty_on_a_cpu() -> None:
     table = MemoryTable(torch.device("cpu"))
-    table.note("weights", 5)
+    table.add_line("weights", 5)
     table.take_arena(1 << 50)
-    table.end(7)
+    table.add_reserve(7)
     assert table.lines == []
 
 

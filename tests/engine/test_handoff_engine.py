@@ -112,7 +112,7 @@ def wait_until_written(llm: LLM, asked: list[list[int]]) -> None:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait long enough for KV, also on a slow machine."""
-    for name in ("_TIER_PATIENCE_S", "_PEER_PATIENCE_S"):
+    for name in ("_TIER_GRACE_S", "_PEER_GRACE_S"):
         monkeypatch.setattr(f"stoker.kv.store.loader.{name}", 60.0)
 
 
@@ -166,7 +166,7 @@ def test_overwritten_blocks_are_never_taken_for_the_kv_of_a_lease(
         running = llm.built.engine
         running.add(request(0, first, lease_id="l", priority=1))
         running.step()
-        view = book.look("l", 0, None, 10)
+        view = book.view("l", 0, None, 10)
         assert len(view.blocks) == 4
         was_held = []
 

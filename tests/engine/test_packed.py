@@ -48,7 +48,7 @@ def test_packed_inputs_contain_the_plan_and_padding(seed: int) -> None:
     sampling = [span for span in plan.spans if span.samples]
     data = StepData(plan, CUTTER)
     first, rest = _shapes(512, 2048, CUTTER)
-    holding = [shape for shape in (*first, *rest) if shape.holds(data.least)]
+    holding = [shape for shape in (*first, *rest) if shape.holds(data.needed)]
     for shape in (data.exact, *holding[:3]):
         inputs = inputs_of(plan, shape, data)
         token = 0
@@ -121,7 +121,7 @@ def test_sizes_and_addresses_are_multiples_of_16(seed: int) -> None:
         plan = random_plan(rng)
         data = StepData(plan, CUTTER)
         inputs = inputs_of(plan, data.exact, data)
-        assert data.exact.holds(data.least)
+        assert data.exact.holds(data.needed)
         assert data.exact.tokens % 16 == data.exact.heads % 16 == 0
         views = (inputs.tokens, *inputs.tokens, inputs.singles, inputs.tiles, *inputs.heads)
         assert all((view.data_ptr() - inputs.packed.data_ptr()) % 16 == 0 for view in views)

@@ -88,7 +88,7 @@ def filled(
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A read is waited for, also on a machine that stalls."""
-    monkeypatch.setattr("stoker.kv.store.loader._TIER_PATIENCE_S", 60.0)
+    monkeypatch.setattr("stoker.kv.store.loader._TIER_GRACE_S", 60.0)
 
 
 @pytest.fixture(autouse=True)

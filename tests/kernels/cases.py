@@ -148,8 +148,8 @@ def attention(
     longer = np.array([span for span in spans if span[1] > 1]).reshape(-1, 3).T
     num_tiles = cutter.num_tiles(longer[1])
     pieces = (
-        cutter.singles(*singles, cutter.most_singles(len(singles[0]))) if singles.size else _no_pieces(),
-        cutter.tiles(*longer, cutter.most_tiles(num_tiles)) if num_tiles else _no_pieces(),
+        cutter.singles(*singles, cutter.max_singles(len(singles[0]))) if singles.size else _no_pieces(),
+        cutter.tiles(*longer, cutter.max_tiles(num_tiles)) if num_tiles else _no_pieces(),
     )
     padded = (torch.from_numpy(np.concatenate([some, _no_pieces(), _no_pieces()])).to(device) for some in pieces)
     on_device = PagedSpans(table.to(device), *where, *padded, (), finished, per_block, kv_heads)

@@ -47,7 +47,7 @@ def test_pieces_are_the_whole_work(seed: int) -> None:
     longer = [span for span in spans if span[1] > 1]
     if singles:
         first, _count, start = np.array(singles).T
-        for room in (cutter.most_singles(len(singles)), len(singles) + 1):
+        for room in (cutter.max_singles(len(singles)), len(singles) + 1):
             pieces = cutter.singles(first, start, room)
             assert len(pieces) <= room
             assert (pieces[:, 5] > 1).sum() <= 2 * 512 // cutter.num_kv_heads
@@ -55,7 +55,7 @@ def test_pieces_are_the_whole_work(seed: int) -> None:
     if longer:
         columns = np.array(longer).T
         num_tiles = cutter.num_tiles(columns[1])
-        for room in (cutter.most_tiles(num_tiles), num_tiles + 1):
+        for room in (cutter.max_tiles(num_tiles), num_tiles + 1):
             pieces = cutter.tiles(*columns, room)
             assert len(pieces) <= room
             assert (pieces[:, 5] > 1).sum() <= 2 * 264 // cutter.num_kv_heads
@@ -65,7 +65,7 @@ def test_pieces_are_the_whole_work(seed: int) -> None:
 def test_a_long_context_among_short_ones_is_split() -> None:
     cutter = Cutter(8, 32, 64)
     starts = np.array([1000] * 63 + [100_000])
-    pieces = cutter.singles(np.arange(64), starts, cutter.most_singles(64))
+    pieces = cutter.singles(np.arange(64), starts, cutter.max_singles(64))
     blocks = pieces[:, 3] - pieces[:, 2]
     assert pieces[0, 5] > 30
     assert blocks.max() <= 2 * (starts // 64 + 1).sum() // 64

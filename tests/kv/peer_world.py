@@ -88,9 +88,9 @@ class Leases(LeaseBook):
 
     num_looks = 0
 
-    def look(self, *args: Any, **kwargs: Any) -> LeaseView:
+    def view(self, *args: Any, **kwargs: Any) -> LeaseView:
         self.num_looks += 1
-        return super().look(*args, **kwargs)
+        return super().view(*args, **kwargs)
 
 
 class World:

@@ -15,7 +15,7 @@ from stoker.base.errors import ModelFilesError
 from stoker.engine.build import build_engine
 from stoker.engine.llm import LLM
 from stoker.kernels.linear import Norm
-from stoker.kernels.moe import Experts, add_experts_ref, weave
+from stoker.kernels.moe import Experts, add_experts_ref, interleave_gate_up
 from stoker.models.family import family_of
 from stoker.sched.request import SamplingParams
 
@@ -61,7 +61,7 @@ def test_interleaved_rows_of_gate_and_up_give_the_same() -> None:
     x, router, down = torch.randn(7, 10), torch.randn(3, 10), torch.randn(3, 10, 12)
     norm = Norm(torch.randn(10), 1e-6)
     plain = add_experts_ref(x.clone(), norm, Experts(router, gate_up.clone(), down, 12, 2, True))
-    weave(gate_up, granule)
+    interleave_gate_up(gate_up, granule)
     woven = add_experts_ref(x.clone(), norm, Experts(router, gate_up, down, granule, 2, True))
     assert torch.allclose(plain, woven, atol=1e-5)
 

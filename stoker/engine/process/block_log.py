@@ -19,6 +19,7 @@ class BlockLog:
         self._events: list[BlocksNamed | BlocksForgotten] = []
 
     def take(self) -> list[BlocksNamed | BlocksForgotten]:
+        """Return the events since the last call."""
         events, self._events = self._events, []
         return events
 

@@ -36,7 +36,7 @@ class GrammarCompiled(msgspec.Struct, frozen=True):
 
 
 class StoreLookedUp(msgspec.Struct, frozen=True):
-    """The store was asked how many of a request's leading blocks are worth loading."""
+    """The result of a store lookup: `num_blocks` leading blocks of the request are worth loading."""
 
     request: GenerateRequest
     num_blocks: int
@@ -60,8 +60,8 @@ class Mailbox:
         self._grammars = grammars
         self._messages: queue.SimpleQueue[MailboxMessage] = queue.SimpleQueue()
         self._has_wake_up = threading.Event()  # a WakeUp is in the queue; one is enough
-        # Two pools: a grammar that needs a trial may take minutes, and must not delay the cheap ones. Such grammars use at
-        # most half of the cores.
+        # Two pools: a grammar that needs a trial may take minutes, and must not delay the cheap ones. Such grammars use
+        # at most half of the cores.
         num_slow = min(_MAX_SLOW_COMPILERS, max(2, usable_cores() // 2))
         self._cheap_compilers = ThreadPoolExecutor(_CHEAP_COMPILERS, "grammar", initializer=_lower_priority)
         self._slow_compilers = ThreadPoolExecutor(num_slow, "grammar", initializer=_lower_priority)
@@ -102,7 +102,8 @@ class Mailbox:
         self._messages.put(StoreLookedUp(request, num_blocks))
 
     def compile(self, spec: GrammarSpec) -> Future[None]:
-        """Compile a grammar on another thread. A GrammarCompiled follows, unless the future is cancelled before it starts."""
+        """Compile a grammar on another thread. A GrammarCompiled follows, unless the future is cancelled before it
+        starts."""
         compilers = self._cheap_compilers if is_cheap_to_compile(spec) else self._slow_compilers
         return compilers.submit(self._compile, spec)
 
@@ -131,6 +132,7 @@ class Mailbox:
 
 
 def _lower_priority() -> None:
-    """Let this thread run only when the engine's thread leaves a core free. On Linux, each thread has its own nice value."""
+    """Let this thread run only when the engine's thread leaves a core free. On Linux, each thread has its own nice
+    value."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

@@ -93,8 +93,8 @@ class EngineLoop:
                     return
                 self._handle(message)
             chunks = self._engine.step()
-            for number in chunks.finishes:
-                self._open_grammars.pop(chunks.request_ids[number], None)
+            for index in chunks.finishes:
+                self._open_grammars.pop(chunks.request_ids[index], None)
             self._send_due_stats(messages, chunks)
             if chunks:
                 self._pipe.send(Chunks(chunks=chunks))
@@ -109,8 +109,8 @@ class EngineLoop:
             case GrammarCompiled(spec=spec, error=error, compiled=compiled):
                 self._finish_grammar(spec, error, compiled)
             case StoreLookedUp(request=request, num_blocks=num_blocks):
-                for wanted in self._take_preparing([request.request_id]):
-                    self._engine.add(wanted, num_blocks)
+                for prepared in self._take_preparing([request.request_id]):
+                    self._engine.add(prepared, num_blocks)
             case Cancel(request_id=request_id):
                 self._cancel(request_id)
             case Prefetch(token_ids=token_ids, cache_salt=salt, ticket=ticket):
@@ -137,7 +137,7 @@ class EngineLoop:
                 self._engine.reject(request, error)
 
     def _look_up(self, request: GenerateRequest) -> None:
-        """Add the request to the engine, after the store was asked on another thread what it has of it."""
+        """Add the request to the engine, after another thread has looked up its blocks in the store."""
         if not self._built.store.tiers:
             self._engine.add(request)
             return
@@ -170,7 +170,7 @@ class EngineLoop:
     # ---- reports
 
     def _send_due_stats(self, messages: Sequence[MailboxMessage], chunks: TokenChunks) -> None:
-        """Send statistics now and then, and before a request's start or end is reported.
+        """Send statistics every _STATS_EVERY_S, and before a request's start or end is reported.
 
         A client that has its answer must find the request in the statistics.
         """
@@ -228,7 +228,7 @@ def serve(pipe: EngineEnd, arguments: EngineArguments, ahead: WeightReadAhead, t
     pipe.send(engine_info(built))
     log_memory(built.memory)
     if arguments.timeline_origin_s is not None:
-        timeline.tell(log)
+        timeline.log_to(log)
     built.store.announce_held_blocks()
     try:
         EngineLoop(built, blocks, mailbox, pipe).run()

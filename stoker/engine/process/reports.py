@@ -14,6 +14,7 @@ log = logs.EventLog("engine")
 
 
 def engine_info(built: BuiltEngine) -> EngineInfo:
+    """Return the facts about the engine that do not change while it runs."""
     return EngineInfo(
         model_fingerprint=built.fingerprint,
         device=str(built.settings.device),
@@ -31,7 +32,7 @@ def engine_info(built: BuiltEngine) -> EngineInfo:
 
 
 def engine_stats(built: BuiltEngine, num_preparing: int) -> EngineStats:
-    """`num_preparing` requests are not in the scheduler yet; they count as waiting."""
+    """Return the current statistics. `num_preparing` requests are not in the scheduler yet; they count as waiting."""
     scheduler, pool, counters, engine = built.scheduler, built.pool, built.scheduler.counters, built.engine
     return EngineStats(
         waiting_sequences=scheduler.num_waiting + num_preparing,

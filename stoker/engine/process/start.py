@@ -34,6 +34,7 @@ class StartArguments:
 
 
 def main() -> None:
+    """Run the engine process. Arguments: the pipe's file descriptor and, if known, the model folder to read ahead."""
     # Ctrl-C reaches the whole process group. The server decides when the engine ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)

@@ -84,37 +84,3 @@ def head_slice(layout: KvLayout, first_head: int, end_head: int) -> HeadSlice:
     head = layout.head_bytes
     offset = (first_head - layout.first_head) * head
     return HeadSlice(offset, layout.num_heads * head, (end_head - first_head) * head, layout.num_layers * 2)
-
-
-def shared_heads(src: KvLayout, dst: KvLayout) -> tuple[int, int]:
-    """Return the first and end head that both layouts hold. There are none if the end is not greater than the first."""
-    assert src.identity == dst.identity, f"{src.identity} and {dst.identity} share no bytes"
-    return max(src.first_head, dst.first_head), min(src.end_head, dst.end_head)
-
-
-@dataclass(frozen=True, slots=True)
-class CopyRange:
-    """One contiguous copy between two blocks."""
-
-    src_offset: int
-    dst_offset: int
-    num_bytes: int
-
-
-def copy_ranges(src: KvLayout, dst: KvLayout, heads: tuple[int, int] | None = None) -> list[CopyRange]:
-    """Return the byte ranges of one block that `dst` can copy from `src`: one range if both hold the same heads.
-    `heads` (first and end, held by both) limits the copy to those heads."""
-    first, end = shared_heads(src, dst) if heads is None else heads
-    if first >= end:
-        return []
-    if src.num_heads == dst.num_heads == end - first:
-        return [CopyRange(0, 0, src.block_bytes)]
-    head, num_bytes = src.head_bytes, (end - first) * src.head_bytes
-    return [
-        CopyRange(
-            (at * src.num_heads + first - src.first_head) * head,
-            (at * dst.num_heads + first - dst.first_head) * head,
-            num_bytes,
-        )
-        for at in range(src.num_layers * 2)
-    ]

@@ -26,7 +26,8 @@ class _Name:
 
 
 class PoolObserver(Protocol):
-    """Is told which blocks can be found by key. It is called during a step, so it must be quick."""
+    """Receives an event for each block that can, or can no longer, be found by key. It is called during a step, so it
+    must be quick."""
 
     def named(self, key: BlockKey, parent: BlockKey, token_ids: Sequence[int], root_salt: str | None) -> None:
         """A block can now be found by its key."""
@@ -55,7 +56,7 @@ class BlockPool:
         self._names: list[_Name | None] = [None] * num_blocks
         self._by_key: dict[BlockKey, BlockId] = {}
         self._children: dict[BlockKey, dict[BlockId, None]] = {}
-        self._was_found = [False] * num_blocks
+        self._was_matched = [False] * num_blocks
         self._free = FreeBlocks(map(BlockId, reversed(range(num_blocks))))
 
     @property
@@ -87,8 +88,8 @@ class BlockPool:
             name = self._names[block]
             assert name is not None
             count = 0
-            for mine, wanted in zip(name.token_ids, token_ids, strict=False):
-                if mine != wanted:
+            for cached, requested in zip(name.token_ids, token_ids, strict=False):
+                if cached != requested:
                     break
                 count += 1
             if count > (best[1] if best else 0):
@@ -106,11 +107,11 @@ class BlockPool:
                 self._free.remove(block)
             self._refs[block] += 1
 
-    def hold_found(self, blocks: Sequence[BlockId]) -> None:
-        """Add one reference to each block for a request that continues from them. Such blocks are kept longer."""
+    def hold_matched(self, blocks: Sequence[BlockId]) -> None:
+        """Add one reference to each block for a request whose prefix they match. Such blocks are kept longer."""
         self.hold(blocks)
         for block in blocks:
-            self._was_found[block] = True
+            self._was_matched[block] = True
 
     def take(self, count: int) -> list[BlockId]:
         """Take `count` blocks with one reference each, and evict what they held. The caller has checked num_free."""
@@ -151,10 +152,10 @@ class BlockPool:
                 if self._names[block] is None:
                     self._free.add_unnamed(block)
                 else:
-                    self._free.add_named(block, self.now_s, was_found=self._was_found[block])
+                    self._free.add_named(block, self.now_s, was_matched=self._was_matched[block])
 
     def check(self) -> None:
-        """What must hold at any time; tests call it after each step."""
+        """Assert the invariants of the pool. Tests call it after each step."""
         for i, refs in enumerate(self._refs):
             block = BlockId(i)
             assert (refs == 0) == (block in self._free), f"block {block}: refs {refs}, free {block in self._free}"
@@ -175,5 +176,5 @@ class BlockPool:
         if not siblings:
             del self._children[name.parent]
         self._names[block] = None
-        self._was_found[block] = False
+        self._was_matched[block] = False
         self._observer.forgot(name.key)

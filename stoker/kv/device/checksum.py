@@ -3,8 +3,8 @@
 A block is cut into pieces of 512 KiB. Each piece is hashed with XXH3 (the last one padded with zeros to a whole KiB),
 and the piece hashes together with the number of bytes are hashed again. The pieces are numerous enough to keep a GPU
 busy and large enough that hashing threads rarely wait for the GIL. Flipped, swapped, shifted, missing or foreign bytes
-change the checksum, except with a probability of 2**-64. It does not protect against bytes that were made up on
-purpose.
+change the checksum, except with a probability of 2**-64. It does not protect against deliberate
+forgery.
 
 Without the package xxhash, the kernel's reference implementation computes the same values slowly.
 """
@@ -64,7 +64,7 @@ def checksum(data: HostBytes) -> int:
 
 def checksums(threads: HelperThreads, blocks: Sequence[HostBytes]) -> list[int]:
     """Return the checksum of each block. The threads share the pieces."""
-    return _by_pieces(threads, blocks, lambda at, start: piece_digest(blocks[at][start : start + PIECE_BYTES]))
+    return _by_pieces(threads, blocks, lambda i, start: piece_digest(blocks[i][start : start + PIECE_BYTES]))
 
 
 def piece_digest(data: HostBytes) -> int:
@@ -79,21 +79,22 @@ def copy_with_checksums(threads: HelperThreads, dsts: Sequence[HostBytes], srcs:
     """Copy each block, and return the checksums of what was written. A piece is hashed while it is still in the CPU
     cache."""
 
-    def copy(at: int, start: int) -> int:
-        piece = dsts[at][start : start + PIECE_BYTES]
-        np.copyto(piece, srcs[at][start : start + PIECE_BYTES])
+    def copy(i: int, start: int) -> int:
+        piece = dsts[i][start : start + PIECE_BYTES]
+        np.copyto(piece, srcs[i][start : start + PIECE_BYTES])
         return piece_digest(piece)
 
     return _by_pieces(threads, srcs, copy)
 
 
 def _by_pieces(threads: HelperThreads, blocks: Sequence[HostBytes], digest: Callable[[int, int], int]) -> list[int]:
-    """Return the checksum of each block. `digest(at, start)` handles the piece of block `at` that begins at `start`."""
-    pieces = [(at, start) for at, block in enumerate(blocks) for start in range(0, len(block), PIECE_BYTES)]
+    """Return the checksum of each block. `digest(i, start)` returns the hash of the piece of block `i` that begins at
+    `start`."""
+    pieces = [(i, start) for i, block in enumerate(blocks) for start in range(0, len(block), PIECE_BYTES)]
     digests: list[list[int]] = [[] for _ in blocks]
-    for (at, _), found in zip(pieces, threads.each(lambda piece: digest(*piece), pieces), strict=True):
-        digests[at].append(found)
-    return [combine_digests(some, len(block)) for some, block in zip(digests, blocks, strict=True)]
+    for (i, _), piece_hash in zip(pieces, threads.each(lambda piece: digest(*piece), pieces), strict=True):
+        digests[i].append(piece_hash)
+    return [combine_digests(hashes, len(block)) for hashes, block in zip(digests, blocks, strict=True)]
 
 
 class RunningChecksum:
@@ -143,7 +144,7 @@ def tensor_checksums(blocks: Tensor) -> list[int]:
     digests = np.empty(accs.shape[:2], np.uint64)
     digests[:, :-1] = xxh3_digests(accs[:, :-1], PIECE_BYTES)
     digests[:, -1] = xxh3_digests(accs[:, -1], (blocks.shape[1] - 1) % PIECE_BYTES + 1)
-    return [combine_digests(some, num_bytes) for some in digests.tolist()]
+    return [combine_digests(hashes, num_bytes) for hashes in digests.tolist()]
 
 
 def combine_digests(digests: Sequence[int], num_bytes: int) -> int:

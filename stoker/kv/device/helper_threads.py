@@ -42,8 +42,8 @@ class HelperThreads:
         left = iter(enumerate(items))
 
         def work() -> None:
-            for at, item in left:
-                results[at] = call(item)
+            for i, item in left:
+                results[i] = call(item)
 
         helpers: list[Future[None]] = []
         try:
@@ -56,7 +56,7 @@ class HelperThreads:
         for failure in failures:
             if failure is not None:
                 raise failure
-        return [results[at] for at in range(len(items))]
+        return [results[i] for i in range(len(items))]
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -64,10 +64,10 @@ class HelperThreads:
 
 def copy_all(threads: HelperThreads, dsts: Sequence[HostBytes], srcs: Sequence[HostBytes]) -> None:
     """Copy each source into its destination, in pieces that the threads share."""
-    pieces = [(at, start) for at, src in enumerate(srcs) for start in range(0, len(src), _PIECE_BYTES)]
+    pieces = [(i, start) for i, src in enumerate(srcs) for start in range(0, len(src), _PIECE_BYTES)]
 
     def copy(piece: tuple[int, int]) -> None:
-        at, start = piece
-        np.copyto(dsts[at][start : start + _PIECE_BYTES], srcs[at][start : start + _PIECE_BYTES])
+        i, start = piece
+        np.copyto(dsts[i][start : start + _PIECE_BYTES], srcs[i][start : start + _PIECE_BYTES])
 
     threads.each(copy, pieces)

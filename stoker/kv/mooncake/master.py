@@ -15,7 +15,6 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -80,7 +79,6 @@ class MooncakeMaster:
         lease_ms: int = 2000,
         client_ttl_s: int = 10,
         ssd: bool = False,
-        more_arguments: Sequence[str] = (),
     ) -> None:
         self._host = host
         self._port = port or free_port(host)
@@ -94,12 +92,11 @@ class MooncakeMaster:
             f"--metrics_port={self._metrics_port}",
             f"--default_kv_lease_ttl={lease_ms}",
             f"--client_ttl={client_ttl_s}",
-            # Timeouts for writes of workers that died. Ours take a second or two.
+            # Timeouts for writes of workers that died. A normal write takes a second or two.
             "--put_start_discard_timeout_sec=10",
             "--put_start_release_timeout_sec=30",
             "--logtostderr=true",
             *(["--enable_offload=true", "--offload_on_evict=false"] if ssd else []),
-            *more_arguments,
         ]
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -113,8 +110,8 @@ class MooncakeMaster:
         return self._process.pid if self._process else None
 
     def start(self, deadline_s: float = 15.0) -> None:
-        """Start the process, again if it has ended, and return when it accepts connections. Raises MasterFailed
-        otherwise."""
+        """Start the process, unless it is running, and return when it accepts connections. Raises MasterFailed if it
+        does not."""
         if self.is_running():
             return
         if self._takes_connections(timeout_s=0.5):

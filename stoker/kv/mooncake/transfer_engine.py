@@ -2,7 +2,7 @@
 
 The engine's blocking calls poll without a pause until the last byte has arrived. That occupies a core, which is missing
 for the transfer itself if there are few: on two cores, a read that sleeps between polls takes two thirds of the time.
-The status of a job with one request can be polled without blocking, so that is polled now and then.
+The status of a job with one request can be polled without blocking, so this module polls it at intervals.
 
 A request cannot be cancelled. A request to a peer that hangs ends after some seconds, requests behind it on the same
 connection end that much later, and until then the engine may write into the buffers. So only a few requests are in
@@ -24,8 +24,8 @@ from typing import Any
 # same time, and their bytes would then be checksummed while the network is idle.
 REQUEST_BYTES = 2 << 20
 
-_AT_A_TIME = 8
-_LOOK_EVERY_S = 0.0002
+_MAX_IN_FLIGHT = 8
+_POLL_INTERVAL_S = 0.0002
 _ENDED = 1  # result of transfer_check_status; 0: not yet
 _ENVIRONMENT = {
     "GLOG_minloglevel": "2",  # its log lines for every transfer add nothing to our events
@@ -59,7 +59,7 @@ def read_in_order(engine: Any, all_runs: Iterable[RemoteRanges]) -> Generator[bo
     After a failure nothing more is read from the same segment. Closing the iterator early waits for the reads in
     flight.
     """
-    under_way: deque[_PendingRead] = deque()
+    in_flight: deque[_PendingRead] = deque()
     failed: set[str] = set()
 
     def arrived(read: _PendingRead) -> bool:
@@ -70,13 +70,13 @@ def read_in_order(engine: Any, all_runs: Iterable[RemoteRanges]) -> Generator[bo
 
     try:
         for runs in all_runs:
-            under_way.append(_PendingRead(engine, runs, is_tried=runs.segment not in failed))
-            if len(under_way) == _AT_A_TIME:
-                yield arrived(under_way.popleft())
-        while under_way:
-            yield arrived(under_way.popleft())
+            in_flight.append(_PendingRead(engine, runs, is_reachable=runs.segment not in failed))
+            if len(in_flight) == _MAX_IN_FLIGHT:
+                yield arrived(in_flight.popleft())
+        while in_flight:
+            yield arrived(in_flight.popleft())
     finally:
-        for read in under_way:
+        for read in in_flight:
             read.wait()
 
 
@@ -84,13 +84,13 @@ class _PendingRead:
     """One read as two jobs: all requests but the last one, and the last one. The engine processes them in order, so
     that little is left to wait for when the last one has ended."""
 
-    def __init__(self, engine: Any, runs: RemoteRanges, *, is_tried: bool) -> None:
+    def __init__(self, engine: Any, runs: RemoteRanges, *, is_reachable: bool) -> None:
         self.segment = runs.segment
         self._engine = engine
         self._jobs = [
             engine.batch_transfer_async_read(runs.segment, runs.ours[part], runs.theirs[part], runs.lengths[part])
             for part in (slice(-1), slice(-1, None))
-            if is_tried and runs.ours[part]
+            if is_reachable and runs.ours[part]
         ]
 
     def wait(self) -> bool:
@@ -103,7 +103,7 @@ class _PendingRead:
             _block_if_exiting()
             status = self._engine.transfer_check_status(last)
             if status == 0:
-                time.sleep(_LOOK_EVERY_S)
+                time.sleep(_POLL_INTERVAL_S)
         arrived = [job > 0 and self._engine.get_batch_transfer_status([job]) == 0 for job in others]
         return status == _ENDED and all(arrived)
 
@@ -112,9 +112,9 @@ _exiting = threading.Event()
 
 
 @atexit.register
-def _end() -> None:
+def _mark_exiting() -> None:
     _exiting.set()
-    time.sleep(5 * _LOOK_EVERY_S)
+    time.sleep(5 * _POLL_INTERVAL_S)
 
 
 def _block_if_exiting() -> None:

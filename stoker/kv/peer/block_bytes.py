@@ -75,7 +75,7 @@ def sink_of(kv: DeviceKv, blocks: Sequence[BlockId], part: HeadSlice, before_wri
     return (
         CudaSink(kv, blocks, part, before_write)
         if host is None
-        else HostSink([host[one] for one in blocks], part, blocks)
+        else HostSink([host[block] for block in blocks], part, blocks)
     )
 
 
@@ -142,29 +142,29 @@ class CudaSource:
         runs, stream = _runs(self._kv, part), _stream(self._kv)
         slots, done = _pinned(part), _events()
 
-        def start(at: int) -> None:
+        def start(i: int) -> None:
             with torch.cuda.stream(stream):
-                slots[at % _NUM_STAGED].view(part.count, part.num_bytes).copy_(runs[blocks[at]], non_blocking=True)
-                done[at % _NUM_STAGED].record(stream)
+                slots[i % _NUM_STAGED].view(part.count, part.num_bytes).copy_(runs[blocks[i]], non_blocking=True)
+                done[i % _NUM_STAGED].record(stream)
 
-        for at in range(min(_NUM_STAGED - 1, len(blocks))):
-            start(at)
-        for at in range(len(blocks)):
+        for i in range(min(_NUM_STAGED - 1, len(blocks))):
+            start(i)
+        for i in range(len(blocks)):
             # The previous block's slot is free again: its bytes were used before this block was requested.
-            if at + _NUM_STAGED - 1 < len(blocks):
-                start(at + _NUM_STAGED - 1)
-            done[at % _NUM_STAGED].synchronize()
-            yield slots[at % _NUM_STAGED].numpy()
+            if i + _NUM_STAGED - 1 < len(blocks):
+                start(i + _NUM_STAGED - 1)
+            done[i % _NUM_STAGED].synchronize()
+            yield slots[i % _NUM_STAGED].numpy()
 
     def checksums(self, blocks: Sequence[BlockId], part: HeadSlice) -> list[int]:
         runs, device = _runs(self._kv, part), self._kv.blocks.device
         step = max(1, _GATHER_BYTES // part.total_bytes)
-        found: list[int] = []
+        values: list[int] = []
         with torch.cuda.stream(_stream(self._kv)):
             for start in range(0, len(blocks), step):
-                some = runs.index_select(0, to_device(blocks[start : start + step], device))
-                found += tensor_checksums(some.view(len(some), -1))
-        return found
+                batch = runs.index_select(0, to_device(blocks[start : start + step], device))
+                values += tensor_checksums(batch.view(len(batch), -1))
+        return values
 
 
 class CudaSink:

@@ -120,7 +120,7 @@ class LeaseBook:
         with self._changed:
             return lease_id in self._leases
 
-    def look(
+    def view(
         self, lease_id: str, first: int, keys: Sequence[BlockKey] | None, limit: int, wait_s: float = 0.0
     ) -> LeaseView:
         """Return up to `limit` ready blocks from `first` on.
@@ -222,9 +222,9 @@ def _view(lease: _Lease, first: int, limit: int) -> LeaseView:
 
 
 def _check_keys(lease_id: str, ours: list[BlockKey], requested: Sequence[BlockKey]) -> None:
-    for at, (mine, theirs) in enumerate(zip(ours, requested, strict=False)):
-        if mine != theirs:
+    for i, (held, wanted) in enumerate(zip(ours, requested, strict=False)):
+        if held != wanted:
             raise PeerUnavailable(
-                f"lease {lease_id!r} has other keys: block {at} of the request is {theirs.hex()}, the lease has {mine.hex()}",
+                f"lease {lease_id!r} has other keys: block {i} of the request is {wanted.hex()}, the lease has {held.hex()}",
                 code="kv_keys_differ",
             )

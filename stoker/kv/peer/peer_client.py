@@ -30,11 +30,13 @@ from stoker.kv.peer.peer_wire import MAX_BLOCKS, BlockRequest, FrameKind, PeerLo
 from stoker.kv.peer.remote_peer import RemotePeer
 from stoker.kv.peer.transports.transport import PullProgress, make_transports
 
-_WAIT_S = 1.0  # how long a peer waits for more blocks before it replies that there are none; so a dead peer is noticed
-_RELEASE_S = 2.0
-_SILENT_S = 10.0  # no lease is released at an unreachable peer for this long; its leases expire
-_OPENS_S = 5.0  # how long a lease may take to open; if its request was refused, it never opens
-_SWEEP_S = 1.0
+# How long a peer waits for more blocks before it replies that there are none. It is short, so that a dead peer is
+# noticed.
+_MAX_SERVER_WAIT_S = 1.0
+_RELEASE_TIMEOUT_S = 2.0
+_RELEASE_PAUSE_S = 10.0  # after a failed release, no other is sent to that peer for this long; its leases expire
+_LEASE_OPEN_TIMEOUT_S = 5.0  # how long a lease may take to open; if its request was refused, it never opens
+_SWEEP_INTERVAL_S = 1.0
 _MAX_PEERS = 64
 _MAX_RELEASES = 4096
 _AHEAD_BYTES = 64 << 20  # host memory that a read-ahead fills before it passes the blocks on
@@ -121,12 +123,12 @@ class PeerClient:
             part = head_slice(self._kv.layout, share.first_head, share.end_head)
             pull = PullProgress(sink_of(self._kv, into, part, self._before_write), [False] * len(keys), deadline_s)
             failure = self._pull_share(share, ticket.lease_id, first_index, keys, pull) or failure
-            filled = [all(both) for both in zip(filled, pull.filled, strict=True)]
+            filled = [before and now for before, now in zip(filled, pull.filled, strict=True)]
             self._count(sum(pull.filled), pull.num_corrupt, pull.sink.part.total_bytes)
         self._count_pull(any(filled), started_s)
         if failure is not None:
             _log.warning(
-                "kv_pull_ended_early", peer=ticket.address, lease=ticket.lease_id, asked=len(keys), filled=sum(filled),
+                "kv_pull_ended_early", peer=ticket.address, lease=ticket.lease_id, requested=len(keys), filled=sum(filled),
                 reason=failure.message,
             )  # fmt: skip
             if not any(filled):
@@ -143,7 +145,7 @@ class PeerClient:
         if len(shares) > 1:
             raise PeerUnavailable(f"{len(shares)} ranks hold our heads; read-ahead supports only one")
         layout, first, count = self._kv.layout, 0, 0
-        opens_by_s = time.monotonic() + _OPENS_S
+        opens_by_s = time.monotonic() + _LEASE_OPEN_TIMEOUT_S
         part = head_slice(layout, layout.first_head, layout.end_head)
         num_blocks = min(MAX_BLOCKS, max(1, _AHEAD_BYTES // layout.block_bytes))
         while True:
@@ -152,15 +154,15 @@ class PeerClient:
             failure, is_end = None, False
             try:
                 view = self._round(shares[0], ticket.lease_id, first, None, pull, opens_by_s)
-                is_end = view.complete and view.num_ready <= first + pull.at
-            except PeerUnavailable as lost:
-                failure = lost
+                is_end = view.complete and view.num_ready <= first + pull.num_done
+            except PeerUnavailable as error:
+                failure = error
             # Only full blocks have names: the last block of a lease may be partly filled.
-            good = [at for at in range(min(pull.at, len(pull.names))) if pull.filled[at]]
+            good = [i for i in range(min(pull.num_done, len(pull.names))) if pull.filled[i]]
             if good:
-                into([pull.names[at] for at in good], [data[at] for at in good])
+                into([pull.names[i] for i in good], [data[i] for i in good])
             self._count(len(good), pull.num_corrupt, layout.block_bytes)
-            first, count = first + pull.at, count + len(good)
+            first, count = first + pull.num_done, count + len(good)
             if failure is not None:
                 if not count:
                     raise failure
@@ -177,10 +179,10 @@ class PeerClient:
 
     def close(self) -> None:
         try:
-            self._releases.put(None, timeout=_RELEASE_S)
+            self._releases.put(None, timeout=_RELEASE_TIMEOUT_S)
         except queue.Full:
             _log.warning("kv_releases_left", count=self._releases.qsize())
-        self._releaser.join(2 * _RELEASE_S)
+        self._releaser.join(2 * _RELEASE_TIMEOUT_S)
         with self._lock:
             peers, self._peers = list(self._peers.values()), OrderedDict()
         for peer in peers:
@@ -193,9 +195,9 @@ class PeerClient:
     ) -> PeerUnavailable | None:
         """Pull all blocks of one rank, round by round. Returns the error that ended it early."""
         try:
-            while pull.at < len(keys):
+            while pull.num_done < len(keys):
                 view = self._round(share, lease_id, first_index, keys, pull, pull.until_s)
-                if view.complete and view.num_ready <= first_index + pull.at:
+                if view.complete and view.num_ready <= first_index + pull.num_done:
                     return None  # the lease has no more blocks
         except PeerUnavailable as failure:
             return failure
@@ -218,27 +220,27 @@ class PeerClient:
         reason: PeerUnavailable | None = None
         while True:
             try:
-                patience_s = pull.patience_s()
+                timeout_s = pull.timeout_s()
             except PeerUnavailable as late:
                 raise reason or late from None
-            del pull.names[pull.at :]  # names of blocks that an earlier try did not bring
-            limit = min(MAX_BLOCKS, len(pull.filled) - pull.at)
-            wanted = None if keys is None else keys[pull.at : pull.at + limit]
-            wait_s = min(_WAIT_S, patience_s)
+            del pull.names[pull.num_done :]  # names of blocks that an earlier try did not bring
+            limit = min(MAX_BLOCKS, len(pull.filled) - pull.num_done)
+            wanted = None if keys is None else keys[pull.num_done : pull.num_done + limit]
+            wait_s = min(_MAX_SERVER_WAIT_S, timeout_s)
             request = BlockRequest(
-                lease_id, first_index + pull.at, wanted, limit, wait_s, share.first_head, share.end_head
+                lease_id, first_index + pull.num_done, wanted, limit, wait_s, share.first_head, share.end_head
             )
             was_kept = False
             try:
-                with peer.connection(patience_s) as connection:
+                with peer.connection(timeout_s) as connection:
                     was_kept = connection.was_kept
                     link = peer.link(connection, self._kv, pull.sink, self._before_write)
                     return link.take(connection, request, pull)
-            except PeerLost as lost:
+            except PeerLost as error:
                 if not was_kept or reason is not None:
                     self._drop(peer)
                     raise
-                reason = lost
+                reason = error
             except PeerUnavailable as refusal:
                 if refusal.code != "kv_lease_unknown" or time.monotonic() > opens_by_s:
                     raise
@@ -250,13 +252,13 @@ class PeerClient:
         for address in ticket.address.split(","):
             peer = self._peer(address, ticket.engine_id)
             try:
-                peer.ensure_welcomed(deadline_s - time.monotonic())
+                peer.ensure_handshake(deadline_s - time.monotonic())
                 peers.append((_layout_of(peer, ours), peer))
-            except PeerUnavailable as lost:
+            except PeerUnavailable as error:
                 self._drop(peer)
-                failure = lost
+                failure = error
         shares, head = [], ours.first_head
-        for layout, peer in sorted(peers, key=lambda one: one[0].first_head):
+        for layout, peer in sorted(peers, key=lambda entry: entry[0].first_head):
             if layout.first_head <= head < min(layout.end_head, ours.end_head):
                 shares.append(_RankShare(peer, head, min(layout.end_head, ours.end_head)))
                 head = shares[-1].end_head
@@ -274,8 +276,8 @@ class PeerClient:
                 self._peers[address, engine_id] = peer
             self._peers.move_to_end((address, engine_id))
             old = [self._peers.popitem(last=False)[1] for _ in range(len(self._peers) - _MAX_PEERS)]
-        for one in old:
-            one.close()
+        for evicted_peer in old:
+            evicted_peer.close()
         return peer
 
     def _drop(self, peer: RemotePeer) -> None:
@@ -289,7 +291,7 @@ class PeerClient:
         silent_until_s: dict[tuple[str, str], float] = {}  # a failing release delays the releases of other leases
         while True:
             try:
-                ticket = self._releases.get(timeout=_SWEEP_S)
+                ticket = self._releases.get(timeout=_SWEEP_INTERVAL_S)
             except queue.Empty:
                 with self._lock:
                     peers = list(self._peers.values())
@@ -304,23 +306,23 @@ class PeerClient:
             for address in ticket.address.split(","):
                 named = (address, ticket.engine_id)
                 if named not in silent_until_s and not self._release(*named, ticket.lease_id):
-                    silent_until_s[named] = time.monotonic() + _SILENT_S
+                    silent_until_s[named] = time.monotonic() + _RELEASE_PAUSE_S
 
     def _release(self, address: str, engine_id: str, lease_id: str) -> bool:
         """Release one lease. Returns False if the peer could not be reached."""
         while True:
             peer, was_kept = self._peer(address, engine_id), False
             try:
-                with peer.connection(_RELEASE_S) as connection:
+                with peer.connection(_RELEASE_TIMEOUT_S) as connection:
                     was_kept = connection.was_kept
-                    connection.limit(_RELEASE_S, _RELEASE_S)
+                    connection.limit(_RELEASE_TIMEOUT_S, _RELEASE_TIMEOUT_S)
                     connection.send(FrameKind.RELEASE, lease_id.encode())
                     connection.receive(FrameKind.RELEASED)
                 return True
-            except PeerUnavailable as lost:
+            except PeerUnavailable as error:
                 self._drop(peer)
                 if not was_kept:  # otherwise the kept connection may have been broken for long, and is replaced
-                    _log.event("kv_release_failed", peer=address, lease=lease_id, reason=lost.message)
+                    _log.event("kv_release_failed", peer=address, lease=lease_id, reason=error.message)
                     return False
 
     def _count(self, num_blocks: int, num_corrupt: int, part_bytes: int) -> None:

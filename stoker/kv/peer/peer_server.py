@@ -38,7 +38,7 @@ from stoker.kv.peer.peer_wire import (
     unpack_confirm,
 )
 from stoker.kv.peer.transports.tcp import send_blocks
-from stoker.kv.peer.transports.transport import IO_S, make_transports
+from stoker.kv.peer.transports.transport import IO_TIMEOUT_S, make_transports
 
 _MAX_CONNECTIONS = 256
 _MAX_WAIT_S = 60.0
@@ -72,8 +72,10 @@ class PeerServer:
         on_release: Callable[[str], None],
         engine_id: str | None = None,
     ) -> None:
-        """`on_release(lease_id)` is called on a server thread when a peer has pulled all it wants. Ranks of one engine
-        share an `engine_id`."""
+        """`on_release(lease_id)` is called on a server thread when a peer has pulled all the blocks that it needs.
+
+        Ranks of one engine share an `engine_id`.
+        """
         if settings.secret is None and not _is_loopback(settings.host):
             raise ConfigError(
                 f"handoff.host={settings.host} needs handoff.secret: without it, all processes that reach it could read KV"
@@ -109,38 +111,36 @@ class PeerServer:
         # close() alone does not wake the thread in accept().
         try:
             self._listener.shutdown(socket.SHUT_RDWR)
-        except OSError as gone:
-            _log.event("kv_listener_was_gone", reason=str(gone))
-        self._acceptor.join(IO_S)
+        except OSError as error:
+            _log.event("kv_listener_already_closed", reason=str(error))
+        self._acceptor.join(IO_TIMEOUT_S)
         self._listener.close()
         for connection, thread in open_now:
             connection.shut()
-            thread.join(IO_S)
+            thread.join(IO_TIMEOUT_S)
         self._leases.wake()
-        self._checksummer.join(IO_S)
+        self._checksummer.join(IO_TIMEOUT_S)
         for transport in self._transports.values():
             transport.close()
 
     def _compute_checksums(self) -> None:
         """Checksum blocks as they become ready, so that a pull need not wait for it."""
         layout = self._kv.layout
-        whole, limit = (
-            head_slice(layout, layout.first_head, layout.end_head),
-            max(1, _CHECKSUM_BYTES // layout.block_bytes),
-        )
+        all_heads = head_slice(layout, layout.first_head, layout.end_head)
+        limit = max(1, _CHECKSUM_BYTES // layout.block_bytes)
         while not self._is_closed:
             if (found := self._leases.next_unchecked(limit, _CHECKSUM_WAIT_S)) is not None:
-                self._leases.set_checksums(found, self._source.checksums(found.blocks, whole))
+                self._leases.set_checksums(found, self._source.checksums(found.blocks, all_heads))
 
     def _accept(self) -> None:
         while True:
             try:
                 sock, peer = self._listener.accept()
-            except OSError as failed:
+            except OSError as error:
                 if self._is_closed:
                     return
                 # For example, too many open files. Waiting clients are accepted when there are fewer.
-                _log.warning("kv_accept_failed", reason=str(failed))
+                _log.warning("kv_accept_failed", reason=str(error))
                 time.sleep(_ACCEPT_AGAIN_S)
                 continue
             connection = PeerConnection(sock)
@@ -162,25 +162,25 @@ class PeerServer:
         except BadFrame as bad:
             self._count(bad=1)
             _log.warning("kv_bad_frame", peer=peer, reason=bad.message)
-        except PeerUnavailable as lost:
-            _log.event("kv_peer_left", peer=peer, reason=lost.message)
+        except PeerUnavailable as error:
+            _log.event("kv_peer_left", peer=peer, reason=error.message)
         finally:
             with self._lock:
                 del self._connections[connection]
             connection.close()
 
     def _handshake(self, connection: PeerConnection, peer: str) -> bool:
-        """Do the handshake. The server proves first that it knows the secret, so that a client tells nothing to a
-        stranger. Returns False if the client was refused."""
-        connection.limit(IO_S, IO_S)
+        """Do the handshake. The server proves first that it knows the secret, so that a client
+        reveals nothing to an unauthenticated server. Returns False if the client was refused."""
+        connection.limit(IO_TIMEOUT_S, IO_TIMEOUT_S)
         hello = load_json(connection.receive(FrameKind.HELLO, hello=True)[1])
         secret = self._settings.secret
         try:
             if hello.get("version") != VERSION:
                 raise PeerUnavailable(f"version: {VERSION} here, {hello.get('version')} there", code="kv_version")
-            nonces = _nonce(hello.get("nonce")) + (own := secrets.token_bytes(16))
-            shown = proof(secret, b"server", nonces).hex()
-            connection.send_json(FrameKind.CHALLENGE, {"nonce": own.hex(), "proof": shown})
+            nonces = _nonce(hello.get("nonce")) + (own_nonce := secrets.token_bytes(16))
+            server_proof = proof(secret, b"server", nonces).hex()
+            connection.send_json(FrameKind.CHALLENGE, {"nonce": own_nonce.hex(), "proof": server_proof})
             payload = connection.receive(FrameKind.PROVE, hello=True)[1]
             if not hmac.compare_digest(payload[:32], proof(secret, b"client", nonces, payload[32:])):
                 raise PeerUnavailable("secret: not the same on both sides", code="kv_secret")
@@ -209,14 +209,14 @@ class PeerServer:
             raise PeerUnavailable(message, code="kv_engine_gone")
         try:
             identity = KvIdentity(**theirs)  # type: ignore[arg-type]  # values that are not strings differ
-        except TypeError as wrong:
-            raise BadFrame(f"an identity with other fields: {wrong}") from wrong
+        except TypeError as error:
+            raise BadFrame(f"an identity with other fields: {error}") from error
         differences = self._identity.differences(identity)
         if differences:
             raise PeerUnavailable("; ".join(differences), code="kv_identity_differs")
 
     def _serve(self, connection: PeerConnection) -> None:
-        answers = {
+        handlers = {
             FrameKind.OPEN: self._open,
             FrameKind.LOCATE: self._locate,
             FrameKind.READ: self._read,
@@ -224,10 +224,10 @@ class PeerServer:
             FrameKind.RELEASE: self._release,
         }
         while True:
-            connection.limit(0, IO_S)  # between two pulls a client may be silent for hours
-            kind, payload = connection.receive(*answers)
+            connection.limit(0, IO_TIMEOUT_S)  # between two pulls a client may be silent for hours
+            kind, payload = connection.receive(*handlers)
             try:
-                answers[kind](connection, payload)
+                handlers[kind](connection, payload)
             except PeerUnavailable as refusal:
                 if isinstance(refusal, PeerLost | BadFrame):
                     raise
@@ -243,7 +243,7 @@ class PeerServer:
     def _locate(self, connection: PeerConnection, payload: bytes) -> None:
         """Reply where blocks are, with their checksums."""
         request = self._request(payload)
-        view = self._leases.look(request.lease_id, request.first, request.keys, request.limit, request.wait_s)
+        view = self._leases.view(request.lease_id, request.first, request.keys, request.limit, request.wait_s)
         checksums: list[int] = []
         if view.blocks:
             with self._leases.reading(request.lease_id, view.generation) as may_read:
@@ -260,7 +260,7 @@ class PeerServer:
         if "tcp" not in self._transports:
             raise PeerUnavailable(f"transport 'tcp' is not among {', '.join(self._transports)}")
         request = self._request(payload)
-        view = self._leases.look(request.lease_id, request.first, request.keys, request.limit, request.wait_s)
+        view = self._leases.view(request.lease_id, request.first, request.keys, request.limit, request.wait_s)
         connection.send(FrameKind.DATA, BlockReply(view, []).pack())
         count = send_blocks(connection, self._source, self._leases, self._kv.layout, request, view)
         self._count(sent_blocks=count)
@@ -271,7 +271,7 @@ class PeerServer:
         connection.send(FrameKind.CONFIRMED, b"\x01" if held else b"\x00")
 
     def _release(self, connection: PeerConnection, payload: bytes) -> None:
-        """A client needs the lease no longer."""
+        """Release a lease that a client no longer needs. Reply whether it was known."""
         lease_id = payload.decode(errors="replace")
         is_known = lease_id in self._leases
         if is_known:

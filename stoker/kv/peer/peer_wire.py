@@ -31,8 +31,8 @@ _MAX_PAYLOAD = 16 << 20
 _MAX_HELLO = 1 << 16  # before the other side is authenticated
 _MARK = 0x4B56
 _HEADER = struct.Struct("<HBxI")
-_ASK = struct.Struct("<IIdHHB?HI")
-_ANSWER = struct.Struct("<QII?I")
+_REQUEST = struct.Struct("<IIdHHB?HI")
+_REPLY = struct.Struct("<QII?I")
 _NAME = struct.Struct("<BBHI")
 _CONFIRM = struct.Struct("<Q")
 TRAILER = struct.Struct("<QB")  # after a block's bytes: checksum, and whether the lease still had this placement
@@ -105,8 +105,8 @@ class PeerConnection:
         """Send raw bytes. `more`: further bytes follow at once, so a few bytes need no packet of their own."""
         try:
             self._sock.sendall(data, socket.MSG_MORE if more else 0)
-        except OSError as lost:
-            raise PeerLost(f"sending {len(data)} bytes: {lost}") from lost
+        except OSError as error:
+            raise PeerLost(f"sending {len(data)} bytes: {error}") from error
 
     def receive(self, *kinds: FrameKind, hello: bool = False) -> tuple[FrameKind, bytes]:
         """Receive the next frame, which must be of one of these kinds. Raises PeerUnavailable with the peer's reason if
@@ -128,19 +128,19 @@ class PeerConnection:
         return bytes(data)
 
     def receive_into(self, view: memoryview) -> None:
-        limit_s, at, end = self._limits[0], 0, len(view)
+        limit_s, offset, end = self._limits[0], 0, len(view)
         until_s = time.monotonic() + (limit_s or inf)
-        while at < end:
+        while offset < end:
             try:
-                count = self._sock.recv_into(view[at:], end - at, socket.MSG_WAITALL)
-            except OSError as lost:
-                raise PeerLost(f"{end - at} of {end} bytes did not arrive: {lost}") from lost
+                count = self._sock.recv_into(view[offset:], end - offset, socket.MSG_WAITALL)
+            except OSError as error:
+                raise PeerLost(f"{end - offset} of {end} bytes did not arrive: {error}") from error
             if not count:
-                raise PeerLost(f"the connection ended, {end - at} of {end} bytes are missing")
-            at += count
+                raise PeerLost(f"the connection ended, {end - offset} of {end} bytes are missing")
+            offset += count
             # The kernel's timeout applies to one call, and every received byte starts another call.
-            if at < end and time.monotonic() >= until_s:
-                raise PeerLost(f"{end - at} of {end} bytes did not arrive in {limit_s:.2f} s")
+            if offset < end and time.monotonic() >= until_s:
+                raise PeerLost(f"{end - offset} of {end} bytes did not arrive in {limit_s:.2f} s")
 
     def is_idle(self) -> bool:
         """Return True if the connection is open and nothing was received on it. A kept connection must be silent."""
@@ -167,15 +167,15 @@ def load_json(payload: bytes) -> dict[str, Any]:
     """Decode a JSON object. Raises BadFrame."""
     try:
         content = json.loads(payload)
-    except (ValueError, RecursionError) as wrong:  # RecursionError: deeply nested brackets
-        raise BadFrame(f"{len(payload)} bytes that are not JSON") from wrong
+    except (ValueError, RecursionError) as error:  # RecursionError: deeply nested brackets
+        raise BadFrame(f"{len(payload)} bytes that are not JSON") from error
     if not isinstance(content, dict):
         raise BadFrame("JSON that is not an object")
     return content
 
 
 def proof(secret: str | None, side: bytes, nonces: bytes, content: bytes = b"") -> bytes:
-    """Return a proof that a side knows the secret, or that it has none either."""
+    """Return the HMAC by which one side proves that it knows the shared secret. Without a secret, the key is empty."""
     return hmac.digest((secret or "").encode(), b"stoker-kv:" + side + b":" + nonces + content, hashlib.sha256)
 
 
@@ -197,7 +197,7 @@ class BlockRequest:
         key_bytes = len(keys[0]) if keys else 0
         if any(len(key) != key_bytes for key in keys):
             raise ValueError("keys of different lengths")
-        head = _ASK.pack(
+        head = _REQUEST.pack(
             self.first, self.limit, self.wait_s, self.first_head, self.end_head,
             key_bytes, self.keys is not None, len(lease_id), len(keys),
         )  # fmt: skip
@@ -206,13 +206,13 @@ class BlockRequest:
     @staticmethod
     def unpack(payload: bytes) -> BlockRequest:
         try:
-            first, limit, wait_s, first_head, end_head, key_bytes, has_keys, id_bytes, num_keys = _ASK.unpack_from(
+            first, limit, wait_s, first_head, end_head, key_bytes, has_keys, id_bytes, num_keys = _REQUEST.unpack_from(
                 payload
             )
-            start = _ASK.size + id_bytes
-            lease_id = payload[_ASK.size : start].decode()
-        except (struct.error, UnicodeDecodeError) as wrong:
-            raise BadFrame(f"request of {len(payload)} bytes") from wrong
+            start = _REQUEST.size + id_bytes
+            lease_id = payload[_REQUEST.size : start].decode()
+        except (struct.error, UnicodeDecodeError) as error:
+            raise BadFrame(f"request of {len(payload)} bytes") from error
         # NaN fails the comparison too.
         if start + num_keys * key_bytes != len(payload) or limit > MAX_BLOCKS or not 0 <= wait_s <= 3600:
             raise BadFrame(f"request of {len(payload)} bytes with {num_keys} keys, limit {limit}, wait {wait_s}")
@@ -230,25 +230,25 @@ class BlockReply:
 
     def pack(self) -> bytes:
         view = self.view
-        head = _ANSWER.pack(view.generation, len(view.blocks), view.num_ready, view.complete, len(self.checksums))
+        head = _REPLY.pack(view.generation, len(view.blocks), view.num_ready, view.complete, len(self.checksums))
         body = array("I", view.blocks).tobytes() + array("Q", self.checksums).tobytes()
         return head + body + b"".join(map(_pack_name, view.names))
 
     @staticmethod
     def unpack(payload: bytes) -> BlockReply:
         try:
-            generation, num_blocks, num_ready, complete, num_checksums = _ANSWER.unpack_from(payload)
-            checksums_at = _ANSWER.size + 4 * num_blocks
+            generation, num_blocks, num_ready, complete, num_checksums = _REPLY.unpack_from(payload)
+            checksums_at = _REPLY.size + 4 * num_blocks
             names_at = checksums_at + 8 * num_checksums
-            blocks = array("I", payload[_ANSWER.size : checksums_at]).tolist()
+            blocks = array("I", payload[_REPLY.size : checksums_at]).tolist()
             checksums = array("Q", payload[checksums_at:names_at]).tolist()
             names = _unpack_names(payload, names_at)
-        except (struct.error, ValueError) as wrong:
-            raise BadFrame(f"reply of {len(payload)} bytes") from wrong
+        except (struct.error, ValueError) as error:
+            raise BadFrame(f"reply of {len(payload)} bytes") from error
         if len(blocks) != num_blocks or len(checksums) != num_checksums or num_blocks > MAX_BLOCKS:
             raise BadFrame(f"reply of {len(payload)} bytes for {num_blocks} blocks")
         return BlockReply(
-            LeaseView(generation, [BlockId(one) for one in blocks], names, num_ready, complete), checksums
+            LeaseView(generation, [BlockId(block) for block in blocks], names, num_ready, complete), checksums
         )
 
 
@@ -259,25 +259,25 @@ def _pack_name(name: BlockName) -> bytes:
     return head + name.key + name.parent + salt + array("I", name.token_ids).tobytes()
 
 
-def _unpack_names(payload: bytes, at: int) -> list[BlockName]:
+def _unpack_names(payload: bytes, offset: int) -> list[BlockName]:
     names = []
-    while at < len(payload):
-        key_bytes, parent_bytes, salt_bytes, num_tokens = _NAME.unpack_from(payload, at)
-        key_at = at + _NAME.size
+    while offset < len(payload):
+        key_bytes, parent_bytes, salt_bytes, num_tokens = _NAME.unpack_from(payload, offset)
+        key_at = offset + _NAME.size
         parent_at = key_at + key_bytes
         salt_at = parent_at + parent_bytes
         tokens_at = salt_at + salt_bytes
-        at = tokens_at + 4 * num_tokens
+        offset = tokens_at + 4 * num_tokens
         salt = payload[salt_at:tokens_at].decode()
         names.append(
             BlockName(
                 BlockKey(payload[key_at:parent_at]),
                 BlockKey(payload[parent_at:salt_at]),
-                tuple(array("I", payload[tokens_at:at])),
+                tuple(array("I", payload[tokens_at:offset])),
                 salt[1:] if salt else None,
             )
         )
-        if at > len(payload):
+        if offset > len(payload):
             raise ValueError("truncated name")
     return names
 
@@ -290,5 +290,5 @@ def unpack_confirm(payload: bytes) -> tuple[str, int]:
     try:
         (generation,) = _CONFIRM.unpack_from(payload)
         return payload[_CONFIRM.size :].decode(), generation
-    except (struct.error, UnicodeDecodeError) as wrong:
-        raise BadFrame(f"CONFIRM of {len(payload)} bytes") from wrong
+    except (struct.error, UnicodeDecodeError) as error:
+        raise BadFrame(f"CONFIRM of {len(payload)} bytes") from error

@@ -22,7 +22,7 @@ from stoker.kv.device.device_kv import DeviceKv
 from stoker.kv.peer.block_bytes import BeforeWrite, BlockSink
 from stoker.kv.peer.peer_wire import VERSION, BadFrame, FrameKind, PeerConnection, PeerLost, load_json, proof
 from stoker.kv.peer.transports.tcp import TcpLink
-from stoker.kv.peer.transports.transport import IO_S, Link, Transport
+from stoker.kv.peer.transports.transport import IO_TIMEOUT_S, Link, Transport
 
 _MAX_IDLE = 8
 _log = EventLog("kv.peer")
@@ -56,8 +56,8 @@ class RemotePeer:
         """The peer's layout, known after the first connection."""
         try:
             return KvLayout(**self._welcome["layout"])
-        except (KeyError, TypeError) as wrong:
-            raise BadFrame(f"WELCOME without a layout: {wrong!r}") from wrong
+        except (KeyError, TypeError) as error:
+            raise BadFrame(f"WELCOME without a layout: {error!r}") from error
 
     @contextmanager
     def connection(self, timeout_s: float) -> Iterator[PeerConnection]:
@@ -70,7 +70,7 @@ class RemotePeer:
         finally:
             self._give_back(connection, is_good)
 
-    def ensure_welcomed(self, timeout_s: float) -> None:
+    def ensure_handshake(self, timeout_s: float) -> None:
         """Do the handshake if that was not done yet. The peer's layout is known afterwards."""
         if not self._welcome:
             with self.connection(timeout_s):
@@ -86,13 +86,13 @@ class RemotePeer:
         if link.supports(sink):
             return link
         if "tcp" not in self._transports or "tcp" not in self._welcome["transports"]:
-            raise PeerUnavailable(f"{type(link).__name__} cannot bring bytes there, and tcp is not allowed")
+            raise PeerUnavailable(f"{type(link).__name__} cannot write to this destination, and tcp is not allowed")
         return TcpLink()
 
     def sweep(self) -> bool:
         """Drop connections that have ended. False: there were some and none is left, so that the peer may be gone."""
         with self._lock:
-            before, kept = self._idle, [one for one in self._idle if one.is_idle()]
+            before, kept = self._idle, [connection for connection in self._idle if connection.is_idle()]
             self._idle = kept
         for connection in set(before) - set(kept):
             connection.close()
@@ -129,28 +129,30 @@ class RemotePeer:
 
     def _connect(self, timeout_s: float) -> PeerConnection:
         try:
-            sock = socket.create_connection(split_address(self.address), timeout=max(0.001, min(IO_S, timeout_s)))
-        except (OSError, ValueError) as lost:
-            raise PeerLost(f"{self.address}: {lost}") from lost
+            sock = socket.create_connection(
+                split_address(self.address), timeout=max(0.001, min(IO_TIMEOUT_S, timeout_s))
+            )
+        except (OSError, ValueError) as error:
+            raise PeerLost(f"{self.address}: {error}") from error
         connection = PeerConnection(sock)
         try:
-            connection.limit(max(0.001, min(IO_S, timeout_s)), IO_S)
-            self._introduce(connection)
+            connection.limit(max(0.001, min(IO_TIMEOUT_S, timeout_s)), IO_TIMEOUT_S)
+            self._handshake(connection)
         except PeerUnavailable:
             connection.close()
             raise
         return connection
 
-    def _introduce(self, connection: PeerConnection) -> None:
+    def _handshake(self, connection: PeerConnection) -> None:
         nonce, secret = secrets.token_bytes(16), self._settings.secret
         connection.send_json(FrameKind.HELLO, {"version": VERSION, "nonce": nonce.hex()})
         challenge = load_json(connection.receive(FrameKind.CHALLENGE, hello=True)[1])
         try:
             nonces = nonce + bytes.fromhex(challenge["nonce"])
-            shown = bytes.fromhex(challenge["proof"])
-        except (KeyError, TypeError, ValueError) as wrong:
-            raise BadFrame(f"CHALLENGE with missing fields: {wrong!r}") from wrong
-        if not hmac.compare_digest(shown, proof(secret, b"server", nonces)):
+            server_proof = bytes.fromhex(challenge["proof"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise BadFrame(f"CHALLENGE with missing fields: {error!r}") from error
+        if not hmac.compare_digest(server_proof, proof(secret, b"server", nonces)):
             raise PeerUnavailable("secret: not the same on both sides", code="kv_secret")
         body = json.dumps({"engine_id": self.engine_id, "identity": asdict(self._identity)}).encode()
         connection.send(FrameKind.PROVE, proof(secret, b"client", nonces, body) + body)
@@ -171,6 +173,6 @@ class RemotePeer:
             except PeerUnavailable as refusal:
                 reasons.append(f"{name}: {refusal.message}")
                 continue
-            _log.event("kv_peer_linked", peer=self.address, transport=name, passed_over=reasons)
+            _log.event("kv_peer_linked", peer=self.address, transport=name, skipped=reasons)
             return link
-        raise PeerUnavailable(f"no way to {self.address}: {'; '.join(reasons)}", code="kv_no_transport")
+        raise PeerUnavailable(f"no transport to {self.address} works: {'; '.join(reasons)}", code="kv_no_transport")

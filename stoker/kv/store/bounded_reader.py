@@ -37,7 +37,7 @@ class BoundedReader:
         try:
             return buffers, reading.result(timeout=max(0.0, until_s - started_s))
         except TimeoutError:
-            tier.late(len(keys), time.monotonic() - started_s)
+            tier.record_timeout(len(keys), time.monotonic() - started_s)
             reading.cancel()  # a read that has not started yet is not needed any more
             reading.add_done_callback(lambda done: self._read_abandoned(done, buffers))
             raise TierUnavailable(f"{tier.name}: {len(keys)} blocks did not arrive in time") from None

@@ -49,12 +49,14 @@ class BufferPool:
                 return None
             self._left -= 1
         try:
-            return self._make()
-        except (OSError, RuntimeError) as failed:  # RuntimeError: memory cannot be pinned
+            return self._allocate()
+        except (OSError, RuntimeError) as error:  # RuntimeError: memory cannot be pinned
             with self._lock:
                 self._left += 1
                 self._pause_until_s = time.monotonic() + _ALLOCATION_PAUSE_S
-            log.warning("kv_buffer_not_made", bytes=self._block_bytes, reason=str(failed), pause_s=_ALLOCATION_PAUSE_S)
+            log.warning(
+                "kv_buffer_allocation_failed", bytes=self._block_bytes, reason=str(error), pause_s=_ALLOCATION_PAUSE_S
+            )
             return None
 
     def give_back(self, buffers: Iterable[HostBytes]) -> None:
@@ -69,7 +71,7 @@ class BufferPool:
     def take_or_allocate(self) -> HostBytes:
         """Return a buffer of the set, or allocate an additional one."""
         buffer = self.take()
-        return self._make() if buffer is None else buffer
+        return self._allocate() if buffer is None else buffer
 
-    def _make(self) -> HostBytes:
+    def _allocate(self) -> HostBytes:
         return new_buffer(self._block_bytes, self._pinned)

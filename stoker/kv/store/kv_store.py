@@ -51,8 +51,8 @@ class TierEvent:
 
 @dataclass(frozen=True, slots=True)
 class StoreContext:
-    """What the store must know of the engine. `wake` is called from any thread when the engine should look at the
-    store."""
+    """What the store must know of the engine. `wake` is called from any thread when the store has results for the
+    engine."""
 
     fingerprint: str
     block_tokens: int

@@ -21,15 +21,15 @@ from stoker.kv.store.speed import Speed
 
 IN_RAM = "CPU"
 
-_AT_A_TIME = 16  # blocks per read; the deadline is checked between reads
+_BATCH_BLOCKS = 16  # blocks per read; the deadline is checked between reads
 _GUESS_PEER_BYTES_PER_S = 1e9
-# The deadline of a load is _PATIENCE times the expected time plus a constant, or a share of the time that computing
-# would take, whichever is longer. From a tier, loading must not delay an answer much more than computing would. From a
-# peer, the blocks exist, and computing them again would delay all sequences that decode here; a dead peer is detected
-# in other ways.
-_PATIENCE = 3.0
-_TIER_PATIENCE_S, _TIER_SHARE = 0.05, 0.05
-_PEER_PATIENCE_S, _PEER_SHARE = 1.0, 1.0
+# The timeout of a load is _TIMEOUT_FACTOR times the expected time plus a constant, or a share of the time that
+# computing would take, whichever is longer. From a tier, loading must not delay an answer much more than computing
+# would. From a peer, the blocks exist, and computing them again would delay all sequences that decode here; a dead peer
+# is detected in other ways.
+_TIMEOUT_FACTOR = 3.0
+_TIER_GRACE_S, _TIER_COMPUTE_SHARE = 0.05, 0.05
+_PEER_GRACE_S, _PEER_COMPUTE_SHARE = 1.0, 1.0
 _PEER = "peer"
 
 log = logs.EventLog("kv")
@@ -70,7 +70,7 @@ class Loader:
         block_bytes: int,
         compute_s: Callable[[int], float],
     ) -> None:
-        self.pulls = Speed(_GUESS_PEER_BYTES_PER_S)
+        self._pull_speed = Speed(_GUESS_PEER_BYTES_PER_S)
         self._tiers = tiers
         self._peers = peers
         self._io = io
@@ -95,7 +95,7 @@ class Loader:
         # A tier that hangs is not worth reading, so it must not raise the expected time.
         holders = first_holders([tier for tier in self._tiers if self.is_worth(tier)], wanted.keys)
         ticket = wanted.ticket
-        deadline_s = time.monotonic() + self._patience_s(holders, ticket is not None)
+        deadline_s = time.monotonic() + self._timeout_s(holders, ticket is not None)
         pulls_first = self._pulls_are_faster(holders)
         if ticket is not None and pulls_first:
             elsewhere = [i for i, tier in enumerate(holders) if tier is None or tier.backend.medium != IN_RAM]
@@ -106,18 +106,18 @@ class Loader:
         if ticket is not None and not pulls_first:
             self._pull(wanted, ticket, sources, list(range(len(sources))), deadline_s)
 
-    def _patience_s(self, holders: Sequence[MeasuredTier | None], may_pull: bool) -> float:
+    def _timeout_s(self, holders: Sequence[MeasuredTier | None], may_pull: bool) -> float:
         """Return how long a load may take."""
         expected_s = sum(tier.speed.seconds(self._block_bytes) for tier in holders if tier is not None)
         if may_pull:
-            expected_s += self.pulls.seconds(holders.count(None) * self._block_bytes)
-        patience_s, share = (_PEER_PATIENCE_S, _PEER_SHARE) if may_pull else (_TIER_PATIENCE_S, _TIER_SHARE)
-        return max(_PATIENCE * expected_s + patience_s, share * self._compute_s(len(holders)))
+            expected_s += self._pull_speed.seconds(holders.count(None) * self._block_bytes)
+        grace_s, share = (_PEER_GRACE_S, _PEER_COMPUTE_SHARE) if may_pull else (_TIER_GRACE_S, _TIER_COMPUTE_SHARE)
+        return max(_TIMEOUT_FACTOR * expected_s + grace_s, share * self._compute_s(len(holders)))
 
     def _pulls_are_faster(self, holders: Sequence[MeasuredTier | None]) -> bool:
         """Return True if pulling from the peer is faster than the slowest tier that holds any of these blocks."""
         slowest = min((tier.speed.bytes_per_s for tier in holders if tier is not None), default=0.0)
-        return self.pulls.bytes_per_s > slowest
+        return self._pull_speed.bytes_per_s > slowest
 
     def _pull(
         self, wanted: KvLoad, ticket: KvTicket, sources: list[str | None], indices: list[int], deadline_s: float
@@ -128,10 +128,10 @@ class Loader:
             keys, blocks = wanted.keys[run.start : run.stop], wanted.blocks[run.start : run.stop]
             try:
                 arrived = self._peers.pull(ticket, wanted.first + run.start, keys, blocks, deadline_s)
-            except PeerUnavailable as lost:
-                log.warning("kv_pull_failed", lease=ticket.lease_id, peer=ticket.address, reason=lost.message)
+            except PeerUnavailable as error:
+                log.warning("kv_pull_failed", lease=ticket.lease_id, peer=ticket.address, reason=error.message)
                 return
-            self.pulls.observe(sum(arrived) * self._block_bytes, time.monotonic() - started_s)
+            self._pull_speed.observe(sum(arrived) * self._block_bytes, time.monotonic() - started_s)
             for i, is_there in zip(run, arrived, strict=True):
                 sources[i] = _PEER if is_there else None
 
@@ -139,8 +139,8 @@ class Loader:
         self, tier: MeasuredTier, wanted: KvLoad, sources: list[str | None], indices: list[int], deadline_s: float
     ) -> None:
         """Read blocks from one tier until the deadline."""
-        for start in range(0, len(indices), _AT_A_TIME):
-            batch = indices[start : start + _AT_A_TIME]
+        for start in range(0, len(indices), _BATCH_BLOCKS):
+            batch = indices[start : start + _BATCH_BLOCKS]
             keys, blocks = [wanted.keys[i] for i in batch], [wanted.blocks[i] for i in batch]
             own = self._own_buffers(blocks) if tier.backend.medium == IN_RAM else None
             try:

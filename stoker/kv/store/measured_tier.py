@@ -56,17 +56,17 @@ class MeasuredTier:
         """Return which blocks are in the tier. A tier that cannot answer counts as empty."""
         try:
             return self.backend.find(keys)
-        except TierUnavailable as lost:
-            self._note_lost(lost)
+        except TierUnavailable as error:
+            self._note_lost(error)
             return [False] * len(keys)
 
     def read(self, keys: Sequence[BlockKey], into: Sequence[HostBytes]) -> list[bool]:
         started_s = time.monotonic()
         try:
             right = self.backend.read(keys, into)
-        except TierUnavailable as lost:
+        except TierUnavailable as error:
             self.speed.failed(time.monotonic() - started_s)
-            self._note_lost(lost)
+            self._note_lost(error)
             raise
         seconds, hits = time.monotonic() - started_s, sum(right)
         num_bytes = hits * (into[0].nbytes if into else 0)
@@ -82,9 +82,9 @@ class MeasuredTier:
         started_s = time.monotonic()
         try:
             taken = self.backend.write(names, data, checksums)
-        except TierUnavailable as lost:
+        except TierUnavailable as error:
             self.counters.declined += len(names)
-            self._note_lost(lost)
+            self._note_lost(error)
             raise
         with self._lock:
             self.counters.written_bytes += sum(
@@ -97,8 +97,8 @@ class MeasuredTier:
     def catch_up(self) -> None:
         try:
             self.backend.catch_up()
-        except TierUnavailable as lost:
-            self._note_lost(lost)
+        except TierUnavailable as error:
+            self._note_lost(error)
 
     def measure(self, block_bytes: int) -> None:
         """Measure the speed by writing one block and reading it back, before the first decision relies on it."""
@@ -121,8 +121,8 @@ class MeasuredTier:
                 with self._lock:
                     self.speed.replace(block_bytes, min(taken_s))
             self.backend.drop([name.key])
-        except TierUnavailable as lost:
-            self._note_lost(lost)
+        except TierUnavailable as error:
+            self._note_lost(error)
 
     def measure_again(self, block_bytes: int) -> None:
         """Measure again after half a minute without a measurement. A tier that was too slow is not read, and would stay
@@ -134,7 +134,7 @@ class MeasuredTier:
             self._measuring = threading.Thread(target=self.measure, args=(block_bytes,), name=name, daemon=True)
             self._measuring.start()
 
-    def late(self, num_blocks: int, seconds: float) -> None:
+    def record_timeout(self, num_blocks: int, seconds: float) -> None:
         """Count blocks that did not arrive within `seconds` as misses, and lower the measured speed."""
         with self._lock:
             self.speed.failed(seconds)

@@ -61,8 +61,8 @@ class TierPrefetcher:
             self._peers.read_ahead(
                 ticket, lambda names, data: self._write(names, data, ram), time.monotonic() + _PULL_S
             )
-        except (PeerUnavailable, TierUnavailable) as lost:
-            log.event("kv_read_ahead_failed", lease=ticket.lease_id, reason=lost.message)
+        except (PeerUnavailable, TierUnavailable) as error:
+            log.event("kv_read_ahead_failed", lease=ticket.lease_id, reason=error.message)
 
     def offer_again(self, to: MeasuredTier, keys: Sequence[BlockKey]) -> None:
         """Write blocks that the tier `to` has lost into it again, from other tiers that still hold them."""
@@ -85,8 +85,8 @@ class TierPrefetcher:
                     self._write([name], buffers, dst)
             finally:
                 self._buffers.give_back(buffers)
-        except TierUnavailable as lost:
-            log.event("kv_move_failed", src=src.name, dst=dst.name, reason=lost.message)
+        except TierUnavailable as error:
+            log.event("kv_move_failed", src=src.name, dst=dst.name, reason=error.message)
             return False
         return True
 

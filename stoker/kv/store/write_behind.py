@@ -20,7 +20,7 @@ from stoker.kv.store.block_io import BlockIo, HostBytes
 from stoker.kv.store.buffer_pool import BufferPool
 from stoker.kv.store.measured_tier import MeasuredTier
 
-_AT_A_TIME = 8
+_BATCH_BLOCKS = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +68,7 @@ class _Writer:
     def _run(self) -> None:
         while (first := self._queue.get()) is not None:
             batch = [first]
-            while len(batch) < _AT_A_TIME and not self._queue.empty():
+            while len(batch) < _BATCH_BLOCKS and not self._queue.empty():
                 item = self._queue.get()
                 if item is None:
                     self._queue.put(None)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import random
 
 from stoker.base.ids import BlockId, BlockKey
-from stoker.kv.blocks.free_blocks import FOUND_AGAIN_S, FreeBlocks
+from stoker.kv.blocks.free_blocks import MATCHED_BONUS_S, FreeBlocks
 from stoker.kv.blocks.pool import BlockPool
 
 
 def free_blocks(*used: tuple[float, int, bool]) -> FreeBlocks:
     """Each: when it was used, which block, and whether a later request had found it."""
     free = FreeBlocks(())
-    for at, block, was_found in used:
-        free.add_named(BlockId(block), at, was_found=was_found)
+    for at, block, was_matched in used:
+        free.add_named(BlockId(block), at, was_matched=was_matched)
     return free
 
 
@@ -28,8 +28,8 @@ def test_unnamed_blocks_are_reused_first_then_the_least_recently_used() -> None:
     assert order(free) == [7, 3, 2]
 
 
-def test_a_block_that_was_found_again_stays_longer_but_not_forever() -> None:
-    later = FOUND_AGAIN_S
+def test_a_block_that_was_matched_again_stays_longer_but_not_forever() -> None:
+    later = MATCHED_BONUS_S
     used = [(0, 1, True), (later - 1, 2, False), (later + 1, 3, False), (later + 2, 4, True), (2 * later, 5, False)]
     assert order(free_blocks(*used)) == [2, 1, 3, 5, 4]
 
@@ -41,9 +41,9 @@ def test_blocks_are_reused_in_the_order_in_which_they_count_as_used() -> None:
     free, due = FreeBlocks(()), dict[BlockId, float]()
     for number in range(3000):
         now_s += rng.expovariate(1.0)
-        block, was_found = BlockId(number), rng.random() < 0.4
-        free.add_named(block, now_s, was_found=was_found)
-        due[block] = now_s + FOUND_AGAIN_S * was_found
+        block, was_matched = BlockId(number), rng.random() < 0.4
+        free.add_named(block, now_s, was_matched=was_matched)
+        due[block] = now_s + MATCHED_BONUS_S * was_matched
         if rng.random() < 0.3:
             gone = rng.choice(list(due))
             free.remove(gone)
@@ -67,7 +67,7 @@ def test_a_block_that_a_request_found_outlives_newer_blocks() -> None:
 
     def find(number: int) -> None:
         found = pool.match([names[number]])
-        pool.hold_found(found)
+        pool.hold_matched(found)
         pool.release(found)
         pool.now_s += 1
 
@@ -79,7 +79,7 @@ def test_a_block_that_a_request_found_outlives_newer_blocks() -> None:
     pool.release(pool.take(2))
     assert [len(pool.match([name])) for name in names] == [1, 0, 0, 1], "0 was found; 1 and 2 were used before 3"
     pool.check()
-    pool.now_s += 2 * FOUND_AGAIN_S
+    pool.now_s += 2 * MATCHED_BONUS_S
     find(3)
     pool.release(pool.take(3))
     assert [len(pool.match([name])) for name in names] == [0, 0, 0, 1]

@@ -9,34 +9,32 @@ import pytest
 import torch
 from kv.peer_world import LAYOUT, contents, rank, raw
 
-from stoker.kv.blocks.layout import KvLayout, copy_ranges, head_slice, shared_heads
+from stoker.kv.blocks.layout import KvLayout, head_slice
 from stoker.kv.peer.block_bytes import runs_of
 
 MLA = KvLayout(num_layers=3, num_heads=1, head_dim=72, block_tokens=16, dtype="float32", dtype_bytes=4)
 
 
 @pytest.mark.parametrize(("src_tp", "dst_tp"), list(product((1, 2, 4), repeat=2)))
-def test_copy_ranges_from_all_ranks_make_up_a_block(src_tp: int, dst_tp: int) -> None:
+def test_head_slices_of_all_ranks_make_up_a_block(src_tp: int, dst_tp: int) -> None:
     for number in range(dst_tp):
         dst = rank(LAYOUT, number, dst_tp)
-        found = bytearray(dst.block_bytes)
+        block = np.zeros(dst.block_bytes, np.uint8)
         for other in range(src_tp):
             src = rank(LAYOUT, other, src_tp)
-            data = raw(contents(src, 1))
-            for piece in copy_ranges(src, dst):
-                run = data[piece.src_offset : piece.src_offset + piece.num_bytes]
-                found[piece.dst_offset : piece.dst_offset + piece.num_bytes] = run
-        assert bytes(found) == raw(contents(dst, 1))
+            first, end = max(src.first_head, dst.first_head), min(src.end_head, dst.end_head)
+            if first < end:
+                data = np.frombuffer(raw(contents(src, 1)), np.uint8)
+                runs = runs_of(data, head_slice(src, first, end))
+                part = head_slice(dst, first, end)
+                runs_of(block, part)[:] = runs.reshape(part.count, part.num_bytes)
+        assert block.tobytes() == raw(contents(dst, 1))
 
 
-def test_the_same_heads_are_one_run_and_others_none() -> None:
+def test_all_heads_of_a_rank_are_one_run() -> None:
     for layout in (LAYOUT, rank(LAYOUT, 1, 2), MLA):
-        assert [(one.src_offset, one.dst_offset, one.num_bytes) for one in copy_ranges(layout, layout)] == [
-            (0, 0, layout.block_bytes)
-        ]
-    assert copy_ranges(rank(LAYOUT, 0, 2), rank(LAYOUT, 1, 2)) == []
-    first, end = shared_heads(rank(LAYOUT, 0, 2), rank(LAYOUT, 1, 2))
-    assert end <= first
+        part = head_slice(layout, layout.first_head, layout.end_head)
+        assert (part.offset, part.num_bytes, part.count) == (0, layout.block_bytes, 1)
 
 
 @pytest.mark.parametrize(("first", "end"), [(0, 4), (0, 1), (1, 3), (3, 4)])
@@ -55,6 +53,5 @@ def test_identity_is_of_the_model_and_fingerprint_of_the_rank() -> None:
     ranks = [LAYOUT, rank(LAYOUT, 0, 2), rank(LAYOUT, 1, 2)]
     assert len({one.identity for one in ranks}) == 1
     assert len({one.fingerprint for one in ranks}) == 3
-    with pytest.raises(AssertionError, match="share no bytes"):
-        copy_ranges(LAYOUT, MLA)
+    assert LAYOUT.identity != MLA.identity
     assert torch.Size(MLA.block_shape).numel() * 4 == MLA.block_bytes

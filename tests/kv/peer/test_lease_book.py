@@ -27,54 +27,54 @@ def after(seconds: float, do: object, *args: object) -> threading.Thread:
 
 def test_only_ready_blocks_are_shown(book: LeaseBook) -> None:
     book.put("a", keys(4), BLOCKS, num_ready=2, complete=False, names=names(3))
-    view = book.look("a", 0, keys(4), limit=10)
+    view = book.view("a", 0, keys(4), limit=10)
     assert (view.blocks, view.num_ready, view.complete) == (block_ids(7, 3), 2, False)
     assert view.names == names(2)
-    assert book.look("a", 1, keys(3, first=1), limit=1).blocks == block_ids(3)
-    assert book.look("a", 2, keys(2, first=2), limit=10).blocks == []
+    assert book.view("a", 1, keys(3, first=1), limit=1).blocks == block_ids(3)
+    assert book.view("a", 2, keys(2, first=2), limit=10).blocks == []
     book.put("a", keys(4), BLOCKS, num_ready=4, complete=True)
-    assert book.look("a", 2, keys(2, first=2), limit=10).blocks == block_ids(9, 1)
-    assert book.look("a", 4, keys(2, first=4), limit=10, wait_s=5).blocks == [], "there will be no more: no wait"
+    assert book.view("a", 2, keys(2, first=2), limit=10).blocks == block_ids(9, 1)
+    assert book.view("a", 4, keys(2, first=4), limit=10, wait_s=5).blocks == [], "there will be no more: no wait"
 
 
 def test_other_keys_are_refused_but_keys_that_are_not_final_are_not_compared(book: LeaseBook) -> None:
     book.put("a", keys(4), BLOCKS, num_ready=2, complete=False)
     with pytest.raises(PeerUnavailable, match="other keys") as refused:
-        book.look("a", 0, [key(0), key(8)], limit=10)
+        book.view("a", 0, [key(0), key(8)], limit=10)
     assert refused.value.code == "kv_keys_differ"
-    assert book.look("a", 0, [key(0), key(1), key(8)], limit=10).blocks == block_ids(7, 3)
+    assert book.view("a", 0, [key(0), key(1), key(8)], limit=10).blocks == block_ids(7, 3)
     book.put("a", keys(4), BLOCKS, num_ready=4, complete=True)
     with pytest.raises(PeerUnavailable, match="other keys"):
-        book.look("a", 0, [key(0), key(1), key(8)], limit=10)
+        book.view("a", 0, [key(0), key(1), key(8)], limit=10)
 
 
 def test_a_waiting_reader_wakes_when_the_lease_opens_grows_or_closes(book: LeaseBook) -> None:
     started = time.monotonic()
     # Each change waits until the one before was seen, so that a stalled machine cannot merge them.
     change = after(0.1, book.put, "a", keys(4), BLOCKS, 1, False)
-    assert book.look("a", 0, keys(4), 10, wait_s=60).blocks == block_ids(7)
+    assert book.view("a", 0, keys(4), 10, wait_s=60).blocks == block_ids(7)
     change.join()
     change = after(0.1, book.put, "a", keys(4), BLOCKS, 3, False)
-    assert book.look("a", 1, keys(3, first=1), 10, wait_s=60).blocks == block_ids(3, 9)
+    assert book.view("a", 1, keys(3, first=1), 10, wait_s=60).blocks == block_ids(3, 9)
     change.join()
     change = after(0.1, book.close, "a")
     with pytest.raises(PeerUnavailable, match="closed"):
-        book.look("a", 3, keys(1, first=3), 10, wait_s=60)
+        book.view("a", 3, keys(1, first=3), 10, wait_s=60)
     change.join()
     assert time.monotonic() - started < 60, "woken, not timed out"
 
 
 def test_a_wait_ends_at_its_deadline(book: LeaseBook) -> None:
     with pytest.raises(PeerUnavailable, match="no lease") as unknown:
-        book.look("a", 0, keys(1), 10, wait_s=0.05)
+        book.view("a", 0, keys(1), 10, wait_s=0.05)
     assert unknown.value.code == "kv_lease_unknown"
     book.put("a", keys(4), BLOCKS, num_ready=0, complete=False)
-    assert book.look("a", 0, keys(1), 10, wait_s=0.05).blocks == []
+    assert book.view("a", 0, keys(1), 10, wait_s=0.05).blocks == []
 
 
 def test_closing_waits_for_a_reader_and_lets_no_further_reader_begin(book: LeaseBook) -> None:
     book.put("a", keys(4), BLOCKS, 4, True)
-    generation = book.look("a", 0, keys(4), 10).generation
+    generation = book.view("a", 0, keys(4), 10).generation
     with book.reading("a", generation) as may_read:
         assert may_read
         assert not book.close("a")
@@ -87,19 +87,19 @@ def test_closing_waits_for_a_reader_and_lets_no_further_reader_begin(book: Lease
     with book.reading("a", generation) as may_read:
         assert not may_read
     with pytest.raises(PeerUnavailable, match="closed"):
-        book.look("a", 0, keys(4), 10, wait_s=5)
+        book.view("a", 0, keys(4), 10, wait_s=5)
     book.put("a", keys(4), BLOCKS, 4, True)
-    assert book.look("a", 0, keys(4), 10).generation != generation, "another lease of that name is another place"
+    assert book.view("a", 0, keys(4), 10).generation != generation, "another lease of that name is another place"
 
 
 def test_a_lease_that_moved_no_longer_holds_for_earlier_readers(book: LeaseBook) -> None:
     book.put("a", keys(4), BLOCKS, 2, False)
-    generation = book.look("a", 0, keys(4), 10).generation
+    generation = book.view("a", 0, keys(4), 10).generation
     book.put("a", keys(4), BLOCKS, 3, False)
     assert book.holds("a", generation), "more of the same is no move"
     book.put("a", keys(4), block_ids(7, 3, 8, 1), 3, False)
     assert not book.holds("a", generation)
-    moved = book.look("a", 0, keys(4), 10).generation
+    moved = book.view("a", 0, keys(4), 10).generation
     book.put("a", keys(4), block_ids(7, 3, 8, 1), 1, False)
     assert not book.holds("a", moved), "a preempted sequence has less"
 
@@ -112,15 +112,15 @@ def test_checksums_belong_to_a_placement_and_end_with_it(book: LeaseBook) -> Non
     assert (first.first, first.blocks) == (0, block_ids(5, 6))
     book.set_checksums(first, [50, 60])
     book.set_checksums(first, [50, 60])  # stored only once
-    assert book.look("L", 0, None, 9).checksums == [50, 60]
-    assert book.look("L", 1, None, 1).checksums == [60]
+    assert book.view("L", 0, None, 9).checksums == [50, 60]
+    assert book.view("L", 1, None, 1).checksums == [60]
     book.put("L", keys(4), block_ids(5, 6, 7, 8), 4, True)
     second = book.next_unchecked(9, 0.0)
     assert second is not None
     assert (second.first, second.blocks) == (2, block_ids(7, 8))
     book.put("L", keys(4), block_ids(5, 6, 9, 8), 4, True)
     book.set_checksums(second, [70, 80])
-    assert book.look("L", 0, None, 9).checksums == [], "its blocks are others now"
+    assert book.view("L", 0, None, 9).checksums == [], "its blocks are others now"
     again = book.next_unchecked(9, 0.0)
     assert again is not None
     book.close("L")

@@ -72,7 +72,7 @@ def test_a_silent_peer_delays_the_release_of_other_leases_only_once(
     """Its own leases expire, so that releasing each of them need not be tried."""
     world = World(ServerSetup())
     world.leases.put("L", keys(2), block_ids(5, 6), 2, True)
-    monkeypatch.setattr(peer_client, "_SILENT_S", 600.0)  # however long the test is delayed
+    monkeypatch.setattr(peer_client, "_RELEASE_PAUSE_S", 600.0)  # however long the test is delayed
     with closing(world, puller := Puller(), silent := socket.create_server(("127.0.0.1", 0), backlog=64)):
         gone = replace(world.ticket(), address=join_address(*silent.getsockname()), engine_id="gone")
         for number in range(8):
@@ -86,7 +86,7 @@ def test_a_silent_peer_delays_the_release_of_other_leases_only_once(
 
 
 def test_read_ahead_does_not_wait_long_for_a_lease_that_never_opens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_client, "_OPENS_S", 0.5)
+    monkeypatch.setattr(peer_client, "_LEASE_OPEN_TIMEOUT_S", 0.5)
     with closing(world := World(ServerSetup()), puller := Puller()):
         started_s = time.monotonic()
         with pytest.raises(PeerUnavailable) as refused:
@@ -96,7 +96,7 @@ def test_read_ahead_does_not_wait_long_for_a_lease_that_never_opens(monkeypatch:
 
 
 def test_read_ahead_waits_for_a_lease_that_is_open_and_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_client, "_OPENS_S", 0.0)
+    monkeypatch.setattr(peer_client, "_LEASE_OPEN_TIMEOUT_S", 0.0)
     with closing(world := World(ServerSetup()), puller := Puller()):
         world.leases.put("L", keys(1), block_ids(5), 0, False)
         came: list[int] = []

@@ -216,7 +216,7 @@ def test_a_crash_inside_a_change_is_repaired_from_the_slots(store: str, damage: 
     elif damage == "counters":
         table._header["num_free"] = 0
         table._header["num_fresh"] = 1
-        table._header["num_gone"] = 10**6
+        table._header["num_tombstones"] = 10**6
     elif damage == "doubled":
         slot = slot_of(one, 1)
         other = 7
@@ -324,7 +324,7 @@ def test_gone_buckets_are_cleaned_up() -> None:
     for number in range(500):
         write(tier, number)
     assert read(tier, 496, 497, 498, 499) == [True] * 4
-    assert int(tier._open()._header["num_gone"][0]) <= tier._open().geometry.num_buckets // 4
+    assert int(tier._open()._header["num_tombstones"][0]) <= tier._open().geometry.num_buckets // 4
     tier.close()
 
 

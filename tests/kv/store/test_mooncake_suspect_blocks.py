@@ -39,7 +39,7 @@ class Master:
         return {one: [_replica(by_store_key[one])] for one in store_keys if one in by_store_key}
 
     def suspects(self, suspects: SuspectBlocks, *keys: BlockKey) -> frozenset[BlockKey]:
-        return suspects.of(cast(MooncakeClient, self), keys)
+        return suspects.find(cast(MooncakeClient, self), keys)
 
 
 def _replica(owner: str) -> Any:

@@ -154,7 +154,7 @@ def test_a_full_tier_that_stalled_once_is_used_again(world: World, monkeypatch: 
     """No block can be written to measure its speed."""
     monkeypatch.setattr(measured_tier, "_MEASURE_AGAIN_S", 0.1)
     world.tier.takes = False
-    world.measured.late(8, seconds=60.0)
+    world.measured.record_timeout(8, seconds=60.0)
     wait_until(lambda: world.num_worth == 8)
 
 
@@ -172,7 +172,7 @@ def test_a_stalled_tier_does_not_block_another_tier(monkeypatch: pytest.MonkeyPa
     world.tier.answers.clear()
     world.load(None, times=8)
     world.tier.has = False
-    monkeypatch.setattr(loads, "_TIER_PATIENCE_S", 10.0)  # however busy the machine is
+    monkeypatch.setattr(loads, "_TIER_GRACE_S", 10.0)  # however busy the machine is
     assert world.load(None).num_loaded == 8
     world.close()
 

@@ -8,10 +8,8 @@ from weakref import WeakValueDictionary
 from stoker.engine.process.grammars.matcher import PreparedGrammar
 from stoker.sched.request import GrammarSpec
 
-_MAX_RECENT, _MAX_RECENT_BYTES = (
-    256,
-    256 << 20,
-)  # most grammars take 100 KB; one with thousands of enum values takes 20 MB
+# Most grammars take 100 KB. One with thousands of enum values takes 20 MB.
+_MAX_RECENT, _MAX_RECENT_BYTES = 256, 256 << 20
 
 
 class GrammarCache:

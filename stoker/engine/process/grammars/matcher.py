@@ -1,7 +1,7 @@
 """XGrammarMatcher: follows one row's output through a compiled grammar, and completes it within the row's token limit.
 
-When few tokens are left, the matcher forbids tokens that start new elements. At the last moment it forces the shortest ending
-that was found.
+When few tokens are left, the matcher forbids tokens that start new elements. At the last moment it forces the shortest
+ending that was found.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ class XGrammarMatcher:
     def __init__(self, prepared: PreparedGrammar, max_tokens: int | None = None) -> None:
         self._matcher = xgrammar.GrammarMatcher(prepared.grammar)
         self._endings = prepared.endings
-        self._left = sys.maxsize if max_tokens is None else max_tokens
+        self._tokens_left = sys.maxsize if max_tokens is None else max_tokens
         self._ending: list[int] | None = None  # from the current token on; None: not searched at this token
         # An ending is searched when this many tokens are left. The closer the limit, the more often.
         self._search_at = -1
         self._reserve = 0
-        self._spent_s = 0.0  # since the last accepted token
+        self._matching_s = 0.0  # since the last accepted token
         self.too_slow = False
         if max_tokens is not None and prepared.first_ending is not None:
             self._reserve = _MARGIN + min(prepared.reserve, max_tokens // 4)
             self._search_at = self._next_search(prepared.first_ending)
-            if self._left <= self._search_at:
+            if self._tokens_left <= self._search_at:
                 self._search()
 
     @property
@@ -58,22 +58,22 @@ class XGrammarMatcher:
         started_s = time.thread_time()
         if not self._matcher.accept_token(token_id):
             return False
-        self.too_slow |= self._spent_s + time.thread_time() - started_s > _MAX_TOKEN_S
-        self._spent_s = 0.0
-        self._left -= 1
+        self.too_slow |= self._matching_s + time.thread_time() - started_s > _MAX_TOKEN_S
+        self._matching_s = 0.0
+        self._tokens_left -= 1
         if self._ending is not None and self._ending[0] == token_id:
             self._ending = self._ending[1:] or None
         else:
             self._ending = None
-            if self._left <= self._search_at and not self.done:
+            if self._tokens_left <= self._search_at and not self.done:
                 self._search()
         return True
 
     def fill(self, allowed: Tensor) -> None:
         started_s = time.thread_time()
         self._matcher.fill_next_token_bitmask(allowed[None])
-        self._spent_s += time.thread_time() - started_s
-        if self._ending is None or (spare := self._left - len(self._ending)) > self._reserve:
+        self._matching_s += time.thread_time() - started_s
+        if self._ending is None or (spare := self._tokens_left - len(self._ending)) > self._reserve:
             return
         mask = allowed.numpy()
         if spare > _MARGIN:
@@ -88,8 +88,8 @@ class XGrammarMatcher:
             self._ending = self._endings.find(self._matcher)
         except EndingTooSlow:
             self.too_slow = True
-        self._search_at = self._next_search(len(self._ending)) if self._ending is not None else self._left // 2
+        self._search_at = self._next_search(len(self._ending)) if self._ending is not None else self._tokens_left // 2
 
     def _next_search(self, ending: int) -> int:
-        spare = self._left - ending - self._reserve
-        return self._left - max(1, spare // 4)
+        spare = self._tokens_left - ending - self._reserve
+        return self._tokens_left - max(1, spare // 4)

@@ -32,9 +32,8 @@ _ADVICE = "use fewer or smaller counts, lengths and nested repetitions"
 
 
 def main() -> None:
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches all processes; the server decides when its engine ends
+    # Ctrl-C reaches the whole process group. The server decides when the engine and its helpers end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(10)
     results = os.dup(1)
     os.dup2(2, 1)  # what a library prints must not mix with the results
@@ -79,12 +78,13 @@ class Trial:
             return TrialResult(self.request.number, written.decode()[1:])
         signal_number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
         if signal_number in (signal.SIGALRM, signal.SIGKILL):  # no CPU time for too long, or killed for lack of memory
-            return TrialResult(self.request.number, _not_now(self.request.spec), is_final=False)
+            return TrialResult(self.request.number, _short_of_resources(self.request.spec), is_final=False)
         rejection = _too_slow if signal_number == signal.SIGXCPU else _too_large
         return TrialResult(self.request.number, rejection(self.request.spec, self.limits))
 
 
-def start(compile_it: Callable[[GrammarSpec], object], request: TrialRequest, limits: TrialLimits) -> Trial:
+def start(compile_grammar: Callable[[GrammarSpec], object], request: TrialRequest, limits: TrialLimits) -> Trial:
+    """Fork a process that compiles the grammar within the limits."""
     read_end, write_end = os.pipe()
     die_with_helper = die_with(os.getpid())
     pid = os.fork()
@@ -92,7 +92,7 @@ def start(compile_it: Callable[[GrammarSpec], object], request: TrialRequest, li
         try:
             die_with_helper()
             _set_limits(limits)
-            os.write(write_end, b"." + _rejection(compile_it, request.spec, limits).encode())
+            os.write(write_end, b"." + _rejection(compile_grammar, request.spec, limits).encode())
         finally:
             os._exit(0)  # the fork must never return into the helper's loop
     os.close(write_end)
@@ -112,10 +112,10 @@ def _set_limits(limits: TrialLimits) -> None:
     signal.alarm(limits.wall_s)
 
 
-def _rejection(compile_it: Callable[[GrammarSpec], object], spec: GrammarSpec, limits: TrialLimits) -> str:
+def _rejection(compile_grammar: Callable[[GrammarSpec], object], spec: GrammarSpec, limits: TrialLimits) -> str:
     """Compile the grammar. Return the reason if that fails, else an empty string."""
     try:
-        compile_it(spec)
+        compile_grammar(spec)
     except InvalidRequest as error:
         return _too_large(spec, limits) if "bad_alloc" in error.message else error.message
     except MemoryError:
@@ -125,7 +125,7 @@ def _rejection(compile_it: Callable[[GrammarSpec], object], spec: GrammarSpec, l
     return ""
 
 
-def _not_now(spec: GrammarSpec) -> str:
+def _short_of_resources(spec: GrammarSpec) -> str:
     return (
         f"this {spec.kind} could not be compiled, because the machine is short of memory or CPU time; try again, or use a "
         "simpler one"

@@ -54,8 +54,8 @@ class CudaIpcTransport:
             storage = torch.UntypedStorage._new_shared_cuda(uuids.index(offer["uuid"]), *parts)
             pool = torch.empty(0, dtype=torch.uint8, device=storage.device)
             pool.set_(storage, offer["first"], (offer["pool_bytes"],), (1,))
-        except (RuntimeError, KeyError, TypeError, ValueError) as lost:
-            raise PeerUnavailable(f"the peer's memory cannot be opened: {lost!r}") from lost
+        except (RuntimeError, KeyError, TypeError, ValueError) as error:
+            raise PeerUnavailable(f"the peer's memory cannot be opened: {error!r}") from error
         return CudaIpcLink(peer, pool, kv.blocks.device)
 
     def close(self) -> None:
@@ -88,8 +88,8 @@ class CudaIpcLink(OneSidedLink):
             runs = device_runs(self._pool, self._peer.block_bytes, part)
             data = runs.index_select(0, to_device(blocks, self._pool.device)).to(self._device, non_blocking=True)
             data = data.view(len(blocks), -1)
-            found = tensor_checksums(data)
+            checksums = tensor_checksums(data)
             sink.place_device(first, data)
-        # CONFIRM follows, and must tell the state of the lease after all bytes were read.
+        # CONFIRM follows. It must be sent after all bytes were read.
         sink.stream.synchronize()
-        return [mine == theirs for mine, theirs in zip(found, expected, strict=True)]
+        return [actual == wanted for actual, wanted in zip(checksums, expected, strict=True)]

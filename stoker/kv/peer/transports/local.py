@@ -48,8 +48,8 @@ class LocalTransport:
                 raise PeerUnavailable(f"{field}: {here} here, {offer.get(field)} there")
         try:
             memory = _map(f"/proc/{int(offer['pid'])}/fd/{int(offer['fd'])}", offer)
-        except (OSError, KeyError, ValueError, TypeError) as lost:
-            raise PeerUnavailable(f"the peer's memory cannot be mapped: {lost!r}") from lost
+        except (OSError, KeyError, ValueError, TypeError) as error:
+            raise PeerUnavailable(f"the peer's memory cannot be mapped: {error!r}") from error
         return LocalLink(peer, memory, self._threads)
 
     def close(self) -> None:
@@ -79,15 +79,15 @@ class LocalLink(OneSidedLink):
     ) -> list[bool]:
         if max(blocks) >= len(self._pool):
             raise PeerUnavailable(f"block {max(blocks)} of a peer that has {len(self._pool)}")
-        at_once = len(blocks) if sink.is_direct else 1
+        batch_size = len(blocks) if sink.is_direct else 1
         right: list[bool] = []
-        for start in range(0, len(blocks), at_once):
-            some = range(start, start + at_once)
-            found = self._copy([sink.buffer(first + at) for at in some], [blocks[at] for at in some], part)
-            right += [mine == expected[at] for at, mine in zip(some, found, strict=True)]
-            for at in some:
-                if right[at]:
-                    sink.place(first + at)
+        for start in range(0, len(blocks), batch_size):
+            batch = range(start, start + batch_size)
+            actual = self._copy([sink.buffer(first + i) for i in batch], [blocks[i] for i in batch], part)
+            right += [value == expected[i] for i, value in zip(batch, actual, strict=True)]
+            for i in batch:
+                if right[i]:
+                    sink.place(first + i)
         return right
 
     def _copy(self, buffers: list[HostBytes], blocks: list[BlockId], part: HeadSlice) -> list[int]:

@@ -48,8 +48,8 @@ class MooncakeTransport:
             raise PeerUnavailable(f"protocol: {self._protocol} here, {offer.get('protocol')} there")
         try:
             segment, base, num_blocks = str(offer["segment"]), int(offer["base"]), int(offer["num_blocks"])
-        except (KeyError, TypeError, ValueError) as wrong:
-            raise PeerUnavailable(f"an offer with missing fields: {wrong!r}") from wrong
+        except (KeyError, TypeError, ValueError) as error:
+            raise PeerUnavailable(f"an offer with missing fields: {error!r}") from error
         return MooncakeLink(self._start(kv), segment, base, num_blocks, peer, kv)
 
     def close(self) -> None:
@@ -66,8 +66,8 @@ class MooncakeTransport:
             configure_environment()
             try:
                 from mooncake.engine import TransferEngine
-            except ImportError as absent:
-                raise PeerUnavailable(f"mooncake: {absent}") from absent
+            except ImportError as error:
+                raise PeerUnavailable(f"mooncake: {error}") from error
             engine = TransferEngine()
             status = engine.initialize(self._host, "P2PHANDSHAKE", self._protocol, self._device)
             if status:
@@ -114,16 +114,16 @@ class MooncakeLink(OneSidedLink):
             sink.stream.synchronize()  # the engine does not know CUDA streams
             checked_bytes = _CHECKED_ON_GPU_BYTES
         into = sink.into[first : first + len(blocks)]
-        runs = [self._runs(one, part, mine, sink.part) for one, mine in zip(blocks, into, strict=True)]
+        runs = [self._runs(block, part, own, sink.part) for block, own in zip(blocks, into, strict=True)]
         step = max(1, checked_bytes // part.total_bytes)
-        found: list[int] = []
+        checksums: list[int] = []
         # The next blocks are in flight while these are checksummed, and their bytes are still in the CPU cache.
         with closing(read_in_order(self._engine, chain.from_iterable(runs))) as reads:
-            for at in range(0, len(blocks), step):
-                if not all(islice(reads, sum(map(len, runs[at : at + step])))):
+            for i in range(0, len(blocks), step):
+                if not all(islice(reads, sum(map(len, runs[i : i + step])))):
                     raise PeerUnavailable(f"mooncake: reading {len(blocks)} blocks of {self._segment} failed")
-                found += self._arrived.checksums(into[at : at + step], sink.part)
-        return [mine == expected for mine, expected in zip(found, expected, strict=True)]
+                checksums += self._arrived.checksums(into[i : i + step], sink.part)
+        return [actual == wanted for actual, wanted in zip(checksums, expected, strict=True)]
 
     def _runs(self, block: BlockId, part: HeadSlice, into: BlockId, our_part: HeadSlice) -> list[RemoteRanges]:
         """Return the reads for one block: one run in several reads, or many runs in one read. The same bytes may be one
@@ -138,8 +138,8 @@ class MooncakeLink(OneSidedLink):
         if not is_one:
             return [RemoteRanges(self._segment, ours, theirs, lengths)]
         return [
-            RemoteRanges(self._segment, [mine], [its], [length])
-            for mine, its, length in zip(ours, theirs, lengths, strict=True)
+            RemoteRanges(self._segment, [local], [remote], [length])
+            for local, remote, length in zip(ours, theirs, lengths, strict=True)
         ]
 
 

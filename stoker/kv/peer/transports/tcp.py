@@ -11,7 +11,7 @@ from stoker.kv.device.device_kv import DeviceKv
 from stoker.kv.peer.block_bytes import BeforeWrite, BlockSink, BlockSource
 from stoker.kv.peer.lease_book import LeaseBook, LeaseView
 from stoker.kv.peer.peer_wire import TRAILER, BlockReply, BlockRequest, FrameKind, PeerConnection, PeerLost
-from stoker.kv.peer.transports.transport import IO_S, TRANSPORTS, PullProgress
+from stoker.kv.peer.transports.transport import IO_TIMEOUT_S, TRANSPORTS, PullProgress
 
 _BLOCK_S = 15.0  # deadline for sending one block: a slow reader must not keep a lease from being closed
 _SEND_BYTES = 1 << 20
@@ -41,7 +41,7 @@ class TcpLink:
         pass
 
     def take(self, connection: PeerConnection, request: BlockRequest, pull: PullProgress) -> LeaseView:
-        connection.limit(pull.answer_s(request.wait_s), IO_S)
+        connection.limit(pull.reply_timeout_s(request.wait_s), IO_TIMEOUT_S)
         connection.send(FrameKind.READ, request.pack())
         view = BlockReply.unpack(connection.receive(FrameKind.DATA)[1]).view
         pull.names += view.names
@@ -54,18 +54,18 @@ class TcpLink:
             end = connection.receive_bytes(TRAILER.size + (left > 0))
             (expected, held), follows = TRAILER.unpack_from(end), end[TRAILER.size :]
             if found == expected and held:
-                pull.sink.place(pull.at)
-            pull.took(found == expected, bool(held))
+                pull.sink.place(pull.num_done)
+            pull.record(found == expected, bool(held))
         return view
 
 
 def _receive(connection: PeerConnection, pull: PullProgress) -> int:
     """Receive the next block and return its checksum. Each piece is hashed while it is in the CPU cache."""
-    into = pull.sink.buffer(pull.at)
+    into = pull.sink.buffer(pull.num_done)
     digests = []
     for start in range(0, len(into), PIECE_BYTES):
         piece = into[start : start + PIECE_BYTES]
-        connection.limit(pull.patience_s(), IO_S)
+        connection.limit(pull.timeout_s(), IO_TIMEOUT_S)
         connection.receive_into(piece.data)
         digests.append(piece_digest(piece))
     return combine_digests(digests, len(into))
@@ -82,7 +82,7 @@ def send_blocks(
     """The server's side, after the DATA frame: send the blocks, and return how many were sent."""
     part = head_slice(layout, request.first_head, request.end_head)
     parts = source.host(view.blocks, part)
-    connection.limit(IO_S, IO_S)
+    connection.limit(IO_TIMEOUT_S, IO_TIMEOUT_S)
     num_blocks = len(view.blocks)
     checksums = view.checksums if part.total_bytes == layout.block_bytes else []
     for count in range(num_blocks):

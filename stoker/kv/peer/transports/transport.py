@@ -24,7 +24,7 @@ from stoker.kv.peer.block_bytes import BeforeWrite, BlockSink
 from stoker.kv.peer.lease_book import LeaseView
 from stoker.kv.peer.peer_wire import BlockReply, BlockRequest, FrameKind, PeerConnection, pack_confirm
 
-IO_S = 5.0  # a peer that sends or accepts nothing for this long is given up
+IO_TIMEOUT_S = 5.0  # a peer that sends or accepts nothing for this long is given up
 _REPLY_S = 0.25  # grace after the deadline: a peer that waited for blocks until then still replies that there are none
 
 
@@ -36,39 +36,39 @@ class PullProgress:
     sink: BlockSink
     filled: list[bool]
     until_s: float  # monotonic
-    at: int = 0  # blocks before this one are done, successfully or not
+    num_done: int = 0  # leading blocks that are done, successfully or not
     num_corrupt: int = 0
     names: list[BlockName] = field(default_factory=list)
 
-    def patience_s(self) -> float:
+    def timeout_s(self) -> float:
         """Return how long to wait for the next bytes of the peer. Raises PeerUnavailable if the deadline has passed."""
         left_s = self.until_s - time.monotonic()
         if left_s <= 0:
             raise PeerUnavailable("the deadline has passed", code="kv_pull_deadline")
-        return min(IO_S, left_s)
+        return min(IO_TIMEOUT_S, left_s)
 
-    def answer_s(self, wait_s: float) -> float:
+    def reply_timeout_s(self, wait_s: float) -> float:
         """Return how long to wait for the reply of a peer that may itself wait for `wait_s`."""
-        return min(wait_s + IO_S, self.patience_s() + _REPLY_S)
+        return min(wait_s + IO_TIMEOUT_S, self.timeout_s() + _REPLY_S)
 
-    def took(self, right: bool, held: bool) -> None:
+    def record(self, right: bool, held: bool) -> None:
         """Record the next block. `right`: its checksum was correct. `held`: the lease kept its placement while it was
         read."""
-        self.filled[self.at] = right and held
+        self.filled[self.num_done] = right and held
         # If the lease moved during the read, the bytes belong to another sequence and are not corrupt.
         self.num_corrupt += held and not right
-        self.at += 1
+        self.num_done += 1
 
 
 class Link(Protocol):
-    """An open way to one peer's pool. Several threads may use it at a time, each with its own connection."""
+    """An open connection to one peer's pool. Several threads may use it at a time, each with its own connection."""
 
     def supports(self, sink: BlockSink) -> bool:
         """Return True if the link can write into this sink."""
 
     def take(self, connection: PeerConnection, request: BlockRequest, pull: PullProgress) -> LeaseView:
-        """Copy all ready blocks of the request, from `pull.at` on. The peer waits up to `request.wait_s` for the first
-        one. Returns the peer's last view of the lease. After an error the connection must not be used again."""
+        """Copy all ready blocks of the request, from `pull.num_done` on. The peer waits up to `request.wait_s` for the
+        first one. Returns the peer's last view of the lease. After an error the connection must not be used again."""
 
     def close(self) -> None:
         """Release all resources."""
@@ -110,8 +110,8 @@ class OneSidedLink(ABC):
     this one is copied."""
 
     batch_bytes: ClassVar[tuple[int, int]] = (16 << 20, 64 << 20)
-    """Size of the first batch, small so that both sides soon have work, and of the largest. Each batch is twice as large as the
-    one before."""
+    """Size of the first batch, small so that both sides soon have work, and of the largest. Each batch is twice as
+    large as the one before."""
 
     def __init__(self, peer: KvLayout) -> None:
         self._peer = peer
@@ -135,7 +135,7 @@ class OneSidedLink(ABC):
         least, most = (max(1, size // part.total_bytes) for size in self.batch_bytes)
         last = request.first + request.limit
         request = replace(request, limit=min(request.limit, least))
-        connection.limit(pull.answer_s(request.wait_s), IO_S)
+        connection.limit(pull.reply_timeout_s(request.wait_s), IO_TIMEOUT_S)
         connection.send(FrameKind.LOCATE, request.pack())
         reply = _located(connection)
         # Blocks whose CONFIRMED has not been received yet. It is received only after the next copy, so that copying
@@ -144,12 +144,12 @@ class OneSidedLink(ABC):
         while reply.view.blocks:
             view, end = reply.view, request.first + len(reply.view.blocks)
             pull.names += view.names
-            connection.limit(pull.patience_s(), IO_S)
+            connection.limit(pull.timeout_s(), IO_TIMEOUT_S)
             has_next = min(last, view.num_ready) > end
             following = _after(request, end, last, most)
             if has_next:
                 connection.send(FrameKind.LOCATE, following.pack())
-            right = self.copy(view.blocks, part, reply.checksums, pull.sink, pull.at + len(copied))
+            right = self.copy(view.blocks, part, reply.checksums, pull.sink, pull.num_done + len(copied))
             _confirmed(connection, copied, pull)
             connection.send(FrameKind.CONFIRM, pack_confirm(request.lease_id, view.generation))
             copied = right
@@ -168,7 +168,7 @@ def _confirmed(connection: PeerConnection, copied: list[bool], pull: PullProgres
         return
     held = connection.receive(FrameKind.CONFIRMED)[1] == b"\x01"
     for right in copied:
-        pull.took(right, held)
+        pull.record(right, held)
 
 
 def _after(request: BlockRequest, first: int, last: int, most: int) -> BlockRequest:

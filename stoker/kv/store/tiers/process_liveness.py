@@ -1,5 +1,5 @@
-"""Whether the process that left something unfinished is still running. A pid alone does not tell, because pids are
-reused."""
+"""Whether the process that left something unfinished is still running. A pid alone is not enough, because pids
+are reused."""
 
 from __future__ import annotations
 

@@ -46,6 +46,7 @@ class Unsatisfiable(InvalidRequest):
 
 
 def check_value_types(node: Schema, path: str) -> None:
+    """Raise InvalidRequest if a keyword has a value of the wrong JSON type."""
     for keyword in VALUE_TYPES.keys() & node.keys():
         value = node[keyword]
         if not isinstance(value, VALUE_TYPES[keyword]) or isinstance(value, bool) or value in (math.inf, -math.inf):
@@ -56,6 +57,7 @@ def check_value_types(node: Schema, path: str) -> None:
 
 
 def types_of(node: Schema, path: str) -> list[str]:
+    """Return the types that the schema names. Without `type`, they are the types that its keywords apply to."""
     given = node.get("type")
     if given is None:
         return [kind for kind, keywords in KEYWORDS_OF_TYPE.items() if set(keywords) & set(node)]
@@ -66,17 +68,20 @@ def types_of(node: Schema, path: str) -> list[str]:
 
 
 def expanded_types(given: Any) -> list[str]:
+    """Return the value of `type` as a list. An integer is a number, so `number` adds `integer`."""
     kinds = [given] if isinstance(given, str) else list(given)
     return [*kinds, "integer"] if "number" in kinds else kinds
 
 
 def kinds_allowed(node: Schema) -> Iterable[str]:
+    """Return the types of all values that may be valid under the schema."""
     if (values := listed_values(node)) is not None:
         return [kind_of(value) for value in values]
     return expanded_types(node["type"]) if "type" in node else ALL_TYPES
 
 
 def listed_values(node: Schema) -> list[Any] | None:
+    """Return the values of `const` or `enum`, or None without either."""
     values = [node["const"]] if "const" in node else node.get("enum")
     return values if isinstance(values, list) else None
 

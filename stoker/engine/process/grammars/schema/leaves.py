@@ -33,6 +33,7 @@ _NEGATED = re.compile(r"\[\^(?:[^\]\\]|\\.)*\]")
 
 
 def values_schema(node: Schema, path: str) -> Schema:
+    """Convert `enum` and `const` to an enum of the values that have an allowed type."""
     values = [node["const"]] if "const" in node else as_list(node["enum"], "enum", path)
     if "const" in node and "enum" in node:
         values = [value for value in as_list(node["enum"], "enum", path) if same_value(value, node["const"])]
@@ -41,25 +42,26 @@ def values_schema(node: Schema, path: str) -> Schema:
     values = [
         value for value in values if kind_of(value) in kinds or (kind_of(value) == "integer" and "number" in kinds)
     ]
-    touched = {
+    applicable = {
         keyword
         for kind in map(kind_of, values)
         for keyword in KEYWORDS_OF_TYPE.get("number" if kind == "integer" else kind, ())
     }
-    for keyword in sorted(others & (touched | {"anyOf", "oneOf"})):
-        raise unsupported_keyword(keyword, path, "it stands next to 'enum' or 'const'")
+    for keyword in sorted(others & (applicable | {"anyOf", "oneOf"})):
+        raise unsupported_keyword(keyword, path, "it is combined with 'enum' or 'const'")
     if not values:
         raise unsatisfiable(path, "no value of 'enum' or 'const' has the required type")
     return {"enum": values}
 
 
 def string_schema(node: Schema, path: str) -> Schema:
+    """Convert a string. `format` is ignored beside `pattern` or a length limit."""
     converted: Schema = {"type": "string"}
     lengths: Schema = {keyword: node[keyword] for keyword in ("minLength", "maxLength") if keyword in node}
     if "pattern" in node:
         _check_pattern(node["pattern"], path)
         for keyword in lengths:
-            raise unsupported_keyword(keyword, path, "it stands next to 'pattern'")
+            raise unsupported_keyword(keyword, path, "it is combined with 'pattern'")
         converted["pattern"] = open_ended(node["pattern"])
     elif lengths:
         converted |= lengths
@@ -69,6 +71,7 @@ def string_schema(node: Schema, path: str) -> Schema:
 
 
 def number_schema(kind: str, node: Schema, path: str) -> Schema:
+    """Convert a number or integer. The bounds of integers become inclusive integers."""
     converted: Schema = {"type": kind}
     multiple = node.get("multipleOf")
     if multiple is not None:
@@ -98,6 +101,7 @@ def number_schema(kind: str, node: Schema, path: str) -> Schema:
 
 
 def check_patterns(patterns: Schema, properties: Schema, path: str) -> None:
+    """Raise InvalidRequest if `patternProperties` cannot be enforced beside these declared properties."""
     if len(patterns) > 1:
         raise unsupported_keyword("patternProperties", path, "there is more than one pattern")
     for pattern in patterns:
@@ -124,8 +128,8 @@ def _check_pattern(pattern: Any, path: str) -> None:
 def open_ended(pattern: str) -> str:
     """Return the pattern for xgrammar, which matches patterns against the whole text.
 
-    In JSON Schema, a pattern may match any part of the text. Here it must match at the beginning. Arbitrary text before the
-    match would let a model write forever without ever reaching the match.
+    In JSON Schema, a pattern may match any part of the text. Here it must match at the beginning. Arbitrary text before
+    the match would let a model write forever without ever reaching the match.
     """
     # Next to non-ASCII characters, xgrammar would let a pattern match quotes. Next to their escapes, it does not.
     pattern = _BEYOND_ASCII.sub(lambda found: f"\\u{ord(found[0]):04x}", pattern)

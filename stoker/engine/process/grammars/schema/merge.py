@@ -62,4 +62,4 @@ def _merge_values(keyword: str, a: Any, b: Any, path: str) -> Any:
         return max(a, b)
     if keyword in ("format", "then", "else"):
         return a
-    raise unsupported_keyword(keyword, path, "it stands in more than one subschema")
+    raise unsupported_keyword(keyword, path, "it appears in more than one subschema")

@@ -171,8 +171,8 @@ class BlockFiles:
         if self.direct:
             try:
                 return os.open(path, flags | os.O_DIRECT, 0o600)
-            except OSError as failed:
-                if failed.errno != EINVAL:
+            except OSError as error:
+                if error.errno != EINVAL:
                     raise
                 self.direct = False
                 if flags & os.O_CREAT:  # some file systems create the file before they refuse direct I/O

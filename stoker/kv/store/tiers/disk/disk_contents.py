@@ -85,8 +85,8 @@ class DiskContents:
         try:
             self._caught_up_s = now_s
             changes = [] if self._closed else self._journal.read_changes()
-        except OSError as failed:
-            self._health.failed("journal", failed)
+        except OSError as error:
+            self._health.failed("journal", error)
             return
         finally:
             self._journal_lock.release()
@@ -123,15 +123,15 @@ class DiskContents:
             with self._journal_lock:
                 if not self._closed:
                     self._journal.append(changes)
-        except OSError as failed:
-            self._health.failed("journal", failed)
+        except OSError as error:
+            self._health.failed("journal", error)
 
     def _scan(self, then: Callable[[], object]) -> None:
         found: dict[FileId, FileEntry] = {}
         started_s = logged_s = time.monotonic()
         try:
-            for some in scan(self._root):
-                found |= some
+            for files in scan(self._root):
+                found |= files
                 if self._closed:
                     return
                 if time.monotonic() - logged_s > _SCAN_LOG_S:
@@ -139,8 +139,8 @@ class DiskContents:
                     log.event(
                         "disk_scan", path=str(self._root), blocks=len(found), elapsed_s=round(logged_s - started_s, 1)
                     )
-        except OSError as failed:  # keys are still looked up as files, one by one
-            self._health.failed("scan", failed)
+        except OSError as error:  # keys are still looked up as files, one by one
+            self._health.failed("scan", error)
             return
         with self.index() as index:
             index.merge(found)

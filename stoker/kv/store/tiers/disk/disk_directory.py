@@ -85,19 +85,19 @@ class DiskHealth:
             if error.errno in _NOT_WRITABLE:
                 if not self.full_backoff.left_s:
                     pause_s, path = self.full_backoff.begin(), str(self._root)
-                    log.warning("disk_takes_nothing", what=what, error=error.strerror, pause_s=pause_s, path=path)
+                    log.warning("disk_not_writable", what=what, error=error.strerror, pause_s=pause_s, path=path)
                 return
             self._in_a_row += 1
-            is_hopeless = self._in_a_row >= _ERRORS_IN_A_ROW and not self.error_backoff.left_s
-            pause_s = self.error_backoff.begin() if is_hopeless else 0.0
+            needs_pause = self._in_a_row >= _ERRORS_IN_A_ROW and not self.error_backoff.left_s
+            pause_s = self.error_backoff.begin() if needs_pause else 0.0
         log.warning("disk_error", what=what, error=error.strerror, in_a_row=self._in_a_row, pause_s=pause_s)
 
-    def worked(self, has_room: bool = False) -> None:
-        """Record a successful call. `has_room`: it was a write."""
+    def worked(self, is_write: bool = False) -> None:
+        """Record a successful call. `is_write`: it was a write."""
         with self._lock:
             self._in_a_row = 0
             self.error_backoff.reset()
-            if has_room:
+            if is_write:
                 self.full_backoff.reset()
 
     def hangs(self, call: Future[Any], waited_s: float) -> None:
@@ -130,17 +130,17 @@ def check_marker(root: Path, cipher: Cipher | None) -> None:
     decides which."""
     path = root / "store.json"
     if not path.exists():
-        mine = root / f"store.json.{os.getpid()}.{os.urandom(4).hex()}"
-        mine.write_text(json.dumps({"proof": cipher.proof() if cipher else None}))
+        temporary = root / f"store.json.{os.getpid()}.{os.urandom(4).hex()}"
+        temporary.write_text(json.dumps({"proof": cipher.proof() if cipher else None}))
         with suppress(FileExistsError):
-            os.link(mine, path)  # unlike a rename, a link fails if another process was first
-        mine.unlink()
+            os.link(temporary, path)  # unlike a rename, a link fails if another process was first
+        temporary.unlink()
     try:
         proof = json.loads(path.read_text())["proof"]
-        is_right = cipher.proves(proof) if cipher and proof else not cipher and not proof
+        is_right_key = cipher.proves(proof) if cipher and proof else not cipher and not proof
     except (ValueError, KeyError, TypeError):
         raise ConfigError(f"{path} is damaged: delete {root}, or choose another store.disk_dir") from None
-    if is_right:
+    if is_right_key:
         return
     if proof is None:
         raise ConfigError(

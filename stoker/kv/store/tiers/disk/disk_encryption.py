@@ -34,10 +34,10 @@ class Cipher:
         try:
             from cryptography.exceptions import InvalidTag
             from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-        except ImportError as missing:
+        except ImportError as error:
             raise ConfigError(
                 f"store.disk_key_file needs the package cryptography: {install_command('encryption')}"
-            ) from missing
+            ) from error
         self._invalid = InvalidTag
         self._aes = AESGCM(key)
 
@@ -64,7 +64,7 @@ class Cipher:
             raise DecryptionFailed from None
 
     def proof(self) -> str:
-        """Return a text by which `proves` can tell later whether a key is this one."""
+        """Return a text from which `proves` can later decide whether it has the same key."""
         nonce = os.urandom(NONCE_BYTES)
         return (nonce + self.seal(nonce, _CHECK, b"")).hex()
 
@@ -83,8 +83,8 @@ def read_key(path: Path) -> bytes:
         raw = path.read_bytes()
         if path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
             log.warning("disk_key_readable_by_others", path=str(path))
-    except OSError as failed:
-        raise ConfigError(f"store.disk_key_file={path}: {failed.strerror}") from failed
+    except OSError as error:
+        raise ConfigError(f"store.disk_key_file={path}: {error.strerror}") from error
     if len(raw) == _KEY_BYTES:
         return raw
     try:

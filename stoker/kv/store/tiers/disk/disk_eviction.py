@@ -57,11 +57,11 @@ class DiskEviction:
                     elif self._evict(*oldest):
                         removed.append(oldest[0])
                         self.num_evicted += 1
-        except OSError as failed:
-            self._health.failed("evict", failed)
+        except OSError as error:
+            self._health.failed("evict", error)
             num_blocks = 0
-        except TierUnavailable as failed:
-            log.warning("disk_eviction_failed", reason=failed.message)
+        except TierUnavailable as error:
+            log.warning("disk_eviction_failed", reason=error.message)
             num_blocks = 0
         self._contents.announce_lost(removed)
         return num_blocks

@@ -1,4 +1,4 @@
-"""The journal by which the processes that share a disk tier's directory tell each other which files they added and removed."""
+"""The journal in which the processes that share a disk tier's directory announce the files they add and remove."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class DiskJournal:
         self._writer = os.urandom(8)
         self._write_fd = self._opened(os.O_WRONLY)
         self._read_fd = self._opened(os.O_RDONLY)
-        self._at = os.fstat(self._read_fd).st_size  # earlier changes are found by the scan
+        self._read_offset = os.fstat(self._read_fd).st_size  # earlier changes are found by the scan
 
     def close(self) -> None:
         os.close(self._write_fd)
@@ -64,24 +64,24 @@ class DiskJournal:
         changes = self._unread()
         if not is_current:
             self._read_fd = self._moved(self._read_fd, os.O_RDONLY)
-            self._at = 0
+            self._read_offset = 0
             changes += self._unread()
         return changes
 
     def _unread(self) -> list[JournalChange]:
-        size = os.fstat(self._read_fd).st_size - self._at
-        data = os.pread(self._read_fd, size, self._at) if size > 0 else b""
-        changes, at = [], 0
-        while len(data) - at >= _RECORD_BYTES:
-            record, (crc,) = data[at : at + _RECORD.size], _CRC.unpack_from(data, at + _RECORD.size)
+        size = os.fstat(self._read_fd).st_size - self._read_offset
+        data = os.pread(self._read_fd, size, self._read_offset) if size > 0 else b""
+        changes, offset = [], 0
+        while len(data) - offset >= _RECORD_BYTES:
+            record, (crc,) = data[offset : offset + _RECORD.size], _CRC.unpack_from(data, offset + _RECORD.size)
             if crc != zlib.crc32(record):  # a full disk truncated a record
-                at = data.find(_MARK, at + 1) % (len(data) + 1)
+                offset = data.find(_MARK, offset + 1) % (len(data) + 1)
                 continue
             _, kind, file, num_bytes, writer = _RECORD.unpack(record)
             if writer != self._writer:
                 changes.append(JournalChange(file, num_bytes, kind == _ADDED))
-            at += _RECORD_BYTES
-        self._at += at
+            offset += _RECORD_BYTES
+        self._read_offset += offset
         return changes
 
     def _record(self, change: JournalChange) -> bytes:

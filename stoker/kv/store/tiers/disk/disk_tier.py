@@ -1,7 +1,7 @@
 """The disk tier: one file per block, in a directory that several workers of a machine may share and that outlives them.
 
 disk_contents.py    what the directory holds
-disk_journal.py     how processes tell each other about changes
+disk_journal.py     changes, announced between processes
 disk_eviction.py    space in the directory
 block_file.py       the format of a file
 disk_directory.py   errors and pauses of the disk
@@ -109,8 +109,8 @@ class DiskTier:
             remove_abandoned_files(self._tmp)
             self._contents = DiskContents(root, self._health, self._report)
             self._eviction = DiskEviction(root, capacity_bytes, self._file_bytes, self._contents, self._health)
-        except OSError as failed:
-            raise ConfigError(f"store.disk_dir={root}: {failed.strerror}") from failed
+        except OSError as error:
+            raise ConfigError(f"store.disk_dir={root}: {error.strerror}") from error
         self._tmp_prefix = f"{os.getpid()}-{started_at(os.getpid())}-{os.urandom(4).hex()}"
         self._tmp_numbers = count()
         self._threads = HelperThreads(THREADS, "kv-disk")
@@ -125,30 +125,30 @@ class DiskTier:
     def read(self, keys: Sequence[BlockKey], into: Sequence[HostBytes]) -> list[bool]:
         self._check_usable()
         files = [self._folder + key for key in keys]
-        wanted = [at for at, is_here in enumerate(self._exist(files)) if is_here]
+        wanted = [i for i, is_here in enumerate(self._exist(files)) if is_here]
         with self._contents.index() as index:
             # The first block of a chain counts as the last used one: without it the rest cannot be found.
             now_ns = index.now_ns()
-            known = {at: index.get(files[at]) for at in wanted}
-        to_note = {at for at, entry in known.items() if entry is None or now_ns - entry.noted_ns >= _NOTE_USE_NS}
+            known = {i: index.get(files[i]) for i in wanted}
+        to_note = {i for i, entry in known.items() if entry is None or now_ns - entry.noted_ns >= _NOTE_USE_NS}
 
-        def read_one(at: int) -> _ReadOutcome:
-            return self._read_one(files[at], into[at], now_ns - at if at in to_note else None)
+        def read_one(i: int) -> _ReadOutcome:
+            return self._read_one(files[i], into[i], now_ns - i if i in to_note else None)
 
         results = self._threads.each(read_one, wanted)
         done = [False] * len(keys)
         lost = []
         with self._contents.index() as index:
-            for at, result in zip(wanted, results, strict=True):
+            for i, result in zip(wanted, results, strict=True):
                 if result is _ReadOutcome.OK:
-                    done[at] = True
+                    done[i] = True
                     # The block may have been removed since. The process that removed it has updated the index.
-                    if files[at] in index or not self._contents.scanned.is_set():
-                        index.use(files[at], self._file_bytes, now_ns - at, is_noted=at in to_note)
+                    if files[i] in index or not self._contents.scanned.is_set():
+                        index.use(files[i], self._file_bytes, now_ns - i, is_noted=i in to_note)
                 elif result is not _ReadOutcome.FAILED:
                     self._num_corrupt += result is _ReadOutcome.WRONG
-                    index.remove(files[at])
-                    lost.append(files[at])
+                    index.remove(files[i])
+                    lost.append(files[i])
         self._contents.announce_lost(lost)
         if wanted and not any(done):
             self._check_usable()
@@ -164,24 +164,24 @@ class DiskTier:
         wanted = [file for file in files if not here[file] and self._writes.can_hold(blocks[file][0])]
         with self._contents.index() as index:
             now_ns = index.now_ns()
-            for at, file in enumerate(files):
+            for i, file in enumerate(files):
                 if here[file]:
-                    index.use(file, self._file_bytes, now_ns - at, is_noted=False)
+                    index.use(file, self._file_bytes, now_ns - i, is_noted=False)
                 else:
                     index.remove(file)
         wanted = wanted[: self._eviction.reserve(len(wanted), keep=set(files))]
 
-        def write_one(at: int) -> bool:
-            return self._write_one(wanted[at], *blocks[wanted[at]], now_ns - at)
+        def write_one(i: int) -> bool:
+            return self._write_one(wanted[i], *blocks[wanted[i]], now_ns - i)
 
         try:
             here |= dict(zip(wanted, self._threads.each(write_one, range(len(wanted))), strict=True))
         finally:
             with self._contents.index() as index:
                 index.reserved_bytes -= len(wanted) * self._file_bytes
-                for at, file in enumerate(wanted):
+                for i, file in enumerate(wanted):
                     if here[file]:
-                        index.use(file, self._file_bytes, now_ns - at, is_noted=True)
+                        index.use(file, self._file_bytes, now_ns - i, is_noted=True)
         self._contents.announce_added([file for file in wanted if here[file]], self._file_bytes)
         return [here[self._folder + name.key] for name in names]
 
@@ -240,12 +240,12 @@ class DiskTier:
             self._reads.read(path, BlockKey(file[FOLDER_BYTES:]), into, use_ns)
         except FileNotFoundError:
             return _ReadOutcome.MISSING
-        except CorruptBlock as wrong:
-            log.warning("disk_block_corrupt", path=path, reason=str(wrong))
+        except CorruptBlock as error:
+            log.warning("disk_block_corrupt", path=path, reason=str(error))
             self._unlink(file)
             return _ReadOutcome.WRONG
-        except OSError as failed:
-            self._health.failed("read", failed)
+        except OSError as error:
+            self._health.failed("read", error)
             return _ReadOutcome.FAILED
         self._health.worked()
         return _ReadOutcome.OK
@@ -265,12 +265,12 @@ class DiskTier:
                 if not os.path.exists(tmp):
                     self._writes.write(tmp, name, data, data_checksum, use_ns)
                 os.rename(tmp, path)
-        except OSError as failed:
+        except OSError as error:
             with suppress(OSError):
                 os.unlink(tmp)
-            self._health.failed("write", failed)
+            self._health.failed("write", error)
             return False
-        self._health.worked(has_room=True)
+        self._health.worked(is_write=True)
         return True
 
     def _unlink(self, file: FileId) -> bool:
@@ -278,8 +278,8 @@ class DiskTier:
             os.unlink(path_of(self._root, file))
         except FileNotFoundError:
             return False
-        except OSError as failed:
-            self._health.failed("unlink", failed)
+        except OSError as error:
+            self._health.failed("unlink", error)
             return False
         return True
 

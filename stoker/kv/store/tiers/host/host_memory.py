@@ -70,7 +70,7 @@ def private_memory(geometry: HostGeometry) -> tuple[int, mmap]:
     if geometry.total_bytes > available:
         raise ConfigError(_too_large(geometry, available, "of this machine's RAM"))
     fd = os.memfd_create("stoker-kv-host", os.MFD_CLOEXEC)
-    return fd, _make(fd, geometry)
+    return fd, _initialize(fd, geometry)
 
 
 def shared_memory(name: str, fingerprint: str, geometry: HostGeometry) -> tuple[int, mmap]:
@@ -107,34 +107,34 @@ def _attach(fd: int, path: Path, geometry: HostGeometry) -> mmap | None:
             return None
         size = os.fstat(fd).st_size
         there = mmap(fd, size) if size >= 4096 else None
-        made_for = read_geometry(there) if there is not None else None
-        if made_for == geometry and there is not None and size == geometry.total_bytes:
+        existing = read_geometry(there) if there is not None else None
+        if existing == geometry and there is not None and size == geometry.total_bytes:
             fcntl.flock(fd, fcntl.LOCK_SH)
             return there
         if size and _has_users(fd):
             raise ConfigError(
-                f"store {path.name} is in use for {made_for or 'another version'}; this worker needs {geometry}: "
+                f"store {path.name} is in use for {existing or 'another version'}; this worker needs {geometry}: "
                 "choose another store.name"
             )
-        if made_for is not None:
-            log.event("host_store_replaced", path=str(path), was=str(made_for), now=str(geometry))
+        if existing is not None:
+            log.event("host_store_replaced", path=str(path), was=str(existing), now=str(geometry))
         os.ftruncate(fd, 0)
         free = os.statvfs(SHM)
         if geometry.total_bytes > free.f_bavail * free.f_frsize:
             raise ConfigError(_too_large(geometry, free.f_bavail * free.f_frsize, f"in {SHM}"))
-        memory = _make(fd, geometry)
+        memory = _initialize(fd, geometry)
         fcntl.flock(fd, fcntl.LOCK_SH)
         return memory
     finally:
         unlock(fd)
 
 
-def _make(fd: int, geometry: HostGeometry) -> mmap:
+def _initialize(fd: int, geometry: HostGeometry) -> mmap:
     """Size the file and initialize the table. Only the table's memory is allocated at once."""
     os.ftruncate(fd, geometry.total_bytes)
     os.posix_fallocate(fd, 0, geometry.offsets()["blocks"])
     memory = mmap(fd, geometry.total_bytes)
-    HostTable(memory, geometry).make()
+    HostTable(memory, geometry).initialize()
     return memory
 
 
@@ -167,8 +167,8 @@ def lock(fd: int, wait_s: float) -> bool:
     while True:
         try:
             fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _whole_file(fcntl.F_WRLCK))
-        except OSError as busy:
-            if busy.errno not in (EAGAIN, EACCES):
+        except OSError as error:
+            if error.errno not in (EAGAIN, EACCES):
                 raise
             if time.monotonic() > until_s:
                 return False

@@ -28,7 +28,7 @@ VERSION = 2
 FREE, WRITING, READY = 0, 1, 2
 
 _PAGE = 4096
-_EMPTY, _GONE = 0, -1  # bucket values; any other value is slot + 1
+_EMPTY, _TOMBSTONE = 0, -1  # bucket values; any other value is slot + 1
 _MAX_PROBES = 1024
 _SALT_BYTES = 64
 _NO_SALT = 255
@@ -36,7 +36,7 @@ _HEADER = np.dtype(
     [
         ("magic", "S8"),
         ("version", "<u4"),
-        ("is_made", "<u4"),
+        ("is_initialized", "<u4"),
         ("num_slots", "<u8"),
         ("block_bytes", "<u8"),
         ("block_tokens", "<u8"),
@@ -44,7 +44,7 @@ _HEADER = np.dtype(
         ("dirty", "<u8"),  # a change has begun and not ended, so the table may be inconsistent
         ("num_fresh", "<u8"),  # slots from this one on were never used, and take no memory yet
         ("num_free", "<u8"),  # number of entries of `free`
-        ("num_gone", "<u8"),  # buckets whose key was removed
+        ("num_tombstones", "<u8"),  # buckets whose key was removed; lookups continue after them
     ]
 )
 
@@ -61,8 +61,8 @@ class HostGeometry:
     @classmethod
     def of(cls, capacity_bytes: int, layout: KvLayout) -> HostGeometry:
         """Return the geometry with as many slots as fit into `capacity_bytes`."""
-        one = cls(1, layout.block_bytes, layout.block_tokens, layout.fingerprint)
-        return replace(one, num_slots=capacity_bytes // one.slot_bytes)
+        one_slot = cls(1, layout.block_bytes, layout.block_tokens, layout.fingerprint)
+        return replace(one_slot, num_slots=capacity_bytes // one_slot.slot_bytes)
 
     def __str__(self) -> str:
         return f"{self.num_slots} blocks of {self.block_bytes} bytes, {self.block_tokens} tokens each, layout {self.layout}"
@@ -97,12 +97,12 @@ class HostGeometry:
 
     def offsets(self) -> dict[str, int]:
         """Return where each array begins, and where the blocks begin."""
-        at, offsets = _PAGE, {}
+        offset, offsets = _PAGE, {}
         for name, (dtype, shape) in self.arrays().items():
-            offsets[name] = at
+            offsets[name] = offset
             size = np.dtype(dtype).itemsize * int(np.prod(shape))
-            at += -(-size // 64) * 64
-        offsets["blocks"] = -(-at // _PAGE) * _PAGE
+            offset += -(-size // 64) * 64
+        offsets["blocks"] = -(-offset // _PAGE) * _PAGE
         return offsets
 
     @property
@@ -118,7 +118,7 @@ def packed(keys: Sequence[BlockKey]) -> NDArray[np.uint64]:
 def read_geometry(memory: mmap) -> HostGeometry | None:
     """Return the geometry that a mapping was made for. None: it was never completed, or was made by another version."""
     header = np.frombuffer(memory, dtype=_HEADER, count=1)[0]
-    if header["magic"] != MAGIC or header["version"] != VERSION or not header["is_made"]:
+    if header["magic"] != MAGIC or header["version"] != VERSION or not header["is_initialized"]:
         return None
     num_slots, block_bytes, block_tokens = (int(header[name]) for name in ("num_slots", "block_bytes", "block_tokens"))
     return HostGeometry(num_slots, block_bytes, block_tokens, header["layout"].decode())
@@ -155,32 +155,32 @@ class HostTable:
         self.slab = slab.reshape(geometry.num_slots, geometry.slot_bytes)
         self._mask = geometry.num_buckets - 1
 
-    def make(self) -> None:
+    def initialize(self) -> None:
         """Initialize memory that is all zeros."""
         for name in ("num_slots", "block_bytes", "block_tokens"):
             self._header[name] = getattr(self.geometry, name)
         self._header["layout"] = self.geometry.layout.encode()
         self._header["magic"] = MAGIC
         self._header["version"] = VERSION
-        self._header["is_made"] = 1
+        self._header["is_initialized"] = 1
 
     # ---- reading, without the lock
 
     def lookup(self, keys: NDArray[np.uint64]) -> NDArray[np.int64]:
         """Return the slot of each key, or -1. Linear probing, one step for all keys at a time."""
         found = np.full(len(keys), -1, dtype=np.int64)
-        left = np.arange(len(keys))
-        at = (keys[:, 0] & np.uint64(self._mask)).astype(np.int64)
+        remaining = np.arange(len(keys))
+        buckets = (keys[:, 0] & np.uint64(self._mask)).astype(np.int64)
         for _ in range(_MAX_PROBES):
-            entries = self._buckets[at].astype(np.int64)
+            entries = self._buckets[buckets].astype(np.int64)
             is_slot = (entries > 0) & (entries <= self.geometry.num_slots)
-            hit = is_slot & (self.keys[np.where(is_slot, entries - 1, 0)] == keys[left]).all(axis=1)
-            found[left[hit]] = entries[hit] - 1
-            goes_on = (entries != _EMPTY) & ~hit
-            if not goes_on.any():
+            hit = is_slot & (self.keys[np.where(is_slot, entries - 1, 0)] == keys[remaining]).all(axis=1)
+            found[remaining[hit]] = entries[hit] - 1
+            is_unresolved = (entries != _EMPTY) & ~hit
+            if not is_unresolved.any():
                 break
-            left = left[goes_on]
-            at = (at[goes_on] + 1) & self._mask
+            remaining = remaining[is_unresolved]
+            buckets = (buckets[is_unresolved] + 1) & self._mask
         return found
 
     def ready(self, keys: NDArray[np.uint64]) -> NDArray[np.bool_]:
@@ -258,7 +258,7 @@ class HostTable:
         self.owners[slot] = owner
         self.last_use_ns[slot] = now_ns
         self.states[slot] = WRITING
-        self._put(slot)
+        self._insert(slot)
         return int(self.generations[slot])
 
     def finish(self, slot: int, checksum: int, now_ns: int) -> None:
@@ -271,18 +271,18 @@ class HostTable:
         """Forget the slot's block. The slot then belongs to the caller, who fills it or gives it back."""
         self.states[slot] = FREE
         self.generations[slot] += np.uint64(1)
-        at = int(self.keys[slot, 0]) & self._mask
+        bucket = int(self.keys[slot, 0]) & self._mask
         for _ in range(_MAX_PROBES):
-            entry = int(self._buckets[at])
+            entry = int(self._buckets[bucket])
             if entry == slot + 1:
-                self._buckets[at] = _GONE
-                self._header["num_gone"] += 1
+                self._buckets[bucket] = _TOMBSTONE
+                self._header["num_tombstones"] += 1
                 break
             if entry == _EMPTY:
                 break
-            at = (at + 1) & self._mask
-        if int(self._header["num_gone"][0]) > self.geometry.num_buckets // 4:
-            self._place_all()
+            bucket = (bucket + 1) & self._mask
+        if int(self._header["num_tombstones"][0]) > self.geometry.num_buckets // 4:
+            self._rehash()
 
     def give_back(self, slot: int) -> None:
         """Make the slot free."""
@@ -312,40 +312,40 @@ class HostTable:
         used = np.flatnonzero(self.states)
         used = used[np.argsort(self.last_use_ns[used], kind="stable")[::-1]]
         _, firsts = np.unique(self.keys[used], axis=0, return_index=True)
-        double = np.delete(used, firsts)
-        self.states[double] = FREE
+        duplicates = np.delete(used, firsts)
+        self.states[duplicates] = FREE
         free = np.flatnonzero(self.states[: self.num_fresh] == FREE)
         self.generations[free] += np.uint64(1)
         self._free[: len(free)] = free
         self._header["num_free"] = len(free)
-        self._place_all()
+        self._rehash()
 
-    def _put(self, slot: int) -> None:
+    def _insert(self, slot: int) -> None:
         """Enter the slot into the hash table."""
-        at = int(self.keys[slot, 0]) & self._mask
+        bucket = int(self.keys[slot, 0]) & self._mask
         for _ in range(_MAX_PROBES):
-            entry = int(self._buckets[at])
-            if entry in (_EMPTY, _GONE):
-                self._buckets[at] = slot + 1
-                if entry == _GONE:
-                    self._header["num_gone"] -= 1
+            entry = int(self._buckets[bucket])
+            if entry in (_EMPTY, _TOMBSTONE):
+                self._buckets[bucket] = slot + 1
+                if entry == _TOMBSTONE:
+                    self._header["num_tombstones"] -= 1
                 return
-            at = (at + 1) & self._mask
+            bucket = (bucket + 1) & self._mask
         # No bucket: the block is never found, and its slot is reused later.
 
-    def _place_all(self) -> None:
+    def _rehash(self) -> None:
         """Rebuild the hash table."""
         self._buckets[:] = _EMPTY
-        self._header["num_gone"] = 0
+        self._header["num_tombstones"] = 0
         slots = np.flatnonzero(self.states)
-        at = (self.keys[slots, 0] & np.uint64(self._mask)).astype(np.int64)
+        buckets = (self.keys[slots, 0] & np.uint64(self._mask)).astype(np.int64)
         for _ in range(_MAX_PROBES):
             if not len(slots):
                 break
             # Of several slots for one bucket the first takes it, and the others try the next.
-            _, firsts = np.unique(at, return_index=True)
+            _, firsts = np.unique(buckets, return_index=True)
             takes = np.zeros(len(slots), dtype=bool)
             takes[firsts] = True
-            takes &= self._buckets[at] == _EMPTY
-            self._buckets[at[takes]] = slots[takes] + 1
-            slots, at = slots[~takes], (at[~takes] + 1) & self._mask
+            takes &= self._buckets[buckets] == _EMPTY
+            self._buckets[buckets[takes]] = slots[takes] + 1
+            slots, buckets = slots[~takes], (buckets[~takes] + 1) & self._mask

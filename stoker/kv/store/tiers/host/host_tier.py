@@ -110,22 +110,22 @@ class HostTier:
         table = self._open()
         now_ns = time.monotonic_ns()
         found: dict[int, tuple[int, int, int]] = {}  # for READY slots: slot, generation, checksum
-        for at, slot in enumerate(table.lookup(packed(keys)).tolist()):
+        for i, slot in enumerate(table.lookup(packed(keys)).tolist()):
             if slot >= 0:
                 generation, checksum = int(table.generations[slot]), int(table.checksums[slot])
-                if table.states[slot] == READY and table.key(slot) == keys[at]:
-                    found[at] = slot, generation, checksum
+                if table.states[slot] == READY and table.key(slot) == keys[i]:
+                    found[i] = slot, generation, checksum
         checksums = copy_with_checksums(
-            self._threads, [into[at] for at in found], [table.block(slot) for slot, _, _ in found.values()]
+            self._threads, [into[i] for i in found], [table.block(slot) for slot, _, _ in found.values()]
         )
         done = [False] * len(keys)
         wrong = []
-        for (at, (slot, generation, checksum)), data_checksum in zip(found.items(), checksums, strict=True):
+        for (i, (slot, generation, checksum)), data_checksum in zip(found.items(), checksums, strict=True):
             if int(table.generations[slot]) != generation:
                 continue  # the slot was reused meanwhile
-            if _keyed_checksum(keys[at], data_checksum) == checksum:
-                table.last_use_ns[slot] = now_ns - at
-                done[at] = True
+            if _keyed_checksum(keys[i], data_checksum) == checksum:
+                table.last_use_ns[slot] = now_ns - i
+                done[i] = True
             else:
                 wrong.append((slot, generation))
         if wrong:
@@ -136,8 +136,8 @@ class HostTier:
         # The first blocks of a chain count as the last used ones: without them the rest cannot be found.
         now_ns = time.monotonic_ns()
         items = {
-            name.key: _PendingWrite(name, block, data_checksum, now_ns - at)
-            for at, (name, block, data_checksum) in enumerate(zip(names, data, checksums, strict=True))
+            name.key: _PendingWrite(name, block, data_checksum, now_ns - i)
+            for i, (name, block, data_checksum) in enumerate(zip(names, data, checksums, strict=True))
         }
         waiting = list(items.values())
         step = max(1, min(_BATCH, _BATCH_BYTES // self._slot_bytes))
@@ -240,9 +240,9 @@ class HostTier:
         process; here it is an error that can be handled."""
         try:
             os.posix_fallocate(self._fd, self._blocks_at + table.num_fresh * self._slot_bytes, self._slot_bytes)
-        except OSError as failed:
+        except OSError as error:
             self._count(errors=1)
-            log.warning("host_memory_full", blocks=table.num_fresh, reason=failed.strerror)
+            log.warning("host_memory_full", blocks=table.num_fresh, reason=error.strerror)
             return False
         return True
 

@@ -289,6 +289,6 @@ def _load(settings: StoreSettings) -> _Library:
     try:
         from mooncake.engine import TransferEngine
         from mooncake.store import MooncakeDistributedStore, ReplicateConfig
-    except ImportError as missing:
-        raise ConfigError(f"the Mooncake client cannot be imported ({missing}): {INSTALL_HINT}") from None
+    except ImportError as error:
+        raise ConfigError(f"the Mooncake client cannot be imported ({error}): {INSTALL_HINT}") from None
     return _Library(TransferEngine, MooncakeDistributedStore, ReplicateConfig)

@@ -16,9 +16,8 @@ from stoker.kv.blocks.transfer import BlockName
 from stoker.kv.device.checksum import NAME as CHECKSUM
 
 _MAGIC = b"STOKERK2"
-_FIXED = struct.Struct(
-    "<8s16s16s16sQQIi"
-)  # magic, space, key, parent, block bytes, checksum, tokens, salt's length or -1
+# magic, key space, key, parent, block bytes, checksum, number of tokens, length of the salt (-1: no salt)
+_FIXED = struct.Struct("<8s16s16s16sQQIi")
 _CRC = struct.Struct("<I")  # checksum of everything before it; follows the salt
 _SALT_BYTES = 128
 _ALIGNED = 512

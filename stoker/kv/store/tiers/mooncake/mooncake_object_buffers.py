@@ -29,12 +29,12 @@ class ObjectBuffers:
             self.sizes = [[size + block_bytes]] * len(blocks)
         else:
             self._own = np.zeros((len(blocks), size), np.uint8)
-            self._headers = [self._own.ctypes.data + at * size for at in range(len(blocks))]
+            self._headers = [self._own.ctypes.data + i * size for i in range(len(blocks))]
             self.places = [[header, block] for header, block in zip(self._headers, blocks, strict=True)]
             self.sizes = [[size, block_bytes]] * len(blocks)
 
-    def header(self, at: int) -> bytes:
-        return string_at(self._headers[at], self._header_bytes)
+    def header(self, i: int) -> bytes:
+        return string_at(self._headers[i], self._header_bytes)
 
-    def put_header(self, at: int, packed: bytes) -> None:
-        memmove(self._headers[at], packed, len(packed))
+    def put_header(self, i: int, packed: bytes) -> None:
+        memmove(self._headers[i], packed, len(packed))

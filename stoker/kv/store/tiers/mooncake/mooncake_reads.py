@@ -1,9 +1,10 @@
 """Reads objects of the Mooncake store: by the Transfer Engine from another worker's memory, otherwise by the client.
 
 The client's own reads busy-wait (kv/mooncake/transfer_engine.py) and report nothing before the last object has arrived.
-So the client is asked only where the objects are, and each object is checksummed as soon as it has arrived, while it is
-still in the CPU cache and the next ones are on their way. The client itself reads what lies in this process's own segment
-(a copy is faster than a socket), on an SSD, or nowhere.
+So the client only looks up where the objects are, and the Transfer Engine reads them. Each object is checksummed as soon
+as it has arrived, while it is still in the CPU cache and the next ones are on their way. The client itself reads three
+kinds of objects: those in this process's own segment (a copy is faster than a socket), those on an SSD, and those whose
+location it did not find.
 """
 
 from __future__ import annotations
@@ -33,39 +34,41 @@ def fetch(client: Any, engine: Any, store_keys: Sequence[str], objects: ObjectBu
     object_bytes = sum(objects.sizes[0])
     found = client.batch_get_replica_desc(list(store_keys))
     here = client.get_hostname()
-    away = {
-        at: _runs(replica, objects, at)
-        for at, key in enumerate(store_keys)
+    remote = {
+        i: _runs(replica, objects, i)
+        for i, key in enumerate(store_keys)
         if (replica := _remote(found.get(key, ()), object_bytes, here)) is not None
     }
     codes, checksums = [TRANSFER_FAILED] * len(store_keys), {}
-    if rest := [at for at in range(len(store_keys)) if at not in away]:
+    if others := [i for i in range(len(store_keys)) if i not in remote]:
         replies = client.batch_get_into_multi_buffers(
-            [store_keys[at] for at in rest], [objects.places[at] for at in rest], [objects.sizes[at] for at in rest]
+            [store_keys[i] for i in others], [objects.places[i] for i in others], [objects.sizes[i] for i in others]
         )
-        for at, code in zip(rest, replies, strict=True):
-            codes[at] = code
+        for i, code in zip(others, replies, strict=True):
+            codes[i] = code
             if code == object_bytes:
-                checksums[at] = checksum(objects.buffers[at])
-    with closing(read_in_order(engine, chain.from_iterable(away.values()))) as reads:
-        for at, runs in away.items():
+                checksums[i] = checksum(objects.buffers[i])
+    with closing(read_in_order(engine, chain.from_iterable(remote.values()))) as reads:
+        for i, runs in remote.items():
             if all(list(islice(reads, len(runs)))):
-                codes[at], checksums[at] = object_bytes, checksum(objects.buffers[at])
+                codes[i], checksums[i] = object_bytes, checksum(objects.buffers[i])
     return FetchResult(codes, checksums)
 
 
 def _remote(replicas: Sequence[Any], object_bytes: int, here: str) -> Any | None:
     """Return where the object is complete in another worker's memory. None if it is also in ours, or in no memory."""
-    in_memory = [one.get_memory_descriptor().buffer_descriptor for one in replicas if one.is_memory_replica()]
+    in_memory = [
+        replica.get_memory_descriptor().buffer_descriptor for replica in replicas if replica.is_memory_replica()
+    ]
     if any(place.transport_endpoint == here for place in in_memory):
         return None
     return next((place for place in in_memory if place.size == object_bytes), None)
 
 
-def _runs(place: Any, objects: ObjectBuffers, at: int) -> list[RemoteRanges]:
+def _runs(place: Any, objects: ObjectBuffers, i: int) -> list[RemoteRanges]:
     """Split the read of one object into requests of at most about REQUEST_BYTES."""
     runs, theirs = [], place.buffer_address
-    for ours, size in zip(objects.places[at], objects.sizes[at], strict=True):
+    for ours, size in zip(objects.places[i], objects.sizes[i], strict=True):
         piece = -(-size // max(1, size // REQUEST_BYTES))
         runs += [
             RemoteRanges(place.transport_endpoint, [ours + start], [theirs + start], [min(piece, size - start)])

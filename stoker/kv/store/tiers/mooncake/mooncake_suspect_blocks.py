@@ -42,7 +42,7 @@ class SuspectBlocks:
             self._keys.pop(key, None)
             self._owner_unknown.discard(key)
 
-    def of(self, client: MooncakeClient, keys: Sequence[BlockKey]) -> frozenset[BlockKey]:
+    def find(self, client: MooncakeClient, keys: Sequence[BlockKey]) -> frozenset[BlockKey]:
         """Return the blocks that should not be read now."""
         if not self._keys and not self._owners:
             return frozenset()
@@ -66,7 +66,7 @@ class SuspectBlocks:
         """Return the owners of each block that lies only in RAM."""
         by_store_key = {self._format.store_key(key): key for key in keys}
 
-        def ask(raw: RawClient) -> dict[BlockKey, list[str]]:
+        def list_owners(raw: RawClient) -> dict[BlockKey, list[str]]:
             listed = raw.batch_get_replica_desc(list(by_store_key))
             return {
                 by_store_key[store_key]: [
@@ -77,4 +77,4 @@ class SuspectBlocks:
                 if replicas and all(replica.is_memory_replica() for replica in replicas)
             }
 
-        return client.wait(client.submit("find", ask), _LOOKUP_S)
+        return client.wait(client.submit("find", list_owners), _LOOKUP_S)

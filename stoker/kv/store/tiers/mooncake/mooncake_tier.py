@@ -70,7 +70,7 @@ class MooncakeTier:
         self._batch_blocks = max(1, min(_BATCH_BLOCKS, _BATCH_BYTES // self._format.block_bytes))
         self._headroom_bytes = context.headroom_bytes
         self._is_tcp = settings.mooncake_protocol == "tcp"
-        # by address; kept alive, so that a registered address never becomes other memory
+        # By address. The buffers are kept alive, so that a registered address is never reused for other memory.
         self._registered: dict[int, HostBytes] = {}
         self._call_s = _CALL_S + self._batch_blocks * self._format.object_bytes / _SLOWEST_BYTES_PER_S
         self._known = KnownBlocks(self._format, context.on_evicted)
@@ -87,7 +87,7 @@ class MooncakeTier:
             return []
         try:
             found = self._listed(self._list(keys), _FIND_S)
-            suspect = self._suspects.of(self._store_client, keys)
+            suspect = self._suspects.find(self._store_client, keys)
         except TierUnavailable:
             return [False] * len(keys)
         self._known.forget([key for key, is_there in zip(keys, found, strict=True) if is_there == 0])
@@ -96,7 +96,7 @@ class MooncakeTier:
     def read(self, keys: Sequence[BlockKey], into: Sequence[HostBytes]) -> list[bool]:
         self._store_client.check()
         right = [False] * len(keys)
-        suspect = self._suspects.of(self._store_client, keys)
+        suspect = self._suspects.find(self._store_client, keys)
         # The client answers only once for a key that appears twice in a batch.
         first = {key: i for i, key in reversed(list(enumerate(keys)))}
         wanted = [i for key, i in sorted(first.items(), key=lambda item: item[1]) if key not in suspect]
@@ -191,9 +191,9 @@ class MooncakeTier:
 
     def _lost_of(self, client: RawClient, keys: Sequence[BlockKey]) -> list[BlockKey]:
         lost: list[BlockKey] = []
-        for some in _batches(keys, _LOOKUP_BLOCKS):
-            found = client.batch_is_exist([self._format.store_key(key) for key in some])
-            lost += [key for key, is_there in zip(some, found, strict=True) if is_there == 0]
+        for batch in _batches(keys, _LOOKUP_BLOCKS):
+            found = client.batch_is_exist([self._format.store_key(key) for key in batch])
+            lost += [key for key, is_there in zip(batch, found, strict=True) if is_there == 0]
         return lost
 
     # ---- reading
@@ -220,11 +220,11 @@ class MooncakeTier:
         """Read one batch, and set `right` for the blocks that are correct."""
         fetched, headers = self._fetch(indices, keys, into)
         wrong: dict[int, str] = {}
-        for at, header in headers.items():
-            i = indices[at]
+        for position, header in headers.items():
+            i = indices[position]
             if header is None:
                 wrong[i] = "not this block's header"
-            elif header.checksum != fetched.checksums[at]:
+            elif header.checksum != fetched.checksums[position]:
                 wrong[i] = "checksum"
             else:
                 right[i] = True
@@ -254,7 +254,10 @@ class MooncakeTier:
         except TierUnavailable:
             self._suspect([keys[i] for i in indices])
             raise
-        headers = {at: self._format.unpack(objects.header(at), keys[indices[at]]) for at in fetched.checksums}
+        headers = {
+            position: self._format.unpack(objects.header(position), keys[indices[position]])
+            for position in fetched.checksums
+        }
         return fetched, headers
 
     def _note_codes(self, keys: Sequence[BlockKey], codes: Sequence[int]) -> None:
@@ -294,8 +297,11 @@ class MooncakeTier:
     # ---- writing
 
     def _missing(self, names: Sequence[BlockName], found: Sequence[int], taken: list[bool]) -> list[int]:
-        """Those that must be sent. What is listed but lies with the dead is taken off the list, or it would be kept there."""
-        suspect = self._suspects.of(self._store_client, [name.key for name in names])
+        """Return the indices of the blocks to write, and set `taken` for those that are stored already.
+
+        A listed block whose owner is dead is removed first, because the master would not accept it a second time.
+        """
+        suspect = self._suspects.find(self._store_client, [name.key for name in names])
         missing, unreadable = [], []
         for i, (name, is_there) in enumerate(zip(names, found, strict=True)):
             if is_there == 1 and name.key not in suspect:
@@ -323,8 +329,8 @@ class MooncakeTier:
             return
         store_keys = [self._format.store_key(names[i].key) for i in sent]
         objects = ObjectBuffers(self._format, [data[i] for i in sent], self._headroom_bytes)
-        for at, header in enumerate(sent.values()):
-            objects.put_header(at, header)
+        for position, header in enumerate(sent.values()):
+            objects.put_header(position, header)
         # The buffers of a call that hangs may change. Then the checksum of the stored bytes is wrong.
         call = self._store_client.submit("write", lambda client: self._put(client, store_keys, objects))
         codes = self._store_client.wait(call, self._call_s + sum(_FULL_WAITS_S))
@@ -360,7 +366,7 @@ class MooncakeTier:
 
     def _register(self, client: RawClient, objects: ObjectBuffers) -> None:
         """Register buffers for RDMA, which reaches only registered memory. They stay registered and referenced, so that
-        the address never becomes other memory. There are only as many as the store's buffer pool has."""
+        the address is never reused for other memory. There are only as many as the store's buffer pool has."""
         if self._is_tcp:
             return
         for buffer, (address, *_), (size, *_) in zip(objects.buffers, objects.places, objects.sizes, strict=True):
