@@ -150,6 +150,7 @@ class Client:
 
 def _reason(lost: Exception) -> str:
     """Return why a connection failed, in the words of the operating system where it has any."""
-    if isinstance(lost, aiohttp.ClientConnectorError) and (lost.errno or 0) > 0:
-        return os.strerror(lost.errno)
+    number = lost.errno if isinstance(lost, OSError) else None
+    if number is not None and number > 0:  # negative numbers are the resolver's own
+        return os.strerror(number)
     return str(lost) or type(lost).__name__
