@@ -154,7 +154,12 @@ def _print_welcome(config: GatewayConfig, port: int, server: GatewayServer) -> N
     models = server.models()
     key = " -H 'Authorization: Bearer KEY'" if config.key else ""
     workers = f"{server.num_workers} worker{'' if server.num_workers == 1 else 's'}"
-    served = f"They serve {', '.join(models)}." if models else "No model is known yet; see /v1/models."
+    if models:
+        served = f"They serve {', '.join(models)}."
+    elif server.num_workers or config.secret_file:
+        served = "No model is known yet; see /v1/models."
+    else:
+        served = "It can serve nothing: add workers with --worker URL, or let them register with --secret-file FILE."
     body = {"model": models[0] if models else "MODEL", "messages": [{"role": "user", "content": _QUESTION}]}
     print_message(
         f"""

@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         metavar="MODEL",
         help="A model folder, a .gguf file, or a Hugging Face id such as org/name or org/name@revision. "
-        "Default: the embedded SmolLM2-135M-Instruct.",
+        "Default: SmolLM2-135M-Instruct.",
     )
     for section in SECTIONS:
         add_flags(parser.add_argument_group(section.title, section.description or None), section.settings)

@@ -37,7 +37,7 @@ is restarted. Ctrl-C stops everything in order, a second Ctrl-C at once. docs/op
 docs/settings.md lists all settings."""
 
 _LISTEN = ("listen.host", "listen.port")  # the gateway's settings that are flags of `stoker up` too
-_EMBEDDED_BYTES = 515 << 20  # the embedded model's weights in float32
+_DEFAULT_MODEL_BYTES = 515 << 20  # the default model's weights in float32
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "target",
         nargs="?",
         metavar="FLEET.TOML|MODEL",
-        help="A fleet file, or a model as for --model. Default: the default fleet with the embedded model.",
+        help="A fleet file, or a model as for --model. Default: the default fleet with SmolLM2-135M-Instruct.",
     )
     parser.add_argument("--check", action="store_true", help="Check the settings, print what would start, and exit.")
     listen = [one for one in declared(GatewayConfig) if one.key in _LISTEN]
@@ -143,7 +143,7 @@ def _default_table(settings: DefaultFleetSettings, machine: Machine, cache_dir: 
     from stoker.up.default import default_counts, default_table
 
     if settings.model is None:
-        weight_bytes = _EMBEDDED_BYTES
+        weight_bytes = _DEFAULT_MODEL_BYTES
     else:
         weight_bytes = _cpu_bytes(written_path(settings.model))
     counts = settings.counts or default_counts(machine, weight_bytes)
@@ -209,7 +209,7 @@ def _unresolved(config: FleetConfig) -> dict[str | None, FleetModel]:
 
     models = {}
     for model in {one.model for one in config.workers}:
-        cpu_bytes = _EMBEDDED_BYTES if model is None else _cpu_bytes(written_path(model))
+        cpu_bytes = _DEFAULT_MODEL_BYTES if model is None else _cpu_bytes(written_path(model))
         models[model] = FleetModel(model or EMBEDDED, model or EMBEDDED, cpu_bytes=cpu_bytes)
     return models
 

@@ -102,10 +102,10 @@ class ProxySettings:
 class AdmissionSettings:
     """How many requests the workers get at a time, and how long the others may wait in the gateway's queue."""
 
-    requests_per_worker: int = setting(
-        512, "Maximum requests in flight to a worker that does not report its queue.", ge=1
+    requests_per_worker: int = setting(512, "Maximum requests in flight to a worker of weight 1.", ge=1)
+    waiting_per_worker: int = setting(
+        4, "Maximum sequences that may wait inside a worker, if it reports its queue.", ge=0
     )
-    waiting_per_worker: int = setting(4, "Maximum sequences that wait inside a worker that reports its queue.", ge=0)
     prefill_s: float = setting(
         10.0,
         "Maximum uncached prefill in flight to a worker whose prefill rate is known, in seconds of its work.",

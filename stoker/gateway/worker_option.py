@@ -59,7 +59,7 @@ class WorkerSettings:
         default_text="what a stoker worker reports",
     )
     bootstrap_port: int | None = setting(
-        None, "Bootstrap port of an SGLang or Mooncake prefill worker.", ge=1, le=65535
+        None, "Bootstrap port of an SGLang or Mooncake prefill worker.", ge=1, le=65535, default_text="8998"
     )
     api_key_file: Path | None = setting(None, "File with the bearer token that the worker expects.")
     labels: dict[str, str] = setting_map(

@@ -7,6 +7,7 @@ not used.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -82,7 +83,8 @@ class Client:
             async with self._http.get(url) as response:
                 body = await response.read()
         except (TimeoutError, aiohttp.ClientError, OSError) as lost:
-            raise ServerUnreachable(f"no server answers at {self._url}: {lost or type(lost).__name__}") from lost
+            message = f"no server answers at {self._url} ({_reason(lost)}): check --url, or start one with `stoker up`"
+            raise ServerUnreachable(message) from lost
         if response.status != 200:
             raise ServerUnreachable(f"{url} answered {response.status}: {error_body(body).message}")
         try:
@@ -127,7 +129,7 @@ class Client:
         except TimeoutError:  # before ClientError: aiohttp's timeouts are both
             record.fail("timeout", f"no complete answer within {self._target.timeout_s:g} s")
         except aiohttp.ClientConnectorError as lost:
-            record.fail("connect", f"no server answers at {self._url}: {lost}")
+            record.fail("connect", f"no server answers at {self._url} ({_reason(lost)})")
         except (aiohttp.ClientError, OSError) as lost:
             record.fail("disconnected", str(lost) or type(lost).__name__)
         except asyncio.CancelledError:
@@ -144,3 +146,11 @@ class Client:
         if turn.parent:
             headers[PARENT_HEADER] = turn.parent
         return headers
+
+
+def _reason(lost: Exception) -> str:
+    """Return why a connection failed, in the words of the operating system where it has any."""
+    number = lost.errno if isinstance(lost, OSError) else None
+    if number is not None and number > 0:  # negative numbers are the resolver's own
+        return os.strerror(number)
+    return str(lost) or type(lost).__name__

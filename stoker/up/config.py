@@ -150,7 +150,7 @@ class WorkersConfig:
     model: str | None = setting(
         None,
         "A model folder, a .gguf file, or a Hugging Face id such as org/name or org/name@revision.",
-        default_text="the embedded SmolLM2-135M-Instruct",
+        default_text="SmolLM2-135M-Instruct",
     )
     devices: tuple[int, ...] = setting(
         (),
@@ -255,7 +255,7 @@ def _check_roles(config: FleetConfig) -> None:
         for one in config.workers:
             counts[one.role] += one.count if one.model == model else 0
         if counts.get("prefill") and not counts.get("decode") and not counts.get("unified"):
-            named = "the embedded model" if model is None else model
+            named = "the default model" if model is None else model
             raise ConfigError(
                 f"{named}: there are {counts['prefill']} prefill workers, and no decode or unified workers that could "
                 "generate answers; add one"

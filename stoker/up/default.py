@@ -34,7 +34,7 @@ class DefaultFleetSettings:
         "A model folder, a .gguf file, or a Hugging Face id such as org/name or org/name@revision.",
         flag="--model",
         metavar="MODEL",
-        default_text="the embedded SmolLM2-135M-Instruct",
+        default_text="SmolLM2-135M-Instruct",
     )
     served_name: tuple[str, ...] = setting(
         (),
@@ -50,21 +50,21 @@ class DefaultFleetSettings:
         "Number of prefill workers.",
         flag="--prefill",
         ge=0,
-        default_text="1, or 0 if a role is given or RAM is scarce",
+        default_text="1; 0 if another number of workers is given, or if there is too little RAM for two workers",
     )
     decode: int | None = setting(
         None,
         "Number of decode workers.",
         flag="--decode",
         ge=0,
-        default_text="1, or 0 if a role is given or RAM is scarce",
+        default_text="1; 0 if another number of workers is given, or if there is too little RAM for two workers",
     )
     unified: int | None = setting(
         None,
         "Number of workers that do both prefill and decode.",
         flag="--unified",
         ge=0,
-        default_text="0, or 1 if RAM is scarce",
+        default_text="0; 1 if there is too little RAM for two workers",
     )
 
     def __post_init__(self) -> None:

@@ -207,7 +207,7 @@ def _size(num_bytes: float) -> str:
 def _load_words(load: dict[str, Any]) -> str:
     words = []
     for name, unit in (
-        ("requests", "given"),
+        ("requests", "in flight"),
         ("running_requests", "running"),
         ("waiting_requests", "waiting"),
         ("running_sequences", "running"),

@@ -165,7 +165,7 @@ def test_invalid_settings_are_named(server: ScriptedServer, capsys, argv: list[s
 
 def test_a_server_that_is_not_there(unused_url: str, capsys):
     assert main(["bench", "serve", "--url", unused_url]) == 2
-    assert f"stoker: no server answers at {unused_url}" in capsys.readouterr().err
+    assert f"stoker: no server answers at {unused_url} (Connection refused): check --url" in capsys.readouterr().err
 
 
 def test_ctrl_c_prints_the_results_so_far(server: ScriptedServer, tmp_path: Path):

@@ -161,6 +161,20 @@ def rows(path: Path) -> Sequence[tuple[object, ...]]:
         )
 
 
+def test_a_gateway_without_workers_says_how_to_add_them() -> None:
+    command = [STOKER, "gateway", "--port", "0", "--ledger", "none"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        watchdog = threading.Timer(240, process.kill)
+        watchdog.start()
+        try:
+            assert process.stdout is not None
+            welcome = next(line for line in process.stdout if line.strip())
+        finally:
+            watchdog.cancel()
+            process.kill()
+    assert "routes to 0 workers. It can serve nothing: add workers with --worker URL" in welcome
+
+
 def test_the_printed_curl_line_works_and_sigterm_ends_cleanly(tmp_path: Path, server: ScriptedServer) -> None:
     server.script = whole
     ledger = tmp_path / "usage.db"

@@ -96,7 +96,7 @@ def flags(plan: FleetPlan, name: str) -> dict[str, Any]:
         ),
         (
             "[[workers]]\nrole = 'prefill'\ncount = 3",
-            "the embedded model: there are 3 prefill workers, and no decode or unified workers that could generate answers; "
+            "the default model: there are 3 prefill workers, and no decode or unified workers that could generate answers; "
             "add one",
         ),
         ("store = 3\n[[workers]]", "store=3: write a table, [store]"),

@@ -254,5 +254,5 @@ stoker_running_requests 3.0
     )
     text = shown(FleetStatus("http://g", True, None, [part], pid=3, up_s=3700, models=["m"]))
     assert "up for 1 h 1 min" in text
-    assert "1 given, KV 50%" in text
+    assert "1 in flight, KV 50%" in text
     assert text.splitlines()[-2].split() == ["decode-0", "host", "1,234", "1.00", "GiB", "-", "-", "-", "-", "0"]
