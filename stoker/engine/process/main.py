@@ -228,7 +228,7 @@ def serve(pipe: EngineEnd, arguments: EngineArguments, ahead: WeightReadAhead, t
     pipe.send(engine_info(built))
     log_memory(built.memory)
     if arguments.timeline_origin_s is not None:
-        timeline.tell(log)
+        timeline.log_to(log)
     built.store.announce_held_blocks()
     try:
         EngineLoop(built, blocks, mailbox, pipe).run()
