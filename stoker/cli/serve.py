@@ -193,7 +193,7 @@ async def _run_worker(worker: _Worker, settings: ServeSettings, listener: socket
             print_message(warning, sys.stderr)
         await web.SockSite(worker.runner, listener).start()
         if settings.server.timeline:
-            timeline.tell(log)
+            timeline.log_to(log)
         _print_welcome(settings.endpoint.host, listener.getsockname()[1], context.config.served_names[0], info)
         reporter.start(lambda number: worker_report(context, number))
         registrar.start()
@@ -240,7 +240,9 @@ def _fleet_host(advertise: str | None, host: str, gateways: list[str]) -> str:
     if host not in ("0.0.0.0", "::", ""):
         return host
     if any(host_of_url("--gateway", gateway) not in _THIS_MACHINE for gateway in gateways):
-        raise ConfigError(f"--host {host} does not tell gateways where to reach this worker: give --advertise URL")
+        raise ConfigError(
+            f"--host {host}: gateways cannot reach this worker at this address; give its URL with --advertise"
+        )
     return "127.0.0.1"
 
 

@@ -72,7 +72,7 @@ class FleetStatus:
         return msgspec.json.format(msgspec.json.encode(asdict(self)))
 
 
-async def look(url: str, token: str | None, fleet: FleetState | None = None) -> FleetStatus:
+async def fleet_status(url: str, token: str | None, fleet: FleetState | None = None) -> FleetStatus:
     """Query a gateway and its workers. `fleet` is the state.json of `stoker up`, if the gateway belongs to it."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
@@ -168,7 +168,7 @@ def _words(error: BaseException) -> str:
 # ---- as text
 
 
-def shown(status: FleetStatus) -> str:
+def format_status(status: FleetStatus) -> str:
     """Return the status as tables for a terminal."""
     up = "" if status.up_s is None else f", up for {_duration(status.up_s)}, process {status.pid}"
     lines = [f"Fleet at {status.gateway_url}{up}: {', '.join(status.models) or 'no model is known yet'}"]
@@ -207,7 +207,7 @@ def _size(num_bytes: float) -> str:
 def _load_words(load: dict[str, Any]) -> str:
     words = []
     for name, unit in (
-        ("requests", "given"),
+        ("requests", "assigned"),
         ("running_requests", "running"),
         ("waiting_requests", "waiting"),
         ("running_sequences", "running"),

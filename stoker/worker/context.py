@@ -1,4 +1,4 @@
-"""What all endpoints share: the engine, tokenizer and template, settings, metrics. The app builds it once."""
+"""The context that all endpoints share: engine, tokenizer and template, settings, metrics. The app builds it once."""
 
 from __future__ import annotations
 
@@ -95,6 +95,8 @@ class ModelText:
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
+    """Everything that a request handler needs besides the request."""
+
     service: Service
     text: ModelText
     config: HttpConfig

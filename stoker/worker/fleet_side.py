@@ -1,4 +1,4 @@
-"""What a worker tells gateways about itself: its description, its load, and its tokenizer."""
+"""What a worker reports to gateways: its description, its load, and its tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Registers this worker with its gateways by heartbeats, and says when it leaves. The worker serves without them, too."""
+"""Registers this worker with its gateways by heartbeats, and signs off when it leaves. A worker needs no gateway to serve."""
 
 from __future__ import annotations
 
