@@ -42,15 +42,15 @@ def usable_cores(root: Path = _ROOT) -> int:
     return max(1, cores)
 
 
-def allow_files(wanted: int) -> int:
-    """Raise the limit of open files to `wanted`, or as close as the system permits. Return the new limit.
+def allow_files(count: int) -> int:
+    """Raise the limit of open files to at least `count`, or as close as the system permits. Return the new limit.
 
     Many systems start a process with a soft limit of 1,024, and every connection is an open file.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return wanted
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft == resource.RLIM_INFINITY or soft >= count:
+        return count
+    allowed = count if hard == resource.RLIM_INFINITY else min(count, hard)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     except (OSError, ValueError):  # the kernel has a lower limit

@@ -231,7 +231,7 @@ def _check(args: argparse.Namespace, ports: Ports) -> int:
     plan = _plan(config, machine, models, paths, ports, gateway)
     for line in footprint_words(config, models, machine):
         print_result(f"{line}\n")
-    print_result(table(("PART", "ROLE", "ADDRESS"), [(part.name, part.role, part.address) for part in plan.parts]))
+    print_result(table(("PROCESS", "ROLE", "ADDRESS"), [(part.name, part.role, part.address) for part in plan.parts]))
     for part in plan.parts:
         changes = "".join(f"{name}={shlex.quote(value)} " for name, value in part.env.items())
         print_result(f"\n{part.name}:\n  {changes}{shlex.join(part.command)}")

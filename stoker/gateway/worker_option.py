@@ -42,7 +42,7 @@ class WorkerSettings:
         (),
         "Models that it serves. After --worker: model=NAME, repeatable.",
         flag="model",
-        default_text="what its /v1/models says",
+        default_text="the names that its /v1/models lists",
     )
     events: str | None = setting(
         None,

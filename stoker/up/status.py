@@ -186,7 +186,7 @@ def format_status(status: FleetStatus) -> str:
         )
         for part in status.parts
     ]
-    lines += ["", table(("PART", "ROLE", "HEALTH", "ADDRESS", "PID", "RESTARTS", "LOAD"), rows)]
+    lines += ["", table(("PROCESS", "ROLE", "HEALTH", "ADDRESS", "PID", "RESTARTS", "LOAD"), rows)]
     tiers = [_tier_row(part.name, tier, metrics) for part in status.parts for tier, metrics in part.tiers.items()]
     if tiers:
         lines += ["", table(("WORKER", "TIER", "BLOCKS", "USED", "OF", "HITS", "MISSES", "EVICTED", "ERRORS"), tiers)]

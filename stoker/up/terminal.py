@@ -49,7 +49,7 @@ class Terminal:
         body |= {"messages": [{"role": "user", "content": _QUESTION}]}
         print_message(
             f"""
-{table(("PART", "ROLE", "ADDRESS", "PID", "LOG"), rows)}
+{table(("PROCESS", "ROLE", "ADDRESS", "PID", "LOG"), rows)}
 
 Logs are in {log_dir}. `stoker status` shows health and load. Ctrl-C stops everything. Try:
 

@@ -119,7 +119,9 @@ class WorkerContext:
     def served_model(self, requested: str | None) -> str:
         """Return the model name for the answer. A request without a model means the served one."""
         if requested is not None and requested not in self.config.served_names:
-            raise NotFound(f"The model '{requested}' does not exist.", param="model", code="model_not_found")
+            served = ", ".join(self.config.served_names)
+            message = f"The model '{requested}' does not exist. This worker serves: {served}."
+            raise NotFound(message, param="model", code="model_not_found")
         return self.config.served_names[0]
 
     async def off_loop(self, num_chars: int, work: Callable[[], T]) -> T:

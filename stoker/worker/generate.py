@@ -80,7 +80,9 @@ class Choice:
     keep_stop_token: bool = False
     grammar_param: str | None = None
     resumed_logprobs: list[TokenLogprobs] | None = None  # of the tokens that another worker generated
-    ended: bool = False  # nothing is left to generate; a resumed choice may learn this only by the replay
+    ended: bool = (
+        False  # nothing is left to generate; for a resumed choice this may become known only during the replay
+    )
     continues_elsewhere: bool = False  # after a hand-off, another worker continues; else a hand-off ends the choice
     ran: bool = False  # the engine has reported how much of the prompt was cached
     ticket: KvTicket | None = None  # for its KV, if the engine kept it

@@ -103,5 +103,5 @@ def wants_notes(request: web.Request, fields: GenerationFields) -> bool:
     return bool(fields.stream) and request.headers.get(NOTES_HEADER) == NOTES_WANTED
 
 
-def open_notes(wanted: bool, choices: Sequence[Choice], created: int) -> NoteWriter:
-    return StreamNotes(choices, created) if wanted else NoNotes()
+def open_notes(enabled: bool, choices: Sequence[Choice], created: int) -> NoteWriter:
+    return StreamNotes(choices, created) if enabled else NoNotes()

@@ -1,8 +1,9 @@
 """How much work a model's workers may hold at a time; admission keeps this much in flight. Pure.
 
-A worker that reports waiting sequences is full. It then gets only as many requests as it runs plus a few, so that its own
-queue stays short and requests wait in the gateway's fair queue instead. Other workers are bounded by the settings. Prompt
-tokens in flight are bounded to a number of seconds of prefill, at the rate that the worker reports or that was measured.
+A worker that reports waiting sequences is full. It then gets at most its running sequences plus `waiting_per_worker`, so
+that its own queue stays short and requests wait in the gateway's fair queue instead. Other workers are bounded by the
+settings. Prompt tokens in flight are bounded to a number of seconds of prefill, at the rate that the worker reports or that
+was measured.
 """
 
 from __future__ import annotations

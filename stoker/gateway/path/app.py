@@ -257,7 +257,8 @@ class Gateway:
             return json_reply({"object": "list", "data": [self._card(model) for model in models]})
         if name in models:
             return json_reply(self._card(name))
-        raise NotFound(f"The model {name!r} is not served here.", param="model", code="model_not_found")
+        message = f"The model {name!r} is not served here. Served models: {', '.join(models) or 'none'}."
+        raise NotFound(message, param="model", code="model_not_found")
 
     def _card(self, model: str) -> dict[str, Any]:
         card = {"id": model, "object": "model", "created": self._started_s, "owned_by": "stoker"}
