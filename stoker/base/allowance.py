@@ -1,4 +1,4 @@
-"""What this process may use: RAM and CPU cores, with the limits of its cgroup and the cgroups above it, and open files.
+"""The resources that this process may use: RAM, CPU cores and open files. RAM and cores include the limits of its cgroups.
 
 Inside a container, the system still reports the whole machine. A process that uses more than its cgroup allows is killed or
 throttled.
@@ -26,7 +26,7 @@ def all_ram(root: Path = _ROOT) -> int:
 
 def available_ram(root: Path = _ROOT) -> int:
     """Return the RAM that is available now, in bytes."""
-    left = [limit - _kept_bytes(group) for group, limit in _memory_limits(root)]
+    left = [limit - _used_bytes(group) for group, limit in _memory_limits(root)]
     return max(0, min([_machine_ram(root, "MemAvailable:"), *left]))
 
 
@@ -42,15 +42,15 @@ def usable_cores(root: Path = _ROOT) -> int:
     return max(1, cores)
 
 
-def allow_files(wanted: int) -> int:
-    """Raise the limit of open files to `wanted`, or as close as the system permits. Return the new limit.
+def allow_files(count: int) -> int:
+    """Raise the limit of open files to at least `count`, or as close as the system permits. Return the new limit.
 
     Many systems start a process with a soft limit of 1,024, and every connection is an open file.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return wanted
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft == resource.RLIM_INFINITY or soft >= count:
+        return count
+    allowed = count if hard == resource.RLIM_INFINITY else min(count, hard)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     except (OSError, ValueError):  # the kernel has a lower limit
@@ -87,13 +87,14 @@ def _memory_limits(root: Path) -> Iterator[tuple[Path, int]]:
             yield group, min(limits)
 
 
-def _kept_bytes(group: Path) -> int:
+def _used_bytes(group: Path) -> int:
     """Return the memory used by a cgroup, without the page cache.
 
-    The kernel reclaims the page cache before it kills a process. If it counted, no memory would seem left after reading a model.
+    The kernel reclaims the page cache before it kills a process. With the page cache counted as used, hardly any memory would
+    appear free after a model file was read.
     """
     stat = dict(line.split(maxsplit=1) for line in _lines(group / "memory.stat"))
-    # Version 1 uses other names for the totals that include the groups below; version 2 uses these.
+    # Both versions also count the cgroups below this one. Version 1 calls these totals `total_…`.
     cached = sum(int(stat.get(f"total_{name}", stat.get(name, 0))) for name in ("inactive_file", "active_file"))
     return max(_number(group / name) or 0 for name in _USED) - cached
 

@@ -18,7 +18,7 @@ class FlagParser(Protocol):
 
 
 class _Refuse(argparse.Action):
-    """A flag that only explains what to use instead."""
+    """An argparse action for a flag that does not exist any more: its use raises ConfigError with an explanation."""
 
     def __call__(self, parser: object, namespace: object, values: object, option_string: str | None = None) -> None:
         raise ConfigError(str(self.const))
@@ -27,7 +27,8 @@ class _Refuse(argparse.Action):
 def add_flags(parser: FlagParser, settings: Iterable[Declared]) -> None:
     """Add a flag for each of `settings` that has one. A flag that is not given leaves None.
 
-    A wrong value raises ConfigError during parsing, with a message that names the flag."""
+    A wrong value raises ConfigError during parsing, with a message that names the flag.
+    """
     for one in settings:
         if one.setting.flag is None:
             continue
@@ -54,7 +55,7 @@ def refuse_flag(parser: FlagParser, flag: str, message: str) -> None:
 
 
 def given_flags(args: argparse.Namespace, settings: Iterable[Declared]) -> dict[Declared, Any]:
-    """Return the settings that the command line gave, with their values."""
+    """Return the settings that were given on the command line, with their values."""
     with_flag = (one for one in settings if one.setting.flag is not None)
     return {one: value for one in with_flag if (value := getattr(args, one.flag_name, None)) is not None}
 

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import gc
 
-_YOUNG_OBJECTS = (
-    50_000  # allocations between two young collections; Python's default of 700 is less than one step makes
-)
+# Allocations between two collections of the youngest generation. Python's default is 700, and one engine step makes more.
+_YOUNG_OBJECTS = 50_000
 
 
 def freeze() -> None:
     """Exempt all objects that exist now from garbage collection.
 
-    What a start allocates lives as long as the process. A full collection that walks it would stop a step, or hundreds of
-    streams, for about 100 ms."""
+    Objects that are allocated during the start live as long as the process. A full collection that visits them would delay
+    an engine step, or hundreds of streams, by about 100 ms.
+    """
     gc.collect()
     gc.freeze()
 
 
 def tune_for_serving() -> None:
-    """Call once, when a server process has started: exempt what exists now, and collect less often from now on."""
+    """Exempt all objects that exist now from garbage collection, and collect less often. Call once, after the start."""
     freeze()
     gc.set_threshold(_YOUNG_OBJECTS, 20, 100)

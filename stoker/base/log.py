@@ -8,7 +8,7 @@ import sys
 import time
 from typing import Any
 
-_HANDLED = "stoker"
+_ROOT_NAME = "stoker"
 LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -28,10 +28,10 @@ class _JsonLine(logging.Formatter):
 
 
 class EventLog:
-    """Logs the events of one part of the system: `log.event("kv_pulled", request=request_id, blocks=num_blocks)`."""
+    """Logs the events of one component: `log.event("kv_pulled", request=request_id, blocks=num_blocks)`."""
 
     def __init__(self, part: str) -> None:
-        self._logger = logging.getLogger(f"{_HANDLED}.{part}")
+        self._logger = logging.getLogger(f"{_ROOT_NAME}.{part}")
 
     def event(self, name: str, **fields: Any) -> None:
         self._logger.info(name, extra={"fields": fields})
@@ -45,7 +45,7 @@ class EventLog:
 
 def set_up(level: str = "info") -> None:
     """Write events at `level` and above to stderr, as JSON lines. A process calls this once, when it starts."""
-    logger = logging.getLogger(_HANDLED)
+    logger = logging.getLogger(_ROOT_NAME)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonLine())
     logger.handlers = [handler]

@@ -11,7 +11,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent: int) -> Callable[[], None]:
-    """Return a `preexec_fn` for subprocess: the kernel kills the child when the thread that started it ends."""
+    """Return a `preexec_fn` for subprocess. The kernel kills the child when the thread that started it ends.
+
+    `parent` is the process id of the caller.
+    """
     libc = ctypes.CDLL(None)  # before the fork: after a fork it is not safe to load a library
 
     def set_death_signal() -> None:

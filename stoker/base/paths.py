@@ -1,4 +1,4 @@
-"""Paths in options and settings files. A shell does not expand the ~ in --flag=~/x, and settings files have no shell."""
+"""Paths in options and settings files. A shell does not expand the ~ in --flag=~/x, and no shell reads settings files."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import os
 from pathlib import Path
 
 
-def written_path(text: str | Path) -> Path:
+def expand_home(text: str | Path) -> Path:
     """Return the path with a leading ~ expanded. A ~user that does not exist stays as it is."""
     return Path(os.path.expanduser(text))

@@ -34,6 +34,7 @@ class Registry(Generic[T]):
         return add
 
     def get(self, name: str) -> T:
+        """Return the entry. Raise ConfigError, which lists the available names, if there is none."""
         self._scan()
         if name not in self._entries:
             raise ConfigError(f"unknown {self._kind} {name!r}; available: {', '.join(sorted(self._entries))}")

@@ -10,9 +10,9 @@ A settings class is a frozen dataclass whose fields are declared with `setting()
             check_settings(self, "listen")
 
 A field's type is bool, int, float, str, Path, a tuple of these, dict[str, str], another settings class (a TOML table), or a
-tuple of settings classes (an array of tables); each may be optional (`| None`). A field without `setting()` that is no
+tuple of settings classes (an array of tables); each may be optional (`| None`). A field without `setting()` that is not a
 settings class is internal: the program fills it in, and neither flags nor TOML can set it. A class may list earlier keys in
-`REMOVED: ClassVar[tuple[str, ...]]`. They are refused by name.
+`REMOVED: ClassVar[tuple[str, ...]]`. Using one of them is an error that says that it was removed.
 
 Only the standard library is used, because the engine's settings are declared here too.
 """
@@ -32,7 +32,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from stoker.base.errors import ConfigError
-from stoker.base.paths import written_path
+from stoker.base.paths import expand_home
 
 T = TypeVar("T")
 _KEY = "setting"
@@ -44,7 +44,7 @@ class Setting:
 
     help: str  # full sentences
     flag: str | None = None  # such as "--port"; None: only TOML can set it
-    flag_help: str | None = None  # where the flag says something else than the key: --no-tokenize
+    flag_help: str | None = None  # help of a flag that means the opposite of its key, such as --no-tokenize
     metavar: str | None = None
     unit: str | None = None  # s, GiB, MiB, tokens
     ge: float | None = None
@@ -52,11 +52,11 @@ class Setting:
     le: float | None = None
     choices: tuple[str, ...] = ()
     pattern: str | None = None  # a regular expression that text must match
-    expected: str | None = None  # what to give instead of a wrong value, where type, range and choices do not say it
-    default_text: str | None = None  # the default in words, where the program computes it
+    expected: str | None = None  # what to give, for errors, if the type, range and choices do not describe it
+    default_text: str | None = None  # the default in words, if the program computes it
     renamed_from: tuple[str, ...] = ()  # earlier flags, which are refused with an error that names the new one
-    is_path: bool = False  # text that is a path: a leading ~ is replaced
-    commas: bool = False  # a list may be written as one text with commas
+    is_path: bool = False  # the text is a path: a leading ~ is expanded
+    commas: bool = False  # a list may also be given as one string with commas
 
 
 def setting(default: T, help: str, **declaration: Any) -> T:
@@ -71,7 +71,7 @@ def required(help: str, **declaration: Any) -> Any:
 
 
 def setting_map(help: str, **declaration: Any) -> dict[str, str]:
-    """Declare a table of names and texts, which is empty by default."""
+    """Declare a table that maps names to strings. It is empty by default."""
     declared: dict[str, str] = dataclasses.field(default_factory=dict, metadata={_KEY: Setting(help, **declaration)})
     return declared
 
@@ -79,7 +79,8 @@ def setting_map(help: str, **declaration: Any) -> dict[str, str]:
 def same_as(kind: Any, name: str, **changes: Any) -> Any:
     """Declare a setting like the one called `name` in another settings class, without its flag.
 
-    `changes` replace parts of the declaration; `default` among them replaces the default."""
+    `changes` replace fields of the declaration. `default` in them replaces the default.
+    """
     (original,) = (field for field in dataclasses.fields(kind) if field.name == name)
     default = changes.pop("default", original.default)
     declaration = dataclasses.replace(original.metadata[_KEY], flag=None, renamed_from=(), **changes)
@@ -88,7 +89,7 @@ def same_as(kind: Any, name: str, **changes: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _FieldType:
-    """What a type hint says."""
+    """The type of a field, parsed from its type hint."""
 
     inner: type  # a scalar or a settings class
     is_list: bool = False
@@ -101,7 +102,7 @@ class _FieldType:
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """One setting of a tree of settings classes."""
+    """One setting in a tree of settings classes, with its path from the root."""
 
     path: tuple[str, ...]  # ("listen", "port")
     setting: Setting
@@ -114,13 +115,13 @@ class Declared:
 
     @property
     def flag(self) -> str:
-        """The flag. Only for settings that have one."""
+        """Return the flag. Call it only for settings that have one."""
         assert self.setting.flag is not None, f"{self.key} has no flag"
         return self.setting.flag
 
     @property
     def flag_name(self) -> str:
-        """The flag as a Python name and as a key of [[workers]] in fleet.toml: kv_memory_gib."""
+        """Return the flag as a Python name, such as kv_memory_gib. It is also the key of [[workers]] in fleet.toml."""
         return self.flag.removeprefix("--").replace("-", "_")
 
     @property
@@ -136,7 +137,7 @@ class Declared:
         return [old.removeprefix("--").replace("-", "_") for old in self.setting.renamed_from]
 
     def parse(self, text: str, name: str) -> Any:
-        """Return the value of `text` from the command line. `name` is the flag that an error names."""
+        """Parse `text` from the command line and check it. `name` is the flag for error messages."""
         if self.shape.is_list:
             parts = text.split(",") if self.setting.commas else [text]
             return [self._parse_one(part, name, text) for part in parts]
@@ -152,7 +153,7 @@ class Declared:
         return self._checked(value, name, whole)
 
     def convert(self, value: Any, name: str) -> Any:
-        """Return the value of a TOML `value`. `name` is the key that an error names."""
+        """Convert a value from a TOML file and check it. `name` is the key for error messages."""
         if self.shape.is_map:
             if not isinstance(value, dict):
                 raise self._refused(name, value)
@@ -183,13 +184,13 @@ class Declared:
         if not self.allows(value):
             raise self._refused(name, given)
         if self.shape.inner is Path:
-            return written_path(value)
+            return expand_home(value)
         if self.setting.is_path:
-            return str(written_path(value))
+            return str(expand_home(value))
         return value
 
     def allows(self, value: Any) -> bool:
-        """Return whether one value is in the range, among the choices, or of the form that is declared."""
+        """Return True if the value is in the declared range, is one of the choices, or matches the pattern."""
         rule = self.setting
         if isinstance(value, str):
             return (
@@ -208,7 +209,7 @@ class Declared:
 
     @property
     def values(self) -> str:
-        """What may be given, in words: `a number of GiB above 0`."""
+        """Describe the allowed values in words, such as `a number of GiB above 0`."""
         rule, kind = self.setting, self.shape.inner
         if rule.expected is not None:
             return rule.expected
@@ -232,7 +233,7 @@ class Declared:
 
     @property
     def default_words(self) -> str:
-        """The default as help texts and the reference page show it. Empty: there is none to show."""
+        """Return the default as `--help` and the reference page show it, or "" if there is none to show."""
         if self.setting.default_text is not None:
             return self.setting.default_text
         if self.is_switch:
@@ -246,7 +247,7 @@ class Declared:
         return str(self.default)
 
     def arguments(self, value: Any) -> list[str]:
-        """Return the command-line words that give this setting the (converted) `value`."""
+        """Return the command-line arguments that set this setting to the converted `value`."""
         if self.is_switch:
             return [self.flag] if value is not self.default else []
         if self.shape.is_list and self.setting.commas:
@@ -277,6 +278,7 @@ def _shown(name: str, value: Any) -> str:
 
 
 def either(words: Iterable[str]) -> str:
+    """Join words as in `a, b or c`."""
     *most, last = words
     return f"{', '.join(most)} or {last}" if most else last
 
@@ -321,7 +323,7 @@ def _shape(hint: Any) -> _FieldType:
 
 
 def check_settings(settings: Any, at: str) -> None:
-    """Raise ConfigError if a value is out of the range that its setting declares. `at` is the table that the error names."""
+    """Raise ConfigError if a value is outside the range that its setting declares. `at` is the table for error messages."""
     for one in declared(type(settings)):
         if len(one.path) > 1:
             continue  # the inner table has checked itself
@@ -336,6 +338,7 @@ def check_settings(settings: Any, at: str) -> None:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
+    """Return the content of a TOML file. Raise ConfigError, which names the file, if it cannot be read."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -345,7 +348,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def from_table(kind: type[T], table: Any, at: str = "") -> T:
-    """Convert a TOML table into a settings class. `at` is the table's own name, which errors begin with."""
+    """Convert a TOML table into a settings class. `at` is the table's name, with which error messages begin."""
     if not isinstance(table, dict):
         raise ConfigError(f"{_shown(at, table)}: write a table, [{at}]")
     own = {one.path[0]: one for one in declared(kind) if len(one.path) == 1}
@@ -362,7 +365,7 @@ def from_table(kind: type[T], table: Any, at: str = "") -> T:
         else:
             raise unknown_key(name, own.values(), inner, at)
     if missing := [name for name, one in own.items() if one.is_required and name not in values]:
-        raise ConfigError(f"{at}: {missing[0]} is missing; give {own[missing[0]].values}")
+        raise ConfigError(f"{at}.{missing[0]} is missing: give {own[missing[0]].values}".removeprefix("."))
     return kind(**values)
 
 
@@ -380,10 +383,11 @@ def unknown_key(name: str, settings: Iterable[Declared], others: Iterable[str] =
 
 
 def no_such_name(name: str, known: Iterable[str], at: str = "", what: str = "setting") -> ConfigError:
+    """Return the error for a name that is not in `known`. It suggests the nearest known name, or lists all of them."""
     prefix = f"{at}." if at else ""
     names = sorted(known)
     near = difflib.get_close_matches(name, names, 1)
-    hint = f"did you mean {prefix}{near[0]}?" if near else f"there are: {', '.join(names)}"
+    hint = f"did you mean {prefix}{near[0]}?" if near else f"choose one of: {', '.join(names)}"
     return ConfigError(f"{prefix}{name}: no such {what}; {hint}")
 
 
@@ -402,7 +406,7 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
 
 
 def put(table: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    """Set the value at a path of nested tables, which are made where they are missing."""
+    """Set the value at a path of nested tables. Missing tables are created."""
     for name in path[:-1]:
         table = table.setdefault(name, {})
     table[path[-1]] = value

@@ -38,12 +38,13 @@ class Timeline:
         self.stages.append(Stage(name, begun_s - self.origin_s, ended_s - begun_s))
 
     def log_to(self, log: EventLog) -> None:
+        """Log one event for each stage."""
         for stage in self.stages:
             log.event("timeline", stage=stage.name, start_s=round(stage.start_s, 3), seconds=round(stage.seconds, 3))
 
 
 def process_start_s() -> float:
-    """Return when this process started, as time.time(); the current time if the system does not say."""
+    """Return when this process started, as a time.time() value. If the system does not tell, return the current time."""
     try:
         with open("/proc/self/stat") as stat, open("/proc/uptime") as uptime:
             ticks = int(stat.read().rpartition(")")[2].split()[19])

@@ -117,8 +117,8 @@ def _split(file: GgufFile) -> WordSplit:
 
 
 def _adds_bos(file: GgufFile) -> bool:
-    said = file.find("tokenizer.ggml.add_bos_token", bool)
-    return _split(file).adds_bos if said is None else said
+    configured = file.find("tokenizer.ggml.add_bos_token", bool)
+    return _split(file).adds_bos if configured is None else configured
 
 
 def _bos_first(file: GgufFile, tokens: list[str]) -> processors.PostProcessor:

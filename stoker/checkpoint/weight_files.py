@@ -244,7 +244,7 @@ class WeightReadAhead:
     """
 
     def __init__(self, files: Sequence[Path], max_bytes: int) -> None:
-        self._left = _runs([_one_name(file) for file in files], max_bytes)
+        self._left = _runs([_real_path(file) for file in files], max_bytes)
         self._lock = threading.Lock()
         self._read: dict[tuple[Path, int], Future[dict[int, memoryview]]] = {}  # (file, first block) -> its blocks
         self._skipped: set[tuple[Path, int]] = set()  # the consumer reads these runs itself
@@ -255,7 +255,7 @@ class WeightReadAhead:
 
     def take(self, file: Path, number: int) -> memoryview | None:
         """Return a block that was read ahead, and forget it. Wait if it is being read now. None: it was not read."""
-        run = (_one_name(file), number - number % _RUN_BLOCKS)
+        run = (_real_path(file), number - number % _RUN_BLOCKS)
         with self._lock:
             found = self._read.get(run)
             if found is None:
@@ -298,7 +298,7 @@ def _uncached_blocks(file: Path, first: int) -> dict[int, memoryview]:
     return {first + at // BLOCK_BYTES: read[at : at + BLOCK_BYTES] for at in range(0, len(read), BLOCK_BYTES)}
 
 
-def _one_name(file: Path) -> Path:
+def _real_path(file: Path) -> Path:
     """Return the real path, so that a file reached through a link has one key."""
     return Path(os.path.realpath(file))
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stoker.base.errors import ConfigError
-from stoker.base.paths import written_path
-from stoker.loadgen.datasets import DATASETS, MADE_UP, DatasetSpec, load_dataset, num_turns
+from stoker.base.paths import expand_home
+from stoker.loadgen.datasets import DATASETS, GENERATED, DatasetSpec, load_dataset, num_turns
 from stoker.loadgen.load import ARRIVALS, LoadPlan
 from stoker.loadgen.prompts import random_tokens, random_words
 from stoker.loadgen.session import COMPLETIONS_PATH, LoadSession, TokenRange, Turn
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_prompt_arguments(serve.add_argument_group("prompts"))
     _add_load_arguments(serve.add_argument_group("load"))
     serve.add_argument(
-        "--json", type=written_path, metavar="OUT", help="Write configuration, environment and results to this file."
+        "--json", type=expand_home, metavar="OUT", help="Write configuration, environment and results to this file."
     )
 
 
@@ -64,9 +64,9 @@ def _add_prompt_arguments(group: argparse._ArgumentGroup) -> None:
         "--dataset", choices=DATASETS, default="random", help="Where the prompts come from. Default: %(default)s."
     )
     group.add_argument(
-        "--data-dir", type=written_path, help="Folder with the data sets. Default: data or ../shared/data."
+        "--data-dir", type=expand_home, help="Folder with the data sets. Default: data or ../shared/data."
     )
-    group.add_argument("--dataset-file", type=written_path, help="sharegpt: the data set's file.")
+    group.add_argument("--dataset-file", type=expand_home, help="sharegpt: the data set's file.")
     group.add_argument("--max-turns", type=int, help="Maximum number of turns of each conversation. Default: all.")
     group.add_argument("--flatten-tools", action="store_true", help="Send tool calls and results as plain text.")
     group.add_argument(
@@ -84,7 +84,7 @@ def _add_prompt_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--vocab-size", type=int, metavar="N", help="random and trace: send token ids below N.")
     group.add_argument(
-        "--trace", type=written_path, metavar="FILE", help="trace: a file in Mooncake's format or of agent sessions."
+        "--trace", type=expand_home, metavar="FILE", help="trace: a file in Mooncake's format or of agent sessions."
     )
     group.add_argument(
         "--block-tokens-scale",
@@ -157,7 +157,10 @@ def _serve(args: argparse.Namespace) -> int:
     sessions = load_dataset(spec)
     load = _load(args, sessions)
     if spec.num_requests is not None and num_turns(sessions) < spec.num_requests:
-        print(f"stoker: {spec.name} holds {num_turns(sessions)} requests, not {spec.num_requests}", file=sys.stderr)
+        print(
+            f"stoker: the data set {spec.name} has only {num_turns(sessions)} of {spec.num_requests} requests",
+            file=sys.stderr,
+        )
     records: list[Record] = []
     interrupted = False
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -232,7 +235,7 @@ async def _measure(
 
 
 def _warmup(num_requests: int, like: LoadSession) -> list[LoadSession]:
-    """Generated prompts of the measured kind: the measured ones must not enter the server's cache."""
+    """Return warm-up sessions with generated prompts: the measured prompts must not enter the server's cache before."""
     if like.turns[0].prompt.path == COMPLETIONS_PATH:
         return random_tokens(num_requests, 64, 8, 0.0, seed=-1, token_range=TokenRange())
     return random_words(num_requests, 64, 8, 0.0, seed=-1)
@@ -251,13 +254,13 @@ def _target(args: argparse.Namespace) -> Target:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of the body that are the same in all requests."""
+    """Return the fields of the body that are the same in all requests."""
     options = {
         "model": args.model,
         "temperature": args.temperature,
         "max_tokens": args.max_tokens or DEFAULT_MAX_TOKENS,
     }
-    ignore_eos = args.dataset in MADE_UP if args.ignore_eos is None else args.ignore_eos
+    ignore_eos = args.dataset in GENERATED if args.ignore_eos is None else args.ignore_eos
     # Not a field of OpenAI's API, so it is sent only if it is needed.
     return {**options, "ignore_eos": True} if ignore_eos else options
 
@@ -291,7 +294,7 @@ def _dataset(args: argparse.Namespace) -> DatasetSpec:
 
 
 def _config(args: argparse.Namespace) -> dict[str, Any]:
-    """All options. Of the headers only the names: values may be API keys."""
+    """Return all options. Headers are listed without their values, which may be API keys."""
     config = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in vars(args).items()

@@ -18,7 +18,7 @@ from stoker.base import log as logs
 from stoker.base.address import join_address, local_host
 from stoker.base.flags import add_flags, as_table, given_flags
 from stoker.base.output import print_message, print_result
-from stoker.base.paths import written_path
+from stoker.base.paths import expand_home
 from stoker.base.settings import declared
 from stoker.cli.serving import Signals, drained, listen
 
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
-        "--config", type=written_path, metavar="FILE", help="Read settings from this TOML file. Flags take precedence."
+        "--config", type=expand_home, metavar="FILE", help="Read settings from this TOML file. Flags take precedence."
     )
     parser.add_argument(
         "--worker",

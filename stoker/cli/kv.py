@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     free.add_argument(
         "--force",
         action="store_true",
-        help="Free it also if a process uses it. That process keeps its memory until it exits; new ones start with an "
+        help="Free it even if a process uses it. That process keeps its memory until it exits; new ones start with an "
         "empty store.",
     )
 
@@ -59,7 +59,7 @@ def _free(name: str, force: bool) -> int:
     stores = [one for one in host_stores() if one.name == name]
     if not stores:
         known = ", ".join(sorted({one.name for one in host_stores()})) or "none"
-        raise ConfigError(f"there is no KV store called {name!r}; there are: {known}")
+        raise ConfigError(f"there is no KV store called {name!r}; the existing stores are: {known}")
     if any(one.in_use for one in stores) and not force:
         raise ConfigError(f"KV store {name!r} is in use: stop its workers first, or give --force")
     remove_host_store(name)

@@ -95,7 +95,8 @@ def _open_standard_streams() -> None:
     """Open /dev/null for standard streams that are closed, as some daemon managers leave them.
 
     Otherwise the next socket would get the number of a standard stream. Libraries would write into it, and libuv aborts the
-    process when it closes such a number."""
+    process when it closes such a number.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             number = os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is the missing one

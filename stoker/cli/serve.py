@@ -240,7 +240,9 @@ def _fleet_host(advertise: str | None, host: str, gateways: list[str]) -> str:
     if host not in ("0.0.0.0", "::", ""):
         return host
     if any(host_of_url("--gateway", gateway) not in _THIS_MACHINE for gateway in gateways):
-        raise ConfigError(f"--host {host} does not tell gateways where to reach this worker: give --advertise URL")
+        raise ConfigError(
+            f"--host {host}: gateways cannot reach this worker at this address; give its URL with --advertise"
+        )
     return "127.0.0.1"
 
 

@@ -1,4 +1,4 @@
-"""What `stoker serve` and `stoker gateway` have in common: listening, signals, draining."""
+"""Code that `stoker serve` and `stoker gateway` share: listening, signals, draining."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class Drainable(Protocol):
 
 
 def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound to this address. Raise ConfigError if that is not possible."""
     try:
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(address[0], address[1])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from stoker.base.address import host_of_url
 from stoker.base.output import print_result
-from stoker.base.paths import written_path
+from stoker.base.paths import expand_home
 
 NAME = "status"
 HELP = "show what runs: processes, health, load, KV tiers, restarts"
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", metavar="GATEWAY", help="Show only this gateway, for example http://10.0.0.7:8000.")
     parser.add_argument(
         "--admin-token-file",
-        type=written_path,
+        type=expand_home,
         metavar="FILE",
         help="File with the gateway's admin token. Needed with --url if `stoker up` did not start it on this machine.",
     )
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from stoker.gateway.config import read_secret
     from stoker.up.state import default_state_dir, living_fleets
-    from stoker.up.status import look, shown
+    from stoker.up.status import fleet_status, format_status
 
     token = read_secret(args.admin_token_file, "--admin-token-file")
     fleets = list(living_fleets(default_state_dir(os.environ) / "fleets"))
@@ -45,16 +45,18 @@ def run(args: argparse.Namespace) -> int:
         url = args.url.rstrip("/")
         ours = next((fleet for fleet in fleets if fleet.gateway_url == url), None)
         token = token or (_token(ours.admin_token_file) if ours else None)
-        statuses = [asyncio.run(look(url, token, ours))]
+        statuses = [asyncio.run(fleet_status(url, token, ours))]
     else:
-        statuses = [asyncio.run(look(one.gateway_url, token or _token(one.admin_token_file), one)) for one in fleets]
+        statuses = [
+            asyncio.run(fleet_status(one.gateway_url, token or _token(one.admin_token_file), one)) for one in fleets
+        ]
     if args.json:
         print_result(f"[{','.join(status.as_json().decode() for status in statuses)}]")
     elif silent := [status for status in statuses if status.reason and not status.parts]:
         # Nothing is known but the reason: an empty table would only hide it.
         print("\n".join(f"stoker: {status.reason}" for status in silent), file=sys.stderr)
     elif statuses:
-        print_result("\n\n".join(map(shown, statuses)))
+        print_result("\n\n".join(map(format_status, statuses)))
     if not statuses:
         print(
             "stoker: no fleet runs on this machine. Start one with `stoker up`, or show a gateway elsewhere with --url",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from stoker.base.errors import ConfigError
 from stoker.base.flags import add_flags, as_table, given_flags, refuse_flag
 from stoker.base.output import print_result
-from stoker.base.paths import written_path
+from stoker.base.paths import expand_home
 from stoker.base.settings import Declared, declared, from_table, merged, read_toml
 from stoker.cli.serve_settings import ROLES, ServeSettings, serve_keys
 
@@ -126,7 +126,7 @@ def _fleet_file(target: str | None) -> Path | None:
     """Return the fleet file that `target` names, or None if it is a model: a folder, a .gguf file or a hub id."""
     if target is None:
         return None
-    path = written_path(target)
+    path = expand_home(target)
     if path.suffix == ".toml" or (os.path.isfile(path) and path.suffix != ".gguf"):
         return path
     if os.path.exists(path):
@@ -145,7 +145,7 @@ def _default_table(settings: DefaultFleetSettings, machine: Machine, cache_dir: 
     if settings.model is None:
         weight_bytes = _DEFAULT_MODEL_BYTES
     else:
-        weight_bytes = _cpu_bytes(written_path(settings.model))
+        weight_bytes = _cpu_bytes(expand_home(settings.model))
     counts = settings.counts or default_counts(machine, weight_bytes)
     return default_table(counts, machine, cache_dir, settings.model, settings.served_name, weight_bytes)
 
@@ -162,7 +162,7 @@ def _overrides(args: argparse.Namespace) -> dict[str, Any]:
 def _machine(cache_dir: Path) -> Machine:
     from stoker.up.machine import Machine, visible_gpus
 
-    machine = Machine.look(cache_dir)
+    machine = Machine.detect(cache_dir)
     return replace(machine, gpu_bytes=visible_gpus(machine.gpu_bytes, os.environ.get("CUDA_VISIBLE_DEVICES")))
 
 
@@ -209,7 +209,7 @@ def _unresolved(config: FleetConfig) -> dict[str | None, FleetModel]:
 
     models = {}
     for model in {one.model for one in config.workers}:
-        cpu_bytes = _DEFAULT_MODEL_BYTES if model is None else _cpu_bytes(written_path(model))
+        cpu_bytes = _DEFAULT_MODEL_BYTES if model is None else _cpu_bytes(expand_home(model))
         models[model] = FleetModel(model or EMBEDDED, model or EMBEDDED, cpu_bytes=cpu_bytes)
     return models
 
@@ -231,7 +231,7 @@ def _check(args: argparse.Namespace, ports: Ports) -> int:
     plan = _plan(config, machine, models, paths, ports, gateway)
     for line in footprint_words(config, models, machine):
         print_result(f"{line}\n")
-    print_result(table(("PART", "ROLE", "ADDRESS"), [(part.name, part.role, part.address) for part in plan.parts]))
+    print_result(table(("PROCESS", "ROLE", "ADDRESS"), [(part.name, part.role, part.address) for part in plan.parts]))
     for part in plan.parts:
         changes = "".join(f"{name}={shlex.quote(value)} " for name, value in part.env.items())
         print_result(f"\n{part.name}:\n  {changes}{shlex.join(part.command)}")
@@ -305,7 +305,7 @@ def _reserve(gateway: Listening, ports: Ports, fleets_dir: Path) -> tuple[Listen
 
 
 def _file_or_new(named: str | None, run_dir: RunDir, name: str) -> Path:
-    return written_path(named) if named else run_dir.write_secret(name)
+    return expand_home(named) if named else run_dir.write_secret(name)
 
 
 def _resolve(config: FleetConfig, cache_dir: Path, terminal: Terminal) -> dict[str | None, FleetModel]:

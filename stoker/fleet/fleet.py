@@ -178,7 +178,7 @@ class Fleet:
         return list(self.pool(model, now, roles if isinstance(roles, frozenset) else frozenset(roles)).members)
 
     def pool(self, model: str, now: float, roles: frozenset[Role] = _ALL) -> CandidatePool:
-        """Return the same workers as the cached pool. The caller must not modify it."""
+        """Return the workers of `candidates` as a pool. Pools are cached, so the caller must not modify them."""
         pool = self._pools.get((model, roles))
         if pool is None or now >= pool.until:
             pool = self._build_pool(model, roles, now)
@@ -212,16 +212,16 @@ class Fleet:
             member.step_s = (mean_step_s / weight if step_s is None else step_s) / member.share
 
     def _build_pool(self, model: str, roles: frozenset[Role], now: float) -> CandidatePool:
-        there = [m for m in self._members.values() if model in m.models and m.spec.role in roles]
-        usable = [m for m in there if m.health.usable(now)]
+        members = [m for m in self._members.values() if model in m.models and m.spec.role in roles]
+        usable = [m for m in members if m.health.usable(now)]
         for member in usable:
             member.share = member.health.share(now)
         self._update_rates()
         # A free prefill worker cannot replace a busy decode or unified worker, nor the other way round.
         free = {m.spec.role is Role.PREFILL for m in usable if not m.health.busy(now)}
-        found = [m for m in usable if not m.health.busy(now) or (m.spec.role is Role.PREFILL) not in free]
-        plain = all(m.spec.role is Role.UNIFIED for m in found) and len({m.spec.cluster for m in found}) < 2
-        return CandidatePool(found, plain, min((m.health.changes_at(now) for m in there), default=float("inf")))
+        chosen = [m for m in usable if not m.health.busy(now) or (m.spec.role is Role.PREFILL) not in free]
+        plain = all(m.spec.role is Role.UNIFIED for m in chosen) and len({m.spec.cluster for m in chosen}) < 2
+        return CandidatePool(chosen, plain, min((m.health.changes_at(now) for m in members), default=float("inf")))
 
     def _invalidate(self) -> None:
         self._pools.clear()

@@ -225,9 +225,8 @@ class PrefixIndex:
             held.update(dict.fromkeys(new, False))
             self._note_stored(len(new))
             return
-        held.update(
-            dict.fromkeys(reversed(keys), False)
-        )  # the end of a conversation is shared less often than its start, so it is evicted first
+        # The end of a conversation is shared less often than its start, so it is evicted first.
+        held.update(dict.fromkeys(reversed(keys), False))
         if holder.capacity_blocks is not None:
             self._note_stored(len(new))
             if len(held) > holder.capacity_blocks:
@@ -326,5 +325,5 @@ class PrefixIndex:
 
 
 def _oldest(held: dict[Key, bool], least: int) -> list[Key]:
-    """Return the oldest `least` keys and some more, so that the next insertions need not search again."""
+    """Return at least the `least` oldest keys. Some more are returned, so that the next insertions need not search again."""
     return list(islice(held, least + max(_BATCH, len(held) // _BATCH_SHARE)))

@@ -1,4 +1,4 @@
-"""What the gateway is told about a worker: its address and role (WorkerSpec), and its latest load (LoadReport)."""
+"""Data about a worker from outside the gateway: its address and role (WorkerSpec), and its latest load (LoadReport)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from stoker.base.ids import WorkerId
 
 
 class Role(StrEnum):
+    """What a worker does: prefill, decode, or both."""
+
     UNIFIED = "unified"
     PREFILL = "prefill"
     DECODE = "decode"

@@ -1,7 +1,7 @@
 """`/admin/*`: shows fleet, recent routes, reservations and queues; drains, adds and removes workers. All JSON.
 
-It needs its own bearer token; without one configured, the admin API is disabled. It only reads the state of other parts.
-Changes of the worker list go through `MembershipChanges`.
+Requests need the admin token. If none is configured, the admin API is disabled. It only reads the state of other
+components; changes of the worker list go through `MembershipChanges`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import msgspec
 from stoker.base.errors import ConfigError, InvalidRequest, NotFound
 from stoker.base.ids import WorkerId
 from stoker.base.log import EventLog
+from stoker.base.settings import from_table
 from stoker.fleet.fleet import Fleet, Member
 from stoker.fleet.load_book import LoadBook
 from stoker.gateway.admission.admission import Admission
 from stoker.gateway.admission.api_keys import AdminToken
 from stoker.gateway.api.endpoint import EndpointRequest
-from stoker.gateway.api.reply import Reply, error_reply, json_reply
+from stoker.gateway.api.reply import Reply, error_reply, json_reply, method_not_allowed
 from stoker.gateway.watch.registration import MembershipChanges
 from stoker.gateway.worker_option import WorkerSettings, worker_spec
 from stoker.proto.admin_api import (
@@ -43,7 +44,7 @@ log = EventLog("admin")
 
 @dataclass(frozen=True, slots=True)
 class AdminView:
-    """The parts whose state the admin API shows. They are read when a request arrives."""
+    """The components whose state the admin API shows. They are read when a request arrives."""
 
     fleet: Fleet
     load_book: LoadBook
@@ -83,11 +84,7 @@ class AdminEndpoint:
             allowed = sorted({method for method, path in self._routes if path == request.path})
             if not allowed:
                 return error_reply(404, f"No such path: {request.path.decode('latin-1')}.", code="unknown_url")
-            methods = b", ".join(allowed)
-            message = f"{request.path.decode()} accepts {methods.decode()}, not {request.method.decode('latin-1')}."
-            reply = error_reply(405, message, code="method_not_allowed")
-            reply.headers.append((b"allow", methods))
-            return reply
+            return method_not_allowed(request.path, request.method, allowed)
         query = dict(parse_qsl(request.query.decode("latin-1"), keep_blank_values=True))
         return json_reply(handler(request, query))
 
@@ -134,13 +131,8 @@ class AdminEndpoint:
 
     def _add_worker(self, request: EndpointRequest, query: dict[str, str]) -> WorkerStatus | dict[str, Any]:
         try:
-            settings = msgspec.json.decode(request.body, type=WorkerSettings)
-            if settings.api_key_file is not None:
-                raise ConfigError("api_key_file is not accepted here; set it in the gateway's configuration file")
-            spec = worker_spec(settings)
+            spec = worker_spec(_worker_settings(request.body))
             self._view.workers.add(spec)
-        except msgspec.MsgspecError as error:
-            raise InvalidRequest(f'The body must be a worker such as {{"url": "http://host:port"}}: {error}') from error
         except ConfigError as error:
             raise InvalidRequest(error.message) from error
         log.event("worker_added", worker=spec.worker_id, url=spec.url)
@@ -192,6 +184,18 @@ class AdminEndpoint:
                 output_tokens=load.output_tokens,
             ),
         )
+
+
+def _worker_settings(body: bytes) -> WorkerSettings:
+    """Decode a worker with the keys of [[worker]] in the gateway's file. A null value is the same as a missing key."""
+    try:
+        table = msgspec.json.decode(body, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f'The body must be a worker such as {{"url": "http://host:port"}}: {error}') from error
+    settings = from_table(WorkerSettings, {name: value for name, value in table.items() if value is not None}, "worker")
+    if settings.api_key_file is not None:
+        raise ConfigError("worker.api_key_file is not accepted here: set it in the gateway's configuration file")
+    return settings
 
 
 def _count(query: dict[str, str], default: int) -> int:

@@ -1,4 +1,4 @@
-"""Builds a gateway from its settings: creates every part once and connects the parts.
+"""Builds a gateway from its settings: creates every component once and connects them.
 
 `build_gateway` opens only the ledger. `GatewayServer.start` listens and begins to watch the workers; `close` stops everything.
 """
@@ -46,7 +46,7 @@ from stoker.gateway.watch.watchers import Watchers, WatchSettings
 from stoker.proto.admin_api import GatewayStatus
 from stoker.routing.router import PrefixIndexes, Router
 
-_CUT_S = 0.5  # grace period for client connections when the gateway stops
+_CLOSE_GRACE_S = 0.5  # grace period for client connections when the gateway stops
 _FIRST_POLLS_S = 3.0  # the longest that the first polls of the workers may delay the start
 _OTHER_FILES = 1024  # open files besides connections in use: the ledger, KV event sockets, idle connections
 
@@ -81,11 +81,10 @@ class GatewayServer:
         return sorted(self.fleet.models())
 
     async def start(self, listener: socket.socket) -> None:
-        wanted = (
-            2 * self.config.listen.max_connections + _OTHER_FILES
-        )  # one connection to the client and one to a worker
-        if (allowed := allow_files(wanted)) < wanted:
-            log.warning("few_open_files", allowed=allowed, wanted=wanted, hint="raise `ulimit -Hn`")
+        # Each request has a connection to its client and one to a worker.
+        needed = 2 * self.config.listen.max_connections + _OTHER_FILES
+        if (allowed := allow_files(needed)) < needed:
+            log.warning("few_open_files", allowed=allowed, wanted=needed, hint="raise `ulimit -Hn`")
         for spec in self.config.worker_specs():
             self.membership.add(spec)
         await self.membership.wait_first_polls(_FIRST_POLLS_S)
@@ -98,8 +97,8 @@ class GatewayServer:
         await self.state.wait_idle()
 
     async def close(self) -> None:
-        """Stop now. Running requests are cut; pending usage rows and trace spans are written."""
-        await self.server.close(_CUT_S)
+        """Stop now. Running requests are aborted; pending usage rows and trace spans are written."""
+        await self.server.close(_CLOSE_GRACE_S)
         await self.membership.close()
         await self.proxy.close()
         self.key_makers.close()
@@ -109,7 +108,7 @@ class GatewayServer:
 
 
 def build_gateway(config: GatewayConfig) -> GatewayServer:
-    """Create all parts of a gateway. Opens the ledger, but no sockets."""
+    """Create all components of a gateway. Opens the ledger, but no sockets."""
     clock = time.monotonic
     admin_token = AdminToken(read_secret(config.admin_token_file, "admin_token_file"))
     secret = read_secret(config.secret_file, "secret_file")
@@ -236,5 +235,5 @@ def _tls(listen: ListenSettings) -> ssl.SSLContext | None:
 
 def _worker_api_keys(config: GatewayConfig) -> dict[str, str]:
     """Return the API keys that the gateway sends to workers, by worker URL."""
-    found = {one.url.rstrip("/"): read_secret(one.api_key_file, "api_key_file") for one in config.worker}
-    return {url: key for url, key in found.items() if key is not None}
+    keys = {one.url.rstrip("/"): read_secret(one.api_key_file, "api_key_file") for one in config.worker}
+    return {url: key for url, key in keys.items() if key is not None}

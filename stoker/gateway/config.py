@@ -291,9 +291,10 @@ class GatewayConfig:
 
 
 def load(path: Path | None, overrides: Mapping[str, Any] | None = None) -> GatewayConfig:
-    """Read the file (None: the defaults) and apply `overrides` from the command line.
+    """Read the gateway's settings from a file (None: the defaults) and apply `overrides` from the command line.
 
-    Overrides have the names of the file, or dotted names such as "listen.port". A list is added to the file's list."""
+    Overrides have the names of the file, or dotted names such as "listen.port". A list is added to the file's list.
+    """
     nested: dict[str, Any] = {}
     for name, value in (overrides or {}).items():
         put(nested, name.split("."), value)

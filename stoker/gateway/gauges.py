@@ -1,4 +1,4 @@
-"""The gauges of /metrics that are read from other parts of the gateway: fleet, load book, indexes, admission, meter, server."""
+"""The gauges of /metrics that are read from other components: fleet, load book, indexes, admission, meter, server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def add_gauges(
     server: Server,
     state: GatewayState,
 ) -> None:
-    """Add the metrics whose values are read from other parts when /metrics is read."""
+    """Add the metrics whose values are read from other components when /metrics is read."""
 
     def of_workers(read: Callable[[Member, float], float]) -> Iterator[Sample]:
         now = time.monotonic()

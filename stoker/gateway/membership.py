@@ -1,7 +1,7 @@
-"""Adds workers to the gateway and removes them from everything that holds state about workers.
+"""Adds workers to the gateway, and removes them together with all state about them.
 
-These are the fleet, the watchers, the connections, the reservations and the prefix indexes. One object updates them all, so
-that no state of a removed worker stays behind.
+The fleet, the watchers, the connections, the reservations and the prefix indexes hold state about workers. One object updates
+them all, so that no state of a removed worker stays behind.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from stoker.gateway.path.upstream import Upstreams
 from stoker.gateway.watch.watchers import Watchers
 
 _SILENT_S = 20.0  # three missed heartbeats; the watcher notices a dead worker sooner
-_LOOK_S = 1.0
+_CHECK_S = 1.0  # how often heartbeats are checked
 
 log = EventLog("workers")
 
 
 class Membership:
-    """Implements joining, leaving and expiry of workers."""
+    """Adds and removes workers, and removes registered workers whose heartbeats have stopped."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Membership:
     async def _expire(self) -> None:
         checked_s, stalled_until_s = self._clock(), -math.inf
         while True:
-            await asyncio.sleep(min(_LOOK_S, self._silent_s / 3))
+            await asyncio.sleep(min(_CHECK_S, self._silent_s / 3))
             now = self._clock()
             if now - checked_s > self._silent_s / 2:
                 stalled_until_s = now  # this process was stopped, and heartbeats sent meanwhile are not read yet

@@ -20,9 +20,9 @@ _ZMQ_EXPECTED = "an address that begins with tcp:// or ipc://"
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """A worker that the gateway sends requests to. After --worker, the names are the same where nothing else is said."""
+    """A worker that the gateway sends requests to. The names after --worker are the same, unless noted."""
 
-    # `flag` is the name after --worker, where it differs from the key.
+    # Here `flag` is the name of the option after --worker, if it differs from the key.
     url: str = required("URL of the worker, such as http://10.0.0.1:8000.", expected="a URL such as http://host:port")
     role: str = setting(
         Role.UNIFIED.value,
@@ -42,7 +42,7 @@ class WorkerSettings:
         (),
         "Models that it serves. After --worker: model=NAME, repeatable.",
         flag="model",
-        default_text="what its /v1/models says",
+        default_text="the names that its /v1/models lists",
     )
     events: str | None = setting(
         None,
@@ -75,7 +75,7 @@ class WorkerSettings:
         except ValueError as error:
             raise ConfigError(f"{what}: url: {error}") from error
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"{what}: url must be like http://host:port")
+            raise ConfigError(f"{what}: url must be a URL such as http://host:port")
         if parts.username or parts.query or parts.fragment or port == 0:
             raise ConfigError(f"{what}: url may only have a host, a port and a path")
 
@@ -88,13 +88,13 @@ def parse_worker(text: str) -> dict[str, Any]:
     for option in options:
         name, equals, value = (part.strip() for part in option.partition("="))
         if not equals or not value:
-            raise ConfigError(f"--worker {text}: {option!r} must be like name=value")
+            raise ConfigError(f"--worker {text}: {option!r} must have the form name=value")
         if name.startswith(_LABEL):
             table.setdefault("labels", {})[name.removeprefix(_LABEL)] = value
             continue
         if name == "url" or name not in known:
             names = ", ".join(one for one in known if one != "url")
-            raise ConfigError(f"--worker {text}: no option {name!r}; there are: {names}")
+            raise ConfigError(f"--worker {text}: no option {name!r}; choose one of: {names}")
         one = known[name]
         if one.key in table and not one.shape.is_list:
             raise ConfigError(f"--worker {text}: {name} is given twice; remove one")

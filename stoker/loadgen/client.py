@@ -43,7 +43,7 @@ class Target:
     def __post_init__(self) -> None:
         host_of_url("--url", self.url)
         if not 0 < self.timeout_s < float("inf"):  # aiohttp takes 0 as "no timeout"
-            raise ConfigError(f"timeout={self.timeout_s:g} s: must be above 0 and finite")
+            raise ConfigError(f"--timeout-s {self.timeout_s:g}: must be above 0 and finite")
 
 
 class _ListedModel(msgspec.Struct, frozen=True):

@@ -13,7 +13,7 @@ from stoker.loadgen import prompts, traces
 from stoker.loadgen.session import LoadSession, TokenRange, Turn, first_requests
 
 DATA_DIRS = (Path("data"), Path("../shared/data"))
-MADE_UP = ("random", "trace")  # generated prompts; they set their own output lengths
+GENERATED = ("random", "trace")  # generated prompts; they set their own output lengths
 _UNFIT = (KeyError, TypeError, AttributeError, ValueError)  # a field is missing or has another type
 
 
@@ -35,20 +35,20 @@ class DatasetSpec:
 
     def __post_init__(self) -> None:
         if not 0 <= self.range_ratio <= 1:
-            raise ConfigError(f"range ratio={self.range_ratio:g}: must be between 0 and 1")
+            raise ConfigError(f"--range-ratio {self.range_ratio:g}: must be from 0 to 1")
         if self.num_requests is not None and self.num_requests < 1:
-            raise ConfigError(f"num_requests={self.num_requests}: must be above 0")
+            raise ConfigError(f"--num-requests {self.num_requests}: must be above 0")
 
 
 def load_dataset(spec: DatasetSpec) -> list[LoadSession]:
     """Return sessions with at most `num_requests` requests. Recorded conversations are shuffled by the seed."""
     sessions = _LOADERS[spec.name](spec)
-    if spec.name not in MADE_UP:
+    if spec.name not in GENERATED:
         random.Random(spec.seed).shuffle(sessions)
     chosen = first_requests(sessions, spec.num_requests, spec.max_turns)
     sessions = [replace(session, turns=_limited(session.turns, spec.max_tokens)) for session in chosen]
     if not sessions:
-        raise ConfigError(f"the data set {spec.name} has no request")
+        raise ConfigError(f"the data set {spec.name} has no requests")
     return sessions
 
 

@@ -31,12 +31,12 @@ class LoadPlan:
 
     def __post_init__(self) -> None:
         if self.slots is not None and self.slots < 1:
-            raise ConfigError(f"concurrency={self.slots}: no request could ever be sent")
+            raise ConfigError(f"--concurrency {self.slots}: must be at least 1")
         if self.rate is not None and not self.rate > 0:
-            raise ConfigError(f"rate={self.rate:g} requests per second: must be above 0")
+            raise ConfigError(f"--rate {self.rate:g}: must be above 0")
         if not 0 < self.burstiness < float("inf"):
             raise ConfigError(
-                f"burstiness={self.burstiness:g}: must be above 0 and finite; use --arrival constant for even arrivals"
+                f"--burstiness {self.burstiness:g}: must be above 0 and finite; use --arrival constant for even arrivals"
             )
 
     def starts(self) -> Iterator[float | None]:

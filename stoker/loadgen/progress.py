@@ -54,7 +54,7 @@ class RunEstimate:
 
 
 def describe_duration(seconds: float) -> str:
-    """1 min 05 s."""
+    """Return a duration as text, such as `1 min 05 s`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
@@ -73,7 +73,7 @@ class _TimeLeftColumn(ProgressColumn):
 
 
 def progress_bar(console: Console, estimate: RunEstimate, clock: Clock) -> Progress:
-    """A bar of finished requests, which disappears at the end. It shows nothing where `console` is no terminal."""
+    """Return a bar of finished requests, which disappears at the end. It is hidden if `console` is not a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(
         *columns,

@@ -127,7 +127,7 @@ def replay(messages: Sequence[Message], session: str, tools: Sequence[dict[str, 
 
 
 def _openai_message(message: Message) -> Message:
-    """Some recordings list several call ids for a tool result; the API takes one."""
+    """Return the message in OpenAI's format. Some recordings list several call ids for a tool result; the first is used."""
     if "tool_call_ids" not in message:
         return message
     rest = {key: value for key, value in message.items() if key != "tool_call_ids"}
@@ -135,7 +135,7 @@ def _openai_message(message: Message) -> Message:
 
 
 def _plain_message(message: Message) -> Message:
-    """Write tool calls and results as text, for servers and templates without tools."""
+    """Return the message with tool calls and results as text, for servers and templates without tools."""
     text = message.get("content") or ""
     for call in message.get("tool_calls") or ():
         text += "\n" + msgspec.json.encode(call["function"]).decode()
@@ -147,7 +147,7 @@ def _length(mean: int, range_ratio: float, rng: random.Random) -> int:
 
 
 def random_words(num: int, input_tokens: int, output_tokens: int, range_ratio: float, seed: int) -> list[LoadSession]:
-    """Chats of about `input_tokens` tokens. The server's usage reports the exact number."""
+    """Return chats with prompts of about `input_tokens` tokens. The server's usage reports the exact number."""
     rng = random.Random(seed)
     sessions = []
     for index in range(num):
@@ -164,7 +164,7 @@ def random_words(num: int, input_tokens: int, output_tokens: int, range_ratio: f
 def random_tokens(
     num: int, input_tokens: int, output_tokens: int, range_ratio: float, seed: int, token_range: TokenRange
 ) -> list[LoadSession]:
-    """Completions whose prompts have exactly the sampled number of tokens."""
+    """Return completions whose prompts have exactly the sampled number of tokens."""
     rng = random.Random(seed)
     sessions = []
     for index in range(num):

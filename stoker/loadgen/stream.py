@@ -90,9 +90,8 @@ class Record:
     ended_s: float = 0.0
     first_s: float | None = None  # first token
     last_s: float | None = None  # last token
-    gaps_s: list[float] = field(
-        default_factory=list
-    )  # between tokens; between chunks if the server does not count tokens per chunk
+    # Between tokens, or between chunks if the server does not report the number of tokens in each chunk.
+    gaps_s: list[float] = field(default_factory=list)
     num_chunks: int = 0
     prompt_tokens: int = 0
     cached_tokens: int | None = None  # None: the server does not report it
@@ -113,7 +112,7 @@ class Record:
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds per token after the first one."""
+        """Return the mean seconds per token after the first one."""
         if self.first_s is None or self.last_s is None or self.completion_tokens < 2:
             return None
         return (self.last_s - self.first_s) / (self.completion_tokens - 1)
@@ -186,7 +185,7 @@ class AnswerReader:
                 deltas.append(delta)
 
     def _take_token(self, now_s: float, num_tokens: int) -> None:
-        """`num_tokens` is above zero if the server reports usage in every chunk; the gap is then divided among the tokens."""
+        """Record the arrival of a chunk. `num_tokens` is 0 unless the server reports usage in every chunk."""
         record = self.record
         record.num_chunks += 1
         if record.last_s is None:

@@ -31,13 +31,13 @@ class Replay:
 
     def __post_init__(self) -> None:
         if self.block_tokens is not None and self.block_tokens < 1:
-            raise ConfigError(f"block tokens scale={self.block_tokens}: must be above 0")
+            raise ConfigError(f"--block-tokens-scale {self.block_tokens}: must be above 0")
         if not self.speedup > 0:
-            raise ConfigError(f"speedup={self.speedup}: must be above 0")
+            raise ConfigError(f"--speedup {self.speedup:g}: must be above 0")
 
 
 def trace_sessions(path: Path, replay: Replay) -> list[LoadSession]:
-    """Read Mooncake's format (one request per line) or agent sessions (one session per line), told by the first line."""
+    """Read Mooncake's format (one request per line) or agent sessions (one session per line). The first line decides which."""
     rows = list(read_lines(path))
     if not rows:
         raise ConfigError(f"{path} is empty")

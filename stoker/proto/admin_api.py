@@ -1,4 +1,4 @@
-"""What the gateway's `/admin/status` and `/admin/fleet` answer. `stoker status` and `stoker up` read it.
+"""The answers of the gateway's `/admin/status` and `/admin/fleet`, which `stoker status` and `stoker up` read.
 
 Fields that a gateway of another version may not have need a default.
 """
@@ -38,7 +38,7 @@ class ReportedLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReservedLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What the gateway has sent to a worker and not seen the end of."""
+    """The work that the gateway has sent to a worker and that is not finished yet."""
 
     requests: int = 0
     prefill_tokens: int = 0
@@ -62,7 +62,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     breaker: str = ""
     draining: bool = False
     busy: bool = False
-    share: float = 0.0
+    share: float = 0.0  # slow start: fraction of its full speed, up to 1
     report: ReportedLoad | None = None
     report_age_s: float | None = None
     prefill_tokens_per_s: float = 0.0
@@ -71,7 +71,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def health(self) -> str:
-        """Return the state of the worker in one word."""
+        """Return `ready`, `unusable` or `draining`."""
         if self.draining:
             return "draining"
         return "ready" if self.usable else "unusable"

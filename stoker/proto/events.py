@@ -55,7 +55,7 @@ class BlockRemoved(msgspec.Struct, kw_only=True, tag=True, omit_defaults=True):
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True):
-    """Every block of every medium."""
+    """All blocks of all media were removed."""
 
 
 KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
@@ -83,7 +83,7 @@ class _StoredArray(msgspec.Struct, array_like=True, tag="BlockStored"):
     block_size: int
     lora_id: int | None = None
     medium: str | None = None
-    sixth: Any = None  # vLLM: lora_name; SGLang: a map with the salt
+    lora_name_or_salt: Any = None  # vLLM: lora_name; SGLang: a map with the salt
     extra_keys: Any = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
@@ -144,7 +144,7 @@ def _event(raw: msgspec.Raw) -> KvEvent | None:
 def _from_array(event: _StoredArray | _RemovedArray | _ClearedArray) -> KvEvent:
     match event:
         case _StoredArray():
-            salt = event.sixth.get("cache_salt") if isinstance(event.sixth, dict) else None
+            salt = event.lora_name_or_salt.get("cache_salt") if isinstance(event.lora_name_or_salt, dict) else None
             return BlockStored(
                 block_hashes=event.block_hashes,
                 parent_block_hash=event.parent_block_hash,
@@ -152,7 +152,7 @@ def _from_array(event: _StoredArray | _RemovedArray | _ClearedArray) -> KvEvent:
                 block_size=event.block_size,
                 lora_id=event.lora_id,
                 medium=event.medium,
-                lora_name=event.sixth if isinstance(event.sixth, str) else None,
+                lora_name=event.lora_name_or_salt if isinstance(event.lora_name_or_salt, str) else None,
                 extra_keys=event.extra_keys if isinstance(event.extra_keys, list) else None,
                 cache_salt=salt,
                 group_idx=event.group_idx,

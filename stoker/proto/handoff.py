@@ -38,7 +38,7 @@ class HandoffFlags(msgspec.Struct):
 
 
 class KeepParams(msgspec.Struct):
-    """With `do_remote_decode`: the name that the lease ids start with. Without one, the worker makes one up."""
+    """With `do_remote_decode`: the name that the lease ids start with. If it is missing, the worker generates one."""
 
     transfer_id: TransferId | None = None
 
@@ -51,7 +51,7 @@ def encode_keep_params(transfer_id: str) -> bytes:
 
 
 class KvTransfer(msgspec.Struct, kw_only=True):
-    """Where the KV of one choice can be pulled. `transfer_mode` tells our workers from other engines."""
+    """Where the KV of one choice can be pulled. `transfer_mode` distinguishes our workers from other engines."""
 
     do_remote_prefill: bool = True
     do_remote_decode: bool = False
@@ -93,7 +93,7 @@ class KvTransfer(msgspec.Struct, kw_only=True):
 
 
 class KvTransfers(msgspec.Struct, kw_only=True):
-    """The same for an answer of several choices, in order. An entry is null if its choice has ended."""
+    """Where the KV of several choices can be pulled, one entry per choice. An entry is null if its choice has ended."""
 
     do_remote_prefill: bool = True
     do_remote_decode: bool = False

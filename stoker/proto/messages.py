@@ -1,6 +1,6 @@
 """Messages between the server process and the engine process, and between workers and gateways.
 
-They contain dataclasses of the engine as they are.
+Some fields are dataclasses of the scheduler and the settings. msgspec encodes them directly.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     prompt_tokens: int
     computed_tokens: int
     cached_tokens: int
-    partial_tokens: int
+    partial_tokens: int  # reused from blocks whose last tokens differ
     generated_tokens: int
     preemptions: int
     prefill_tokens_per_s: float | None = None  # recent; None until a prompt was measured

@@ -73,6 +73,7 @@ class ServerEnd:
         return cls(reader, writer)
 
     async def receive(self) -> FromEngine:
+        """Wait for a message. Raises FrameEnd when the engine has closed the pipe or the stream is corrupt."""
         try:
             head = await self._reader.readexactly(_LENGTH.size)
             length = _LENGTH.unpack(head)[0]

@@ -11,7 +11,7 @@ front of the event that it describes, in the same write. The gateway removes the
     :k {...}                                      instead of an end: the `kv_transfer_params` of a prefill worker
 
 To continue the answer, the gateway sends the request to another worker with the tokens so far in the field `resume`.
-Only whole events count: the gateway neither shows nor keeps an event that was cut by a broken connection.
+The gateway neither forwards nor stores an event that was cut off by a broken connection.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ from stoker.sched.request import TokenLogprobs
 # ---- the field `resume`
 
 
-class LoggedToken(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """A token with its logprobs. In a union with a bounded int, msgspec 0.22 applies the bounds to the length of a tuple;
-    hence a struct."""
+class TokenWithLogprobs(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """A token with its logprobs.
+
+    It is a struct and not a tuple, because in a union with a bounded int, msgspec 0.22 applies the bounds to a tuple's length.
+    """
 
     token_id: TokenId
     logprob: float
@@ -44,7 +46,7 @@ class LoggedToken(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 class ResumedChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The tokens that a choice has so far. If the request asks for logprobs, each token comes with its own."""
 
-    token_ids: list[TokenId | LoggedToken] = []
+    token_ids: list[TokenId | TokenWithLogprobs] = []
     finished: bool = False
 
 
@@ -72,8 +74,8 @@ def token_note(choice: int, token_ids: list[int]) -> bytes:
     return b":t %d %b\n" % (choice, " ".join(map(str, token_ids)).encode())
 
 
-def logged_token_note(choice: int, tokens: Sequence[TokenLogprobs]) -> bytes:
-    return b":t %d %b\n" % (choice, b" ".join(map(_logged, tokens)))
+def logprobs_note(choice: int, tokens: Sequence[TokenLogprobs]) -> bytes:
+    return b":t %d %b\n" % (choice, b" ".join(map(_token_json, tokens)))
 
 
 def finish_note(choice: int) -> bytes:
@@ -88,10 +90,10 @@ def handoff_note(transfer: KvTransferParams) -> bytes:
     return b":k %b\n" % msgspec.json.encode(transfer)
 
 
-def _logged(entry: TokenLogprobs) -> bytes:
-    """Return a `LoggedToken` as JSON. msgspec writes no spaces, so that it is one item of the note."""
+def _token_json(entry: TokenLogprobs) -> bytes:
+    """Return a `TokenWithLogprobs` as JSON. msgspec writes no spaces, so that it is one item of the note."""
     top = [finite_logprob(logprob) for logprob in entry.top_logprobs]
-    return msgspec.json.encode(LoggedToken(entry.token_id, finite_logprob(entry.logprob), entry.top_ids, top))
+    return msgspec.json.encode(TokenWithLogprobs(entry.token_id, finite_logprob(entry.logprob), entry.top_ids, top))
 
 
 # ---- read by the gateway
@@ -160,7 +162,7 @@ class ResumeNotes(msgspec.Struct, eq=False):
 
     @property
     def num_tokens(self) -> int:
-        """Count the tokens by the spaces: `:t C` has one more than tokens, `:f C` has one, `:u` has four."""
+        """Return the number of tokens in the notes. Each token has a space before it, so all other spaces are subtracted."""
         lines = self._lines
         return lines.count(b" ") - lines.count(b":t") - lines.count(b":f") - 4 * lines.count(b":u")
 

@@ -27,9 +27,8 @@ class LegChoice(NamedTuple):
 class Policy(Protocol):
     """Scores the candidates of a request. Register a factory that takes RouterSettings in POLICIES."""
 
-    in_seconds: (
-        bool  # whether costs are seconds, so that a hand-off can be compared with prefilling on the decode worker
-    )
+    # True if costs are in seconds, so that a hand-off can be compared with prefilling on the decode worker.
+    in_seconds: bool
 
     def score(self, query: RouteQuery, candidates: Sequence[Candidate], prefix: PrefixInfo, now: float) -> list[Reason]:
         """Return a Reason for each candidate, in their order, without changing any state. There is always a candidate."""

@@ -143,7 +143,7 @@ class Router:
     # ---- candidates
 
     def _cheapest_prefills(self, lookup: _Lookup, members: Sequence[Member]) -> dict[str, LegChoice]:
-        """Choose a prefill worker for each dialect: a worker can hand over only to workers of its own dialect."""
+        """Choose a prefill worker for each dialect: a worker can hand off only to workers of the same dialect."""
         by_dialect: dict[str, list[Candidate]] = {}
         for member in members:
             if member.spec.role is Role.PREFILL:
@@ -235,9 +235,9 @@ class Router:
             return ModelNotFound(f"model {query.model!r} is not served here; served models: {names}", param="model")
         workers = served.get(query.model, unknown)
         wait_s = self._fleet.usable_in_s(query.model, now)
-        message = f"none of the {len(workers)} workers of model {query.model!r} can take this request now"
+        message = f"none of the {len(workers)} workers of model {query.model!r} can take this request now; retry later"
         if query.excluded:
-            message += f"; {len(query.excluded)} workers have already failed it"
+            message += f" ({len(query.excluded)} workers have already failed it)"
         return NoWorker(message, retry_after_s=max(1.0, wait_s if wait_s is not None else 5.0))
 
 

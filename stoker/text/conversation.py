@@ -85,12 +85,12 @@ def is_constrained(fields: GenerationFields, form: ResponseFormat | None, tools:
         return True
     if fields.guided_regex or fields.guided_grammar:
         return True
-    wanted = fields.structured_outputs
-    if wanted is None:
+    structured = fields.structured_outputs
+    if structured is None:
         return False
-    if wanted.json is not None or wanted.choice is not None:
+    if structured.json is not None or structured.choice is not None:
         return True
-    return bool(wanted.regex or wanted.grammar or wanted.json_object)
+    return bool(structured.regex or structured.grammar or structured.json_object)
 
 
 def template_kwargs(
@@ -100,7 +100,10 @@ def template_kwargs(
     kwargs = dict(given or {})
     for name in _RENDERED:
         if name in kwargs:
-            raise InvalidRequest(f"'{name}' is not a chat template setting.", param="chat_template_kwargs")
+            raise InvalidRequest(
+                f"Invalid 'chat_template_kwargs': the server sets '{name}' itself; remove it.",
+                param="chat_template_kwargs",
+            )
     if effort is not None:
         kwargs.setdefault("reasoning_effort", effort)
     if constrained or effort == "none":

@@ -24,16 +24,18 @@ class HasVocabulary(Protocol):
 class Detokenizer:
     """Decodes token ids one by one. The joined results of all `push` calls and `flush` equal the decoding of all ids at once.
 
-    `goes_on`: the tokens continue an earlier text, so that leading spaces are kept.
+    `continues_text`: the tokens continue an earlier text, so that leading spaces are kept.
     """
 
-    def __init__(self, tokenizer: HasVocabulary, skip_special_tokens: bool = True, goes_on: bool = False) -> None:
+    def __init__(
+        self, tokenizer: HasVocabulary, skip_special_tokens: bool = True, continues_text: bool = False
+    ) -> None:
         vocabulary = tokenizer.vocabulary
         self._table = vocabulary.table
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._held = b""  # the first bytes of an incomplete character
-        self._first_token = vocabulary.leading_space == "first_token" and not goes_on
-        self._spaces_to_cut = 0 if goes_on else vocabulary.leading_cut
+        self._first_token = vocabulary.leading_space == "first_token" and not continues_text
+        self._spaces_to_cut = 0 if continues_text else vocabulary.leading_cut
 
     def push(self, token_id: int) -> str:
         """Return the text that this token completes."""

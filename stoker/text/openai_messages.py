@@ -135,7 +135,12 @@ def _add_item(item: InputItem, place: str, messages: list[dict[str, Any]], call_
         case "message":
             role = _required(item.role, f"{place}.role")
             if role not in _ITEM_ROLES:
-                raise InvalidRequest(f"Invalid value for '{place}.role': '{role}'.", param=f"{place}.role")
+                raise InvalidRequest(
+                    f"Invalid value for '{place}.role': '{role}'. Supported values are: "
+                    + ", ".join(f"'{name}'" for name in _ITEM_ROLES)
+                    + ".",
+                    param=f"{place}.role",
+                )
             content = text_of(_required(item.content, f"{place}.content"), f"{place}.content")
             messages.append({"role": role, "content": content})
         case "function_call":
@@ -150,14 +155,19 @@ def _add_item(item: InputItem, place: str, messages: list[dict[str, Any]], call_
             call_id = _required(item.call_id, f"{place}.call_id")
             if call_id not in call_ids:
                 raise InvalidRequest(
-                    f"No tool call found for '{place}.call_id': '{call_id}'.", param=f"{place}.call_id"
+                    f"Invalid value for '{place}.call_id': '{call_id}' is not the call_id of an earlier function_call item.",
+                    param=f"{place}.call_id",
                 )
             output = text_of(_required(item.output, f"{place}.output"), f"{place}.output")
             messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
         case "reasoning":
             return  # templates do not show the reasoning of earlier turns
         case other:
-            raise InvalidRequest(f"Invalid value for '{place}.type': '{other}'.", param=f"{place}.type")
+            raise InvalidRequest(
+                f"Invalid value for '{place}.type': '{other}'. Supported values are: 'message', 'function_call', "
+                "'function_call_output' and 'reasoning'.",
+                param=f"{place}.type",
+            )
 
 
 def _required(value: Any, place: str) -> Any:

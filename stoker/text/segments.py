@@ -113,10 +113,6 @@ class SegmentCache:
                 _, oldest = self._entries.popitem(last=False)
                 self._used_bytes -= _entry_bytes(oldest)
 
-    @property
-    def used_bytes(self) -> int:
-        return self._used_bytes
-
 
 def newline_settles(spec: dict[str, Any]) -> bool:
     """Return True if this tokenizer is known to end a piece at a newline between two printable ASCII characters."""

@@ -90,12 +90,15 @@ class ChatTemplate:
         """Return the text of the prompt. `kwargs` (such as `enable_thinking`) are passed to the template."""
         taken = _RESERVED.intersection(kwargs)
         if taken:
-            raise InvalidRequest(f"{sorted(taken)[0]!r} is not a chat template setting", param="chat_template_kwargs")
+            raise InvalidRequest(
+                f"Invalid 'chat_template_kwargs': the server sets '{sorted(taken)[0]}' itself; remove it.",
+                param="chat_template_kwargs",
+            )
         chosen = self._default
         if tools or uses_tools(messages):
             if self._with_tools is None:
                 raise InvalidRequest(
-                    "this model's chat template does not support tools", param="tools" if tools else "messages"
+                    "This model's chat template does not support tools.", param="tools" if tools else "messages"
                 )
             chosen = self._with_tools
         try:

@@ -13,7 +13,7 @@ from typing import Any
 
 from stoker.base.config import StoreSettings
 from stoker.base.errors import ConfigError
-from stoker.base.paths import written_path
+from stoker.base.paths import expand_home
 from stoker.base.settings import (
     Declared,
     check_settings,
@@ -214,8 +214,8 @@ def _workers(table: dict[str, Any], serve: Mapping[str, Declared], at: str) -> W
             f"{at}: device={options['device']!r} and devices={list(workers.devices)}: give only one of them"
         )
     _check_ports(options.get("port", 0), workers.count, at)
-    if unfit := [name for name, text in workers.env.items() if not name or "=" in name or "\0" in name + text]:
-        raise ConfigError(f"{at}.env: {unfit[0]!r} cannot be an environment variable; rename or remove it")
+    if invalid := [name for name, text in workers.env.items() if not name or "=" in name or "\0" in name + text]:
+        raise ConfigError(f"{at}.env: {invalid[0]!r} cannot be an environment variable; rename or remove it")
     return workers
 
 
@@ -241,7 +241,7 @@ def _gateway_table(table: Any) -> dict[str, Any]:
     if not isinstance(table["config"], str):
         raise ConfigError(f"gateway.config={table['config']!r}: give the path of a gateway's TOML file")
     here = {name: value for name, value in table.items() if name != "config"}
-    return merged(read_toml(written_path(table["config"])), here)
+    return merged(read_toml(expand_home(table["config"])), here)
 
 
 def _check_roles(config: FleetConfig) -> None:

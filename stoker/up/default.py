@@ -1,4 +1,4 @@
-"""The fleet that `stoker up` starts without a file. It is made as a table, and then treated like a file."""
+"""The fleet that `stoker up` starts without a file. It is built as a table, which is then processed like a file's."""
 
 from __future__ import annotations
 
@@ -72,14 +72,15 @@ class DefaultFleetSettings:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The numbers of workers that were given, by role."""
+        """Return the numbers of workers that were given, by role."""
         return {role: count for role in ROLES if (count := getattr(self, role)) is not None}
 
 
 def default_counts(machine: Machine, weight_bytes: int) -> Mapping[str, int]:
     """Return how many workers of each role to start: a prefill and a decode worker, or one worker if RAM is scarce.
 
-    `weight_bytes` is the RAM for one worker's weights if it runs on a CPU."""
+    `weight_bytes` is the RAM for one worker's weights if it runs on a CPU.
+    """
     if machine.gpu_bytes or _kv_gib(_spare_bytes(machine, 2, weight_bytes), 2) >= _KV_PAIR_GIB:
         return PAIR
     return SINGLE
@@ -93,8 +94,10 @@ def default_table(
     served_name: Sequence[str] = (),
     weight_bytes: int = 0,
 ) -> dict[str, Any]:
-    """Return the table of a default fleet with `counts` workers by role. On a CPU it uses at most a quarter of the RAM,
-    unless the workers' weights alone need more."""
+    """Return the table of a default fleet with `counts` workers by role.
+
+    On a CPU it uses at most a quarter of the RAM, unless the workers' weights alone need more.
+    """
     workers: list[dict[str, Any]] = []
     num_workers, placed = sum(counts.values()), 0
     spare = _spare_bytes(machine, num_workers, weight_bytes)

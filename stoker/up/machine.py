@@ -1,4 +1,4 @@
-"""What this machine has: RAM, shared memory, disk and GPUs. It is looked up once, at start."""
+"""The resources of this machine: RAM, shared memory, disk and GPUs. They are detected once, at the start."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class Machine:
     gpu_bytes: tuple[int, ...] = ()  # free on each GPU
 
     @staticmethod
-    def look(cache_dir: Path) -> Machine:
+    def detect(cache_dir: Path) -> Machine:
+        """Return the resources of this machine. `cache_dir` is the folder whose disk is measured."""
         existing = next(
             (path for path in (cache_dir, *cache_dir.absolute().parents) if os.path.exists(path)), Path("/")
         )

@@ -23,7 +23,7 @@ from stoker.up.supervisor import PartRule
 
 _LEAST_GPU_BYTES = 2 * GIB  # the least that an engine needs besides its weights
 _STORE_STOP_S = 10.0
-_AFTER_DRAIN_S = 15.0  # for a part that has drained to exit
+_AFTER_DRAIN_S = 15.0  # time to exit after a drain
 
 
 class PartKind(StrEnum):
@@ -102,7 +102,7 @@ class FleetPlan:
     gateway_table: dict[str, Any]  # the content of the gateway's file
     store_name: str | None  # name of the host tier's shared memory, which stays when its users exit
     models: tuple[str, ...]
-    wants_keys: bool  # whether clients need an API key
+    needs_api_key: bool  # whether clients need an API key
 
 
 @dataclass(slots=True)
@@ -151,18 +151,17 @@ class Planner:
 
     def _check_shared_memory(self) -> None:
         host_gib, num_models = self.config.store.host_gib, len(self.models)
-        wanted_bytes = host_gib * num_models * GIB
-        wanted = f"store.host_gib={host_gib:g}" + (f" for each of {num_models} models" if num_models > 1 else "")
-        if wanted_bytes > self.machine.shared_bytes:
+        needed_bytes = host_gib * num_models * GIB
+        setting = f"store.host_gib={host_gib:g}" + (f" for each of {num_models} models" if num_models > 1 else "")
+        if needed_bytes > self.machine.shared_bytes:
             raise ConfigError(
-                f"{wanted}: /dev/shm has {self.machine.shared_bytes / GIB:.2f} GiB free. "
+                f"{setting}: /dev/shm has {self.machine.shared_bytes / GIB:.2f} GiB free. "
                 "Lower host_gib, or give /dev/shm more (docker: --shm-size)"
             )
-        if (
-            wanted_bytes > self.machine.ram_bytes
-        ):  # it would fill up over hours, and then the kernel would kill a process
+        if needed_bytes > self.machine.ram_bytes:
+            # The tier would fill up over hours, and then the kernel would kill a process.
             raise ConfigError(
-                f"{wanted}: {self.machine.ram_bytes / GIB:.2f} GiB of RAM are free on this machine, or in this container. "
+                f"{setting}: {self.machine.ram_bytes / GIB:.2f} GiB of RAM are free on this machine, or in this container. "
                 "Lower host_gib, or give it more (docker: --memory)"
             )
 

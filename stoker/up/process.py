@@ -20,7 +20,7 @@ from stoker.base.orphans import die_with
 from stoker.up.supervisor import StopMode
 
 _KEPT_LOGS = 3
-_LOOK_BYTES = 1 << 16
+_TAIL_BYTES = 1 << 16
 
 _SIGNALS = {
     StopMode.DRAIN: (signal.SIGTERM,),
@@ -59,8 +59,9 @@ class PartProcess:
     async def wait(self) -> int:
         return await self._process.wait()
 
-    def tell(self, how: StopMode) -> None:
-        # Servers stop now at their second signal. Two different signals, because two equal ones may be delivered as one.
+    def stop(self, how: StopMode) -> None:
+        """Send the signals for this mode."""
+        # The second signal makes a server stop at once. The two differ, because two equal signals may be delivered as one.
         for number in _SIGNALS[how]:
             with suppress(ProcessLookupError):
                 self._process.send_signal(number)
@@ -76,7 +77,8 @@ class LogReader:
     def new_lines(self) -> list[str]:
         """Return the complete progress lines since the last call.
 
-        JSON events are left out, and so are tracebacks: those are shown when the process has exited."""
+        JSON events are left out. So are tracebacks, which are shown when the process has exited.
+        """
         text, newline, _ = self._read_from(self._at).rpartition(b"\n")
         self._at += len(text) + len(newline)
         words = takewhile(lambda line: not line.startswith("Traceback"), text.decode(errors="replace").splitlines())
@@ -84,15 +86,15 @@ class LogReader:
 
     def last_lines(self, num_lines: int) -> list[str]:
         size = self._path.stat().st_size if self._path.exists() else 0
-        text = self._read_from(max(self._start, size - _LOOK_BYTES))
+        text = self._read_from(max(self._start, size - _TAIL_BYTES))
         return text.decode(errors="replace").splitlines()[-num_lines:]
 
     def _read_from(self, start: int) -> bytes:
-        """Return nothing if the log file was removed. The process goes on writing to the deleted file."""
+        """Return up to `_TAIL_BYTES` from `start`, or b"" if the log file was removed (the process still writes to it)."""
         try:
             with self._path.open("rb") as log:
                 log.seek(start)
-                return log.read(_LOOK_BYTES)
+                return log.read(_TAIL_BYTES)
         except OSError:
             return b""
 

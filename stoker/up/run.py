@@ -23,7 +23,7 @@ from stoker.up.config import UpConfig
 from stoker.up.plan import FleetPart, FleetPlan, PartKind
 from stoker.up.process import PartProcess, rotate_log
 from stoker.up.state import RunDir
-from stoker.up.supervisor import Phase, RestartPolicy, StartPart, StopMode, StopPart, Supervisor, ended_how
+from stoker.up.supervisor import Phase, RestartPolicy, StartPart, StopMode, StopPart, Supervisor, describe_exit
 from stoker.up.terminal import Terminal
 
 EXIT_INTERRUPTED = 130
@@ -35,7 +35,7 @@ _LAST_LINES = 15
 
 
 class FleetFailed(StokerError):
-    """A part cannot start. The message contains the end of its log."""
+    """A process of the fleet cannot start. The message contains the end of its log."""
 
     code = "fleet_failed"
 
@@ -81,7 +81,7 @@ class SupervisedFleet:
                         await self._wait()
         finally:
             for process in self._processes.values():
-                process.tell(StopMode.KILL)
+                process.stop(StopMode.KILL)
             self.on_stopped()
         self.terminal.say("all processes have exited")
         if (failure := self.supervisor.failure) is not None:
@@ -99,10 +99,10 @@ class SupervisedFleet:
                 case StopPart(name=name, how=how):
                     self._say_stop(name, how)
                     if (process := self._processes.get(name)) is not None:
-                        process.tell(how)
+                        process.stop(how)
 
     async def _wait(self) -> None:
-        delay_s = self.supervisor.next_look_s() - time.monotonic()
+        delay_s = self.supervisor.next_timeout_s() - time.monotonic()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), min(max(0.0, delay_s), 3600.0))
         self._changed.clear()
@@ -124,7 +124,7 @@ class SupervisedFleet:
         self._tasks.create_task(self._live(part, process))
 
     async def _live(self, part: FleetPart, process: PartProcess) -> None:
-        """Follow one process of a part until it exits."""
+        """Wait until the process is ready, and then until it exits."""
         probe = asyncio.create_task(self._until_ready(part, process))
         try:
             code = await process.wait()
@@ -139,14 +139,14 @@ class SupervisedFleet:
         self.supervisor.exited(name, code, time.monotonic())
         state = self.supervisor.parts[name]
         if state.phase is Phase.PAUSED:
-            pause_s = state.due_s - time.monotonic()
-            self.terminal.say(f"{name}: exited {ended_how(code)}; restarting it in {max(0.0, pause_s):.1f} s")
+            pause_s = state.timeout_at_s - time.monotonic()
+            self.terminal.say(f"{name}: exited {describe_exit(code)}; restarting it in {max(0.0, pause_s):.1f} s")
         self._changed.set()
 
     async def _until_ready(self, part: FleetPart, process: PartProcess) -> None:
         timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
         async with aiohttp.ClientSession(timeout=timeout) as session:
-            while not await _answers(session, part):
+            while not await _is_ready(session, part):
                 if part.kind is PartKind.WORKER:
                     for line in process.log.new_lines():
                         self.terminal.say(f"{part.name}: {line}")
@@ -173,13 +173,13 @@ class SupervisedFleet:
         """Wait until the gateway knows that all workers are ready."""
         until = time.monotonic() + _SEEN_S
         headers = {"Authorization": f"Bearer {self.admin_token}"}
-        wanted = {urlsplit(part.address).netloc for part in self.plan.parts if part.kind is PartKind.WORKER}
+        expected = {urlsplit(part.address).netloc for part in self.plan.parts if part.kind is PartKind.WORKER}
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ANSWER_S), headers=headers) as session:
             while time.monotonic() < until and not self.supervisor.stopping:
                 with suppress(aiohttp.ClientError, msgspec.MsgspecError, TimeoutError, OSError):
                     async with session.get(f"{self.plan.gateway.url}{ADMIN_FLEET_PATH}", ssl=False) as answer:
                         workers = decode_worker_list(await answer.read()).workers
-                        if wanted <= {one.worker for one in workers if one.usable and one.models}:
+                        if expected <= {one.worker for one in workers if one.usable and one.models}:
                             return
                 await asyncio.sleep(_PROBE_S)
 
@@ -199,7 +199,7 @@ class SupervisedFleet:
         if self._parts[name].kind is PartKind.GATEWAY and how is StopMode.DRAIN and self._welcomed:
             self.terminal.say("stopping: the gateway finishes running requests; press Ctrl-C again to stop now")
         elif how is not StopMode.DRAIN:
-            self.terminal.say(f"{name}: {'told to stop now' if how is StopMode.NOW else 'killed'}")
+            self.terminal.say(f"{name}: {'stopping now' if how is StopMode.NOW else 'killed'}")
 
     def _log_path(self, name: str) -> Path:
         return self.log_dir / f"{name}.log"
@@ -238,7 +238,7 @@ class SupervisedFleet:
             self.terminal.say(f"{path}: {error.strerror}; `stoker status` shows an older state")
 
 
-async def _answers(session: aiohttp.ClientSession, part: FleetPart) -> bool:
+async def _is_ready(session: aiohttp.ClientSession, part: FleetPart) -> bool:
     try:
         if part.ready_path is None:
             _, writer = await asyncio.wait_for(asyncio.open_connection(*split_address(part.address)), _ANSWER_S)

@@ -72,7 +72,7 @@ class FleetStatus:
         return msgspec.json.format(msgspec.json.encode(asdict(self)))
 
 
-async def look(url: str, token: str | None, fleet: FleetState | None = None) -> FleetStatus:
+async def fleet_status(url: str, token: str | None, fleet: FleetState | None = None) -> FleetStatus:
     """Query a gateway and its workers. `fleet` is the state.json of `stoker up`, if the gateway belongs to it."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
@@ -168,7 +168,7 @@ def _words(error: BaseException) -> str:
 # ---- as text
 
 
-def shown(status: FleetStatus) -> str:
+def format_status(status: FleetStatus) -> str:
     """Return the status as tables for a terminal."""
     up = "" if status.up_s is None else f", up for {_duration(status.up_s)}, process {status.pid}"
     lines = [f"Fleet at {status.gateway_url}{up}: {', '.join(status.models) or 'no model is known yet'}"]
@@ -186,7 +186,7 @@ def shown(status: FleetStatus) -> str:
         )
         for part in status.parts
     ]
-    lines += ["", table(("PART", "ROLE", "HEALTH", "ADDRESS", "PID", "RESTARTS", "LOAD"), rows)]
+    lines += ["", table(("PROCESS", "ROLE", "HEALTH", "ADDRESS", "PID", "RESTARTS", "LOAD"), rows)]
     tiers = [_tier_row(part.name, tier, metrics) for part in status.parts for tier, metrics in part.tiers.items()]
     if tiers:
         lines += ["", table(("WORKER", "TIER", "BLOCKS", "USED", "OF", "HITS", "MISSES", "EVICTED", "ERRORS"), tiers)]

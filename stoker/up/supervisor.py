@@ -24,7 +24,7 @@ class Phase(StrEnum):
 
 
 class StopMode(IntEnum):
-    """How a part is told to stop. A part is told each mode once, and none after a stronger one."""
+    """How a part is stopped. Each mode is sent at most once to a process, and none after a stronger one."""
 
     DRAIN = 1  # finish running requests first
     NOW = 2  # abort running requests, but clean up
@@ -38,7 +38,7 @@ class PartRule:
     name: str
     start_rank: int
     stop_rank: int
-    stop_s: float  # it is killed if it still runs this long after it was told to drain
+    stop_s: float  # it is killed if it still runs this long after its drain began
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class RestartPolicy:
     longest_pause_s: float = 30.0
     healthy_s: float = 60.0  # the restart pause is reset after a part was ready for this time
     start_s: float = 3600.0  # maximum time until a started part must be ready
-    stop_now_s: float = 10.0  # a part that was told to stop now is killed after this time
+    stop_now_s: float = 10.0  # a part that is stopped with StopMode.NOW is killed after this time
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,19 +81,19 @@ class PartState:
     rule: PartRule
     phase: Phase = Phase.WAITING
     since_s: float = 0.0  # when the phase began
-    due_s: float = math.inf  # when the phase times out: the part is then restarted or killed
+    timeout_at_s: float = math.inf  # when the phase times out: the part is then restarted or killed
     pause_s: float = 0.0
     was_ready: bool = False
     restarts: int = 0
     last_code: int | None = None
-    told: int = 0  # the strongest StopMode that it was told; 0: none
+    stop_mode: int = 0  # the strongest StopMode that was sent to its process; 0: none
 
     @property
     def runs(self) -> bool:
         return self.phase in (Phase.STARTING, Phase.READY, Phase.STOPPING)
 
     def enter(self, phase: Phase, now: float, lasts_s: float = math.inf) -> None:
-        self.phase, self.since_s, self.due_s = phase, now, now + lasts_s
+        self.phase, self.since_s, self.timeout_at_s = phase, now, now + lasts_s
 
 
 @dataclass(slots=True, eq=False)
@@ -104,14 +104,14 @@ class Supervisor:
     restart_policy: RestartPolicy = field(default_factory=RestartPolicy)
     failure: StartFailure | None = None
     parts: dict[str, PartState] = field(init=False)
-    _wanted: int = field(init=False, default=0)  # the StopMode of the whole fleet; 0: it is not being stopped
+    _stop_mode: int = field(init=False, default=0)  # the StopMode of the whole fleet; 0: it is not being stopped
 
     def __post_init__(self) -> None:
         self.parts = {rule.name: PartState(rule, pause_s=self.restart_policy.first_pause_s) for rule in self.rules}
 
     @property
     def stopping(self) -> bool:
-        return self._wanted > 0
+        return self._stop_mode > 0
 
     @property
     def all_ready(self) -> bool:
@@ -131,12 +131,12 @@ class Supervisor:
 
     def exited(self, name: str, code: int, now: float) -> None:
         part = self.parts[name]
-        part.last_code, part.told = code, 0
+        part.last_code, part.stop_mode = code, 0
         if self.stopping:
             part.enter(Phase.STOPPED, now)
         elif not part.was_ready:
             part.enter(Phase.STOPPED, now)
-            self._give_up(part, f"it exited {ended_how(code)} before it was ready")
+            self._give_up(part, f"it exited {describe_exit(code)} before it was ready")
         else:
             if part.phase is Phase.READY and now - part.since_s >= self.restart_policy.healthy_s:
                 part.pause_s = self.restart_policy.first_pause_s
@@ -145,16 +145,16 @@ class Supervisor:
 
     def stop(self) -> None:
         """Stop the fleet. The first call drains it in order, the second one stops it now, the third one kills all parts."""
-        self._wanted = min(self._wanted + 1, StopMode.KILL)
+        self._stop_mode = min(self._stop_mode + 1, StopMode.KILL)
 
     def _give_up(self, part: PartState, reason: str) -> None:
         self.failure = self.failure or StartFailure(part.rule.name, reason)
-        self._wanted = max(self._wanted, StopMode.NOW)
+        self._stop_mode = max(self._stop_mode, StopMode.NOW)
 
     # ---- actions
 
     def actions(self, now: float) -> list[Action]:
-        """Return the actions that are due. Each is returned once, so the caller must carry out all of them."""
+        """Return the actions to carry out now. Each is returned once, so the caller must carry out all of them."""
         actions: list[Action] = []
         if not self.stopping:
             actions += self._keep_up(now)
@@ -162,23 +162,23 @@ class Supervisor:
             actions += self._bring_down(now)
         return actions
 
-    def next_look_s(self) -> float:
-        """Return when the next timeout is due. While the fleet stops, only kills are due, and no restarts."""
+    def next_timeout_s(self) -> float:
+        """Return the time of the next timeout. While the fleet stops, parts are killed at their timeouts, but not restarted."""
         parts = (part for part in self.parts.values() if not self.stopping or part.phase is Phase.STOPPING)
-        return min((part.due_s for part in parts), default=math.inf)
+        return min((part.timeout_at_s for part in parts), default=math.inf)
 
     def _keep_up(self, now: float) -> list[Action]:
         actions: list[Action] = []
         for part in self.parts.values():
-            if part.phase is Phase.STARTING and now >= part.due_s:
-                part.due_s = math.inf
+            if part.phase is Phase.STARTING and now >= part.timeout_at_s:
+                part.timeout_at_s = math.inf
                 if not part.was_ready:
                     self._give_up(part, f"it was not ready after {self.restart_policy.start_s:g} s")
                     return actions
-                actions += self._tell(part, StopMode.KILL)
+                actions += self._stop_part(part, StopMode.KILL)
         late = [part.rule.start_rank for part in self.parts.values() if not part.was_ready]
         for part in self.parts.values():
-            again = part.phase is Phase.PAUSED and now >= part.due_s
+            again = part.phase is Phase.PAUSED and now >= part.timeout_at_s
             if again or (part.phase is Phase.WAITING and part.rule.start_rank <= min(late)):
                 part.restarts += again
                 part.enter(Phase.STARTING, now, self.restart_policy.start_s)
@@ -193,25 +193,30 @@ class Supervisor:
                 if not part.runs:
                     part.enter(Phase.STOPPED, now)
                     continue
-                how = StopMode.KILL if part.phase is Phase.STOPPING and now >= part.due_s else StopMode(self._wanted)
-                told = self._tell(part, how)
-                if told:
+                how = (
+                    StopMode.KILL
+                    if part.phase is Phase.STOPPING and now >= part.timeout_at_s
+                    else StopMode(self._stop_mode)
+                )
+                stops = self._stop_part(part, how)
+                if stops:
                     lasts_s = {StopMode.DRAIN: part.rule.stop_s, StopMode.NOW: self.restart_policy.stop_now_s}.get(
                         how, math.inf
                     )
                     part.enter(Phase.STOPPING, now, lasts_s)
-                actions += told
-            if self._wanted == StopMode.DRAIN and any(part.runs for part in members):
+                actions += stops
+            if self._stop_mode == StopMode.DRAIN and any(part.runs for part in members):
                 break  # this rank needs the later ones until it has exited
         return actions
 
-    def _tell(self, part: PartState, how: StopMode) -> list[Action]:
-        if how <= part.told:
+    def _stop_part(self, part: PartState, how: StopMode) -> list[Action]:
+        """Return the action that stops the part, or [] if it was already stopped in this way or a stronger one."""
+        if how <= part.stop_mode:
             return []
-        part.told = how
+        part.stop_mode = how
         return [StopPart(part.rule.name, how)]
 
 
-def ended_how(code: int) -> str:
+def describe_exit(code: int) -> str:
     """Describe an exit code: `with code 1` or `by signal 9`."""
     return f"by signal {-code}" if code < 0 else f"with code {code}"

@@ -43,13 +43,13 @@ class Terminal:
         self._stage = stage
 
     def welcome(self, plan: FleetPlan, rows: Sequence[Sequence[str]], log_dir: str) -> None:
-        key = " -H 'Authorization: Bearer KEY'" if plan.wants_keys else ""
+        key = " -H 'Authorization: Bearer KEY'" if plan.needs_api_key else ""
         insecure = " -k" if plan.gateway.tls else ""
         body = {"model": plan.models[0] if plan.models else "MODEL", "temperature": 0}
         body |= {"messages": [{"role": "user", "content": _QUESTION}]}
         print_message(
             f"""
-{table(("PART", "ROLE", "ADDRESS", "PID", "LOG"), rows)}
+{table(("PROCESS", "ROLE", "ADDRESS", "PID", "LOG"), rows)}
 
 Logs are in {log_dir}. `stoker status` shows health and load. Ctrl-C stops everything. Try:
 

@@ -178,7 +178,7 @@ class _CollectedChoice:
 
 
 class ChatCollector:
-    """Makes a chat completion of the pieces."""
+    """Builds a chat completion from the pieces."""
 
     def __init__(self, answer: ChatAnswer) -> None:
         self._answer = answer

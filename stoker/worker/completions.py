@@ -88,7 +88,7 @@ async def prepare_completion(setup: AnswerSetup, body: CompletionRequest) -> Com
     n = body.n or 1
     if body.suffix:
         raise InvalidRequest(
-            "Unsupported parameter: 'suffix': this model does not fill in text.",
+            "Unsupported parameter: 'suffix': this server does not insert text before a suffix.",
             param="suffix",
             code="unsupported_parameter",
         )
@@ -99,7 +99,8 @@ async def prepare_completion(setup: AnswerSetup, body: CompletionRequest) -> Com
         )
     if body.echo and body.logprobs is not None:
         raise InvalidRequest(
-            "'echo' and 'logprobs' together are not supported: a prompt has no logprobs.", param="echo"
+            "'echo' and 'logprobs' together are not supported, because a prompt has no logprobs: send only one of them.",
+            param="echo",
         )
     prompts = await _prompts(setup.context, body)
     max_choices = setup.context.config.max_choices
@@ -134,8 +135,10 @@ async def _prompts(context: WorkerContext, body: CompletionRequest) -> list[Toke
     def prompt_of(param: str, prompt: str | list[int]) -> TokenizedPrompt:
         if isinstance(prompt, str):
             return TokenizedPrompt(encode(text, prompt, limits, param, add_special_tokens=True), prompt)
-        made = given_prompt(context, prompt, param)
-        return TokenizedPrompt(made.token_ids, text.tokenizer.decode(made.token_ids)) if body.echo else made
+        tokenized = given_prompt(context, prompt, param)
+        if not body.echo:
+            return tokenized
+        return TokenizedPrompt(tokenized.token_ids, text.tokenizer.decode(tokenized.token_ids))
 
     return await context.off_loop(
         sum(len(prompt) for _, prompt in given), lambda: [prompt_of(param, prompt) for param, prompt in given]
@@ -151,7 +154,7 @@ def _text(piece: AnswerPiece) -> str:
 
 
 class CompletionCollector:
-    """Makes a completion of the pieces."""
+    """Builds a completion from the pieces."""
 
     def __init__(self, answer: CompletionAnswer) -> None:
         self._answer = answer

@@ -11,9 +11,10 @@ from stoker.base.errors import InvalidRequest
 from stoker.proto.openai.fields import GenerationFields, ResponseFormat
 from stoker.sched.request import GrammarSpec
 
-# Of a grammar or a regular expression. The memory of the compiler grows with the square: 0.7 MB of rules took 6 GB.
+# Maximum length of a grammar or a regular expression. The compiler's memory grows with the square of the length: 0.7 MB of
+# rules took 6 GB.
 _MAX_CHARS = 1 << 16
-_MAX_CHOICES = 20_000  # the time of the compiler grows with the square: this number takes a minute
+_MAX_CHOICES = 20_000  # the compiler's time grows with the square of the number; this many choices take a minute
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,9 @@ def resolve_constraint(
     found = [*_of_format(response_format, param), *_of_guided(request), *_of_structured(request)]
     if len(found) > 1:
         names = ", ".join(constraint.param for constraint in found)
-        raise InvalidRequest(f"Only one of these can constrain the output: {names}.", param=found[1].param)
+        raise InvalidRequest(
+            f"Only one of these fields can constrain the output: {names}. Send one of them.", param=found[1].param
+        )
     return found[0] if found else None
 
 
@@ -52,7 +55,7 @@ def _of_format(form: ResponseFormat | None, param: str) -> list[Constraint]:
         text = form.regex if form.type == "regex" else form.grammar
         if not text:
             raise InvalidRequest(f"Missing required parameter: '{param}.{form.type}'.", param=f"{param}.{form.type}")
-        return [_written("regex" if form.type == "regex" else "ebnf", text, f"{param}.{form.type}")]
+        return [_text_constraint("regex" if form.type == "regex" else "ebnf", text, f"{param}.{form.type}")]
     raise InvalidRequest(
         f"Invalid value for '{param}.type': '{form.type}'. Supported values are: 'text', 'json_object', "
         "'json_schema', 'regex' and 'grammar'.",
@@ -80,15 +83,15 @@ def _of_vllm(
     if schema is not None:
         found.append(Constraint(_schema_grammar(schema, f"{at}json"), f"{at}json"))
     if regex:
-        found.append(_written("regex", regex, f"{at}regex"))
+        found.append(_text_constraint("regex", regex, f"{at}regex"))
     if grammar:
-        found.append(_written("ebnf", grammar, f"{at}grammar"))
+        found.append(_text_constraint("ebnf", grammar, f"{at}grammar"))
     if choices is not None:
         found.append(Constraint(_choice_grammar(choices, f"{at}choice"), f"{at}choice"))
     return found
 
 
-def _written(kind: Literal["regex", "ebnf"], text: str, param: str) -> Constraint:
+def _text_constraint(kind: Literal["regex", "ebnf"], text: str, param: str) -> Constraint:
     if len(text) > _MAX_CHARS:
         raise InvalidRequest(
             f"Invalid '{param}': {len(text)} characters, more than the {_MAX_CHARS} allowed.", param=param

@@ -1,4 +1,4 @@
-"""What all endpoints share: the engine, tokenizer and template, settings, metrics. The app builds it once."""
+"""The context that all endpoints share: engine, tokenizer and template, settings, metrics. The app builds it once."""
 
 from __future__ import annotations
 
@@ -95,6 +95,8 @@ class ModelText:
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
+    """Everything that a request handler needs besides the request."""
+
     service: Service
     text: ModelText
     config: HttpConfig
@@ -117,7 +119,9 @@ class WorkerContext:
     def served_model(self, requested: str | None) -> str:
         """Return the model name for the answer. A request without a model means the served one."""
         if requested is not None and requested not in self.config.served_names:
-            raise NotFound(f"The model '{requested}' does not exist.", param="model", code="model_not_found")
+            served = ", ".join(self.config.served_names)
+            message = f"The model '{requested}' does not exist. This worker serves: {served}."
+            raise NotFound(message, param="model", code="model_not_found")
         return self.config.served_names[0]
 
     async def off_loop(self, num_chars: int, work: Callable[[], T]) -> T:

@@ -15,7 +15,7 @@ from stoker.worker.context import ModelText
 from stoker.worker.endpoint import AnswerSetup
 from stoker.worker.generate import Choice
 from stoker.worker.ids import AnswerIds
-from stoker.worker.output import NoTools, OutputParser, ReasonedOutput, WantedCalls
+from stoker.worker.output import AllowedCalls, NoTools, OutputParser, ReasonedOutput
 from stoker.worker.prompts import TokenizedPrompt, given_prompt, render_off_loop
 
 _CALL_ID_CHARS = 29  # the length of OpenAI's ids of tool calls
@@ -78,9 +78,9 @@ def forced_constraint(text: ModelText, constraint: Constraint | None, tools: Too
 def _parser(
     text: ModelText, prompt: TokenizedPrompt, tools: ToolPlan, has_reasoning: bool, call_id: Callable[[int], str]
 ) -> OutputParser:
-    answer: NoTools | WantedCalls = NoTools()
+    answer: NoTools | AllowedCalls = NoTools()
     if tools.mode != "none":
-        answer = WantedCalls(text.tool_parser(tools.allowed), tools.parallel, tools.forced, call_id)
+        answer = AllowedCalls(text.tool_parser(tools.allowed), tools.parallel, tools.forced, call_id)
     if text.reasoning_parser is None or not has_reasoning:
         return answer
     end = prompt.text

@@ -1,4 +1,4 @@
-"""What a worker tells gateways about itself: its description, its load, and its tokenizer."""
+"""What a worker reports to gateways: its description, its load, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -85,7 +85,9 @@ def checked_context(request: web.Request) -> WorkerContext:
     """Return the context, or answer 401 if the request does not have the secret of this worker."""
     context = request.app[CONTEXT]
     if not context.identity.allows(request.headers.get(SECRET_HEADER)):
-        raise web.HTTPUnauthorized(text=f"The header '{SECRET_HEADER}' does not hold this worker's secret.")
+        raise web.HTTPUnauthorized(
+            text=f"The header '{SECRET_HEADER}' is missing or wrong: give worker and gateway the same --secret-file."
+        )
     return context
 
 

@@ -55,7 +55,7 @@ class AnswerPiece:
 
 
 class PieceSink(Protocol):
-    """Makes an answer of pieces."""
+    """Builds an answer from pieces."""
 
     def take(self, piece: AnswerPiece) -> bool:
         """Accept one piece. False: await `wait_for_room` before the next one."""
@@ -80,7 +80,9 @@ class Choice:
     keep_stop_token: bool = False
     grammar_param: str | None = None
     resumed_logprobs: list[TokenLogprobs] | None = None  # of the tokens that another worker generated
-    ended: bool = False  # nothing is left to generate; a resumed choice may learn this only by the replay
+    ended: bool = (
+        False  # nothing is left to generate; for a resumed choice this may become known only during the replay
+    )
     continues_elsewhere: bool = False  # after a hand-off, another worker continues; else a hand-off ends the choice
     ran: bool = False  # the engine has reported how much of the prompt was cached
     ticket: KvTicket | None = None  # for its KV, if the engine kept it
@@ -103,8 +105,10 @@ class Choice:
         return self.ended or self.num_resumed > 0
 
     def replay(self) -> Iterator[AnswerPiece]:
-        """Yield a piece for each token that another worker sampled. If the choice has ended with them, also yield its end,
-        marked as replayed if that was sent before, too."""
+        """Yield a piece for each token that another worker sampled.
+
+        If the choice has ended with these tokens, also yield its end. It is marked as replayed if it was sent before, too.
+        """
         sent_end = self.ended
         sampled = self.request.token_ids[self.request.num_prompt :]
         last_stops = bool(sampled) and sampled[-1] in self.request.sampling.stop_token_ids
@@ -189,8 +193,10 @@ class Choice:
             piece.logprobs = [*piece.logprobs, *self._released(content)]
 
     def _released(self, content: str) -> list[TokenLogprobs]:
-        """Return the held entries whose tokens are in `content`. Entries before it belong to markers and are dropped, entries
-        after it stay held."""
+        """Return the held entries whose tokens are in `content`.
+
+        Entries before it belong to markers and are dropped. Entries after it stay held.
+        """
         held, self._held_logprobs = self._held_logprobs, []
         if not content:
             return []
@@ -214,7 +220,7 @@ class Choice:
 
 
 async def generate(source: ChunkSource, choices: Sequence[Choice], record: RequestRecord, sink: PieceSink) -> None:
-    """Run all choices and pass their pieces to `sink`, those of one choice in order. The last piece has `finish`."""
+    """Run all choices and pass their pieces to `sink`. The pieces of a choice come in order; its last piece has `finish`."""
     try:
         running = []
         for choice in choices:
@@ -256,8 +262,11 @@ async def _run(source: ChunkSource, choice: Choice, record: RequestRecord, sink:
 
 
 async def _in_time(relay: Awaitable[None], deadline_s: float | None) -> None:
-    """Await `relay` until the deadline. The engine checks it only between steps of a running sequence; a grammar that is
-    still compiled, or a step that hangs, is ended here."""
+    """Await `relay` until the deadline.
+
+    The engine checks the deadline only between the steps of a running sequence. A request whose grammar is still being
+    compiled, or whose step hangs, is ended here.
+    """
     if deadline_s is None:
         return await relay
     try:

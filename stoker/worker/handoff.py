@@ -1,7 +1,6 @@
 """The two sides of a hand-off in a request: which KV the engine must keep, or pull from another worker.
 
-`proto/handoff.py` has the format. How KV is transferred, and what happens to a ticket that is no longer valid, is the
-engine's part.
+`proto/handoff.py` has the format. The engine transfers the KV, and handles tickets that are no longer valid.
 """
 
 from __future__ import annotations
@@ -93,13 +92,14 @@ def _pull(given: dict[str, Any], num_choices: int, log: EventLog) -> Handoff:
     if len(transfers) != num_choices:
         param = f"{PARAM}.choices"
         raise InvalidRequest(
-            f"Invalid '{param}': {len(transfers)} were given, but the answer has {num_choices}.", param=param
+            f"Invalid '{param}': {len(transfers)} entries were given, but the answer has {num_choices} choices.",
+            param=param,
         )
     return Handoff(tickets=[None if transfer is None else transfer.ticket() for transfer in transfers])
 
 
 def transfer_params(choices: Sequence[HasTicket]) -> KvTransferParams | UnsetType:
-    """Return what the decode worker must be sent. UNSET: no KV was kept."""
+    """Return the `kv_transfer_params` for the decode worker, or UNSET if no KV was kept."""
     if all(choice.ticket is None for choice in choices):
         return UNSET
     transfers = [None if choice.ticket is None else KvTransfer.of_ticket(choice.ticket) for choice in choices]

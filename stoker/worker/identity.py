@@ -11,13 +11,16 @@ from stoker.proto.messages import WorkerRole
 
 
 def new_worker_id() -> WorkerId:
-    """Return a new id. Each start has its own, so that a gateway drops what it knew of the process before."""
+    """Return a new id. Each start gets another one, so that a gateway drops what it knew about the previous process."""
     return WorkerId(f"w-{secrets.token_hex(6)}")
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """KV events and load reports are published on `events_port`, if it is set. `replay_port` sends missed events again."""
+    """A worker's id, role, secret and ports.
+
+    KV events and load reports are published on `events_port`, if it is set. Missed events can be requested on `replay_port`.
+    """
 
     worker_id: WorkerId = field(default_factory=new_worker_id)
     role: WorkerRole = "unified"

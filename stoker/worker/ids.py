@@ -1,4 +1,4 @@
-"""The ids in an answer. They are a function of the request, so that a worker that continues the answer uses the same."""
+"""The ids in an answer. They are a function of the request, so that another worker that continues the answer uses the same ids."""
 
 from __future__ import annotations
 

@@ -49,14 +49,9 @@ async def health(request: web.Request) -> web.Response:
 async def ready(request: web.Request) -> web.Response:
     """Answer 200 while new requests are accepted."""
     context = request.app[CONTEXT]
-    if context.state.draining:
-        raise Overloaded(
-            "This worker is draining and takes no new requests.",
-            retry_after_s=context.config.drain_retry_after_s,
-            code="draining",
-        )
+    context.state.check_accepting()
     if not context.service.ready:
-        raise Overloaded("The engine is starting.", code="engine_starting")
+        raise Overloaded("The engine is starting; retry later.", code="engine_starting")
     return _json({"status": "ready"})
 
 

@@ -24,6 +24,8 @@ _Held = dict[str, dict[BlockKey, _MirroredBlock]]  # by medium; a block in sever
 
 
 class KvMirror:
+    """The blocks of each medium, updated by the engine's events."""
+
     def __init__(self) -> None:
         self._held: _Held = {}
 

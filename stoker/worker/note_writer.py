@@ -16,7 +16,7 @@ from stoker.proto.resume_notes import (
     error_note,
     finish_note,
     handoff_note,
-    logged_token_note,
+    logprobs_note,
     token_note,
     usage_note,
 )
@@ -24,7 +24,7 @@ from stoker.worker.generate import AnswerPiece, Choice
 
 
 class NoteWriter(Protocol):
-    """Returns the notes about a part of a stream, as comment lines. Without an event to follow them, a blank line does."""
+    """Returns the notes about a part of a stream, as comment lines. Notes without an event are followed by a blank line."""
 
     def of_piece(self, piece: AnswerPiece) -> bytes:
         """Return the notes for the events of `piece`."""
@@ -74,7 +74,7 @@ class StreamNotes:
             usage = self._usage()
         tokens = b""
         if piece.token_logprobs:
-            tokens = logged_token_note(index, piece.token_logprobs)
+            tokens = logprobs_note(index, piece.token_logprobs)
         elif piece.token_ids:
             tokens = token_note(index, piece.token_ids)
         return usage + tokens + (finish_note(index) if piece.finish is not None else b"")
@@ -103,5 +103,5 @@ def wants_notes(request: web.Request, fields: GenerationFields) -> bool:
     return bool(fields.stream) and request.headers.get(NOTES_HEADER) == NOTES_WANTED
 
 
-def open_notes(wanted: bool, choices: Sequence[Choice], created: int) -> NoteWriter:
-    return StreamNotes(choices, created) if wanted else NoNotes()
+def open_notes(enabled: bool, choices: Sequence[Choice], created: int) -> NoteWriter:
+    return StreamNotes(choices, created) if enabled else NoNotes()

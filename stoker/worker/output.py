@@ -12,6 +12,8 @@ AnswerDelta: TypeAlias = Delta | ReasoningDelta
 
 
 class OutputParser(Protocol):
+    """Splits an answer's text, which arrives in pieces. `flush` returns what was held back."""
+
     def push(self, text: str) -> Sequence[AnswerDelta]: ...
 
     def flush(self) -> Sequence[AnswerDelta]: ...
@@ -39,8 +41,8 @@ class NoTools:
         return []
 
 
-class WantedCalls:
-    """The output of a tool parser, with an id for each call, without what the client did not ask for.
+class AllowedCalls:
+    """The output of a tool parser, with an id for each call, and without calls that the client does not allow.
 
     Without `parallel`, only the first call is kept. With `forced`, text is dropped: it can only be the rest of a call that
     was cut off.
@@ -53,17 +55,17 @@ class WantedCalls:
         self._call_id = call_id
 
     def push(self, text: str) -> list[Delta]:
-        return [self._named(delta) for delta in self._tools.push(text) if self._wanted(delta)]
+        return [self._with_id(delta) for delta in self._tools.push(text) if self._is_allowed(delta)]
 
     def flush(self) -> list[Delta]:
-        return [self._named(delta) for delta in self._tools.flush() if self._wanted(delta)]
+        return [self._with_id(delta) for delta in self._tools.flush() if self._is_allowed(delta)]
 
-    def _named(self, delta: Delta) -> Delta:
+    def _with_id(self, delta: Delta) -> Delta:
         if isinstance(delta, ToolCallStart) and not delta.call_id:
             return replace(delta, call_id=self._call_id(delta.index))
         return delta
 
-    def _wanted(self, delta: Delta) -> bool:
+    def _is_allowed(self, delta: Delta) -> bool:
         if isinstance(delta, TextDelta):
             return not self._forced
         return self._parallel or delta.index == 0

@@ -1,4 +1,4 @@
-"""Registers this worker with its gateways by heartbeats, and says when it leaves. The worker serves without them, too."""
+"""Registers this worker with its gateways by heartbeats, and signs off when it leaves. A worker needs no gateway to serve."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Registrar:
         self._tasks = [asyncio.create_task(self._keep(url), name="registration") for url in self._urls]
 
     async def leave(self) -> None:
-        """Stop the heartbeats and tell the gateways. Called before a drain and at the end; the second call does nothing."""
+        """Stop the heartbeats and sign off. Called before a drain and at the end; the second call does nothing."""
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()

@@ -119,7 +119,7 @@ def _response_object(setup: AnswerSetup, body: ResponsesRequest, answer_id: str)
 
 
 class ResponseCollector:
-    """Makes a response object of the pieces."""
+    """Builds a response object from the pieces."""
 
     def __init__(self, answer: ResponseAnswer) -> None:
         self._answer = answer

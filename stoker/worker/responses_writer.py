@@ -45,9 +45,9 @@ class ResponseWriter:
         return self._number > 0
 
     def start(self) -> list[ResponseEvent]:
-        empty = msgspec.structs.replace(
-            self.response, output=[]
-        )  # events are encoded later, when `output` may have grown
+        """Return the events that begin the stream."""
+        # A copy, because events are encoded later, when `output` may have grown.
+        empty = msgspec.structs.replace(self.response, output=[])
         return [
             self._event("response.created", response=empty),
             self._event("response.in_progress", response=empty),

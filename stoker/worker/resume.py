@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from stoker.base.errors import InvalidRequest
 from stoker.proto.openai.fields import GenerationFields
-from stoker.proto.resume_notes import LoggedToken
+from stoker.proto.resume_notes import TokenWithLogprobs
 from stoker.sched.request import TokenLogprobs
 from stoker.worker.sampling import ModelLimits, check_token_ids
 
@@ -37,7 +37,7 @@ def resumed_choices(
     given = fields.resume.choices
     if len(given) != num_choices:
         raise InvalidRequest(
-            f"Invalid 'resume.choices': {len(given)} were given, but the answer has {num_choices}.",
+            f"Invalid 'resume.choices': {len(given)} entries were given, but the answer has {num_choices} choices.",
             param="resume.choices",
         )
     resumed = []
@@ -55,7 +55,7 @@ def resumed_choices(
     return resumed
 
 
-def _logprobs(token: LoggedToken) -> TokenLogprobs:
+def _logprobs(token: TokenWithLogprobs) -> TokenLogprobs:
     if len(token.top_ids) != len(token.top_logprobs):
         raise InvalidRequest(
             f"Invalid 'resume.choices': token {token.token_id} has {len(token.top_ids)} top ids, but "

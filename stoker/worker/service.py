@@ -50,7 +50,7 @@ class ChunkStream:
         self._early: deque[TokenChunk] = deque()  # arrived while no relay ran; bounded by max_new_tokens
         self._died: EngineDied | None = None
         self._take: TakeChunk | None = None
-        self._held: asyncio.Future[None] | None = None  # done when the running relay must return
+        self._relay_done: asyncio.Future[None] | None = None  # done when the running relay must return
         self.finished = False  # the last chunk was taken, or no more will come
 
     async def relay(self, take: TakeChunk) -> None:
@@ -65,9 +65,9 @@ class ChunkStream:
             raise self._died
         if self.finished:
             raise EngineDied("The engine's stream ended before the answer did.")
-        self._take, self._held = take, asyncio.get_running_loop().create_future()
+        self._take, self._relay_done = take, asyncio.get_running_loop().create_future()
         try:
-            await self._held
+            await self._relay_done
         finally:
             self._take = None
 
@@ -80,26 +80,26 @@ class ChunkStream:
         try:
             if take(chunk) and not self.finished:
                 return
-        except Exception as error:  # raised by `relay`, in the task of its request; the pipe is read on
-            self._let_go(error)
+        except Exception as error:  # `relay` raises it in the task of its request; the pipe must be read further
+            self._end_relay(error)
         else:
-            self._let_go()
+            self._end_relay()
 
     def fail(self, died: EngineDied) -> None:
         """End the stream: `relay` raises `died` after the chunks that have arrived."""
         self._died = died
         if self._take is not None:
             self.finished = True
-            self._let_go(died)
+            self._end_relay(died)
 
-    def _let_go(self, error: Exception | None = None) -> None:
+    def _end_relay(self, error: Exception | None = None) -> None:
         self._take = None
-        if self._held is None or self._held.done():
+        if self._relay_done is None or self._relay_done.done():
             return
         if error is None:
-            self._held.set_result(None)
+            self._relay_done.set_result(None)
         else:
-            self._held.set_exception(error)
+            self._relay_done.set_exception(error)
 
 
 class EngineListener(Protocol):
@@ -174,9 +174,11 @@ class EngineService:
     @asynccontextmanager
     async def open(self, request: GenerateRequest) -> AsyncIterator[ChunkStream]:
         if not self.ready or self._pipe is None:
-            raise Overloaded("The engine is starting.", retry_after_s=2.0, code="engine_starting")
+            raise Overloaded("The engine is starting; retry later.", retry_after_s=2.0, code="engine_starting")
         if len(self._streams) >= self._max_open:
-            raise Overloaded(f"This worker has {len(self._streams)} open sequences, which is its limit.")
+            raise Overloaded(
+                f"This worker has {len(self._streams)} open sequences, and its limit is {self._max_open}; retry later."
+            )
         stream = ChunkStream()
         pipe = self._pipe
         self._streams[request.request_id] = stream
@@ -262,7 +264,7 @@ class EngineService:
 
     async def _pump(self) -> None:
         assert self._pipe is not None
-        # An engine that sends what cannot be decoded counts as dead.
+        # An engine that sends a message which cannot be decoded counts as dead.
         with suppress(FrameEnd, msgspec.DecodeError):
             while True:
                 match await self._pipe.receive():

@@ -24,8 +24,8 @@ class SpawnedEngine:
 def spawn_engine(environment: Mapping[str, str], folder: Path | None = None) -> SpawnedEngine:
     """Start an engine process. It begins to read the model `folder` at once, if it is given."""
     ours, theirs = socket.socketpair()
-    # OpenMP threads spin at barriers. With the default count they take the CPU from the very thread that they wait for,
-    # if the machine is busy. This count is the time of a small operation; then they sleep.
+    # OpenMP threads spin at barriers. On a busy machine, with the default count, they take the CPU from the thread that they
+    # wait for. With this count they spin about as long as a small operation takes, and then sleep.
     with theirs:
         process = subprocess.Popen(
             [

@@ -1,4 +1,4 @@
-"""Whether the server accepts requests, and how many run."""
+"""Whether the worker accepts requests, and how many are running, so that a drain can wait for them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from stoker.base.errors import Overloaded
 
 
 class ServerState:
+    """Counts running requests and holds the draining flag."""
+
     def __init__(self, drain_retry_after_s: float) -> None:
         self._drain_retry_after_s = drain_retry_after_s
         self._idle = asyncio.Event()
@@ -25,15 +27,19 @@ class ServerState:
         """Wait until no request runs. The caller sets the timeout."""
         await self._idle.wait()
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Count one generating request as running. Raises Overloaded while draining."""
+    def check_accepting(self) -> None:
+        """Raise Overloaded while the worker is draining."""
         if self.draining:
             raise Overloaded(
-                "This worker is draining and takes no new requests.",
+                "This worker is draining and takes no new requests; retry on another worker or later.",
                 retry_after_s=self._drain_retry_after_s,
                 code="draining",
             )
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Count one generating request as running. Raises Overloaded while draining."""
+        self.check_accepting()
         self.num_running += 1
         self._idle.clear()
         try:

@@ -25,8 +25,8 @@ _HIGH_WATER_BYTES = 64 << 10  # the limit of asyncio and uvloop: `drain` does no
 class SseStream:
     """The response to one request. It starts with the first event: before that, an error can still have its own status.
 
-    Only `wait_for_room` waits: for the response to start, and for a client that does not read, up to `stall_s`. Until then
-    events are in the transport's buffer. `send` returns False when it holds 64 KiB.
+    Only `wait_for_room` waits: for the response to start, and for a client that does not read, up to `stall_s`. `send` only
+    adds events to the transport's buffer, and returns False when it holds 64 KiB.
     """
 
     def __init__(

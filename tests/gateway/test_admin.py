@@ -141,7 +141,7 @@ def test_a_worker_is_drained_and_comes_back() -> None:
 
 def test_workers_are_added_and_removed() -> None:
     world = World()
-    body = b'{"url": "http://c:3", "role": "decode", "models": ["m"], "weight": 2}'
+    body = b'{"url": "http://c:3", "role": "decode", "models": ["m"], "weight": 2, "events": null}'
     added = world.ask("POST", "/admin/workers", body=body)
     assert (added["worker"], added["role"], added["weight"]) == ("c:3", "decode", 2)
     assert world.ask("DELETE", "/admin/workers", "worker=c:3") == {"worker": "c:3", "removed": True}
@@ -150,7 +150,7 @@ def test_workers_are_added_and_removed() -> None:
 
 @pytest.mark.parametrize(
     "body", [b"", b"[]", b"{}", b'{"url": 3}', b'{"url": "nowhere"}', b'{"url": "http://c:3", "role": "boss"}',
-             b'{"url": "http://c:3", "api_key_file": "/etc/passwd"}']
+             b'{"url": "http://c:3", "api_key_file": "/etc/passwd"}', b'{"url": "http://c:3", "wieght": 2}']
 )  # fmt: skip
 def test_a_wrong_worker_is_refused(body: bytes) -> None:
     world = World()

@@ -17,7 +17,7 @@ from stoker.proto.resume_notes import (
     find_error,
     finish_note,
     handoff_note,
-    logged_token_note,
+    logprobs_note,
     token_note,
     usage_note,
 )
@@ -31,7 +31,7 @@ def test_the_notes_have_these_bytes() -> None:
     """Workers and gateways of other versions write and read them."""
     assert usage_note(10, 4, 1700, 42) == b":u 10 4 1700 42\n"
     assert token_note(1, [5, 6]) == b":t 1 5 6\n"
-    assert logged_token_note(0, [TokenLogprobs(5, -0.25, [5], [-0.25])]) == b":t 0 [5,-0.25,[5],[-0.25]]\n"
+    assert logprobs_note(0, [TokenLogprobs(5, -0.25, [5], [-0.25])]) == b":t 0 [5,-0.25,[5],[-0.25]]\n"
     assert finish_note(2) == b":f 2\n"
     assert END_NOTE == b":e\n"
     assert error_note(503, "engine_died") == b":x 503 engine_died\n"
@@ -55,7 +55,7 @@ def test_notes_are_taken_out_of_the_events_and_become_the_field() -> None:
 def test_tokens_with_logprobs_are_valid_items_of_the_field() -> None:
     notes = ResumeNotes()
     tokens = [TokenLogprobs(5, -0.25, [5, 6], [-0.25, -math.inf]), TokenLogprobs(7, -1.0, [], [])]
-    notes.take(usage_note(1, 0, 1, 1) + logged_token_note(0, tokens) + EVENT)
+    notes.take(usage_note(1, 0, 1, 1) + logprobs_note(0, tokens) + EVENT)
     assert notes.num_tokens == 2
     (choice,) = msgspec.json.decode(notes.resume_field(1), type=Resume).choices
     assert [token.token_id for token in choice.token_ids if not isinstance(token, int)] == [5, 7]

@@ -160,7 +160,7 @@ def test_the_cache_stays_within_its_bytes(raw: tokenizers.Tokenizer) -> None:
     tokenizer = Tokenizer(raw, cache_bytes=20_000)
     for seed in range(300):
         tokenizer.encode(_turn("user", 30, seed))
-    assert tokenizer._cache.used_bytes <= 20_000
+    assert tokenizer._cache._used_bytes <= 20_000
 
 
 def test_half_a_surrogate_pair_is_an_invalid_request(tokenizer: Tokenizer) -> None:

@@ -283,7 +283,7 @@ def test_a_fleet_that_may_use_more_ram_than_is_free_is_announced_with_a_warning(
 def test_the_default_fleet_fits_its_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stoker.up.machine.available_ram", lambda: 4 * GIB)
     monkeypatch.setattr("stoker.up.machine.all_ram", lambda: 8 * GIB)
-    machine = replace(Machine.look(tmp_path), gpu_bytes=())
+    machine = replace(Machine.detect(tmp_path), gpu_bytes=())
     assert (machine.all_ram_bytes, machine.ram_bytes) == (8 * GIB, 4 * GIB)
     table = default_table(SINGLE, replace(machine, shared_bytes=8 * GIB), tmp_path, weight_bytes=SMOLLM2_BYTES)
     assert table["store"]["host_gib"] < 0.3

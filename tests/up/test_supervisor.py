@@ -87,14 +87,14 @@ def test_ranks_start_one_after_the_other_and_a_rank_at_once(world: World) -> Non
     world.ready("prefill-0")
     world.ready("decode-0")
     assert world.supervisor.all_ready
-    assert world.supervisor.next_look_s() == math.inf
+    assert world.supervisor.next_timeout_s() == math.inf
 
 
 def test_the_pause_doubles_and_is_reset_after_a_healthy_minute(world: World) -> None:
     world.bring_up()
     for pause_s in (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0):
         world.exit("decode-0")
-        assert world.supervisor.next_look_s() == world.now + pause_s
+        assert world.supervisor.next_timeout_s() == world.now + pause_s
         assert world.pass_time(pause_s - 0.1) == []
         assert world.pass_time(0.11) == [StartPart("decode-0")]
         world.pass_time(59)  # however long it takes to start: it was not ready yet
@@ -102,7 +102,7 @@ def test_the_pause_doubles_and_is_reset_after_a_healthy_minute(world: World) -> 
     assert world.supervisor.parts["decode-0"].restarts == 8
     world.pass_time(60)
     world.exit("decode-0")
-    assert world.supervisor.next_look_s() == world.now + 0.5
+    assert world.supervisor.next_timeout_s() == world.now + 0.5
     assert world.supervisor.failure is None
 
 
@@ -169,7 +169,7 @@ def test_a_part_that_does_not_stop_in_time_is_killed(world: World) -> None:
     world.bring_up()
     world.supervisor.stop()
     world.look()
-    assert world.supervisor.next_look_s() == 100
+    assert world.supervisor.next_timeout_s() == 100
     assert world.pass_time(100) == [StopPart("gateway", StopMode.KILL)]
 
 
@@ -184,7 +184,7 @@ def test_no_timeouts_of_workers_are_due_while_the_gateway_drains() -> None:
     world.supervisor.stop()
     assert world.look() == [StopPart("gateway", StopMode.DRAIN)]
     assert world.pass_time(50) == []
-    assert world.supervisor.next_look_s() == 100.5
+    assert world.supervisor.next_timeout_s() == 100.5
     world.exit("gateway", 0)
     assert world.look() == [StopPart("prefill-0", StopMode.DRAIN)]
 
@@ -247,8 +247,8 @@ def one_life(draw: random.Random) -> None:
                 world.ready(name)
             elif event > (0.995 if first else 0.9):
                 world.exit(name, draw.choice([-9, -11, 0, 1, 2]))
-                pauses[name] = part.due_s if part.phase is Phase.PAUSED else math.inf
-                assert part.phase is not Phase.PAUSED or 0.499 < part.due_s - world.now < 30.001
+                pauses[name] = part.timeout_at_s if part.phase is Phase.PAUSED else math.inf
+                assert part.phase is not Phase.PAUSED or 0.499 < part.timeout_at_s - world.now < 30.001
         if world.now >= stops_at and (not supervisor.stopping or draw.random() < 0.05):
             supervisor.stop()
         world.now += draw.uniform(0, 2)

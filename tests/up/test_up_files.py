@@ -21,7 +21,7 @@ from stoker.proto.tier_metrics import read_tier_metrics
 from stoker.up.ports import ReservedPorts
 from stoker.up.process import LogReader, rotate_log
 from stoker.up.state import abandoned_fleets, living_fleets, open_run_dir
-from stoker.up.status import FleetStatus, PartStatus, shown
+from stoker.up.status import FleetStatus, PartStatus, format_status
 
 PART = PartInfo(
     name="decode-0",
@@ -226,15 +226,15 @@ def test_status_of_a_machine_without_fleets_says_what_to_do(
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert main(["status"]) == 3
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert "Start one with `stoker up`" in shown.err
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "Start one with `stoker up`" in captured.err
     assert main(["status", "--json"]) == 3
     assert capsys.readouterr().out == "[]\n"
     assert main(["status", "--url", "http://127.0.0.1:9"]) == 1
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert shown.err == (
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == (
         "stoker: no gateway answers at http://127.0.0.1:9 (Connection refused): check the address, or start one there with "
         "`stoker up` or `stoker gateway`\n"
     )
@@ -252,7 +252,7 @@ stoker_running_requests 3.0
     part = PartStatus(
         "decode-0", "decode", "http://x:1", "ready", 7, 2, load={"requests": 1, "kv_used": 0.5}, tiers=tiers
     )
-    text = shown(FleetStatus("http://g", True, None, [part], pid=3, up_s=3700, models=["m"]))
+    text = format_status(FleetStatus("http://g", True, None, [part], pid=3, up_s=3700, models=["m"]))
     assert "up for 1 h 1 min" in text
     assert "1 in flight, KV 50%" in text
     assert text.splitlines()[-2].split() == ["decode-0", "host", "1,234", "1.00", "GiB", "-", "-", "-", "-", "0"]

@@ -99,7 +99,7 @@ class Admission:
                 if ticket.refusal is not None:
                     raise ticket.refusal
         except (Overloaded, asyncio.CancelledError):
-            caller.limiter.give_back(uncached_tokens, self._clock())
+            caller.limiter.refund(uncached_tokens, self._clock())
             raise
         return AdmittedRequest(self._clock, caller, queue, ticket, ticket.admitted_s - now)
 

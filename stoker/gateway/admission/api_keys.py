@@ -28,7 +28,7 @@ class Unauthorized(StokerError):
 
 
 class HasHeaders(Protocol):
-    """A request, as far as authentication reads it."""
+    """The part of a request that authentication reads."""
 
     def header(self, name: bytes) -> bytes | None: ...
 

@@ -1,8 +1,9 @@
 """How much work a model's workers may hold at a time; admission keeps this much in flight. Pure.
 
-A worker that reports waiting sequences is full. It then gets only as many requests as it runs plus a few, so that its own
-queue stays short and requests wait in the gateway's fair queue instead. Other workers are bounded by the settings. Prompt
-tokens in flight are bounded to a number of seconds of prefill, at the rate that the worker reports or that was measured.
+A worker that reports waiting sequences is full. It then gets at most its running sequences plus `waiting_per_worker`, so
+that its own queue stays short and requests wait in the gateway's fair queue instead. Other workers are bounded by the
+settings. Prompt tokens in flight are bounded to a number of seconds of prefill, at the rate that the worker reports or that
+was measured.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from stoker.gateway.config import AdmissionSettings
 
 _REPORT_AGE_S = 5.0  # an older load report is ignored
 _LANES_AGE_S = 0.5  # the table of lanes is computed again after this time
-_UNSURE = 8  # a measured prefill rate is uncertain, so this times the minimum of prompt tokens is allowed
+_UNCERTAINTY = 8  # factor on `prefill_tokens` for a prefill rate that the gateway measured, which is uncertain
 _ANSWERING = frozenset({Role.UNIFIED, Role.DECODE})
 _PREFILLING = frozenset({Role.UNIFIED, Role.PREFILL})
 
@@ -64,7 +65,7 @@ class Capacities:
         # A rate measured by the gateway includes the network and the worker's queue, so it is applied less strictly than a
         # rate reported by the worker.
         reported = member.report is not None and member.report.prefill_tokens_per_s is not None
-        least = self.settings.prefill_tokens * (1 if reported else _UNSURE)
+        least = self.settings.prefill_tokens * (1 if reported else _UNCERTAINTY)
         return max(self.fleet.prefill_rate(member) * self.settings.prefill_s, float(least))
 
     def _find_lanes(self) -> dict[str, str]:

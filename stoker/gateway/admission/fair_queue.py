@@ -6,7 +6,8 @@ Capacity is counted in requests and in uncached prompt tokens in flight. When it
 - within a priority, tenants share by uncached tokens and weight (start-time fair queueing);
 - within a tenant, by arrival.
 
-A priority class whose oldest request has waited `priority_age_s` counts as one step better, so that none starves.
+A priority class counts as one step better for each `priority_age_s` that its oldest request has waited. This prevents
+starvation.
 
 The wait is predicted before a request enters the queue, from the measured time that requests and prompt tokens stay in
 flight. In a burst, requests may wait up to `queue_s`. If the queue has not been empty for that long, it is an overload: from
@@ -75,11 +76,11 @@ class _Mean:
 
     value: float | None = None
 
-    def note(self, value: float, part: float = _SMOOTHING) -> None:
+    def add(self, value: float, weight: float = _SMOOTHING) -> None:
         if self.value is None:
             self.value = value
         else:
-            self.value += part * (value - self.value)
+            self.value += weight * (value - self.value)
 
 
 @dataclass(slots=True)
@@ -132,7 +133,7 @@ class FairQueue:
                 retry_after_s=predicted_s,
                 code="queue_full",
             )
-        if self.num_waiting >= self._settings.queue_requests and not self._make_place(ticket, now):
+        if self.num_waiting >= self._settings.queue_requests and not self._make_room(ticket, now):
             message = f"The queue is full with {self.num_waiting} waiting requests; retry later."
             raise Overloaded(message, retry_after_s=max(predicted_s, 1.0), code="queue_full")
         self._push(ticket, now)
@@ -143,7 +144,7 @@ class FairQueue:
         if ticket.state is ADMITTED and ticket.held_tokens:
             self.tokens_in_flight -= ticket.held_tokens
             # The average is over tokens, so a long prompt counts more than a short one.
-            self._prefill_s.note(now - ticket.admitted_s, min(0.5, _SMOOTHING * (1 + ticket.held_tokens / 1024)))
+            self._prefill_s.add(now - ticket.admitted_s, min(0.5, _SMOOTHING * (1 + ticket.held_tokens / 1024)))
             ticket.held_tokens = 0
             if self.num_waiting:
                 self.pump(now)
@@ -155,7 +156,7 @@ class FairQueue:
         elif ticket.state is ADMITTED:
             self.tokens_in_flight -= ticket.held_tokens
             self.num_in_flight -= 1
-            self._service_s.note(now - ticket.admitted_s)
+            self._service_s.add(now - ticket.admitted_s)
             if uncached_tokens is not None:
                 actual = uncached_tokens if uncached_tokens > MIN_COST_TOKENS else MIN_COST_TOKENS
                 if actual != ticket.cost:
@@ -189,7 +190,7 @@ class FairQueue:
         their shares.
         """
         ahead_requests, ahead_tokens, weights = 1.0, float(ticket.tokens), ticket.weight
-        mine_requests, mine_tokens = 1.0, float(ticket.tokens)
+        own_requests, own_tokens = 1.0, float(ticket.tokens)
         for priority, lines in self._classes.items():
             if priority > ticket.priority:
                 continue
@@ -197,13 +198,13 @@ class FairQueue:
                 ahead_requests += len(line.tickets)
                 ahead_tokens += line.tokens
                 if tenant == ticket.tenant:
-                    mine_requests += len(line.tickets)
-                    mine_tokens += line.tokens
+                    own_requests += len(line.tickets)
+                    own_tokens += line.tokens
                 else:
                     weights += line.weight
         share = weights / ticket.weight
-        by_requests = min(ahead_requests, mine_requests * share) * (self._service_s.value or 0.0)
-        by_tokens = min(ahead_tokens, mine_tokens * share) * (self._prefill_s.value or 0.0)
+        by_requests = min(ahead_requests, own_requests * share) * (self._service_s.value or 0.0)
+        by_tokens = min(ahead_tokens, own_tokens * share) * (self._prefill_s.value or 0.0)
         return max(
             by_requests / max(1.0, min(self._capacity.requests, self.num_in_flight)),
             by_tokens / max(1.0, self._capacity.prefill_tokens),
@@ -276,7 +277,7 @@ class FairQueue:
 
         return lines[min(lines, key=turn)].tickets[0]
 
-    def _make_place(self, ticket: Ticket, now: float) -> bool:
+    def _make_room(self, ticket: Ticket, now: float) -> bool:
         """Make room in a full queue: drop the last ticket of the tenant with the most queued work at the worst priority.
 
         Return False if that would be the new ticket itself.

@@ -13,9 +13,8 @@ _CONCURRENCY_RETRY_S = 1.0  # the gateway cannot know when one of the key's requ
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The limit that a request exceeds."""
+    """Why a request exceeds a limit, and when to retry."""
 
-    limit: str
     retry_after_s: float
     message: str
 
@@ -69,7 +68,7 @@ class KeyLimiter:
         self.num_open = 0
 
     def begin(self, tokens: int, now: float) -> Refusal | None:
-        """Take one request of about `tokens` tokens. Return the refusal if it exceeds a limit; then nothing is taken."""
+        """Count one request of about `tokens` tokens. If it exceeds a limit, count nothing and return the refusal."""
         if self.unlimited:
             self.num_open += 1
             return None
@@ -78,19 +77,19 @@ class KeyLimiter:
                 f"This key has {self.num_open} concurrent requests, and its limit is {self._concurrency};"
                 " wait until one has ended."
             )
-            return Refusal("concurrency", _CONCURRENCY_RETRY_S, message)
+            return Refusal(_CONCURRENCY_RETRY_S, message)
         if self._requests is not None and (wait_s := self._requests.wait_s(1, now)):
             message = (
                 f"This key has reached its limit of {self._requests.per_minute:g} requests per minute;"
                 f" retry in {wait_s:.1f} s."
             )
-            return Refusal("requests_per_minute", wait_s, message)
+            return Refusal(wait_s, message)
         if self._tokens is not None and (wait_s := self._tokens.wait_s(tokens, now)):
             message = (
                 f"This key has reached its limit of {self._tokens.per_minute:g} tokens per minute, and the request needs"
                 f" about {tokens} uncached tokens; retry in {wait_s:.1f} s."
             )
-            return Refusal("tokens_per_minute", wait_s, message)
+            return Refusal(wait_s, message)
         if self._requests is not None:
             self._requests.take(1, now)
         if self._tokens is not None:
@@ -104,8 +103,8 @@ class KeyLimiter:
         if self._tokens is not None and actual != estimated:
             self._tokens.take(actual - estimated, now)
 
-    def give_back(self, estimated: int, now: float) -> None:
-        """Return everything that `begin` took, for a request that was refused later and never ran."""
+    def refund(self, estimated: int, now: float) -> None:
+        """Undo `begin`, for a request that was refused later and never ran."""
         self.num_open -= 1
         if self._requests is not None:
             self._requests.take(-1, now)

@@ -1,4 +1,4 @@
-"""The interface between the gateway's router of paths and the endpoints that answer a path themselves."""
+"""The interface between the gateway's URL routes (`path/app.py`) and the endpoints that answer a path themselves."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ class EndpointRequest(Protocol):
 
 
 class Endpoint(Protocol):
-    """A part of the gateway that answers requests for its own paths: admin API, usage, registration."""
+    """A component of the gateway that answers requests for its own paths: admin API, usage, registration, tokenizer."""
 
     async def answer(self, request: EndpointRequest) -> Reply: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,14 @@ def json_reply(value: Any, status: int = 200) -> Reply:
 
 def text_reply(text: bytes, content_type: bytes, *more: tuple[bytes, bytes]) -> Reply:
     return Reply(200, [(b"content-type", content_type), *more], text)
+
+
+def method_not_allowed(path: bytes, method: bytes, allowed: Sequence[bytes]) -> Reply:
+    """Return the 405 reply for a known path. `allowed` are the methods that it accepts."""
+    methods = b", ".join(allowed)
+    message = f"{path.decode()} accepts {methods.decode()}, not {method.decode('latin-1')}."
+    reply = error_reply(405, message, code="method_not_allowed")
+    return Reply(reply.status, [*reply.headers, (b"allow", methods)], reply.body)
 
 
 def error_reply(

@@ -68,7 +68,7 @@ class Head:
     keep_alive: bool
     passed: dict[HeaderFilter, bytes]  # cached output of each filter
 
-    def hold(self, headers: list[tuple[bytes, bytes]]) -> None:
+    def set_headers(self, headers: list[tuple[bytes, bytes]]) -> None:
         self.headers = [pair for pair in headers if pair[0] != b"content-length"]
         self.by_name = dict(reversed(self.headers))
         self.passed = {}
@@ -129,7 +129,7 @@ class HeadParser:
         parsed = RequestHead()
         parsed.method, parsed.path, parsed.query, parsed.minor = start
         framing: list[tuple[bytes, bytes]] = []
-        parsed.hold(self._read(lines, framing))
+        parsed.set_headers(self._read(lines, framing))
         return parsed, _frame_request(parsed, framing)
 
     def _response(self, head: bytes) -> tuple[ResponseHead, int]:
@@ -147,7 +147,7 @@ class HeadParser:
         parsed.has_body = parsed.status >= 200 and parsed.status not in (204, 304)
         parsed.keep_alive = minor == 1
         framing: list[tuple[bytes, bytes]] = []
-        parsed.hold(self._read(lines, framing))
+        parsed.set_headers(self._read(lines, framing))
         return parsed, _frame_response(parsed, framing)
 
     def _read(self, lines: list[bytes], framing: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

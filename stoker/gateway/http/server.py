@@ -47,7 +47,6 @@ class Server:
         port: int,
         *,
         ssl: tls.SSLContext | None = None,
-        reuse_port: bool = False,
         sock: socket.socket | None = None,
     ) -> None:
         """Start to listen. Call it several times for several addresses. With `sock`, host and port are ignored."""
@@ -64,7 +63,6 @@ class Server:
                 port,
                 ssl=ssl,
                 backlog=2048,
-                reuse_port=reuse_port or None,
                 ssl_handshake_timeout=handshake_s,
             )
         self._listeners.append(listener)

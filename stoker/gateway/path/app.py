@@ -24,7 +24,7 @@ from stoker.gateway.admission.admission import Admission
 from stoker.gateway.admission.api_keys import ApiKeys
 from stoker.gateway.api.client_body import EndpointKind, RequestEnvelope, parse
 from stoker.gateway.api.endpoint import Endpoint
-from stoker.gateway.api.reply import Reply, error_reply, json_reply, text_reply
+from stoker.gateway.api.reply import Reply, error_reply, json_reply, method_not_allowed, text_reply
 from stoker.gateway.http import HttpRequest
 from stoker.gateway.path.call import Call, RequestIds, body_changes, given_request_id, requested_model
 from stoker.gateway.path.drain_state import GatewayState
@@ -73,7 +73,7 @@ class UsageRecorder(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayParts:
-    """The parts that a gateway is built from."""
+    """The components that a gateway is built from. `build.py` creates them."""
 
     fleet: Fleet
     indexes: PrefixIndexLookup
@@ -239,9 +239,7 @@ class Gateway:
             parts.keys.authenticate(request)
             return self._models(unquote(path.removeprefix(b"/v1/models").removeprefix(b"/").decode("ascii")))
         if path in _GENERATING:
-            reply = error_reply(405, f"{path.decode()} accepts only POST.", code="method_not_allowed")
-            reply.headers.append((b"allow", b"POST"))
-            return reply
+            return method_not_allowed(path, request.method, [b"POST"])
         raise NotFound(f"No such path: {path.decode('latin-1')}.", code="unknown_url")
 
     def _ready(self) -> Reply:
@@ -259,7 +257,8 @@ class Gateway:
             return json_reply({"object": "list", "data": [self._card(model) for model in models]})
         if name in models:
             return json_reply(self._card(name))
-        raise NotFound(f"The model {name!r} is not served here.", param="model", code="model_not_found")
+        message = f"The model {name!r} is not served here. Served models: {', '.join(models) or 'none'}."
+        raise NotFound(message, param="model", code="model_not_found")
 
     def _card(self, model: str) -> dict[str, Any]:
         card = {"id": model, "object": "model", "created": self._started_s, "owned_by": "stoker"}

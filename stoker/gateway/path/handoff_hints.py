@@ -55,7 +55,7 @@ class HandoffHints:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def give_back(self, prefill: Leg, upstream: Upstream, transfer_id: str, num_choices: int) -> None:
+    async def release_lease(self, prefill: Leg, upstream: Upstream, transfer_id: str, num_choices: int) -> None:
         """Ask the prefill worker (`upstream`) to release its lease. No effect if the lease does not exist."""
         src = self._info_of(prefill.worker.worker_id)
         if src is not None and src.kv_address is not None:

@@ -40,9 +40,8 @@ PATHS = {
 _ROUTE = ROUTE_HEADER.encode()
 MAX_ANSWER_BYTES = 256 << 20  # for a response that is buffered until it is complete
 _MAX_ERROR_BYTES = 1 << 20
-_RELEASE_S = (
-    1.0  # how long a decode worker may take over a request that is sent only to release a prefill worker's blocks
-)
+# A request that is sent only to release a prefill worker's blocks is aborted on the decode worker after this time.
+_RELEASE_S = 1.0
 
 _RETRYABLE = {429: "busy", 502: "status5xx", 503: "busy", 504: "status5xx"}
 _MEASURED_TOKENS = 1024  # for a shorter prompt, most of the time is not spent on prefill
@@ -84,9 +83,8 @@ class Legs:
         self._lease: str | None = None  # transfer id under which prefill holds KV that decode has not pulled yet
         self._early_pull: asyncio.Task[None] | None = None
         self._prefilling: Upstream | None = None  # the worker that is computing the prompt
-        self._prefill_began_s: float | None = (
-            None  # None: other prompts ran on this worker, so the time is not measured
-        )
+        # None: other prompts ran on this worker, so the time is not measured.
+        self._prefill_began_s: float | None = None
         self._transfer: TraceSpan | None = None  # from the end of prefill to the first byte of decode
         self.has_handed_off = False
 
@@ -106,9 +104,9 @@ class Legs:
             answer.abort()
             span.end("aborted")
         if self._lease is not None and self.prefill is not None:
-            give_back, upstream = self._services.hints.give_back, self.upstream(self.prefill)
+            release_lease, upstream = self._services.hints.release_lease, self.upstream(self.prefill)
             self._services.cleanups.start(
-                give_back(self.prefill, upstream, self._lease, self.call.envelope.num_choices)
+                release_lease(self.prefill, upstream, self._lease, self.call.envelope.num_choices)
             )
 
     def upstream(self, leg: Leg) -> Upstream:
@@ -145,7 +143,7 @@ class Legs:
             self._lease = None  # decode answers after it has pulled the KV and released the lease
         return answer
 
-    async def send_surely(self, leg: Leg, body: bytes, headers: bytes = b"") -> WorkerResponse:
+    async def send_shielded(self, leg: Leg, body: bytes, headers: bytes = b"") -> WorkerResponse:
         """Like `send`, but deliver the request even if the client disconnects in the meantime.
 
         Some prefill workers keep a prompt's blocks until a decode worker has received the request and dropped it.
@@ -157,7 +155,7 @@ class Legs:
             self._services.cleanups.start(_abort_later(sending))
             raise
 
-    def lend(self, transfer_id: str) -> None:
+    def expect_lease(self, transfer_id: str) -> None:
         """Note that the prefill worker will hold its KV under a lease with this id.
 
         The decode worker gets a hint, so that it can pull blocks while they are computed. If decode does not answer, the

@@ -89,7 +89,7 @@ class Proxy:
         dialect = self._dialects[decode.dialect]
         if not dialect.decodes_alone and route.prefill is None and decode.role is Role.DECODE:
             raise NoWorker(
-                f"worker {decode.worker_id} ({decode.dialect}) can only decode, and no prefill worker is usable"
+                f"worker {decode.worker_id} ({decode.dialect}) can only decode, and no prefill worker is usable; retry later"
             )
         call.policy, call.worker_id = route.policy, decode.worker_id
         if self._debug_routes:

@@ -15,9 +15,8 @@ from stoker.proto.sse import DONE
 
 _LAST_RESPONSE_EVENT = re.compile(rb"^event: response\.(?:completed|incomplete|failed)\n", re.MULTILINE)
 
-_GONE_STATUS = (
-    503  # the engine died or the worker stops, so another worker can continue; other errors would recur there
-)
+# The engine died or the worker stops, so another worker can continue. Errors with another status would recur there.
+_GONE_STATUS = 503
 
 
 class TokenMemory(msgspec.Struct, eq=False):
@@ -64,8 +63,8 @@ class TokenMemory(msgspec.Struct, eq=False):
         return ticket
 
     def _last_cached_tokens(self) -> int | None:
-        told = self.notes.last_usage
-        return None if told is None else told.cached_tokens
+        usage = self.notes.last_usage
+        return None if usage is None else usage.cached_tokens
 
 
 class StokerStream(EventCutter):
@@ -80,9 +79,8 @@ class StokerStream(EventCutter):
         self._take_notes = memory.notes.take
         self._counts_events = counts_events  # for the Responses API, where one token makes several events
         self._last = b""
-        self._cached_tokens = (
-            memory.cached_tokens if memory.notes else None
-        )  # the first worker's usage is not rewritten
+        # The usage of the first worker is not rewritten.
+        self._cached_tokens = memory.cached_tokens if memory.notes else None
         self._failed = False
         self.failure: str | None = None  # why the worker stopped, if another worker may continue
 

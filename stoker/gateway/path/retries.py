@@ -125,4 +125,6 @@ class RetryState:
         try:
             return self._choose(again)
         except ModelNotFound as gone:  # the model was served when the request arrived; its worker may register again
-            raise NoWorker(f"the last worker that served model {query.model!r} has left the fleet") from gone
+            raise NoWorker(
+                f"the last worker that served model {query.model!r} has left the fleet; retry later"
+            ) from gone

@@ -1,4 +1,4 @@
-"""What every attempt of the proxy needs besides its route. One set for a gateway."""
+"""The objects that every attempt of the proxy needs besides its route. A gateway has one of each."""
 
 from __future__ import annotations
 

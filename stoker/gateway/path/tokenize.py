@@ -11,7 +11,7 @@ from stoker.fleet.fleet import Fleet
 from stoker.fleet.spec import Role
 from stoker.gateway.admission.api_keys import ApiKeys
 from stoker.gateway.api.endpoint import EndpointRequest
-from stoker.gateway.api.reply import Reply, error_reply
+from stoker.gateway.api.reply import Reply, method_not_allowed
 from stoker.gateway.config import ProxySettings
 from stoker.gateway.http import ResponseAborted, ResponseLost, Unreachable, header_block
 from stoker.gateway.path.call import requested_model
@@ -48,13 +48,11 @@ class TokenizeEndpoint:
     async def answer(self, request: EndpointRequest) -> Reply:
         self._keys.authenticate(request)
         if request.method != b"POST":
-            reply = error_reply(405, f"{request.path.decode()} accepts only POST.", code="method_not_allowed")
-            reply.headers.append((b"allow", b"POST"))
-            return reply
+            return method_not_allowed(request.path, request.method, [b"POST"])
         model = requested_model(decode(_NamedModel, request.body).model, self._fleet)
         if model not in self._fleet.models():
             raise ModelNotFound(f"The model {model!r} is not served here.", param="model")
-        failed: StokerError = NoWorker(f"no worker of model {model!r} is usable; retry later")
+        failed: StokerError = NoWorker(f"No worker of model {model!r} is usable now; retry later.")
         for member in self._fleet.candidates(model, _ROLES, self._clock())[: 1 + self._settings.retries]:
             try:
                 return await self._forward(self._upstreams.of(member), request)

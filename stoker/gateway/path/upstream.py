@@ -85,6 +85,7 @@ class Upstreams:
         self._to_client = HeaderFilter(_NOT_FOR_CLIENTS, (INTERNAL_HEADER_PREFIX.encode(),))
 
     def of(self, member: Member) -> Upstream:
+        """Return the state for a worker."""
         known = self._known.get(member.spec.worker_id)
         if known is not None and known.url == member.spec.url:
             return known
@@ -94,9 +95,9 @@ class Upstreams:
         key = self._api_keys.get(member.spec.url)
         headers = b"" if key is None else header_block([(b"authorization", b"Bearer " + key.encode())])
         pool = ConnectionPool(origin, self._limits)
-        made = Upstream(member.spec.url, pool, origin, headers, self._to_worker, self._to_client)
-        self._known[member.spec.worker_id] = made
-        return made
+        upstream = Upstream(member.spec.url, pool, origin, headers, self._to_worker, self._to_client)
+        self._known[member.spec.worker_id] = upstream
+        return upstream
 
     def cut(self, worker_id: WorkerId) -> None:
         """Cancel all attempts that wait for a worker that is gone or hangs. They continue on other workers if possible."""

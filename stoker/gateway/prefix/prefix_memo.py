@@ -61,10 +61,6 @@ class PrefixMemo:
         self._points: OrderedDict[int, _CutPoint] = OrderedDict()
         self._lock = threading.Lock()
 
-    @property
-    def used_bytes(self) -> int:
-        return self._used_bytes
-
     def blocks(self, text: str, root: int) -> tuple[list[int], int]:
         """Return the prefix keys of all full blocks of the text's tokens, and the number of tokens."""
         try:

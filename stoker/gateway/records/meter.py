@@ -120,9 +120,7 @@ class Meter:
             while True:
                 self._wake.wait(self._settings.flush_s)
                 self._wake.clear()
-                closing = (
-                    self._closing
-                )  # read before the rows, so that all rows recorded before close() are written below
+                closing = self._closing  # read first, so that all rows recorded before close() are written below
                 while self._rows:
                     batch = [self._rows.popleft() for _ in range(min(len(self._rows), self._settings.flush_rows))]
                     self._unwritten = len(batch)

@@ -25,7 +25,7 @@ Sample = tuple[Labels, float]
 
 
 class GatewayMetrics:
-    """All counters and histograms of a gateway; other parts add gauges."""
+    """All counters and histograms of a gateway; other components add gauges."""
 
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()

@@ -90,11 +90,9 @@ class KvFollower:
         self._last_heard = -1  # last number on the subscription; a smaller one means that the worker restarted
         self._held: deque[PublishedMessage] = deque()
         self._replay: _ReplayRun | None = None
-        self._again: asyncio.TimerHandle | None = None
+        self._retry_timer: asyncio.TimerHandle | None = None
         self._wait_s = self._settings.first_wait_s
         self._resynced_s = -self._settings.max_wait_s
-        self.num_gaps = 0
-        self.num_resyncs = 0
 
         socket = context.socket(zmq.SUB)
         socket.set(zmq.RCVHWM, 0)  # no silent loss in the socket; `max_held` bounds the memory instead
@@ -105,16 +103,10 @@ class KvFollower:
         self._reader = ZmqReader(socket, self._on_frames)
         self._socket = socket
 
-    @property
-    def is_current(self) -> bool:
-        """Return True if no known message is missing."""
-        return self._replay is None and self._again is None and self._next is not None
-
     def resync(self) -> None:
         """Request the full state now."""
-        self.num_resyncs += 1
         self._resynced_s = self._loop.time()
-        self._cancel_again()
+        self._cancel_retry()
         self._held.clear()
         self._last_heard = -1
         if not self._snapshots:
@@ -122,7 +114,7 @@ class KvFollower:
         self._begin_replay(-1 if self._snapshots else 0)
 
     def close(self) -> None:
-        self._cancel_again()
+        self._cancel_retry()
         self._end_replay()
         self._socket.disable_monitor()
         self._monitor.close()
@@ -147,7 +139,7 @@ class KvFollower:
         if message.seq <= self._last_heard:
             self.resync()
         self._last_heard = message.seq
-        if self._replay is not None or self._again is not None:
+        if self._replay is not None or self._retry_timer is not None:
             self._hold(message)
         else:
             self._take(message)
@@ -161,7 +153,6 @@ class KvFollower:
         if self._next is not None and message.seq < self._next:
             return  # already replayed
         if self._next is not None and message.seq > self._next:
-            self.num_gaps += 1
             self._hold(message)
             if self._replay_url is None:
                 self._start_over(message.seq)
@@ -187,7 +178,7 @@ class KvFollower:
             self._resync_later()
 
     def _flush(self) -> None:
-        while self._held and self._replay is None and self._again is None:
+        while self._held and self._replay is None and self._retry_timer is None:
             self._take(self._held.popleft())
 
     # ---- replays
@@ -223,14 +214,14 @@ class KvFollower:
         replay.timer = self._loop.call_later(self._settings.replay_s, self._replay_timed_out)
         if message.seq < replay.start:
             return
-        if not self._goes_on(replay, message):
+        if not self._continues(replay, message):
             log.warning("kv_replay_has_gaps", worker=self._name, seq=message.seq, last=replay.last, start=replay.start)
             self._replay_timed_out()
             return
         replay.last = message.seq
         self._apply(message)
 
-    def _goes_on(self, replay: _ReplayRun, message: PublishedMessage) -> bool:
+    def _continues(self, replay: _ReplayRun, message: PublishedMessage) -> bool:
         """Return True if this message continues the replay: the requested number, the next one, or a new snapshot."""
         if replay.last is not None:
             return message.seq <= replay.last + 1  # the parts of a snapshot have the same number
@@ -262,18 +253,18 @@ class KvFollower:
 
     def _resync_later(self) -> None:
         """Schedule a resync, with a backoff that grows while resyncs fail."""
-        if self._again is not None:
+        if self._retry_timer is not None:
             return
         now, settings = self._loop.time(), self._settings
         if now - self._resynced_s > settings.max_wait_s:
             self._wait_s = settings.first_wait_s
-        self._again = self._loop.call_later(self._wait_s, self.resync)
+        self._retry_timer = self._loop.call_later(self._wait_s, self.resync)
         self._wait_s = min(2 * self._wait_s, settings.max_wait_s)
 
-    def _cancel_again(self) -> None:
-        if self._again is not None:
-            self._again.cancel()
-            self._again = None
+    def _cancel_retry(self) -> None:
+        if self._retry_timer is not None:
+            self._retry_timer.cancel()
+            self._retry_timer = None
 
 
 @dataclass(slots=True, eq=False)

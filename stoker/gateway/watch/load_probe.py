@@ -26,7 +26,7 @@ class LoadProbe(Protocol):
     """Reads one worker's load. A watcher makes a new probe for its worker."""
 
     async def learn(self, get: Get) -> None:
-        """Read what rarely changes. Called once in a while, before `read`."""
+        """Read data that rarely changes. Called before the first `read`, and then every `WatchSettings.learn_s`."""
 
     async def read(self, get: Get) -> LoadReport | None:
         """Return the current load, or None if such workers never report one. Raises LoadUnavailable."""

@@ -18,7 +18,7 @@ from stoker.base.log import EventLog
 from stoker.fleet.fleet import Fleet
 from stoker.fleet.spec import WorkerSpec
 from stoker.gateway.api.endpoint import EndpointRequest
-from stoker.gateway.api.reply import Reply, error_reply, json_reply
+from stoker.gateway.api.reply import Reply, error_reply, json_reply, method_not_allowed
 from stoker.gateway.worker_option import WorkerSettings, worker_id_of, worker_spec
 from stoker.proto.internal_http import REGISTER_PATH, SECRET_HEADER
 from stoker.proto.messages import WorkerRegistration
@@ -57,9 +57,7 @@ class RegistrationEndpoint:
             message = f"The {SECRET_HEADER} header is missing or wrong: give worker and gateway the same --secret-file."
             return error_reply(401, message, code="invalid_secret")
         if request.method not in (b"POST", b"DELETE"):
-            reply = error_reply(405, f"{REGISTER_PATH} accepts POST and DELETE.", code="method_not_allowed")
-            reply.headers.append((b"allow", b"POST, DELETE"))
-            return reply
+            return method_not_allowed(REGISTER_PATH.encode(), request.method, [b"POST", b"DELETE"])
         try:
             registration = msgspec.json.decode(request.body, type=WorkerRegistration)
             worker_id = worker_id_of(registration.url)

@@ -73,8 +73,10 @@ class _EngineBlock:
 
 
 class StoreBlocks(dict[BlockHash, _EngineBlock]):
-    """The blocks in a shared store, as reported by all its workers, oldest first. A class, so that it can be weakly
-    referenced."""
+    """The blocks in a shared store, as reported by all its workers, oldest first.
+
+    It is a class because a plain dict cannot be weakly referenced.
+    """
 
 
 _NOWHERE: frozenset[str] = frozenset()
@@ -85,7 +87,7 @@ _NO_STORES: Mapping[str, StoreBlocks] = {}
 class Rekeyer:
     """Applies one worker's KV events to the prefix index.
 
-    `hashes_salts` is True if the engine sends a chain's salt in clear, so that it must be hashed here; Stoker workers send
+    `hashes_salts` is True if the engine sends a chain's salt as plain text, so that it must be hashed here; Stoker workers send
     it hashed. `stores` holds the shared stores by medium.
     """
 
@@ -105,10 +107,6 @@ class Rekeyer:
         self._max_blocks = max_blocks
         self._blocks: dict[BlockHash, _EngineBlock] = {}
         self._partial_groups: set[int] = set()
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self._blocks)
 
     def apply(self, events: Iterable[KvEvent]) -> bool:
         """Apply events as far as possible. Return False if blocks were stored after a parent that is unknown here."""

@@ -107,7 +107,7 @@ class Watcher:
     def info(self) -> WorkerInfo | None:
         return self._info
 
-    def look_again(self) -> None:
+    def refresh(self) -> None:
         """Read everything again: the worker is a new process, so what is known may be outdated."""
         self._is_reported = False
         self._learn_soon()
@@ -312,8 +312,10 @@ class Watcher:
     # ---- KV events
 
     def _follow(self) -> None:
-        """Subscribe to the worker's events, if it publishes any. Subscribe again when the worker is a new process, or when
-        its models, tokenizer or stores have become known."""
+        """Subscribe to the worker's events, if it publishes any.
+
+        Subscribe again when the worker is a new process, or when its models, tokenizer or stores have become known.
+        """
         spec, info = self.spec, self._info
         events = spec.events_url or (info.events if info else None)
         if events is None:

@@ -61,7 +61,7 @@ class Watchers:
         """Read everything about this worker again: it is a new process."""
         watcher = self._watchers.get(worker_id)
         if watcher is not None:
-            watcher.look_again()
+            watcher.refresh()
 
     def info(self, worker_id: WorkerId) -> WorkerInfo | None:
         """Return the worker's latest description of itself, or None if there is none or it may be outdated."""

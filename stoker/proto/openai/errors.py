@@ -55,6 +55,8 @@ class HttpError:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
+    """The HTTP status, error type and headers that belong to an error code or an error class."""
+
     status: int
     type: str
     headers: Mapping[str, str] = field(default_factory=dict)

@@ -10,9 +10,8 @@ from stoker.sched.request import GrammarSpec
 
 Format = dict[str, Any]
 
-_WHITESPACE_CHARS = (
-    16  # consecutive; without a limit, a model that is forced to write JSON may write spaces without end
-)
+# Maximum consecutive white space. Without a limit, a model that is forced to write JSON may write spaces without end.
+_WHITESPACE_CHARS = 16
 
 
 def functions(tools: Sequence[dict[str, Any]]) -> list[tuple[str, Format]]:

@@ -176,8 +176,8 @@ class CallObject:
 
 def _unquote(written: str) -> str:
     try:
-        said = str(json.loads(written, strict=False))
+        text = str(json.loads(written, strict=False))
     except ValueError:
         return written
     # JSON can contain half a surrogate pair, which cannot be encoded in a response.
-    return said.encode("utf-8", "replace").decode()
+    return text.encode("utf-8", "replace").decode()

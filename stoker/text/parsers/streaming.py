@@ -70,10 +70,10 @@ class StreamingToolParser(ToolParser):
         if found is None:
             held = 0 if self._final else open_chars(self._buffer, self._marks)
             safe = len(self._buffer) - held
-            self._say(self._buffer[:safe])
+            self._add_text(self._buffer[:safe])
             self._buffer = self._buffer[safe:]
             return False
-        self._say(self._buffer[: found.start()])
+        self._add_text(self._buffer[: found.start()])
         self._buffer = self._buffer[found.end() :]
         mark = found.group()
         if mark in self.openers:
@@ -82,17 +82,18 @@ class StreamingToolParser(ToolParser):
         elif mark in self.section_begins:
             self._pending += mark
         elif not self._after_call:
-            self._say(mark)
+            self._add_text(mark)
         return True
 
-    def _say(self, text: str) -> None:
-        said = text.rstrip()
-        if not said:
+    def _add_text(self, text: str) -> None:
+        """Emit text outside of calls. White space at its end is held back, because a call may follow."""
+        stripped = text.rstrip()
+        if not stripped:
             self._pending += text
             return
-        said, text = self._pending + said, self._pending + text
-        self._pending = text[len(said) :]
-        self._emit_text(said.lstrip() if self._after_call else said)
+        stripped, text = self._pending + stripped, self._pending + text
+        self._pending = text[len(stripped) :]
+        self._emit_text(stripped.lstrip() if self._after_call else stripped)
         self._after_call = False
 
     def _emit_text(self, text: str) -> None:
@@ -115,7 +116,7 @@ class StreamingToolParser(ToolParser):
 
     def _not_a_call(self) -> bool:
         """The text was not a call: its opening mark is text, and the text after it is parsed again."""
-        self._say(self._opener)
+        self._add_text(self._opener)
         self._buffer = self._seen + self._buffer
         self._seen = ""
         self._step = self._in_text

@@ -214,7 +214,7 @@ def test_a_text_that_grew_or_changed_has_the_keys_of_all_its_tokens(folder: Path
         keys, num_tokens = memo.blocks(text, root)
         assert num_tokens == len(ids)
         assert keys == token_keys(ids, root, BLOCK)
-    assert memo.used_bytes <= max(20_000, memo._limit_bytes)
+    assert memo._used_bytes <= max(20_000, memo._limit_bytes)
 
 
 def test_only_the_new_tail_is_tokenized(folder: Path) -> None:

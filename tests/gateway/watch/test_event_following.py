@@ -26,7 +26,7 @@ from stoker.gateway.watch.rekey import Rekeyer, WorkerIndex
 from stoker.kv.blocks.keys import block_keys, salt_hash
 from stoker.kv.blocks.keys import root_key as engine_root
 from stoker.kv.blocks.pool import BlockPool
-from stoker.proto.events import message_frames
+from stoker.proto.events import PublishedMessage, message_frames
 from stoker.proto.messages import KvEvents, WorkerReport
 from stoker.worker.report import Reporter
 
@@ -97,12 +97,27 @@ class Engine:
 
 
 class Lossy(KvFollower):
-    """Loses published messages, and replays from a random message on, like a broken connection."""
+    """Loses published messages, and replays from a random message on, like a broken connection. Counts gaps and resyncs."""
 
     def __init__(self, *args: Any, loss: Callable[[], bool], **more: Any) -> None:
         self._loss = loss
         self._broken: object = None
+        self.num_gaps = 0
+        self.num_resyncs = 0
         super().__init__(*args, **more)
+
+    @property
+    def is_current(self) -> bool:
+        """True if no known message is missing."""
+        return self._replay is None and self._retry_timer is None and self._next is not None
+
+    def resync(self) -> None:
+        self.num_resyncs += 1
+        super().resync()
+
+    def _take(self, message: PublishedMessage) -> None:
+        self.num_gaps += self._next is not None and message.seq > self._next
+        super()._take(message)
 
     def _on_frames(self, frames: list[bytes]) -> None:
         if not self._loss():
@@ -118,7 +133,7 @@ class Lossy(KvFollower):
 @dataclass
 class Listening:
     index: PrefixIndex
-    follower: KvFollower
+    follower: Lossy
     reports: list[bytes]
 
     def agrees(self, engine: Engine) -> bool:

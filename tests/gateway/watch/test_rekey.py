@@ -53,7 +53,7 @@ def test_any_block_size_of_theirs(theirs: int, ours: int) -> None:
     for last in reversed(range(count)):
         world.rekeyer.apply([BlockRemoved(block_hashes=[last])])
         assert world.held(TOKENS) == last * theirs // ours
-    assert world.rekeyer.num_blocks == 0
+    assert len(world.rekeyer._blocks) == 0
     assert len(world.index) == 0
 
 
@@ -68,7 +68,7 @@ def test_media_are_distinguished_and_a_copy_needs_no_tokens() -> None:
     assert world.index.match(keys(TOKENS, 16))[W].disk_blocks == 1
     world.rekeyer.apply([BlockRemoved(block_hashes=[b"a", b"b"], medium="CPU"), BlockRemoved(block_hashes=[b"c"])])
     assert world.held(TOKENS) == 0
-    assert world.rekeyer.num_blocks == 1  # c is still in the store; the removal named a GPU copy that never existed
+    assert len(world.rekeyer._blocks) == 1  # c is still in the store; the removal named a GPU copy that never existed
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_any_order_of_stores_and_removals_is_exact(seed: int) -> None:
                         held[chain] = None
     found = {key for chain in held for key in keys(list(chain), 4)[-1:]}
     assert set(world.index._holders[W].held[0]) == found
-    assert world.rekeyer.num_blocks == len(held)
+    assert len(world.rekeyer._blocks) == len(held)
 
 
 def test_what_one_worker_put_into_a_store_another_may_remove_or_go_on_from() -> None:

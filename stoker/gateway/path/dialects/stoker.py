@@ -59,7 +59,7 @@ class Stoker:
         put = {PARAM: encode_keep_params(transfer_id)}
         if not call.streams:
             put["stream"] = b"true"
-        legs.lend(transfer_id)
+        legs.expect_lease(transfer_id)
         answer = await legs.send(prefill, self._body(call, put), _REPORT_TOKENS)
         await self._relay(call, legs, prefill, answer, shown=call.streams)
         has_ticket = call.memory.notes.ticket is not None

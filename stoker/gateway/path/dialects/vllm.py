@@ -56,7 +56,7 @@ class Vllm:
         ticket, cached_tokens = await self._prefill(call, legs, legs.prefill)
         legs.end_prefill(handed_off=ticket is not None)
         put = {} if ticket is None else {"kv_transfer_params": ticket}
-        answer, hides_usage = await send_decode(call, legs, put, legs.send_surely)
+        answer, hides_usage = await send_decode(call, legs, put, legs.send_shielded)
         reply = reply_for(call, hides_usage, is_pair=ticket is not None)
         reply.prefill_cached_tokens = cached_tokens
         await deliver(call, legs, answer, reply)

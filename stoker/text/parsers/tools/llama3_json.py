@@ -44,7 +44,7 @@ class Llama3JsonParser(ObjectCalls):
             return False
         self._step = self._in_text
         if stripped.startswith("{"):
-            self._say(self._buffer[: len(self._buffer) - len(stripped)])
+            self._add_text(self._buffer[: len(self._buffer) - len(stripped)])
             self._buffer = stripped
             self._open_bare()
         return True
@@ -74,7 +74,7 @@ class Llama3JsonParser(ObjectCalls):
         if not self._opener:
             # An object without a mark: emit its first character as text, or it would be taken for a call again.
             text = self._seen + self._buffer
-            self._say(text[:1])
+            self._add_text(text[:1])
             self._buffer, self._seen = text[1:], ""
             self._step = self._in_text
             return True
