@@ -1,6 +1,6 @@
 """Matmuls with weights in 8 and 4 bits on a GPU, by rows, beside bf16.
 
-The projections of Llama-3.1-8B, each weight with so many copies that the L2 cache holds none. The share is of 4.3 TB/s,
+The projections of Llama-3.1-8B, each weight copied often enough that the L2 cache holds none of them. The share is of 4.3 TB/s,
 which a memory copy reaches on an H200. `bench run offline --shape llama8b-fp8` runs a whole quantized model.
 """
 

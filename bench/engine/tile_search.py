@@ -2,7 +2,7 @@
 
 For dense shapes: the projections of a layer and the output head, with the kernels for few rows, beside cuBLAS. For
 MoE shapes: each kernel of a layer of experts, in the weight type of the shape's variant (bf16, fp8, blocks, int4).
-Each weight has so many copies that the L2 cache holds none of them.
+Each weight is copied often enough that the L2 cache holds none of them.
 """
 
 from __future__ import annotations
