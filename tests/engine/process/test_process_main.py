@@ -32,7 +32,7 @@ GRAMMAR = GrammarSpec("regex", "a+")
 
 @dataclass
 class ScriptedMailbox:
-    """Delivers scripted messages, one per step. It records what is asked of other threads, and never answers."""
+    """Delivers scripted messages, one per step. It records requests to other threads, and never answers them."""
 
     script: list[MailboxMessage]
     asked: list[object] = field(default_factory=list)
