@@ -14,8 +14,9 @@ from stoker.base.errors import (
     Overloaded,
     StokerError,
 )
+from stoker.base.ids import WorkerId
 from stoker.gateway.admission.api_keys import Unauthorized
-from stoker.gateway.path.errors import StreamBroken
+from stoker.gateway.path.errors import LegFailed, StreamBroken
 from stoker.proto.openai.errors import http_error
 from stoker.worker.errors import BodyTooSlow
 
@@ -31,7 +32,12 @@ from stoker.worker.errors import BodyTooSlow
         (Overloaded("later", retry_after_s=2.1, code="rate_limited"), 429, "overloaded_error", {"Retry-After": "3"}),
         (Overloaded("later", retry_after_s=0.1), 503, "overloaded_error", {"Retry-After": "1"}),
         (StokerError("oh", code="engine_error"), 500, "server_error", {}),
-        (StreamBroken("cut"), 502, "server_error", {"Retry-After": "1"}),
+        (
+            StreamBroken(LegFailed(WorkerId("w"), "lost", "cut"), "it is gone"),
+            502,
+            "server_error",
+            {"Retry-After": "1"},
+        ),
         (EngineDied("died"), 503, "server_error", {"Retry-After": "1"}),
         (DeadlineExceeded("late"), 504, "timeout_error", {}),
     ],

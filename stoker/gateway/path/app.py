@@ -28,7 +28,7 @@ from stoker.gateway.api.reply import Reply, error_reply, json_reply, method_not_
 from stoker.gateway.http import HttpRequest
 from stoker.gateway.path.call import Call, RequestIds, body_changes, given_request_id, requested_model
 from stoker.gateway.path.drain_state import GatewayState
-from stoker.gateway.path.errors import error_event, is_unexpected, reply_of
+from stoker.gateway.path.errors import WorkerFailure, error_event, is_unexpected, reply_of
 from stoker.gateway.path.exchange import Exchange
 from stoker.gateway.path.legs import PATHS
 from stoker.gateway.path.proxy import Proxy
@@ -269,7 +269,7 @@ class Gateway:
 
     def _fail(self, exchange: Exchange, error: Exception) -> None:
         request = exchange.request
-        reply = self._reply_to(error, request)
+        reply = self._reply_to(error, request, exchange.request_id)
         if request.finished or request.gone:
             return
         if not request.started:
@@ -278,9 +278,14 @@ class Gateway:
         request.write(error_event(error, exchange.kind))
         request.finish()
 
-    def _reply_to(self, error: Exception, request: HttpRequest) -> Reply:
+    def _reply_to(self, error: Exception, request: HttpRequest, request_id: bytes = b"") -> Reply:
+        """Return the error's reply, and log what the client must not see: tracebacks and workers' addresses."""
+        name = request_id.decode()
         if is_unexpected(error):
-            log.error("request_failed", exc_info=True, path=request.path.decode("latin-1"), peer=request.peer)
+            path = request.path.decode("latin-1")
+            log.error("request_failed", exc_info=True, path=path, peer=request.peer, request=name)
+        elif isinstance(error, WorkerFailure):
+            log.warning("worker_failed", request=name, worker=error.worker_id, reason=error.detail)
         return reply_of(error)
 
 

@@ -24,7 +24,26 @@ class Refused(StokerError):
         self.body = body
 
 
-class LegFailed(StokerError):
+# What a client learns about a failed worker, by failure kind.
+_WHAT_FAILED = {
+    "connect": "The worker could not be reached",
+    "lost": "The connection to the worker was lost",
+    "timeout": "The worker did not answer in time",
+    "status5xx": "The worker answered with an error",
+    "busy": "The worker is too busy",
+}
+
+
+class WorkerFailure(StokerError):
+    """A worker failed. `detail` is for the log: it may name the worker's address, which clients must not see."""
+
+    def __init__(self, message: str, worker_id: WorkerId, detail: str) -> None:
+        super().__init__(message)
+        self.worker_id = worker_id
+        self.detail = detail
+
+
+class LegFailed(WorkerFailure):
     """A leg failed on its worker; another worker may succeed.
 
     `kind` is the failure kind reported to the fleet: connect, lost, timeout, status5xx or busy. `refused` is the worker's
@@ -33,17 +52,20 @@ class LegFailed(StokerError):
 
     code = "worker_failed"
 
-    def __init__(self, worker_id: WorkerId, kind: str, message: str, refused: Refused | None = None) -> None:
-        super().__init__(message)
-        self.worker_id = worker_id
+    def __init__(self, worker_id: WorkerId, kind: str, detail: str, refused: Refused | None = None) -> None:
+        super().__init__(f"{_WHAT_FAILED.get(kind, _WHAT_FAILED['lost'])}; retry the request.", worker_id, detail)
         self.kind = kind
         self.refused = refused
 
 
-class StreamBroken(StokerError):
+class StreamBroken(WorkerFailure):
     """The worker was lost after the client had received part of the answer, and no other worker could continue it."""
 
     code = "worker_lost"
+
+    def __init__(self, failed: LegFailed, why: str) -> None:
+        message = f"The worker was lost in mid-stream, and {why}; send the request again."
+        super().__init__(message, failed.worker_id, failed.detail)
 
 
 def reply_of(error: BaseException) -> Reply:

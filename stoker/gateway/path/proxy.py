@@ -88,9 +88,7 @@ class Proxy:
         decode = route.decode.worker.spec
         dialect = self._dialects[decode.dialect]
         if not dialect.decodes_alone and route.prefill is None and decode.role is Role.DECODE:
-            raise NoWorker(
-                f"worker {decode.worker_id} ({decode.dialect}) can only decode, and no prefill worker is usable; retry later"
-            )
+            raise NoWorker("Only decode workers are usable now, and they need a prefill worker; retry later.")
         call.policy, call.worker_id = route.policy, decode.worker_id
         if self._debug_routes:
             call.explained = explained(route, call)

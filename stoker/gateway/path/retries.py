@@ -102,20 +102,20 @@ class RetryState:
         """Count only workers that added tokens to the stream. For the others, `grace_s` bounds the time they cost."""
         call = self._call
         if call.memory.cached_tokens is None:
-            raise StreamBroken(f"{failed.message}; this worker's streams cannot be continued elsewhere") from failed
+            raise StreamBroken(failed, "its streams cannot be continued elsewhere") from failed
         now = self._services.clock()
         num_tokens = call.memory.num_tokens
         if num_tokens > self._known_tokens:
             call.num_resumes += 1
             self._known_tokens = num_tokens
             self._give_up_at = now + self._grace_s
-            log.warning("stream_lost", request=call.request_id.decode(), worker=failed.worker_id, reason=failed.message)
+            log.warning("stream_lost", request=call.request_id.decode(), worker=failed.worker_id, reason=failed.detail)
         if call.num_resumes > self._services.settings.resumes or now >= self._give_up_at:
             self._give_up(failed)
 
     def _give_up(self, failed: LegFailed) -> NoReturn:
         self._services.metrics.resumes["failed"] += 1
-        raise StreamBroken(f"{failed.message}; no other worker could continue the stream") from failed
+        raise StreamBroken(failed, "no other worker could continue the stream") from failed
 
     def _route(self, dialects: frozenset[str] | None) -> Route:
         query = self._call.query
