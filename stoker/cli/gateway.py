@@ -50,7 +50,7 @@ _QUESTION = "What is the capital of France?"
 _GROUPS = {
     "listening": ("listen.",),
     "routing": ("routing.",),
-    "access": ("admin_token_file", "secret_file"),
+    "access": ("admin_token_file", "metrics_token_file", "secret_file"),
     "records": ("meter.", "tracing.", "log_"),
 }
 

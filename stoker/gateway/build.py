@@ -37,6 +37,7 @@ from stoker.gateway.path.upstream import Upstreams
 from stoker.gateway.prefix.conversation_keys import PrefixKeyMakers
 from stoker.gateway.records.meter import Meter, NoMeter
 from stoker.gateway.records.metrics import GatewayMetrics
+from stoker.gateway.records.metrics_endpoint import MetricsEndpoint
 from stoker.gateway.records.prices import PriceList
 from stoker.gateway.records.request_log import NoRequestLog, RequestLog
 from stoker.gateway.records.tracing import Tracing, make_tracing
@@ -111,6 +112,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     """Create all components of a gateway. Opens the ledger, but no sockets."""
     clock = time.monotonic
     admin_token = AdminToken(read_secret(config.admin_token_file, "admin_token_file"))
+    metrics_token = AdminToken(read_secret(config.metrics_token_file, "metrics_token_file"), "metrics")
     secret = read_secret(config.secret_file, "secret_file")
     tls = _tls(config.listen)
     keys = ApiKeys(config.key, config.tenant)
@@ -155,6 +157,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
             tracing=tracing,
             state=state,
             admin=AdminEndpoint(admin_token, view),
+            metrics_page=MetricsEndpoint(metrics, (admin_token, metrics_token), is_open=not config.key),
             usage=UsageEndpoint(config.meter.ledger, keys, admin_token, currency=config.meter.currency),
             registration=RegistrationEndpoint(secret, fleet, membership),
             tokenize=TokenizeEndpoint(fleet, upstreams, keys, config.proxy, clock),

@@ -260,6 +260,13 @@ class GatewayConfig:
         metavar="FILE",
         default_text="no admin API",
     )
+    metrics_token_file: Path | None = setting(
+        None,
+        "File that holds a bearer token for /metrics. Where API keys are configured, /metrics needs it or the admin token.",
+        flag="--metrics-token-file",
+        metavar="FILE",
+        default_text="the admin token only",
+    )
     secret_file: Path | None = setting(
         None,
         "File with the secret that workers and gateways share. Workers show it when they register.",

@@ -133,7 +133,7 @@ def test_every_request_is_billed_once_to_its_tenant_and_all_books_agree(tmp_path
             assert served["blue"]["cost"] == "0.0012"  # 20 x (40 + 60 x 0.1 + 7 x 2) millionths
             mine = await world.get("/v1/usage", key="sk-bob")
             assert mine["total"]["requests"] == 20
-            status, _, text = await world.ask("/metrics", method="GET")
+            status, _, text = await world.ask("/metrics", key=ADMIN, method="GET")
             assert status == 200
             assert b'stoker_gateway_prompt_tokens_total{model="m"} 6000' in text
             assert b'stoker_gateway_requests_total{endpoint="chat",status="401"} 5' in text
@@ -296,3 +296,22 @@ def _spans(body: bytes) -> list[Any]:
     data = gzip.decompress(body) if body[:2] == b"\x1f\x8b" else body
     message = ExportTraceServiceRequest.FromString(data)
     return [span for resource in message.resource_spans for scope in resource.scope_spans for span in scope.spans]
+
+
+def test_metrics_need_a_token_where_keys_are_configured(tmp_path: Path) -> None:
+    async def main() -> None:
+        (tmp_path / "metrics").write_text("a-metrics-token-for-tests")
+        settings = {"meter.path": "none", "key": [key_of("alice")], "metrics_token_file": str(tmp_path / "metrics")}
+        async with built(tmp_path, settings, [serving()]) as world:
+            for token, expected in ((None, 401), ("sk-alice", 401), (ADMIN, 200), ("a-metrics-token-for-tests", 200)):
+                status, headers, body = await world.ask("/metrics", key=token, method="GET")
+                assert status == expected, token
+                if status == 401:
+                    assert headers["www-authenticate"] == "Bearer"
+                    assert "--metrics-token-file" in json.loads(body)["error"]["message"]
+            # The metrics token opens nothing else.
+            assert (await world.ask("/admin/fleet", key="a-metrics-token-for-tests", method="GET"))[0] == 401
+        async with built(tmp_path, {"meter.path": "none"}, [serving()]) as world:
+            assert (await world.ask("/metrics", method="GET"))[0] == 200
+
+    asyncio.run(main())

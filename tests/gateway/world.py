@@ -34,6 +34,7 @@ from stoker.gateway.path.tokenize import TokenizeEndpoint
 from stoker.gateway.path.upstream import Upstreams
 from stoker.gateway.prefix.conversation_keys import ConversationKeys
 from stoker.gateway.records.metrics import GatewayMetrics
+from stoker.gateway.records.metrics_endpoint import MetricsEndpoint
 from stoker.gateway.records.tracing import NoTracing, Tracing
 from stoker.gateway.records.usage_row import UsageRow
 from stoker.routing.router import PrefixIndexes, Router
@@ -133,6 +134,7 @@ class World:
                 tracing=tracing or NoTracing(),
                 state=self.state,
                 admin=Nothing(),
+                metrics_page=MetricsEndpoint(self.metrics, (), is_open=not keys),
                 usage=Nothing(),
                 registration=Nothing(),
                 tokenize=TokenizeEndpoint(self.fleet, self.upstreams, api_keys, proxy or PATIENT, clock),

@@ -103,11 +103,11 @@ class ApiKeys:
 
 
 class AdminToken:
-    """The bearer token for /admin/* and for every tenant's usage. Without one configured, nothing is allowed."""
+    """An operator's bearer token: for /admin/* and every tenant's usage, or for /metrics only. None allows nothing."""
 
-    def __init__(self, token: str | None) -> None:
+    def __init__(self, token: str | None, what: str = "admin") -> None:
         if token is not None and len(token) < 16:
-            raise ConfigError(f"the admin token has {len(token)} characters; use at least 16")
+            raise ConfigError(f"the {what} token has {len(token)} characters; use at least 16")
         self._digest = None if token is None else hashlib.sha256(token.encode()).digest()
 
     @property

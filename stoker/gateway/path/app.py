@@ -24,7 +24,7 @@ from stoker.gateway.admission.admission import Admission
 from stoker.gateway.admission.api_keys import ApiKeys
 from stoker.gateway.api.client_body import EndpointKind, RequestEnvelope, parse
 from stoker.gateway.api.endpoint import Endpoint
-from stoker.gateway.api.reply import Reply, error_reply, json_reply, method_not_allowed, text_reply
+from stoker.gateway.api.reply import Reply, error_reply, json_reply, method_not_allowed
 from stoker.gateway.http import HttpRequest
 from stoker.gateway.path.call import Call, RequestIds, body_changes, given_request_id, requested_model
 from stoker.gateway.path.drain_state import GatewayState
@@ -36,7 +36,7 @@ from stoker.gateway.path.rewrite import UsageCounts
 from stoker.gateway.path.tokenize import PATHS as TOKENIZE_PATHS
 from stoker.gateway.prefix.conversation_keys import ConversationKeys
 from stoker.gateway.prefix.session import SessionKeys, session_of
-from stoker.gateway.records.metrics import CONTENT_TYPE, GatewayMetrics
+from stoker.gateway.records.metrics import GatewayMetrics
 from stoker.gateway.records.tracing import Tracing
 from stoker.gateway.records.usage_row import UsageRow
 from stoker.proto.internal_http import REGISTER_PATH
@@ -87,6 +87,7 @@ class GatewayParts:
     tracing: Tracing
     state: GatewayState
     admin: Endpoint
+    metrics_page: Endpoint
     usage: Endpoint
     registration: Endpoint
     tokenize: Endpoint
@@ -226,7 +227,7 @@ class Gateway:
         if path == b"/ready":
             return self._ready()
         if path == b"/metrics":
-            return text_reply(parts.metrics.render(), CONTENT_TYPE)
+            return await parts.metrics_page.answer(request)
         if path.startswith(b"/admin/"):
             return await parts.admin.answer(request)
         if path == b"/v1/usage":
