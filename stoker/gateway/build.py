@@ -160,7 +160,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
             metrics_page=MetricsEndpoint(metrics, (admin_token, metrics_token), is_open=not config.key),
             usage=UsageEndpoint(config.meter.ledger, keys, admin_token, currency=config.meter.currency),
             registration=RegistrationEndpoint(secret, fleet, membership),
-            tokenize=TokenizeEndpoint(fleet, upstreams, keys, config.proxy, clock),
+            tokenize=TokenizeEndpoint(fleet, upstreams, keys, admission, config.proxy, clock),
             max_model_tokens=partial(_max_model_tokens, fleet, watchers),
             clock=clock,
         )

@@ -123,7 +123,8 @@ def test_routes_come_with_their_reasons_and_reservations_show_until_they_end() -
 
 def test_queues_are_shown() -> None:
     world = World()
-    got = asyncio.run(world.admission.enter(Caller("k", "t"), 50, lane="m"))
+    got = world.admission.claim(Caller("k", "t"))
+    asyncio.run(world.admission.enter(got, 50, lane="m"))
     (queue,) = world.ask("GET", "/admin/queues")["queues"]
     assert (queue["lane"], queue["in_flight"], queue["prefill_tokens_in_flight"]) == ("m", 1, 50)
     assert queue["capacity_requests"] == 1024

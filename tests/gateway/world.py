@@ -93,6 +93,7 @@ class World:
         keys: Sequence[KeySettings] = (),
         hints: HandoffHints | None = None,
         tracing: Tracing | None = None,
+        key_makers: KeysDouble | None = None,
     ) -> None:
         self.fleet = Fleet()
         self.ledger = LoadBook()
@@ -127,7 +128,7 @@ class World:
                 proxy=self.proxy,
                 keys=api_keys,
                 admission=self.admission,
-                key_makers=KeysDouble(prompt_tokens),
+                key_makers=key_makers or KeysDouble(prompt_tokens),
                 meter=self.rows,
                 request_log=Rows(),
                 metrics=self.metrics,
@@ -137,7 +138,9 @@ class World:
                 metrics_page=MetricsEndpoint(self.metrics, (), is_open=not keys),
                 usage=Nothing(),
                 registration=Nothing(),
-                tokenize=TokenizeEndpoint(self.fleet, self.upstreams, api_keys, proxy or PATIENT, clock),
+                tokenize=TokenizeEndpoint(
+                    self.fleet, self.upstreams, api_keys, self.admission, proxy or PATIENT, clock
+                ),
                 max_model_tokens=self.max_model_tokens.get,
                 clock=clock,
             )

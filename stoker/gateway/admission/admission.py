@@ -1,7 +1,11 @@
 """Admits requests: first the limits of the API key, then the fair queue of the model.
 
 `rate_limits.py` and `fair_queue.py` make the decisions. This file holds the waiting tasks with their deadlines and wake-ups.
-`enter()` does not suspend if there is room and the queue is empty, so the usual request costs no task switch.
+
+- `claim()` checks the key's limits when a request arrives, before its body is parsed, tokenized or hashed.
+- `enter()` charges the prompt tokens, which are known by then, and waits for capacity. It does not suspend if there is room
+  and the queue is empty, so the usual request costs no task switch.
+- While requests of a key with a token limit run, their output is charged once per second.
 """
 
 from __future__ import annotations
@@ -15,33 +19,69 @@ import msgspec
 
 from stoker.base.errors import Overloaded
 from stoker.gateway.admission.api_keys import Caller
-from stoker.gateway.admission.fair_queue import ADMITTED, WAITING, Capacity, FairQueue, Ticket
+from stoker.gateway.admission.fair_queue import WAITING, Capacity, FairQueue, Ticket
 from stoker.gateway.config import AdmissionSettings
 
 _TICK_S = 0.05
+_CHARGE_S = 1.0  # how often the output of running requests is charged
 
 
 class AdmittedRequest(msgspec.Struct, eq=False):
-    """An admitted request. Its owner must call `done()` on every path; a second call does nothing."""
+    """A request that its key's limits allow, and later one that is admitted.
 
-    _clock: Callable[[], float]
-    _caller: Caller
-    _queue: FairQueue
-    _ticket: Ticket
-    waited_s: float
+    Its owner must call `done()` on every path; a second call does nothing.
+    """
+
+    _admission: Admission
+    caller: Caller
+    _queue: FairQueue | None = None
+    _ticket: Ticket | None = None
+    _charged: int = 0
+    _ended: bool = False
+    waited_s: float = 0.0
+    output_tokens: Callable[[], int] | None = None  # how many tokens a running request has produced so far
+
+    @property
+    def is_charged_while_running(self) -> bool:
+        """True if the key has a token limit. Then the owner sets `output_tokens`."""
+        return self.caller.limiter.limits_tokens
 
     def first_token(self) -> None:
         """Note that the prompt is computed, which frees its prefill capacity."""
-        if self._ticket.held_tokens:
-            self._queue.first_token(self._ticket, self._clock())
+        ticket = self._ticket
+        if ticket is not None and self._queue is not None and ticket.held_tokens:
+            self._queue.first_token(ticket, self._admission.clock())
+
+    def charge_output(self, now: float) -> None:
+        """Charge the output since the last call."""
+        if self.output_tokens is None or self._ticket is None:
+            return
+        new = self._ticket.tokens + self.output_tokens() - self._charged
+        if new > 0:
+            self._charged += new
+            self.caller.limiter.charge(new, now)
 
     def done(self, uncached_tokens: int | None = None, output_tokens: int = 0) -> None:
-        """End the request with the tokens that it used. If `uncached_tokens` is None, the estimate is kept."""
-        ticket, now = self._ticket, self._clock()
-        if ticket.state is ADMITTED:
-            self._queue.end(ticket, uncached_tokens, now)
-            used = (ticket.tokens if uncached_tokens is None else uncached_tokens) + output_tokens
-            self._caller.limiter.end(ticket.tokens, used, now)
+        """End the request with the tokens that it used. If `uncached_tokens` is None, the estimate is kept.
+
+        A request that was not admitted is still counted in the key's requests per minute, because its body was processed.
+        """
+        if self._ended:
+            return
+        self._ended = True
+        ticket, now = self._ticket, self._admission.clock()
+        if ticket is None or self._queue is None:
+            self.caller.limiter.end(self._charged, 0, now)
+            return
+        self._queue.end(ticket, uncached_tokens, now)
+        used = (ticket.tokens if uncached_tokens is None else uncached_tokens) + output_tokens
+        self.caller.limiter.end(self._charged, used, now)
+        self._admission.running.discard(self)
+
+    def _refund(self, now: float) -> None:
+        """End a request that the queue refused: it counts nothing."""
+        self._ended = True
+        self.caller.limiter.refund(self._charged, now)
 
 
 class Admission:
@@ -63,33 +103,43 @@ class Admission:
     ) -> None:
         self._settings = settings
         self._capacity = capacity
-        self._clock = clock
+        self.clock = clock
         self._lane = lane
         self._gate = gate
         self._queues: dict[str, FairQueue] = {}
         self._open = FairQueue(settings, lambda now: Capacity())  # for models without a worker: never full
         self._timer: asyncio.TimerHandle | None = None
+        self.running: set[AdmittedRequest] = set()  # the admitted requests of keys with a token limit
+        self._charging: asyncio.TimerHandle | None = None
+
+    def claim(self, caller: Caller) -> AdmittedRequest:
+        """Count a request that has arrived. Raises Overloaded with a retry time if its key is above a limit."""
+        refusal = self._gate()
+        if refusal is not None:
+            raise refusal
+        limit = caller.limiter.begin(self.clock())
+        if limit is not None:
+            raise Overloaded(limit.message, retry_after_s=limit.retry_after_s, code="rate_limited")
+        return AdmittedRequest(self, caller)
 
     async def enter(
         self,
-        caller: Caller,
+        claim: AdmittedRequest,
         uncached_tokens: int,
         *,
         lane: str = "",
         reject_if_busy: bool = False,
         priority: int | None = None,
-    ) -> AdmittedRequest:
-        """Wait until the request is admitted. `lane` is the requested model.
+    ) -> None:
+        """Wait until a claimed request is admitted. `lane` is the requested model.
 
         Raises Overloaded with a retry time if the request is refused.
         """
-        refusal = self._gate()
-        if refusal is not None:
-            raise refusal
-        now = self._clock()
-        limit = caller.limiter.begin(uncached_tokens, now)
+        caller, now = claim.caller, self.clock()
+        limit = caller.limiter.estimate(uncached_tokens, now)
         if limit is not None:
             raise Overloaded(limit.message, retry_after_s=limit.retry_after_s, code="rate_limited")
+        claim._charged = uncached_tokens
         queue = self._queue_of(lane, now)
         queue_s, priority = self._settings.queue_s, caller.best_priority(priority)
         try:
@@ -99,9 +149,23 @@ class Admission:
                 if ticket.refusal is not None:
                     raise ticket.refusal
         except (Overloaded, asyncio.CancelledError):
-            caller.limiter.refund(uncached_tokens, self._clock())
+            claim._refund(self.clock())
             raise
-        return AdmittedRequest(self._clock, caller, queue, ticket, ticket.admitted_s - now)
+        claim._queue, claim._ticket, claim.waited_s = queue, ticket, ticket.admitted_s - now
+        if caller.limiter.limits_tokens:
+            self.running.add(claim)
+            if self._charging is None:
+                self._charging = asyncio.get_running_loop().call_later(_CHARGE_S, self._charge)
+
+    def charge_running(self, now: float) -> None:
+        """Charge the output of all running requests whose keys have a token limit."""
+        for request in self.running:
+            request.charge_output(now)
+
+    def _charge(self) -> None:
+        self.charge_running(self.clock())
+        again = bool(self.running)
+        self._charging = asyncio.get_running_loop().call_later(_CHARGE_S, self._charge) if again else None
 
     async def _wait(self, queue: FairQueue, ticket: Ticket) -> None:
         loop = asyncio.get_running_loop()
@@ -118,12 +182,12 @@ class Admission:
             await woken
         except asyncio.CancelledError:
             # Also if the request was admitted in the same turn of the event loop; otherwise its slot would leak.
-            queue.end(ticket, 0, self._clock())
+            queue.end(ticket, 0, self.clock())
             raise
 
     def _tick(self) -> None:
         """While requests wait, apply deadlines and use capacity that appeared without an event, such as a new worker."""
-        now = self._clock()
+        now = self.clock()
         self._timer = None
         for queue in self._queues.values():
             if queue.num_waiting:
@@ -155,7 +219,7 @@ class Admission:
 
     def describe(self) -> list[dict[str, Any]]:
         """Return the queues as JSON values for the admin API."""
-        now = self._clock()
+        now = self.clock()
         return [
             {
                 "lane": name,

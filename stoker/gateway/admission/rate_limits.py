@@ -1,7 +1,11 @@
 """The limits of one API key: requests per minute, tokens per minute, concurrent requests. Pure: the time is an argument.
 
-Tokens are uncached prompt tokens and generated tokens. An estimate is taken when a request arrives and corrected when it
-ends, so a bucket may be below zero for a while.
+Tokens are uncached prompt tokens and generated tokens. A request is charged in four steps:
+
+- `begin` when it arrives, before any work: it counts as one request and as open.
+- `estimate` when its prompt tokens are known.
+- `charge` while it runs, for the output so far.
+- `end` corrects the sum, so a bucket may be below zero for a while.
 """
 
 from __future__ import annotations
@@ -67,8 +71,15 @@ class KeyLimiter:
         self.unlimited = requests_per_minute is None and tokens_per_minute is None and concurrency is None
         self.num_open = 0
 
-    def begin(self, tokens: int, now: float) -> Refusal | None:
-        """Count one request of about `tokens` tokens. If it exceeds a limit, count nothing and return the refusal."""
+    @property
+    def limits_tokens(self) -> bool:
+        return self._tokens is not None
+
+    def begin(self, now: float) -> Refusal | None:
+        """Count one request whose size is not known yet. If it exceeds a limit, count nothing and return the refusal.
+
+        Every request needs at least one token, so a key without tokens is refused here, before its body is read.
+        """
         if self.unlimited:
             self.num_open += 1
             return None
@@ -84,29 +95,43 @@ class KeyLimiter:
                 f" retry in {wait_s:.1f} s."
             )
             return Refusal(wait_s, message)
-        if self._tokens is not None and (wait_s := self._tokens.wait_s(tokens, now)):
+        if self._tokens is not None and (wait_s := self._tokens.wait_s(1, now)):
+            message = (
+                f"This key has reached its limit of {self._tokens.per_minute:g} tokens per minute;"
+                f" retry in {wait_s:.1f} s."
+            )
+            return Refusal(wait_s, message)
+        if self._requests is not None:
+            self._requests.take(1, now)
+        self.num_open += 1
+        return None
+
+    def estimate(self, tokens: int, now: float) -> Refusal | None:
+        """Charge the estimated prompt tokens of a request that has begun. If the key lacks them, charge nothing."""
+        if self._tokens is None:
+            return None
+        if wait_s := self._tokens.wait_s(tokens, now):
             message = (
                 f"This key has reached its limit of {self._tokens.per_minute:g} tokens per minute, and the request needs"
                 f" about {tokens} uncached tokens; retry in {wait_s:.1f} s."
             )
             return Refusal(wait_s, message)
-        if self._requests is not None:
-            self._requests.take(1, now)
-        if self._tokens is not None:
-            self._tokens.take(tokens, now)
-        self.num_open += 1
+        self._tokens.take(tokens, now)
         return None
 
-    def end(self, estimated: int, actual: int, now: float) -> None:
-        """End a request that used `actual` tokens instead of the `estimated` ones that were taken."""
-        self.num_open -= 1
-        if self._tokens is not None and actual != estimated:
-            self._tokens.take(actual - estimated, now)
+    def charge(self, tokens: int, now: float) -> None:
+        """Charge tokens that a running request has produced."""
+        if self._tokens is not None:
+            self._tokens.take(tokens, now)
 
-    def refund(self, estimated: int, now: float) -> None:
-        """Undo `begin`, for a request that was refused later and never ran."""
+    def end(self, charged: int, used: int, now: float) -> None:
+        """End a request that used `used` tokens instead of the `charged` ones."""
         self.num_open -= 1
+        if self._tokens is not None and used != charged:
+            self._tokens.take(used - charged, now)
+
+    def refund(self, charged: int, now: float) -> None:
+        """End a request that never ran, for a reason that is not the client's: it counts nothing."""
+        self.end(charged, 0, now)
         if self._requests is not None:
             self._requests.take(-1, now)
-        if self._tokens is not None:
-            self._tokens.take(-estimated, now)

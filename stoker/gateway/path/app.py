@@ -1,8 +1,9 @@
 """The gateway's URL routes, the steps of a generating request, and the one place where errors become responses.
 
-    authenticate -> envelope -> session, prefix keys -> admission -> proxy (route, legs, retries, resume)
+    authenticate -> limits of the key -> envelope -> session, prefix keys -> admission -> proxy (route, legs, retries, resume)
 
-However a generating request ends, `_generate` returns its admission slot and writes its one usage row.
+A request above its key's limits is refused before its body is parsed. However a generating request ends, its admission slot
+is returned and its one usage row is written.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 from urllib.parse import unquote
 
@@ -20,8 +22,8 @@ from stoker.base.log import EventLog
 from stoker.fleet.fleet import Fleet
 from stoker.fleet.prefix_index import PrefixIndex
 from stoker.fleet.spec import Role
-from stoker.gateway.admission.admission import Admission
-from stoker.gateway.admission.api_keys import ApiKeys
+from stoker.gateway.admission.admission import Admission, AdmittedRequest
+from stoker.gateway.admission.api_keys import ApiKeys, Caller
 from stoker.gateway.api.client_body import EndpointKind, RequestEnvelope, parse
 from stoker.gateway.api.endpoint import Endpoint
 from stoker.gateway.api.reply import Reply, error_reply, json_reply, method_not_allowed
@@ -147,6 +149,25 @@ class Gateway:
     async def _run(self, exchange: Exchange) -> None:
         parts, request = self._parts, exchange.request
         caller = exchange.caller = parts.keys.authenticate(request)
+        admitted = parts.admission.claim(caller)
+        try:
+            call = await self._prepare(exchange, caller)
+            await self._enter(exchange, call, admitted)
+            await parts.proxy.run(call)
+        except Exception:
+            if exchange.call is not None and not request.started:
+                exchange.call.usage = UsageCounts()  # the client got nothing, so nothing is billed
+            raise
+        finally:
+            usage = None if exchange.call is None else exchange.call.usage
+            if usage is None:
+                admitted.done()
+            else:
+                admitted.done(usage.prompt_tokens - usage.cached_tokens, usage.completion_tokens)
+
+    async def _prepare(self, exchange: Exchange, caller: Caller) -> Call:
+        """Read the body and compute its prefix keys."""
+        parts, request = self._parts, exchange.request
         envelope = parse(exchange.kind, request.body)
         model = exchange.model = requested_model(envelope.model, parts.fleet)
         put, drop = body_changes(envelope, caller)
@@ -161,32 +182,39 @@ class Gateway:
         seed, arrived_s, trace = random.getrandbits(53), exchange.arrived_s, exchange.trace
         call = Call(request, envelope, query, exchange.request_id, put, drop, arrived_s, seed, trace)
         exchange.call = call
-        entering = trace.begin("admission")
-        admitted = await parts.admission.enter(
-            caller,
-            self._uncached_tokens(query),
-            lane=model,
-            reject_if_busy=_rejects_if_busy(request, envelope),
+        return call
+
+    async def _enter(self, exchange: Exchange, call: Call, admitted: AdmittedRequest) -> None:
+        """Wait for admission."""
+        parts, envelope = self._parts, call.envelope
+        entering = exchange.trace.begin("admission")
+        await parts.admission.enter(
+            admitted,
+            self._uncached_tokens(call.query),
+            lane=exchange.model,
+            reject_if_busy=_rejects_if_busy(exchange.request, envelope),
             priority=envelope.priority if isinstance(envelope.priority, int) else None,
         )
         entering.end()
         exchange.is_admitted = True
         if admitted.waited_s:
             exchange.queued_s = admitted.waited_s
-            query.matches = None  # outdated: other requests were routed in the meantime
+            call.query.matches = None  # outdated: other requests were routed in the meantime
         call.on_first_byte = admitted.first_token
-        try:
-            await parts.proxy.run(call)
-        except Exception:
-            if not request.started:
-                call.usage = UsageCounts()  # the client got nothing, so nothing is billed
-            raise
-        finally:
-            usage = call.usage
-            if usage is None:
-                admitted.done()
-            else:
-                admitted.done(usage.prompt_tokens - usage.cached_tokens, usage.completion_tokens)
+        if admitted.is_charged_while_running:
+            admitted.output_tokens = partial(self._output_tokens, call, parts.clock())
+
+    def _output_tokens(self, call: Call, admitted_s: float) -> int:
+        """Return how many tokens a running request has produced. For an answer that is not streamed it is an estimate."""
+        if call.streams:
+            return call.streamed_tokens
+        fleet, envelope = self._parts.fleet, call.envelope
+        member = None if call.worker_id is None else fleet.member(call.worker_id)
+        if member is None:
+            return 0
+        tokens = int((self._parts.clock() - admitted_s) / fleet.step_s(member))
+        limit = envelope.max_new_tokens
+        return (tokens if limit is None else min(tokens, limit)) * max(1, envelope.n or 1)
 
     def _uncached_tokens(self, query: RouteQuery) -> int:
         """Return how many prompt tokens the worker with the longest cached prefix would still have to compute.

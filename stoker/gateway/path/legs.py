@@ -199,7 +199,7 @@ class Legs:
         The caller decides with `done` or `fail` whether the answer was complete: a worker may end an HTTP response properly
         although its engine stopped in the middle of the answer.
         """
-        request = self.call.request
+        call, request = self.call, self.call.request
         write, has_begun = request.write, False
 
         def sink(data: bytes) -> None:
@@ -210,6 +210,7 @@ class Legs:
                     has_begun = True
                     self.begin(answer)
                     self._services.fleet.saw_first_token(leg.worker.worker_id, self._services.clock())
+                call.streamed_bytes += len(shown)
                 write(shown)
 
         request.on_pause, request.on_resume = answer.pause, answer.resume

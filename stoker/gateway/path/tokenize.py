@@ -1,14 +1,21 @@
-"""`POST /tokenize` and `/detokenize`: forwarded to a worker of the model. They need an API key, but no admission or usage row."""
+"""`POST /tokenize` and `/detokenize`: forwarded to a worker of the model.
+
+They count in their key's limits of requests and of concurrency, but use no tokens, do not wait in the queue and have no usage
+row. The body and the number of such requests at a time are bounded, because a worker tokenizes on the threads that also serve
+generating requests.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import msgspec
 
-from stoker.base.errors import StokerError
+from stoker.base.errors import InvalidRequest, Overloaded, StokerError
 from stoker.fleet.fleet import Fleet
 from stoker.fleet.spec import Role
+from stoker.gateway.admission.admission import Admission
 from stoker.gateway.admission.api_keys import ApiKeys
 from stoker.gateway.api.endpoint import EndpointRequest
 from stoker.gateway.api.reply import Reply, method_not_allowed
@@ -24,7 +31,9 @@ PATHS = frozenset({b"/tokenize", b"/detokenize"})
 
 _ROLES = frozenset(Role)
 _HEADERS = header_block([(b"content-type", b"application/json")])
+_MAX_BODY_BYTES = 8 << 20
 _MAX_ANSWER_BYTES = 64 << 20
+_MAX_PER_TENANT = 8  # requests at a time
 
 
 class _NamedModel(msgspec.Struct):
@@ -37,18 +46,46 @@ class TokenizeEndpoint:
     """Forwards the body to one worker of the model, and to another one if the first cannot be reached."""
 
     def __init__(
-        self, fleet: Fleet, upstreams: Upstreams, keys: ApiKeys, settings: ProxySettings, clock: Callable[[], float]
+        self,
+        fleet: Fleet,
+        upstreams: Upstreams,
+        keys: ApiKeys,
+        admission: Admission,
+        settings: ProxySettings,
+        clock: Callable[[], float],
     ) -> None:
         self._fleet = fleet
         self._upstreams = upstreams
         self._keys = keys
+        self._admission = admission
+        self._num_open: Counter[str] = Counter()  # by tenant
         self._settings = settings
         self._clock = clock
 
     async def answer(self, request: EndpointRequest) -> Reply:
-        self._keys.authenticate(request)
+        caller = self._keys.authenticate(request)
         if request.method != b"POST":
             return method_not_allowed(request.path, request.method, [b"POST"])
+        claim = self._admission.claim(caller)
+        tenant = caller.tenant
+        try:
+            if self._num_open[tenant] >= _MAX_PER_TENANT:
+                message = (
+                    f"This tenant has {_MAX_PER_TENANT} tokenize requests at a time, which is the limit; retry later."
+                )
+                raise Overloaded(message, code="rate_limited")
+            self._num_open[tenant] += 1
+            try:
+                return await self._answer(request)
+            finally:
+                self._num_open[tenant] -= 1
+        finally:
+            claim.done()
+
+    async def _answer(self, request: EndpointRequest) -> Reply:
+        if len(request.body) > _MAX_BODY_BYTES:
+            path, size = request.path.decode(), len(request.body)
+            raise InvalidRequest(f"{path} accepts bodies of up to {_MAX_BODY_BYTES} bytes, and this one has {size}.")
         model = requested_model(decode(_NamedModel, request.body).model, self._fleet)
         if model not in self._fleet.models():
             raise ModelNotFound(f"The model {model!r} is not served here.", param="model")

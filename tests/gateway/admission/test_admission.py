@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -23,6 +24,12 @@ from stoker.gateway.admission.rate_limits import KeyLimiter
 from stoker.gateway.config import AdmissionSettings
 
 BIG = AdmissionSettings(queue_s=1e6, standing_s=1e6, queue_requests=10**6)
+
+
+async def enter(admission: Admission, caller: Caller, tokens: int, **more: Any) -> AdmittedRequest:
+    claimed = admission.claim(caller)
+    await admission.enter(claimed, tokens, **more)
+    return claimed
 
 
 @dataclass
@@ -308,7 +315,7 @@ def make(capacity: Capacity, rules: AdmissionSettings | None = None, **more: obj
 def test_enter_does_not_suspend_when_there_is_room() -> None:
     async def main() -> None:
         admission = make(Capacity(requests=1))
-        entering = admission.enter(Caller("k", "t"), 10, lane="m")
+        entering = enter(admission, Caller("k", "t"), 10, lane="m")
         with pytest.raises(StopIteration) as ended:
             entering.send(None)
         got: AdmittedRequest = ended.value.value
@@ -325,7 +332,7 @@ def test_waiting_tasks_are_woken_in_order_and_every_slot_is_returned() -> None:
 
         async def one(index: int) -> None:
             nonlocal peak, num_done
-            got = await admission.enter(Caller(f"k{index % 4}", f"t{index % 4}"), 100, lane="m")
+            got = await enter(admission, Caller(f"k{index % 4}", f"t{index % 4}"), 100, lane="m")
             peak = max(peak, admission.num_in_flight)
             await asyncio.sleep(0.001 * (index % 3))
             got.first_token()
@@ -346,16 +353,16 @@ def test_a_cancelled_waiter_leaves_no_trace_even_when_it_was_just_admitted() -> 
     async def main() -> None:
         admission = make(Capacity(requests=1))
         caller = Caller("k", "t", limiter=KeyLimiter(concurrency=10))
-        first = await admission.enter(caller, 10, lane="m")
-        waiting = asyncio.create_task(admission.enter(caller, 10, lane="m"))
-        behind = asyncio.create_task(admission.enter(caller, 10, lane="m"))
+        first = await enter(admission, caller, 10, lane="m")
+        waiting = asyncio.create_task(enter(admission, caller, 10, lane="m"))
+        behind = asyncio.create_task(enter(admission, caller, 10, lane="m"))
         await asyncio.sleep(0)
         first.done()  # admits `waiting`, whose task has not run yet
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
         last = await asyncio.wait_for(behind, LONG_S)
-        gone = asyncio.create_task(admission.enter(caller, 10, lane="m"))
+        gone = asyncio.create_task(enter(admission, caller, 10, lane="m"))
         await asyncio.sleep(0)
         gone.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -371,8 +378,8 @@ def test_capacity_that_appears_without_an_event_is_used() -> None:
         capacity = Capacity(requests=1)
         loop = asyncio.get_running_loop()
         admission = Admission(AdmissionSettings(), lambda lane, now: capacity, clock=loop.time)
-        first = await admission.enter(Caller("k", "t"), 10, lane="m")
-        second = asyncio.create_task(admission.enter(Caller("k", "t"), 10, lane="m"))
+        first = await enter(admission, Caller("k", "t"), 10, lane="m")
+        second = asyncio.create_task(enter(admission, Caller("k", "t"), 10, lane="m"))
         await asyncio.sleep(0)
         capacity = Capacity(requests=2)  # a worker came back
         (await asyncio.wait_for(second, LONG_S)).done()
@@ -385,21 +392,21 @@ def test_refusals_say_which_limit_and_when() -> None:
     async def main() -> None:
         admission = make(Capacity(requests=1), AdmissionSettings(queue_s=0.2, standing_s=0.2))
         poor = Caller("k", "t", limiter=KeyLimiter(requests_per_minute=1))
-        first = await admission.enter(poor, 10, lane="m")
+        first = await enter(admission, poor, 10, lane="m")
         with pytest.raises(Overloaded) as limited:
-            await admission.enter(poor, 10, lane="m")
+            await enter(admission, poor, 10, lane="m")
         assert limited.value.code == "rate_limited"
         assert limited.value.retry_after_s > 1
         other = Caller("o", "o", limiter=KeyLimiter(concurrency=1))
         with pytest.raises(Overloaded) as busy:
-            await admission.enter(other, 10, lane="m", reject_if_busy=True)
+            await enter(admission, other, 10, lane="m", reject_if_busy=True)
         assert busy.value.code == "busy"
         with pytest.raises(Overloaded) as late:
-            await admission.enter(other, 10, lane="m")
+            await enter(admission, other, 10, lane="m")
         assert late.value.code == "queue_timeout"
         assert other.limiter.num_open == 0
         first.done()
-        (await admission.enter(other, 10, lane="m")).done()
+        (await enter(admission, other, 10, lane="m")).done()
 
     asyncio.run(main())
 
@@ -407,7 +414,7 @@ def test_refusals_say_which_limit_and_when() -> None:
 def test_models_without_a_worker_are_left_to_the_router() -> None:
     async def main() -> None:
         admission = make(Capacity(requests=1), lane=lambda model, now: "m" if model == "m" else None)
-        passes = [await admission.enter(Caller("k", "t"), 10, lane=f"invented-{index}") for index in range(50)]
+        passes = [await enter(admission, Caller("k", "t"), 10, lane=f"invented-{index}") for index in range(50)]
         assert admission.num_in_flight == 50
         for one in passes:
             one.done()
@@ -423,7 +430,7 @@ def test_a_shut_gate_refuses_before_anything_is_counted() -> None:
         caller = Caller("k", "t")
         admission = make(Capacity(), gate=lambda: shut)
         with pytest.raises(Overloaded) as refused:
-            await admission.enter(caller, 10)
+            await enter(admission, caller, 10)
         assert refused.value is shut
         assert caller.limiter.num_open == 0
 
@@ -434,11 +441,58 @@ def test_the_virtual_clock_is_enough() -> None:
     async def main() -> None:
         clock = VirtualClock()
         admission = Admission(AdmissionSettings(), lambda lane, now: Capacity(requests=1), clock=clock.now)
-        first = await admission.enter(Caller("k", "t"), 10)
-        second = asyncio.create_task(admission.enter(Caller("k", "t"), 10))
+        first = await enter(admission, Caller("k", "t"), 10)
+        second = asyncio.create_task(enter(admission, Caller("k", "t"), 10))
         await asyncio.sleep(0)
         clock.advance(2.5)
         first.done()
         assert (await second).waited_s == 2.5
+
+    asyncio.run(main())
+
+
+def test_the_output_of_running_requests_is_charged_before_they_end() -> None:
+    async def main() -> None:
+        clock = VirtualClock(start_s=0.0)
+        admission = Admission(AdmissionSettings(), lambda lane, now: Capacity(), clock=clock.now)
+        caller = Caller("k", "t", limiter=KeyLimiter(tokens_per_minute=600))
+        streams = [await enter(admission, caller, 10) for _ in range(3)]
+        produced = 0
+        for stream in streams:
+            assert stream.is_charged_while_running
+            stream.output_tokens = lambda: produced
+        admission.charge_running(clock.now())
+        admission.claim(caller).done()  # 570 tokens are left
+        produced = 300
+        admission.charge_running(clock.now())
+        admission.charge_running(clock.now())  # nothing is charged twice
+        with pytest.raises(Overloaded) as refused:
+            admission.claim(caller)
+        assert refused.value.code == "rate_limited"
+        assert refused.value.retry_after_s == pytest.approx(33.1)  # 600 - 30 - 900 = -330, and 10 tokens per second
+        clock.advance(33.1)
+        last = admission.claim(caller)
+        last.done()
+        for stream in streams:
+            stream.done(10, 300)  # as charged already, so the level does not change
+        assert not admission.running
+        assert caller.limiter.begin(clock.now()) is None
+        assert caller.limiter.estimate(2, clock.now()) is not None
+
+    asyncio.run(main())
+
+
+def test_a_request_refused_for_its_tokens_still_counts_as_a_request() -> None:
+    async def main() -> None:
+        admission = make(Capacity())
+        caller = Caller("k", "t", limiter=KeyLimiter(requests_per_minute=2, tokens_per_minute=100))
+        (await enter(admission, caller, 60)).done()
+        claimed = admission.claim(caller)
+        with pytest.raises(Overloaded, match="needs about 60 uncached tokens"):
+            await admission.enter(claimed, 60)
+        claimed.done()
+        assert caller.limiter.num_open == 0
+        with pytest.raises(Overloaded, match="2 requests per minute"):
+            admission.claim(caller)
 
     asyncio.run(main())

@@ -5,75 +5,82 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.gateway.admission.rate_limits import Bucket, KeyLimiter
+from stoker.gateway.admission.rate_limits import Bucket, KeyLimiter, Refusal
+
+
+def begin(limiter: KeyLimiter, tokens: int, now: float) -> Refusal | None:
+    refused = limiter.begin(now)
+    if refused is None and (refused := limiter.estimate(tokens, now)) is not None:
+        limiter.refund(0, now)
+    return refused
 
 
 def test_a_key_without_limits_is_never_refused() -> None:
     limiter = KeyLimiter()
-    assert all(limiter.begin(10**9, 0.0) is None for _ in range(1000))
+    assert all(begin(limiter, 10**9, 0.0) is None for _ in range(1000))
     assert limiter.num_open == 1000
 
 
 def test_requests_a_minute() -> None:
     limiter = KeyLimiter(requests_per_minute=60)
-    assert all(limiter.begin(1, 0.0) is None for _ in range(60))
-    refused = limiter.begin(1, 0.0)
+    assert all(begin(limiter, 1, 0.0) is None for _ in range(60))
+    refused = begin(limiter, 1, 0.0)
     assert refused is not None
     assert "60 requests per minute" in refused.message
     assert refused.retry_after_s == 1.0
-    assert limiter.begin(1, 0.99) is not None
-    assert limiter.begin(1, 1.0) is None
+    assert begin(limiter, 1, 0.99) is not None
+    assert begin(limiter, 1, 1.0) is None
     assert limiter.num_open == 61
 
 
 def test_tokens_are_taken_by_estimate_and_settled_at_the_end() -> None:
     limiter = KeyLimiter(tokens_per_minute=6000)
-    assert limiter.begin(5000, 0.0) is None
-    refused = limiter.begin(2000, 0.0)
+    assert begin(limiter, 5000, 0.0) is None
+    refused = begin(limiter, 2000, 0.0)
     assert refused is not None
     assert "6000 tokens per minute" in refused.message
     assert refused.retry_after_s == 10.0
     limiter.end(5000, 1000, 0.0)  # most of the prompt was cached
-    assert limiter.begin(2000, 0.0) is None
+    assert begin(limiter, 2000, 0.0) is None
     limiter.end(2000, 60_000, 0.0)  # a very long output
-    refused = limiter.begin(1, 0.0)
+    refused = begin(limiter, 1, 0.0)
     assert refused is not None
     assert refused.retry_after_s > 500
 
 
 def test_a_prompt_larger_than_the_bucket_needs_a_full_one() -> None:
     limiter = KeyLimiter(tokens_per_minute=1000)
-    assert limiter.begin(50_000, 0.0) is None
-    assert limiter.begin(1, 0.0) is not None
-    assert limiter.begin(1, 49 * 60.0 - 1) is not None
-    assert limiter.begin(1, 49 * 60.0 + 1) is None
+    assert begin(limiter, 50_000, 0.0) is None
+    assert begin(limiter, 1, 0.0) is not None
+    assert begin(limiter, 1, 49 * 60.0 - 1) is not None
+    assert begin(limiter, 1, 49 * 60.0 + 1) is None
 
 
 def test_concurrency() -> None:
     limiter = KeyLimiter(concurrency=2)
-    assert limiter.begin(1, 0.0) is None
-    assert limiter.begin(1, 0.0) is None
-    refused = limiter.begin(1, 0.0)
+    assert begin(limiter, 1, 0.0) is None
+    assert begin(limiter, 1, 0.0) is None
+    refused = begin(limiter, 1, 0.0)
     assert refused is not None
     assert "2 concurrent requests" in refused.message
     limiter.end(1, 1, 0.0)
-    assert limiter.begin(1, 0.0) is None
+    assert begin(limiter, 1, 0.0) is None
 
 
 def test_what_never_ran_counts_nothing() -> None:
     limiter = KeyLimiter(requests_per_minute=1, tokens_per_minute=100, concurrency=1)
     for _ in range(100):
-        assert limiter.begin(100, 0.0) is None
+        assert begin(limiter, 100, 0.0) is None
         limiter.refund(100, 0.0)
     assert limiter.num_open == 0
 
 
 def test_a_refused_request_takes_nothing() -> None:
     limiter = KeyLimiter(requests_per_minute=10, tokens_per_minute=100)
-    assert limiter.begin(100, 0.0) is None
+    assert begin(limiter, 100, 0.0) is None
     for _ in range(50):
-        assert limiter.begin(100, 0.0) is not None
-    assert all(limiter.begin(0, 0.0) is None for _ in range(9))
+        assert begin(limiter, 100, 0.0) is not None
+    assert all(begin(limiter, 0, 1.0) is None for _ in range(9))
 
 
 @settings(max_examples=100, deadline=None)

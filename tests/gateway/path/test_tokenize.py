@@ -6,7 +6,8 @@ import asyncio
 import hashlib
 
 import pytest
-from mocks import answers, drops
+from mocks import answers, drops, hangs
+from waiting import until
 from world import World
 
 from stoker.gateway.config import KeySettings
@@ -86,5 +87,35 @@ def test_a_known_context_length_is_listed() -> None:
             world.max_model_tokens["m"] = 4096
             assert (await world.get("/v1/models/m")).json["max_model_len"] == 4096
             assert (await world.get("/v1/models")).json["data"][0]["max_model_len"] == 4096
+
+    asyncio.run(main())
+
+
+def test_it_counts_in_the_limits_of_its_key() -> None:
+    async def main() -> None:
+        key = KeySettings("k", hashlib.sha256(b"secret").hexdigest(), requests_per_minute=2)
+        headers = [(b"authorization", b"Bearer secret")]
+        async with World(keys=[key]) as world:
+            worker = await world.add("a", answers(TOKENS))
+            statuses = [(await world.ask({"model": "m"}, "/tokenize", headers)).status for _ in range(3)]
+            assert statuses == [200, 200, 429]
+            assert (await world.ask(b"not json", "/detokenize", headers)).status == 429
+            assert len(worker.bodies) == 2
+
+    asyncio.run(main())
+
+
+def test_bodies_and_requests_at_a_time_are_bounded() -> None:
+    async def main() -> None:
+        async with World() as world:
+            worker = await world.add("a", hangs())
+            large = await world.ask(b"[" + b" " * (8 << 20), "/tokenize")
+            assert (large.status, worker.bodies) == (400, [])
+            assert "8388608 bytes" in large.json["error"]["message"]
+            waiting = [asyncio.create_task(world.ask({"model": "m"}, "/tokenize")) for _ in range(8)]
+            await until(lambda: len(worker.bodies) == 8)
+            assert (await world.ask({"model": "m"}, "/tokenize")).status == 429
+            for one in waiting:
+                one.cancel()
 
     asyncio.run(main())
