@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,6 +50,8 @@ from stoker.routing.router import PrefixIndexes, Router
 
 _CLOSE_GRACE_S = 0.5  # grace period for client connections when the gateway stops
 _FIRST_POLLS_S = 3.0  # the longest that the first polls of the workers may delay the start
+# Threads that tokenize and hash long bodies give the interpreter lock back to the event loop after this time.
+_SWITCH_INTERVAL_S = 0.0005
 _OTHER_FILES = 1024  # open files besides connections in use: the ledger, KV event sockets, idle connections
 
 log = EventLog("gateway")
@@ -82,6 +85,7 @@ class GatewayServer:
         return sorted(self.fleet.models())
 
     async def start(self, listener: socket.socket) -> None:
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
         # Each request has a connection to its client and one to a worker.
         needed = 2 * self.config.listen.max_connections + _OTHER_FILES
         if (allowed := allow_files(needed)) < needed:

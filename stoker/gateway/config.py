@@ -39,7 +39,7 @@ class ListenSettings:
         None, "Private key of the certificate in PEM format.", flag="--tls-key", metavar="FILE"
     )
     max_body_mib: float = setting(
-        64.0, "Maximum size of a request body. Larger ones get 413.", flag="--max-body-mib", unit="MiB", gt=0
+        32.0, "Maximum size of a request body. Larger ones get 413.", flag="--max-body-mib", unit="MiB", gt=0
     )
     max_connections: int = setting(
         10_000,

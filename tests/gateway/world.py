@@ -50,7 +50,7 @@ class KeysDouble:
 
     num_tokens: int = 10
 
-    async def keys(self, model: str, envelope: RequestEnvelope, salt: str | None) -> ConversationKeys:
+    async def keys(self, model: str, envelope: RequestEnvelope, salt: str | None, tenant: str) -> ConversationKeys:
         return self.keys_now(model, envelope, salt)
 
     def keys_now(self, model: str, envelope: RequestEnvelope, salt: str | None) -> ConversationKeys:

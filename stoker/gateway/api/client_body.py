@@ -7,6 +7,7 @@ opening brace. Only if a field to set already exists, the top level is decoded a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from enum import StrEnum
 from operator import attrgetter
@@ -31,6 +32,9 @@ INTERNAL_FIELDS = (
     "disagg_prefill_dp_rank",
     "data_parallel_rank",
 )
+
+
+_SEVERAL_PROMPTS = re.compile(rb'\[\s*["[]')  # a list of texts or of lists, and not one of numbers
 
 
 class EndpointKind(StrEnum):
@@ -93,10 +97,9 @@ class RequestEnvelope(msgspec.Struct, kw_only=True):
         """Return the number of prompts: more than one if a completion's `prompt` is a list of texts or of token lists."""
         if self.kind is not EndpointKind.COMPLETIONS or isinstance(self.prompt, UnsetType):
             return 1
-        if memoryview(self.prompt)[0] != ord("["):
+        if not _SEVERAL_PROMPTS.match(self.prompt):
             return 1
-        prompts = msgspec.json.decode(self.prompt, type=list[Any])
-        return len(prompts) if prompts and not isinstance(prompts[0], int) else 1
+        return len(msgspec.json.decode(self.prompt, type=list[Raw]))
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -165,4 +168,4 @@ def _insert(raw: bytes, put: Mapping[str, bytes]) -> bytes:
     brace = raw.index(b"{") + 1
     new = b",".join([b'"%b":%b' % (name.encode(), value) for name, value in put.items()])
     comma = b"" if raw[brace : brace + 64].lstrip()[:1] == b"}" else b","
-    return b"".join((b"{", new, comma, raw[brace:]))
+    return b"".join((b"{", new, comma, memoryview(raw)[brace:]))

@@ -58,7 +58,7 @@ class ConversationKeySource(Protocol):
     def keys_now(self, model: str, envelope: RequestEnvelope, salt: str | None) -> ConversationKeys | None:
         """Return the keys, or None if computing them would block the event loop too long; then call `keys`."""
 
-    async def keys(self, model: str, envelope: RequestEnvelope, salt: str | None) -> ConversationKeys: ...
+    async def keys(self, model: str, envelope: RequestEnvelope, salt: str | None, tenant: str) -> ConversationKeys: ...
 
 
 class PrefixIndexLookup(Protocol):
@@ -176,7 +176,7 @@ class Gateway:
         began_s = parts.clock()
         conversation = parts.key_makers.keys_now(model, envelope, envelope.salt)
         if conversation is None:
-            conversation = await parts.key_makers.keys(model, envelope, envelope.salt)
+            conversation = await parts.key_makers.keys(model, envelope, envelope.salt, caller.tenant)
         parts.metrics.keys_s.observe(parts.clock() - began_s)
         query = _query(model, envelope, session, conversation)
         seed, arrived_s, trace = random.getrandbits(53), exchange.arrived_s, exchange.trace

@@ -11,9 +11,8 @@ There are two kinds of makers:
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -23,15 +22,15 @@ from xxhash import xxh3_64_intdigest
 from stoker.base.errors import InvalidRequest
 from stoker.fleet.prefix_index import Key
 from stoker.gateway.api.client_body import EndpointKind, RequestEnvelope
+from stoker.gateway.prefix.fair_threads import FairThreads
 from stoker.gateway.prefix.prefix_keys import chain_keys
 from stoker.kv.blocks.keys import salt_hash
 
 TEXT_BLOCK_BYTES = 1024
 _BYTES_PER_TOKEN = 4  # estimate for text
 _ROOTS = {EndpointKind.CHAT: 1, EndpointKind.COMPLETIONS: 2, EndpointKind.RESPONSES: 3}
-_TEXT_THREADS = 2
-_INLINE_BYTES = 100_000
-_MAX_WAITING = 16
+_INLINE_BYTES = 16 << 10  # tokenizing this much takes a few milliseconds
+_INLINE_TEXT_BYTES = 1 << 20
 
 
 class ConversationKeys(msgspec.Struct, frozen=True):
@@ -84,13 +83,11 @@ class TextPrefixKeys:
 class PrefixKeyMakers:
     """The maker for each model: text blocks until the model's tokenizer is known."""
 
-    def __init__(self, inline_bytes: int = _INLINE_BYTES, max_waiting: int = _MAX_WAITING) -> None:
+    def __init__(self, inline_bytes: int = _INLINE_BYTES, threads: FairThreads | None = None) -> None:
         self._inline_bytes = inline_bytes
-        self._max_waiting = max_waiting
-        self._num_waiting = 0
         self._text = TextPrefixKeys()
         self._exact: dict[str, PrefixKeyMaker] = {}
-        self._threads = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="conversation")
+        self._threads = threads or FairThreads()
 
     def set_exact(self, model: str, maker: PrefixKeyMaker) -> None:
         self._exact[model] = maker
@@ -103,32 +100,32 @@ class PrefixKeyMakers:
         return self._exact.get(model, self._text).block_tokens
 
     def keys_now(self, model: str, envelope: RequestEnvelope, salt: str | None) -> ConversationKeys | None:
-        """Return the keys, or None if computing them takes too long for the event loop; `keys` then uses a thread.
-
-        While too many requests wait for a thread, a long body gets text keys instead.
-        """
+        """Return the keys, or None if computing them takes too long for the event loop; `keys` then uses a thread."""
         maker = self._exact.get(model)
+        if len(envelope.raw) > (_INLINE_TEXT_BYTES if maker is None else self._inline_bytes):
+            return None
+        return self._keys(maker, envelope, salt)
+
+    async def keys(self, model: str, envelope: RequestEnvelope, salt: str | None, tenant: str = "") -> ConversationKeys:
+        """Return the keys, computed on a thread if that takes long. Tenants take turns on the threads.
+
+        While too many requests of the tenant wait for a thread, a long body gets text keys, which need no tokenizer.
+        """
+        found = self.keys_now(model, envelope, salt)
+        if found is not None:
+            return found
+        if not self._threads.has_room(tenant):
+            return self._text.keys(envelope, salt)
+        work = partial(self._keys, self._exact.get(model), envelope, salt)
+        return await self._threads.run(tenant, len(envelope.raw), work)
+
+    def _keys(self, maker: PrefixKeyMaker | None, envelope: RequestEnvelope, salt: str | None) -> ConversationKeys:
         if maker is not None:
-            if len(envelope.raw) > self._inline_bytes:
-                return None if self._num_waiting < self._max_waiting else self._text.keys(envelope, salt)
             try:
                 return maker.keys(envelope, salt)
             except InvalidRequest:
                 pass  # the worker will report the error
         return self._text.keys(envelope, salt)
 
-    async def keys(self, model: str, envelope: RequestEnvelope, salt: str | None) -> ConversationKeys:
-        found = self.keys_now(model, envelope, salt)
-        if found is not None:
-            return found
-        self._num_waiting += 1
-        try:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._threads, self._exact[model].keys, envelope, salt)
-        except InvalidRequest:
-            return self._text.keys(envelope, salt)
-        finally:
-            self._num_waiting -= 1
-
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()

@@ -15,13 +15,14 @@ from pathlib import Path, PurePosixPath
 from stoker.base.errors import InvalidRequest, ModelFilesError
 from stoker.gateway.api.client_body import EndpointKind, RequestEnvelope
 from stoker.gateway.prefix.conversation_keys import ConversationKeys
+from stoker.gateway.prefix.long_body import decode_body
 from stoker.gateway.prefix.prefix_keys import root_key, token_keys
 from stoker.gateway.prefix.prefix_memo import PrefixMemo
 from stoker.kv.blocks.keys import salt_hash
-from stoker.proto.openai.chat import ChatRequest
+from stoker.proto.openai.chat import ChatRequest, Message
 from stoker.proto.openai.completions import CompletionRequest
-from stoker.proto.openai.decode import decode
-from stoker.proto.openai.responses import ResponsesRequest
+from stoker.proto.openai.responses import InputItem, ResponsesRequest
+from stoker.proto.openai.tools import FlatTool, Tool
 from stoker.text.conversation import (
     Conversation,
     chat_conversation,
@@ -51,6 +52,10 @@ class _CompletionBody(CompletionRequest, kw_only=True, forbid_unknown_fields=Fal
 
 class _ResponsesBody(ResponsesRequest, kw_only=True, forbid_unknown_fields=False):
     pass
+
+
+_CHAT_LISTS = {"messages": Message, "tools": Tool}
+_RESPONSES_LISTS = {"input": InputItem, "tools": FlatTool}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +101,12 @@ class TokenPrefixKeys:
         root = root_key(salt_hash(salt) if salt else None)
         match envelope.kind:
             case EndpointKind.COMPLETIONS:
-                return self._of_completion(decode(_CompletionBody, envelope.raw), root)
+                return self._of_completion(decode_body(_CompletionBody, envelope.raw, {}), root)
             case EndpointKind.CHAT:
-                chat = decode(_ChatBody, envelope.raw)
+                chat = decode_body(_ChatBody, envelope.raw, _CHAT_LISTS)
                 given, conversation = chat.prompt_token_ids, _of_chat(chat)
             case EndpointKind.RESPONSES:
-                response = decode(_ResponsesBody, envelope.raw)
+                response = decode_body(_ResponsesBody, envelope.raw, _RESPONSES_LISTS)
                 given, conversation = response.prompt_token_ids, _of_response(response)
         if given is not None:
             return self._of_ids(given, root)

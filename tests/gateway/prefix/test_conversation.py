@@ -18,6 +18,7 @@ from stoker.base.errors import InvalidRequest
 from stoker.engine.process.block_log import salt_hash as worker_salt_hash
 from stoker.gateway.api.client_body import EndpointKind, RequestEnvelope, parse
 from stoker.gateway.prefix.conversation_keys import PrefixKeyMakers, TextPrefixKeys
+from stoker.gateway.prefix.fair_threads import FairThreads
 from stoker.gateway.prefix.prefix_keys import root_key, token_keys
 from stoker.gateway.prefix.prefix_memo import PrefixMemo
 from stoker.gateway.prefix.token_prefix_keys import TokenPrefixKeys, TokenText
@@ -300,7 +301,7 @@ def test_what_the_worker_will_refuse_is_routed_by_its_text(folder: Path, body: d
 
 
 def test_long_bodies_are_read_in_a_thread_and_too_many_of_them_as_text(folder: Path) -> None:
-    makers = PrefixKeyMakers(inline_bytes=1000, max_waiting=2)
+    makers = PrefixKeyMakers(inline_bytes=1000, threads=FairThreads(num_threads=1, max_waiting=1))
     maker = TokenPrefixKeys(TokenText.from_files(text_files(folder)), BLOCK)
     makers.set_exact("m", maker)
     given = envelope(EndpointKind.CHAT, chat("s", *BIG))
