@@ -29,7 +29,7 @@ from stoker.kv.blocks.keys import salt_hash
 TEXT_BLOCK_BYTES = 1024
 _BYTES_PER_TOKEN = 4  # estimate for text
 _ROOTS = {EndpointKind.CHAT: 1, EndpointKind.COMPLETIONS: 2, EndpointKind.RESPONSES: 3}
-_INLINE_BYTES = 16 << 10  # tokenizing this much takes a few milliseconds
+_INLINE_BYTES = 8 << 10  # tokenizing this much takes a few milliseconds
 _INLINE_TEXT_BYTES = 1 << 20
 
 

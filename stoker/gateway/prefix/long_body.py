@@ -17,7 +17,8 @@ from stoker.gateway.api.client_body import fields
 from stoker.proto.openai.decode import decode
 
 MAX_EXACT_BYTES = 8 << 20  # more than a million tokens of text; longer bodies are compared as text
-_MAX_OBJECTS = 50_000  # JSON objects and lists, with which decoding and garbage collection take too long
+_MAX_OBJECTS = 25_000  # JSON objects and lists: with more, decoding and garbage collection take too long
+_MAX_COMMAS = 250_000  # bounds the numbers in a list of token ids, which one call decodes
 _WHOLE_BYTES = 1 << 16
 _ITEMS: msgspec.json.Decoder[list[Raw]] = msgspec.json.Decoder(list[Raw])
 
@@ -31,7 +32,8 @@ def decode_body(kind: type[T], body: bytes, lists: Mapping[str, type[msgspec.Str
     """
     if len(body) <= _WHOLE_BYTES:
         return decode(kind, body)
-    if len(body) > MAX_EXACT_BYTES or body.count(b"{") + body.count(b"[") > _MAX_OBJECTS:
+    too_large = len(body) > MAX_EXACT_BYTES or body.count(b",") > _MAX_COMMAS
+    if too_large or body.count(b"{") + body.count(b"[") > _MAX_OBJECTS:
         raise InvalidRequest(f"the body is too large for exact prefix keys: {len(body)} bytes")
     try:
         table = fields(body)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +22,9 @@ from stoker.gateway.prefix.prefix_keys import token_keys
 
 _CHUNK_CHARS = 4096
 _LIMIT_BYTES = 128 << 20
+# Some steps hold the interpreter lock for a whole piece or batch, and the event loop waits for it.
+_MAX_PIECE_CHARS = 1 << 19
+_BATCH_PIECES = 256
 
 
 class PieceTokenizer(Protocol):
@@ -72,7 +75,7 @@ class PrefixMemo:
         fresh: list[tuple[int, _CutPoint]] = []
         walk = _Walk(point, self._block_tokens)
         settled = -self._tokenizer.lookahead  # a split is final only this many characters before the end of known text
-        for piece, ids in zip(pieces, self._tokenizer.encode_pieces(pieces), strict=True):
+        for piece, ids in self._encoded(pieces):
             after = walk.chars + len(piece)
             while num_known < len(chunks) and (num_known + 1) * _CHUNK_CHARS + settled < after:
                 fresh.append((chunks[num_known], walk.point()))
@@ -83,6 +86,14 @@ class PrefixMemo:
         for _, new in fresh:
             keys += new.keys
         return keys + rest.keys, rest.num_tokens
+
+    def _encoded(self, pieces: list[str]) -> Iterator[tuple[str, array[int]]]:
+        longest = max(map(len, pieces), default=0)
+        if longest > _MAX_PIECE_CHARS:
+            raise InvalidRequest(f"the prompt has {longest} characters without a place to split it")
+        for at in range(0, len(pieces), _BATCH_PIECES):
+            batch = pieces[at : at + _BATCH_PIECES]
+            yield from zip(batch, self._tokenizer.encode_pieces(batch), strict=True)
 
     def _known(self, chunks: list[int], root: int) -> tuple[_CutPoint, list[int], int]:
         """Return the furthest cached point of this text, all keys up to it, and the number of known chunks."""
