@@ -16,7 +16,7 @@ import re
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,7 @@ _NEWLINE_ENDS_PIECE = frozenset(
 )
 _SETTLED_NEWLINE = re.compile(r"[!-~]\n(?=[!-~])")
 _LINES_CHARS = 2048  # a longer segment is split at the first such newline after this number of characters
+_WINDOW_CHARS = 1 << 16  # searched for added tokens in one call
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class Splitter:
         contents = sorted({token.content for token in raw}, key=len, reverse=True)
         exact = bool(contents) and not any(token.single_word for token in raw)
         self._matches = re.compile("|".join(map(re.escape, contents))) if exact else None
+        self._longest = max(map(len, contents), default=0)
         self._cut_before = frozenset(token.content for token in raw if _is_plain(token))
         spaced = any(t.lstrip or t.rstrip or t.single_word or "\n" in t.content for t in added)
         self._cut_lines = newline_settles and not spaced
@@ -67,7 +69,7 @@ class Splitter:
     def split(self, text: str) -> list[str]:
         borders = [0]
         if self._matches is not None:
-            for match in self._matches.finditer(text):
+            for match in self._found(self._matches, text):
                 if match.start() > borders[-1] and match.group() in self._cut_before:
                     borders.append(match.start())
         borders.append(len(text))
@@ -78,6 +80,20 @@ class Splitter:
             elif end > start:
                 pieces.append(text[start:end])
         return pieces
+
+    def _found(self, matches: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
+        """Yield the same as `matches.finditer(text)`, but search a limited window at a time.
+
+        A search holds the interpreter lock. In a long text without a match, other threads would wait for it.
+        """
+        at = 0
+        while at < len(text):
+            match = matches.search(text, at, at + _WINDOW_CHARS + self._longest)
+            if match is None or match.start() >= at + _WINDOW_CHARS:  # a match there may be cut off by the window
+                at += _WINDOW_CHARS
+            else:
+                yield match
+                at = match.end()
 
 
 class SegmentCache:
@@ -132,7 +148,7 @@ def _is_plain(token: AddedToken) -> bool:
 def _lines(text: str, start: int, end: int) -> list[str]:
     # A split depends only on the text before it: a text that was extended is split at the same places.
     pieces = []
-    while end - start > _LINES_CHARS:
+    while end - start > _LINES_CHARS and text.find("\n", start + _LINES_CHARS, end) >= 0:  # faster than the expression
         newline = _SETTLED_NEWLINE.search(text, start + _LINES_CHARS, end)
         if newline is None:
             break
