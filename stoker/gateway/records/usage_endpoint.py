@@ -1,16 +1,21 @@
-"""`GET /v1/usage`: usage and costs from the ledger, grouped as requested, as JSON or CSV.
+"""`GET /v1/usage`: usage and costs from the ledger, grouped as requested, as JSON or CSV, in pages.
 
 An API key sees its own tenant, the admin token sees all tenants. Sums and costs are computed with integers, so they are exact.
+A query runs on a thread with its own read-only connection. It is aborted after a time limit, and each tenant may run only a
+few at a time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import csv
+import heapq
 import io
 import sqlite3
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -18,16 +23,23 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
-from stoker.base.errors import InvalidRequest, NotFound
+import msgspec
+
+from stoker.base.errors import InvalidRequest, NotFound, Overloaded
 from stoker.gateway.admission.api_keys import AdminToken, ApiKeys
 from stoker.gateway.api.endpoint import EndpointRequest
 from stoker.gateway.api.reply import Reply, json_reply, text_reply
 from stoker.gateway.records.prices import Price, in_currency
 
 _DAY_S = 86_400
+_MAX_TIME_S = 2.5e11  # in the year 9892
 _DEFAULT_SPAN_S = 30 * _DAY_S
-_MAX_LINES = 100_000
-_QUERY_S = 30.0
+_MAX_LINES = 100_000  # groups of a query, over all pages
+_QUERY_S = 10.0
+_PROGRESS_STEPS = 10_000  # SQLite instructions between two checks of the time limit: a fraction of a millisecond
+_MAX_PER_TENANT = 2  # queries at a time
+_DEFAULT_LIMIT = 100
+_MAX_LIMIT = 1000
 
 # group_by name -> SQL expression. Days and hours are in UTC, as Unix time of their start.
 _GROUPS = {
@@ -43,7 +55,7 @@ _GROUPS = {
 }
 _FILTERS = {"key": "key_id", "tenant": "tenant", "model": "model", "session": "session"}
 _SUMS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
-_NAMES = frozenset({"start", "end", "group_by", "format", *_FILTERS})
+_NAMES = frozenset({"start", "end", "group_by", "format", "limit", "after", *_FILTERS})
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +67,17 @@ class UsageQuery:
     group_by: tuple[str, ...] = ()
     filters: tuple[tuple[str, str], ...] = ()
     as_csv: bool = False
+    limit: int = _DEFAULT_LIMIT
+    after: tuple[Any, ...] | None = None  # the group before the page's first one
+
+
+@dataclass(frozen=True, slots=True)
+class UsagePage:
+    """The lines of one page, and the total of all pages."""
+
+    lines: list[UsageLine]
+    total: UsageLine
+    next_after: str | None  # the cursor of the next page; None on the last one
 
 
 @dataclass(slots=True)
@@ -100,15 +123,36 @@ class UsageEndpoint:
         self._admin = admin
         self._currency = currency
         self._unix_time = unix_time
+        self._num_running: Counter[str] = Counter()  # queries by tenant; the admin's under an empty name
 
     async def answer(self, request: EndpointRequest) -> Reply:
-        tenant = None if self._admin.allows(request) else self._keys.authenticate(request).tenant
+        tenant, sees_workers = None, True
+        if not self._admin.allows(request):
+            caller = self._keys.authenticate(request)
+            tenant, sees_workers = caller.tenant, not caller.known
         if self._path is None:
             raise NotFound("Metering is disabled: the gateway was started with --ledger none.")
         query = parse_query(request.query, self._unix_time(), tenant)
-        lines, total = await asyncio.to_thread(read_usage, self._path, query)
+        if "worker" in query.group_by and not sees_workers:
+            raise InvalidRequest(
+                "group_by='worker' needs the admin token: it shows workers' addresses.", param="group_by"
+            )
+        name = tenant or ""
+        if self._num_running[name] >= _MAX_PER_TENANT:
+            message = f"This tenant has {_MAX_PER_TENANT} usage queries at a time, which is the limit; retry later."
+            raise Overloaded(message, code="rate_limited")
+        self._num_running[name] += 1
+        try:
+            return await asyncio.to_thread(self._reply, self._path, query)
+        finally:
+            self._num_running[name] -= 1
+            if not self._num_running[name]:
+                del self._num_running[name]
+
+    def _reply(self, path: Path, query: UsageQuery) -> Reply:
+        page = read_usage(path, query)
         if query.as_csv:
-            return _as_csv(query, lines)
+            return _as_csv(query, page)
         return json_reply(
             {
                 "object": "usage",
@@ -116,8 +160,10 @@ class UsageEndpoint:
                 "end": query.end_s,
                 "group_by": query.group_by,
                 "currency": self._currency,
-                "data": [line.fields(query.group_by) for line in lines],
-                "total": total.fields(()),
+                "data": [line.fields(query.group_by) for line in page.lines],
+                "total": page.total.fields(()),
+                "has_more": page.next_after is not None,
+                "next_after": page.next_after,
             }
         )
 
@@ -151,11 +197,36 @@ def parse_query(raw: bytes, now_s: float, tenant: str | None) -> UsageQuery:
             message = f"This key belongs to tenant {tenant!r} and cannot read other tenants' usage."
             raise InvalidRequest(message, param="tenant")
         filters["tenant"] = tenant
-    return UsageQuery(start_s, end_s, groups, tuple(sorted(filters.items())), form == "csv")
+    limit, after = _limit(params.get("limit")), _cursor(params.get("after"), len(groups))
+    return UsageQuery(start_s, end_s, groups, tuple(sorted(filters.items())), form == "csv", limit, after)
 
 
-def read_usage(path: Path, query: UsageQuery) -> tuple[list[UsageLine], UsageLine]:
-    """Return the groups in order, and the total, of requests with start <= arrival < end."""
+def _limit(text: str | None) -> int:
+    if text is None:
+        return _DEFAULT_LIMIT
+    if not (text.isascii() and text.isdecimal() and 1 <= int(text[:8]) <= _MAX_LIMIT):
+        raise InvalidRequest(f"limit={text[:32]!r}: it must be a number from 1 to {_MAX_LIMIT}.", param="limit")
+    return int(text)
+
+
+def _cursor(text: str | None, num_groups: int) -> tuple[Any, ...] | None:
+    """Decode `after`: the group of the last line of the previous page."""
+    if text is None:
+        return None
+    try:
+        group = msgspec.json.decode(base64.urlsafe_b64decode(text), type=list[str | int])
+    except (ValueError, msgspec.DecodeError) as error:
+        raise InvalidRequest("after: it must be the next_after of the previous page.", param="after") from error
+    if len(group) != num_groups:
+        raise InvalidRequest("after: it belongs to a query with another group_by.", param="after")
+    return tuple(group)
+
+
+def read_usage(path: Path, query: UsageQuery, limit_s: float = _QUERY_S) -> UsagePage:
+    """Return a page of groups in order, and the total, of requests with start <= arrival < end.
+
+    Raises InvalidRequest if the query takes longer than `limit_s`.
+    """
     groups = [_GROUPS[name] for name in query.group_by]
     where = ["time_s >= ?", "time_s < ?", *(f"{_FILTERS[name]} = ?" for name, _ in query.filters)]
     # Also group by price, so that each sum of tokens is multiplied by the price that was valid for it.
@@ -167,24 +238,58 @@ def read_usage(path: Path, query: UsageQuery) -> tuple[list[UsageLine], UsageLin
     values = (query.start_s, query.end_s, *(value for _, value in query.filters))
     lines: dict[tuple[Any, ...], UsageLine] = {}
     total = UsageLine(())
-    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=_QUERY_S)) as connection:
-        for row in connection.execute(sql, values):
-            group, price, sums = tuple(row[: len(groups)]), Price(*row[len(groups) : -4]), row[-4:]
-            if group not in lines and len(lines) >= _MAX_LINES:
-                raise InvalidRequest(
-                    f"The result has more than {_MAX_LINES} lines; use a shorter time range or fewer group_by names."
-                )
-            lines.setdefault(group, UsageLine(group)).add(sums, price)
-            total.add(sums, price)
-    return [lines[group] for group in sorted(lines)], total
+    for row in _rows(path, sql, values, limit_s):
+        group, price, sums = tuple(row[: len(groups)]), Price(*row[len(groups) : -4]), row[-4:]
+        if group not in lines and len(lines) >= _MAX_LINES:
+            raise InvalidRequest(
+                f"The result has more than {_MAX_LINES} lines; use a shorter time range or fewer group_by names."
+            )
+        lines.setdefault(group, UsageLine(group)).add(sums, price)
+        total.add(sums, price)
+    page = heapq.nsmallest(
+        query.limit + 1, [group for group in lines if query.after is None or _is_after(group, query.after)]
+    )
+    has_more = len(page) > query.limit
+    page = page[: query.limit]
+    next_after = base64.urlsafe_b64encode(msgspec.json.encode(page[-1])).decode() if has_more else None
+    return UsagePage([lines[group] for group in page], total, next_after)
+
+
+def _is_after(group: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
+    try:
+        return group > after
+    except TypeError as error:
+        raise InvalidRequest("after: it belongs to a query with another group_by.", param="after") from error
+
+
+def _rows(path: Path, sql: str, values: Sequence[Any], limit_s: float) -> Iterator[tuple[Any, ...]]:
+    """Run a query on a read-only connection of its own. Raises InvalidRequest after the time limit."""
+    deadline_s = time.monotonic() + limit_s
+    uri = f"{path.absolute().as_uri()}?mode=ro"
+    with closing(sqlite3.connect(uri, uri=True, timeout=limit_s)) as connection:
+        connection.set_progress_handler(lambda: time.monotonic() > deadline_s, _PROGRESS_STEPS)
+        try:
+            yield from connection.execute(sql, values)
+        except sqlite3.OperationalError as error:
+            if time.monotonic() <= deadline_s:
+                raise
+            message = (
+                f"The query took longer than {limit_s:g} s and was stopped; use a shorter time range (start, end),"
+                " fewer group_by names or a filter."
+            )
+            raise InvalidRequest(message, code="query_too_long") from error
 
 
 def _time(name: str, text: str) -> float:
     """Parse Unix time, or an ISO 8601 date or date and time; without a time zone it is UTC."""
     try:
-        return float(text)
+        seconds = float(text)
     except ValueError:
         pass
+    else:
+        if abs(seconds) <= _MAX_TIME_S:  # false for NaN too
+            return seconds
+        raise InvalidRequest(f"{name}={text[:32]!r}: it must be Unix time, up to {_MAX_TIME_S:.0f}.", param=name)
     try:
         stamp = datetime.fromisoformat(text.replace(" ", "+"))  # an unescaped + in a query string decodes to a space
     except ValueError as error:
@@ -200,15 +305,16 @@ def _shown(name: str, value: Any) -> Any:
     return value
 
 
-def _as_csv(query: UsageQuery, lines: list[UsageLine]) -> Reply:
+def _as_csv(query: UsageQuery, page: UsagePage) -> Reply:
     text = io.StringIO()
     names = [*query.group_by, *_SUMS, "uncached_tokens", "cost"]
     writer = csv.DictWriter(text, names, lineterminator="\n")
     writer.writeheader()
-    for line in lines:
+    for line in page.lines:
         writer.writerow({name: _safe_cell(value) for name, value in line.fields(query.group_by).items()})
     attachment = (b"content-disposition", b'attachment; filename="usage.csv"')
-    return text_reply(text.getvalue().encode(), b"text/csv; charset=utf-8", attachment)
+    more = [] if page.next_after is None else [(b"x-next-after", page.next_after.encode())]
+    return text_reply(text.getvalue().encode(), b"text/csv; charset=utf-8", attachment, *more)
 
 
 def _safe_cell(value: Any) -> Any:

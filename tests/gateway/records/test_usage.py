@@ -7,6 +7,8 @@ import csv
 import hashlib
 import io
 import random
+import sqlite3
+from contextlib import closing
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from stoker.base.errors import InvalidRequest, NotFound
+from stoker.base.errors import InvalidRequest, NotFound, Overloaded
 from stoker.gateway.admission.api_keys import AdminToken, ApiKeys, Unauthorized
 from stoker.gateway.api.reply import Reply
 from stoker.gateway.config import KeySettings, MeterSettings, PriceSettings
 from stoker.gateway.records.meter import Meter
 from stoker.gateway.records.prices import PriceList, in_currency
-from stoker.gateway.records.usage_endpoint import UsageEndpoint, parse_query
+from stoker.gateway.records.usage_endpoint import UsageEndpoint, parse_query, read_usage
 from stoker.gateway.records.usage_row import UsageRow
 
 DAY = 86_400
@@ -184,7 +186,14 @@ def test_csv(ledger: Path) -> None:
         ("start=yesterday", "start"),
         ("start=10&end=5", "start"),
         ("format=xml", "format"),
-        ("limit=3", "limit"),
+        ("limit=0", "limit"),
+        ("limit=1001", "limit"),
+        ("limit=9" + "9" * 5000, "limit"),
+        ("after=x", "after"),
+        ("after=WyJhIl0=", "after"),
+        ("group_by=tenant&after=WzFd", "after"),
+        ("start=nan", "start"),
+        ("end=1e400", "end"),
         ("group_by=tenant;DROP", "group_by"),
     ],
 )
@@ -192,6 +201,67 @@ def test_wrong_queries_name_their_field(ledger: Path, query: str, param: str) ->
     with pytest.raises(InvalidRequest) as refused:
         ask(ledger, query)
     assert refused.value.param == param
+
+
+@pytest.mark.parametrize("limit", [1, 7, 1000])
+def test_pages_hold_every_group_once_and_the_whole_total(ledger: Path, limit: int) -> None:
+    query = f"group_by=session,hour&limit={limit}"
+    lines: list[Any] = []
+    after = ""
+    while True:
+        page = ask_json(ledger, query + after)
+        assert len(page["data"]) <= limit
+        assert page["total"]["requests"] == len(ROWS)
+        lines += page["data"]
+        assert page["has_more"] == (page["next_after"] is not None)
+        if not page["has_more"]:
+            break
+        after = f"&after={page['next_after']}"
+        reply = ask(ledger, f"{query}{after}&format=csv")
+        assert len(reply.body.splitlines()) <= limit + 1
+    groups = [(line["session"], line["hour"]) for line in lines]
+    assert len(groups) > 100
+    assert groups == sorted(set(groups))
+    assert sum(line["requests"] for line in lines) == len(ROWS)
+
+
+def test_without_a_limit_a_page_has_a_hundred_lines(ledger: Path) -> None:
+    page = ask_json(ledger, "group_by=session,hour")
+    assert (len(page["data"]), page["has_more"]) == (100, True)
+
+
+def test_a_long_query_is_stopped(ledger: Path, tmp_path: Path) -> None:
+    path = tmp_path / "long.db"
+    path.write_bytes(ledger.read_bytes())
+    with closing(sqlite3.connect(path)) as connection:
+        names = [row[1] for row in connection.execute("PRAGMA table_info(usage)")]
+        columns = ", ".join("request_id || '-' || n" if name == "request_id" else name for name in names)
+        more = "WITH RECURSIVE more(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM more WHERE n < 20)"
+        connection.execute(f"{more} INSERT INTO usage SELECT {columns} FROM usage, more")
+        connection.commit()
+    query = parse_query(b"group_by=session", 3.0 * DAY, None)
+    assert read_usage(path, query).total.requests == 21 * len(ROWS)
+    with pytest.raises(InvalidRequest, match="shorter time range") as stopped:
+        read_usage(path, query, limit_s=0.0)
+    assert stopped.value.code == "query_too_long"
+
+
+def test_a_tenant_runs_few_queries_at_a_time(ledger: Path) -> None:
+    async def main() -> None:
+        usage = usage_of(ledger)
+        asked = [usage.answer(Asked("", key)) for key in ("sk-red", "sk-red", "sk-red", "sk-blue")]
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        assert [isinstance(one, Reply) for one in found] == [True, True, False, True]
+        assert isinstance(found[2], Overloaded)
+        assert isinstance(await usage.answer(Asked("", "sk-red")), Reply)
+
+    asyncio.run(main())
+
+
+def test_only_the_admin_token_sees_workers(ledger: Path) -> None:
+    assert [line["worker"] for line in ask_json(ledger, "group_by=worker")["data"]] == ["w"]
+    with pytest.raises(InvalidRequest, match="admin token"):
+        ask(ledger, "group_by=worker", key="sk-red")
 
 
 def test_a_value_is_never_sql(ledger: Path) -> None:
