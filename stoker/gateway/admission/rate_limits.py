@@ -83,6 +83,16 @@ class KeyLimiter:
         if self.unlimited:
             self.num_open += 1
             return None
+        refusal = self.refusal(now)
+        if refusal is not None:
+            return refusal
+        if self._requests is not None:
+            self._requests.take(1, now)
+        self.num_open += 1
+        return None
+
+    def refusal(self, now: float) -> Refusal | None:
+        """Return why a request that arrives now must be refused, whatever its size, or None. Counts nothing."""
         if self._concurrency is not None and self.num_open >= self._concurrency:
             message = (
                 f"This key has {self.num_open} concurrent requests, and its limit is {self._concurrency};"
@@ -101,9 +111,6 @@ class KeyLimiter:
                 f" retry in {wait_s:.1f} s."
             )
             return Refusal(wait_s, message)
-        if self._requests is not None:
-            self._requests.take(1, now)
-        self.num_open += 1
         return None
 
     def estimate(self, tokens: int, now: float) -> Refusal | None:

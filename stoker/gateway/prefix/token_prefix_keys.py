@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+import msgspec
+
 from stoker.base.errors import InvalidRequest, ModelFilesError
 from stoker.gateway.api.client_body import EndpointKind, RequestEnvelope
 from stoker.gateway.prefix.conversation_keys import ConversationKeys
@@ -54,8 +56,8 @@ class _ResponsesBody(ResponsesRequest, kw_only=True, forbid_unknown_fields=False
     pass
 
 
-_CHAT_LISTS = {"messages": Message, "tools": Tool}
-_RESPONSES_LISTS = {"input": InputItem, "tools": FlatTool}
+_CHAT_LISTS: dict[str, type[msgspec.Struct]] = {"messages": Message, "tools": Tool}
+_RESPONSES_LISTS: dict[str, type[msgspec.Struct]] = {"input": InputItem, "tools": FlatTool}
 
 
 @dataclass(frozen=True, slots=True)

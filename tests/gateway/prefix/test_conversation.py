@@ -300,6 +300,15 @@ def test_what_the_worker_will_refuse_is_routed_by_its_text(folder: Path, body: d
     makers.close()
 
 
+def test_only_short_bodies_are_tokenized_on_the_event_loop(folder: Path) -> None:
+    makers = PrefixKeyMakers()
+    makers.set_exact("m", TokenPrefixKeys(TokenText.from_files(text_files(folder)), BLOCK))
+    for model, num_chars, is_short in (("m", 7000, True), ("m", 9000, False), ("x", 9000, True), ("x", 1 << 21, False)):
+        given = envelope(EndpointKind.CHAT, chat("s", "x" * num_chars))
+        assert (makers.keys_now(model, given, None) is not None) == is_short
+    makers.close()
+
+
 def test_long_bodies_are_read_in_a_thread_and_too_many_of_them_as_text(folder: Path) -> None:
     makers = PrefixKeyMakers(inline_bytes=1000, threads=FairThreads(num_threads=1, max_waiting=1))
     maker = TokenPrefixKeys(TokenText.from_files(text_files(folder)), BLOCK)
