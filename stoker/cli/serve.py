@@ -158,6 +158,8 @@ async def _make_worker(
         arguments,
         environment=os.environ,
         max_open=server.max_open,
+        silent_s=server.engine_silent_s,
+        step_s=server.step_timeout_s,
         progress=progress,
         listener=reporter,
         spawned=spawned,

@@ -77,6 +77,22 @@ class ServerSettings:
     max_open: int = setting(
         2048, "Maximum sequences open at the same time, running or waiting. More get 503.", flag="--max-open", ge=1
     )
+    engine_silent_s: float = setting(
+        4.5,
+        "An engine process whose heartbeat stops for this time is killed and restarted. Its requests get the error "
+        "engine_died, and a gateway continues them elsewhere.",
+        flag="--engine-silent-s",
+        unit="s",
+        ge=1,
+    )
+    step_timeout_s: float | None = setting(
+        None,
+        "An engine process that needs longer than this for one step is killed and restarted.",
+        flag="--step-timeout-s",
+        unit="s",
+        ge=1,
+        default_text="120 s on a GPU, 900 s on a CPU",
+    )
     drain_s: float = setting(
         3600.0, "Maximum time that running requests get to finish after SIGTERM.", flag="--drain-s", unit="s", ge=0
     )

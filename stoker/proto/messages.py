@@ -122,6 +122,13 @@ class KvEvents(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     events: list[BlocksNamed | BlocksForgotten]
 
 
+class Beat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Sent twice per second by a thread of its own, from the moment the engine is ready."""
+
+    round: int  # counts the rounds of the engine's loop
+    busy: bool  # False: the loop waits for messages
+
+
 class LoadProgress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Progress while the engine starts."""
 
@@ -168,7 +175,7 @@ class Chunks(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 ToEngine = EngineArguments | Add | Cancel | Prefetch | Release | Shutdown
-FromEngine = EngineInfo | EngineStats | LoadProgress | StartFailed | Chunks | KvEvents
+FromEngine = EngineInfo | EngineStats | Beat | LoadProgress | StartFailed | Chunks | KvEvents
 
 
 # ---- between a worker and its gateways

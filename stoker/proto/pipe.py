@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+import threading
 
 import msgspec
 
@@ -29,11 +30,12 @@ def _frame(encoder: msgspec.msgpack.Encoder, message: object) -> bytes:
 
 
 class EngineEnd:
-    """The end in the engine process. One thread calls `receive`, another calls `send`."""
+    """The end in the engine process. One thread calls `receive`; any thread can call `send`."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._reader = sock.makefile("rb", buffering=1 << 16)
+        self._sending = threading.Lock()  # a large frame takes several writes
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
 
@@ -44,7 +46,8 @@ class EngineEnd:
 
     def send(self, message: FromEngine) -> None:
         try:
-            self._socket.sendall(_frame(self._encoder, message))
+            with self._sending:
+                self._socket.sendall(_frame(self._encoder, message))
         except OSError as error:
             raise FrameEnd from error
 

@@ -13,10 +13,12 @@ from typing import Protocol
 import msgspec
 
 from stoker.base import log as logs
+from stoker.base.backoff import BackoffLimits, RestartBackoff
 from stoker.base.errors import ConfigError, EngineDied, ModelFilesError, Overloaded, StokerError
 from stoker.base.ids import RequestId
 from stoker.proto.messages import (
     Add,
+    Beat,
     Cancel,
     Chunks,
     EngineArguments,
@@ -32,11 +34,11 @@ from stoker.proto.messages import (
 from stoker.proto.pipe import FrameEnd, ServerEnd
 from stoker.sched.request import GenerateRequest, TokenChunk
 from stoker.worker.spawn import SpawnedEngine, spawn_engine
+from stoker.worker.watchdog import CHECK_EVERY_S, EngineWatchdog, WatchdogLimits
 
-_FIRST_BACKOFF_S = 0.5
-_MAX_BACKOFF_S = 30.0
-_HEALTHY_S = 60.0  # the restart backoff resets after this uptime
 _STOP_S = 5.0
+# A step on a CPU may be a long chunk of a large model's prompt, which takes minutes on a few cores.
+_GPU_STEP_S, _CPU_STEP_S = 120.0, 900.0
 
 log = logs.EventLog("service")
 Progress = Callable[[str, int, int], None]
@@ -131,16 +133,24 @@ class EngineService:
         *,
         environment: Mapping[str, str],
         max_open: int = 2048,
+        silent_s: float = 4.5,
+        step_s: float | None = None,
         progress: Progress = lambda stage, done, total: None,
         listener: EngineListener | None = None,
         spawned: SpawnedEngine | None = None,
     ) -> None:
-        """`spawned` is an engine process that has been started already. Later ones are started when needed."""
+        """`spawned` is an engine process that has been started already. Later ones are started when needed.
+
+        The engine is killed and restarted if it sends no heartbeat for `silent_s`, or if one step takes longer than `step_s`
+        (None: by its device).
+        """
         self._spawned = spawned
         self._listener = listener or NoListener()
         self._arguments = arguments
         self._environment = environment
         self._max_open = max_open
+        self._silent_s, self._step_s = silent_s, step_s
+        self._backoff = RestartBackoff(BackoffLimits())
         self._progress = progress
         self._streams: dict[RequestId, ChunkStream] = {}
         self._process: subprocess.Popen[bytes] | None = None
@@ -205,26 +215,24 @@ class EngineService:
 
     async def _keep(self) -> None:
         """Pass on the messages of the engine, and restart it when it ends."""
-        backoff_s = _FIRST_BACKOFF_S
         while True:
             started_s = time.monotonic()
-            await self._pump()
+            await self._pump_until_end()
             self.ready, self.stats = False, None
             self._listener.all_blocks_lost()
             self._listener.load_changed()
             num_streams = len(self._streams)
             self._fail_streams("The engine process ended while it worked on this request.")
             log.error("engine_died", exit_code=await self._end_process(), streams=num_streams)
-            if time.monotonic() - started_s > _HEALTHY_S:
-                backoff_s = _FIRST_BACKOFF_S
+            pause_s = self._backoff.pause_s(time.monotonic() - started_s)
             while not self.ready:
-                await asyncio.sleep(backoff_s)
-                backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+                await asyncio.sleep(pause_s)
                 self.num_restarts += 1
                 try:
                     await self._launch()
                 except (StokerError, OSError) as error:
-                    log.error("engine_restart_failed", reason=str(error), next_try_s=backoff_s)
+                    pause_s = self._backoff.pause_s(None)
+                    log.error("engine_restart_failed", reason=str(error), next_try_s=pause_s)
                     await self._end_process()
             log.event("engine_restarted", restarts=self.num_restarts)
 
@@ -262,7 +270,31 @@ class EngineService:
                     self.ready = True
                     return
 
-    async def _pump(self) -> None:
+    async def _pump_until_end(self) -> None:
+        """Pass on messages until the engine ends, or until the watchdog kills it."""
+        step_s = self._step_s or (_CPU_STEP_S if self.info.device == "cpu" else _GPU_STEP_S)
+        watchdog = EngineWatchdog(WatchdogLimits(self._silent_s, step_s), time.monotonic())
+        watching = asyncio.create_task(self._watch(watchdog), name="engine-watchdog")
+        pumping = asyncio.create_task(self._pump(watchdog), name="engine-pump")
+        try:
+            await asyncio.wait({watching, pumping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            watching.cancel()
+            pumping.cancel()
+            results = await asyncio.gather(watching, pumping, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+
+    async def _watch(self, watchdog: EngineWatchdog) -> None:
+        """Kill the engine when the watchdog says so. A process that is stopped can be killed, but not asked to end."""
+        while (reason := watchdog.verdict(time.monotonic())) is None:
+            await asyncio.sleep(CHECK_EVERY_S)
+        assert self._process is not None
+        log.error("engine_hangs", pid=self._process.pid, reason=reason)
+        self._process.kill()
+
+    async def _pump(self, watchdog: EngineWatchdog) -> None:
         assert self._pipe is not None
         # An engine that sends a message which cannot be decoded counts as dead.
         with suppress(FrameEnd, msgspec.DecodeError):
@@ -273,6 +305,8 @@ class EngineService:
                             stream = self._streams.get(chunk.request_id)
                             if stream is not None:
                                 stream.put(chunk)
+                    case Beat() as beat:
+                        watchdog.beat(beat, time.monotonic())
                     case KvEvents() as events:
                         self._listener.blocks_changed(events)
                     case EngineStats() as stats:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from stoker.base.orphans import die_with
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,5 +42,7 @@ def spawn_engine(environment: Mapping[str, str], folder: Path | None = None) -> 
             stdin=subprocess.DEVNULL,
             env={"GOMP_SPINCOUNT": "10000", **environment},
             start_new_session=True,
+            # An engine that runs ends with the pipe. One that is stopped would keep its memory after the server has ended.
+            preexec_fn=die_with(os.getpid()) if sys.platform == "linux" else None,
         )
     return SpawnedEngine(process, ours)

@@ -24,7 +24,11 @@ from worker.real import CHAT, STOKER, children, wait_for
 
 ADMIN_TOKEN = "a-token-for-tests"
 # In float64 the batch does not change sampled tokens, so answers can be compared exactly.
-WORKER_OPTIONS = ("--threads", "1", "--dtype", "float64", "--kv-blocks", "4000", "--served-name", "tiny")
+# Tests stop engines (SIGSTOP) for longer than the watchdog of a worker allows.
+WORKER_OPTIONS = (
+    *("--threads", "1", "--dtype", "float64", "--kv-blocks", "4000", "--served-name", "tiny"),
+    *("--engine-silent-s", "300"),
+)
 LEASE_S = 4.0  # of pairs: leases expire within a test
 # Otherwise a decode worker computes short prompts itself, and longer ones on an idle fleet.
 _ALWAYS_HAND_OFF = "[routing]\nlocal_prefill_tokens = 0\nlocal_prefill_share = 1000.0\n"

@@ -56,7 +56,7 @@ def server(shared: RealServer) -> Iterator[RealServer]:
 @pytest.fixture(scope="module")
 def spares(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RealServer]]:
     logs = tmp_path_factory.mktemp("log")
-    options = (*FAST, "--kv-blocks", "2000")
+    options = (*FAST, "--kv-blocks", "2000", "--engine-silent-s", "300")  # a test stops an engine for a while
     with serving_together(tiny_folder, *((logs / str(number), options) for number in range(3))) as servers:
         yield list(servers)
 
@@ -126,10 +126,26 @@ def test_a_killed_engine_ends_every_request_at_once_and_is_restarted(
     assert server.log.count('"engine_died"') >= 1
 
 
-def test_no_engine_outlives_its_killed_server(own: RealServer) -> None:
+def test_a_stopped_engine_is_killed_and_restarted_like_one_that_died(server: RealServer) -> None:
+    before = server.complete("Hello", max_tokens=20, seed=3, ignore_eos=True).text
+    engine = server.engine_pid
+    stream = server.stream(COMPLETIONS, LONG)
+    wait_for(lambda: len(stream.events) > 5)
+    os.kill(engine, signal.SIGSTOP)
+    stream.wait_end()
+    assert stream.last_error["code"] == "engine_died"
+    wait_for(lambda: not is_alive(engine))
+    wait_for(lambda: server.is_ready, 120)
+    assert server.engine_pid != engine
+    assert server.complete("Hello", max_tokens=20, seed=3, ignore_eos=True).text == before
+    assert server.log.count('"engine_hangs"') == 1
+
+
+def test_no_engine_outlives_its_killed_server_even_if_it_is_stopped(own: RealServer) -> None:
     engine = own.engine_pid
     stream = own.stream(COMPLETIONS, LONG)
     wait_for(lambda: len(stream.events) > 5)
+    os.kill(engine, signal.SIGSTOP)
     own.process.kill()
     wait_for(lambda: not is_alive(engine))
     stream.wait_end()

@@ -17,6 +17,7 @@ from stoker.checkpoint.weight_files import WeightReadAhead
 from stoker.engine.build import BuiltEngine, build_engine, read_hf_config
 from stoker.engine.process.block_log import BlockLog
 from stoker.engine.process.grammars.lazy_grammars import LazyGrammars
+from stoker.engine.process.heartbeat import Heartbeat, LoopProgress
 from stoker.engine.process.idle_tasks import IdleTask, IdleTasks
 from stoker.engine.process.mailbox import GrammarCompiled, Mailbox, MailboxMessage, StoreLookedUp
 from stoker.engine.process.reports import engine_info, engine_stats, log_memory
@@ -56,12 +57,15 @@ class _PendingGrammar:
 class EngineLoop:
     """Passes messages to the engine, steps it, and sends back what it produced."""
 
-    def __init__(self, built: BuiltEngine, blocks: BlockLog, mailbox: Mailbox, pipe: EngineEnd) -> None:
+    def __init__(
+        self, built: BuiltEngine, blocks: BlockLog, mailbox: Mailbox, pipe: EngineEnd, progress: LoopProgress
+    ) -> None:
         self._built = built
         self._engine = built.engine
         self._mailbox = mailbox
         self._pipe = pipe
         self._blocks = blocks
+        self._progress = progress
         self._preparing: dict[RequestId, GenerateRequest] = {}  # waiting for a grammar or for the store, not yet added
         self._pending_grammars: dict[GrammarSpec, _PendingGrammar] = {}
         # The grammars of open requests. A preempted row needs its grammar again, and compiling it would stall all rows.
@@ -83,7 +87,9 @@ class EngineLoop:
             if idle and not waits_for_events:
                 self._send_stats()
             timeout_s = _POLL_EVERY_S if waits_for_events else self._idle_tasks.wait_s
+            self._progress.end()
             messages = self._mailbox.take(wait=idle, timeout_s=timeout_s)
+            self._progress.begin()
             if idle and not waits_for_events and not messages:
                 self._idle_tasks.run_next()
                 continue
@@ -231,6 +237,8 @@ def serve(pipe: EngineEnd, arguments: EngineArguments, ahead: WeightReadAhead, t
         timeline.log_to(log)
     built.store.announce_held_blocks()
     try:
-        EngineLoop(built, blocks, mailbox, pipe).run()
+        progress = LoopProgress()
+        with Heartbeat(pipe, progress):
+            EngineLoop(built, blocks, mailbox, pipe, progress).run()
     finally:
         built.close()

@@ -20,6 +20,7 @@ from stoker.base.ids import RequestId
 from stoker.engine.build import BuiltEngine, build_engine
 from stoker.engine.process.block_log import BlockLog
 from stoker.engine.process.mailbox import GrammarCompiled, Mailbox, MailboxMessage, StoreLookedUp, WakeUp
+from stoker.engine.process.heartbeat import LoopProgress
 from stoker.engine.process.main import EngineLoop
 from stoker.kv.blocks.transfer import KvTicket
 from stoker.kv.store.kv_store import KvStore
@@ -97,7 +98,7 @@ def test_the_ticket_of_a_cancelled_request_is_released(
     released: list[KvTicket] = []
     monkeypatch.setattr(KvStore, "release", lambda store, ticket: released.append(ticket))
     mailbox, pipe = ScriptedMailbox(list(script)), Pipe()
-    EngineLoop(built, BlockLog(), mailbox, pipe).run()  # type: ignore[arg-type]
+    EngineLoop(built, BlockLog(), mailbox, pipe, LoopProgress()).run()  # type: ignore[arg-type]
     assert len(mailbox.asked) == 1
     assert released == [TICKET]
     assert not built.scheduler.has_work
@@ -134,7 +135,7 @@ def test_a_grammar_is_kept_while_its_request_is_open(
     monkeypatch.setattr(built.engine._runner._rows, "_grammars", AllowAll())
     compiled = object()
     mailbox, pipe = ScriptedMailbox([Add(request=ALONE), GrammarCompiled(GRAMMAR, None, compiled), *after]), Pipe()
-    loop = EngineLoop(built, BlockLog(), mailbox, pipe)  # type: ignore[arg-type]
+    loop = EngineLoop(built, BlockLog(), mailbox, pipe, LoopProgress())  # type: ignore[arg-type]
     loop.run()
     assert loop._open_grammars == ({ALONE.request_id: compiled} if is_open else {})
 
@@ -143,7 +144,7 @@ def test_statistics_count_a_request_before_its_chunks_are_sent(built: BuiltEngin
     asked = GenerateRequest(RequestId("counted"), [1, 2, 3, 4], 4, SamplingParams(temperature=0.0), 3)
     mailbox, pipe = ScriptedMailbox([Add(request=asked), StoreLookedUp(asked, 0), *[WakeUp()] * 8]), Pipe()
     generated = built.scheduler.counters.generated_tokens
-    EngineLoop(built, BlockLog(), mailbox, pipe).run()  # type: ignore[arg-type]
+    EngineLoop(built, BlockLog(), mailbox, pipe, LoopProgress()).run()  # type: ignore[arg-type]
     sent_before: list[EngineStats] = []  # the last statistics before each chunk
     for before, message in enumerate(pipe.sent):
         if isinstance(message, Chunks):
@@ -179,7 +180,7 @@ def test_graphs_are_captured_only_while_idle(built: BuiltEngine, monkeypatch: py
         return next(captures)
 
     monkeypatch.setattr(built.engine, "capture_next_graph", capture_next_graph)
-    EngineLoop(built, BlockLog(), mailbox, Pipe()).run()  # type: ignore[arg-type]
+    EngineLoop(built, BlockLog(), mailbox, Pipe(), LoopProgress()).run()  # type: ignore[arg-type]
     assert mailbox.asked == ["capture"] * 3 + ["grammars"]
     # Once idle, one graph after the other. After a message, the engine must be idle again. At the end no task is left.
     assert mailbox.waits == [0.25, 0.25, 0.0, 0.0, 0.25, 2.0, None]
@@ -189,7 +190,7 @@ def test_a_grammar_without_waiting_requests_is_not_compiled(built: BuiltEngine) 
     first, second = request("1", GRAMMAR), request("2", GRAMMAR)
     left = [Cancel(request_id=first.request_id), Cancel(request_id=second.request_id)]
     mailbox = ScriptedMailbox([Add(request=first), Add(request=second), *left, Add(request=first)], compiles=False)
-    EngineLoop(built, BlockLog(), mailbox, Pipe()).run()  # type: ignore[arg-type]
+    EngineLoop(built, BlockLog(), mailbox, Pipe(), LoopProgress()).run()  # type: ignore[arg-type]
     assert mailbox.asked == [GRAMMAR, GRAMMAR]
     assert [one.cancelled() for one in mailbox.compiling] == [True, False]
 
@@ -199,7 +200,7 @@ def test_a_grammar_is_compiled_if_another_request_waits_or_it_has_started(built:
     mailbox = ScriptedMailbox(
         [Add(request=first), Add(request=second), Cancel(request_id=first.request_id)], compiles=False
     )
-    loop = EngineLoop(built, BlockLog(), mailbox, Pipe())  # type: ignore[arg-type]
+    loop = EngineLoop(built, BlockLog(), mailbox, Pipe(), LoopProgress())  # type: ignore[arg-type]
     loop.run()
     assert not mailbox.compiling[0].cancelled()
     mailbox.compiling[0].set_running_or_notify_cancel()
