@@ -18,6 +18,8 @@ class PartInfo(msgspec.Struct, frozen=True, kw_only=True):
     phase: str = ""
     pid: int | None = None
     restarts: int = 0
+    answers: bool = True  # the last health check
+    hangs: int = 0  # how often it was killed because it did not answer
     last_code: int | None = None  # the exit code of the process before
     log: str = ""
 

@@ -111,10 +111,22 @@ class UpConfig:
     )
     offline: bool = setting(False, "Download nothing.", flag="--offline")
     first_pause_s: float = setting(
-        0.5, "Pause before a process that exited is restarted. It doubles with each restart.", unit="s", gt=0
+        0.1, "Pause before a process that exited is restarted. It doubles with each restart.", unit="s", gt=0
     )
-    longest_pause_s: float = setting(30.0, "Maximum pause before a restart.", unit="s", gt=0)
-    healthy_s: float = setting(60.0, "The pause is reset after a process has been ready for this time.", unit="s", gt=0)
+    longest_pause_s: float = setting(
+        30.0,
+        "Maximum pause before a restart. It is 5 s for a process that was ready after its last start.",
+        unit="s",
+        gt=0,
+    )
+    healthy_s: float = setting(10.0, "The pause is reset after a process has been ready for this time.", unit="s", gt=0)
+    silent_s: float = setting(
+        10.0,
+        "A process that was ready and answers no health check for this time is killed and restarted. At most one process "
+        "is killed in a minute, and its limit doubles each time.",
+        unit="s",
+        ge=1,
+    )
     start_s: float = setting(3600.0, "Maximum time until a started process must be ready.", unit="s", gt=0)
     drain_s: float = setting(
         30.0,

@@ -50,6 +50,7 @@ class FleetPart:
     ready_path: str | None  # the part is ready when this path answers 200; None: when it accepts a connection
     stop_s: float
     env: Mapping[str, str] = field(default_factory=dict)
+    health_url: str | None = None  # asked while the part runs; None: it is not asked
 
     @property
     def rule(self) -> PartRule:
@@ -170,12 +171,19 @@ class Planner:
         port = self.ports.take_after(host, gateway_port)
         metrics_port = self.ports.take_after(host, port)
         command = (*self.master, f"--rpc_port={port}", f"--metrics_port={metrics_port}")
-        return FleetPart("mooncake", PartKind.STORE, "store", command, f"{host}:{port}", None, _STORE_STOP_S)
+        health_url = f"http://{join_address(host, metrics_port)}/health"
+        address = join_address(host, port)
+        return FleetPart(
+            "mooncake", PartKind.STORE, "store", command, address, None, _STORE_STOP_S, health_url=health_url
+        )
 
     def _gateway(self, gateway: Listening) -> FleetPart:
         command = (*_STOKER, "gateway", "--config", str(self.paths.gateway_file))
         stop_s = gateway.drain_s + _AFTER_DRAIN_S
-        return FleetPart("gateway", PartKind.GATEWAY, "gateway", command, gateway.url, "/health", stop_s)
+        health_url = f"{gateway.url}/health"
+        return FleetPart(
+            "gateway", PartKind.GATEWAY, "gateway", command, gateway.url, "/health", stop_s, health_url=health_url
+        )
 
     def _workers(self, gateway: Listening, tiers: Mapping[str, Any]) -> list[FleetPart]:
         names = _part_names(self.config.workers)
@@ -196,16 +204,18 @@ class Planner:
                     options |= {"device": f"cuda:{gpu}"}
                     options |= self._gpu_share(workers, gpu, sharers[gpu])
                 drain_s = options["drain_s"]
+                address = f"http://{join_address(local_host(host), port)}"
                 parts.append(
                     FleetPart(
                         name=name,
                         kind=PartKind.WORKER,
                         role=workers.role,
                         command=(*_STOKER, "serve", self.models[workers.model].folder, *self._flags(options)),
-                        address=f"http://{join_address(local_host(host), port)}",
+                        address=address,
                         ready_path="/ready",
                         stop_s=drain_s + _AFTER_DRAIN_S,
                         env=workers.env,
+                        health_url=f"{address}/health",
                     )
                 )
         return parts

@@ -16,11 +16,13 @@ import aiohttp
 import msgspec
 
 from stoker.base.address import split_address
+from stoker.base.backoff import BackoffLimits
 from stoker.base.errors import StokerError
 from stoker.proto.admin_api import ADMIN_FLEET_PATH, decode_worker_list
 from stoker.proto.fleet_state import FleetState, PartInfo
 from stoker.up.config import UpConfig
 from stoker.up.plan import FleetPart, FleetPlan, PartKind
+from stoker.up.probing import ProbePolicy
 from stoker.up.process import PartProcess, rotate_log
 from stoker.up.state import RunDir
 from stoker.up.supervisor import Phase, RestartPolicy, StartPart, StopMode, StopPart, Supervisor, describe_exit
@@ -63,9 +65,9 @@ class SupervisedFleet:
     _started_at: float = field(init=False, default_factory=time.time)
 
     def __post_init__(self) -> None:
-        restart_policy = RestartPolicy(
-            self.up.first_pause_s, self.up.longest_pause_s, self.up.healthy_s, self.up.start_s
-        )
+        up = self.up
+        backoff = BackoffLimits(up.first_pause_s, up.longest_pause_s, healthy_s=up.healthy_s)
+        restart_policy = RestartPolicy(backoff, ProbePolicy(up.silent_s), up.start_s)
         self._parts = {part.name: part for part in self.plan.parts}
         self.supervisor = Supervisor([part.rule for part in self.plan.parts], restart_policy)
 
@@ -124,8 +126,8 @@ class SupervisedFleet:
         self._tasks.create_task(self._live(part, process))
 
     async def _live(self, part: FleetPart, process: PartProcess) -> None:
-        """Wait until the process is ready, and then until it exits."""
-        probe = asyncio.create_task(self._until_ready(part, process))
+        """Probe the process until it is ready, and from then on until it exits."""
+        probe = asyncio.create_task(self._probe(part, process))
         try:
             code = await process.wait()
         finally:
@@ -142,6 +144,24 @@ class SupervisedFleet:
             pause_s = state.timeout_at_s - time.monotonic()
             self.terminal.say(f"{name}: exited {describe_exit(code)}; restarting it in {max(0.0, pause_s):.1f} s")
         self._changed.set()
+
+    async def _probe(self, part: FleetPart, process: PartProcess) -> None:
+        await self._until_ready(part, process)
+        if part.health_url is not None:
+            await self._keep_probing(part.name, part.health_url)
+
+    async def _keep_probing(self, name: str, url: str) -> None:
+        supervisor, policy = self.supervisor, self.supervisor.probes.policy
+        timeout = aiohttp.ClientTimeout(total=policy.answer_s)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            while True:
+                await asyncio.sleep(policy.every_s)
+                asked_s = time.monotonic()
+                was_silent = supervisor.probes.silent_s(name) > 0
+                answered = await _reacts(session, url)
+                supervisor.probed(name, answered=answered, asked_s=asked_s, now=time.monotonic())
+                if was_silent or not answered:
+                    self._changed.set()
 
     async def _until_ready(self, part: FleetPart, process: PartProcess) -> None:
         timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
@@ -198,6 +218,8 @@ class SupervisedFleet:
     def _say_stop(self, name: str, how: StopMode) -> None:
         if self._parts[name].kind is PartKind.GATEWAY and how is StopMode.DRAIN and self._welcomed:
             self.terminal.say("stopping: the gateway finishes running requests; press Ctrl-C again to stop now")
+        elif silent_s := self.supervisor.probes.silent_s(name):
+            self.terminal.say(f"{name}: killed, because it answered no health check for {silent_s:.0f} s")
         elif how is not StopMode.DRAIN:
             self.terminal.say(f"{name}: {'stopping now' if how is StopMode.NOW else 'killed'}")
 
@@ -217,6 +239,8 @@ class SupervisedFleet:
                     phase=known.phase.value,
                     pid=None if process is None else process.pid,
                     restarts=known.restarts,
+                    answers=known.phase is not Phase.READY or self.supervisor.probes.silent_s(name) == 0,
+                    hangs=known.hangs,
                     last_code=known.last_code,
                     log=str(self._log_path(name)),
                 )
@@ -248,3 +272,15 @@ async def _is_ready(session: aiohttp.ClientSession, part: FleetPart) -> bool:
             return answer.status == 200
     except (aiohttp.ClientError, TimeoutError, OSError):
         return False
+
+
+async def _reacts(session: aiohttp.ClientSession, url: str) -> bool:
+    """Return True if the process does anything with a request, even if it refuses it. One that hangs does nothing."""
+    try:
+        async with session.get(url, ssl=False) as answer:
+            await answer.read()
+    except TimeoutError:
+        return False
+    except (aiohttp.ClientError, OSError):
+        return True
+    return True

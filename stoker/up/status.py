@@ -33,6 +33,7 @@ _T = TypeVar("_T")
 
 _ANSWER_S = 3.0
 _GIB = 1 << 30
+_SILENT = "silent"  # it answers no health check of `stoker up`
 _HINTS = {
     401: ": pass its admin token with --admin-token-file",
     404: ": this is not a gateway. Pass a gateway's address, without a path",
@@ -49,6 +50,7 @@ class PartStatus:
     health: str
     pid: int | None = None
     restarts: int | None = None
+    hangs: int | None = None  # restarts because it answered no health check
     last_code: int | None = None
     log: str | None = None
     load: dict[str, Any] = field(default_factory=dict)
@@ -125,7 +127,16 @@ def _of_fleet(fleet: FleetState, known: dict[str, WorkerStatus], gateway: Gatewa
             health = "draining" if gateway.draining else part.phase
         parts.append(
             PartStatus(
-                part.name, part.role, part.address, str(health), part.pid, part.restarts, part.last_code, part.log, load
+                name=part.name,
+                role=part.role,
+                address=part.address,
+                health=str(health) if part.answers else _SILENT,
+                pid=part.pid,
+                restarts=part.restarts,
+                hangs=part.hangs,
+                last_code=part.last_code,
+                log=part.log,
+                load=load,
             )
         )
     return parts
@@ -181,7 +192,7 @@ def format_status(status: FleetStatus) -> str:
             part.health,
             part.address,
             _or_dash(part.pid),
-            _or_dash(part.restarts),
+            _restarts_words(part),
             _load_words(part.load),
         )
         for part in status.parts
@@ -218,6 +229,10 @@ def _load_words(load: dict[str, Any]) -> str:
     if "kv_used" in load:
         words.append(f"KV {100 * load['kv_used']:.0f}%")
     return ", ".join(words) or "-"
+
+
+def _restarts_words(part: PartStatus) -> str:
+    return _or_dash(part.restarts) + (f" ({part.hangs} silent)" if part.hangs else "")
 
 
 def _or_dash(value: int | None) -> str:

@@ -2,7 +2,7 @@
 
 It does no I/O and has no clock: its caller reports what happened and the time, and carries out the actions. Parts (processes)
 start rank by rank. A rank starts when all parts of the ranks before it have been ready once. A part that exits is restarted
-after a pause that doubles each time. A part that exits before it was ever ready stops the whole fleet, because a restart would
+after a pause that doubles each time. A part that no longer answers health checks is killed and restarted. A part that exits before it was ever ready stops the whole fleet, because a restart would
 fail in the same way.
 """
 
@@ -12,6 +12,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
+
+from stoker.base.backoff import BackoffLimits, RestartBackoff
+from stoker.up.probing import ProbeBook, ProbePolicy
 
 
 class Phase(StrEnum):
@@ -45,9 +48,8 @@ class PartRule:
 class RestartPolicy:
     """Pauses and timeouts. The settings of [up] in fleet.toml explain them."""
 
-    first_pause_s: float = 0.5
-    longest_pause_s: float = 30.0
-    healthy_s: float = 60.0  # the restart pause is reset after a part was ready for this time
+    backoff: BackoffLimits = field(default_factory=BackoffLimits)
+    probes: ProbePolicy = field(default_factory=ProbePolicy)
     start_s: float = 3600.0  # maximum time until a started part must be ready
     stop_now_s: float = 10.0  # a part that is stopped with StopMode.NOW is killed after this time
 
@@ -79,12 +81,13 @@ class PartState:
     """The supervisor's view of one part."""
 
     rule: PartRule
+    backoff: RestartBackoff
     phase: Phase = Phase.WAITING
     since_s: float = 0.0  # when the phase began
     timeout_at_s: float = math.inf  # when the phase times out: the part is then restarted or killed
-    pause_s: float = 0.0
     was_ready: bool = False
     restarts: int = 0
+    hangs: int = 0  # how often it was killed because it did not answer
     last_code: int | None = None
     stop_mode: int = 0  # the strongest StopMode that was sent to its process; 0: none
 
@@ -104,10 +107,13 @@ class Supervisor:
     restart_policy: RestartPolicy = field(default_factory=RestartPolicy)
     failure: StartFailure | None = None
     parts: dict[str, PartState] = field(init=False)
+    probes: ProbeBook = field(init=False)
     _stop_mode: int = field(init=False, default=0)  # the StopMode of the whole fleet; 0: it is not being stopped
 
     def __post_init__(self) -> None:
-        self.parts = {rule.name: PartState(rule, pause_s=self.restart_policy.first_pause_s) for rule in self.rules}
+        limits = self.restart_policy.backoff
+        self.parts = {rule.name: PartState(rule, RestartBackoff(limits)) for rule in self.rules}
+        self.probes = ProbeBook(self.restart_policy.probes)
 
     @property
     def stopping(self) -> bool:
@@ -128,6 +134,12 @@ class Supervisor:
         if part.phase is Phase.STARTING:
             part.was_ready = True
             part.enter(Phase.READY, now)
+            self.probes.begin(name, now)
+
+    def probed(self, name: str, *, answered: bool, asked_s: float, now: float) -> None:
+        """Take in a health check of a part that is ready. It began at `asked_s`."""
+        if self.parts[name].phase is Phase.READY:
+            self.probes.record(name, answered=answered, asked_s=asked_s, now=now)
 
     def exited(self, name: str, code: int, now: float) -> None:
         part = self.parts[name]
@@ -138,10 +150,8 @@ class Supervisor:
             part.enter(Phase.STOPPED, now)
             self._give_up(part, f"it exited {describe_exit(code)} before it was ready")
         else:
-            if part.phase is Phase.READY and now - part.since_s >= self.restart_policy.healthy_s:
-                part.pause_s = self.restart_policy.first_pause_s
-            part.enter(Phase.PAUSED, now, part.pause_s)
-            part.pause_s = min(2 * part.pause_s, self.restart_policy.longest_pause_s)
+            ready_s = now - part.since_s if part.phase is Phase.READY else None
+            part.enter(Phase.PAUSED, now, part.backoff.pause_s(ready_s))
 
     def stop(self) -> None:
         """Stop the fleet. The first call drains it in order, the second one stops it now, the third one kills all parts."""
@@ -175,6 +185,9 @@ class Supervisor:
                 if not part.was_ready:
                     self._give_up(part, f"it was not ready after {self.restart_policy.start_s:g} s")
                     return actions
+                actions += self._stop_part(part, StopMode.KILL)
+            if part.phase is Phase.READY and not part.stop_mode and self.probes.take_kill(part.rule.name, now):
+                part.hangs += 1
                 actions += self._stop_part(part, StopMode.KILL)
         late = [part.rule.start_rank for part in self.parts.values() if not part.was_ready]
         for part in self.parts.values():

@@ -288,8 +288,10 @@ class EngineService:
 
     async def _watch(self, watchdog: EngineWatchdog) -> None:
         """Kill the engine when the watchdog says so. A process that is stopped can be killed, but not asked to end."""
-        while (reason := watchdog.verdict(time.monotonic())) is None:
+        reason = None
+        while reason is None:
             await asyncio.sleep(CHECK_EVERY_S)
+            reason = watchdog.verdict(time.monotonic())
         assert self._process is not None
         log.error("engine_hangs", pid=self._process.pid, reason=reason)
         self._process.kill()

@@ -17,7 +17,7 @@ from stoker.cli.serving import listen
 from stoker.up.config import UpConfig
 from stoker.up.plan import FleetPart, FleetPlan, Listening, PartKind
 from stoker.up.run import FleetFailed, SupervisedFleet
-from stoker.up.state import RunDir, open_run_dir
+from stoker.up.state import RunDir, living_fleets, open_run_dir
 from stoker.up.supervisor import Phase
 from stoker.up.terminal import Terminal
 
@@ -39,7 +39,8 @@ def free_port() -> int:
 def part_of(tmp_path: Path, name: str, kind: PartKind, program: str = PART) -> FleetPart:
     port = free_port()
     command = (sys.executable, "-c", program, str(port), str(tmp_path / "ended"))
-    return FleetPart(name, kind, kind.value, command, f"127.0.0.1:{port}", None, stop_s=20.0)
+    address = f"127.0.0.1:{port}"
+    return FleetPart(name, kind, kind.value, command, address, None, stop_s=20.0, health_url=f"http://{address}/")
 
 
 def fleet_of(
@@ -48,7 +49,7 @@ def fleet_of(
     parts = parts or (part_of(tmp_path, "one", PartKind.STORE),)
     return SupervisedFleet(
         plan=FleetPlan(parts, Listening("127.0.0.1", 9), {}, None, (), False),
-        up=UpConfig(first_pause_s=first_pause_s, log_mib=1e-6),
+        up=UpConfig(first_pause_s=first_pause_s, log_mib=1e-6, silent_s=2.0),
         run_dir=run_dir,
         log_dir=tmp_path / "logs",
         admin_token="",
@@ -138,6 +139,24 @@ def test_a_part_that_cannot_start_is_reported_at_once(tmp_path: Path, run_dir: R
 
     with pytest.raises(FleetFailed, match=r"one cannot run: it exited with code 1 before it was ready.*\n +no secret"):
         asyncio.run(life())
+
+
+def test_a_stopped_part_is_killed_and_restarted(
+    tmp_path: Path, run_dir: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def life() -> None:
+        fleet = fleet_of(tmp_path, run_dir, Terminal())
+        state = fleet.supervisor.parts["one"]
+        async with running(fleet):
+            os.kill(fleet._processes["one"].pid, signal.SIGSTOP)
+            await until(
+                lambda: any(not part.answers for one in living_fleets(tmp_path / "fleets") for part in one.parts)
+            )
+            await until(lambda: state.restarts == 1 and state.phase is Phase.READY)
+            assert state.hangs == 1
+
+    asyncio.run(life())
+    assert "one: killed, because it answered no health check for 2 s" in capsys.readouterr().err
 
 
 def test_a_fleet_can_be_stopped_while_its_last_part_waits_for_a_restart(tmp_path: Path, run_dir: RunDir) -> None:

@@ -19,8 +19,8 @@ from stoker.base.errors import InvalidRequest
 from stoker.base.ids import RequestId
 from stoker.engine.build import BuiltEngine, build_engine
 from stoker.engine.process.block_log import BlockLog
-from stoker.engine.process.mailbox import GrammarCompiled, Mailbox, MailboxMessage, StoreLookedUp, WakeUp
 from stoker.engine.process.heartbeat import LoopProgress
+from stoker.engine.process.mailbox import GrammarCompiled, Mailbox, MailboxMessage, StoreLookedUp, WakeUp
 from stoker.engine.process.main import EngineLoop
 from stoker.kv.blocks.transfer import KvTicket
 from stoker.kv.store.kv_store import KvStore
