@@ -29,6 +29,7 @@ from stoker.engine.gpu_steps import _shapes
 from stoker.engine.graphs import StepOutputs, _cost
 from stoker.engine.packed import StepData
 from stoker.engine.process.block_log import BlockLog
+from stoker.engine.process.heartbeat import LoopProgress
 from stoker.engine.process.mailbox import MailboxMessage
 from stoker.engine.process.main import EngineLoop
 from stoker.engine.runner import PendingStep
@@ -150,7 +151,7 @@ def measure(num_rows: int, with_profile: bool) -> Report:
     theirs.close()
     pipe, parts, profile = EngineEnd(ours), Parts(), cProfile.Profile()
     mailbox = ScriptedMailbox(built, make_requests(num_rows), parts)
-    loop = EngineLoop(built, blocks, mailbox, pipe)  # type: ignore[arg-type]
+    loop = EngineLoop(built, blocks, mailbox, pipe, LoopProgress())  # type: ignore[arg-type]
     if not with_profile:
         parts.time("plan", built.scheduler, "plan")
         parts.time("launch", built.engine._runner, "launch")

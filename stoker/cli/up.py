@@ -267,7 +267,7 @@ def _up(args: argparse.Namespace, ports: Ports, terminal: Terminal) -> int:
         run_dir.write(paths.gateway_file.name, toml.dumps(plan.gateway_table))
         log_dir = config.up.log_dir or state_dir / "logs" / str(gateway.port)
         try:
-            log_dir.mkdir(parents=True, exist_ok=True)
+            log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"{log_dir}: {error.strerror}; choose another --log-dir") from error
         for line in footprint_words(config, models, machine):

@@ -135,7 +135,13 @@ class UpConfig:
         gt=0,
     )
     log_mib: float = setting(
-        64.0, "A log file larger than this is renamed to NAME.log.1 when its process starts.", unit="MiB", gt=0
+        64.0,
+        "A log file that has reached this size is renamed to NAME.log.1, and a new one is begun.",
+        unit="MiB",
+        gt=0,
+    )
+    log_files: int = setting(
+        5, "Number of log files that are kept for each process, with the current one.", ge=1, le=1000
     )
 
     def __post_init__(self) -> None:

@@ -23,7 +23,8 @@ from stoker.proto.fleet_state import FleetState, PartInfo
 from stoker.up.config import UpConfig
 from stoker.up.plan import FleetPart, FleetPlan, PartKind
 from stoker.up.probing import ProbePolicy
-from stoker.up.process import PartProcess, rotate_log
+from stoker.up.process import PartProcess
+from stoker.up.rotating_file import RotatingFile
 from stoker.up.state import RunDir
 from stoker.up.supervisor import Phase, RestartPolicy, StartPart, StopMode, StopPart, Supervisor, describe_exit
 from stoker.up.terminal import Terminal
@@ -57,6 +58,7 @@ class SupervisedFleet:
     on_stopped: Callable[[], None]  # called when all parts have exited
     supervisor: Supervisor = field(init=False)
     _parts: dict[str, FleetPart] = field(init=False)
+    _logs: dict[str, RotatingFile] = field(init=False)
     _processes: dict[str, PartProcess] = field(init=False, default_factory=dict)
     _tasks: asyncio.TaskGroup = field(init=False)
     _changed: asyncio.Event = field(init=False, default_factory=asyncio.Event)
@@ -69,6 +71,8 @@ class SupervisedFleet:
         backoff = BackoffLimits(up.first_pause_s, up.longest_pause_s, healthy_s=up.healthy_s)
         restart_policy = RestartPolicy(backoff, ProbePolicy(up.silent_s), up.start_s)
         self._parts = {part.name: part for part in self.plan.parts}
+        max_bytes, max_files = up.log_mib * (1 << 20), up.log_files
+        self._logs = {name: RotatingFile(self._log_path(name), max_bytes, max_files) for name in self._parts}
         self.supervisor = Supervisor([part.rule for part in self.plan.parts], restart_policy)
 
     async def run(self) -> int:
@@ -84,6 +88,8 @@ class SupervisedFleet:
         finally:
             for process in self._processes.values():
                 process.stop(StopMode.KILL)
+            for log in self._logs.values():
+                log.close()
             self.on_stopped()
         self.terminal.say("all processes have exited")
         if (failure := self.supervisor.failure) is not None:
@@ -112,16 +118,17 @@ class SupervisedFleet:
     # ---- parts
 
     async def _start(self, part: FleetPart) -> None:
-        log_path = self._log_path(part.name)
         restarts = self.supervisor.parts[part.name].restarts
         self.terminal.say(f"{part.name}: {'restarting' if restarts else 'starting'}")
         try:
-            rotate_log(log_path, self.up.log_mib * (1 << 20))
-            process = await PartProcess.start(part.command, {**self.environment, **part.env}, log_path)
+            environment = {**self.environment, **part.env}
+            process = await PartProcess.start(part.command, environment, self._logs[part.name])
         except OSError as error:
             self._last_lines[part.name] = [f"{error.filename or part.command[0]}: {error.strerror}"]
             self._exited(part.name, _CANNOT_RUN)
             return
+        if (problem := self._logs[part.name].problem) is not None:
+            self.terminal.say(f"{problem}; log lines are lost until this is repaired")
         self._processes[part.name] = process
         self._tasks.create_task(self._live(part, process))
 

@@ -52,7 +52,8 @@ class RunDir:
     def write_state(self, state: FleetState) -> None:
         """Replace state.json atomically."""
         new = self.path / f".{_STATE}"
-        new.write_bytes(encode_fleet_state(state))
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(encode_fleet_state(state))
         new.replace(self.path / _STATE)
 
     def remove(self) -> None:

@@ -2,8 +2,8 @@
 
 It does no I/O and has no clock: its caller reports what happened and the time, and carries out the actions. Parts (processes)
 start rank by rank. A rank starts when all parts of the ranks before it have been ready once. A part that exits is restarted
-after a pause that doubles each time. A part that no longer answers health checks is killed and restarted. A part that exits before it was ever ready stops the whole fleet, because a restart would
-fail in the same way.
+after a pause that doubles each time. A part that no longer answers health checks is killed and restarted. A part that exits
+before it was ever ready stops the whole fleet, because a restart would fail in the same way.
 """
 
 from __future__ import annotations

@@ -54,7 +54,8 @@ VICTIMS = ("worker", "engine")
 @pytest.fixture(scope="module")
 def fleet(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealFleet]:
     # One row per worker, so a second request is queued.
-    with real_fleet(tiny_folder, tmp_path_factory.mktemp("fleet"), worker_options=("--max-rows", "3")) as fleet:
+    options = ("--max-rows", "3", "--engine-silent-s", "4.5")
+    with real_fleet(tiny_folder, tmp_path_factory.mktemp("fleet"), worker_options=options) as fleet:
         yield fleet
     assert "Traceback" not in (fleet.gateway.log_path).read_text()
 
@@ -115,6 +116,19 @@ def test_a_dead_worker_changes_no_answer(fleet: RealFleet, victim: str, stage: s
     for one in crowd:
         one.wait()
         assert one.said[0][0]["finish"] == "length"
+    nothing_left(fleet)
+
+
+def test_a_stopped_engine_changes_no_answer(fleet: RealFleet) -> None:
+    """It neither ends nor closes its connection: only the heartbeat notices it."""
+    fleet.heal()
+    body = body_of("stream", "mid_stream")
+    undisturbed = fleet.direct(body)
+    undisturbed.wait()
+    exchange, worker = ask(fleet, body, lambda exchange: at_stage(fleet, exchange, "mid_stream"))
+    with worker.stopped(engine=True):
+        exchange.wait()
+    assert exchange.said == undisturbed.said
     nothing_left(fleet)
 
 

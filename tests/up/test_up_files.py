@@ -19,7 +19,6 @@ from stoker.cli.serving import listen
 from stoker.proto.fleet_state import FleetState, PartInfo
 from stoker.proto.tier_metrics import read_tier_metrics
 from stoker.up.ports import ReservedPorts
-from stoker.up.process import LogReader, rotate_log
 from stoker.up.state import abandoned_fleets, living_fleets, open_run_dir
 from stoker.up.status import FleetStatus, PartStatus, format_status
 
@@ -51,6 +50,7 @@ def test_a_run_folder_is_private_and_found_until_it_is_removed(tmp_path: Path) -
     assert list(living_fleets(tmp_path / "fleets")) == []  # nothing is known of it yet
     ours.write_state(STATE)
     secret = ours.write_secret("secret")
+    assert stat.S_IMODE((ours.path / "state.json").stat().st_mode) == 0o600
     assert stat.S_IMODE(ours.path.stat().st_mode) == 0o700
     assert stat.S_IMODE(secret.stat().st_mode) == 0o600
     assert len(secret.read_text()) > 30
@@ -159,36 +159,6 @@ def test_a_reserved_port_is_usable_only_by_its_own_part() -> None:
         listen("a..b", 0)
     ports.close()
     others.close()
-
-
-def test_progress_lines_are_shown_but_events_and_tracebacks_are_not(tmp_path: Path) -> None:
-    log = tmp_path / "x.log"
-    log.write_text("of an earlier process\n")
-    reader = LogReader(log)
-    with log.open("a") as file:
-        file.write('loading weights\n{"event": "x"}\nhalf a li')
-        file.flush()
-        assert reader.new_lines() == ["loading weights"]
-        file.write("ne\nTraceback (most recent call last):\n  File\nOops: no\n")
-    assert reader.new_lines() == ["half a line"]
-    assert reader.last_lines(2) == ["  File", "Oops: no"]
-    assert "of an earlier process" not in reader.last_lines(100)
-
-
-def test_a_large_log_is_rotated_and_three_are_kept(tmp_path: Path) -> None:
-    log = tmp_path / "x.log"
-    rotate_log(log, 3)
-    for number in range(6):
-        log.write_text(f"log {number}")
-        rotate_log(log, 100)
-        assert log.exists()
-        rotate_log(log, 3)
-        assert not log.exists()
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
-        "x.log.1": "log 5",
-        "x.log.2": "log 4",
-        "x.log.3": "log 3",
-    }
 
 
 class Stranger(BaseHTTPRequestHandler):

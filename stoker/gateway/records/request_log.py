@@ -6,15 +6,18 @@ lines are dropped and counted: unlike the ledger, a log may have gaps, but it mu
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
 from stoker.base.log import EventLog
+from stoker.base.log_lines import MAX_LINE_BYTES, log_line
+from stoker.base.log_output import line_groups
 from stoker.gateway.records.usage_row import UsageRow
 
 _FLUSH_S = 0.25
@@ -63,13 +66,17 @@ class RequestLog:
             stopping = self._stop.wait(_FLUSH_S)
             while self._rows:
                 batch = [self._rows.popleft() for _ in range(min(len(self._rows), 1000))]
-                try:
-                    self._write(b"".join(map(lines.line, batch)))
-                except (OSError, ValueError):  # full disk or closed stderr: the lines are lost, the thread continues
-                    self.dropped += len(batch)
+                self._write_lines(map(lines.line, batch))
             if self.dropped != reported:
                 log.warning("request_lines_dropped", lines=self.dropped - reported)
                 reported = self.dropped
+
+    def _write_lines(self, lines: Iterable[bytes]) -> None:
+        for group in line_groups(lines):
+            try:
+                self._write(group)
+            except (OSError, ValueError):  # full disk or closed stderr: the lines are lost, the thread continues
+                self.dropped += group.count(b"\n")
 
 
 class LineFormatter:
@@ -87,10 +94,14 @@ class LineFormatter:
             self._second, self._stamp = second, time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second)).encode()
         level = b"info" if row.status < 500 else b"warning"
         fields = (self._stamp, int((end_s - second) * 1000), level, self._encode(row)[1:])
-        return b'{"time":"%b.%03dZ","level":"%b","part":"gateway","event":"request",%b\n' % fields
+        line = b'{"time":"%b.%03dZ","level":"%b","part":"gateway","event":"request",%b\n' % fields
+        if len(line) <= MAX_LINE_BYTES and line.isascii() and b"\x7f" not in line:
+            return line
+        return log_line(msgspec.json.decode(line))
 
 
 def _to_stderr(lines: bytes) -> None:
+    """Write whole lines. This may wait for the reader of a pipe, which holds up only the request log's own thread."""
     sys.stderr.flush()  # keep the order with lines that were written as text
-    sys.stderr.buffer.write(lines)
-    sys.stderr.buffer.flush()
+    while lines:
+        lines = lines[os.write(sys.stderr.fileno(), lines) :]

@@ -6,8 +6,10 @@ import errno
 import json
 import threading
 
+import msgspec
 from waiting import LONG_S
 
+from stoker.base.log_lines import MAX_LINE_BYTES
 from stoker.gateway.records.request_log import NoRequestLog, RequestLog
 from stoker.gateway.records.usage_row import UsageRow
 
@@ -58,6 +60,19 @@ def test_a_disk_that_was_full_costs_the_lines_of_that_time_and_no_others() -> No
     requests.close()
     assert len(b"".join(written).splitlines()) == 1
     assert requests.dropped == 1
+
+
+def test_a_client_can_neither_forge_nor_fill_the_log() -> None:
+    written: list[bytes] = []
+    requests = RequestLog(written.append)
+    for text in ('x\n{"event": "forged"}\u2028\u0085\x7f\x1b[2J', "m" * 1_000_000, "\U0001f600" * 100_000):
+        requests.record(msgspec.structs.replace(ROW, model=text, session=text))
+    requests.close()
+    lines = b"".join(written).decode("ascii").splitlines()
+    assert [json.loads(line)["event"] for line in lines] == ["request"] * 3
+    assert all(len(line) < MAX_LINE_BYTES for line in lines)
+    assert not any("\x7f" in line for line in lines)
+    assert all(group.endswith(b"\n") and len(group) <= MAX_LINE_BYTES for group in written)
 
 
 def test_off() -> None:
