@@ -57,6 +57,7 @@ def test_every_flag_becomes_its_setting() -> None:
             "1.5",
         ),
         *("--tool-format", "t", "--reasoning-format", "none", "--max-body-mib", "1.5", "--max-open", "3"),
+        *("--engine-silent-s", "2.5", "--step-timeout-s", "60"),
         *("--drain-s", "0", "--cache-dir", "/c", "--offline", "--log-level", "debug", "--timeline"),
         *("--gateway", "http://a,http://b", "--gateway", "http://c", "--advertise", "http://d"),
         *("--secret-file", "/s", "--events-port", "65534", "--no-events"),
@@ -69,7 +70,7 @@ def test_every_flag_becomes_its_setting() -> None:
         EndpointSettings("::", 9, "decode", ("a", "b")),
         engine,
         TextSettings("t", "none"),
-        ServerSettings(1.5, 3, 0, Path("/c"), True, "debug", True),
+        ServerSettings(1.5, 3, 2.5, 60.0, 0, Path("/c"), True, "debug", True),
         MembershipSettings(gateways, "http://d", Path("/s"), 65534, True),
     )
     network = for_network(engine, "h", "sesame")
