@@ -148,7 +148,7 @@ class Gateway:
 
     async def _run(self, exchange: Exchange) -> None:
         parts, request = self._parts, exchange.request
-        caller = exchange.caller = parts.keys.authenticate(request)
+        caller = exchange.caller = request.caller  # FrontGate has authenticated it
         admitted = parts.admission.claim(caller)
         try:
             call = await self._prepare(exchange, caller)
