@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol, cast
 
-from stoker.gateway.http.body_budget import BodyBudget
+from stoker.gateway.http.body_budget import PUBLIC, BodyBudget
 from stoker.gateway.http.errors import BadMessage, error_body
 from stoker.gateway.http.gate import BodyGrant, HeadRefusal, RequestGate
 from stoker.gateway.http.half_closed import HalfClosedProbe
@@ -325,7 +325,7 @@ class ClientConnection(asyncio.Protocol):
     def _hand_over_whole(self, head: RequestHead, data: bytes, grant: BodyGrant) -> None:
         """Pass on a request whose body arrived together with its head."""
         account = grant.account or self.group
-        if grant.is_public:
+        if account == PUBLIC:
             # Not counted, because the answer does not wait for anything. So a worker can register while others hold all
             # that clients without credentials may.
             self._hand_over(head, data, grant)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stoker.gateway.http.body_budget import PUBLIC
 from stoker.gateway.http.head import RequestHead
 
 
@@ -17,11 +16,6 @@ class BodyGrant:
     max_body_bytes: int
     caller: Any = None  # the authenticated caller; opaque here, and passed on as `HttpRequest.caller`
     account: str | None = None  # whose share of the body budget is used. None: the share of the client's address
-
-    @property
-    def is_public(self) -> bool:
-        """Return True if the client has shown no credentials for this request."""
-        return self.account == PUBLIC
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,8 @@
 """The gateway's URL routes, the steps of a generating request, and the one place where errors become responses.
 
-    authenticate -> limits of the key -> envelope -> session, prefix keys -> admission -> proxy (route, legs, retries, resume)
+    limits of the key -> envelope -> session, prefix keys -> admission -> proxy (route, legs, retries, resume)
+
+The request was authenticated when its head arrived (`front_gate.py`).
 
 A request above its key's limits is refused before its body is parsed. However a generating request ends, its admission slot
 is returned and its one usage row is written.
