@@ -40,6 +40,9 @@ MAX_CHOICES = 4096  # of `n`, and of the prompts of one completion
 _NameText = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 _NumChoices = Annotated[int, Meta(le=MAX_CHOICES)]
 
+_MAX_NAME_BYTES = 12 * MAX_NAME_CHARS + 2  # in JSON: a character can be two escapes of six bytes
+_LARGE_BYTES = 1 << 20  # the names of a larger body are measured before they are decoded
+
 _SLICE_BYTES = 64 << 10
 _NOT_ASCII = re.compile(rb"[\x80-\xff]")
 _PROMPT_LIST = re.compile(rb'\[[ \t\r\n]*(["\[])')
@@ -127,6 +130,16 @@ class RequestEnvelope(msgspec.Struct, kw_only=True):
         return isinstance(options, StreamOptions) and bool(options.include_usage)
 
 
+class _RawNames(msgspec.Struct):
+    """The texts of `RequestEnvelope` whose length is limited, as JSON."""
+
+    model: Raw | UnsetType = UNSET
+    user: Raw | UnsetType = UNSET
+    prompt_cache_key: Raw | UnsetType = UNSET
+    session_id: Raw | UnsetType = UNSET
+    cache_salt: Raw | UnsetType = UNSET
+
+
 _internal_values = attrgetter(*INTERNAL_FIELDS)
 _NO_INTERNALS = (UNSET,) * len(INTERNAL_FIELDS)
 
@@ -137,6 +150,8 @@ def parse(kind: EndpointKind, body: bytes) -> RequestEnvelope:
     Raises InvalidRequest if it is not JSON, a field has the wrong type or length, or it has a field that clients may not send.
     """
     check_utf8(body)
+    if len(body) > _LARGE_BYTES:
+        _check_names(body)
     envelope = decode(RequestEnvelope, body)
     envelope.kind = kind
     envelope.raw = body
@@ -166,6 +181,16 @@ def check_utf8(body: bytes) -> None:
         decoder.decode(b"", final=True)
     except UnicodeDecodeError:
         raise InvalidRequest("The request body is not valid UTF-8.", code="invalid_json") from None
+
+
+def _check_names(body: bytes) -> None:
+    """Refuse a name that is far too long without decoding it: as text it can take four times the memory of its bytes."""
+    names = decode(_RawNames, body)
+    for name in _RawNames.__struct_fields__:
+        value = getattr(names, name)
+        if value is not UNSET and memoryview(value).nbytes > _MAX_NAME_BYTES:
+            message = f"Invalid value for '{name}': expected `str` of length <= {MAX_NAME_CHARS}."
+            raise InvalidRequest(message, param=name, code="invalid_value")
 
 
 def _num_prompts(prompt: memoryview) -> int:

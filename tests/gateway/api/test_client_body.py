@@ -114,6 +114,24 @@ def test_a_field_may_be_given_twice_or_be_as_long_as_allowed() -> None:
     assert (envelope.user, envelope.n) == ("x" * 512, 2)
 
 
+@pytest.mark.parametrize("name", ["model", "user", "prompt_cache_key", "session_id", "cache_salt"])
+def test_a_huge_name_is_refused_without_decoding_it(name: str) -> None:
+    body = f'{{"model":"m","messages":[],"{name}":"'.encode() + b"x" * (8 << 20) + "\U0001f600".encode() + b'"}'
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequest, match="512") as refused:
+            parse(EndpointKind.CHAT, body)
+        assert refused.value.param == name
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_large_body_with_ordinary_names_is_read() -> None:
+    body = b'{"model":"m","user":"%b","messages":"%b"}' % (rb"\ud83d\ude00" * 512, b"x" * (2 << 20))
+    assert parse(EndpointKind.CHAT, body).user == "\U0001f600" * 512
+
+
 @pytest.mark.parametrize("prompt", [b'["",%b""]' % (b'"",' * 1_000_000), b"[[],%b[]]" % (b"[]," * 1_000_000)])
 def test_counting_many_prompts_takes_no_memory(prompt: bytes) -> None:
     envelope = parse(EndpointKind.COMPLETIONS, b'{"prompt":%b}' % prompt)
