@@ -1,7 +1,7 @@
 """The budget for request bodies: how many bytes the server holds in total, and how many of them each account holds.
 
-A body counts from the moment it is announced (content-length) or received (chunked) until its request has ended. Nothing
-waits for the budget: a body that does not fit is refused, so that the others can always finish.
+A body counts from the moment its bytes arrive until its request has ended. Nothing waits for the budget: a body that does
+not fit is refused, which returns its bytes, so that the others can finish.
 """
 
 from __future__ import annotations
@@ -23,10 +23,16 @@ class BodyBudget:
         self._public_bytes = total_bytes // _PUBLIC_SHARE
         self._held: dict[str, int] = {}  # by account; accounts that hold nothing are removed
 
+    def fits(self, account: str, num_bytes: int) -> bool:
+        """Return True if a body of this length could be held now. Nothing is counted yet."""
+        if not self.take(account, num_bytes):
+            return False
+        self.give_back(account, num_bytes)
+        return True
+
     def take(self, account: str, num_bytes: int) -> bool:
-        """Reserve bytes for a body, or return False if the budget or the account's share is used up."""
-        held = self._held.get(account, 0) + num_bytes
-        total = self.held_bytes + num_bytes
+        """Count bytes of a body, or return False if they do not fit."""
+        held, total = self._held.get(account, 0) + num_bytes, self.held_bytes + num_bytes
         if total > self._total_bytes or held > (self._public_bytes if account == PUBLIC else self._account_bytes):
             return False
         self._held[account] = held

@@ -14,7 +14,7 @@ _TURN_FRAMING_BYTES = (
     4 << 10
 )  # chunk framing parsed in one turn of the event loop: about 800 chunks, or half a millisecond
 _FREE_FRAMING_BYTES = 8 << 10  # chunk framing that any body may have; beyond it, framing may be half of the payload
-_STEP_BYTES = 64 << 10  # a chunked body reserves its part of the budget in these steps
+_STEP_BYTES = 64 << 10  # a body takes its part of the budget in these steps, as it arrives
 
 TOO_MANY_BYTES = "the gateway holds too many bytes of request bodies, of this client or of all; retry later"
 
@@ -57,7 +57,8 @@ class RequestBody:
         self._left = max(length, 0)
         if self._left > self._max_bytes:
             raise BadMessage(413, f"the request body has {length} bytes; at most {self._max_bytes} are allowed here")
-        self._hold(self._left)
+        if not budget.fits(account, self._left):
+            raise BadMessage(503, TOO_MANY_BYTES)
 
     def feed(self, data: bytes) -> None:
         if self._reader is not None:
@@ -68,6 +69,8 @@ class RequestBody:
             self.rest = data[left:]
             data = data[:left]
         self._left = left - len(data)
+        self._received += len(data)
+        self._hold_received(self._received + self._left)
         self._keep(data)
         self.done = self._left == 0
 
@@ -116,13 +119,15 @@ class RequestBody:
                 f"{self._framing_bytes} bytes of chunk framing for {self._received} bytes of body;"
                 " send larger chunks, of at least 16 bytes on average",
             )
-        if self._received > self.num_held:
-            self._hold(min(self._max_bytes, self._received + _STEP_BYTES) - self.num_held)
+        self._hold_received(self._max_bytes)
 
-    def _hold(self, num_bytes: int) -> None:
-        if num_bytes and not self._budget.take(self.account, num_bytes):
-            raise BadMessage(503, TOO_MANY_BYTES)
-        self.num_held += num_bytes
+    def _hold_received(self, max_bytes: int) -> None:
+        """Take as much of the budget as has arrived, and a little more. The body will have at most `max_bytes`."""
+        if self._received > self.num_held:
+            num_bytes = min(max_bytes, self._received + _STEP_BYTES) - self.num_held
+            if not self._budget.take(self.account, num_bytes):
+                raise BadMessage(503, TOO_MANY_BYTES)
+            self.num_held += num_bytes
 
     def _keep(self, data: bytes) -> None:
         pieces = self._pieces

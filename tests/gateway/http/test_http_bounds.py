@@ -100,7 +100,10 @@ def test_bodies_beyond_the_budget_are_refused_and_every_byte_is_returned(run: Ru
 
         async with gated(handler, max_held_bytes=4 * MIB) as (server, bad), contextlib.AsyncExitStack() as stack:
             slow, served, chunky, other = [await stack.enter_async_context(peer(server.port)) for _ in range(4)]
-            slow.send(post(MIB))  # its body never arrives
+            announced = await stack.enter_async_context(peer(server.port))
+            announced.send(post(2 * MIB))  # no byte of it arrives, so it holds nothing
+            await until(lambda: any(one._body is not None for one in server._connections))
+            slow.send(post(MIB) + bytes(MIB - 1))  # the last byte never arrives
             served.send(post(MIB - 5) + bytes(MIB - 5))
             await until(lambda: server.bodies.held_bytes == 2 * MIB - 5)
             refused = await ask(server.port, post(6) + bytes(6))
@@ -138,7 +141,7 @@ def test_clients_without_credentials_share_a_small_part_of_the_budget() -> None:
 def test_a_registration_passes_while_others_hold_all_that_the_public_may(run: Run) -> None:
     async def main() -> None:
         async with gated(max_held_bytes=16_000) as (server, _), peer(server.port) as client:
-            client.send(b"POST /x HTTP/1.1\r\nhost: a\r\ncontent-length: 1000\r\n\r\n")
+            client.send(b"POST /x HTTP/1.1\r\nhost: a\r\ncontent-length: 1000\r\n\r\n" + bytes(999))
             await until(lambda: server.bodies.held_bytes == 1000)
             assert (await ask(server.port, b"POST /x HTTP/1.1\r\nhost: a\r\ncontent-length: 5\r\n\r\nhello"))[0] == 200
 

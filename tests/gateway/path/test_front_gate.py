@@ -12,6 +12,7 @@ from waiting import LONG_S, until
 from world import World
 
 from stoker.gateway.config import KeySettings
+from stoker.gateway.http import Server, ServerLimits
 
 KEYS = [
     KeySettings(name=name, tenant=name, sha256=hashlib.sha256(name.encode()).hexdigest()) for name in ("one", "two")
@@ -73,20 +74,20 @@ def test_paths_without_a_key_take_only_small_bodies(path: str) -> None:
 
 def test_a_tenant_that_holds_its_share_of_the_budget_does_not_block_another() -> None:
     async def main() -> None:
-        async with World(keys=KEYS) as world:
+        world = World(keys=KEYS)
+        limits = ServerLimits(max_held_bytes=2 << 20)
+        world.server = Server(world.gateway.handle, limits, on_bad=world.gateway.count_bad_request, gate=world.gate)
+        async with world:
             await world.add("a", answers(ANSWER))
-            slow = []
-            for _ in range(8):  # eight bodies of 64 MiB are announced, and none is sent
-                slow.append(await asyncio.open_connection("127.0.0.1", world.server.port))
-                slow[-1][1].write(head("/v1/chat/completions", 64 << 20, b"x-api-key: one\r\n"))
-            await until(lambda: world.server.bodies.held_bytes == 512 << 20)
+            _, slow = await asyncio.open_connection("127.0.0.1", world.server.port)
+            slow.write(head("/v1/chat/completions", 1 << 20, b"x-api-key: one\r\n") + bytes((1 << 20) - 1))
+            await until(lambda: world.server.bodies.held_bytes == 1 << 20)
             mine = head("/v1/chat/completions", len(BODY), b"x-api-key: one\r\n") + BODY
             status, headers, _ = await answer_to(world, mine)
             assert (status, headers["retry-after"]) == (503, "1")
             assert (await answer_to(world, mine.replace(b": one", b": two")))[0] == 200
             assert (await world.settled()).tenant == "two"
-            for _, writer in slow:
-                writer.close()
+            slow.close()
             await until(lambda: world.server.bodies.held_bytes == 0)
 
     asyncio.run(main())
