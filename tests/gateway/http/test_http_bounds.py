@@ -61,7 +61,7 @@ def test_a_refusal_comes_before_the_body(run: Run, more: bytes) -> None:
             assert (status, body) == (401, b"no")
             assert headers[b"www-authenticate"] == b"Bearer"
             assert headers[b"connection"] == b"close"
-            client.send(bytes(8 * MIB))
+            client.send(b"0\r\n\r\n" + GET + bytes(8 * MIB))  # nothing behind the refused head is a request
             (connection,) = server._connections
             await until(lambda: connection._read_paused)  # some bytes were dropped, the others are not read
             assert connection._body is None

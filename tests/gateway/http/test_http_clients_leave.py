@@ -216,16 +216,18 @@ def test_a_stalled_reader_of_a_finished_answer_is_cut_too(run: Run) -> None:
 
 
 POST = b"POST /x HTTP/1.1\r\nhost: a\r\ncontent-length: 99999\r\n\r\n"
+CHUNKED = b"POST /x HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 @pytest.mark.parametrize(
     ("limits", "first", "then", "what"),
     [
         (ServerLimits(head_s=0.2), b"GET /x", b"a", "head"),
+        (ServerLimits(body_s=0.2), CHUNKED, b"1\r\nx\r\n", "body was not"),
         (ServerLimits(body_idle_s=0.2), POST, b"", "no byte of the request body"),
         (ServerLimits(body_s=0.2), POST, b"a", "body was not"),
     ],
-    ids=["head", "idle body", "body"],
+    ids=["head", "chunks", "idle body", "body"],
 )
 def test_slow_requests_are_a_408(run: Run, limits: ServerLimits, first: bytes, then: bytes, what: str) -> None:
     async def main() -> None:
