@@ -212,7 +212,7 @@ def test_secrets_come_from_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("listen", "message"),
     [
-        ({"max_bodies_mib": 100.0}, "max_bodies_mib=100 is smaller than twice"),
+        ({"max_bodies_mib": 50.0}, "max_bodies_mib=50 is smaller than twice"),
         ({"trusted_addresses": ["10.0.0.0/33"]}, "trusted_addresses: '10.0.0.0/33'"),
         ({"max_connections_per_address": 0}, "max_connections_per_address"),
         ({"max_public_body_kib": 0}, "max_public_body_kib"),
