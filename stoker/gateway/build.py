@@ -30,6 +30,7 @@ from stoker.gateway.http import Server, ServerLimits
 from stoker.gateway.membership import Membership
 from stoker.gateway.path.app import Gateway, GatewayParts
 from stoker.gateway.path.drain_state import GatewayState
+from stoker.gateway.path.front_gate import FrontGate
 from stoker.gateway.path.handoff_hints import HandoffHints
 from stoker.gateway.path.proxy import Proxy
 from stoker.gateway.path.services import CleanupTasks, ProxyServices
@@ -169,7 +170,14 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
             clock=clock,
         )
     )
-    server = Server(gateway.handle, _server_limits(config.listen), on_bad=gateway.count_bad_request)
+    limits = _server_limits(config.listen)
+    gate = FrontGate(
+        keys,
+        metrics,
+        max_body_bytes=limits.max_body_bytes,
+        max_public_body_bytes=int(config.listen.max_public_body_kib * (1 << 10)),
+    )
+    server = Server(gateway.handle, limits, on_bad=gateway.count_bad_request, gate=gate)
     add_gauges(metrics, fleet, load_book, indexes, admission, meter, server, state)
     return GatewayServer(config, server, state, fleet, membership, proxy, key_makers, meter, request_log, tracing, tls)
 
@@ -215,7 +223,13 @@ def _status(
 
 
 def _server_limits(listen: ListenSettings) -> ServerLimits:
-    return ServerLimits(max_body_bytes=int(listen.max_body_mib * (1 << 20)), max_connections=listen.max_connections)
+    return ServerLimits(
+        max_body_bytes=int(listen.max_body_mib * (1 << 20)),
+        max_held_bytes=int(listen.held_body_mib * (1 << 20)),
+        max_connections=listen.max_connections,
+        max_connections_per_address=listen.connections_per_address,
+        trusted_addresses=listen.trusted_addresses,
+    )
 
 
 def _refusal(state: GatewayState, meter: Meter | NoMeter) -> Overloaded | None:

@@ -14,6 +14,7 @@ from stoker.base import log
 from stoker.base.errors import ConfigError
 from stoker.base.settings import check_settings, from_table, merged, put, read_toml, required, setting
 from stoker.fleet.spec import WorkerSpec
+from stoker.gateway.http import network_of
 from stoker.gateway.worker_option import WorkerSettings, worker_spec
 from stoker.routing.settings import RouterSettings
 
@@ -46,6 +47,32 @@ class ListenSettings:
         "Maximum client connections. The limit of open files is raised to two per connection, as far as `ulimit -Hn` allows.",
         ge=1,
     )
+    max_bodies_mib: float | None = setting(
+        None,
+        "Maximum size of all request bodies that are being received or served. One tenant may use half of it, or without API"
+        " keys one client address. Requests beyond it get 503. Copies for workers can take as much memory again.",
+        unit="MiB",
+        gt=0,
+        default_text="1024, or 4 times max_body_mib if that is more",
+    )
+    max_public_body_kib: float = setting(
+        64.0,
+        "Maximum size of a request body on paths that need no API key or check another secret, such as /admin/*.",
+        unit="KiB",
+        gt=0,
+    )
+    max_connections_per_address: int | None = setting(
+        None,
+        "Maximum connections from one client address, or from one /64 network of IPv6. Connections beyond it get 429. There"
+        " is no such limit for loopback and trusted_addresses.",
+        ge=1,
+        default_text="a quarter of max_connections",
+    )
+    trusted_addresses: tuple[str, ...] = setting(
+        (),
+        "Addresses and networks, such as 10.0.0.0/8, that may open any number of connections. List the load balancers in"
+        " front of the gateway here.",
+    )
     drain_s: float = setting(
         3600.0, "Maximum time that running requests get to finish after SIGTERM.", flag="--drain-s", unit="s", gt=0
     )
@@ -56,6 +83,28 @@ class ListenSettings:
             raise ConfigError(
                 "listen.tls_cert (--tls-cert) and listen.tls_key (--tls-key): TLS needs both, and only one is given"
             )
+        if self.held_body_mib < 2 * self.max_body_mib:
+            raise ConfigError(
+                f"listen.max_bodies_mib={self.max_bodies_mib:g} is smaller than twice listen.max_body_mib"
+                f" ({self.max_body_mib:g}); one tenant may use half of it, so a body of that size would never fit"
+            )
+        for text in self.trusted_addresses:
+            try:
+                network_of(text)
+            except ValueError as error:
+                raise ConfigError(
+                    f"listen.trusted_addresses: {text!r} is not an address or a network such as 10.0.0.0/8"
+                ) from error
+
+    @property
+    def held_body_mib(self) -> float:
+        """Return `max_bodies_mib` or its default."""
+        return self.max_bodies_mib if self.max_bodies_mib is not None else max(1024.0, 4 * self.max_body_mib)
+
+    @property
+    def connections_per_address(self) -> int:
+        """Return `max_connections_per_address` or its default."""
+        return self.max_connections_per_address or max(1, self.max_connections // 4)
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ def add_gauges(
     metrics.gauge(name("running_requests"), "Requests being answered", lambda: state.num_running)
     metrics.gauge(name("waiting_requests"), "Requests in the queue", lambda: admission.num_waiting)
     metrics.gauge(name("connections"), "Client connections", lambda: server.num_connections)
+    metrics.gauge(name("held_body_bytes"), "Bytes of request bodies held", lambda: server.bodies.held_bytes)
     metrics.gauge(name("ledger_pending_rows"), "Usage rows not yet on disk", lambda: meter.pending)
     metrics.gauge(name("ledger_rows_total"), "Usage rows written", lambda: meter.written, kind="counter")
     metrics.gauges(name("worker_usable"), "1 if the worker may get requests", lambda: of_workers(usable))

@@ -207,3 +207,23 @@ def test_secrets_come_from_files(tmp_path: Path) -> None:
         read_secret(path, "admin_token_file")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_secret(tmp_path / "none", "admin_token_file")
+
+
+@pytest.mark.parametrize(
+    ("listen", "message"),
+    [
+        ({"max_bodies_mib": 50.0}, "max_bodies_mib=50 is smaller than twice"),
+        ({"trusted_addresses": ["10.0.0.0/33"]}, "trusted_addresses: '10.0.0.0/33'"),
+        ({"max_connections_per_address": 0}, "max_connections_per_address"),
+        ({"max_public_body_kib": 0}, "max_public_body_kib"),
+    ],
+)
+def test_limits_of_bodies_and_connections_are_checked(listen: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(None, {f"listen.{name}": value for name, value in listen.items()})
+
+
+def test_limits_follow_the_settings_that_they_depend_on() -> None:
+    listen = load(None, {"listen.max_body_mib": 500.0, "listen.max_connections": 100}).listen
+    assert (listen.held_body_mib, listen.connections_per_address) == (2000.0, 25)
+    assert load(None).listen.held_body_mib == 1024.0

@@ -27,6 +27,7 @@ from stoker.gateway.config import AdmissionSettings, KeySettings, ProxySettings
 from stoker.gateway.http import ClientLimits, ConnectionPool, HttpRequest, Origin, Server, ServerLimits, WorkerResponse
 from stoker.gateway.path.app import Gateway, GatewayParts
 from stoker.gateway.path.drain_state import GatewayState
+from stoker.gateway.path.front_gate import FrontGate
 from stoker.gateway.path.handoff_hints import HandoffHints
 from stoker.gateway.path.proxy import Proxy
 from stoker.gateway.path.services import CleanupTasks, ProxyServices
@@ -145,7 +146,8 @@ class World:
                 clock=clock,
             )
         )
-        self.server = Server(self.gateway.handle, ServerLimits(), on_bad=self.gateway.count_bad_request)
+        self.gate = FrontGate(api_keys, self.metrics, max_body_bytes=64 << 20, max_public_body_bytes=64 << 10)
+        self.server = Server(self.gateway.handle, ServerLimits(), on_bad=self.gateway.count_bad_request, gate=self.gate)
 
     async def __aenter__(self) -> World:
         await self.server.listen("127.0.0.1", 0)

@@ -7,14 +7,16 @@ opening brace. Only if a field to set already exists, the top level is decoded a
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Collection, Mapping
 from enum import StrEnum
+from itertools import islice
 from operator import attrgetter
-from typing import Any
+from typing import Annotated
 
 import msgspec
-from msgspec import UNSET, Raw, UnsetType
+from msgspec import UNSET, Meta, Raw, UnsetType
 
 from stoker.base.errors import InvalidRequest
 from stoker.proto.openai.decode import decode
@@ -33,8 +35,19 @@ INTERNAL_FIELDS = (
     "data_parallel_rank",
 )
 
+MAX_NAME_CHARS = 512  # of a model, a user, a session or a cache salt: the gateway keeps and logs these texts
+MAX_CHOICES = 4096  # of `n`, and of the prompts of one completion
+_NameText = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
+_NumChoices = Annotated[int, Meta(le=MAX_CHOICES)]
 
-_SEVERAL_PROMPTS = re.compile(rb'\[\s*["[]')  # a list of texts or of lists, and not one of numbers
+_MAX_NAME_BYTES = 12 * MAX_NAME_CHARS + 2  # in JSON: a character can be two escapes of six bytes
+_LARGE_BYTES = 1 << 20  # the names of a larger body are measured before they are decoded
+
+_SLICE_BYTES = 64 << 10
+_NOT_ASCII = re.compile(rb"[\x80-\xff]")
+_PROMPT_LIST = re.compile(rb'\[[ \t\r\n]*(["\[])')
+_OPENING = re.compile(rb"\[")
+_TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 
 
 class EndpointKind(StrEnum):
@@ -49,21 +62,21 @@ class RequestEnvelope(msgspec.Struct, kw_only=True):
     """The fields of a generating request that the gateway reads. UNSET means that the field is absent, so it can be inserted
     without decoding the body."""
 
-    model: str | None = None
+    model: _NameText | None = None
     stream: bool | None = None
     stream_options: StreamOptions | UnsetType | None = UNSET
-    n: int | None = None
+    n: _NumChoices | None = None
     max_tokens: int | UnsetType | None = UNSET
     max_completion_tokens: int | UnsetType | None = UNSET
     max_output_tokens: int | UnsetType | None = UNSET
     seed: int | UnsetType | None = UNSET
-    cache_salt: str | UnsetType | None = UNSET
+    cache_salt: _NameText | UnsetType | None = UNSET
     priority: int | UnsetType | None = UNSET
     reject_if_busy: bool | UnsetType | None = msgspec.field(default=UNSET, name="rejectIfBusy")
     return_token_ids: bool | None = None
-    user: Any = None
-    prompt_cache_key: Any = None
-    session_id: Any = None
+    user: _NameText | int | None = None
+    prompt_cache_key: _NameText | int | None = None
+    session_id: _NameText | int | None = None
 
     messages: Raw | UnsetType = UNSET
     prompt: Raw | UnsetType = UNSET
@@ -97,9 +110,7 @@ class RequestEnvelope(msgspec.Struct, kw_only=True):
         """Return the number of prompts: more than one if a completion's `prompt` is a list of texts or of token lists."""
         if self.kind is not EndpointKind.COMPLETIONS or isinstance(self.prompt, UnsetType):
             return 1
-        if not _SEVERAL_PROMPTS.match(self.prompt):
-            return 1
-        return len(msgspec.json.decode(self.prompt, type=list[Raw]))
+        return _num_prompts(memoryview(self.prompt))
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -119,6 +130,16 @@ class RequestEnvelope(msgspec.Struct, kw_only=True):
         return isinstance(options, StreamOptions) and bool(options.include_usage)
 
 
+class _RawNames(msgspec.Struct):
+    """The texts of `RequestEnvelope` whose length is limited, as JSON."""
+
+    model: Raw | UnsetType = UNSET
+    user: Raw | UnsetType = UNSET
+    prompt_cache_key: Raw | UnsetType = UNSET
+    session_id: Raw | UnsetType = UNSET
+    cache_salt: Raw | UnsetType = UNSET
+
+
 _internal_values = attrgetter(*INTERNAL_FIELDS)
 _NO_INTERNALS = (UNSET,) * len(INTERNAL_FIELDS)
 
@@ -126,8 +147,11 @@ _NO_INTERNALS = (UNSET,) * len(INTERNAL_FIELDS)
 def parse(kind: EndpointKind, body: bytes) -> RequestEnvelope:
     """Decode the envelope of `body`.
 
-    Raises InvalidRequest if it is not JSON, a field has the wrong type, or it has a field that clients may not send.
+    Raises InvalidRequest if it is not JSON, a field has the wrong type or length, or it has a field that clients may not send.
     """
+    check_utf8(body)
+    if len(body) > _LARGE_BYTES:
+        _check_names(body)
     envelope = decode(RequestEnvelope, body)
     envelope.kind = kind
     envelope.raw = body
@@ -140,6 +164,47 @@ def parse(kind: EndpointKind, body: bytes) -> RequestEnvelope:
                     f"Unrecognized request argument supplied: {name}", param=name, code="unknown_parameter"
                 )
     return envelope
+
+
+def check_utf8(body: bytes) -> None:
+    """Raise InvalidRequest if the body is not valid UTF-8. The JSON decoder checks only the strings that it returns, and
+    other bytes would reach workers unchecked."""
+    if body.isascii():
+        return
+    first = _NOT_ASCII.search(body)
+    at = first.start() if first is not None else 0
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        # In slices, because the text can take four times the memory of its bytes.
+        for start in range(at, len(body), _SLICE_BYTES):
+            decoder.decode(body[start : start + _SLICE_BYTES])
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        raise InvalidRequest("The request body is not valid UTF-8.", code="invalid_json") from None
+
+
+def _check_names(body: bytes) -> None:
+    """Refuse a name that is far too long without decoding it: as text it can take four times the memory of its bytes."""
+    names = decode(_RawNames, body)
+    for name in _RawNames.__struct_fields__:
+        value = getattr(names, name)
+        if value is not UNSET and memoryview(value).nbytes > _MAX_NAME_BYTES:
+            message = f"Invalid value for '{name}': expected `str` of length <= {MAX_NAME_CHARS}."
+            raise InvalidRequest(message, param=name, code="invalid_value")
+
+
+def _num_prompts(prompt: memoryview) -> int:
+    """Count the prompts in a completion's `prompt` without decoding them, up to a little more than MAX_CHOICES.
+
+    The worker refuses anything that is not a text, a list of texts, a list of token ids, or a list of such lists.
+    """
+    begin = _PROMPT_LIST.match(prompt)
+    if begin is None:
+        return 1
+    is_texts = begin[1] == b'"'
+    found = (_TEXT if is_texts else _OPENING).finditer(prompt)
+    num_found = sum(1 for _ in islice(found, MAX_CHOICES + 2))
+    return num_found if is_texts else num_found - 1  # the first bracket opens the outer list
 
 
 _TABLE: msgspec.json.Decoder[dict[str, Raw]] = msgspec.json.Decoder(dict[str, Raw])

@@ -3,6 +3,7 @@
 The package does not depend on the rest of the gateway. All it knows about the OpenAI API is the shape of an error body.
 """
 
+from stoker.gateway.http.body_budget import PUBLIC
 from stoker.gateway.http.connection_pool import ConnectionPool
 from stoker.gateway.http.errors import (
     BadMessage,
@@ -15,23 +16,30 @@ from stoker.gateway.http.errors import (
     Unreachable,
     error_body,
 )
-from stoker.gateway.http.head import HeaderFilter, Headers, end_to_end, header_block
+from stoker.gateway.http.gate import BodyGrant, HeadRefusal, RequestGate
+from stoker.gateway.http.head import HeaderFilter, Headers, RequestHead, end_to_end, header_block
 from stoker.gateway.http.limits import ClientLimits, ServerLimits
+from stoker.gateway.http.open_connections import network_of
 from stoker.gateway.http.origin import Origin
 from stoker.gateway.http.request import HttpRequest
 from stoker.gateway.http.server import Server
 from stoker.gateway.http.worker_response import WorkerResponse
 
 __all__ = [
+    "PUBLIC",
     "BadMessage",
+    "BodyGrant",
     "ClientLimits",
     "ConnectTimeout",
     "ConnectionPool",
+    "HeadRefusal",
     "HeaderFilter",
     "Headers",
     "HttpRequest",
     "NoSocketLeft",
     "Origin",
+    "RequestGate",
+    "RequestHead",
     "ResponseAborted",
     "ResponseLost",
     "ResponseTimeout",
@@ -43,4 +51,5 @@ __all__ = [
     "end_to_end",
     "error_body",
     "header_block",
+    "network_of",
 ]

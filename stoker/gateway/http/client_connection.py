@@ -6,11 +6,15 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol, cast
 
-from stoker.gateway.http.chunked import ChunkedReader
+from stoker.gateway.http.body_budget import PUBLIC, BodyBudget
 from stoker.gateway.http.errors import BadMessage, error_body
-from stoker.gateway.http.head import CHUNKED, HeadParser, RequestHead
+from stoker.gateway.http.gate import BodyGrant, HeadRefusal, RequestGate
+from stoker.gateway.http.half_closed import HalfClosedProbe
+from stoker.gateway.http.head import HeadParser, RequestHead, header_block
 from stoker.gateway.http.limits import ServerLimits
+from stoker.gateway.http.open_connections import OpenConnections
 from stoker.gateway.http.request import STATUS_LINES, HttpRequest
+from stoker.gateway.http.request_body import TOO_MANY_BYTES, RequestBody
 
 _HEAD = 0  # waiting for a request head; the connection is idle while no byte of it has arrived
 _BODY = 1
@@ -22,10 +26,12 @@ _CLOSED = 5
 _WRITE_HIGH_BYTES = 128 << 10
 _WRITE_LOW_BYTES = 32 << 10
 _MAX_AHEAD_BYTES = 64 << 10  # of pipelined requests buffered while one is served
-_MAX_PIECES = 256
 _LINGER_S = 2.0
 _LINGER_BYTES = 1 << 20
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_JSON = b"content-type: application/json\r\n"
+_RETRY = _JSON + b"retry-after: 1\r\n"
+_CODES = {408: "request_timeout", 413: "body_too_large", 429: "too_many_connections", 503: "overloaded"}
 
 
 class OwningServer(Protocol):
@@ -33,12 +39,15 @@ class OwningServer(Protocol):
 
     limits: ServerLimits
     heads: HeadParser
+    gate: RequestGate
+    bodies: BodyBudget
+    connections: OpenConnections
     loop: asyncio.AbstractEventLoop
     now: float
     draining: bool
     on_bad: Callable[[str, str], None]
 
-    def admit(self, connection: ClientConnection) -> bool: ...
+    def refusal(self, connection: ClientConnection) -> BadMessage | None: ...
 
     def forget(self, connection: ClientConnection) -> None: ...
 
@@ -49,20 +58,21 @@ class ClientConnection(asyncio.Protocol):
     """One client connection. `_phase` says which part of an exchange it is in."""
 
     __slots__ = (
+        "_body",
         "_body_began",
         "_buffer",
+        "_grant",
         "_head",
-        "_left",
         "_phase",
-        "_pieces",
+        "_probe",
         "_read_paused",
-        "_reader",
         "_received",
         "_request",
         "_server",
         "_since",
         "_stuck_bytes",
         "_stuck_since",
+        "group",
         "paused",
         "peer",
         "transport",
@@ -73,14 +83,15 @@ class ClientConnection(asyncio.Protocol):
     def __init__(self, server: OwningServer) -> None:
         self._server = server
         self.peer = ""
+        self.group = ""  # the client's address as limits count it; set by OpenConnections
         self.paused = False  # the write buffer is full
         self._phase = _HEAD
         self._buffer = b""  # bytes not parsed yet
-        self._head: RequestHead | None = None
-        self._pieces: list[bytes | bytearray] = []
-        self._left = 0
-        self._reader: ChunkedReader | None = None
-        self._received = 0
+        self._head: RequestHead | None = None  # while its body is received, with `_grant` and `_body`
+        self._grant: BodyGrant | None = None
+        self._body: RequestBody | None = None
+        self._probe: HalfClosedProbe | None = None  # set once the client has closed its sending side
+        self._received = 0  # bytes dropped after a refusal
         self._request: HttpRequest | None = None
         self._read_paused = False
         self._since = self._body_began = self._stuck_since = server.now
@@ -105,17 +116,23 @@ class ClientConnection(asyncio.Protocol):
         name = transport.get_extra_info("peername")
         self.peer = str(name[0]) if isinstance(name, tuple) else ""
         transport.set_write_buffer_limits(high=_WRITE_HIGH_BYTES, low=_WRITE_LOW_BYTES)
-        if not self._server.admit(self):
-            self._refuse(503, "the gateway has too many connections or is stopping; retry later")
+        refusal = self._server.refusal(self)
+        if refusal is None:
+            self._server.connections.idle[self] = None
+        elif self._phase != _CLOSED:
+            self._refuse(refusal.status, refusal.reason)
 
     def data_received(self, data: bytes) -> None:
         if self._phase == _HEAD:
             if self._buffer:
+                checked = len(self._buffer)
                 data = self._buffer + data
                 self._buffer = b""
             else:
+                checked = 0
                 self._since = self._server.now
-            self._read_head(data)
+                self._server.connections.idle.pop(self, None)
+            self._read_head(data, checked)
         elif self._phase == _BODY:
             self._since = self._server.now
             self._read_body(data)
@@ -131,18 +148,24 @@ class ClientConnection(asyncio.Protocol):
                 self.transport.pause_reading()
 
     def eof_received(self) -> bool | None:
-        # A client that closed its sending side could still read the response. Like most servers, treat it as gone: a client
-        # that cancels its request looks the same.
-        if self._request is not None:
+        """Keep serving a client that has only closed its sending side. With TLS this is not possible, so it is gone."""
+        if self._request is None and self._phase != _DRAIN:
+            return None
+        if not self.transport.can_write_eof():
             self.cut()
-        return None
+            return None
+        first_s = self._server.limits.half_closed_probe_s
+        self._probe = HalfClosedProbe(self.transport, self.loop, first_s, self._send_probe, self.cut)
+        return True
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._phase = _CLOSED
         self._server.forget(self)
+        if self._probe is not None:
+            self._probe.stop()
         self._lose_request()
         self._buffer = b""
-        self._pieces = []
+        self._drop_body()
 
     def pause_writing(self) -> None:
         self.paused = True
@@ -176,6 +199,7 @@ class ClientConnection(asyncio.Protocol):
             return
         self._phase = _CLOSED
         self.transport.abort()
+        self._drop_body()
         self._lose_request()
 
     def close_if_idle(self) -> None:
@@ -205,108 +229,121 @@ class ClientConnection(asyncio.Protocol):
 
     # ---- reading
 
-    def _read_head(self, data: bytes) -> None:
+    def _read_head(self, data: bytes, checked: int = 0) -> None:
+        """Read a request head. The first `checked` bytes were found to be incomplete before."""
         limits = self._server.limits
-        end = data.find(b"\r\n\r\n")
+        end = data.find(b"\r\n\r\n", max(0, checked - 3))
         if end < 0 or end > limits.max_head_bytes:
-            self._incomplete_head(data)
+            self._incomplete_head(data, checked)
             return
         try:
             head, length = self._server.heads.request(data[:end])
         except BadMessage as bad:
             self._refuse(bad.status, bad.reason)
             return
+        grant = self._server.gate(head, self.peer)
+        if isinstance(grant, HeadRefusal):
+            self._refuse_with(grant.status, header_block(grant.headers), grant.body)
+            return
         at = end + 4
         if length == 0:
             self._buffer = data[at:]
-            self._hand_over(head, b"")
-        elif 0 < length <= len(data) - at and length <= limits.max_body_bytes:
+            self._hand_over(head, b"", grant)
+        elif 0 < length <= len(data) - at and length <= grant.max_body_bytes:
             self._buffer = data[at + length :]
-            self._hand_over(head, data[at : at + length])
+            self._hand_over_whole(head, data[at : at + length], grant)
         else:
-            self._begin_body(head, length, data[at:])
+            self._begin_body(head, length, data[at:], grant)
 
-    def _incomplete_head(self, data: bytes) -> None:
+    def _incomplete_head(self, data: bytes, checked: int) -> None:
         limit = self._server.limits.max_head_bytes
+        last = max(0, checked - 1)  # a CR whose LF has just arrived
         if len(data) > limit:
             status = 431 if b"\r\n" in data[:limit] else 414
             self._refuse(status, f"the request head is larger than {limit} bytes")
         elif not 65 <= data[0] <= 90:
             self._refuse(400, "this is not HTTP")
-        elif data.count(b"\n") != data.count(b"\r\n"):
+        elif data.count(b"\n", checked) != data.count(b"\r\n", last):
             self._refuse(400, "a line of the request head does not end in CRLF")
+        elif self._probe is not None:
+            self._close()  # the rest will never arrive
         else:
             self._buffer = data
+            self._server.connections.starting.setdefault(self)
 
-    def _begin_body(self, head: RequestHead, length: int, data: bytes) -> None:
-        limit = self._server.limits.max_body_bytes
-        if length > limit:
-            self._refuse(413, f"the request body has {length} bytes; at most {limit} are allowed")
+    def _begin_body(self, head: RequestHead, length: int, data: bytes, grant: BodyGrant) -> None:
+        try:
+            self._body = RequestBody(length, grant, grant.account or self.group, self._server.bodies)
+        except BadMessage as bad:
+            self._refuse(bad.status, bad.reason)
             return
+        self._server.connections.starting.pop(self, None)
         self._phase = _BODY
         self._body_began = self._since = self._server.now
         self._head = head
-        self._received = 0
-        self._reader = ChunkedReader() if length == CHUNKED else None
-        self._left = max(length, 0)
+        self._grant = grant
         if data:
             self._read_body(data)
+        elif self._probe is not None:
+            self._close()
         elif head.expects:
             self.transport.write(_CONTINUE)
 
     def _read_body(self, data: bytes) -> None:
-        if self._reader is not None:
-            self._read_chunks(self._reader, data)
-            return
-        left = self._left
-        if len(data) > left:
-            self._buffer = data[left:]
-            data = data[:left]
-        self._left = left - len(data)
-        self._keep(data)
-        if self._left == 0:
-            self._end_body()
-
-    def _read_chunks(self, reader: ChunkedReader, data: bytes) -> None:
+        body = self._body
+        assert body is not None
         try:
-            payload = reader.feed(data)
+            if body.tired and not data:
+                body.go_on()
+            else:
+                body.feed(data)
         except BadMessage as bad:
             self._refuse(bad.status, bad.reason)
             return
-        self._received += len(payload)
-        limit = self._server.limits.max_body_bytes
-        if self._received > limit:
-            self._refuse(413, f"the request body has more than {limit} bytes, the largest allowed size")
-            return
-        if payload:
-            self._keep(payload)
-        if reader.done:
-            self._buffer = reader.rest
-            self._end_body()
+        if body.done:
+            self._end_body(body)
+        elif body.tired:
+            self.transport.pause_reading()
+            self.loop.call_soon(self._go_on, body)
+        elif self._probe is not None:
+            self._close()
 
-    def _keep(self, data: bytes) -> None:
-        pieces = self._pieces
-        if len(pieces) < _MAX_PIECES:
-            pieces.append(data)
+    def _go_on(self, body: RequestBody) -> None:
+        """Continue with a body whose parsing was interrupted to let other connections run."""
+        if self._body is body and self._phase == _BODY:
+            self.transport.resume_reading()
+            self._read_body(b"")
+
+    def _end_body(self, body: RequestBody) -> None:
+        head, grant = self._head, self._grant
+        assert head is not None
+        assert grant is not None
+        self._head = self._grant = self._body = None
+        self._buffer = body.rest
+        self._hand_over(head, body.joined(), grant, body.account, body.num_held)
+
+    def _hand_over_whole(self, head: RequestHead, data: bytes, grant: BodyGrant) -> None:
+        """Pass on a request whose body arrived together with its head."""
+        account = grant.account or self.group
+        if account == PUBLIC:
+            # Not counted, because the answer does not wait for anything. So a worker can register while others hold all
+            # that clients without credentials may.
+            self._hand_over(head, data, grant)
+        elif self._server.bodies.take(account, len(data)):
+            self._hand_over(head, data, grant, account, len(data))
         else:
-            # Many tiny pieces would take far more memory than their bytes, so append to one growing buffer from here on.
-            last = pieces[-1]
-            if isinstance(last, bytearray):
-                last += data
-            else:
-                pieces[-1] = bytearray(last + data)
+            self._refuse(503, TOO_MANY_BYTES)
 
-    def _end_body(self) -> None:
-        assert self._head is not None
-        head, self._head = self._head, None
-        pieces, self._pieces = self._pieces, []
-        self._reader = None
-        self._hand_over(head, b"".join(pieces))
-
-    def _hand_over(self, head: RequestHead, body: bytes) -> None:
+    def _hand_over(
+        self, head: RequestHead, body: bytes, grant: BodyGrant, account: str = "", num_held: int = 0
+    ) -> None:
+        server = self._server
+        if server.connections.starting:
+            server.connections.starting.pop(self, None)
         self._phase = _BUSY
-        self._request = request = HttpRequest(head, body, self.peer, self)
-        self._server.run(request)
+        self._request = request = HttpRequest(head, body, self.peer, self, grant.caller)
+        request.account, request.num_held = account, num_held
+        server.run(request)
 
     # ---- ending an exchange or the connection
 
@@ -315,31 +352,52 @@ class ClientConnection(asyncio.Protocol):
         self._since = self._server.now
         if self._read_paused:
             self._read_paused = False
-            self.transport.resume_reading()
+            if self._probe is None:
+                self.transport.resume_reading()
         if self._buffer:
             data, self._buffer = self._buffer, b""
             self._read_head(data)
+        elif self._probe is not None:
+            self._close()
+        else:
+            self._server.connections.idle[self] = None
 
     def _refuse(self, status: int, reason: str) -> None:
+        """Send an error about the request's form or size, and stop parsing."""
+        code = _CODES.get(status, "bad_http" if status < 500 else "not_supported")
+        self._refuse_with(status, _RETRY if status in (429, 503) else _JSON, error_body(status, reason, code))
+        self._server.on_bad(self.peer, f"{status}: {reason}")
+
+    def _refuse_with(self, status: int, headers: bytes, body: bytes) -> None:
         """Send an error and stop parsing. The socket stays open for a short time: closing it with unread input would reset
         the connection, and the client would not see the error."""
-        body = error_body(status, reason, "bad_http" if status < 500 else "not_supported")
-        head = b"%bcontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
-        self.transport.write(head % (STATUS_LINES[status], len(body)) + body)
+        head = b"%b%bcontent-length: %d\r\nconnection: close\r\n\r\n"
+        self.transport.write(head % (STATUS_LINES[status], headers, len(body)) + body)
+        self._server.connections.starting.pop(self, None)
         self._phase = _LINGER
         self._since = self._server.now
         self._received = 0
         self._buffer = b""
-        self._pieces = []
-        self._head = self._reader = None
-        if self.transport.can_write_eof():
+        if self._body is not None and self._body.tired and not self._read_paused:
+            self.transport.resume_reading()
+        self._drop_body()
+        if self._probe is None and self.transport.can_write_eof():
             self.transport.write_eof()
         else:
             self._close()
-        self._server.on_bad(self.peer, f"{status}: {reason}")
+
+    def _send_probe(self) -> None:
+        if self._request is not None:
+            self._request.probe()
+
+    def _drop_body(self) -> None:
+        if self._body is not None:
+            self._body.give_back()
+        self._head = self._grant = self._body = None
 
     def _close(self) -> None:
         self._phase = _CLOSED
+        self._drop_body()
         self._stuck_since = self._server.now
         self._stuck_bytes = -1
         self.transport.close()
@@ -357,4 +415,5 @@ class ClientConnection(asyncio.Protocol):
         elif now - self._stuck_since > self._server.limits.write_stall_s:
             self._phase = _CLOSED
             self.transport.abort()
+            self._drop_body()
             self._lose_request()

@@ -6,6 +6,8 @@ import json
 
 from stoker.base.errors import Overloaded, StokerError
 
+_TYPES = {429: "overloaded_error", 503: "overloaded_error"}
+
 
 class Unreachable(StokerError):
     """No connection to the worker: refused, timed out, or the TLS handshake failed."""
@@ -58,5 +60,5 @@ class BadMessage(Exception):
 
 def error_body(status: int, message: str, code: str | None = None) -> bytes:
     """Return an OpenAI-shaped error body, for responses that are made without a handler."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
+    kind = _TYPES.get(status) or ("invalid_request_error" if status < 500 else "server_error")
     return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}}).encode()

@@ -68,6 +68,10 @@ class Head:
     keep_alive: bool
     passed: dict[HeaderFilter, bytes]  # cached output of each filter
 
+    def header(self, name: bytes) -> bytes | None:
+        """Return the value of the first header with this lower-case name."""
+        return self.by_name.get(name)
+
     def set_headers(self, headers: list[tuple[bytes, bytes]]) -> None:
         self.headers = [pair for pair in headers if pair[0] != b"content-length"]
         self.by_name = dict(reversed(self.headers))

@@ -12,12 +12,16 @@ class ServerLimits:
     max_head_bytes: int = 32 << 10
     max_headers: int = 128
     max_body_bytes: int = 64 << 20
+    max_held_bytes: int = 1 << 30  # of all request bodies that are being received or served
     head_s: float = 10.0  # from the first to the last byte of a request head
     body_idle_s: float = 20.0  # longest pause between two parts of a request body
     body_s: float = 300.0  # from the end of the head to the end of the body
     keepalive_s: float = 75.0  # an idle connection is closed after this time
     write_stall_s: float = 60.0  # a client that reads nothing for this time is disconnected
+    half_closed_probe_s: float = 0.5  # after this time a client that closed its sending side is asked if it still reads
     max_connections: int = 10_000
+    max_connections_per_address: int = 2_500
+    trusted_addresses: tuple[str, ...] = ()  # addresses and networks without a limit of their own; loopback has none
 
     @property
     def sweep_s(self) -> float:

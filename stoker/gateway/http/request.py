@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Protocol
+from typing import Any, Protocol
 
 from stoker.gateway.http.head import Headers, RequestHead, header_block
 
@@ -20,6 +20,10 @@ _HEAD_WAITS = 5  # chunked; the head is not yet written, so that it can be sent 
 _PLAIN = 2  # HTTP/1.0: closing the connection ends the response
 _SILENT = 3  # the response to HEAD, or the client has disconnected
 _ENDED = 4
+
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_COMMENT = b"3\r\n:\n\n\r\n"  # a comment of server-sent events, as a chunk
+_EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 
 
 class ExchangeConnection(Protocol):
@@ -53,12 +57,16 @@ class HttpRequest:
         "_framing",
         "_head_waiting",
         "_minor",
+        "_tail",
         "_transport",
+        "account",
         "body",
+        "caller",
         "gone",
         "head",
         "keep_alive",
         "method",
+        "num_held",
         "on_gone",
         "on_pause",
         "on_resume",
@@ -69,14 +77,19 @@ class HttpRequest:
     )
 
     task: asyncio.Task[None]  # runs the handler; set by the server
+    account: str  # whose share of the body budget holds `num_held` bytes for this request; set by the connection
+    num_held: int
 
-    def __init__(self, head: RequestHead, body: bytes, peer: str, carrier: ExchangeConnection) -> None:
+    def __init__(
+        self, head: RequestHead, body: bytes, peer: str, carrier: ExchangeConnection, caller: Any = None
+    ) -> None:
         self.head = head
         self.method = head.method
         self.path = head.path
         self.keep_alive = head.keep_alive
         self.body = body
         self.peer = peer
+        self.caller = caller  # what the gate found out about the sender
         self.started = False
         self.gone = False
         self.on_gone: Callable[[], object] | None = None
@@ -87,6 +100,7 @@ class HttpRequest:
         self._transport = carrier.transport
         self._framing = _NOT_STARTED
         self._head_waiting = _NO_HEADERS
+        self._tail = b"\n\n"  # the latest body bytes
 
     def header(self, name: bytes) -> bytes | None:
         """Return the value of the first header with this lower-case name."""
@@ -145,9 +159,11 @@ class HttpRequest:
 
     def write(self, data: bytes) -> None:
         if self._framing == _CHUNKED and data:
+            self._tail = data
             self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         elif self._framing == _HEAD_WAITS and data:
             self._framing = _CHUNKED
+            self._tail = data
             self._transport.write(b"%b%x\r\n%b\r\n" % (self._head_waiting, len(data), data))
         elif self._framing == _PLAIN:
             self._transport.write(data)
@@ -165,6 +181,16 @@ class HttpRequest:
             self._transport.write(self._head_waiting + b"0\r\n\r\n")
         self._end()
 
+    def probe(self) -> None:
+        """Send bytes that every client ignores, where this is possible: if the client is closed, its kernel replies.
+
+        Before the response this is an interim response. Between two events of a stream it is a comment.
+        """
+        if self._framing == _NOT_STARTED and self._minor == 1:
+            self._transport.write(_CONTINUE)
+        elif self._framing == _CHUNKED and self._is_between_events():
+            self._transport.write(_COMMENT)
+
     def abort(self) -> None:
         """Close the connection now, so that the client sees an incomplete response. `on_gone` is not called."""
         if self.gone or self._framing == _ENDED:
@@ -180,6 +206,9 @@ class HttpRequest:
         self._leave()
         if on_gone is not None:
             on_gone()
+
+    def _is_between_events(self) -> bool:
+        return self._tail.endswith(_EVENT_ENDS) and b"content-type: text/event-stream" in self._head_waiting
 
     def _flush(self) -> None:
         if self._framing == _HEAD_WAITS:

@@ -8,10 +8,13 @@ import ssl as tls
 from collections.abc import Awaitable, Callable
 
 from stoker.base.log import EventLog
+from stoker.gateway.http.body_budget import BodyBudget
 from stoker.gateway.http.client_connection import ClientConnection
-from stoker.gateway.http.errors import error_body
+from stoker.gateway.http.errors import BadMessage, error_body
+from stoker.gateway.http.gate import BodyGrant, RequestGate
 from stoker.gateway.http.head import HeadParser, header_block
 from stoker.gateway.http.limits import ServerLimits
+from stoker.gateway.http.open_connections import OpenConnections
 from stoker.gateway.http.request import HttpRequest
 
 _log = EventLog("gateway.http")
@@ -25,10 +28,28 @@ Handler = Callable[[HttpRequest], Awaitable[None]]
 
 
 class Server:
-    """An HTTP server. `on_bad(peer, reason)` is called for every request that is refused before it reaches the handler."""
+    """An HTTP server.
 
-    def __init__(self, handler: Handler, limits: ServerLimits, *, on_bad: Callable[[str, str], None]) -> None:
+    `gate(head, peer)` decides from a request's head whether its body is received. Without a gate, every request may have a
+    body of `limits.max_body_bytes`. `on_bad(peer, reason)` is called for every request that is refused because of its form
+    or size before it reaches the handler.
+    """
+
+    def __init__(
+        self,
+        handler: Handler,
+        limits: ServerLimits,
+        *,
+        on_bad: Callable[[str, str], None],
+        gate: RequestGate | None = None,
+    ) -> None:
+        grant = BodyGrant(limits.max_body_bytes)
         self.limits = limits
+        self.gate: RequestGate = gate if gate is not None else lambda head, peer: grant
+        self.bodies = BodyBudget(limits.max_held_bytes)
+        self.connections = OpenConnections(
+            limits.max_connections, limits.max_connections_per_address, limits.trusted_addresses
+        )
         self.heads = HeadParser(limits.max_headers)
         self.on_bad = on_bad
         self.now = 0.0
@@ -110,12 +131,17 @@ class Server:
 
     # ---- called by connections
 
-    def admit(self, connection: ClientConnection) -> bool:
+    def refusal(self, connection: ClientConnection) -> BadMessage | None:
+        """Add a new connection. Return why it is refused, or None."""
         self._connections.add(connection)
-        return len(self._connections) <= self.limits.max_connections and not self.draining
+        refusal = self.connections.enter(connection)
+        if refusal is None and self.draining:
+            return BadMessage(503, "the gateway is stopping; retry later")
+        return refusal
 
     def forget(self, connection: ClientConnection) -> None:
         self._connections.discard(connection)
+        self.connections.leave(connection)
         if self._empty is not None and not self._connections:
             self._empty.set()
 
@@ -138,6 +164,8 @@ class Server:
             raise
         finally:
             self._running.discard(request)
+            if request.num_held:
+                self.bodies.give_back(request.account, request.num_held)
 
     def _connection(self) -> ClientConnection:
         return ClientConnection(self)

@@ -1,6 +1,8 @@
 """The gateway's URL routes, the steps of a generating request, and the one place where errors become responses.
 
-    authenticate -> limits of the key -> envelope -> session, prefix keys -> admission -> proxy (route, legs, retries, resume)
+    limits of the key -> envelope -> session, prefix keys -> admission -> proxy (route, legs, retries, resume)
+
+The request was authenticated when its head arrived (`front_gate.py`).
 
 A request above its key's limits is refused before its body is parsed. However a generating request ends, its admission slot
 is returned and its one usage row is written.
@@ -148,7 +150,7 @@ class Gateway:
 
     async def _run(self, exchange: Exchange) -> None:
         parts, request = self._parts, exchange.request
-        caller = exchange.caller = parts.keys.authenticate(request)
+        caller = exchange.caller = request.caller  # FrontGate has authenticated it
         admitted = parts.admission.claim(caller)
         try:
             call = await self._prepare(exchange, caller)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Annotated
 
 import msgspec
 
@@ -17,6 +18,7 @@ from stoker.fleet.fleet import Fleet
 from stoker.fleet.spec import Role
 from stoker.gateway.admission.admission import Admission
 from stoker.gateway.admission.api_keys import ApiKeys
+from stoker.gateway.api.client_body import MAX_NAME_CHARS, check_utf8
 from stoker.gateway.api.endpoint import EndpointRequest
 from stoker.gateway.api.reply import Reply, method_not_allowed
 from stoker.gateway.config import ProxySettings
@@ -39,7 +41,7 @@ _MAX_PER_TENANT = 8  # requests at a time
 class _NamedModel(msgspec.Struct):
     """The only field of the body that the gateway reads."""
 
-    model: str | None = None
+    model: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)] | None = None
 
 
 class TokenizeEndpoint:
@@ -86,6 +88,7 @@ class TokenizeEndpoint:
         if len(request.body) > _MAX_BODY_BYTES:
             path, size = request.path.decode(), len(request.body)
             raise InvalidRequest(f"{path} accepts bodies of up to {_MAX_BODY_BYTES} bytes, and this one has {size}.")
+        check_utf8(request.body)
         model = requested_model(decode(_NamedModel, request.body).model, self._fleet)
         if model not in self._fleet.models():
             raise ModelNotFound(f"The model {model!r} is not served here.", param="model")

@@ -1,7 +1,8 @@
 """Finds the session of a request and its parent session, from the headers that agents send or else from the body.
 
-A session is a hint for routing, so nothing here is an error: a key that is too long or has unusual characters is hashed, and
-a value that is not text is ignored. Keys are prefixed with the tenant, so two tenants never share a session.
+A session is a hint for routing. A key that is longer than 128 characters or has unusual ones is hashed; a header of more than
+1,024 bytes is refused, like a body field of more than 512 characters (`client_body.py`). Keys are prefixed with the tenant,
+so two tenants never share a session.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from xxhash import xxh3_128_hexdigest
 
+from stoker.base.errors import InvalidRequest
 from stoker.gateway.api.client_body import RequestEnvelope
 
 # The first header that is present wins.
@@ -38,6 +39,7 @@ _FIRST_PARENT = len(_SESSION_HEADERS)
 _FIRST_AGENT = _FIRST_PARENT + len(_PARENT_HEADERS)
 _CLAUDE = _SESSION_HEADERS.index(b"x-claude-code-session-id")
 
+_MAX_HEADER_BYTES = 1024
 _PLAIN = re.compile(r"[!-~]{1,128}")
 
 
@@ -53,10 +55,10 @@ _NONE = SessionKeys()
 
 
 def session_of(headers: Mapping[bytes, bytes], envelope: RequestEnvelope, tenant: str) -> SessionKeys:
-    """Return the session keys of a request. `headers` has lower-case names."""
+    """Return the session keys of a request. `headers` has lower-case names. Raises InvalidRequest for a long header."""
     key = parent = None
     if not _RANKS.keys().isdisjoint(headers):
-        named = {rank: headers[name].strip() for name, rank in _RANKS.items() if name in headers}
+        named = {rank: _checked(name, headers[name]) for name, rank in _RANKS.items() if name in headers}
         key, parent = _of_headers({rank: value for rank, value in named.items() if value})
     if key is None:
         for given in (envelope.prompt_cache_key, envelope.session_id, envelope.user):
@@ -88,14 +90,20 @@ def _of_headers(found: dict[int, bytes]) -> tuple[str | None, str | None]:
     return key, parent_key
 
 
+def _checked(name: bytes, value: bytes) -> bytes:
+    if len(value) > _MAX_HEADER_BYTES:
+        header = name.decode()
+        message = f"The header {header} has {len(value)} bytes; at most {_MAX_HEADER_BYTES} are allowed."
+        raise InvalidRequest(message, param=header, code="invalid_value")
+    return value.strip()
+
+
 def _decoded(value: bytes) -> str:
     return value.decode("latin-1")
 
 
-def _text(value: Any) -> str | None:
-    if isinstance(value, str):
-        return value.strip() or None
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else None
+def _text(value: str | int) -> str | None:
+    return value.strip() or None if isinstance(value, str) else str(value)
 
 
 def _scoped(tenant: str, key: str | None) -> str | None:

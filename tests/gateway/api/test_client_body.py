@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 
 import pytest
 from msgspec import UNSET, Raw
 
 from stoker.base.errors import InvalidRequest
-from stoker.gateway.api.client_body import INTERNAL_FIELDS, EndpointKind, edit, parse
+from stoker.gateway.api.client_body import INTERNAL_FIELDS, MAX_CHOICES, EndpointKind, edit, parse
 
 BODY = b'{ "model": "m",\n "temperature": 0.70, "messages": [{"role":"user","content":"\\u00e9 {\\"seed\\":1}"}], "x": 1e2 }'
 
@@ -73,12 +74,73 @@ def test_an_internal_field_that_is_null_is_replaced_not_doubled() -> None:
 
 @pytest.mark.parametrize(
     ("body", "param"),
-    [(b"[1]", None), (b"{", None), (b'{"n":"two"}', "n"), (b'{"stream_options":3}', "stream_options"), (b"\xff", None)],
+    [
+        (b"[1]", None),
+        (b"{", None),
+        (b'{"n":"two"}', "n"),
+        (b'{"n":1000000000}', "n"),
+        (b'{"n":%b}' % (b"9" * 4000), "n"),
+        (b'{"max_tokens":1e400}', "max_tokens"),
+        (b'{"stream_options":3}', "stream_options"),
+        (b"\xff", None),
+        (b'{"a\xff":1}', None),
+        (b'{"a":"\xff"}', None),
+        (b'{"messages":"\xed\xa0\x80"}', None),
+        (b'{"messages":"' + b"a" * 65536 + b'\xc3"}', None),
+        (b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", None),
+        *(
+            (f'{{"{name}":{value}}}'.encode(), name)
+            for name in ("user", "prompt_cache_key", "session_id")
+            for value in ("true", "1.5", "[1]", '{"id":1}', f'"{"x" * 513}"')
+        ),
+        (b'{"model":"%b"}' % (b"x" * 513), "model"),
+        (b'{"cache_salt":"%b"}' % (b"x" * 513), "cache_salt"),
+        (b'{"cache_salt":7}', "cache_salt"),
+    ],
 )
 def test_a_body_that_is_wrong_is_refused_with_the_field(body: bytes, param: str | None) -> None:
     with pytest.raises(InvalidRequest) as refused:
         parse(EndpointKind.CHAT, body)
     assert refused.value.param == param
+
+
+def test_text_that_is_not_ascii_is_read_across_slices() -> None:
+    body = '{"user":"é","messages":"'.encode() + "日本語".encode() * 30_000 + b'"}'
+    assert parse(EndpointKind.CHAT, body).user == "é"
+
+
+def test_a_field_may_be_given_twice_or_be_as_long_as_allowed() -> None:
+    envelope = parse(EndpointKind.CHAT, b'{"user":"a","user":"%b","n":1,"n":2}' % (b"x" * 512))
+    assert (envelope.user, envelope.n) == ("x" * 512, 2)
+
+
+@pytest.mark.parametrize("name", ["model", "user", "prompt_cache_key", "session_id", "cache_salt"])
+def test_a_huge_name_is_refused_without_decoding_it(name: str) -> None:
+    body = f'{{"model":"m","messages":[],"{name}":"'.encode() + b"x" * (8 << 20) + "\U0001f600".encode() + b'"}'
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequest, match="512") as refused:
+            parse(EndpointKind.CHAT, body)
+        assert refused.value.param == name
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_large_body_with_ordinary_names_is_read() -> None:
+    body = b'{"model":"m","user":"%b","messages":"%b"}' % (rb"\ud83d\ude00" * 512, b"x" * (2 << 20))
+    assert parse(EndpointKind.CHAT, body).user == "\U0001f600" * 512
+
+
+@pytest.mark.parametrize("prompt", [b'["",%b""]' % (b'"",' * 1_000_000), b"[[],%b[]]" % (b"[]," * 1_000_000)])
+def test_counting_many_prompts_takes_no_memory(prompt: bytes) -> None:
+    envelope = parse(EndpointKind.COMPLETIONS, b'{"prompt":%b}' % prompt)
+    tracemalloc.start()
+    try:
+        assert envelope.num_prompts > MAX_CHOICES
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(
@@ -89,6 +151,9 @@ def test_a_body_that_is_wrong_is_refused_with_the_field(body: bytes, param: str 
         (EndpointKind.COMPLETIONS, b'{"prompt":"a","n":2}', 2),
         (EndpointKind.COMPLETIONS, b'{"prompt":["a","b"],"n":2}', 4),
         (EndpointKind.COMPLETIONS, b'{"prompt":[[1,2],[3]]}', 2),
+        (EndpointKind.COMPLETIONS, b'{"prompt":[ [1,2] ]}', 1),
+        (EndpointKind.COMPLETIONS, b'{"prompt":[\n"a,\\"[", "\\\\", "c"]}', 3),
+        (EndpointKind.COMPLETIONS, b'{"prompt":[]}', 1),
         (EndpointKind.COMPLETIONS, b'{"prompt":[1,2,3]}', 1),
         (EndpointKind.RESPONSES, b'{"input":["a","b"]}', 1),
     ],

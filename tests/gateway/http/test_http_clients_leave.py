@@ -8,7 +8,7 @@ import struct
 import time
 
 import pytest
-from waiting import LONG_S, settled, until
+from waiting import LONG_S, settled, turns, until
 from wire import GET, Run, peer, serving
 
 from stoker.gateway.http import HttpRequest, ServerLimits
@@ -32,9 +32,9 @@ class Watched:
 
         request.on_gone = on_gone
         if self.phase != "queued":
-            request.start(200, [])
+            request.start(200, [(b"content-type", b"text/event-stream")])
         if self.phase == "streaming":
-            request.write(b"data")
+            request.write(b"data: 1\n\n")
         await left.wait()
         assert request.gone
         # None of these may do anything, or fail, once the client is gone.
@@ -45,7 +45,7 @@ class Watched:
 
 
 @pytest.mark.parametrize("phase", ["queued", "started", "streaming"])
-@pytest.mark.parametrize("how", ["close", "half-close", "reset"])
+@pytest.mark.parametrize("how", ["close", "half-close, then close", "reset"])
 def test_a_disconnect_is_reported_once(run: Run, phase: str, how: str) -> None:
     async def main() -> None:
         watched = Watched(phase)
@@ -54,9 +54,11 @@ def test_a_disconnect_is_reported_once(run: Run, phase: str, how: str) -> None:
             await until(lambda: bool(watched.requests))
             if phase != "queued":
                 await client.reader.readuntil(b"\r\n\r\n")
-            if how == "half-close":
-                client.writer.write_eof()
-            elif how == "close":
+            if how != "reset":
+                if how != "close":
+                    client.writer.write_eof()
+                    await turns()
+                    assert server.num_running == 1
                 client.writer.close()
             else:
                 sock = client.writer.get_extra_info("socket")
@@ -214,16 +216,18 @@ def test_a_stalled_reader_of_a_finished_answer_is_cut_too(run: Run) -> None:
 
 
 POST = b"POST /x HTTP/1.1\r\nhost: a\r\ncontent-length: 99999\r\n\r\n"
+CHUNKED = b"POST /x HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 @pytest.mark.parametrize(
     ("limits", "first", "then", "what"),
     [
         (ServerLimits(head_s=0.2), b"GET /x", b"a", "head"),
+        (ServerLimits(body_s=0.2), CHUNKED, b"1\r\nx\r\n", "body was not"),
         (ServerLimits(body_idle_s=0.2), POST, b"", "no byte of the request body"),
         (ServerLimits(body_s=0.2), POST, b"a", "body was not"),
     ],
-    ids=["head", "idle body", "body"],
+    ids=["head", "chunks", "idle body", "body"],
 )
 def test_slow_requests_are_a_408(run: Run, limits: ServerLimits, first: bytes, then: bytes, what: str) -> None:
     async def main() -> None:

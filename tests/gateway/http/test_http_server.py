@@ -8,9 +8,9 @@ import logging
 
 import pytest
 from waiting import LONG_S, settled, until
-from wire import GET, Run, ask, echo, peer, serving
+from wire import GET, Run, echo, peer, serving
 
-from stoker.gateway.http import HttpRequest, ServerLimits, header_block
+from stoker.gateway.http import HttpRequest, header_block
 
 POST = b"POST /v1/x?q=1&r=%20 HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\n\r\nhello"
 
@@ -237,23 +237,6 @@ def test_a_failing_handler_is_a_500_or_a_cut_and_is_logged_once(run: Run, caplog
             "handler_did_not_answer",
             "handler_failed",
         ]
-
-    run(main())
-
-
-def test_too_many_connections(run: Run) -> None:
-    async def main() -> None:
-        async with serving(limits=ServerLimits(max_connections=2)) as (server, bad):
-            async with peer(server.port) as one, peer(server.port) as two:
-                for client in (one, two):
-                    client.send(GET)
-                    await client.answer()
-                async with peer(server.port) as three:
-                    assert (await three.answer())[0] == 503
-                    assert await three.closed()
-            assert len(bad) == 1
-            await until(lambda: server.num_connections == 0)
-            assert (await ask(server.port, GET))[0] == 200
 
     run(main())
 

@@ -371,7 +371,35 @@ def test_a_bug_is_a_clean_500() -> None:
     asyncio.run(main())
 
 
-def test_a_client_that_only_half_closed_is_gone() -> None:
+def test_a_half_closed_post_gets_its_answer() -> None:
+    async def main() -> None:
+        async with World() as world:
+            arrived, answer = asyncio.Event(), asyncio.Event()
+
+            async def script(worker: MockWorker, request: HttpRequest) -> None:
+                arrived.set()
+                await answer.wait()
+                request.respond(200, [(b"content-type", b"application/json")], ANSWER)
+
+            await world.add("a", script)
+            reader, writer = await asyncio.open_connection("127.0.0.1", world.server.port)
+            writer.write(
+                b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(CHAT) + CHAT
+            )
+            writer.write_eof()
+            await arrived.wait()
+            answer.set()
+            async with asyncio.timeout(LONG_S):
+                received = await reader.read()
+            assert received.startswith(b"HTTP/1.1 200 OK\r\n")
+            assert received.endswith(ANSWER)
+            assert (await world.settled()).status == 200
+            writer.close()
+
+    asyncio.run(main())
+
+
+def test_a_client_that_closed_cancels_its_request_before_the_answer_begins() -> None:
     async def main() -> None:
         async with World() as world:
             worker = await world.add("a", hangs())
@@ -409,7 +437,7 @@ def test_a_request_whose_client_already_left_is_not_run() -> None:
             request.lose()  # with TLS, a client's close may arrive together with its request
             await world.gateway.handle(request)
 
-        world.server = Server(handle, ServerLimits(), on_bad=world.gateway.count_bad_request)
+        world.server = Server(handle, ServerLimits(), on_bad=world.gateway.count_bad_request, gate=world.gate)
         async with world:
             worker = await world.add("a", answers(ANSWER))
             _, writer = await asyncio.open_connection("127.0.0.1", world.server.port)
