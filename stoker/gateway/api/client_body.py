@@ -57,6 +57,7 @@ class RequestEnvelope(msgspec.Struct, kw_only=True):
     priority: int | UnsetType | None = UNSET
     reject_if_busy: bool | UnsetType | None = msgspec.field(default=UNSET, name="rejectIfBusy")
     return_token_ids: bool | None = None
+    timeout_s: Raw | UnsetType = UNSET
     user: Any = None
     prompt_cache_key: Any = None
     session_id: Any = None
