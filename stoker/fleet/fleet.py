@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from stoker.base.ids import WorkerId
+from stoker.fleet.ejection import brought_back
 from stoker.fleet.health import HealthSettings, WorkerHealth
 from stoker.fleet.rates import Rates
 from stoker.fleet.spec import LoadReport, Role, WorkerSpec
@@ -156,11 +157,14 @@ class Fleet:
         if member is not None and member.health.saw_success(now):
             self._invalidate()
 
-    def saw_failure(self, worker_id: WorkerId, now: float, kind: str) -> None:
-        """Record a failed request. `kind` is connect, lost, status5xx, timeout or busy."""
+    def saw_failure(self, worker_id: WorkerId, now: float, kind: str, began_s: float | None = None) -> None:
+        """Record a request that failed because of the worker. `kind` is connect, lost, status5xx, timeout, invalid or busy.
+
+        If `began_s` is given, and the worker has done well with another request since then, the failure does not count.
+        """
         member = self._members.get(worker_id)
         if member is not None:
-            member.health.saw_failure(kind, now)
+            member.health.saw_failure(kind, now, began_s)
             self._invalidate()
 
     def begin_request(self, member: Member, now: float) -> None:
@@ -185,6 +189,12 @@ class Fleet:
             if pool.members:  # clients can invent any number of model names: cache only those that are served
                 self._pools[model, roles] = pool
         return pool
+
+    def in_service(self, member: Member, now: float) -> bool:
+        """Return True if the worker may get requests now: its health allows it, or its pool has too few others."""
+        if not member.models:
+            return member.health.usable(now)
+        return any(member in self.pool(model, now).members for model in member.models)
 
     def usable_in_s(self, model: str, now: float) -> float | None:
         """Return the seconds until a worker of the model becomes usable by itself, or None if that is not known."""
@@ -213,7 +223,8 @@ class Fleet:
 
     def _build_pool(self, model: str, roles: frozenset[Role], now: float) -> CandidatePool:
         members = [m for m in self._members.values() if model in m.models and m.spec.role in roles]
-        usable = [m for m in members if m.health.usable(now)]
+        back = self._brought_back(members, now)
+        usable = [m for m in members if m.health.usable(now) or m.health in back]
         for member in usable:
             member.share = member.health.share(now)
         self._update_rates()
@@ -222,6 +233,12 @@ class Fleet:
         chosen = [m for m in usable if not m.health.busy(now) or (m.spec.role is Role.PREFILL) not in free]
         plain = all(m.spec.role is Role.UNIFIED for m in chosen) and len({m.spec.cluster for m in chosen}) < 2
         return CandidatePool(chosen, plain, min((m.health.changes_at(now) for m in members), default=float("inf")))
+
+    def _brought_back(self, members: Sequence[Member], now: float) -> list[WorkerHealth]:
+        settings = self._settings.health
+        prefilling = [m for m in members if m.spec.role is Role.PREFILL]
+        answering = [m for m in members if m.spec.role is not Role.PREFILL]
+        return brought_back(prefilling, settings, now) + brought_back(answering, settings, now)
 
     def _invalidate(self) -> None:
         self._pools.clear()

@@ -8,7 +8,7 @@ Health combines three sources:
   of the trial closes the breaker. The worker is then on probation: until a response completes, one more failure opens
   the breaker again. A response that is not streamed sends nothing until its end, which may take minutes. Such a trial
   also passes when it has not failed after `trial_s`, unless timeouts opened the breaker. A worker that probes saw go
-  down and come back needs no trial.
+  down and come back needs no trial. `ejection.py` limits how many workers of a pool breakers may take out of service.
 - **The operator** may drain a worker.
 
 A worker that comes back starts slowly: its share of the work rises from `slow_start_share` to 1 over `slow_start_s`, so
@@ -22,6 +22,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from stoker.base.settings import check_settings, setting
+
 
 class Breaker(StrEnum):
     """States of a circuit breaker."""
@@ -33,15 +35,34 @@ class Breaker(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HealthSettings:
-    """Settings of the circuit breaker and of the slow start."""
+    """The circuit breakers, how many workers they may take out of service, and the slow start."""
 
-    failures_to_open: int = 3  # consecutive failures that open the circuit breaker
-    open_s: float = 1.0  # first backoff; it doubles with each failed trial
-    max_open_s: float = 30.0  # longest backoff
-    trial_s: float = 10.0  # how long to wait for the outcome of a trial request
-    busy_s: float = 0.5  # how long a worker that refused a request for load is avoided, if others are free
-    slow_start_s: float = 10.0  # length of the slow start
-    slow_start_share: float = 0.1  # share of the work at the beginning of the slow start
+    failures_to_open: int = setting(3, "Consecutive failures that open a worker's circuit breaker.", ge=1)
+    open_s: float = setting(1.0, "First backoff of an open breaker. It doubles with each failed trial.", unit="s", gt=0)
+    max_open_s: float = setting(30.0, "Longest backoff of an open breaker.", unit="s", gt=0)
+    trial_s: float = setting(10.0, "How long to wait for the outcome of a trial request.", unit="s", gt=0)
+    max_ejected_share: float = setting(
+        0.5,
+        "Largest share of a model's workers that failed requests may take out of service. Beyond it, further workers stay "
+        "in service. Workers that refuse connections or fail their health checks do not count.",
+        ge=0,
+        le=1,
+    )
+    panic_share: float = setting(
+        0.5,
+        "If a smaller share of a model's workers is in service, all that pass their health checks get requests again, even "
+        "if requests failed there. 0 turns this off.",
+        ge=0,
+        le=1,
+    )
+    busy_s: float = setting(
+        0.5, "How long a worker that refused a request for load is avoided, if others are free.", unit="s", ge=0
+    )
+    slow_start_s: float = setting(10.0, "Length of the slow start.", unit="s", ge=0)
+    slow_start_share: float = setting(0.1, "Share of the work at the beginning of the slow start.", gt=0, le=1)
+
+    def __post_init__(self) -> None:
+        check_settings(self, "health")
 
 
 _CLOSED = Breaker.CLOSED  # looking up an enum member is slow, and each request does it twice
@@ -62,7 +83,9 @@ class WorkerHealth:
         self._draining = False
         self._breaker = Breaker.CLOSED
         self._opened_by = ""
+        self._opened_at = 0.0
         self._failures = 0
+        self._good_at = float("-inf")  # when a request last got its first token or completed
         self._open_s = settings.open_s
         self._retry_at = 0.0
         self._trial_until: float | None = None
@@ -72,6 +95,16 @@ class WorkerHealth:
     @property
     def draining(self) -> bool:
         return self._draining
+
+    @property
+    def reachable(self) -> bool:
+        """Return True unless the worker is known to be down: by a probe, or because it refused a connection."""
+        return self._live and self._ready and not (self._breaker is Breaker.OPEN and self._opened_by in _UNREACHABLE)
+
+    @property
+    def opened_at(self) -> float:
+        """Return when the breaker opened after having been closed. Failed trials do not change it."""
+        return self._opened_at
 
     def breaker(self, now: float) -> Breaker:
         if self._breaker is Breaker.OPEN and now >= self._retry_at:
@@ -137,6 +170,7 @@ class WorkerHealth:
         A trial passes with its first token, because its end may be minutes away. The worker stays on probation, because
         it may fail in the middle of every response.
         """
+        self._good_at = now
         if self._breaker is _CLOSED:
             return False
         self._close_on_probation(now)
@@ -144,13 +178,16 @@ class WorkerHealth:
 
     def saw_success(self, now: float) -> bool:
         """Record a completed response, and return whether the state changed."""
-        self._failures, self._open_s = 0, self._settings.open_s
+        self._failures, self._open_s, self._good_at = 0, self._settings.open_s, now
         if self._breaker is _CLOSED:
             return False
         self._close(now)
         return True
 
-    def saw_failure(self, kind: str, now: float) -> None:
+    def saw_failure(self, kind: str, now: float, began_s: float | None = None) -> None:
+        """Record a failed request. It does not count if it began at `began_s` and another one did well after that."""
+        if began_s is not None and began_s < self._good_at:
+            return
         if kind in _BUSY:
             self._busy_until = now + self._settings.busy_s
             self._trial_until = None
@@ -169,8 +206,8 @@ class WorkerHealth:
 
         The state changes when this request starts a trial, or when the previous trial has passed by now.
         """
-        if self._breaker is _CLOSED:
-            return False
+        if self._breaker is _CLOSED or now < self._retry_at:
+            return False  # before the end of the backoff it is not a trial: the pool has too few other workers
         if self._trial_until is not None and now >= self._trial_until and self._opened_by not in _SILENT:
             self._close_on_probation(now)
         else:
@@ -192,5 +229,7 @@ class WorkerHealth:
         self._breaker, self._trial_until, self._slow_start_at = Breaker.CLOSED, None, now
 
     def _open(self, kind: str, now: float) -> None:
+        if self._breaker is Breaker.CLOSED:
+            self._opened_at = now
         self._breaker, self._opened_by = Breaker.OPEN, kind
         self._retry_at, self._trial_until = now + self._open_s, None

@@ -18,7 +18,7 @@ import stoker
 from stoker.base.allowance import allow_files
 from stoker.base.errors import ConfigError, Overloaded
 from stoker.base.log import EventLog
-from stoker.fleet.fleet import Fleet
+from stoker.fleet.fleet import Fleet, FleetSettings
 from stoker.fleet.load_book import LoadBook
 from stoker.gateway.admin import AdminEndpoint, AdminView
 from stoker.gateway.admission.admission import Admission
@@ -121,7 +121,8 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     secret = read_secret(config.secret_file, "secret_file")
     tls = _tls(config.listen)
     keys = ApiKeys(config.key, config.tenant)
-    fleet, load_book, indexes = Fleet(), LoadBook(), PrefixIndexes(config.routing.index_blocks)
+    fleet = Fleet(FleetSettings(health=config.health))
+    load_book, indexes = LoadBook(), PrefixIndexes(config.routing.index_blocks)
     router = Router(fleet, load_book, indexes, settings=config.routing)
     metrics, state, key_makers = GatewayMetrics(), GatewayState(), PrefixKeyMakers()
     worker_keys = _worker_api_keys(config)

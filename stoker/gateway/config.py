@@ -13,6 +13,7 @@ from typing import Any
 from stoker.base import log
 from stoker.base.errors import ConfigError
 from stoker.base.settings import check_settings, from_table, merged, put, read_toml, required, setting
+from stoker.fleet.health import HealthSettings
 from stoker.fleet.spec import WorkerSpec
 from stoker.gateway.http import network_of
 from stoker.gateway.worker_option import WorkerSettings, worker_spec
@@ -131,8 +132,35 @@ class ProxySettings:
     """How requests are sent to workers, retried and resumed."""
 
     connect_s: float = setting(2.0, "Timeout for connecting to a worker.", unit="s", gt=0)
-    first_byte_s: float = setting(600.0, "Timeout until a worker's response begins.", unit="s", gt=0)
-    retries: int = setting(3, "Maximum retries on other workers before the first byte of a response.", ge=0)
+    first_byte_s: float = setting(
+        600.0, "Timeout until a worker's response begins, and from there to the first byte of its body.", unit="s", gt=0
+    )
+    idle_s: float = setting(300.0, "Longest pause inside a worker's response before it counts as lost.", unit="s", gt=0)
+    max_event_mib: float = setting(
+        16.0,
+        "Maximum size of one event of a worker's stream. A worker that sends a larger one has failed.",
+        unit="MiB",
+        gt=0,
+    )
+    max_answer_mib: float = setting(
+        128.0,
+        "Maximum size of a worker's answer that is not streamed.",
+        unit="MiB",
+        gt=0,
+    )
+    max_notes_mib: float = setting(
+        32.0,
+        "Maximum size of the notes in a Stoker worker's stream, from which another worker resumes it. A note has about 12 "
+        "bytes for a token, and about 500 with 20 logprobs.",
+        unit="MiB",
+        gt=0,
+    )
+    retries: int = setting(
+        3,
+        "Maximum retries on other workers before the first byte of a response. A request is never retried after two workers "
+        "failed while they ran it.",
+        ge=0,
+    )
     retry_share: float = setting(
         0.2,
         "Maximum retries as a share of all requests. Beyond it, a worker's failure is passed on to the client.",
@@ -142,9 +170,27 @@ class ProxySettings:
     resume_grace_s: float = setting(
         10.0, "How long a broken stream waits for a worker that can resume it.", unit="s", ge=0
     )
+    suspect_s: float = setting(
+        600.0,
+        "How long a request body is remembered after workers crashed while they ran it. 0 turns this off.",
+        unit="s",
+        ge=0,
+    )
 
     def __post_init__(self) -> None:
         check_settings(self, "proxy")
+
+    @property
+    def max_event_bytes(self) -> int:
+        return int(self.max_event_mib * (1 << 20))
+
+    @property
+    def max_answer_bytes(self) -> int:
+        return int(self.max_answer_mib * (1 << 20))
+
+    @property
+    def max_notes_bytes(self) -> int:
+        return int(self.max_notes_mib * (1 << 20))
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +341,7 @@ class GatewayConfig:
     listen: ListenSettings = field(default_factory=ListenSettings)
     routing: RoutingSettings = field(default_factory=RoutingSettings)
     proxy: ProxySettings = field(default_factory=ProxySettings)
+    health: HealthSettings = field(default_factory=HealthSettings)
     admission: AdmissionSettings = field(default_factory=AdmissionSettings)
     meter: MeterSettings = field(default_factory=MeterSettings)
     tracing: TracingSettings = field(default_factory=TracingSettings)

@@ -23,6 +23,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
+from stoker.base.errors import StokerError
 from stoker.proto.handoff import KvTransferParams
 from stoker.proto.openai.answers import finite_logprob
 from stoker.proto.openai.field_types import INT64_MAX, CountOrZero, TokenId
@@ -100,9 +101,17 @@ def _token_json(entry: TokenLogprobs) -> bytes:
 
 _LEADING_NOTES = re.compile(rb"(?::[^\n]*\n)+\n?")  # in front of an event, or alone
 _NOTES = re.compile(rb"^(?::[^\n]*\n)+\n?", re.MULTILINE)
-_TOKENS = re.compile(rb"^:([tf]) (\d+)([^\n]*)", re.MULTILINE)
-_USAGE = re.compile(rb"^:u (\d+) (\d+) (\d+)", re.MULTILINE)
-_ERROR = re.compile(rb"^:x (\d+) ([^\n]*)\n", re.MULTILINE)
+_TOKENS = re.compile(rb"^:([tf]) (\d{1,9})([^\n]*)", re.MULTILINE)
+_USAGE = re.compile(rb"^:u (\d{1,15}) (\d{1,15}) (\d{1,15})", re.MULTILINE)
+_ERROR = re.compile(rb"^:x (\d{3}) ([^\n]{1,100})\n", re.MULTILINE)
+
+DEFAULT_MAX_NOTES_BYTES = 32 << 20
+
+
+class BadNotes(StokerError):
+    """The notes in a worker's stream are not valid, or larger than the limit. The client sees the message."""
+
+    code = "worker_lost"
 
 
 class UsageNote(NamedTuple):
@@ -132,6 +141,7 @@ class ResumeNotes(msgspec.Struct, eq=False):
     """
 
     _lines: bytearray = msgspec.field(default_factory=bytearray)
+    max_bytes: int = DEFAULT_MAX_NOTES_BYTES
     ticket: bytes | None = None  # `kv_transfer_params` of a prefill worker, until the decode worker has it
 
     def __bool__(self) -> bool:
@@ -153,6 +163,8 @@ class ResumeNotes(msgspec.Struct, eq=False):
                 self._add(lines)
             else:
                 self._lines += lines
+                if len(self._lines) > self.max_bytes:
+                    raise self._too_large()
             return events[found.end() :]
         if not (events.startswith(b":") or b"\n:" in events):
             return events
@@ -178,13 +190,17 @@ class ResumeNotes(msgspec.Struct, eq=False):
     def resume_field(self, num_choices: int, num_events: int = 0) -> bytes:
         """Return the JSON of a `Resume`. The tokens are copied from the notes as they are.
 
-        `num_events` is the number of events that the client has; 0 leaves the field out.
+        `num_events` is the number of events that the client has; 0 leaves the field out. Raises BadNotes if the notes are
+        not what a worker writes.
         """
         usage = self.last_usage
-        assert usage is not None, "there is nothing to resume: no worker has written a token"
+        if usage is None:
+            raise BadNotes("The worker's stream cannot be continued: its notes have no usage.")
         tokens: list[list[bytes]] = [[] for _ in range(num_choices)]
         finished = [b"false"] * num_choices
         for kind, index, items in _TOKENS.findall(self._lines):
+            if int(index) >= num_choices:
+                raise BadNotes(f"The worker's stream cannot be continued: it has no choice {int(index)}.")
             if kind == b"f":
                 finished[int(index)] = b"true"
             else:
@@ -194,10 +210,30 @@ class ResumeNotes(msgspec.Struct, eq=False):
             for ids, end in zip(tokens, finished, strict=True)
         )
         events = b',"events":%d' % num_events if num_events else b""
-        return b'{"created":%d,"choices":[%b]%b}' % (usage.created, choices, events)
+        field = b'{"created":%d,"choices":[%b]%b}' % (usage.created, choices, events)
+        _check_json(field, Resume)
+        return field
+
+    def check(self, num_choices: int) -> None:
+        """Raise BadNotes if another worker could not continue from these notes, or the ticket is not a JSON object."""
+        self.resume_field(num_choices)
+        if self.ticket is not None:
+            _check_json(self.ticket, dict[str, msgspec.Raw])
+
+    def _too_large(self) -> BadNotes:
+        return BadNotes(f"The notes in the worker's stream are larger than {self.max_bytes} bytes.")
 
     def _add(self, lines: bytes) -> None:
         if b":k " in lines:
             lines, _, ticket = lines.rpartition(b":k ")
             self.ticket = ticket.strip()
         self._lines += lines.removesuffix(b"\n") if lines.endswith(b"\n\n") else lines
+        if len(self._lines) > self.max_bytes:
+            raise self._too_large()
+
+
+def _check_json(data: bytes, kind: object) -> None:
+    try:
+        msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadNotes("The worker's stream cannot be continued: its notes are not valid.") from error

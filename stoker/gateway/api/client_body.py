@@ -74,6 +74,7 @@ class RequestEnvelope(msgspec.Struct, kw_only=True):
     priority: int | UnsetType | None = UNSET
     reject_if_busy: bool | UnsetType | None = msgspec.field(default=UNSET, name="rejectIfBusy")
     return_token_ids: bool | None = None
+    timeout_s: Raw | UnsetType = UNSET
     user: _NameText | int | None = None
     prompt_cache_key: _NameText | int | None = None
     session_id: _NameText | int | None = None

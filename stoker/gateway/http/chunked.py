@@ -14,12 +14,15 @@ _SIZE_LINE = re.compile(rb"([0-9a-fA-F]{1,15})(?:;[\t -~]*)?")
 _TRAILER = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[^\x00-\x08\x0a-\x1f\x7f]*")
 _MAX_LINE = 512  # bytes in a size line or in one trailer
 _MAX_WASTE = 8 << 10  # bytes in all extensions and trailers of one body
+# Bytes of size lines and line ends beyond those of the payload. Chunks of fewer than six bytes on average exceed it in the
+# end: they cost far more time than their bytes are worth.
+_MAX_OVERHEAD = 64 << 10
 
 
 class ChunkedReader:
     """Incremental decoder: `feed()` returns the payload. After the last chunk `done` is set and `rest` holds later bytes."""
 
-    __slots__ = ("_between", "_left", "_line", "_trailers", "_waste", "done", "rest")
+    __slots__ = ("_between", "_left", "_line", "_overhead", "_trailers", "_waste", "done", "rest")
 
     def __init__(self) -> None:
         self.done = False
@@ -29,6 +32,7 @@ class ChunkedReader:
         self._line = b""  # an incomplete line
         self._trailers = False
         self._waste = 0
+        self._overhead = 0  # bytes that are not payload minus bytes that are, in pieces that are not one whole chunk
 
     def feed(self, data: bytes) -> bytes:
         if not self._between:
@@ -74,7 +78,11 @@ class ChunkedReader:
                 self.rest = data[at:]
                 break
         self._between = not (self._left or self._line or self._trailers)
-        return b"".join(pieces)
+        payload = b"".join(pieces)
+        self._overhead += at - 2 * len(payload)
+        if self._overhead > _MAX_OVERHEAD:
+            raise BadMessage(400, "the chunks are too small: at most half of the bytes may be their size lines")
+        return payload
 
     def _payload(self, data: bytes, at: int, pieces: list[bytes]) -> int:
         """Consume the available bytes of the current chunk and return the position behind them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 
-from stoker.gateway.http.errors import ConnectTimeout, NoSocketLeft, Unreachable
+from stoker.gateway.http.errors import ConnectTimeout, NoSocketLeft, ResponseLost, Unreachable
 from stoker.gateway.http.head import Headers, HeadParser, header_block
 from stoker.gateway.http.limits import ClientLimits
 from stoker.gateway.http.origin import Origin
@@ -13,6 +13,8 @@ from stoker.gateway.http.worker_response import WorkerConnection, WorkerResponse
 
 # Too many open files in this process or on this machine, or no memory for another socket.
 _LOCAL_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
+_STALE_CLOSE_S = 1.0  # a worker that closes a reused connection later than this after a request has seen the request
 
 
 class ConnectionPool:
@@ -48,24 +50,33 @@ class ConnectionPool:
         *,
         connect_s: float,
         head_s: float | None,
+        idle_s: float | None = None,
     ) -> WorkerResponse:
         """Send a request and return its response as soon as the head has arrived.
 
         `headers` must be end-to-end headers only (`end_to_end`); host and content-length are added here.
 
         Raises Unreachable if no connection can be made (NoSocketLeft if this process is out of sockets), and ResponseLost
-        if the connection closes or `head_s` passes before the complete head arrives.
+        if the connection closes or `head_s` passes before the complete head arrives. If `idle_s` is given,
+        the body fails with ResponseTimeout if its first byte takes longer than `head_s`, or if it pauses for longer than
+        `idle_s`. Pauses that the reader asked for do not count.
 
-        If a reused connection closes without sending any byte, the worker had closed it before it saw the request, so the
-        request is sent again on a new connection.
+        If a reused connection closes at once without sending any byte, the worker had closed it before it saw the request,
+        so the request is sent again on a new connection. If there is none to be had, the worker has probably crashed, maybe
+        because of this request: that is ResponseLost, not Unreachable.
         """
         head = self._head(method, path, headers, body)
         connection = self._take()
+        first_s = None if idle_s is None else head_s
+        was_sent = False
         while True:
             if connection is None:
-                connection = await self._connect(connect_s)
-            deadline = None if head_s is None else self._loop.time() + head_s
-            waiter = connection.send(head, body, to_head=method == b"HEAD", deadline=deadline)
+                connection = await self._connect_again(connect_s) if was_sent else await self._connect(connect_s)
+            sent_s = self._loop.time()
+            deadline = None if head_s is None else sent_s + head_s
+            waiter = connection.send(
+                head, body, to_head=method == b"HEAD", deadline=deadline, first_s=first_s, idle_s=idle_s
+            )
             try:
                 answer = await waiter
             except asyncio.CancelledError:
@@ -73,7 +84,9 @@ class ConnectionPool:
                 raise
             if answer is not None:
                 return answer
-            connection = None
+            if self._loop.time() - sent_s > _STALE_CLOSE_S:
+                raise ResponseLost(f"{self.where}: the connection closed before a response")
+            connection, was_sent = None, True
 
     def close(self) -> None:
         """Close idle connections now, and the others when their responses have ended."""
@@ -114,6 +127,12 @@ class ConnectionPool:
                 return connection
         return None
 
+    async def _connect_again(self, connect_s: float) -> WorkerConnection:
+        try:
+            return await self._connect(connect_s)
+        except Unreachable as error:
+            raise ResponseLost(f"{error.message}, after a connection closed before a response") from error
+
     async def _connect(self, connect_s: float) -> WorkerConnection:
         if self._closed:
             raise Unreachable(f"{self.where}: this worker was removed from the gateway")
@@ -147,8 +166,7 @@ class ConnectionPool:
         while self._idle and self._idle[0].idle_since < old:
             self._idle.pop(0).transport.close()
         for connection in list(self._open):
-            if connection.deadline is not None and connection.deadline < now:
-                connection.time_out()
+            connection.check_deadlines(now)
         self._sweeper = self._loop.call_later(self.limits.sweep_s, self._sweep)
 
     def _stop_sweeping(self) -> None:

@@ -67,18 +67,15 @@ class WorkerResponse:
         body = self.whole(limit_bytes)
         if body is not None:
             return body
-        pieces: list[bytes] = []
-        num_bytes = 0
+        collected = bytearray()  # not a list of pieces: a worker may send single bytes
 
         def collect(data: bytes) -> None:
-            nonlocal num_bytes
-            num_bytes += len(data)
-            if num_bytes > limit_bytes:
+            if len(collected) + len(data) > limit_bytes:
                 raise ResponseTooLarge(f"the worker's response is larger than {limit_bytes} bytes")
-            pieces.append(data)
+            collected.extend(data)
 
         await self.relay(collect)
-        return b"".join(pieces)
+        return bytes(collected)
 
     async def relay(self, sink: Callable[[bytes], None]) -> None:
         """Feed the body to `sink` as it arrives, and return at its end.
@@ -168,10 +165,15 @@ class WorkerConnection(asyncio.Protocol):
     __slots__ = (
         "_answer",
         "_buffer",
+        "_first_s",
+        "_got_bytes",
+        "_idle_s",
         "_keep_alive",
         "_left",
         "_num_interim",
         "_owner",
+        "_quiet_s",
+        "_quiet_since",
         "_reader",
         "_to_head",
         "_waiter",
@@ -196,16 +198,33 @@ class WorkerConnection(asyncio.Protocol):
         self._answer: WorkerResponse | None = None
         self._reader: ChunkedReader | None = None
         self._left = 0  # bytes left of a body with content-length; UNTIL_CLOSE without one
-        self._buffer = b""
+        self._buffer = bytearray()
+        self._first_s: float | None = None  # longest wait for the first byte of the body
+        self._idle_s: float | None = None  # longest pause after that
+        self._quiet_s: float | None = None  # the one of the two that applies now
+        self._quiet_since = 0.0
+        self._got_bytes = False  # since the last check
         self._keep_alive = True
         self._to_head = False
         self._num_interim = 0
 
     def send(
-        self, head: bytes, body: bytes, *, to_head: bool, deadline: float | None
+        self,
+        head: bytes,
+        body: bytes,
+        *,
+        to_head: bool,
+        deadline: float | None,
+        first_s: float | None = None,
+        idle_s: float | None = None,
     ) -> asyncio.Future[WorkerResponse | None]:
-        """Write the request. The future yields the response, or None if a reused connection was already closed."""
+        """Write the request. The future yields the response, or None if a reused connection was already closed.
+
+        `deadline` is for the head of the response, `first_s` for the first byte of its body after that, and `idle_s` for
+        each pause in the body.
+        """
         self._to_head = to_head
+        self._first_s, self._idle_s = first_s, idle_s
         self._num_interim = 0
         self.deadline = deadline
         self._waiter = waiter = self.loop.create_future()
@@ -219,8 +238,21 @@ class WorkerConnection(asyncio.Protocol):
         self._waiter = self._answer = self._reader = None
         self.transport.abort()
 
-    def time_out(self) -> None:
-        self._fail("no response before the deadline", ResponseTimeout)
+    def check_deadlines(self, now: float) -> None:
+        """End a response that is late. It is called at intervals, so a limit takes effect late by one interval at most."""
+        if self.deadline is not None:
+            if self.deadline < now:
+                self._fail("no response before the deadline", ResponseTimeout)
+            return
+        answer = self._answer
+        if answer is None:
+            return
+        if self._got_bytes:
+            self._got_bytes, self._quiet_s, self._quiet_since = False, self._idle_s, now
+        elif answer.stopped:
+            self._quiet_since = now  # a pause that the reader asked for
+        elif self._quiet_s is not None and now - self._quiet_since > self._quiet_s:
+            self._fail(f"no data for {self._quiet_s:g} s", ResponseTimeout)
 
     # ---- called by the event loop
 
@@ -232,6 +264,7 @@ class WorkerConnection(asyncio.Protocol):
         if answer is None:
             self._read_head(data)
             return
+        self._got_bytes = True
         reader = self._reader
         if reader is None:
             self._read_plain(answer, data)
@@ -277,18 +310,24 @@ class WorkerConnection(asyncio.Protocol):
             # sender will cut this connection, so it must not serve another request in the meantime.
             self.cut()
             return
+        searched = 0
         if self._buffer:
-            data = self._buffer + data
+            searched = max(0, len(self._buffer) - 3)
+            self._buffer += data
+            if len(self._buffer) <= self.limits.max_head_bytes and self._buffer.find(b"\r\n\r\n", searched) < 0:
+                self._check_start(self._buffer)
+                return
+            data, self._buffer = bytes(self._buffer), bytearray()
         limit = self.limits.max_head_bytes
         while True:
-            end = data.find(b"\r\n\r\n")
+            end = data.find(b"\r\n\r\n", searched)
+            searched = 0
             if end > limit or (end < 0 and len(data) > limit):
                 self._fail(f"the response head is larger than {limit} bytes")
                 return
             if end < 0:
-                self._buffer = data
-                if not b"HTTP/1.".startswith(data[:7]):
-                    self._fail(f"the response is not HTTP: {data[:40]!r}")
+                self._buffer = bytearray(data)
+                self._check_start(self._buffer)
                 return
             try:
                 head, length = self._owner.heads.response(data[:end])
@@ -302,13 +341,17 @@ class WorkerConnection(asyncio.Protocol):
             if head.status == 101 or self._num_interim > _MAX_INTERIM:
                 self._fail(f"unexpected interim response with status {head.status}")
                 return
-        self._buffer = b""
         self._begin(head, length if head.has_body and not self._to_head else 0, data)
+
+    def _check_start(self, data: bytearray) -> None:
+        if not b"HTTP/1.".startswith(data[:7]):
+            self._fail(f"the response is not HTTP: {bytes(data[:40])!r}")
 
     def _begin(self, head: ResponseHead, length: int, data: bytes) -> None:
         waiter, self._waiter = self._waiter, None
         assert waiter is not None
         self.deadline = None
+        self._got_bytes, self._quiet_s, self._quiet_since = bool(data), self._first_s, self.loop.time()
         self._keep_alive = head.keep_alive
         self._answer = answer = WorkerResponse(head, self)
         if not waiter.done():

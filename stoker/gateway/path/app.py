@@ -182,7 +182,7 @@ class Gateway:
         parts.metrics.keys_s.observe(parts.clock() - began_s)
         query = _query(model, envelope, session, conversation)
         seed, arrived_s, trace = random.getrandbits(53), exchange.arrived_s, exchange.trace
-        call = Call(request, envelope, query, exchange.request_id, put, drop, arrived_s, seed, trace)
+        call = Call(request, envelope, query, exchange.request_id, put, drop, arrived_s, seed, trace, caller.tenant)
         exchange.call = call
         return call
 
@@ -277,7 +277,8 @@ class Gateway:
         parts, now = self._parts, self._parts.clock()
         if parts.state.draining:
             return error_reply(503, "The gateway is draining.", code="draining", kind="overloaded_error")
-        if not any(member.health.usable(now) and member.spec.role in _ANSWERING for member in parts.fleet.members()):
+        answering = [member for member in parts.fleet.members() if member.spec.role in _ANSWERING]
+        if not any(parts.fleet.in_service(member, now) for member in answering):
             message = "No worker can accept requests; see GET /admin/fleet."
             return error_reply(503, message, code="no_worker", kind="overloaded_error")
         return json_reply({"status": "ready"})

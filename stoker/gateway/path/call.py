@@ -44,6 +44,7 @@ class Call(msgspec.Struct, eq=False):
     arrived_s: float
     seed: int
     trace: RequestTrace
+    tenant: str = ""
     on_first_byte: Callable[[], None] = lambda: None
 
     memory: TokenMemory = msgspec.field(default_factory=TokenMemory)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from stoker.base.errors import StokerError
+from stoker.base.errors import DeadlineExceeded, StokerError
 from stoker.base.ids import WorkerId
 from stoker.gateway.api.client_body import EndpointKind
 from stoker.gateway.api.reply import JSON, Headers, Reply
@@ -27,9 +27,10 @@ class Refused(StokerError):
 # What a client learns about a failed worker, by failure kind.
 _WHAT_FAILED = {
     "connect": "The worker could not be reached",
-    "lost": "The connection to the worker was lost",
+    "lost": "The worker was lost before its answer was complete",
     "timeout": "The worker did not answer in time",
     "status5xx": "The worker answered with an error",
+    "invalid": "The worker sent an answer that is not valid",
     "busy": "The worker is too busy",
 }
 
@@ -46,16 +47,41 @@ class WorkerFailure(StokerError):
 class LegFailed(WorkerFailure):
     """A leg failed on its worker; another worker may succeed.
 
-    `kind` is the failure kind reported to the fleet: connect, lost, timeout, status5xx or busy. `refused` is the worker's
-    error response, if it sent one. The client gets it when no other worker can be tried.
+    `kind` is the failure kind reported to the fleet: connect, lost, timeout, status5xx, invalid or busy. `detail` is for the
+    log: it may contain the worker's address, and the message, which clients see, does not. `refused` is the worker's error
+    response, if it sent one. The client gets it when no other worker can be tried.
     """
 
     code = "worker_failed"
 
     def __init__(self, worker_id: WorkerId, kind: str, detail: str, refused: Refused | None = None) -> None:
-        super().__init__(f"{_WHAT_FAILED.get(kind, _WHAT_FAILED['lost'])}; retry the request.", worker_id, detail)
+        super().__init__(f"{_WHAT_FAILED[kind]}; retry the request.", worker_id, detail)
         self.kind = kind
         self.refused = refused
+
+
+class WorkersFailed(StokerError):
+    """Two workers failed while they ran this request, so no other worker gets it."""
+
+    code = "worker_failed"
+
+
+class BadAnswer(StokerError):
+    """A worker's answer is not valid, or larger than the limits."""
+
+    code = "bad_answer"
+
+
+class AnswerTooLarge(BadAnswer):
+    """A worker's answer that is not streamed is larger than the limit. Another worker's would be too."""
+
+    code = "answer_too_large"
+
+
+class AnswerLate(DeadlineExceeded):
+    """An answer that is not streamed was not complete in time, although the worker completed others meanwhile."""
+
+    code = "answer_late"
 
 
 class StreamBroken(WorkerFailure):

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from http import HTTPStatus
 from types import TracebackType
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
+import msgspec
+
+from stoker.base.log import EventLog
 from stoker.gateway.api.client_body import EndpointKind
 from stoker.gateway.http import (
     ConnectionPool,
@@ -25,11 +27,13 @@ from stoker.gateway.http import (
     header_block,
 )
 from stoker.gateway.path.call import Call
-from stoker.gateway.path.errors import LegFailed, Refused
+from stoker.gateway.path.errors import AnswerLate, AnswerTooLarge, BadAnswer, LegFailed, Refused
+from stoker.gateway.path.failure_kinds import NEEDS_SECOND_OPINION, kind_of, known_status
 from stoker.gateway.path.services import ProxyServices
 from stoker.gateway.path.upstream import CancelOnLoss, Upstream
 from stoker.gateway.records.tracing import TraceSpan
 from stoker.proto.internal_http import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, ROUTE_HEADER
+from stoker.proto.resume_notes import BadNotes
 from stoker.routing.query import Leg, Route
 
 PATHS = {
@@ -38,15 +42,19 @@ PATHS = {
     EndpointKind.RESPONSES: RESPONSES_PATH.encode(),
 }
 _ROUTE = ROUTE_HEADER.encode()
-MAX_ANSWER_BYTES = 256 << 20  # for a response that is buffered until it is complete
 _MAX_ERROR_BYTES = 1 << 20
 # A request that is sent only to release a prefill worker's blocks is aborted on the decode worker after this time.
 _RELEASE_S = 1.0
 
-_RETRYABLE = {429: "busy", 502: "status5xx", 503: "busy", 504: "status5xx"}
 _MEASURED_TOKENS = 1024  # for a shorter prompt, most of the time is not spent on prefill
 _EVENT_STREAM = b"text/event-stream"
-_STATUSES = frozenset(HTTPStatus)
+_MAX_DETAIL = 200  # characters of a worker's data in a log line
+# What the code that reads a worker's data raises if the data is not valid.
+_BAD_DATA = (BadAnswer, BadNotes, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+T = TypeVar("T")
+
+log = EventLog("proxy")
 
 
 class Legs:
@@ -112,6 +120,14 @@ class Legs:
     def upstream(self, leg: Leg) -> Upstream:
         return self._upstreams[0 if leg is self.decode else 1]
 
+    @property
+    def max_event_bytes(self) -> int:
+        return self._services.settings.max_event_bytes
+
+    @property
+    def max_notes_bytes(self) -> int:
+        return self._services.settings.max_notes_bytes
+
     # ---- requests to workers
 
     async def send(self, leg: Leg, body: bytes, headers: bytes = b"") -> WorkerResponse:
@@ -124,6 +140,7 @@ class Legs:
         if leg is (self.prefill or self.decode):
             self._begin_prefill(upstream)
         span = call.trace.begin("leg.prefill" if leg is self.prefill else "leg.decode")
+        began_s = self._services.clock()
         try:
             answer = await upstream.pool.send(
                 b"POST",
@@ -132,12 +149,16 @@ class Legs:
                 body,
                 connect_s=settings.connect_s,
                 head_s=settings.first_byte_s,
+                idle_s=settings.idle_s,
             )
+        except ResponseTimeout as error:
+            span.end(error.code)
+            self._time_out(leg, error, began_s)
         except (Unreachable, ResponseLost) as error:
             span.end(error.code)
             self.fail(leg, _kind(error), error.message)
         self._open[answer] = span
-        if answer.status >= 400:
+        if answer.status != 200:
             await self._refuse(leg, answer)
         if leg is self.decode:
             self._lease = None  # decode answers after it has pulled the KV and released the lease
@@ -181,17 +202,27 @@ class Legs:
     # ---- responses from workers
 
     async def read(self, leg: Leg, answer: WorkerResponse) -> bytes:
-        """Return the whole response body and mark the leg as successful."""
-        data = answer.whole(MAX_ANSWER_BYTES)
+        """Return the whole response body, which `parsed` must check then."""
+        limit_bytes = self._services.settings.max_answer_bytes
+        data = answer.whole(limit_bytes)
         if data is None:
             try:
-                data = await answer.read(MAX_ANSWER_BYTES)
-            except ResponseTooLarge:
-                raise
+                data = await answer.read(limit_bytes)
+            except ResponseTooLarge as error:
+                self._report_failure(leg, "invalid", error.message)
+                raise AnswerTooLarge(f"The worker's answer is larger than {limit_bytes} bytes.") from error
             except (ResponseLost, ResponseAborted) as error:
-                self.fail(leg, "lost", error.message)
-        self.done(leg, answer)
+                self.fail(leg, _kind(error), error.message)
         return data
+
+    def parsed(self, leg: Leg, answer: WorkerResponse, parse: Callable[[bytes], T], data: bytes) -> T:
+        """Return `parse(data)` and mark the leg as successful, or as failed if the data is not valid."""
+        try:
+            result = parse(data)
+        except _BAD_DATA as error:
+            self.fail(leg, "invalid", f"worker {leg.worker.worker_id}: {str(error)[:_MAX_DETAIL]}")
+        self.done(leg, answer)
+        return result
 
     async def relay(self, leg: Leg, answer: WorkerResponse, push: Callable[[bytes], bytes]) -> None:
         """Stream the body to the client as it arrives, through `push`.
@@ -219,7 +250,9 @@ class Legs:
         try:
             await answer.relay(sink)
         except (ResponseLost, ResponseAborted) as error:
-            self.fail(leg, "lost", error.message)
+            self.fail(leg, _kind(error), error.message)
+        except _BAD_DATA as error:
+            self.fail(leg, "invalid", f"worker {leg.worker.worker_id}: {str(error)[:_MAX_DETAIL]}")
         finally:
             request.on_pause = request.on_resume = None
 
@@ -255,10 +288,10 @@ class Legs:
         else:
             self._lease = None
 
-    def fail(self, leg: Leg, kind: str, message: str, refused: Refused | None = None) -> NoReturn:
+    def fail(self, leg: Leg, kind: str, detail: str, refused: Refused | None = None) -> NoReturn:
         """Report a worker's failure to the fleet and raise LegFailed."""
-        self._report_failure(leg, kind)
-        raise LegFailed(leg.worker.worker_id, kind, message, refused)
+        self._report_failure(leg, kind, detail)
+        raise LegFailed(leg.worker.worker_id, kind, detail, refused)
 
     # ---- internals
 
@@ -302,22 +335,36 @@ class Legs:
         try:
             body = await answer.read(_MAX_ERROR_BYTES)
         except (ResponseLost, ResponseAborted) as error:
-            self.fail(leg, "lost", error.message)
+            self.fail(leg, _kind(error), error.message)
         self._open.pop(answer).end(f"status_{answer.status}")
-        refused = Refused(_known_status(answer.status), self.upstream(leg).to_client.pairs(answer.headers), body)
-        kind = _RETRYABLE.get(answer.status)
-        if kind is None and answer.status >= 500 and self.prefill is not None:
-            kind = "status5xx"  # the hand-off may have failed, on either worker; without one the request may succeed
+        status, detail = answer.status, f"worker {leg.worker.worker_id}: status {answer.status}"
+        if status < 400:
+            self.fail(leg, "invalid", detail)
+        refused = Refused(known_status(status), self.upstream(leg).to_client.pairs(answer.headers), body)
+        kind = kind_of(self.call, status, body, self._services.clock())
         if kind is not None:
-            self.fail(leg, kind, f"worker {leg.worker.worker_id}: status {answer.status}", refused)
-        if answer.status >= 500:
-            self._report_failure(leg, "status5xx")
+            self.fail(leg, kind, detail, refused)
         raise refused
 
-    def _report_failure(self, leg: Leg, kind: str) -> None:
-        worker_id = leg.worker.worker_id
-        self._services.fleet.saw_failure(worker_id, self._services.clock(), kind)
-        self._services.metrics.upstream[worker_id, kind] += 1
+    def _time_out(self, leg: Leg, error: ResponseTimeout, began_s: float) -> NoReturn:
+        """Handle a response that did not begin in time. An answer that is not streamed may simply be too long."""
+        if self.call.streams:
+            self.fail(leg, "timeout", error.message)
+        self._report_failure(leg, "timeout", error.message, began_s)
+        seconds = self._services.settings.first_byte_s
+        raise AnswerLate(
+            f"The answer was not complete within {seconds:g} s. Set stream to true, or ask for fewer tokens."
+        ) from error
+
+    def _report_failure(self, leg: Leg, kind: str, detail: str, began_s: float | None = None) -> None:
+        services, worker_id = self._services, leg.worker.worker_id
+        services.metrics.upstream[worker_id, kind] += 1
+        if kind != "busy":
+            log.warning(
+                "worker_failed", request=self.call.request_id.decode(), worker=worker_id, kind=kind, reason=detail
+            )
+        if kind != NEEDS_SECOND_OPINION:
+            services.fleet.saw_failure(worker_id, services.clock(), kind, began_s)
 
 
 def is_event_stream(answer: WorkerResponse) -> bool:
@@ -325,16 +372,11 @@ def is_event_stream(answer: WorkerResponse) -> bool:
     return kind is not None and kind.startswith(_EVENT_STREAM)
 
 
-def _kind(error: Unreachable | ResponseLost) -> str:
+def _kind(error: Unreachable | ResponseLost | ResponseAborted) -> str:
     """Return the fleet's failure kind for an HTTP error."""
     if isinstance(error, Unreachable):
         return "connect"
     return "timeout" if isinstance(error, ResponseTimeout) else "lost"
-
-
-def _known_status(status: int) -> int:
-    """Map a non-standard status such as 529 to a standard one of its class."""
-    return status if status in _STATUSES else 503 if status >= 500 else 400
 
 
 async def _abort_later(sending: asyncio.Task[WorkerResponse]) -> None:

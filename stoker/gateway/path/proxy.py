@@ -5,6 +5,10 @@
   several times.
 - After the first byte, only a worker that can continue exactly where the stream stopped may take over. While there is
   none, the client waits for up to `proxy.resume_grace_s`.
+- A request on which two workers failed goes to no third one, because it may be the cause. Refused connections and overload
+  do not count, nor failures before and after a long part of a stream. `suspects.py` remembers requests that lost workers.
+- A worker's 5xx counts against the worker only if another worker then completes the same request. An error of the client
+  never counts (`failure_kinds.py`).
 
 Each attempt has its own reservations, and returns them on every path.
 """
@@ -13,6 +17,8 @@ from __future__ import annotations
 
 import asyncio
 
+from stoker.base.errors import StokerError
+from stoker.base.log import EventLog
 from stoker.fleet.spec import Role
 from stoker.gateway.path.call import Call
 from stoker.gateway.path.dialects.dialect import DIALECTS, Dialect
@@ -20,9 +26,12 @@ from stoker.gateway.path.errors import LegFailed
 from stoker.gateway.path.legs import Legs
 from stoker.gateway.path.retries import RetryBudget, RetryState
 from stoker.gateway.path.services import ProxyServices
+from stoker.gateway.path.suspects import SuspectRequests, SuspectTrial
 from stoker.gateway.path.upstream import CancelOnLoss
 from stoker.routing.query import NoWorker, Route, RouteQuery
 from stoker.routing.router import Router
+
+log = EventLog("proxy")
 
 
 class Proxy:
@@ -36,35 +45,77 @@ class Proxy:
         self._budget = RetryBudget(services.settings.retry_share)
         self._grace_s = resume_grace_s  # how long a request whose worker was lost waits for another one
         self._debug_routes = debug_routes
+        self._suspects = SuspectRequests(services.settings.suspect_s)
         self._dialects: dict[str, Dialect] = {name: DIALECTS.get(name)() for name in DIALECTS}
         self._resumable = frozenset(name for name, dialect in self._dialects.items() if dialect.resumes)
 
     async def run(self, call: Call) -> None:
         """Run `call` to its end. Exceptions are sent to the client, as a response or as the last event of a stream."""
         self._budget.request()
-        retries: RetryState | None = None  # created by the first failure
-        while True:
-            route = self._choose(call.query, call) if retries is None else await retries.next_route()
-            try:
-                await self._run(call, route)
-                if call.num_resumes:
-                    self._services.metrics.resumes["completed"] += 1
+        if self._suspects:
+            trial = self._suspects.begin(call, self._services.clock())
+            if trial is not None:
+                await self._try(call, trial)
                 return
-            except LegFailed as failed:
-                if call.ended:  # the stream was complete; only the end of the worker's connection was missing
-                    call.request.finish()
+        await self._attempts(call)
+
+    async def _try(self, call: Call, trial: SuspectTrial) -> None:
+        """Run a request whose body was on crashed workers before."""
+        try:
+            await self._attempts(call, trial)
+            self._suspects.completed(trial)
+        finally:
+            self._suspects.end(trial)
+
+    async def _attempts(self, call: Call, trial: SuspectTrial | None = None) -> None:
+        retries: RetryState | None = None  # created by the first failure
+        try:
+            while True:
+                route = self._choose(call.query, call) if retries is None else await retries.next_route()
+                try:
+                    await self._run(call, route)
+                    if retries is not None:
+                        self._completed(call, retries)
                     return
-                if retries is None:
-                    retries = self._retry_state(call)
-                retries.failed(failed)
-            finally:
-                route.end(self._services.clock())
+                except LegFailed as failed:
+                    if call.ended:  # the stream was complete; only the end of the worker's connection was missing
+                        call.request.finish()
+                        return
+                    if retries is None:
+                        retries = self._retry_state(call, trial)
+                    retries.failed(failed)
+                finally:
+                    route.end(self._services.clock())
+        except StokerError:
+            if retries is not None:
+                self._remember_crashes(call, retries, trial)
+            raise
+
+    def _completed(self, call: Call, retries: RetryState) -> None:
+        retries.completed()
+        if call.num_resumes:
+            self._services.metrics.resumes["completed"] += 1
+
+    def _remember_crashes(self, call: Call, retries: RetryState, trial: SuspectTrial | None) -> None:
+        worker_id = retries.lost_worker
+        if worker_id is None or not retries.num_crashes:
+            return
+        now = self._services.clock()
+        is_refused = self._suspects.crashed(call, retries.num_crashes, worker_id, trial, now)
+        log.warning(
+            "suspect_request",
+            request=call.request_id.decode(),
+            tenant=call.tenant,
+            worker=worker_id,
+            crashes=retries.num_crashes,
+            refused_from_now=is_refused,
+        )
 
     async def close(self) -> None:
         await self._services.cleanups.close()
         self._services.upstreams.close()
 
-    def _retry_state(self, call: Call) -> RetryState:
+    def _retry_state(self, call: Call, trial: SuspectTrial | None) -> RetryState:
         return RetryState(
             call,
             self._services,
@@ -72,6 +123,7 @@ class Proxy:
             lambda query: self._choose(query, call),
             resumable=self._resumable,
             grace_s=self._grace_s,
+            num_crashes=0 if trial is None else trial.num_crashes,
         )
 
     def _choose(self, query: RouteQuery, call: Call) -> Route:
@@ -107,7 +159,7 @@ class Proxy:
                 raise
             lost = loss_guard.lost_worker
             assert lost is not None
-            raise LegFailed(lost, "timeout", f"worker {lost} no longer answers") from None
+            raise LegFailed(lost, "lost", f"worker {lost} no longer answers") from None
 
 
 def explained(route: Route, call: Call) -> bytes:

@@ -9,8 +9,8 @@ import re
 
 import msgspec
 
-from stoker.gateway.path.rewrite import EventCutter, UsageCounts, set_cached_tokens_in_events
-from stoker.proto.resume_notes import ResumeNotes, find_error
+from stoker.gateway.path.rewrite import DEFAULT_MAX_EVENT_BYTES, EventCutter, UsageCounts, set_cached_tokens_in_events
+from stoker.proto.resume_notes import DEFAULT_MAX_NOTES_BYTES, ResumeNotes, find_error
 from stoker.proto.sse import DONE
 
 _LAST_RESPONSE_EVENT = re.compile(rb"^event: response\.(?:completed|incomplete|failed)\n", re.MULTILINE)
@@ -57,6 +57,10 @@ class TokenMemory(msgspec.Struct, eq=False):
         """Return the `resume` field of a request body as JSON."""
         return self.notes.resume_field(num_choices, self.num_events)
 
+    def check(self, num_choices: int) -> None:
+        """Raise BadNotes if the notes or the ticket of a prefill worker are not valid."""
+        self.notes.check(num_choices)
+
     def take_ticket(self) -> bytes | None:
         """Return a prefill worker's `kv_transfer_params` for the decode worker. A ticket is valid once."""
         ticket, self.notes.ticket = self.notes.ticket, None
@@ -72,9 +76,17 @@ class StokerStream(EventCutter):
 
     __slots__ = ("_cached_tokens", "_counts_events", "_failed", "_last", "_memory", "_take_notes", "failure")
 
-    def __init__(self, memory: TokenMemory, *, counts_events: bool = False) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        memory: TokenMemory,
+        *,
+        counts_events: bool = False,
+        max_event_bytes: int = DEFAULT_MAX_EVENT_BYTES,
+        max_notes_bytes: int = DEFAULT_MAX_NOTES_BYTES,
+    ) -> None:
+        super().__init__(max_event_bytes)
         memory.begin_worker()
+        memory.notes.max_bytes = max_notes_bytes
         self._memory = memory
         self._take_notes = memory.notes.take
         self._counts_events = counts_events  # for the Responses API, where one token makes several events

@@ -11,11 +11,17 @@ from typing import NoReturn
 from stoker.base.ids import WorkerId
 from stoker.base.log import EventLog
 from stoker.gateway.path.call import Call
-from stoker.gateway.path.errors import LegFailed, StreamBroken
+from stoker.gateway.path.errors import LegFailed, StreamBroken, WorkersFailed
+from stoker.gateway.path.failure_kinds import CRASHES, NEEDS_SECOND_OPINION, STRIKES
 from stoker.gateway.path.services import ProxyServices
+from stoker.gateway.path.suspects import ENOUGH_CRASHES
 from stoker.routing.query import ModelNotFound, NoWorker, Route, RouteQuery
 
 _BACK_OFF_S = (0.010, 0.050)
+_MAX_STRIKES = 2  # a request on which this many workers failed goes to no other worker
+# A stream that has grown by this many tokens since the last failure has passed the place where it failed. Workers compute
+# some tokens ahead of those that the client has, so the place is not exact.
+_PROGRESS_TOKENS = 32
 _MAX_SAVED_RETRIES = 20.0  # the burst of retries that the budget allows when a worker dies
 
 log = EventLog("proxy")
@@ -51,7 +57,9 @@ class RetryState:
         *,
         resumable: frozenset[str],
         grace_s: float,
+        num_crashes: int = 0,
     ) -> None:
+        """`num_crashes` says on how many crashed workers the same body was before."""
         self._call = call
         self._services = services
         self._choose = choose
@@ -62,6 +70,12 @@ class RetryState:
         self._last: LegFailed | None = None
         self._known_tokens = 0  # tokens streamed when the previous worker was lost
         self._give_up_at = 0.0
+        self._num_earlier_crashes = num_crashes
+        self._num_strikes = 0
+        self._struck_at_tokens = 0  # tokens streamed at the last strike
+        self._doubted: list[WorkerId] = []  # workers that failed in a way that the request may have caused
+        self.num_crashes = 0  # workers that this request lost
+        self.lost_worker: WorkerId | None = None  # the last of them
 
     async def next_route(self) -> Route:
         """Choose and reserve the next route; the caller must end it. Waits up to `grace_s` while no worker is usable."""
@@ -86,10 +100,39 @@ class RetryState:
         """Record a failure. Returns if the request may continue, else raises the error for the client."""
         self._last = failed
         self._excluded.add(failed.worker_id)
+        if failed.kind in STRIKES:
+            self._strike(failed)
         if self._call.request.started:
             self._stream_lost(failed)
         else:
             self._retry(failed)
+
+    def completed(self) -> None:
+        """Report the workers that failed this request: another one has completed it, so the request was not the cause."""
+        for worker_id in self._doubted:
+            self._services.fleet.saw_failure(worker_id, self._services.clock(), NEEDS_SECOND_OPINION)
+
+    def _strike(self, failed: LegFailed) -> None:
+        """Count a failure that the request may have caused. Raises the client's error if no other worker may get it."""
+        has_begun = self._call.request.started
+        num_tokens = self._call.memory.num_tokens if has_begun else 0
+        if num_tokens - self._struck_at_tokens >= _PROGRESS_TOKENS:
+            self._num_strikes = self.num_crashes = 0
+        self._struck_at_tokens = num_tokens
+        self._num_strikes += 1
+        if failed.kind == NEEDS_SECOND_OPINION:
+            self._doubted.append(failed.worker_id)
+        if failed.kind in CRASHES:
+            self.num_crashes += 1
+            self.lost_worker = failed.worker_id
+        has_crashed = self.num_crashes and self.num_crashes + self._num_earlier_crashes >= ENOUGH_CRASHES
+        if self._num_strikes < _MAX_STRIKES and not has_crashed:
+            return
+        if has_begun:
+            self._services.metrics.resumes["failed"] += 1
+            raise StreamBroken(failed, "another one failed with this request before") from failed
+        message = "Two workers failed while they ran this request, so it was not sent to another one."
+        raise failed.refused or WorkersFailed(message) from failed
 
     def _retry(self, failed: LegFailed) -> None:
         call = self._call

@@ -13,15 +13,17 @@ import msgspec
 from msgspec import Raw
 
 from stoker.gateway.api.client_body import fields
+from stoker.gateway.path.errors import BadAnswer
 
 _TOKEN_IDS = re.compile(rb'"(?:prompt_)?token_ids"\s*:\s*\[')
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
 _INTERNAL_NAMES = ("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room")
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
+_TAIL_BYTES = 3  # of the longest event end, all but its last byte
 _EVENT = re.compile(rb".*?(?:\r?\n){2,}", re.DOTALL)
 _DATA = re.compile(rb"^data: ?([^\r\n]*)", re.MULTILINE)
 _END = re.compile(rb"^(?:data: ?\[DONE\]|event: ?response\.(?:completed|incomplete|failed))\r?$", re.MULTILINE)
-_MAX_EVENT_BYTES = 64 << 20
+DEFAULT_MAX_EVENT_BYTES = 16 << 20
 
 
 class UsageCounts(msgspec.Struct):
@@ -33,34 +35,51 @@ class UsageCounts(msgspec.Struct):
 
 
 class EventCutter:
-    """Regroups stream bytes so that every output ends at the end of an event. An incomplete last event is never output."""
+    """Regroups stream bytes so that every output ends at the end of an event. An incomplete last event is never output.
 
-    __slots__ = ("rest",)
+    Raises BadAnswer if an event is larger than `max_event_bytes`. Each byte is searched and copied a fixed number of times,
+    however small the pieces are in which an event arrives.
+    """
 
-    def __init__(self) -> None:
-        self.rest = b""
+    __slots__ = ("_max_event_bytes", "rest")
+
+    def __init__(self, max_event_bytes: int = DEFAULT_MAX_EVENT_BYTES) -> None:
+        self.rest = bytearray()
+        self._max_event_bytes = max_event_bytes
 
     def cut(self, data: bytes) -> bytes:
-        data = self.rest + data
-        if data.endswith(_EVENT_ENDS):
-            self.rest = b""
-            return data
-        end = max(data.rfind(b"\n\n") + 2, data.rfind(b"\r\n\r\n") + 4)
-        if end < 4:  # no event end was found, or the data is too short to contain an event
-            end = 0
-        self.rest = data[end:]
-        if len(self.rest) > _MAX_EVENT_BYTES:
-            raise ValueError(f"an event of a worker's stream is larger than {_MAX_EVENT_BYTES} bytes")
-        return data[:end]
+        rest = self.rest
+        # The rest contains no event end, but one may begin in its last bytes.
+        tail = bytes(rest[-_TAIL_BYTES:])
+        joined = tail + data
+        lf, crlf = joined.rfind(b"\n\n"), joined.rfind(b"\r\n\r\n")
+        end = max(lf + 2, crlf + 4 if crlf >= 0 else 0) - len(tail)
+        if lf < 0 and crlf < 0:
+            rest += data
+            out = b""
+        else:
+            out = bytes(rest) + data[:end] if rest else data[:end]
+            self.rest = rest = bytearray(data[end:])
+        if len(rest) > self._max_event_bytes:
+            raise BadAnswer(f"an event of the stream is larger than {self._max_event_bytes} bytes")
+        return out
 
 
 class ForeignAnswer(EventCutter):
     """Rewrites one answer of a foreign worker, streamed (`push`) or whole."""
 
-    __slots__ = ("_is_pair", "_keep_token_ids", "ended", "hide_usage", "prefill_cached_tokens", "usage")
+    __slots__ = ("_is_pair", "_keep_token_ids", "_last", "ended", "hide_usage", "prefill_cached_tokens", "usage")
 
-    def __init__(self, *, hide_usage: bool = False, keep_token_ids: bool = False, is_pair: bool = False) -> None:
-        self.rest = b""
+    def __init__(
+        self,
+        *,
+        hide_usage: bool = False,
+        keep_token_ids: bool = False,
+        is_pair: bool = False,
+        max_event_bytes: int = DEFAULT_MAX_EVENT_BYTES,
+    ) -> None:
+        super().__init__(max_event_bytes)
+        self._last = b""  # the last whole events
         self.hide_usage = hide_usage  # the gateway requested the usage chunk, the client did not
         self._keep_token_ids = keep_token_ids
         self._is_pair = is_pair
@@ -72,27 +91,31 @@ class ForeignAnswer(EventCutter):
         """Return the part of the stream to send to the client now: always whole events."""
         if self.rest or not data.endswith(_EVENT_ENDS):
             data = self.cut(data)
-        if (b"[DONE]" in data or b"event: response." in data) and _END.search(data):
-            self.ended = True
+            if not data:
+                return b""
+        self._last = data
+        has_end = (b"[DONE]" in data or b"event: response." in data) and _END.search(data)
         if (b'"usage"' in data and _USAGE.search(data)) or self._holds_internals(data):
-            return b"".join([self._event(event) for event in _EVENT.findall(data)])
+            data = b"".join([self._event(event) for event in _EVENT.findall(data)])
+        if has_end:
+            self.ended = True
         return data
 
     def finish(self) -> bytes:
-        """Return the rest at a proper end of the stream: a last event without an empty line after it."""
-        rest, self.rest = self.rest, b""
-        self.ended = self.ended or _END.search(rest) is not None
+        """Return the rest at a proper end of the stream: a last event without an empty line after it.
+
+        `ended` tells then whether the stream was complete. A stream that ends with an error event is.
+        """
+        rest, self.rest = bytes(self.rest), bytearray()
+        self.ended = self.ended or _END.search(rest) is not None or _is_error(rest or self._last)
         return rest
 
     def whole(self, data: bytes) -> bytes:
-        """Rewrite a whole JSON answer."""
-        was_wrong = self._saw(read_usage(data))
+        """Rewrite a whole answer. Raises an error of `msgspec` if it is not a JSON object."""
+        was_wrong = self._saw(read_whole_usage(data))
         if not was_wrong and not self._holds_internals(data):
             return data
-        try:
-            table = fields(data)
-        except msgspec.DecodeError:
-            return data  # not a JSON object, so there is no field to rewrite
+        table = fields(data)
         self._rewrite(table)
         return msgspec.json.encode(table)
 
@@ -178,7 +201,7 @@ def read_usage(data: bytes) -> UsageCounts | None:
     """Return the usage in a whole answer or in an event's data, or None."""
     try:
         answer = _USAGE_DECODER.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     counts = answer.usage or (answer.response and answer.response.usage)
     if not counts:
@@ -189,6 +212,20 @@ def read_usage(data: bytes) -> UsageCounts | None:
         (details and details.cached_tokens) or 0,
         counts.completion_tokens or counts.output_tokens or 0,
     )
+
+
+def read_whole_usage(data: bytes) -> UsageCounts | None:
+    """Return the usage in a whole answer, or None. Raises an error of `msgspec` if the answer is not a JSON object."""
+    usage = read_usage(data)
+    if usage is None:
+        json_object(data)
+    return usage
+
+
+def json_object(data: bytes) -> bytes:
+    """Return `data`. Raises an error of `msgspec` if it is not a JSON object."""
+    fields(data)
+    return data
 
 
 def read_last_usage(data: bytes) -> UsageCounts | None:
@@ -239,6 +276,15 @@ def _without_token_ids(choices: Raw) -> Raw:
         choice.pop("token_ids", None)
         choice.pop("prompt_token_ids", None)
     return Raw(msgspec.json.encode(kept))
+
+
+def _is_error(events: bytes) -> bool:
+    """Return True if the last event is an error."""
+    found = _DATA.findall(events) if b'"error"' in events else []
+    try:
+        return bool(found) and "error" in fields(found[-1])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False
 
 
 def _is_object(value: Raw | None) -> bool:

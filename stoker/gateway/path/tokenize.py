@@ -25,6 +25,7 @@ from stoker.gateway.config import ProxySettings
 from stoker.gateway.http import ResponseAborted, ResponseLost, Unreachable, header_block
 from stoker.gateway.path.call import requested_model
 from stoker.gateway.path.errors import LegFailed
+from stoker.gateway.path.failure_kinds import known_status
 from stoker.gateway.path.upstream import Upstream, Upstreams
 from stoker.proto.openai.decode import decode
 from stoker.routing.query import ModelNotFound, NoWorker
@@ -109,6 +110,13 @@ class TokenizeEndpoint:
             request.body,
             connect_s=settings.connect_s,
             head_s=settings.first_byte_s,
+            idle_s=settings.idle_s,
         )
         body = await response.read(_MAX_ANSWER_BYTES)
-        return Reply(response.status, upstream.to_client.pairs(response.headers), body)
+        if response.status < 400 and response.status != 200:
+            raise ResponseLost(f"status {response.status} for {request.path.decode()}")
+        return Reply(
+            known_status(response.status) if response.status >= 400 else 200,
+            upstream.to_client.pairs(response.headers),
+            body,
+        )

@@ -175,25 +175,44 @@ def test_all_streams_of_a_lone_worker_go_on_when_it_is_back_and_none_waits_for_a
 
 def test_three_workers_may_die_but_not_four() -> None:
     async def main() -> None:
-        expected = await undisturbed(BODY)
+        body = BODY | {"max_tokens": 170}
+        expected = await undisturbed(body)
         async with World() as world:
             for name in "abc":
-                await world.add(name, FakeStoker(dies=[2]), dialect="stoker")
+                await world.add(name, FakeStoker(dies=[40]), dialect="stoker")
             await world.add("d", FakeStoker(), dialect="stoker")
-            assert (await world.ask(BODY, headers=ID)).body == expected
+            assert (await world.ask(body, headers=ID)).body == expected
             assert (await world.settled()).resumed == 3
         async with World() as world:
             for name in "abcd":
-                await world.add(name, FakeStoker(dies=[1, 1, 1]), dialect="stoker")
+                await world.add(name, FakeStoker(dies=[40, 40, 40]), dialect="stoker")
             await world.add("e", FakeStoker(), dialect="stoker")
-            got = await world.ask(BODY, headers=ID)
+            got = await world.ask(body, headers=ID)
             assert b"[DONE]" not in got.body
             *_, error, _ = got.body.split(b"\n\n")
             assert json.loads(error[6:])["error"]["code"] == "worker_lost"
             row = await world.settled()
             assert row.error == "worker_lost"
-            assert row.completion_tokens == 4
+            assert row.completion_tokens == 160
             assert world.metrics.resumes["failed"] == 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("how", ["dies", "fails"])
+def test_a_stream_that_dies_at_the_same_place_on_two_workers_goes_to_no_third(how: str) -> None:
+    """A request of death: without the guard it would kill one worker after another until `resume_grace_s` has passed."""
+
+    async def main() -> None:
+        async with World() as world:
+            for name in "abcd":
+                await world.add(name, FakeStoker(**{how: [3 if name == "a" else 2] * 9}), dialect="stoker")
+            got = await world.ask(BODY, headers=ID)
+            *_, error, _ = got.body.split(b"\n\n")
+            assert json.loads(error[6:])["error"]["code"] == "worker_lost"
+            assert b"127.0.0.1" not in got.body
+            assert sum(len(worker.bodies) for worker in world.workers.values()) == 2
+            assert (await world.settled()).error == "worker_lost"
 
     asyncio.run(main())
 

@@ -20,6 +20,8 @@ ENGINE_FIELDS = frozenset({"cache_salt"})  # the fields set by the gateway that 
 
 _PREFILL_REPLY_S = 1.0  # how long to wait for prefill's response after decode ended; it normally came long before
 
+_NO_END = "its stream ended without a final event"
+
 
 async def run_alone(call: Call, legs: Legs, may_add: Collection[str] = ENGINE_FIELDS) -> None:
     """Run the whole request on the decode worker."""
@@ -28,12 +30,13 @@ async def run_alone(call: Call, legs: Legs, may_add: Collection[str] = ENGINE_FI
         answer, hides = await send_decode(call, legs, {}, legs.send, may_add)
     else:
         answer = await legs.send(legs.decode, call.body(may_add=may_add))
-    await deliver(call, legs, answer, reply_for(call, hides))
+    await deliver(call, legs, answer, reply_for(call, legs, hides))
 
 
-def reply_for(call: Call, hides_usage: bool, *, is_pair: bool = False) -> ForeignAnswer:
+def reply_for(call: Call, legs: Legs, hides_usage: bool, *, is_pair: bool = False) -> ForeignAnswer:
     keeps = bool(call.envelope.return_token_ids)
-    return ForeignAnswer(hide_usage=hides_usage, keep_token_ids=keeps, is_pair=is_pair)
+    limit = legs.max_event_bytes
+    return ForeignAnswer(hide_usage=hides_usage, keep_token_ids=keeps, is_pair=is_pair, max_event_bytes=limit)
 
 
 async def send_decode(
@@ -68,7 +71,7 @@ async def deliver(
         data = await legs.read(legs.decode, answer)
         if prefilling is not None:
             await asyncio.wait([prefilling], timeout=_PREFILL_REPLY_S)
-        legs.respond(answer, reply.whole(data))
+        legs.respond(answer, legs.parsed(legs.decode, answer, reply.whole, data))
     finally:
         call.usage = reply.usage
 
@@ -82,9 +85,12 @@ async def _stream(call: Call, legs: Legs, answer: WorkerResponse, reply: Foreign
     except LegFailed:
         if not reply.ended:  # a connection that breaks after the last event leaves a complete answer
             raise
+        rest = b""
     else:
+        rest = reply.finish()
+        if not reply.ended:
+            legs.fail(legs.decode, "lost", f"worker {legs.decode.worker.worker_id}: {_NO_END}")
         legs.done(legs.decode, answer)
-    rest = reply.finish()
     if not call.request.started:
         legs.begin(answer)
     call.request.write(rest)

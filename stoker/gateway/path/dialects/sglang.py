@@ -43,7 +43,7 @@ class SgLang:
         hides = hides_usage(call, legs)
         put = self._bootstrap(legs, prefill) | (asking_for_usage(call) if hides else {})
         body = call.body(put, may_add=ENGINE_FIELDS)
-        reply = reply_for(call, hides, is_pair=True)
+        reply = reply_for(call, legs, hides, is_pair=True)
 
         async def decode(prefilling: asyncio.Task[None]) -> None:
             answer = await legs.send(legs.decode, body)
@@ -53,7 +53,7 @@ class SgLang:
 
     async def _prefill(self, legs: Legs, prefill: Leg, body: bytes, reply: ForeignAnswer) -> None:
         answer = await legs.send(prefill, body)
-        usage = read_last_usage(await legs.read(prefill, answer))
+        usage = legs.parsed(prefill, answer, read_last_usage, await legs.read(prefill, answer))
         legs.end_prefill(handed_off=True)
         reply.prefill_cached_tokens = None if usage is None else usage.cached_tokens
 

@@ -20,10 +20,11 @@ from stoker.gateway.path.errors import LegFailed
 from stoker.gateway.path.handoff_hints import new_transfer_id
 from stoker.gateway.path.legs import Legs, is_event_stream
 from stoker.gateway.path.resume import StokerStream
-from stoker.gateway.path.rewrite import read_usage, set_cached_tokens
+from stoker.gateway.path.rewrite import json_object, read_whole_usage, set_cached_tokens
 from stoker.gateway.watch.load_probe import LoadProbe, NoLoadProbe
 from stoker.proto.handoff import PARAM, encode_keep_params
 from stoker.proto.internal_http import NOTES_HEADER, NOTES_WANTED
+from stoker.proto.resume_notes import BadNotes
 from stoker.proto.sse import DONE
 from stoker.routing.query import Leg
 
@@ -63,6 +64,11 @@ class Stoker:
         answer = await legs.send(prefill, self._body(call, put), _REPORT_TOKENS)
         await self._relay(call, legs, prefill, answer, shown=call.streams)
         has_ticket = call.memory.notes.ticket is not None
+        if has_ticket:
+            try:
+                call.memory.check(call.envelope.num_choices)
+            except BadNotes as error:
+                legs.fail(prefill, "invalid", f"worker {prefill.worker.worker_id}: {error.message}")
         legs.end_prefill(handed_off=has_ticket)
         if has_ticket or not call.streams:
             return False
@@ -72,7 +78,8 @@ class Stoker:
     async def _stream(self, call: Call, legs: Legs) -> None:
         answer = await self._send_decode(call, legs, _REPORT_TOKENS)
         if not is_event_stream(answer):
-            legs.respond(answer, await legs.read(legs.decode, answer))
+            data = await legs.read(legs.decode, answer)
+            legs.respond(answer, legs.parsed(legs.decode, answer, json_object, data))
             return
         await self._relay(call, legs, legs.decode, answer)
         call.request.finish()
@@ -81,12 +88,16 @@ class Stoker:
         """Run an unstreamed request. The answer is buffered, so that any other worker can be tried until it is complete."""
         answer = await self._send_decode(call, legs)
         data = await legs.read(legs.decode, answer)
-        call.usage = read_usage(data)
-        cached_tokens = call.memory.cached_tokens
-        if cached_tokens is not None and call.usage is not None:  # another worker did the prefill
-            call.usage.cached_tokens = cached_tokens
-            data = set_cached_tokens(data, cached_tokens)
-        legs.respond(answer, data)
+
+        def parse(data: bytes) -> bytes:
+            call.usage = read_whole_usage(data)
+            cached_tokens = call.memory.cached_tokens
+            if cached_tokens is not None and call.usage is not None:  # another worker did the prefill
+                call.usage.cached_tokens = cached_tokens
+                return set_cached_tokens(data, cached_tokens)
+            return data
+
+        legs.respond(answer, legs.parsed(legs.decode, answer, parse, data))
 
     async def _send_decode(self, call: Call, legs: Legs, headers: bytes = b"") -> WorkerResponse:
         ticket = call.memory.take_ticket()
@@ -104,7 +115,12 @@ class Stoker:
 
     async def _relay(self, call: Call, legs: Legs, leg: Leg, answer: WorkerResponse, *, shown: bool = True) -> None:
         """Relay a stream to its end or to a ticket. Raises LegFailed if neither arrives."""
-        stream = StokerStream(call.memory, counts_events=call.envelope.kind is EndpointKind.RESPONSES)
+        stream = StokerStream(
+            call.memory,
+            counts_events=call.envelope.kind is EndpointKind.RESPONSES,
+            max_event_bytes=legs.max_event_bytes,
+            max_notes_bytes=legs.max_notes_bytes,
+        )
         try:
             await legs.relay(leg, answer, stream.push if shown else stream.push_unseen)
         except asyncio.CancelledError:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import msgspec
 from msgspec import Raw
 
 from stoker.gateway.api.client_body import EndpointKind, fields
@@ -57,7 +56,7 @@ class Vllm:
         legs.end_prefill(handed_off=ticket is not None)
         put = {} if ticket is None else {"kv_transfer_params": ticket}
         answer, hides_usage = await send_decode(call, legs, put, legs.send_shielded)
-        reply = reply_for(call, hides_usage, is_pair=ticket is not None)
+        reply = reply_for(call, legs, hides_usage, is_pair=ticket is not None)
         reply.prefill_cached_tokens = cached_tokens
         await deliver(call, legs, answer, reply)
 
@@ -65,11 +64,8 @@ class Vllm:
         """Run the prefill leg. Return the hand-off parameters (None if prefill kept no blocks) and its cached tokens."""
         answer = await legs.send(prefill, prefill_body(call, _KEEP_BLOCKS))
         data = await legs.read(prefill, answer)
+        ticket = legs.parsed(prefill, answer, fields, data).get("kv_transfer_params", Raw(b"null"))
         usage = read_usage(data)
-        try:
-            ticket = fields(data).get("kv_transfer_params", Raw(b"null"))
-        except msgspec.DecodeError:
-            ticket = Raw(b"null")
         return None if bytes(ticket) == b"null" else bytes(ticket), None if usage is None else usage.cached_tokens
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import msgspec
 
@@ -25,6 +25,8 @@ from stoker.gateway.watch.load_probe import LoadProbe, NoLoadProbe
 from stoker.routing.query import Leg
 
 BOOTSTRAP_PORT = 8998
+
+_Rank = Annotated[str, msgspec.Meta(pattern="^[0-9]{1,9}$")]  # it is sent in a header
 
 
 class _MooncakeEngine(msgspec.Struct):
@@ -58,7 +60,7 @@ class VllmMooncake:
             "remote_bootstrap_addr": str(self._bootstrap(legs, prefill)),
             "remote_engine_id": upstream.engines[rank],
         }
-        reply = reply_for(call, False, is_pair=True)
+        reply = reply_for(call, legs, False, is_pair=True)
 
         async def decode(prefilling: asyncio.Task[None]) -> None:
             put = {"kv_transfer_params": msgspec.json.encode(pulls)}
@@ -76,7 +78,7 @@ class VllmMooncake:
     ) -> None:
         headers = header_block([(b"x-data-parallel-rank", rank.encode())])
         answer = await legs.send(prefill, prefill_body(call, params), headers)
-        usage = read_usage(await legs.read(prefill, answer))
+        usage = legs.parsed(prefill, answer, read_usage, await legs.read(prefill, answer))
         legs.end_prefill(handed_off=True)
         reply.prefill_cached_tokens = None if usage is None else usage.cached_tokens
 
@@ -86,7 +88,12 @@ class VllmMooncake:
             data = await legs.get(prefill, pool, b"/query")
         finally:
             pool.close()
-        engines = msgspec.json.decode(data, type=dict[str, _MooncakeEngine])
+        try:
+            engines = msgspec.json.decode(
+                data, type=Annotated[dict[_Rank, _MooncakeEngine], msgspec.Meta(min_length=1)]
+            )
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            legs.fail(prefill, "invalid", f"worker {prefill.worker.worker_id}: /query: {error}")
         return {rank: engine.engine_id for rank, engine in engines.items()}
 
     def _bootstrap(self, legs: Legs, prefill: Leg) -> Origin:
