@@ -86,6 +86,8 @@ class Stoker:
         if cached_tokens is not None and call.usage is not None:  # another worker did the prefill
             call.usage.cached_tokens = cached_tokens
             data = set_cached_tokens(data, cached_tokens)
+        if call.usage is not None:
+            call.running.update(call.usage.prompt_tokens, call.usage.cached_tokens, call.usage.completion_tokens)
         legs.respond(answer, data)
 
     async def _send_decode(self, call: Call, legs: Legs, headers: bytes = b"") -> WorkerResponse:
@@ -104,7 +106,8 @@ class Stoker:
 
     async def _relay(self, call: Call, legs: Legs, leg: Leg, answer: WorkerResponse, *, shown: bool = True) -> None:
         """Relay a stream to its end or to a ticket. Raises LegFailed if neither arrives."""
-        stream = StokerStream(call.memory, counts_events=call.envelope.kind is EndpointKind.RESPONSES)
+        running = call.running if shown else None
+        stream = StokerStream(call.memory, running, counts_events=call.envelope.kind is EndpointKind.RESPONSES)
         try:
             await legs.relay(leg, answer, stream.push if shown else stream.push_unseen)
         except asyncio.CancelledError:
