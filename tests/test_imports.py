@@ -72,8 +72,11 @@ TABLE = {
         f"{GATEWAY_BASE} gateway.prefix routing fleet text proto kv.blocks", "msgspec xxhash zmq", light=True
     ),
     "gateway.admission": Allowed(f"{GATEWAY_BASE} fleet routing", "msgspec", light=True),
+    "gateway.store": Allowed("", "", light=True),
     "gateway.records": Allowed(
-        f"{GATEWAY_BASE} gateway.admission fleet", "msgspec opentelemetry prometheus_client", light=True
+        f"{GATEWAY_BASE} gateway.store gateway.admission fleet proto.openai",
+        "msgspec opentelemetry prometheus_client",
+        light=True,
     ),
     "gateway.path": Allowed(
         f"{GATEWAY_BASE} gateway.prefix gateway.watch gateway.admission gateway.records routing fleet proto kv.blocks",

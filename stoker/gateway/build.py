@@ -167,6 +167,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
             usage=UsageEndpoint(config.meter.ledger, keys, admin_token, currency=config.meter.currency),
             registration=RegistrationEndpoint(secret, fleet, membership),
             tokenize=TokenizeEndpoint(fleet, upstreams, keys, admission, config.proxy, clock),
+            hidden_tokens=config.meter.hidden_tokens,
             max_model_tokens=partial(_max_model_tokens, fleet, watchers),
             clock=clock,
         )
@@ -235,12 +236,9 @@ def _server_limits(listen: ListenSettings) -> ServerLimits:
 
 def _refusal(state: GatewayState, meter: Meter | NoMeter) -> Overloaded | None:
     """Return the reason to refuse all new requests, or None."""
-    if meter.behind:
-        message = (
-            f"{meter.pending} usage rows wait to be written to the ledger, so the gateway accepts no requests;"
-            " check the ledger's disk."
-        )
-        return Overloaded(message, retry_after_s=5.0, code="ledger_behind")
+    refusal = meter.refusal()
+    if refusal is not None:
+        return refusal
     return state.refusal() if state.draining else None
 
 

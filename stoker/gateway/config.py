@@ -245,9 +245,18 @@ class MeterSettings:
     flush_s: float = setting(0.2, "Maximum time between two batches of rows.", unit="s", gt=0)
     flush_rows: int = setting(500, "Maximum rows in a batch.", ge=1)
     max_pending: int = setting(
-        100_000,
-        "Maximum rows that are not yet on disk. Beyond it new requests are refused, so that none goes unbilled.",
+        32_768,
+        "Maximum requests that run or whose rows are not yet in the ledger. Beyond it new requests are refused, so that none"
+        " goes unbilled. Each takes 1 KiB of disk space in advance.",
         ge=1,
+        le=1 << 22,
+    )
+    hidden_tokens: int = setting(
+        32_768,
+        "Maximum output tokens per choice that a worker may report beyond the bytes that it sent, such as reasoning that it"
+        " does not show. It applies to requests without a limit on output tokens.",
+        unit="tokens",
+        ge=0,
     )
     currency: str = setting("USD", "Currency of the prices, as shown by /v1/usage.")
     default_path: Path | None = None  # the ledger if `path` is not given; None: no metering

@@ -104,6 +104,7 @@ _NOTES = re.compile(rb"^(?::[^\n]*\n)+\n?", re.MULTILINE)
 _TOKENS = re.compile(rb"^:([tf]) (\d{1,9})([^\n]*)", re.MULTILINE)
 _USAGE = re.compile(rb"^:u (\d{1,15}) (\d{1,15}) (\d{1,15})", re.MULTILINE)
 _ERROR = re.compile(rb"^:x (\d{3}) ([^\n]{1,100})\n", re.MULTILINE)
+_T = ord("t")
 
 DEFAULT_MAX_NOTES_BYTES = 32 << 20
 
@@ -143,6 +144,10 @@ class ResumeNotes(msgspec.Struct, eq=False):
     _lines: bytearray = msgspec.field(default_factory=bytearray)
     max_bytes: int = DEFAULT_MAX_NOTES_BYTES
     ticket: bytes | None = None  # `kv_transfer_params` of a prefill worker, until the decode worker has it
+    num_tokens: int = 0
+    num_others: int = (
+        0  # grows with notes other than a single token's, so that a reader sees cheaply that there are some
+    )
 
     def __bool__(self) -> bool:
         return bool(self._lines)
@@ -151,6 +156,7 @@ class ResumeNotes(msgspec.Struct, eq=False):
         if self._lines:
             self._lines = bytearray()
         self.ticket = None
+        self.num_tokens = self.num_others = 0
 
     def take(self, events: bytes) -> bytes:
         """Store the notes in `events`, which are whole events, and return the events without them."""
@@ -165,6 +171,10 @@ class ResumeNotes(msgspec.Struct, eq=False):
                 self._lines += lines
                 if len(self._lines) > self.max_bytes:
                     raise self._too_large()
+                if lines.count(b" ") == 2 and lines[1] == _T:  # ":t CHOICE TOKEN", as nearly all notes are
+                    self.num_tokens += 1
+                else:
+                    self._count(lines)
             return events[found.end() :]
         if not (events.startswith(b":") or b"\n:" in events):
             return events
@@ -173,10 +183,15 @@ class ResumeNotes(msgspec.Struct, eq=False):
         return _NOTES.sub(b"", events)
 
     @property
-    def num_tokens(self) -> int:
-        """Return the number of tokens in the notes. Each token has a space before it, so all other spaces are subtracted."""
-        lines = self._lines
-        return lines.count(b" ") - lines.count(b":t") - lines.count(b":f") - 4 * lines.count(b":u")
+    def is_ended(self) -> bool:
+        """Return True if all choices have ended."""
+        return END_NOTE in self._lines
+
+    def _count(self, lines: bytes) -> None:
+        """Count the tokens in notes. Each token has a space before it, so all other spaces are subtracted."""
+        others = lines.count(b":t") + lines.count(b":f") + 4 * lines.count(b":u") + 2 * lines.count(b":x")
+        self.num_tokens += max(0, lines.count(b" ") - others)
+        self.num_others += 1
 
     @property
     def last_usage(self) -> UsageNote | None:
@@ -230,6 +245,7 @@ class ResumeNotes(msgspec.Struct, eq=False):
         self._lines += lines.removesuffix(b"\n") if lines.endswith(b"\n\n") else lines
         if len(self._lines) > self.max_bytes:
             raise self._too_large()
+        self._count(lines)
 
 
 def _check_json(data: bytes, kind: object) -> None:

@@ -36,8 +36,9 @@ from stoker.gateway.path.upstream import Upstreams
 from stoker.gateway.prefix.conversation_keys import ConversationKeys
 from stoker.gateway.records.metrics import GatewayMetrics
 from stoker.gateway.records.metrics_endpoint import MetricsEndpoint
+from stoker.gateway.records.running_usage import RunningUsage
 from stoker.gateway.records.tracing import NoTracing, Tracing
-from stoker.gateway.records.usage_row import UsageRow
+from stoker.gateway.records.usage_row import UsageHead, UsageRow
 from stoker.routing.router import PrefixIndexes, Router
 from stoker.routing.settings import RouterSettings
 
@@ -63,6 +64,12 @@ class Rows:
     rows: list[UsageRow] = field(default_factory=list)
 
     def record(self, row: UsageRow) -> None:
+        self.rows.append(row)
+
+    def open(self, head: UsageHead) -> RunningUsage:
+        return RunningUsage()
+
+    def settle(self, running: RunningUsage, row: UsageRow) -> None:
         self.rows.append(row)
 
 
@@ -142,6 +149,7 @@ class World:
                 tokenize=TokenizeEndpoint(
                     self.fleet, self.upstreams, api_keys, self.admission, proxy or PATIENT, clock
                 ),
+                hidden_tokens=1000,
                 max_model_tokens=self.max_model_tokens.get,
                 clock=clock,
             )

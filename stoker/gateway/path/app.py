@@ -30,6 +30,7 @@ from stoker.gateway.api.client_body import EndpointKind, RequestEnvelope, parse
 from stoker.gateway.api.endpoint import Endpoint
 from stoker.gateway.api.reply import Reply, error_reply, json_reply, method_not_allowed
 from stoker.gateway.http import HttpRequest
+from stoker.gateway.path.billing import billed_usage
 from stoker.gateway.path.call import Call, RequestIds, body_changes, given_request_id, requested_model
 from stoker.gateway.path.drain_state import GatewayState
 from stoker.gateway.path.errors import WorkerFailure, error_event, is_unexpected, reply_of
@@ -41,8 +42,9 @@ from stoker.gateway.path.tokenize import PATHS as TOKENIZE_PATHS
 from stoker.gateway.prefix.conversation_keys import ConversationKeys
 from stoker.gateway.prefix.session import SessionKeys, session_of
 from stoker.gateway.records.metrics import GatewayMetrics
+from stoker.gateway.records.running_usage import RunningUsage
 from stoker.gateway.records.tracing import Tracing
-from stoker.gateway.records.usage_row import UsageRow
+from stoker.gateway.records.usage_row import UsageHead, UsageRow
 from stoker.proto.internal_http import REGISTER_PATH
 from stoker.routing.query import RouteQuery
 
@@ -70,9 +72,19 @@ class PrefixIndexLookup(Protocol):
 
 
 class UsageRecorder(Protocol):
-    """Takes one row for each finished request: the ledger or the request log."""
+    """Takes one row for each finished request: the request log."""
 
     def record(self, row: UsageRow) -> None: ...
+
+
+class UsageLedger(Protocol):
+    """Takes one row for each admitted request, in two steps."""
+
+    def open(self, head: UsageHead) -> RunningUsage:
+        """Write the row ahead. Raises Overloaded if the ledger can take no more."""
+
+    def settle(self, running: RunningUsage, row: UsageRow) -> None:
+        """Put the final row in place of the one written ahead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +97,7 @@ class GatewayParts:
     keys: ApiKeys
     admission: Admission
     key_makers: ConversationKeySource
-    meter: UsageRecorder
+    meter: UsageLedger
     request_log: UsageRecorder
     metrics: GatewayMetrics
     tracing: Tracing
@@ -95,6 +107,7 @@ class GatewayParts:
     usage: Endpoint
     registration: Endpoint
     tokenize: Endpoint
+    hidden_tokens: int  # `meter.hidden_tokens`
     max_model_tokens: Callable[[str], int | None]  # a model's context length, if known
     clock: Callable[[], float]
 
@@ -158,10 +171,11 @@ class Gateway:
             await parts.proxy.run(call)
         except Exception:
             if exchange.call is not None and not request.started:
-                exchange.call.usage = UsageCounts()  # the client got nothing, so nothing is billed
+                exchange.call.running.update(0, 0, 0)  # the client got nothing, so nothing is billed
+                exchange.call.usage = UsageCounts()
             raise
         finally:
-            usage = None if exchange.call is None else exchange.call.usage
+            usage = None if exchange.call is None else self._settled_usage(exchange.call)
             if usage is None:
                 admitted.done()
             else:
@@ -198,7 +212,7 @@ class Gateway:
             priority=envelope.priority if isinstance(envelope.priority, int) else None,
         )
         entering.end()
-        exchange.is_admitted = True
+        exchange.running = call.running = parts.meter.open(exchange.head())
         if admitted.waited_s:
             exchange.queued_s = admitted.waited_s
             call.query.matches = None  # outdated: other requests were routed in the meantime
@@ -209,7 +223,7 @@ class Gateway:
     def _output_tokens(self, call: Call, admitted_s: float) -> int:
         """Return how many tokens a running request has produced. For an answer that is not streamed it is an estimate."""
         if call.streams:
-            return call.streamed_tokens
+            return call.running.completion_tokens
         fleet, envelope = self._parts.fleet, call.envelope
         member = None if call.worker_id is None else fleet.member(call.worker_id)
         if member is None:
@@ -217,6 +231,17 @@ class Gateway:
         tokens = int((self._parts.clock() - admitted_s) / fleet.step_s(member))
         limit = envelope.max_new_tokens
         return (tokens if limit is None else min(tokens, limit)) * max(1, envelope.n or 1)
+
+    def _settled_usage(self, call: Call) -> UsageCounts | None:
+        """Replace the usage that the workers reported by the one to bill. Return None if nothing was reported or sent."""
+        billed = billed_usage(call, self._parts.hidden_tokens)
+        call.usage = billed.usage
+        if billed.wrong is not None:
+            worker = call.worker_id or ""
+            if not self._parts.metrics.wrong_usage[worker]:
+                log.warning("wrong_usage", worker=worker, request=call.request_id.decode(), reason=billed.wrong)
+            self._parts.metrics.wrong_usage[worker] += 1
+        return billed.usage
 
     def _uncached_tokens(self, query: RouteQuery) -> int:
         """Return how many prompt tokens the worker with the longest cached prefix would still have to compute.
@@ -233,12 +258,12 @@ class Gateway:
     def _record(self, exchange: Exchange) -> None:
         parts = self._parts
         row = exchange.row(parts.clock())
+        if exchange.running is not None:
+            parts.meter.settle(exchange.running, row)
         exchange.trace.end(row.status, row.error)
         parts.metrics.ended(row)
         parts.request_log.record(row)
-        if exchange.is_admitted:
-            parts.meter.record(row)
-        elif row.error is not None:
+        if exchange.running is None and row.error is not None:
             parts.metrics.refusals[row.error] += 1
 
     # ---- all other paths

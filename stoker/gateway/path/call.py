@@ -21,12 +21,12 @@ from stoker.gateway.api.client_body import RequestEnvelope, edit
 from stoker.gateway.http import HeaderFilter, HttpRequest, header_block
 from stoker.gateway.path.resume import TokenMemory
 from stoker.gateway.path.rewrite import UsageCounts
+from stoker.gateway.records.running_usage import RunningUsage
 from stoker.gateway.records.tracing import RequestTrace, TraceSpan
 from stoker.routing.query import RouteQuery
 
 _NOTHING: Mapping[str, bytes] = {}
 
-_BYTES_PER_EVENT = 256  # of a foreign worker's stream, which has about one event per token
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:@/+=-]{1,128}")
 _TRACEPARENT = re.compile(rb"^traceparent:.*\r\n", re.MULTILINE)
@@ -48,10 +48,12 @@ class Call(msgspec.Struct, eq=False):
     on_first_byte: Callable[[], None] = lambda: None
 
     memory: TokenMemory = msgspec.field(default_factory=TokenMemory)
-    usage: UsageCounts | None = None
+    running: RunningUsage = msgspec.field(default_factory=RunningUsage)  # what the client was sent so far
+    usage: UsageCounts | None = None  # as the workers reported it; `billed_usage` bounds it
+    sent_pieces: int = 0  # of text in a foreign worker's stream
+    sent_bytes: int = 0  # of the answer, by the worker of the latest attempt
     status: int = 0
     first_byte_s: float | None = None
-    streamed_bytes: int = 0  # of events sent to the client
     num_retries: int = 0
     num_resumes: int = 0
     worker_id: WorkerId | None = None  # the decode worker of the latest attempt
@@ -62,11 +64,6 @@ class Call(msgspec.Struct, eq=False):
     @property
     def streams(self) -> bool:
         return bool(self.envelope.stream)
-
-    @property
-    def streamed_tokens(self) -> int:
-        """Return the output tokens of a stream so far: as its worker reported them, or else estimated from its bytes."""
-        return self.memory.num_tokens or self.streamed_bytes // _BYTES_PER_EVENT
 
     def headers_under(self, span: TraceSpan, passes: HeaderFilter) -> bytes:
         """Return a leg's request headers: the client's forwarded headers, the request id and the leg's traceparent."""

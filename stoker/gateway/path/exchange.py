@@ -10,8 +10,9 @@ from stoker.gateway.http import HttpRequest
 from stoker.gateway.path.call import Call
 from stoker.gateway.path.errors import code_of, reply_of
 from stoker.gateway.path.rewrite import UsageCounts
+from stoker.gateway.records.running_usage import RunningUsage
 from stoker.gateway.records.tracing import RequestTrace
-from stoker.gateway.records.usage_row import UsageRow
+from stoker.gateway.records.usage_row import UsageHead, UsageRow
 from stoker.proto.openai.errors import CLIENT_GONE_STATUS
 
 _NO_USAGE = UsageCounts()
@@ -32,10 +33,23 @@ class Exchange(msgspec.Struct, eq=False):
     model: str = ""
     session: str | None = None
     call: Call | None = None
-    is_admitted: bool = False
+    running: RunningUsage | None = None  # the row written ahead; None if the request was not admitted
     queued_s: float = 0.0
     status: int = 0
     error: str | None = None
+
+    def head(self) -> UsageHead:
+        """Return what is known of the row when the request is admitted."""
+        return UsageHead(
+            self.row_id,
+            self.time_s,
+            self.caller.key_id,
+            self.caller.tenant,
+            self.model,
+            self.session,
+            _ENDPOINTS[self.kind],
+            self.request_id.decode(),
+        )
 
     def client_left(self) -> None:
         self.status, self.error = CLIENT_GONE_STATUS, "client_gone"

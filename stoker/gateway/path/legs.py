@@ -31,6 +31,7 @@ from stoker.gateway.path.errors import AnswerLate, AnswerTooLarge, BadAnswer, Le
 from stoker.gateway.path.failure_kinds import NEEDS_SECOND_OPINION, kind_of, known_status
 from stoker.gateway.path.services import ProxyServices
 from stoker.gateway.path.upstream import CancelOnLoss, Upstream
+from stoker.gateway.records.running_usage import STATUS
 from stoker.gateway.records.tracing import TraceSpan
 from stoker.proto.internal_http import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, ROUTE_HEADER
 from stoker.proto.resume_notes import BadNotes
@@ -116,6 +117,10 @@ class Legs:
             self._services.cleanups.start(
                 release_lease(self.prefill, upstream, self._lease, self.call.envelope.num_choices)
             )
+
+    @property
+    def now_s(self) -> float:
+        return self._services.clock()
 
     def upstream(self, leg: Leg) -> Upstream:
         return self._upstreams[0 if leg is self.decode else 1]
@@ -230,18 +235,18 @@ class Legs:
         The caller decides with `done` or `fail` whether the answer was complete: a worker may end an HTTP response properly
         although its engine stopped in the middle of the answer.
         """
-        call, request = self.call, self.call.request
-        write, has_begun = request.write, False
+        request = self.call.request
+        write, has_begun, sent_bytes = request.write, False, 0
 
         def sink(data: bytes) -> None:
-            nonlocal has_begun
+            nonlocal has_begun, sent_bytes
             shown = push(data)
             if shown:
+                sent_bytes += len(shown)
                 if not has_begun:
                     has_begun = True
                     self.begin(answer)
                     self._services.fleet.saw_first_token(leg.worker.worker_id, self._services.clock())
-                call.streamed_bytes += len(shown)
                 write(shown)
 
         request.on_pause, request.on_resume = answer.pause, answer.resume
@@ -255,6 +260,7 @@ class Legs:
             self.fail(leg, "invalid", f"worker {leg.worker.worker_id}: {str(error)[:_MAX_DETAIL]}")
         finally:
             request.on_pause = request.on_resume = None
+            self.call.sent_bytes += sent_bytes
 
     def done(self, leg: Leg, answer: WorkerResponse) -> None:
         """Mark a leg as successful."""
@@ -271,7 +277,8 @@ class Legs:
             self.call.request.start(answer.status, self._client_headers(answer))
 
     def respond(self, answer: WorkerResponse, body: bytes) -> None:
-        self.call.status = answer.status
+        self.call.status = self.call.running.cells[STATUS] = answer.status
+        self.call.sent_bytes = len(body)
         self.call.request.respond(answer.status, self._client_headers(answer), body)
         self._saw_first_token()  # bookkeeping comes after the response, so that the client does not wait for it
 

@@ -142,6 +142,7 @@ class Proxy:
         if not dialect.decodes_alone and route.prefill is None and decode.role is Role.DECODE:
             raise NoWorker("Only decode workers are usable now, and they need a prefill worker; retry later.")
         call.policy, call.worker_id = route.policy, decode.worker_id
+        call.running.note_worker(decode.worker_id)
         if self._debug_routes:
             call.explained = explained(route, call)
         loss_guard = CancelOnLoss(call.request.task)

@@ -10,6 +10,7 @@ import re
 import msgspec
 
 from stoker.gateway.path.rewrite import DEFAULT_MAX_EVENT_BYTES, EventCutter, UsageCounts, set_cached_tokens_in_events
+from stoker.gateway.records.running_usage import CACHED, COMPLETION, PROMPT, STATUS, RunningUsage
 from stoker.proto.resume_notes import DEFAULT_MAX_NOTES_BYTES, ResumeNotes, find_error
 from stoker.proto.sse import DONE
 
@@ -74,21 +75,37 @@ class TokenMemory(msgspec.Struct, eq=False):
 class StokerStream(EventCutter):
     """One worker's part of a stream: stores the comment lines and passes the events on."""
 
-    __slots__ = ("_cached_tokens", "_counts_events", "_failed", "_last", "_memory", "_take_notes", "failure")
+    __slots__ = (
+        "_cached_tokens",
+        "_cells",
+        "_counts_events",
+        "_failed",
+        "_last",
+        "_memory",
+        "_notes",
+        "_others",
+        "_take_notes",
+        "failure",
+    )
 
     def __init__(
         self,
         memory: TokenMemory,
+        running: RunningUsage | None = None,
         *,
         counts_events: bool = False,
         max_event_bytes: int = DEFAULT_MAX_EVENT_BYTES,
         max_notes_bytes: int = DEFAULT_MAX_NOTES_BYTES,
     ) -> None:
+        """`running` takes the counts of what is shown to the client."""
         super().__init__(max_event_bytes)
         memory.begin_worker()
         memory.notes.max_bytes = max_notes_bytes
         self._memory = memory
+        self._notes = memory.notes
         self._take_notes = memory.notes.take
+        self._others = -1  # `notes.num_others` when the cells were last written in full
+        self._cells = (running or RunningUsage()).cells
         self._counts_events = counts_events  # for the Responses API, where one token makes several events
         self._last = b""
         # The usage of the first worker is not rewritten.
@@ -107,12 +124,24 @@ class StokerStream(EventCutter):
         data = self._take_notes(data)
         if not data:
             return b""
+        notes = self._notes
+        self._cells[COMPLETION] = notes.num_tokens
+        if notes.num_others != self._others:
+            self._count_prompt()
         if self._cached_tokens is not None:
             data = set_cached_tokens_in_events(data, self._cached_tokens)
         if self._counts_events:
             self._memory.num_events += data.count(b"\n\n")
         self._last = data
         return data
+
+    def _count_prompt(self) -> None:
+        self._others = self._notes.num_others
+        usage = self._memory.usage
+        if usage is not None:
+            self._cells[PROMPT], self._cells[CACHED] = usage.prompt_tokens, usage.cached_tokens
+            if self._notes.is_ended:
+                self._cells[STATUS] = 200
 
     def push_unseen(self, data: bytes) -> bytes:
         """Store the comment lines of a stream that is not sent to the client."""

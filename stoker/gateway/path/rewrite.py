@@ -3,6 +3,9 @@
 A stream passes unchanged unless a few cheap byte searches match. Only then an event is parsed, and only its top level.
 `cached_tokens` is set to what the *prefill* worker found in its cache. The decode worker of a pair counts the blocks that it
 received as cached, so its number would bill a fully computed prompt as a cached one.
+
+What passes is counted in a `RunningUsage`, so that a client that leaves early is billed for what it was sent. Workers that can
+are asked for usage in every chunk, which is removed again. From others, each piece of text counts as one token.
 """
 
 from __future__ import annotations
@@ -12,8 +15,9 @@ import re
 import msgspec
 from msgspec import Raw
 
-from stoker.gateway.api.client_body import fields
+from stoker.gateway.api.client_body import EndpointKind, fields
 from stoker.gateway.path.errors import BadAnswer
+from stoker.gateway.records.running_usage import COMPLETION, PROMPT, STATUS, RunningUsage
 
 _TOKEN_IDS = re.compile(rb'"(?:prompt_)?token_ids"\s*:\s*\[')
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
@@ -24,6 +28,20 @@ _EVENT = re.compile(rb".*?(?:\r?\n){2,}", re.DOTALL)
 _DATA = re.compile(rb"^data: ?([^\r\n]*)", re.MULTILINE)
 _END = re.compile(rb"^(?:data: ?\[DONE\]|event: ?response\.(?:completed|incomplete|failed))\r?$", re.MULTILINE)
 DEFAULT_MAX_EVENT_BYTES = 16 << 20
+# The end of a chunk with usage, as vLLM and SGLang write it. A chunk that looks different is parsed.
+_RUNNING_USAGE = re.compile(
+    rb',"usage":\{"prompt_tokens":(\d{1,9}),[^{}]*"completion_tokens":(\d{1,9})[^{}]*\}\}\r?\n\r?\n'
+)
+# The names in front of generated text. Inside a JSON string the quotation mark is escaped, so text never matches.
+_TEXT_NAMES = {
+    EndpointKind.CHAT: (b'content":', b'arguments":'),
+    EndpointKind.COMPLETIONS: (b'"text":',),
+    EndpointKind.RESPONSES: (b'"delta":',),
+}
+_TEXT = re.compile(rb'"(?:content|reasoning_content|reasoning|text|arguments)"\s*:\s*"((?:[^"\\]|\\.)*)"')
+_NEVER = b"\0"  # no event begins with it
+_QUOTE = ord('"')
+_BYTES_PER_TOKEN = 4  # estimate for text
 
 
 class UsageCounts(msgspec.Struct):
@@ -68,19 +86,49 @@ class EventCutter:
 class ForeignAnswer(EventCutter):
     """Rewrites one answer of a foreign worker, streamed (`push`) or whole."""
 
-    __slots__ = ("_is_pair", "_keep_token_ids", "_last", "ended", "hide_usage", "prefill_cached_tokens", "usage")
+    __slots__ = (
+        "_cells",
+        "_counter",
+        "_is_pair",
+        "_keep_token_ids",
+        "_kind",
+        "_last",
+        "_prompt_tokens",
+        "_running",
+        "_text_at",
+        "_text_name",
+        "ended",
+        "hide_running",
+        "hide_usage",
+        "num_pieces",
+        "prefill_cached_tokens",
+        "usage",
+    )
 
     def __init__(
         self,
+        running: RunningUsage | None = None,
         *,
+        kind: EndpointKind = EndpointKind.CHAT,
+        prompt_tokens: int = 0,
         hide_usage: bool = False,
+        hide_running: bool = False,
         keep_token_ids: bool = False,
         is_pair: bool = False,
         max_event_bytes: int = DEFAULT_MAX_EVENT_BYTES,
     ) -> None:
+        """`running` takes the counts, and `prompt_tokens` is the gateway's own estimate."""
         super().__init__(max_event_bytes)
         self._last = b""  # the last whole events
         self.hide_usage = hide_usage  # the gateway requested the usage chunk, the client did not
+        self.hide_running = hide_running  # the gateway requested usage in every chunk, the client did not
+        self._running = running or RunningUsage()
+        self._cells = self._running.cells
+        self._kind = kind
+        self._prompt_tokens = prompt_tokens
+        self._counter: TextCounter | None = None  # made with the first bytes
+        self._text_name, self._text_at = _NEVER, 0  # where the latest event had its text
+        self.num_pieces = 0  # of text, as far as they were counted
         self._keep_token_ids = keep_token_ids
         self._is_pair = is_pair
         self.prefill_cached_tokens: int | None = None  # known once the prefill worker of a pair has answered
@@ -95,10 +143,22 @@ class ForeignAnswer(EventCutter):
                 return b""
         self._last = data
         has_end = (b"[DONE]" in data or b"event: response." in data) and _END.search(data)
+        if self.hide_running and (at := data.rfind(b',"usage":{')) > 0:
+            shown = self._without_running_usage(data, at)
+            if shown is not None:
+                return shown
+        elif data.startswith(self._text_name, self._text_at) and data.find(b"\n\n") + 2 == len(data):
+            # One event with text at the same place as in the event before it, as nearly all are.
+            if data[self._text_at + len(self._text_name)] != _QUOTE:
+                self.num_pieces += 1
+                self._cells[COMPLETION] = self.num_pieces
+        else:
+            self._count(data)
         if (b'"usage"' in data and _USAGE.search(data)) or self._holds_internals(data):
             data = b"".join([self._event(event) for event in _EVENT.findall(data)])
         if has_end:
             self.ended = True
+            self._cells[STATUS] = 200
         return data
 
     def finish(self) -> bytes:
@@ -113,6 +173,9 @@ class ForeignAnswer(EventCutter):
     def whole(self, data: bytes) -> bytes:
         """Rewrite a whole answer. Raises an error of `msgspec` if it is not a JSON object."""
         was_wrong = self._saw(read_whole_usage(data))
+        if self.usage is None:
+            num_bytes = sum(map(len, _TEXT.findall(data)))
+            self._running.update(self._prompt_tokens, 0, -(-num_bytes // _BYTES_PER_TOKEN))
         if not was_wrong and not self._holds_internals(data):
             return data
         table = fields(data)
@@ -135,10 +198,41 @@ class ForeignAnswer(EventCutter):
         usage = read_usage(found.group(1))
         if usage is not None:
             self._saw(usage)
-            if self.hide_usage and bytes(table.get("choices", b"")) == b"[]":
+            is_last = bytes(table.get("choices", b"[]")) == b"[]"
+            if self.hide_usage and is_last and "choices" in table:
                 return b""
+            if self.hide_running and not is_last:
+                del table["usage"]
+                self.usage = None  # later chunks may update the running counts only
         self._rewrite(table)
         return event[: found.start(1)] + msgspec.json.encode(table) + event[found.end(1) :]
+
+    def _without_running_usage(self, data: bytes, at: int) -> bytes | None:
+        """Take the usage at `at` from a single chunk with choices. Return None if `data` is anything else."""
+        found = _RUNNING_USAGE.match(data, at)
+        if found is None or not data.startswith(b"}]", at - 2) or data.find(b"\n\n") + 2 != len(data):
+            return None
+        if self._holds_internals(data):
+            return None
+        cells, (prompt_tokens, completion_tokens) = self._cells, found.groups()
+        cells[PROMPT], cells[COMPLETION] = int(prompt_tokens), int(completion_tokens)
+        if cells[COMPLETION]:
+            self.num_pieces += 1
+        return data[:at] + b"}\n\n"
+
+    def _count(self, data: bytes) -> None:
+        """Count the pieces of text in `data`."""
+        counter = self._counter
+        if counter is None:
+            counter = self._counter = TextCounter(self._kind, data)
+        if found := counter.count(data):
+            self.num_pieces += found
+            cells = self._cells
+            if not cells[PROMPT]:
+                cells[PROMPT] = self._prompt_tokens
+            if cells[COMPLETION] < self.num_pieces:
+                cells[COMPLETION] = self.num_pieces
+            self._text_name, self._text_at = counter.last_text(data)
 
     def _rewrite(self, table: dict[str, Raw]) -> None:
         for name in _INTERNAL_NAMES:
@@ -165,10 +259,39 @@ class ForeignAnswer(EventCutter):
         cached = (self.prefill_cached_tokens or 0) if self._is_pair else reported.cached_tokens
         was = reported.cached_tokens
         reported.cached_tokens = min(cached, reported.prompt_tokens)
+        self._running.update(reported.prompt_tokens, reported.cached_tokens, reported.completion_tokens)
         return self._is_pair or was != reported.cached_tokens
 
     def _corrected(self, usage: Raw) -> Raw:
         return usage if self.usage is None else with_cached_tokens(usage, self.usage.cached_tokens)
+
+
+class TextCounter:
+    """Counts the pieces of generated text in a stream, without parsing its events."""
+
+    __slots__ = ("_empty", "_names")
+
+    def __init__(self, kind: EndpointKind, first: bytes) -> None:
+        """`first` are the first bytes of the stream. They show whether its JSON has spaces after colons."""
+        quote = b' "' if b'": "' in first else b'"'
+        self._names = [name + quote for name in _TEXT_NAMES[kind]]
+        self._empty = [name + b'"' for name in self._names]
+
+    def count(self, data: bytes) -> int:
+        """Return the number of pieces in `data`, which are whole events."""
+        num_pieces = 0
+        for name, empty in zip(self._names, self._empty, strict=True):
+            if found := data.count(name):
+                num_pieces += found - data.count(empty)
+        return num_pieces
+
+    def last_text(self, events: bytes) -> tuple[bytes, int]:
+        """Return the name in front of the last event's text, and where it stands in that event."""
+        last = events[events.rfind(b"\n\n", 0, -2) + 2 :] if events.find(b"\n\n") + 2 != len(events) else events
+        for name in self._names:
+            if (at := last.find(name)) >= 0 and not last.startswith(b'"', at + len(name)):
+                return name, at
+        return _NEVER, 0
 
 
 class _Details(msgspec.Struct):
@@ -206,11 +329,15 @@ def read_usage(data: bytes) -> UsageCounts | None:
     counts = answer.usage or (answer.response and answer.response.usage)
     if not counts:
         return None
+    prompt_tokens = counts.input_tokens if counts.prompt_tokens is None else counts.prompt_tokens
+    completion_tokens = counts.output_tokens if counts.completion_tokens is None else counts.completion_tokens
+    if prompt_tokens is None and completion_tokens is None:
+        return None
     details = counts.prompt_tokens_details or counts.input_tokens_details
     return UsageCounts(
-        counts.prompt_tokens or counts.input_tokens or 0,
+        prompt_tokens or 0,
         (details and details.cached_tokens) or 0,
-        counts.completion_tokens or counts.output_tokens or 0,
+        completion_tokens or 0,
     )
 
 

@@ -68,7 +68,7 @@ class Upstream:
     headers: bytes  # sent with every request to this worker: its API key
     to_worker: HeaderFilter  # which client headers are forwarded to it
     to_client: HeaderFilter  # which of its response headers are forwarded to clients
-    refuses_usage: bool = False  # it answered 400 to a stream request with stream_options.include_usage
+    refuses_usage_until_s: float = 0.0  # until then, stream_options.include_usage is not added to requests
     loss_guards: set[CancelOnLoss] = field(default_factory=set)
     num_prefilling: int = 0  # requests sent whose first token has not arrived
     engines: dict[str, str] = field(default_factory=dict)  # vLLM with Mooncake: engine id by data-parallel rank

@@ -1,20 +1,24 @@
-"""The ledger: one row per request in a SQLite file, written in batches by its own thread.
+"""The ledger: one row per admitted request, written ahead at admission and settled at the end.
+
+A request takes a slot in a mapped file beside the ledger (`slot_file.py`) when it is admitted. While the answer streams, its
+counts are updated there before the bytes go out. At the end the final row is put in the slot, and a thread of its own copies
+settled rows to the store in batches and frees their slots.
 
 Guarantees:
 
 - A row's request id is its primary key, and a batch is one transaction. A batch that is written again after an uncertain
-  commit does not duplicate rows.
-- After `close()` every recorded row is on disk. After `kill -9`, every committed batch is complete and nothing of the next
-  one is there: at most the rows of the last `flush_s` (or `flush_rows`) plus one commit are missing. Commits are synced
-  (WAL, synchronous=FULL), so the same holds for a power failure.
-- `record()` never blocks. If the disk is slow or fails, rows wait in memory and the batch is retried. From `max_pending` rows
-  on, `behind` is True and the gateway refuses new requests, so that no request goes unbilled.
-- Several gateways may share a file. Readers never wait for the writer.
+  commit, or a slot that is recovered twice, does not duplicate rows.
+- After `kill -9` no admitted request is missing. The next start writes the settled rows as they are. A request that was still
+  running is billed for what had been sent, with status 599 (GATEWAY_LOST_STATUS) unless its answer was complete.
+- Commits are synced to the disk, the slots are not: a power failure may lose the rows of the last `flush_s` and the requests
+  that were running.
+- Nothing here waits for the disk on the request path. If the disk is full, slow or fails, rows stay in their slots and the
+  batch is retried. When no slot is free, new requests are refused, so that none goes unbilled.
+- One gateway uses a ledger. A second one is refused at its start. Readers never wait for the writer.
 """
 
 from __future__ import annotations
 
-import sqlite3
 import threading
 import time
 from collections import deque
@@ -24,39 +28,49 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from stoker.base.errors import ConfigError
+import msgspec
+
+from stoker.base.errors import ConfigError, Overloaded
 from stoker.base.log import EventLog
 from stoker.gateway.config import MeterSettings
 from stoker.gateway.records.prices import Price, PriceList
-from stoker.gateway.records.usage_row import UsageRow
+from stoker.gateway.records.running_usage import RunningUsage, SlotUsage
+from stoker.gateway.records.usage_row import UsageHead, UsageRow, head_bytes, recovered_row, tail_bytes
+from stoker.gateway.store.slot_file import FoundSlot, SlotFile
+from stoker.gateway.store.sqlite import SqliteStore
+from stoker.gateway.store.store import Store, StoreRefused, StoreUnavailable, Tables, Transaction
 
-SCHEMA_VERSION = 1
+SETTING = "meter.path"
 _MAX_TEXT = 256
 _RETRY_S = (0.05, 0.2, 1.0, 5.0)
 _CLOSE_TRIES = 3
 
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS prices (
-    id INTEGER PRIMARY KEY,
-    input INTEGER NOT NULL, cached_input INTEGER NOT NULL, output INTEGER NOT NULL,
-    UNIQUE (input, cached_input, output)
-);
-CREATE TABLE IF NOT EXISTS usage (
-    request_id TEXT PRIMARY KEY,
-    time_s REAL NOT NULL,
-    key_id TEXT NOT NULL, tenant TEXT NOT NULL, model TEXT NOT NULL, session TEXT,
-    worker TEXT NOT NULL, endpoint TEXT NOT NULL, status INTEGER NOT NULL,
-    prompt_tokens INTEGER NOT NULL, cached_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL,
-    ttft_ms REAL, e2e_ms REAL NOT NULL, resumed INTEGER NOT NULL,
-    x_request_id TEXT NOT NULL,
-    price_id INTEGER NOT NULL REFERENCES prices (id)
-) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS usage_by_time ON usage (time_s);
-"""
+TABLES = Tables(
+    "usage",
+    1,
+    (
+        """CREATE TABLE IF NOT EXISTS prices (
+            id INTEGER PRIMARY KEY,
+            input INTEGER NOT NULL, cached_input INTEGER NOT NULL, output INTEGER NOT NULL,
+            UNIQUE (input, cached_input, output)
+        )""",
+        """CREATE TABLE IF NOT EXISTS usage (
+            request_id TEXT PRIMARY KEY,
+            time_s REAL NOT NULL,
+            key_id TEXT NOT NULL, tenant TEXT NOT NULL, model TEXT NOT NULL, session TEXT,
+            worker TEXT NOT NULL, endpoint TEXT NOT NULL, status INTEGER NOT NULL,
+            prompt_tokens INTEGER NOT NULL, cached_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL,
+            ttft_ms REAL, e2e_ms REAL NOT NULL, resumed INTEGER NOT NULL,
+            x_request_id TEXT NOT NULL,
+            price_id INTEGER NOT NULL REFERENCES prices (id)
+        ) WITHOUT ROWID""",
+        "CREATE INDEX IF NOT EXISTS usage_by_time ON usage (time_s)",
+    ),
+)
 _NUM_COLUMNS = 17
 _MAX_ROWS_PER_STATEMENT = 256
-# Errors that a retry cannot fix: numbers beyond 64 bits, invalid Unicode, a missing value.
-_BAD_ROW = (OverflowError, UnicodeError, sqlite3.IntegrityError, sqlite3.InterfaceError)
+
+_Batch = Sequence[tuple[int, UsageRow]]  # slots with their rows
 
 log = EventLog("meter")
 
@@ -66,10 +80,16 @@ class NoMeter:
 
     pending = 0
     written = 0
-    behind = False
     path: Path | None = None
+    store: Store | None = None
 
-    def record(self, row: UsageRow) -> None:
+    def refusal(self) -> Overloaded | None:
+        return None
+
+    def open(self, head: UsageHead) -> RunningUsage:
+        return RunningUsage()
+
+    def settle(self, running: RunningUsage, row: UsageRow) -> None:
         pass
 
     def close(self, timeout_s: float = 30.0) -> None:
@@ -83,17 +103,38 @@ class Meter:
         self.path = path
         self._settings = settings
         self._prices = prices
-        self._rows: deque[UsageRow] = deque()
         self._wake = threading.Event()
         self._closing = False
         self._unwritten = 0  # rows in the batch being written
         self.written = 0
-        connect(path).close()  # fail at startup if the ledger cannot be opened
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{SETTING}={path}: cannot be opened: {error}") from error
+        self._slots = SlotFile(path.with_name(path.name + "-inflight"), settings.max_pending, f"{SETTING}={path}")
+        try:
+            self.store = SqliteStore(path, SETTING)
+            self.store.declare(TABLES)
+        except (ConfigError, StoreUnavailable) as error:
+            self._slots.close()
+            raise ConfigError(error.message) from error
+        self.store.close()  # the connection of this thread; the writer has its own
+        self._rows: deque[tuple[int, UsageRow]] = deque(self._recovered())
         self._thread = threading.Thread(target=self._run, name="meter", daemon=True)
         self._thread.start()
 
-    def record(self, row: UsageRow) -> None:
-        self._rows.append(row)
+    def open(self, head: UsageHead) -> RunningUsage:
+        """Write a row ahead. Raises Overloaded if no slot is free."""
+        try:
+            return SlotUsage(self._slots, self._slots.open(head_bytes(head)))
+        except IndexError:
+            raise self._full() from None
+
+    def settle(self, running: RunningUsage, row: UsageRow) -> None:
+        """Put the final row in its slot. From here on it is written to the store, by this process or by the next."""
+        assert isinstance(running, SlotUsage)
+        self._slots.close_slot(running.index, tail_bytes(row))
+        self._rows.append((running.index, row))
         if len(self._rows) == self._settings.flush_rows:
             self._wake.set()
 
@@ -101,30 +142,59 @@ class Meter:
     def pending(self) -> int:
         return len(self._rows) + self._unwritten
 
-    @property
-    def behind(self) -> bool:
-        return len(self._rows) >= self._settings.max_pending
+    def refusal(self) -> Overloaded | None:
+        """Return the reason to refuse new requests, or None."""
+        return None if self._slots.num_free else self._full()
+
+    def _full(self) -> Overloaded:
+        message = (
+            f"{self.pending} usage rows wait to be written to the ledger and {self._slots.num_used - self.pending} requests"
+            " are running, which is as many as meter.max_pending allows, so the gateway accepts no requests; check the"
+            " ledger's disk."
+        )
+        return Overloaded(message, retry_after_s=5.0, code="ledger_behind")
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Write the remaining rows. After a few failed attempts they are given up, with an error in the log."""
+        """Write the remaining rows. After a few failed attempts they stay in their slots for the next start."""
         self._closing = True
         self._wake.set()
         self._thread.join(timeout_s)
         if self.pending:
-            log.error("usage_rows_lost", rows=self.pending, path=str(self.path))
+            log.error(
+                "usage_rows_kept", rows=self.pending, path=str(self._slots.path), hint="the next start writes them"
+            )
+        self._slots.close()
+
+    def _recovered(self) -> list[tuple[int, UsageRow]]:
+        """Return the rows that an earlier gateway left in its slots."""
+        rows = [(slot.index, row) for slot in self._slots.left_over() if (row := self._row_of(slot)) is not None]
+        if self._slots.num_damaged:
+            log.error("usage_slots_damaged", slots=self._slots.num_damaged, path=str(self._slots.path))
+        if rows:
+            log.warning("usage_rows_recovered", rows=len(rows), path=str(self._slots.path))
+        return rows
+
+    def _row_of(self, slot: FoundSlot) -> UsageRow | None:
+        try:
+            return recovered_row(slot)
+        except msgspec.MsgspecError:  # the checksum is right, so another version wrote it
+            self._slots.num_damaged += 1
+            self._slots.free(slot.index)
+            return None
+
+    # ---- the writer's thread
 
     def _run(self) -> None:
-        connection = connect(self.path)
         price_ids: dict[Price, int] = {}
         try:
             while True:
                 self._wake.wait(self._settings.flush_s)
                 self._wake.clear()
-                closing = self._closing  # read first, so that all rows recorded before close() are written below
+                closing = self._closing  # read first, so that all rows settled before close() are written below
                 while self._rows:
                     batch = [self._rows.popleft() for _ in range(min(len(self._rows), self._settings.flush_rows))]
                     self._unwritten = len(batch)
-                    if not self._write(connection, batch, price_ids):
+                    if not self._write(batch, price_ids):
                         return
                     self._unwritten = 0
                     if len(self._rows) < self._settings.flush_rows and not closing:
@@ -132,89 +202,60 @@ class Meter:
                 if closing:
                     return
         finally:
-            connection.close()
+            self.store.close()
 
-    def _write(self, connection: sqlite3.Connection, batch: Sequence[UsageRow], price_ids: dict[Price, int]) -> bool:
+    def _write(self, batch: _Batch, price_ids: dict[Price, int]) -> bool:
         """Retry until the batch is on disk. Return False if given up because the gateway is stopping."""
         tries = 0
         while True:
             try:
-                self._commit(connection, batch, price_ids)
-            except _BAD_ROW as error:
-                if len(batch) == 1:
-                    log.error("usage_row_refused", row=repr(batch[0]), reason=str(error))
-                    return True
-                # One bad row must not block the others, so write them one by one.
-                return all(self._write(connection, [row], price_ids) for row in batch)
-            except sqlite3.Error as error:
+                self._commit(batch, price_ids)
+            except StoreRefused as error:
+                price_ids.clear()  # ids inserted in this transaction were rolled back
+                if len(batch) > 1:
+                    # One bad row must not block the others, so write them one by one.
+                    return all(self._write([one], price_ids) for one in batch)
+                log.error("usage_row_refused", row=repr(batch[0][1]), reason=error.message)
+            except StoreUnavailable as error:
+                price_ids.clear()
                 if tries in (0, 10, 100) or tries % 1000 == 0:
-                    log.error("usage_not_written", rows=len(batch), waiting=len(self._rows), reason=str(error))
+                    log.error("usage_not_written", rows=len(batch), waiting=len(self._rows), reason=error.message)
                 if self._closing and tries >= _CLOSE_TRIES:
                     return False
                 time.sleep(_RETRY_S[min(tries, len(_RETRY_S) - 1)])
                 tries += 1
+                continue
             else:
                 self.written += len(batch)
-                return True
+            for index, _ in batch:
+                self._slots.free(index)
+            return True
 
-    def _commit(self, connection: sqlite3.Connection, batch: Sequence[UsageRow], price_ids: dict[Price, int]) -> None:
-        connection.execute("BEGIN IMMEDIATE")
-        try:
-            rows = [_values(row, self._price_id(connection, row.model, price_ids)) for row in batch]
-            _insert(connection, rows)
-            connection.execute("COMMIT")
-        except (sqlite3.Error, *_BAD_ROW):
-            price_ids.clear()  # ids inserted in this transaction were rolled back
-            if connection.in_transaction:
-                connection.execute("ROLLBACK")
-            raise
+    def _commit(self, batch: _Batch, price_ids: dict[Price, int]) -> None:
+        with self.store.transaction() as changes:
+            _insert(changes, [_values(row, self._price_id(changes, row.model, price_ids)) for _, row in batch])
 
-    def _price_id(self, connection: sqlite3.Connection, model: str, known: dict[Price, int]) -> int:
+    def _price_id(self, changes: Transaction, model: str, known: dict[Price, int]) -> int:
         """Return the id of the model's current price. Rows refer to it, so a new price list does not change old rows."""
         price = self._prices.price(model)
         found = known.get(price)
         if found is None:
             values = (price.input, price.cached_input, price.output)
-            connection.execute("INSERT OR IGNORE INTO prices (input, cached_input, output) VALUES (?, ?, ?)", values)
+            changes.execute(
+                "INSERT INTO prices (input, cached_input, output) VALUES (?, ?, ?) ON CONFLICT DO NOTHING", values
+            )
             query = "SELECT id FROM prices WHERE input = ? AND cached_input = ? AND output = ?"
-            found = known[price] = int(connection.execute(query, values).fetchone()[0])
+            found = known[price] = int(next(iter(changes.execute(query, values)))[0])
         return found
 
 
-def connect(path: Path) -> sqlite3.Connection:
-    """Open the ledger for writing; create the file and its tables if needed."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        connection = sqlite3.connect(path, timeout=10.0, isolation_level=None)
-    except (OSError, sqlite3.Error) as error:
-        raise ConfigError(f"meter.path={path}: cannot be opened: {error}") from error
-    try:
-        connection.execute("PRAGMA journal_mode=WAL")
-        connection.execute("PRAGMA synchronous=FULL")
-        version = int(connection.execute("PRAGMA user_version").fetchone()[0])
-        if version not in (0, SCHEMA_VERSION):
-            raise ConfigError(
-                f"meter.path={path}: the ledger has schema version {version}, but this version of stoker needs"
-                f" {SCHEMA_VERSION}; use another file"
-            )
-        if version == 0:
-            connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
-    except sqlite3.Error as error:
-        connection.close()
-        raise ConfigError(f"meter.path={path}: not a usable ledger: {error}") from error
-    except ConfigError:
-        connection.close()
-        raise
-    return connection
-
-
-def _insert(connection: sqlite3.Connection, rows: Sequence[tuple[Any, ...]]) -> None:
+def _insert(changes: Transaction, rows: Sequence[tuple[Any, ...]]) -> None:
     """Insert many rows per statement. Every statement releases the GIL and contends with the event loop to get it back."""
     at = 0
     while at < len(rows):
         # Powers of two, so that few different statements are prepared.
         count = 1 << min(len(rows) - at, _MAX_ROWS_PER_STATEMENT).bit_length() - 1
-        connection.execute(_statement(count), list(chain.from_iterable(rows[at : at + count])))
+        changes.execute(_statement(count), list(chain.from_iterable(rows[at : at + count])))
         at += count
 
 

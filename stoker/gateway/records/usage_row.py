@@ -1,8 +1,14 @@
-"""The record of one finished request, for the ledger, the request log and the metrics."""
+"""The record of one request, for the ledger, the request log and the metrics, and its form in a write-ahead slot."""
 
 from __future__ import annotations
 
 import msgspec
+
+from stoker.gateway.store.slot_file import HEAD_BYTES, FoundSlot
+from stoker.proto.openai.errors import GATEWAY_LOST_STATUS
+
+MAX_TOKENS = 1 << 24  # no request has more; larger counts are wrong
+_CUT_BYTES = 72  # texts of a head are cut to this length if they do not all fit
 
 
 class UsageRow(msgspec.Struct, frozen=True, gc=False):
@@ -16,7 +22,7 @@ class UsageRow(msgspec.Struct, frozen=True, gc=False):
     session: str | None
     worker: str  # empty if the request reached no worker
     endpoint: str  # chat, completions, responses
-    status: int  # 499 if the client disconnected
+    status: int  # 499 if the client disconnected, 599 if the gateway was lost
     prompt_tokens: int
     cached_tokens: int  # prompt tokens that the worker which computed the prompt found in its cache
     completion_tokens: int
@@ -27,3 +33,95 @@ class UsageRow(msgspec.Struct, frozen=True, gc=False):
     queued_ms: float = 0.0
     error: str | None = None  # error code
     x_request_id: str = ""  # the `x-request-id` seen by client and workers; may be chosen by the client
+
+
+class UsageHead(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """The part of a row that is known when the request is admitted."""
+
+    request_id: str
+    time_s: float
+    key_id: str
+    tenant: str
+    model: str
+    session: str | None
+    endpoint: str
+    x_request_id: str
+
+
+class _UsageTail(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """The part of a row that is known when the request has ended. The worker is the slot's note."""
+
+    status: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    ttft_ms: float | None
+    e2e_ms: float
+    resumed: int
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_HEAD = msgspec.msgpack.Decoder(UsageHead)
+_TAIL = msgspec.msgpack.Decoder(_UsageTail)
+
+
+def head_bytes(head: UsageHead) -> bytes:
+    """Return the head for a slot. Texts that do not fit are cut."""
+    try:
+        data = _encode(head)
+    except UnicodeEncodeError:
+        return _encode(_cut(head))
+    return data if len(data) <= HEAD_BYTES else _encode(_cut(head))
+
+
+def tail_bytes(row: UsageRow) -> bytes:
+    return _encode(
+        _UsageTail(
+            row.status,
+            row.prompt_tokens,
+            row.cached_tokens,
+            row.completion_tokens,
+            row.ttft_ms,
+            row.e2e_ms,
+            row.resumed,
+        )
+    )
+
+
+def recovered_row(slot: FoundSlot) -> UsageRow:
+    """Return the row of a request that an earlier gateway did not write. Raises MsgspecError if it cannot be read."""
+    head = _HEAD.decode(slot.head)
+    if slot.tail is not None:
+        tail = _TAIL.decode(slot.tail)
+    else:
+        prompt, cached, completion, status = slot.cells
+        prompt, completion = min(prompt, MAX_TOKENS), min(completion, MAX_TOKENS)
+        tail = _UsageTail(status or GATEWAY_LOST_STATUS, prompt, min(cached, prompt), completion, None, 0.0, 0)
+    return UsageRow(
+        head.request_id,
+        head.time_s,
+        head.key_id,
+        head.tenant,
+        head.model,
+        head.session,
+        slot.note,
+        head.endpoint,
+        tail.status,
+        tail.prompt_tokens,
+        tail.cached_tokens,
+        tail.completion_tokens,
+        tail.ttft_ms,
+        tail.e2e_ms,
+        tail.resumed,
+        x_request_id=head.x_request_id,
+    )
+
+
+def _cut(head: UsageHead) -> UsageHead:
+    """Shorten each text of a head that is too long for a slot, or that is not valid Unicode."""
+    texts = {name: one for name, one in msgspec.structs.asdict(head).items() if isinstance(one, str)}
+    return msgspec.structs.replace(head, **{name: _cut_text(text) for name, text in texts.items()})
+
+
+def _cut_text(text: str) -> str:
+    return text.encode("utf-8", "replace")[:_CUT_BYTES].decode("utf-8", "ignore")

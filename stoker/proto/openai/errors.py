@@ -16,6 +16,8 @@ from stoker.proto.sse import encode_event
 
 # Never sent. Logs, metrics and the usage ledger use it for a request whose client closed the connection.
 CLIENT_GONE_STATUS = 499
+# Never sent. The usage ledger uses it for a request that was running when its gateway was lost.
+GATEWAY_LOST_STATUS = 599
 UNEXPECTED_CODE = "internal_error"
 
 

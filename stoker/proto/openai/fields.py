@@ -26,6 +26,7 @@ def choice_seed(seed: int, index: int) -> int:
 class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool | None = None
     include_obfuscation: Ignored = None
+    continuous_usage_stats: Ignored = None  # of vLLM and SGLang
 
 
 class ContentPart(msgspec.Struct, kw_only=True):

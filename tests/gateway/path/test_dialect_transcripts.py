@@ -42,7 +42,10 @@ def test_vllm_nixl_stream() -> None:
                 b'"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null}}'
             ]
             assert d.bodies == [
-                b'{"kv_transfer_params":' + TICKET + b',"stream_options":{"include_usage":true},' + STREAM[1:]
+                b'{"kv_transfer_params":'
+                + TICKET
+                + b',"stream_options":{"include_usage":true,"continuous_usage_stats":true},'
+                + STREAM[1:]
             ]
             assert p.headers[0]["x-request-id"] == d.headers[0]["x-request-id"] == "r1"
             row = await world.settled()
@@ -92,7 +95,9 @@ def test_vllm_mooncake(body: bytes) -> None:
                     b'"kv_transfer_params":{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":"%b"}}'
                     % transfer_id
                 )
-                more = b'"stream_options":{"include_usage":true},' if body == STREAM else b""
+                more = (
+                    b'"stream_options":{"include_usage":true,"continuous_usage_stats":true},' if body == STREAM else b""
+                )
                 assert taken == (
                     b'{"kv_transfer_params":{"do_remote_prefill":true,"do_remote_decode":false,"transfer_id":"%b",'
                     b'"remote_bootstrap_addr":"http://127.0.0.1:%d","remote_engine_id":"e-0"},%b%b'
@@ -116,7 +121,7 @@ def test_sglang(body: bytes) -> None:
             assert p.bodies == d.bodies  # identical bodies
             [room] = re.findall(rb'"bootstrap_room":(\d+)', p.bodies[0])
             assert 0 <= int(room) < 1 << 63
-            more = b'"stream_options":{"include_usage":true},' if body == STREAM else b""
+            more = b'"stream_options":{"include_usage":true,"continuous_usage_stats":true},' if body == STREAM else b""
             assert p.bodies[0] == (
                 b'{"bootstrap_host":"127.0.0.1","bootstrap_port":%d,"bootstrap_room":%b,%b%b'
                 % (p.port, room, more, body[1:])

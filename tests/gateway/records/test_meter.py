@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import sqlite3
 import subprocess
@@ -16,11 +17,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from stoker.base.errors import ConfigError
+import stoker.gateway.records.meter as meter_module
+from stoker.base.errors import ConfigError, Overloaded
 from stoker.gateway.config import MeterSettings, PriceSettings
-from stoker.gateway.records.meter import Meter, NoMeter, connect
+from stoker.gateway.records.meter import Meter, NoMeter
 from stoker.gateway.records.prices import PriceList
-from stoker.gateway.records.usage_row import UsageRow
+from stoker.gateway.records.running_usage import STATUS
+from stoker.gateway.records.usage_row import UsageHead, UsageRow, head_bytes, tail_bytes
+from stoker.gateway.store.slot_file import HEAD_BYTES, TAIL_BYTES
+from stoker.gateway.store.sqlite import SqliteStore
 
 ROW = UsageRow("r", 1000.0, "key", "tenant", "model", "session", "worker", "chat", 200, 100, 60, 7, 12.5, 80.0)
 FAST = MeterSettings(flush_s=0.01, flush_rows=50)
@@ -28,6 +33,19 @@ FAST = MeterSettings(flush_s=0.01, flush_rows=50)
 
 def row(number: int, **changes: object) -> UsageRow:
     return replace(ROW, request_id=f"r{number}", prompt_tokens=number, **changes)
+
+
+def head_of(row: UsageRow) -> UsageHead:
+    return UsageHead(
+        *(row.request_id, row.time_s, row.key_id, row.tenant, row.model, row.session, row.endpoint, row.x_request_id)
+    )
+
+
+def record(meter: Meter | NoMeter, row: UsageRow) -> None:
+    """Admit a request and settle it."""
+    running = meter.open(head_of(row))
+    running.note_worker(row.worker)
+    meter.settle(running, row)
 
 
 def read(path: Path, sql: str) -> list[tuple[object, ...]]:
@@ -43,7 +61,7 @@ def test_recorded_rows_are_on_disk_after_close(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "usage.db"
     meter = open_meter(path)
     for number in range(1234):
-        meter.record(row(number))
+        record(meter, row(number))
     meter.close()
     assert meter.pending == 0
     assert meter.written == 1234
@@ -58,7 +76,7 @@ def test_recorded_rows_are_on_disk_after_close(tmp_path: Path) -> None:
 def test_batches_of_any_size_are_written_completely(tmp_path: Path, num_rows: int) -> None:
     meter = open_meter(tmp_path / "usage.db", MeterSettings(flush_s=10.0, flush_rows=1000))
     for number in range(num_rows):
-        meter.record(row(number))
+        record(meter, row(number))
     meter.close()
     total = "SELECT COUNT(*), SUM(prompt_tokens) FROM usage"
     assert read(tmp_path / "usage.db", total) == [(num_rows, sum(range(num_rows)))]
@@ -72,11 +90,11 @@ def test_rows_recorded_during_a_commit_wait_for_the_next_batch(tmp_path: Path) -
         def _write(self, *batch: Any) -> bool:
             times_s.append(time.monotonic())
             if len(times_s) < 4:
-                self.record(row(len(times_s)))
+                record(self, row(len(times_s)))
             return super()._write(*batch)
 
     meter = Trickle(tmp_path / "usage.db", MeterSettings(flush_s=0.1, flush_rows=100), PriceList())
-    meter.record(row(0))
+    record(meter, row(0))
     deadline = time.monotonic() + 30
     while len(times_s) < 4 and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -87,7 +105,7 @@ def test_rows_recorded_during_a_commit_wait_for_the_next_batch(tmp_path: Path) -
 
 def test_rows_are_written_without_a_flush(tmp_path: Path) -> None:
     meter = open_meter(tmp_path / "usage.db")
-    meter.record(row(1))
+    record(meter, row(1))
     deadline = time.monotonic() + 30
     while meter.written == 0 and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -99,7 +117,7 @@ def test_a_row_recorded_twice_is_stored_once(tmp_path: Path) -> None:
     for _ in range(2):  # also over a restart
         meter = open_meter(tmp_path / "usage.db")
         for number in (1, 2, 1, 1, 3):
-            meter.record(row(number))
+            record(meter, row(number))
         meter.close()
     assert read(tmp_path / "usage.db", "SELECT request_id FROM usage ORDER BY 1") == [("r1",), ("r2",), ("r3",)]
 
@@ -108,14 +126,16 @@ def test_a_restart_goes_on(tmp_path: Path) -> None:
     for start in (0, 100, 200):
         meter = open_meter(tmp_path / "usage.db")
         for number in range(start, start + 100):
-            meter.record(row(number))
+            record(meter, row(number))
         meter.close()
     assert read(tmp_path / "usage.db", "SELECT COUNT(*), SUM(prompt_tokens) FROM usage") == [(300, sum(range(300)))]
 
 
-def test_two_gateways_may_share_a_file_and_readers_see_whole_batches(tmp_path: Path) -> None:
+def test_a_second_gateway_is_refused_and_readers_see_whole_batches(tmp_path: Path) -> None:
     path = tmp_path / "usage.db"
-    meters = [open_meter(path), open_meter(path)]
+    meter = open_meter(path)
+    with pytest.raises(ConfigError, match=r"another gateway uses this ledger.*--ledger FILE"):
+        open_meter(path)
     stop = threading.Event()
     seen: list[int] = []
 
@@ -127,36 +147,38 @@ def test_two_gateways_may_share_a_file_and_readers_see_whole_batches(tmp_path: P
     reader = threading.Thread(target=look)
     reader.start()
     for number in range(3000):
-        meters[number % 2].record(row(number))
+        record(meter, row(number))
         if number % 100 == 0:
             time.sleep(0.005)
-    for meter in meters:
-        meter.close()
+    meter.close()
     stop.set()
     reader.join()
     assert seen == sorted(seen)
     assert read(path, "SELECT COUNT(*), SUM(prompt_tokens) FROM usage") == [(3000, sum(range(3000)))]
+    open_meter(path).close()  # closing released the lock
 
 
 WRITER = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from test_meter import FAST, open_meter, row
+from test_meter import FAST, head_of, open_meter, record, row
 meter = open_meter(Path(sys.argv[1]))
-start, told = int(sys.argv[3]), 0
+start = int(sys.argv[3])
 for number in range(start, start + 10_000_000):
-    meter.record(row(number))
+    record(meter, row(number))
+    running = meter.open(head_of(row(number + 10_000_000)))
+    running.note_worker("w")
+    running.update(9, 3, number - start)
+    print(number, flush=True)
     if number % 20 == 0:
         while meter.pending > 200:
             pass
-    if meter.written > told:
-        told = meter.written
-        print(told, flush=True)
+    meter.settle(running, row(number + 10_000_000, completion_tokens=number - start))
 """
 
 
-def test_kill_9_leaves_whole_batches_and_loses_none_that_was_written(tmp_path: Path) -> None:
+def test_kill_9_loses_no_settled_row_and_keeps_what_was_running(tmp_path: Path) -> None:
     path = tmp_path / "usage.db"
     start = 0
     for delay_s in (0.15, 0.31, 0.07):
@@ -169,44 +191,47 @@ def test_kill_9_leaves_whole_batches_and_loses_none_that_was_written(tmp_path: P
             killer.start()
             lines += writer.stdout.readlines()
             killer.join()
-        told = max(int(line) for line in lines if line.endswith("\n"))
-        connect(path).close()  # the next gateway can open it
+        last = max(int(line) for line in lines if line.endswith("\n"))
+        open_meter(path).close()  # the next gateway recovers the rest
         assert read(path, "PRAGMA integrity_check") == [("ok",)]
-        numbers = [int(str(name)[1:]) for (name,) in read(path, "SELECT request_id FROM usage")]
-        mine = sorted(number for number in numbers if number >= start)
-        assert len(set(numbers)) == len(numbers)
-        # The rows have no gaps: the last batch is there completely or not at all.
-        assert mine == list(range(start, start + len(mine)))
-        assert len(mine) >= told
-        assert read(
-            path, "SELECT COUNT(*) FROM usage WHERE prompt_tokens != CAST(substr(request_id, 2) AS INTEGER)"
-        ) == [(0,)]
-        start += 20_000_000
+        found = read(path, "SELECT request_id, status, completion_tokens, worker FROM usage")
+        by_number = {int(str(name)[1:]): rest for name, *rest in found}
+        assert len(by_number) == len(found)
+        for number in range(start, last + 1):
+            assert by_number[number] == [200, 7, "worker"]
+            status, completion, worker = by_number[number + 10_000_000]
+            assert completion == number - start
+            # At most the last two were running; the line for the last one may not have been written.
+            assert (status, worker) == (200, "worker" if worker == "worker" else "w") or number >= last - 1
+            assert status in (200, 599)
+        start += 30_000_000
 
 
 def test_a_failing_disk_loses_no_rows_and_delays_no_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "usage.db"
-    settings = MeterSettings(flush_s=0.01, flush_rows=10, max_pending=30)
+    settings = MeterSettings(flush_s=0.01, flush_rows=10, max_pending=100)
     meter = open_meter(path, settings)
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")  # the writer now waits for the lock, as with a hanging disk
         for number in range(100):
-            meter.record(row(number))  # would block until the lock is released
-        assert meter.behind
+            record(meter, row(number))  # would block until the lock is released
+        assert meter.refusal() is not None
+        with pytest.raises(Overloaded, match=r"meter\.max_pending"):
+            meter.open(head_of(row(1000)))
         assert meter.pending >= 90
         other.execute("ROLLBACK")
     meter.close()
-    assert not meter.behind
+    assert meter.refusal() is None
     assert read(path, "SELECT COUNT(*) FROM usage") == [(100,)]
 
 
 def test_a_row_that_cannot_be_kept_keeps_no_other_out(tmp_path: Path) -> None:
     meter = open_meter(tmp_path / "usage.db", MeterSettings(flush_s=10, flush_rows=100))
     for number in range(5):
-        meter.record(row(number))
-    meter.record(replace(ROW, request_id="huge", completion_tokens=1 << 70))
-    meter.record(replace(ROW, request_id="torn", session="\ud800"))
-    meter.record(row(5))
+        record(meter, row(number))
+    record(meter, replace(ROW, request_id="huge", completion_tokens=1 << 63))
+    record(meter, replace(ROW, request_id="torn", session="\ud800"))
+    record(meter, row(5))
     meter.close()
     assert read(tmp_path / "usage.db", "SELECT COUNT(*) FROM usage") == [(6,)]
 
@@ -215,8 +240,8 @@ def test_rows_keep_the_price_of_their_day(tmp_path: Path) -> None:
     path = tmp_path / "usage.db"
     for day, price in enumerate((1.0, 2.0, 1.0)):
         meter = open_meter(path, prices=PriceList([PriceSettings("model", price, 4.0, 0.1)]))
-        meter.record(row(day))
-        meter.record(row(day + 10, model="other"))
+        record(meter, row(day))
+        record(meter, row(day + 10, model="other"))
         meter.close()
     prices = read(path, "SELECT input, cached_input, output FROM prices ORDER BY input")
     assert prices == [(0, 0, 0), (1_000_000, 100_000, 4_000_000), (2_000_000, 100_000, 4_000_000)]
@@ -240,6 +265,124 @@ def test_a_file_that_is_not_a_ledger_is_a_config_error(tmp_path: Path) -> None:
 
 def test_no_meter_takes_everything() -> None:
     meter = NoMeter()
-    meter.record(ROW)
-    assert (meter.pending, meter.behind) == (0, False)
+    record(meter, ROW)
+    assert (meter.pending, meter.refusal()) == (0, None)
     meter.close()
+
+
+class FullDisk(SqliteStore):
+    """A store on a disk that is full while `is_full`: SQLite's own limit on the number of pages stops it."""
+
+    is_full = False
+
+    def _writer(self) -> sqlite3.Connection:
+        connection = super()._writer()
+        num_pages = connection.execute("PRAGMA page_count").fetchone()[0] if self.is_full else 1 << 30
+        connection.execute(f"PRAGMA max_page_count={num_pages}")
+        return connection
+
+
+def test_a_full_disk_loses_no_row_not_even_over_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "usage.db"
+    monkeypatch.setattr(meter_module, "SqliteStore", FullDisk)
+    settings = MeterSettings(flush_s=0.01, flush_rows=100, max_pending=500)
+    meter = open_meter(path, settings)
+    monkeypatch.setattr(FullDisk, "is_full", True)
+    for number in range(500):
+        record(meter, row(number, session="s" * 200))
+    with pytest.raises(Overloaded, match="check the ledger's disk"):
+        meter.open(head_of(row(500)))
+    meter.close(10.0)  # gives up, and the rows stay in their slots
+    written = read(path, "SELECT COUNT(*) FROM usage")[0][0]
+    assert written < 500
+    again = open_meter(path, settings)  # the disk is still full
+    assert again.refusal() is None or written == 0
+    monkeypatch.setattr(FullDisk, "is_full", False)
+    again.close()
+    assert read(path, "SELECT COUNT(*), SUM(prompt_tokens) FROM usage") == [(500, sum(range(500)))]
+
+
+def crashed(meter: Meter) -> None:
+    """Stop the writer without writing, and release the lock, as the end of a process does."""
+    meter._slots.close()
+    meter._closing = True
+    meter._rows.clear()
+    meter._wake.set()
+    meter._thread.join()
+
+
+def test_a_running_request_is_billed_for_what_was_sent_when_the_gateway_is_lost(tmp_path: Path) -> None:
+    path = tmp_path / "usage.db"
+    meter = open_meter(path, MeterSettings(flush_s=10.0))
+    for number, status in enumerate((0, 200)):
+        running = meter.open(head_of(row(number, session=None)))
+        running.note_worker("host:8000")
+        running.update(50, 70, 3)
+        running.cells[STATUS] = status
+        assert (running.prompt_tokens, running.cached_tokens, running.completion_tokens) == (50, 70, 3)
+    meter.open(head_of(row(2)))
+    crashed(meter)
+    open_meter(path).close()
+    columns = "status, prompt_tokens, cached_tokens, completion_tokens, worker, session, tenant"
+    assert read(path, f"SELECT {columns} FROM usage ORDER BY request_id") == [
+        (599, 50, 50, 3, "host:8000", None, "tenant"),
+        (200, 50, 50, 3, "host:8000", None, "tenant"),
+        (599, 0, 0, 0, "", "session", "tenant"),
+    ]
+
+
+def test_damaged_slots_are_dropped_and_the_others_recovered(tmp_path: Path) -> None:
+    """A power failure may leave any mixture of old and new pages; seed 3."""
+    path = tmp_path / "usage.db"
+    rng = random.Random(3)
+    meter = open_meter(path, MeterSettings(flush_s=10.0, max_pending=64))
+    for number in range(40):
+        running = meter.open(head_of(row(number)))
+        running.update(1, 0, 1)
+        if number % 2:
+            meter._slots.close_slot(number, tail_bytes(row(number)))
+    crashed(meter)
+    file = path.with_name("usage.db-inflight")
+    data = bytearray(file.read_bytes())
+    data[4096 + 152 + 20] ^= 0xFF  # the head of slot 0
+    tail_at = 4096 + 3 * 1024 + 152 + 8 + 704 + 12
+    data[tail_at] ^= 0xFF  # the tail of slot 3, which falls back to its running counts
+    for _ in range(300):  # noise in the slots from 20 on
+        data[rng.randrange(4096 + 20 * 1024, len(data))] = rng.randrange(256)
+    file.write_bytes(data)
+    open_meter(path, MeterSettings(flush_s=10.0, max_pending=64)).close()
+    found = dict(read(path, "SELECT request_id, status FROM usage"))
+    assert "r0" not in found
+    assert found["r3"] == 599
+    assert {f"r{number}" for number in range(1, 20)} <= set(found)
+    assert data[4096 + 152 : 4096 + 152 + 4] == len(head_bytes(head_of(row(0)))).to_bytes(4, "little")  # the layout
+
+
+def test_texts_of_any_length_fit_a_slot(tmp_path: Path) -> None:
+    long = UsageHead("req_1", 1.0, "k" * 64, "t" * 64, "m" * 100_000, "\U0001f600" * 5000, "responses", "x" * 128)
+    assert len(head_bytes(long)) <= HEAD_BYTES
+    assert len(tail_bytes(replace(ROW, prompt_tokens=1 << 62, e2e_ms=1e300))) <= TAIL_BYTES
+
+
+@pytest.mark.parametrize("max_pending", [10, 100])
+def test_another_size_of_the_slot_file_loses_no_row(tmp_path: Path, max_pending: int) -> None:
+    path = tmp_path / "usage.db"
+    meter = open_meter(path, MeterSettings(flush_s=10.0, max_pending=50))
+    for number in range(40):
+        meter.open(head_of(row(number)))
+    crashed(meter)
+    open_meter(path, MeterSettings(max_pending=max_pending)).close()
+    assert read(path, "SELECT COUNT(*) FROM usage") == [(40,)]
+
+
+def test_only_the_owner_can_read_the_ledger(tmp_path: Path) -> None:
+    path = tmp_path / "usage.db"
+    path.touch(mode=0o644)
+    meter = open_meter(path)
+    record(meter, row(1))
+    until_written = time.monotonic() + 30
+    while not meter.written and time.monotonic() < until_written:
+        time.sleep(0.01)
+    modes = {file.name: oct(file.stat().st_mode & 0o777) for file in tmp_path.iterdir()}
+    meter.close()
+    assert modes == dict.fromkeys(["usage.db", "usage.db-inflight", "usage.db-shm", "usage.db-wal"], "0o600")

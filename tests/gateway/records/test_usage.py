@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from test_meter import record
 
 from stoker.base.errors import InvalidRequest, NotFound, Overloaded
 from stoker.gateway.admission.api_keys import AdminToken, ApiKeys, Unauthorized
@@ -74,7 +75,7 @@ def ledger(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("ledger") / "usage.db"
     meter = Meter(path, MeterSettings(), PriceList(PRICES))
     for row in ROWS:
-        meter.record(row)
+        record(meter, row)
     meter.close()
     return path
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
-from msgspec import UNSET, Raw
+from msgspec import UNSET, UnsetType
 
 from stoker.gateway.api.client_body import EndpointKind, fields
 from stoker.gateway.http import WorkerResponse
@@ -15,28 +16,52 @@ from stoker.gateway.path.call import Call
 from stoker.gateway.path.errors import LegFailed, Refused
 from stoker.gateway.path.legs import Legs, is_event_stream
 from stoker.gateway.path.rewrite import ForeignAnswer
+from stoker.proto.openai.fields import StreamOptions
 
 ENGINE_FIELDS = frozenset({"cache_salt"})  # the fields set by the gateway that both vLLM and SGLang accept
 
+_REFUSAL_S = 60.0
+_ONE_PROMPT = re.compile(rb'"|\[\s*\d')  # a text, or a list of token ids
+_AT_END = {"include_usage": True}
+_RUNNING = {**_AT_END, "continuous_usage_stats": True}
 _PREFILL_REPLY_S = 1.0  # how long to wait for prefill's response after decode ended; it normally came long before
 
 _NO_END = "its stream ended without a final event"
 
 
-async def run_alone(call: Call, legs: Legs, may_add: Collection[str] = ENGINE_FIELDS) -> None:
-    """Run the whole request on the decode worker."""
-    hides = hides_usage(call, legs)
-    if hides:
-        answer, hides = await send_decode(call, legs, {}, legs.send, may_add)
-    else:
-        answer = await legs.send(legs.decode, call.body(may_add=may_add))
-    await deliver(call, legs, answer, reply_for(call, legs, hides))
+async def run_alone(
+    call: Call, legs: Legs, may_add: Collection[str] = ENGINE_FIELDS, *, has_running_usage: bool = True
+) -> None:
+    """Run the whole request on the decode worker. `has_running_usage`: it can report usage in every chunk."""
+    wanted = usage_wanted(call, legs, has_running_usage)
+    answer, wanted = await send_decode(call, legs, {}, legs.send, wanted, may_add)
+    await deliver(call, legs, answer, reply_for(call, legs, wanted))
 
 
-def reply_for(call: Call, legs: Legs, hides_usage: bool, *, is_pair: bool = False) -> ForeignAnswer:
-    keeps = bool(call.envelope.return_token_ids)
-    limit = legs.max_event_bytes
-    return ForeignAnswer(hide_usage=hides_usage, keep_token_ids=keeps, is_pair=is_pair, max_event_bytes=limit)
+class UsageWanted(NamedTuple):
+    """The usage that the gateway asks a worker for and the client did not ask for, so that it is hidden."""
+
+    at_end: bool = False
+    running: bool = False  # in every chunk
+
+    def __bool__(self) -> bool:
+        return self.at_end or self.running
+
+
+NO_USAGE_WANTED = UsageWanted()
+
+
+def reply_for(call: Call, legs: Legs, wanted: UsageWanted, *, is_pair: bool = False) -> ForeignAnswer:
+    return ForeignAnswer(
+        call.running,
+        kind=call.envelope.kind,
+        prompt_tokens=call.query.num_tokens,
+        hide_usage=wanted.at_end,
+        hide_running=wanted.running,
+        keep_token_ids=bool(call.envelope.return_token_ids),
+        is_pair=is_pair,
+        max_event_bytes=legs.max_event_bytes,
+    )
 
 
 async def send_decode(
@@ -44,20 +69,28 @@ async def send_decode(
     legs: Legs,
     put: Mapping[str, bytes],
     send: Callable[[Any, bytes], Awaitable[WorkerResponse]],
+    wanted: UsageWanted,
     may_add: Collection[str] = ENGINE_FIELDS,
-) -> tuple[WorkerResponse, bool]:
-    """Send the decode leg. Return the response, and whether its usage chunk must be hidden from the client.
+) -> tuple[WorkerResponse, UsageWanted]:
+    """Send the decode leg. Return the response, and which usage must be hidden from the client.
 
-    A worker that refuses `stream_options` gets the request again without it, and is never sent it again.
+    If the worker refuses `stream_options`, it gets the request again without the gateway's addition. If it then streams an
+    answer to a client that sent no options of its own, the addition was the reason, and it is left out for a minute. A client
+    cannot bring this about: any other reason would make the second request fail too. While usage is left out, the gateway
+    bills what it counts itself.
     """
-    if hides_usage(call, legs):
+    if wanted:
         try:
-            return await send(legs.decode, call.body({**put, **asking_for_usage(call)}, may_add=may_add)), True
+            return await send(
+                legs.decode, call.body({**put, **asking_for_usage(call, wanted)}, may_add=may_add)
+            ), wanted
         except Refused as refused:
             if b"stream_options" not in refused.body:
                 raise
-            legs.upstream(legs.decode).refuses_usage = True
-    return await send(legs.decode, call.body(put, may_add=may_add)), False
+    answer = await send(legs.decode, call.body(put, may_add=may_add))
+    if wanted and call.envelope.stream_options is UNSET and is_event_stream(answer):
+        legs.upstream(legs.decode).refuses_usage_until_s = legs.now_s + _REFUSAL_S
+    return answer, NO_USAGE_WANTED
 
 
 async def deliver(
@@ -73,7 +106,7 @@ async def deliver(
             await asyncio.wait([prefilling], timeout=_PREFILL_REPLY_S)
         legs.respond(answer, legs.parsed(legs.decode, answer, reply.whole, data))
     finally:
-        call.usage = reply.usage
+        call.usage, call.sent_pieces = reply.usage, reply.num_pieces
 
 
 async def _stream(call: Call, legs: Legs, answer: WorkerResponse, reply: ForeignAnswer) -> None:
@@ -112,22 +145,40 @@ async def together(prefill: Coroutine[Any, Any, None], decode: Callable[[asyncio
         raise failed.exceptions[0] from None
 
 
-def hides_usage(call: Call, legs: Legs) -> bool:
-    """Return True if the gateway must request the usage chunk of a stream and hide it, because the client did not ask."""
+def usage_wanted(call: Call, legs: Legs, has_running_usage: bool = True) -> UsageWanted:
+    """Return what the gateway must ask for. The Responses API always reports usage, and only at the end.
+
+    vLLM's running usage counts one choice only, so it is used for answers with one choice.
+    """
     envelope = call.envelope
-    if not envelope.stream or envelope.kind is EndpointKind.RESPONSES or envelope.wants_usage:
-        return False
-    return not legs.upstream(legs.decode).refuses_usage
+    if not envelope.stream or envelope.kind is EndpointKind.RESPONSES:
+        return NO_USAGE_WANTED
+    if legs.upstream(legs.decode).refuses_usage_until_s > legs.now_s:
+        return NO_USAGE_WANTED
+    options = envelope.stream_options
+    has_asked = isinstance(options, StreamOptions) and bool(options.continuous_usage_stats)
+    running = has_running_usage and not (envelope.wants_usage and has_asked) and _has_one_choice(call)
+    return UsageWanted(not envelope.wants_usage, running)
 
 
-def asking_for_usage(call: Call) -> dict[str, bytes]:
-    """Return the body change that requests a usage chunk."""
+def asking_for_usage(call: Call, wanted: UsageWanted) -> dict[str, bytes]:
+    """Return the body change that requests usage."""
+    added = _RUNNING if wanted.running else _AT_END
     envelope = call.envelope
     if envelope.stream_options is UNSET or envelope.stream_options is None:
-        return {"stream_options": b'{"include_usage":true}'}
+        return {"stream_options": msgspec.json.encode(added)}
     options = fields(fields(envelope.raw)["stream_options"])
-    options["include_usage"] = Raw(b"true")
-    return {"stream_options": msgspec.json.encode(options)}
+    return {"stream_options": msgspec.json.encode({**options, **added})}
+
+
+def _has_one_choice(call: Call) -> bool:
+    """Like `is_one_sequence`, but without decoding a long list: a list of texts counts as several prompts."""
+    envelope = call.envelope
+    if (envelope.n or 1) != 1:
+        return False
+    if envelope.kind is not EndpointKind.COMPLETIONS or isinstance(envelope.prompt, UnsetType):
+        return True
+    return _ONE_PROMPT.match(memoryview(envelope.prompt)) is not None
 
 
 def is_one_sequence(call: Call) -> bool:

@@ -22,4 +22,4 @@ class OpenAi:
 
     def run(self, call: Call, legs: Legs) -> Coroutine[Any, Any, None]:
         legs.end_prefill()
-        return run_alone(call, legs, may_add=())
+        return run_alone(call, legs, may_add=(), has_running_usage=False)

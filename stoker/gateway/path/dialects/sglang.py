@@ -14,10 +14,10 @@ from stoker.gateway.path.dialects.foreign import (
     ENGINE_FIELDS,
     asking_for_usage,
     deliver,
-    hides_usage,
     reply_for,
     run_alone,
     together,
+    usage_wanted,
 )
 from stoker.gateway.path.legs import Legs
 from stoker.gateway.path.rewrite import ForeignAnswer, read_last_usage
@@ -40,10 +40,10 @@ class SgLang:
         if prefill is None:
             await run_alone(call, legs)
             return
-        hides = hides_usage(call, legs)
-        put = self._bootstrap(legs, prefill) | (asking_for_usage(call) if hides else {})
+        wanted = usage_wanted(call, legs)
+        put = self._bootstrap(legs, prefill) | (asking_for_usage(call, wanted) if wanted else {})
         body = call.body(put, may_add=ENGINE_FIELDS)
-        reply = reply_for(call, legs, hides, is_pair=True)
+        reply = reply_for(call, legs, wanted, is_pair=True)
 
         async def decode(prefilling: asyncio.Task[None]) -> None:
             answer = await legs.send(legs.decode, body)

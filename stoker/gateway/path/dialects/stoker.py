@@ -90,11 +90,14 @@ class Stoker:
         data = await legs.read(legs.decode, answer)
 
         def parse(data: bytes) -> bytes:
-            call.usage = read_whole_usage(data)
+            usage = call.usage = read_whole_usage(data)
             cached_tokens = call.memory.cached_tokens
-            if cached_tokens is not None and call.usage is not None:  # another worker did the prefill
-                call.usage.cached_tokens = cached_tokens
-                return set_cached_tokens(data, cached_tokens)
+            if usage is None:
+                return data
+            if cached_tokens is not None:  # another worker did the prefill
+                usage.cached_tokens = cached_tokens
+                data = set_cached_tokens(data, cached_tokens)
+            call.running.update(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
             return data
 
         legs.respond(answer, legs.parsed(legs.decode, answer, parse, data))
@@ -117,6 +120,7 @@ class Stoker:
         """Relay a stream to its end or to a ticket. Raises LegFailed if neither arrives."""
         stream = StokerStream(
             call.memory,
+            call.running if shown else None,
             counts_events=call.envelope.kind is EndpointKind.RESPONSES,
             max_event_bytes=legs.max_event_bytes,
             max_notes_bytes=legs.max_notes_bytes,

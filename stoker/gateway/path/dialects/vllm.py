@@ -20,6 +20,7 @@ from stoker.gateway.path.dialects.foreign import (
     reply_for,
     run_alone,
     send_decode,
+    usage_wanted,
 )
 from stoker.gateway.path.legs import Legs
 from stoker.gateway.path.rewrite import read_usage
@@ -55,8 +56,9 @@ class Vllm:
         ticket, cached_tokens = await self._prefill(call, legs, legs.prefill)
         legs.end_prefill(handed_off=ticket is not None)
         put = {} if ticket is None else {"kv_transfer_params": ticket}
-        answer, hides_usage = await send_decode(call, legs, put, legs.send_shielded)
-        reply = reply_for(call, legs, hides_usage, is_pair=ticket is not None)
+        wanted = usage_wanted(call, legs)
+        answer, wanted = await send_decode(call, legs, put, legs.send_shielded, wanted)
+        reply = reply_for(call, legs, wanted, is_pair=ticket is not None)
         reply.prefill_cached_tokens = cached_tokens
         await deliver(call, legs, answer, reply)
 

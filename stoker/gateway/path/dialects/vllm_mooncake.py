@@ -16,7 +16,15 @@ import msgspec
 from stoker.gateway.http import ClientLimits, ConnectionPool, Origin, header_block
 from stoker.gateway.path.call import Call
 from stoker.gateway.path.dialects.dialect import DIALECTS
-from stoker.gateway.path.dialects.foreign import deliver, is_one_sequence, reply_for, run_alone, send_decode, together
+from stoker.gateway.path.dialects.foreign import (
+    deliver,
+    is_one_sequence,
+    reply_for,
+    run_alone,
+    send_decode,
+    together,
+    usage_wanted,
+)
 from stoker.gateway.path.dialects.vllm import prefill_body
 from stoker.gateway.path.errors import LegFailed
 from stoker.gateway.path.legs import Legs
@@ -60,11 +68,12 @@ class VllmMooncake:
             "remote_bootstrap_addr": str(self._bootstrap(legs, prefill)),
             "remote_engine_id": upstream.engines[rank],
         }
-        reply = reply_for(call, legs, False, is_pair=True)
+        wanted = usage_wanted(call, legs)
+        reply = reply_for(call, legs, wanted, is_pair=True)
 
         async def decode(prefilling: asyncio.Task[None]) -> None:
             put = {"kv_transfer_params": msgspec.json.encode(pulls)}
-            answer, reply.hide_usage = await send_decode(call, legs, put, legs.send)
+            answer, (reply.hide_usage, reply.hide_running) = await send_decode(call, legs, put, legs.send, wanted)
             await deliver(call, legs, answer, reply, prefilling)
 
         try:

@@ -1,0 +1,56 @@
+"""The token counts of a request that is being answered: what the ledger bills if the gateway is lost now.
+
+The request path updates the counts before it sends the bytes that they describe. Admission may read them at any time.
+"""
+
+from __future__ import annotations
+
+from stoker.gateway.records.usage_row import MAX_TOKENS
+from stoker.gateway.store.slot_file import NUM_CELLS, SlotFile
+
+# The cells, as the request path writes them. STATUS is the HTTP status once the answer is complete.
+PROMPT, CACHED, COMPLETION, STATUS = range(NUM_CELLS)
+
+
+class RunningUsage:
+    """The counts of one request. This class keeps them in the memory of the process only."""
+
+    __slots__ = ("cells",)
+
+    def __init__(self, cells: memoryview | None = None) -> None:
+        self.cells = memoryview(bytearray(8 * NUM_CELLS)).cast("Q") if cells is None else cells
+
+    @property
+    def prompt_tokens(self) -> int:
+        return int(self.cells[PROMPT])
+
+    @property
+    def cached_tokens(self) -> int:
+        return int(self.cells[CACHED])
+
+    @property
+    def completion_tokens(self) -> int:
+        """Return how many tokens the client was sent so far."""
+        return int(self.cells[COMPLETION])
+
+    def note_worker(self, worker_id: str) -> None:
+        """Note the worker that answers now."""
+
+    def update(self, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> None:
+        """Set all counts. They may be wrong numbers from a worker."""
+        for cell, count in enumerate((prompt_tokens, cached_tokens, completion_tokens)):
+            self.cells[cell] = min(max(count, 0), MAX_TOKENS)
+
+
+class SlotUsage(RunningUsage):
+    """Counts that lie in a slot of the write-ahead file, so that they survive the process."""
+
+    __slots__ = ("_slots", "index")
+
+    def __init__(self, slots: SlotFile, index: int) -> None:
+        super().__init__(slots.cells(index))
+        self._slots = slots
+        self.index = index
+
+    def note_worker(self, worker_id: str) -> None:
+        self._slots.write_note(self.index, worker_id)
