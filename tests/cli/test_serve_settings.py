@@ -59,7 +59,7 @@ def test_every_flag_becomes_its_setting() -> None:
         *("--tool-format", "t", "--reasoning-format", "none", "--max-body-mib", "1.5", "--max-open", "3"),
         *("--drain-s", "0", "--cache-dir", "/c", "--offline", "--log-level", "debug", "--timeline"),
         *("--gateway", "http://a,http://b", "--gateway", "http://c", "--advertise", "http://d"),
-        *("--secret-file", "/s", "--events-port", "65534", "--no-events"),
+        *("--secret-file", "/s", "--api-key-file", "/a", "--insecure", "--events-port", "65534", "--no-events"),
     )
     store = StoreSettings("s", 2, "/d", 3, "/k", "m:50051", "127.0.0.1", 4, "rdma", "/ssd", ("x,gib=2", "y"))
     handoff = HandoffSettings("127.0.0.1", 7, ("tcp", "local"), None, 1.5, True)
@@ -70,7 +70,7 @@ def test_every_flag_becomes_its_setting() -> None:
         engine,
         TextSettings("t", "none"),
         ServerSettings(1.5, 3, 0, Path("/c"), True, "debug", True),
-        MembershipSettings(gateways, "http://d", Path("/s"), 65534, True),
+        MembershipSettings(gateways, "http://d", Path("/s"), Path("/a"), True, 65534, True),
     )
     network = for_network(engine, "h", "sesame")
     assert (network.store.mooncake_host, network.handoff.host, network.handoff.secret) == ("h", "h", "sesame")

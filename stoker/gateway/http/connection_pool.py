@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from typing import Protocol
 
 from stoker.gateway.http.errors import ConnectTimeout, NoSocketLeft, Unreachable
 from stoker.gateway.http.head import Headers, HeadParser, header_block
@@ -14,12 +15,27 @@ from stoker.gateway.http.worker_response import WorkerConnection, WorkerResponse
 # Too many open files in this process or on this machine, or no memory for another socket.
 _LOCAL_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
+_UNAUTHORIZED = 401
+_CHALLENGE = b"x-stoker-challenge"
+_MAX_CHALLENGE_BYTES = 1 << 16
+
+
+class Signer(Protocol):
+    """Signs requests to one worker. `RequestSigner` implements it."""
+
+    def header_line(self, method: bytes, path: bytes, body: bytes) -> bytes:
+        """Return the header to add to a request, with its line end."""
+
+    def learn(self, challenge: bytes | None) -> bool:
+        """Note the challenge of an answer with status 401. Return True if the request should be signed again."""
+
 
 class ConnectionPool:
     """Connections to one origin. The most recently used one is reused first, so that surplus connections time out."""
 
-    def __init__(self, origin: Origin, limits: ClientLimits) -> None:
+    def __init__(self, origin: Origin, limits: ClientLimits, signer: Signer | None = None) -> None:
         self.origin = origin
+        self._signer = signer
         self.limits = limits
         self.heads = HeadParser(limits.max_headers)
         self.where = str(origin)
@@ -57,10 +73,12 @@ class ConnectionPool:
         if the connection closes or `head_s` passes before the complete head arrives.
 
         If a reused connection closes without sending any byte, the worker had closed it before it saw the request, so the
-        request is sent again on a new connection.
+        request is sent again on a new connection. If the worker does not accept the signature, because it was restarted,
+        the request is signed and sent once more.
         """
         head = self._head(method, path, headers, body)
         connection = self._take()
+        may_sign_again = self._signer is not None
         while True:
             if connection is None:
                 connection = await self._connect(connect_s)
@@ -72,7 +90,15 @@ class ConnectionPool:
                 _give_up(connection, waiter)
                 raise
             if answer is not None:
-                return answer
+                if answer.status != _UNAUTHORIZED or not may_sign_again:
+                    return answer
+                may_sign_again = False
+                if self._signer is None or not self._signer.learn(answer.header(_CHALLENGE)):
+                    return answer
+                await answer.read(_MAX_CHALLENGE_BYTES)
+                head = self._head(method, path, headers, body)
+                connection = self._take()
+                continue
             connection = None
 
     def close(self) -> None:
@@ -103,6 +129,8 @@ class ConnectionPool:
     def _head(self, method: bytes, path: bytes, headers: Headers, body: bytes) -> bytes:
         block = headers if isinstance(headers, bytes) else header_block(headers)
         prefix = self.origin.prefix
+        if self._signer is not None:
+            block += self._signer.header_line(method, path, body)
         if body or method not in (b"GET", b"HEAD", b"DELETE", b"OPTIONS"):
             return b"%b %b%b%bcontent-length: %d\r\n%b\r\n" % (method, prefix, path, self._host_line, len(body), block)
         return b"%b %b%b%b%b\r\n" % (method, prefix, path, self._host_line, block)

@@ -14,11 +14,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from ipaddress import ip_address
 
 from stoker.base.address import join_address
 from stoker.base.config import HandoffSettings
 from stoker.base.errors import ConfigError
+from stoker.base.fleet_key import is_loopback
 from stoker.base.log import EventLog
 from stoker.kv.blocks.layout import head_slice
 from stoker.kv.blocks.transfer import KvIdentity, PeerUnavailable
@@ -76,7 +76,7 @@ class PeerServer:
 
         Ranks of one engine share an `engine_id`.
         """
-        if settings.secret is None and not _is_loopback(settings.host):
+        if settings.secret is None and not settings.insecure and not is_loopback(settings.host):
             raise ConfigError(
                 f"handoff.host={settings.host} needs handoff.secret: without it, all processes that reach it could read KV"
             )
@@ -306,10 +306,3 @@ def _nonce(text: object) -> bytes:
     if len(nonce) != 16:
         raise BadFrame("HELLO without a nonce of 16 bytes")
     return nonce
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
