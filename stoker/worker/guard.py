@@ -123,7 +123,7 @@ def check_fields(request: web.Request, body: GenerationFields) -> None:
         if getattr(body, name) is not None:
             message = f"Invalid parameter: '{name}' may only be set by the gateways of this fleet. Leave it out."
             raise InvalidRequest(message, param=name, code="unknown_parameter")
-    for name in request.headers:
-        if name.lower().startswith(INTERNAL_HEADER_PREFIX):
+    for name in (sent.lower() for sent in request.headers):
+        if name.startswith(INTERNAL_HEADER_PREFIX):
             message = f"The header '{name}' may only be sent by the gateways of this fleet. Leave it out."
             raise InvalidRequest(message, param=name, code="unknown_parameter")

@@ -112,6 +112,11 @@ class Legs:
     def upstream(self, leg: Leg) -> Upstream:
         return self._upstreams[0 if leg is self.decode else 1]
 
+    @property
+    def dropped_fields(self) -> dict[str, int]:
+        """The counts of body fields that were not passed to a foreign engine."""
+        return self._services.metrics.dropped_fields
+
     # ---- requests to workers
 
     async def send(self, leg: Leg, body: bytes, headers: bytes = b"") -> WorkerResponse:

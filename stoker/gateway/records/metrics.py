@@ -37,6 +37,7 @@ class GatewayMetrics:
         self.handoffs: defaultdict[str, int] = defaultdict(int)
         self.refusals: defaultdict[str, int] = defaultdict(int)
         self.bad_requests: defaultdict[str, int] = defaultdict(int)
+        self.dropped_fields: defaultdict[str, int] = defaultdict(int)
         self.upstream: defaultdict[tuple[str, str], int] = defaultdict(int)
         self.ttft_s = Histogram(_TTFT_S)
         self.e2e_s = Histogram(_E2E_S)
@@ -88,6 +89,7 @@ class GatewayMetrics:
             ("resumes", "Broken streams continued, or not, by another worker", "outcome", self.resumes),
             ("handoffs", "Requests with a prefill and a decode leg", "outcome", self.handoffs),
             ("refusals", "Requests refused before admission", "code", self.refusals),
+            ("dropped_fields", "Body fields not passed to a foreign engine", "field", self.dropped_fields),
             ("bad_requests", "Requests that are not valid HTTP", "reason", self.bad_requests),
         ):
             yield from _family(f"stoker_gateway_{name}_total", text, "counter", _labelled(label, counts))

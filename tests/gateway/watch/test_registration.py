@@ -116,3 +116,24 @@ def test_nonsense_is_refused(changes: dict[str, str]) -> None:
         world.say(**changes)
     assert world.say("PUT") == 405
     assert world.fleet.members() == []
+
+
+def test_a_captured_registration_can_neither_be_replayed_nor_changed() -> None:
+    world = World()
+    asked = Asked("POST", b"{}", SECRET, world.challenge())
+    assert asyncio.run(_answered(world, asked)) == (400, 401)
+    word = msgspec.json.encode({"worker_id": "w-1", "url": "http://h:1"})
+    tampered = Asked("POST", b"{}", SECRET, world.challenge())
+    tampered.body = word
+    assert world.ask(tampered).status == 401
+
+
+async def _answered(world: World, asked: Asked) -> tuple[int, int]:
+    """Return the statuses of a message and of its replay. The first is read, and is no registration."""
+    statuses = []
+    for _ in range(2):
+        try:
+            statuses.append((await world.registration.answer(asked)).status)
+        except InvalidRequest:
+            statuses.append(400)
+    return statuses[0], statuses[1]

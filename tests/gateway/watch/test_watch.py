@@ -28,6 +28,7 @@ from stoker.fleet.spec import WorkerSpec
 from stoker.gateway.api.client_body import EndpointKind, parse
 from stoker.gateway.http import HttpRequest
 from stoker.gateway.path.dialects.dialect import DIALECTS
+from stoker.gateway.path.upstream import Upstreams
 from stoker.gateway.prefix.conversation_keys import PrefixKeyMakers
 from stoker.gateway.prefix.prefix_keys import root_key, token_keys
 from stoker.gateway.prefix.token_prefix_keys import TokenPrefixKeys, TokenText
@@ -485,3 +486,47 @@ def test_pages_that_say_nothing(page: bytes) -> None:
     assert scrape.sglang_loads(page, 1) is None
     assert scrape.page_size(page) is None
     assert scrape.model_names(page) is None
+
+
+def test_a_restarted_worker_gets_the_next_request_signed_for_its_new_challenge(folder: Path) -> None:
+    async def main() -> None:
+        worker = await Ours(folder, secret="s").start()
+        signers = WorkerSigners(FleetKey("s"))
+        world, upstreams = World(signers=signers), Upstreams(signers=signers)
+        member = world.watch(worker.url)
+        await until(lambda: world.is_usable and bool(member.models))
+
+        async def models() -> int:
+            answer = await upstreams.of(member).pool.send(
+                b"GET", b"/v1/models", (), b"", connect_s=LONG_S, head_s=LONG_S
+            )
+            await answer.read(1 << 16)
+            return answer.status
+
+        assert await models() == 200
+        world.watchers.stop(W)  # the request path learns the new challenge by itself
+        await worker.stop()
+        again = await Ours(folder, port=worker.port, secret="s").start()
+        assert [await models() for _ in range(3)] == [200] * 3
+        upstreams.close()
+        await world.close()
+        await again.stop()
+
+    run(main())
+
+
+def test_an_impostor_at_a_workers_address_gets_no_requests(folder: Path) -> None:
+    async def main() -> None:
+        worker = await Ours(folder, secret="s").start()
+        world = World(signers=WorkerSigners(FleetKey("s")))
+        world.watch(worker.url)
+        await until(lambda: world.is_usable)
+        await worker.stop()
+        impostor = await Ours(folder, port=worker.port, secret=None).start()
+        await until(lambda: not world.is_usable)
+        await asyncio.sleep(0.1)
+        assert not world.is_usable
+        await world.close()
+        await impostor.stop()
+
+    run(main())

@@ -12,6 +12,7 @@ from msgspec import UNSET, Raw
 from stoker.gateway.api.client_body import EndpointKind, fields
 from stoker.gateway.http import WorkerResponse
 from stoker.gateway.path.call import Call
+from stoker.gateway.path.dialects.accepted_fields import accepted_body
 from stoker.gateway.path.errors import LegFailed, Refused
 from stoker.gateway.path.legs import Legs, is_event_stream
 from stoker.gateway.path.rewrite import ForeignAnswer
@@ -21,13 +22,13 @@ ENGINE_FIELDS = frozenset({"cache_salt"})  # the fields set by the gateway that 
 _PREFILL_REPLY_S = 1.0  # how long to wait for prefill's response after decode ended; it normally came long before
 
 
-async def run_alone(call: Call, legs: Legs, may_add: Collection[str] = ENGINE_FIELDS) -> None:
+async def run_alone(call: Call, legs: Legs, accepted: frozenset[str], may_add: Collection[str] = ENGINE_FIELDS) -> None:
     """Run the whole request on the decode worker."""
     hides = hides_usage(call, legs)
     if hides:
-        answer, hides = await send_decode(call, legs, {}, legs.send, may_add)
+        answer, hides = await send_decode(call, legs, accepted, {}, legs.send, may_add)
     else:
-        answer = await legs.send(legs.decode, call.body(may_add=may_add))
+        answer = await legs.send(legs.decode, accepted_body(call, accepted, legs.dropped_fields, {}, (), may_add))
     await deliver(call, legs, answer, reply_for(call, hides))
 
 
@@ -39,6 +40,7 @@ def reply_for(call: Call, hides_usage: bool, *, is_pair: bool = False) -> Foreig
 async def send_decode(
     call: Call,
     legs: Legs,
+    accepted: frozenset[str],
     put: Mapping[str, bytes],
     send: Callable[[Any, bytes], Awaitable[WorkerResponse]],
     may_add: Collection[str] = ENGINE_FIELDS,
@@ -47,14 +49,16 @@ async def send_decode(
 
     A worker that refuses `stream_options` gets the request again without it, and is never sent it again.
     """
+    dropped = legs.dropped_fields
     if hides_usage(call, legs):
         try:
-            return await send(legs.decode, call.body({**put, **asking_for_usage(call)}, may_add=may_add)), True
+            asking = {**put, **asking_for_usage(call)}
+            return await send(legs.decode, accepted_body(call, accepted, dropped, asking, (), may_add)), True
         except Refused as refused:
             if b"stream_options" not in refused.body:
                 raise
             legs.upstream(legs.decode).refuses_usage = True
-    return await send(legs.decode, call.body(put, may_add=may_add)), False
+    return await send(legs.decode, accepted_body(call, accepted, dropped, put, (), may_add)), False
 
 
 async def deliver(
