@@ -176,7 +176,9 @@ def test_the_worker_registers_and_unregisters(tiny_folder: Path, tmp_path: Path)
         (["--secret-file", os.devnull], "holds no secret"),
         (["--gateway", "10.0.0.1:8000"], "--gateway 10.0.0.1:8000: expected a URL"),
         (["--advertise", "ftp://x"], "--advertise ftp://x: expected a URL"),
-        (["--host", "0.0.0.0", "--gateway", "http://10.0.0.1:8000"], "give its URL with --advertise"),
+        (["--host", "0.0.0.0"], "--host 0.0.0.0 without --secret-file"),
+        (["--api-key-file", "/k"], "--api-key-file has no effect without --secret-file"),
+        (["--host", "0.0.0.0", "--insecure", "--gateway", "http://10.0.0.1:8000"], "give its URL with --advertise"),
     ],
     ids=str,
 )
