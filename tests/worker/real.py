@@ -263,10 +263,11 @@ def serving(folder: Path | None, log_path: Path, *options: str, start_s: float =
         watchdog.start()
         url = model = ""
         for line in process.stdout:
-            if found := re.search(r"curl -s (http://\S+?)/v1/", line):
+            if found := re.search(r"(http://\S+?)/v1/", line):
                 url = found[1]
-            if found := re.search(r'"model": "([^"]+)"', line):
-                model = found[1]
+            # A worker with a secret prints no command to try, but one line with its name and URL.
+            if found := re.search(r'"model": "([^"]+)"|^Serving (\S+) on .*/v1/', line):
+                model = found[1] or found[2]
                 break
         watchdog.cancel()
         assert url, log_path.read_text()

@@ -79,7 +79,7 @@ def workers(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 def stream(worker: RealServer, path: str, body: dict[str, Any]) -> bytes:
     headers = {"Content-Type": "application/json", "X-Request-Id": "r-1", "x-stoker-stream": "1"}
     data = json.dumps({"model": "tiny", "stream": True, "seed": 11} | body).encode()
-    headers |= signed(worker.url, SECRET, path, data)
+    headers |= signed(worker.url, worker.secret, path, data)
     with urllib.request.urlopen(urllib.request.Request(worker.url + path, data, headers), timeout=120) as answer:
         return bytes(answer.read())
 
