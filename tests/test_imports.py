@@ -57,7 +57,7 @@ TABLE = {
     "engine.process": Allowed(
         "engine kv models checkpoint.weight_files sched text proto", f"{ENGINE_SIDE} msgspec xgrammar"
     ),
-    "proto": Allowed("sched kv.blocks", "msgspec", light=True),
+    "proto": Allowed("sched kv.blocks", "msgspec zmq", light=True),
     "text": Allowed("sched.request proto.openai", "tokenizers jinja2 msgspec", light=True),
     "checkpoint": Allowed("", "numpy gguf tokenizers huggingface_hub safetensors", light=True),
     "loadgen": Allowed("", "aiohttp msgspec rich", light=True),

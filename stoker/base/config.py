@@ -149,6 +149,7 @@ class HandoffSettings:
         gt=0,
     )
     serves: bool = False  # whether this worker keeps blocks for others, as prefill workers do
+    insecure: bool = False  # whether other machines may reach the KV server although there is no secret
 
     def __post_init__(self) -> None:
         check_settings(self, "handoff")

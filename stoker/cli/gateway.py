@@ -17,6 +17,7 @@ from stoker.base import garbage
 from stoker.base import log as logs
 from stoker.base.address import join_address, local_host
 from stoker.base.flags import add_flags, as_table, given_flags
+from stoker.base.fleet_key import is_loopback
 from stoker.base.output import print_message, print_result
 from stoker.base.paths import expand_home
 from stoker.base.settings import declared
@@ -44,6 +45,7 @@ keys:
   Without keys, every client is served. Prices, limits and all other settings: docs/gateway.md.
 """
 
+log = logs.EventLog("gateway")
 _DEFAULT_LEDGER = "usage.db"
 _QUESTION = "What is the capital of France?"
 # The groups of --help, and the tables or keys whose flags they hold.
@@ -121,6 +123,12 @@ async def _run(config: GatewayConfig, server: GatewayServer, listener: socket.so
     try:
         await server.start(listener)
         garbage.tune_for_serving()
+        if not config.key and not is_loopback(config.listen.host):
+            log.warning(
+                "no_api_keys",
+                host=config.listen.host,
+                hint="every client that reaches this address is served; see --new-key",
+            )
         _print_welcome(config, listener.getsockname()[1], server)
         await signals.wait()
         server.begin_drain()

@@ -20,9 +20,10 @@ from stoker.base.allowance import allow_files
 from stoker.base.config import KvSettings
 from stoker.base.errors import ConfigError
 from stoker.base.flags import add_flags
+from stoker.base.fleet_key import FleetKey, is_loopback, read_fleet_secret
 from stoker.base.output import print_message
 from stoker.base.timeline import Timeline
-from stoker.cli.serve_settings import SECTIONS, ServeSettings, for_network, serve_settings
+from stoker.cli.serve_settings import SECTIONS, MembershipSettings, ServeSettings, for_network, serve_settings
 from stoker.cli.serving import Signals, drained, listen
 from stoker.worker.spawn import SpawnedEngine, spawn_engine
 
@@ -72,9 +73,12 @@ def run(args: argparse.Namespace) -> int:
 async def _serve(model: str | None, settings: ServeSettings) -> int:
     timeline = Timeline()
     endpoint, membership = settings.endpoint, settings.membership
-    secret = _secret(membership.secret_file)
+    secret = read_fleet_secret(membership.secret_file, "--secret-file")
+    check_exposure(endpoint.host, secret, membership.insecure)
     gateways = _gateways(membership.gateway)
-    network = _Network(_fleet_host(membership.advertise, endpoint.host, gateways), gateways, secret)
+    network = _Network(
+        _fleet_host(membership.advertise, endpoint.host, gateways), gateways, secret, _api_key(membership)
+    )
     listener = listen(endpoint.host, endpoint.port)  # before the model is loaded, so that a taken port is noticed now
     allow_files(_FILES)
     spawned = spawn_engine(os.environ, _folder_named(model))
@@ -100,6 +104,7 @@ class _Network:
     host: str  # the name under which gateways reach this machine
     gateways: list[str]
     secret: str | None
+    api_key: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +150,12 @@ async def _make_worker(
         text = await asyncio.to_thread(
             ModelText.from_folder, folder.path, settings.text.tool_format, settings.text.reasoning_format
         )
-    reporter = NoReporter() if membership.no_events else Reporter(listener.getsockname()[0], membership.events_port)
+    key = None if network.secret is None else FleetKey(network.secret)
+    host = listener.getsockname()[0]
+    reporter = NoReporter() if membership.no_events else Reporter(host, membership.events_port, key=key)
     arguments = EngineArguments(
         folder=str(folder.path),
-        settings=for_network(settings.engine, network.host, network.secret),
+        settings=for_network(settings.engine, network.host, network.secret, membership.insecure),
         log_level=server.log_level,
         kv_events=not membership.no_events,
         kernel_cache_dir=str(cache_dir / "kernels"),
@@ -167,6 +174,7 @@ async def _make_worker(
     identity = Identity(
         role=settings.endpoint.role,
         secret=network.secret,
+        api_key=network.api_key,
         events_port=reporter.events_port,
         replay_port=reporter.replay_port,
     )
@@ -196,7 +204,7 @@ async def _run_worker(worker: _Worker, settings: ServeSettings, listener: socket
         await web.SockSite(worker.runner, listener).start()
         if settings.server.timeline:
             timeline.log_to(log)
-        _print_welcome(settings.endpoint.host, listener.getsockname()[1], context.config.served_names[0], info)
+        _print_welcome(settings.endpoint.host, listener.getsockname()[1], context, info)
         reporter.start(lambda number: worker_report(context, number))
         registrar.start()
         garbage.tune_for_serving()
@@ -216,16 +224,23 @@ async def _run_worker(worker: _Worker, settings: ServeSettings, listener: socket
         await reporter.stop()
 
 
-def _secret(path: Path | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        secret = path.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--secret-file {path} cannot be read: {error}") from error
-    if not secret or not secret.isprintable():
-        raise ConfigError(f"--secret-file {path} holds no secret: write one line of printable ASCII characters into it")
-    return secret
+def check_exposure(host: str, secret: str | None, insecure: bool) -> None:
+    """Refuse to listen where other machines reach this worker without a secret, unless the operator insists."""
+    if secret is not None or is_loopback(host):
+        return
+    if not insecure:
+        raise ConfigError(
+            f"--host {host} without --secret-file: everyone who reaches this machine could use this worker and read its "
+            "KV events. Give it and its gateways the same --secret-file, or use --host 127.0.0.1, or accept this with "
+            "--insecure"
+        )
+    log.warning(
+        "insecure_ports", host=host, hint="everyone who reaches this worker's ports can use it; see --secret-file"
+    )
+
+
+def _api_key(membership: MembershipSettings) -> str | None:
+    return read_fleet_secret(membership.api_key_file, "--api-key-file")
 
 
 def _gateways(given: Sequence[str]) -> list[str]:
@@ -280,13 +295,23 @@ def small_kv_warning(kv: KvSettings, kv_tokens: int, max_model_tokens: int) -> s
     return f"stoker: warning: with {flag} the KV cache holds {kv_tokens:,} tokens. {fits} {advice}"
 
 
-def _print_welcome(host: str, port: int, model: str, info: EngineInfo) -> None:
-    url = f"http://{join_address(local_host(host), port)}"
+def _print_welcome(host: str, port: int, context: WorkerContext, info: EngineInfo) -> None:
+    url, model, identity = (
+        f"http://{join_address(local_host(host), port)}",
+        context.config.served_names[0],
+        context.identity,
+    )
+    serving = f"Serving {model} on {info.device}. The KV cache holds {info.kv_tokens:,} tokens."
+    if identity.secret is not None and identity.api_key is None:
+        print_message(f"\n{serving} {url}/v1/ answers gateways that have the secret of --secret-file.\n", sys.stdout)
+        return
+    key = "" if identity.api_key is None else " -H 'Authorization: Bearer KEY'"
+    reach = " It has no secret, so only this machine reaches its ports." if is_loopback(host) and not key else ""
     print_message(
         f"""
-Serving {model} on {info.device}. The KV cache holds {info.kv_tokens:,} tokens. Try:
+{serving}{reach} Try:
 
-curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' \\
+curl -s {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\
   -d '{{"model": "{model}", "temperature": 0, "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
 """,
         sys.stdout,

@@ -11,6 +11,7 @@ from stoker.base import log
 from stoker.base.config import EngineSettings
 from stoker.base.errors import ConfigError
 from stoker.base.flags import as_table, given_flags
+from stoker.base.fleet_key import KV_PEERS, FleetKey
 from stoker.base.settings import Declared, check_settings, declared, from_table, setting
 
 WorkerRole = Literal["unified", "prefill", "decode"]
@@ -135,10 +136,25 @@ class MembershipSettings:
     )
     secret_file: Path | None = setting(
         None,
-        "File with the secret that this worker, its gateways and its peers share.",
+        "File with the secret that this worker, its gateways and its peers share, at least 16 characters. With it, every "
+        "port of this worker requires it; it never crosses the network. A worker that other machines reach needs one.",
         flag="--secret-file",
         metavar="FILE",
         default_text="no secret",
+    )
+    api_key_file: Path | None = setting(
+        None,
+        "File with a bearer key for clients without the secret, such as foreign routers. It opens the generating endpoints "
+        "and /v1/models, without cache_salt and other fields that only a gateway may set.",
+        flag="--api-key-file",
+        metavar="FILE",
+        default_text="only gateways with the secret",
+    )
+    insecure: bool = setting(
+        False,
+        "Allow a --host that other machines reach without --secret-file. All that reach this worker's ports can then "
+        "generate, read prompts from KV events and choose a tenant's cache_salt.",
+        flag="--insecure",
     )
     events_port: int = setting(
         0,
@@ -197,6 +213,7 @@ SECTIONS = (
 
 # A setting that has no effect without another one. Giving it alone is a mistake.
 _NEEDS = {
+    "--api-key-file": "--secret-file",
     "--kv-store": "--kv-host-gib",
     "--kv-disk-gib": "--kv-disk",
     "--kv-disk-key-file": "--kv-disk",
@@ -225,10 +242,14 @@ def serve_settings(args: argparse.Namespace) -> ServeSettings:
     return settings
 
 
-def for_network(engine: EngineSettings, host: str, secret: str | None) -> EngineSettings:
-    """Fill in under which `host` other machines reach this one, and the secret that peers share."""
+def for_network(engine: EngineSettings, host: str, secret: str | None, insecure: bool = False) -> EngineSettings:
+    """Fill in under which `host` other machines reach this one, and the key that peers share.
+
+    The engine process gets only the key for its peers, not the secret.
+    """
+    key = None if secret is None else FleetKey(secret).derive(KV_PEERS).hex()
     return replace(
         engine,
         store=replace(engine.store, mooncake_host=host),
-        handoff=replace(engine.handoff, host=host, secret=secret),
+        handoff=replace(engine.handoff, host=host, secret=key, insecure=insecure),
     )

@@ -30,25 +30,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="File with the gateway's admin token. Needed with --url if `stoker up` did not start it on this machine.",
     )
+    parser.add_argument(
+        "--secret-file",
+        type=expand_home,
+        metavar="FILE",
+        help="File with the fleet's secret. Needed with --url to show the KV tiers of workers that have one.",
+    )
     parser.add_argument("--json", action="store_true", help="Print a JSON list of fleets.")
 
 
 def run(args: argparse.Namespace) -> int:
+    from stoker.base.fleet_key import read_fleet_secret
     from stoker.gateway.config import read_secret
     from stoker.up.state import default_state_dir, living_fleets
     from stoker.up.status import fleet_status, format_status
 
     token = read_secret(args.admin_token_file, "--admin-token-file")
+    secret = read_fleet_secret(args.secret_file, "--secret-file")
     fleets = list(living_fleets(default_state_dir(os.environ) / "fleets"))
     if args.url is not None:
         host_of_url("--url", args.url)
         url = args.url.rstrip("/")
         ours = next((fleet for fleet in fleets if fleet.gateway_url == url), None)
         token = token or (_token(ours.admin_token_file) if ours else None)
-        statuses = [asyncio.run(fleet_status(url, token, ours))]
+        secret = secret or (_token(ours.secret_file) if ours else None)
+        statuses = [asyncio.run(fleet_status(url, token, ours, secret))]
     else:
         statuses = [
-            asyncio.run(fleet_status(one.gateway_url, token or _token(one.admin_token_file), one)) for one in fleets
+            asyncio.run(
+                fleet_status(
+                    one.gateway_url, token or _token(one.admin_token_file), one, secret or _token(one.secret_file)
+                )
+            )
+            for one in fleets
         ]
     if args.json:
         print_result(f"[{','.join(status.as_json().decode() for status in statuses)}]")

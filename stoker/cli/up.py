@@ -279,6 +279,7 @@ def _up(args: argparse.Namespace, ports: Ports, terminal: Terminal) -> int:
             log_dir=log_dir.absolute(),
             admin_token=read_secret(paths.admin_token_file, "admin_token_file") or "",
             admin_token_file=paths.admin_token_file.absolute(),
+            secret_file=paths.secret_file.absolute(),
             environment=os.environ,
             terminal=terminal,
             on_stopped=lambda: _remove_store(plan.store_name),

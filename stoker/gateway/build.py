@@ -17,6 +17,7 @@ from functools import partial
 import stoker
 from stoker.base.allowance import allow_files
 from stoker.base.errors import ConfigError, Overloaded
+from stoker.base.fleet_key import FleetKey, read_fleet_secret
 from stoker.base.log import EventLog
 from stoker.fleet.fleet import Fleet, FleetSettings
 from stoker.fleet.load_book import LoadBook
@@ -46,6 +47,7 @@ from stoker.gateway.records.tracing import Tracing, make_tracing
 from stoker.gateway.records.usage_endpoint import UsageEndpoint
 from stoker.gateway.watch.registration import RegistrationEndpoint
 from stoker.gateway.watch.watchers import Watchers, WatchSettings
+from stoker.gateway.watch.worker_signers import WorkerSigners
 from stoker.proto.admin_api import GatewayStatus
 from stoker.routing.router import PrefixIndexes, Router
 
@@ -118,7 +120,9 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     clock = time.monotonic
     admin_token = AdminToken(read_secret(config.admin_token_file, "admin_token_file"))
     metrics_token = AdminToken(read_secret(config.metrics_token_file, "metrics_token_file"), "metrics")
-    secret = read_secret(config.secret_file, "secret_file")
+    secret = read_fleet_secret(config.secret_file, "--secret-file")
+    fleet_key = None if secret is None else FleetKey(secret)
+    signers = WorkerSigners(fleet_key)
     tls = _tls(config.listen)
     keys = ApiKeys(config.key, config.tenant)
     fleet = Fleet(FleetSettings(health=config.health))
@@ -126,18 +130,18 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     router = Router(fleet, load_book, indexes, settings=config.routing)
     metrics, state, key_makers = GatewayMetrics(), GatewayState(), PrefixKeyMakers()
     worker_keys = _worker_api_keys(config)
-    upstreams = Upstreams(api_keys=worker_keys)
+    upstreams = Upstreams(api_keys=worker_keys, signers=signers)
     watchers = Watchers(
         fleet,
         indexes,
         key_makers,
         WatchSettings(tokenize=config.routing.tokenize),
-        secret=secret,
+        signers=signers,
         api_keys=worker_keys,
         clock=clock,
         on_lost=upstreams.cut,
     )
-    hints = HandoffHints(watchers.info, secret)
+    hints = HandoffHints(watchers.info)
     services = ProxyServices(fleet, upstreams, config.proxy, metrics, CleanupTasks(), clock, hints)
     proxy = Proxy(
         router, services, resume_grace_s=config.proxy.resume_grace_s, debug_routes=config.routing.debug_routes
@@ -165,7 +169,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
             admin=AdminEndpoint(admin_token, view),
             metrics_page=MetricsEndpoint(metrics, (admin_token, metrics_token), is_open=not config.key),
             usage=UsageEndpoint(config.meter.ledger, keys, admin_token, currency=config.meter.currency),
-            registration=RegistrationEndpoint(secret, fleet, membership),
+            registration=RegistrationEndpoint(fleet_key, fleet, membership),
             tokenize=TokenizeEndpoint(fleet, upstreams, keys, admission, config.proxy, clock),
             hidden_tokens=config.meter.hidden_tokens,
             max_model_tokens=partial(_max_model_tokens, fleet, watchers),

@@ -374,7 +374,8 @@ class GatewayConfig:
     )
     secret_file: Path | None = setting(
         None,
-        "File with the secret that workers and gateways share. Workers show it when they register.",
+        "File with the secret that workers and gateways share, at least 16 characters. Registrations and all requests to "
+        "`stoker serve` workers are signed with it, and it never crosses the network.",
         flag="--secret-file",
         metavar="FILE",
         default_text="workers cannot register themselves",

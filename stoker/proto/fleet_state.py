@@ -29,6 +29,7 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True):
     started_at: float  # seconds since 1970
     gateway_url: str
     admin_token_file: str = ""
+    secret_file: str = ""
     store_name: str | None = None
     log_dir: str = ""
     models: list[str] = []

@@ -5,8 +5,6 @@ from __future__ import annotations
 # Every header that starts with this prefix is internal: the gateway removes it from what clients and workers send.
 INTERNAL_HEADER_PREFIX = "x-stoker-"
 
-# The secret that the workers and gateways of one fleet share. Both sides check it.
-SECRET_HEADER = "x-stoker-secret"
 # "1" asks a worker to write resume notes into its stream (see resume_notes.py).
 NOTES_HEADER = "x-stoker-stream"
 NOTES_WANTED = "1"

@@ -53,6 +53,7 @@ class SupervisedFleet:
     log_dir: Path
     admin_token: str
     admin_token_file: Path
+    secret_file: Path
     environment: Mapping[str, str]
     terminal: Terminal
     on_stopped: Callable[[], None]  # called when all parts have exited
@@ -257,6 +258,7 @@ class SupervisedFleet:
             started_at=self._started_at,
             gateway_url=self.plan.gateway.url,
             admin_token_file=str(self.admin_token_file),
+            secret_file=str(self.secret_file),
             store_name=self.plan.store_name,
             log_dir=str(self.log_dir),
             models=list(self.plan.models),

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
+from stoker.base.fleet_key import FleetKey
 from stoker.proto.admin_api import (
     ADMIN_FLEET_PATH,
     ADMIN_STATUS_PATH,
@@ -25,6 +26,7 @@ from stoker.proto.admin_api import (
     decode_worker_list,
 )
 from stoker.proto.fleet_state import FleetState
+from stoker.proto.signed_http import AUTH_HEADER, CHALLENGE_HEADER, RequestSigner
 from stoker.proto.tier_metrics import read_tier_metrics
 from stoker.up.supervisor import Phase
 from stoker.up.terminal import table
@@ -32,6 +34,7 @@ from stoker.up.terminal import table
 _T = TypeVar("_T")
 
 _ANSWER_S = 3.0
+_METRICS_PATH = "/metrics"
 _GIB = 1 << 30
 _SILENT = "silent"  # it answers no health check of `stoker up`
 _HINTS = {
@@ -74,8 +77,14 @@ class FleetStatus:
         return msgspec.json.format(msgspec.json.encode(asdict(self)))
 
 
-async def fleet_status(url: str, token: str | None, fleet: FleetState | None = None) -> FleetStatus:
-    """Query a gateway and its workers. `fleet` is the state.json of `stoker up`, if the gateway belongs to it."""
+async def fleet_status(
+    url: str, token: str | None, fleet: FleetState | None = None, secret: str | None = None
+) -> FleetStatus:
+    """Query a gateway and its workers. `fleet` is the state.json of `stoker up`, if the gateway belongs to it.
+
+    Workers with a secret answer only requests that are signed with it.
+    """
+    key = FleetKey(secret) if secret else None
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
     async with aiohttp.ClientSession(timeout=timeout) as session:
@@ -99,7 +108,7 @@ async def fleet_status(url: str, token: str | None, fleet: FleetState | None = N
         ours = {urlsplit(part.address).netloc for part in listed}
         others = [one for name, one in known.items() if name not in ours]
         listed += [PartStatus(one.worker, one.role, one.url, one.health, load=_load(one)) for one in others]
-        pages = await asyncio.gather(*(_tiers(session, part) for part in listed))
+        pages = await asyncio.gather(*(_tiers(session, part, key) for part in listed))
     parts = [replace(part, tiers=tiers) for part, tiers in zip(listed, pages, strict=True)]
     healthy = reason is None and bool(parts) and all(part.health == "ready" for part in parts)
     return FleetStatus(
@@ -150,13 +159,20 @@ def _load(worker: WorkerStatus) -> dict[str, Any]:
     return load
 
 
-async def _tiers(session: aiohttp.ClientSession, part: PartStatus) -> dict[str, dict[str, float]]:
+async def _tiers(session: aiohttp.ClientSession, part: PartStatus, key: FleetKey | None) -> dict[str, dict[str, float]]:
     """Return a worker's metrics for each KV tier; empty if it has no tiers or does not answer."""
     if part.role not in ("prefill", "decode", "unified") or not part.address.startswith("http"):
         return {}
     try:
-        async with session.get(f"{part.address}/metrics", ssl=False) as answer:
-            return read_tier_metrics(await answer.text())
+        signer, headers = None if key is None else RequestSigner(key), {}
+        for _ in range(2):  # the first answer has the worker's challenge
+            if signer is not None:
+                headers = {AUTH_HEADER: signer.sign(b"GET", _METRICS_PATH.encode(), b"").decode()}
+            async with session.get(part.address + _METRICS_PATH, headers=headers, ssl=False) as answer:
+                if answer.status != 401 or signer is None:
+                    return read_tier_metrics(await answer.text())
+                signer.learn(answer.headers.get(CHALLENGE_HEADER, "").encode())
+        return {}
     except (aiohttp.ClientError, TimeoutError, OSError):
         return {}
 

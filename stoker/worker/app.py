@@ -20,6 +20,7 @@ from stoker.worker.config import HttpConfig
 from stoker.worker.context import CONTEXT, ModelText, Service, WorkerContext
 from stoker.worker.errors import ClientStalled, worker_http_error
 from stoker.worker.fleet_side import show_load, show_tokenizer, show_worker
+from stoker.worker.guard import GUARD, Guard, guarded, show_proof
 from stoker.worker.identity import Identity
 from stoker.worker.info import detokenize, health, list_models, metrics, ready, show_model, tokenize
 from stoker.worker.metrics import WorkerMetrics
@@ -69,9 +70,11 @@ def make_app(
         log=log or EventLog("worker"),
         text_threads=ThreadPoolExecutor(config.text_threads, thread_name_prefix="text"),
     )
-    app = web.Application(middlewares=[_answer], client_max_size=config.max_body_bytes)
+    app = web.Application(middlewares=[_answer, guarded], client_max_size=config.max_body_bytes)
     app[CONTEXT] = context
+    app[GUARD] = Guard(context.identity)
     app.on_response_prepare.append(_name_request)
+    app.on_response_prepare.append(show_proof)
     app.on_shutdown.append(_end_streams)
     app.cleanup_ctx.append(_lifespan)
     app.router.add_post(CHAT.path, CHAT.handle)

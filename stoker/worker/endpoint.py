@@ -20,6 +20,7 @@ from stoker.proto.openai.errors import HttpError
 from stoker.proto.openai.fields import GenerationFields
 from stoker.worker.context import CONTEXT, WorkerContext, read_body
 from stoker.worker.generate import Choice, PieceSink, generate
+from stoker.worker.guard import check_fields
 from stoker.worker.handoff import transfer_params
 from stoker.worker.note_writer import open_notes, wants_notes
 from stoker.worker.record import RECORD
@@ -79,6 +80,7 @@ class GeneratingEndpoint(Generic[Fields]):
     async def handle(self, request: web.Request) -> web.StreamResponse:
         context = request.app[CONTEXT]
         body = decode(self.request_type, await read_body(request, context.config))
+        check_fields(request, body)
         has_notes = wants_notes(request, body)
         answer = await self._answer(context, body, request[RECORD].request_id, has_notes)
         if body.stream:

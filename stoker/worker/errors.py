@@ -6,11 +6,14 @@ from aiohttp import web
 
 from stoker.base.errors import DeadlineExceeded, InvalidRequest, StokerError
 from stoker.proto.openai.errors import ErrorObject, HttpError, http_error
+from stoker.proto.signed_http import CHALLENGE_HEADER
 from stoker.sched.request import Finish
 
 # Error codes of the engine that mean that the request itself is wrong.
 _CLIENT_CODES = frozenset({"duplicate_lease", "invalid_grammar", "kv_too_small", "unknown_token"})
 _HTTP_CODES = {401: "invalid_secret", 404: "unknown_url", 405: "method_not_allowed", 413: "body_too_large"}
+
+_PASSED_HEADERS = ("Allow", CHALLENGE_HEADER)
 
 
 class ClientStalled(StokerError):
@@ -54,7 +57,7 @@ def error_of(finish: Finish) -> StokerError | None:
 
 def _of_aiohttp(error: web.HTTPException) -> HttpError:
     """Convert what aiohttp itself refuses: unknown paths, wrong methods, bodies above the size limit."""
-    headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+    headers = {name: error.headers[name] for name in _PASSED_HEADERS if name in error.headers}
     if error.status == 413:
         headers["Connection"] = "close"
     kind = "server_error" if error.status >= 500 else "invalid_request_error"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import secrets
 from dataclasses import dataclass, field
 
@@ -17,7 +16,7 @@ def new_worker_id() -> WorkerId:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A worker's id, role, secret and ports.
+    """A worker's id, role, secret and ports. `api_key` opens the generating endpoints to senders without the secret.
 
     KV events and load reports are published on `events_port`, if it is set. Missed events can be requested on `replay_port`.
     """
@@ -25,10 +24,6 @@ class Identity:
     worker_id: WorkerId = field(default_factory=new_worker_id)
     role: WorkerRole = "unified"
     secret: str | None = None
+    api_key: str | None = None
     events_port: int | None = None
     replay_port: int | None = None
-
-    def allows(self, given: str | None) -> bool:
-        if self.secret is None:
-            return True
-        return given is not None and hmac.compare_digest(given.encode("utf-8", "surrogateescape"), self.secret.encode())

@@ -19,6 +19,7 @@ from stoker.text.conversation import Conversation, template_kwargs
 from stoker.text.openai_messages import template_messages
 from stoker.text.tools import offered_tools
 from stoker.worker.context import CONTEXT, WorkerContext, read_body
+from stoker.worker.guard import is_fleet
 from stoker.worker.metrics import CONTENT_TYPE
 from stoker.worker.prompts import encode, render_off_loop
 from stoker.worker.sampling import check_token_ids
@@ -33,7 +34,9 @@ class HealthAnswer(msgspec.Struct, kw_only=True):
 
 
 async def health(request: web.Request) -> web.Response:
-    """Answer 200 while this process runs, whatever state the engine is in."""
+    """Answer 200 while this process runs, whatever state the engine is in. Strangers learn nothing else."""
+    if not is_fleet(request):
+        return _json({"status": "ok"})
     context = request.app[CONTEXT]
     return _json(
         HealthAnswer(

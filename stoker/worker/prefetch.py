@@ -13,8 +13,7 @@ from stoker.proto.messages import Prefetch
 from stoker.proto.openai.decode import decode
 from stoker.worker.chat import CHAT
 from stoker.worker.completions import COMPLETIONS
-from stoker.worker.context import WorkerContext, read_body
-from stoker.worker.fleet_side import checked_context
+from stoker.worker.context import CONTEXT, WorkerContext, read_body
 from stoker.worker.handoff import resolve_handoff
 from stoker.worker.record import RECORD
 from stoker.worker.responses import RESPONSES
@@ -23,7 +22,7 @@ _ENDPOINTS = {endpoint.path: endpoint for endpoint in (CHAT, COMPLETIONS, RESPON
 
 
 async def prefetch(request: web.Request) -> web.Response:
-    context = checked_context(request)
+    context = request.app[CONTEXT]
     body = decode(PrefetchRequest, await read_body(request, context.config))
     if not bytes(body.request) and not body.kv_transfer_params:
         raise InvalidRequest(f"Give 'request', '{PARAM}' or both.", param="request")

@@ -10,8 +10,10 @@ import aiohttp
 import msgspec
 
 from stoker.base import log as logs
-from stoker.proto.internal_http import REGISTER_PATH, SECRET_HEADER
+from stoker.base.fleet_key import FleetKey
+from stoker.proto.internal_http import REGISTER_PATH
 from stoker.proto.messages import WorkerRegistration
+from stoker.proto.signed_http import AUTH_HEADER, CHALLENGE_HEADER, PROOF_HEADER, RequestSigner
 
 _HEARTBEAT_S = 3.0
 _ANSWER_S = 3.0
@@ -30,18 +32,20 @@ class Registrar:
         secret: str | None = None,
         heartbeat_s: float = _HEARTBEAT_S,
     ) -> None:
-        self._urls = [gateway.rstrip("/") + REGISTER_PATH for gateway in gateways]
+        key = None if secret is None else FleetKey(secret)
+        self._gateways = {
+            gateway.rstrip("/") + REGISTER_PATH: None if key is None else RequestSigner(key) for gateway in gateways
+        }
         self._registration = registration
-        self._headers = {"Content-Type": "application/json"} | ({SECRET_HEADER: secret} if secret else {})
         self._heartbeat_s = heartbeat_s
         self._session: aiohttp.ClientSession | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        if not self._urls:
+        if not self._gateways:
             return
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ANSWER_S))
-        self._tasks = [asyncio.create_task(self._keep(url), name="registration") for url in self._urls]
+        self._tasks = [asyncio.create_task(self._keep(url), name="registration") for url in self._gateways]
 
     async def leave(self) -> None:
         """Stop the heartbeats and sign off. Called before a drain and at the end; the second call does nothing."""
@@ -55,7 +59,7 @@ class Registrar:
         async with session:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LEAVE_S):
-                    await asyncio.gather(*(self._send(session, "DELETE", url) for url in self._urls))
+                    await asyncio.gather(*(self._send(session, "DELETE", url) for url in self._gateways))
 
     async def _keep(self, url: str) -> None:
         assert self._session is not None
@@ -73,11 +77,28 @@ class Registrar:
 
     async def _send(self, session: aiohttp.ClientSession, method: str, url: str) -> str | None:
         """Return why the gateway did not accept the message, or None if it did."""
-        body = msgspec.json.encode(self._registration())
+        body, signer = msgspec.json.encode(self._registration()), self._gateways[url]
         try:
-            async with session.request(method, url, data=body, headers=self._headers) as answer:
-                if answer.status < 300:
-                    return None
-                return f"status {answer.status}: {(await answer.text())[:200]}"
+            for _ in range(2):  # signed with an outdated challenge, a message is refused once
+                async with session.request(method, url, data=body, headers=_headers(signer, method, body)) as answer:
+                    if answer.status < 300:
+                        is_proven = signer is None or signer.is_proven(_header(answer, PROOF_HEADER))
+                        return None if is_proven else "the answer does not prove that the gateway has the same secret"
+                    reason = f"status {answer.status}: {(await answer.text())[:200]}"
+                    if answer.status != 401 or signer is None or not signer.learn(_header(answer, CHALLENGE_HEADER)):
+                        break
+            return reason
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
+
+
+def _headers(signer: RequestSigner | None, method: str, body: bytes) -> dict[str, str]:
+    """Return the headers of a message, signed if there is a secret."""
+    headers = {"Content-Type": "application/json"}
+    if signer is not None:
+        headers[AUTH_HEADER] = signer.sign(method.encode(), REGISTER_PATH.encode(), body).decode()
+    return headers
+
+
+def _header(answer: aiohttp.ClientResponse, name: str) -> bytes:
+    return answer.headers.get(name, "").encode("utf-8", "surrogateescape")

@@ -6,12 +6,11 @@ from aiohttp import web
 
 from stoker.proto.handoff import ReleaseRequest, lease_id
 from stoker.proto.openai.decode import decode
-from stoker.worker.context import read_body
-from stoker.worker.fleet_side import checked_context
+from stoker.worker.context import CONTEXT, read_body
 
 
 async def release(request: web.Request) -> web.Response:
-    context = checked_context(request)
+    context = request.app[CONTEXT]
     body = decode(ReleaseRequest, await read_body(request, context.config))
     for choice in range(body.num_choices):
         context.service.release(lease_id(body.transfer_id, choice))

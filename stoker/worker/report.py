@@ -21,6 +21,8 @@ import zmq.asyncio
 from stoker.base import log as logs
 from stoker.base.address import join_address
 from stoker.base.errors import ConfigError
+from stoker.base.fleet_key import FleetKey
+from stoker.proto.event_keys import ZAP_ADDRESS, event_security, zap_answer
 from stoker.proto.events import (
     KV_TOPIC,
     LOAD_TOPIC,
@@ -65,15 +67,22 @@ class NoReporter:
 class Reporter:
     """An `EngineListener` that publishes. Its ports are bound at once, so that a port in use fails before the model loads.
 
-    `host` is a numeric address of this machine.
+    `host` is a numeric address of this machine. With a key, only subscribers of the same fleet may connect.
     """
 
-    def __init__(self, host: str, events_port: int = 0, kept_batches: int = _KEPT_BATCHES) -> None:
+    def __init__(
+        self, host: str, events_port: int = 0, kept_batches: int = _KEPT_BATCHES, key: FleetKey | None = None
+    ) -> None:
         self._context = zmq.asyncio.Context()
         self._publisher = zmq.Context(self._context).socket(zmq.PUB)
         self._replayer = self._context.socket(zmq.ROUTER)
+        self._doorman = self._context.socket(zmq.REP)
+        self._security = event_security(key)
         self._publisher.set(zmq.SNDHWM, _QUEUED_MESSAGES)
         self._replayer.set(zmq.SNDHWM, 0)  # no limit: a ROUTER drops messages above it, and a snapshot is bounded
+        self._doorman.bind(ZAP_ADDRESS)  # before the others: without it libzmq would ask nobody
+        self._security.secure_server(self._publisher)
+        self._security.secure_server(self._replayer)
         try:
             self.events_port = _bind(self._publisher, host, events_port)
             self.replay_port = _bind(self._replayer, host, events_port + 1 if events_port else 0)
@@ -96,6 +105,7 @@ class Reporter:
         self._tasks = [
             asyncio.create_task(self._keep_reporting(), name="load-reports"),
             asyncio.create_task(self._keep_replaying(), name="kv-replays"),
+            asyncio.create_task(self._keep_admitting(), name="kv-subscribers"),
         ]
 
     async def stop(self) -> None:
@@ -151,6 +161,11 @@ class Reporter:
                 await self._replayer.send_multipart(replay_frames(sender, KV_TOPIC, seq, payload))
             await self._replayer.send_multipart(replay_end_frames(sender))
 
+    async def _keep_admitting(self) -> None:
+        while True:
+            frames = await self._doorman.recv_multipart()
+            await self._doorman.send_multipart(zap_answer(frames, self._security))
+
     async def _since(self, start: int) -> list[tuple[int, bytes]]:
         """Return the messages from `start` on, or a snapshot if `start` is no longer stored or in the future."""
         if self._kept[0][0] <= start <= self._next_seq:
@@ -164,6 +179,7 @@ class Reporter:
 
     def _close(self) -> None:
         self._publisher.close(linger=0)
+        self._doorman.close(linger=0)
         self._replayer.close(linger=0)
         self._context.term()
 

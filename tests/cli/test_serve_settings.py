@@ -34,6 +34,9 @@ def test_without_flags_all_settings_have_their_defaults() -> None:
     assert parse() == ServeSettings()
 
 
+PEER_KEY = "bb19e619692e97fd422805f4ea68381b8b8aec9392723b1070bfdd1d5ba61450"  # derived from "sesame"
+
+
 def test_every_flag_becomes_its_setting() -> None:
     settings = parse(
         *("--host", "::", "--port", "9", "--role", "decode", "--served-name", "a", "--served-name", "b"),
@@ -60,7 +63,7 @@ def test_every_flag_becomes_its_setting() -> None:
         *("--engine-silent-s", "2.5", "--step-timeout-s", "60"),
         *("--drain-s", "0", "--cache-dir", "/c", "--offline", "--log-level", "debug", "--timeline"),
         *("--gateway", "http://a,http://b", "--gateway", "http://c", "--advertise", "http://d"),
-        *("--secret-file", "/s", "--events-port", "65534", "--no-events"),
+        *("--secret-file", "/s", "--api-key-file", "/a", "--insecure", "--events-port", "65534", "--no-events"),
     )
     store = StoreSettings("s", 2, "/d", 3, "/k", "m:50051", "127.0.0.1", 4, "rdma", "/ssd", ("x,gib=2", "y"))
     handoff = HandoffSettings("127.0.0.1", 7, ("tcp", "local"), None, 1.5, True)
@@ -71,10 +74,10 @@ def test_every_flag_becomes_its_setting() -> None:
         engine,
         TextSettings("t", "none"),
         ServerSettings(1.5, 3, 2.5, 60.0, 0, Path("/c"), True, "debug", True),
-        MembershipSettings(gateways, "http://d", Path("/s"), 65534, True),
+        MembershipSettings(gateways, "http://d", Path("/s"), Path("/a"), True, 65534, True),
     )
     network = for_network(engine, "h", "sesame")
-    assert (network.store.mooncake_host, network.handoff.host, network.handoff.secret) == ("h", "h", "sesame")
+    assert (network.store.mooncake_host, network.handoff.host, network.handoff.secret) == ("h", "h", PEER_KEY)
 
 
 def test_every_setting_is_in_one_section_of_the_help() -> None:

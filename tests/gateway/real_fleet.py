@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from signing import signed
 from sse_reader import SseReader
 from stopping import stopped
 from worker.real import CHAT, STOKER, children, wait_for
@@ -102,15 +103,23 @@ class Process:
     def is_running(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
+    def _signed(self, path: str) -> dict[str, str]:
+        """Return the headers that a worker with a secret needs."""
+        if self.arguments[0] != "serve" or "--secret-file" not in self.arguments:
+            return {}
+        secret = Path(self.arguments[self.arguments.index("--secret-file") + 1]).read_text()
+        return signed(self.url, secret, path)
+
     def get(self, path: str, token: str | None = None) -> Any:
-        request = urllib.request.Request(self.url + path)
+        request = urllib.request.Request(self.url + path, headers=self._signed(path))
         if token:
             request.add_header("Authorization", f"Bearer {token}")
         with urllib.request.urlopen(request, timeout=60) as answer:
             return json.loads(answer.read())
 
     def metrics(self) -> dict[str, float]:
-        with urllib.request.urlopen(self.url + "/metrics", timeout=60) as answer:
+        request = urllib.request.Request(self.url + "/metrics", headers=self._signed("/metrics"))
+        with urllib.request.urlopen(request, timeout=60) as answer:
             lines = answer.read().decode().splitlines()
         return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
 

@@ -54,6 +54,7 @@ def fleet_of(
         log_dir=tmp_path / "logs",
         admin_token="",
         admin_token_file=tmp_path / "token",
+        secret_file=tmp_path / "secret",
         environment=os.environ,
         terminal=terminal,
         on_stopped=lambda: None,

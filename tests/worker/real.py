@@ -25,6 +25,7 @@ from typing import Any
 import openai
 import torch
 from safetensors.torch import save_file
+from signing import signed
 from sse_reader import SseEvent, SseReader
 
 STOKER = str(Path(sys.executable).parent / "stoker")
@@ -154,6 +155,7 @@ class RealServer:
     log_path: Path
     url: str
     model: str
+    secret: str | None = None  # signs the requests
 
     @property
     def port(self) -> int:
@@ -174,7 +176,8 @@ class RealServer:
     def send(self, path: str, body: Any = None, timeout_s: float = 120.0) -> Answer:
         """Send `body` as it is if it is bytes, else as JSON."""
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json"} | signed(self.url, self.secret, path, data)
+        request = urllib.request.Request(self.url + path, data, headers)
         try:
             with urllib.request.urlopen(request, timeout=timeout_s) as answer:
                 return Answer(answer.status, dict(answer.headers), answer.read())
@@ -187,7 +190,9 @@ class RealServer:
 
     def stream(self, path: str, body: dict[str, Any]) -> Stream:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        connection.request("POST", path, json.dumps({"stream": True} | body), {"Content-Type": "application/json"})
+        data = json.dumps({"stream": True} | body).encode()
+        headers = {"Content-Type": "application/json"} | signed(self.url, self.secret, path, data)
+        connection.request("POST", path, data, headers)
         response = connection.getresponse()
         assert response.status == 200, response.read()
         return Stream(connection, response)
@@ -258,10 +263,11 @@ def serving(folder: Path | None, log_path: Path, *options: str, start_s: float =
         watchdog.start()
         url = model = ""
         for line in process.stdout:
-            if found := re.search(r"curl -s (http://\S+?)/v1/", line):
+            if found := re.search(r"(http://\S+?)/v1/", line):
                 url = found[1]
-            if found := re.search(r'"model": "([^"]+)"', line):
-                model = found[1]
+            # A worker with a secret prints no command to try, but one line with its name and URL.
+            if found := re.search(r'"model": "([^"]+)"|^Serving (\S+) on .*/v1/', line):
+                model = found[1] or found[2]
                 break
         watchdog.cancel()
         assert url, log_path.read_text()

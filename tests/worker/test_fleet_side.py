@@ -11,9 +11,12 @@ import pytest
 from aiohttp import web
 from fake_engine import BLOCK_TOKENS, MAX_MODEL_TOKENS, FakeService, byte_text
 from http_server import Server, run_server
+from signing import signed
 
+from stoker.base.fleet_key import FleetKey
 from stoker.base.ids import WorkerId
 from stoker.proto.messages import WorkerInfo, WorkerRegistration, WorkerReport
+from stoker.proto.signed_http import AUTH_HEADER, CHALLENGE_HEADER, PROOF_HEADER, RequestVerifier
 from stoker.text.folder import text_digest
 from stoker.worker.config import HttpConfig
 from stoker.worker.identity import Identity
@@ -32,7 +35,7 @@ def worker() -> Iterator[Server]:
 
 
 def test_the_worker_describes_itself(worker: Server) -> None:
-    answer = worker.send("/stoker/worker", x_stoker_secret="open sesame")
+    answer = worker.send("/stoker/worker", **signed(worker.url, "open sesame", "/stoker/worker"))
     assert msgspec.json.decode(answer.body, type=WorkerInfo) == WorkerInfo(
         worker_id=WorkerId("w-me"),
         role="unified",
@@ -48,7 +51,7 @@ def test_the_worker_describes_itself(worker: Server) -> None:
 
 
 @pytest.mark.parametrize("path", ["/stoker/worker", "/stoker/tokenizer"])
-@pytest.mark.parametrize("headers", [{}, {"x_stoker_secret": "guess"}, {"x_stoker_secret": "öpen"}], ids=str)
+@pytest.mark.parametrize("headers", [{}, {"x_stoker_auth": "guess"}, {"x_stoker_auth": "öpen"}], ids=str)
 def test_a_request_without_the_secret_is_refused(worker: Server, path: str, headers: dict[str, str]) -> None:
     refused = worker.send(path, **headers)
     assert (refused.status, refused.error["code"]) == (401, "invalid_secret")
@@ -61,7 +64,9 @@ def test_a_worker_without_a_secret_answers_everyone(server: Server) -> None:
 
 
 def test_the_worker_reports_its_load(worker: Server) -> None:
-    report = msgspec.json.decode(worker.send("/load").body, type=WorkerReport)
+    report = msgspec.json.decode(
+        worker.send("/load", **signed(worker.url, "open sesame", "/load")).body, type=WorkerReport
+    )
     assert (report.waiting_tokens, report.running_sequences, report.free_blocks) == (2, 3, 4)
     assert (report.num_blocks, report.block_tokens, report.ready, report.draining) == (64, 16, True, False)
 
@@ -98,7 +103,9 @@ NEWS = WorkerRegistration(
 
 class Gateway:
     def __init__(self) -> None:
-        self.heard: list[tuple[str, WorkerRegistration, str | None]] = []
+        self.heard: list[tuple[str, WorkerRegistration]] = []
+        self.has_secret = True
+        self._verifier = RequestVerifier(FleetKey("s"))
         self.status = 200
         self.url = ""
         self._runner: web.AppRunner
@@ -117,9 +124,15 @@ class Gateway:
         await self._runner.cleanup()
 
     async def _answer(self, request: web.Request) -> web.Response:
-        body = msgspec.json.decode(await request.read(), type=WorkerRegistration)
-        self.heard.append((request.method, body, request.headers.get("x-stoker-secret")))
-        return web.Response(status=self.status)
+        data = await request.read()
+        sent = request.headers.get(AUTH_HEADER, "").encode()
+        signed_head = self._verifier.check(sent, request.method.encode(), b"/stoker/register")
+        if signed_head is None:
+            return web.Response(status=401, headers={CHALLENGE_HEADER: self._verifier.challenge})
+        assert signed_head.has_body(data)
+        self.heard.append((request.method, msgspec.json.decode(data, type=WorkerRegistration)))
+        proof = signed_head.proof.decode() if self.has_secret else "guess"
+        return web.Response(status=self.status, headers={PROOF_HEADER: proof})
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -147,9 +160,9 @@ def test_the_worker_sends_heartbeats_to_every_gateway_and_unregisters() -> None:
             await registrar.leave()
             for gateway in (first, second):
                 *posts, last = gateway.heard
-                assert {(method, secret) for method, _, secret in posts} == {("POST", "s")}
+                assert {method for method, _ in posts} == {"POST"}
                 assert last[0] == "DELETE"
-                assert all(body == NEWS for _, body, _ in gateway.heard)
+                assert all(body == NEWS for _, body in gateway.heard)
             await registrar.leave()
             await asyncio.sleep(0.1)
             assert [heard[0] for heard in first.heard].count("DELETE") == 1
@@ -162,7 +175,7 @@ def test_registration_is_retried_after_a_failure() -> None:
     async def main() -> None:
         async with Gateway() as gateway:
             gateway.status = 503
-            registrar = Registrar([gateway.url, "http://127.0.0.1:1"], lambda: NEWS, heartbeat_s=0.01)
+            registrar = Registrar([gateway.url, "http://127.0.0.1:1"], lambda: NEWS, "s", heartbeat_s=0.01)
             registrar.start()
             await until(lambda: len(gateway.heard) > 2)
             gateway.status = 200

@@ -12,6 +12,7 @@ import pytest
 from fake_engine import ENGINE_ID, KV_ADDRESS, FakeService, byte_text
 from http_server import Answer, Server, run_server
 from resume_notes import Block, Seen, blocks_of, shown
+from signing import signed
 from test_resume import by_choice, by_seed
 
 from stoker.gateway.path.resume import StokerStream, TokenMemory
@@ -420,7 +421,10 @@ def test_hints_of_gateways_need_the_secret() -> None:
             ("/stoker/release", {"transfer_id": "x.1"}),
         ):
             assert server.send(path, body).status == 401
-            assert server.send(path, body, x_stoker_secret="open sesame").status == 202
+            assert (
+                server.send(path, body, **signed(server.url, "open sesame", path, json.dumps(body).encode())).status
+                == 202
+            )
     finally:
         stop()
 

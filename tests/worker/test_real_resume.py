@@ -19,11 +19,14 @@ import pytest
 import zmq
 from real import CHAT, COMPLETIONS, RESPONSES, RealServer, serving, serving_together, wait_for
 from resume_notes import Seen, blocks_of, cuts, shown
+from signing import signed
 
+from stoker.base.fleet_key import FleetKey
 from stoker.cli.main import main
 from stoker.kv.blocks.keys import block_keys, root_key
 from stoker.proto.events import AllBlocksCleared, BlockRemoved, BlockStored, decode_batch, read_message
 from stoker.proto.messages import WorkerReport
+from stoker.proto.signed_http import RequestVerifier
 from stoker.text.folder import text_digest
 
 # In float64 the batch does not change a sampled token, so answers can be compared exactly.
@@ -57,14 +60,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "responses": (RESPONSES, {"input": "Tell me", "max_output_tokens": 16, "ignore_eos": True}),
 }
 
+SECRET = "open sesame, open sesame"
+
 
 @pytest.fixture(scope="module")
 def workers(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RealServer]]:
     logs = tmp_path_factory.mktemp("log")
     secret = logs / "secret"
-    secret.write_text("sesame\n")
+    secret.write_text(f"{SECRET}\n")
     options = (*FAST, "--secret-file", str(secret))
     with serving_together(tiny_folder, (logs / "0", options), (logs / "1", options)) as both:
+        for worker in both:
+            worker.secret = SECRET
         yield both
     assert not any("Traceback" in path.read_text() for path in logs.iterdir())
 
@@ -72,6 +79,7 @@ def workers(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 def stream(worker: RealServer, path: str, body: dict[str, Any]) -> bytes:
     headers = {"Content-Type": "application/json", "X-Request-Id": "r-1", "x-stoker-stream": "1"}
     data = json.dumps({"model": "tiny", "stream": True, "seed": 11} | body).encode()
+    headers |= signed(worker.url, worker.secret, path, data)
     with urllib.request.urlopen(urllib.request.Request(worker.url + path, data, headers), timeout=120) as answer:
         return bytes(answer.read())
 
@@ -105,8 +113,7 @@ def test_the_worker_sends_its_tokenizer_files(workers: list[RealServer], tiny_fo
     worker = workers[0]
     answers = {}
     for path in ("/stoker/worker", "/stoker/tokenizer"):
-        assert worker.send(path).status == 401
-        request = urllib.request.Request(worker.url + path, headers={"x-stoker-secret": "sesame"})
+        request = urllib.request.Request(worker.url + path, headers=signed(worker.url, SECRET, path))
         with urllib.request.urlopen(request, timeout=60) as answer:
             answers[path] = json.load(answer)
     files = answers["/stoker/tokenizer"]["files"]
@@ -116,13 +123,21 @@ def test_the_worker_sends_its_tokenizer_files(workers: list[RealServer], tiny_fo
 
 @pytest.mark.slow  # test_fleet_side.py covers the registrar, gateway/test_real_fleet.py covers real workers
 def test_the_worker_registers_and_unregisters(tiny_folder: Path, tmp_path: Path) -> None:
-    heard: list[tuple[str, str | None, dict[str, Any]]] = []
+    heard: list[tuple[str, dict[str, Any]]] = []
+    verifier = RequestVerifier(FleetKey(SECRET))
 
     class Gateway(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
-            heard.append((self.command, self.headers.get("x-stoker-secret"), json.loads(body)))
-            self.send_response(200)
+            sent = self.headers.get("x-stoker-auth", "").encode()
+            head = verifier.check(sent, self.command.encode(), b"/stoker/register")
+            if head is None:
+                self.send_response(401)
+                self.send_header("x-stoker-challenge", verifier.challenge)
+            else:
+                heard.append((self.command, json.loads(body)))
+                self.send_response(200)
+                self.send_header("x-stoker-proof", head.proof.decode())
             self.send_header("Content-Length", "0")
             self.end_headers()
 
@@ -131,22 +146,23 @@ def test_the_worker_registers_and_unregisters(tiny_folder: Path, tmp_path: Path)
         def log_message(self, *_: object) -> None: ...
 
     secret = tmp_path / "secret"
-    secret.write_text("sesame\n")
+    secret.write_text(f"{SECRET}\n")
     gateway = ThreadingHTTPServer(("127.0.0.1", 0), Gateway)
     threading.Thread(target=gateway.serve_forever).start()
     urls = f"http://127.0.0.1:{gateway.server_port},http://127.0.0.1:1"
     try:
         with serving(tiny_folder, tmp_path / "log", *FAST, "--gateway", urls, "--secret-file", str(secret)) as worker:
             wait_for(lambda: bool(heard))
-            method, shown_secret, body = heard[0]
-            assert (method, shown_secret, body["url"], body["models"]) == ("POST", "sesame", worker.url, ["tiny"])
+            worker.secret = SECRET
+            method, body = heard[0]
+            assert (method, body["url"], body["models"]) == ("POST", worker.url, ["tiny"])
             assert body["events"].startswith("tcp://127.0.0.1:")
             assert worker.complete("Hello", max_tokens=2).status == 200
             worker.process.send_signal(signal.SIGTERM)
             assert worker.process.wait(20) == 0
         assert [one[0] for one in heard].count("DELETE") == 1
         assert heard[-1][0] == "DELETE"
-        assert heard[-1][2]["worker_id"] == body["worker_id"]
+        assert heard[-1][1]["worker_id"] == body["worker_id"]
     finally:
         gateway.shutdown()
         gateway.server_close()
@@ -160,7 +176,9 @@ def test_the_worker_registers_and_unregisters(tiny_folder: Path, tmp_path: Path)
         (["--secret-file", os.devnull], "holds no secret"),
         (["--gateway", "10.0.0.1:8000"], "--gateway 10.0.0.1:8000: expected a URL"),
         (["--advertise", "ftp://x"], "--advertise ftp://x: expected a URL"),
-        (["--host", "0.0.0.0", "--gateway", "http://10.0.0.1:8000"], "give its URL with --advertise"),
+        (["--host", "0.0.0.0"], "--host 0.0.0.0 without --secret-file"),
+        (["--api-key-file", "/k"], "--api-key-file has no effect without --secret-file"),
+        (["--host", "0.0.0.0", "--insecure", "--gateway", "http://10.0.0.1:8000"], "give its URL with --advertise"),
     ],
     ids=str,
 )

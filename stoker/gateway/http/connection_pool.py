@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from typing import Protocol
 
 from stoker.gateway.http.errors import ConnectTimeout, NoSocketLeft, ResponseLost, Unreachable
 from stoker.gateway.http.head import Headers, HeadParser, header_block
@@ -15,13 +16,27 @@ from stoker.gateway.http.worker_response import WorkerConnection, WorkerResponse
 _LOCAL_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 _STALE_CLOSE_S = 1.0  # a worker that closes a reused connection later than this after a request has seen the request
+_UNAUTHORIZED = 401
+_CHALLENGE = b"x-stoker-challenge"
+_MAX_CHALLENGE_BYTES = 1 << 16
+
+
+class Signer(Protocol):
+    """Signs requests to one worker. `RequestSigner` implements it."""
+
+    def header_line(self, method: bytes, path: bytes, body: bytes) -> bytes:
+        """Return the header to add to a request, with its line end."""
+
+    def learn(self, challenge: bytes | None) -> bool:
+        """Note the challenge of an answer with status 401. Return True if the request should be signed again."""
 
 
 class ConnectionPool:
     """Connections to one origin. The most recently used one is reused first, so that surplus connections time out."""
 
-    def __init__(self, origin: Origin, limits: ClientLimits) -> None:
+    def __init__(self, origin: Origin, limits: ClientLimits, signer: Signer | None = None) -> None:
         self.origin = origin
+        self._signer = signer
         self.limits = limits
         self.heads = HeadParser(limits.max_headers)
         self.where = str(origin)
@@ -63,12 +78,14 @@ class ConnectionPool:
 
         If a reused connection closes at once without sending any byte, the worker had closed it before it saw the request,
         so the request is sent again on a new connection. If there is none to be had, the worker has probably crashed, maybe
-        because of this request: that is ResponseLost, not Unreachable.
+        because of this request: that is ResponseLost, not Unreachable. If the worker does not accept the signature, because
+        it was restarted, the request is signed and sent once more.
         """
         head = self._head(method, path, headers, body)
         connection = self._take()
         first_s = None if idle_s is None else head_s
         was_sent = False
+        may_sign_again = self._signer is not None
         while True:
             if connection is None:
                 connection = await self._connect_again(connect_s) if was_sent else await self._connect(connect_s)
@@ -83,7 +100,15 @@ class ConnectionPool:
                 _give_up(connection, waiter)
                 raise
             if answer is not None:
-                return answer
+                if answer.status != _UNAUTHORIZED or not may_sign_again:
+                    return answer
+                may_sign_again = False
+                if self._signer is None or not self._signer.learn(answer.header(_CHALLENGE)):
+                    return answer
+                await answer.read(_MAX_CHALLENGE_BYTES)
+                head = self._head(method, path, headers, body)
+                connection = self._take()
+                continue
             if self._loop.time() - sent_s > _STALE_CLOSE_S:
                 raise ResponseLost(f"{self.where}: the connection closed before a response")
             connection, was_sent = None, True
@@ -116,6 +141,8 @@ class ConnectionPool:
     def _head(self, method: bytes, path: bytes, headers: Headers, body: bytes) -> bytes:
         block = headers if isinstance(headers, bytes) else header_block(headers)
         prefix = self.origin.prefix
+        if self._signer is not None:
+            block += self._signer.header_line(method, path, body)
         if body or method not in (b"GET", b"HEAD", b"DELETE", b"OPTIONS"):
             return b"%b %b%b%bcontent-length: %d\r\n%b\r\n" % (method, prefix, path, self._host_line, len(body), block)
         return b"%b %b%b%b%b\r\n" % (method, prefix, path, self._host_line, block)

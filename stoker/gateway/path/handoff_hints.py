@@ -18,7 +18,7 @@ from stoker.base.ids import WorkerId
 from stoker.gateway.http import NoSocketLeft, ResponseAborted, ResponseLost, Unreachable, header_block
 from stoker.gateway.path.upstream import Upstream
 from stoker.proto.handoff import KvTransfer, encode_prefetch, encode_release, lease_id
-from stoker.proto.internal_http import PREFETCH_PATH, RELEASE_PATH, SECRET_HEADER
+from stoker.proto.internal_http import PREFETCH_PATH, RELEASE_PATH
 from stoker.proto.messages import WorkerInfo
 from stoker.routing.query import Leg
 
@@ -34,15 +34,9 @@ _IN_RAM = "CPU"  # the medium of the tier that receives blocks pulled early
 class HandoffHints:
     """Sends hand-off hints. `info_of` returns the latest `/stoker/worker` data of a worker, if known."""
 
-    def __init__(
-        self,
-        info_of: Callable[[WorkerId], WorkerInfo | None] = lambda worker_id: None,
-        secret: str | None = None,
-    ) -> None:
+    def __init__(self, info_of: Callable[[WorkerId], WorkerInfo | None] = lambda worker_id: None) -> None:
         self._info_of = info_of
         self._headers = header_block([(b"content-type", b"application/json")])
-        if secret is not None:
-            self._headers += header_block([(SECRET_HEADER.encode(), secret.encode())])
         self._tasks: set[asyncio.Task[None]] = set()
 
     def pull_early(self, prefill: Leg, decode: Leg, upstream: Upstream, transfer_id: str) -> asyncio.Task[None] | None:

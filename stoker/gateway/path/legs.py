@@ -133,6 +133,11 @@ class Legs:
     def max_notes_bytes(self) -> int:
         return self._services.settings.max_notes_bytes
 
+    @property
+    def dropped_fields(self) -> dict[str, int]:
+        """The counts of body fields that were not passed to a foreign engine."""
+        return self._services.metrics.dropped_fields
+
     # ---- requests to workers
 
     async def send(self, leg: Leg, body: bytes, headers: bytes = b"") -> WorkerResponse:

@@ -10,6 +10,7 @@ from typing import Any
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Member
 from stoker.gateway.http import ClientLimits, ConnectionPool, HeaderFilter, Origin, header_block
+from stoker.gateway.watch.worker_signers import WorkerSigners
 from stoker.proto.internal_http import INTERNAL_HEADER_PREFIX
 
 # Client headers that are not forwarded to workers. `authorization`, `cookie` and `x-api-key` are for the gateway.
@@ -77,8 +78,14 @@ class Upstream:
 class Upstreams:
     """One Upstream for each worker, created on first use."""
 
-    def __init__(self, limits: ClientLimits | None = None, api_keys: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        limits: ClientLimits | None = None,
+        api_keys: Mapping[str, str] | None = None,
+        signers: WorkerSigners | None = None,
+    ) -> None:
         self._limits = limits or ClientLimits()
+        self._signers = signers or WorkerSigners()
         self._api_keys = api_keys or {}  # by worker URL
         self._known: dict[WorkerId, Upstream] = {}
         self._to_worker = HeaderFilter(_NOT_FOR_WORKERS, _INTERNAL_PREFIXES)
@@ -94,7 +101,7 @@ class Upstreams:
         origin = Origin.from_url(member.spec.url)
         key = self._api_keys.get(member.spec.url)
         headers = b"" if key is None else header_block([(b"authorization", b"Bearer " + key.encode())])
-        pool = ConnectionPool(origin, self._limits)
+        pool = ConnectionPool(origin, self._limits, self._signers.signer(member.spec))
         upstream = Upstream(member.spec.url, pool, origin, headers, self._to_worker, self._to_client)
         self._known[member.spec.worker_id] = upstream
         return upstream

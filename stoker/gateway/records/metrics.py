@@ -38,6 +38,7 @@ class GatewayMetrics:
         self.refusals: defaultdict[str, int] = defaultdict(int)
         self.bad_requests: defaultdict[str, int] = defaultdict(int)
         self.wrong_usage: defaultdict[str, int] = defaultdict(int)
+        self.dropped_fields: defaultdict[str, int] = defaultdict(int)
         self.upstream: defaultdict[tuple[str, str], int] = defaultdict(int)
         self.ttft_s = Histogram(_TTFT_S)
         self.e2e_s = Histogram(_E2E_S)
@@ -90,6 +91,7 @@ class GatewayMetrics:
             ("handoffs", "Requests with a prefill and a decode leg", "outcome", self.handoffs),
             ("refusals", "Requests refused before admission", "code", self.refusals),
             ("wrong_usage", "Answers whose worker reported impossible token counts", "worker", self.wrong_usage),
+            ("dropped_fields", "Body fields not passed to a foreign engine", "field", self.dropped_fields),
             ("bad_requests", "Requests that are not valid HTTP", "reason", self.bad_requests),
         ):
             yield from _family(f"stoker_gateway_{name}_total", text, "counter", _labelled(label, counts))

@@ -19,6 +19,7 @@ from zmq.utils.monitor import parse_monitor_message
 from stoker.base import log as logs
 from stoker.gateway.watch.rekey import Rekeyer
 from stoker.gateway.watch.zmq_reader import ZmqReader
+from stoker.proto.event_keys import EventSecurity, OpenEvents
 from stoker.proto.events import (
     LOAD_TOPIC,
     AllBlocksCleared,
@@ -31,6 +32,8 @@ from stoker.proto.events import (
 )
 
 log = logs.EventLog("kv_events")
+
+_OPEN = OpenEvents()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +50,14 @@ class LoadListener:
     """Receives only the load reports of a worker. Used while the model's tokenizer is unknown, so blocks have no keys."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], events_url: str, on_report: Callable[[bytes], None]
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        events_url: str,
+        on_report: Callable[[bytes], None],
+        security: EventSecurity = _OPEN,
     ) -> None:
         socket = context.socket(zmq.SUB)
+        security.secure_client(socket)
         socket.set(zmq.IPV6, 1)
         socket.subscribe(LOAD_TOPIC)
         socket.connect(events_url)
@@ -77,6 +85,7 @@ class KvFollower:
         snapshots: bool,
         on_report: Callable[[bytes], None] = lambda payload: None,
         settings: FollowSettings | None = None,
+        security: EventSecurity = _OPEN,
     ) -> None:
         self._name = name
         self._context = context
@@ -85,6 +94,7 @@ class KvFollower:
         self._snapshots = snapshots
         self._on_report = on_report
         self._settings = settings or FollowSettings()
+        self._security = security
         self._loop = asyncio.get_running_loop()
         self._next: int | None = None  # the expected sequence number; None accepts any
         self._last_heard = -1  # last number on the subscription; a smaller one means that the worker restarted
@@ -95,6 +105,7 @@ class KvFollower:
         self._resynced_s = -self._settings.max_wait_s
 
         socket = context.socket(zmq.SUB)
+        security.secure_client(socket)
         socket.set(zmq.RCVHWM, 0)  # no silent loss in the socket; `max_held` bounds the memory instead
         socket.set(zmq.IPV6, 1)
         socket.subscribe(b"")
@@ -190,6 +201,7 @@ class KvFollower:
             self._flush()
             return
         socket = self._context.socket(zmq.DEALER)
+        self._security.secure_client(socket)
         socket.set(zmq.IPV6, 1)
         socket.connect(self._replay_url)
         reader = ZmqReader(socket, self._on_replay)

@@ -1,18 +1,18 @@
 """`/stoker/register`: Stoker workers register themselves, send heartbeats every few seconds, and sign off.
 
-Requests need the secret shared by workers and gateways; without a configured secret, registration is disabled. A worker is
+Requests are signed with the secret that workers and gateways share. Without a secret, registration is disabled. A worker is
 identified by its address, so that a worker which is also in the configuration, or restarts, is listed only once.
 """
 
 from __future__ import annotations
 
-import hmac
 from dataclasses import replace
 from typing import Protocol
 
 import msgspec
 
 from stoker.base.errors import ConfigError, InvalidRequest
+from stoker.base.fleet_key import FleetKey
 from stoker.base.ids import WorkerId
 from stoker.base.log import EventLog
 from stoker.fleet.fleet import Fleet
@@ -20,10 +20,11 @@ from stoker.fleet.spec import WorkerSpec
 from stoker.gateway.api.endpoint import EndpointRequest
 from stoker.gateway.api.reply import Reply, error_reply, json_reply, method_not_allowed
 from stoker.gateway.worker_option import WorkerSettings, worker_id_of, worker_spec
-from stoker.proto.internal_http import REGISTER_PATH, SECRET_HEADER
+from stoker.proto.internal_http import REGISTER_PATH
 from stoker.proto.messages import WorkerRegistration
+from stoker.proto.signed_http import AUTH_HEADER, CHALLENGE_HEADER, PROOF_HEADER, RequestVerifier
 
-_SECRET = SECRET_HEADER.encode()
+_AUTH = AUTH_HEADER.encode()
 
 log = EventLog("registration")
 
@@ -42,20 +43,30 @@ class MembershipChanges(Protocol):
 class RegistrationEndpoint:
     """Handles POST (register, heartbeat) and DELETE (sign off)."""
 
-    def __init__(self, secret: str | None, fleet: Fleet, workers: MembershipChanges) -> None:
-        self._secret = None if secret is None else secret.encode()
+    def __init__(self, key: FleetKey | None, fleet: Fleet, workers: MembershipChanges) -> None:
+        self._verifier = None if key is None else RequestVerifier(key)
         self._fleet = fleet
         self._workers = workers
         self._processes: dict[WorkerId, WorkerId] = {}  # address -> the worker's own id, which is new after each start
 
     async def answer(self, request: EndpointRequest) -> Reply:
-        if self._secret is None:
+        verifier = self._verifier
+        if verifier is None:
             message = "Workers cannot register here: start the gateway with --secret-file."
             return error_reply(403, message, code="registration_off")
-        sent = request.header(_SECRET)
-        if sent is None or not hmac.compare_digest(sent, self._secret):
-            message = f"The {SECRET_HEADER} header is missing or wrong: give worker and gateway the same --secret-file."
-            return error_reply(401, message, code="invalid_secret")
+        signed = verifier.check(request.header(_AUTH), request.method, REGISTER_PATH.encode())
+        if signed is None or not signed.has_body(request.body):
+            message = (
+                f"The {AUTH_HEADER} header is missing, wrong or was used before: "
+                "give worker and gateway the same --secret-file."
+            )
+            refusal = error_reply(401, message, code="invalid_secret")
+            challenge = (CHALLENGE_HEADER.encode(), verifier.challenge.encode())
+            return replace(refusal, headers=[*refusal.headers, challenge])
+        reply = self._answer_signed(request)
+        return replace(reply, headers=[*reply.headers, (PROOF_HEADER.encode(), signed.proof)])
+
+    def _answer_signed(self, request: EndpointRequest) -> Reply:
         if request.method not in (b"POST", b"DELETE"):
             return method_not_allowed(REGISTER_PATH.encode(), request.method, [b"POST", b"DELETE"])
         try:

@@ -36,13 +36,17 @@ from stoker.gateway.watch import scrape
 from stoker.gateway.watch.kv_events import KvFollower, LoadListener
 from stoker.gateway.watch.load_probe import LoadProbe, LoadUnavailable
 from stoker.gateway.watch.rekey import Rekeyer, StoreBlocks, WorkerIndex
-from stoker.proto.internal_http import SECRET_HEADER, TOKENIZER_PATH, WORKER_INFO_PATH
+from stoker.gateway.watch.worker_signers import WorkerSigners
+from stoker.proto.event_keys import event_security
+from stoker.proto.internal_http import TOKENIZER_PATH, WORKER_INFO_PATH
 from stoker.proto.messages import TokenizerFiles, WorkerInfo, WorkerReport
+from stoker.proto.signed_http import PROOF_HEADER
 from stoker.routing.router import PrefixIndexes
 
 _ANSWER_BYTES = 4 << 20
 _TOKENIZER_BYTES = 128 << 20
 _STOKER = "stoker"  # the dialect of Stoker workers
+_PROOF = PROOF_HEADER.encode()
 
 log = logs.EventLog("watch")
 
@@ -70,7 +74,7 @@ class WatchContext:
     key_makers: PrefixKeyMakers
     settings: WatchSettings
     clock: Callable[[], float]
-    secret: str | None
+    signers: WorkerSigners
     on_lost: Callable[[WorkerId], None]
     zmq_context: zmq.Context[zmq.Socket[bytes]]
     # The shared KV stores by name, each kept while a watcher follows a worker that uses it.
@@ -87,10 +91,11 @@ class Watcher:
         self._context = context
         self._settings = context.settings
         self._load_probe = load_probe
-        self._pool = ConnectionPool(Origin.from_url(spec.url), ClientLimits(max_idle=2))
+        self._signer = context.signers.signer(spec)
+        self._is_proven = self._signer is None  # whether the worker's last answer proved that it has the fleet's secret
+        self._event_security = event_security(None if self._signer is None else context.signers.key)
+        self._pool = ConnectionPool(Origin.from_url(spec.url), ClientLimits(max_idle=2), self._signer)
         self._headers = [] if api_key is None else [(b"authorization", b"Bearer " + api_key.encode())]
-        if context.secret is not None and spec.dialect == _STOKER:
-            self._headers.append((SECRET_HEADER.encode(), context.secret.encode()))
         self._random = random.Random(spec.worker_id)
         self._state: tuple[bool, bool] | None = None  # (live, ready) from the last health check
         self._is_reported = False  # whether `_state` was reported to the fleet
@@ -166,11 +171,17 @@ class Watcher:
         except Unreachable:
             return False, False
         self._num_late = 0
-        return True, 200 <= status < 300
+        if not self._is_proven:
+            self._warn_once(
+                "worker_not_proven",
+                hint="its answer has no proof of the fleet's secret, so it gets no requests; "
+                "give worker and gateway the same --secret-file",
+            )
+        return True, 200 <= status < 300 and self._is_proven
 
     async def _ready_status(self) -> int:
         if self.spec.dialect == _STOKER:
-            return (await self._get(b"/ready"))[0]
+            return (await self._get(b"/ready"))[0]  # signed if there is a secret, so that the answer has a proof
         status, _ = await self._get(b"/health")
         if status in (404, 405):
             status, _ = await self._get(b"/v1/models")
@@ -205,6 +216,9 @@ class Watcher:
     async def _learn_models(self) -> None:
         if self.spec.dialect == _STOKER and await self._learn_worker_info():
             return
+        if not self._is_proven:
+            self._learn_soon()
+            return
         status, answer = await self._get(b"/v1/models")
         names = scrape.model_names(answer) if status == 200 else None
         if names is None:
@@ -217,7 +231,7 @@ class Watcher:
     async def _learn_worker_info(self) -> bool:
         """Read a Stoker worker's description of itself; False if it gives none (an old version, or a wrong secret)."""
         status, answer = await self._get(WORKER_INFO_PATH.encode())
-        if status != 200:
+        if status != 200 or not self._is_proven:
             text = answer[:200].decode("utf-8", "replace")
             self._warn_once("worker_info_unavailable", status=status, answer=text)
             return False
@@ -304,7 +318,7 @@ class Watcher:
             step_s=report.step_s,
         )
         self._context.fleet.saw_report(self.spec.worker_id, load, self._context.clock())
-        self._report_state(True, report.ready and not report.draining)
+        self._report_state(True, report.ready and not report.draining and self._is_proven)
         if self._info is not None and report.worker_id != self._info.worker_id:
             self._info = None
             self._learn_soon()
@@ -333,7 +347,8 @@ class Watcher:
         zmq_context = self._context.zmq_context
         is_stoker = spec.dialect == _STOKER
         if block_tokens is None:
-            self._follower = LoadListener(zmq_context, events, self._on_report) if is_stoker else None
+            if is_stoker:
+                self._follower = LoadListener(zmq_context, events, self._on_report, self._event_security)
             return
         indexes = {id(index): index for index in (self._context.indexes[name] for name in self._models)}
         index = WorkerIndex(spec.worker_id, list(indexes.values()))
@@ -343,7 +358,14 @@ class Watcher:
         rekeyer = Rekeyer(index, block_tokens, hashes_salts=not is_stoker, stores=blocks)
         on_report = self._on_report if is_stoker else _ignore
         self._follower = KvFollower(
-            spec.worker_id, zmq_context, events, replay, rekeyer, snapshots=is_stoker, on_report=on_report
+            spec.worker_id,
+            zmq_context,
+            events,
+            replay,
+            rekeyer,
+            snapshots=is_stoker,
+            on_report=on_report,
+            security=self._event_security,
         )
 
     def _unfollow(self) -> None:
@@ -360,6 +382,8 @@ class Watcher:
         settings = self._settings
         async with asyncio.timeout(answer_s or settings.answer_s):
             answer = await self._pool.send(b"GET", path, self._headers, b"", connect_s=settings.connect_s, head_s=None)
+            if self._signer is not None:
+                self._is_proven = self._signer.is_proven(answer.header(_PROOF))
             return answer.status, await answer.read(limit_bytes)
 
     def _warn_once(self, event: str, **fields: object) -> None:

@@ -14,6 +14,7 @@ from stoker.fleet.spec import WorkerSpec
 from stoker.gateway.prefix.conversation_keys import PrefixKeyMakers
 from stoker.gateway.watch.load_probe import LoadProbe, NoLoadProbe
 from stoker.gateway.watch.watcher import WatchContext, Watcher, WatchSettings
+from stoker.gateway.watch.worker_signers import WorkerSigners
 from stoker.proto.messages import WorkerInfo
 from stoker.routing.router import PrefixIndexes
 
@@ -30,7 +31,7 @@ class Watchers:
         key_makers: PrefixKeyMakers,
         settings: WatchSettings | None = None,
         *,
-        secret: str | None = None,
+        signers: WorkerSigners | None = None,
         api_keys: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_lost: Callable[[WorkerId], None] = lambda worker_id: None,
@@ -41,7 +42,7 @@ class Watchers:
             key_makers=key_makers,
             settings=settings or WatchSettings(),
             clock=clock,
-            secret=secret,
+            signers=signers or WorkerSigners(),
             on_lost=on_lost,
             zmq_context=zmq.Context(),
         )
@@ -73,6 +74,7 @@ class Watchers:
         watcher = self._watchers.pop(worker_id, None)
         if watcher is not None:
             watcher.end()
+            self._context.signers.forget(watcher.spec.url)
         self._context.indexes.forget(worker_id)
         return watcher
 

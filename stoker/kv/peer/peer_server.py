@@ -14,11 +14,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from ipaddress import ip_address
 
 from stoker.base.address import join_address
 from stoker.base.config import HandoffSettings
 from stoker.base.errors import ConfigError
+from stoker.base.fleet_key import is_loopback
 from stoker.base.log import EventLog
 from stoker.kv.blocks.layout import head_slice
 from stoker.kv.blocks.transfer import KvIdentity, PeerUnavailable
@@ -40,7 +40,8 @@ from stoker.kv.peer.peer_wire import (
 from stoker.kv.peer.transports.tcp import send_blocks
 from stoker.kv.peer.transports.transport import IO_TIMEOUT_S, make_transports
 
-_MAX_CONNECTIONS = 256
+_MAX_CONNECTIONS = 256  # of authenticated peers
+_MAX_STRANGERS = 32  # connections in their handshake; the oldest one makes room for a new one
 _MAX_WAIT_S = 60.0
 _CHECKSUM_BYTES = 8 << 20
 _CHECKSUM_WAIT_S = 1.0
@@ -76,7 +77,7 @@ class PeerServer:
 
         Ranks of one engine share an `engine_id`.
         """
-        if settings.secret is None and not _is_loopback(settings.host):
+        if settings.secret is None and not settings.insecure and not is_loopback(settings.host):
             raise ConfigError(
                 f"handoff.host={settings.host} needs handoff.secret: without it, all processes that reach it could read KV"
             )
@@ -91,6 +92,7 @@ class PeerServer:
         self._lock = threading.Lock()  # protects everything below
         self._stats = PeerServerStats()
         self._connections: dict[PeerConnection, threading.Thread] = {}
+        self._strangers: dict[PeerConnection, None] = {}  # those whose handshake is not done, oldest first
         family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
         self._listener = socket.create_server((settings.host, settings.port), family=family, backlog=128)
         self._is_closed = False
@@ -145,10 +147,16 @@ class PeerServer:
                 continue
             connection = PeerConnection(sock)
             with self._lock:
-                if self._is_closed or len(self._connections) >= _MAX_CONNECTIONS:
+                if self._is_closed or len(self._connections) - len(self._strangers) >= _MAX_CONNECTIONS:
                     self._stats.refused += 1
                     connection.close()
                     continue
+                if len(self._strangers) >= _MAX_STRANGERS:
+                    oldest = next(iter(self._strangers))
+                    del self._strangers[oldest]
+                    self._stats.refused += 1
+                    oldest.shut()
+                self._strangers[connection] = None
                 thread = threading.Thread(
                     target=self._run, args=(connection, str(peer[0])), name="kv-peer", daemon=True
                 )
@@ -158,6 +166,8 @@ class PeerServer:
     def _run(self, connection: PeerConnection, peer: str) -> None:
         try:
             if self._handshake(connection, peer):
+                with self._lock:
+                    self._strangers.pop(connection, None)
                 self._serve(connection)
         except BadFrame as bad:
             self._count(bad=1)
@@ -166,6 +176,7 @@ class PeerServer:
             _log.event("kv_peer_left", peer=peer, reason=error.message)
         finally:
             with self._lock:
+                self._strangers.pop(connection, None)
                 del self._connections[connection]
             connection.close()
 
@@ -306,10 +317,3 @@ def _nonce(text: object) -> bytes:
     if len(nonce) != 16:
         raise BadFrame("HELLO without a nonce of 16 bytes")
     return nonce
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -28,7 +28,7 @@ from stoker.kv.peer.lease_book import LeaseView
 VERSION = f"2 {CHECKSUM}"
 MAX_BLOCKS = 4096  # per request
 _MAX_PAYLOAD = 16 << 20
-_MAX_HELLO = 1 << 16  # before the other side is authenticated
+_MAX_HELLO = 1 << 13  # before the other side is authenticated
 _MARK = 0x4B56
 _HEADER = struct.Struct("<HBxI")
 _REQUEST = struct.Struct("<IIdHHB?HI")

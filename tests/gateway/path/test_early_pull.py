@@ -35,7 +35,6 @@ class Hinted:
 
     fake: FakeStoker = field(default_factory=FakeStoker)
     hints: list[Any] = field(default_factory=list)
-    secrets: list[bytes | None] = field(default_factory=list)
     hangs: bool = False
 
     async def __call__(self, worker: MockWorker, request: HttpRequest) -> None:
@@ -43,7 +42,6 @@ class Hinted:
             await self.fake(worker, request)
             return
         self.hints.append(json.loads(request.body))
-        self.secrets.append(request.header(b"x-stoker-secret"))
         if self.hangs:
             await asyncio.sleep(2 * LONG_S)
         request.respond(202, [], b"")
@@ -58,7 +56,7 @@ def test_decode_gets_a_hint_where_the_blocks_will_be(hangs: bool, monkeypatch: p
 
     async def main() -> None:
         infos = {"p": info("p", **KEEPS), "d": info("d")}
-        async with World(prompt_tokens=5000, hints=HandoffHints(infos.get, "sesame")) as world:
+        async with World(prompt_tokens=5000, hints=HandoffHints(infos.get)) as world:
             decode = Hinted(hangs=hangs)
 
             async def prefill(worker: MockWorker, request: HttpRequest) -> None:
@@ -85,7 +83,6 @@ def test_decode_gets_a_hint_where_the_blocks_will_be(hangs: bool, monkeypatch: p
                     "lease_s": 0,
                 }
             ]
-            assert decode.secrets == [b"sesame"]
             await world.settled()
             await until(lambda: not [one for one in asyncio.all_tasks() if one.get_name() == "early-pull"])
 

@@ -9,20 +9,32 @@ import msgspec
 import pytest
 
 from stoker.base.errors import InvalidRequest
+from stoker.base.fleet_key import FleetKey
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Fleet
 from stoker.fleet.spec import Role, WorkerSpec
+from stoker.gateway.api.reply import Reply
 from stoker.gateway.watch.registration import RegistrationEndpoint
+from stoker.proto.signed_http import RequestSigner
 
 SECRET = "s3cret"
+PATH = b"/stoker/register"
 
 
 class Asked:
-    def __init__(self, method: str, body: bytes, secret: str | None) -> None:
-        self.method, self.body, self._secret = method.encode(), body, secret
+    """A registration, signed with a secret for a gateway's challenge."""
+
+    path, query = PATH, b""
+
+    def __init__(self, method: str, body: bytes, secret: str | None, challenge: bytes | None) -> None:
+        self.method, self.body, self.sent = method.encode(), body, None
+        if secret is not None and challenge is not None:
+            signer = RequestSigner(FleetKey(secret))
+            signer.learn(challenge)
+            self.sent = signer.sign(self.method, PATH, body)
 
     def header(self, name: bytes) -> bytes | None:
-        return self._secret.encode() if self._secret is not None and name == b"x-stoker-secret" else None
+        return self.sent if name == b"x-stoker-auth" else None
 
 
 class World:
@@ -30,7 +42,7 @@ class World:
         self.now = 0.0
         self.fleet = Fleet()
         self.restarts: list[str] = []
-        self.registration = RegistrationEndpoint(secret, self.fleet, self)
+        self.registration = RegistrationEndpoint(None if secret is None else FleetKey(secret), self.fleet, self)
 
     def add(self, spec: WorkerSpec) -> None:
         self.fleet.add(spec, self.now)
@@ -46,7 +58,13 @@ class World:
             "worker_id": "w-1", "role": "unified", "models": ["m"], "fingerprint": "f", "block_tokens": 16, "num_blocks": 9,
             "max_model_tokens": 100, "events": "tcp://h:5557", "replay": None, "tokenizer": "t", "url": "http://h:1",
         } | changes  # fmt: skip
-        return asyncio.run(self.registration.answer(Asked(method, msgspec.json.encode(word), secret))).status
+        return self.ask(Asked(method, msgspec.json.encode(word), secret, self.challenge())).status
+
+    def ask(self, asked: Asked) -> Reply:
+        return asyncio.run(self.registration.answer(asked))
+
+    def challenge(self) -> bytes | None:
+        return dict(self.ask(Asked("POST", b"", None, None)).headers).get(b"x-stoker-challenge")
 
 
 def test_a_worker_registers_sends_heartbeats_and_signs_off() -> None:
@@ -98,3 +116,24 @@ def test_nonsense_is_refused(changes: dict[str, str]) -> None:
         world.say(**changes)
     assert world.say("PUT") == 405
     assert world.fleet.members() == []
+
+
+def test_a_captured_registration_can_neither_be_replayed_nor_changed() -> None:
+    world = World()
+    asked = Asked("POST", b"{}", SECRET, world.challenge())
+    assert asyncio.run(_answered(world, asked)) == (400, 401)
+    word = msgspec.json.encode({"worker_id": "w-1", "url": "http://h:1"})
+    tampered = Asked("POST", b"{}", SECRET, world.challenge())
+    tampered.body = word
+    assert world.ask(tampered).status == 401
+
+
+async def _answered(world: World, asked: Asked) -> tuple[int, int]:
+    """Return the statuses of a message and of its replay. The first is read, and is no registration."""
+    statuses = []
+    for _ in range(2):
+        try:
+            statuses.append((await world.registration.answer(asked)).status)
+        except InvalidRequest:
+            statuses.append(400)
+    return statuses[0], statuses[1]

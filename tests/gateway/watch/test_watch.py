@@ -21,17 +21,20 @@ from test_event_following import Foreign, stored
 from tiny_text import make_folder
 from waiting import LONG_S, until
 
+from stoker.base.fleet_key import FleetKey
 from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Fleet, Member
 from stoker.fleet.spec import WorkerSpec
 from stoker.gateway.api.client_body import EndpointKind, parse
 from stoker.gateway.http import HttpRequest
 from stoker.gateway.path.dialects.dialect import DIALECTS
+from stoker.gateway.path.upstream import Upstreams
 from stoker.gateway.prefix.conversation_keys import PrefixKeyMakers
 from stoker.gateway.prefix.prefix_keys import root_key, token_keys
 from stoker.gateway.prefix.token_prefix_keys import TokenPrefixKeys, TokenText
 from stoker.gateway.watch import scrape
 from stoker.gateway.watch.watchers import Watchers, WatchSettings
+from stoker.gateway.watch.worker_signers import WorkerSigners
 from stoker.kv.blocks.keys import block_keys
 from stoker.kv.blocks.keys import root_key as engine_root
 from stoker.proto.messages import BlocksNamed, EngineInfo, EngineStats, KvEvents
@@ -86,7 +89,8 @@ class Ours:
 
     def __init__(self, folder: Path, port: int = 0, **identity: Any) -> None:
         self.text = ModelText.from_folder(folder)
-        self.reporter = Reporter("127.0.0.1")
+        secret = identity.get("secret")
+        self.reporter = Reporter("127.0.0.1", key=None if secret is None else FleetKey(secret))
         self.port = port
         info = EngineInfo(
             model_fingerprint="f" * 16,
@@ -167,7 +171,7 @@ BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "def a
 def test_a_conversation_is_found_where_our_worker_computed_it(folder: Path) -> None:
     async def main() -> None:
         worker = await Ours(folder, secret="s").start()
-        world = World(secret="s")
+        world = World(signers=WorkerSigners(FleetKey("s")))
         member = world.watch(worker.url)
         await until(lambda: isinstance(world.makers.exact("m"), TokenPrefixKeys))
         assert member.models == {"m", "m-alias"}
@@ -222,14 +226,16 @@ def test_a_draining_worker_gets_no_requests_and_a_restarted_one_is_read_again(fo
     run(main())
 
 
-def test_the_wrong_secret_leaves_text_keys_and_the_public_side(folder: Path) -> None:
+@pytest.mark.parametrize("secret", ["other", None])
+def test_a_worker_without_the_fleets_secret_gets_no_requests(folder: Path, secret: str | None) -> None:
     async def main() -> None:
-        worker = await Ours(folder, secret="s").start()
-        world = World(secret="wrong")
+        worker = await Ours(folder, secret=secret).start()
+        world = World(signers=WorkerSigners(FleetKey("s")))
         member = world.watch(worker.url)
-        await until(lambda: bool(member.models))
+        await until(lambda: not world.is_usable)
         await asyncio.sleep(0.1)
-        assert world.is_usable
+        assert not world.is_usable
+        assert not member.models
         assert world.makers.exact("m") is None
         await world.close()
         await worker.stop()
@@ -373,11 +379,11 @@ def test_the_api_key_is_shown_and_odd_answers_change_nothing() -> None:
     async def main() -> None:
         worker = MockWorker(paths({"/health": (200, b""), "/v1/models": (200, b"[]"), "/metrics": (200, b"\xff\x00")}))
         await worker.start()
-        world = World(api_keys={worker.url: "k"}, secret="ours alone")
+        world = World(api_keys={worker.url: "k"}, signers=WorkerSigners(FleetKey("ours alone")))
         member = world.watch(worker.url, dialect="vllm")
         await until(lambda: worker.paths.count("/metrics") > 2)
         assert all(headers["authorization"] == "Bearer k" for headers in worker.headers)
-        assert all("x-stoker-secret" not in headers for headers in worker.headers)
+        assert all("x-stoker-auth" not in headers for headers in worker.headers)
         assert member.report is None
         assert not member.models
         assert world.is_usable
@@ -480,3 +486,47 @@ def test_pages_that_say_nothing(page: bytes) -> None:
     assert scrape.sglang_loads(page, 1) is None
     assert scrape.page_size(page) is None
     assert scrape.model_names(page) is None
+
+
+def test_a_restarted_worker_gets_the_next_request_signed_for_its_new_challenge(folder: Path) -> None:
+    async def main() -> None:
+        worker = await Ours(folder, secret="s").start()
+        signers = WorkerSigners(FleetKey("s"))
+        world, upstreams = World(signers=signers), Upstreams(signers=signers)
+        member = world.watch(worker.url)
+        await until(lambda: world.is_usable and bool(member.models))
+
+        async def models() -> int:
+            answer = await upstreams.of(member).pool.send(
+                b"GET", b"/v1/models", (), b"", connect_s=LONG_S, head_s=LONG_S
+            )
+            await answer.read(1 << 16)
+            return answer.status
+
+        assert await models() == 200
+        world.watchers.stop(W)  # the request path learns the new challenge by itself
+        await worker.stop()
+        again = await Ours(folder, port=worker.port, secret="s").start()
+        assert [await models() for _ in range(3)] == [200] * 3
+        upstreams.close()
+        await world.close()
+        await again.stop()
+
+    run(main())
+
+
+def test_an_impostor_at_a_workers_address_gets_no_requests(folder: Path) -> None:
+    async def main() -> None:
+        worker = await Ours(folder, secret="s").start()
+        world = World(signers=WorkerSigners(FleetKey("s")))
+        world.watch(worker.url)
+        await until(lambda: world.is_usable)
+        await worker.stop()
+        impostor = await Ours(folder, port=worker.port, secret=None).start()
+        await until(lambda: not world.is_usable)
+        await asyncio.sleep(0.1)
+        assert not world.is_usable
+        await world.close()
+        await impostor.stop()
+
+    run(main())

@@ -12,7 +12,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 import pytest
@@ -464,3 +464,14 @@ def test_closing_a_server_ends_waiting_pulls_at_once() -> None:
         world.close()
         pulling.join(PATIENCE_S / 2)
         assert found == [[True, False, False, False]]
+
+
+def test_strangers_do_not_keep_peers_out() -> None:
+    """300 silent connections are more than the server's limit."""
+    with closing(world := World(ServerSetup(settings=HandoffSettings(secret="a")))), ExitStack() as stack:
+        world.leases.put("L", keys(4), block_ids(5, 6, 7, 8), 4, True)
+        for _ in range(300):
+            stack.enter_context(dial(world.server.address))
+        wait_until(lambda: world.server.stats().connections <= 32)
+        with closing(puller := Puller(settings=HandoffSettings(secret="a"))):
+            assert puller.pull(world.ticket(), keys(4), block_ids(0, 1, 2, 3)) == [True] * 4

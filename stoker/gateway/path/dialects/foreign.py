@@ -13,6 +13,7 @@ from msgspec import UNSET, UnsetType
 from stoker.gateway.api.client_body import EndpointKind, fields
 from stoker.gateway.http import WorkerResponse
 from stoker.gateway.path.call import Call
+from stoker.gateway.path.dialects.accepted_fields import accepted_body
 from stoker.gateway.path.errors import LegFailed, Refused
 from stoker.gateway.path.legs import Legs, is_event_stream
 from stoker.gateway.path.rewrite import ForeignAnswer
@@ -30,11 +31,16 @@ _NO_END = "its stream ended without a final event"
 
 
 async def run_alone(
-    call: Call, legs: Legs, may_add: Collection[str] = ENGINE_FIELDS, *, has_running_usage: bool = True
+    call: Call,
+    legs: Legs,
+    accepted: frozenset[str],
+    may_add: Collection[str] = ENGINE_FIELDS,
+    *,
+    has_running_usage: bool = True,
 ) -> None:
     """Run the whole request on the decode worker. `has_running_usage`: it can report usage in every chunk."""
     wanted = usage_wanted(call, legs, has_running_usage)
-    answer, wanted = await send_decode(call, legs, {}, legs.send, wanted, may_add)
+    answer, wanted = await send_decode(call, legs, accepted, {}, legs.send, wanted, may_add)
     await deliver(call, legs, answer, reply_for(call, legs, wanted))
 
 
@@ -67,6 +73,7 @@ def reply_for(call: Call, legs: Legs, wanted: UsageWanted, *, is_pair: bool = Fa
 async def send_decode(
     call: Call,
     legs: Legs,
+    accepted: frozenset[str],
     put: Mapping[str, bytes],
     send: Callable[[Any, bytes], Awaitable[WorkerResponse]],
     wanted: UsageWanted,
@@ -79,15 +86,15 @@ async def send_decode(
     cannot bring this about: any other reason would make the second request fail too. While usage is left out, the gateway
     bills what it counts itself.
     """
+    dropped = legs.dropped_fields
     if wanted:
+        asking = {**put, **asking_for_usage(call, wanted)}
         try:
-            return await send(
-                legs.decode, call.body({**put, **asking_for_usage(call, wanted)}, may_add=may_add)
-            ), wanted
+            return await send(legs.decode, accepted_body(call, accepted, dropped, asking, (), may_add)), wanted
         except Refused as refused:
             if b"stream_options" not in refused.body:
                 raise
-    answer = await send(legs.decode, call.body(put, may_add=may_add))
+    answer = await send(legs.decode, accepted_body(call, accepted, dropped, put, (), may_add))
     if wanted and call.envelope.stream_options is UNSET and is_event_stream(answer):
         legs.upstream(legs.decode).refuses_usage_until_s = legs.now_s + _REFUSAL_S
     return answer, NO_USAGE_WANTED

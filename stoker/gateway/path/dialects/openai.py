@@ -1,4 +1,4 @@
-"""Any server with the OpenAI API and no extensions: one leg, and no field that OpenAI does not define."""
+"""Any server with the OpenAI API and no extensions: one leg, and no field that the gateway adds to OpenAI's."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Coroutine
 from typing import Any, ClassVar
 
 from stoker.gateway.path.call import Call
+from stoker.gateway.path.dialects.accepted_fields import OPENAI_FIELDS
 from stoker.gateway.path.dialects.dialect import DIALECTS
 from stoker.gateway.path.dialects.foreign import run_alone
 from stoker.gateway.path.legs import Legs
@@ -22,4 +23,4 @@ class OpenAi:
 
     def run(self, call: Call, legs: Legs) -> Coroutine[Any, Any, None]:
         legs.end_prefill()
-        return run_alone(call, legs, may_add=(), has_running_usage=False)
+        return run_alone(call, legs, OPENAI_FIELDS, may_add=(), has_running_usage=False)

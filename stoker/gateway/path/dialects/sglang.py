@@ -9,6 +9,7 @@ from typing import ClassVar
 import msgspec
 
 from stoker.gateway.path.call import Call
+from stoker.gateway.path.dialects.accepted_fields import SGLANG_FIELDS, accepted_body
 from stoker.gateway.path.dialects.dialect import DIALECTS
 from stoker.gateway.path.dialects.foreign import (
     ENGINE_FIELDS,
@@ -38,11 +39,11 @@ class SgLang:
     async def run(self, call: Call, legs: Legs) -> None:
         prefill = legs.prefill
         if prefill is None:
-            await run_alone(call, legs)
+            await run_alone(call, legs, SGLANG_FIELDS)
             return
         wanted = usage_wanted(call, legs)
         put = self._bootstrap(legs, prefill) | (asking_for_usage(call, wanted) if wanted else {})
-        body = call.body(put, may_add=ENGINE_FIELDS)
+        body = accepted_body(call, SGLANG_FIELDS, legs.dropped_fields, put, (), ENGINE_FIELDS)
         reply = reply_for(call, legs, wanted, is_pair=True)
 
         async def decode(prefilling: asyncio.Task[None]) -> None:

@@ -12,6 +12,7 @@ from msgspec import Raw
 
 from stoker.gateway.api.client_body import EndpointKind, fields
 from stoker.gateway.path.call import Call
+from stoker.gateway.path.dialects.accepted_fields import VLLM_FIELDS, accepted_body
 from stoker.gateway.path.dialects.dialect import DIALECTS
 from stoker.gateway.path.dialects.foreign import (
     ENGINE_FIELDS,
@@ -51,27 +52,27 @@ class Vllm:
     async def run(self, call: Call, legs: Legs) -> None:
         if legs.prefill is None or not is_one_sequence(call):
             legs.end_prefill()
-            await run_alone(call, legs)
+            await run_alone(call, legs, VLLM_FIELDS)
             return
         ticket, cached_tokens = await self._prefill(call, legs, legs.prefill)
         legs.end_prefill(handed_off=ticket is not None)
         put = {} if ticket is None else {"kv_transfer_params": ticket}
         wanted = usage_wanted(call, legs)
-        answer, wanted = await send_decode(call, legs, put, legs.send_shielded, wanted)
+        answer, wanted = await send_decode(call, legs, VLLM_FIELDS, put, legs.send_shielded, wanted)
         reply = reply_for(call, legs, wanted, is_pair=ticket is not None)
         reply.prefill_cached_tokens = cached_tokens
         await deliver(call, legs, answer, reply)
 
     async def _prefill(self, call: Call, legs: Legs, prefill: Leg) -> tuple[bytes | None, int | None]:
         """Run the prefill leg. Return the hand-off parameters (None if prefill kept no blocks) and its cached tokens."""
-        answer = await legs.send(prefill, prefill_body(call, _KEEP_BLOCKS))
+        answer = await legs.send(prefill, prefill_body(call, legs, _KEEP_BLOCKS))
         data = await legs.read(prefill, answer)
         ticket = legs.parsed(prefill, answer, fields, data).get("kv_transfer_params", Raw(b"null"))
         usage = read_usage(data)
         return None if bytes(ticket) == b"null" else bytes(ticket), None if usage is None else usage.cached_tokens
 
 
-def prefill_body(call: Call, params: bytes) -> bytes:
+def prefill_body(call: Call, legs: Legs, params: bytes) -> bytes:
     """Return the client's request limited to one token, without streaming."""
     put = {**_ONE_TOKEN[call.envelope.kind], "kv_transfer_params": params}
-    return call.body(put, _NOT_FOR_PREFILL, ENGINE_FIELDS)
+    return accepted_body(call, VLLM_FIELDS, legs.dropped_fields, put, _NOT_FOR_PREFILL, ENGINE_FIELDS)

@@ -15,6 +15,7 @@ import msgspec
 
 from stoker.gateway.http import ClientLimits, ConnectionPool, Origin, header_block
 from stoker.gateway.path.call import Call
+from stoker.gateway.path.dialects.accepted_fields import VLLM_FIELDS
 from stoker.gateway.path.dialects.dialect import DIALECTS
 from stoker.gateway.path.dialects.foreign import (
     deliver,
@@ -53,7 +54,7 @@ class VllmMooncake:
         prefill = legs.prefill
         if prefill is None or not is_one_sequence(call):
             legs.end_prefill()
-            await run_alone(call, legs)
+            await run_alone(call, legs, VLLM_FIELDS)
             return
         upstream = legs.upstream(prefill)
         if not upstream.engines:
@@ -73,7 +74,8 @@ class VllmMooncake:
 
         async def decode(prefilling: asyncio.Task[None]) -> None:
             put = {"kv_transfer_params": msgspec.json.encode(pulls)}
-            answer, (reply.hide_usage, reply.hide_running) = await send_decode(call, legs, put, legs.send, wanted)
+            answer, hidden = await send_decode(call, legs, VLLM_FIELDS, put, legs.send, wanted)
+            reply.hide_usage, reply.hide_running = hidden
             await deliver(call, legs, answer, reply, prefilling)
 
         try:
@@ -86,7 +88,7 @@ class VllmMooncake:
         self, call: Call, legs: Legs, prefill: Leg, params: bytes, rank: str, reply: ForeignAnswer
     ) -> None:
         headers = header_block([(b"x-data-parallel-rank", rank.encode())])
-        answer = await legs.send(prefill, prefill_body(call, params), headers)
+        answer = await legs.send(prefill, prefill_body(call, legs, params), headers)
         usage = legs.parsed(prefill, answer, read_usage, await legs.read(prefill, answer))
         legs.end_prefill(handed_off=True)
         reply.prefill_cached_tokens = None if usage is None else usage.cached_tokens
