@@ -64,6 +64,7 @@ def seeds() -> list[bytes]:
 TARGET = FuzzTarget(
     execute,
     seeds,
+    errors=(StokerError,),
     max_input_bytes=8 << 10,
     tokens=[
         b"\n\n", b"\r\n\r\n", b"\n", b"\r", b"data: ", b"data:", b"event: response.completed\n", b'"usage":{', b"[DONE]", b":",
