@@ -37,7 +37,7 @@ def _check_json(path: Path) -> None:
         content = json.loads(path.read_bytes())
     except OSError as error:
         raise ModelFilesError(f"{path} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelFilesError(f"{path} is not valid JSON ({error}): download it again") from error
     if not isinstance(content, dict):
         raise ModelFilesError(f"{path} does not hold a JSON object: download it again")

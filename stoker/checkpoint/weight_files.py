@@ -61,7 +61,8 @@ def stored_tensors(folder: Path) -> dict[str, TensorLocation]:
         return read_header(folder / SINGLE)
     places = _weight_map(folder / INDEX)
     files = sorted(set(places.values()))
-    if missing := [file for file in files if not (folder / file).is_file()]:
+    # os.path.isfile() is False for a name that no file can have; Path.is_file() raises.
+    if missing := [file for file in files if not os.path.isfile(folder / file)]:
         raise ModelFilesError(
             f"{folder}: {len(missing)} of the {len(files)} files listed in {INDEX} are missing: {', '.join(missing[:5])}. "
             "Download them into this folder"
@@ -96,7 +97,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     try:
         with file_errors(index):
             places = json.loads(index.read_bytes())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ModelFilesError(f"{index}: its weight_map cannot be read ({error!r}): download the file again") from error
     if not isinstance(places, dict) or not places or not all(isinstance(file, str) for file in places.values()):
         raise ModelFilesError(f"{index}: its weight_map must map tensor names to file names: download the file again")
@@ -120,7 +121,7 @@ def read_header(file: Path) -> dict[str, TensorLocation]:
         with file_errors(file), file.open("rb") as data:
             num_bytes = os.fstat(data.fileno()).st_size
             header = _json_of(data.read(8), data.read, num_bytes)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelFilesError(f"{file} is not a complete safetensors file ({error}): download it again") from error
     header_bytes, entries = header
     tensors = {}

@@ -118,12 +118,12 @@ def decode_batch(data: bytes) -> EventBatch:
     """Decode both forms. Unknown fields and unknown types of events are skipped. Raises BadEvents."""
     try:
         return _whole.decode(data)  # the common case: all events are maps of known types
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         pass
     try:
         batch = _batch.decode(data)
         found = [_event(raw) for raw in batch.events]
-    except (msgspec.DecodeError, UnicodeDecodeError) as wrong:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as wrong:
         raise BadEvents(f"a KV event batch of {len(data)} bytes cannot be decoded: {wrong}") from None
     return EventBatch(batch.ts, [event for event in found if event is not None], batch.data_parallel_rank)
 
@@ -134,11 +134,15 @@ def _event(raw: msgspec.Raw) -> KvEvent | None:
     try:
         return _map.decode(raw) if is_map else _from_array(_array.decode(raw))
     except msgspec.ValidationError:
-        plain = msgspec.msgpack.decode(raw)
-        kind = plain.get("type") if isinstance(plain, dict) else plain[0] if plain else None
-        if kind in _KNOWN_TYPES:
+        if _type_of(msgspec.msgpack.decode(raw)) in _KNOWN_TYPES:
             raise
         return None
+
+
+def _type_of(event: Any) -> str | None:
+    """Return the type of an event in either form, or None if it has none."""
+    kind = event.get("type") if isinstance(event, dict) else event[0] if isinstance(event, list) and event else None
+    return kind if isinstance(kind, str) else None
 
 
 def _from_array(event: _StoredArray | _RemovedArray | _ClearedArray) -> KvEvent:
@@ -154,7 +158,7 @@ def _from_array(event: _StoredArray | _RemovedArray | _ClearedArray) -> KvEvent:
                 medium=event.medium,
                 lora_name=event.lora_name_or_salt if isinstance(event.lora_name_or_salt, str) else None,
                 extra_keys=event.extra_keys if isinstance(event.extra_keys, list) else None,
-                cache_salt=salt,
+                cache_salt=salt if isinstance(salt, str) else None,
                 group_idx=event.group_idx,
                 kv_cache_spec_kind=event.kv_cache_spec_kind,
                 kv_cache_spec_sliding_window=event.kv_cache_spec_sliding_window,

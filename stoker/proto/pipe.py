@@ -9,15 +9,19 @@ import asyncio
 import socket
 import struct
 import threading
+from typing import TypeVar
 
 import msgspec
 
 from stoker.base.errors import EngineDied
 from stoker.proto.messages import FromEngine, ToEngine
 
+T = TypeVar("T")
+
 _LENGTH = struct.Struct("<I")
 # Far above the longest prompt. A larger frame means that the stream is corrupt.
 _MAX_FRAME_BYTES = 1 << 30
+_MAX_READ_BYTES = 1 << 20
 
 
 class FrameEnd(Exception):
@@ -29,6 +33,14 @@ def _frame(encoder: msgspec.msgpack.Encoder, message: object) -> bytes:
     return _LENGTH.pack(len(payload)) + payload
 
 
+def _decoded(decoder: msgspec.msgpack.Decoder[T], payload: bytes) -> T:
+    """Decode a payload. Raises DecodeError for everything that is not a message."""
+    try:
+        return decoder.decode(payload)
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise msgspec.DecodeError(str(error)) from error
+
+
 class EngineEnd:
     """The end in the engine process. One thread calls `receive`; any thread can call `send`."""
 
@@ -37,12 +49,14 @@ class EngineEnd:
         self._reader = sock.makefile("rb", buffering=1 << 16)
         self._sending = threading.Lock()  # a large frame takes several writes
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 
     def receive(self) -> ToEngine:
         """Wait for a message. Raises FrameEnd when the server has closed the pipe."""
-        head = self._read(_LENGTH.size)
-        return self._decoder.decode(self._read(_LENGTH.unpack(head)[0]))  # type: ignore[no-any-return]
+        length = _LENGTH.unpack(self._read(_LENGTH.size))[0]
+        if length > _MAX_FRAME_BYTES:
+            raise msgspec.DecodeError(f"a frame of {length} bytes; at most {_MAX_FRAME_BYTES} are allowed")
+        return _decoded(self._decoder, self._read(length))
 
     def send(self, message: FromEngine) -> None:
         try:
@@ -52,13 +66,18 @@ class EngineEnd:
             raise FrameEnd from error
 
     def _read(self, count: int) -> bytes:
-        try:
-            data = self._reader.read(count)
-        except OSError as error:
-            raise FrameEnd from error
-        if len(data) < count:
-            raise FrameEnd
-        return bytes(data)
+        """Read in parts, so that memory is taken for bytes that arrive and not for a length that a frame announces."""
+        parts: list[bytes] = []
+        while count:
+            try:
+                part = self._reader.read(min(count, _MAX_READ_BYTES))
+            except OSError as error:
+                raise FrameEnd from error
+            if not part:
+                raise FrameEnd
+            parts.append(part)
+            count -= len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 class ServerEnd:
@@ -68,7 +87,7 @@ class ServerEnd:
         self._reader = reader
         self._writer = writer
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(FromEngine)
+        self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 
     @classmethod
     async def connect(cls, sock: socket.socket) -> ServerEnd:
@@ -82,7 +101,7 @@ class ServerEnd:
             length = _LENGTH.unpack(head)[0]
             if length > _MAX_FRAME_BYTES:
                 raise FrameEnd
-            return self._decoder.decode(await self._reader.readexactly(length))  # type: ignore[no-any-return]
+            return _decoded(self._decoder, await self._reader.readexactly(length))
         except (asyncio.IncompleteReadError, OSError) as error:
             raise FrameEnd from error
 

@@ -6,8 +6,9 @@ import os
 import queue
 import sys
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 
 import msgspec
 
@@ -15,6 +16,7 @@ from stoker.base import log as logs
 from stoker.base.allowance import usable_cores
 from stoker.base.errors import InvalidRequest
 from stoker.engine.process.grammars.compile_cost import is_cheap_to_compile
+from stoker.engine.process.grammars.compile_queue import CompileJob, FairCompilers
 from stoker.engine.process.grammars.lazy_grammars import LazyGrammars
 from stoker.kv.store.kv_store import KvStore
 from stoker.proto.messages import ToEngine
@@ -63,14 +65,14 @@ class Mailbox:
         # Two pools: a grammar that needs a trial may take minutes, and must not delay the cheap ones. Such grammars use
         # at most half of the cores.
         num_slow = min(_MAX_SLOW_COMPILERS, max(2, usable_cores() // 2))
-        self._cheap_compilers = ThreadPoolExecutor(_CHEAP_COMPILERS, "grammar", initializer=_lower_priority)
-        self._slow_compilers = ThreadPoolExecutor(num_slow, "grammar", initializer=_lower_priority)
+        self._cheap_compilers = FairCompilers(_CHEAP_COMPILERS, _lower_priority)
+        self._slow_compilers = FairCompilers(num_slow, _lower_priority)
         self._lookups = ThreadPoolExecutor(_LOOKUP_THREADS, "kv-lookup")
         threading.Thread(target=self._read, name="mailbox", daemon=True).start()
 
     def warm_up_grammars(self) -> None:
         """Import xgrammar and read the vocabulary, which takes seconds, before the first request needs them."""
-        self._cheap_compilers.submit(self._grammars.warm_up)
+        self._cheap_compilers.submit("", CompileJob(self._grammars.warm_up))
 
     def take(self, wait: bool, timeout_s: float | None = None) -> list[MailboxMessage]:
         """Return all queued messages. With `wait`, wait for the first one up to `timeout_s`."""
@@ -101,11 +103,16 @@ class Mailbox:
             log.error("kv_lookup_failed", exc_info=True)
         self._messages.put(StoreLookedUp(request, num_blocks))
 
-    def compile(self, spec: GrammarSpec) -> Future[None]:
-        """Compile a grammar on another thread. A GrammarCompiled follows, unless the future is cancelled before it
-        starts."""
+    def compile(self, spec: GrammarSpec, tenant: str, job: CompileJob | None = None) -> CompileJob:
+        """Compile a grammar on another thread. A GrammarCompiled follows, unless the job is cancelled before it starts.
+
+        `job` is the compilation of this grammar that other requests wait for already. It then also waits in the queue of this
+        tenant, and still runs only once.
+        """
         compilers = self._cheap_compilers if is_cheap_to_compile(spec) else self._slow_compilers
-        return compilers.submit(self._compile, spec)
+        job = job or CompileJob(partial(self._compile, spec))
+        compilers.submit(tenant, job)
+        return job
 
     def _compile(self, spec: GrammarSpec) -> None:
         try:

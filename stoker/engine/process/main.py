@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from stoker.base.timeline import Timeline
 from stoker.checkpoint.weight_files import WeightReadAhead
 from stoker.engine.build import BuiltEngine, build_engine, read_hf_config
 from stoker.engine.process.block_log import BlockLog
+from stoker.engine.process.grammars.compile_queue import CompileJob, tenant_of
 from stoker.engine.process.grammars.lazy_grammars import LazyGrammars
 from stoker.engine.process.heartbeat import Heartbeat, LoopProgress
 from stoker.engine.process.idle_tasks import IdleTask, IdleTasks
@@ -50,7 +50,8 @@ log = logs.EventLog("engine")
 class _PendingGrammar:
     """A grammar that is being compiled, and the requests that wait for it."""
 
-    compiling: Future[None]
+    compiling: CompileJob
+    tenants: set[str] = field(default_factory=set)  # in whose queues it waits
     waiting: list[RequestId] = field(default_factory=list)
 
 
@@ -130,9 +131,13 @@ class EngineLoop:
             self._look_up(request)
             return
         self._preparing[request.request_id] = request
-        if spec not in self._pending_grammars:
-            self._pending_grammars[spec] = _PendingGrammar(self._mailbox.compile(spec))
-        self._pending_grammars[spec].waiting.append(request.request_id)
+        pending, tenant = self._pending_grammars.get(spec), tenant_of(request.cache_salt)
+        if pending is None:
+            pending = self._pending_grammars[spec] = _PendingGrammar(self._mailbox.compile(spec, tenant))
+        elif tenant not in pending.tenants:
+            self._mailbox.compile(spec, tenant, pending.compiling)
+        pending.tenants.add(tenant)
+        pending.waiting.append(request.request_id)
 
     def _finish_grammar(self, spec: GrammarSpec, error: InvalidRequest | None, compiled: object) -> None:
         for request in self._take_preparing(self._pending_grammars.pop(spec).waiting):

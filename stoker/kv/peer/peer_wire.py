@@ -216,6 +216,8 @@ class BlockRequest:
         # NaN fails the comparison too.
         if start + num_keys * key_bytes != len(payload) or limit > MAX_BLOCKS or not 0 <= wait_s <= 3600:
             raise BadFrame(f"request of {len(payload)} bytes with {num_keys} keys, limit {limit}, wait {wait_s}")
+        if num_keys and not key_bytes:
+            raise BadFrame(f"request with {num_keys} empty keys")
         ends = range(start + key_bytes, len(payload) + 1, key_bytes) if num_keys else ()
         keys = [BlockKey(payload[end - key_bytes : end]) for end in ends]
         return BlockRequest(lease_id, first, keys if has_keys else None, limit, wait_s, first_head, end_head)

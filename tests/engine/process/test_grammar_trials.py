@@ -14,11 +14,14 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 from waiting import until
 
 from stoker.base.errors import InvalidRequest
 from stoker.engine.process.grammars.compile_cost import is_cheap_to_compile
 from stoker.engine.process.grammars.compiler import XGrammars
+from stoker.engine.process.grammars.matcher import XGrammarMatcher
+from stoker.engine.process.grammars.rejections import Rejections
 from stoker.engine.process.grammars.trials import GrammarTrials, TrialLimits
 from stoker.sched.request import GrammarSpec
 from stoker.text.tokenizer import Tokenizer
@@ -124,6 +127,53 @@ def test_only_costly_grammars_are_tried_and_only_once(smollm2: Path, trials: Gra
     assert grammars.prepare(GrammarSpec("regex", "(abcd)*")) is kept
     grammars.prepare(GrammarSpec("regex", "abcd*"))
     assert trials.pid is None
+
+
+def test_a_grammar_that_takes_long_is_compiled_only_in_its_trial(
+    smollm2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's copy must behave as one that it compiled itself."""
+    trials = GrammarTrials(smollm2, VOCAB_SIZE, TrialLimits(worth_sending_s=0.0, sent_bytes_per_s=1e12))
+    grammars = XGrammars(Tokenizer.from_folder(smollm2), VOCAB_SIZE, trials)
+    spec = GrammarSpec("ebnf", "root ::= " + " | ".join(f'"choice number {number}"' for number in range(500)))
+    expected = grammars._compile(spec)
+    try:
+        monkeypatch.setattr(XGrammars, "_compile", lambda *_: pytest.fail("compiled again"))
+        prepared = grammars.prepare(spec)
+    finally:
+        trials.close()
+    assert (prepared.first_ending, prepared.reserve) == (expected.first_ending, expected.reserve)
+    ours, theirs = XGrammarMatcher(prepared), XGrammarMatcher(expected)
+    for token_id in grammars._tokenizer.encode("choice number 321"):
+        masks = torch.zeros(2, -(-VOCAB_SIZE // 32), dtype=torch.int32)
+        ours.fill(masks[0])
+        theirs.fill(masks[1])
+        assert torch.equal(masks[0], masks[1])
+        assert ours.accept(token_id)
+        assert theirs.accept(token_id)
+
+
+def test_rejections_are_remembered_up_to_a_size() -> None:
+    rejections = Rejections(max_bytes=10_000)
+    specs = [GrammarSpec("regex", f"({number}") for number in range(100)]
+    for spec in specs:
+        rejections.add(spec, "no " * 20)
+    assert 5 < len(rejections) < 25
+    rejections.check(specs[0])  # forgotten
+    with pytest.raises(InvalidRequest, match="no no"):
+        rejections.check(specs[-1])
+
+
+def test_an_invalid_cheap_grammar_is_not_compiled_twice(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = XGrammars(Tokenizer.from_folder(smollm2), VOCAB_SIZE)
+    spec = GrammarSpec("regex", "(ab")
+    reasons = set()
+    for _ in range(2):
+        with pytest.raises(InvalidRequest) as refused:
+            grammars.prepare(spec)
+        reasons.add(refused.value.message)
+        monkeypatch.setattr(XGrammars, "_compile", lambda *_: pytest.fail("compiled again"))
+    assert len(reasons) == 1
 
 
 def processes(folder: Path) -> list[int]:

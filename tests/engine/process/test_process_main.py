@@ -48,7 +48,7 @@ class ScriptedMailbox:
     def look_up(self, request: GenerateRequest, store: KvStore) -> None:
         self.asked.append(request.request_id)
 
-    def compile(self, spec: GrammarSpec) -> Future[None]:
+    def compile(self, spec: GrammarSpec, tenant: str, job: object = None) -> Future[None]:
         self.asked.append(spec)
         self.compiling.append(Future())
         if self.compiles:
@@ -232,9 +232,9 @@ def test_slow_patterns_do_not_delay_other_grammars() -> None:
     mailbox = Mailbox(SilentPipe(), slow)  # type: ignore[arg-type]
     try:
         for number in range(20):
-            mailbox.compile(GrammarSpec("regex", f"(a{number})*"))
-            mailbox.compile(GrammarSpec("json_schema", f'{{"type": "string", "pattern": "a{number}"}}'))
-        mailbox.compile(plain)
+            mailbox.compile(GrammarSpec("regex", f"(a{number})*"), "")
+            mailbox.compile(GrammarSpec("json_schema", f'{{"type": "string", "pattern": "a{number}"}}'), "")
+        mailbox.compile(plain, "")
         assert mailbox.take(wait=True, timeout_s=30) == [GrammarCompiled(plain, None, plain)]
     finally:
         slow.let_go.set()

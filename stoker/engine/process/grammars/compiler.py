@@ -10,6 +10,7 @@ import json
 import re
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from stoker.base.errors import InvalidRequest
@@ -17,8 +18,9 @@ from stoker.engine.process.grammars.compile_cost import is_cheap_to_compile
 from stoker.engine.process.grammars.endings import EndingSearch, EndingTooSlow
 from stoker.engine.process.grammars.grammar_cache import GrammarCache
 from stoker.engine.process.grammars.matcher import PreparedGrammar, XGrammarMatcher
+from stoker.engine.process.grammars.rejections import Rejections
 from stoker.engine.process.grammars.schema.enforce import enforceable
-from stoker.engine.process.grammars.trials import GrammarTrials
+from stoker.engine.process.grammars.trials import GrammarTrials, SentGrammar
 from stoker.engine.process.grammars.xgrammar_import import xgrammar
 from stoker.sched.request import GrammarSpec
 from stoker.text.tokenizer import Tokenizer
@@ -33,6 +35,15 @@ _LITERAL = re.compile(r'"((?:[^"\\]|\\.)*)"')
 _TOO_AMBIGUOUS = "it is too ambiguous, so matching it takes too long; simplify its repetitions"
 
 
+@dataclass(frozen=True, slots=True)
+class _VocabularyTools:
+    """What is made once for each set of textless tokens."""
+
+    info: xgrammar.TokenizerInfo
+    compiler: xgrammar.GrammarCompiler
+    endings: EndingSearch
+
+
 class XGrammars:
     """`prepare` can be called from several threads, `matcher` only from the engine's thread."""
 
@@ -44,16 +55,17 @@ class XGrammars:
         self._control_ids = frozenset(
             i for i in range(tokenizer.vocab_size) if _CONTROL.search(tokenizer.token_bytes(i))
         )
+        self._rejections = Rejections()
         self._cache = GrammarCache()
         self._cache_lock = threading.Lock()
-        self._compilers: dict[frozenset[int], tuple[xgrammar.GrammarCompiler, EndingSearch]] = {}
+        self._compilers: dict[frozenset[int], _VocabularyTools] = {}
         self._compilers_lock = threading.Lock()
 
     def prepare(self, spec: GrammarSpec) -> PreparedGrammar:
         with self._cache_lock:
             if (found := self._cache.get(spec)) is not None:
                 return found
-        prepared = self._compile(spec) if is_cheap_to_compile(spec) else self._compile_after_trial(spec)
+        prepared = self._compile_cheap(spec) if is_cheap_to_compile(spec) else self._compile_after_trial(spec)
         with self._cache_lock:
             self._cache.add(spec, prepared)
         return prepared
@@ -68,17 +80,34 @@ class XGrammars:
         """Read the vocabulary, which takes half a second, before the first request needs it."""
         self.prepare(GrammarSpec("json_object"))
 
+    def _compile_cheap(self, spec: GrammarSpec) -> PreparedGrammar:
+        """Compile without a trial. A grammar that is not valid is rejected without compiling it from then on."""
+        self._rejections.check(spec)
+        try:
+            return self._compile(spec)
+        except InvalidRequest as error:
+            if not isinstance(error.__cause__, EndingTooSlow):  # that depends on the machine
+                self._rejections.add(spec, error.message)
+            raise
+
     def _compile_after_trial(self, spec: GrammarSpec) -> PreparedGrammar:
-        if self._trials is not None:
-            self._trials.check(spec)
+        sent = None if self._trials is None else self._trials.check(spec)
+        if sent is not None:
+            return self._restore(spec, sent)
         with self._slow_compilations:
             return self._compile(spec)
 
+    def _restore(self, spec: GrammarSpec, sent: SentGrammar) -> PreparedGrammar:
+        """Return a grammar that was compiled in its trial."""
+        tools = self._tools(self._textless_ids(spec))
+        grammar = xgrammar.CompiledGrammar.deserialize_json(sent.serialized.decode(), tools.info)
+        return PreparedGrammar(grammar, tools.endings, sent.first_ending, sent.reserve, grammar.memory_size_bytes)
+
     def _compile(self, spec: GrammarSpec) -> PreparedGrammar:
         try:
-            compiler, endings = self._compiler(self._textless_ids(spec))
-            grammar = _compile(compiler, spec)
-            first = endings.find(xgrammar.GrammarMatcher(grammar))
+            tools = self._tools(self._textless_ids(spec))
+            grammar = _compile(tools.compiler, spec)
+            first = tools.endings.find(xgrammar.GrammarMatcher(grammar))
         except EndingTooSlow as error:
             raise _not_usable(spec, _TOO_AMBIGUOUS) from error
         except (RuntimeError, ValueError, TypeError) as error:
@@ -87,7 +116,7 @@ class XGrammars:
         num_literal_tokens = sum(len(text) for text in _LITERAL.findall(str(grammar.grammar))) // 3
         return PreparedGrammar(
             grammar=grammar,
-            endings=endings,
+            endings=tools.endings,
             first_ending=None if first is None else len(first),
             reserve=min(64, num_literal_tokens),
             num_bytes=grammar.memory_size_bytes,
@@ -112,20 +141,20 @@ class XGrammars:
             textless |= self._control_ids
         return frozenset(textless)
 
-    def _compiler(self, textless: frozenset[int]) -> tuple[xgrammar.GrammarCompiler, EndingSearch]:
+    def _tools(self, textless: frozenset[int]) -> _VocabularyTools:
         with self._compilers_lock:
             if textless not in self._compilers:
-                self._compilers[textless] = self._new_compiler(textless)
+                self._compilers[textless] = self._new_tools(textless)
             return self._compilers[textless]
 
-    def _new_compiler(self, textless: frozenset[int]) -> tuple[xgrammar.GrammarCompiler, EndingSearch]:
+    def _new_tools(self, textless: frozenset[int]) -> _VocabularyTools:
         # Some tokenizers have tokens that were added after the model was trained.
         known = range(min(self._tokenizer.vocab_size, self._vocab_size))
         vocabulary = [b"" if i in textless else self._tokenizer.token_bytes(i) for i in known]
         stop_ids = [i for i in self._tokenizer.eos_token_ids if i < self._vocab_size]
         info = xgrammar.TokenizerInfo(vocabulary, vocab_size=self._vocab_size, stop_token_ids=stop_ids)
         compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=_COMPILER_CACHE_BYTES)
-        return compiler, EndingSearch(vocabulary, self._vocab_size, stop_ids[0])
+        return _VocabularyTools(info, compiler, EndingSearch(vocabulary, self._vocab_size, stop_ids[0]))
 
 
 def _compile(compiler: xgrammar.GrammarCompiler, spec: GrammarSpec) -> xgrammar.CompiledGrammar:

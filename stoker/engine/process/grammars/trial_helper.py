@@ -14,6 +14,7 @@ import resource
 import select
 import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +24,14 @@ import msgspec
 from stoker.base.errors import InvalidRequest
 from stoker.base.orphans import die_with
 from stoker.engine.process.grammars.compiler import XGrammars
-from stoker.engine.process.grammars.trials import TrialLimits, TrialRequest, TrialResult
+from stoker.engine.process.grammars.matcher import PreparedGrammar
+from stoker.engine.process.grammars.trials import SentGrammar, TrialLimits, TrialRequest, TrialResult
 from stoker.sched.request import GrammarSpec
 from stoker.text.tokenizer import Tokenizer
 
 _IDLE_MS = 300_000
+_MAX_SENT_BYTES = 64 << 20
+_SENDING_CPU_S = 20
 _ADVICE = "use fewer or smaller counts, lengths and nested repetitions"
 
 
@@ -47,7 +51,7 @@ def main() -> None:
         for fd, _ in ready:
             if fd in trials:
                 events.unregister(fd)
-                os.write(results, msgspec.json.encode(trials.pop(fd).result()) + b"\n")
+                _write_all(results, msgspec.json.encode(trials.pop(fd).result()) + b"\n")
                 continue
             if not (data := os.read(0, 1 << 20)):
                 for trial in trials.values():
@@ -60,6 +64,19 @@ def main() -> None:
                 events.register(trial.output, select.POLLIN)
 
 
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+class _Outcome(msgspec.Struct, frozen=True):
+    """What a trial writes before it ends."""
+
+    rejection: str  # empty: the grammar can be compiled
+    grammar: SentGrammar | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Trial:
     """A running trial, in a process of its own."""
@@ -67,7 +84,7 @@ class Trial:
     request: TrialRequest
     limits: TrialLimits
     pid: int
-    output: int  # the read end of the pipe to which the trial writes its rejection
+    output: int  # the read end of the pipe to which the trial writes its _Outcome
 
     def result(self) -> TrialResult:
         """Return the result. Call it when the output is readable or closed."""
@@ -75,7 +92,8 @@ class Trial:
             written = output.read()
         _, status = os.waitpid(self.pid, 0)
         if written:
-            return TrialResult(self.request.number, written.decode()[1:])
+            outcome = msgspec.msgpack.decode(written, type=_Outcome)
+            return TrialResult(self.request.number, outcome.rejection, grammar=outcome.grammar)
         signal_number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
         if signal_number in (signal.SIGALRM, signal.SIGKILL):  # no CPU time for too long, or killed for lack of memory
             return TrialResult(self.request.number, _short_of_resources(self.request.spec), is_final=False)
@@ -83,7 +101,9 @@ class Trial:
         return TrialResult(self.request.number, rejection(self.request.spec, self.limits))
 
 
-def start(compile_grammar: Callable[[GrammarSpec], object], request: TrialRequest, limits: TrialLimits) -> Trial:
+def start(
+    compile_grammar: Callable[[GrammarSpec], PreparedGrammar], request: TrialRequest, limits: TrialLimits
+) -> Trial:
     """Fork a process that compiles the grammar within the limits."""
     read_end, write_end = os.pipe()
     die_with_helper = die_with(os.getpid())
@@ -92,7 +112,8 @@ def start(compile_grammar: Callable[[GrammarSpec], object], request: TrialReques
         try:
             die_with_helper()
             _set_limits(limits)
-            os.write(write_end, b"." + _rejection(compile_grammar, request.spec, limits).encode())
+            with os.fdopen(write_end, "wb") as output:
+                output.write(msgspec.msgpack.encode(_outcome(compile_grammar, request.spec, limits)))
         finally:
             os._exit(0)  # the fork must never return into the helper's loop
     os.close(write_end)
@@ -112,17 +133,35 @@ def _set_limits(limits: TrialLimits) -> None:
     signal.alarm(limits.wall_s)
 
 
-def _rejection(compile_grammar: Callable[[GrammarSpec], object], spec: GrammarSpec, limits: TrialLimits) -> str:
-    """Compile the grammar. Return the reason if that fails, else an empty string."""
+def _outcome(
+    compile_grammar: Callable[[GrammarSpec], PreparedGrammar], spec: GrammarSpec, limits: TrialLimits
+) -> _Outcome:
+    """Compile the grammar."""
     try:
-        compile_grammar(spec)
+        started_s = time.process_time()
+        prepared = compile_grammar(spec)
+        return _Outcome("", _sent(prepared, time.process_time() - started_s, limits))
     except InvalidRequest as error:
-        return _too_large(spec, limits) if "bad_alloc" in error.message else error.message
+        return _Outcome(_too_large(spec, limits) if "bad_alloc" in error.message else error.message)
     except MemoryError:
-        return _too_large(spec, limits)
+        return _Outcome(_too_large(spec, limits))
     except Exception as error:
-        return f"the grammar cannot be compiled: {error}"
-    return ""
+        return _Outcome(f"the grammar cannot be compiled: {error}")
+
+
+def _sent(prepared: PreparedGrammar, compile_s: float, limits: TrialLimits) -> SentGrammar | None:
+    """Return the grammar for the engine process if sending it is faster than compiling it again."""
+    if compile_s < limits.worth_sending_s:
+        return None
+    soft, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (hard if soft == hard else soft + _SENDING_CPU_S, hard))
+    try:
+        serialized = prepared.grammar.serialize_json().encode()
+    except (RuntimeError, MemoryError):  # for lack of memory; the engine process compiles it
+        return None
+    if len(serialized) > min(_MAX_SENT_BYTES, compile_s * limits.sent_bytes_per_s):
+        return None
+    return SentGrammar(serialized, prepared.first_ending, prepared.reserve)
 
 
 def _short_of_resources(spec: GrammarSpec) -> str:

@@ -2,18 +2,17 @@
 
 A thread that compiles cannot be stopped, and a short regex, or a schema of many long strings, may occupy it for minutes or
 use up all memory. So a grammar that is not certainly cheap (compile_cost.py) is first compiled in a fork of a helper process.
-A grammar that passes this trial is compiled again in the engine process, which takes the same time again. The helper
-(trial_helper.py) is started when it is first needed. That takes some seconds, because it has to read the vocabulary.
+A grammar that took long in its trial is sent back compiled. One that was compiled quickly is compiled again in the engine process,
+because sending it would take longer. The helper (trial_helper.py) is started when it is first needed. That takes some seconds,
+because it has to read the vocabulary.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import subprocess
 import sys
 import threading
-from collections import OrderedDict
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -21,9 +20,8 @@ from pathlib import Path
 import msgspec
 
 from stoker.base.errors import InvalidRequest
+from stoker.engine.process.grammars.rejections import Rejections
 from stoker.sched.request import GrammarSpec
-
-_MAX_REJECTIONS = 1024
 
 
 class TrialLimits(msgspec.Struct, frozen=True):
@@ -32,6 +30,8 @@ class TrialLimits(msgspec.Struct, frozen=True):
     cpu_s: int = 40  # 20,000 enum values take 30 s
     wall_s: int = 240  # for a busy machine, and for a compiler that blocks forever
     num_bytes: int = 1 << 30  # on top of what the helper itself uses
+    worth_sending_s: float = 1.0  # CPU seconds; a grammar that was compiled faster is compiled again
+    sent_bytes_per_s: float = 8e6  # writing and reading a serialized grammar together
 
 
 class TrialRequest(msgspec.Struct, frozen=True):
@@ -41,12 +41,21 @@ class TrialRequest(msgspec.Struct, frozen=True):
     spec: GrammarSpec
 
 
+class SentGrammar(msgspec.Struct, frozen=True):
+    """A grammar that was compiled in its trial. The fields are those of PreparedGrammar."""
+
+    serialized: bytes
+    first_ending: int | None
+    reserve: int
+
+
 class TrialResult(msgspec.Struct, frozen=True):
     """Returned by the helper."""
 
     number: int  # of the TrialRequest
     rejection: str  # the reason; empty if the grammar can be compiled
     is_final: bool = True  # False: the machine was short of resources, and another trial may pass
+    grammar: SentGrammar | None = None  # None: the engine process compiles it
 
 
 class _HelperEnded(Exception):
@@ -107,27 +116,22 @@ class GrammarTrials:
         self._command = [sys.executable, "-m", "stoker.engine.process.grammars.trial_helper", *arguments]
         self._lock = threading.Lock()
         self._helper: _TrialHelper | None = None
-        self._rejections: OrderedDict[bytes, str] = OrderedDict()  # reasons, by the grammar's hash
+        self._rejections = Rejections()
 
     @property
     def pid(self) -> int | None:
         """The helper's process id, if it is running."""
         return None if self._helper is None or self._helper.has_ended else self._helper.process.pid
 
-    def check(self, spec: GrammarSpec) -> None:
-        """Raise InvalidRequest if the grammar cannot be compiled within the limits."""
-        digest = hashlib.sha256(f"{spec.kind}\0{spec.text}".encode()).digest()
-        reason = self._rejections.get(digest)
-        if reason is None:
-            result = self._run(spec)
-            reason = result.rejection
-            if reason and result.is_final:
-                with self._lock:
-                    self._rejections[digest] = reason
-                    if len(self._rejections) > _MAX_REJECTIONS:
-                        self._rejections.popitem(last=False)
-        if reason:
-            raise InvalidRequest(reason, code="invalid_grammar")
+    def check(self, spec: GrammarSpec) -> SentGrammar | None:
+        """Raise InvalidRequest if the grammar cannot be compiled within the limits. Return it if it took long to compile."""
+        self._rejections.check(spec)
+        result = self._run(spec)
+        if result.rejection:
+            if result.is_final:
+                self._rejections.add(spec, result.rejection)
+            raise InvalidRequest(result.rejection, code="invalid_grammar")
+        return result.grammar
 
     def _run(self, spec: GrammarSpec) -> TrialResult:
         for _ in range(2):  # an idle helper may end at this very moment

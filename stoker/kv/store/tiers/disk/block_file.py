@@ -122,8 +122,12 @@ class BlockFiles:
             except DecryptionFailed:
                 raise CorruptBlock("wrong encryption key, or the bytes have changed") from None
         parent, _, num_tokens, salt_bytes, salt = _FACTS.unpack_from(facts)
-        tokens = struct.unpack_from(f"<{num_tokens}I", facts, _FACTS.size)
-        return BlockName(key, BlockKey(parent), tokens, None if salt_bytes == _NO_SALT else salt[:salt_bytes].decode())
+        try:
+            tokens = struct.unpack_from(f"<{num_tokens}I", facts, _FACTS.size)
+            text = None if salt_bytes == _NO_SALT else salt[:salt_bytes].decode()
+        except (struct.error, UnicodeDecodeError) as error:
+            raise CorruptBlock(f"{num_tokens} tokens and a salt of {salt_bytes} bytes: {error}") from None
+        return BlockName(key, BlockKey(parent), tokens, text)
 
     def can_hold(self, name: BlockName) -> bool:
         """Return True if the description fits into the head."""

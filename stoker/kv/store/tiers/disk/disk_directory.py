@@ -138,7 +138,7 @@ def check_marker(root: Path, cipher: Cipher | None) -> None:
     try:
         proof = json.loads(path.read_text())["proof"]
         is_right_key = cipher.proves(proof) if cipher and proof else not cipher and not proof
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise ConfigError(f"{path} is damaged: delete {root}, or choose another store.disk_dir") from None
     if is_right_key:
         return

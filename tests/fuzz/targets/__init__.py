@@ -1,0 +1,1 @@
+"""The fuzz targets, one file each. A file defines `TARGET`; its name is the target's name."""
