@@ -1,6 +1,6 @@
 """Attacks on a gateway: what its health checks, a paying tenant, its memory and its CPU time show during each of them.
 
-    python -m bench run attacks                  about 7 minutes
+    python -m bench run attacks                  about 9 minutes
     python -m bench run attacks --short          about 2 minutes
     python -m bench run attacks --attack 'chats with wrong keys' --attack 'random bytes'
 
@@ -152,6 +152,7 @@ def _measure(
     name: str, attack: Attack | None, workers: Sequence[str], args: argparse.Namespace, target: int | None = None
 ) -> AttackMeasurement:
     [port] = free_ports(1)
+    seconds = args.seconds if attack is None or args.short else max(args.seconds, attack.min_s)
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "gateway.toml"
         config.write_text(gateway_config(workers, KEYS))
@@ -159,14 +160,12 @@ def _measure(
         command += ["--ledger", f"{folder}/usage.db"]
         with started(command, args.log_dir / "gateway.log") as gateway:
             wait_until_answering(port, "mock", 60)
-            probe = _background(
-                "bench.support.tenant_probe", port, KEYS["paying"], args.quiet_s + args.seconds, niceness=0
-            )
+            probe = _background("bench.support.tenant_probe", port, KEYS["paying"], args.quiet_s + seconds, niceness=0)
             time.sleep(args.quiet_s)
             idle_mib = _peak_mib(gateway.pid)
             _reset_peaks(gateway.pid)
             begin_s, begin_cpu_s = time.monotonic(), cpu_s(gateway.pid)
-            said = _attack(attack, target or port, args)
+            said = _attack(attack, target or port, seconds, args)
             end_s, used_cpu_s = time.monotonic(), cpu_s(gateway.pid) - begin_cpu_s
             peak_mib = _peak_mib(gateway.pid)
             samples = json.loads(_output(probe, "the tenant"))
@@ -178,13 +177,13 @@ def _measure(
     return found
 
 
-def _attack(attack: Attack | None, port: int, args: argparse.Namespace) -> dict[str, Any]:
+def _attack(attack: Attack | None, port: int, seconds: float, args: argparse.Namespace) -> dict[str, Any]:
     if attack is None:
-        time.sleep(args.seconds)
+        time.sleep(seconds)
         return {}
     options = ("--rate-mb", args.rate_mb, "--seed", args.seed)
     options += ("--key", KEYS[attack.key]) if attack.key else ()
-    process = _background("bench.support.attacker", port, attack.name, args.seconds, *options, niceness=5)
+    process = _background("bench.support.attacker", port, attack.name, seconds, *options, niceness=5)
     said: dict[str, Any] = json.loads(_output(process, "the attacker"))
     return said
 
