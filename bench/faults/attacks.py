@@ -4,7 +4,8 @@
     python -m bench run attacks --short          about 2 minutes
     python -m bench run attacks --attack 'chats with wrong keys' --attack 'random bytes'
 
-For each attack, a new `stoker gateway` with API keys starts before two mock workers (bench/support/mock_worker.py). A tenant
+For each attack, a new `stoker gateway` with API keys starts before two mock workers (bench/support/mock_worker.py), which
+describe themselves as Stoker workers with the tokenizer of SmolLM2, so that the gateway tokenizes prompts. A tenant
 sends 10 chats per second, half of them streamed, and a prober sends 50 GET /health per second
 (bench/support/tenant_probe.py). After a quiet time, the attacker (bench/support/attacker.py) sends at up to 8 MB/s from other
 loopback addresses; bench/support/attack_corpus.py lists the attacks. Two rows are controls: no attack, and an attack on a port
@@ -29,7 +30,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from bench.contract import BenchmarkError, Needs, Report, Result
 from bench.support.attack_corpus import ATTACKS, Attack
@@ -48,7 +49,7 @@ from bench.support.tenant_probe import TIMEOUT_S
 
 NAME = "attacks"
 HELP = "health checks, a paying tenant, memory and CPU time of the gateway under attacks with and without a key"
-NEEDS = Needs(packages=("msgspec", "uvloop"))
+NEEDS = Needs(packages=("msgspec", "uvloop", "tokenizers"))
 MAX_HEALTH_P99_MS, MAX_P50_RATIO, MAX_GROWTH_MIB = 50.0, 1.5, 256.0
 KEYS = {"paying": "sk-1234", "rival": "sk-rival", "limited": "sk-limited"}
 NO_ATTACK, SINK = "control: no attack", "control: attack on a null sink"
@@ -109,10 +110,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Report:
     if args.short:
         args.quiet_s, args.seconds = 1.0, 3.0
+    from stoker.checkpoint.progress import silent
+    from stoker.checkpoint.source import default_cache_dir, resolve_model
+
+    tokenizer = resolve_model(None, default_cache_dir(os.environ), silent).path
     found = []
     attacks: list[Attack | None] = [ATTACKS[name] for name in args.attack or ATTACKS]
     with ExitStack() as held:
-        workers = [held.enter_context(_mock_worker(args.log_dir)) for _ in range(2)]
+        workers = [held.enter_context(_mock_worker(args.log_dir, tokenizer)) for _ in range(2)]
         sink = free_port()
         held.enter_context(started(python_module("bench.support.null_sink", sink), args.log_dir / "sink.log"))
         wait_for_port(sink)
@@ -129,19 +134,19 @@ def run(args: argparse.Namespace) -> Report:
 
 
 @contextmanager
-def _mock_worker(log_dir: Path) -> Iterator[str]:
+def _mock_worker(log_dir: Path, tokenizer: Path) -> Iterator[str]:
     port = free_port()
-    options = ("--chunks", _STREAM_CHUNKS, "--delay-ms", _CHUNK_MS, "--whole-ms", _WHOLE_MS)
+    options = ("--chunks", _STREAM_CHUNKS, "--delay-ms", _CHUNK_MS, "--whole-ms", _WHOLE_MS, "--tokenizer", tokenizer)
     with started(python_module("bench.support.mock_worker", port, *options), log_dir / f"worker-{port}.log"):
         wait_for_port(port)
         yield f"http://127.0.0.1:{port}"
 
 
-def gateway_config(workers: Sequence[str], keys: dict[str, str]) -> str:
+def gateway_config(workers: Sequence[str], keys: dict[str, str], dialect: str) -> str:
     """The gateway's settings file: each key is its own tenant; the key `limited` may send 60 requests per minute."""
     lines = []
     for url in workers:
-        lines += ["[[worker]]", f'url = "{url}"', 'dialect = "openai"']
+        lines += ["[[worker]]", f'url = "{url}"', f'dialect = "{dialect}"']
     for name, key in keys.items():
         lines += ["[[key]]", f'name = "{name}"', f'tenant = "{name}"']
         lines += [f'sha256 = "{hashlib.sha256(key.encode()).hexdigest()}"']
@@ -156,11 +161,12 @@ def _measure(
     seconds = args.seconds if attack is None or args.short else max(args.seconds, attack.min_s)
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "gateway.toml"
-        config.write_text(gateway_config(workers, KEYS))
+        config.write_text(gateway_config(workers, KEYS, "stoker"))
         command = python_module("stoker.cli.main", "gateway", "--config", config, "--port", port)
         command += ["--ledger", f"{folder}/usage.db"]
         with started(command, args.log_dir / "gateway.log") as gateway:
             wait_until_answering(port, "mock", 60)
+            _reset_peaks(gateway.pid)
             probe = _background("bench.support.tenant_probe", port, KEYS["paying"], args.quiet_s + seconds, niceness=0)
             time.sleep(args.quiet_s)
             idle_mib = _peak_mib(gateway.pid)
@@ -189,16 +195,22 @@ def _attack(attack: Attack | None, port: int, seconds: float, args: argparse.Nam
     return said
 
 
-def _background(module: str, *arguments: object, niceness: int) -> subprocess.Popen[str]:
+def _background(module: str, *arguments: object, niceness: int) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+    """Start a module; its output goes to a file, because a pipe that is not read would block it."""
     command = ["nice", "-n", str(niceness), *python_module(module, *arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
+    out = tempfile.TemporaryFile()  # noqa: SIM115 - closed by _output
+    return subprocess.Popen(command, stdout=out, stderr=out, env=environment()), out
 
 
-def _output(process: subprocess.Popen[str], name: str) -> str:
-    out, errors = process.communicate(timeout=120)
+def _output(running: tuple[subprocess.Popen[bytes], IO[bytes]], name: str) -> str:
+    process, out = running
+    with out:
+        process.wait(timeout=120)
+        out.seek(0)
+        text = out.read().decode(errors="replace")
     if process.returncode:
-        raise BenchmarkError(f"{name} failed: {errors[-400:]}")
-    return out
+        raise BenchmarkError(f"{name} failed: {text[-400:]}")
+    return text
 
 
 def _judge(

@@ -1,9 +1,10 @@
 """An OpenAI-compatible worker that answers at once, for benchmarks of routers.
 
-    python -m bench.support.mock_worker PORT [--chunks 64] [--delay-ms 0] [--whole-ms 0]
+    python -m bench.support.mock_worker PORT [--chunks 64] [--delay-ms 0] [--whole-ms 0] [--tokenizer FOLDER]
 
 It is as cheap as Python allows: one protocol object per connection, answers encoded once. A streamed answer is
-`--chunks` events with one write each, `--delay-ms` apart. Needs uvloop.
+`--chunks` events with one write each, `--delay-ms` apart. Needs uvloop. With `--tokenizer`, it describes itself as a Stoker
+worker, so that the gateway tokenizes prompts.
 
 A body that contains one of these markers gets another answer:
 
@@ -18,6 +19,7 @@ import argparse
 import asyncio
 import json
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any, cast
 
 MODEL = "mock"
@@ -46,7 +48,9 @@ def _event(delta: dict[str, str], finish: str | None) -> bytes:
 class Answers:
     """Everything that the worker ever sends, encoded beforehand."""
 
-    def __init__(self, num_chunks: int, delay_s: float, whole_s: float = 0.0) -> None:
+    def __init__(
+        self, num_chunks: int, delay_s: float, whole_s: float = 0.0, text_files: dict[str, str] | None = None
+    ) -> None:
         self.delay_s, self.whole_s = delay_s, whole_s
         message = {"role": "assistant", "content": "tok " * num_chunks}
         usage = {"prompt_tokens": 8, "completion_tokens": num_chunks, "total_tokens": num_chunks + 8}
@@ -71,6 +75,27 @@ class Answers:
                 "internal_states": [{}],
             }
         )
+        absent = _response({"error": {"message": "not found"}}, b"404 Not Found")
+        self.described = {b"/stoker/worker": absent, b"/stoker/tokenizer": absent}
+        if text_files is not None:
+            worker = {
+                "worker_id": "w-mock",
+                "role": "unified",
+                "models": [MODEL],
+                "fingerprint": "mock",
+                "tokenizer": "mock",
+            }
+            worker |= {
+                "block_tokens": 16,
+                "num_blocks": 4096,
+                "max_model_tokens": 1_000_000,
+                "events": None,
+                "replay": None,
+            }
+            self.described = {
+                b"/stoker/worker": _response(worker),
+                b"/stoker/tokenizer": _response({"files": text_files}),
+            }
         late = {"message": "The deadline passed.", "type": "timeout_error", "param": None, "code": "deadline_exceeded"}
         self.late = _response({"error": late}, b"504 Gateway Timeout")
         self.stream_head = (
@@ -147,7 +172,7 @@ class WorkerConnection(asyncio.Protocol):
         elif b"models" in path:
             self._transport.write(self._answers.models)
         else:
-            self._transport.write(self._answers.info)
+            self._transport.write(self._answers.described.get(path, self._answers.info))
 
     def _start(self, answering: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(answering)
@@ -181,11 +206,19 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=64, help="events of a streamed answer (default: %(default)s)")
     parser.add_argument("--delay-ms", type=float, default=0.0, help="between two events (default: %(default)s)")
     parser.add_argument("--whole-ms", type=float, default=0.0, help="before a whole answer (default: %(default)s)")
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="FOLDER", help="model folder with a tokenizer (default: none)"
+    )
     args = parser.parse_args()
 
     import uvloop
 
-    uvloop.run(serve(args.port, Answers(args.chunks, args.delay_ms / 1e3, args.whole_ms / 1e3)))
+    files = None
+    if args.tokenizer is not None:
+        from stoker.text.folder import text_files
+
+        files = text_files(args.tokenizer)
+    uvloop.run(serve(args.port, Answers(args.chunks, args.delay_ms / 1e3, args.whole_ms / 1e3, files)))
 
 
 if __name__ == "__main__":
