@@ -225,7 +225,7 @@ ATTACKS = {
         Attack("/v1/usage flood", usage_flood, 10, "rival"),
         Attack("/tokenize flood", tokenize_flood, 10, "rival"),
         Attack("new session per request", many_sessions, 10, "rival"),
-        Attack("user field of 50 MB, with a key", huge_user, 2, "rival", min_s=30.0),
-        Attack("nesting of 4 million, with a key", deep_nesting, 4, "rival"),
+        Attack("user field of 50 MB, valid key", huge_user, 2, "rival", min_s=30.0),
+        Attack("nesting of 4 million, valid key", deep_nesting, 4, "rival"),
     )
 }

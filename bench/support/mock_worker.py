@@ -78,7 +78,7 @@ class Answers:
         absent = _response({"error": {"message": "not found"}}, b"404 Not Found")
         self.described = {b"/stoker/worker": absent, b"/stoker/tokenizer": absent}
         if text_files is not None:
-            worker = {
+            worker: dict[str, Any] = {
                 "worker_id": "w-mock",
                 "role": "unified",
                 "models": [MODEL],
