@@ -1,6 +1,6 @@
 """Attacks on a gateway: what its health checks, a paying tenant, its memory and its CPU time show during each of them.
 
-    python -m bench run attacks                  about 9 minutes
+    python -m bench run attacks                  about 10 minutes
     python -m bench run attacks --short          about 2 minutes
     python -m bench run attacks --attack 'chats with wrong keys' --attack 'random bytes'
 

@@ -79,6 +79,10 @@ def large_bodies(rng: random.Random, key: str) -> Script:
     return _filled(CHAT, key, b'{"model":"mock","messages":[{"role":"user","content":"x', 60 << 20)
 
 
+def medium_bodies(rng: random.Random, key: str) -> Script:
+    return _filled(CHAT, key, b'{"model":"mock","messages":[{"role":"user","content":"x', 20 << 20)
+
+
 def slow_heads(rng: random.Random, key: str) -> Script:
     yield f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1\r\n".encode()
     while True:
@@ -139,7 +143,7 @@ def silent_connection(rng: random.Random, key: str) -> Script:
 
 
 def huge_user(rng: random.Random, key: str) -> Script:
-    return _filled(CHAT, key, b'{"model":"mock","messages":[{"role":"user","content":"hi"}],"user":"x', 50 << 20)
+    return _filled(CHAT, key, b'{"model":"mock","messages":[{"role":"user","content":"hi"}],"user":"x', 30 << 20)
 
 
 def deep_nesting(rng: random.Random, key: str) -> Script:
@@ -201,6 +205,7 @@ ATTACKS = {
         Attack("one-byte chunks, 1 connection", one_byte_chunks, 1),
         Attack("one-byte chunks, 50 connections", one_byte_chunks, 50),
         Attack("60 MiB bodies, 40 connections", large_bodies, 40, min_s=60.0),
+        Attack("20 MiB bodies, 40 connections", medium_bodies, 40, min_s=60.0),
         Attack("slow heads, 2,000 connections", slow_heads, 2000, addresses=20),
         Attack("slow bodies, 2,000 connections", slow_bodies, 2000, addresses=20),
         Attack("connection churn", connection_churn, 50, connects_per_s=1000.0, resets=True),
@@ -214,7 +219,7 @@ ATTACKS = {
         Attack("TLS hello to the plain port", tls_hello, 50),
         Attack("silent connections, 1 address", silent_connection, 12_000, connects_per_s=4000.0),
         Attack("silent connections, 50 addresses", silent_connection, 12_000, connects_per_s=4000.0, addresses=50),
-        Attack("user field of 50 MB, no key", huge_user, 4, min_s=30.0),
+        Attack("user field of 30 MB, no key", huge_user, 8, min_s=40.0),
         Attack("nesting of 4 million, no key", deep_nesting, 4),
         Attack("/metrics flood", metrics_flood, 10),
         Attack("/v1/models flood", models_flood, 10),
@@ -225,7 +230,7 @@ ATTACKS = {
         Attack("/v1/usage flood", usage_flood, 10, "rival"),
         Attack("/tokenize flood", tokenize_flood, 10, "rival"),
         Attack("new session per request", many_sessions, 10, "rival"),
-        Attack("user field of 50 MB, valid key", huge_user, 2, "rival", min_s=30.0),
+        Attack("user field of 30 MB, valid key", huge_user, 4, "rival", min_s=30.0),
         Attack("nesting of 4 million, valid key", deep_nesting, 4, "rival"),
     )
 }

@@ -45,16 +45,21 @@ def head(path: str, *lines: str) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("path", "key", "status"),
-    [(CHAT, "", 401), (CHAT, "sk-wrong", 401), ("/v1/completions", "sk-wrong", 401), ("/v1/nothing", "", 404)],
+    ("path", "key", "statuses"),
+    [
+        (CHAT, "", {b"401"}),
+        (CHAT, "sk-wrong", {b"401"}),
+        ("/v1/completions", "sk-wrong", {b"401"}),
+        ("/v1/nothing", "", {b"401", b"404", b"413"}),
+    ],
 )
 def test_a_request_without_a_valid_key_is_refused_on_its_head(
-    gateway: RealGateway, path: str, key: str, status: int
+    gateway: RealGateway, path: str, key: str, statuses: set[bytes]
 ) -> None:
     lines = [f"Authorization: Bearer {key}"] if key else []
     begin_s = time.monotonic()
-    answer = gateway.raw(head(path, "Content-Length: 50000000", *lines) + b"{")
-    assert answer.split(b" ")[1:2] in ([str(status).encode()], [b"401"]), answer[:200]
+    answer = gateway.raw(head(path, "Content-Length: 20000000", *lines) + b"{")
+    assert answer[9:12] in statuses, answer[:200]
     assert time.monotonic() - begin_s < LONG_S / 2, "it waited for the body"
 
 
@@ -65,7 +70,7 @@ def test_a_key_above_its_rate_limit_is_refused_before_its_body_is_read(gateway: 
     else:
         pytest.fail("the key was never limited")
     authorization = f"Authorization: Bearer {KEYS['limited']}"
-    answer = gateway.raw(head(CHAT, "Content-Length: 50000000", authorization) + b"{" + b" " * 100_000)
+    answer = gateway.raw(head(CHAT, "Content-Length: 20000000", authorization) + b"{" + b" " * 100_000)
     assert answer.startswith(b"HTTP/1.1 429"), answer[:200]
     assert b"retry-after:" in answer.lower()
     assert gateway.chat() == 200
