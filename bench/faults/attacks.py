@@ -168,6 +168,7 @@ def _measure(
             wait_until_answering(port, "mock", 60)
             _reset_peaks(gateway.pid)
             probe = _background("bench.support.tenant_probe", port, KEYS["paying"], args.quiet_s + seconds, niceness=0)
+            _wait_for_output(probe)
             time.sleep(args.quiet_s)
             idle_mib = _peak_mib(gateway.pid)
             _reset_peaks(gateway.pid)
@@ -175,7 +176,7 @@ def _measure(
             said = _attack(attack, target or port, seconds, args)
             end_s, used_cpu_s = time.monotonic(), cpu_s(gateway.pid) - begin_cpu_s
             peak_mib = _peak_mib(gateway.pid)
-            samples = json.loads(_output(probe, "the tenant"))
+            samples = json.loads(_output(probe, "the tenant").splitlines()[-1])
             if gateway.poll() is not None:
                 raise BenchmarkError(f"{name}: the gateway ended with {gateway.returncode}; see {args.log_dir}")
     share = used_cpu_s / (end_s - begin_s)
@@ -200,6 +201,12 @@ def _background(module: str, *arguments: object, niceness: int) -> tuple[subproc
     command = ["nice", "-n", str(niceness), *python_module(module, *arguments)]
     out = tempfile.TemporaryFile()  # noqa: SIM115 - closed by _output
     return subprocess.Popen(command, stdout=out, stderr=out, env=environment()), out
+
+
+def _wait_for_output(running: tuple[subprocess.Popen[bytes], IO[bytes]]) -> None:
+    process, out = running
+    while process.poll() is None and os.fstat(out.fileno()).st_size == 0:
+        time.sleep(0.02)
 
 
 def _output(running: tuple[subprocess.Popen[bytes], IO[bytes]], name: str) -> str:
@@ -232,6 +239,8 @@ def _judge(
         by_kind = []
         for kind in ("chat whole", "chat stream"):
             quiet = [one[2] for one in samples if one[0] == kind and one[1] < begin_s]
+            if not quiet:
+                raise BenchmarkError(f"{name}: no {kind} was sent in the quiet time; raise --quiet-s")
             by_kind.append(percentile([one[2] for one in chats if one[0] == kind], share) / percentile(quiet, share))
         ratios.append(max(by_kind))
     return AttackMeasurement(

@@ -1,4 +1,4 @@
-"""A paying tenant's steady load and a /health prober, in one process; prints every sample as JSON. Needs uvloop.
+"""A paying tenant's steady load and a /health prober, in one process. Needs uvloop.
 
     python -m bench.support.tenant_probe PORT KEY SECONDS [--interval-ms 20]
 
@@ -6,8 +6,9 @@ Requests begin at fixed times, however slow the gateway is (open loop), and a la
 gateway cannot hide its stall. Every interval there is one GET /health, in turn on a kept connection and on a new one.
 Every fifth interval there is a chat, in turn streamed and whole, on kept connections as HTTP clients use them.
 
-A sample is [kind, start_s, latency_s, problem]. Times are those of the monotonic clock, which all processes share. The
-problem is empty if the request was answered.
+It prints a line when it starts, and at the end all samples as one line of JSON. A sample is
+[kind, start_s, latency_s, problem]. Times are those of the monotonic clock, which all processes share. The problem is empty if
+the request was answered.
 """
 
 from __future__ import annotations
@@ -120,6 +121,7 @@ def _chat(key: str, stream: bool) -> bytes:
 
 async def measure(port: int, key: str, seconds: float, interval_s: float) -> list[Sample]:
     prober = Prober(port, key)
+    print("started", flush=True)
     begin_s = time.monotonic()
     tasks = []
     for number in range(int(seconds / interval_s)):

@@ -186,25 +186,14 @@ def test_the_mock_worker_answers_whole_and_streamed_chats(tmp_path: Path):
 
 def test_attacks_are_measured_and_the_controls_are_clean(tmp_path: Path, capsys):
     details = tmp_path / "details.json"
-    argv = [
-        "--quiet-s",
-        "0.5",
-        "--seconds",
-        "1",
-        "--attack",
-        "chats with wrong keys",
-        "--attack",
-        "slow readers, 200 connections",
-    ]
+    argv = ["--quiet-s", "0.5", "--seconds", "1", "--attack", "chats with wrong keys"]
     main(["run", "attacks", *argv, "--log-dir", str(tmp_path), "--details", str(details)])
     assert "chats with wrong keys, /health p99: " in capsys.readouterr().out
     measured = {one["attack"]: one for one in json.loads(details.read_text())}
-    assert len(measured) == 4
+    assert len(measured) == 3
     assert measured["control: no attack"]["answered"] == measured["control: no attack"]["total"] > 5
-    sink = measured["control: attack on a null sink"]
-    assert sink["attacker"]["bytes sent"] > 1_000_000
+    assert measured["control: attack on a null sink"]["attacker"]["bytes sent"] > 100_000
     assert measured["chats with wrong keys"]["attacker"]["status 401"] > 10
-    assert measured["slow readers, 200 connections"]["attacker"]["connections"] > 100
 
 
 @pytest.mark.parametrize("name", attack_corpus.ATTACKS)
