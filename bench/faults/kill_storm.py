@@ -22,6 +22,7 @@ import contextlib
 import json
 import os
 import random
+import signal
 import sqlite3
 import sys
 import tempfile
@@ -187,7 +188,7 @@ async def storm(args: argparse.Namespace, folder: Path) -> Report:
             clients = [asyncio.create_task(client(n, fleet, http, load, tally, end)) for n in range(args.clients)]
             await asyncio.sleep(2.0)
             memory = fleet.memory_mib()
-            trouble = Storm(fleet, rng, args.stops)
+            trouble = Storm(fleet, rng, args.stops, args.victim)
             for number in range(args.kills):
                 await asyncio.sleep(rng.uniform(0.0, 1.5))
                 event = await trouble.disturb()
@@ -268,6 +269,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kills", type=int, default=200, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=1, help="of victims, moments and requests (default: %(default)s)")
     parser.add_argument("--stops", type=float, default=0.15, help="share of SIGSTOP among them (default: %(default)s)")
+    parser.add_argument("--victim", action="append", metavar="PART", help="only this part, such as gateway; repeatable")
     parser.add_argument("--clients", type=int, default=6, help="default: %(default)s")
     parser.add_argument("--bodies", type=int, default=24, help="different requests (default: %(default)s)")
     parser.add_argument("--bound-s", type=float, default=60.0, help="for each request (default: %(default)s)")
@@ -277,6 +279,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Report:
     sys.path.insert(0, str(ROOT / "tests"))  # helpers of the tests make the tiny model
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a stopped benchmark stops its fleet
     print(f"kill_storm: seed {args.seed}, {args.kills} kills", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         return asyncio.run(storm(args, Path(folder)))

@@ -11,6 +11,7 @@ import signal
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -176,20 +177,22 @@ def _is_alive(pid: int | None) -> bool:
 class Storm:
     """Chooses what to kill. It goes through all parts of the fleet in a random order before it begins anew."""
 
-    def __init__(self, fleet: StormFleet, rng: random.Random, stop_share: float) -> None:
-        self._fleet, self._rng, self._stop_share = fleet, rng, stop_share
+    def __init__(
+        self, fleet: StormFleet, rng: random.Random, stop_share: float, only: Sequence[str] | None = None
+    ) -> None:
+        self._fleet, self._rng, self._stop_share, self._only = fleet, rng, stop_share, only
         self._deck: list[tuple[str, bool]] = []
 
     def _shuffled(self) -> list[tuple[str, bool]]:
         """Return (part, whether its engine is meant). The gateway is there twice: it has no engine."""
         names = [part["name"] for part in self._fleet.parts()]
-        deck = [(name, engine) for name in names for engine in (False, True)]
+        deck = [(name, engine) for name in self._only or names for engine in (False, True)]
         self._rng.shuffle(deck)
         return deck
 
     async def disturb(self) -> dict[str, Any]:
         """Kill or stop one process; return what was done. A stopped process continues after a while."""
-        if self._rng.random() < _UP_SHARE:
+        if self._rng.random() < _UP_SHARE and not self._only:
             await self._fleet.kill_up()
             return {"victim": "up", "signal": "SIGKILL"}
         self._deck = self._deck or self._shuffled()
