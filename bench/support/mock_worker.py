@@ -1,9 +1,16 @@
 """An OpenAI-compatible worker that answers at once, for benchmarks of routers.
 
-    python -m bench.support.mock_worker PORT [--chunks 64] [--delay-ms 0]
+    python -m bench.support.mock_worker PORT [--chunks 64] [--delay-ms 0] [--whole-ms 0] [--tokenizer FOLDER]
 
 It is as cheap as Python allows: one protocol object per connection, answers encoded once. A streamed answer is
-`--chunks` events with one write each, `--delay-ms` apart. Needs uvloop.
+`--chunks` events with one write each, `--delay-ms` apart. Needs uvloop. With `--tokenizer`, it describes itself as a Stoker
+worker, so that the gateway tokenizes prompts.
+
+A body that contains one of these markers gets another answer:
+
+    stoker-mock-kill       the connection is closed without an answer, as if the request had crashed the worker
+    stoker-mock-flood      a streamed answer of 5,000 events, without pauses
+    "timeout_s":           504, as a Stoker worker answers a deadline that the client set too short
 """
 
 from __future__ import annotations
@@ -11,15 +18,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any, cast
 
 MODEL = "mock"
+KILL_MARKER, FLOOD_MARKER = "stoker-mock-kill", "stoker-mock-flood"
 _LARGEST_BODY = 64 << 20
+_FLOOD_EVENTS = 5_000
+_DEADLINE_FIELD = b'"timeout_s":'
 
 
-def _response(value: object) -> bytes:
+def _response(value: object, status: bytes = b"200 OK") -> bytes:
     body = json.dumps(value).encode()
-    return b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+    head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % (status, len(body))
+    return head + body
 
 
 def _http_chunk(data: bytes) -> bytes:
@@ -35,8 +48,10 @@ def _event(delta: dict[str, str], finish: str | None) -> bytes:
 class Answers:
     """Everything that the worker ever sends, encoded beforehand."""
 
-    def __init__(self, num_chunks: int, delay_s: float) -> None:
-        self.delay_s = delay_s
+    def __init__(
+        self, num_chunks: int, delay_s: float, whole_s: float = 0.0, text_files: dict[str, str] | None = None
+    ) -> None:
+        self.delay_s, self.whole_s = delay_s, whole_s
         message = {"role": "assistant", "content": "tok " * num_chunks}
         usage = {"prompt_tokens": 8, "completion_tokens": num_chunks, "total_tokens": num_chunks + 8}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
@@ -60,6 +75,29 @@ class Answers:
                 "internal_states": [{}],
             }
         )
+        absent = _response({"error": {"message": "not found"}}, b"404 Not Found")
+        self.described = {b"/stoker/worker": absent, b"/stoker/tokenizer": absent}
+        if text_files is not None:
+            worker: dict[str, Any] = {
+                "worker_id": "w-mock",
+                "role": "unified",
+                "models": [MODEL],
+                "fingerprint": "mock",
+                "tokenizer": "mock",
+            }
+            worker |= {
+                "block_tokens": 16,
+                "num_blocks": 4096,
+                "max_model_tokens": 1_000_000,
+                "events": None,
+                "replay": None,
+            }
+            self.described = {
+                b"/stoker/worker": _response(worker),
+                b"/stoker/tokenizer": _response({"files": text_files}),
+            }
+        late = {"message": "The deadline passed.", "type": "timeout_error", "param": None, "code": "deadline_exceeded"}
+        self.late = _response({"error": late}, b"504 Gateway Timeout")
         self.stream_head = (
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncache-control: no-cache\r\n"
             b"transfer-encoding: chunked\r\n\r\n"
@@ -118,16 +156,33 @@ class WorkerConnection(asyncio.Protocol):
 
     def _answer(self, path: bytes, body: bytes) -> None:
         if b"completions" in path:
-            if b'"stream":true' in body or b'"stream": true' in body:
-                task = asyncio.get_running_loop().create_task(self._stream())
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+            if KILL_MARKER.encode() in body:
+                self._transport.abort()
+            elif _DEADLINE_FIELD in body:
+                self._transport.write(self._answers.late)
+            elif FLOOD_MARKER.encode() in body:
+                self._transport.write(self._answers.stream_head + self._answers.events[0] * _FLOOD_EVENTS)
+                self._transport.write(self._answers.stream_end)
+            elif b'"stream":true' in body or b'"stream": true' in body:
+                self._start(self._stream())
+            elif self._answers.whole_s:
+                self._start(self._whole())
             else:
                 self._transport.write(self._answers.whole)
         elif b"models" in path:
             self._transport.write(self._answers.models)
         else:
-            self._transport.write(self._answers.info)
+            self._transport.write(self._answers.described.get(path, self._answers.info))
+
+    def _start(self, answering: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(answering)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _whole(self) -> None:
+        await asyncio.sleep(self._answers.whole_s)
+        if self._is_open:
+            self._transport.write(self._answers.whole)
 
     async def _stream(self) -> None:
         self._transport.write(self._answers.stream_head)
@@ -150,11 +205,20 @@ def main() -> None:
     parser.add_argument("port", type=int)
     parser.add_argument("--chunks", type=int, default=64, help="events of a streamed answer (default: %(default)s)")
     parser.add_argument("--delay-ms", type=float, default=0.0, help="between two events (default: %(default)s)")
+    parser.add_argument("--whole-ms", type=float, default=0.0, help="before a whole answer (default: %(default)s)")
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="FOLDER", help="model folder with a tokenizer (default: none)"
+    )
     args = parser.parse_args()
 
     import uvloop
 
-    uvloop.run(serve(args.port, Answers(args.chunks, args.delay_ms / 1e3)))
+    files = None
+    if args.tokenizer is not None:
+        from stoker.text.folder import text_files
+
+        files = text_files(args.tokenizer)
+    uvloop.run(serve(args.port, Answers(args.chunks, args.delay_ms / 1e3, args.whole_ms / 1e3, files)))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from bench import contract, plots, report, results
 from bench.__main__ import main
 from bench.contract import BenchmarkError, Result
 from bench.faults import kill_matrix
-from bench.support import data_folder, routers
+from bench.support import attack_corpus, data_folder, routers
 from bench.support.processes import free_port, python_module, started, wait_for_port
 from bench.support.router_client import closed_loop, latency_ms
 
@@ -181,6 +182,32 @@ def test_the_mock_worker_answers_whole_and_streamed_chats(tmp_path: Path):
     assert streamed["chunks"] >= 5 * streamed["requests"] > 10
     assert full["failed"] == streamed["failed"] == 0
     assert 0 < p50_ms <= p99_ms
+
+
+def test_attacks_are_measured_and_the_controls_are_clean(tmp_path: Path, capsys):
+    details = tmp_path / "details.json"
+    argv = ["--quiet-s", "0.5", "--seconds", "1", "--attack", "chats with wrong keys"]
+    main(["run", "attacks", *argv, "--log-dir", str(tmp_path), "--details", str(details)])
+    assert "chats with wrong keys, /health p99: " in capsys.readouterr().out
+    measured = {one["attack"]: one for one in json.loads(details.read_text())}
+    assert len(measured) == 3
+    assert measured["control: no attack"]["answered"] == measured["control: no attack"]["total"] > 5
+    assert measured["control: attack on a null sink"]["attacker"]["bytes sent"] > 100_000
+    assert measured["chats with wrong keys"]["attacker"]["status 401"] > 10
+
+
+@pytest.mark.parametrize("name", attack_corpus.ATTACKS)
+def test_an_attack_sends_something_or_waits_on_purpose(name: str):
+    attack = attack_corpus.ATTACKS[name]
+    first = next(attack.script(random.Random(0), "sk-x" if attack.key else ""))
+    assert isinstance(first, float) == (attack.script is attack_corpus.silent_connection)
+    if isinstance(first, bytes) and attack.key:
+        assert b"Authorization: Bearer sk-x" in first
+
+
+@pytest.mark.slow
+def test_answers_and_ledger_survive_a_short_storm(capsys):
+    assert main(["run", "kill_storm", "--kills", "6", "--clients", "4", "--bodies", "12"]) == 0, capsys.readouterr()
 
 
 def test_the_fault_tests_exist():
