@@ -226,8 +226,11 @@ def edit(envelope: RequestEnvelope, put: Mapping[str, bytes], drop: Collection[s
 
 
 def fields(data: bytes | Raw) -> dict[str, Raw]:
-    """Decode the top level of a JSON object; the values stay raw JSON."""
-    return _TABLE.decode(data)
+    """Decode the top level of a JSON object; the values stay raw JSON. Raises DecodeError for anything else."""
+    try:
+        return _TABLE.decode(data)
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise msgspec.DecodeError(str(error)) from error
 
 
 def _insert(raw: bytes, put: Mapping[str, bytes]) -> bytes:

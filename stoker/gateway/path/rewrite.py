@@ -154,7 +154,7 @@ class ForeignAnswer(EventCutter):
                 self._cells[COMPLETION] = self.num_pieces
         else:
             self._count(data)
-        if (b'"usage"' in data and _USAGE.search(data)) or self._holds_internals(data):
+        if self._must_rewrite(data):
             data = b"".join([self._event(event) for event in _EVENT.findall(data)])
         if has_end:
             self.ended = True
@@ -182,6 +182,9 @@ class ForeignAnswer(EventCutter):
         self._rewrite(table)
         return msgspec.json.encode(table)
 
+    def _must_rewrite(self, data: bytes) -> bool:
+        return (b'"usage"' in data and _USAGE.search(data) is not None) or self._holds_internals(data)
+
     def _holds_internals(self, data: bytes) -> bool:
         if b'"kv_transfer_params"' in data or b'"bootstrap_' in data:
             return True
@@ -189,13 +192,20 @@ class ForeignAnswer(EventCutter):
 
     def _event(self, event: bytes) -> bytes:
         found = _DATA.search(event)
-        if found is None or not found.group(1).startswith(b"{"):
+        if found is None or not found.group(1).startswith(b"{") or not self._must_rewrite(event):
             return event
         try:
-            table = fields(found.group(1))
-        except msgspec.DecodeError:
+            data = self._event_data(found.group(1))
+        except msgspec.DecodeError as error:
+            if self._holds_internals(event):
+                raise BadAnswer(f"an event of the stream is not valid JSON: {error}") from error
             return event
-        usage = read_usage(found.group(1))
+        return event[: found.start(1)] + data + event[found.end(1) :] if data else b""
+
+    def _event_data(self, data: bytes) -> bytes:
+        """Return the rewritten data of an event, or nothing if the event must be hidden."""
+        table = fields(data)
+        usage = read_usage(data)
         if usage is not None:
             self._saw(usage)
             is_last = bytes(table.get("choices", b"[]")) == b"[]"
@@ -205,7 +215,7 @@ class ForeignAnswer(EventCutter):
                 del table["usage"]
                 self.usage = None  # later chunks may update the running counts only
         self._rewrite(table)
-        return event[: found.start(1)] + msgspec.json.encode(table) + event[found.end(1) :]
+        return msgspec.json.encode(table)
 
     def _without_running_usage(self, data: bytes, at: int) -> bytes | None:
         """Take the usage at `at` from a single chunk with choices. Return None if `data` is anything else."""
