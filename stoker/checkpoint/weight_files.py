@@ -152,6 +152,8 @@ def _json_of(length: bytes, read: Any, num_bytes: int) -> tuple[int, dict[str, A
 def _tensor(file: Path, name: str, entry: Any, header_bytes: int) -> TensorLocation:
     try:
         dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
+            raise ValueError(f"shape {shape} and data_offsets [{begin}, {end}] must be whole numbers of 0 or more")
         num_bytes = prod(shape) * NUM_BYTES[dtype]
         if begin < 0 or end - begin != num_bytes:
             raise ValueError(f"{end - begin} bytes for {dtype} {shape}")

@@ -171,7 +171,8 @@ class ResumeNotes(msgspec.Struct, eq=False):
                 self._lines += lines
                 if len(self._lines) > self.max_bytes:
                     raise self._too_large()
-                if lines.count(b" ") == 2 and lines[1] == _T:  # ":t CHOICE TOKEN", as nearly all notes are
+                # ":t CHOICE TOKEN", as nearly all notes are
+                if lines.count(b" ") == 2 and lines[1] == _T and lines.count(b":") == 1:
                     self.num_tokens += 1
                 else:
                     self._count(lines)

@@ -103,22 +103,22 @@ class Process:
     def is_running(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
-    def _signed(self, path: str) -> dict[str, str]:
+    def signed(self, path: str, data: bytes | None = None) -> dict[str, str]:
         """Return the headers that a worker with a secret needs."""
         if self.arguments[0] != "serve" or "--secret-file" not in self.arguments:
             return {}
         secret = Path(self.arguments[self.arguments.index("--secret-file") + 1]).read_text()
-        return signed(self.url, secret, path)
+        return signed(self.url, secret, path, data)
 
     def get(self, path: str, token: str | None = None) -> Any:
-        request = urllib.request.Request(self.url + path, headers=self._signed(path))
+        request = urllib.request.Request(self.url + path, headers=self.signed(path))
         if token:
             request.add_header("Authorization", f"Bearer {token}")
         with urllib.request.urlopen(request, timeout=60) as answer:
             return json.loads(answer.read())
 
     def metrics(self) -> dict[str, float]:
-        request = urllib.request.Request(self.url + "/metrics", headers=self._signed("/metrics"))
+        request = urllib.request.Request(self.url + "/metrics", headers=self.signed("/metrics"))
         with urllib.request.urlopen(request, timeout=60) as answer:
             lines = answer.read().decode().splitlines()
         return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
@@ -351,9 +351,11 @@ def real_fleet(
             (work / "gateway.toml").write_text(_ALWAYS_HAND_OFF)
             secret = ["--secret-file", str(work / "secret")]
             gateway_options = [*gateway_options, *secret, "--config", str(work / "gateway.toml")]
-            serve += [*secret, "--kv-lease-s", f"{lease_s:g}"]
-            workers = [Process([*serve, "--role", role], work / f"{role}-{i}.log") for i, role in enumerate(roles)]
-            reference = Process(serve, work / "reference.log")
+            serve += ["--kv-lease-s", f"{lease_s:g}"]
+            workers = [
+                Process([*serve, *secret, "--role", role], work / f"{role}-{i}.log") for i, role in enumerate(roles)
+            ]
+            reference = Process(serve, work / "reference.log")  # needs no secret: the tests call it themselves
         starting = workers if reference is None else [*workers, reference]
         for worker in starting:
             stack.callback(worker.stop)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import shutil
 import socket
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_fleet import Exchange, Process, RealFleet, real_fleet
+from real_fleet import CHAT, Exchange, Process, RealFleet, real_fleet
 from worker.real import COMPLETIONS, wait_for
 
 from stoker.kv.store.tiers.host.host_memory import remove_host_store
@@ -81,8 +82,10 @@ def test_a_ticket_of_an_earlier_life_at_the_same_address_opens_nothing(fleet: Re
         prefill.start()
         wait_for(lambda: prefill.is_ready)
         # The same blocks hold another request's KV now.
-        other = Exchange(prefill.port, {"model": "tiny"} | body("other"))
+        asked_other = {"model": "tiny"} | body("other")
+        other = Exchange(prefill.port, asked_other, prefill.signed(CHAT, json.dumps(asked_other).encode()))
         other.wait()
+        assert other.status == 200, other.answer
     check(fleet, exchange, asked)
     assert decode.metrics()[PULLED] == pulled
 

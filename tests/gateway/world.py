@@ -154,7 +154,9 @@ class World:
                 clock=clock,
             )
         )
-        self.gate = FrontGate(api_keys, self.metrics, max_body_bytes=64 << 20, max_public_body_bytes=64 << 10)
+        self.gate = FrontGate(
+            api_keys, self.metrics, max_body_bytes=64 << 20, max_public_body_bytes=64 << 10, clock=self.clock.now
+        )
         self.server = Server(self.gateway.handle, ServerLimits(), on_bad=self.gateway.count_bad_request, gate=self.gate)
 
     async def __aenter__(self) -> World:

@@ -20,10 +20,16 @@ import msgspec
 from stoker.base.errors import Overloaded
 from stoker.gateway.admission.api_keys import Caller
 from stoker.gateway.admission.fair_queue import WAITING, Capacity, FairQueue, Ticket
+from stoker.gateway.admission.rate_limits import Refusal
 from stoker.gateway.config import AdmissionSettings
 
 _TICK_S = 0.05
 _CHARGE_S = 1.0  # how often the output of running requests is charged
+
+
+def rate_limited(limit: Refusal) -> Overloaded:
+    """Return the client's error for a key above a limit."""
+    return Overloaded(limit.message, retry_after_s=limit.retry_after_s, code="rate_limited")
 
 
 class AdmittedRequest(msgspec.Struct, eq=False):
@@ -119,7 +125,7 @@ class Admission:
             raise refusal
         limit = caller.limiter.begin(self.clock())
         if limit is not None:
-            raise Overloaded(limit.message, retry_after_s=limit.retry_after_s, code="rate_limited")
+            raise rate_limited(limit)
         return AdmittedRequest(self, caller)
 
     async def enter(
@@ -138,7 +144,7 @@ class Admission:
         caller, now = claim.caller, self.clock()
         limit = caller.limiter.estimate(uncached_tokens, now)
         if limit is not None:
-            raise Overloaded(limit.message, retry_after_s=limit.retry_after_s, code="rate_limited")
+            raise rate_limited(limit)
         claim._charged = uncached_tokens
         queue = self._queue_of(lane, now)
         queue_s, priority = self._settings.queue_s, caller.best_priority(priority)

@@ -28,6 +28,7 @@ _WRITE_LOW_BYTES = 32 << 10
 _MAX_AHEAD_BYTES = 64 << 10  # of pipelined requests buffered while one is served
 _LINGER_S = 2.0
 _LINGER_BYTES = 1 << 20
+_TOO_LARGE = 413
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _JSON = b"content-type: application/json\r\n"
 _RETRY = _JSON + b"retry-after: 1\r\n"
@@ -243,7 +244,7 @@ class ClientConnection(asyncio.Protocol):
             return
         grant = self._server.gate(head, self.peer)
         if isinstance(grant, HeadRefusal):
-            self._refuse_with(grant.status, header_block(grant.headers), grant.body)
+            self._refuse_head(grant)
             return
         at = end + 4
         if length == 0:
@@ -275,7 +276,7 @@ class ClientConnection(asyncio.Protocol):
         try:
             self._body = RequestBody(length, grant, grant.account or self.group, self._server.bodies)
         except BadMessage as bad:
-            self._refuse(bad.status, bad.reason)
+            self._refuse_body(bad, grant)
             return
         self._server.connections.starting.pop(self, None)
         self._phase = _BODY
@@ -298,7 +299,7 @@ class ClientConnection(asyncio.Protocol):
             else:
                 body.feed(data)
         except BadMessage as bad:
-            self._refuse(bad.status, bad.reason)
+            self._refuse_body(bad, self._grant)
             return
         if body.done:
             self._end_body(body)
@@ -361,6 +362,15 @@ class ClientConnection(asyncio.Protocol):
             self._close()
         else:
             self._server.connections.idle[self] = None
+
+    def _refuse_body(self, bad: BadMessage, grant: BodyGrant | None) -> None:
+        if bad.status == _TOO_LARGE and grant is not None and grant.beyond is not None:
+            self._refuse_head(grant.beyond())
+        else:
+            self._refuse(bad.status, bad.reason)
+
+    def _refuse_head(self, refusal: HeadRefusal) -> None:
+        self._refuse_with(refusal.status, header_block(refusal.headers), refusal.body)
 
     def _refuse(self, status: int, reason: str) -> None:
         """Send an error about the request's form or size, and stop parsing."""

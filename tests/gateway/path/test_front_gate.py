@@ -91,3 +91,25 @@ def test_a_tenant_that_holds_its_share_of_the_budget_does_not_block_another() ->
             await until(lambda: world.server.bodies.held_bytes == 0)
 
     asyncio.run(main())
+
+
+def test_a_key_above_its_rate_limit_is_refused_before_a_large_body() -> None:
+    async def main() -> None:
+        limited = [KeySettings(name="one", tenant="one", sha256=KEYS[0].sha256, requests_per_minute=1)]
+        async with World(keys=limited) as world:
+            await world.add("a", answers(ANSWER))
+            key = b"authorization: Bearer one\r\n"
+            path = "/v1/chat/completions"
+            assert (await answer_to(world, head(path, len(BODY), key) + BODY))[0] == 200
+            for length in (20 << 20, -1):
+                chunk = b"186a0\r\n" + b" " * 100_000 if length < 0 else b""
+                status, headers, body = await answer_to(world, head(path, length, key) + chunk)
+                assert (status, json.loads(body)["error"]["code"]) == (429, "rate_limited")
+                assert int(headers["retry-after"]) > 0
+            assert world.metrics.refusals["rate_limited"] == 2
+            assert len(world.rows.rows) == 1
+            # A small body is received; admission refuses it and the connection stays open.
+            status, headers, _ = await answer_to(world, head(path, len(BODY), key) + BODY)
+            assert (status, headers.get("connection")) == (429, None)
+
+    asyncio.run(main())
