@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import urllib.error
 import urllib.request
+from functools import cache
 
 from stoker.base.fleet_key import FleetKey
 from stoker.proto.signed_http import AUTH_HEADER, CHALLENGE_HEADER, RequestSigner
@@ -19,9 +20,15 @@ def challenge_of(url: str) -> bytes:
             return str(refused.headers[CHALLENGE_HEADER]).encode()
 
 
+@cache
+def _signer(url: str, secret: str) -> RequestSigner:
+    """Return one client for all requests to a worker, which remembers a limited number of clients."""
+    return RequestSigner(FleetKey(secret))
+
+
 def signer_for(url: str, secret: str) -> RequestSigner:
-    signer = RequestSigner(FleetKey(secret))
-    assert signer.learn(challenge_of(url))
+    signer = _signer(url, secret)
+    signer.learn(challenge_of(url))  # another one, if the worker was restarted
     return signer
 
 

@@ -46,8 +46,7 @@ _LARGE_BYTES = 1 << 20  # the names of a larger body are measured before they ar
 _SLICE_BYTES = 64 << 10
 _NOT_ASCII = re.compile(rb"[\x80-\xff]")
 _PROMPT_LIST = re.compile(rb'\[[ \t\r\n]*(["\[])')
-_OPENING = re.compile(rb"\[")
-_TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_PROMPT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|\[[^\]]*+\]', re.DOTALL)  # a text, or a list of token ids
 
 
 class EndpointKind(StrEnum):
@@ -197,15 +196,12 @@ def _check_names(body: bytes) -> None:
 def _num_prompts(prompt: memoryview) -> int:
     """Count the prompts in a completion's `prompt` without decoding them, up to a little more than MAX_CHOICES.
 
-    The worker refuses anything that is not a text, a list of texts, a list of token ids, or a list of such lists.
+    The worker refuses anything that is not a text, a list of token ids, or a list of those.
     """
     begin = _PROMPT_LIST.match(prompt)
     if begin is None:
         return 1
-    is_texts = begin[1] == b'"'
-    found = (_TEXT if is_texts else _OPENING).finditer(prompt)
-    num_found = sum(1 for _ in islice(found, MAX_CHOICES + 2))
-    return num_found if is_texts else num_found - 1  # the first bracket opens the outer list
+    return sum(1 for _ in islice(_PROMPT.finditer(prompt, begin.start(1)), MAX_CHOICES + 2))
 
 
 _TABLE: msgspec.json.Decoder[dict[str, Raw]] = msgspec.json.Decoder(dict[str, Raw])

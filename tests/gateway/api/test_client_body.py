@@ -155,6 +155,7 @@ def test_counting_many_prompts_takes_no_memory(prompt: bytes) -> None:
         (EndpointKind.COMPLETIONS, b'{"prompt":[\n"a,\\"[", "\\\\", "c"]}', 3),
         (EndpointKind.COMPLETIONS, b'{"prompt":[]}', 1),
         (EndpointKind.COMPLETIONS, b'{"prompt":[1,2,3]}', 1),
+        (EndpointKind.COMPLETIONS, b'{"prompt":["a",[1,2],"b]"]}', 3),
         (EndpointKind.RESPONSES, b'{"input":["a","b"]}', 1),
     ],
 )
