@@ -29,6 +29,7 @@ _MAX_AHEAD_BYTES = 64 << 10  # of pipelined requests buffered while one is serve
 _LINGER_S = 2.0
 _LINGER_BYTES = 1 << 20
 _TOO_LARGE = 413
+_SMALL_BYTES = 4096
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _JSON = b"content-type: application/json\r\n"
 _RETRY = _JSON + b"retry-after: 1\r\n"
@@ -325,6 +326,10 @@ class ClientConnection(asyncio.Protocol):
 
     def _hand_over_whole(self, head: RequestHead, data: bytes, grant: BodyGrant) -> None:
         """Pass on a request whose body arrived together with its head."""
+        if len(data) <= _SMALL_BYTES:
+            # Not counted: it is less than the connection itself takes.
+            self._hand_over(head, data, grant)
+            return
         account = grant.account or self.group
         if account == PUBLIC:
             # Not counted, because the answer does not wait for anything. So a worker can register while others hold all

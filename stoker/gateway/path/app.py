@@ -25,7 +25,7 @@ from stoker.fleet.fleet import Fleet
 from stoker.fleet.prefix_index import PrefixIndex
 from stoker.fleet.spec import Role
 from stoker.gateway.admission.admission import Admission, AdmittedRequest
-from stoker.gateway.admission.api_keys import ApiKeys, Caller
+from stoker.gateway.admission.api_keys import ApiKeys
 from stoker.gateway.api.client_body import EndpointKind, RequestEnvelope, parse
 from stoker.gateway.api.endpoint import Endpoint
 from stoker.gateway.api.reply import Reply, error_reply, json_reply, method_not_allowed
@@ -166,8 +166,31 @@ class Gateway:
         caller = exchange.caller = request.caller  # FrontGate has authenticated it
         admitted = parts.admission.claim(caller)
         try:
-            call = await self._prepare(exchange, caller)
-            await self._enter(exchange, call, admitted)
+            envelope = parse(exchange.kind, request.body)
+            model = exchange.model = requested_model(envelope.model, parts.fleet)
+            began_s = parts.clock()
+            put, drop = body_changes(envelope, caller)
+            conversation = parts.key_makers.keys_now(model, envelope, envelope.salt)
+            if conversation is None:
+                conversation = await parts.key_makers.keys(model, envelope, envelope.salt, caller.tenant)
+            parts.metrics.keys_s.observe(parts.clock() - began_s)
+            session = session_of(request.head.by_name, envelope, caller.tenant)
+            exchange.session = session.session
+            query = _query(model, envelope, session, conversation)
+            arrived_s, trace = exchange.arrived_s, exchange.trace
+            seed, tenant = random.getrandbits(53), caller.tenant
+            call = Call(request, envelope, query, exchange.request_id, put, drop, arrived_s, seed, trace, tenant)
+            exchange.call = call
+            entering = trace.begin("admission")
+            await parts.admission.enter(
+                admitted,
+                self._uncached_tokens(query),
+                lane=model,
+                reject_if_busy=_rejects_if_busy(request, envelope),
+                priority=envelope.priority if isinstance(envelope.priority, int) else None,
+            )
+            entering.end()
+            self._begin_usage(exchange, call, admitted)
             await parts.proxy.run(call)
         except Exception:
             if exchange.call is not None and not request.started:
@@ -181,44 +204,15 @@ class Gateway:
             else:
                 admitted.done(usage.prompt_tokens - usage.cached_tokens, usage.completion_tokens)
 
-    async def _prepare(self, exchange: Exchange, caller: Caller) -> Call:
-        """Read the body and compute its prefix keys."""
-        parts, request = self._parts, exchange.request
-        envelope = parse(exchange.kind, request.body)
-        model = exchange.model = requested_model(envelope.model, parts.fleet)
-        put, drop = body_changes(envelope, caller)
-        session = session_of(request.head.by_name, envelope, caller.tenant)
-        exchange.session = session.session
-        began_s = parts.clock()
-        conversation = parts.key_makers.keys_now(model, envelope, envelope.salt)
-        if conversation is None:
-            conversation = await parts.key_makers.keys(model, envelope, envelope.salt, caller.tenant)
-        parts.metrics.keys_s.observe(parts.clock() - began_s)
-        query = _query(model, envelope, session, conversation)
-        seed, arrived_s, trace = random.getrandbits(53), exchange.arrived_s, exchange.trace
-        call = Call(request, envelope, query, exchange.request_id, put, drop, arrived_s, seed, trace, caller.tenant)
-        exchange.call = call
-        return call
-
-    async def _enter(self, exchange: Exchange, call: Call, admitted: AdmittedRequest) -> None:
-        """Wait for admission."""
-        parts, envelope = self._parts, call.envelope
-        entering = exchange.trace.begin("admission")
-        await parts.admission.enter(
-            admitted,
-            self._uncached_tokens(call.query),
-            lane=exchange.model,
-            reject_if_busy=_rejects_if_busy(exchange.request, envelope),
-            priority=envelope.priority if isinstance(envelope.priority, int) else None,
-        )
-        entering.end()
-        exchange.running = call.running = parts.meter.open(exchange.head())
+    def _begin_usage(self, exchange: Exchange, call: Call, admitted: AdmittedRequest) -> None:
+        """Write the ledger's row of an admitted request ahead."""
+        exchange.running = call.running = self._parts.meter.open(exchange.head())
         if admitted.waited_s:
             exchange.queued_s = admitted.waited_s
             call.query.matches = None  # outdated: other requests were routed in the meantime
         call.on_first_byte = admitted.first_token
         if admitted.is_charged_while_running:
-            admitted.output_tokens = partial(self._output_tokens, call, parts.clock())
+            admitted.output_tokens = partial(self._output_tokens, call, self._parts.clock())
 
     def _output_tokens(self, call: Call, admitted_s: float) -> int:
         """Return how many tokens a running request has produced. For an answer that is not streamed it is an estimate."""

@@ -21,7 +21,7 @@ from stoker.gateway.api.client_body import RequestEnvelope, edit
 from stoker.gateway.http import HeaderFilter, HttpRequest, header_block
 from stoker.gateway.path.resume import TokenMemory
 from stoker.gateway.path.rewrite import UsageCounts
-from stoker.gateway.records.running_usage import RunningUsage
+from stoker.gateway.records.running_usage import NOT_ADMITTED, RunningUsage
 from stoker.gateway.records.tracing import RequestTrace, TraceSpan
 from stoker.routing.query import RouteQuery
 
@@ -48,7 +48,7 @@ class Call(msgspec.Struct, eq=False):
     on_first_byte: Callable[[], None] = lambda: None
 
     memory: TokenMemory = msgspec.field(default_factory=TokenMemory)
-    running: RunningUsage = msgspec.field(default_factory=RunningUsage)  # what the client was sent so far
+    running: RunningUsage = NOT_ADMITTED  # what the client was sent so far
     usage: UsageCounts | None = None  # as the workers reported it; `billed_usage` bounds it
     sent_pieces: int = 0  # of text in a foreign worker's stream
     sent_bytes: int = 0  # of the answer, by the worker of the latest attempt

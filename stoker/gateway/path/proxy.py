@@ -16,6 +16,7 @@ Each attempt has its own reservations, and returns them on every path.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 
 from stoker.base.errors import StokerError
 from stoker.base.log import EventLog
@@ -49,15 +50,14 @@ class Proxy:
         self._dialects: dict[str, Dialect] = {name: DIALECTS.get(name)() for name in DIALECTS}
         self._resumable = frozenset(name for name, dialect in self._dialects.items() if dialect.resumes)
 
-    async def run(self, call: Call) -> None:
+    def run(self, call: Call) -> Awaitable[None]:
         """Run `call` to its end. Exceptions are sent to the client, as a response or as the last event of a stream."""
         self._budget.request()
         if self._suspects:
             trial = self._suspects.begin(call, self._services.clock())
             if trial is not None:
-                await self._try(call, trial)
-                return
-        await self._attempts(call)
+                return self._try(call, trial)
+        return self._attempts(call)
 
     async def _try(self, call: Call, trial: SuspectTrial) -> None:
         """Run a request whose body was on crashed workers before."""

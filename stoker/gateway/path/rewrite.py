@@ -40,7 +40,6 @@ _TEXT_NAMES = {
 }
 _TEXT = re.compile(rb'"(?:content|reasoning_content|reasoning|text|arguments)"\s*:\s*"((?:[^"\\]|\\.)*)"')
 _NEVER = b"\0"  # no event begins with it
-_QUOTE = ord('"')
 _BYTES_PER_TOKEN = 4  # estimate for text
 
 
@@ -87,6 +86,8 @@ class ForeignAnswer(EventCutter):
     """Rewrites one answer of a foreign worker, streamed (`push`) or whole."""
 
     __slots__ = (
+        "_after",
+        "_before",
         "_cells",
         "_counter",
         "_is_pair",
@@ -95,8 +96,6 @@ class ForeignAnswer(EventCutter):
         "_last",
         "_prompt_tokens",
         "_running",
-        "_text_at",
-        "_text_name",
         "ended",
         "hide_running",
         "hide_usage",
@@ -127,7 +126,7 @@ class ForeignAnswer(EventCutter):
         self._kind = kind
         self._prompt_tokens = prompt_tokens
         self._counter: TextCounter | None = None  # made with the first bytes
-        self._text_name, self._text_at = _NEVER, 0  # where the latest event had its text
+        self._before = self._after = _NEVER  # the latest event without its text
         self.num_pieces = 0  # of text, as far as they were counted
         self._keep_token_ids = keep_token_ids
         self._is_pair = is_pair
@@ -137,6 +136,14 @@ class ForeignAnswer(EventCutter):
 
     def push(self, data: bytes) -> bytes:
         """Return the part of the stream to send to the client now: always whole events."""
+        if data.startswith(self._before) and data.endswith(self._after) and not self.rest:
+            # Nearly all events differ from the one before in their text only. Then there is nothing else to look for.
+            text = data[len(self._before) : -len(self._after)]
+            if text and b'"' not in text and b"\n" not in text:
+                self._last = data
+                self.num_pieces += 1
+                self._cells[COMPLETION] = self.num_pieces
+                return data
         if self.rest or not data.endswith(_EVENT_ENDS):
             data = self.cut(data)
             if not data:
@@ -147,15 +154,12 @@ class ForeignAnswer(EventCutter):
             shown = self._without_running_usage(data, at)
             if shown is not None:
                 return shown
-        elif data.startswith(self._text_name, self._text_at) and data.find(b"\n\n") + 2 == len(data):
-            # One event with text at the same place as in the event before it, as nearly all are.
-            if data[self._text_at + len(self._text_name)] != _QUOTE:
-                self.num_pieces += 1
-                self._cells[COMPLETION] = self.num_pieces
         else:
             self._count(data)
         if self._must_rewrite(data):
             data = b"".join([self._event(event) for event in _EVENT.findall(data)])
+        elif not has_end and self._counter is not None:
+            self._before, self._after = self._counter.around_text(data)
         if has_end:
             self.ended = True
             self._cells[STATUS] = 200
@@ -197,9 +201,7 @@ class ForeignAnswer(EventCutter):
         try:
             data = self._event_data(found.group(1))
         except msgspec.DecodeError as error:
-            if self._holds_internals(event):
-                raise BadAnswer(f"an event of the stream is not valid JSON: {error}") from error
-            return event
+            raise BadAnswer(f"an event of the stream is not valid JSON: {error}") from error
         return event[: found.start(1)] + data + event[found.end(1) :] if data else b""
 
     def _event_data(self, data: bytes) -> bytes:
@@ -242,7 +244,6 @@ class ForeignAnswer(EventCutter):
                 cells[PROMPT] = self._prompt_tokens
             if cells[COMPLETION] < self.num_pieces:
                 cells[COMPLETION] = self.num_pieces
-            self._text_name, self._text_at = counter.last_text(data)
 
     def _rewrite(self, table: dict[str, Raw]) -> None:
         for name in _INTERNAL_NAMES:
@@ -295,13 +296,16 @@ class TextCounter:
                 num_pieces += found - data.count(empty)
         return num_pieces
 
-    def last_text(self, events: bytes) -> tuple[bytes, int]:
-        """Return the name in front of the last event's text, and where it stands in that event."""
-        last = events[events.rfind(b"\n\n", 0, -2) + 2 :] if events.find(b"\n\n") + 2 != len(events) else events
-        for name in self._names:
-            if (at := last.find(name)) >= 0 and not last.startswith(b'"', at + len(name)):
-                return name, at
-        return _NEVER, 0
+    def around_text(self, data: bytes) -> tuple[bytes, bytes]:
+        """Return what stands before and after the text, if `data` is one event with one text without escapes."""
+        if data.find(b"\n\n") + 2 == len(data):
+            for name in self._names:
+                if (at := data.find(name)) >= 0:
+                    start = at + len(name)
+                    end = data.find(b'"', start)
+                    if start < end and b"\\" not in data[start:end] and self.count(data) == 1:
+                        return data[:start], data[end:]
+        return _NEVER, _NEVER
 
 
 class _Details(msgspec.Struct):

@@ -38,8 +38,18 @@ class RunningUsage:
 
     def update(self, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> None:
         """Set all counts. They may be wrong numbers from a worker."""
-        for cell, count in enumerate((prompt_tokens, cached_tokens, completion_tokens)):
-            self.cells[cell] = min(max(count, 0), MAX_TOKENS)
+        cells = self.cells
+        cells[PROMPT] = prompt_tokens if 0 <= prompt_tokens <= MAX_TOKENS else _bounded(prompt_tokens)
+        cells[CACHED] = cached_tokens if 0 <= cached_tokens <= MAX_TOKENS else _bounded(cached_tokens)
+        cells[COMPLETION] = completion_tokens if 0 <= completion_tokens <= MAX_TOKENS else _bounded(completion_tokens)
+
+
+# Stands in for the counts of a request that is not admitted yet.
+NOT_ADMITTED = RunningUsage()
+
+
+def _bounded(count: int) -> int:
+    return min(max(count, 0), MAX_TOKENS)
 
 
 class SlotUsage(RunningUsage):
@@ -48,7 +58,7 @@ class SlotUsage(RunningUsage):
     __slots__ = ("_slots", "index")
 
     def __init__(self, slots: SlotFile, index: int) -> None:
-        super().__init__(slots.cells(index))
+        self.cells = slots.cells(index)
         self._slots = slots
         self.index = index
 

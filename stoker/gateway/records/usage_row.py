@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from struct import Struct
+from struct import error as StructError
+
 import msgspec
 
 from stoker.gateway.store.slot_file import HEAD_BYTES, FoundSlot
@@ -48,21 +51,12 @@ class UsageHead(msgspec.Struct, frozen=True, gc=False, array_like=True):
     x_request_id: str
 
 
-class _UsageTail(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """The part of a row that is known when the request has ended. The worker is the slot's note."""
-
-    status: int
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    ttft_ms: float | None
-    e2e_ms: float
-    resumed: int
-
-
+# The part of a row that is known when the request has ended: status, prompt, cached and completion tokens, ttft_ms (negative:
+# None), e2e_ms, resumed. The worker is the slot's note.
+_TAIL = Struct("<HQQQddI")
+_NO_TTFT = -1.0
 _encode = msgspec.msgpack.Encoder().encode
 _HEAD = msgspec.msgpack.Decoder(UsageHead)
-_TAIL = msgspec.msgpack.Decoder(_UsageTail)
 
 
 def head_bytes(head: UsageHead) -> bytes:
@@ -75,28 +69,24 @@ def head_bytes(head: UsageHead) -> bytes:
 
 
 def tail_bytes(row: UsageRow) -> bytes:
-    return _encode(
-        _UsageTail(
-            row.status,
-            row.prompt_tokens,
-            row.cached_tokens,
-            row.completion_tokens,
-            row.ttft_ms,
-            row.e2e_ms,
-            row.resumed,
-        )
-    )
+    ttft_ms = _NO_TTFT if row.ttft_ms is None else row.ttft_ms
+    counts = (row.prompt_tokens, row.cached_tokens, row.completion_tokens)
+    try:
+        return _TAIL.pack(row.status, *counts, ttft_ms, row.e2e_ms, row.resumed)
+    except StructError:  # counts that no request has
+        bounded = [min(max(count, 0), MAX_TOKENS) for count in counts]
+        return _TAIL.pack(row.status, *bounded, ttft_ms, row.e2e_ms, row.resumed)
 
 
 def recovered_row(slot: FoundSlot) -> UsageRow:
     """Return the row of a request that an earlier gateway did not write. Raises MsgspecError if it cannot be read."""
     head = _HEAD.decode(slot.head)
-    if slot.tail is not None:
-        tail = _TAIL.decode(slot.tail)
+    if slot.tail is not None and len(slot.tail) == _TAIL.size:
+        status, prompt, cached, completion, ttft_ms, e2e_ms, resumed = _TAIL.unpack(slot.tail)
     else:
         prompt, cached, completion, status = slot.cells
         prompt, completion = min(prompt, MAX_TOKENS), min(completion, MAX_TOKENS)
-        tail = _UsageTail(status or GATEWAY_LOST_STATUS, prompt, min(cached, prompt), completion, None, 0.0, 0)
+        status, cached, ttft_ms, e2e_ms, resumed = status or GATEWAY_LOST_STATUS, min(cached, prompt), _NO_TTFT, 0.0, 0
     return UsageRow(
         head.request_id,
         head.time_s,
@@ -106,13 +96,13 @@ def recovered_row(slot: FoundSlot) -> UsageRow:
         head.session,
         slot.note,
         head.endpoint,
-        tail.status,
-        tail.prompt_tokens,
-        tail.cached_tokens,
-        tail.completion_tokens,
-        tail.ttft_ms,
-        tail.e2e_ms,
-        tail.resumed,
+        status,
+        prompt,
+        cached,
+        completion,
+        None if ttft_ms == _NO_TTFT else ttft_ms,
+        e2e_ms,
+        resumed,
         x_request_id=head.x_request_id,
     )
 

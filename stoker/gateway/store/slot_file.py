@@ -21,6 +21,7 @@ import mmap
 import os
 from collections import deque
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from struct import Struct
 from zlib import crc32
@@ -43,8 +44,10 @@ _CELLS_AT = 8
 _NOTE_AT = _CELLS_AT + 8 * NUM_CELLS  # one byte for its length, then the text
 _HEAD_AT = _NOTE_AT + 1 + NOTE_BYTES
 _PART = Struct("<II")  # length and checksum of a head or a tail
-_TAIL_AT = _HEAD_AT + _PART.size + HEAD_BYTES
-assert _TAIL_AT + _PART.size + TAIL_BYTES <= SLOT_BYTES
+_PART_BYTES = _PART.size
+_TAIL_AT = _HEAD_AT + _PART_BYTES + HEAD_BYTES
+_EMPTY = bytes(_NOTE_AT + 1)
+assert _TAIL_AT + _PART_BYTES + TAIL_BYTES <= SLOT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +104,12 @@ class SlotFile:
     def open(self, head: bytes) -> int:
         """Take a slot and write its head. Raises IndexError if no slot is free."""
         index = self._free.pop()  # the one freed last, whose memory is warm
-        at, word = _HEADER_BYTES + index * SLOT_BYTES, index * _WORDS_PER_SLOT
-        slots, words = self._map, self._words
-        words[word + 1] = words[word + 2] = words[word + 3] = words[word + 4] = 0
-        slots[at + _NOTE_AT] = 0
-        _write(slots, at + _HEAD_AT, head)
-        words[word] = _OPEN
+        at = _HEADER_BYTES + index * SLOT_BYTES
+        slots = self._map
+        slots[at : at + _NOTE_AT + 1] = _EMPTY  # state, cells and the length of the note
+        at += _HEAD_AT
+        slots[at : at + _PART_BYTES + len(head)] = _PART.pack(len(head), crc32(head)) + head
+        self._words[index * _WORDS_PER_SLOT] = _OPEN
         return index
 
     def cells(self, index: int) -> memoryview:
@@ -116,14 +119,13 @@ class SlotFile:
 
     def write_note(self, index: int, text: str) -> None:
         at = _HEADER_BYTES + index * SLOT_BYTES + _NOTE_AT
-        data = text.encode("utf-8", "replace")[:NOTE_BYTES]
-        self._map[at] = 0  # the note is empty until all of it is there
-        self._map[at + 1 : at + 1 + len(data)] = data
-        self._map[at] = len(data)
+        note = _note(text)
+        self._map[at : at + len(note)] = note
 
     def close_slot(self, index: int, tail: bytes) -> None:
         """Write the tail, after which the cells no longer count."""
-        _write(self._map, _HEADER_BYTES + index * SLOT_BYTES + _TAIL_AT, tail)
+        at = _HEADER_BYTES + index * SLOT_BYTES + _TAIL_AT
+        self._map[at : at + _PART_BYTES + len(tail)] = _PART.pack(len(tail), crc32(tail)) + tail
         self._words[index * _WORDS_PER_SLOT] = _CLOSED
 
     def free(self, index: int) -> None:
@@ -175,15 +177,17 @@ class SlotFile:
         return 0
 
 
-def _write(slots: mmap.mmap, at: int, data: bytes) -> None:
-    _PART.pack_into(slots, at, len(data), crc32(data))
-    slots[at + _PART.size : at + _PART.size + len(data)] = data
+@lru_cache(maxsize=1024)
+def _note(text: str) -> bytes:
+    """Return a note as it is stored: one byte for its length, then the text."""
+    data = text.encode("utf-8", "replace")[:NOTE_BYTES]
+    return bytes((len(data),)) + data
 
 
 def _read(slots: mmap.mmap, at: int, max_bytes: int) -> bytes | None:
-    """Return the bytes that `_write` wrote, or None if they are damaged."""
+    """Return a head or a tail, or None if it is damaged."""
     length, checksum = _PART.unpack_from(slots, at)
     if not 0 < length <= max_bytes:
         return None
-    data = slots[at + _PART.size : at + _PART.size + length]
+    data = slots[at + _PART_BYTES : at + _PART_BYTES + length]
     return data if crc32(data) == checksum else None

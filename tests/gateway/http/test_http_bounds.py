@@ -104,9 +104,9 @@ def test_bodies_beyond_the_budget_are_refused_and_every_byte_is_returned(run: Ru
             announced.send(post(2 * MIB))  # no byte of it arrives, so it holds nothing
             await until(lambda: any(one._body is not None for one in server._connections))
             slow.send(post(MIB) + bytes(MIB - 1))  # the last byte never arrives
-            served.send(post(MIB - 5) + bytes(MIB - 5))
-            await until(lambda: server.bodies.held_bytes == 2 * MIB - 5)
-            refused = await ask(server.port, post(6) + bytes(6))
+            served.send(post(MIB - 5000) + bytes(MIB - 5000))
+            await until(lambda: server.bodies.held_bytes == 2 * MIB - 5000)
+            refused = await ask(server.port, post(5001) + bytes(5001))
             assert refused[0] == 503
             assert refused[1][b"retry-after"] == b"1"
             assert json.loads(refused[2])["error"]["code"] == "overloaded"
@@ -116,7 +116,7 @@ def test_bodies_beyond_the_budget_are_refused_and_every_byte_is_returned(run: Ru
             chunky.send(b"100000\r\n" + bytes(MIB) + b"\r\n" + b"100000\r\n" + bytes(MIB) + b"\r\n")
             assert (await chunky.answer())[0] == 503
             done.set()
-            assert [len((await client.answer())[2]) for client in (served, other)] == [9 + MIB - 5, 14]
+            assert [len((await client.answer())[2]) for client in (served, other)] == [9 + MIB - 5000, 14]
             await slow.close()
             await until(lambda: server.bodies.held_bytes == 0)
             assert (await ask(server.port, post(2 * MIB) + bytes(2 * MIB)))[0] == 200

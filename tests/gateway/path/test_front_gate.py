@@ -82,7 +82,8 @@ def test_a_tenant_that_holds_its_share_of_the_budget_does_not_block_another() ->
             _, slow = await asyncio.open_connection("127.0.0.1", world.server.port)
             slow.write(head("/v1/chat/completions", 1 << 20, b"x-api-key: one\r\n") + bytes((1 << 20) - 1))
             await until(lambda: world.server.bodies.held_bytes == 1 << 20)
-            mine = head("/v1/chat/completions", len(BODY), b"x-api-key: one\r\n") + BODY
+            body = BODY + b" " * 8000  # smaller ones are not counted
+            mine = head("/v1/chat/completions", len(body), b"x-api-key: one\r\n") + body
             status, headers, _ = await answer_to(world, mine)
             assert (status, headers["retry-after"]) == (503, "1")
             assert (await answer_to(world, mine.replace(b": one", b": two")))[0] == 200

@@ -92,6 +92,8 @@ def accepted_body(
 ) -> bytes:
     """Return the body for a foreign engine: `Call.body` with the accepted fields only. `dropped` counts the others."""
     given = fields(call.envelope.raw)
+    if given.keys() <= accepted and "chat_template_kwargs" not in given:
+        return call.body(put, drop, may_add)
     refused = [name for name in given if name not in accepted]
     for name in refused:
         _count(dropped, name)
