@@ -204,7 +204,7 @@ def parse_query(raw: bytes, now_s: float, tenant: str | None) -> UsageQuery:
 def _limit(text: str | None) -> int:
     if text is None:
         return _DEFAULT_LIMIT
-    if not (text.isascii() and text.isdecimal() and 1 <= int(text[:8]) <= _MAX_LIMIT):
+    if not (len(text) <= 8 and text.isascii() and text.isdecimal() and 1 <= int(text) <= _MAX_LIMIT):
         raise InvalidRequest(f"limit={text[:32]!r}: it must be a number from 1 to {_MAX_LIMIT}.", param="limit")
     return int(text)
 
