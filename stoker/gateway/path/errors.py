@@ -11,6 +11,8 @@ from stoker.gateway.api.reply import JSON, Headers, Reply
 from stoker.proto.openai.errors import UNEXPECTED_CODE, ErrorAnswer, ErrorObject, http_error
 from stoker.proto.sse import encode_event
 
+_TIMED_OUT = 504
+
 
 class Refused(StokerError):
     """A worker answered with an error status. The client gets this response unchanged."""
@@ -106,6 +108,13 @@ def reply_of(error: BaseException) -> Reply:
 def is_unexpected(error: BaseException) -> bool:
     """Return True for an error outside Stoker's error classes: a bug, whose traceback belongs in the log."""
     return not isinstance(error, StokerError)
+
+
+def has_used_worker(error: BaseException) -> bool:
+    """Return True if a worker ran the request until a limit ended it: the client's deadline or the size of the answer."""
+    if isinstance(error, Refused):
+        return error.status == _TIMED_OUT
+    return isinstance(error, AnswerTooLarge | DeadlineExceeded)
 
 
 def code_of(error: BaseException) -> str:
