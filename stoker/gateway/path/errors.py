@@ -33,6 +33,7 @@ _WHAT_FAILED = {
     "timeout": "The worker did not answer in time",
     "status5xx": "The worker answered with an error",
     "invalid": "The worker sent an answer that is not valid",
+    "too_large": "The worker's answer is too large",
     "busy": "The worker is too busy",
 }
 
@@ -49,9 +50,9 @@ class WorkerFailure(StokerError):
 class LegFailed(WorkerFailure):
     """A leg failed on its worker; another worker may succeed.
 
-    `kind` is the failure kind reported to the fleet: connect, lost, timeout, status5xx, invalid or busy. `detail` is for the
-    log: it may contain the worker's address, and the message, which clients see, does not. `refused` is the worker's error
-    response, if it sent one. The client gets it when no other worker can be tried.
+    `kind` is the failure kind reported to the fleet: connect, lost, timeout, status5xx, invalid, too_large or busy. `detail` is
+    for the log: it may contain the worker's address, and the message, which clients see, does not. `refused` is the worker's
+    error response, if it sent one. The client gets it when no other worker can be tried.
     """
 
     code = "worker_failed"
@@ -75,7 +76,7 @@ class BadAnswer(StokerError):
 
 
 class AnswerTooLarge(BadAnswer):
-    """A worker's answer that is not streamed is larger than the limit. Another worker's would be too."""
+    """A worker's answer, or one event of its stream, is larger than the limit. The client may have asked for that."""
 
     code = "answer_too_large"
 

@@ -73,7 +73,7 @@ class RetryState:
         self._num_earlier_crashes = num_crashes
         self._num_strikes = 0
         self._struck_at_tokens = 0  # tokens streamed at the last strike
-        self._doubted: list[WorkerId] = []  # workers that failed in a way that the request may have caused
+        self._doubted: list[LegFailed] = []  # failures that the request may have caused
         self.num_crashes = 0  # workers that this request lost
         self.lost_worker: WorkerId | None = None  # the last of them
 
@@ -109,8 +109,8 @@ class RetryState:
 
     def completed(self) -> None:
         """Report the workers that failed this request: another one has completed it, so the request was not the cause."""
-        for worker_id in self._doubted:
-            self._services.fleet.saw_failure(worker_id, self._services.clock(), NEEDS_SECOND_OPINION)
+        for failed in self._doubted:
+            self._services.fleet.saw_failure(failed.worker_id, self._services.clock(), failed.kind)
 
     def _strike(self, failed: LegFailed) -> None:
         """Count a failure that the request may have caused. Raises the client's error if no other worker may get it."""
@@ -120,8 +120,8 @@ class RetryState:
             self._num_strikes = self.num_crashes = 0
         self._struck_at_tokens = num_tokens
         self._num_strikes += 1
-        if failed.kind == NEEDS_SECOND_OPINION:
-            self._doubted.append(failed.worker_id)
+        if failed.kind in NEEDS_SECOND_OPINION:
+            self._doubted.append(failed)
         if failed.kind in CRASHES:
             self.num_crashes += 1
             self.lost_worker = failed.worker_id
