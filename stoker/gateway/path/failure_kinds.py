@@ -10,7 +10,8 @@ from msgspec import UNSET
 from stoker.base.errors import DeadlineExceeded, EngineDied
 from stoker.gateway.path.call import Call
 
-# Kinds of failure that a request may have caused. After two of them, a request is tried on no other worker.
+MAX_STRIKES = 2  # a request on which this many workers failed goes to no other worker
+# Kinds of failure that a request may have caused.
 STRIKES = frozenset({"lost", "timeout", "status5xx", "invalid", "too_large"})
 # The kinds after which the worker's process or engine may be dead.
 CRASHES = frozenset({"lost"})

@@ -12,13 +12,12 @@ from stoker.base.ids import WorkerId
 from stoker.base.log import EventLog
 from stoker.gateway.path.call import Call
 from stoker.gateway.path.errors import LegFailed, StreamBroken, WorkersFailed
-from stoker.gateway.path.failure_kinds import CRASHES, NEEDS_SECOND_OPINION, STRIKES
+from stoker.gateway.path.failure_kinds import CRASHES, MAX_STRIKES, NEEDS_SECOND_OPINION, STRIKES
 from stoker.gateway.path.services import ProxyServices
 from stoker.gateway.path.suspects import ENOUGH_CRASHES
 from stoker.routing.query import ModelNotFound, NoWorker, Route, RouteQuery
 
 _BACK_OFF_S = (0.010, 0.050)
-_MAX_STRIKES = 2  # a request on which this many workers failed goes to no other worker
 # A stream that has grown by this many tokens since the last failure has passed the place where it failed. Workers compute
 # some tokens ahead of those that the client has, so the place is not exact.
 _PROGRESS_TOKENS = 32
@@ -126,7 +125,7 @@ class RetryState:
             self.num_crashes += 1
             self.lost_worker = failed.worker_id
         has_crashed = self.num_crashes and self.num_crashes + self._num_earlier_crashes >= ENOUGH_CRASHES
-        if self._num_strikes < _MAX_STRIKES and not has_crashed:
+        if self._num_strikes < MAX_STRIKES and not has_crashed:
             return
         if has_begun:
             self._services.metrics.resumes["failed"] += 1
