@@ -122,6 +122,7 @@ class ClientConnection(asyncio.Protocol):
             self._server.connections.idle[self] = None
         elif self._phase != _CLOSED:
             self._refuse(refusal.status, refusal.reason)
+            self._server.connections.refused.pop(self, None)  # closing it would make no room: it has none
 
     def data_received(self, data: bytes) -> None:
         if self._phase == _HEAD:
@@ -278,7 +279,10 @@ class ClientConnection(asyncio.Protocol):
         except BadMessage as bad:
             self._refuse_body(bad, grant)
             return
-        self._server.connections.starting.pop(self, None)
+        if grant.account == PUBLIC:
+            self._server.connections.starting.setdefault(self)
+        else:
+            self._server.connections.starting.pop(self, None)
         self._phase = _BODY
         self._body_began = self._since = self._server.now
         self._head = head
@@ -393,6 +397,7 @@ class ClientConnection(asyncio.Protocol):
         self._drop_body()
         if self._probe is None and self.transport.can_write_eof():
             self.transport.write_eof()
+            self._server.connections.refused[self] = None
         else:
             self._close()
 

@@ -272,6 +272,31 @@ def test_a_full_server_closes_the_longest_idle_connection_then_the_oldest_incomp
     run(main())
 
 
+def test_a_full_server_closes_refused_connections_and_bodies_without_credentials(run: Run) -> None:
+    async def main() -> None:
+        async with gated(max_connections=3) as (server, _), contextlib.AsyncExitStack() as stack:
+            slow, keyed, wrong = [await stack.enter_async_context(peer(server.port)) for _ in range(3)]
+            slow.send(b"POST /x HTTP/1.1\r\nhost: a\r\ncontent-length: 1000\r\n\r\nx")
+            await until(lambda: len(server.connections.starting) == 1)
+            keyed.send(post(1000) + b"x")
+            wrong.send(post(1000, b"wrong"))
+            assert (await wrong.answer())[0] == 401
+            assert len(server.connections.refused) == 1
+            for num_left in (2, 1):  # first the refused one goes, then the slow one
+                new = await stack.enter_async_context(peer(server.port))
+                new.send(post(1000) + b"x")
+                await until(lambda: server.num_connections == 3 and server.bodies.held_bytes >= 2000)
+                assert len(server.connections.starting) == num_left - 1
+            assert await slow.closed()
+            for _ in range(2):
+                refused = await stack.enter_async_context(peer(server.port))
+                assert (await refused.answer())[0] == 503
+            keyed.send(b"x" * 999)
+            assert (await keyed.answer())[0] == 200
+
+    run(main())
+
+
 def test_a_head_that_arrives_byte_by_byte_is_checked_as_a_whole(run: Run) -> None:
     async def main() -> None:
         async with serving() as (server, bad):
