@@ -158,7 +158,8 @@ class Fleet:
             self._invalidate()
 
     def saw_failure(self, worker_id: WorkerId, now: float, kind: str, began_s: float | None = None) -> None:
-        """Record a request that failed because of the worker. `kind` is connect, lost, status5xx, timeout, invalid or busy.
+        """Record a request that failed because of the worker. `kind` is connect, lost, status5xx, timeout, invalid,
+        too_large or busy.
 
         If `began_s` is given, and the worker has done well with another request since then, the failure does not count.
         """

@@ -51,7 +51,8 @@ class ListenSettings:
     max_bodies_mib: float | None = setting(
         None,
         "Maximum size of all request bodies that are being received or served. One tenant may use half of it, or without API"
-        " keys one client address. Requests beyond it get 503. Copies for workers can take as much memory again.",
+        " keys one client address. Requests beyond it get 503. Copies for workers can take as much memory again."
+        " Answers that clients have not read are limited to the same size.",
         unit="MiB",
         gt=0,
         default_text="1024, or 4 times max_body_mib if that is more",

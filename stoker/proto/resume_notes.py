@@ -110,9 +110,13 @@ DEFAULT_MAX_NOTES_BYTES = 32 << 20
 
 
 class BadNotes(StokerError):
-    """The notes in a worker's stream are not valid, or larger than the limit. The client sees the message."""
+    """The notes in a worker's stream are not valid. The client sees the message."""
 
     code = "worker_lost"
+
+
+class NotesTooLarge(BadNotes):
+    """The notes are larger than the limit. A client that asks for many tokens with logprobs may be the cause."""
 
 
 class UsageNote(NamedTuple):
@@ -236,8 +240,8 @@ class ResumeNotes(msgspec.Struct, eq=False):
         if self.ticket is not None:
             _check_json(self.ticket, dict[str, msgspec.Raw])
 
-    def _too_large(self) -> BadNotes:
-        return BadNotes(f"The notes in the worker's stream are larger than {self.max_bytes} bytes.")
+    def _too_large(self) -> NotesTooLarge:
+        return NotesTooLarge(f"The notes in the worker's stream are larger than {self.max_bytes} bytes.")
 
     def _add(self, lines: bytes) -> None:
         if b":k " in lines:

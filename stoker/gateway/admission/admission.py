@@ -68,7 +68,7 @@ class AdmittedRequest(msgspec.Struct, eq=False):
             self.caller.limiter.charge(new, now)
 
     def done(self, uncached_tokens: int | None = None, output_tokens: int = 0) -> None:
-        """End the request with the tokens that it used. If `uncached_tokens` is None, the estimate is kept.
+        """End the request with the tokens that it used. If `uncached_tokens` is None, what was charged so far is kept.
 
         A request that was not admitted is still counted in the key's requests per minute, because its body was processed.
         """
@@ -80,14 +80,9 @@ class AdmittedRequest(msgspec.Struct, eq=False):
             self.caller.limiter.end(self._charged, 0, now)
             return
         self._queue.end(ticket, uncached_tokens, now)
-        used = (ticket.tokens if uncached_tokens is None else uncached_tokens) + output_tokens
+        used = self._charged if uncached_tokens is None else uncached_tokens + output_tokens
         self.caller.limiter.end(self._charged, used, now)
         self._admission.running.discard(self)
-
-    def _refund(self, now: float) -> None:
-        """End a request that the queue refused: it counts nothing."""
-        self._ended = True
-        self.caller.limiter.refund(self._charged, now)
 
 
 class Admission:
@@ -139,7 +134,8 @@ class Admission:
     ) -> None:
         """Wait until a claimed request is admitted. `lane` is the requested model.
 
-        Raises Overloaded with a retry time if the request is refused.
+        Raises Overloaded with a retry time if the request is refused. It is charged no tokens then, but it counts as a
+        request, as it does if the client leaves the queue: otherwise a busy fleet would turn off `requests_per_minute`.
         """
         caller, now = claim.caller, self.clock()
         limit = caller.limiter.estimate(uncached_tokens, now)
@@ -155,7 +151,7 @@ class Admission:
                 if ticket.refusal is not None:
                     raise ticket.refusal
         except (Overloaded, asyncio.CancelledError):
-            claim._refund(self.clock())
+            claim.done()
             raise
         claim._queue, claim._ticket, claim.waited_s = queue, ticket, ticket.admitted_s - now
         if caller.limiter.limits_tokens:

@@ -19,6 +19,7 @@ from stoker.gateway.config import KeySettings, TenantSettings
 ANONYMOUS = "anonymous"
 DEFAULT_TENANT = "default"
 _KEY_START = "sk-stoker-"
+_MAX_STEPS = 16  # of priority below a key's. The queue looks at each step in use, whenever a request is admitted.
 
 
 class Unauthorized(StokerError):
@@ -57,8 +58,8 @@ class Caller:
         return self.salt if requested is None else f"{self.salt}:{requested}"
 
     def best_priority(self, requested: int | None) -> int:
-        """Return the priority to use: a client may lower its priority, but not raise it above its key's."""
-        return self.priority if requested is None else max(self.priority, requested)
+        """Return the priority to use: a client may lower its priority by some steps, but not raise it above its key's."""
+        return self.priority if requested is None else min(max(self.priority, requested), self.priority + _MAX_STEPS)
 
 
 UNAUTHENTICATED = Caller(ANONYMOUS, DEFAULT_TENANT, known=False)  # a request whose key is not checked yet

@@ -136,9 +136,3 @@ class KeyLimiter:
         self.num_open -= 1
         if self._tokens is not None and used != charged:
             self._tokens.take(used - charged, now)
-
-    def refund(self, charged: int, now: float) -> None:
-        """End a request that never ran, for a reason that is not the client's: it counts nothing."""
-        self.end(charged, 0, now)
-        if self._requests is not None:
-            self._requests.take(-1, now)

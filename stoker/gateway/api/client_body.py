@@ -43,6 +43,10 @@ _NumChoices = Annotated[int, Meta(le=MAX_CHOICES)]
 _MAX_NAME_BYTES = 12 * MAX_NAME_CHARS + 2  # in JSON: a character can be two escapes of six bytes
 _LARGE_BYTES = 1 << 20  # the names of a larger body are measured before they are decoded
 
+# Decoding the top level makes an object for each field, and many bodies are decoded so. The conversation itself is one field.
+_MAX_FIELDS = 50_000
+_FEW_FIELDS_BYTES = 256 << 10  # a smaller rest of the body cannot have more
+
 _SLICE_BYTES = 64 << 10
 _NOT_ASCII = re.compile(rb"[\x80-\xff]")
 _PROMPT_LIST = re.compile(rb'\[[ \t\r\n]*(["\[])')
@@ -140,6 +144,7 @@ class _RawNames(msgspec.Struct):
     cache_salt: Raw | UnsetType = UNSET
 
 
+_large_values = attrgetter("messages", "prompt", "input", "instructions", "tools", "prompt_token_ids")
 _internal_values = attrgetter(*INTERNAL_FIELDS)
 _NO_INTERNALS = (UNSET,) * len(INTERNAL_FIELDS)
 
@@ -153,6 +158,8 @@ def parse(kind: EndpointKind, body: bytes) -> RequestEnvelope:
     if len(body) > _LARGE_BYTES:
         _check_names(body)
     envelope = decode(RequestEnvelope, body)
+    if len(body) > _FEW_FIELDS_BYTES:
+        _check_fields(envelope, body)
     envelope.kind = kind
     envelope.raw = body
     envelope.salt = envelope.cache_salt if isinstance(envelope.cache_salt, str) else None
@@ -191,6 +198,20 @@ def _check_names(body: bytes) -> None:
         if value is not UNSET and memoryview(value).nbytes > _MAX_NAME_BYTES:
             message = f"Invalid value for '{name}': expected `str` of length <= {MAX_NAME_CHARS}."
             raise InvalidRequest(message, param=name, code="invalid_value")
+
+
+def _check_fields(envelope: RequestEnvelope, body: bytes) -> None:
+    """Refuse a body with very many fields. Counts the colons outside of the conversation, which is quick."""
+    large = [value for value in _large_values(envelope) if not isinstance(value, UnsetType)]
+    if len(body) - sum(memoryview(value).nbytes for value in large) <= _FEW_FIELDS_BYTES:
+        return
+    num_fields = body.count(b":") - sum(bytes(value).count(b":") for value in large)
+    if num_fields > _MAX_FIELDS:
+        raise InvalidRequest(
+            f"The request body has up to {num_fields} fields besides the conversation and the tools; at most"
+            f" {_MAX_FIELDS} are allowed.",
+            code="too_many_fields",
+        )
 
 
 def _num_prompts(prompt: memoryview) -> int:

@@ -15,6 +15,7 @@ from stoker.gateway.http.limits import ServerLimits
 from stoker.gateway.http.open_connections import OpenConnections
 from stoker.gateway.http.request import STATUS_LINES, HttpRequest
 from stoker.gateway.http.request_body import TOO_MANY_BYTES, RequestBody
+from stoker.gateway.http.unread_answers import UnreadAnswers
 
 _HEAD = 0  # waiting for a request head; the connection is idle while no byte of it has arrived
 _BODY = 1
@@ -44,6 +45,7 @@ class OwningServer(Protocol):
     gate: RequestGate
     bodies: BodyBudget
     connections: OpenConnections
+    unread: UnreadAnswers
     loop: asyncio.AbstractEventLoop
     now: float
     draining: bool
@@ -123,6 +125,7 @@ class ClientConnection(asyncio.Protocol):
             self._server.connections.idle[self] = None
         elif self._phase != _CLOSED:
             self._refuse(refusal.status, refusal.reason)
+            self._server.connections.refused.pop(self, None)  # closing it would make no room: it has none
 
     def data_received(self, data: bytes) -> None:
         if self._phase == _HEAD:
@@ -178,6 +181,7 @@ class ClientConnection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self.paused = False
+        self._server.unread.remove(self)
         if self._request is not None:
             if self._request.on_resume is not None:
                 self._request.on_resume()
@@ -187,7 +191,10 @@ class ClientConnection(asyncio.Protocol):
     # ---- called by the exchange and the server
 
     def exchange_ended(self, keep_alive: bool) -> None:
-        self._request = None
+        request, self._request = self._request, None
+        if self.paused and request is not None:
+            waiting = self.transport.get_write_buffer_size()
+            self._server.unread.add(self, request.account or self.group, waiting)
         if not keep_alive or self._server.draining:
             self._close()
         elif self.paused:
@@ -197,8 +204,11 @@ class ClientConnection(asyncio.Protocol):
 
     def cut(self) -> None:
         """Close now, without sending buffered data."""
-        if self._phase == _CLOSED:
-            return
+        if self._phase != _CLOSED:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Close now, even if the connection is already being closed after its last bytes."""
         self._phase = _CLOSED
         self.transport.abort()
         self._drop_body()
@@ -279,7 +289,10 @@ class ClientConnection(asyncio.Protocol):
         except BadMessage as bad:
             self._refuse_body(bad, grant)
             return
-        self._server.connections.starting.pop(self, None)
+        if grant.account == PUBLIC:
+            self._server.connections.starting.setdefault(self)
+        else:
+            self._server.connections.starting.pop(self, None)
         self._phase = _BODY
         self._body_began = self._since = self._server.now
         self._head = head
@@ -398,6 +411,7 @@ class ClientConnection(asyncio.Protocol):
         self._drop_body()
         if self._probe is None and self.transport.can_write_eof():
             self.transport.write_eof()
+            self._server.connections.refused[self] = None
         else:
             self._close()
 
@@ -428,7 +442,4 @@ class ClientConnection(asyncio.Protocol):
             self._stuck_bytes = waiting
             self._stuck_since = now
         elif now - self._stuck_since > self._server.limits.write_stall_s:
-            self._phase = _CLOSED
-            self.transport.abort()
-            self._drop_body()
-            self._lose_request()
+            self.abandon()

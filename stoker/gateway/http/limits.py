@@ -12,7 +12,7 @@ class ServerLimits:
     max_head_bytes: int = 32 << 10
     max_headers: int = 128
     max_body_bytes: int = 64 << 20
-    max_held_bytes: int = 1 << 30  # of all request bodies that are being received or served
+    max_held_bytes: int = 1 << 30  # of all request bodies in memory, and of all unread answers
     head_s: float = 10.0  # from the first to the last byte of a request head
     body_idle_s: float = 20.0  # longest pause between two parts of a request body
     body_s: float = 300.0  # from the end of the head to the end of the body

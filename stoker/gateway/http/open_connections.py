@@ -27,11 +27,12 @@ class OpenConnection(Protocol):
 
 
 class OpenConnections:
-    """Counts connections. The connections keep `idle` and `starting` up to date themselves; both are in order of time."""
+    """Counts connections. The connections keep `refused`, `idle` and `starting` up to date themselves, in order of time."""
 
     def __init__(self, max_total: int, max_per_address: int, trusted: Sequence[str]) -> None:
+        self.refused: dict[OpenConnection, None] = {}  # got an error and will be closed
         self.idle: dict[OpenConnection, None] = {}  # no byte of a request has arrived
-        self.starting: dict[OpenConnection, None] = {}  # a request head has begun and is not complete
+        self.starting: dict[OpenConnection, None] = {}  # sends a request head, or a body without credentials
         self._max_total = max_total
         self._max_per_address = max_per_address
         self._groups = AddressGroups(trusted)
@@ -41,8 +42,9 @@ class OpenConnections:
     def enter(self, connection: OpenConnection) -> BadMessage | None:
         """Add a connection and set its `group`. Return why it must be refused, or None. It may have been cut already.
 
-        When the server is full, the connection that has been idle for the longest time is closed, and without an idle one
-        the one whose request head has been incomplete for the longest time.
+        When the server is full, one connection is closed: the first of those that were refused, else the one that has been
+        idle for the longest time, else the one that has been sending its head, or a body without credentials, for the longest
+        time.
         """
         group = connection.group = self._groups.group(connection.peer)
         self._num += 1
@@ -60,6 +62,7 @@ class OpenConnections:
 
     def leave(self, connection: OpenConnection) -> None:
         self._num -= 1
+        self.refused.pop(connection, None)
         self.idle.pop(connection, None)
         self.starting.pop(connection, None)
         left = self._by_group[connection.group] - 1
@@ -69,7 +72,7 @@ class OpenConnections:
             del self._by_group[connection.group]
 
     def _make_room(self) -> bool:
-        for waiting in (self.idle, self.starting):
+        for waiting in (self.refused, self.idle, self.starting):
             for connection in waiting:
                 del waiting[connection]
                 connection.cut()

@@ -16,6 +16,7 @@ from stoker.gateway.http.head import HeadParser, header_block
 from stoker.gateway.http.limits import ServerLimits
 from stoker.gateway.http.open_connections import OpenConnections
 from stoker.gateway.http.request import HttpRequest
+from stoker.gateway.http.unread_answers import UnreadAnswers
 
 _log = EventLog("gateway.http")
 _JSON = header_block([(b"content-type", b"application/json")])
@@ -47,6 +48,7 @@ class Server:
         self.limits = limits
         self.gate: RequestGate = gate if gate is not None else lambda head, peer: grant
         self.bodies = BodyBudget(limits.max_held_bytes)
+        self.unread = UnreadAnswers(limits.max_held_bytes)
         self.connections = OpenConnections(
             limits.max_connections, limits.max_connections_per_address, limits.trusted_addresses
         )
@@ -142,6 +144,7 @@ class Server:
     def forget(self, connection: ClientConnection) -> None:
         self._connections.discard(connection)
         self.connections.leave(connection)
+        self.unread.remove(connection)
         if self._empty is not None and not self._connections:
             self._empty.set()
 

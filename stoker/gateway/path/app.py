@@ -33,7 +33,7 @@ from stoker.gateway.http import HttpRequest
 from stoker.gateway.path.billing import billed_usage
 from stoker.gateway.path.call import Call, RequestIds, body_changes, given_request_id, requested_model
 from stoker.gateway.path.drain_state import GatewayState
-from stoker.gateway.path.errors import WorkerFailure, error_event, is_unexpected, reply_of
+from stoker.gateway.path.errors import WorkerFailure, error_event, has_used_worker, is_unexpected, reply_of
 from stoker.gateway.path.exchange import Exchange
 from stoker.gateway.path.legs import PATHS
 from stoker.gateway.path.proxy import Proxy
@@ -165,6 +165,7 @@ class Gateway:
         parts, request = self._parts, exchange.request
         caller = exchange.caller = request.caller  # FrontGate has authenticated it
         admitted = parts.admission.claim(caller)
+        keeps_charge = False
         try:
             envelope = parse(exchange.kind, request.body)
             model = exchange.model = requested_model(envelope.model, parts.fleet)
@@ -192,17 +193,19 @@ class Gateway:
             entering.end()
             self._begin_usage(exchange, call, admitted)
             await parts.proxy.run(call)
-        except Exception:
+        except Exception as error:
             if exchange.call is not None and not request.started:
                 exchange.call.running.update(0, 0, 0)  # the client got nothing, so nothing is billed
                 exchange.call.usage = UsageCounts()
+                keeps_charge = has_used_worker(error)
             raise
         finally:
-            usage = None if exchange.call is None else self._settled_usage(exchange.call)
-            if usage is None:
+            try:
+                usage = None if exchange.call is None else self._settled_usage(exchange.call)
+                if usage is not None and not keeps_charge:
+                    admitted.done(usage.prompt_tokens - usage.cached_tokens, usage.completion_tokens)
+            finally:
                 admitted.done()
-            else:
-                admitted.done(usage.prompt_tokens - usage.cached_tokens, usage.completion_tokens)
 
     def _begin_usage(self, exchange: Exchange, call: Call, admitted: AdmittedRequest) -> None:
         """Write the ledger's row of an admitted request ahead."""

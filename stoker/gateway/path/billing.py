@@ -65,7 +65,7 @@ def billed_usage(call: Call, hidden_tokens: int) -> BilledUsage:
     if completion < least:
         wrong = wrong or f"completion_tokens is {completion}, but at least {least} were sent"
         completion = least
-    elif completion > (_limit(call) or call.sent_bytes):
+    elif completion > min(_limit(call) or call.sent_bytes, MAX_TOKENS):
         most = _max_completion_tokens(call, hidden_tokens)
         if completion > most:
             wrong = wrong or f"completion_tokens is {completion}, but at most {most} are possible"

@@ -66,8 +66,11 @@ class Call(msgspec.Struct, eq=False):
         return bool(self.envelope.stream)
 
     def headers_under(self, span: TraceSpan, passes: HeaderFilter) -> bytes:
-        """Return a leg's request headers: the client's forwarded headers, the request id and the leg's traceparent."""
-        block = b"%bx-request-id: %b\r\n" % (passes.block_of(self.request.head), self.request_id)
+        """Return a leg's request headers: the client's forwarded headers, the gateway's, and the leg's traceparent."""
+        block = b"%bcontent-type: application/json\r\nx-request-id: %b\r\n" % (
+            passes.block_of(self.request.head),
+            self.request_id,
+        )
         traceparent = span.traceparent
         if traceparent is None:
             return block

@@ -11,6 +11,8 @@ from stoker.gateway.api.reply import JSON, Headers, Reply
 from stoker.proto.openai.errors import UNEXPECTED_CODE, ErrorAnswer, ErrorObject, http_error
 from stoker.proto.sse import encode_event
 
+_TIMED_OUT = 504
+
 
 class Refused(StokerError):
     """A worker answered with an error status. The client gets this response unchanged."""
@@ -31,6 +33,7 @@ _WHAT_FAILED = {
     "timeout": "The worker did not answer in time",
     "status5xx": "The worker answered with an error",
     "invalid": "The worker sent an answer that is not valid",
+    "too_large": "The worker's answer is too large",
     "busy": "The worker is too busy",
 }
 
@@ -47,9 +50,9 @@ class WorkerFailure(StokerError):
 class LegFailed(WorkerFailure):
     """A leg failed on its worker; another worker may succeed.
 
-    `kind` is the failure kind reported to the fleet: connect, lost, timeout, status5xx, invalid or busy. `detail` is for the
-    log: it may contain the worker's address, and the message, which clients see, does not. `refused` is the worker's error
-    response, if it sent one. The client gets it when no other worker can be tried.
+    `kind` is the failure kind reported to the fleet: connect, lost, timeout, status5xx, invalid, too_large or busy. `detail` is
+    for the log: it may contain the worker's address, and the message, which clients see, does not. `refused` is the worker's
+    error response, if it sent one. The client gets it when no other worker can be tried.
     """
 
     code = "worker_failed"
@@ -73,7 +76,7 @@ class BadAnswer(StokerError):
 
 
 class AnswerTooLarge(BadAnswer):
-    """A worker's answer that is not streamed is larger than the limit. Another worker's would be too."""
+    """A worker's answer, or one event of its stream, is larger than the limit. The client may have asked for that."""
 
     code = "answer_too_large"
 
@@ -106,6 +109,13 @@ def reply_of(error: BaseException) -> Reply:
 def is_unexpected(error: BaseException) -> bool:
     """Return True for an error outside Stoker's error classes: a bug, whose traceback belongs in the log."""
     return not isinstance(error, StokerError)
+
+
+def has_used_worker(error: BaseException) -> bool:
+    """Return True if a worker ran the request until a limit ended it: the client's deadline or the size of the answer."""
+    if isinstance(error, Refused):
+        return error.status == _TIMED_OUT
+    return isinstance(error, AnswerTooLarge | DeadlineExceeded)
 
 
 def code_of(error: BaseException) -> str:

@@ -10,12 +10,13 @@ from msgspec import UNSET
 from stoker.base.errors import DeadlineExceeded, EngineDied
 from stoker.gateway.path.call import Call
 
-# Kinds of failure that a request may have caused. After two of them, a request is tried on no other worker.
-STRIKES = frozenset({"lost", "timeout", "status5xx", "invalid"})
+MAX_STRIKES = 2  # a request on which this many workers failed goes to no other worker
+# Kinds of failure that a request may have caused.
+STRIKES = frozenset({"lost", "timeout", "status5xx", "invalid", "too_large"})
 # The kinds after which the worker's process or engine may be dead.
 CRASHES = frozenset({"lost"})
-# A failure of this kind is reported to the fleet only once another worker has completed the same request.
-NEEDS_SECOND_OPINION = "status5xx"
+# Failures of these kinds are reported to the fleet only once another worker has completed the same request.
+NEEDS_SECOND_OPINION = frozenset({"status5xx", "too_large"})
 
 _NOT_IMPLEMENTED = 501
 _STATUSES = frozenset(HTTPStatus)

@@ -34,7 +34,7 @@ from stoker.gateway.path.upstream import CancelOnLoss, Upstream
 from stoker.gateway.records.running_usage import STATUS
 from stoker.gateway.records.tracing import TraceSpan
 from stoker.proto.internal_http import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, ROUTE_HEADER
-from stoker.proto.resume_notes import BadNotes
+from stoker.proto.resume_notes import BadNotes, NotesTooLarge
 from stoker.routing.query import Leg, Route
 
 PATHS = {
@@ -51,6 +51,7 @@ _MEASURED_TOKENS = 1024  # for a shorter prompt, most of the time is not spent o
 _EVENT_STREAM = b"text/event-stream"
 _MAX_DETAIL = 200  # characters of a worker's data in a log line
 # What the code that reads a worker's data raises if the data is not valid.
+_TOO_LARGE = (AnswerTooLarge, NotesTooLarge)
 _BAD_DATA = (BadAnswer, BadNotes, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 T = TypeVar("T")
@@ -219,7 +220,7 @@ class Legs:
             try:
                 data = await answer.read(limit_bytes)
             except ResponseTooLarge as error:
-                self._report_failure(leg, "invalid", error.message)
+                self._report_failure(leg, "too_large", error.message)
                 raise AnswerTooLarge(f"The worker's answer is larger than {limit_bytes} bytes.") from error
             except (ResponseLost, ResponseAborted) as error:
                 self.fail(leg, _kind(error), error.message)
@@ -261,6 +262,8 @@ class Legs:
             await answer.relay(sink)
         except (ResponseLost, ResponseAborted) as error:
             self.fail(leg, _kind(error), error.message)
+        except _TOO_LARGE as error:
+            self._exceed(leg, error.message)
         except _BAD_DATA as error:
             self.fail(leg, "invalid", f"worker {leg.worker.worker_id}: {str(error)[:_MAX_DETAIL]}")
         finally:
@@ -358,6 +361,16 @@ class Legs:
             self.fail(leg, kind, detail, refused)
         raise refused
 
+    def _exceed(self, leg: Leg, detail: str) -> NoReturn:
+        """Handle a stream beyond a size limit, which the client may have caused. In mid-stream, another worker would meet it
+        too."""
+        if not self.call.request.started:
+            self.fail(leg, "too_large", detail)
+        self._report_failure(leg, "too_large", detail)
+        raise AnswerTooLarge(
+            "The worker's answer is larger than the gateway passes on; ask for less, such as fewer logprobs."
+        )
+
     def _time_out(self, leg: Leg, error: ResponseTimeout, began_s: float) -> NoReturn:
         """Handle a response that did not begin in time. An answer that is not streamed may simply be too long."""
         if self.call.streams:
@@ -375,7 +388,7 @@ class Legs:
             log.warning(
                 "worker_failed", request=self.call.request_id.decode(), worker=worker_id, kind=kind, reason=detail
             )
-        if kind != NEEDS_SECOND_OPINION:
+        if kind not in NEEDS_SECOND_OPINION:
             services.fleet.saw_failure(worker_id, services.clock(), kind, began_s)
 
 

@@ -12,13 +12,12 @@ from stoker.base.ids import WorkerId
 from stoker.base.log import EventLog
 from stoker.gateway.path.call import Call
 from stoker.gateway.path.errors import LegFailed, StreamBroken, WorkersFailed
-from stoker.gateway.path.failure_kinds import CRASHES, NEEDS_SECOND_OPINION, STRIKES
+from stoker.gateway.path.failure_kinds import CRASHES, MAX_STRIKES, NEEDS_SECOND_OPINION, STRIKES
 from stoker.gateway.path.services import ProxyServices
 from stoker.gateway.path.suspects import ENOUGH_CRASHES
 from stoker.routing.query import ModelNotFound, NoWorker, Route, RouteQuery
 
 _BACK_OFF_S = (0.010, 0.050)
-_MAX_STRIKES = 2  # a request on which this many workers failed goes to no other worker
 # A stream that has grown by this many tokens since the last failure has passed the place where it failed. Workers compute
 # some tokens ahead of those that the client has, so the place is not exact.
 _PROGRESS_TOKENS = 32
@@ -73,7 +72,7 @@ class RetryState:
         self._num_earlier_crashes = num_crashes
         self._num_strikes = 0
         self._struck_at_tokens = 0  # tokens streamed at the last strike
-        self._doubted: list[WorkerId] = []  # workers that failed in a way that the request may have caused
+        self._doubted: list[LegFailed] = []  # failures that the request may have caused
         self.num_crashes = 0  # workers that this request lost
         self.lost_worker: WorkerId | None = None  # the last of them
 
@@ -109,8 +108,8 @@ class RetryState:
 
     def completed(self) -> None:
         """Report the workers that failed this request: another one has completed it, so the request was not the cause."""
-        for worker_id in self._doubted:
-            self._services.fleet.saw_failure(worker_id, self._services.clock(), NEEDS_SECOND_OPINION)
+        for failed in self._doubted:
+            self._services.fleet.saw_failure(failed.worker_id, self._services.clock(), failed.kind)
 
     def _strike(self, failed: LegFailed) -> None:
         """Count a failure that the request may have caused. Raises the client's error if no other worker may get it."""
@@ -120,13 +119,13 @@ class RetryState:
             self._num_strikes = self.num_crashes = 0
         self._struck_at_tokens = num_tokens
         self._num_strikes += 1
-        if failed.kind == NEEDS_SECOND_OPINION:
-            self._doubted.append(failed.worker_id)
+        if failed.kind in NEEDS_SECOND_OPINION:
+            self._doubted.append(failed)
         if failed.kind in CRASHES:
             self.num_crashes += 1
             self.lost_worker = failed.worker_id
         has_crashed = self.num_crashes and self.num_crashes + self._num_earlier_crashes >= ENOUGH_CRASHES
-        if self._num_strikes < _MAX_STRIKES and not has_crashed:
+        if self._num_strikes < MAX_STRIKES and not has_crashed:
             return
         if has_begun:
             self._services.metrics.resumes["failed"] += 1

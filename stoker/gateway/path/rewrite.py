@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Raw
 
 from stoker.gateway.api.client_body import EndpointKind, fields
-from stoker.gateway.path.errors import BadAnswer
+from stoker.gateway.path.errors import AnswerTooLarge, BadAnswer
 from stoker.gateway.records.running_usage import COMPLETION, PROMPT, STATUS, RunningUsage
 
 _TOKEN_IDS = re.compile(rb'"(?:prompt_)?token_ids"\s*:\s*\[')
@@ -54,7 +54,7 @@ class UsageCounts(msgspec.Struct):
 class EventCutter:
     """Regroups stream bytes so that every output ends at the end of an event. An incomplete last event is never output.
 
-    Raises BadAnswer if an event is larger than `max_event_bytes`. Each byte is searched and copied a fixed number of times,
+    Raises AnswerTooLarge if an event is larger than `max_event_bytes`. Each byte is searched and copied a fixed number of times,
     however small the pieces are in which an event arrives.
     """
 
@@ -78,7 +78,7 @@ class EventCutter:
             out = bytes(rest) + data[:end] if rest else data[:end]
             self.rest = rest = bytearray(data[end:])
         if len(rest) > self._max_event_bytes:
-            raise BadAnswer(f"an event of the stream is larger than {self._max_event_bytes} bytes")
+            raise AnswerTooLarge(f"an event of the stream is larger than {self._max_event_bytes} bytes")
         return out
 
 

@@ -25,7 +25,7 @@ from stoker.gateway.config import ProxySettings
 from stoker.gateway.http import ResponseAborted, ResponseLost, Unreachable, header_block
 from stoker.gateway.path.call import requested_model
 from stoker.gateway.path.errors import LegFailed
-from stoker.gateway.path.failure_kinds import known_status
+from stoker.gateway.path.failure_kinds import MAX_STRIKES, known_status
 from stoker.gateway.path.upstream import Upstream, Upstreams
 from stoker.proto.openai.decode import decode
 from stoker.routing.query import ModelNotFound, NoWorker
@@ -46,7 +46,10 @@ class _NamedModel(msgspec.Struct):
 
 
 class TokenizeEndpoint:
-    """Forwards the body to one worker of the model, and to another one if the first cannot be reached."""
+    """Forwards the body to one worker of the model, and to others if that one cannot be reached.
+
+    A body on which two workers were lost goes to no third one: it may be the cause.
+    """
 
     def __init__(
         self,
@@ -94,11 +97,17 @@ class TokenizeEndpoint:
         if model not in self._fleet.models():
             raise ModelNotFound(f"The model {model!r} is not served here.", param="model")
         failed: StokerError = NoWorker(f"No worker of model {model!r} is usable now; retry later.")
+        num_lost = 0
         for member in self._fleet.candidates(model, _ROLES, self._clock())[: 1 + self._settings.retries]:
             try:
                 return await self._forward(self._upstreams.of(member), request)
-            except (Unreachable, ResponseLost, ResponseAborted) as lost:
-                failed = LegFailed(member.worker_id, "lost", lost.message)
+            except Unreachable as error:
+                failed = LegFailed(member.worker_id, "connect", error.message)
+            except (ResponseLost, ResponseAborted) as error:
+                failed = LegFailed(member.worker_id, "lost", error.message)
+                num_lost += 1
+                if num_lost == MAX_STRIKES:
+                    break
         raise failed
 
     async def _forward(self, upstream: Upstream, request: EndpointRequest) -> Reply:

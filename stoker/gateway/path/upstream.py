@@ -14,12 +14,15 @@ from stoker.gateway.watch.worker_signers import WorkerSigners
 from stoker.proto.internal_http import INTERNAL_HEADER_PREFIX
 
 # Client headers that are not forwarded to workers. `authorization`, `cookie` and `x-api-key` are for the gateway.
-# `accept-encoding` would compress responses, which the gateway must read. The others control workers, and only the gateway
+# `accept-encoding` would compress responses, which the gateway must read. `content-encoding` and the character set in
+# `content-type` would make a worker read other bytes than the gateway has checked. The others control workers, and only the gateway
 # may set them.
 _NOT_FOR_WORKERS = frozenset(
     {
         b"accept-encoding",
         b"authorization",
+        b"content-encoding",
+        b"content-type",
         b"cookie",
         b"x-admin-token",
         b"x-api-key",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import csv
-import heapq
 import io
 import sqlite3
 import time
@@ -34,7 +33,6 @@ from stoker.gateway.records.prices import Price, in_currency
 _DAY_S = 86_400
 _MAX_TIME_S = 2.5e11  # in the year 9892
 _DEFAULT_SPAN_S = 30 * _DAY_S
-_MAX_LINES = 100_000  # groups of a query, over all pages
 _QUERY_S = 10.0
 _PROGRESS_STEPS = 10_000  # SQLite instructions between two checks of the time limit: a fraction of a millisecond
 _MAX_PER_TENANT = 2  # queries at a time
@@ -204,7 +202,7 @@ def parse_query(raw: bytes, now_s: float, tenant: str | None) -> UsageQuery:
 def _limit(text: str | None) -> int:
     if text is None:
         return _DEFAULT_LIMIT
-    if not (text.isascii() and text.isdecimal() and 1 <= int(text[:8]) <= _MAX_LIMIT):
+    if not (len(text) <= 8 and text.isascii() and text.isdecimal() and 1 <= int(text) <= _MAX_LIMIT):
         raise InvalidRequest(f"limit={text[:32]!r}: it must be a number from 1 to {_MAX_LIMIT}.", param="limit")
     return int(text)
 
@@ -233,26 +231,25 @@ def read_usage(path: Path, query: UsageQuery, limit_s: float = _QUERY_S) -> Usag
     by = ", ".join([*groups, "prices.input", "prices.cached_input", "prices.output"])
     sql = (
         f"SELECT {by}, COUNT(*), SUM(prompt_tokens), SUM(cached_tokens), SUM(completion_tokens)"
-        f" FROM usage JOIN prices ON prices.id = usage.price_id WHERE {' AND '.join(where)} GROUP BY {by}"
+        f" FROM usage JOIN prices ON prices.id = usage.price_id WHERE {' AND '.join(where)} GROUP BY {by} ORDER BY {by}"
     )
     values = (query.start_s, query.end_s, *(value for _, value in query.filters))
-    lines: dict[tuple[Any, ...], UsageLine] = {}
+    # Only the page is kept. Freeing a hundred thousand lines would hold the interpreter lock for longer than a request may
+    # wait for it.
+    page: list[UsageLine] = []
     total = UsageLine(())
     for row in _rows(path, sql, values, limit_s):
         group, price, sums = tuple(row[: len(groups)]), Price(*row[len(groups) : -4]), row[-4:]
-        if group not in lines and len(lines) >= _MAX_LINES:
-            raise InvalidRequest(
-                f"The result has more than {_MAX_LINES} lines; use a shorter time range or fewer group_by names."
-            )
-        lines.setdefault(group, UsageLine(group)).add(sums, price)
         total.add(sums, price)
-    page = heapq.nsmallest(
-        query.limit + 1, [group for group in lines if query.after is None or _is_after(group, query.after)]
-    )
+        if not page or page[-1].group != group:
+            if len(page) > query.limit or (query.after is not None and not _is_after(group, query.after)):
+                continue
+            page.append(UsageLine(group))
+        page[-1].add(sums, price)
     has_more = len(page) > query.limit
     page = page[: query.limit]
-    next_after = base64.urlsafe_b64encode(msgspec.json.encode(page[-1])).decode() if has_more else None
-    return UsagePage([lines[group] for group in page], total, next_after)
+    next_after = base64.urlsafe_b64encode(msgspec.json.encode(page[-1].group)).decode() if has_more else None
+    return UsagePage(page, total, next_after)
 
 
 def _is_after(group: tuple[Any, ...], after: tuple[Any, ...]) -> bool:

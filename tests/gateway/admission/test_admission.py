@@ -373,6 +373,43 @@ def test_a_cancelled_waiter_leaves_no_trace_even_when_it_was_just_admitted() -> 
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("leaves", [True, False])
+def test_requests_that_a_busy_fleet_did_not_take_count_as_requests(leaves: bool) -> None:
+    async def main() -> None:
+        admission = make(Capacity(requests=1))
+        other = await enter(admission, Caller("o", "o"), 10, lane="m")
+        caller = Caller("k", "t", limiter=KeyLimiter(requests_per_minute=3, tokens_per_minute=100))
+        for _ in range(3):
+            asked = asyncio.create_task(enter(admission, caller, 60, lane="m", reject_if_busy=not leaves))
+            await asyncio.sleep(0)
+            if leaves:
+                asked.cancel()
+            with pytest.raises(asyncio.CancelledError if leaves else Overloaded):
+                await asked
+        with pytest.raises(Overloaded) as refused:
+            admission.claim(caller)
+        assert "3 requests per minute" in refused.value.message
+        other.done()
+        assert (admission.num_waiting, admission.num_in_flight, caller.limiter.num_open) == (0, 0, 0)
+
+    asyncio.run(main())
+
+
+def test_a_request_without_known_usage_keeps_what_it_was_charged_while_it_ran() -> None:
+    async def main() -> None:
+        admission = make(Capacity(requests=1))
+        caller = Caller("k", "t", limiter=KeyLimiter(tokens_per_minute=100))
+        admitted = await enter(admission, caller, 10, lane="m")
+        admitted.output_tokens = lambda: 90
+        admission.charge_running(admission.clock())
+        admitted.done()  # the client left before it got anything
+        with pytest.raises(Overloaded) as refused:
+            admission.claim(caller)
+        assert "100 tokens per minute" in refused.value.message
+
+    asyncio.run(main())
+
+
 def test_capacity_that_appears_without_an_event_is_used() -> None:
     async def main() -> None:
         capacity = Capacity(requests=1)

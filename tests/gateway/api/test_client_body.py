@@ -167,3 +167,12 @@ def test_names_of_our_own_in_a_clients_body_change_nothing() -> None:
     envelope = parse(EndpointKind.CHAT, b'{"raw":1,"kind":"x","model":"m"}')
     assert envelope.kind is EndpointKind.CHAT
     assert envelope.raw == b'{"raw":1,"kind":"x","model":"m"}'
+
+
+def test_a_body_of_very_many_fields_is_refused_and_a_long_conversation_is_not() -> None:
+    many = b"{%b}" % b",".join(b'"%d":1' % number for number in range(100_000))
+    with pytest.raises(InvalidRequest, match="100000 fields") as refused:
+        parse(EndpointKind.CHAT, many)
+    assert refused.value.code == "too_many_fields"
+    parse(EndpointKind.CHAT, b'{"messages": %b, "tools": [%b]}' % (many, many))
+    parse(EndpointKind.CHAT, b'{"messages": [], "prediction": "%b"}' % (b"x" * (1 << 20)))

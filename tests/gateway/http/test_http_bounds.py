@@ -16,6 +16,7 @@ from stoker.gateway.http.errors import BadMessage
 from stoker.gateway.http.head import CHUNKED
 from stoker.gateway.http.open_connections import AddressGroups, OpenConnections
 from stoker.gateway.http.request_body import RequestBody
+from stoker.gateway.http.unread_answers import UnreadAnswers
 
 MIB = 1 << 20
 
@@ -268,6 +269,77 @@ def test_a_full_server_closes_the_longest_idle_connection_then_the_oldest_incomp
             await until(lambda: server.num_connections == 0)
             assert len(bad) == 1
             assert (await ask(server.port, GET))[0] == 200
+
+    run(main())
+
+
+def test_a_full_server_closes_refused_connections_and_bodies_without_credentials(run: Run) -> None:
+    async def main() -> None:
+        async with gated(max_connections=3) as (server, _), contextlib.AsyncExitStack() as stack:
+            slow, keyed, wrong = [await stack.enter_async_context(peer(server.port)) for _ in range(3)]
+            slow.send(b"POST /x HTTP/1.1\r\nhost: a\r\ncontent-length: 1000\r\n\r\nx")
+            await until(lambda: len(server.connections.starting) == 1)
+            keyed.send(post(1000) + b"x")
+            wrong.send(post(1000, b"wrong"))
+            assert (await wrong.answer())[0] == 401
+            assert len(server.connections.refused) == 1
+            for num_left in (2, 1):  # first the refused one goes, then the slow one
+                new = await stack.enter_async_context(peer(server.port))
+                new.send(post(1000) + b"x")
+                await until(lambda: server.num_connections == 3 and server.bodies.held_bytes >= 2000)
+                assert len(server.connections.starting) == num_left - 1
+            assert await slow.closed()
+            for _ in range(2):
+                refused = await stack.enter_async_context(peer(server.port))
+                assert (await refused.answer())[0] == 503
+            keyed.send(b"x" * 999)
+            assert (await keyed.answer())[0] == 200
+
+    run(main())
+
+
+class Reader:
+    num_abandoned = 0
+
+    def abandon(self) -> None:
+        self.num_abandoned += 1
+
+
+def test_unread_answers_beyond_the_budget_cost_the_longest_waiting_clients_of_the_same_account() -> None:
+    unread = UnreadAnswers(100)
+    other, *mine = [Reader() for _ in range(4)]
+    unread.add(other, "other", 40)
+    for one in mine:
+        unread.add(one, "mine", 20)
+    assert [one.num_abandoned for one in (other, *mine)] == [0, 1, 0, 0]
+    assert unread.held_bytes == 80
+    third = Reader()
+    unread.add(third, "third", 30)
+    assert (other.num_abandoned, unread.held_bytes) == (1, 70)  # the oldest of all
+    whole = Reader()
+    unread.add(whole, "mine", 1000)  # may exceed the budget alone
+    assert [one.num_abandoned for one in (*mine, third, whole)] == [1, 1, 1, 1, 0]
+    unread.remove(whole)
+    unread.remove(whole)
+    assert (unread.held_bytes, unread._by_account) == (0, {})
+
+
+def test_clients_that_do_not_read_their_answers_hold_a_bounded_part_of_the_memory(run: Run) -> None:
+    async def main() -> None:
+        async def handler(request: HttpRequest) -> None:
+            request.respond(200, [], bytes(32 * MIB))
+
+        async with gated(handler, max_held_bytes=60 * MIB) as (server, _), contextlib.AsyncExitStack() as stack:
+            clients = [await stack.enter_async_context(peer(server.port)) for _ in range(6)]
+            for client in clients:
+                client.stop_reading()
+                client.send(post(1) + b"x")
+            await until(lambda: 0 < server.unread.held_bytes <= 32 * MIB and server.num_connections < 6)
+            assert len((await ask(server.port, post(1, b"other") + b"x"))[2]) == 32 * MIB
+            for client in clients:
+                client.writer.close()
+            await until(lambda: server.num_connections == 0)
+            assert server.unread.held_bytes == 0
 
     run(main())
 

@@ -9,7 +9,7 @@ from hashlib import sha256
 from typing import Any
 
 import pytest
-from mocks import JSON, MockWorker, Script, answers, drops, hangs, usage
+from mocks import DONE, JSON, MockWorker, Script, answers, chunk, drops, hangs, streams, usage
 from waiting import LONG_S, until
 from world import PATIENT, World
 
@@ -267,5 +267,49 @@ def test_innocent_requests_on_both_dead_workers_succeed_when_they_are_sent_again
             world.clock.advance(20.0)
             assert (await world.ask(poison)).status == 400
             assert num_deaths == 3
+
+    asyncio.run(main())
+
+
+SMALL = replace(PATIENT, max_event_mib=0.1, max_notes_mib=0.1, max_answer_mib=0.1)
+STREAM = b'{"model": "m", "stream": true, "messages": []}'
+LARGE = chunk("x" * (1 << 18))
+NOTES = b":u 10 3 1000 1\n" + b":t 0 5\n" * (1 << 14)
+
+
+@pytest.mark.parametrize(
+    ("body", "script", "num_workers"),
+    [
+        (STREAM, streams(LARGE, DONE), 2),
+        (STREAM, streams(b":u 10 3 1000 1\n:t 0 5\n" + chunk("a"), NOTES + chunk("b"), DONE), 2),
+        (CHAT, answers(b'{"id": "%b"}' % (b"x" * (1 << 18))), 1),
+    ],
+    ids=["event", "notes", "answer"],
+)
+def test_a_large_answer_that_the_client_asked_for_is_no_workers_fault(
+    body: bytes, script: Script, num_workers: int
+) -> None:
+    async def main() -> None:
+        async with World(proxy=SMALL) as world:
+            for name in "abc":
+                await world.add(name, script, dialect="stoker")
+            for _ in range(12):
+                got = await world.ask(body)
+                assert b'"code":"answer_too_large"' in got.body or b'"code":"worker_failed"' in got.body
+            assert num_sent(world) <= 12 * num_workers
+            assert breakers(world) == {Breaker.CLOSED}
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_alone_sends_large_events_is_taken_out_of_service() -> None:
+    async def main() -> None:
+        async with World(proxy=SMALL) as world:
+            await world.add("bad", streams(LARGE, DONE))
+            for name in "bc":
+                await world.add(name, streams(chunk("a"), DONE))
+            for _ in range(12):
+                assert b"[DONE]" in (await world.ask(STREAM)).body
+            assert len(world.workers["bad"].bodies) == 3  # `failures_to_open`
 
     asyncio.run(main())

@@ -146,7 +146,10 @@ CASES: dict[str, tuple[Pieces, bytes]] = {
         once(UNTIL_CLOSE, b'data: {"choices": {"token_ids": [1]}, "usage": {"prompt_tokens": 1}}\n\n', DONE),
         STREAM,
     ),
-    "deep JSON in an event": (once(UNTIL_CLOSE, b'data: {"usage": {"a": ' + b"[" * 100_000 + b"}}\n\n", DONE), STREAM),
+    "deep JSON in an event": (
+        once(UNTIL_CLOSE, b'data: {"kv_transfer_params": {"a": ' + b"[" * 100_000 + b"}}\n\n", DONE),
+        STREAM,
+    ),
 }
 STOKER_CASES: dict[str, tuple[Pieces, bytes]] = {
     "comment lines": (repeated(UNTIL_CLOSE, b": comment\n\n" * 4096, 100 << 20), STREAM),

@@ -11,6 +11,7 @@ from mocks import MockWorker, answers, chunk, hangs
 from waiting import until
 from world import KeysDouble, World
 
+from stoker.base.errors import DeadlineExceeded
 from stoker.gateway.api.client_body import RequestEnvelope
 from stoker.gateway.config import KeySettings
 from stoker.gateway.http import HttpRequest
@@ -107,5 +108,21 @@ def test_a_running_answer_is_charged_to_its_key(stream: bool) -> None:
             got = await world.ask(CHAT, headers=SHOWN)
             assert (got.status, got.json["error"]["code"]) == (429, "rate_limited")
             running.cancel()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("status", "is_charged"), [(504, True), (400, False)])
+def test_a_deadline_of_the_client_does_not_return_its_tokens(status: int, is_charged: bool) -> None:
+    """The worker has computed the prompt by then. A refused request has cost it nothing."""
+
+    async def main() -> None:
+        async with World(keys=[key(tokens_per_minute=15)]) as world:
+            late = {"error": {"message": "late", "code": DeadlineExceeded.code}}
+            await world.add("a", answers(late, status))
+            assert (await world.ask({**CHAT, "timeout_s": 0.1}, headers=SHOWN)).status == status
+            row = await world.settled()
+            assert (row.prompt_tokens, row.completion_tokens) == (0, 0)
+            assert (await world.ask(CHAT, headers=SHOWN)).status == (429 if is_charged else status)
 
     asyncio.run(main())

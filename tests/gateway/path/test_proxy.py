@@ -449,3 +449,19 @@ def test_a_request_whose_client_already_left_is_not_run() -> None:
             writer.close()
 
     asyncio.run(main())
+
+
+def test_a_worker_reads_the_bytes_that_the_gateway_has_checked() -> None:
+    """A worker would decompress or decode the body as these headers say, and see other fields than the gateway."""
+
+    async def main() -> None:
+        async with World() as world:
+            worker = await world.add("a", answers(ANSWER))
+            given = [(b"content-encoding", b"deflate"), (b"content-type", b"application/json; charset=utf-7")]
+            assert (await world.ask({"model": "m"}, headers=given)).status == 200
+            assert (await world.ask({"model": "m"})).status == 200
+            for headers in worker.headers:
+                assert "content-encoding" not in headers
+                assert headers["content-type"] == "application/json"
+
+    asyncio.run(main())

@@ -65,6 +65,18 @@ def test_without_a_worker_or_a_model_there_is_a_clean_error() -> None:
     asyncio.run(main())
 
 
+def test_a_body_that_loses_two_workers_goes_to_no_third() -> None:
+    async def main() -> None:
+        async with World() as world:
+            for name in "abcd":
+                await world.add(name, drops())
+            got = await world.ask({"model": "m"}, "/tokenize")
+            assert (got.status, got.json["error"]["code"]) == (502, "worker_failed")
+            assert sum(len(worker.bodies) for worker in world.workers.values()) == 2
+
+    asyncio.run(main())
+
+
 def test_a_key_is_needed_where_keys_are_configured() -> None:
     async def main() -> None:
         key = KeySettings("k", hashlib.sha256(b"secret").hexdigest())

@@ -190,6 +190,7 @@ def test_csv(ledger: Path) -> None:
         ("limit=0", "limit"),
         ("limit=1001", "limit"),
         ("limit=9" + "9" * 5000, "limit"),
+        ("limit=00000001000000", "limit"),
         ("after=x", "after"),
         ("after=WyJhIl0=", "after"),
         ("group_by=tenant&after=WzFd", "after"),
