@@ -138,6 +138,10 @@ class Legs:
         """The counts of body fields that were not passed to a foreign engine."""
         return self._services.metrics.dropped_fields
 
+    @property
+    def media_hosts(self) -> tuple[str, ...]:
+        return self._services.settings.media_hosts
+
     # ---- requests to workers
 
     async def send(self, leg: Leg, body: bytes, headers: bytes = b"") -> WorkerResponse:
