@@ -38,7 +38,7 @@ from stoker.gateway.watch.load_probe import LoadProbe, LoadUnavailable
 from stoker.gateway.watch.rekey import Rekeyer, StoreBlocks, WorkerIndex
 from stoker.gateway.watch.worker_signers import WorkerSigners
 from stoker.proto.event_keys import event_security
-from stoker.proto.internal_http import TOKENIZER_PATH, WORKER_INFO_PATH
+from stoker.proto.internal_http import READY_PATH, TOKENIZER_PATH, WORKER_INFO_PATH
 from stoker.proto.messages import TokenizerFiles, WorkerInfo, WorkerReport
 from stoker.proto.signed_http import PROOF_HEADER
 from stoker.routing.router import PrefixIndexes
@@ -181,7 +181,9 @@ class Watcher:
 
     async def _ready_status(self) -> int:
         if self.spec.dialect == _STOKER:
-            return (await self._get(b"/ready"))[0]  # signed if there is a secret, so that the answer has a proof
+            return (await self._get(READY_PATH.encode()))[
+                0
+            ]  # signed if there is a secret, so that the answer has a proof
         status, _ = await self._get(b"/health")
         if status in (404, 405):
             status, _ = await self._get(b"/v1/models")
