@@ -33,7 +33,7 @@ from stoker.gateway.http import (
 from stoker.gateway.prefix.conversation_keys import PrefixKeyMakers
 from stoker.gateway.prefix.token_prefix_keys import TokenPrefixKeys, TokenText
 from stoker.gateway.watch import scrape
-from stoker.gateway.watch.kv_events import KvFollower, LoadListener
+from stoker.gateway.watch.kv_events import BadEventsAddress, KvFollower, LoadListener
 from stoker.gateway.watch.load_probe import LoadProbe, LoadUnavailable
 from stoker.gateway.watch.rekey import Rekeyer, StoreBlocks, WorkerIndex
 from stoker.gateway.watch.worker_signers import WorkerSigners
@@ -157,7 +157,10 @@ class Watcher:
             if self._context.clock() - self._learned_s >= self._settings.learn_s:
                 await self._learn()
             await self._read_load()
-            self._follow()
+            try:
+                self._follow()
+            except BadEventsAddress as bad:
+                self._warn_once("bad_events_address", reason=bad.message)
         finally:
             self._report_state(True, ready)
 
