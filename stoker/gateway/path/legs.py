@@ -28,7 +28,7 @@ from stoker.gateway.http import (
 )
 from stoker.gateway.path.call import Call
 from stoker.gateway.path.errors import AnswerLate, AnswerTooLarge, BadAnswer, LegFailed, Refused
-from stoker.gateway.path.failure_kinds import NEEDS_SECOND_OPINION, kind_of, known_status
+from stoker.gateway.path.failure_kinds import NEEDS_SECOND_OPINION, OWN_ACCESS, kind_of, known_status
 from stoker.gateway.path.services import ProxyServices
 from stoker.gateway.path.upstream import CancelOnLoss, Upstream
 from stoker.gateway.records.running_usage import STATUS
@@ -359,7 +359,7 @@ class Legs:
         refused = Refused(known_status(status), self.upstream(leg).to_client.pairs(answer.headers), body)
         kind = kind_of(self.call, status, body, self._services.clock())
         if kind is not None:
-            self.fail(leg, kind, detail, refused)
+            self.fail(leg, kind, detail, None if status in OWN_ACCESS else refused)
         raise refused
 
     def _time_out(self, leg: Leg, error: ResponseTimeout, began_s: float) -> NoReturn:
