@@ -5,6 +5,7 @@ Only `load()` reads files. Nothing here opens a socket or reads the environment.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from stoker.gateway.worker_option import WorkerSettings, worker_spec
 from stoker.routing.settings import RouterSettings
 
 _NAME = r"[A-Za-z0-9._@-]{1,64}"
+_MEDIA_HOST = re.compile(r"([a-z0-9.-]+|\[[0-9a-f:.]+\])(:[1-9][0-9]{0,4})?")
 _NAME_EXPECTED = "up to 64 letters, digits, '.', '_', '@' and '-'"
 
 
@@ -178,8 +180,20 @@ class ProxySettings:
         ge=0,
     )
 
+    media_hosts: tuple[str, ...] = setting(
+        (),
+        "Hosts, such as images.example.com or images.example.com:8443, from which foreign engines may fetch the images, "
+        "videos, audio and files that clients name by http(s) URLs. All other URLs except data: are refused.",
+    )
+
     def __post_init__(self) -> None:
         check_settings(self, "proxy")
+        for text in self.media_hosts:
+            if _MEDIA_HOST.fullmatch(text) is None:
+                raise ConfigError(
+                    f"proxy.media_hosts: {text!r} is not a host in lower case, with or without a port; write it like "
+                    "images.example.com or images.example.com:8443"
+                )
 
     @property
     def max_event_bytes(self) -> int:

@@ -15,6 +15,9 @@ ROUTE_HEADER = "x-stoker-route"
 REGISTER_PATH = "/stoker/register"
 
 # Served by workers.
+READY_PATH = (
+    "/ready"  # GET: 200 if the worker takes requests, open to all, but the answer to a signed request has a proof
+)
 WORKER_INFO_PATH = "/stoker/worker"  # GET: `WorkerInfo`
 TOKENIZER_PATH = "/stoker/tokenizer"  # GET: `TokenizerFiles`
 PREFETCH_PATH = "/stoker/prefetch"  # POST: `PrefetchRequest`

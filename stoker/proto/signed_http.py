@@ -67,6 +67,11 @@ class RequestSigner:
         """Return the header as it is written on the wire."""
         return _AUTH_LINE % self.sign(method, path, body)
 
+    def proof_line(self, path: bytes) -> tuple[bytes, bytes]:
+        """Return the header of a GET request, as it is written on the wire, and the proof that its answer must have."""
+        line = self.header_line(b"GET", path, b"")
+        return line, _proof(self._proof_key, self.last)
+
     def learn(self, challenge: bytes | None) -> bool:
         """Note the challenge of an answer with status 401. Return True if the request can be signed again."""
         if challenge is None or _CHALLENGE.fullmatch(challenge) is None:

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from aiohttp import web
 
 from stoker.base.log import EventLog
-from stoker.proto.internal_http import PREFETCH_PATH, RELEASE_PATH, TOKENIZER_PATH, WORKER_INFO_PATH
+from stoker.proto.internal_http import PREFETCH_PATH, READY_PATH, RELEASE_PATH, TOKENIZER_PATH, WORKER_INFO_PATH
 from stoker.proto.openai.errors import CLIENT_GONE_STATUS, HttpError
 from stoker.worker.chat import CHAT
 from stoker.worker.completions import COMPLETIONS
@@ -35,7 +35,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 # These are polled every few seconds, so they are logged only when they fail.
-_QUIET = frozenset({"/health", "/ready", "/metrics", "/load", WORKER_INFO_PATH})
+_QUIET = frozenset({"/health", READY_PATH, "/metrics", "/load", WORKER_INFO_PATH})
 _GENERATING = frozenset({CHAT.path, COMPLETIONS.path, RESPONSES.path})
 
 
@@ -85,7 +85,7 @@ def make_app(
     app.router.add_post("/tokenize", tokenize)
     app.router.add_post("/detokenize", detokenize)
     app.router.add_get("/health", health)
-    app.router.add_get("/ready", ready)
+    app.router.add_get(READY_PATH, ready)
     app.router.add_get("/metrics", metrics)
     app.router.add_get("/load", show_load)
     app.router.add_get(WORKER_INFO_PATH, show_worker)

@@ -42,6 +42,7 @@ _REPORT_EVERY_S = 0.25
 _REPORT_AT_MOST_EVERY_S = 0.02
 _KEPT_BATCHES = 10_000
 _QUEUED_MESSAGES = 10_000  # per subscriber
+_MAX_REQUEST_BYTES = 1 << 16
 _SNAPSHOT_EVENTS = 16  # per batch
 
 log = logs.EventLog("report")
@@ -81,6 +82,9 @@ class Reporter:
         self._publisher.set(zmq.SNDHWM, _QUEUED_MESSAGES)
         self._replayer.set(zmq.SNDHWM, 0)  # no limit: a ROUTER drops messages above it, and a snapshot is bounded
         self._doorman.bind(ZAP_ADDRESS)  # before the others: without it libzmq would ask nobody
+        for socket in (self._publisher, self._replayer):
+            # Also before a subscriber has authenticated. All that one sends are subscriptions and requests of a few bytes.
+            socket.set(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
         self._security.secure_server(self._publisher)
         self._security.secure_server(self._replayer)
         try:

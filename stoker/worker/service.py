@@ -39,6 +39,8 @@ from stoker.worker.watchdog import CHECK_EVERY_S, EngineWatchdog, WatchdogLimits
 _STOP_S = 5.0
 # A step on a CPU may be a long chunk of a large model's prompt, which takes minutes on a few cores.
 _GPU_STEP_S, _CPU_STEP_S = 120.0, 900.0
+# It sends heartbeats while it loads the model. Before that, its imports can take minutes from a slow drive.
+_START_SILENT_S = 300.0
 
 log = logs.EventLog("service")
 Progress = Callable[[str, int, int], None]
@@ -135,6 +137,7 @@ class EngineService:
         max_open: int = 2048,
         silent_s: float = 4.5,
         step_s: float | None = None,
+        start_silent_s: float = _START_SILENT_S,
         progress: Progress = lambda stage, done, total: None,
         listener: EngineListener | None = None,
         spawned: SpawnedEngine | None = None,
@@ -142,14 +145,14 @@ class EngineService:
         """`spawned` is an engine process that has been started already. Later ones are started when needed.
 
         The engine is killed and restarted if it sends no heartbeat for `silent_s`, or if one step takes longer than `step_s`
-        (None: by its device).
+        (None: by its device). While it starts, it may be silent for `start_silent_s`.
         """
         self._spawned = spawned
         self._listener = listener or NoListener()
         self._arguments = arguments
         self._environment = environment
         self._max_open = max_open
-        self._silent_s, self._step_s = silent_s, step_s
+        self._silent_s, self._step_s, self._start_silent_s = silent_s, step_s, start_silent_s
         self._backoff = RestartBackoff(BackoffLimits())
         self._progress = progress
         self._streams: dict[RequestId, ChunkStream] = {}
@@ -230,7 +233,7 @@ class EngineService:
                 self.num_restarts += 1
                 try:
                     await self._launch()
-                except (StokerError, OSError) as error:
+                except (StokerError, OSError, msgspec.DecodeError) as error:
                     pause_s = self._backoff.pause_s(None)
                     log.error("engine_restart_failed", reason=str(error), next_try_s=pause_s)
                     await self._end_process()
@@ -254,7 +257,14 @@ class EngineService:
         self._pipe.send(self._arguments)
         while True:
             try:
-                message = await self._pipe.receive()
+                async with asyncio.timeout(self._start_silent_s):
+                    message = await self._pipe.receive()
+            except TimeoutError as error:
+                self._process.kill()
+                await self._end_process()
+                raise EngineDied(
+                    f"The engine process was silent for {self._start_silent_s:g} s while it started: it is stopped or hangs."
+                ) from error
             except FrameEnd as error:
                 code = await self._end_process()
                 raise EngineDied(f"The engine process ended with exit code {code} while it started.") from error

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 import pytest
 import zmq
 import zmq.asyncio
+from waiting import LONG_S
 
 from stoker.base.errors import ConfigError
+from stoker.base.fleet_key import FleetKey
 from stoker.base.ids import BlockKey, WorkerId
 from stoker.engine.process.block_log import BlockLog
 from stoker.kv.blocks.keys import block_keys, next_key, root_key, salt_hash
@@ -273,5 +276,23 @@ def test_a_port_in_use_is_reported_at_once() -> None:
         with pytest.raises(ConfigError, match="--events-port"):
             Reporter("127.0.0.1", first.events_port)
         await first.stop()
+
+    asyncio.run(main())
+
+
+def test_a_stranger_cannot_announce_a_large_message() -> None:
+    async def main() -> None:
+        reporter = Reporter("127.0.0.1", key=FleetKey("s" * 16))
+        reporter.start(report)
+        greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
+        command = b"\x06" + (1 << 30).to_bytes(8, "big")
+        for port in (reporter.events_port, reporter.replay_port):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(greeting + command + b"x" * 1000)
+            async with asyncio.timeout(LONG_S / 2):  # ZMQ itself closes a connection without a handshake after 30 s
+                with suppress(ConnectionError):
+                    await reader.read()  # the reporter closes the connection
+            writer.close()
+        await reporter.stop()
 
     asyncio.run(main())

@@ -216,6 +216,28 @@ class _ProgressReports:
 
 def serve(pipe: EngineEnd, arguments: EngineArguments, ahead: WeightReadAhead, timeline: Timeline) -> None:
     """Build the engine, report it to the server, and run the loop until the server ends it."""
+    progress = LoopProgress()
+    with Heartbeat(pipe, progress):  # also while the model is loaded
+        built = _build(pipe, arguments, ahead, timeline)
+        if built is None:
+            return
+        engine, blocks, mailbox = built
+        garbage.tune_for_serving()
+        pipe.send(engine_info(engine))
+        log_memory(engine.memory)
+        if arguments.timeline_origin_s is not None:
+            timeline.log_to(log)
+        engine.store.announce_held_blocks()
+        try:
+            EngineLoop(engine, blocks, mailbox, pipe, progress).run()
+        finally:
+            engine.close()
+
+
+def _build(
+    pipe: EngineEnd, arguments: EngineArguments, ahead: WeightReadAhead, timeline: Timeline
+) -> tuple[BuiltEngine, BlockLog, Mailbox] | None:
+    """Build the engine. If that fails, tell the server why and return None."""
     folder = Path(arguments.folder)
     try:
         family = family_of(read_hf_config(folder), str(folder))
@@ -234,16 +256,5 @@ def serve(pipe: EngineEnd, arguments: EngineArguments, ahead: WeightReadAhead, t
         )
     except StokerError as error:
         pipe.send(StartFailed(code=error.code, message=error.message))
-        return
-    garbage.tune_for_serving()
-    pipe.send(engine_info(built))
-    log_memory(built.memory)
-    if arguments.timeline_origin_s is not None:
-        timeline.log_to(log)
-    built.store.announce_held_blocks()
-    try:
-        progress = LoopProgress()
-        with Heartbeat(pipe, progress):
-            EngineLoop(built, blocks, mailbox, pipe, progress).run()
-    finally:
-        built.close()
+        return None
+    return built, blocks, mailbox

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import hmac
 from typing import Protocol
 
-from stoker.gateway.http.errors import ConnectTimeout, NoSocketLeft, ResponseLost, Unreachable
+from stoker.gateway.http.errors import ConnectTimeout, NoSocketLeft, ResponseAborted, ResponseLost, Unreachable
 from stoker.gateway.http.head import Headers, HeadParser, header_block
 from stoker.gateway.http.limits import ClientLimits
 from stoker.gateway.http.origin import Origin
@@ -18,6 +19,7 @@ _LOCAL_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOM
 _STALE_CLOSE_S = 1.0  # a worker that closes a reused connection later than this after a request has seen the request
 _UNAUTHORIZED = 401
 _CHALLENGE = b"x-stoker-challenge"
+_PROOF = b"x-stoker-proof"
 _MAX_CHALLENGE_BYTES = 1 << 16
 
 
@@ -30,13 +32,23 @@ class Signer(Protocol):
     def learn(self, challenge: bytes | None) -> bool:
         """Note the challenge of an answer with status 401. Return True if the request should be signed again."""
 
+    def proof_line(self, path: bytes) -> tuple[bytes, bytes]:
+        """Return the header for a GET request, with its line end, and the proof that a worker's answer must have."""
+
 
 class ConnectionPool:
-    """Connections to one origin. The most recently used one is reused first, so that surplus connections time out."""
+    """Connections to one origin. The most recently used one is reused first, so that surplus connections time out.
 
-    def __init__(self, origin: Origin, limits: ClientLimits, signer: Signer | None = None) -> None:
+    With a signer and a `proof_path`, a new connection carries a signed GET of that path first. If the answer has no proof of
+    the fleet's secret, no request is sent: another process may have taken the port of a worker that died.
+    """
+
+    def __init__(
+        self, origin: Origin, limits: ClientLimits, signer: Signer | None = None, proof_path: bytes | None = None
+    ) -> None:
         self.origin = origin
         self._signer = signer
+        self._proof_path = proof_path
         self.limits = limits
         self.heads = HeadParser(limits.max_headers)
         self.where = str(origin)
@@ -81,14 +93,16 @@ class ConnectionPool:
         because of this request: that is ResponseLost, not Unreachable. If the worker does not accept the signature, because
         it was restarted, the request is signed and sent once more.
         """
-        head = self._head(method, path, headers, body)
         connection = self._take()
+        head = b"" if connection is None else self._head(method, path, headers, body)
         first_s = None if idle_s is None else head_s
         was_sent = False
         may_sign_again = self._signer is not None
         while True:
             if connection is None:
-                connection = await self._connect_again(connect_s) if was_sent else await self._connect(connect_s)
+                connect = self._connect_again if was_sent else self._connect
+                connection = await connect(connect_s, head_s)
+                head = head or self._head(method, path, headers, body)  # the connection may have learned a challenge
             sent_s = self._loop.time()
             deadline = None if head_s is None else sent_s + head_s
             waiter = connection.send(
@@ -111,7 +125,7 @@ class ConnectionPool:
                 continue
             if self._loop.time() - sent_s > _STALE_CLOSE_S:
                 raise ResponseLost(f"{self.where}: the connection closed before a response")
-            connection, was_sent = None, True
+            connection, head, was_sent = None, b"", True
 
     def close(self) -> None:
         """Close idle connections now, and the others when their responses have ended."""
@@ -124,6 +138,8 @@ class ConnectionPool:
     # ---- called by connections
 
     def release(self, connection: WorkerConnection) -> None:
+        if connection.is_proving:
+            return
         if self._closed or len(self._idle) >= self.limits.max_idle:
             connection.transport.close()
             return
@@ -154,13 +170,13 @@ class ConnectionPool:
                 return connection
         return None
 
-    async def _connect_again(self, connect_s: float) -> WorkerConnection:
+    async def _connect_again(self, connect_s: float, proof_s: float | None) -> WorkerConnection:
         try:
-            return await self._connect(connect_s)
+            return await self._connect(connect_s, proof_s)
         except Unreachable as error:
             raise ResponseLost(f"{error.message}, after a connection closed before a response") from error
 
-    async def _connect(self, connect_s: float) -> WorkerConnection:
+    async def _connect(self, connect_s: float, proof_s: float | None) -> WorkerConnection:
         if self._closed:
             raise Unreachable(f"{self.where}: this worker was removed from the gateway")
         self._loop = loop = asyncio.get_running_loop()
@@ -184,7 +200,36 @@ class ConnectionPool:
         self._open.add(connection)
         if self._sweeper is None:
             self._sweep()
+        if self._signer is not None and self._proof_path is not None:
+            try:
+                await self._prove(connection, self._signer, self._proof_path, proof_s)
+            except (ResponseLost, ResponseAborted) as lost:
+                connection.cut()
+                raise Unreachable(f"{self.where}: no proof of the fleet's secret: {lost}") from lost
+            except BaseException:
+                connection.cut()
+                raise
         return connection
+
+    async def _prove(self, connection: WorkerConnection, signer: Signer, path: bytes, proof_s: float | None) -> None:
+        """Let the worker prove on this connection that it has the fleet's secret. Raises Unreachable if it does not."""
+        connection.is_proving = True
+        for _ in range(2):  # signed with an outdated challenge, a request is refused once
+            line, expected = signer.proof_line(path)
+            deadline = None if proof_s is None else self._loop.time() + proof_s
+            head = b"GET %b%b%b%b\r\n" % (self.origin.prefix, path, self._host_line, line)
+            answer = await connection.send(head, b"", to_head=False, deadline=deadline, first_s=proof_s, idle_s=proof_s)
+            if answer is None:
+                break
+            await answer.read(_MAX_CHALLENGE_BYTES)
+            if connection.transport.is_closing():
+                raise Unreachable(f"{self.where}: the connection closed after the proof of the fleet's secret")
+            if hmac.compare_digest(answer.header(_PROOF) or b"", expected):
+                connection.is_proving = False
+                return
+            if answer.status != _UNAUTHORIZED or not signer.learn(answer.header(_CHALLENGE)):
+                break
+        raise Unreachable(f"{self.where}: it did not prove that it has the fleet's secret")
 
     def _sweep(self) -> None:
         self._now = now = self._loop.time()

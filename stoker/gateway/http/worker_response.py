@@ -179,6 +179,7 @@ class WorkerConnection(asyncio.Protocol):
         "_waiter",
         "deadline",
         "idle_since",
+        "is_proving",
         "limits",
         "loop",
         "reused",
@@ -191,6 +192,7 @@ class WorkerConnection(asyncio.Protocol):
         self.limits = owner.limits
         self.loop = loop
         self.reused = False
+        self.is_proving = False  # the worker has not proven yet that it has the fleet's secret
         self.idle_since = 0.0
         self.deadline: float | None = None  # for the response head, while one is awaited
         self._owner = owner

@@ -19,6 +19,8 @@ CRASHES = frozenset({"lost"})
 NEEDS_SECOND_OPINION = frozenset({"status5xx", "too_large"})
 
 _NOT_IMPLEMENTED = 501
+# The worker does not accept the gateway's own key or signature. No client sends these to a worker.
+OWN_ACCESS = frozenset({401, 407})
 _STATUSES = frozenset(HTTPStatus)
 
 
@@ -33,10 +35,13 @@ class _CodedError(msgspec.Struct):
 def kind_of(call: Call, status: int, body: bytes, now: float) -> str | None:
     """Return the failure kind of an error response, or None if the client must get it and the worker is not to blame.
 
-    Only overload (429, 503) and other 5xx are a worker's failures. The exception is a deadline that the client has set.
+    Only overload (429, 503), other 5xx and a worker that refuses the gateway itself are a worker's failures. The exception is
+    a deadline that the client has set.
     """
     if status == 429:
         return "busy"
+    if status in OWN_ACCESS:
+        return "status5xx"
     if status < 500 or status == _NOT_IMPLEMENTED:
         return None
     if status == 503:

@@ -28,7 +28,7 @@ from stoker.gateway.http import (
 )
 from stoker.gateway.path.call import Call
 from stoker.gateway.path.errors import AnswerLate, AnswerTooLarge, BadAnswer, LegFailed, Refused
-from stoker.gateway.path.failure_kinds import NEEDS_SECOND_OPINION, kind_of, known_status
+from stoker.gateway.path.failure_kinds import NEEDS_SECOND_OPINION, OWN_ACCESS, kind_of, known_status
 from stoker.gateway.path.services import ProxyServices
 from stoker.gateway.path.upstream import CancelOnLoss, Upstream
 from stoker.gateway.records.running_usage import STATUS
@@ -138,6 +138,10 @@ class Legs:
     def dropped_fields(self) -> dict[str, int]:
         """The counts of body fields that were not passed to a foreign engine."""
         return self._services.metrics.dropped_fields
+
+    @property
+    def media_hosts(self) -> tuple[str, ...]:
+        return self._services.settings.media_hosts
 
     # ---- requests to workers
 
@@ -358,7 +362,7 @@ class Legs:
         refused = Refused(known_status(status), self.upstream(leg).to_client.pairs(answer.headers), body)
         kind = kind_of(self.call, status, body, self._services.clock())
         if kind is not None:
-            self.fail(leg, kind, detail, refused)
+            self.fail(leg, kind, detail, None if status in OWN_ACCESS else refused)
         raise refused
 
     def _exceed(self, leg: Leg, detail: str) -> NoReturn:

@@ -11,7 +11,7 @@ from stoker.base.ids import WorkerId
 from stoker.fleet.fleet import Member
 from stoker.gateway.http import ClientLimits, ConnectionPool, HeaderFilter, Origin, header_block
 from stoker.gateway.watch.worker_signers import WorkerSigners
-from stoker.proto.internal_http import INTERNAL_HEADER_PREFIX
+from stoker.proto.internal_http import INTERNAL_HEADER_PREFIX, READY_PATH
 
 # Client headers that are not forwarded to workers. `authorization`, `cookie` and `x-api-key` are for the gateway.
 # `accept-encoding` would compress responses, which the gateway must read. `content-encoding` and the character set in
@@ -104,7 +104,7 @@ class Upstreams:
         origin = Origin.from_url(member.spec.url)
         key = self._api_keys.get(member.spec.url)
         headers = b"" if key is None else header_block([(b"authorization", b"Bearer " + key.encode())])
-        pool = ConnectionPool(origin, self._limits, self._signers.signer(member.spec))
+        pool = ConnectionPool(origin, self._limits, self._signers.signer(member.spec), READY_PATH.encode())
         upstream = Upstream(member.spec.url, pool, origin, headers, self._to_worker, self._to_client)
         self._known[member.spec.worker_id] = upstream
         return upstream

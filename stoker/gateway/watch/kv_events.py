@@ -11,12 +11,14 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from stoker.base import log as logs
+from stoker.base.errors import StokerError
 from stoker.gateway.watch.rekey import Rekeyer
 from stoker.gateway.watch.zmq_reader import ZmqReader
 from stoker.proto.event_keys import EventSecurity, OpenEvents
@@ -34,6 +36,7 @@ from stoker.proto.events import (
 log = logs.EventLog("kv_events")
 
 _OPEN = OpenEvents()
+_WATCHED = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,16 @@ class FollowSettings:
     first_wait_s: float = 0.05  # backoff before a resync; doubles while resyncs fail
     max_wait_s: float = 10.0
     max_held: int = 10_000  # messages that may wait for a replay
+    max_held_bytes: int = 256 << 20
+    # Foreign engines do not authenticate, so what their sockets queue is bounded. An engine's step is far below 16 MiB.
+    max_foreign_bytes: int = 16 << 20  # of one message; the connection of an engine that sends more is closed
+    max_foreign_queued: int = 32  # messages; the engine's own socket keeps the others
+
+
+class BadEventsAddress(StokerError):
+    """ZMQ cannot connect to an address that a worker or the operator gave."""
+
+    code = "bad_events_address"
 
 
 class LoadListener:
@@ -60,7 +73,11 @@ class LoadListener:
         security.secure_client(socket)
         socket.set(zmq.IPV6, 1)
         socket.subscribe(LOAD_TOPIC)
-        socket.connect(events_url)
+        try:
+            socket.connect(events_url)
+        except zmq.ZMQError as error:
+            socket.close(linger=0)
+            raise BadEventsAddress(f"{events_url}: {error.strerror}") from error
         self._reader = ZmqReader(socket, lambda frames: on_report(frames[-1]))
 
     def close(self) -> None:
@@ -99,26 +116,40 @@ class KvFollower:
         self._next: int | None = None  # the expected sequence number; None accepts any
         self._last_heard = -1  # last number on the subscription; a smaller one means that the worker restarted
         self._held: deque[PublishedMessage] = deque()
+        self._held_bytes = 0
         self._replay: _ReplayRun | None = None
         self._retry_timer: asyncio.TimerHandle | None = None
+        self._events_url = events_url
+        self._reconnect_timer: asyncio.TimerHandle | None = None
         self._wait_s = self._settings.first_wait_s
         self._resynced_s = -self._settings.max_wait_s
 
         socket = context.socket(zmq.SUB)
-        security.secure_client(socket)
         socket.set(zmq.RCVHWM, 0)  # no silent loss in the socket; `max_held` bounds the memory instead
-        socket.set(zmq.IPV6, 1)
+        self._prepare(socket)
         socket.subscribe(b"")
-        self._monitor = ZmqReader(socket.get_monitor_socket(zmq.EVENT_CONNECTED), self._on_monitor)
-        socket.connect(events_url)
+        self._monitor = ZmqReader(socket.get_monitor_socket(_WATCHED), self._on_monitor)
         self._reader = ZmqReader(socket, self._on_frames)
         self._socket = socket
+        try:
+            socket.connect(events_url)
+        except zmq.ZMQError as error:
+            self.close()
+            raise BadEventsAddress(f"{events_url}: {error.strerror}") from error
+
+    def _prepare(self, socket: zmq.Socket[bytes]) -> None:
+        self._security.secure_client(socket)
+        socket.set(zmq.IPV6, 1)
+        if not self._snapshots:
+            socket.set(zmq.MAXMSGSIZE, self._settings.max_foreign_bytes)
+            socket.set(zmq.RCVHWM, self._settings.max_foreign_queued)
 
     def resync(self) -> None:
         """Request the full state now."""
         self._resynced_s = self._loop.time()
         self._cancel_retry()
         self._held.clear()
+        self._held_bytes = 0
         self._last_heard = -1
         if not self._snapshots:
             self._rekeyer.clear()
@@ -126,6 +157,7 @@ class KvFollower:
 
     def close(self) -> None:
         self._cancel_retry()
+        self._cancel_reconnect()
         self._end_replay()
         self._socket.disable_monitor()
         self._monitor.close()
@@ -134,9 +166,26 @@ class KvFollower:
     # ---- the subscription
 
     def _on_monitor(self, frames: list[bytes]) -> None:
-        if parse_monitor_message(frames)["event"] == zmq.EVENT_CONNECTED:
+        event = parse_monitor_message(frames)["event"]
+        self._cancel_reconnect()
+        if event == zmq.EVENT_CONNECTED:
             # Messages published while there was no connection are lost, and the worker may be a new process.
             self.resync()
+        elif event == zmq.EVENT_DISCONNECTED:
+            # ZMQ connects again by itself, and says so at once, except after a message that is not valid or too large.
+            self._reconnect_timer = self._loop.call_later(self._settings.max_wait_s, self._reconnect)
+
+    def _reconnect(self) -> None:
+        self._reconnect_timer = None
+        log.warning("kv_events_reconnected", worker=self._name, reason="its last message was not valid or too large")
+        with suppress(zmq.ZMQError):
+            self._socket.disconnect(self._events_url)
+        self._socket.connect(self._events_url)
+
+    def _cancel_reconnect(self) -> None:
+        if self._reconnect_timer is not None:
+            self._reconnect_timer.cancel()
+            self._reconnect_timer = None
 
     def _on_frames(self, frames: list[bytes]) -> None:
         try:
@@ -156,9 +205,16 @@ class KvFollower:
             self._take(message)
 
     def _hold(self, message: PublishedMessage) -> None:
-        if len(self._held) >= self._settings.max_held:
-            self._held.popleft()  # detected as a gap when the next message is taken
         self._held.append(message)
+        self._held_bytes += len(message.payload)
+        settings = self._settings
+        while len(self._held) > settings.max_held or self._held_bytes > settings.max_held_bytes:
+            self._take_held()  # detected as a gap when the next message is taken
+
+    def _take_held(self) -> PublishedMessage:
+        message = self._held.popleft()
+        self._held_bytes -= len(message.payload)
+        return message
 
     def _take(self, message: PublishedMessage) -> None:
         if self._next is not None and message.seq < self._next:
@@ -190,7 +246,7 @@ class KvFollower:
 
     def _flush(self) -> None:
         while self._held and self._replay is None and self._retry_timer is None:
-            self._take(self._held.popleft())
+            self._take(self._take_held())
 
     # ---- replays
 
@@ -201,9 +257,15 @@ class KvFollower:
             self._flush()
             return
         socket = self._context.socket(zmq.DEALER)
-        self._security.secure_client(socket)
-        socket.set(zmq.IPV6, 1)
-        socket.connect(self._replay_url)
+        self._prepare(socket)
+        try:
+            socket.connect(self._replay_url)
+        except zmq.ZMQError as error:
+            socket.close(linger=0)
+            log.warning("bad_replay_address", worker=self._name, address=self._replay_url, reason=error.strerror)
+            self._replay_url = None
+            self._begin_replay(start)
+            return
         reader = ZmqReader(socket, self._on_replay)
         timer = self._loop.call_later(self._settings.replay_s, self._replay_timed_out)
         self._replay = _ReplayRun(start, reader, timer)

@@ -33,12 +33,12 @@ from stoker.gateway.http import (
 from stoker.gateway.prefix.conversation_keys import PrefixKeyMakers
 from stoker.gateway.prefix.token_prefix_keys import TokenPrefixKeys, TokenText
 from stoker.gateway.watch import scrape
-from stoker.gateway.watch.kv_events import KvFollower, LoadListener
+from stoker.gateway.watch.kv_events import BadEventsAddress, KvFollower, LoadListener
 from stoker.gateway.watch.load_probe import LoadProbe, LoadUnavailable
 from stoker.gateway.watch.rekey import Rekeyer, StoreBlocks, WorkerIndex
 from stoker.gateway.watch.worker_signers import WorkerSigners
 from stoker.proto.event_keys import event_security
-from stoker.proto.internal_http import TOKENIZER_PATH, WORKER_INFO_PATH
+from stoker.proto.internal_http import READY_PATH, TOKENIZER_PATH, WORKER_INFO_PATH
 from stoker.proto.messages import TokenizerFiles, WorkerInfo, WorkerReport
 from stoker.proto.signed_http import PROOF_HEADER
 from stoker.routing.router import PrefixIndexes
@@ -157,7 +157,10 @@ class Watcher:
             if self._context.clock() - self._learned_s >= self._settings.learn_s:
                 await self._learn()
             await self._read_load()
-            self._follow()
+            try:
+                self._follow()
+            except BadEventsAddress as bad:
+                self._warn_once("bad_events_address", reason=bad.message)
         finally:
             self._report_state(True, ready)
 
@@ -181,7 +184,9 @@ class Watcher:
 
     async def _ready_status(self) -> int:
         if self.spec.dialect == _STOKER:
-            return (await self._get(b"/ready"))[0]  # signed if there is a secret, so that the answer has a proof
+            return (await self._get(READY_PATH.encode()))[
+                0
+            ]  # signed if there is a secret, so that the answer has a proof
         status, _ = await self._get(b"/health")
         if status in (404, 405):
             status, _ = await self._get(b"/v1/models")

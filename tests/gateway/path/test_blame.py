@@ -118,6 +118,25 @@ def test_an_error_that_recurs_on_a_second_worker_is_the_requests_own(status: int
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("status", [401, 407])
+def test_a_worker_that_refuses_the_gateways_key_attracts_no_requests(status: int) -> None:
+    async def main() -> None:
+        async with World() as world:
+            said = {"error": {"message": "bad key of 10.0.0.7", "type": "x", "param": None, "code": "invalid_api_key"}}
+            bad = await world.add("bad", answers(said, status))
+            await world.add("good", answers(ANSWER))
+            for _ in range(10):
+                assert (await world.ask(CHAT)).status == 200
+            assert len(bad.bodies) == 3
+            world.fleet.remove(WorkerId("good"), world.clock.now())
+            world.clock.advance(600)
+            got = await world.ask(CHAT)
+            assert got.status in (502, 503)  # a client would take 401 for an error in its own key
+            assert b"10.0.0.7" not in got.body
+
+    asyncio.run(main())
+
+
 def test_an_error_that_a_second_worker_does_not_have_is_the_first_workers() -> None:
     async def main() -> None:
         async with World() as world:

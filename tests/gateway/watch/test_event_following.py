@@ -432,17 +432,50 @@ def test_nonsense_is_no_end_of_listening() -> None:
     run(main())
 
 
-def test_a_worker_that_never_answers_is_retried_elsewhere_after_the_timeout() -> None:
+@pytest.mark.parametrize("limit", [{"max_held": 10}, {"max_held_bytes": 1000}], ids=str)
+def test_a_worker_that_never_answers_is_retried_elsewhere_after_the_timeout(limit: dict[str, int]) -> None:
     async def main() -> None:
         reporter = Reporter("127.0.0.1")  # not started: its replay socket is not served
         engine = Engine(random.Random(3), reporter)
-        async with listening(urls(reporter), replay_s=0.05, max_held=10) as listener:
+        async with listening(urls(reporter), replay_s=0.05, **limit) as listener:
             await until(lambda: listener.follower.num_resyncs > 2)
             for _ in range(100):
                 engine.step()
+            await until(lambda: len(listener.follower._held) > 0)
+            assert listener.follower._held_bytes == sum(len(one.payload) for one in listener.follower._held)
+            assert listener.follower._held_bytes <= limit.get("max_held_bytes", 1 << 20)
             reporter.start(report)
             await settled(engine, listener)
         await reporter.stop()
+
+    run(main())
+
+
+def test_a_foreign_engine_cannot_fill_the_memory_with_one_message() -> None:
+    async def main() -> None:
+        engine = Foreign(100, True)
+        async with listening(engine.url(), snapshots=False, max_foreign_bytes=4096) as listener:
+            await engine.subscribed()
+            await until(lambda: listener.follower.num_resyncs == 1)
+            engine._publisher.send_multipart(message_frames(b"kv-events", 0, b"x" * (1 << 20)))
+            await until(lambda: listener.follower.num_resyncs >= 2)  # the connection was closed
+            while held(listener, TOKENS) == 0:  # what is published before it has subscribed again is lost
+                engine.publish(stored(0, block(0)))
+                await asyncio.sleep(0.05)
+        await engine.close()
+
+    run(main())
+
+
+def test_a_bad_replay_address_costs_only_the_replays() -> None:
+    async def main() -> None:
+        engine = Foreign(100, True)
+        async with listening((engine.url()[0], "tcp://no port"), snapshots=False) as listener:
+            await engine.subscribed()
+            await until(lambda: listener.follower.num_resyncs == 1)
+            engine.publish(stored(0, block(0)))
+            await until(lambda: held(listener, TOKENS) == 1)
+        await engine.close()
 
     run(main())
 

@@ -488,6 +488,23 @@ def test_pages_that_say_nothing(page: bytes) -> None:
     assert scrape.model_names(page) is None
 
 
+@pytest.mark.parametrize("has_tokenizer", [True, False])
+def test_a_bad_events_address_does_not_disturb_the_gateway(folder: Path, has_tokenizer: bool) -> None:
+    async def main() -> None:
+        worker = await Ours(folder).start()
+        world = World(replace(QUICK, tokenize=has_tokenizer))
+        world.watch(worker.url, events_url="tcp://no port")
+        await until(lambda: world.is_usable)
+        await until(lambda: bool(world.fleet.members()[0].models))
+        world.watchers.stop(W)
+        sockets = world.watchers._context.zmq_context._sockets
+        assert [socket for socket in sockets if not socket.closed] == []  # one that is left open blocks the shutdown
+        await world.close()
+        await worker.stop()
+
+    run(main())
+
+
 def test_a_restarted_worker_gets_the_next_request_signed_for_its_new_challenge(folder: Path) -> None:
     async def main() -> None:
         worker = await Ours(folder, secret="s").start()

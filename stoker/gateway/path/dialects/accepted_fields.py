@@ -10,7 +10,7 @@ client's tenant and key. `best_of` and beam search do not pass, because they gen
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from msgspec import Raw
@@ -18,6 +18,7 @@ from msgspec import Raw
 from stoker.base.log import EventLog
 from stoker.gateway.api.client_body import fields
 from stoker.gateway.path.call import Call
+from stoker.gateway.path.dialects.media_urls import check_media
 
 
 def _names(text: str) -> frozenset[str]:
@@ -82,21 +83,37 @@ _MAX_KWARG_CHARS = 256
 log = EventLog("dialect")
 
 
+class ForeignBodyRules(Protocol):
+    """What the operator decided about the bodies of foreign engines. `Legs` implements it."""
+
+    @property
+    def dropped_fields(self) -> dict[str, int]:
+        """Counts the fields that were not passed to a foreign engine."""
+
+    @property
+    def media_hosts(self) -> Collection[str]:
+        """The hosts from which a foreign engine may fetch what a client's URLs name."""
+
+
 def accepted_body(
     call: Call,
     accepted: frozenset[str],
-    dropped: dict[str, int],
+    rules: ForeignBodyRules,
     put: Mapping[str, bytes],
     drop: Sequence[str] = (),
     may_add: Collection[str] = (),
 ) -> bytes:
-    """Return the body for a foreign engine: `Call.body` with the accepted fields only. `dropped` counts the others."""
+    """Return the body for a foreign engine: `Call.body` with the accepted fields only.
+
+    Raises InvalidRequest if the body points the engine to a URL that it may not fetch.
+    """
+    check_media(call.envelope, rules.media_hosts)
     given = fields(call.envelope.raw)
     if given.keys() <= accepted and "chat_template_kwargs" not in given:
         return call.body(put, drop, may_add)
     refused = [name for name in given if name not in accepted]
     for name in refused:
-        _count(dropped, name)
+        _count(rules.dropped_fields, name)
     if "chat_template_kwargs" in given and (kept := _template_kwargs(given["chat_template_kwargs"])) is not None:
         put = {"chat_template_kwargs": kept, **put}
         refused.append("chat_template_kwargs")

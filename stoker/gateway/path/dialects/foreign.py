@@ -89,15 +89,14 @@ async def send_decode(
     cannot bring this about: any other reason would make the second request fail too. While usage is left out, the gateway
     bills what it counts itself.
     """
-    dropped = legs.dropped_fields
     if wanted:
         asking = {**put, **asking_for_usage(call, wanted)}
         try:
-            return await send(legs.decode, accepted_body(call, accepted, dropped, asking, (), may_add)), wanted
+            return await send(legs.decode, accepted_body(call, accepted, legs, asking, (), may_add)), wanted
         except Refused as refused:
             if b"stream_options" not in refused.body:
                 raise
-    answer = await send(legs.decode, accepted_body(call, accepted, dropped, put, (), may_add))
+    answer = await send(legs.decode, accepted_body(call, accepted, legs, put, (), may_add))
     if wanted and call.envelope.stream_options is UNSET and is_event_stream(answer):
         legs.upstream(legs.decode).refuses_usage_until_s = legs.now_s + _REFUSAL_S
     return answer, NO_USAGE_WANTED

@@ -43,7 +43,7 @@ class SgLang:
             return
         wanted = usage_wanted(call, legs)
         put = self._bootstrap(legs, prefill) | (asking_for_usage(call, wanted) if wanted else {})
-        body = accepted_body(call, SGLANG_FIELDS, legs.dropped_fields, put, (), ENGINE_FIELDS)
+        body = accepted_body(call, SGLANG_FIELDS, legs, put, (), ENGINE_FIELDS)
         reply = reply_for(call, legs, wanted, is_pair=True)
 
         async def decode(prefilling: asyncio.Task[None]) -> None:

@@ -75,4 +75,4 @@ class Vllm:
 def prefill_body(call: Call, legs: Legs, params: bytes) -> bytes:
     """Return the client's request limited to one token, without streaming."""
     put = {**_ONE_TOKEN[call.envelope.kind], "kv_transfer_params": params}
-    return accepted_body(call, VLLM_FIELDS, legs.dropped_fields, put, _NOT_FOR_PREFILL, ENGINE_FIELDS)
+    return accepted_body(call, VLLM_FIELDS, legs, put, _NOT_FOR_PREFILL, ENGINE_FIELDS)
