@@ -41,7 +41,7 @@ async def run_alone(
     """Run the whole request on the decode worker. `has_running_usage`: it can report usage in every chunk."""
     wanted = usage_wanted(call, legs, has_running_usage)
     if wanted is NO_USAGE_WANTED:
-        answer = await legs.send(legs.decode, accepted_body(call, accepted, legs.dropped_fields, {}, (), may_add))
+        answer = await legs.send(legs.decode, accepted_body(call, accepted, legs, {}, (), may_add))
     else:
         answer, wanted = await send_decode(call, legs, accepted, {}, legs.send, wanted, may_add)
     await deliver(call, legs, answer, reply_for(call, legs, wanted))
