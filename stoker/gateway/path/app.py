@@ -231,14 +231,13 @@ class Gateway:
 
     def _settled_usage(self, call: Call) -> UsageCounts | None:
         """Replace the usage that the workers reported by the one to bill. Return None if nothing was reported or sent."""
-        billed = billed_usage(call, self._parts.hidden_tokens)
-        call.usage = billed.usage
-        if billed.wrong is not None:
+        call.usage, wrong = billed_usage(call, self._parts.hidden_tokens)
+        if wrong is not None:
             worker = call.worker_id or ""
             if not self._parts.metrics.wrong_usage[worker]:
-                log.warning("wrong_usage", worker=worker, request=call.request_id.decode(), reason=billed.wrong)
+                log.warning("wrong_usage", worker=worker, request=call.request_id.decode(), reason=wrong)
             self._parts.metrics.wrong_usage[worker] += 1
-        return billed.usage
+        return call.usage
 
     def _uncached_tokens(self, query: RouteQuery) -> int:
         """Return how many prompt tokens the worker with the longest cached prefix would still have to compute.

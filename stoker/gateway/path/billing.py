@@ -16,7 +16,6 @@ Without a report, the gateway's own counts are billed: its estimate of the promp
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
 
 import msgspec
 
@@ -38,17 +37,15 @@ _OUTSIDE = re.compile(
 )
 
 
-class BilledUsage(NamedTuple):
-    usage: UsageCounts | None  # None if nothing was reported and nothing sent
-    wrong: str | None = None  # why the worker's report cannot be true
+def billed_usage(call: Call, hidden_tokens: int) -> tuple[UsageCounts | None, str | None]:
+    """Return the usage to bill for a request that has ended, and why the worker's report cannot be true, if it cannot.
 
-
-def billed_usage(call: Call, hidden_tokens: int) -> BilledUsage:
-    """Return the usage to bill for a request that has ended."""
+    The usage is None if nothing was reported and nothing sent.
+    """
     running, reported = call.running, call.usage
     if reported is None:
         if not call.request.started:
-            return BilledUsage(None)
+            return None, None
         reported = UsageCounts(running.prompt_tokens, running.cached_tokens, running.completion_tokens)
     prompt, cached, completion = reported.prompt_tokens, reported.cached_tokens, reported.completion_tokens
     wrong: str | None = None
@@ -61,7 +58,7 @@ def billed_usage(call: Call, hidden_tokens: int) -> BilledUsage:
     if not 0 <= cached <= prompt:
         wrong = wrong or f"cached_tokens is {cached}, but prompt_tokens is {prompt}"
         cached = min(max(cached, 0), prompt)
-    least = -(-call.sent_pieces // _PIECES_PER_TOKEN)
+    least = -(-call.sent_pieces // _PIECES_PER_TOKEN) if call.sent_pieces else 0
     if completion < least:
         wrong = wrong or f"completion_tokens is {completion}, but at least {least} were sent"
         completion = least
@@ -70,7 +67,9 @@ def billed_usage(call: Call, hidden_tokens: int) -> BilledUsage:
         if completion > most:
             wrong = wrong or f"completion_tokens is {completion}, but at most {most} are possible"
             completion = most
-    return BilledUsage(UsageCounts(prompt, cached, completion), wrong)
+    if wrong is None and prompt == reported.prompt_tokens:
+        return reported, None
+    return UsageCounts(prompt, cached, completion), wrong
 
 
 def _max_prompt_tokens(call: Call) -> int:

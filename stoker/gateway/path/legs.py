@@ -128,7 +128,7 @@ class Legs:
 
     @property
     def max_event_bytes(self) -> int:
-        return self._services.settings.max_event_bytes
+        return self._services.max_event_bytes
 
     @property
     def max_notes_bytes(self) -> int:

@@ -117,7 +117,8 @@ class ForeignAnswer(EventCutter):
         max_event_bytes: int = DEFAULT_MAX_EVENT_BYTES,
     ) -> None:
         """`running` takes the counts, and `prompt_tokens` is the gateway's own estimate."""
-        super().__init__(max_event_bytes)
+        self.rest = bytearray()  # this and the next: as `EventCutter` does, without another call
+        self._max_event_bytes = max_event_bytes
         self._last = b""  # the last whole events
         self.hide_usage = hide_usage  # the gateway requested the usage chunk, the client did not
         self.hide_running = hide_running  # the gateway requested usage in every chunk, the client did not

@@ -43,3 +43,7 @@ class ProxyServices:
     cleanups: CleanupTasks
     clock: Callable[[], float]
     hints: HandoffHints = field(default_factory=HandoffHints)
+    max_event_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "max_event_bytes", self.settings.max_event_bytes)  # read for every request

@@ -8,7 +8,7 @@ A slot holds, at fixed places:
     state                        free, open or closed
     4 cells                      integers that change while the slot is open; each is written in one machine instruction
     note                         a short text, such as the worker's name
-    head                         written by `open`, before the state becomes "open"
+    head                         written by `open`, in one piece with the state "open"
     tail                         written by `close_slot`, before the state becomes "closed"
 
 Head and tail have checksums, because after a power failure only some pages may have reached the disk.
@@ -19,6 +19,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import sys
 from collections import deque
 from dataclasses import dataclass
 from functools import lru_cache
@@ -46,7 +47,7 @@ _HEAD_AT = _NOTE_AT + 1 + NOTE_BYTES
 _PART = Struct("<II")  # length and checksum of a head or a tail
 _PART_BYTES = _PART.size
 _TAIL_AT = _HEAD_AT + _PART_BYTES + HEAD_BYTES
-_EMPTY = bytes(_NOTE_AT + 1)
+_OPENED = _OPEN.to_bytes(8, sys.byteorder) + bytes(_HEAD_AT - 8)  # state, empty cells and an empty note
 assert _TAIL_AT + _PART_BYTES + TAIL_BYTES <= SLOT_BYTES
 
 
@@ -105,11 +106,8 @@ class SlotFile:
         """Take a slot and write its head. Raises IndexError if no slot is free."""
         index = self._free.pop()  # the one freed last, whose memory is warm
         at = _HEADER_BYTES + index * SLOT_BYTES
-        slots = self._map
-        slots[at : at + _NOTE_AT + 1] = _EMPTY  # state, cells and the length of the note
-        at += _HEAD_AT
-        slots[at : at + _PART_BYTES + len(head)] = _PART.pack(len(head), crc32(head)) + head
-        self._words[index * _WORDS_PER_SLOT] = _OPEN
+        data = _OPENED + _PART.pack(len(head), crc32(head)) + head
+        self._map[at : at + len(data)] = data
         return index
 
     def cells(self, index: int) -> memoryview:
