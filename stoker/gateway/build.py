@@ -182,6 +182,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         metrics,
         max_body_bytes=limits.max_body_bytes,
         max_public_body_bytes=int(config.listen.max_public_body_kib * (1 << 10)),
+        max_public_per_s=config.listen.max_public_requests_per_s,
         clock=clock,
     )
     server = Server(gateway.handle, limits, on_bad=gateway.count_bad_request, gate=gate)

@@ -65,6 +65,12 @@ class ListenSettings:
         unit="KiB",
         gt=0,
     )
+    max_public_requests_per_s: int = setting(
+        500,
+        "Most requests per second of one address to paths that need no API key for their body, such as /health and"
+        " /v1/models. Further ones get status 429, and their connection is closed.",
+        ge=10,
+    )
     max_connections_per_address: int | None = setting(
         None,
         "Maximum connections from one client address, or from one /64 network of IPv6. Connections beyond it get 429. There"

@@ -155,7 +155,12 @@ class World:
             )
         )
         self.gate = FrontGate(
-            api_keys, self.metrics, max_body_bytes=64 << 20, max_public_body_bytes=64 << 10, clock=self.clock.now
+            api_keys,
+            self.metrics,
+            max_body_bytes=64 << 20,
+            max_public_body_bytes=64 << 10,
+            max_public_per_s=500,
+            clock=self.clock.now,
         )
         self.server = Server(self.gateway.handle, ServerLimits(), on_bad=self.gateway.count_bad_request, gate=self.gate)
 

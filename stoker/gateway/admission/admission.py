@@ -45,12 +45,8 @@ class AdmittedRequest(msgspec.Struct, eq=False):
     _charged: int = 0
     _ended: bool = False
     waited_s: float = 0.0
-    output_tokens: Callable[[], int] | None = None  # how many tokens a running request has produced so far
-
-    @property
-    def is_charged_while_running(self) -> bool:
-        """True if the key has a token limit. Then the owner sets `output_tokens`."""
-        return self.caller.limiter.limits_tokens
+    # How many tokens a running request has produced so far. The owner sets it if the key limits tokens.
+    output_tokens: Callable[[], int] | None = None
 
     def first_token(self) -> None:
         """Note that the prompt is computed, which frees its prefill capacity."""
@@ -81,8 +77,10 @@ class AdmittedRequest(msgspec.Struct, eq=False):
             return
         self._queue.end(ticket, uncached_tokens, now)
         used = self._charged if uncached_tokens is None else uncached_tokens + output_tokens
-        self.caller.limiter.end(self._charged, used, now)
-        self._admission.running.discard(self)
+        limiter = self.caller.limiter
+        limiter.end(self._charged, used, now)
+        if limiter.limits_tokens:
+            self._admission.running.discard(self)
 
 
 class Admission:
@@ -138,8 +136,8 @@ class Admission:
         request, as it does if the client leaves the queue: otherwise a busy fleet would turn off `requests_per_minute`.
         """
         caller, now = claim.caller, self.clock()
-        limit = caller.limiter.estimate(uncached_tokens, now)
-        if limit is not None:
+        limiter = caller.limiter
+        if limiter.limits_tokens and (limit := limiter.estimate(uncached_tokens, now)) is not None:
             raise rate_limited(limit)
         claim._charged = uncached_tokens
         queue = self._queue_of(lane, now)
@@ -154,7 +152,7 @@ class Admission:
             claim.done()
             raise
         claim._queue, claim._ticket, claim.waited_s = queue, ticket, ticket.admitted_s - now
-        if caller.limiter.limits_tokens:
+        if limiter.limits_tokens:
             self.running.add(claim)
             if self._charging is None:
                 self._charging = asyncio.get_running_loop().call_later(_CHARGE_S, self._charge)

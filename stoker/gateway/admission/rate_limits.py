@@ -57,7 +57,7 @@ class Bucket:
 class KeyLimiter:
     """All limits of one key. None means no limit."""
 
-    __slots__ = ("_concurrency", "_requests", "_tokens", "num_open", "unlimited")
+    __slots__ = ("_concurrency", "_requests", "_tokens", "limits_tokens", "num_open", "unlimited")
 
     def __init__(
         self,
@@ -68,12 +68,9 @@ class KeyLimiter:
         self._requests = None if requests_per_minute is None else Bucket(requests_per_minute)
         self._tokens = None if tokens_per_minute is None else Bucket(tokens_per_minute)
         self._concurrency = concurrency
+        self.limits_tokens = tokens_per_minute is not None
         self.unlimited = requests_per_minute is None and tokens_per_minute is None and concurrency is None
         self.num_open = 0
-
-    @property
-    def limits_tokens(self) -> bool:
-        return self._tokens is not None
 
     def begin(self, now: float) -> Refusal | None:
         """Count one request whose size is not known yet. If it exceeds a limit, count nothing and return the refusal.

@@ -154,7 +154,8 @@ def parse(kind: EndpointKind, body: bytes) -> RequestEnvelope:
 
     Raises InvalidRequest if it is not JSON, a field has the wrong type or length, or it has a field that clients may not send.
     """
-    check_utf8(body)
+    if not body.isascii():
+        check_utf8(body)
     if len(body) > _LARGE_BYTES:
         _check_names(body)
     envelope = decode(RequestEnvelope, body)

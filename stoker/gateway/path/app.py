@@ -214,7 +214,7 @@ class Gateway:
             exchange.queued_s = admitted.waited_s
             call.query.matches = None  # outdated: other requests were routed in the meantime
         call.on_first_byte = admitted.first_token
-        if admitted.is_charged_while_running:
+        if admitted.caller.limiter.limits_tokens:
             admitted.output_tokens = partial(self._output_tokens, call, self._parts.clock())
 
     def _output_tokens(self, call: Call, admitted_s: float) -> int:

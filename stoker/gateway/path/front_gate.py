@@ -2,7 +2,7 @@
 
 A request that needs an API key and has no valid one is refused before its body is read. Paths that need no key, or check
 another secret themselves (admin API, registration), get a small limit. So does a key above a rate limit: a larger body is
-refused before it is read, and a smaller one by `Admission.claim`.
+refused before it is read, and a smaller one by `Admission.claim`. An address that floods the paths without a key gets 429.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from stoker.base.errors import StokerError
+from stoker.base.errors import Overloaded, StokerError
 from stoker.base.log import EventLog
 from stoker.gateway.admission.admission import rate_limited
 from stoker.gateway.admission.api_keys import ApiKeys, Caller, Unauthorized
@@ -39,6 +39,7 @@ class FrontGate:
         *,
         max_body_bytes: int,
         max_public_body_bytes: int,
+        max_public_per_s: int,
         clock: Callable[[], float],
     ) -> None:
         self._keys = keys
@@ -47,12 +48,15 @@ class FrontGate:
         self._public = BodyGrant(min(max_body_bytes, max_public_body_bytes), account=PUBLIC)
         self._max_public_body_bytes = self._public.max_body_bytes
         self._grants: dict[Caller, BodyGrant] = {}
+        self._max_public_per_s = max_public_per_s
+        self._second = 0
+        self._num_public: dict[str, int] = {}  # requests in the current second, by address
         self._clock = clock
         self._ids = RequestIds()
 
     def __call__(self, head: RequestHead, peer: str) -> BodyGrant | HeadRefusal:
         if head.path not in _KEYED or head.method != b"POST":
-            return self._public
+            return self._public_grant(head, peer)
         try:
             caller = self._keys.authenticate(head)
         except Unauthorized as error:
@@ -66,6 +70,21 @@ class FrontGate:
         if limiter.unlimited or (limit := limiter.refusal(self._clock())) is None:
             return grant
         return self._limited(grant, limit, head, peer)
+
+    def _public_grant(self, head: RequestHead, peer: str) -> BodyGrant | HeadRefusal:
+        """Grant a small body, unless the address has sent too many requests of this kind in the current second."""
+        second = int(self._clock())
+        if second != self._second:
+            self._second = second
+            self._num_public.clear()
+        count = self._num_public[peer] = self._num_public.get(peer, 0) + 1
+        if count <= self._max_public_per_s:
+            return self._public
+        message = (
+            f"This address sends more than {self._max_public_per_s} requests per second to paths without an API key;"
+            " retry in 1 s."
+        )
+        return self._refusal(head, peer, Overloaded(message, retry_after_s=1.0, code="rate_limited"))
 
     def _limited(self, grant: BodyGrant, limit: Refusal, head: RequestHead, peer: str) -> BodyGrant:
         error = rate_limited(limit)

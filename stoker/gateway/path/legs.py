@@ -218,7 +218,7 @@ class Legs:
 
     async def read(self, leg: Leg, answer: WorkerResponse) -> bytes:
         """Return the whole response body, which `parsed` must check then."""
-        limit_bytes = self._services.settings.max_answer_bytes
+        limit_bytes = self._services.max_answer_bytes
         data = answer.whole(limit_bytes)
         if data is None:
             try:

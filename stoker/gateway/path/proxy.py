@@ -53,7 +53,7 @@ class Proxy:
     def run(self, call: Call) -> Awaitable[None]:
         """Run `call` to its end. Exceptions are sent to the client, as a response or as the last event of a stream."""
         self._budget.request()
-        if self._suspects:
+        if self._suspects.tenants:
             trial = self._suspects.begin(call, self._services.clock())
             if trial is not None:
                 return self._try(call, trial)

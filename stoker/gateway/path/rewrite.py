@@ -270,7 +270,7 @@ class ForeignAnswer(EventCutter):
         # A prefill worker that reports no cached tokens may have had some, but only reported tokens are passed on.
         cached = (self.prefill_cached_tokens or 0) if self._is_pair else reported.cached_tokens
         was = reported.cached_tokens
-        reported.cached_tokens = min(cached, reported.prompt_tokens)
+        reported.cached_tokens = min(cached, max(0, reported.prompt_tokens))
         self._running.update(reported.prompt_tokens, reported.cached_tokens, reported.completion_tokens)
         return self._is_pair or was != reported.cached_tokens
 

@@ -43,7 +43,10 @@ class ProxyServices:
     cleanups: CleanupTasks
     clock: Callable[[], float]
     hints: HandoffHints = field(default_factory=HandoffHints)
+    # Read for every request, so they are computed once.
     max_event_bytes: int = field(init=False)
+    max_answer_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "max_event_bytes", self.settings.max_event_bytes)  # read for every request
+        object.__setattr__(self, "max_event_bytes", self.settings.max_event_bytes)
+        object.__setattr__(self, "max_answer_bytes", self.settings.max_answer_bytes)

@@ -73,19 +73,16 @@ class SuspectRequests:
 
     def __init__(self, suspect_s: float) -> None:
         self._suspect_s = suspect_s
-        self._tenants: dict[str, OrderedDict[bytes, _Body]] = {}
+        self.tenants: dict[str, OrderedDict[bytes, _Body]] = {}
         self._trials: set[SuspectTrial] = set()
         self._crashes: deque[tuple[WorkerId, bytes, float]] = deque(maxlen=64)  # of suspects: worker, body, time
-
-    def __len__(self) -> int:
-        return len(self._tenants)
 
     def begin(self, call: Call, now: float) -> SuspectTrial | None:
         """Return the trial that this request is, or None for a request without a record; the caller must end a trial.
 
         Raises CrashingRequest, or SuspectWaits with the time after which a retry makes sense.
         """
-        bodies = self._tenants.get(call.tenant)
+        bodies = self.tenants.get(call.tenant)
         if bodies is None:
             return None
         self._forget_old(call.tenant, bodies, now)
@@ -113,9 +110,9 @@ class SuspectRequests:
 
     def completed(self, trial: SuspectTrial) -> None:
         """Forget a body that has completed: it was not the cause of the crashes."""
-        bodies = self._tenants.get(trial.call.tenant)
+        bodies = self.tenants.get(trial.call.tenant)
         if bodies is not None and bodies.pop(trial.digest, None) is not None and not bodies:
-            del self._tenants[trial.call.tenant]
+            del self.tenants[trial.call.tenant]
 
     def crashed(
         self, call: Call, num_crashes: int, worker_id: WorkerId, trial: SuspectTrial | None, now: float
@@ -138,7 +135,7 @@ class SuspectRequests:
     # ---- internals
 
     def _remember(self, call: Call, digest: bytes, now: float) -> _Body:
-        bodies = self._tenants.setdefault(call.tenant, OrderedDict())
+        bodies = self.tenants.setdefault(call.tenant, OrderedDict())
         body = bodies.get(digest)
         if body is None:
             body = bodies[digest] = _Body(len(call.envelope.raw), 0.0)
@@ -153,7 +150,7 @@ class SuspectRequests:
             bodies.popitem(last=False)
             del oldest
         if not bodies:
-            del self._tenants[tenant]
+            del self.tenants[tenant]
 
     def _check_turn(self, now: float) -> None:
         ends_at = [trial.began_s + _TRIAL_S for trial in self._trials if trial.body.runs_alone]

@@ -12,7 +12,7 @@ from waiting import LONG_S, until
 from world import World
 
 from stoker.gateway.config import KeySettings
-from stoker.gateway.http import Server, ServerLimits
+from stoker.gateway.http import HeadRefusal, Server, ServerLimits
 
 KEYS = [
     KeySettings(name=name, tenant=name, sha256=hashlib.sha256(name.encode()).hexdigest()) for name in ("one", "two")
@@ -112,5 +112,26 @@ def test_a_key_above_its_rate_limit_is_refused_before_a_large_body() -> None:
             # A small body is received; admission refuses it and the connection stays open.
             status, headers, _ = await answer_to(world, head(path, len(BODY), key) + BODY)
             assert (status, headers.get("connection")) == (429, None)
+
+    asyncio.run(main())
+
+
+def test_an_address_that_floods_public_paths_is_refused_and_others_are_not() -> None:
+    async def main() -> None:
+        async with World(keys=KEYS) as world:
+            await world.add("a", answers(ANSWER))
+            gate, found = world.gate, []
+            parsed, _ = world.server.heads.request(b"GET /health HTTP/1.1\r\nhost: a")
+            for _ in range(501):
+                found.append(gate(parsed, "10.0.0.1"))
+            assert not any(isinstance(one, HeadRefusal) for one in found[:-1])
+            refusal = found[-1]
+            assert isinstance(refusal, HeadRefusal)
+            assert (refusal.status, json.loads(refusal.body)["error"]["code"]) == (429, "rate_limited")
+            assert not isinstance(gate(parsed, "10.0.0.2"), HeadRefusal)
+            key = b"authorization: Bearer one\r\n"
+            assert (await answer_to(world, head("/v1/chat/completions", len(BODY), key) + BODY))[0] == 200
+            world.clock.advance(1.0)
+            assert not isinstance(gate(parsed, "10.0.0.1"), HeadRefusal)
 
     asyncio.run(main())

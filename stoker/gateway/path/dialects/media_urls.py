@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator
 from typing import NoReturn
 
 import msgspec
-from msgspec import UnsetType
+from msgspec import UNSET
 
 from stoker.base.errors import InvalidRequest
 from stoker.gateway.api.client_body import RequestEnvelope
@@ -42,11 +42,11 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 def check_media(envelope: RequestEnvelope, hosts: Collection[str]) -> None:
     """Raise InvalidRequest if the body points an engine to something that is neither in the body nor on one of `hosts`."""
-    for name in ("messages", "input"):
-        conversation = getattr(envelope, name)
-        if not isinstance(conversation, UnsetType) and _may_have_media(text := bytes(conversation)):
-            _MediaSearch(text, name, hosts).check_conversation()
-    if not isinstance(envelope.tools, UnsetType):
+    if envelope.messages is not UNSET and _may_have_media(text := bytes(envelope.messages)):
+        _MediaSearch(text, "messages", hosts).check_conversation()
+    if envelope.input is not UNSET and _may_have_media(text := bytes(envelope.input)):
+        _MediaSearch(text, "input", hosts).check_conversation()
+    if envelope.tools is not UNSET:
         _MediaSearch(bytes(envelope.tools), "tools", hosts).check_tools()
 
 
