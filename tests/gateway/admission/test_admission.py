@@ -496,7 +496,7 @@ def test_the_output_of_running_requests_is_charged_before_they_end() -> None:
         streams = [await enter(admission, caller, 10) for _ in range(3)]
         produced = 0
         for stream in streams:
-            assert stream.is_charged_while_running
+            assert stream.caller.limiter.limits_tokens
             stream.output_tokens = lambda: produced
         admission.charge_running(clock.now())
         admission.claim(caller).done()  # 570 tokens are left

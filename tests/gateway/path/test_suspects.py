@@ -55,7 +55,7 @@ def test_suspects_that_crash_together_must_run_alone_before_one_is_refused() -> 
         suspects.begin(call_of("bad"), 16.0)
     assert suspects.begin(call_of("bad", tenant="u"), 16.0) is None
     assert suspects.begin(call_of("bad"), 616.0) is None
-    assert not suspects
+    assert not suspects.tenants
 
 
 def test_a_body_that_must_run_alone_does_not_block_the_others_for_long() -> None:
@@ -76,10 +76,10 @@ def test_the_memory_is_bounded_for_each_tenant() -> None:
     assert suspects.begin(call_of("body 0"), 1.0) is None
     assert suspects.begin(call_of("body 1999"), 1.0) is not None
     assert suspects.begin(call_of("first", "other"), 1.0) is not None
-    assert sum(len(bodies) for bodies in suspects._tenants.values()) == 257
+    assert sum(len(bodies) for bodies in suspects.tenants.values()) == 257
 
 
 def test_it_can_be_turned_off() -> None:
     suspects = SuspectRequests(0.0)
     suspects.crashed(call_of("bad"), 2, A, None, 0.0)
-    assert not suspects
+    assert not suspects.tenants
