@@ -148,7 +148,7 @@ class StormFleet:
             await asyncio.sleep(0.1)
 
     def _marked(self) -> dict[int, str]:
-        """Return the living processes that inherited this fleet's environment, whoever their parent is now."""
+        """Return the living processes that inherited this fleet's environment, orphans included."""
         mark = str(self._folder / "state").encode()
         found = {}
         for path in Path("/proc").glob("[0-9]*"):
@@ -175,7 +175,7 @@ def _is_alive(pid: int | None) -> bool:
 
 
 class Storm:
-    """Chooses what to kill. It goes through all parts of the fleet in a random order before it begins anew."""
+    """Chooses what to kill. It goes through all parts of the fleet in a random order, then starts over."""
 
     def __init__(
         self, fleet: StormFleet, rng: random.Random, stop_share: float, only: Sequence[str] | None = None

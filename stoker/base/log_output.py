@@ -43,7 +43,7 @@ class LogOutput:
 def _without_waiting(fd: int) -> int:
     """Return a descriptor of the same pipe that does not wait for its reader. Files and terminals are used as they are.
 
-    Other processes have the same pipe, so its own flags must stay as they are: it is opened once more.
+    Other processes have the same pipe, so its own flags must stay as they are. The pipe is therefore opened a second time.
     """
     try:
         if stat.S_ISFIFO(os.fstat(fd).st_mode):

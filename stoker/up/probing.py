@@ -14,7 +14,7 @@ _LATE_S = 1.0  # a result this late means that `stoker up` itself did not run
 
 @dataclass(frozen=True, slots=True)
 class ProbePolicy:
-    """How long a process may be silent, and how often it is asked."""
+    """How long a process may be silent, and how often it is probed."""
 
     silent_s: float = 10.0
     longest_silent_s: float = 300.0  # the limit doubles up to this each time a process is killed

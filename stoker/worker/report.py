@@ -77,11 +77,11 @@ class Reporter:
         self._context = zmq.asyncio.Context()
         self._publisher = zmq.Context(self._context).socket(zmq.PUB)
         self._replayer = self._context.socket(zmq.ROUTER)
-        self._doorman = self._context.socket(zmq.REP)
+        self._authenticator = self._context.socket(zmq.REP)
         self._security = event_security(key)
         self._publisher.set(zmq.SNDHWM, _QUEUED_MESSAGES)
         self._replayer.set(zmq.SNDHWM, 0)  # no limit: a ROUTER drops messages above it, and a snapshot is bounded
-        self._doorman.bind(ZAP_ADDRESS)  # before the others: without it libzmq would ask nobody
+        self._authenticator.bind(ZAP_ADDRESS)  # before the others: without it libzmq accepts every client
         for socket in (self._publisher, self._replayer):
             # Also before a subscriber has authenticated. All that one sends are subscriptions and requests of a few bytes.
             socket.set(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
@@ -167,8 +167,8 @@ class Reporter:
 
     async def _keep_admitting(self) -> None:
         while True:
-            frames = await self._doorman.recv_multipart()
-            await self._doorman.send_multipart(zap_answer(frames, self._security))
+            frames = await self._authenticator.recv_multipart()
+            await self._authenticator.send_multipart(zap_answer(frames, self._security))
 
     async def _since(self, start: int) -> list[tuple[int, bytes]]:
         """Return the messages from `start` on, or a snapshot if `start` is no longer stored or in the future."""
@@ -183,7 +183,7 @@ class Reporter:
 
     def _close(self) -> None:
         self._publisher.close(linger=0)
-        self._doorman.close(linger=0)
+        self._authenticator.close(linger=0)
         self._replayer.close(linger=0)
         self._context.term()
 

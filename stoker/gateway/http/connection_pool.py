@@ -89,9 +89,9 @@ class ConnectionPool:
         `idle_s`. Pauses that the reader asked for do not count.
 
         If a reused connection closes at once without sending any byte, the worker had closed it before it saw the request,
-        so the request is sent again on a new connection. If there is none to be had, the worker has probably crashed, maybe
-        because of this request: that is ResponseLost, not Unreachable. If the worker does not accept the signature, because
-        it was restarted, the request is signed and sent once more.
+        so the request is sent again on a new connection. If no connection can be made then, the worker has probably crashed,
+        maybe because of this request: that is ResponseLost, not Unreachable. If the worker does not accept the signature,
+        because it was restarted, the request is signed and sent again.
         """
         connection = self._take()
         head = b"" if connection is None else self._head(method, path, headers, body)

@@ -18,7 +18,7 @@ class ServerLimits:
     body_s: float = 300.0  # from the end of the head to the end of the body
     keepalive_s: float = 75.0  # an idle connection is closed after this time
     write_stall_s: float = 60.0  # a client that reads nothing for this time is disconnected
-    half_closed_probe_s: float = 0.5  # after this time a client that closed its sending side is asked if it still reads
+    half_closed_probe_s: float = 0.5  # then a client that closed its sending side is probed: does it still read?
     max_connections: int = 10_000
     max_connections_per_address: int = 2_500
     trusted_addresses: tuple[str, ...] = ()  # addresses and networks without a limit of their own; loopback has none

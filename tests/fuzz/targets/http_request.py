@@ -10,8 +10,8 @@ from stoker.gateway.http import HttpRequest, Server, ServerLimits
 from stoker.gateway.http.client_connection import ClientConnection
 from stoker.gateway.http.head import header_block
 from tests.fuzz.event_loop import run
-from tests.fuzz.recording_transport import RecordingTransport
 from tests.fuzz.target import FuzzTarget, pieces
+from tests.recording_transport import RecordingTransport
 
 _LIMITS = ServerLimits(max_head_bytes=4000, max_body_bytes=20_000)
 

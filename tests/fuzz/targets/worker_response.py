@@ -11,8 +11,8 @@ from stoker.gateway.http.head import HeadParser
 from stoker.gateway.http.limits import ClientLimits
 from stoker.gateway.http.worker_response import WorkerConnection, WorkerResponse
 from tests.fuzz.event_loop import run
-from tests.fuzz.recording_transport import RecordingTransport
 from tests.fuzz.target import FuzzTarget, pieces
+from tests.recording_transport import RecordingTransport
 
 
 class _Pool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import httptools
 import pytest
+from recording_transport import RecordingTransport
 from waiting import until
 from wire import Bad
 
@@ -20,41 +21,6 @@ from stoker.gateway.http.limits import ClientLimits
 from stoker.gateway.http.worker_response import WorkerConnection, WorkerResponse
 
 SEED = random.SystemRandom().randrange(1 << 32)
-
-
-class Wire(asyncio.Transport):
-    """A transport that records what is written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.written = b""
-        self.closed = False
-
-    def write(self, data: Any) -> None:
-        self.written += bytes(data)
-
-    def writelines(self, pieces: Any) -> None:
-        self.write(b"".join(pieces))
-
-    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        pass
-
-    def get_write_buffer_size(self) -> int:
-        return 0
-
-    def can_write_eof(self) -> bool:
-        return True
-
-    def write_eof(self) -> None:
-        self.closed = True
-
-    def close(self) -> None:
-        self.closed = True
-
-    abort = close
-
-    def is_closing(self) -> bool:
-        return self.closed
 
 
 def pieces_of(stream: bytes, rng: random.Random) -> list[bytes]:
@@ -117,7 +83,7 @@ async def served(pieces: list[bytes]) -> tuple[list[tuple[Any, ...]], list[str],
     bad.__class__ = type("AnyPeer", (Bad,), {"__call__": lambda self, peer, reason: self.append(reason)})
     server = Server(handler, ServerLimits(max_head_bytes=2000, max_body_bytes=5000), on_bad=bad)
     server.loop = asyncio.get_running_loop()
-    wire = Wire()
+    wire = RecordingTransport()
     connection = ClientConnection(server)
     connection.connection_made(wire)
     for piece in pieces:
@@ -167,7 +133,7 @@ async def answered(pieces: list[bytes]) -> tuple[Any, ...]:
 
     owner = Nobody()
     connection = WorkerConnection(owner, asyncio.get_running_loop())
-    connection.connection_made(Wire())
+    connection.connection_made(RecordingTransport())
     waiter = connection.send(b"", b"", to_head=False, deadline=None)
     for piece in pieces:
         connection.data_received(piece)

@@ -97,7 +97,7 @@ def test_a_foreign_504_after_the_clients_deadline_is_the_clients() -> None:
             assert num_sent(world) == 1
             assert world.metrics.upstream == {}
             assert (await world.ask(b'{"model": "m", "timeout_s": 2.5}')).status == 504
-            assert num_sent(world) == 3, "it failed before the deadline, so another worker is asked"
+            assert num_sent(world) == 3, "it failed before the deadline, so the request goes to another worker"
 
     asyncio.run(main())
 

@@ -4,7 +4,7 @@ Foreign engines take fields that are meant for a trusted router: they choose the
 (`rid`, `request_id`), sessions, adapters, code (`custom_logit_processor`, `logits_processors`, `chat_template`), tensors
 (`prompt_embeds`) or another server's KV. So only fields that concern the client's own request pass: OpenAI's, and the
 sampling and grammar fields of vLLM and SGLang. `cache_salt` and `priority` pass because the gateway has limited them to the
-client's tenant and key. `best_of` and beam search do not pass, because they generate tokens that nobody is billed for.
+client's tenant and key. `best_of` and beam search do not pass, because they generate tokens that appear in no bill.
 """
 
 from __future__ import annotations
