@@ -219,6 +219,13 @@ class EngineSettings:
         ge=0,
         default_text="1 on a GPU, 0 on a CPU",
     )
+    spare_engine: str | None = setting(
+        None,
+        "Keep a second engine process ready, without a model, that replaces one that dies. It takes 640 MiB of GPU memory.",
+        flag="--spare-engine",
+        choices=("on", "off"),
+        default_text="on with a GPU, off on a CPU",
+    )
     kv: KvSettings = field(default_factory=KvSettings)
     sched: SchedSettings = field(default_factory=SchedSettings)
     store: StoreSettings = field(default_factory=StoreSettings)

@@ -135,7 +135,7 @@ def build_engine(
             runner.warm_up()
     memory.add_line("graphs and libraries", working.graph_bytes)
     memory.take_arena(working.arena_bytes)
-    memory.add_reserve(working.reserve_bytes)
+    memory.add_reserve(working.reserve_bytes + working.spare_bytes)
     if handoff.serves or store.tiers:
         progress("measuring", 0, 1)
         _measure_prefill(runner, config, blocks, rates, resolved)
@@ -191,6 +191,7 @@ def _make_kv(
         family.shape.vocab_size,
         resolved.dtype.itemsize,
         model.bytes_per_token,
+        resolved.keeps_spare,
     )
     return DeviceKv(layout, num_blocks(settings, resolved, layout, working), resolved.device), working
 

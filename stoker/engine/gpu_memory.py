@@ -13,6 +13,7 @@ from stoker.engine.gpu_steps import max_captured_tokens
 from stoker.engine.sampler import SAMPLE_BATCH_ROWS
 
 _MIB = 1 << 20
+CONTEXT_BYTES = 640 * _MIB  # what the driver takes for a process before it allocates anything
 # For fragmentation, and for memory that libraries allocate late.
 _RESERVE_BYTES = 512 * _MIB
 # Loaded kernels, cuBLAS workspaces (32 MiB for each of two streams), and what the driver keeps per captured graph.
@@ -33,6 +34,7 @@ class WorkingMemory:
     arena_bytes: int  # for the largest step that is not captured, for sampling its tokens, and for penalties
     graph_bytes: int  # for captured steps and libraries
     reserve_bytes: int = _RESERVE_BYTES
+    spare_bytes: int = 0  # for the context of the spare engine process, which starts after this one
 
     @classmethod
     def plan(
@@ -43,6 +45,7 @@ class WorkingMemory:
         vocab_size: int,
         dtype_bytes: int,
         bytes_per_token: int,
+        keeps_spare: bool = False,
     ) -> WorkingMemory:
         """Compute the plan. `bytes_per_token` is the memory of a forward pass per token (Model.bytes_per_token)."""
         logits_bytes = max_rows * vocab_size * dtype_bytes
@@ -52,11 +55,12 @@ class WorkingMemory:
         return cls(
             arena_bytes=max(step_tokens * bytes_per_token, sampling_bytes) + logits_bytes + penalty_bytes,
             graph_bytes=_LIBRARY_BYTES + captured_tokens * bytes_per_token + logits_bytes,
+            spare_bytes=CONTEXT_BYTES if keeps_spare else 0,
         )
 
     @property
     def total_bytes(self) -> int:
-        return self.arena_bytes + self.graph_bytes + self.reserve_bytes
+        return self.arena_bytes + self.graph_bytes + self.reserve_bytes + self.spare_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +97,7 @@ class MemoryTable:
             self._add("arena", num_bytes)
 
     def add_reserve(self, reserve_bytes: int) -> None:
-        """Add the last line: the memory that stays free."""
+        """Add the last line: the memory that stays free. The spare engine process takes its part later."""
         if self._device.type == "cuda":
             self.lines.append(MemoryLine("reserve", reserve_bytes, self._free_bytes))
 

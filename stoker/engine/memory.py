@@ -9,7 +9,7 @@ import torch
 from stoker.base.allowance import all_ram, available_ram, usable_cores
 from stoker.base.config import EngineSettings
 from stoker.base.errors import ConfigError
-from stoker.engine.gpu_memory import WorkingMemory
+from stoker.engine.gpu_memory import CONTEXT_BYTES, WorkingMemory
 from stoker.engine.threads import FixedThreads, Threads, ThreadTuner
 from stoker.kv.blocks.layout import KvLayout
 from stoker.models.family import ModelShape
@@ -22,7 +22,6 @@ _CPU_MAX_BYTES = 4 * _GIB
 # The arithmetic of a mixed step on a GPU. It takes an H200 about 50 ms, and every decoding sequence waits for it.
 _MIXED_FLOP = 30e12
 _MIN_MIXED_TOKENS = 512
-_CONTEXT_BYTES = 640 << 20  # GPU memory that the driver takes for a process before it allocates anything
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +37,7 @@ class ResolvedSettings:
     threads: Threads
     steps_ahead: int
     max_model_tokens: int
+    keeps_spare: bool  # the worker keeps a second engine process, which has a context on the same device
 
 
 def resolve(settings: EngineSettings, shape: ModelShape) -> ResolvedSettings:
@@ -61,6 +61,7 @@ def resolve(settings: EngineSettings, shape: ModelShape) -> ResolvedSettings:
         threads=_threads(settings, on_cpu),
         steps_ahead=(0 if on_cpu else 1) if settings.steps_ahead is None else settings.steps_ahead,
         max_model_tokens=settings.max_model_tokens or shape.max_positions,
+        keeps_spare=settings.spare_engine == "on" or (settings.spare_engine is None and not on_cpu),
     )
 
 
@@ -95,7 +96,7 @@ def num_blocks(settings: EngineSettings, resolved: ResolvedSettings, layout: KvL
     on_gpu = resolved.device.type == "cuda"
     free = torch.cuda.mem_get_info(resolved.device)[0] if on_gpu else 0
     if on_gpu and settings.kv.gpu_memory_gib is not None:
-        taken = _CONTEXT_BYTES + torch.cuda.memory_reserved(resolved.device)
+        taken = CONTEXT_BYTES + torch.cuda.memory_reserved(resolved.device)
         free = min(free, int(settings.kv.gpu_memory_gib * _GIB) - taken)
     if settings.kv.num_blocks is not None:
         budget = settings.kv.num_blocks * layout.block_bytes
@@ -108,10 +109,11 @@ def num_blocks(settings: EngineSettings, resolved: ResolvedSettings, layout: KvL
         # All rows together cannot fill more than this. The remaining RAM is more useful as file cache.
         usable = resolved.max_rows * -(-resolved.max_model_tokens // layout.block_tokens) * layout.block_bytes
         budget = min(usable, share)
-    if on_gpu and budget > (room := free - working.arena_bytes - working.graph_bytes):
+    if on_gpu and budget > (room := free - working.total_bytes + working.reserve_bytes):
         raise ConfigError(
             f"the settings ask for {budget / _GIB:.2f} GiB of KV, but there is room for {max(0, room) / _GIB:.2f} GiB: "
-            f"{free / _GIB:.2f} GiB of GPU memory are free, and steps need {(free - room) / _GIB:.2f} GiB of that; "
+            f"{free / _GIB:.2f} GiB of GPU memory are free, and steps and the spare engine need "
+            f"{(free - room) / _GIB:.2f} GiB of that; "
             "lower kv.memory_gib or kv.num_blocks"
         )
     if not on_gpu and budget > (room := all_ram()):

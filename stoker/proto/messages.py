@@ -41,6 +41,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     engine_id: str = ""  # unique per engine process; tickets contain it
     kv_address: str | None = None  # where other workers pull KV; None: it keeps no KV for others
     stores: dict[str, str] = {}  # store name by medium; engines with the same name share its blocks
+    keeps_spare: bool = False  # a spare engine process is kept beside this one
 
     @property
     def kv_tokens(self) -> int:
@@ -129,6 +130,10 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     busy: bool  # False: the loop waits for messages
 
 
+class Prepared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A spare engine process has imported torch and made its GPU context, and waits for `EngineArguments`."""
+
+
 class LoadProgress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Progress while the engine starts."""
 
@@ -175,7 +180,7 @@ class Chunks(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 ToEngine = EngineArguments | Add | Cancel | Prefetch | Release | Shutdown
-FromEngine = EngineInfo | EngineStats | Beat | LoadProgress | StartFailed | Chunks | KvEvents
+FromEngine = Prepared | EngineInfo | EngineStats | Beat | LoadProgress | StartFailed | Chunks | KvEvents
 
 
 # ---- between a worker and its gateways

@@ -33,6 +33,7 @@ from stoker.proto.messages import (
 )
 from stoker.proto.pipe import FrameEnd, ServerEnd
 from stoker.sched.request import GenerateRequest, TokenChunk
+from stoker.worker.spare import EngineProcess, SpareEngine
 from stoker.worker.spawn import SpawnedEngine, spawn_engine
 from stoker.worker.watchdog import CHECK_EVERY_S, EngineWatchdog, WatchdogLimits
 
@@ -148,6 +149,7 @@ class EngineService:
         (None: by its device). While it starts, it may be silent for `start_silent_s`.
         """
         self._spawned = spawned
+        self._spare = SpareEngine(environment, start_silent_s)
         self._listener = listener or NoListener()
         self._arguments = arguments
         self._environment = environment
@@ -182,6 +184,7 @@ class EngineService:
             with suppress(asyncio.CancelledError):
                 await self._keeper
         self._fail_streams("The worker is stopping.")
+        await self._spare.close()
         await self._end_process()
 
     @asynccontextmanager
@@ -231,6 +234,7 @@ class EngineService:
             while not self.ready:
                 await asyncio.sleep(pause_s)
                 self.num_restarts += 1
+                self._restart_timeline()
                 try:
                     await self._launch()
                 except (StokerError, OSError, msgspec.DecodeError) as error:
@@ -238,6 +242,10 @@ class EngineService:
                     log.error("engine_restart_failed", reason=str(error), next_try_s=pause_s)
                     await self._end_process()
             log.event("engine_restarted", restarts=self.num_restarts)
+
+    def _restart_timeline(self) -> None:
+        if self._arguments.timeline_origin_s is not None:
+            self._arguments = msgspec.structs.replace(self._arguments, timeline_origin_s=time.time())
 
     async def _launch(self) -> None:
         try:
@@ -247,23 +255,30 @@ class EngineService:
                 self._process.kill()  # an engine that still loads does not read the pipe
             raise
 
-    async def _start_process(self) -> None:
+    async def _take_process(self) -> EngineProcess:
+        """Return an engine process: the first one, then the spare, then a new one."""
         spawned, self._spawned = self._spawned, None
         if spawned is None:
+            if (spare := await self._spare.take()) is not None:
+                return spare
             spawned = await asyncio.to_thread(spawn_engine, self._environment)
-        self._process = spawned.process
-        self._pipe = await ServerEnd.connect(spawned.pipe)
+        return EngineProcess(spawned.process, await ServerEnd.connect(spawned.pipe))
+
+    async def _start_process(self) -> None:
+        taken = await self._take_process()
+        self._process, self._pipe = taken.process, taken.pipe
+        silent_s = self._silent_s if taken.is_prepared else self._start_silent_s
         # Not on the command line, which every user of the machine can read: the settings contain a secret.
         self._pipe.send(self._arguments)
         while True:
             try:
-                async with asyncio.timeout(self._start_silent_s):
+                async with asyncio.timeout(silent_s):
                     message = await self._pipe.receive()
             except TimeoutError as error:
                 self._process.kill()
                 await self._end_process()
                 raise EngineDied(
-                    f"The engine process was silent for {self._start_silent_s:g} s while it started: it is stopped or hangs."
+                    f"The engine process was silent for {silent_s:g} s while it started: it is stopped or hangs."
                 ) from error
             except FrameEnd as error:
                 code = await self._end_process()
@@ -278,6 +293,8 @@ class EngineService:
                 case EngineInfo():
                     self._info = message
                     self.ready = True
+                    if message.keeps_spare:
+                        self._spare.prepare(message.device)
                     return
 
     async def _pump_until_end(self) -> None:

@@ -24,8 +24,13 @@ class SpawnedEngine:
         self.process.wait()
 
 
-def spawn_engine(environment: Mapping[str, str], folder: Path | None = None) -> SpawnedEngine:
-    """Start an engine process. It begins to read the model `folder` at once, if it is given."""
+def spawn_engine(
+    environment: Mapping[str, str], folder: Path | None = None, prepare: str | None = None
+) -> SpawnedEngine:
+    """Start an engine process. It begins to read the model `folder` at once, if it is given.
+
+    With a device in `prepare`, it makes its context on that device and sends `Prepared` before it waits for its arguments.
+    """
     ours, theirs = socket.socketpair()
     # OpenMP threads spin at barriers. On a busy machine, with the default count, they take the CPU from the thread that they
     # wait for. With this count they spin about as long as a small operation takes, and then sleep.
@@ -36,7 +41,8 @@ def spawn_engine(environment: Mapping[str, str], folder: Path | None = None) -> 
                 "-m",
                 "stoker.engine.process.start",
                 str(theirs.fileno()),
-                *([str(folder)] if folder else []),
+                *(["--folder", str(folder)] if folder else []),
+                *(["--prepare", prepare] if prepare else []),
             ],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,

@@ -60,6 +60,16 @@ def test_working_memory_stays_below_3_gib_for_the_8b_shape() -> None:
     assert working.total_bytes < 3 * GIB
 
 
+def test_the_context_of_a_spare_engine_is_left_out_of_the_kv_cache() -> None:
+    lone, beside_a_spare = (WorkingMemory.plan(8192, 2048, 512, 128256, 2, 103_424, keeps) for keeps in (False, True))
+    assert beside_a_spare.total_bytes - lone.total_bytes == 640 * MIB
+    shape = family_of(LLAMA_8B, "here").shape
+    kept = [
+        resolve(EngineSettings(device="cpu", spare_engine=value), shape).keeps_spare for value in (None, "on", "off")
+    ]
+    assert kept == [False, True, False]
+
+
 def test_sampling_from_a_large_vocabulary_counts_if_steps_are_small() -> None:
     working = WorkingMemory.plan(64, 64, 64, 151936, 2, 1024)
     assert working.arena_bytes > 64 * 151936 * 4 * 4  # several copies of the logits in float32
@@ -102,7 +112,7 @@ def test_kv_that_leaves_no_working_memory_is_rejected(monkeypatch: pytest.Monkey
     )  # into the reserve
     for kv in (KvSettings(memory_gib=10.6), KvSettings(num_blocks=1400)):
         with pytest.raises(
-            ConfigError, match=r"room for 10\.50 GiB: 12\.50 GiB of GPU memory are free, and steps need 2\.00"
+            ConfigError, match=r"room for 10\.50 GiB: 12\.50 GiB of GPU memory are free, .* spare engine need 2\.00"
         ):
             blocks_on_gpu(12.5, kv, monkeypatch)
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from stoker.base import garbage
 from stoker.base import log as logs
 from stoker.base.errors import InvalidRequest, StokerError
@@ -212,6 +214,15 @@ class _ProgressReports:
         if done == total or now - self._sent_s > _PROGRESS_EVERY_S:
             self._sent_s = now
             self._pipe.send(LoadProgress(stage=stage, done=done, total=total))
+
+
+def prepare_device(name: str) -> None:
+    """Make this process's context on a GPU and load cuBLAS, which takes seconds. A CPU needs no preparation."""
+    device = torch.device(name)
+    if device.type == "cuda":
+        small = torch.zeros(16, 16, device=device)
+        _ = small @ small
+        torch.cuda.synchronize(device)
 
 
 def serve(pipe: EngineEnd, arguments: EngineArguments, ahead: WeightReadAhead, timeline: Timeline) -> None:

@@ -18,6 +18,7 @@ def engine_info(built: BuiltEngine) -> EngineInfo:
     return EngineInfo(
         model_fingerprint=built.fingerprint,
         device=str(built.settings.device),
+        keeps_spare=built.settings.keeps_spare,
         dtype=built.layout.dtype,
         vocab_size=built.vocab_size,
         max_model_tokens=built.max_model_tokens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import socket
@@ -15,7 +16,7 @@ from stoker.base import log as logs
 from stoker.base.allowance import available_ram
 from stoker.base.timeline import Timeline, process_start_s
 from stoker.checkpoint.weight_files import WeightReadAhead, weight_files
-from stoker.proto.messages import EngineArguments
+from stoker.proto.messages import EngineArguments, Prepared
 from stoker.proto.pipe import EngineEnd, FrameEnd
 
 # How long a thread may hold the GIL while other threads wait for it. A thread that releases the GIL, for the drive or the
@@ -34,28 +35,41 @@ class StartArguments:
 
 
 def main() -> None:
-    """Run the engine process. Arguments: the pipe's file descriptor and, if known, the model folder to read ahead."""
+    """Run the engine process."""
     # Ctrl-C reaches the whole process group. The server decides when the engine ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    pipe = EngineEnd(socket.socket(fileno=int(sys.argv[1])))
-    folder = Path(sys.argv[2]) if len(sys.argv) > 2 else None
-    ahead = _read_ahead(folder) if folder is not None else None
+    options = _parse_options()
+    pipe = EngineEnd(socket.socket(fileno=options.pipe))
+    ahead = _read_ahead(options.folder) if options.folder is not None else None
     with ThreadPoolExecutor(1) as threads:
         receiving = threads.submit(_receive_arguments, pipe, ahead)
         importing_s = time.time()
-        from stoker.engine.process.main import serve
+        from stoker.engine.process.main import prepare_device, serve
 
         imported_s = time.time()
+        if options.prepare is not None:
+            prepare_device(options.prepare)
+            pipe.send(Prepared())
         try:
             received = receiving.result()
         except FrameEnd:
             return
-    received.timeline.add("engine: import", importing_s, imported_s)
+    if options.prepare is None:  # a spare has done this long before its start
+        received.timeline.add("engine: process", process_start_s(), importing_s)
+        received.timeline.add("engine: import", importing_s, imported_s)
     try:
         serve(pipe, received.arguments, received.ahead, received.timeline)
     except FrameEnd:
         return
+
+
+def _parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("pipe", type=int, help="the pipe's file descriptor")
+    parser.add_argument("--folder", type=Path, help="the model folder, if it is known: its weights are read ahead")
+    parser.add_argument("--prepare", metavar="DEVICE", help="make a context on this device before the arguments arrive")
+    return parser.parse_args()
 
 
 def _read_ahead(folder: Path) -> WeightReadAhead:
@@ -68,10 +82,8 @@ def _receive_arguments(pipe: EngineEnd, ahead: WeightReadAhead | None) -> StartA
     logs.set_up(arguments.log_level)
     if arguments.kernel_cache_dir is not None:
         os.environ.setdefault("TRITON_CACHE_DIR", arguments.kernel_cache_dir)
-    timeline = Timeline(arguments.timeline_origin_s)
-    timeline.add("engine: process", process_start_s(), time.time())
     ahead = ahead or _read_ahead(Path(arguments.folder))
-    return StartArguments(arguments, timeline, ahead)
+    return StartArguments(arguments, Timeline(arguments.timeline_origin_s), ahead)
 
 
 if __name__ == "__main__":
