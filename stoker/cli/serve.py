@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from stoker.checkpoint.progress import Progress
     from stoker.proto.messages import EngineInfo
     from stoker.worker.context import WorkerContext
+    from stoker.worker.model_switch import LoadedModel
     from stoker.worker.register import Registrar
     from stoker.worker.report import NoReporter, Reporter
 
@@ -117,6 +118,42 @@ class _Worker:
     registrar: Registrar
 
 
+class _ModelLoader:
+    """Reads what the server process needs of a model: at the start, and when the worker is given another one."""
+
+    def __init__(self, settings: ServeSettings, network: _Network, timeline: Timeline) -> None:
+        self._settings = settings
+        self._network = network
+        self._timeline = timeline
+        self.progress = _progress_line()
+
+    async def load(self, model: str | None, names: Sequence[str]) -> LoadedModel:
+        """Return the model. It is downloaded or converted first, if necessary. Without names, its folder's name is used."""
+        from stoker.checkpoint.source import default_cache_dir, resolve_model
+        from stoker.proto.messages import EngineArguments
+        from stoker.worker.context import ModelText
+        from stoker.worker.model_switch import LoadedModel
+
+        settings, network, timeline = self._settings, self._network, self._timeline
+        server, formats, membership = settings.server, settings.text, settings.membership
+        cache_dir = server.cache_dir or default_cache_dir(os.environ)
+        with timeline.stage("server: model folder"):
+            folder = await asyncio.to_thread(resolve_model, model, cache_dir, self.progress, server.offline)
+        with timeline.stage("server: tokenizer"):
+            text = await asyncio.to_thread(
+                ModelText.from_folder, folder.path, formats.tool_format, formats.reasoning_format
+            )
+        arguments = EngineArguments(
+            folder=str(folder.path),
+            settings=for_network(settings.engine, network.host, network.secret, membership.insecure),
+            log_level=server.log_level,
+            kv_events=not membership.no_events,
+            kernel_cache_dir=str(cache_dir / "kernels"),
+            timeline_origin_s=timeline.origin_s if server.timeline else None,
+        )
+        return LoadedModel(tuple(names) or (folder.name,), text, arguments)
+
+
 async def _make_worker(
     model: str | None,
     settings: ServeSettings,
@@ -126,48 +163,32 @@ async def _make_worker(
     timeline: Timeline,
 ) -> _Worker:
     importing_s = time.time()  # the engine process imports at the same time
-    from stoker.checkpoint.source import default_cache_dir, resolve_model
-    from stoker.proto.messages import EngineArguments
     from stoker.worker.app import make_app, make_runner
     from stoker.worker.config import HttpConfig
-    from stoker.worker.context import CONTEXT, ModelText
+    from stoker.worker.context import CONTEXT
     from stoker.worker.fleet_side import registration
     from stoker.worker.identity import Identity
+    from stoker.worker.model_switch import SWITCH, ModelSwitch
     from stoker.worker.register import Registrar
     from stoker.worker.report import NoReporter, Reporter
     from stoker.worker.service import EngineService
 
     timeline.add("server: import", importing_s, time.time())
-    progress = _progress_line()
     server, membership = settings.server, settings.membership
     url = membership.advertise or f"http://{join_address(network.host, listener.getsockname()[1])}"
-    cache_dir = server.cache_dir or default_cache_dir(os.environ)
-    with timeline.stage("server: model folder"):
-        folder = await asyncio.to_thread(resolve_model, model, cache_dir, progress, server.offline)
-    names = settings.endpoint.served_name or (folder.name,)
-    config = HttpConfig(names, max_body_bytes=int(server.max_body_mib * (1 << 20)))
-    with timeline.stage("server: tokenizer"):
-        text = await asyncio.to_thread(
-            ModelText.from_folder, folder.path, settings.text.tool_format, settings.text.reasoning_format
-        )
+    loader = _ModelLoader(settings, network, timeline)
+    loaded = await loader.load(model, settings.endpoint.served_name)
+    config = HttpConfig(loaded.names, max_body_bytes=int(server.max_body_mib * (1 << 20)))
     key = None if network.secret is None else FleetKey(network.secret)
     host = listener.getsockname()[0]
     reporter = NoReporter() if membership.no_events else Reporter(host, membership.events_port, key=key)
-    arguments = EngineArguments(
-        folder=str(folder.path),
-        settings=for_network(settings.engine, network.host, network.secret, membership.insecure),
-        log_level=server.log_level,
-        kv_events=not membership.no_events,
-        kernel_cache_dir=str(cache_dir / "kernels"),
-        timeline_origin_s=timeline.origin_s if server.timeline else None,
-    )
     service = EngineService(
-        arguments,
+        loaded.arguments,
         environment=os.environ,
         max_open=server.max_open,
         silent_s=server.engine_silent_s,
         step_s=server.step_timeout_s,
-        progress=progress,
+        progress=loader.progress,
         listener=reporter,
         spawned=spawned,
     )
@@ -178,9 +199,10 @@ async def _make_worker(
         events_port=reporter.events_port,
         replay_port=reporter.replay_port,
     )
-    app = make_app(service, text, config, identity=identity)
+    app = make_app(service, loaded.text, config, identity=identity)
     context = app[CONTEXT]
     registrar = Registrar(network.gateways, lambda: registration(context, url, network.host), network.secret)
+    app[SWITCH] = ModelSwitch(context, service, registrar, loader.load, server.drain_s)
     return _Worker(context, make_runner(app), reporter, registrar)
 
 

@@ -22,6 +22,7 @@ WORKER_INFO_PATH = "/stoker/worker"  # GET: `WorkerInfo`
 TOKENIZER_PATH = "/stoker/tokenizer"  # GET: `TokenizerFiles`
 PREFETCH_PATH = "/stoker/prefetch"  # POST: `PrefetchRequest`
 RELEASE_PATH = "/stoker/release"  # POST: `ReleaseRequest`
+MODEL_PATH = "/stoker/model"  # POST: `ModelRequest`, answered with `ModelSwitched`
 
 # The endpoints that generate, served by both.
 CHAT_PATH = "/v1/chat/completions"

@@ -12,7 +12,14 @@ from contextlib import nullcontext
 from aiohttp import web
 
 from stoker.base.log import EventLog
-from stoker.proto.internal_http import PREFETCH_PATH, READY_PATH, RELEASE_PATH, TOKENIZER_PATH, WORKER_INFO_PATH
+from stoker.proto.internal_http import (
+    MODEL_PATH,
+    PREFETCH_PATH,
+    READY_PATH,
+    RELEASE_PATH,
+    TOKENIZER_PATH,
+    WORKER_INFO_PATH,
+)
 from stoker.proto.openai.errors import CLIENT_GONE_STATUS, HttpError
 from stoker.worker.chat import CHAT
 from stoker.worker.completions import COMPLETIONS
@@ -24,6 +31,7 @@ from stoker.worker.guard import GUARD, Guard, guarded, show_proof
 from stoker.worker.identity import Identity
 from stoker.worker.info import detokenize, health, list_models, metrics, ready, show_model, tokenize
 from stoker.worker.metrics import WorkerMetrics
+from stoker.worker.model_switch import switch_model
 from stoker.worker.prefetch import prefetch
 from stoker.worker.record import RECORD, RequestRecord
 from stoker.worker.release import release
@@ -61,7 +69,7 @@ def make_app(
         identity=identity or Identity(),
         state=state,
         metrics=WorkerMetrics(
-            model=config.served_names[0],
+            model=lambda: context.config.served_names[0],
             stats=lambda: service.stats,
             ready=lambda: service.ready,
             num_restarts=lambda: service.num_restarts,
@@ -92,6 +100,7 @@ def make_app(
     app.router.add_get(TOKENIZER_PATH, show_tokenizer)
     app.router.add_post(PREFETCH_PATH, prefetch)
     app.router.add_post(RELEASE_PATH, release)
+    app.router.add_post(MODEL_PATH, switch_model)
     return app
 
 

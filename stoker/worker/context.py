@@ -93,9 +93,12 @@ class ModelText:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WorkerContext:
-    """Everything that a request handler needs besides the request."""
+    """Everything that a request handler needs besides the request.
+
+    `text`, `config` and `identity` change when the worker is given another model, while no request runs.
+    """
 
     service: Service
     text: ModelText

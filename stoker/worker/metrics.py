@@ -45,12 +45,18 @@ _COUNTERS = (
 class _EngineCollector(Collector):
     """Exports the last stats of the engine when the metrics are scraped."""
 
-    def __init__(self, stats: Callable[[], EngineStats | None], num_restarts: Callable[[], int]) -> None:
+    def __init__(
+        self, model: Callable[[], str], stats: Callable[[], EngineStats | None], num_restarts: Callable[[], int]
+    ) -> None:
+        self._model = model
         self._stats = stats
         self._num_restarts = num_restarts
 
     def collect(self) -> Iterator[Metric]:
         yield CounterMetricFamily("stoker_engine_restarts", "Restarts of the engine", value=self._num_restarts())
+        served = GaugeMetricFamily("stoker_model_info", "The served model", labels=["model"])
+        served.add_metric([self._model()], 1)
+        yield served
         stats = self._stats()
         if stats is None:
             return
@@ -93,7 +99,7 @@ class _HistogramCollector(Collector):
 class WorkerMetrics:
     def __init__(
         self,
-        model: str,
+        model: Callable[[], str],
         stats: Callable[[], EngineStats | None],
         ready: Callable[[], bool],
         num_restarts: Callable[[], int],
@@ -116,10 +122,9 @@ class WorkerMetrics:
             ),
         ):
             registry.register(collector)
-        Gauge("stoker_model_info", "The served model", ["model"], registry=registry).labels(model).set(1)
         self._call("stoker_engine_ready", "1 while the engine accepts requests", lambda: float(ready()))
         self._call("stoker_running_requests", "Running HTTP requests", lambda: float(num_running()))
-        registry.register(_EngineCollector(stats, num_restarts))
+        registry.register(_EngineCollector(model, stats, num_restarts))
 
     def e2e_s(self, endpoint: str) -> Histogram:
         """Return the histogram of the time from the arrival of a request to its end."""

@@ -178,14 +178,36 @@ class EngineService:
 
     async def stop(self) -> None:
         """Stop the engine. Running requests end with EngineDied, so drain first."""
+        await self._stop_keeping()
+        self._fail_streams("The worker is stopping.")
+        await self._spare.close()
+        await self._end_process()
+
+    async def switch(self, arguments: EngineArguments) -> None:
+        """Replace the engine by one with other arguments. Running requests end with EngineDied, so drain first.
+
+        Raises the reason if the new engine cannot start. Then the old one is started again in the background.
+        """
+        await self._stop_keeping()
+        self._report_loss("The worker was given another model.")
+        await self._end_process()
+        old, self._arguments = self._arguments, arguments
+        self._restart_timeline()
+        try:
+            await self._launch()
+        except (StokerError, OSError, msgspec.DecodeError):
+            self._arguments = old
+            await self._end_process()
+            raise
+        finally:
+            self._keeper = asyncio.create_task(self._keep(), name="engine-keeper")
+
+    async def _stop_keeping(self) -> None:
         self.ready = False
         if self._keeper is not None:
             self._keeper.cancel()
             with suppress(asyncio.CancelledError):
                 await self._keeper
-        self._fail_streams("The worker is stopping.")
-        await self._spare.close()
-        await self._end_process()
 
     @asynccontextmanager
     async def open(self, request: GenerateRequest) -> AsyncIterator[ChunkStream]:
@@ -221,27 +243,37 @@ class EngineService:
 
     async def _keep(self) -> None:
         """Pass on the messages of the engine, and restart it when it ends."""
+        pause_s = 0.0
         while True:
+            if not self.ready:
+                await self._restart(pause_s)
             started_s = time.monotonic()
             await self._pump_until_end()
-            self.ready, self.stats = False, None
-            self._listener.all_blocks_lost()
-            self._listener.load_changed()
             num_streams = len(self._streams)
-            self._fail_streams("The engine process ended while it worked on this request.")
+            self._report_loss("The engine process ended while it worked on this request.")
             log.error("engine_died", exit_code=await self._end_process(), streams=num_streams)
             pause_s = self._backoff.pause_s(time.monotonic() - started_s)
-            while not self.ready:
-                await asyncio.sleep(pause_s)
-                self.num_restarts += 1
-                self._restart_timeline()
-                try:
-                    await self._launch()
-                except (StokerError, OSError, msgspec.DecodeError) as error:
-                    pause_s = self._backoff.pause_s(None)
-                    log.error("engine_restart_failed", reason=str(error), next_try_s=pause_s)
-                    await self._end_process()
-            log.event("engine_restarted", restarts=self.num_restarts)
+
+    def _report_loss(self, message: str) -> None:
+        """End all streams, and tell the listener that the KV is lost."""
+        self.ready, self.stats = False, None
+        self._listener.all_blocks_lost()
+        self._listener.load_changed()
+        self._fail_streams(message)
+
+    async def _restart(self, pause_s: float) -> None:
+        """Start the engine again, after a pause, as often as it takes."""
+        while not self.ready:
+            await asyncio.sleep(pause_s)
+            self.num_restarts += 1
+            self._restart_timeline()
+            try:
+                await self._launch()
+            except (StokerError, OSError, msgspec.DecodeError) as error:
+                pause_s = self._backoff.pause_s(None)
+                log.error("engine_restart_failed", reason=str(error), next_try_s=pause_s)
+                await self._end_process()
+        log.event("engine_restarted", restarts=self.num_restarts)
 
     def _restart_timeline(self) -> None:
         if self._arguments.timeline_origin_s is not None:

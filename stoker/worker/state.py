@@ -23,6 +23,10 @@ class ServerState:
         """Refuse new requests with 503. Running requests continue."""
         self.draining = True
 
+    def end_drain(self) -> None:
+        """Accept requests again."""
+        self.draining = False
+
     async def wait_idle(self) -> None:
         """Wait until no request runs. The caller sets the timeout."""
         await self._idle.wait()

@@ -41,6 +41,7 @@ def test_every_flag_becomes_its_setting() -> None:
     settings = parse(
         *("--host", "::", "--port", "9", "--role", "decode", "--served-name", "a", "--served-name", "b"),
         *("--device", "cpu", "--dtype", "float64", "--max-model-tokens", "1", "--threads", "2", "--steps-ahead", "0"),
+        *("--spare-engine", "off"),
         *("--block-tokens", "3", "--kv-blocks", "4", "--kv-memory-gib", "5", "--gpu-memory-gib", "6"),
         *("--step-tokens", "7", "--max-rows", "8", "--mixed-tokens", "9"),
         *("--kv-host-gib", "2", "--kv-store", "s", "--kv-disk", "/d", "--kv-disk-gib", "3", "--kv-disk-key-file", "/k"),
@@ -67,7 +68,9 @@ def test_every_flag_becomes_its_setting() -> None:
     )
     store = StoreSettings("s", 2, "/d", 3, "/k", "m:50051", "127.0.0.1", 4, "rdma", "/ssd", ("x,gib=2", "y"))
     handoff = HandoffSettings("127.0.0.1", 7, ("tcp", "local"), None, 1.5, True)
-    engine = EngineSettings("cpu", "float64", 1, 2, 0, KvSettings(3, 4, 5, 6), SchedSettings(7, 8, 9), store, handoff)
+    engine = EngineSettings(
+        "cpu", "float64", 1, 2, 0, "off", KvSettings(3, 4, 5, 6), SchedSettings(7, 8, 9), store, handoff
+    )
     gateways = ("http://a", "http://b", "http://c")
     assert settings == ServeSettings(
         EndpointSettings("::", 9, "decode", ("a", "b")),

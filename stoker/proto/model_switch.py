@@ -1,0 +1,39 @@
+"""The request that gives a worker another model, and its answer (`/stoker/model`)."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from stoker.proto.openai.errors import ErrorAnswer
+
+
+class ModelRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Asks a worker to serve another model: a folder, a .gguf file or a Hugging Face id, as on the command line."""
+
+    model: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+    served_names: list[Annotated[str, msgspec.Meta(min_length=1, max_length=256)]] = []  # default: the folder's name
+
+
+class ModelSwitched(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's answer to `ModelRequest`: the names that it serves now."""
+
+    models: list[str]
+    seconds: float  # from the end of the old engine to the new one being ready
+
+
+def encode_model_request(model: str, served_names: list[str]) -> bytes:
+    return msgspec.json.encode(ModelRequest(model=model, served_names=served_names))
+
+
+def decode_switched(answer: bytes) -> ModelSwitched:
+    return msgspec.json.decode(answer, type=ModelSwitched)
+
+
+def refusal_message(answer: bytes) -> str:
+    """Return the message of an error answer, or the answer itself if it has another form."""
+    try:
+        return msgspec.json.decode(answer, type=ErrorAnswer).error.message
+    except msgspec.DecodeError:
+        return answer[:500].decode(errors="replace")
