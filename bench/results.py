@@ -31,6 +31,12 @@ class SavedRecord:
     date: str
     command: str
     notes: str
+    target: float | None = None  # the least ratio that is asked for
+
+    @property
+    def margin(self) -> float:
+        """The ratio relative to its target: below 1 the target is missed. Infinite without a target."""
+        return float("inf") if self.target is None or self.ratio is None else self.ratio / self.target
 
     @property
     def key(self) -> tuple[str, str, str, str]:
