@@ -3,6 +3,7 @@
     python -m bench                       list the benchmarks
     python -m bench run NAME [options]    run one; `run NAME --help` lists its options
     python -m bench report                regenerate bench/RESULTS.md and the plots from bench/results/*.json
+    python -m bench merge FILE...         add results that --save-to wrote on another machine to bench/results
     python -m bench make-model DIR        make a model folder with random weights for the GPU benchmarks
 
 Run it from the repository, or with PYTHONPATH set to it. The runner itself needs only the standard library.
@@ -32,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     run.add_argument("name", metavar="NAME", nargs="?")
     run.add_argument("arguments", nargs=argparse.REMAINDER)
     commands.add_parser("report", help="regenerate bench/RESULTS.md and the plots from bench/results/*.json")
+    merge = commands.add_parser("merge", help="add results that --save-to wrote on another machine to bench/results")
+    merge.add_argument("files", type=Path, nargs="+", metavar="FILE")
     model_folder.add_arguments(commands.add_parser("make-model", help="make a model folder with random weights"))
     args = parser.parse_args(given)
     try:
@@ -42,6 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command == "report":
             for path in report.write_all():
                 print(path.relative_to(contract.ROOT))
+            return 0
+        if args.command == "merge":
+            for path in results.merge(args.files):
+                print(path)
             return 0
         if args.command == "make-model":
             model_folder.run(args)
@@ -75,6 +82,9 @@ def _parser(benchmark: Benchmark) -> argparse.ArgumentParser:
         )
     output = parser.add_argument_group("output")
     output.add_argument("--save", action="store_true", help=f"write the results to bench/results/{benchmark.name}.json")
+    output.add_argument(
+        "--save-to", type=Path, metavar="DIR", help="write the results there instead; see `bench merge`"
+    )
     output.add_argument("--details", type=Path, metavar="FILE", help="write the raw measurements there as JSON")
     output.add_argument("--machine", metavar="TEXT", help="describe this machine in the results (default: detected)")
     return parser
@@ -91,10 +101,10 @@ def _run(benchmark: Benchmark, argv: Sequence[str]) -> int:
         args.details.write_text(json.dumps(found.details, indent=1) + "\n", encoding="utf-8")
     for result in found.results:
         print(report.line(result))
-    if args.save:
+    if args.save or args.save_to is not None:
         command = f"python -m bench run {shlex.join([benchmark.name, *argv])}"
-        path = results.save(benchmark.name, found.results, args.machine or machine.describe(), command)
-        print(f"saved {path.relative_to(contract.ROOT)}; run `python -m bench report` to regenerate bench/RESULTS.md")
+        path = results.save(benchmark.name, found.results, args.machine or machine.describe(), command, args.save_to)
+        print(f"saved {path}; run `python -m bench report` to regenerate bench/RESULTS.md")
     for problem in found.problems:
         print(f"bench: {benchmark.name}: {problem}", file=sys.stderr)
     return 1 if found.problems else 0

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 from bench.contract import BenchmarkError, Better, Needs, Report, Result
 from bench.support import http_servers
-from bench.support.agent_load import LOADS, SMALL, SMALL_LOADS, AgentLoad, AgentProfile, agent_sessions, scaled
+from bench.support.agent_load import LOADS, SMALL, SMALL_LOADS, AgentLoad, AgentProfile, agent_sessions, paced, scaled
 from bench.support.gpu_server import SERVERS, server_command
 from bench.support.http_servers import RunningServer, ServerUnderTest, play_loads, running
 from bench.support.processes import free_port, named_values
@@ -67,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     http_servers.add_arguments(parser)
     parser.add_argument("--loads", nargs="+", choices=tuple(LOADS), default=list(LOADS), help="default: all")
     parser.add_argument("--share", type=float, default=1.0, help="play this share of the sessions")
+    parser.add_argument("--think-scale", type=float, default=1.0, help="multiply think times and the ramp by this")
     parser.add_argument("--small", action="store_true", help="short prompts and few sessions, for CPUs")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--case", help="the model's name in the results (default: the folder's name)")
@@ -78,6 +79,7 @@ def run(args: argparse.Namespace) -> Report:
     if args.engine and args.model is None:
         raise BenchmarkError("--engine needs --model DIR")
     profile, loads = (SMALL, SMALL_LOADS) if args.small else (AgentProfile(), LOADS)
+    profile = paced(profile, args.think_scale)
     chosen = [scaled(loads[name], args.share) for name in args.loads]
     servers = _engines(args, profile)
     if not servers or args.server or args.target:

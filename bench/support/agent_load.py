@@ -111,3 +111,9 @@ def _text(rng: random.Random, num_words: int) -> str:
 def scaled(load: AgentLoad, share: float) -> AgentLoad:
     """Return the load with this share of its sessions, at least one."""
     return replace(load, sessions=max(1, round(load.sessions * share)))
+
+
+def paced(profile: AgentProfile, scale: float) -> AgentProfile:
+    """Return the profile with think times and the ramp multiplied by `scale`."""
+    low, high = profile.think_s
+    return replace(profile, think_s=(low * scale, high * scale), ramp_s=profile.ramp_s * scale)

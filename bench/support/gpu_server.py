@@ -26,7 +26,7 @@ _COMMANDS = {
     "vllm": ("vllm.entrypoints.openai.api_server", "--model", "{folder}", "--served-model-name", MODEL),
 }
 _CONTEXT_OPTION = {"stoker": "--max-model-tokens", "vllm": "--max-model-len"}
-_ENVIRONMENT: dict[str, dict[str, str]] = {
+ENVIRONMENT: dict[str, dict[str, str]] = {
     "stoker": {},
     "vllm": {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"},
 }
@@ -34,7 +34,7 @@ _ENVIRONMENT: dict[str, dict[str, str]] = {
 
 def server_command(kind: str, folder: Path, context: int, port: int, arguments: Sequence[str]) -> list[str]:
     """The command that serves a model folder on this machine's GPU."""
-    settings = [f"{name}={value}" for name, value in _ENVIRONMENT[kind].items()]
+    settings = [f"{name}={value}" for name, value in ENVIRONMENT[kind].items()]
     words = [word.format(folder=folder) for word in _COMMANDS[kind]]
     options = ["--port", str(port), _CONTEXT_OPTION[kind], str(context), *arguments]
     return ["env", *settings, sys.executable, "-m", *words, *options]
