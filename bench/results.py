@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.contract import ROOT, BenchmarkError, Better, Comparison, Result
+from bench.contract import ROOT, BenchmarkError, Better, Comparison, Result, names_by_group
 
 FOLDER = ROOT / "bench" / "results"
 
@@ -85,12 +85,15 @@ def add(new: Sequence[SavedRecord], path: Path) -> Path:
 
 def merge(files: Sequence[Path]) -> list[Path]:
     """Add the records of result files that were written on another machine; return the files that changed."""
+    known = {name for names in names_by_group().values() for name in names}
     changed = {}
     for file in files:
         try:
             found = read(file)
         except (OSError, ValueError, TypeError) as error:
             raise BenchmarkError(f"{file}: not a file of results, as --save writes it: {error}") from error
+        if unknown := {record.benchmark for record in found} - known:
+            raise BenchmarkError(f"{file}: there is no benchmark {min(unknown)!r}; `python -m bench` lists them")
         for benchmark in dict.fromkeys(record.benchmark for record in found):
             path = add([record for record in found if record.benchmark == benchmark], path_of(benchmark))
             changed[path] = path

@@ -137,7 +137,7 @@ def _measure(
     from stoker.loadgen.summary import spread_ms, summarize
 
     sessions = agent_sessions(load, profile, args.seed)
-    first_turns = {id(session.turns[0]) for session in sessions}
+    first_turns = {id(turn) for session in sessions for turn in session.turns[:1]}
     before_s = state.cpu_s()
     played = _play(server, sessions, args.timeout_s)
     after_s = state.cpu_s()
