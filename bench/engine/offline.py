@@ -11,7 +11,8 @@ Prompts are random, so the prefix cache finds nothing. --small scales the worklo
 default settings, except: memory utilization 0.92, no prefix cache, no tokenizer.
 
 Several shapes or engines are measured one after the other, each in a process of its own; `bench/support/model_shapes.py`
-has the shapes, and the list of those that are compared with competitors. --repeats 1 halves the time of large models.
+has the shapes, and the list of those that are compared with competitors. --repeats 1 and --decode-tokens 128
+halve the time of large models, whose steps are long enough to be timed in one run.
 """
 
 from __future__ import annotations
@@ -184,6 +185,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-memory-gib", type=float, help="default: what the engine chooses")
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES), help="default: 1 8 64 256")
     parser.add_argument("--only", nargs="+", choices=("decode", "prefill", "mix"), default=["decode", "prefill", "mix"])
+    parser.add_argument("--decode-tokens", type=int, default=256, help="of a decode run (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=2, help="of each decode run; prefill has one more (default: 2)")
     parser.add_argument("--small", action="store_true", help="a workload for CPUs")
     parser.add_argument("--timeout-s", type=float, default=500.0, help="for one shape and engine (default: 500)")
@@ -238,6 +240,7 @@ def _child_name(args: argparse.Namespace, case: str, engine: str) -> str:
 def _child(args: argparse.Namespace, case: str, engine: str) -> EngineChild:
     words = [NAME, "--wait", "--engine", engine, "--shape" if args.shape else "--model", case]
     words += ["--max-model-tokens", str(args.max_model_tokens), "--repeats", str(args.repeats)]
+    words += ["--decode-tokens", str(args.decode_tokens)]
     words += ["--batches", *map(str, args.batches), "--only", *args.only]
     for name in ("device", "dtype", "threads", "kv_memory_gib"):
         if getattr(args, name) is not None:
@@ -254,7 +257,7 @@ def _measure(args: argparse.Namespace, engine: OfflineEngine) -> dict[str, float
         found.update(values)
         print(" ".join(f"{name}={value:.2f}" for name, value in values.items()), flush=True)
 
-    num_out = 32 if args.small else 256
+    num_out = 32 if args.small else args.decode_tokens
     for batch in args.batches if "decode" in args.only else ():
         step_s = work.decode_step_s(batch, num_out, 1 if args.small else args.repeats)
         tell(**{f"decode_b{batch}_ms": step_s * 1e3})

@@ -12,13 +12,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.support.processes import environment, python_module, stop_group
 
+_GRACE_S = 10.0  # from a child's results to its end
 IMPORTED = "imported"  # what a child prints before it waits
 
 
@@ -49,12 +50,12 @@ def measure_in_turn(children: Sequence[EngineChild], log_dir: Path, timeout_s: f
         for child, process in zip(children, started, strict=True):
             begin_s = time.monotonic()
             details = _details_path(child, log_dir)
-            try:
-                process.communicate(b"\n", timeout=timeout_s)
-                found[child.name] = json.loads(details.read_text(encoding="utf-8"))
-            except (subprocess.TimeoutExpired, OSError, ValueError) as error:
-                print(f"{child.name} failed: {error!r}\n{_tail(log_dir / f'{child.name}.log')}", flush=True)
+            _let_run(process, details, timeout_s)
             stop_group(process)  # with the processes it started: they hold GPU memory
+            try:
+                found[child.name] = json.loads(details.read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                print(f"{child.name} failed: {error!r}\n{_tail(log_dir / f'{child.name}.log')}", flush=True)
             print(f"{child.name}: {time.monotonic() - begin_s:.0f} s in all", flush=True)
     return found
 
@@ -77,6 +78,9 @@ def _started(child: EngineChild, log_dir: Path) -> Iterator[subprocess.Popen[byt
         yield process
     finally:
         stop_group(process)
+        assert process.stdin is not None
+        with suppress(BrokenPipeError):
+            process.stdin.close()
 
 
 def _wait_until_imported(process: subprocess.Popen[bytes], log: Path, timeout_s: float) -> None:
@@ -85,6 +89,20 @@ def _wait_until_imported(process: subprocess.Popen[bytes], log: Path, timeout_s:
         if any(line == IMPORTED for line in log.read_text(encoding="utf-8", errors="replace").splitlines()):
             return
         time.sleep(0.1)
+
+
+def _let_run(process: subprocess.Popen[bytes], details: Path, timeout_s: float) -> None:
+    """Give the process its turn. Some engines hang when they end, so it gets little time after its results."""
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+    deadline_s = time.monotonic() + timeout_s
+    while process.poll() is None and time.monotonic() < deadline_s:
+        if details.exists():
+            deadline_s = min(deadline_s, time.monotonic() + _GRACE_S)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(0.2 if not details.exists() else _GRACE_S)
 
 
 def _details_path(child: EngineChild, log_dir: Path) -> Path:

@@ -162,7 +162,7 @@ TITLES = {
 }
 # The shapes on which Stoker is compared with its competitors. They were chosen before the first measurement: from 1B to
 # 70B, dense and MoE, bf16 and fp8, and none of the two that the kernels were tuned on first (llama8b, qwen30a3b).
-COMPARED = ("llama1b", "qwen4b", "qwen32b", "llama70b-fp8", "qwen235b", "qwen480b-blocks")
+COMPARED = ("llama1b", "qwen4b", "qwen32b", "llama70b-fp8", "qwen235b", "qwen480b-fp8")
 
 
 def title(shape: str) -> str:
