@@ -15,6 +15,7 @@ import argparse
 import importlib.util
 import json
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -121,5 +122,10 @@ def _check_needs(benchmark: Benchmark) -> None:
         raise BenchmarkError(f"{benchmark.name} needs a CUDA GPU, and torch finds none on this machine")
 
 
+def _stop(number: int, frame: object) -> None:
+    sys.exit(128 + number)
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _stop)  # without it, the servers that a benchmark has started would run on
     sys.exit(main())

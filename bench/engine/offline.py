@@ -189,6 +189,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=2, help="of each decode run; prefill has one more (default: 2)")
     parser.add_argument("--small", action="store_true", help="a workload for CPUs")
     parser.add_argument("--timeout-s", type=float, default=500.0, help="for one shape and engine (default: 500)")
+    parser.add_argument("--limit-s", type=float, default=7200.0, help="for all of them together (default: 7200)")
     parser.add_argument("--log-dir", type=Path, default=Path("build/offline"), help="default: %(default)s")
     parser.add_argument("--wait", action="store_true", help="wait for a line on stdin after the imports")
 
@@ -204,7 +205,7 @@ def run(args: argparse.Namespace) -> Report:
     if args.competitor is not None:
         raise BenchmarkError("--competitor is for one shape and one engine; name both engines with --engine instead")
     children = [_child(args, case, engine) for case in cases for engine in args.engine]
-    measured = measure_in_turn(children, args.log_dir, args.timeout_s)
+    measured = measure_in_turn(children, args.log_dir, args.timeout_s, args.limit_s)
     report = Report(details=measured)
     for case in cases:
         names = {engine: _child_name(args, case, engine) for engine in args.engine}

@@ -39,8 +39,13 @@ def wait_for_turn() -> None:
         sys.exit("bench: the parent process has ended")
 
 
-def measure_in_turn(children: Sequence[EngineChild], log_dir: Path, timeout_s: float) -> dict[str, dict[str, Any]]:
-    """Return the details of each child by its name. A child that fails is reported and left out."""
+def measure_in_turn(
+    children: Sequence[EngineChild], log_dir: Path, timeout_s: float, limit_s: float
+) -> dict[str, dict[str, Any]]:
+    """Return the details of each child by its name. A child that fails, or that exceeds `timeout_s`, is reported and left
+    out. All children together get `limit_s`.
+    """
+    end_s = time.monotonic() + limit_s
     log_dir.mkdir(parents=True, exist_ok=True)
     found: dict[str, dict[str, Any]] = {}
     with ExitStack() as stack:
@@ -50,7 +55,7 @@ def measure_in_turn(children: Sequence[EngineChild], log_dir: Path, timeout_s: f
         for child, process in zip(children, started, strict=True):
             begin_s = time.monotonic()
             details = _details_path(child, log_dir)
-            _let_run(process, details, timeout_s)
+            _let_run(process, details, min(timeout_s, end_s - begin_s))
             stop_group(process)  # with the processes it started: they hold GPU memory
             try:
                 found[child.name] = json.loads(details.read_text(encoding="utf-8"))

@@ -9,6 +9,7 @@ import pytest
 
 from bench.__main__ import main
 from bench.engine import offline
+from bench.support.engine_children import IMPORTED, EngineChild, measure_in_turn
 from bench.support.model_shapes import COMPARED, SHAPES, title
 from stoker.models.family import family_of
 
@@ -61,6 +62,13 @@ def test_an_engine_that_fails_is_reported_and_the_others_are_measured(tmp_path: 
     assert "tiny-vllm gave no results" in shown.err
     assert "No module named 'vllm'" in shown.out
     assert "tiny, decode step, batch 1: " in shown.out
+
+
+def test_engines_that_exceed_the_limit_are_stopped(tmp_path: Path, capsys):
+    slow = EngineChild("slow", ["offline", "--shape", "llama1b", "--device", "cpu", "--wait"], {})
+    assert measure_in_turn([slow], tmp_path, timeout_s=60, limit_s=0) == {}
+    assert "slow failed: FileNotFoundError" in capsys.readouterr().out
+    assert (tmp_path / "slow.log").read_text().splitlines()[0] == IMPORTED
 
 
 def test_a_file_of_another_run_is_for_one_shape_and_engine(tmp_path: Path, capsys):
