@@ -8,7 +8,7 @@
 A decode step is the difference between 272 and 16 output tokens over 256, from prompts of 128 tokens, greedy. Prefill
 is 16 prompts of 4,096 tokens with one output token. The mix is 512 requests of 1,024 tokens in and 256 out, all at once.
 Prompts are random, so the prefix cache finds nothing. --small scales the workload down for CPUs. vLLM runs with its
-default settings, except: memory utilization 0.92, no prefix cache, no tokenizer.
+default settings, except: memory utilization 0.92, no prefix cache, no tokenizer. SGLang: no prefix cache, no tokenizer.
 
 Several shapes or engines are measured one after the other, each in a process of its own; `bench/support/model_shapes.py`
 has the shapes, and the list of those that are compared with competitors. --repeats 1 and --decode-tokens 128
@@ -23,17 +23,13 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from bench.contract import BenchmarkError, Better, Needs, Report, Result
 from bench.support.engine_children import EngineChild, measure_in_turn, wait_for_turn
-from bench.support.gpu_server import ENVIRONMENT
 from bench.support.model_shapes import COMPARED, SHAPES, title
-
-if TYPE_CHECKING:
-    from stoker.engine.llm import LLM
+from bench.support.offline_engines import ENGINES, SEED, OfflineEngine
 
 NAME = "offline"
 HELP = "decode steps, prefill, mixed load, start and KV memory of the engine without HTTP; Stoker or vLLM"
@@ -41,10 +37,7 @@ NEEDS = Needs(
     packages=("torch", "numpy", "safetensors"), programs="vLLM for --engine vllm; a GPU for the full workload"
 )
 BATCHES = (1, 8, 64, 256)
-_SEED = 0
 _FIRST_TOKEN_ID, _END_TOKEN_ID = 10, 48_000
-_MODULES = {"stoker": "stoker.engine.llm", "vllm": "vllm.entrypoints.llm"}  # what is imported before the clock starts
-_TITLES = {"vllm": "vLLM"}
 # The least ratio to the competitor that is asked for, on every shape.
 _TARGETS = {
     "decode_b1_ms": 1.2,
@@ -67,85 +60,12 @@ _METRICS: dict[str, tuple[str, str, Better]] = {
 }
 
 
-class OfflineEngine(Protocol):
-    """What the workload needs from an engine."""
-
-    vocab_size: int
-    max_tokens: int
-    facts: dict[str, Any]  # start times and KV memory
-
-    def generate(self, prompts: list[list[int]], num_out: int) -> list[int]:
-        """Generate greedily; return the number of output tokens of each prompt."""
-
-
-class StokerEngine:
-    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
-        from stoker.base.config import EngineSettings, KvSettings, SchedSettings
-        from stoker.engine.llm import LLM
-
-        config = json.loads((folder / "config.json").read_text())
-        settings = EngineSettings(
-            device=args.device,
-            dtype=args.dtype,
-            num_threads=args.threads,
-            max_model_tokens=min(args.max_model_tokens, config["max_position_embeddings"]),
-            kv=KvSettings(memory_gib=args.kv_memory_gib),
-            sched=SchedSettings(max_rows=max(512 if not args.small else 0, *args.batches)),
-        )
-        begin_s = time.time()
-        self._llm: LLM = LLM(folder, settings, random_weights_seed=_SEED if args.random_weights else None)
-        built = self._llm.built
-        kv_bytes = built.pool.num_blocks * built.layout.block_bytes
-        self.facts = {"init_s": time.time() - begin_s, "kv_gib": kv_bytes / 2**30}
-        self.vocab_size, self.max_tokens = built.vocab_size, built.max_model_tokens
-
-    def generate(self, prompts: list[list[int]], num_out: int) -> list[int]:
-        from stoker.sched.request import SamplingParams
-
-        done = self._llm.generate(prompts, SamplingParams(temperature=0.0), max_new_tokens=num_out)
-        return [len(completion.token_ids) for completion in done]
-
-
-class VllmEngine:
-    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
-        import vllm
-
-        begin_s = time.time()
-        self._llm = vllm.LLM(
-            model=str(folder),
-            load_format="dummy" if args.random_weights else "auto",
-            dtype=args.dtype or "bfloat16",
-            skip_tokenizer_init=True,
-            max_model_len=args.max_model_tokens,
-            gpu_memory_utilization=0.92,
-            enable_prefix_caching=False,
-        )
-        self._sampling: Callable[..., Any] = vllm.SamplingParams
-        config = json.loads((folder / "config.json").read_text())
-        cache = self._llm.llm_engine.vllm_config.cache_config
-        self.facts = {"init_s": time.time() - begin_s, "version": vllm.__version__}
-        self.facts["kv_gib"] = cache.num_gpu_blocks * cache.block_size * _kv_bytes_per_token(config) / 2**30
-        self.vocab_size, self.max_tokens = config["vocab_size"], args.max_model_tokens
-
-    def generate(self, prompts: list[list[int]], num_out: int) -> list[int]:
-        sampling = self._sampling(temperature=0.0, max_tokens=num_out, ignore_eos=True, detokenize=False)
-        done = self._llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
-        return [len(answer.outputs[0].token_ids) for answer in done]
-
-
-def _kv_bytes_per_token(config: dict[str, Any]) -> int:
-    return 2 * 2 * int(config["num_hidden_layers"]) * int(config["num_key_value_heads"]) * int(config["head_dim"])
-
-
-ENGINES: dict[str, Callable[[argparse.Namespace, Path], OfflineEngine]] = {"stoker": StokerEngine, "vllm": VllmEngine}
-
-
 class Workload:
     """The same requests for every engine."""
 
     def __init__(self, engine: OfflineEngine) -> None:
         self._engine = engine
-        self._rng = random.Random(_SEED)
+        self._rng = random.Random(SEED)
         self._vocab = min(_END_TOKEN_ID, engine.vocab_size)
 
     def seconds(self, count: int, num_in: int, num_out: int) -> float:
@@ -220,7 +140,7 @@ def _title(args: argparse.Namespace, case: str) -> str:
 
 def _measure_here(args: argparse.Namespace, case: str, engine_name: str) -> dict[str, Any]:
     try:
-        importlib.import_module(_MODULES[engine_name])
+        importlib.import_module(ENGINES[engine_name].module)
     except ImportError as missing:
         raise BenchmarkError(f"--engine {engine_name}: {missing}; docs/benchmarks.md says what it needs") from missing
     if args.wait:
@@ -230,7 +150,7 @@ def _measure_here(args: argparse.Namespace, case: str, engine_name: str) -> dict
         if folder is None:
             folder, args.random_weights = Path(scratch), True
             (folder / "config.json").write_text(json.dumps(SHAPES[case]))
-        engine = ENGINES[engine_name](args, folder)
+        engine = ENGINES[engine_name].build(args, folder)
     return {"engine": engine_name, **engine.facts} | _measure(args, engine)
 
 
@@ -247,7 +167,7 @@ def _child(args: argparse.Namespace, case: str, engine: str) -> EngineChild:
         if getattr(args, name) is not None:
             words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     words += [f"--{name.replace('_', '-')}" for name in ("random_weights", "small") if getattr(args, name)]
-    return EngineChild(_child_name(args, case, engine), words, ENVIRONMENT[engine])
+    return EngineChild(_child_name(args, case, engine), words, ENGINES[engine].environment)
 
 
 def _measure(args: argparse.Namespace, engine: OfflineEngine) -> dict[str, float]:
@@ -286,7 +206,7 @@ def results(case: str, found: dict[str, dict[str, Any]]) -> list[Result]:
     made = []
     for theirs in others:
         name = str(theirs.get("engine", ""))
-        competitor = " ".join(filter(None, [_TITLES.get(name, name), str(theirs.get("version", ""))]))
+        competitor = " ".join(filter(None, [ENGINES[name].title if name else "", str(theirs.get("version", ""))]))
         for key, value in ours.items():
             if key.startswith("decode_b"):
                 metric, unit, better = f"decode step, batch {key[8:-3]}", "ms", "lower"
