@@ -96,6 +96,8 @@ def _run(benchmark: Benchmark, argv: Sequence[str]) -> int:
     _check_needs(benchmark)
     if benchmark.needs.data:
         args.data = data_folder.find(args.data, benchmark.needs.data)
+    if args.save or args.save_to is not None:
+        _check_output(results.path_of(benchmark.name, args.save_to), args.details)
     found = benchmark.run(args)
     if args.details is not None:
         args.details.parent.mkdir(parents=True, exist_ok=True)
@@ -109,6 +111,13 @@ def _run(benchmark: Benchmark, argv: Sequence[str]) -> int:
     for problem in found.problems:
         print(f"bench: {benchmark.name}: {problem}", file=sys.stderr)
     return 1 if found.problems else 0
+
+
+def _check_output(path: Path, details: Path | None) -> None:
+    """Refuse a file that the results cannot be added to, before anything is measured."""
+    if details is not None and details.resolve() == path.resolve():
+        raise BenchmarkError(f"--details {details}: the results are written to this file; choose another name")
+    results.read_file(path)
 
 
 def _check_needs(benchmark: Benchmark) -> None:

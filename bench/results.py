@@ -60,6 +60,14 @@ def read(path: Path) -> list[SavedRecord]:
     return [SavedRecord(**row) for row in json.loads(path.read_text(encoding="utf-8"))]
 
 
+def read_file(path: Path) -> list[SavedRecord]:
+    """The records of a file that may be missing, or that another program may have written."""
+    try:
+        return read(path) if path.exists() else []
+    except (OSError, ValueError, TypeError) as error:
+        raise BenchmarkError(f"{path}: not a file of results, as --save writes it: {error}") from error
+
+
 def read_all(folder: Path = FOLDER) -> dict[str, list[SavedRecord]]:
     """The records of each benchmark, by its name."""
     return {path.stem: read(path) for path in sorted(folder.glob("*.json"))}
@@ -79,7 +87,7 @@ def save(benchmark: str, found: Sequence[Result], machine: str, command: str, fo
 
 
 def add(new: Sequence[SavedRecord], path: Path) -> Path:
-    records = {record.key: record for record in read(path)} if path.exists() else {}
+    records = {record.key: record for record in read_file(path)}
     return write(path, list((records | {record.key: record for record in new}).values()))
 
 
@@ -88,10 +96,9 @@ def merge(files: Sequence[Path]) -> list[Path]:
     known = {name for names in names_by_group().values() for name in names}
     changed = {}
     for file in files:
-        try:
-            found = read(file)
-        except (OSError, ValueError, TypeError) as error:
-            raise BenchmarkError(f"{file}: not a file of results, as --save writes it: {error}") from error
+        found = read_file(file)
+        if not found:
+            raise BenchmarkError(f"{file}: there are no results in it")
         if unknown := {record.benchmark for record in found} - known:
             raise BenchmarkError(f"{file}: there is no benchmark {min(unknown)!r}; `python -m bench` lists them")
         for benchmark in dict.fromkeys(record.benchmark for record in found):

@@ -181,6 +181,17 @@ def test_missing_data_is_named(tmp_path: Path, capsys):
         data_folder.find(tmp_path, ["traces/x"])
 
 
+def test_a_file_that_cannot_take_the_results_is_refused_before_the_run(tmp_path: Path, capsys):
+    argv = ["run", "placement_simulation", "--save-to", str(tmp_path)]
+    path = tmp_path / "placement_simulation.json"
+    assert main([*argv, "--details", str(path)]) == 2
+    assert "choose another name" in capsys.readouterr().err
+    path.write_text('{"not": "results"}')
+    assert main(argv) == 2
+    assert "not a file of results" in capsys.readouterr().err
+    assert main(["merge", str(tmp_path / "absent.json")]) == 2
+
+
 def test_an_unknown_benchmark_is_named(capsys):
     assert main(["run", "absent"]) == 2
     assert "there is no benchmark 'absent'" in capsys.readouterr().err
