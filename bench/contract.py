@@ -63,6 +63,7 @@ class Result:
     competitor_value: float | None = None
     comparison: Comparison = "competitor"  # baseline: the machine itself, or Stoker in another configuration
     notes: str = ""
+    target: float | None = None  # the least ratio to the competitor that is asked for
 
     @property
     def ratio(self) -> float | None:

@@ -21,6 +21,7 @@ Each table names its machine, its date and its command. [docs/benchmarks.md](../
 benchmarks and what they need. Capital letters in a command, such as MODEL_DIR, stand for your own paths.
 
 - Ratio: how many times better Stoker is. Below 1.00x Stoker is behind.
+- Target: the least ratio that is asked for. A section with targets lists the case that misses one by most first.
 - Competitors ran on the same machine and day, unless the notes say otherwise.
 - A baseline is the machine itself (such as memcpy), or Stoker in another configuration.
 - Machines are shared and noisy: compare within a table, not across tables.
@@ -42,7 +43,8 @@ def line(result: Result) -> str:
     """One result as a line of text."""
     text = f"{result.case}, {result.metric}: {number(result.value)} {result.unit}"
     if result.competitor_value is not None and result.ratio is not None:
-        text += f" ({result.competitor} {number(result.competitor_value)}, {ratio(result.ratio)})"
+        goal = "" if result.target is None else f", target {ratio(result.target)}"
+        text += f" ({result.competitor} {number(result.competitor_value)}, {ratio(result.ratio)}{goal})"
     return text + (f" [{result.notes}]" if result.notes else "")
 
 
@@ -56,7 +58,8 @@ def ratio(value: float) -> str:
 
 def markdown(by_benchmark: dict[str, list[SavedRecord]]) -> str:
     parts = [_INTRO, *(f"![{title}](results/plots/{name}.svg)\n" for name, title in plots.TITLES.items())]
-    parts.append(_behind(record for records in by_benchmark.values() for record in records))
+    everything = [record for records in by_benchmark.values() for record in records]
+    parts += [*_targets(everything), _behind(everything)]
     for group, names in names_by_group().items():
         sections = [_section(group, name, by_benchmark[name]) for name in names if name in by_benchmark]
         if sections:
@@ -65,6 +68,31 @@ def markdown(by_benchmark: dict[str, list[SavedRecord]]) -> str:
     if missing:
         parts.append("## Without saved results\n\n" + ", ".join(f"`{name}`" for name in missing) + "\n")
     return "\n".join(parts)
+
+
+def _targets(records: Iterable[SavedRecord]) -> list[str]:
+    """The section of the cases that have targets, the one that misses a target by most first."""
+    by_case = _grouped(
+        (record for record in records if record.margin < float("inf")), lambda record: (record.benchmark, record.case)
+    )
+    if not by_case:
+        return []
+    header = ["benchmark", "case", "targets met", "furthest from its target", "ratio", "target"]
+    lines = [header, ["---", "---", "--:", "---", "--:", "--:"]]
+    for (benchmark, case), same in sorted(by_case.items(), key=lambda item: _worst(item[1]).margin):
+        worst = _worst(same)
+        met = sum(record.margin >= 1 for record in same)
+        lines.append([f"`{benchmark}`", case, f"{met} of {len(same)}", worst.metric, *_ratio_and_target(worst)])
+    return ["## Targets, the worst case first\n\n" + _rows(lines)]
+
+
+def _worst(records: Sequence[SavedRecord]) -> SavedRecord:
+    return min(records, key=lambda record: record.margin)
+
+
+def _ratio_and_target(record: SavedRecord) -> list[str]:
+    times, target = record.ratio, record.target
+    return ["" if times is None else ratio(times), "" if target is None else f"≥ {ratio(target)}"]
 
 
 def _behind(records: Iterable[SavedRecord]) -> str:
@@ -89,6 +117,8 @@ def _section(group: str, name: str, records: Sequence[SavedRecord]) -> str:
     benchmark = load(group, name)
     text = benchmark.help[0].upper() + benchmark.help[1:]
     parts = [f"### {name}\n", f"{text}.\n"]
+    margins = {case: _worst(same).margin for case, same in _grouped(records, lambda record: record.case).items()}
+    records = sorted(records, key=lambda record: margins[record.case])
 
     def circumstances(record: SavedRecord) -> tuple[str, str, str]:
         return record.date, record.machine, record.command
@@ -107,22 +137,30 @@ def _grouped(records: Iterable[SavedRecord], key_of: Callable[[SavedRecord], Key
 
 
 def _table(records: Sequence[SavedRecord]) -> str:
-    """One table of results that are compared with the same competitor."""
-    has_notes = any(record.notes for record in records)
+    """One table of results that are compared with the same competitor. Targets take the column of the notes."""
     competitor = records[0].competitor
-    header = [
-        "what",
-        "unit",
-        "Stoker",
-        *([competitor, "ratio"] if competitor else []),
-        *(["notes"] if has_notes else []),
+    has_targets = any(record.target is not None for record in records)
+    has_notes = not has_targets and any(record.notes for record in records)
+    last = ["target"] if has_targets else ["notes"] if has_notes else []
+    header = ["what", "unit", "Stoker", *([competitor, "ratio"] if competitor else []), *last]
+    align = [
+        "---",
+        "---",
+        "--:",
+        *(["--:", "--:"] if competitor else []),
+        *(["--:"] if has_targets else ["---"] * len(last)),
     ]
-    align = ["---", "---", "--:", *(["--:", "--:"] if competitor else []), *(["---"] if has_notes else [])]
     lines = [header, align]
     for record in records:
-        cells = [f"{record.case}: {record.metric}", record.unit, number(record.value)]
+        what = f"{record.case}: {record.metric}" + (f" ({record.notes})" if has_targets and record.notes else "")
+        cells = [what, record.unit, number(record.value)]
+        times, target = _ratio_and_target(record)
         if competitor:
-            theirs, times = record.competitor_value, record.ratio
-            cells += ["" if theirs is None else number(theirs), "" if times is None else ratio(times)]
-        lines.append([*cells, *([record.notes] if has_notes else [])])
+            theirs = record.competitor_value
+            cells += ["" if theirs is None else number(theirs), times]
+        lines.append([*cells, *([target] if has_targets else [record.notes] * len(last))])
+    return _rows(lines)
+
+
+def _rows(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"

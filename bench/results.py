@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.contract import ROOT, Better, Comparison, Result
+from bench.contract import ROOT, BenchmarkError, Better, Comparison, Result, names_by_group
 
 FOLDER = ROOT / "bench" / "results"
 
@@ -31,6 +31,12 @@ class SavedRecord:
     date: str
     command: str
     notes: str
+    target: float | None = None  # the least ratio that is asked for
+
+    @property
+    def margin(self) -> float:
+        """The ratio relative to its target: below 1 the target is missed. Infinite without a target."""
+        return float("inf") if self.target is None or self.ratio is None else self.ratio / self.target
 
     @property
     def key(self) -> tuple[str, str, str, str]:
@@ -46,12 +52,20 @@ def to_record(benchmark: str, result: Result, machine: str, date: str, command: 
     )
 
 
-def path_of(benchmark: str) -> Path:
-    return FOLDER / f"{benchmark}.json"
+def path_of(benchmark: str, folder: Path | None = None) -> Path:
+    return (folder or FOLDER) / f"{benchmark}.json"
 
 
 def read(path: Path) -> list[SavedRecord]:
     return [SavedRecord(**row) for row in json.loads(path.read_text(encoding="utf-8"))]
+
+
+def read_file(path: Path) -> list[SavedRecord]:
+    """The records of a file that may be missing, or that another program may have written."""
+    try:
+        return read(path) if path.exists() else []
+    except (OSError, ValueError, TypeError) as error:
+        raise BenchmarkError(f"{path}: not a file of results, as --save writes it: {error}") from error
 
 
 def read_all(folder: Path = FOLDER) -> dict[str, list[SavedRecord]]:
@@ -59,18 +73,35 @@ def read_all(folder: Path = FOLDER) -> dict[str, list[SavedRecord]]:
     return {path.stem: read(path) for path in sorted(folder.glob("*.json"))}
 
 
-def write(benchmark: str, records: Sequence[SavedRecord]) -> Path:
-    path = path_of(benchmark)
+def write(path: Path, records: Sequence[SavedRecord]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = ",\n".join(json.dumps(asdict(record), indent=1) for record in records)
     path.write_text(f"[\n{rows}\n]\n", encoding="utf-8")
     return path
 
 
-def save(benchmark: str, found: Sequence[Result], machine: str, command: str) -> Path:
+def save(benchmark: str, found: Sequence[Result], machine: str, command: str, folder: Path | None = None) -> Path:
     """Add the results to the benchmark's file. A record with the same key is replaced in its place."""
     date = datetime.date.today().isoformat()
-    path = path_of(benchmark)
-    records = {record.key: record for record in read(path)} if path.exists() else {}
-    new = [to_record(benchmark, result, machine, date, command) for result in found]
-    return write(benchmark, list((records | {record.key: record for record in new}).values()))
+    return add([to_record(benchmark, result, machine, date, command) for result in found], path_of(benchmark, folder))
+
+
+def add(new: Sequence[SavedRecord], path: Path) -> Path:
+    records = {record.key: record for record in read_file(path)}
+    return write(path, list((records | {record.key: record for record in new}).values()))
+
+
+def merge(files: Sequence[Path]) -> list[Path]:
+    """Add the records of result files that were written on another machine; return the files that changed."""
+    known = {name for names in names_by_group().values() for name in names}
+    changed = {}
+    for file in files:
+        found = read_file(file)
+        if not found:
+            raise BenchmarkError(f"{file}: there are no results in it")
+        if unknown := {record.benchmark for record in found} - known:
+            raise BenchmarkError(f"{file}: there is no benchmark {min(unknown)!r}; `python -m bench` lists them")
+        for benchmark in dict.fromkeys(record.benchmark for record in found):
+            path = add([record for record in found if record.benchmark == benchmark], path_of(benchmark))
+            changed[path] = path
+    return list(changed)

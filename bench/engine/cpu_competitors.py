@@ -18,41 +18,29 @@ connection per request. Results are medians over the rounds; `stoker` is compare
 from __future__ import annotations
 
 import argparse
-import asyncio
-import shlex
 import statistics
-import subprocess
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
-from itertools import count
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.contract import BenchmarkError, Better, Needs, Report, Result
-from bench.support.processes import cpu_s, free_port, named_values, started, wait_for_http
+from bench.contract import Better, Needs, Report, Result
+from bench.support import http_servers
+from bench.support.http_servers import RunningServer, ServerUnderTest, play_loads, running
 
 if TYPE_CHECKING:
-    from stoker.loadgen.report import LoadSummary
-    from stoker.loadgen.session import LoadSession, Turn
+    from stoker.loadgen.session import LoadSession
     from stoker.loadgen.stream import Record
+    from stoker.loadgen.summary import LoadSummary
 
 NAME = "cpu_competitors"
 HELP = "TTFT, time between tokens and throughput of several servers over one small model on a CPU"
-NEEDS = Needs(packages=("aiohttp", "msgspec", "uvloop", "rich"), programs="the servers to compare with")
+NEEDS = Needs(packages=("aiohttp", "msgspec", "uvloop"), programs="the servers to compare with")
 NOTES = (
     "Summarise the following notes in one paragraph: "
     + "the quick brown fox jumps over the lazy dog near the river bank while the sun sets slowly. " * 5
 )
-
-
-@dataclass(frozen=True, slots=True)
-class ServerUnderTest:
-    name: str
-    url: str
-    command: list[str] | None = None  # None: it runs already
-    ready_path: str = "/v1/models"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,77 +53,33 @@ class ServerMeasurement:
     summary: LoadSummary
 
 
-@dataclass(slots=True, eq=False)
-class RunningServer:
-    process: subprocess.Popen[bytes] | None = None
-    start_s: float | None = None
-    serial: Iterator[int] = field(default_factory=count)  # no prompt is sent twice to the same server process
-
-    def cpu_s(self) -> float | None:
-        return cpu_s(self.process.pid) if self.process is not None else None
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--server", action="append", default=[], metavar="NAME=COMMAND", help="{port} is filled in")
-    parser.add_argument("--target", action="append", default=[], metavar="NAME=URL", help="a server that runs already")
-    parser.add_argument(
-        "--ready",
-        action="append",
-        default=[],
-        metavar="NAME=PATH",
-        help="path that answers 200 when the server is ready",
-    )
-    parser.add_argument("--ready-path", default="/v1/models", help="for servers without --ready (default: %(default)s)")
-    parser.add_argument("--ready-timeout-s", type=float, default=300.0, help="default: %(default)s")
+    http_servers.add_arguments(parser)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16, 32], help="default: 1 4 16 32")
     parser.add_argument("--requests-per-slot", type=int, default=3, help="requests: this times the concurrency")
     parser.add_argument("--min-requests", type=int, default=8, help="and at least this many (default: %(default)s)")
     parser.add_argument("--output-tokens", type=int, default=32, help="default: %(default)s")
     parser.add_argument("--warmup", type=int, default=5, help="requests to each server first (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="default: %(default)s")
-    parser.add_argument("--timeout-s", type=float, default=600.0, help="for one answer (default: %(default)s)")
     parser.add_argument("--model", default="SmolLM2", help="the model's name in the results (default: %(default)s)")
     parser.add_argument("--log-dir", type=Path, default=Path("build/cpu_competitors"), help="output of the servers")
 
 
 def run(args: argparse.Namespace) -> Report:
     measurements: list[ServerMeasurement] = []
-    servers = _servers(args)
+    servers = http_servers.parse(args)
     with ExitStack() as stack:
-        running = {}
+        states = {}
         for server in servers:
-            state = running[server.name] = stack.enter_context(_running(server, args.log_dir, args.ready_timeout_s))
+            state = states[server.name] = stack.enter_context(running(server, args.log_dir, args.ready_timeout_s))
             warmup = _sessions(args.warmup, state.serial, args.output_tokens)
             _play(server.url, [(1, warmup[:1]), (4, warmup[1:])], args.timeout_s)
         for number in range(args.rounds):
             for concurrency in args.concurrency:
                 for server in servers if number % 2 == 0 else reversed(servers):
-                    measurements.append(_measure(server, running[server.name], number, concurrency, args))
+                    measurements.append(_measure(server, states[server.name], number, concurrency, args))
                     print(_line(measurements[-1]), flush=True)
     return Report(_results(args.model, measurements), [asdict(one) for one in measurements])
-
-
-def _servers(args: argparse.Namespace) -> list[ServerUnderTest]:
-    ready = named_values(args.ready, "--ready")
-    found = [ServerUnderTest(name, url.rstrip("/")) for name, url in named_values(args.target, "--target").items()]
-    for name, command in named_values(args.server, "--server").items():
-        port = free_port()
-        words = [word.replace("{port}", str(port)) for word in shlex.split(command)]
-        found.append(ServerUnderTest(name, f"http://127.0.0.1:{port}", words, ready.get(name, args.ready_path)))
-    if not found:
-        raise BenchmarkError("no server to measure: name one with --server or --target")
-    return found
-
-
-@contextmanager
-def _running(server: ServerUnderTest, log_dir: Path, ready_timeout_s: float) -> Iterator[RunningServer]:
-    if server.command is None:
-        yield RunningServer()
-        return
-    begin_s = time.monotonic()
-    with started(server.command, log_dir / f"{server.name}.log") as process:
-        wait_for_http(server.url + server.ready_path, process, server.name, ready_timeout_s)
-        yield RunningServer(process, time.monotonic() - begin_s)
 
 
 def _sessions(num: int, serial: Iterator[int], out_tokens: int) -> list[LoadSession]:
@@ -152,36 +96,19 @@ def _sessions(num: int, serial: Iterator[int], out_tokens: int) -> list[LoadSess
 
 def _play(url: str, loads: Sequence[tuple[int, list[LoadSession]]], timeout_s: float) -> list[list[Record]]:
     """Play each (concurrency, sessions) after the one before it; return the records of each."""
-    import uvloop
-
-    from stoker.base.clock import RealClock
-    from stoker.loadgen.client import Client, Target
+    from stoker.loadgen.client import Target
     from stoker.loadgen.load import LoadPlan
-    from stoker.loadgen.player import play
 
-    async def play_all() -> list[list[Record]]:
-        clock, found = RealClock(), list[list["Record"]]()
-        async with Client(Target(url, timeout_s=timeout_s, new_connections=True), clock) as client:
-            options = {"model": await client.first_model(), "temperature": 0, "ignore_eos": True}
-            for concurrency, sessions in loads:
-                records: list[Record] = []
-                plan = LoadPlan(slots=concurrency)
-                found.append(records)
-
-                def observe(_: Turn, record: Record, to: list[Record] = records) -> None:
-                    to.append(record)
-
-                await play(sessions, client, plan, options, observe, clock)
-        return found
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(play_all())
+    target = Target(url, timeout_s=timeout_s, new_connections=True)
+    plans = [(LoadPlan(slots=concurrency), sessions) for concurrency, sessions in loads]
+    found = play_loads(target, plans, {"temperature": 0, "ignore_eos": True})
+    return [[record for _, record in records] for records in found]
 
 
 def _measure(
     server: ServerUnderTest, state: RunningServer, number: int, concurrency: int, args: argparse.Namespace
 ) -> ServerMeasurement:
-    from stoker.loadgen.report import summarize
+    from stoker.loadgen.summary import summarize
 
     num = max(args.min_requests, args.requests_per_slot * concurrency)
     sessions = _sessions(num, state.serial, args.output_tokens)

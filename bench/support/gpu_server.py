@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 
 from bench.contract import BenchmarkError
@@ -25,22 +26,32 @@ _COMMANDS = {
     "vllm": ("vllm.entrypoints.openai.api_server", "--model", "{folder}", "--served-model-name", MODEL),
 }
 _CONTEXT_OPTION = {"stoker": "--max-model-tokens", "vllm": "--max-model-len"}
-_VLLM_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+ENVIRONMENT: dict[str, dict[str, str]] = {
+    "stoker": {},
+    "vllm": {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"},
+}
+
+
+def server_command(kind: str, folder: Path, context: int, port: int, arguments: Sequence[str]) -> list[str]:
+    """The command that serves a model folder on this machine's GPU."""
+    settings = [f"{name}={value}" for name, value in ENVIRONMENT[kind].items()]
+    words = [word.format(folder=folder) for word in _COMMANDS[kind]]
+    options = ["--port", str(port), _CONTEXT_OPTION[kind], str(context), *arguments]
+    return ["env", *settings, sys.executable, "-m", *words, *options]
 
 
 class GpuServer:
     """The server's processes, from their start to their end."""
 
     def __init__(self, kind: str, folder: Path, context: int, arguments: list[str], log: Path) -> None:
-        words = [word.format(folder=folder) for word in _COMMANDS[kind]]
-        command = [sys.executable, "-m", *words, "--port", str(PORT), _CONTEXT_OPTION[kind], str(context), *arguments]
+        command = server_command(kind, folder, context, PORT, arguments)
         self.started_s = time.time()
         with log.open("wb") as out:
             self.process = subprocess.Popen(
                 command,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env={**environment(), **_VLLM_ENVIRONMENT},
+                env=environment(),
                 start_new_session=True,
             )
 

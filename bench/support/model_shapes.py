@@ -58,7 +58,54 @@ QWEN_30B_A3B: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-PLAIN: dict[str, dict[str, Any]] = {"llama8b": LLAMA_8B, "qwen30a3b": QWEN_30B_A3B}
+
+
+def _dense(base: dict[str, Any], hidden: int, mlp: int, layers: int, heads: int, **fields: Any) -> dict[str, Any]:
+    """A dense model of the family of `base`, with 8 KV heads."""
+    sizes = {"hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": layers, "num_attention_heads": heads}
+    return {**base, **sizes, "num_key_value_heads": 8, **fields}
+
+
+_LLAMA_32 = {"rope_scaling": {**LLAMA_8B["rope_scaling"], "factor": 32.0}, "tie_word_embeddings": True}
+_MOE_FIELDS = ("moe_intermediate_size", "num_experts", "num_experts_per_tok", "norm_topk_prob")
+_QWEN_3: dict[str, Any] = {
+    **{name: value for name, value in QWEN_30B_A3B.items() if name not in (*_MOE_FIELDS, "decoder_sparse_step")},
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+}
+del _QWEN_3["mlp_only_layers"]
+# Two large MoE models with fewer layers, so that they fit on one GPU; every layer has its published shape.
+_QWEN_235B: dict[str, Any] = {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+}
+_QWEN_480B: dict[str, Any] = {
+    "hidden_size": 6144,
+    "intermediate_size": 8192,
+    "moe_intermediate_size": 2560,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "num_experts": 160,
+    "max_position_embeddings": 262144,
+    "rope_theta": 10000000.0,
+}
+PLAIN: dict[str, dict[str, Any]] = {
+    "llama8b": LLAMA_8B,
+    "qwen30a3b": QWEN_30B_A3B,
+    "llama1b": _dense(LLAMA_8B, 2048, 8192, 16, 32, head_dim=64, **_LLAMA_32),
+    "llama3b": _dense(LLAMA_8B, 3072, 8192, 28, 24, **_LLAMA_32),
+    "llama70b": _dense(LLAMA_8B, 8192, 28672, 80, 64),
+    "qwen4b": _dense(_QWEN_3, 2560, 9728, 36, 32, tie_word_embeddings=True),
+    "qwen14b": _dense(_QWEN_3, 5120, 17408, 40, 40),
+    "qwen32b": _dense(_QWEN_3, 5120, 25600, 64, 64),
+    "qwen235b": {**QWEN_30B_A3B, **_QWEN_235B},
+    "qwen480b": {**QWEN_30B_A3B, **_QWEN_480B},
+}
 
 
 def _compressed(format_name: str, weights: dict[str, Any], inputs: dict[str, Any] | None) -> dict[str, Any]:
@@ -82,16 +129,40 @@ QUANTIZED: dict[str, dict[str, Any]] = {
     "blocks": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
     "int4": _compressed("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}, None),
 }
+
+
+def _quantized(config: dict[str, Any], kind: str) -> dict[str, Any]:
+    """The quantized variant. Routers stay in bf16, as in published checkpoints."""
+    quantization = dict(QUANTIZED[kind])
+    if "num_experts" in config:
+        gates = [f"model.layers.{layer}.mlp.gate" for layer in range(config["num_hidden_layers"])]
+        names = "modules_to_not_convert" if kind == "blocks" else "ignore"
+        quantization[names] = ["lm_head", *gates]
+    return {**config, "quantization_config": quantization}
+
+
 SHAPES: dict[str, dict[str, Any]] = PLAIN | {
-    f"{shape}-{name}": {**config, "quantization_config": quantization}
-    for shape, config in PLAIN.items()
-    for name, quantization in QUANTIZED.items()
+    f"{shape}-{kind}": _quantized(config, kind) for shape, config in PLAIN.items() for kind in QUANTIZED
 }
 # Only the experts are quantized, as in Kimi K2.
 SHAPES["qwen30a3b-experts-int4"] = {
     **QWEN_30B_A3B, "quantization_config": {**QUANTIZED["int4"], "ignore": ["lm_head", "re:.*self_attn.*"]}
 }  # fmt: skip
-TITLES = {"llama8b": "Llama-3.1-8B", "qwen30a3b": "Qwen3-30B-A3B"}
+TITLES = {
+    "llama8b": "Llama-3.1-8B",
+    "qwen30a3b": "Qwen3-30B-A3B",
+    "llama1b": "Llama-3.2-1B",
+    "llama3b": "Llama-3.2-3B",
+    "llama70b": "Llama-3.3-70B",
+    "qwen4b": "Qwen3-4B",
+    "qwen14b": "Qwen3-14B",
+    "qwen32b": "Qwen3-32B",
+    "qwen235b": "Qwen3-235B-A22B (16 of 94 layers)",
+    "qwen480b": "Qwen3-Coder-480B-A35B (8 of 62 layers)",
+}
+# The shapes on which Stoker is compared with its competitors. They were chosen before the first measurement: from 1B to
+# 70B, dense and MoE, bf16 and fp8, and none of the two that the kernels were tuned on first (llama8b, qwen30a3b).
+COMPARED = ("llama1b", "qwen4b", "qwen32b", "llama70b-fp8", "qwen235b", "qwen480b-fp8")
 
 
 def title(shape: str) -> str:

@@ -150,7 +150,8 @@ def _serve(args: argparse.Namespace) -> int:
     import uvloop
     from rich.console import Console
 
-    from stoker.loadgen.report import print_report, summarize, write_json
+    from stoker.loadgen.report import print_report, write_json
+    from stoker.loadgen.summary import summarize
 
     _check(args)
     target, spec = _target(args), _dataset(args)

@@ -133,6 +133,41 @@ def test_saving_replaces_a_result_of_the_same_case_and_keeps_the_others(tmp_path
     assert {row["command"] for row in json.loads(path.read_text())} == {"c"}
 
 
+def test_results_of_another_machine_are_merged_without_touching_the_others(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setattr(results, "FOLDER", tmp_path / "results")
+    results.save("soak", [Result("one", "speed", "x", 1.0), Result("two", "speed", "x", 2.0)], "m", "c")
+    away = results.save("soak", [Result("two", "speed", "x", 5.0)], "GPU", "c", tmp_path / "away")
+    assert len(results.read(away)) == 1
+    assert main(["merge", str(away)]) == 0
+    merged = results.read(results.path_of("soak"))
+    assert [(record.case, record.value, record.machine) for record in merged] == [
+        ("one", 1.0, "m"),
+        ("two", 5.0, "GPU"),
+    ]
+    (tmp_path / "bad.json").write_text('[{"case": "one"}]')
+    foreign = results.save("../x", [Result("two", "speed", "x", 5.0)], "GPU", "c", tmp_path / "away")
+    for path, problem in ((tmp_path / "bad.json", "not a file of results"), (foreign, "there is no benchmark '../x'")):
+        assert main(["merge", str(path)]) == 2
+        assert problem in capsys.readouterr().err
+
+
+def test_the_case_that_misses_its_targets_by_most_comes_first():
+    def record(case: str, metric: str, value: float, target: float | None) -> results.SavedRecord:
+        result = Result(case, metric, "ms", value, "lower", "Other 1.0", 10.0, target=target)
+        return results.to_record("soak", result, "m", "d", "c")
+
+    records = [record("good", "a", 5.0, 1.5), record("bad", "a", 8.0, 1.5), record("bad", "b", 5.0, 1.5)]
+    [targets] = report._targets([*records, record("none", "a", 20.0, None)])
+    rows = targets.splitlines()[4:]
+    assert rows == [
+        "| `soak` | bad | 1 of 2 | a | 1.25x | ≥ 1.50x |",
+        "| `soak` | good | 1 of 1 | a | 2.00x | ≥ 1.50x |",
+    ]
+    section = report._section("faults", "soak", records)
+    assert section.index("bad: a") < section.index("good: a")
+    assert "| bad: a | ms | 8 | 10 | 1.25x | ≥ 1.50x |" in section
+
+
 def test_ratios_tell_how_many_times_better_stoker_is():
     assert Result("c", "m", "ms", 10.0, "lower", "x", 20.0).ratio == 2.0
     assert Result("c", "m", "tokens/s", 10.0, "higher", "x", 20.0).ratio == 0.5
@@ -144,6 +179,17 @@ def test_missing_data_is_named(tmp_path: Path, capsys):
     assert f"there is no data folder at {tmp_path / 'absent'}; name it with --data DIR" in capsys.readouterr().err
     with pytest.raises(BenchmarkError, match="has no traces/x"):
         data_folder.find(tmp_path, ["traces/x"])
+
+
+def test_a_file_that_cannot_take_the_results_is_refused_before_the_run(tmp_path: Path, capsys):
+    argv = ["run", "placement_simulation", "--save-to", str(tmp_path)]
+    path = tmp_path / "placement_simulation.json"
+    assert main([*argv, "--details", str(path)]) == 2
+    assert "choose another name" in capsys.readouterr().err
+    path.write_text('{"not": "results"}')
+    assert main(argv) == 2
+    assert "not a file of results" in capsys.readouterr().err
+    assert main(["merge", str(tmp_path / "absent.json")]) == 2
 
 
 def test_an_unknown_benchmark_is_named(capsys):

@@ -12,8 +12,9 @@ from rich.console import Console
 from scripted_server import ScriptedServer, Seen, answer, failure
 
 from stoker.cli.main import main
-from stoker.loadgen.report import print_report, summarize
+from stoker.loadgen.report import print_report
 from stoker.loadgen.stream import Record
+from stoker.loadgen.summary import summarize
 
 
 def bench(server: ScriptedServer, *argv: str) -> int:

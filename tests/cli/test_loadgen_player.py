@@ -13,9 +13,9 @@ from stoker.base.errors import StokerError
 from stoker.loadgen.client import Client, Target
 from stoker.loadgen.load import LoadPlan
 from stoker.loadgen.player import play
-from stoker.loadgen.report import summarize
 from stoker.loadgen.session import Blocks, FollowUp, LoadSession, Messages, TokenRange, Turn
 from stoker.loadgen.stream import Record
+from stoker.loadgen.summary import summarize
 
 
 def chat(text: str, session: str = "s", **fields: Any) -> Turn:

@@ -4,8 +4,8 @@ import pytest
 from scripted_server import answer, delta, event, finish, text_event
 
 from stoker.base.clock import VirtualClock
-from stoker.loadgen.report import peak_concurrency, quantile, spread_ms, summarize
 from stoker.loadgen.stream import AnswerReader, Record, SseParser, error_body
+from stoker.loadgen.summary import peak_concurrency, quantile, spread_ms, summarize
 
 
 def read(timeline: list[tuple[float, bytes]], started_s: float = 0.0, ended_s: float | None = None) -> Record:
