@@ -1,4 +1,7 @@
-"""A batch of requests on a real engine, once for each policy for mixed steps: throughput, TTFT, time between tokens.
+"""Two loads on a real engine, once for each policy for mixed steps: throughput, TTFT, time between tokens.
+
+The batch is all requests at once. In the other load, a quarter of the requests decode from the start, and the prompts of
+the others arrive in groups of six.
 
     python -m bench run mixed_load --shape llama8b                                         # random weights, a GPU
     python -m bench run mixed_load --model MODEL_DIR --device cpu --count 16 --num-in 256 --num-out 32
@@ -11,11 +14,13 @@ prompts. `error` is the median relative error of the controller's fitted step ti
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import statistics
 import tempfile
 import time
+from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +34,7 @@ if TYPE_CHECKING:
 NAME = "mixed_load"
 HELP = "throughput and time between tokens by the policy for mixed steps, on a real engine"
 NEEDS = Needs(packages=("torch", "numpy", "safetensors"), programs="a GPU for the published shapes")
+_GROUP = 6  # requests that arrive at the same time
 _METRICS: tuple[tuple[str, str, str, Better], ...] = (
     ("throughput", "out_toks", "output tokens/s", "higher"),
     ("TTFT p90", "ttft_p90_ms", "ms", "lower"),
@@ -46,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-in", type=int, default=1024, help="tokens of a prompt; default: %(default)s")
     parser.add_argument("--num-out", type=int, default=128, help="tokens of an answer; default: %(default)s")
     parser.add_argument("--fixed-tokens", type=int, default=2048, help="limit of `fixed`; default: %(default)s")
+    parser.add_argument("--group-s", type=float, default=0.3, help="time between two groups; default: %(default)s")
     parser.add_argument("--target-itl-ms", type=float, nargs="+", help="goals; default: the engine's default")
 
 
@@ -68,47 +75,72 @@ def run(args: argparse.Namespace) -> Report:
         "fixed": FixedSize(min(args.fixed_tokens, step_tokens)),
         **{f"goal {goal_s * 1e3:g} ms": StepSize(goal_s, step_tokens) for goal_s in goals_s},
     }
-    _measure(built, StepSize(goals_s[0], step_tokens), args, 8, args.num_out // 4, seed=99)  # warms up
-    case = f"{title(args.shape) if args.shape else args.model.name}, {args.count} requests at once, "
-    case += f"{args.num_in} in, {args.num_out} out"
-    report, found = Report(details={}), {}
-    for number, (policy, step_size) in enumerate(policies.items()):
-        found[policy] = _measure(built, step_size, args, args.count, args.num_out, seed=number)
-        report.details[f"{case}, {policy}"] = found[policy]
-        print(f"{policy}: " + " ".join(f"{key}={value:.4g}" for key, value in found[policy].items()), flush=True)
+    model = title(args.shape) if args.shape else args.model.name
+    lengths = f"{args.num_in} in, {args.num_out} out"
+    loads = {
+        f"{args.count} requests at once, {lengths}": [0.0] * args.count,
+        f"{args.count} requests, most in groups of 6 every {args.group_s:g} s, {lengths}": _grouped(args),
+    }
+    _measure(built, StepSize(goals_s[0], step_tokens), args, [0.0] * 8, "warm-up")
+    report = Report(details={})
+    for load, arrivals_s in loads.items():
+        found = {}
+        for policy, step_size in policies.items():
+            found[policy] = _measure(built, step_size, args, arrivals_s, f"{load} {policy}")
+            report.details[f"{model}, {load}, {policy}"] = found[policy]
+            print(f"{load}, {policy}: " + " ".join(f"{key}={value:.4g}" for key, value in found[policy].items()))
+        for policy in (name for name in policies if name.startswith("goal")):
+            for baseline in ("largest", "fixed"):
+                for metric, key, unit, better in _METRICS:
+                    values = found[policy][key], better, f"{baseline} steps", found[baseline][key]
+                    report.results.append(Result(f"{model}, {load}", metric, unit, *values, "baseline"))
     llm.close()
-    for policy in (name for name in policies if name.startswith("goal")):
-        for baseline in ("largest", "fixed"):
-            for metric, key, unit, better in _METRICS:
-                values = found[policy][key], better, f"{baseline} steps", found[baseline][key]
-                report.results.append(Result(case, metric, unit, *values, "baseline"))
     return report
 
 
+def _grouped(args: argparse.Namespace) -> list[float]:
+    """A quarter of the requests arrive at once, the others in groups."""
+    first = args.count // 4
+    return [0.0] * first + [args.group_s * (1 + number // _GROUP) for number in range(args.count - first)]
+
+
 def _measure(
-    built: BuiltEngine, step_size: StepSize, args: argparse.Namespace, count: int, num_out: int, seed: int
+    built: BuiltEngine, step_size: StepSize, args: argparse.Namespace, arrivals_s: list[float], name: str
 ) -> dict[str, float]:
-    """Run one batch. Every request has its own prompt, so the prefix cache finds nothing."""
+    """Run one load. Every request has its own prompt, so the prefix cache finds nothing."""
     from stoker.base.ids import RequestId
     from stoker.sched.request import GenerateRequest, SamplingParams
 
-    engine, rng = built.engine, random.Random(seed)
+    engine, rng = built.engine, random.Random(name)
     watched = _Watched(step_size)
     built.scheduler.step_size = watched  # type: ignore[assignment]
     end_id = min(48_000, built.vocab_size)
-    for number in range(count):
-        token_ids = [rng.randrange(10, end_id) for _ in range(args.num_in)]
-        request_id = RequestId(f"{seed}-{number}")
-        engine.add(GenerateRequest(request_id, token_ids, args.num_in, SamplingParams(temperature=0.0), num_out))
-    began_s, times_s = time.perf_counter(), dict[str, list[float]]()
-    while engine.has_work:
+    sampling = SamplingParams(temperature=0.0)
+    to_come = deque(
+        GenerateRequest(
+            RequestId(f"{name} {number}"),
+            [rng.randrange(10, end_id) for _ in range(args.num_in)],
+            args.num_in,
+            sampling,
+            args.num_out,
+        )
+        for number in range(len(arrivals_s))
+    )
+    times_s: dict[str, list[float]] = {}
+    began_s = time.perf_counter()
+    while engine.has_work or to_come:
+        while to_come and arrivals_s[len(times_s)] <= time.perf_counter() - began_s:
+            times_s[to_come[0].request_id] = []
+            engine.add(to_come.popleft())
         chunks = engine.step()
         now_s = time.perf_counter()
         for chunk in chunks:
-            times_s.setdefault(chunk.request_id, []).extend([now_s] * len(chunk.token_ids))
+            times_s[chunk.request_id] += [now_s] * len(chunk.token_ids)
     wall_s = time.perf_counter() - began_s
-    gaps = sorted(after - before for times in times_s.values() for before, after in zip(times, times[1:], strict=False))
-    ttfts = sorted(times[0] - began_s for times in times_s.values())
+    gaps = sorted(after - before for times in times_s.values() for before, after in itertools.pairwise(times))
+    ttfts = sorted(
+        times[0] - began_s - arrival_s for times, arrival_s in zip(times_s.values(), arrivals_s, strict=True)
+    )
     costs = step_size.costs
     return {
         "out_toks": sum(map(len, times_s.values())) / wall_s,
@@ -118,13 +150,13 @@ def _measure(
         "itl_p50_ms": gaps[len(gaps) // 2] * 1e3,
         "itl_p90_ms": gaps[len(gaps) * 9 // 10] * 1e3,
         "itl_p99_ms": gaps[len(gaps) * 99 // 100] * 1e3,
-        "mixed_steps": len(watched.mixed),
-        "mixed_tokens": statistics.median(watched.mixed) if watched.mixed else 0,
+        "steps": float(watched.num_steps),
+        "prefill_steps": len(watched.sizes),
+        "prefill_step_tokens": statistics.median(watched.sizes),
         "fixed_ms": costs.fixed_s * 1e3,
         "token_us": costs.token_s * 1e6,
         "row_us": costs.row_s * 1e6,
-        "error": statistics.median(watched.errors) if watched.errors else 0.0,
-        "steps": float(watched.num_steps),
+        "error": statistics.median(watched.errors),
     }
 
 
@@ -134,7 +166,7 @@ class _Watched:
     def __init__(self, step_size: StepSize) -> None:
         self._step_size = step_size
         self.errors: list[float] = []
-        self.mixed: list[int] = []
+        self.sizes: list[int] = []  # tokens of the steps with prefill
         self.num_steps = 0
 
     def record(self, num_tokens: int, num_rows: int, step_s: float) -> None:
@@ -142,7 +174,7 @@ class _Watched:
         predicted_s = costs.fixed_s + costs.token_s * num_tokens + costs.row_s * num_rows
         self.num_steps += 1
         if num_tokens > num_rows:
-            self.mixed.append(num_tokens)
+            self.sizes.append(num_tokens)
             self.errors.append(abs(predicted_s / step_s - 1.0))
         self._step_size.record(num_tokens, num_rows, step_s)
 

@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bench.contract import Needs, Report, Result
+from bench.contract import Better, Needs, Report, Result
 
 if TYPE_CHECKING:
     from bench.support.simulated_device import SimulatedRequest, Simulation
@@ -48,8 +48,8 @@ class Setup:
 
 
 SETUPS = {
-    "dense": Setup("8B dense, H200", 2048, 8192, 0.075, 64, 14_000, 512, 1, (512, 1024, 256), (24, 96, 192)),
-    "moe": Setup("30B-A3B MoE, H200", 4096, 8192, 0.075, 64, 13_000, 512, 1, (512, 1024, 256), (24, 96, 192)),
+    "dense": Setup("8B dense, H200", 2048, 8192, 0.075, 64, 14_000, 512, 1, (512, 1024, 256), (24, 96, 144)),
+    "moe": Setup("30B-A3B MoE, H200", 4096, 8192, 0.075, 64, 13_000, 512, 1, (512, 1024, 256), (24, 96, 144)),
     "cpu": Setup("135M, two CPU cores", 512, 512, 0.25, 16, 4_000, 64, 0, (32, 128, 32), ()),
 }
 
@@ -166,6 +166,6 @@ def _report(report: Report, setup: Setup, num_sessions: int, found: dict[str, di
                 ("TTFT p90", "ttft_p90_ms", "ms"),
                 ("time between tokens p99", "itl_p99_ms", "ms"),
             ):
-                better = "higher" if key == "out_toks" else "lower"
+                better: Better = "higher" if key == "out_toks" else "lower"
                 line = Result(case, metric, unit, values[key], better, "largest steps", baseline[key], "baseline")
                 report.results.append(line)

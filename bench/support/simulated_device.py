@@ -37,7 +37,7 @@ class DeviceModel:
     def step_s(self, plan: StepPlan) -> float:
         tokens = plan.num_tokens
         read_s = self.weights_s * (1.0 - self.idle_experts**tokens)
-        matmul_s = (read_s**self.overlap + (self.token_s * tokens) ** self.overlap) ** (1 / self.overlap)
+        matmul_s: float = (read_s**self.overlap + (self.token_s * tokens) ** self.overlap) ** (1 / self.overlap)
         attention_s = 0.0
         for span in plan.spans:
             if span.count == 1:

@@ -35,7 +35,7 @@ class StepCosts(NamedTuple):
 
 
 @dataclass(slots=True)
-class _SizeClass:
+class _SimilarSteps:
     """The last measurements of steps of similar size: (seconds, tokens, rows)."""
 
     samples: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
@@ -56,7 +56,7 @@ class StepTimes:
     """
 
     def __init__(self) -> None:
-        self._classes: dict[tuple[int, int], _SizeClass] = {}  # the last measured class comes last
+        self._classes: dict[tuple[int, int], _SimilarSteps] = {}  # the last measured class comes last
         self._num_recorded = 0
         self._fitted = 0  # number of the measurement after which `_costs` were fitted
         self._costs = StepCosts()
@@ -66,7 +66,7 @@ class StepTimes:
         if not 0.0 < step_s < float("inf"):
             return
         key = (num_rows.bit_length(), (num_tokens - num_rows).bit_length())
-        cls = self._classes.pop(key, None) or _SizeClass()
+        cls = self._classes.pop(key, None) or _SimilarSteps()
         self._classes[key] = cls
         if len(self._classes) > _MAX_CLASSES:
             del self._classes[next(iter(self._classes))]
@@ -89,17 +89,19 @@ class StepTimes:
 
     def _fit(self) -> StepCosts:
         """Solve the weighted normal equations. Negative coefficients are set to zero, and the others fitted again."""
-        matrix: Matrix = [[0.0] * 3 for _ in range(3)]
-        right = [0.0] * 3
+        # The equation of a class, divided by its time: 1 = fixed * x + token * y + row * z. Written out, because a plan
+        # waits for it.
+        xx = xy = xz = yy = yz = zz = x1 = y1 = z1 = 0.0
         for cls in self._classes.values():
             step_s, num_tokens, num_rows = cls.typical
+            x = 1.0 / step_s
+            y, z = x * num_tokens, x * num_rows
             weight = _HALF_AGE / (_HALF_AGE + self._num_recorded - cls.updated)
-            # The equation of this class, divided by its time: 1 = fixed * x[0] + token * x[1] + row * x[2].
-            x = (1.0 / step_s, num_tokens / step_s, num_rows / step_s)
-            for i in range(3):
-                right[i] += weight * x[i]
-                for j in range(3):
-                    matrix[i][j] += weight * x[i] * x[j]
+            wx, wy, wz = weight * x, weight * y, weight * z
+            xx, xy, xz, yy, yz, zz = xx + wx * x, xy + wx * y, xz + wx * z, yy + wy * y, yz + wy * z, zz + wz * z
+            x1, y1, z1 = x1 + wx, y1 + wy, z1 + wz
+        matrix = [[xx, xy, xz], [xy, yy, yz], [xz, yz, zz]]
+        right = [x1, y1, z1]
         for i in range(3):
             matrix[i][i] *= 1.0 + _DAMPING[i]
         free = [0, 1, 2]

@@ -18,7 +18,8 @@ import math
 from stoker.sched.step_costs import StepCosts, StepTimes
 
 _QUEUE_GOAL_S = 0.1  # a queue that takes this long is as bad as a step that takes the goal for the time between tokens
-_MIN_SHARE = 0.5  # minimum time of the prompt tokens, as a share of the decoding sequences' time
+# The time of the prompt tokens relative to that of the decoding sequences. A larger maximum would gain little throughput.
+_MIN_SHARE, _MAX_SHARE = 0.5, 8.0
 _MIN_PROMPT_TOKENS = 16
 _MAX_GROWTH = 4  # a step has at most this many times the tokens of the largest measured one
 _FIRST_PART = 16  # before any measurement, one in this many of the maximum tokens counts as measured
@@ -60,8 +61,8 @@ class StepSize:
         decode_s = costs.decode_s(num_decodes)
         by_goal = (goal_s - decode_s) / costs.token_s
         by_queue = math.sqrt(decode_s * queued_tokens / costs.token_s * goal_s / _QUEUE_GOAL_S)
-        floor = _MIN_SHARE * decode_s / costs.token_s
-        return max(by_goal, by_queue, floor)
+        floor, ceiling = (share * decode_s / costs.token_s for share in (_MIN_SHARE, _MAX_SHARE))
+        return max(by_goal, min(by_queue, ceiling), floor)
 
 
 def _captured_size(tokens: int) -> int:
