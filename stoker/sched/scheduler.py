@@ -12,6 +12,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 from stoker.base.errors import InvalidRequest
@@ -29,6 +30,8 @@ from stoker.sched.request import Finish, GenerateRequest, TokenChunks
 from stoker.sched.request_checks import check_request
 from stoker.sched.sequence import Sequence, SequenceState
 from stoker.sched.step_size import StepSize
+
+_MAX_COUNTED = 256  # waiting sequences whose tokens are counted in each mixed step; more is a long queue in any case
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +236,8 @@ class Scheduler:
             return self._config.step_tokens
         # What the cache holds of the waiting prompts is not known yet. They are assumed to be like the earlier ones.
         uncached = 1 - self.counters.cached_tokens / max(1, self.counters.prompt_tokens)
-        queued_tokens = sum(num_to_compute for _seq, num_to_compute in prefills) + int(uncached * self.waiting_tokens)
+        waiting_tokens = sum(len(seq.token_ids) for seq in islice(self._waiting, _MAX_COUNTED))
+        queued_tokens = sum(num_to_compute for _seq, num_to_compute in prefills) + int(uncached * waiting_tokens)
         return self.step_size.limit(num_decodes, queued_tokens)
 
     def commit(self, result: StepResult) -> TokenChunks:

@@ -7,8 +7,9 @@ number of prompt tokens in a mixed step is the largest of three:
 - queue: the optimum between both waits. A step of C prompt tokens takes T = D + c*C, where D is the time that the
   decoding sequences take alone, and c the time per prompt token. A queue of Q tokens takes T*Q/C. The step's time over
   its goal plus the queue's time over its goal is smallest at C = sqrt(D*Q/c * itl_goal/queue_goal). So a long queue
-  gets large steps, which cost less per token, and throughput wins in a pure batch load.
-- floor: prompt tokens take at least a third of the step, even if the decoding sequences alone exceed the goal.
+  gets large steps, which cost less per token, and throughput wins in a pure batch load. It never gets more than 8*D/c.
+  Then decoding takes a ninth of the step, and larger steps would gain little.
+- floor: prompt tokens take about a third of the step, even if the decoding sequences alone exceed the goal.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class StepSize:
         if self._target_itl_s == math.inf:
             return self._step_tokens
         measured = max(self._times.largest_tokens, self._step_tokens // _FIRST_PART)
-        prompt_tokens = min(self._prompt_tokens(num_decodes, queued_tokens), _MAX_GROWTH * measured)
-        tokens = _captured_size(num_decodes + int(prompt_tokens))
+        prompt_tokens = int(min(self._prompt_tokens(num_decodes, queued_tokens), _MAX_GROWTH * measured))
+        tokens = max(_captured_size(num_decodes + prompt_tokens), num_decodes + prompt_tokens // 2)
         self.mixed_tokens = min(self._step_tokens, max(tokens, num_decodes + _MIN_PROMPT_TOKENS))
         return self.mixed_tokens
 

@@ -19,6 +19,7 @@ from stoker.sched.step_costs import StepCosts, StepTimes
 from stoker.sched.step_size import StepSize
 
 GPU = StepCosts(fixed_s=4e-3, token_s=24e-6, row_s=30e-6)  # about an 8B model
+MOE = StepCosts(fixed_s=15e-3, token_s=12e-6, row_s=20e-6)  # about a 30B model with 128 experts
 CPU = StepCosts(fixed_s=0.02, token_s=7e-4, row_s=2e-4)
 
 
@@ -117,9 +118,23 @@ def test_a_larger_goal_a_longer_queue_and_a_faster_device_never_give_smaller_ste
     assert measured(faster, 0.05).limit(30, 100) > measured(GPU, 0.05).limit(30, 100)
 
 
-def test_a_batch_load_gets_the_largest_steps() -> None:
-    for costs, step_tokens in ((GPU, 8192), (CPU, 512)):
-        assert measured(costs, 0.075, step_tokens).limit(40, 500_000) == step_tokens
+def test_a_batch_load_gets_steps_in_which_decoding_takes_little_time() -> None:
+    assert measured(MOE, 0.075).limit(40, 500_000) == 8192
+    for costs, num_decodes in ((GPU, 200), (CPU, 8)):
+        limit = measured(costs, 0.01).limit(num_decodes, 500_000)
+        prompt_s, decode_s = costs.token_s * (limit - num_decodes), costs.decode_s(num_decodes)
+        assert 6 * decode_s <= prompt_s <= 8.2 * decode_s
+
+
+@pytest.mark.parametrize("queued_tokens", [10, 10_000, 10**9])
+def test_no_queue_makes_a_step_longer_than_the_goal_and_nine_times_the_decoding(queued_tokens: int) -> None:
+    slow = StepCosts(fixed_s=0.035, token_s=200e-6, row_s=50e-6)  # about a 70B model
+    for costs in (GPU, MOE, CPU, slow):
+        for goal_s in (0.02, 0.075, 0.5):
+            for num_decodes in (1, 20, 200):
+                limit = measured(costs, goal_s).limit(num_decodes, queued_tokens)
+                longest_s = max(goal_s, 9 * costs.decode_s(num_decodes))
+                assert time_of(costs, limit, num_decodes) <= 1.05 * longest_s
 
 
 def test_an_unattainable_goal_leaves_prefill_its_share() -> None:
