@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-out", type=int, default=128, help="tokens of an answer; default: %(default)s")
     parser.add_argument("--fixed-tokens", type=int, default=2048, help="limit of `fixed`; default: %(default)s")
     parser.add_argument("--group-s", type=float, default=0.3, help="time between two groups; default: %(default)s")
-    parser.add_argument("--target-itl-ms", type=float, nargs="+", help="goals; default: the engine's default")
+    parser.add_argument("--target-itl-ms", type=float, nargs="+", default=[75.0], help="goals; default: 75")
 
 
 def run(args: argparse.Namespace) -> Report:
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> Report:
         llm = LLM(args.model or scratch, settings, random_weights_seed=0 if args.shape else None)
     built = llm.built
     step_tokens = built.settings.step_tokens
-    goals_s = [ms / 1e3 for ms in args.target_itl_ms or ()] or [built.settings.target_itl_s]
+    goals_s = [ms / 1e3 for ms in args.target_itl_ms]
     policies: dict[str, StepSize] = {
         "largest": StepSize(float("inf"), step_tokens),
         "fixed": FixedSize(min(args.fixed_tokens, step_tokens)),
