@@ -35,6 +35,7 @@ from stoker.sched.request import GenerateRequest, SamplingParams, TokenChunk
 NAME = "prefill_decode_latency"
 HELP = "time between tokens while long prompts arrive: one engine, chunked or not, or prefill and decode apart"
 NEEDS = Needs(packages=("torch", "numpy", "safetensors"), programs="CUDA MPS for two engines on one GPU")
+NO_GOAL_MS = 1e6  # a goal for the time between tokens that limits no step
 LAYOUTS = {  # name -> what the results call it
     "unchunked": "one engine, whole prompts",
     "chunked": "one engine, chunked prefill",
@@ -99,7 +100,8 @@ def engines_of(args: argparse.Namespace, layout: str) -> list[EngineUnderLoad]:
     cores = sorted(os.sched_getaffinity(0)) if args.device == "cpu" else None
     if layout != "apart":
         step = args.chunk if layout == "chunked" else args.max_model_tokens
-        whole = replace(base, sched=replace(base.sched, step_tokens=step, mixed_tokens=step))
+        # No goal for the time between tokens, so that every step has `step` tokens.
+        whole = replace(base, sched=replace(base.sched, step_tokens=step, target_itl_ms=NO_GOAL_MS))
         return [start_engine(args, whole, cores, None)]
     half = replace(
         base, kv=KvSettings(memory_gib=args.kv_gib / 2 if args.kv_gib else None), num_threads=1 if cores else None

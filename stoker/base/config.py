@@ -174,13 +174,15 @@ class SchedSettings:
         ge=1,
         default_text="512 on a GPU, 64 on a CPU",
     )
-    mixed_tokens: int | None = setting(
+    target_itl_ms: float | None = setting(
         None,
-        "Like --step-tokens, for steps that contain both prefill and decode. The decoding sequences wait for such a step.",
-        flag="--mixed-tokens",
-        unit="tokens",
-        ge=1,
-        default_text="about 50 ms of work on a GPU, --step-tokens on a CPU",
+        "Goal for the time between two tokens of a sequence. It limits the prompt tokens of steps in which sequences decode. "
+        "A smaller value gives smoother streams, a larger one faster prefill. A long queue of prompts gets larger steps.",
+        flag="--target-itl-ms",
+        unit="ms",
+        gt=0,
+        default_text="75 on a GPU, 250 on a CPU",
+        renamed_from=("--mixed-tokens",),
     )
 
     def __post_init__(self) -> None:

@@ -127,7 +127,7 @@ def build_engine(
     max_offers = min(store.max_offers, blocks // 4)
     config = _scheduler_config(resolved, family.shape.vocab_size, fingerprint, lease, max_offers)
     scheduler = Scheduler(config, pool)
-    runner = Runner(model, family.shape.num_heads, kv, rows, resolved.threads, resolved.mixed_tokens)
+    runner = Runner(model, family.shape.num_heads, kv, rows, resolved.threads, resolved.captured_tokens)
     engine = Engine(scheduler, runner, RealClock(), resolved.steps_ahead, store, leases, rates)
     if resolved.device.type == "cuda":
         progress("compiling and capturing", 0, 1)
@@ -186,7 +186,7 @@ def _make_kv(
     layout = _kv_layout(family, resolved)
     working = WorkingMemory.plan(
         resolved.step_tokens,
-        resolved.mixed_tokens,
+        resolved.captured_tokens,
         resolved.max_rows,
         family.shape.vocab_size,
         resolved.dtype.itemsize,
@@ -206,7 +206,7 @@ def _scheduler_config(
         fingerprint=fingerprint,
         lease=lease,
         max_offers=max_offers,
-        mixed_tokens=resolved.mixed_tokens,
+        target_itl_s=resolved.target_itl_s,
         vocab_size=vocab_size,
         max_tokens=resolved.max_model_tokens,
     )

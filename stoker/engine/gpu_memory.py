@@ -40,7 +40,7 @@ class WorkingMemory:
     def plan(
         cls,
         step_tokens: int,
-        mixed_tokens: int,
+        captured_tokens: int,
         max_rows: int,
         vocab_size: int,
         dtype_bytes: int,
@@ -51,10 +51,10 @@ class WorkingMemory:
         logits_bytes = max_rows * vocab_size * dtype_bytes
         sampling_bytes = min(max_rows, SAMPLE_BATCH_ROWS) * vocab_size * _SAMPLING_BYTES
         penalty_bytes = max(0, max_rows * vocab_size * _PENALTY_BYTES - _RESERVE_BYTES // 2)
-        captured_tokens = max(max_rows, max_captured_tokens(mixed_tokens))
+        graph_tokens = max(max_rows, max_captured_tokens(captured_tokens))
         return cls(
             arena_bytes=max(step_tokens * bytes_per_token, sampling_bytes) + logits_bytes + penalty_bytes,
-            graph_bytes=_LIBRARY_BYTES + captured_tokens * bytes_per_token + logits_bytes,
+            graph_bytes=_LIBRARY_BYTES + graph_tokens * bytes_per_token + logits_bytes,
             spare_bytes=CONTEXT_BYTES if keeps_spare else 0,
         )
 

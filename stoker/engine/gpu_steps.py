@@ -35,14 +35,14 @@ _EXTRA_SPANS = 32  # room for this many prefill spans that do not fill their las
 class GpuSteps:
     """The forward pass of one model on one GPU, with its captured graphs."""
 
-    def __init__(self, model: Model, kv: DeviceKv, rows: RowTable, num_heads: int, mixed_tokens: int) -> None:
+    def __init__(self, model: Model, kv: DeviceKv, rows: RowTable, num_heads: int, captured_tokens: int) -> None:
         self._model = model
         self._kv = kv
         self._rows = rows
         layout = kv.layout
         self._dense = DensePlans(kv.blocks, num_heads, layout.num_heads, layout.head_dim)
         self._cutter = Cutter.of(num_heads, layout.num_heads, layout.block_tokens, kv.blocks.dtype)
-        first, rest = _shapes(rows.max_rows, mixed_tokens, self._cutter)
+        first, rest = _shapes(rows.max_rows, captured_tokens, self._cutter)
         self._graphs = StepGraphs(self._forward, first, rest, kv.blocks.device)
 
     def warm_up(self) -> None:
@@ -96,12 +96,12 @@ class GpuSteps:
         return sample_rows_triton(logits, head_rows, lengths, self._rows.settings, self._rows.last_token)
 
 
-def max_captured_tokens(mixed_tokens: int) -> int:
-    """Return the tokens of the largest captured step with prefill. Every mixed step fits into it.
+def max_captured_tokens(needed: int) -> int:
+    """Return the tokens of the largest captured step with prefill, if steps of up to `needed` tokens are captured.
 
     A larger step is not captured: launching it takes the host less time than computing it takes the GPU.
     """
-    return _smallest_fitting((*_TOKENS_FIRST, *_TOKENS), mixed_tokens)
+    return _smallest_fitting((*_TOKENS_FIRST, *_TOKENS), needed)
 
 
 def _smallest_fitting(sizes: Sequence[int], needed: int) -> int:
@@ -109,7 +109,7 @@ def _smallest_fitting(sizes: Sequence[int], needed: int) -> int:
     return min((size for size in sizes if size >= needed), default=max(sizes))
 
 
-def _shapes(max_rows: int, mixed_tokens: int, cutter: Cutter) -> tuple[list[StepShape], list[StepShape]]:
+def _shapes(max_rows: int, captured_tokens: int, cutter: Cutter) -> tuple[list[StepShape], list[StepShape]]:
     """Return the shapes to capture before serving, and those to capture later."""
 
     def decode(rows: int) -> StepShape:
@@ -122,7 +122,7 @@ def _shapes(max_rows: int, mixed_tokens: int, cutter: Cutter) -> tuple[list[Step
         return [StepShape(*room, heads) for heads in sorted({min(rows, heads) for heads in _HEADS})]
 
     largest_rows = _smallest_fitting((*_ROWS_FIRST, *_ROWS), max_rows)
-    largest_tokens = max_captured_tokens(mixed_tokens)
+    largest_tokens = max_captured_tokens(captured_tokens)
     first = [decode(rows) for rows in _ROWS_FIRST if rows <= largest_rows]
     rest = [decode(rows) for rows in _ROWS if rows <= largest_rows]
     for tokens in (tokens for tokens in (*_TOKENS_FIRST, *_TOKENS) if tokens <= largest_tokens):

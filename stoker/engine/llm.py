@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from stoker.base.config import EngineSettings
@@ -15,6 +15,7 @@ from stoker.kv.blocks.transfer import KvTicket
 from stoker.sched.request import Finish, GenerateRequest, SamplingParams, TokenLogprobs, TokenUsage
 
 _POLL_EVERY_S = 0.01
+_NO_ITL_GOAL_MS = 1e6  # limits no step
 
 
 @dataclass(slots=True)
@@ -42,7 +43,7 @@ class LLM:
         self._wake = threading.Event()
         self.built = build_engine(
             Path(folder),
-            settings or EngineSettings(),
+            _without_itl_goal(settings or EngineSettings()),
             grammars=grammars,
             random_weights_seed=random_weights_seed,
             wake=self._wake.set,
@@ -89,3 +90,10 @@ class LLM:
 
     def close(self) -> None:
         self.built.close()
+
+
+def _without_itl_goal(settings: EngineSettings) -> EngineSettings:
+    """Leave the time between tokens open, unless it is set: `run` returns whole answers, so only throughput counts."""
+    if settings.sched.target_itl_ms is not None:
+        return settings
+    return replace(settings, sched=replace(settings.sched, target_itl_ms=_NO_ITL_GOAL_MS))

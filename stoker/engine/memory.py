@@ -19,9 +19,9 @@ _GIB = 1 << 30
 # maximum.
 _CPU_SHARE = 0.25
 _CPU_MAX_BYTES = 4 * _GIB
-# The arithmetic of a mixed step on a GPU. It takes an H200 about 50 ms, and every decoding sequence waits for it.
-_MIXED_FLOP = 30e12
-_MIN_MIXED_TOKENS = 512
+# The arithmetic of the largest captured step. It takes an H200 about 50 ms, longer than the host needs to launch it.
+_CAPTURED_FLOP = 30e12
+_MIN_CAPTURED_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,9 @@ class ResolvedSettings:
     dtype: torch.dtype
     block_tokens: int
     step_tokens: int
-    mixed_tokens: int
+    captured_tokens: int  # the largest step with prefill that is captured as a CUDA graph
     max_rows: int
+    target_itl_s: float
     threads: Threads
     steps_ahead: int
     max_model_tokens: int
@@ -56,8 +57,9 @@ def resolve(settings: EngineSettings, shape: ModelShape) -> ResolvedSettings:
         dtype=dtype,
         block_tokens=settings.kv.block_tokens or (16 if on_cpu else 64),
         step_tokens=step_tokens,
-        mixed_tokens=min(step_tokens, settings.sched.mixed_tokens or (step_tokens if on_cpu else _mixed_tokens(shape))),
+        captured_tokens=min(step_tokens, _captured_tokens(shape)),
         max_rows=settings.sched.max_rows or (64 if on_cpu else 512),
+        target_itl_s=(settings.sched.target_itl_ms or (250.0 if on_cpu else 75.0)) / 1e3,
         threads=_threads(settings, on_cpu),
         steps_ahead=(0 if on_cpu else 1) if settings.steps_ahead is None else settings.steps_ahead,
         max_model_tokens=settings.max_model_tokens or shape.max_positions,
@@ -65,10 +67,10 @@ def resolve(settings: EngineSettings, shape: ModelShape) -> ResolvedSettings:
     )
 
 
-def _mixed_tokens(shape: ModelShape) -> int:
-    """Return the default token limit of mixed steps: a power of two, because captured steps have such sizes."""
-    tokens = int(_MIXED_FLOP / (2 * shape.active_weights))
-    return max(_MIN_MIXED_TOKENS, 1 << (tokens.bit_length() - 1))
+def _captured_tokens(shape: ModelShape) -> int:
+    """Return the tokens of the largest captured step, a power of two. Launching a larger step hides behind computing it."""
+    tokens = int(_CAPTURED_FLOP / (2 * shape.active_weights))
+    return max(_MIN_CAPTURED_TOKENS, 1 << (tokens.bit_length() - 1))
 
 
 def _device(name: str | None) -> torch.device:

@@ -93,14 +93,14 @@ class Runner:
     """Executes plans on one device, with CUDA graphs where the kernels support the model's shape."""
 
     def __init__(
-        self, model: Model, num_heads: int, kv: DeviceKv, rows: RowTable, threads: Threads, mixed_tokens: int
+        self, model: Model, num_heads: int, kv: DeviceKv, rows: RowTable, threads: Threads, captured_tokens: int
     ) -> None:
         self._model = model
         self._kv = kv
         self._rows = rows
         self._threads = threads
         has_kernels = fits(kv.blocks, kv.layout.block_tokens, kv.layout.head_dim)
-        self._gpu_steps = GpuSteps(model, kv, rows, num_heads, mixed_tokens) if has_kernels else None
+        self._gpu_steps = GpuSteps(model, kv, rows, num_heads, captured_tokens) if has_kernels else None
         self._last: PendingStep | None = None
 
     def warm_up(self) -> None:

@@ -89,6 +89,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     preemptions: int
     prefill_tokens_per_s: float | None = None  # recent; None until a prompt was measured
     decode_step_s: float | None = None  # recent time of a decode-only step
+    mixed_step_tokens: int = 0  # token limit of the last step with both prefill and decode
+    step_fixed_s: float = 0.0  # the fitted time of a step: fixed part, per token, and per row beyond its token
+    step_token_s: float = 0.0
+    step_row_s: float = 0.0
     loading_sequences: int = 0
     held_leases: int = 0
     loaded_tokens: int = 0  # from tiers

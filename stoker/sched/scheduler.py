@@ -7,10 +7,12 @@ plans in order. So a block that is released and taken again is overwritten only 
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 from stoker.base.errors import InvalidRequest
@@ -27,6 +29,9 @@ from stoker.sched.prefix_cache import PrefixCache
 from stoker.sched.request import Finish, GenerateRequest, TokenChunks
 from stoker.sched.request_checks import check_request
 from stoker.sched.sequence import Sequence, SequenceState
+from stoker.sched.step_size import StepSize
+
+_MAX_COUNTED = 256  # waiting sequences whose tokens are counted in each mixed step; more is a long queue in any case
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +44,7 @@ class SchedulerConfig:
     fingerprint: str = ""  # hash of model, tokenizer, KV layout and dtype; the root of all block keys
     lease: LeaseTerms | None = None  # None: hold no KV for other workers
     max_offers: int = 0  # maximum number of blocks that are being copied to the store at a time
-    mixed_tokens: int | None = None  # limit of a step in which any sequence decodes; None: step_tokens
+    target_itl_s: float = math.inf  # goal for the time between tokens, which limits mixed steps; infinity: no goal
     vocab_size: int | None = None  # None: accept any token id
     max_tokens: int | None = None  # limit of one sequence, prompt included; None: limited by the KV cache only
 
@@ -65,6 +70,7 @@ class _LaunchedPlan(NamedTuple):
     spans: list[Span]
     seqs: list[Sequence]
     row_epochs: list[int]
+    num_tokens: int
 
 
 class Scheduler:
@@ -86,6 +92,7 @@ class Scheduler:
         self._prefixes = PrefixCache(pool, self._offers)
         self._num_arrivals = 0
         self.counters = Counters()
+        self.step_size = StepSize(config.target_itl_s, config.step_tokens)
 
     @property
     def has_work(self) -> bool:
@@ -205,7 +212,7 @@ class Scheduler:
         # Decode comes before prefill, so that a long prompt does not stall the sequences that decode.
         decodes = [entry for entry in to_compute if entry[1] == 1]
         prefills = [entry for entry in to_compute if entry[1] > 1]
-        builder = PlanBuilder(budget=self._budget(len(decodes)))
+        builder = PlanBuilder(budget=self._budget(len(decodes), prefills))
         for seq, num_to_compute in decodes + prefills:
             count = num_to_compute if num_to_compute <= builder.budget else builder.budget
             if not count or seq.state is not SequenceState.RUNNING:
@@ -218,21 +225,27 @@ class Scheduler:
             return None
         plan = builder.build(self._freed_rows, self._unfilled)
         self._freed_rows, self._unfilled = [], []
-        self._launched.append(_LaunchedPlan(plan.spans, list(builder.counts), [s.row_epoch for s in builder.counts]))
+        row_epochs = [seq.row_epoch for seq in builder.counts]
+        self._launched.append(_LaunchedPlan(plan.spans, list(builder.counts), row_epochs, plan.num_tokens))
         self.counters.computed_tokens += plan.num_tokens
         return plan
 
-    def _budget(self, num_decodes: int) -> int:
-        """Return the step's token limit. Mixed steps are shorter, because every decoding sequence waits for them."""
-        step_tokens, mixed_tokens = self._config.step_tokens, self._config.mixed_tokens
-        if mixed_tokens is None or not num_decodes:
-            return step_tokens
-        return min(step_tokens, max(mixed_tokens, num_decodes + mixed_tokens // 4))
+    def _budget(self, num_decodes: int, prefills: list[tuple[Sequence, int]]) -> int:
+        """Return the step's token limit. A step with decoding sequences is limited, because all of them wait for it."""
+        if not num_decodes or not (prefills or self._waiting):
+            return self._config.step_tokens
+        # What the cache holds of the waiting prompts is not known yet. They are assumed to be like the earlier ones.
+        uncached = 1 - self.counters.cached_tokens / max(1, self.counters.prompt_tokens)
+        waiting_tokens = sum(len(seq.token_ids) for seq in islice(self._waiting, _MAX_COUNTED))
+        queued_tokens = sum(num_to_compute for _seq, num_to_compute in prefills) + int(uncached * waiting_tokens)
+        return self.step_size.limit(num_decodes, queued_tokens)
 
     def commit(self, result: StepResult) -> TokenChunks:
         """Apply the result of the oldest launched plan. Return the new tokens of each sequence."""
         chunks = TokenChunks()
-        spans, seqs, row_epochs = self._launched.popleft()
+        spans, seqs, row_epochs, num_tokens = self._launched.popleft()
+        if spans:
+            self.step_size.record(num_tokens, len(spans), result.step_s)
         for i, (span, seq, row_epoch, token_ids) in enumerate(
             zip(spans, seqs, row_epochs, result.token_ids, strict=True)
         ):

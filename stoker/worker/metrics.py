@@ -28,6 +28,10 @@ _GAUGES = (
     ("cached_blocks", "stoker_kv_blocks_cached", "KV blocks that a prefix can still hit"),
     ("num_blocks", "stoker_kv_blocks", "KV blocks in total"),
     ("loading_sequences", "stoker_kv_loading_sequences", "Sequences that wait for KV from a tier or another worker"),
+    ("mixed_step_tokens", "stoker_mixed_step_tokens", "Token limit of the last step with both prefill and decode"),
+    ("step_fixed_s", "stoker_step_fixed_seconds", "Fitted time of a step without its tokens"),
+    ("step_token_s", "stoker_step_token_seconds", "Fitted time of one more token in a step"),
+    ("step_row_s", "stoker_step_row_seconds", "Fitted time of one more row in a step, beyond its token"),
     ("held_leases", "stoker_kv_leases", "Sequences whose KV is kept for another worker"),
 )
 _COUNTERS = (

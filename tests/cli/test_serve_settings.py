@@ -43,7 +43,7 @@ def test_every_flag_becomes_its_setting() -> None:
         *("--device", "cpu", "--dtype", "float64", "--max-model-tokens", "1", "--threads", "2", "--steps-ahead", "0"),
         *("--spare-engine", "off"),
         *("--block-tokens", "3", "--kv-blocks", "4", "--kv-memory-gib", "5", "--gpu-memory-gib", "6"),
-        *("--step-tokens", "7", "--max-rows", "8", "--mixed-tokens", "9"),
+        *("--step-tokens", "7", "--max-rows", "8", "--target-itl-ms", "9"),
         *("--kv-host-gib", "2", "--kv-store", "s", "--kv-disk", "/d", "--kv-disk-gib", "3", "--kv-disk-key-file", "/k"),
         *("--kv-mooncake", "m:50051", "--kv-mooncake-segment-gib", "4", "--kv-mooncake-protocol", "rdma"),
         *(

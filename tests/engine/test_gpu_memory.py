@@ -123,16 +123,15 @@ def test_kv_that_leaves_no_working_memory_is_rejected(monkeypatch: pytest.Monkey
         (WHOLE_8B, SchedSettings(), 2048),
         (WHOLE_30B_A3B, SchedSettings(), 4096),  # a token uses a tenth of its weights
         (WHOLE_8B, SchedSettings(step_tokens=1024), 1024),
-        (WHOLE_8B, SchedSettings(mixed_tokens=700), 700),
     ],
 )
-def test_mixed_tokens_follow_from_the_arithmetic_per_token(
+def test_captured_tokens_follow_from_the_arithmetic_per_token(
     hf: dict[str, Any], settings: SchedSettings, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     shape = family_of(hf, "here").shape
-    assert resolve(EngineSettings(device="cuda", sched=settings), shape).mixed_tokens == expected
+    assert resolve(EngineSettings(device="cuda", sched=settings), shape).captured_tokens == expected
 
 
 def test_active_weights_count_only_the_experts_of_a_token() -> None:

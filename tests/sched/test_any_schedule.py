@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
+from dataclasses import replace
 
 import pytest
 from fake_device import VOCAB, FakeDevice, lone_run, random_request
@@ -21,7 +23,9 @@ def test_any_schedule_gives_each_sequence_the_tokens_of_running_alone(seed: int)
     block_tokens = rng.choice([1, 2, 4, 16])
     num_blocks = rng.choice([max(2, 8 // block_tokens), max(3, 64 // block_tokens), 400 // block_tokens])
     max_rows = rng.choice([1, 2, 8])
-    config = SchedulerConfig(block_tokens, rng.choice([1, 3, 16, 128]), max_rows, "fake")
+    timing = random.Random(f"timing {seed}")  # the size of mixed steps follows from measured times
+    target_itl_s = timing.choice([math.inf, 0.001, 0.05, 1.0])
+    config = SchedulerConfig(block_tokens, rng.choice([1, 3, 16, 128]), max_rows, "fake", target_itl_s=target_itl_s)
     steps_ahead = rng.choice([0, 1, 2])
     pool = BlockPool(num_blocks)
     scheduler = Scheduler(config, pool)
@@ -51,7 +55,8 @@ def test_any_schedule_gives_each_sequence_the_tokens_of_running_alone(seed: int)
         plan = scheduler.plan()
         if plan is not None:
             assert 0 < plan.num_tokens <= config.step_tokens
-            launched.append(device.run(plan))
+            step_s = timing.choice([0.0, 0.001 * plan.num_tokens, 0.01 + 0.0001 * plan.num_tokens, 5.0])
+            launched.append(replace(device.run(plan), step_s=step_s))
         while launched and (plan is None or len(launched) > steps_ahead):
             take(scheduler.commit(launched.popleft()))
         pool.check()

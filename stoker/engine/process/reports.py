@@ -35,6 +35,7 @@ def engine_info(built: BuiltEngine) -> EngineInfo:
 def engine_stats(built: BuiltEngine, num_preparing: int) -> EngineStats:
     """Return the current statistics. `num_preparing` requests are not in the scheduler yet; they count as waiting."""
     scheduler, pool, counters, engine = built.scheduler, built.pool, built.scheduler.counters, built.engine
+    costs = scheduler.step_size.costs
     return EngineStats(
         waiting_sequences=scheduler.num_waiting + num_preparing,
         waiting_tokens=scheduler.waiting_tokens,
@@ -52,6 +53,10 @@ def engine_stats(built: BuiltEngine, num_preparing: int) -> EngineStats:
         preemptions=counters.preemptions,
         prefill_tokens_per_s=engine.rates.prefill_tokens_per_s,
         decode_step_s=engine.rates.decode_step_s,
+        mixed_step_tokens=scheduler.step_size.mixed_tokens,
+        step_fixed_s=costs.fixed_s,
+        step_token_s=costs.token_s,
+        step_row_s=costs.row_s,
         loading_sequences=scheduler.num_loading,
         held_leases=scheduler.num_held,
         loaded_tokens=counters.loaded_tokens,

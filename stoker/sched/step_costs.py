@@ -1,0 +1,131 @@
+"""StepTimes: a model of the time of a step, fitted to the measured steps. Pure.
+
+    time = fixed + token * tokens + row * rows
+
+`fixed` is mostly the reading of the weights. `row` is what a row costs beyond its token: attention over its context,
+and sampling. Contexts and prompts change with the load, so recent steps count more.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+_SAMPLES = 7  # measured steps that a size class keeps; their median ignores up to three stalls
+_MAX_CLASSES = 32  # the classes that were not measured for longest are dropped
+_HALF_AGE = 256  # a class counts half after this many steps without a new measurement in it
+# Strength of the pull towards zero, per coefficient: fixed, token, row. It decides only what the measurements leave open:
+# time that several coefficients could explain goes to the tokens first, then to the fixed part.
+_DAMPING = (1e-3, 1e-5, 1e-2)
+
+Matrix = list[list[float]]
+
+
+class StepCosts(NamedTuple):
+    """The coefficients of the model. None of them is negative."""
+
+    fixed_s: float = 0.0
+    token_s: float = 0.0
+    row_s: float = 0.0
+
+    def decode_s(self, num_rows: int) -> float:
+        """Return the time of a decode-only step of `num_rows` sequences."""
+        return self.fixed_s + (self.token_s + self.row_s) * num_rows
+
+
+@dataclass(slots=True)
+class _SimilarSteps:
+    """The last measurements of steps of similar size: (seconds, tokens, rows)."""
+
+    samples: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
+    updated: int = 0  # number of the last measurement
+
+    @property
+    def typical(self) -> tuple[float, int, int]:
+        """The median by time; of two, the faster. A stall or a compilation makes a step slower, never faster."""
+        return sorted(self.samples)[(len(self.samples) - 1) // 2]
+
+
+class StepTimes:
+    """Measured steps in classes of similar size, and the coefficients that explain them best.
+
+    A class keeps its last measurements until newer ones of its own size replace them. So a long phase of decode-only
+    steps does not erase what is known about prefill. A class counts by its relative error. So neither large steps nor
+    outliers dominate.
+    """
+
+    def __init__(self) -> None:
+        self._classes: dict[tuple[int, int], _SimilarSteps] = {}  # the last measured class comes last
+        self._num_recorded = 0
+        self._fitted = 0  # number of the measurement after which `_costs` were fitted
+        self._costs = StepCosts()
+
+    def record(self, num_tokens: int, num_rows: int, step_s: float) -> None:
+        """Add a measured step of `num_tokens` tokens, one or more for each of its rows."""
+        if not 0.0 < step_s < float("inf"):
+            return
+        key = (num_rows.bit_length(), (num_tokens - num_rows).bit_length())
+        cls = self._classes.pop(key, None) or _SimilarSteps()
+        self._classes[key] = cls
+        if len(self._classes) > _MAX_CLASSES:
+            del self._classes[next(iter(self._classes))]
+        self._num_recorded += 1
+        cls.updated = self._num_recorded
+        cls.samples.append((step_s, num_tokens, num_rows))
+
+    @property
+    def largest_tokens(self) -> int:
+        """The tokens of the largest step that the model was fitted to."""
+        return max((cls.samples[-1][1] for cls in self._classes.values()), default=0)
+
+    @property
+    def costs(self) -> StepCosts:
+        """The fitted coefficients. All are zero before the first measurement."""
+        if self._fitted != self._num_recorded:
+            self._fitted = self._num_recorded
+            self._costs = self._fit()
+        return self._costs
+
+    def _fit(self) -> StepCosts:
+        """Solve the weighted normal equations. Negative coefficients are set to zero, and the others fitted again."""
+        # The equation of a class, divided by its time: 1 = fixed * x + token * y + row * z. Written out, because a plan
+        # waits for it.
+        xx = xy = xz = yy = yz = zz = x1 = y1 = z1 = 0.0
+        for cls in self._classes.values():
+            step_s, num_tokens, num_rows = cls.typical
+            x = 1.0 / step_s
+            y, z = x * num_tokens, x * num_rows
+            weight = _HALF_AGE / (_HALF_AGE + self._num_recorded - cls.updated)
+            wx, wy, wz = weight * x, weight * y, weight * z
+            xx, xy, xz, yy, yz, zz = xx + wx * x, xy + wx * y, xz + wx * z, yy + wy * y, yz + wy * z, zz + wz * z
+            x1, y1, z1 = x1 + wx, y1 + wy, z1 + wz
+        matrix = [[xx, xy, xz], [xy, yy, yz], [xz, yz, zz]]
+        right = [x1, y1, z1]
+        for i in range(3):
+            matrix[i][i] *= 1.0 + _DAMPING[i]
+        free = [0, 1, 2]
+        while free:
+            found = _solve([[matrix[i][j] for j in free] for i in free], [right[i] for i in free])
+            worst = min(range(len(free)), key=found.__getitem__)
+            if found[worst] >= 0.0:
+                values = dict(zip(free, found, strict=True))
+                return StepCosts(*(values.get(i, 0.0) for i in range(3)))
+            del free[worst]
+        return StepCosts()
+
+
+def _solve(matrix: Matrix, right: list[float]) -> list[float]:
+    """Solve a small symmetric positive definite system by elimination."""
+    size = len(right)
+    for i in range(size):
+        for k in range(i + 1, size):
+            factor = matrix[k][i] / matrix[i][i]
+            right[k] -= factor * right[i]
+            for j in range(i, size):
+                matrix[k][j] -= factor * matrix[i][j]
+    found = [0.0] * size
+    for i in reversed(range(size)):
+        known = sum(matrix[i][j] * found[j] for j in range(i + 1, size))
+        found[i] = (right[i] - known) / matrix[i][i]
+    return found
