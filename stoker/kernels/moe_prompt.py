@@ -69,13 +69,13 @@ def _gate_up(
     x, weight, counts, pairs, inner, capacity,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
     GRANULE: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, COUNTS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PANEL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     PARTS: tl.constexpr = (WIDTH + BLOCK_OUT - 1) // BLOCK_OUT
-    expert, first, left = find_tile(counts, tl.program_id(0) // PARTS, EXPERTS, BLOCK_EXPERTS, ROWS, COUNTS)
-    first_out = (tl.program_id(0) % PARTS) * BLOCK_OUT
+    expert, part, first, left = find_tile(counts, tl.program_id(0), PARTS, EXPERTS, BLOCK_EXPERTS, ROWS, PANEL, COUNTS)
+    first_out = part * BLOCK_OUT
     first_weight = 2 * (expert * WIDTH + first_out)
     first_made = _pairs_before(counts, expert, BLOCK_EXPERTS, COUNTS) + first
     mine = pairs + expert.to(tl.int64) * capacity + first
@@ -112,14 +112,15 @@ def _down_tile(
 def _down(
     inner, inner_half, weight, counts, pairs, made, capacity,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, COUNTS: tl.constexpr, OVERLAP: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, COUNTS: tl.constexpr,
+    PANEL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     PARTS: tl.constexpr = (HIDDEN + BLOCK_OUT - 1) // BLOCK_OUT
-    expert, first, left = find_tile(counts, tl.program_id(0) // PARTS, EXPERTS, BLOCK_EXPERTS, ROWS, COUNTS)
+    expert, part, first, left = find_tile(counts, tl.program_id(0), PARTS, EXPERTS, BLOCK_EXPERTS, ROWS, PANEL, COUNTS)
     first_given = _pairs_before(counts, expert, BLOCK_EXPERTS, COUNTS) + first
-    first_out = (tl.program_id(0) % PARTS) * BLOCK_OUT
+    first_out = part * BLOCK_OUT
     first_weight = expert * HIDDEN + first_out
     mine = pairs + expert.to(tl.int64) * capacity + first
     if left > ROWS // 2:
@@ -146,7 +147,7 @@ def gate_up_prompt(lists: Lists, gate_up: Tensor, granule: int, tile: PairTile =
         lists.normed, weight, lists.counts, lists.pairs, inner, lists.pairs.shape[1],
         HIDDEN=hidden, WIDTH=width, TOP_K=lists.weights.shape[1], EXPERTS=num_experts,
         BLOCK_EXPERTS=next_power_of_2(num_experts), GRANULE=granule, ROWS=tile.rows, BLOCK_OUT=tile.outs,
-        BLOCK_IN=tile.ins, COUNTS=COUNT_STRIDE, OVERLAP=overlap,
+        BLOCK_IN=tile.ins, COUNTS=COUNT_STRIDE, PANEL=tile.panel, OVERLAP=overlap,
         num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=overlap,
     )  # fmt: skip
     return inner
@@ -163,7 +164,7 @@ def down_prompt(lists: Lists, inner: Tensor, down: Tensor, tile: PairTile = DOWN
     _down[(max_tiles(lists, tile.rows) * cdiv(hidden, tile.outs),)](
         given, given_half, weight, lists.counts, lists.pairs, made, lists.pairs.shape[1],
         HIDDEN=hidden, WIDTH=width, EXPERTS=num_experts, BLOCK_EXPERTS=next_power_of_2(num_experts),
-        ROWS=tile.rows, BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins, COUNTS=COUNT_STRIDE, OVERLAP=overlap,
+        ROWS=tile.rows, BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins, COUNTS=COUNT_STRIDE, PANEL=tile.panel, OVERLAP=overlap,
         num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=overlap,
     )  # fmt: skip
     return made

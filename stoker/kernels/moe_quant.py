@@ -145,20 +145,20 @@ def _gate_up(
     x, x_scale, x_stride, codes, scale, counts, pairs, inner, capacity,
     OUTS: tl.constexpr, INS: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
     INT4: tl.constexpr, BOTH: tl.constexpr, ROW_BLOCK: tl.constexpr, COL_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, COUNTS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, COUNTS: tl.constexpr, PANEL: tl.constexpr,
     PAIRS: tl.constexpr, EXPAND: tl.constexpr, EXPAND_REGISTERS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     WIDTH: tl.constexpr = OUTS // 2
     PARTS: tl.constexpr = (WIDTH + BLOCK_OUT - 1) // BLOCK_OUT
-    expert, first, left = find_tile(counts, tl.program_id(0) // PARTS, EXPERTS, BLOCK_EXPERTS, ROWS, COUNTS)
+    expert, part, first, left = find_tile(counts, tl.program_id(0), PARTS, EXPERTS, BLOCK_EXPERTS, ROWS, PANEL, COUNTS)
     if left <= 0:
         return
     row = tl.arange(0, ROWS)
     # Padding, here and below, reads memory that exists and is written nowhere.
     pair = tl.load(pairs + expert.to(tl.int64) * capacity + first + row, mask=row < left, other=0).to(tl.int64)
-    first_out = (tl.program_id(0) % PARTS) * BLOCK_OUT
+    first_out = part * BLOCK_OUT
     both = tl.arange(0, 2 * BLOCK_OUT)
     made = expert * OUTS + (both // BLOCK_OUT) * WIDTH + tl.minimum(first_out + both % BLOCK_OUT, WIDTH - 1)
     sums = _sums(
@@ -180,18 +180,18 @@ def _down(
     x, x_scale, x_stride, codes, scale, counts, pairs, made_of, capacity,
     OUTS: tl.constexpr, INS: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
     INT4: tl.constexpr, BOTH: tl.constexpr, ROW_BLOCK: tl.constexpr, COL_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, COUNTS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, COUNTS: tl.constexpr, PANEL: tl.constexpr,
     PAIRS: tl.constexpr, EXPAND: tl.constexpr, EXPAND_REGISTERS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     PARTS: tl.constexpr = (OUTS + BLOCK_OUT - 1) // BLOCK_OUT
-    expert, first, left = find_tile(counts, tl.program_id(0) // PARTS, EXPERTS, BLOCK_EXPERTS, ROWS, COUNTS)
+    expert, part, first, left = find_tile(counts, tl.program_id(0), PARTS, EXPERTS, BLOCK_EXPERTS, ROWS, PANEL, COUNTS)
     if left <= 0:
         return
     row = tl.arange(0, ROWS)
     pair = tl.load(pairs + expert.to(tl.int64) * capacity + first + row, mask=row < left, other=0).to(tl.int64)
-    out = (tl.program_id(0) % PARTS) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    out = part * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     sums = _sums(
         x, x_scale, x_stride, codes, scale, expert * OUTS + tl.minimum(out, OUTS - 1), pair,
         INS, EXPERTS * OUTS, INT4, BOTH, ROW_BLOCK, COL_BLOCK, ROWS, BLOCK_OUT, BLOCK_IN,
@@ -216,7 +216,8 @@ def _launch(kernel, lists: Lists, x: Tensor, weight: QuantWeight, out: Tensor, t
         OUTS=num_outs, INS=num_ins, TOP_K=lists.weights.shape[1], EXPERTS=num_experts,
         BLOCK_EXPERTS=next_power_of_2(num_experts), INT4=weight.is_int4, BOTH=both, ROW_BLOCK=weight.row_block,
         COL_BLOCK=weight.col_block, ROWS=tile.rows, BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins, COUNTS=COUNT_STRIDE,
-        PAIRS=overlap and x.dtype == torch.bfloat16, EXPAND=EXPAND, EXPAND_REGISTERS=EXPAND_REGISTERS, OVERLAP=overlap,
+        PANEL=tile.panel, PAIRS=overlap and x.dtype == torch.bfloat16, EXPAND=EXPAND, EXPAND_REGISTERS=EXPAND_REGISTERS,
+        OVERLAP=overlap,
         num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=overlap,
     )  # fmt: skip
     return out

@@ -161,8 +161,9 @@ def router_logits(x: Tensor, norm: Tensor, router: Tensor, tile: RouterTile | No
 
 
 def list_by_expert(
-    x: Tensor, norm: Tensor, eps: float, logits: Tensor, counts: Tensor, top_k: int, renormalises: bool
-) -> Lists:
+    x: Tensor, norm: Tensor, eps: float, logits: Tensor, counts: Tensor, top_k: int, renormalises: bool,
+    num_warps: int = 1,
+) -> Lists:  # fmt: skip
     (num_tokens, num_parts, num_experts), hidden = logits.shape, x.shape[1]
     normed = torch.empty_like(x)
     weights = logits.new_empty(num_tokens, top_k)
@@ -174,6 +175,6 @@ def list_by_expert(
         HIDDEN=hidden, BLOCK=next_power_of_2(hidden), PARTS=num_parts, EXPERTS=num_experts,
         BLOCK_EXPERTS=next_power_of_2(num_experts), TOP_K=top_k,
         BLOCK_K=max(_WARP, next_power_of_2(top_k)), RENORMALISES=renormalises, COUNTS=COUNT_STRIDE,
-        OVERLAP=overlap, num_warps=1, launch_pdl=overlap,
+        OVERLAP=overlap, num_warps=num_warps, launch_pdl=overlap,
     )  # fmt: skip
     return Lists(normed, weights, counts, pairs)
