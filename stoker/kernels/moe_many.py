@@ -8,35 +8,13 @@ at once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from stoker.kernels.dispatch import cdiv, next_power_of_2, overlaps, tl, triton, wait_for_inputs
 from stoker.kernels.moe_route import COUNT_STRIDE, Lists
-from stoker.kernels.moe_tile_model import PairTile
+from stoker.kernels.moe_tile_model import Format, PairTile, pair_tile
 
-
-@dataclass(frozen=True, slots=True)
-class PairTiles:
-    gate_up: PairTile
-    down: PairTile
-
-
-# By the average number of pairs per expert, measured on an H200 with the shape of Qwen3-30B-A3B.
-_BY_LOAD = [
-    (10, PairTiles(PairTile(16, 64, 128, 4, 3), PairTile(16, 64, 128, 4, 3))),
-    (20, PairTiles(PairTile(32, 64, 64, 4, 3), PairTile(32, 128, 64, 4, 4))),
-    (1 << 30, PairTiles(PairTile(64, 64, 64, 4, 3), PairTile(64, 128, 64, 4, 4))),
-]
-_WIDE = PairTiles(PairTile(16, 32, 32, 4, 2), PairTile(16, 32, 32, 4, 2))  # for float32
 _COMBINED = 1024
-
-
-def tiles_for(lists: Lists) -> PairTiles:
-    if lists.normed.element_size() == 4:
-        return _WIDE
-    return next(tiles for most, tiles in _BY_LOAD if lists.load <= most)
 
 
 @triton.jit
@@ -155,10 +133,15 @@ def _combine(
     tl.store(x + token * HIDDEN + column, total.to(x.dtype.element_ty), mask=inside)
 
 
-def gate_up_lists(lists: Lists, gate_up: Tensor, granule: int, tile: PairTile) -> Tensor:
+def _form(weight: Tensor) -> Format:
+    return "float32" if weight.element_size() == 4 else "plain"
+
+
+def gate_up_lists(lists: Lists, gate_up: Tensor, granule: int, tile: PairTile | None = None) -> Tensor:
     """Return [pairs, width]."""
     num_experts, width, hidden = gate_up.shape[0], gate_up.shape[1] // 2, gate_up.shape[2]
     assert gate_up.is_contiguous()
+    tile = tile or pair_tile(_form(gate_up), "gate_up", lists.num_pairs, num_experts, width)
     top_k, overlap = lists.weights.shape[1], overlaps(gate_up)
     inner = lists.normed.new_empty(lists.weights.numel(), width)
     _gate_up[(max_tiles(lists, tile.rows) * cdiv(width, tile.outs),)](
@@ -170,10 +153,11 @@ def gate_up_lists(lists: Lists, gate_up: Tensor, granule: int, tile: PairTile) -
     return inner
 
 
-def down_lists(lists: Lists, inner: Tensor, down: Tensor, tile: PairTile) -> Tensor:
+def down_lists(lists: Lists, inner: Tensor, down: Tensor, tile: PairTile | None = None) -> Tensor:
     """Return [pairs, hidden]."""
     num_experts, hidden, width = down.shape
     assert down.is_contiguous()
+    tile = tile or pair_tile(_form(down), "down", lists.num_pairs, num_experts, hidden)
     overlap = overlaps(down)
     made = inner.new_empty(len(inner), hidden)
     _down[(max_tiles(lists, tile.rows) * cdiv(hidden, tile.outs),)](
@@ -199,5 +183,4 @@ def combine(x: Tensor, made: Tensor, weights: Tensor) -> Tensor:
 def max_tiles(lists: Lists, rows: int) -> int:
     """Upper bound of the number of tiles of `rows` pairs: the full ones, and one for the rest of each expert that has
     any pair."""
-    num_pairs, num_experts = lists.weights.numel(), len(lists.pairs)
-    return min(num_pairs, num_pairs // rows + num_experts)
+    return min(lists.num_pairs, lists.num_pairs // rows + lists.num_experts)

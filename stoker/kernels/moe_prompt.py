@@ -15,13 +15,10 @@ from importlib import import_module
 from torch import Tensor
 
 from stoker.kernels.dispatch import cdiv, next_power_of_2, overlaps, tl, triton
-from stoker.kernels.moe_many import PairTile, find_tile, max_tiles
+from stoker.kernels.moe_many import find_tile, max_tiles
 from stoker.kernels.moe_route import COUNT_STRIDE, Lists
+from stoker.kernels.moe_tile_model import PairTile, pair_tile
 
-# Measured on an H200 with the shape of Qwen3-30B-A3B.
-GATE_UP = PairTile(rows=128, outs=128, ins=64, num_warps=8, num_stages=4)
-DOWN = PairTile(rows=128, outs=128, ins=64, num_warps=4, num_stages=3)
-MIN_LOAD = 60  # average pairs per expert from which these tiles are faster
 GRANULE = 64  # rows of a granule of gate_up: see moe.py
 _ALIGNED = 8  # values in 16 bytes, the alignment of the copy engine
 
@@ -135,10 +132,11 @@ def _down(
         )  # fmt: skip
 
 
-def gate_up_prompt(lists: Lists, gate_up: Tensor, granule: int, tile: PairTile = GATE_UP) -> Tensor:
+def gate_up_prompt(lists: Lists, gate_up: Tensor, granule: int, tile: PairTile | None = None) -> Tensor:
     """Return [pairs, width], expert by expert, each one's pairs in list order."""
-    assert tile.outs % granule == 0
     num_experts, width, hidden = gate_up.shape[0], gate_up.shape[1] // 2, gate_up.shape[2]
+    tile = tile or pair_tile("prompt", "gate_up", lists.num_pairs, num_experts, width)
+    assert tile.outs % granule == 0
     overlap = overlaps(gate_up)
     inner = lists.normed.new_empty(lists.weights.numel(), width)
     descriptor = import_module("triton.tools.tensor_descriptor").TensorDescriptor
@@ -153,9 +151,10 @@ def gate_up_prompt(lists: Lists, gate_up: Tensor, granule: int, tile: PairTile =
     return inner
 
 
-def down_prompt(lists: Lists, inner: Tensor, down: Tensor, tile: PairTile = DOWN) -> Tensor:
+def down_prompt(lists: Lists, inner: Tensor, down: Tensor, tile: PairTile | None = None) -> Tensor:
     """Return [pairs, hidden] in pair order, from the result of gate_up_prompt."""
     num_experts, hidden, width = down.shape
+    tile = tile or pair_tile("prompt", "down", lists.num_pairs, num_experts, hidden)
     overlap = overlaps(down)
     made = inner.new_empty(len(inner), hidden)
     described = import_module("triton.tools.tensor_descriptor").TensorDescriptor.from_tensor

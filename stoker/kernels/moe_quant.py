@@ -13,29 +13,12 @@ import torch
 from torch import Tensor
 
 from stoker.kernels.dispatch import cdiv, next_power_of_2, overlaps, tl, triton
-from stoker.kernels.moe_many import PairTile, PairTiles, find_tile, max_tiles
+from stoker.kernels.moe_many import find_tile, max_tiles
 from stoker.kernels.moe_route import COUNT_STRIDE, Lists
-from stoker.kernels.quant import SPAN, QuantWeight, half_of_pair
+from stoker.kernels.moe_tile_model import Format, PairTile, Side, pair_tile
+from stoker.kernels.quant import QuantWeight, half_of_pair
 from stoker.kernels.quant_many import quantise_triton
 from stoker.kernels.quant_skinny import EXPAND, EXPAND_REGISTERS, expand
-from stoker.kernels.skinny import ANY
-
-# By the average number of pairs per expert. Not yet benchmarked.
-CODES = (  # both sides in 8 bits
-    (10, PairTiles(PairTile(16, 64, 128, 4, 4), PairTile(16, 128, 128, 4, 4))),
-    (30, PairTiles(PairTile(32, 64, 128, 4, 4), PairTile(32, 128, 128, 4, 4))),
-    (ANY, PairTiles(PairTile(64, 64, 128, 8, 4), PairTile(64, 128, 128, 8, 4))),
-)
-FP8 = (
-    (10, PairTiles(PairTile(16, 32, 128, 4, 4), PairTile(16, 64, 128, 4, 4))),
-    (30, PairTiles(PairTile(32, 64, 128, 4, 3), PairTile(32, 128, 128, 4, 3))),
-    (ANY, PairTiles(PairTile(64, 64, 128, 8, 3), PairTile(64, 128, 128, 8, 3))),
-)
-INT4 = (
-    (10, PairTiles(PairTile(16, 64, SPAN, 4, 3), PairTile(16, 128, SPAN, 4, 3))),
-    (30, PairTiles(PairTile(32, 64, SPAN, 4, 3), PairTile(32, 128, SPAN, 4, 3))),
-    (ANY, PairTiles(PairTile(64, 64, SPAN, 8, 2), PairTile(64, 128, SPAN, 8, 2))),
-)
 
 
 def takes_codes(weight: QuantWeight, num_tokens: int) -> bool:
@@ -44,9 +27,12 @@ def takes_codes(weight: QuantWeight, num_tokens: int) -> bool:
     return weight.quantises_inputs and not weight.is_few(num_tokens) and weight.shape[1] % weight.col_block == 0
 
 
-def tiles_for(weight: QuantWeight, lists: Lists) -> PairTiles:
-    table = INT4 if weight.is_int4 else CODES if takes_codes(weight, len(lists.normed)) else FP8
-    return next(tiles for most, tiles in table if lists.load <= most)
+def format_of(weight: QuantWeight, num_tokens: int) -> Format:
+    if weight.is_int4:
+        return "int4"
+    if not takes_codes(weight, num_tokens):
+        return "fp8"
+    return "codes" if weight.col_block == weight.shape[1] else "code blocks"
 
 
 @triton.jit
@@ -203,9 +189,12 @@ def _down(
     tl.store(place, sums.to(made_of.dtype.element_ty), mask=(out < OUTS)[:, None] & (row < left)[None, :])
 
 
-def _launch(kernel, lists: Lists, x: Tensor, weight: QuantWeight, out: Tensor, tile: PairTile) -> Tensor:
+def _launch(side: Side, lists: Lists, x: Tensor, weight: QuantWeight, out: Tensor, tile: PairTile | None) -> Tensor:
     """Launch the kernel for `out` [pairs, outputs], of which a program computes `tile.outs`."""
-    num_experts, num_ins = len(lists.pairs), weight.shape[1]
+    form = format_of(weight, len(lists.normed))
+    tile = tile or pair_tile(form, side, lists.num_pairs, lists.num_experts, out.shape[1])
+    kernel = _gate_up if side == "gate_up" else _down
+    num_experts, num_ins = lists.num_experts, weight.shape[1]
     num_outs, overlap = weight.shape[0] // num_experts, overlaps(x)
     both = takes_codes(weight, len(lists.normed))
     given, given_scale = quantise_triton(x, weight.col_block) if both else (x, x)
@@ -225,11 +214,11 @@ def _launch(kernel, lists: Lists, x: Tensor, weight: QuantWeight, out: Tensor, t
 
 def quant_gate_up(lists: Lists, gate_up: QuantWeight, tile: PairTile | None = None) -> Tensor:
     """Return [pairs, width]."""
-    inner = lists.normed.new_empty(lists.weights.numel(), gate_up.shape[0] // len(lists.pairs) // 2)
-    return _launch(_gate_up, lists, lists.normed, gate_up, inner, tile or tiles_for(gate_up, lists).gate_up)
+    inner = lists.normed.new_empty(lists.num_pairs, gate_up.shape[0] // lists.num_experts // 2)
+    return _launch("gate_up", lists, lists.normed, gate_up, inner, tile)
 
 
 def quant_down(lists: Lists, inner: Tensor, down: QuantWeight, tile: PairTile | None = None) -> Tensor:
     """Return [pairs, hidden]."""
     made = inner.new_empty(len(inner), lists.normed.shape[1])
-    return _launch(_down, lists, inner, down, made, tile or tiles_for(down, lists).down)
+    return _launch("down", lists, inner, down, made, tile)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from stoker.kernels.moe_tile_model import check_experts
 from stoker.layers.attention import Attention
 from stoker.layers.batch import ForwardBatch
 from stoker.layers.linear import Linear, TiedLinear
@@ -69,6 +70,14 @@ class DecoderLayer(nn.Module):
         stored = [config.stored_as(f"layers.{number}.mlp.{matmul}") for matmul in ("gate_up", "down")]
         self.mlp: GatedMlp | MoeMlp
         if config.moe is not None and number in config.moe.layers:
+            check_experts(
+                f"layers.{number}.mlp",
+                config.moe.num_experts,
+                config.moe.top_k,
+                config.hidden_size,
+                config.moe.intermediate_size,
+                torch.get_default_device(),
+            )
             self.mlp = MoeMlp(config.hidden_size, config.moe, *stored)
         else:
             self.mlp = GatedMlp(config.hidden_size, config.intermediate_size, config.mlp_bias, *stored)

@@ -13,11 +13,12 @@ from stoker.kernels.activation import silu_mul_ref
 from stoker.kernels.linear import Norm
 from stoker.kernels.moe import Experts, add_experts_ref, add_experts_triton, choose_ref, plain_ref
 from stoker.kernels.moe_few import down_few, gate_up_few
-from stoker.kernels.moe_many import PairTile, combine, down_lists, gate_up_lists, tiles_for
-from stoker.kernels.moe_prompt import DOWN, GATE_UP, down_prompt, gate_up_prompt
+from stoker.kernels.moe_many import combine, down_lists, gate_up_lists
+from stoker.kernels.moe_prompt import down_prompt, gate_up_prompt
 from stoker.kernels.moe_quant import quant_down, quant_gate_up, takes_codes
 from stoker.kernels.moe_quant_few import quant_down_few, quant_gate_up_few
 from stoker.kernels.moe_route import COUNT_STRIDE, Lists, list_by_expert, router_logits
+from stoker.kernels.moe_tile_model import PairTile
 from stoker.kernels.norm import rms_norm_ref
 from stoker.kernels.quant import QuantWeight
 from stoker.kernels.quant_many import quantise_triton
@@ -124,9 +125,8 @@ def listed(case: Case) -> Lists:
 def many(num_tokens: int, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
     case = make(num_tokens, shape, device, dtype)
     lists = listed(case)
-    tiles = tiles_for(lists)
-    inner = gate_up_lists(lists, case.experts.gate_up, shape.granule, tiles.gate_up)
-    made = down_lists(lists, inner, case.experts.down, tiles.down)
+    inner = gate_up_lists(lists, case.experts.gate_up, shape.granule)
+    made = down_lists(lists, inner, case.experts.down)
     close(combine(case.x.clone(), made, lists.weights), case.expected())
 
 
@@ -135,8 +135,8 @@ def prompt(
     shape: Shape,
     device: torch.device,
     dtype: torch.dtype,
-    gate_up: PairTile = GATE_UP,
-    down: PairTile = DOWN,
+    gate_up: PairTile | None = None,
+    down: PairTile | None = None,
 ) -> None:
     case = make(num_tokens, shape, device, dtype)
     lists = listed(case)
