@@ -150,7 +150,7 @@ def gate_up_few(
     assert x.is_contiguous()
     assert gate_up.is_contiguous()
     num_experts, width, hidden = gate_up.shape[0], gate_up.shape[1] // 2, gate_up.shape[2]
-    tile = tile or few_tile("plain", "gate_up", hidden)
+    tile = tile or few_tile("plain", "gate_up", width, hidden)
     found, overlap = Chosen.empty(x, top_k, width), overlaps(x)
     _gate_up[(cdiv(width, tile.outs), len(found.inner))](
         x, norm, logits, gate_up, found.inner, found.experts, found.weights, eps,
@@ -166,7 +166,7 @@ def down_few(x: Tensor, found: Chosen, down: Tensor, renormalises: bool, tile: E
     """Return x + the weighted sum of the experts, in place."""
     assert down.is_contiguous()
     (_num_experts, hidden, width), overlap = down.shape, overlaps(x)
-    tile = tile or few_tile("plain", "down", width)
+    tile = tile or few_tile("plain", "down", hidden, width)
     _down[(cdiv(hidden, tile.outs), len(x))](
         x, found.inner, down, found.experts, found.weights,
         HIDDEN=hidden, WIDTH=width, TOP_K=len(found.inner) // len(x), BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins,

@@ -141,7 +141,7 @@ def gate_up_lists(lists: Lists, gate_up: Tensor, granule: int, tile: PairTile | 
     """Return [pairs, width]."""
     num_experts, width, hidden = gate_up.shape[0], gate_up.shape[1] // 2, gate_up.shape[2]
     assert gate_up.is_contiguous()
-    tile = tile or pair_tile(_form(gate_up), "gate_up", lists.num_pairs, num_experts, width)
+    tile = tile or pair_tile(_form(gate_up), "gate_up", lists.num_pairs, num_experts, width, hidden)
     top_k, overlap = lists.weights.shape[1], overlaps(gate_up)
     inner = lists.normed.new_empty(lists.weights.numel(), width)
     _gate_up[(max_tiles(lists, tile.rows) * cdiv(width, tile.outs),)](
@@ -157,7 +157,7 @@ def down_lists(lists: Lists, inner: Tensor, down: Tensor, tile: PairTile | None 
     """Return [pairs, hidden]."""
     num_experts, hidden, width = down.shape
     assert down.is_contiguous()
-    tile = tile or pair_tile(_form(down), "down", lists.num_pairs, num_experts, hidden)
+    tile = tile or pair_tile(_form(down), "down", lists.num_pairs, num_experts, hidden, width)
     overlap = overlaps(down)
     made = inner.new_empty(len(inner), hidden)
     _down[(max_tiles(lists, tile.rows) * cdiv(hidden, tile.outs),)](

@@ -2,9 +2,9 @@
 """8-bit and 4-bit experts over lists of pairs: moe_many.py's matmuls, reading only the codes of a weight.
 
 The QuantWeight of a layer's experts has the rows of all experts stacked; gate_up has each expert's gate, then its up.
-As with other weights (linear.py), a step of few tokens multiplies in the dtype of x, and one of more tokens in 8 bits
-on both sides where the checkpoint was made for it. A program takes some of an expert's pairs and some rows of its
-weight as the tall side, gate and up of an output together. moe.py has the reference.
+Where the checkpoint was made for it, both sides are multiplied in 8 bits, also in steps of few tokens: converting each
+code to the dtype of x takes longer than reading it from memory. A program takes some of an expert's pairs and some rows
+of its weight as the tall side, gate and up of an output together. moe.py has the reference.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from stoker.kernels.quant_many import quantise_triton
 from stoker.kernels.quant_skinny import EXPAND, EXPAND_REGISTERS, expand
 
 
-def takes_codes(weight: QuantWeight, num_tokens: int) -> bool:
-    """Return True if the input is quantised to 8 bits too, in a step of this many tokens. As in quant_many.py, without
-    the library's constraints on shapes."""
-    return weight.quantises_inputs and not weight.is_few(num_tokens) and weight.shape[1] % weight.col_block == 0
+def takes_codes(weight: QuantWeight) -> bool:
+    """Return True if the input is quantised to 8 bits too. As in quant_many.py, without the library's constraints on
+    shapes."""
+    return weight.quantises_inputs and weight.shape[1] % weight.col_block == 0
 
 
-def format_of(weight: QuantWeight, num_tokens: int) -> Format:
+def format_of(weight: QuantWeight) -> Format:
     if weight.is_int4:
         return "int4"
-    if not takes_codes(weight, num_tokens):
+    if not takes_codes(weight):
         return "fp8"
     return "codes" if weight.col_block == weight.shape[1] else "code blocks"
 
@@ -191,12 +191,12 @@ def _down(
 
 def _launch(side: Side, lists: Lists, x: Tensor, weight: QuantWeight, out: Tensor, tile: PairTile | None) -> Tensor:
     """Launch the kernel for `out` [pairs, outputs], of which a program computes `tile.outs`."""
-    form = format_of(weight, len(lists.normed))
-    tile = tile or pair_tile(form, side, lists.num_pairs, lists.num_experts, out.shape[1])
+    form = format_of(weight)
+    tile = tile or pair_tile(form, side, lists.num_pairs, lists.num_experts, out.shape[1], weight.shape[1])
     kernel = _gate_up if side == "gate_up" else _down
     num_experts, num_ins = lists.num_experts, weight.shape[1]
     num_outs, overlap = weight.shape[0] // num_experts, overlaps(x)
-    both = takes_codes(weight, len(lists.normed))
+    both = form in ("codes", "code blocks")
     given, given_scale = quantise_triton(x, weight.col_block) if both else (x, x)
     assert weight.is_int4 or weight.col_block == num_ins or weight.col_block % tile.ins == 0
     kernel[(max_tiles(lists, tile.rows) * cdiv(out.shape[1], tile.outs),)](

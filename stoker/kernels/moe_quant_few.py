@@ -170,7 +170,7 @@ def quant_gate_up_few(
     assert x.is_contiguous()
     num_experts, hidden = logits.shape[2], gate_up.shape[1]
     width = gate_up.shape[0] // num_experts // 2
-    tile = tile or few_tile("int4" if gate_up.is_int4 else "fp8", "gate_up", hidden)
+    tile = tile or few_tile("int4" if gate_up.is_int4 else "fp8", "gate_up", width, hidden)
     found, overlap = Chosen.empty(x, top_k, width), overlaps(x)
     _gate_up[(cdiv(width, tile.outs), len(found.inner))](
         x, norm, logits, gate_up.codes, gate_up.scale, found.inner, found.experts, found.weights, eps,
@@ -186,7 +186,7 @@ def quant_down_few(
 ) -> Tensor:
     """Return x + the weighted sum of the experts, in place."""
     hidden, width = x.shape[1], down.shape[1]
-    tile = tile or few_tile("int4" if down.is_int4 else "fp8", "down", width)
+    tile = tile or few_tile("int4" if down.is_int4 else "fp8", "down", hidden, width)
     overlap = overlaps(x)
     _down[(cdiv(hidden, tile.outs), len(x))](
         x, found.inner, down.codes, down.scale, found.experts, found.weights,

@@ -3,7 +3,7 @@
 What decides is how the work divides, not the model. The main quantity is the load, the average number of pairs of token
 and expert per expert: a tile with more rows than an expert has pairs computes padding, and one with fewer reads the
 weights from the L2 cache more often. A tile is taken from the table of its weight's format by the load. If that leaves
-multiprocessors without a program, because an expert has few outputs, the next smaller tile of the table is taken.
+most multiprocessors without a program, because an expert has few outputs, the next smaller tile of the table is taken.
 
 The tables are from an H200, over the shapes in tests/kernels/moe_tile_times.json, which also has the times that the
 test of this module compares the choice with.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import takewhile
 from math import inf
 from typing import Literal
 
@@ -74,91 +73,102 @@ class RouterTile:
     splits: int = 1
 
 
-# By the largest load, in ascending order of the loads and of the rows.
-_Table = tuple[tuple[float, PairTile], ...]
-_WIDE: _Table = ((inf, PairTile(16, 32, 32, 4, 2)),)
-_TILES: dict[tuple[Format, Side], _Table] = {
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A row of a table: the tile for at most `load` pairs per expert and `ins` inputs of the matmul."""
+
+    load: float
+    tile: PairTile
+    ins: float = inf
+
+
+# In ascending order of the tiles' sizes. A row for no load is only used where the next leaves multiprocessors idle.
+_WIDE = (_Row(inf, PairTile(16, 32, 32, 4, 2)),)
+_TILES: dict[tuple[Format, Side], tuple[_Row, ...]] = {
     ("float32", "gate_up"): _WIDE,
     ("float32", "down"): _WIDE,
     ("plain", "gate_up"): (
-        (10, PairTile(16, 64, 128, 4, 3)),
-        (20, PairTile(32, 64, 64, 4, 3)),
-        (inf, PairTile(64, 64, 64, 4, 3)),
+        _Row(10, PairTile(16, 64, 128, 4, 3)),
+        _Row(20, PairTile(32, 64, 64, 4, 3)),
+        _Row(inf, PairTile(64, 64, 64, 4, 3)),
     ),
     ("plain", "down"): (
-        (10, PairTile(16, 128, 128, 8, 3)),
-        (20, PairTile(32, 64, 64, 4, 3)),
-        (inf, PairTile(64, 128, 64, 8, 3)),
+        _Row(10, PairTile(16, 128, 128, 8, 3)),
+        _Row(20, PairTile(32, 64, 64, 4, 3)),
+        _Row(inf, PairTile(64, 128, 64, 4, 4)),
     ),
-    ("prompt", "gate_up"): ((40, PairTile(64, 128, 64, 4, 4)), (inf, PairTile(128, 128, 64, 8, 4))),
+    ("prompt", "gate_up"): (_Row(0, PairTile(64, 128, 64, 4, 4)), _Row(inf, PairTile(128, 128, 64, 8, 4))),
+    # With few inputs, the end of a program is a large part of it: two smaller ones on a multiprocessor overlap.
     ("prompt", "down"): (
-        (40, PairTile(64, 128, 64, 4, 4)),
-        (600, PairTile(128, 128, 64, 4, 3)),
-        (inf, PairTile(128, 256, 64, 8, 3)),
+        _Row(0, PairTile(64, 128, 64, 4, 4)),
+        _Row(200, PairTile(128, 128, 64, 4, 3)),
+        _Row(inf, PairTile(128, 128, 64, 4, 3), ins=2047),
+        _Row(inf, PairTile(128, 256, 64, 8, 3)),
     ),
     # 8-bit weights, multiplied in the dtype of x.
     ("fp8", "gate_up"): (
-        (12, PairTile(16, 64, 128, 4, 4)),
-        (30, PairTile(32, 64, 128, 4, 3)),
-        (inf, PairTile(64, 64, 128, 4, 3)),
+        _Row(12, PairTile(16, 64, 128, 4, 4)),
+        _Row(30, PairTile(32, 64, 128, 4, 3)),
+        _Row(inf, PairTile(64, 64, 128, 4, 3)),
     ),
     ("fp8", "down"): (
-        (12, PairTile(16, 128, 128, 4, 4)),
-        (30, PairTile(32, 128, 128, 4, 3)),
-        (inf, PairTile(64, 128, 128, 4, 3)),
+        _Row(12, PairTile(16, 128, 128, 4, 4)),
+        _Row(30, PairTile(32, 128, 128, 4, 3)),
+        _Row(inf, PairTile(64, 128, 128, 4, 3)),
     ),
     # Both sides in 8 bits, with one scale per output.
     ("codes", "gate_up"): (
-        (12, PairTile(16, 64, 128, 4, 4)),
-        (28, PairTile(32, 64, 128, 4, 3)),
-        (400, PairTile(64, 128, 128, 8, 3)),
-        (inf, PairTile(128, 64, 128, 8, 3)),
+        _Row(14, PairTile(16, 64, 128, 4, 6)),
+        _Row(28, PairTile(32, 64, 128, 4, 3)),
+        _Row(90, PairTile(64, 128, 128, 8, 3)),
+        _Row(inf, PairTile(128, 128, 128, 8, 3)),
     ),
     ("codes", "down"): (
-        (20, PairTile(16, 128, 128, 4, 4)),
-        (28, PairTile(32, 128, 128, 4, 3)),
-        (300, PairTile(64, 256, 128, 8, 3)),
-        (inf, PairTile(64, 128, 128, 4, 3)),
+        _Row(20, PairTile(16, 128, 128, 4, 4)),
+        _Row(28, PairTile(32, 128, 128, 4, 3)),
+        _Row(100, PairTile(64, 256, 128, 8, 3)),
+        _Row(inf, PairTile(128, 256, 128, 8, 3)),
     ),
     # Both sides in 8 bits, with one scale per 128 inputs: a second set of sums leaves fewer registers.
     ("code blocks", "gate_up"): (
-        (12, PairTile(16, 64, 128, 4, 4)),
-        (40, PairTile(32, 64, 128, 4, 3)),
-        (300, PairTile(64, 128, 128, 8, 3)),
-        (inf, PairTile(64, 64, 128, 4, 3)),
+        _Row(14, PairTile(16, 64, 128, 4, 4)),
+        _Row(40, PairTile(32, 64, 128, 4, 3)),
+        _Row(180, PairTile(64, 128, 128, 8, 3)),
+        _Row(inf, PairTile(64, 64, 128, 4, 3)),
     ),
     ("code blocks", "down"): (
-        (20, PairTile(16, 128, 128, 4, 4)),
-        (32, PairTile(32, 128, 128, 4, 3)),
-        (300, PairTile(64, 256, 128, 8, 3)),
-        (inf, PairTile(64, 128, 128, 4, 3)),
+        _Row(20, PairTile(16, 128, 128, 4, 4)),
+        _Row(40, PairTile(32, 128, 128, 4, 3)),
+        _Row(180, PairTile(64, 256, 128, 8, 3)),
+        _Row(inf, PairTile(64, 128, 128, 4, 3)),
     ),
     ("int4", "gate_up"): (
-        (16, PairTile(16, 64, 256, 4, 3)),
-        (70, PairTile(32, 64, 256, 4, 3)),
-        (inf, PairTile(64, 128, 256, 8, 2)),
+        _Row(14, PairTile(16, 64, 256, 4, 3)),
+        _Row(56, PairTile(32, 64, 256, 4, 3)),
+        _Row(inf, PairTile(64, 64, 256, 4, 2)),
     ),
     ("int4", "down"): (
-        (16, PairTile(16, 128, 256, 4, 3)),
-        (64, PairTile(32, 128, 256, 4, 3)),
-        (inf, PairTile(64, 128, 256, 8, 2)),
+        _Row(16, PairTile(16, 128, 256, 4, 3)),
+        _Row(90, PairTile(32, 128, 256, 4, 3)),
+        _Row(inf, PairTile(64, 128, 256, 4, 2)),
     ),
 }
 
 
 @lru_cache(maxsize=4096)
-def pair_tile(form: Format, side: Side, num_pairs: int, num_experts: int, num_outs: int) -> PairTile:
+def pair_tile(form: Format, side: Side, num_pairs: int, num_experts: int, num_outs: int, num_ins: int) -> PairTile:
     """Return the tile for `num_pairs` pairs of token and expert. An expert has `num_outs` outputs (gate and up count as
-    one)."""
+    one) of `num_ins` inputs."""
     table, load = _TILES[form, side], num_pairs / num_experts
-    smaller = [tile for _, tile in takewhile(lambda row: row[0] < load, table)]
-    candidates = (table[len(smaller)][1], *reversed(smaller))
+    fitting = next(number for number, row in enumerate(table) if load <= row.load and num_ins <= row.ins)
+    candidates = [row.tile for row in table[fitting::-1]]
     return next((tile for tile in candidates if _fills(tile, load, num_experts, num_outs)), candidates[-1])
 
 
 def _fills(tile: PairTile, load: float, num_experts: int, num_outs: int) -> bool:
-    """Return True if there is a program for each multiprocessor."""
-    return max(1, load // tile.rows) * num_experts * cdiv(num_outs, tile.outs) >= _NUM_SMS
+    """Return True if at least half of the multiprocessors have a program. With fewer, a smaller tile is faster although
+    its programs do more work in all."""
+    return 2 * max(1, load // tile.rows) * num_experts * cdiv(num_outs, tile.outs) >= _NUM_SMS
 
 
 # For very few tokens: the format of the weight -> the tiles of gate_up and down.
@@ -167,20 +177,22 @@ _FEW: dict[str, tuple[ExpertTile, ExpertTile]] = {
     "fp8": (ExpertTile(16, 256, 4), ExpertTile(4, 1024, 4, 2)),
     "int4": (ExpertTile(16, 512, 4), ExpertTile(8, 1024, 4, 3)),
 }
-_MAX_UNROLLED = 16
+_FEW_WIDE_DOWN = ExpertTile(16, 512, 8)  # for plain weights with enough outputs
+_MAX_UNROLLED = 32
 
 
 @lru_cache(maxsize=256)
-def few_tile(form: Literal["plain", "fp8", "int4"], side: Side, num_ins: int) -> ExpertTile:
+def few_tile(form: Literal["plain", "fp8", "int4"], side: Side, num_outs: int, num_ins: int) -> ExpertTile:
     """Return the tile for very few tokens. The loop over the inputs of down is unrolled, so that its tile grows with
     their number."""
     gate_up, down = _FEW[form]
     if side == "gate_up":
         return gate_up
-    ins = down.ins
-    while num_ins > _MAX_UNROLLED * ins:
-        ins *= 2
-    return replace(down, ins=ins)
+    if form == "plain" and cdiv(num_outs, _FEW_WIDE_DOWN.outs) >= _NUM_SMS:
+        down = _FEW_WIDE_DOWN
+    while num_ins > _MAX_UNROLLED * down.ins:
+        down = replace(down, ins=2 * down.ins)
+    return down
 
 
 @lru_cache(maxsize=4096)
@@ -190,21 +202,19 @@ def router_tile(num_tokens: int, num_experts: int, value_bytes: int) -> RouterTi
         return RouterTile(16, 16, 32, 2, splits=2)
     if num_tokens <= 64:
         return RouterTile(16, 16, 256, 2, splits=8)
-    large = RouterTile(64, 64, 64, 4)
-    if _router_programs(large, num_tokens, num_experts) >= _NUM_SMS:
-        return large
-    tile = RouterTile(64, 32 if num_experts > 16 else 16, 128, 3)
-    missing = cdiv(_NUM_SMS, _router_programs(tile, num_tokens, num_experts))
-    return replace(tile, splits=min(8, next_power_of_2(missing)))
-
-
-def _router_programs(tile: RouterTile, num_tokens: int, num_experts: int) -> int:
-    return cdiv(num_tokens, tile.rows) * cdiv(num_experts, tile.outs)
+    if num_experts <= 16:
+        tile, wanted = RouterTile(32 if num_tokens < 1024 else 64, 16, 128, 3), 256
+    elif num_tokens < 1024:
+        tile, wanted = RouterTile(64, 32, 128, 3), 128
+    else:
+        tile, wanted = RouterTile(64, 64, 64, 4), 256
+    splits = wanted // (cdiv(num_tokens, tile.rows) * cdiv(num_experts, tile.outs))
+    return replace(tile, splits=min(8, 1 << max(0, splits.bit_length() - 1)))
 
 
 def list_warps(hidden: int) -> int:
     """Return the warps of a program that holds a token of `hidden` values in registers."""
-    return min(8, max(1, next_power_of_2(hidden) // 2048))
+    return min(8, max(1, next_power_of_2(hidden) // 4096))
 
 
 def check_experts(layer: str, num_experts: int, top_k: int, hidden: int, width: int, device: torch.device) -> None:

@@ -51,6 +51,11 @@ def test_prompts(shape):
     moe_cases.prompt(60, shape, CPU, torch.float32, tile, tile)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 2, 30])
+def test_a_whole_layer(num_tokens):
+    moe_cases.whole(num_tokens, Shape(72, 40, 7, 1), CPU, torch.float32)
+
+
 @triton.jit
 def _find_tiles(
     counts, found, PARTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,

@@ -74,14 +74,14 @@ def legal(form: Format, side: Side, tile: PairTile) -> None:
 def test_any_shape_gets_a_legal_tile(form: Format) -> None:
     for tokens, experts, top_k, hidden, width in random_shapes(20, 200):
         for side, outs in zip(SIDES, (width, hidden), strict=True):
-            legal(form, side, pair_tile(form, side, tokens * top_k, experts, outs))
+            legal(form, side, pair_tile(form, side, tokens * top_k, experts, outs, hidden + width - outs))
 
 
 def test_the_unrolled_loop_for_one_token_is_short() -> None:
     for form in ("plain", "fp8", "int4"):
         for width in (8, 768, 1408, 2880, 6400, 8192, 14336, 65536):
-            tile = few_tile(form, "down", width)
-            assert -(-width // tile.ins) <= 16
+            tile = few_tile(form, "down", 4096, width)
+            assert -(-width // tile.ins) <= 32
             assert tile.outs * tile.ins // (tile.num_warps * 32) <= MAX_REGISTERS or width > 1 << 15
 
 
@@ -90,13 +90,13 @@ def test_the_router_gives_every_multiprocessor_work_where_it_can() -> None:
         for experts in (1, 8, 16, 60, 128, 512):
             tile = router_tile(tokens, experts, 2)
             programs = -(-tokens // tile.rows) * -(-experts // tile.outs) * tile.splits
-            assert programs >= 132 or tile.splits == 8
+            assert programs >= 64 or tile.splits == 8
     assert list_warps(100) == 1
     assert list_warps(MAX_HIDDEN) == 8
 
 
 def test_few_outputs_take_a_smaller_tile_than_many() -> None:
-    many, few = (pair_tile("plain", "gate_up", 8 * 64, 8, outs) for outs in (14336, 512))
+    many, few = (pair_tile("plain", "gate_up", 8 * 64, 8, outs, 1024) for outs in (14336, 512))
     assert few.rows < many.rows
 
 
@@ -114,15 +114,16 @@ def test_the_choice_is_close_to_the_fastest_tile_measured() -> None:
     for (hidden, width, experts, top_k, family, tokens, side), times in _cases().items():
         pairs = tokens * top_k
         form: Format = "prompt" if family == "plain" and pairs >= PROMPT_LOAD * experts else family
-        tile = pair_tile(form, side, pairs, experts, width if side == "gate_up" else hidden)
+        outs, ins = (width, hidden) if side == "gate_up" else (hidden, width)
+        tile = pair_tile(form, side, pairs, experts, outs, ins)
         chosen = times.get((form, tile.rows, tile.outs, tile.ins, tile.num_warps, tile.num_stages))
         where = f"{form} {side} of {experts} experts, {hidden} x {width}, top {top_k}, at {tokens} tokens: {tile}"
         assert chosen is not None, f"not measured: {where}"
         regrets.append((chosen / min(times.values()), where))
     worst = max(regrets)
-    assert worst[0] <= 1.25, worst
+    assert worst[0] <= 1.21, worst
     mean = sum(regret for regret, _ in regrets) / len(regrets)
-    assert mean <= 1.03, mean
+    assert mean <= 1.01, mean
 
 
 @pytest.mark.parametrize(
