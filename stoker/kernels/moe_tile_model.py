@@ -109,12 +109,14 @@ _TILES: dict[tuple[Format, Side], tuple[_Row, ...]] = {
     ("fp8", "gate_up"): (
         _Row(12, PairTile(16, 64, 128, 4, 4)),
         _Row(30, PairTile(32, 64, 128, 4, 3)),
-        _Row(inf, PairTile(64, 64, 128, 4, 3)),
+        _Row(250, PairTile(64, 64, 128, 4, 3)),
+        _Row(inf, PairTile(128, 64, 128, 8, 3)),
     ),
     ("fp8", "down"): (
         _Row(12, PairTile(16, 128, 128, 4, 4)),
         _Row(30, PairTile(32, 128, 128, 4, 3)),
-        _Row(inf, PairTile(64, 128, 128, 4, 3)),
+        _Row(250, PairTile(64, 128, 128, 4, 3)),
+        _Row(inf, PairTile(128, 128, 128, 8, 3)),
     ),
     # Both sides in 8 bits, with one scale per output.
     ("codes", "gate_up"): (
