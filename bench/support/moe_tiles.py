@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bench.support.cuda_timing import graph_s
 from bench.support.quantized_weights import bytes_of, make_weight
-from stoker.kernels import moe_few, moe_many, moe_route
+from stoker.kernels import moe_few, moe_many
 from stoker.kernels.linear import Norm
 from stoker.kernels.moe import Experts, add_experts_triton, to_kernel_layout
 from stoker.kernels.moe_many import down_lists, gate_up_lists
@@ -24,18 +24,17 @@ from stoker.kernels.moe_prompt import down_prompt, gate_up_prompt
 from stoker.kernels.moe_quant import quant_down, quant_gate_up
 from stoker.kernels.moe_quant_few import quant_down_few, quant_gate_up_few
 from stoker.kernels.moe_route import Lists, list_by_expert, router_logits
+from stoker.kernels.moe_tile_model import ExpertTile, PairTile, RouterTile
 from stoker.kernels.quant import QuantWeight
 
 FEW_GATE_UP = [
-    moe_few.ExpertTile(*numbers)
+    ExpertTile(*numbers)
     for numbers in (
         (16, 256, 4), (16, 512, 8), (32, 256, 8), (8, 512, 4),
         (8, 256, 4, 3), (8, 256, 4, 4), (16, 256, 4, 3), (8, 512, 4, 3), (4, 512, 4, 3),
     )
 ]  # fmt: skip
-FEW_DOWN = [
-    moe_few.ExpertTile(*t) for t in ((4, 256, 4), (8, 256, 8), (8, 256, 4), (16, 256, 8), (4, 256, 2), (2, 256, 4))
-]
+FEW_DOWN = [ExpertTile(*t) for t in ((4, 256, 4), (8, 256, 8), (8, 256, 4), (16, 256, 8), (4, 256, 2), (2, 256, 4))]
 ROUTER: dict[int, list[tuple[int, ...]]] = {
     8: [(16, 16, 512, 4), (16, 16, 512, 2, 4), (16, 16, 256, 2, 8), (16, 16, 256, 2, 4)],
     512: [(16, 16, 512, 4), (16, 16, 512, 2, 4), (32, 32, 256, 3), (32, 32, 256, 2, 4), (64, 32, 128, 3, 4)],
@@ -70,16 +69,16 @@ QUANT_MANY = {
         64: [(16, 32, 128, 4, 4), (16, 64, 128, 4, 4), (16, 64, 128, 4, 3)],
         256: [(16, 64, 128, 4, 4), (32, 64, 128, 4, 4), (32, 64, 128, 4, 3), (32, 128, 128, 8, 3)],
         512: [(32, 64, 128, 4, 4), (64, 64, 128, 8, 4), (64, 64, 128, 4, 3)],
-        2048: [(64, 64, 128, 8, 4), (64, 128, 128, 8, 3), (128, 64, 128, 8, 3), (128, 128, 128, 8, 3)],
-        8192: [(64, 64, 128, 8, 4), (64, 128, 128, 8, 3), (128, 64, 128, 8, 3), (128, 128, 128, 8, 3)],
+        2048: [(64, 64, 128, 4, 3), (64, 128, 128, 8, 3), (128, 64, 128, 8, 3), (128, 128, 128, 8, 3)],
+        8192: [(64, 64, 128, 4, 3), (64, 128, 128, 8, 3), (128, 64, 128, 8, 3), (128, 128, 128, 8, 3)],
     },
     4: {
         8: [(16, 64, 256, 4, 3), (16, 32, 256, 4, 3), (16, 64, 256, 4, 2), (16, 64, 256, 4, 4)],
         64: [(16, 64, 256, 4, 3), (16, 32, 256, 4, 3), (16, 64, 256, 4, 2)],
         256: [(32, 64, 256, 4, 3), (32, 64, 256, 4, 2), (32, 64, 256, 8, 2)],
         512: [(32, 64, 256, 4, 2), (64, 64, 256, 8, 2), (64, 64, 256, 4, 2)],
-        2048: [(64, 64, 256, 8, 2), (64, 128, 256, 8, 2), (128, 64, 256, 8, 2)],
-        8192: [(64, 64, 256, 8, 2), (64, 128, 256, 8, 2), (128, 64, 256, 8, 2)],
+        2048: [(64, 64, 256, 4, 2), (64, 64, 256, 8, 2), (64, 128, 256, 8, 2), (128, 64, 256, 8, 2)],
+        8192: [(64, 64, 256, 4, 2), (64, 64, 256, 8, 2), (64, 128, 256, 8, 2), (128, 64, 256, 8, 2)],
     },
 }
 
@@ -113,8 +112,14 @@ class MoeBench:
         return torch.randn(count, self._shape.hidden, device="cuda", dtype=torch.bfloat16)
 
     def whole(self, count: int) -> float:
+        """Seconds of a layer. Every call starts from the same tokens: the kernels add to x in place, and the routing of
+        a sum of many layers is not that of a real model."""
         x = self.tokens(count)
-        return graph_s([partial(add_experts_triton, x, self._norm, layer) for layer in self._layers] * 2)
+
+        def call(layer: Experts) -> Tensor:
+            return add_experts_triton(x.clone(), self._norm, layer)
+
+        return graph_s([partial(call, layer) for layer in self._layers] * 2)
 
     def lists(self, x: Tensor) -> list[Lists]:
         norm = (self._norm.weight, self._norm.eps)
@@ -123,7 +128,7 @@ class MoeBench:
             for layer in self._layers
         ]
 
-    def router(self, count: int, tile: moe_route.RouterTile) -> float:
+    def router(self, count: int, tile: RouterTile) -> float:
         x, norm, router = self.tokens(count), self._norm.weight, self._layers[0].router
         return graph_s([partial(router_logits, x, norm, router, tile)] * 20)
 
@@ -136,7 +141,7 @@ class MoeBench:
         lists = graph_s([lambda: list_by_expert(x, *norm, logits, counts.zero_(), layer.top_k, True)] * 20)
         return lists, graph_s([partial(moe_many.combine, x, made, weights)] * 20)
 
-    def few(self, count: int, gate_up: moe_few.ExpertTile, down: moe_few.ExpertTile) -> float:
+    def few(self, count: int, gate_up: ExpertTile, down: ExpertTile) -> float:
         """Seconds of the two kernels for few tokens."""
         x = self.tokens(count)
         calls = [
@@ -145,9 +150,7 @@ class MoeBench:
         ]
         return graph_s(calls * 4)
 
-    def _few(
-        self, x: Tensor, logits: Tensor, layer: Experts, gate_up: moe_few.ExpertTile, down: moe_few.ExpertTile
-    ) -> Tensor:
+    def _few(self, x: Tensor, logits: Tensor, layer: Experts, gate_up: ExpertTile, down: ExpertTile) -> Tensor:
         given = (x, self._norm.weight, self._norm.eps, logits)
         if isinstance(layer.gate_up, Tensor):
             found = moe_few.gate_up_few(*given, layer.gate_up, layer.granule, layer.top_k, True, gate_up)
@@ -157,11 +160,11 @@ class MoeBench:
         summed: Tensor = run(x, found, layer.down, True, down)
         return summed
 
-    def gate_up(self, run: Any, lists: list[Lists], tile: moe_many.PairTile) -> float:
+    def gate_up(self, run: Any, lists: list[Lists], tile: PairTile) -> float:
         pairs = zip(lists, self._layers, strict=True)
         return graph_s([partial(run, one, layer.gate_up, layer.granule, tile) for one, layer in pairs] * 2)
 
-    def down(self, run: Any, lists: list[Lists], tile: moe_many.PairTile) -> float:
+    def down(self, run: Any, lists: list[Lists], tile: PairTile) -> float:
         inner = torch.randn(lists[0].weights.numel(), self._shape.width, device="cuda", dtype=torch.bfloat16)
         pairs = zip(lists, self._layers, strict=True)
         return graph_s([partial(run, one, inner, layer.down, tile) for one, layer in pairs] * 2)
@@ -190,7 +193,7 @@ class TileCandidate:
 
 
 def few_token_candidates(
-    bench: MoeBench, gate_ups: list[moe_few.ExpertTile], downs: list[moe_few.ExpertTile]
+    bench: MoeBench, gate_ups: list[ExpertTile], downs: list[ExpertTile]
 ) -> Iterator[TileCandidate]:
     """The first gate_up tile with each down tile, and the first down tile with each gate_up tile."""
     for gate_up in gate_ups:
@@ -199,18 +202,18 @@ def few_token_candidates(
         yield TileCandidate("few", 1, f"{gate_ups[0]} and {down}", partial(bench.few, 1, gate_ups[0], down), 3)
 
 
-def _quant_gate_up(lists: Lists, weight: QuantWeight, _granule: int, tile: moe_many.PairTile) -> Tensor:
+def _quant_gate_up(lists: Lists, weight: QuantWeight, _granule: int, tile: PairTile) -> Tensor:
     return quant_gate_up(lists, weight, tile)
 
 
 def quantized_candidates(bench: MoeBench, num_bits: int) -> Iterator[TileCandidate]:
-    gate_ups, downs = ([moe_few.ExpertTile(*numbers) for numbers in options] for options in QUANT_FEW[num_bits])
+    gate_ups, downs = ([ExpertTile(*numbers) for numbers in options] for options in QUANT_FEW[num_bits])
     yield from few_token_candidates(bench, gate_ups, downs)
     for count, options in QUANT_MANY[num_bits].items():
         lists = bench.lists(bench.tokens(count))
         for rows, outs, *others in options:
             # Gate and up of an output are two rows of the weight, so down has twice the outputs in the same tile.
-            tile, down = moe_many.PairTile(rows, outs, *others), moe_many.PairTile(rows, 2 * outs, *others)
+            tile, down = PairTile(rows, outs, *others), PairTile(rows, 2 * outs, *others)
             yield TileCandidate(
                 "many gate_up", count, str(tile), partial(bench.gate_up, _quant_gate_up, lists, tile), 2
             )
@@ -221,20 +224,18 @@ def candidates(bench: MoeBench) -> Iterator[TileCandidate]:
     yield from few_token_candidates(bench, FEW_GATE_UP, FEW_DOWN)
     for count, options in ROUTER.items():
         for numbers in options:
-            yield TileCandidate(
-                "router", count, str(numbers), partial(bench.router, count, moe_route.RouterTile(*numbers))
-            )
+            yield TileCandidate("router", count, str(numbers), partial(bench.router, count, RouterTile(*numbers)))
     many: list[Any] = [(count, "many", gate_up_lists, down_lists, *options) for count, options in MANY.items()]
     prompt: list[Any] = [(count, "prompt", gate_up_prompt, down_prompt, *PROMPT) for count in PROMPT_TOKENS]
     for count, name, run_gate_up, run_down, gate_ups, downs in many + prompt:
         lists = bench.lists(bench.tokens(count))
         for numbers in gate_ups:
-            tile = moe_many.PairTile(*numbers)
+            tile = PairTile(*numbers)
             yield TileCandidate(
                 f"{name} gate_up", count, str(numbers), partial(bench.gate_up, run_gate_up, lists, tile), 2
             )
         for numbers in downs:
-            tile = moe_many.PairTile(*numbers)
+            tile = PairTile(*numbers)
             yield TileCandidate(f"{name} down", count, str(numbers), partial(bench.down, run_down, lists, tile), 1)
 
 

@@ -24,11 +24,12 @@ from stoker.kernels.activation import silu_mul_ref
 from stoker.kernels.dispatch import use_triton
 from stoker.kernels.linear import Norm
 from stoker.kernels.moe_few import MAX_TOKENS, Chosen, down_few, gate_up_few
-from stoker.kernels.moe_many import combine, down_lists, gate_up_lists, tiles_for
-from stoker.kernels.moe_prompt import GRANULE, MIN_LOAD, down_prompt, fits, gate_up_prompt
+from stoker.kernels.moe_many import combine, down_lists, gate_up_lists
+from stoker.kernels.moe_prompt import GRANULE, down_prompt, fits, gate_up_prompt
 from stoker.kernels.moe_quant import quant_down, quant_gate_up
 from stoker.kernels.moe_quant_few import quant_down_few, quant_gate_up_few
 from stoker.kernels.moe_route import Lists, list_by_expert, router_logits
+from stoker.kernels.moe_tile_model import PROMPT_LOAD
 from stoker.kernels.norm import rms_norm_ref
 from stoker.kernels.quant import QuantWeight, dequantise_ref
 
@@ -132,7 +133,7 @@ def _gate_up(lists: Lists, experts: Experts) -> Tensor:
         return quant_gate_up(lists, weight)
     if _has_large_tiles(lists, experts):
         return gate_up_prompt(lists, weight, experts.granule)
-    return gate_up_lists(lists, weight, experts.granule, tiles_for(lists).gate_up)
+    return gate_up_lists(lists, weight, experts.granule)
 
 
 def _down(lists: Lists, inner: Tensor, experts: Experts) -> Tensor:
@@ -141,12 +142,12 @@ def _down(lists: Lists, inner: Tensor, experts: Experts) -> Tensor:
         return quant_down(lists, inner, weight)
     if _has_large_tiles(lists, experts):
         return down_prompt(lists, inner, weight)
-    return down_lists(lists, inner, weight, tiles_for(lists).down)
+    return down_lists(lists, inner, weight)
 
 
 def _has_large_tiles(lists: Lists, experts: Experts) -> bool:
     gate_up, down = experts.gate_up, experts.down
-    if lists.load < MIN_LOAD or not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
+    if lists.load < PROMPT_LOAD or not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
         return False
     return fits(gate_up) and experts.granule == GRANULE
 

@@ -16,24 +16,10 @@ from torch import Tensor
 
 from stoker.kernels.dispatch import cdiv, next_power_of_2, overlaps, tl, triton
 from stoker.kernels.moe_route import add_parts
+from stoker.kernels.moe_tile_model import ExpertTile, few_tile
 
 MAX_TOKENS = 1  # lists are faster from two tokens on, measured with the shape of Qwen3-30B-A3B
 LOWEST = -(2**63) + 1
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertTile:
-    """The tile of one program: outputs and inputs at a time, and how many loop steps are in flight."""
-
-    outs: int
-    ins: int
-    num_warps: int
-    num_stages: int = 1
-
-
-# Measured on an H200 with the shape of Qwen3-30B-A3B.
-GATE_UP = ExpertTile(outs=16, ins=256, num_warps=4)
-DOWN = ExpertTile(outs=8, ins=256, num_warps=8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +145,12 @@ def _down(
 
 def gate_up_few(
     x: Tensor, norm: Tensor, eps: float, logits: Tensor, gate_up: Tensor, granule: int,
-    top_k: int, renormalises: bool, tile: ExpertTile = GATE_UP,
+    top_k: int, renormalises: bool, tile: ExpertTile | None = None,
 ) -> Chosen:  # fmt: skip
     assert x.is_contiguous()
     assert gate_up.is_contiguous()
     num_experts, width, hidden = gate_up.shape[0], gate_up.shape[1] // 2, gate_up.shape[2]
+    tile = tile or few_tile("plain", "gate_up", width, hidden)
     found, overlap = Chosen.empty(x, top_k, width), overlaps(x)
     _gate_up[(cdiv(width, tile.outs), len(found.inner))](
         x, norm, logits, gate_up, found.inner, found.experts, found.weights, eps,
@@ -175,10 +162,11 @@ def gate_up_few(
     return found
 
 
-def down_few(x: Tensor, found: Chosen, down: Tensor, renormalises: bool, tile: ExpertTile = DOWN) -> Tensor:
+def down_few(x: Tensor, found: Chosen, down: Tensor, renormalises: bool, tile: ExpertTile | None = None) -> Tensor:
     """Return x + the weighted sum of the experts, in place."""
     assert down.is_contiguous()
     (_num_experts, hidden, width), overlap = down.shape, overlaps(x)
+    tile = tile or few_tile("plain", "down", hidden, width)
     _down[(cdiv(hidden, tile.outs), len(x))](
         x, found.inner, down, found.experts, found.weights,
         HIDDEN=hidden, WIDTH=width, TOP_K=len(found.inner) // len(x), BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins,

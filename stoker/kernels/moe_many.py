@@ -8,59 +8,37 @@ at once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from stoker.kernels.dispatch import cdiv, next_power_of_2, overlaps, tl, triton, wait_for_inputs
 from stoker.kernels.moe_route import COUNT_STRIDE, Lists
+from stoker.kernels.moe_tile_model import Format, PairTile, pair_tile
 
-
-@dataclass(frozen=True, slots=True)
-class PairTile:
-    """The tile of one program: pairs, outputs and inputs at a time."""
-
-    rows: int
-    outs: int
-    ins: int
-    num_warps: int
-    num_stages: int
-
-
-@dataclass(frozen=True, slots=True)
-class PairTiles:
-    gate_up: PairTile
-    down: PairTile
-
-
-# By the average number of pairs per expert, measured on an H200 with the shape of Qwen3-30B-A3B.
-_BY_LOAD = [
-    (10, PairTiles(PairTile(16, 64, 128, 4, 3), PairTile(16, 64, 128, 4, 3))),
-    (20, PairTiles(PairTile(32, 64, 64, 4, 3), PairTile(32, 128, 64, 4, 4))),
-    (1 << 30, PairTiles(PairTile(64, 64, 64, 4, 3), PairTile(64, 128, 64, 4, 4))),
-]
-_WIDE = PairTiles(PairTile(16, 32, 32, 4, 2), PairTile(16, 32, 32, 4, 2))  # for float32
 _COMBINED = 1024
-
-
-def tiles_for(lists: Lists) -> PairTiles:
-    if lists.normed.element_size() == 4:
-        return _WIDE
-    return next(tiles for most, tiles in _BY_LOAD if lists.load <= most)
 
 
 @triton.jit
 def find_tile(
-    counts, tile, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, ROWS: tl.constexpr, COUNTS: tl.constexpr
-):
-    """Return the expert of this tile, its first pair, and how many pairs are left from there; 0 or less means none."""
+    counts, program, PARTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, ROWS: tl.constexpr,
+    PANEL: tl.constexpr, COUNTS: tl.constexpr,
+):  # fmt: skip
+    """Return the expert of this program, its part of the outputs, its first pair, and how many pairs are left from
+    there; 0 or less means none.
+
+    An expert's programs are ordered by panels of PANEL tiles of pairs. Within a panel, the tiles that read the same
+    part of the weight follow each other, so that a weight larger than the L2 cache is read from memory once per
+    panel, not once per tile."""
     expert = tl.arange(0, BLOCK_EXPERTS)
     count = tl.load(counts + expert * COUNTS, mask=expert < EXPERTS, other=0)
     num_tiles = (count + ROWS - 1) // ROWS
-    ends = tl.cumsum(num_tiles, 0)
-    mine = tl.sum((ends <= tile).to(tl.int32))
-    first = (tile - tl.sum(tl.where(expert < mine, num_tiles, 0))) * ROWS
-    return mine, first, tl.sum(tl.where(expert == mine, count, 0)) - first
+    ends = tl.cumsum(num_tiles, 0) * PARTS
+    mine = tl.sum((ends <= program).to(tl.int32))
+    place = program - tl.sum(tl.where(expert < mine, num_tiles, 0)) * PARTS
+    panel = place // (PANEL * PARTS)
+    height = tl.minimum(tl.maximum(tl.sum(tl.where(expert == mine, num_tiles, 0)) - panel * PANEL, 1), PANEL)
+    place -= panel * PANEL * PARTS
+    first = (panel * PANEL + place % height) * ROWS
+    return mine, place // height, first, tl.sum(tl.where(expert == mine, count, 0)) - first
 
 
 @triton.jit
@@ -68,19 +46,18 @@ def _gate_up(
     x, weight, counts, pairs, inner, capacity,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
     GRANULE: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, COUNTS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PANEL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     PARTS: tl.constexpr = (WIDTH + BLOCK_OUT - 1) // BLOCK_OUT
-    tile = tl.program_id(0) // PARTS
-    expert, first, left = find_tile(counts, tile, EXPERTS, BLOCK_EXPERTS, ROWS, COUNTS)
+    expert, part, first, left = find_tile(counts, tl.program_id(0), PARTS, EXPERTS, BLOCK_EXPERTS, ROWS, PANEL, COUNTS)
     if left <= 0:
         return
     row = tl.arange(0, ROWS)
     is_row = row < left
     pair = tl.load(pairs + expert.to(tl.int64) * capacity + first + row, mask=is_row, other=0).to(tl.int64)
-    out = (tl.program_id(0) % PARTS) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    out = part * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     is_out = out < WIDTH
     column = tl.arange(0, BLOCK_IN)
     gate_row = out + (out // GRANULE) * GRANULE
@@ -109,19 +86,19 @@ def _gate_up(
 def _down(
     inner, weight, counts, pairs, made, capacity,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, COUNTS: tl.constexpr, OVERLAP: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, COUNTS: tl.constexpr,
+    PANEL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     PARTS: tl.constexpr = (HIDDEN + BLOCK_OUT - 1) // BLOCK_OUT
-    tile = tl.program_id(0) // PARTS
-    expert, first, left = find_tile(counts, tile, EXPERTS, BLOCK_EXPERTS, ROWS, COUNTS)
+    expert, part, first, left = find_tile(counts, tl.program_id(0), PARTS, EXPERTS, BLOCK_EXPERTS, ROWS, PANEL, COUNTS)
     if left <= 0:
         return
     row = tl.arange(0, ROWS)
     is_row = row < left
     pair = tl.load(pairs + expert.to(tl.int64) * capacity + first + row, mask=is_row, other=0).to(tl.int64)
-    out = (tl.program_id(0) % PARTS) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    out = part * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     is_out = out < HIDDEN
     column = tl.arange(0, BLOCK_IN)
     taken_from = weight + expert.to(tl.int64) * (HIDDEN * WIDTH) + out[:, None] * WIDTH + column[None, :]
@@ -156,32 +133,38 @@ def _combine(
     tl.store(x + token * HIDDEN + column, total.to(x.dtype.element_ty), mask=inside)
 
 
-def gate_up_lists(lists: Lists, gate_up: Tensor, granule: int, tile: PairTile) -> Tensor:
+def _form(weight: Tensor) -> Format:
+    return "float32" if weight.element_size() == 4 else "plain"
+
+
+def gate_up_lists(lists: Lists, gate_up: Tensor, granule: int, tile: PairTile | None = None) -> Tensor:
     """Return [pairs, width]."""
     num_experts, width, hidden = gate_up.shape[0], gate_up.shape[1] // 2, gate_up.shape[2]
     assert gate_up.is_contiguous()
+    tile = tile or pair_tile(_form(gate_up), "gate_up", lists.num_pairs, num_experts, width, hidden)
     top_k, overlap = lists.weights.shape[1], overlaps(gate_up)
     inner = lists.normed.new_empty(lists.weights.numel(), width)
     _gate_up[(max_tiles(lists, tile.rows) * cdiv(width, tile.outs),)](
         lists.normed, gate_up, lists.counts, lists.pairs, inner, lists.pairs.shape[1],
         HIDDEN=hidden, WIDTH=width, TOP_K=top_k, EXPERTS=num_experts, BLOCK_EXPERTS=next_power_of_2(num_experts),
-        GRANULE=granule, ROWS=tile.rows, BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins, COUNTS=COUNT_STRIDE, OVERLAP=overlap,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=overlap,
+        GRANULE=granule, ROWS=tile.rows, BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins, COUNTS=COUNT_STRIDE,
+        PANEL=tile.panel, OVERLAP=overlap, num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=overlap,
     )  # fmt: skip
     return inner
 
 
-def down_lists(lists: Lists, inner: Tensor, down: Tensor, tile: PairTile) -> Tensor:
+def down_lists(lists: Lists, inner: Tensor, down: Tensor, tile: PairTile | None = None) -> Tensor:
     """Return [pairs, hidden]."""
     num_experts, hidden, width = down.shape
     assert down.is_contiguous()
+    tile = tile or pair_tile(_form(down), "down", lists.num_pairs, num_experts, hidden, width)
     overlap = overlaps(down)
     made = inner.new_empty(len(inner), hidden)
     _down[(max_tiles(lists, tile.rows) * cdiv(hidden, tile.outs),)](
         inner, down, lists.counts, lists.pairs, made, lists.pairs.shape[1],
         HIDDEN=hidden, WIDTH=width, EXPERTS=num_experts, BLOCK_EXPERTS=next_power_of_2(num_experts),
-        ROWS=tile.rows, BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins, COUNTS=COUNT_STRIDE, OVERLAP=overlap,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=overlap,
+        ROWS=tile.rows, BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins, COUNTS=COUNT_STRIDE,
+        PANEL=tile.panel, OVERLAP=overlap, num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=overlap,
     )  # fmt: skip
     return made
 
@@ -200,5 +183,4 @@ def combine(x: Tensor, made: Tensor, weights: Tensor) -> Tensor:
 def max_tiles(lists: Lists, rows: int) -> int:
     """Upper bound of the number of tiles of `rows` pairs: the full ones, and one for the rest of each expert that has
     any pair."""
-    num_pairs, num_experts = lists.weights.numel(), len(lists.pairs)
-    return min(num_pairs, num_pairs // rows + num_experts)
+    return min(lists.num_pairs, lists.num_pairs // rows + lists.num_experts)

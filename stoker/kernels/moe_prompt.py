@@ -15,13 +15,10 @@ from importlib import import_module
 from torch import Tensor
 
 from stoker.kernels.dispatch import cdiv, next_power_of_2, overlaps, tl, triton
-from stoker.kernels.moe_many import PairTile, find_tile, max_tiles
+from stoker.kernels.moe_many import find_tile, max_tiles
 from stoker.kernels.moe_route import COUNT_STRIDE, Lists
+from stoker.kernels.moe_tile_model import PairTile, pair_tile
 
-# Measured on an H200 with the shape of Qwen3-30B-A3B.
-GATE_UP = PairTile(rows=128, outs=128, ins=64, num_warps=8, num_stages=4)
-DOWN = PairTile(rows=128, outs=128, ins=64, num_warps=4, num_stages=3)
-MIN_LOAD = 60  # average pairs per expert from which these tiles are faster
 GRANULE = 64  # rows of a granule of gate_up: see moe.py
 _ALIGNED = 8  # values in 16 bytes, the alignment of the copy engine
 
@@ -69,13 +66,13 @@ def _gate_up(
     x, weight, counts, pairs, inner, capacity,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
     GRANULE: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, COUNTS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PANEL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     PARTS: tl.constexpr = (WIDTH + BLOCK_OUT - 1) // BLOCK_OUT
-    expert, first, left = find_tile(counts, tl.program_id(0) // PARTS, EXPERTS, BLOCK_EXPERTS, ROWS, COUNTS)
-    first_out = (tl.program_id(0) % PARTS) * BLOCK_OUT
+    expert, part, first, left = find_tile(counts, tl.program_id(0), PARTS, EXPERTS, BLOCK_EXPERTS, ROWS, PANEL, COUNTS)
+    first_out = part * BLOCK_OUT
     first_weight = 2 * (expert * WIDTH + first_out)
     first_made = _pairs_before(counts, expert, BLOCK_EXPERTS, COUNTS) + first
     mine = pairs + expert.to(tl.int64) * capacity + first
@@ -112,14 +109,15 @@ def _down_tile(
 def _down(
     inner, inner_half, weight, counts, pairs, made, capacity,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, COUNTS: tl.constexpr, OVERLAP: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, COUNTS: tl.constexpr,
+    PANEL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     PARTS: tl.constexpr = (HIDDEN + BLOCK_OUT - 1) // BLOCK_OUT
-    expert, first, left = find_tile(counts, tl.program_id(0) // PARTS, EXPERTS, BLOCK_EXPERTS, ROWS, COUNTS)
+    expert, part, first, left = find_tile(counts, tl.program_id(0), PARTS, EXPERTS, BLOCK_EXPERTS, ROWS, PANEL, COUNTS)
     first_given = _pairs_before(counts, expert, BLOCK_EXPERTS, COUNTS) + first
-    first_out = (tl.program_id(0) % PARTS) * BLOCK_OUT
+    first_out = part * BLOCK_OUT
     first_weight = expert * HIDDEN + first_out
     mine = pairs + expert.to(tl.int64) * capacity + first
     if left > ROWS // 2:
@@ -134,10 +132,11 @@ def _down(
         )  # fmt: skip
 
 
-def gate_up_prompt(lists: Lists, gate_up: Tensor, granule: int, tile: PairTile = GATE_UP) -> Tensor:
+def gate_up_prompt(lists: Lists, gate_up: Tensor, granule: int, tile: PairTile | None = None) -> Tensor:
     """Return [pairs, width], expert by expert, each one's pairs in list order."""
-    assert tile.outs % granule == 0
     num_experts, width, hidden = gate_up.shape[0], gate_up.shape[1] // 2, gate_up.shape[2]
+    tile = tile or pair_tile("prompt", "gate_up", lists.num_pairs, num_experts, width, hidden)
+    assert tile.outs % granule == 0
     overlap = overlaps(gate_up)
     inner = lists.normed.new_empty(lists.weights.numel(), width)
     descriptor = import_module("triton.tools.tensor_descriptor").TensorDescriptor
@@ -146,15 +145,16 @@ def gate_up_prompt(lists: Lists, gate_up: Tensor, granule: int, tile: PairTile =
         lists.normed, weight, lists.counts, lists.pairs, inner, lists.pairs.shape[1],
         HIDDEN=hidden, WIDTH=width, TOP_K=lists.weights.shape[1], EXPERTS=num_experts,
         BLOCK_EXPERTS=next_power_of_2(num_experts), GRANULE=granule, ROWS=tile.rows, BLOCK_OUT=tile.outs,
-        BLOCK_IN=tile.ins, COUNTS=COUNT_STRIDE, OVERLAP=overlap,
+        BLOCK_IN=tile.ins, COUNTS=COUNT_STRIDE, PANEL=tile.panel, OVERLAP=overlap,
         num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=overlap,
     )  # fmt: skip
     return inner
 
 
-def down_prompt(lists: Lists, inner: Tensor, down: Tensor, tile: PairTile = DOWN) -> Tensor:
+def down_prompt(lists: Lists, inner: Tensor, down: Tensor, tile: PairTile | None = None) -> Tensor:
     """Return [pairs, hidden] in pair order, from the result of gate_up_prompt."""
     num_experts, hidden, width = down.shape
+    tile = tile or pair_tile("prompt", "down", lists.num_pairs, num_experts, hidden, width)
     overlap = overlaps(down)
     made = inner.new_empty(len(inner), hidden)
     described = import_module("triton.tools.tensor_descriptor").TensorDescriptor.from_tensor
@@ -163,7 +163,7 @@ def down_prompt(lists: Lists, inner: Tensor, down: Tensor, tile: PairTile = DOWN
     _down[(max_tiles(lists, tile.rows) * cdiv(hidden, tile.outs),)](
         given, given_half, weight, lists.counts, lists.pairs, made, lists.pairs.shape[1],
         HIDDEN=hidden, WIDTH=width, EXPERTS=num_experts, BLOCK_EXPERTS=next_power_of_2(num_experts),
-        ROWS=tile.rows, BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins, COUNTS=COUNT_STRIDE, OVERLAP=overlap,
+        ROWS=tile.rows, BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins, COUNTS=COUNT_STRIDE, PANEL=tile.panel, OVERLAP=overlap,
         num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=overlap,
     )  # fmt: skip
     return made

@@ -2,9 +2,9 @@
 """8-bit and 4-bit experts over lists of pairs: moe_many.py's matmuls, reading only the codes of a weight.
 
 The QuantWeight of a layer's experts has the rows of all experts stacked; gate_up has each expert's gate, then its up.
-As with other weights (linear.py), a step of few tokens multiplies in the dtype of x, and one of more tokens in 8 bits
-on both sides where the checkpoint was made for it. A program takes some of an expert's pairs and some rows of its
-weight as the tall side, gate and up of an output together. moe.py has the reference.
+Where the checkpoint was made for it, both sides are multiplied in 8 bits, also in steps of few tokens: converting each
+code to the dtype of x takes longer than reading it from memory. A program takes some of an expert's pairs and some rows
+of its weight as the tall side, gate and up of an output together. moe.py has the reference.
 """
 
 from __future__ import annotations
@@ -13,40 +13,26 @@ import torch
 from torch import Tensor
 
 from stoker.kernels.dispatch import cdiv, next_power_of_2, overlaps, tl, triton
-from stoker.kernels.moe_many import PairTile, PairTiles, find_tile, max_tiles
+from stoker.kernels.moe_many import find_tile, max_tiles
 from stoker.kernels.moe_route import COUNT_STRIDE, Lists
-from stoker.kernels.quant import SPAN, QuantWeight, half_of_pair
+from stoker.kernels.moe_tile_model import Format, PairTile, Side, pair_tile
+from stoker.kernels.quant import QuantWeight, half_of_pair
 from stoker.kernels.quant_many import quantise_triton
 from stoker.kernels.quant_skinny import EXPAND, EXPAND_REGISTERS, expand
-from stoker.kernels.skinny import ANY
-
-# By the average number of pairs per expert. Not yet benchmarked.
-CODES = (  # both sides in 8 bits
-    (10, PairTiles(PairTile(16, 64, 128, 4, 4), PairTile(16, 128, 128, 4, 4))),
-    (30, PairTiles(PairTile(32, 64, 128, 4, 4), PairTile(32, 128, 128, 4, 4))),
-    (ANY, PairTiles(PairTile(64, 64, 128, 8, 4), PairTile(64, 128, 128, 8, 4))),
-)
-FP8 = (
-    (10, PairTiles(PairTile(16, 32, 128, 4, 4), PairTile(16, 64, 128, 4, 4))),
-    (30, PairTiles(PairTile(32, 64, 128, 4, 3), PairTile(32, 128, 128, 4, 3))),
-    (ANY, PairTiles(PairTile(64, 64, 128, 8, 3), PairTile(64, 128, 128, 8, 3))),
-)
-INT4 = (
-    (10, PairTiles(PairTile(16, 64, SPAN, 4, 3), PairTile(16, 128, SPAN, 4, 3))),
-    (30, PairTiles(PairTile(32, 64, SPAN, 4, 3), PairTile(32, 128, SPAN, 4, 3))),
-    (ANY, PairTiles(PairTile(64, 64, SPAN, 8, 2), PairTile(64, 128, SPAN, 8, 2))),
-)
 
 
-def takes_codes(weight: QuantWeight, num_tokens: int) -> bool:
-    """Return True if the input is quantised to 8 bits too, in a step of this many tokens. As in quant_many.py, without
-    the library's constraints on shapes."""
-    return weight.quantises_inputs and not weight.is_few(num_tokens) and weight.shape[1] % weight.col_block == 0
+def takes_codes(weight: QuantWeight) -> bool:
+    """Return True if the input is quantised to 8 bits too. As in quant_many.py, without the library's constraints on
+    shapes."""
+    return weight.quantises_inputs and weight.shape[1] % weight.col_block == 0
 
 
-def tiles_for(weight: QuantWeight, lists: Lists) -> PairTiles:
-    table = INT4 if weight.is_int4 else CODES if takes_codes(weight, len(lists.normed)) else FP8
-    return next(tiles for most, tiles in table if lists.load <= most)
+def format_of(weight: QuantWeight) -> Format:
+    if weight.is_int4:
+        return "int4"
+    if not takes_codes(weight):
+        return "fp8"
+    return "codes" if weight.col_block == weight.shape[1] else "code blocks"
 
 
 @triton.jit
@@ -145,20 +131,20 @@ def _gate_up(
     x, x_scale, x_stride, codes, scale, counts, pairs, inner, capacity,
     OUTS: tl.constexpr, INS: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
     INT4: tl.constexpr, BOTH: tl.constexpr, ROW_BLOCK: tl.constexpr, COL_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, COUNTS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, COUNTS: tl.constexpr, PANEL: tl.constexpr,
     PAIRS: tl.constexpr, EXPAND: tl.constexpr, EXPAND_REGISTERS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     WIDTH: tl.constexpr = OUTS // 2
     PARTS: tl.constexpr = (WIDTH + BLOCK_OUT - 1) // BLOCK_OUT
-    expert, first, left = find_tile(counts, tl.program_id(0) // PARTS, EXPERTS, BLOCK_EXPERTS, ROWS, COUNTS)
+    expert, part, first, left = find_tile(counts, tl.program_id(0), PARTS, EXPERTS, BLOCK_EXPERTS, ROWS, PANEL, COUNTS)
     if left <= 0:
         return
     row = tl.arange(0, ROWS)
     # Padding, here and below, reads memory that exists and is written nowhere.
     pair = tl.load(pairs + expert.to(tl.int64) * capacity + first + row, mask=row < left, other=0).to(tl.int64)
-    first_out = (tl.program_id(0) % PARTS) * BLOCK_OUT
+    first_out = part * BLOCK_OUT
     both = tl.arange(0, 2 * BLOCK_OUT)
     made = expert * OUTS + (both // BLOCK_OUT) * WIDTH + tl.minimum(first_out + both % BLOCK_OUT, WIDTH - 1)
     sums = _sums(
@@ -180,18 +166,18 @@ def _down(
     x, x_scale, x_stride, codes, scale, counts, pairs, made_of, capacity,
     OUTS: tl.constexpr, INS: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
     INT4: tl.constexpr, BOTH: tl.constexpr, ROW_BLOCK: tl.constexpr, COL_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, COUNTS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, COUNTS: tl.constexpr, PANEL: tl.constexpr,
     PAIRS: tl.constexpr, EXPAND: tl.constexpr, EXPAND_REGISTERS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     PARTS: tl.constexpr = (OUTS + BLOCK_OUT - 1) // BLOCK_OUT
-    expert, first, left = find_tile(counts, tl.program_id(0) // PARTS, EXPERTS, BLOCK_EXPERTS, ROWS, COUNTS)
+    expert, part, first, left = find_tile(counts, tl.program_id(0), PARTS, EXPERTS, BLOCK_EXPERTS, ROWS, PANEL, COUNTS)
     if left <= 0:
         return
     row = tl.arange(0, ROWS)
     pair = tl.load(pairs + expert.to(tl.int64) * capacity + first + row, mask=row < left, other=0).to(tl.int64)
-    out = (tl.program_id(0) % PARTS) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    out = part * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     sums = _sums(
         x, x_scale, x_stride, codes, scale, expert * OUTS + tl.minimum(out, OUTS - 1), pair,
         INS, EXPERTS * OUTS, INT4, BOTH, ROW_BLOCK, COL_BLOCK, ROWS, BLOCK_OUT, BLOCK_IN,
@@ -203,11 +189,14 @@ def _down(
     tl.store(place, sums.to(made_of.dtype.element_ty), mask=(out < OUTS)[:, None] & (row < left)[None, :])
 
 
-def _launch(kernel, lists: Lists, x: Tensor, weight: QuantWeight, out: Tensor, tile: PairTile) -> Tensor:
+def _launch(side: Side, lists: Lists, x: Tensor, weight: QuantWeight, out: Tensor, tile: PairTile | None) -> Tensor:
     """Launch the kernel for `out` [pairs, outputs], of which a program computes `tile.outs`."""
-    num_experts, num_ins = len(lists.pairs), weight.shape[1]
+    form = format_of(weight)
+    tile = tile or pair_tile(form, side, lists.num_pairs, lists.num_experts, out.shape[1], weight.shape[1])
+    kernel = _gate_up if side == "gate_up" else _down
+    num_experts, num_ins = lists.num_experts, weight.shape[1]
     num_outs, overlap = weight.shape[0] // num_experts, overlaps(x)
-    both = takes_codes(weight, len(lists.normed))
+    both = form in ("codes", "code blocks")
     given, given_scale = quantise_triton(x, weight.col_block) if both else (x, x)
     assert weight.is_int4 or weight.col_block == num_ins or weight.col_block % tile.ins == 0
     kernel[(max_tiles(lists, tile.rows) * cdiv(out.shape[1], tile.outs),)](
@@ -216,7 +205,8 @@ def _launch(kernel, lists: Lists, x: Tensor, weight: QuantWeight, out: Tensor, t
         OUTS=num_outs, INS=num_ins, TOP_K=lists.weights.shape[1], EXPERTS=num_experts,
         BLOCK_EXPERTS=next_power_of_2(num_experts), INT4=weight.is_int4, BOTH=both, ROW_BLOCK=weight.row_block,
         COL_BLOCK=weight.col_block, ROWS=tile.rows, BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins, COUNTS=COUNT_STRIDE,
-        PAIRS=overlap and x.dtype == torch.bfloat16, EXPAND=EXPAND, EXPAND_REGISTERS=EXPAND_REGISTERS, OVERLAP=overlap,
+        PANEL=tile.panel, PAIRS=overlap and x.dtype == torch.bfloat16, EXPAND=EXPAND, EXPAND_REGISTERS=EXPAND_REGISTERS,
+        OVERLAP=overlap,
         num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=overlap,
     )  # fmt: skip
     return out
@@ -224,11 +214,11 @@ def _launch(kernel, lists: Lists, x: Tensor, weight: QuantWeight, out: Tensor, t
 
 def quant_gate_up(lists: Lists, gate_up: QuantWeight, tile: PairTile | None = None) -> Tensor:
     """Return [pairs, width]."""
-    inner = lists.normed.new_empty(lists.weights.numel(), gate_up.shape[0] // len(lists.pairs) // 2)
-    return _launch(_gate_up, lists, lists.normed, gate_up, inner, tile or tiles_for(gate_up, lists).gate_up)
+    inner = lists.normed.new_empty(lists.num_pairs, gate_up.shape[0] // lists.num_experts // 2)
+    return _launch("gate_up", lists, lists.normed, gate_up, inner, tile)
 
 
 def quant_down(lists: Lists, inner: Tensor, down: QuantWeight, tile: PairTile | None = None) -> Tensor:
     """Return [pairs, hidden]."""
     made = inner.new_empty(len(inner), lists.normed.shape[1])
-    return _launch(_down, lists, inner, down, made, tile or tiles_for(down, lists).down)
+    return _launch("down", lists, inner, down, made, tile)

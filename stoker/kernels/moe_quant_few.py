@@ -11,14 +11,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from stoker.kernels.dispatch import cdiv, next_power_of_2, overlaps, tl, triton
-from stoker.kernels.moe_few import LOWEST, Chosen, ExpertTile, choose, put_choice
+from stoker.kernels.moe_few import LOWEST, Chosen, choose, put_choice
+from stoker.kernels.moe_tile_model import ExpertTile, few_tile
 from stoker.kernels.quant import SPAN, QuantWeight, half_of_pair
 
-# Not yet benchmarked.
-FP8_GATE_UP = ExpertTile(outs=16, ins=256, num_warps=4)
-FP8_DOWN = ExpertTile(outs=4, ins=1024, num_warps=4, num_stages=2)
-INT4_GATE_UP = ExpertTile(outs=16, ins=512, num_warps=4)
-INT4_DOWN = ExpertTile(outs=8, ins=1024, num_warps=4, num_stages=3)
 _FP8_GROUP = 128  # inputs that share a scale: this many, or all
 
 
@@ -174,7 +170,7 @@ def quant_gate_up_few(
     assert x.is_contiguous()
     num_experts, hidden = logits.shape[2], gate_up.shape[1]
     width = gate_up.shape[0] // num_experts // 2
-    tile = tile or (INT4_GATE_UP if gate_up.is_int4 else FP8_GATE_UP)
+    tile = tile or few_tile("int4" if gate_up.is_int4 else "fp8", "gate_up", width, hidden)
     found, overlap = Chosen.empty(x, top_k, width), overlaps(x)
     _gate_up[(cdiv(width, tile.outs), len(found.inner))](
         x, norm, logits, gate_up.codes, gate_up.scale, found.inner, found.experts, found.weights, eps,
@@ -190,7 +186,7 @@ def quant_down_few(
 ) -> Tensor:
     """Return x + the weighted sum of the experts, in place."""
     hidden, width = x.shape[1], down.shape[1]
-    tile = tile or (INT4_DOWN if down.is_int4 else FP8_DOWN)
+    tile = tile or few_tile("int4" if down.is_int4 else "fp8", "down", hidden, width)
     overlap = overlaps(x)
     _down[(cdiv(hidden, tile.outs), len(x))](
         x, found.inner, down.codes, down.scale, found.experts, found.weights,

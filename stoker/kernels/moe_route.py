@@ -17,30 +17,11 @@ import torch
 from torch import Tensor
 
 from stoker.kernels.dispatch import cdiv, next_power_of_2, overlaps, tl, triton, wait_for_inputs
+from stoker.kernels.moe_tile_model import RouterTile, list_warps, router_tile
 
 # Each expert's counter has a cache line of its own: thousands of tokens count at the same time.
 COUNT_STRIDE = 32
 _WARP = 32
-
-
-@dataclass(frozen=True, slots=True)
-class RouterTile:
-    """The tile of one program of the router: tokens, experts and inputs at a time, and its share of all inputs."""
-
-    rows: int
-    outs: int
-    ins: int
-    num_stages: int
-    splits: int = 1
-
-
-# Measured on an H200 with the shape of Qwen3-30B-A3B.
-_BY_TOKENS = [
-    (64, RouterTile(16, 16, 256, 2, splits=8)),
-    (1023, RouterTile(64, 32, 128, 3, splits=4)),
-    (1 << 30, RouterTile(64, 64, 64, 4)),
-]
-_WIDE = RouterTile(16, 16, 32, 2, splits=2)  # for float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +34,15 @@ class Lists:
     @property
     def load(self) -> float:
         """Average number of pairs per expert."""
-        return self.weights.numel() / len(self.pairs)
+        return self.num_pairs / self.num_experts
+
+    @property
+    def num_pairs(self) -> int:
+        return self.weights.numel()
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.pairs)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -148,7 +137,7 @@ def router_logits(x: Tensor, norm: Tensor, router: Tensor, tile: RouterTile | No
     assert x.is_contiguous()
     assert router.is_contiguous()
     num_experts = len(router)
-    tile = tile or (_WIDE if x.element_size() == 4 else next(tile for most, tile in _BY_TOKENS if len(x) <= most))
+    tile = tile or router_tile(len(x), num_experts, x.element_size())
     logits = torch.empty(len(x), tile.splits, num_experts, dtype=torch.float32, device=x.device)
     counts = torch.empty(num_experts * COUNT_STRIDE, dtype=torch.int32, device=x.device)
     overlap = overlaps(x)
@@ -174,6 +163,6 @@ def list_by_expert(
         HIDDEN=hidden, BLOCK=next_power_of_2(hidden), PARTS=num_parts, EXPERTS=num_experts,
         BLOCK_EXPERTS=next_power_of_2(num_experts), TOP_K=top_k,
         BLOCK_K=max(_WARP, next_power_of_2(top_k)), RENORMALISES=renormalises, COUNTS=COUNT_STRIDE,
-        OVERLAP=overlap, num_warps=1, launch_pdl=overlap,
+        OVERLAP=overlap, num_warps=list_warps(hidden), launch_pdl=overlap,
     )  # fmt: skip
     return Lists(normed, weights, counts, pairs)

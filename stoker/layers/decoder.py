@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from stoker.kernels.moe_tile_model import check_experts
 from stoker.layers.attention import Attention
 from stoker.layers.batch import ForwardBatch
 from stoker.layers.linear import Linear, TiedLinear
@@ -54,6 +55,10 @@ class DecoderConfig:
 class DecoderLayer(nn.Module):
     def __init__(self, config: DecoderConfig, number: int) -> None:
         super().__init__()
+        moe = config.moe if config.moe is not None and number in config.moe.layers else None
+        if moe is not None:
+            shape = (moe.num_experts, moe.top_k, config.hidden_size, moe.intermediate_size)
+            check_experts(f"layers.{number}.mlp", *shape, torch.get_default_device())
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attention = Attention(
             config.hidden_size,
@@ -68,8 +73,8 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         stored = [config.stored_as(f"layers.{number}.mlp.{matmul}") for matmul in ("gate_up", "down")]
         self.mlp: GatedMlp | MoeMlp
-        if config.moe is not None and number in config.moe.layers:
-            self.mlp = MoeMlp(config.hidden_size, config.moe, *stored)
+        if moe is not None:
+            self.mlp = MoeMlp(config.hidden_size, moe, *stored)
         else:
             self.mlp = GatedMlp(config.hidden_size, config.intermediate_size, config.mlp_bias, *stored)
 

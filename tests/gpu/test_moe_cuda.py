@@ -55,6 +55,22 @@ def test_prompts() -> None:
         moe_cases.prompt(num_tokens, QWEN_30B_A3B, CUDA, torch.bfloat16)
 
 
+# Few wide experts, narrow ones, an odd number of them, one expert per token, and more than one panel of pairs.
+UNUSUAL = [
+    Shape(1024, 6400, 3, 2),
+    Shape(1000, 512, 8, 2),
+    Shape(520, 200, 7, 1),
+    Shape(264, 192, 300, 9, renormalises=False),
+    Shape(7168, 128, 4, 2),
+]
+
+
+def test_unusual_shapes() -> None:
+    for shape in UNUSUAL:
+        for num_tokens in (1, 2, 40, 300, 5000):
+            moe_cases.whole(num_tokens, shape, CUDA, torch.bfloat16)
+
+
 # Rows of an expert that begin in the middle of a block, and inputs that do not fill the last one.
 ODD_QUANTISED = [Shape(64, 64, 5, 3, renormalises=False), Shape(320, 96, 16, 4)]
 

@@ -11,13 +11,21 @@ from torch import Tensor
 
 from stoker.kernels.activation import silu_mul_ref
 from stoker.kernels.linear import Norm
-from stoker.kernels.moe import Experts, add_experts_ref, add_experts_triton, choose_ref, plain_ref
+from stoker.kernels.moe import (
+    Experts,
+    add_experts_ref,
+    add_experts_triton,
+    choose_ref,
+    plain_ref,
+    to_kernel_layout,
+)
 from stoker.kernels.moe_few import down_few, gate_up_few
-from stoker.kernels.moe_many import PairTile, combine, down_lists, gate_up_lists, tiles_for
-from stoker.kernels.moe_prompt import DOWN, GATE_UP, down_prompt, gate_up_prompt
+from stoker.kernels.moe_many import combine, down_lists, gate_up_lists
+from stoker.kernels.moe_prompt import down_prompt, gate_up_prompt
 from stoker.kernels.moe_quant import quant_down, quant_gate_up, takes_codes
 from stoker.kernels.moe_quant_few import quant_down_few, quant_gate_up_few
 from stoker.kernels.moe_route import COUNT_STRIDE, Lists, list_by_expert, router_logits
+from stoker.kernels.moe_tile_model import PairTile
 from stoker.kernels.norm import rms_norm_ref
 from stoker.kernels.quant import QuantWeight
 from stoker.kernels.quant_many import quantise_triton
@@ -124,9 +132,8 @@ def listed(case: Case) -> Lists:
 def many(num_tokens: int, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
     case = make(num_tokens, shape, device, dtype)
     lists = listed(case)
-    tiles = tiles_for(lists)
-    inner = gate_up_lists(lists, case.experts.gate_up, shape.granule, tiles.gate_up)
-    made = down_lists(lists, inner, case.experts.down, tiles.down)
+    inner = gate_up_lists(lists, case.experts.gate_up, shape.granule)
+    made = down_lists(lists, inner, case.experts.down)
     close(combine(case.x.clone(), made, lists.weights), case.expected())
 
 
@@ -135,14 +142,24 @@ def prompt(
     shape: Shape,
     device: torch.device,
     dtype: torch.dtype,
-    gate_up: PairTile = GATE_UP,
-    down: PairTile = DOWN,
+    gate_up: PairTile | None = None,
+    down: PairTile | None = None,
 ) -> None:
     case = make(num_tokens, shape, device, dtype)
     lists = listed(case)
     inner = gate_up_prompt(lists, case.experts.gate_up, shape.granule, gate_up)
     made = down_prompt(lists, inner, case.experts.down, down)
     close(combine(case.x.clone(), made, lists.weights), case.expected())
+
+
+def whole(num_tokens: int, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
+    """Run a layer with the kernels and tiles that are selected for its shape, after packing as at load time."""
+    case = make(num_tokens, shape, device, dtype)
+    router, gate_up, down = case.experts.router, case.experts.gate_up, case.experts.down
+    stacked = (gate_up.clone().view(-1, shape.hidden), down.clone().view(-1, shape.width))
+    plain = replace(case, experts=replace(case.experts, granule=shape.width))
+    packed = to_kernel_layout(router, *stacked, shape.top_k, shape.renormalises)
+    close(add_experts_triton(case.x.clone(), case.norm, packed), plain.expected())
 
 
 # How experts may be stored: rows and columns that share a scale (None: all columns), or inputs of 4 bits that do.
@@ -200,8 +217,7 @@ def many_in_codes(num_tokens: int, shape: Shape, form: str, device: torch.device
     case = make_quantised(num_tokens, shape, form, device, dtype)
     lists, wide, top_k = listed(case), case.wide.experts, shape.top_k
     gate_up, down = (replace(weight, quantises_inputs=True) for weight in (case.experts.gate_up, case.experts.down))
-    assert takes_codes(gate_up, num_tokens)
-    assert not takes_codes(gate_up, 64)  # as in linear.py
+    assert takes_codes(gate_up)
     chosen = torch.empty(num_tokens * top_k, dtype=torch.int64, device=device)
     for expert, count in enumerate(lists.counts.view(-1, COUNT_STRIDE)[:, 0].tolist()):
         chosen[lists.pairs[expert, :count].long()] = expert

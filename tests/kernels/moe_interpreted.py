@@ -9,7 +9,9 @@ import triton  # before any kernel, otherwise they are not defined
 from kernels import moe_cases
 from kernels.moe_cases import Shape
 
-from stoker.kernels.moe_many import PairTile
+from stoker.kernels.dispatch import tl
+from stoker.kernels.moe_many import find_tile
+from stoker.kernels.moe_tile_model import PairTile
 
 assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is to be set"
 CPU = torch.device("cpu")
@@ -47,3 +49,42 @@ def test_many_tokens(num_tokens, shape):
 def test_prompts(shape):
     tile = PairTile(rows=32, outs=16, ins=32, num_warps=4, num_stages=2)
     moe_cases.prompt(60, shape, CPU, torch.float32, tile, tile)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 30])
+def test_a_whole_layer(num_tokens):
+    moe_cases.whole(num_tokens, Shape(72, 40, 7, 1), CPU, torch.float32)
+
+
+@triton.jit
+def _find_tiles(
+    counts, found, PARTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    PANEL: tl.constexpr,
+):  # fmt: skip
+    expert, part, first, left = find_tile(counts, tl.program_id(0), PARTS, EXPERTS, BLOCK, ROWS, PANEL, 1)
+    place = found + tl.program_id(0) * 4
+    tl.store(place, expert)
+    tl.store(place + 1, part)
+    tl.store(place + 2, first)
+    tl.store(place + 3, left)
+
+
+@pytest.mark.parametrize("panel", [1, 2, 3, 16])
+def test_every_part_of_every_tile_has_one_program(panel):
+    counts, parts, rows = [0, 37, 16, 0, 1, 100, 0], 3, 16
+    num_programs = parts * (sum(counts) // rows + len(counts))
+    found = torch.full((num_programs, 4), -1, dtype=torch.int32)
+    given = torch.tensor(counts, dtype=torch.int32)
+    _find_tiles[(num_programs,)](given, found, PARTS=parts, EXPERTS=7, BLOCK=8, ROWS=rows, PANEL=panel)
+    working = [tuple(line) for line in found.tolist() if line[3] > 0]
+    expected = {
+        (expert, part, first, count - first)
+        for expert, count in enumerate(counts)
+        for first in range(0, count, rows)
+        for part in range(parts)
+    }
+    assert len(working) == len(expected)
+    assert set(working) == expected
+    # Within a panel, the tiles of a part follow each other.
+    largest = [(first // rows // panel, part) for expert, part, first, _left in working if expert == 5]
+    assert largest == sorted(largest)

@@ -16,6 +16,7 @@ from stoker.engine.build import build_engine
 from stoker.engine.llm import LLM
 from stoker.kernels.linear import Norm
 from stoker.kernels.moe import Experts, add_experts_ref, interleave_gate_up
+from stoker.layers.decoder import DecoderLayer
 from stoker.models.family import family_of
 from stoker.sched.request import SamplingParams
 
@@ -84,3 +85,12 @@ def test_both_names_of_the_number_of_experts_are_read() -> None:
 def test_an_invalid_mixture_is_refused_by_name(change: dict[str, Any], named: str) -> None:
     with pytest.raises(ModelFilesError, match=named):
         family_of({**SHAPE, **MOE, "architectures": ["Qwen3MoeForCausalLM"], **change}, "here")
+
+
+def test_a_layer_that_no_gpu_kernel_serves_is_named_before_memory_is_allocated() -> None:
+    changes = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 5000}
+    family = family_of({**SHAPE, **MOE, **changes}, "here")
+    with torch.device("cuda:0"), pytest.raises(ModelFilesError, match=r"layers\.1\.mlp: num_experts is 5000.* 4096"):
+        DecoderLayer(family._config, 1)
+    with torch.device("meta"):
+        DecoderLayer(family._config, 1)
