@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> Report:
 def _sampling() -> list[Result]:
     import torch
 
-    from bench.support.cuda_timing import graph_s
+    from stoker.kernels.gpu_timing import graph_s
     from stoker.kernels.sample_rows import pack_settings, sample_rows_triton
 
     device, results = torch.device("cuda"), []

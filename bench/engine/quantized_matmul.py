@@ -28,9 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Report:
     import torch
 
-    from bench.support.cuda_timing import graph_s
-    from bench.support.quantized_weights import bytes_of, make_weight
+    from stoker.kernels.gpu_timing import graph_s
     from stoker.kernels.linear import linear
+    from stoker.kernels.random_weights import bytes_of, make_weight
     from stoker.kernels.skinny import MAX_ROWS, few_rows_linear
 
     lines: list[dict[str, Any]] = []

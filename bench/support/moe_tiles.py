@@ -1,7 +1,7 @@
 """Candidate tiles for a layer of experts on a GPU. Used by `tile_search`; imports torch: import it inside `run`.
 
 The weights of several layers are used in turn, so that the L2 cache holds none of them. Their kind is bf16 or one of
-those in quantized_weights.py.
+those in stoker.kernels.random_weights.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.support.cuda_timing import graph_s
-from bench.support.quantized_weights import bytes_of, make_weight
 from stoker.kernels import moe_few, moe_many
+from stoker.kernels.gpu_timing import graph_s
 from stoker.kernels.linear import Norm
 from stoker.kernels.moe import Experts, add_experts_triton, to_kernel_layout
 from stoker.kernels.moe_many import down_lists, gate_up_lists
@@ -26,6 +25,7 @@ from stoker.kernels.moe_quant_few import quant_down_few, quant_gate_up_few
 from stoker.kernels.moe_route import Lists, list_by_expert, router_logits
 from stoker.kernels.moe_tile_model import ExpertTile, PairTile, RouterTile
 from stoker.kernels.quant import QuantWeight
+from stoker.kernels.random_weights import bytes_of, make_weight
 
 FEW_GATE_UP = [
     ExpertTile(*numbers)

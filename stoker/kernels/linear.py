@@ -20,7 +20,8 @@ from stoker.kernels.norm import rms_norm
 from stoker.kernels.quant import QuantWeight
 from stoker.kernels.quant_many import many_rows_linear
 from stoker.kernels.quant_skinny import quant_rows_linear
-from stoker.kernels.skinny import MAX_ROWS, few_rows_linear, one_row_linear
+from stoker.kernels.skinny import KIND, MAX_ROWS, few_rows_linear, one_row_linear
+from stoker.kernels.tile_choice import is_library_faster
 
 # The row count that the packed layout is tuned for. It is a hint: results are the same for any number of rows, and this
 # value was the best, or close to it, from 2 to 256 rows.
@@ -95,6 +96,9 @@ def add_gated_linear(total: Tensor, gate_up: Tensor, weight: Weight, bias: Tenso
 
 
 def _is_skinny(weight: Weight, x: Tensor, bias: Tensor | None) -> TypeGuard[Tensor]:
-    """Return True if the kernels for few rows apply. Tiles of several rows need Hopper's shared memory."""
-    max_rows = MAX_ROWS if overlaps(x) else 1
-    return isinstance(weight, Tensor) and bias is None and use_triton(x) and len(x) <= max_rows
+    """Return True if the kernels for few rows apply and the library is not faster. Tiles of several rows need Hopper's
+    shared memory."""
+    num_rows, max_rows = len(x), MAX_ROWS if overlaps(x) else 1
+    if not isinstance(weight, Tensor) or bias is not None or num_rows > max_rows or not use_triton(x):
+        return False
+    return not is_library_faster(KIND, num_rows, *weight.shape)

@@ -39,6 +39,13 @@ class QuantWeight:
     def is_int4(self) -> bool:
         return self.codes.dtype == torch.int32
 
+    @property
+    def kind(self) -> str:
+        """How the weight is stored, for the choice of tiles."""
+        if self.is_int4:
+            return "int4"
+        return "fp8" if self.col_block >= self.shape[1] else "blocks"
+
     def is_few(self, num_rows: int) -> bool:
         """Return True if reading the codes is most of the work of a matmul with this many rows."""
         return num_rows <= MAX_ROWS

@@ -9,35 +9,9 @@ from torch import Tensor
 
 from stoker.kernels.dispatch import cdiv, overlaps, tl, triton
 from stoker.kernels.quant import QuantWeight, half_of_pair
-from stoker.kernels.skinny import ANY, SkinnyTile, Tuned, padded_rows, put_sums, tile_of, workspace
-
-# Measured on an H200 with the shapes of Llama-3.1-8B. Expanding codes keeps programs busy, so it takes more of them
-# than plain weights do: where there are few outputs, several programs share the inputs.
-FP8 = (
-    Tuned(16, 4608, 0, SkinnyTile(32, 256, 2, 4, splits=4)),
-    Tuned(16, 16896, 0, SkinnyTile(32, 256, 2, 3, splits=4)),
-    Tuned(16, ANY, 0, SkinnyTile(32, 256, 2, 4)),
-    Tuned(64, 4608, 0, SkinnyTile(64, 128, 4, 4, splits=4)),
-    Tuned(64, 16896, 0, SkinnyTile(64, 128, 4, 4, splits=2)),
-    Tuned(64, ANY, 0, SkinnyTile(128, 128, 4, 4)),
-)
-FP8_BLOCKS = (
-    Tuned(16, 4608, 0, SkinnyTile(32, 128, 2, 4, splits=8)),
-    Tuned(16, 16896, 0, SkinnyTile(32, 128, 2, 3, splits=4)),
-    Tuned(16, ANY, 0, SkinnyTile(32, 128, 2, 3)),
-    Tuned(64, 4608, 0, SkinnyTile(64, 128, 4, 3, splits=4)),
-    Tuned(64, 16896, 0, SkinnyTile(64, 128, 4, 3, splits=2)),
-    Tuned(64, ANY, 0, SkinnyTile(64, 128, 4, 4)),
-)
-INT4 = (
-    Tuned(16, 4608, 8192, SkinnyTile(128, 256, 4, 3, splits=8)),
-    Tuned(16, 4608, 0, SkinnyTile(128, 256, 4, 4, splits=8)),
-    Tuned(16, 16896, 0, SkinnyTile(128, 256, 4, 3, splits=4)),
-    Tuned(16, ANY, 0, SkinnyTile(128, 256, 4, 3)),
-    Tuned(64, 4608, 0, SkinnyTile(128, 256, 4, 3, splits=4)),
-    Tuned(64, 16896, 0, SkinnyTile(64, 256, 4, 2, splits=4)),
-    Tuned(64, ANY, 0, SkinnyTile(128, 256, 4, 2)),
-)
+from stoker.kernels.skinny import padded_rows, put_sums, workspace
+from stoker.kernels.tile_choice import skinny_tile
+from stoker.kernels.tile_model import SkinnyTile
 
 # Two words and eight factors -> eight pairs of bfloat16: pair j has the words' codes j times factor j. A code in the
 # low bits of 128.0 makes 128 + code, and codes are stored plus 8. Two at a time, since one by one would take longer
@@ -173,9 +147,8 @@ def quant_rows_linear(
     assert add_to is None or add_to.is_contiguous()
     num_outs, num_ins = weight.shape
     out = x.new_empty(len(x), num_outs) if add_to is None else add_to
-    table = INT4 if weight.is_int4 else FP8 if weight.col_block >= num_ins else FP8_BLOCKS
-    tile = tile or tile_of(table, len(x), num_outs, num_ins)
-    assert table is not FP8_BLOCKS or weight.col_block % tile.ins == 0
+    tile = tile or skinny_tile(weight.kind, len(x), num_outs, num_ins)
+    assert weight.kind != "blocks" or weight.col_block % tile.ins == 0
     rows, overlap = padded_rows(len(x)), overlaps(x)
     grid = (cdiv(num_outs, tile.outs), tile.splits)
     given = (x, weight.codes, weight.scale, out, *workspace(tile, rows, out), len(x), num_outs)

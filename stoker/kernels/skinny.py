@@ -10,69 +10,27 @@ not started. linear.py has the reference and decides when this is used.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from stoker.kernels.dispatch import cdiv, next_power_of_2, overlaps, tl, triton
+from stoker.kernels.tile_choice import max_rows, skinny_tile
+from stoker.kernels.tile_model import MAX_TILES, SkinnyTile
 
-MAX_ROWS = 64
+KIND = "bf16"  # of the weights, for the choice of tiles
+MAX_ROWS = max_rows(KIND)
 _MIN_ROWS = 16  # the smallest row count of the tensor cores
-_MAX_TILES = 1024  # of a matmul whose inputs are shared
 
 
-@dataclass(frozen=True, slots=True)
-class SkinnyTile:
-    """The tile of one program: outputs and inputs at a time, and its share of all inputs."""
-
-    outs: int
-    ins: int
-    num_warps: int
-    num_stages: int
-    splits: int = 1
-    fetched: int = 0  # steps whose weights are prefetched while the kernel before still runs
-
-
-@dataclass(frozen=True, slots=True)
-class Tuned:
-    """A tile for matmuls of at most this many rows and outputs, and at least this many inputs."""
-
-    rows: int
-    outs: int
-    ins: int
-    tile: SkinnyTile
-
-
-# Measured on an H200 with the shapes of Llama-3.1-8B and Qwen3-30B-A3B.
-ONE_ROW = SkinnyTile(outs=8, ins=512, num_warps=4, num_stages=3)
-ANY = 1 << 30
-FEW_ROWS = (
-    Tuned(16, 2816, 4096, SkinnyTile(64, 256, 4, 4, splits=4, fetched=1)),
-    Tuned(16, 8448, 8192, SkinnyTile(32, 512, 4, 4, fetched=1)),
-    Tuned(16, 16896, 0, SkinnyTile(64, 128, 4, 6, fetched=1)),
-    Tuned(16, ANY, 0, SkinnyTile(64, 128, 4, 4, fetched=1)),
-    Tuned(64, 2816, 4096, SkinnyTile(64, 128, 4, 4, splits=4, fetched=1)),
-    Tuned(64, 4224, 4096, SkinnyTile(64, 128, 4, 4, splits=2, fetched=1)),
-    Tuned(64, 16896, 0, SkinnyTile(64, 128, 4, 6, fetched=1)),
-    Tuned(64, ANY, 0, SkinnyTile(128, 128, 8, 4, fetched=1)),
-)
-FEW_WIDE_ROWS = SkinnyTile(outs=32, ins=64, num_warps=4, num_stages=2)  # for float32
-
-
-def tile_of(table: Sequence[Tuned], num_rows: int, num_outs: int, num_ins: int) -> SkinnyTile:
-    """Return the first entry that fits."""
-    return next(
-        tuned.tile for tuned in table if num_rows <= tuned.rows and num_outs <= tuned.outs and num_ins >= tuned.ins
-    )
+WIDE = SkinnyTile(outs=32, ins=64, num_warps=4, num_stages=2)  # for several rows of float32
 
 
 @cache
 def _counters(device: torch.device) -> Tensor:
     """Return counters that are zero before and after a matmul; matmuls run one after the other."""
-    return torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
+    return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 
 
 def padded_rows(num_rows: int) -> int:
@@ -84,7 +42,7 @@ def workspace(tile: SkinnyTile, rows: int, out: Tensor) -> tuple[Tensor, Tensor]
     if tile.splits == 1:
         return out, out  # not used
     num_tiles = cdiv(out.shape[1], tile.outs)
-    assert num_tiles <= _MAX_TILES
+    assert num_tiles <= MAX_TILES
     size = num_tiles * tile.splits * tile.outs * rows
     return torch.empty(size, dtype=torch.float32, device=out.device), _counters(out.device)
 
@@ -202,7 +160,7 @@ def one_row_linear(
     assert x.is_contiguous()
     assert weight.is_contiguous()
     out = x.new_empty(1, len(weight)) if add_to is None else add_to
-    tile = tile or ONE_ROW
+    tile = tile or skinny_tile(KIND, 1, *weight.shape)
     overlap = overlaps(x)
     _one_row[(cdiv(len(weight), tile.outs),)](
         x, weight, x if norm is None else norm, out, eps, len(weight),
@@ -222,7 +180,7 @@ def few_rows_linear(
     assert add_to is None or add_to.is_contiguous()
     num_outs, num_ins = weight.shape
     out = x.new_empty(len(x), num_outs) if add_to is None else add_to
-    tile = tile or (FEW_WIDE_ROWS if x.element_size() == 4 else tile_of(FEW_ROWS, len(x), num_outs, num_ins))
+    tile = tile or (WIDE if x.element_size() == 4 else skinny_tile(KIND, len(x), num_outs, num_ins))
     rows, overlap = padded_rows(len(x)), overlaps(x)
     _few_rows[(cdiv(num_outs, tile.outs), tile.splits)](
         x, weight, out, *workspace(tile, rows, out), len(x), num_outs,

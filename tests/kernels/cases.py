@@ -18,8 +18,9 @@ from stoker.kernels.pieces import FIELDS, Ints
 from stoker.kernels.rope_write import HeadNorms, rope_write_ref, rope_write_triton
 from stoker.kernels.sample import sample_tokens, uniform
 from stoker.kernels.sample_rows import new_settings, pack_settings, sample_rows_triton
-from stoker.kernels.skinny import SkinnyTile, few_rows_linear, one_row_linear
+from stoker.kernels.skinny import few_rows_linear, one_row_linear
 from stoker.kernels.step_inputs import step_inputs_ref, step_inputs_triton
+from stoker.kernels.tile_model import SkinnyTile
 from stoker.kernels.xxh3 import xxh3_ref, xxh3_triton
 
 CPU = torch.device("cpu")
