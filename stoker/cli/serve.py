@@ -24,13 +24,12 @@ from stoker.base.fleet_key import FleetKey, is_loopback, read_fleet_secret
 from stoker.base.output import print_message
 from stoker.base.timeline import Timeline
 from stoker.cli.serve_settings import SECTIONS, MembershipSettings, ServeSettings, for_network, serve_settings
-from stoker.cli.serving import Signals, drained, listen
+from stoker.cli.serving import Signals, drained, listen, progress_line
 from stoker.worker.spawn import SpawnedEngine, spawn_engine
 
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from stoker.checkpoint.progress import Progress
     from stoker.proto.messages import EngineInfo
     from stoker.worker.context import WorkerContext
     from stoker.worker.model_switch import LoadedModel
@@ -125,7 +124,7 @@ class _ModelLoader:
         self._settings = settings
         self._network = network
         self._timeline = timeline
-        self.progress = _progress_line()
+        self.progress = progress_line()
 
     async def load(self, model: str | None, names: Sequence[str]) -> LoadedModel:
         """Return the model. It is downloaded or converted first, if necessary. Without names, its folder's name is used."""
@@ -149,6 +148,7 @@ class _ModelLoader:
             log_level=server.log_level,
             kv_events=not membership.no_events,
             kernel_cache_dir=str(cache_dir / "kernels"),
+            tuning_dir=str(cache_dir / "tuning"),
             timeline_origin_s=timeline.origin_s if server.timeline else None,
         )
         return LoadedModel(tuple(names) or (folder.name,), text, arguments)
@@ -283,23 +283,6 @@ def _fleet_host(advertise: str | None, host: str, gateways: list[str]) -> str:
             f"--host {host}: gateways cannot reach this worker at this address; give its URL with --advertise"
         )
     return "127.0.0.1"
-
-
-def _progress_line() -> Progress:
-    """Show progress: on a terminal in one line that is overwritten, elsewhere as one line per stage."""
-    last_stage = ""
-
-    def show(stage: str, done: int, total: int) -> None:
-        nonlocal last_stage
-        part = f" {100 * done // total}%" if total else ""
-        if sys.stderr.isatty():
-            end = "\n" if total and done >= total else ""
-            print_message(f"\r\033[K{stage}{part}", sys.stderr, end=end)
-        elif stage != last_stage:
-            print_message(stage, sys.stderr)
-        last_stage = stage
-
-    return show
 
 
 def small_kv_warning(kv: KvSettings, kv_tokens: int, max_model_tokens: int) -> str | None:

@@ -1,4 +1,4 @@
-"""Code that `stoker serve` and `stoker gateway` share: listening, signals, draining."""
+"""Code that several commands share: listening, signals, draining, progress."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Protocol
 
 from stoker.base.errors import ConfigError
 from stoker.base.output import print_message
+from stoker.checkpoint.progress import Progress
 
 
 class Drainable(Protocol):
@@ -72,3 +73,20 @@ class Signals:
         else:
             task.cancel()
             await asyncio.wait({task})
+
+
+def progress_line() -> Progress:
+    """Show progress: on a terminal in one line that is overwritten, elsewhere as one line per stage."""
+    last_stage = ""
+
+    def show(stage: str, done: int, total: int) -> None:
+        nonlocal last_stage
+        part = f" {100 * done // total}%" if total else ""
+        if sys.stderr.isatty():
+            end = "\n" if total and done >= total else ""
+            print_message(f"\r\033[K{stage}{part}", sys.stderr, end=end)
+        elif stage != last_stage:
+            print_message(stage, sys.stderr)
+        last_stage = stage
+
+    return show

@@ -28,6 +28,7 @@ from stoker.engine.rates import StepRates
 from stoker.engine.rows import RowTable
 from stoker.engine.runner import Runner
 from stoker.engine.store import build_store
+from stoker.engine.tuning_file import load_tuning
 from stoker.kv.blocks.layout import KvLayout
 from stoker.kv.blocks.pool import BlockPool, PoolObserver
 from stoker.kv.blocks.transfer import KvIdentity
@@ -82,12 +83,14 @@ def build_engine(
     progress: Progress = lambda stage, done, total: None,
     timeline: Timeline | None = None,
     ahead: WeightReadAhead | None = None,
+    tuning_dir: Path | None = None,
     wake: Callable[[], None] = lambda: None,
 ) -> BuiltEngine:
     """Load the model, allocate the KV cache and return a ready engine.
 
     `wake` is called from any thread when an idle engine should take a step. With `random_weights_seed`, no weight files
-    are read: the model of config.json gets random weights, for benchmarks.
+    are read: the model of config.json gets random weights, for benchmarks. `tuning_dir` has the tuned tiles of this
+    machine's GPUs.
     """
     started_s = time.monotonic()
     timeline = timeline or Timeline()
@@ -96,6 +99,8 @@ def build_engine(
     with timeline.stage("context"):
         resolved = resolve(settings, family.shape)
         memory = MemoryTable(resolved.device)
+    if tuning_dir is not None and resolved.device.type == "cuda":
+        load_tuning(tuning_dir, resolved.device)
     # cuDNN's attention plans every new shape, which takes longer than the attention itself.
     torch.backends.cuda.enable_cudnn_sdp(False)
     with timeline.stage("weights"):

@@ -6,9 +6,11 @@ and cached; captured steps contain it.
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 from stoker.kernels.tile_model import RowClass, SkinnyTile
 from stoker.kernels.tile_profiles import PROFILES, WEIGHT_BYTES
-from stoker.kernels.tuned_tiles import TileKey, cached_choice, tuned_tile
+from stoker.kernels.tuned_tiles import CHECKS, Numbers, TileKey, cached_choice, tuned_tile
 
 KERNEL = "dense"  # the name of these matmuls among the tuned tiles
 
@@ -42,3 +44,21 @@ def is_library_faster(kind: str, num_rows: int, num_outs: int, num_ins: int) -> 
         return not tuned
     shape = (num_outs, num_ins, WEIGHT_BYTES[kind])
     return candidates.library_us(*shape) < candidates.candidates(*shape)[0][0]
+
+
+def numbers_of(tile: SkinnyTile | None) -> Numbers:
+    """Return a tile as it is stored among the tuned ones. None stands for the library."""
+    return () if tile is None else astuple(tile)
+
+
+def _is_candidate(key: TileKey, numbers: Numbers) -> bool:
+    classes = {one.rows: one for one in PROFILES.get(key.kind, ())}
+    if key.rows not in classes:
+        return False
+    if not numbers:
+        return key.kind == "bf16" and key.rows > 1
+    candidates = classes[key.rows].candidates(key.outs, key.ins, WEIGHT_BYTES[key.kind])
+    return numbers in (numbers_of(tile) for _, tile in candidates)
+
+
+CHECKS[KERNEL] = _is_candidate

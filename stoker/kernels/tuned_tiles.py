@@ -1,7 +1,8 @@
 """The tiles that `stoker tune` found on this GPU. They take precedence over the tiles that a kernel would choose itself.
 
 Every kernel with tiles can look its own up here: a tile is a list of numbers, whose meaning is the kernel's. The tiles
-are set once, before the engine captures its first step.
+are set once, before the engine captures its first step. A kernel registers a check of its tiles in `CHECKS`, because
+tiles are read from a file (engine/tuning_file.py).
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ class TileKey:
 
 
 Numbers = tuple[int, ...]  # the fields of a tile; none means that the library is faster than the kernel
+
+# By kernel: is this a tile that the kernel can run for this matmul?
+CHECKS: dict[str, Callable[[TileKey, Numbers], bool]] = {}
 
 _TUNED: dict[TileKey, Numbers] = {}
 _CACHES: list[Any] = []

@@ -56,6 +56,12 @@ class TiedLinear(nn.Module):
         self._tied = [tied]  # in a list, so that the module does not register the embedding's parameter as its own
         self._packed: Weight | None = None
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        num_outs, num_ins = self._tied[0].shape
+        return num_outs, num_ins
+
     def pack(self) -> None:
         self._packed = pack_weight(self._tied[0].data)
 

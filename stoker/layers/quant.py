@@ -36,6 +36,9 @@ class Stored(Protocol):
     def unused(self) -> tuple[str, ...]:
         """Names of tensors that a checkpoint may have besides, and that are not needed here."""
 
+    def kind(self, num_ins: int) -> str:
+        """Return the kind of the kernels' weight, as tiles are chosen by it (kernels/tile_profiles.py)."""
+
     def tensors(self, num_outs: int, num_ins: int) -> dict[str, StoredTensor]:
         """Return the tensors of one part, by the checkpoint's names."""
 
@@ -49,6 +52,9 @@ class Plain:
     """A weight in the model's dtype."""
 
     unused: tuple[str, ...] = ()
+
+    def kind(self, num_ins: int) -> str:
+        return "bf16"
 
     def tensors(self, num_outs: int, num_ins: int) -> dict[str, StoredTensor]:
         return {"weight": StoredTensor((num_outs, num_ins))}
@@ -69,6 +75,9 @@ class Fp8:
     scale: str  # name of the scale tensor
     quantises_inputs: bool  # the input of the matmul may be quantised to 8 bits too
     unused: tuple[str, ...] = ("input_scale",)
+
+    def kind(self, num_ins: int) -> str:
+        return "fp8" if self.col_block is None or self.col_block >= num_ins else "blocks"
 
     def tensors(self, num_outs: int, num_ins: int) -> dict[str, StoredTensor]:
         rows, cols = _blocks(num_outs, self.row_block), _blocks(num_ins, self.col_block)
@@ -103,6 +112,9 @@ class Int4:
 
     group: int
     unused: tuple[str, ...] = ("weight_shape",)
+
+    def kind(self, num_ins: int) -> str:
+        return "int4"
 
     def tensors(self, num_outs: int, num_ins: int) -> dict[str, StoredTensor]:
         return {
@@ -139,6 +151,11 @@ class StoredWeight(nn.Module):
             empty = torch.empty(tensor.shape, dtype=tensor.dtype)
             self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
         self._names = list(self._parameters)
+
+    @property
+    def kind(self) -> str:
+        """How the kernels' weight is stored, on a GPU that has kernels for it."""
+        return self._stored.kind(self.in_features)
 
     def ready(self) -> Ready:
         """Convert the parameters to what the kernels need, once after loading. The result replaces the parameters, so

@@ -263,6 +263,7 @@ def _build(
             progress=_ProgressReports(pipe),
             timeline=timeline,
             ahead=ahead,
+            tuning_dir=None if arguments.tuning_dir is None else Path(arguments.tuning_dir),
             wake=mailbox.wake,
         )
     except StokerError as error:
