@@ -22,6 +22,7 @@ from stoker.base.timeline import Timeline
 from stoker.checkpoint.weight_files import WeightReadAhead
 from stoker.engine.gpu_memory import MemoryLine, MemoryTable, WorkingMemory
 from stoker.engine.grammar import Grammars, NoGrammars
+from stoker.engine.kernel_limits import check_limits, explain_kernel_error
 from stoker.engine.loop import Engine
 from stoker.engine.memory import ResolvedSettings, num_blocks, resolve
 from stoker.engine.rates import StepRates
@@ -137,7 +138,7 @@ def build_engine(
     if resolved.device.type == "cuda":
         progress("compiling and capturing", 0, 1)
         with timeline.stage("kernels and graphs"):
-            runner.warm_up()
+            _warm_up(runner, model, resolved.device)
     memory.add_line("graphs and libraries", working.graph_bytes)
     memory.take_arena(working.arena_bytes)
     memory.add_reserve(working.reserve_bytes + working.spare_bytes)
@@ -173,6 +174,8 @@ def _load_model(
 ) -> tuple[Model, int]:
     """Return the model, with its weights in the layout of the kernels, and the size of the weights in bytes."""
     model = _build_model(family, resolved)
+    if resolved.device.type == "cuda":
+        check_limits(model, family.shape)
     if random_weights_seed is None:
         load(model, family.rules, family.ignored, folder, partial(progress, "loading weights"), ahead)
     else:
@@ -199,6 +202,16 @@ def _make_kv(
         resolved.keeps_spare,
     )
     return DeviceKv(layout, num_blocks(settings, resolved, layout, working), resolved.device), working
+
+
+def _warm_up(runner: Runner, model: Model, device: torch.device) -> None:
+    """Compile the kernels and capture the first graphs. Raises ModelFilesError if a kernel cannot run on this GPU."""
+    try:
+        runner.warm_up()
+    except Exception as error:
+        if (explained := explain_kernel_error(error, model, device)) is not None:
+            raise explained from error
+        raise
 
 
 def _scheduler_config(

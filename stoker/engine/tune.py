@@ -80,7 +80,7 @@ def dense_matmuls(folder: Path) -> list[DenseMatmul]:
     found: dict[tuple[str, int, int], DenseMatmul] = {}
     for name, module in model.named_modules():
         if isinstance(module, Linear) and (module.bias is None or module.kind != "bf16"):
-            shape = (module.kind, module.out_features, module.in_features)
+            shape = (module.kind, *module.shape)
         elif isinstance(module, TiedLinear):
             shape = ("bf16", *module.shape)
         else:

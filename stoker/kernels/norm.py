@@ -8,6 +8,8 @@ from torch import Tensor
 
 from stoker.kernels.dispatch import next_power_of_2, overlaps, tl, triton, use_triton, wait_for_inputs
 
+MAX_WIDTH = 1 << 16  # one program has a whole row in its registers
+
 
 def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute in float32 at least: squares of bfloat16 values lose too much precision."""

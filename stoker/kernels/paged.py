@@ -27,6 +27,9 @@ _LOG2_E = log2(e)
 _SINGLE_PROGRAMS, _TILE_PROGRAMS = 512, 264
 _SINGLE_BLOCKS, _TILE_BLOCKS = 2, 4
 _MAX_SPLITS = 32
+MAX_KV_HEADS = _SINGLE_PROGRAMS  # beyond it, there are more groups of pieces and KV heads than counters
+MAX_SHARED_VALUES = 1 << 15  # query heads that share a KV head, times the head size: they fill shared memory
+_MAX_BLOCK_VALUES = 1 << 14  # of a page; three pages of K and V fill shared memory
 _MIN_DOT = 16  # the smallest tile of the tensor cores
 _TILE_ROWS, _WIDE_TILE_ROWS = 128, 32  # tokens times query heads; the second is for float32
 _JOINED_ROWS = 32
@@ -94,7 +97,7 @@ class Cutter:
 
 def fits(x: Tensor, block_tokens: int, head_dim: int) -> bool:
     """Return True if the kernels support this device, dtype, block size and head size."""
-    is_tile = is_power_of_2(block_tokens) and is_power_of_2(head_dim)
+    is_tile = is_power_of_2(block_tokens) and is_power_of_2(head_dim) and block_tokens * head_dim <= _MAX_BLOCK_VALUES
     return use_triton(x) and is_tile and _MIN_DOT <= block_tokens <= 128 and _MIN_DOT <= head_dim <= 256
 
 

@@ -23,6 +23,7 @@ from stoker.kernels.dispatch import cdiv, overlaps, tl, triton, wait_for_inputs
 WORD_CODES = 8  # 4-bit codes in a word
 GROUP = 32  # the smallest number of inputs that share a scale
 MAX_ROWS = 64
+MAX_INT4_PAIRS = (1 << 31) - 1  # of scales, because their offsets have 32 bits
 SPAN = WORD_CODES * GROUP  # inputs whose codes are interleaved
 
 

@@ -21,6 +21,7 @@ from stoker.kernels.tile_model import MAX_TILES, SkinnyTile
 
 KIND = "bf16"  # of the weights, for the choice of tiles
 MAX_ROWS = max_rows(KIND)
+MAX_SIZE = (1 << 31) // MAX_ROWS - 1  # outputs or inputs: offsets into x and the result have 32 bits
 _MIN_ROWS = 16  # the smallest row count of the tensor cores
 
 

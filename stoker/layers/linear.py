@@ -25,6 +25,11 @@ class Linear(StoredWeight):
         self.bias = nn.Parameter(torch.empty(self.out_features), requires_grad=False) if bias else None
         self._packed: Weight | None = None
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return self.out_features, self.in_features
+
     def pack(self) -> None:
         ready = self.ready()
         self._packed = ready if isinstance(ready, QuantWeight) else pack_weight(ready)
