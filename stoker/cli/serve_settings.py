@@ -99,7 +99,7 @@ class ServerSettings:
     )
     cache_dir: Path | None = setting(
         None,
-        "Folder for downloaded and converted models and compiled kernels.",
+        "Folder for downloaded and converted models, compiled kernels and tuned tiles.",
         flag="--cache-dir",
         metavar="DIR",
         default_text="~/.cache/stoker",

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from stoker.kernels.dispatch import cdiv, overlaps, tl, triton, wait_for_inputs
+from stoker.kernels.tile_choice import max_rows
 
 WORD_CODES = 8  # 4-bit codes in a word
 GROUP = 32  # the smallest number of inputs that share a scale
-MAX_ROWS = 64
 MAX_INT4_PAIRS = (1 << 31) - 1  # of scales, because their offsets have 32 bits
 SPAN = WORD_CODES * GROUP  # inputs whose codes are interleaved
 
@@ -49,7 +49,7 @@ class QuantWeight:
 
     def is_few(self, num_rows: int) -> bool:
         """Return True if reading the codes is most of the work of a matmul with this many rows."""
-        return num_rows <= MAX_ROWS
+        return num_rows <= max_rows(self.kind)
 
 
 def fp8_weight(
