@@ -80,6 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kinds", nargs="+", choices=tuple(WIDE), default=list(WIDE), help="default: all")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64], help="default: 1 8 32 64")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="measure only every N-th shape of the grid")
+    parser.add_argument("--skip", type=int, default=0, metavar="N", help="leave out the first N shapes of the grid")
     parser.add_argument("--wide", action="store_true", help="try all tiles instead of those with a profile")
     parser.add_argument("--processes", type=int, default=12, help="processes that compile (default: %(default)s)")
 
@@ -91,7 +92,8 @@ def run(args: argparse.Namespace) -> Report:
 
     jobs = list(_jobs(args))
     for done in compile_tiles(jobs, args.processes):
-        print(f"compiled {done} of {len(jobs)}", end="\r", file=sys.stderr)
+        if sys.stderr.isatty():
+            print(f"compiled {done} of {len(jobs)}", end="\r", file=sys.stderr)
     lines, details = [], []
     for job in jobs:
         found = {tile: us for us, tile in time_tiles(job)}
@@ -108,7 +110,7 @@ def _jobs(args: argparse.Namespace) -> Iterator[TileJob]:
     from stoker.kernels.tile_timing import TileJob
 
     for kind in args.kinds:
-        for outs, ins in GRIDS[args.grid][:: args.every]:
+        for outs, ins in GRIDS[args.grid][args.skip :: args.every]:
             if kind != "bf16" and (outs > 100_000 or ins % 128):
                 continue  # heads are not quantized, and the kernels' groups and blocks must fit
             for rows in args.rows:

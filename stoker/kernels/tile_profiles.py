@@ -18,9 +18,8 @@ WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "blocks": 1.0, "int4": 0.5 + 2 / 32}
 PROFILES: dict[str, tuple[RowClass, ...]] = {
     "bf16": (
         RowClass(1, (
-            TileProfile(SkinnyTile(4, 512, 4, 4), 12, 8.77, 0.0124, 0.0316, 1.9, 0.0867, 12.2),
-            TileProfile(SkinnyTile(8, 256, 4, 4), 3, 9.2, 0.0351, 0.0519, 1.85, 0.091, 1.52),
-            TileProfile(SkinnyTile(8, 1024, 4, 2), 4, 4.65, 0.0195, 0.0716, 2.16, 0.0502, 2.6),
+            TileProfile(SkinnyTile(8, 256, 4, 4), 11, 4.17, 0.0147, 0.157, 1.83, 0.0, 5.11),
+            TileProfile(SkinnyTile(4, 512, 4, 4), 10, 5.89, 0.0107, 0.032, 2.09, 0.0, 18.5),
         ), can_split=False),
         RowClass(16, (
             TileProfile(SkinnyTile(64, 128, 4, 4, fetched=1), 2, 4.42, 0.07, 0.103, 1.38, 0.112, 2.11),
