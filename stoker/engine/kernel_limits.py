@@ -2,7 +2,7 @@
 compile for a model.
 
 The limits are those of 32-bit offsets, of counters and of a program's registers. Published models are far below them. On
-a CPU there are none.
+a CPU there are none. Layers of experts check their own (kernels/moe_tile_model.py).
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ import torch
 from torch import nn
 
 from stoker.base.errors import ModelFilesError
-from stoker.kernels.moe_route import MAX_EXPERTS, MAX_TOP_K
 from stoker.kernels.norm import MAX_WIDTH
 from stoker.kernels.paged import MAX_KV_HEADS, MAX_SHARED_VALUES
 from stoker.kernels.quant import GROUP, MAX_INT4_PAIRS
 from stoker.kernels.skinny import MAX_SIZE
 from stoker.layers.linear import Linear, TiedLinear
-from stoker.layers.moe import MoeMlp
 from stoker.layers.norm import RMSNorm
 from stoker.models.family import Model, ModelShape
 
@@ -57,9 +55,6 @@ def _layer_sizes(model: nn.Module) -> Iterator[tuple[str, int, int]]:
                 yield f"{name}: the number of inputs", ins, MAX_SIZE
                 if isinstance(module, Linear) and module.kind == "int4":
                     yield f"{name}: the number of scales", outs * ins // (2 * GROUP), MAX_INT4_PAIRS
-            case MoeMlp():
-                yield f"{name}: the number of experts", module.config.num_experts, MAX_EXPERTS
-                yield f"{name}: the number of experts per token", module.config.top_k, MAX_TOP_K
 
 
 def explain_kernel_error(error: Exception, model: Model, device: torch.device) -> ModelFilesError | None:

@@ -21,7 +21,6 @@ from stoker.kernels.moe_tile_model import RouterTile, list_warps, router_tile
 
 # Each expert's counter has a cache line of its own: thousands of tokens count at the same time.
 COUNT_STRIDE = 32
-MAX_EXPERTS, MAX_TOP_K = 4096, 64  # a program has all experts in its registers, and chooses one after the other
 _WARP = 32
 
 

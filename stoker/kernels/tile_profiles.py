@@ -1,8 +1,8 @@
 """The profiles of the tiles of the matmuls of few rows (tile_model.py), by the kind of weight.
 
-They were fitted on an H200 to 26 weight shapes of published models from 1B to 70B, at 1, 8, 32 and 64 rows. The 64 x 64
-tile of the library is fictitious. tests/kernels/test_tile_choice.py compares the choices with the measurements, and
-`python -m bench run kernel_grid` with those of the GPU at hand.
+They were fitted on an H200 to 26 weight shapes of published models from 1B to 70B, at 1, 8, 32 and 64 rows (one row: 39
+shapes up to 123B). The 64 x 64 tile of the library is fictitious. tests/kernels/test_tile_choice.py compares the choices
+with the measurements, and `python -m bench run kernel_grid` with those of the GPU at hand.
 """
 
 from __future__ import annotations

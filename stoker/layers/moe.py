@@ -28,7 +28,7 @@ class MoeMlp(nn.Module):
 
     def __init__(self, hidden_size: int, config: MoeConfig, gate_up: Stored = PLAIN, down: Stored = PLAIN) -> None:
         super().__init__()
-        self.config = config
+        self._config = config
         num_experts, width = config.num_experts, config.intermediate_size
         self.router = nn.Parameter(torch.empty(num_experts, hidden_size), requires_grad=False)
         self.gate_up = StoredWeight(hidden_size, (width, width) * num_experts, gate_up)
@@ -36,7 +36,7 @@ class MoeMlp(nn.Module):
         self._experts: Experts | None = None
 
     def pack(self) -> None:
-        config = self.config
+        config = self._config
         weights = (self.router.data, self.gate_up.ready(), self.down.ready())
         self._experts = to_kernel_layout(*weights, config.top_k, config.renormalises)
 
@@ -44,7 +44,7 @@ class MoeMlp(nn.Module):
     def width(self) -> int:
         """Values held per token at the same time: the normed token, its entries in the expert lists, and for each of
         its experts the input of the down projection (perhaps also in 8 bits, with scales) and its output."""
-        config, (num_experts, hidden_size) = self.config, self.router.shape
+        config, (num_experts, hidden_size) = self._config, self.router.shape
         lists, inner = 4 * num_experts, config.intermediate_size
         down = self._ready.down
         if isinstance(down, QuantWeight) and down.quantises_inputs:
