@@ -120,7 +120,7 @@ def _jobs(args: argparse.Namespace) -> Iterator[TileJob]:
 def _tiles(kind: str, rows: int, outs: int, ins: int, wide: bool) -> Iterator[SkinnyTile | None]:
     """The library, and the candidates; the chosen tile is always among them."""
     from stoker.kernels.tile_choice import max_rows, row_class
-    from stoker.kernels.tile_model import RowClass, SkinnyTile, TileProfile
+    from stoker.kernels.tile_model import SPLITS, RowClass, SkinnyTile, TileProfile
     from stoker.kernels.tile_profiles import WEIGHT_BYTES
 
     yield None
@@ -131,7 +131,7 @@ def _tiles(kind: str, rows: int, outs: int, ins: int, wide: bool) -> Iterator[Sk
         fetched = int(kind == "bf16" and rows > 1)
         tiles = [SkinnyTile(*numbers, fetched=fetched) for numbers in WIDE[kind][rows_class]]
         unknown = tuple(TileProfile(tile, 1, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0) for tile in tiles)
-        every = RowClass(rows, unknown, can_split=kind != "bf16" or rows > 1)
+        every = RowClass(rows, unknown, splits=SPLITS if kind != "bf16" or rows > 1 else (1,))
         yield from (tile for _, tile in every.candidates(outs, ins, 1.0))
 
 

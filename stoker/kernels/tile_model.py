@@ -10,7 +10,6 @@ really cost. No entry belongs to a model: the prediction follows from the weight
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from stoker.kernels.dispatch import cdiv
@@ -78,14 +77,15 @@ class RowClass:
     rows: int
     profiles: tuple[TileProfile, ...]
     library: TileProfile | None = None
-    can_split: bool = True  # several programs can share the inputs of a tile
+    splits: tuple[int, ...] = SPLITS  # how many programs may share the inputs of a tile
 
     def candidates(self, num_outs: int, num_ins: int, weight_bytes: float) -> list[tuple[float, SkinnyTile]]:
         """Return the tiles that can compute a matmul, each with its predicted microseconds, the fastest first."""
         found = [
             (profile.predicted_us(num_outs, num_ins, splits, weight_bytes), number, splits)
             for number, profile in enumerate(self.profiles)
-            for splits in (_splits(profile.tile, num_outs, num_ins) if self.can_split else (1,))
+            for splits in self.splits
+            if _can_split(profile.tile, num_outs, num_ins, splits)
         ]
         return [(us, replace(self.profiles[number].tile, splits=splits)) for us, number, splits in sorted(found)]
 
@@ -96,10 +96,8 @@ class RowClass:
         return self.library.predicted_us(num_outs, num_ins, 1, weight_bytes)
 
 
-def _splits(tile: SkinnyTile, num_outs: int, num_ins: int) -> Iterator[int]:
-    """Return the numbers of programs that can share the inputs of a tile."""
+def _can_split(tile: SkinnyTile, num_outs: int, num_ins: int, splits: int) -> bool:
+    """Return True if this many programs can share the inputs of a tile, and it can be useful."""
     num_tiles = cdiv(num_outs, tile.outs)
-    for splits in SPLITS:
-        is_useful = num_tiles * splits <= _MAX_PROGRAMS and num_ins // tile.ins // splits >= _MIN_STEPS
-        if splits == 1 or (num_tiles <= MAX_TILES and is_useful):
-            yield splits
+    is_useful = num_tiles * splits <= _MAX_PROGRAMS and num_ins // tile.ins // splits >= _MIN_STEPS
+    return splits == 1 or (num_tiles <= MAX_TILES and is_useful)

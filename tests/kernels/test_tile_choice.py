@@ -44,10 +44,8 @@ def test_choices_are_close_to_the_fastest_measured_tile(source, kind, rows):
         name = f"{tile.outs},{tile.ins},{tile.num_warps},{tile.num_stages},{tile.splits}"
         if is_library_faster(kind, rows, num_outs, num_ins):
             name = "library"
-        if name in times:  # not every number of splits was measured for every kind
-            regrets[shape] = times[name] / times["best"]
+        regrets[shape] = times[name] / times["best"]
     most_mean, most = MOST_REGRET[source]
-    assert len(regrets) >= 0.5 * len(MEASURED[source][kind][str(rows)]), regrets
     assert exp(mean(log(regret) for regret in regrets.values())) <= most_mean, regrets
     assert max(regrets.values()) <= most, regrets
 
