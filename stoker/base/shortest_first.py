@@ -4,12 +4,12 @@ Ageing protects the oldest item. Tokens computed for other items are counted aga
 itself pays for `OVERTAKING_RATIO` of them. While the count is at least OVERTAKING_RATIO * step_tokens, the oldest item goes
 first. So the oldest item gets at least one of OVERTAKING_RATIO + 1 tokens in the long run, whatever arrives.
 
-The bound: let W be the tokens of an item and of all items that were queued before it. Then items that were queued after it
-get at most
+The bound: let W be the tokens of an item and of all items that arrived before it, and C the largest number of tokens that an
+item gets at once. Then the items that arrive after it get less than
 
-    OVERTAKING_RATIO * W + (OVERTAKING_RATIO + 1) * step_tokens
+    OVERTAKING_RATIO * (W + step_tokens) + C
 
-tokens before it is done, if no single charge exceeds `step_tokens`. The clock of this rule is work, so it needs no time.
+tokens before it is done, as long as the oldest item can run. The rule counts work, so it needs no clock.
 """
 
 from __future__ import annotations
@@ -91,7 +91,5 @@ class ShortestFirst(Generic[T]):
         """Note that an item gets `tokens` tokens. Call it before the item is removed."""
         if item is self.oldest:
             self._overtaken = max(0, self._overtaken - OVERTAKING_RATIO * tokens)
-        else:
-            # The limit is reached only while the oldest item cannot run. Without it, that time would be paid back later.
-            limit = (OVERTAKING_RATIO + 1) * self._step_tokens
-            self._overtaken = min(limit, self._overtaken + tokens)
+        elif not self.favours_oldest:  # otherwise the oldest item could not run, and is not paid for this
+            self._overtaken += tokens
