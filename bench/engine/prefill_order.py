@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import heapq
 import random
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from bench.contract import Needs, Report, Result
 from stoker.base.ids import RequestId
@@ -106,7 +106,8 @@ class Simulation:
     def _step_s(self, plan: StepPlan) -> float:
         decodes = sum(span.count == 1 for span in plan.spans)
         args = self._args
-        return args.step_ms / 1e3 + decodes * args.row_us / 1e6 + (plan.num_tokens - decodes) / args.prefill_rate
+        fixed_s: float = args.step_ms / 1e3 + decodes * args.row_us / 1e6
+        return fixed_s + (plan.num_tokens - decodes) / float(args.prefill_rate)
 
     def _send(self, now: float, index: int) -> None:
         session = self._sessions[index]
@@ -137,7 +138,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sessions", type=int, default=192, help="default: %(default)s")
     parser.add_argument("--stagger-s", type=float, default=20.0, help="default: %(default)s")
     parser.add_argument("--head-tokens", type=int, default=2000, help="shared by all sessions (default: %(default)s)")
-    parser.add_argument("--task-tokens", type=counts, default="1000,12000", help="from,to (default: %(default)s)")
+    parser.add_argument("--task-tokens", type=counts, default="500,4000", help="from,to (default: %(default)s)")
     parser.add_argument("--turns", type=counts, default="4,8", help="from,to (default: %(default)s)")
     parser.add_argument("--output-tokens", type=counts, default="50,250", help="from,to (default: %(default)s)")
     parser.add_argument("--think-s", type=numbers, default="0.5,4", help="from,to (default: %(default)s)")
@@ -159,21 +160,23 @@ def run(args: argparse.Namespace) -> Report:
             total.first_turn_s += times.first_turn_s
             total.later_turn_s += times.later_turn_s
             total.wall_s += times.wall_s / len(seeds)
-    case = f"{args.sessions} sessions, {len(seeds)} seeds, virtual time"
-    baseline = {"competitor": "order of arrival", "comparison": "baseline"}
-    report = Report(details={"ours": ours.__dict__, "by_arrival": theirs.__dict__})
-    for name in ("first_turn_s", "later_turn_s"):
-        for share in (50, 90, 99):
-            value, other = (1e3 * _percentile(getattr(times, name), share) for times in (ours, theirs))
-            metric = f"TTFT of {name.partition('_')[0]} turns, p{share}"
-            report.results.append(Result(case, metric, "ms", value, competitor_value=other, **baseline))
-    for metric, share in (("TTFT of first turns, worst", 100), ("TTFT of later turns, worst", 100)):
-        name = "first_turn_s" if "first" in metric else "later_turn_s"
-        value, other = (1e3 * _percentile(getattr(times, name), share) for times in (ours, theirs))
-        report.results.append(Result(case, metric, "ms", value, competitor_value=other, **baseline))
-    report.results.append(Result(case, "wall time", "s", ours.wall_s, competitor_value=theirs.wall_s, **baseline))
+    case = f"{args.sessions} sessions, KV for {args.kv_tokens:,} tokens, {len(seeds)} seeds, virtual time"
+    report = Report(details={"ours": asdict(ours), "by_arrival": asdict(theirs)})
+
+    def add(metric: str, unit: str, value: float, other: float) -> None:
+        report.results.append(
+            Result(case, metric, unit, value, "lower", "order of arrival", other, comparison="baseline")
+        )
+
+    for turns, our_s, their_s in (
+        ("first", ours.first_turn_s, theirs.first_turn_s),
+        ("later", ours.later_turn_s, theirs.later_turn_s),
+    ):
+        for name, share in (("p50", 50), ("p90", 90), ("p99", 99), ("worst", 100)):
+            add(f"TTFT of {turns} turns, {name}", "ms", _percentile_ms(our_s, share), _percentile_ms(their_s, share))
+    add("wall time", "s", ours.wall_s, theirs.wall_s)
     return report
 
 
-def _percentile(values: list[float], share: int) -> float:
-    return sorted(values)[min(len(values) - 1, len(values) * share // 100)]
+def _percentile_ms(values: list[float], share: int) -> float:
+    return 1e3 * sorted(values)[min(len(values) - 1, len(values) * share // 100)]

@@ -2,7 +2,8 @@
 
 1. A better (lower) priority first.
 2. Within a priority, tenants share the computed prompt tokens by weight (start-time fair queueing).
-3. Within a tenant, the sequence with the fewest tokens left to compute, with ageing (base/shortest_first.py).
+3. Within a tenant, the sequence with the fewest tokens left to compute, with ageing (base/shortest_first.py). Sequences that
+   have output, because they were preempted or come from another worker, go before those: their client's stream stands still.
 
 A running sequence whose prompt is partly computed stays in the order. So a short prompt overtakes a long one between two
 steps.
@@ -38,7 +39,7 @@ class PrefillOrder:
         queue = tenants.get(seq.request.tenant)
         if queue is None:
             queue = tenants[seq.request.tenant] = ShortestFirst(self._step_tokens)
-        queue.add(seq, self._measure(seq), seq.arrival)
+        queue.add(seq, self._size(seq), seq.arrival)
 
     def discard(self, seq: Sequence) -> None:
         """Remove a sequence, if it is in the order."""
@@ -57,7 +58,7 @@ class PrefillOrder:
 
     def measure(self, seq: Sequence) -> None:
         """Measure a sequence of the order again."""
-        self._queue_of(seq).resize(seq, self._measure(seq))
+        self._queue_of(seq).resize(seq, self._size(seq))
 
     def charge(self, turn: Sequence, seq: Sequence, count: int, left: int) -> None:
         """Note that this step computes `count` tokens of `seq`, in the turn of `turn`; `left` tokens remain.
@@ -70,7 +71,7 @@ class PrefillOrder:
         self._finish[request.tenant] = start + count / request.tenant_weight
         self._virtual = start
         if left > 1:
-            self._queue_of(seq).resize(seq, left)
+            self._queue_of(seq).resize(seq, 0 if seq.has_output else left)
         else:
             self.discard(seq)
 
@@ -109,12 +110,15 @@ class PrefillOrder:
             size, arrival, seq = heappop(heap)
             if seq not in queue:
                 continue
-            measured = self._measure(seq)
+            measured = self._size(seq)
             queue.resize(seq, measured)
             if measured <= size:
                 return seq
             heappush(heap, (measured, arrival, seq))
         return None
+
+    def _size(self, seq: Sequence) -> int:
+        return 0 if seq.has_output else self._measure(seq)
 
     def _start(self, tenant: str) -> float:
         return max(self._virtual, self._finish.get(tenant, 0.0))

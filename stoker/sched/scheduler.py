@@ -320,11 +320,10 @@ class Scheduler:
             builder.schedule(seq, min(seq.num_to_compute, builder.budget))
         elif not self._admit(seq, builder):
             return False
-        elif seq.state is SequenceState.LOADING:
-            self._order.discard(seq)  # until it is loaded
-            return True
-        count = builder.counts[seq]
-        self._order.charge(turn, seq, count, seq.num_to_compute - count)
+        if count := builder.counts.get(seq, 0):
+            self._order.charge(turn, seq, count, seq.num_to_compute - count)
+        else:
+            self._order.discard(seq)  # until its blocks are loaded
         return True
 
     def _tokens_left(self, seq: Sequence) -> int:

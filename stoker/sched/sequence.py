@@ -53,6 +53,11 @@ class Sequence:
         return num_known - self.num_computed
 
     @property
+    def has_output(self) -> bool:
+        """True if tokens after the prompt are known: sampled here, or by the worker that had the sequence before."""
+        return len(self.token_ids) > self.request.num_prompt
+
+    @property
     def precedence(self) -> tuple[int, int]:
         """The sort key of running sequences: one with a smaller key is preempted later.
 

@@ -91,6 +91,21 @@ def test_only_uncached_tokens_count() -> None:
     assert world.first_token_order == [1, 3]
 
 
+def test_a_preempted_sequence_with_output_goes_before_shorter_new_prompts() -> None:
+    world = World(max_rows=1)
+    world.add(1000, 200, max_new=5)
+    while world.first_token_order != [1000]:
+        world.step()
+    world.add(1001, 10, priority=-1)
+    world.step()
+    assert world.scheduler.counters.preemptions == 1
+    world.add(1002, 3)
+    while world.left != {1002}:
+        world.step()
+        assert 1002 not in world.first_token_order
+    world.run()
+
+
 def test_priority_comes_before_size() -> None:
     world = World()
     world.add(1000, 300, priority=0)
