@@ -22,12 +22,14 @@ from stoker.sched.plan import StepPlan, StepResult
 from stoker.sched.prefill_order import PrefillOrder
 from stoker.sched.request import GenerateRequest, SamplingParams
 from stoker.sched.scheduler import Scheduler, SchedulerConfig
+from stoker.sched.sequence import Sequence
 
 NAME = "prefill_order"
 HELP = "time to first token of agents' first and later turns, by the order of prefill, in virtual time"
 NEEDS = Needs()
 BLOCK_TOKENS = 16
 VOCAB = 32_000
+_FAR = 1 << 32  # more than ageing changes
 
 
 @dataclass
@@ -63,6 +65,13 @@ def make_sessions(args: argparse.Namespace, seed: int) -> list[Session]:
     return sessions
 
 
+class ArrivalOrder(PrefillOrder):
+    """The baseline."""
+
+    def _size(self, seq: Sequence, tokens_left: int) -> int:
+        return _FAR * seq.arrival
+
+
 class Simulation:
     """Sessions on one scheduler. Steps take as long as the options say."""
 
@@ -73,7 +82,7 @@ class Simulation:
         config = SchedulerConfig(BLOCK_TOKENS, args.step_tokens, args.max_rows, mixed_tokens=args.mixed_tokens)
         self._scheduler = Scheduler(config, pool)
         if by_arrival:
-            self._scheduler._order = PrefillOrder(args.step_tokens, lambda seq: seq.arrival + 2)
+            self._scheduler._order = ArrivalOrder(args.step_tokens, self._scheduler._tokens_left)
         self._sessions = make_sessions(args, seed)
         self._turns: list[tuple[float, int]] = []  # when each session sends its next turn
         self.times = Times()

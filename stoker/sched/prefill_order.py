@@ -17,6 +17,7 @@ from heapq import heapify, heappop, heappush
 from stoker.base.shortest_first import ShortestFirst
 from stoker.sched.sequence import Sequence
 
+_FIRST = -(1 << 48)  # a size before all others, whatever ageing adds
 _MAX_EXAMINED = 256  # sequences of a tenant that one step looks at
 
 
@@ -39,7 +40,7 @@ class PrefillOrder:
         queue = tenants.get(seq.request.tenant)
         if queue is None:
             queue = tenants[seq.request.tenant] = ShortestFirst(self._step_tokens)
-        queue.add(seq, self._size(seq), seq.arrival)
+        queue.add(seq, self._size(seq, self._measure(seq)), seq.arrival)
 
     def discard(self, seq: Sequence) -> None:
         """Remove a sequence, if it is in the order."""
@@ -58,7 +59,7 @@ class PrefillOrder:
 
     def measure(self, seq: Sequence) -> None:
         """Measure a sequence of the order again."""
-        self._queue_of(seq).resize(seq, self._size(seq))
+        self._queue_of(seq).resize(seq, self._size(seq, self._measure(seq)))
 
     def charge(self, turn: Sequence, seq: Sequence, count: int, left: int) -> None:
         """Note that this step computes `count` tokens of `seq`, in the turn of `turn`; `left` tokens remain.
@@ -71,7 +72,7 @@ class PrefillOrder:
         self._finish[request.tenant] = start + count / request.tenant_weight
         self._virtual = start
         if left > 1:
-            self._queue_of(seq).resize(seq, 0 if seq.has_output else left)
+            self._queue_of(seq).resize(seq, self._size(seq, left))
         else:
             self.discard(seq)
 
@@ -107,18 +108,17 @@ class PrefillOrder:
 
     def _pop_smallest(self, queue: ShortestFirst[Sequence], heap: list[tuple[int, int, Sequence]]) -> Sequence | None:
         while heap:
-            size, arrival, seq = heappop(heap)
+            rank, arrival, seq = heappop(heap)
             if seq not in queue:
                 continue
-            measured = self._size(seq)
-            queue.resize(seq, measured)
-            if measured <= size:
+            new_rank = queue.resize(seq, self._size(seq, self._measure(seq)))
+            if new_rank <= rank:
                 return seq
-            heappush(heap, (measured, arrival, seq))
+            heappush(heap, (new_rank, arrival, seq))
         return None
 
-    def _size(self, seq: Sequence) -> int:
-        return 0 if seq.has_output else self._measure(seq)
+    def _size(self, seq: Sequence, tokens_left: int) -> int:
+        return _FIRST if seq.has_output else tokens_left
 
     def _start(self, tenant: str) -> float:
         return max(self._virtual, self._finish.get(tenant, 0.0))

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from stoker.base.shortest_first import OVERTAKING_RATIO, ShortestFirst
+from stoker.base.shortest_first import OVERTAKING_RATIO, SHRINKING_TOKENS, ShortestFirst
 
 
 def drain(queue: ShortestFirst[str], chunk: int, sizes: dict[str, int]) -> list[str]:
@@ -31,8 +31,26 @@ def test_the_smallest_goes_first_and_equal_ones_in_order_of_arrival() -> None:
     for arrival, (item, size) in enumerate(sizes.items()):
         queue.add(item, size, arrival)
     assert (queue.oldest, queue.newest, queue.items()) == ("long", "tiny", list(sizes))
-    assert [queue.num_up_to(size) for size in (0, 1, 4, 5, 89, 90)] == [0, 1, 1, 3, 3, 4]
+    assert [queue.num_before(size) for size in (0, 1, 4, 5, 89, 90)] == [0, 1, 1, 3, 3, 4]
     assert drain(queue, 1000, sizes) == ["tiny", "b", "a", "long"]
+
+
+def test_an_item_shrinks_while_others_are_computed() -> None:
+    queue: ShortestFirst[str] = ShortestFirst(10**6)
+    queue.add("large", 100, 0)
+    queue.add("other", 10**9, 1)
+    queue.charge("other", 50 * SHRINKING_TOKENS)
+    queue.add("49 less", 51, 2)
+    queue.add("50 less", 50, 3)
+    queue.add("51 less", 49, 4)
+    assert queue.num_before(51) == 4
+    assert drain(queue, 100, {"large": 1, "49 less": 1, "50 less": 1, "51 less": 1, "other": 1}) == [
+        "51 less",
+        "large",
+        "50 less",
+        "49 less",
+        "other",
+    ]
 
 
 def test_the_oldest_gets_one_of_four_tokens_under_a_flood() -> None:

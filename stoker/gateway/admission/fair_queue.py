@@ -114,7 +114,7 @@ class _Line:
         """Estimate how many requests and tokens go before a new ticket: the smaller ones, and what ageing adds to them."""
         ageing = 1 + 1 / OVERTAKING_RATIO
         tokens = ageing * sum(self._tokens_by_bits[: _bits(cost) + 1])
-        return min(len(self.tickets), ageing * self.tickets.num_up_to(cost)), min(self.tokens, tokens)
+        return min(len(self.tickets), ageing * self.tickets.num_before(cost)), min(self.tokens, tokens)
 
 
 def _bits(cost: int) -> int:
