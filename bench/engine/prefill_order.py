@@ -79,7 +79,7 @@ class Simulation:
         self._args = args
         self._rng = random.Random(seed)
         pool = BlockPool(args.kv_tokens // BLOCK_TOKENS)
-        config = SchedulerConfig(BLOCK_TOKENS, args.step_tokens, args.max_rows, mixed_tokens=args.mixed_tokens)
+        config = SchedulerConfig(BLOCK_TOKENS, args.step_tokens, args.max_rows, target_itl_s=args.target_itl_ms / 1e3)
         self._scheduler = Scheduler(config, pool)
         if by_arrival:
             self._scheduler._order = ArrivalOrder(args.step_tokens, self._scheduler._tokens_left)
@@ -99,9 +99,10 @@ class Simulation:
             if plan is None:
                 now = self._turns[0][0]
                 continue
-            now += self._step_s(plan)
+            step_s = self._step_s(plan)
+            now += step_s
             token_ids = [[self._rng.randrange(VOCAB)] if span.samples else [] for span in plan.spans]
-            for chunk in self._scheduler.commit(StepResult(token_ids, 0.0)):
+            for chunk in self._scheduler.commit(StepResult(token_ids, step_s)):
                 session = self._sessions[int(chunk.request_id)]
                 session.token_ids += chunk.token_ids
                 if chunk.usage is not None and chunk.usage.completion_tokens == 1:
@@ -153,7 +154,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--think-s", type=numbers, default="0.5,4", help="from,to (default: %(default)s)")
     parser.add_argument("--kv-tokens", type=int, default=900_000, help="default: %(default)s")
     parser.add_argument("--step-tokens", type=int, default=8192, help="default: %(default)s")
-    parser.add_argument("--mixed-tokens", type=int, default=2048, help="default: %(default)s")
+    parser.add_argument("--target-itl-ms", type=float, default=75.0, help="default: %(default)s")
     parser.add_argument("--max-rows", type=int, default=512, help="default: %(default)s")
     parser.add_argument("--step-ms", type=float, default=6.0, help="fixed time of a step (default: %(default)s)")
     parser.add_argument("--row-us", type=float, default=40.0, help="time per decoding row (default: %(default)s)")
