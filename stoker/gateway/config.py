@@ -18,6 +18,7 @@ from stoker.fleet.health import HealthSettings
 from stoker.fleet.spec import WorkerSpec
 from stoker.gateway.http import network_of
 from stoker.gateway.worker_option import WorkerSettings, worker_spec
+from stoker.proto.openai.fields import MAX_TENANT_WEIGHT, MIN_TENANT_WEIGHT
 from stoker.routing.settings import RouterSettings
 
 _NAME = r"[A-Za-z0-9._@-]{1,64}"
@@ -332,7 +333,10 @@ class TenantSettings:
 
     name: str = required("Name of the tenant.", pattern=_NAME, expected=_NAME_EXPECTED)
     weight: float = setting(
-        1.0, "Share of uncached tokens relative to other tenants while requests wait in the queue.", gt=0
+        1.0,
+        "Share of uncached tokens relative to other tenants, while requests wait in the queue or at a worker.",
+        ge=MIN_TENANT_WEIGHT,
+        le=MAX_TENANT_WEIGHT,
     )
     share_cache: bool = setting(
         False, "Whether its requests may hit cached prefixes of other tenants that have share_cache = true too."

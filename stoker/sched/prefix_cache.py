@@ -31,13 +31,28 @@ class PrefixCache:
         end = min(start + seq.block_tokens, len(seq.token_ids) - 1)
         return self._pool.match_partial(seq.parent_of(num_matched), seq.token_ids[start:end])
 
-    def is_next_block_in_progress(self, seq: Sequence) -> bool:
-        """Return True if a running sequence is computing the first block that `seq` does not find in the pool.
+    def num_matched(self, seq: Sequence) -> int:
+        """Return how many leading blocks of a waiting sequence are in the pool.
+
+        Only the changes since the last call are looked up, so this is fast for long prompts. It is an estimate: a block may
+        have been evicted before its successors. `match` is exact.
+        """
+        seq.extend_keys()
+        keys, count, holds = seq.keys, min(seq.num_matched, seq.num_reusable), self._pool.holds
+        while count and not holds(keys[count - 1]):
+            count -= 1
+        while count < seq.num_reusable and holds(keys[count]):
+            count += 1
+        seq.num_matched = count
+        return count
+
+    def sequence_ahead(self, seq: Sequence) -> Sequence | None:
+        """Return the running sequence that is computing the first block that `seq` does not find in the pool.
 
         Waiting for that block is cheaper than computing it twice.
         """
-        num_matched = len(self.match(seq))
-        return num_matched < seq.num_reusable and seq.keys[num_matched] in self._computing
+        count = self.num_matched(seq)
+        return self._computing.get(seq.keys[count]) if count < seq.num_reusable else None
 
     def start_computing(self, seq: Sequence, first: int) -> None:
         """Record that the sequence computes its full blocks from index `first` on."""

@@ -51,6 +51,8 @@ class GenerateRequest:
     max_new_tokens: int  # counted from num_prompt
     cache_salt: str = ""
     priority: int = 0  # lower runs first
+    tenant: str = ""  # tenants share prefill by weight
+    tenant_weight: float = 1.0
     deadline_s: float | None = None  # on the machine's monotonic clock
     lease_id: str | None = None  # if set: end after one token, and hold the KV under this id for another worker
     ticket: KvTicket | None = None  # the worker from which the KV of the leading tokens can be pulled

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
@@ -25,6 +25,7 @@ from stoker.sched.loads import PendingLoads, loadable_tokens
 from stoker.sched.offers import Offers
 from stoker.sched.plan import BlockCopy, BlockTableChange, Span, StepPlan, StepResult
 from stoker.sched.plan_builder import PlanBuilder
+from stoker.sched.prefill_order import PrefillOrder
 from stoker.sched.prefix_cache import PrefixCache
 from stoker.sched.request import Finish, GenerateRequest, TokenChunks
 from stoker.sched.request_checks import check_request
@@ -32,6 +33,8 @@ from stoker.sched.sequence import Sequence, SequenceState
 from stoker.sched.step_size import StepSize
 
 _MAX_COUNTED = 256  # waiting sequences whose tokens are counted in each mixed step; more is a long queue in any case
+
+_MEASURED_PER_STEP = 8  # waiting sequences whose uncached tokens are counted again in each step, in rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,7 @@ class Scheduler:
         self._config = config
         self._pool = pool
         self._by_id: dict[RequestId, Sequence] = {}
-        self._waiting: list[Sequence] = []  # ordered by precedence
+        self._waiting: OrderedDict[Sequence, None] = OrderedDict()  # the one that was measured last is last
         self._running: list[Sequence] = []  # ordered by precedence; includes loading sequences
         self._free_rows = [Row(row) for row in reversed(range(config.max_rows))]
         self._freed_rows: list[Row] = []  # passed to the runner with the next plan
@@ -90,6 +93,7 @@ class Scheduler:
         self._leases = Leases(config.lease, pool)
         self._offers = Offers(config.max_offers, pool)
         self._prefixes = PrefixCache(pool, self._offers)
+        self._order = PrefillOrder(config.step_tokens, self._tokens_left)
         self._num_arrivals = 0
         self.counters = Counters()
         self.step_size = StepSize(config.target_itl_s, config.step_tokens)
@@ -142,7 +146,7 @@ class Scheduler:
             self._leases.open(request.lease_id, seq)
         self._num_arrivals += 1
         self._by_id[request.request_id] = seq
-        insort(self._waiting, seq, key=lambda s: s.precedence)
+        self._enqueue(seq)
         self.counters.prompt_tokens += request.num_prompt
 
     def cancel(self, request_id: RequestId) -> TokenChunks:
@@ -180,6 +184,8 @@ class Scheduler:
         self.counters.failed_loads += bool(finished.unfilled)
         self._unfilled += finished.unfilled
         self._prefixes.name_blocks(seq, seq.num_computed)
+        if seq.num_to_compute > 1:
+            self._order.add(seq)
 
     def take_leases(self) -> tuple[list[LeasedKv], list[str]]:
         """Return the KV of all growing and newly held leases, and the ids of newly broken leases."""
@@ -213,14 +219,14 @@ class Scheduler:
         decodes = [entry for entry in to_compute if entry[1] == 1]
         prefills = [entry for entry in to_compute if entry[1] > 1]
         builder = PlanBuilder(budget=self._budget(len(decodes), prefills))
-        for seq, num_to_compute in decodes + prefills:
+        for seq, num_to_compute in decodes:
             count = num_to_compute if num_to_compute <= builder.budget else builder.budget
             if not count or seq.state is not SequenceState.RUNNING:
                 continue
             has_room = seq.num_computed + count <= len(seq.blocks) * seq.block_tokens
             if has_room or self._extend_blocks(seq, count, builder):
                 builder.schedule(seq, count)
-        self._admit_waiting(builder)
+        self._compute_prompts([seq for seq, _ in prefills], builder)
         if builder.is_empty:
             return None
         plan = builder.build(self._freed_rows, self._unfilled)
@@ -277,19 +283,61 @@ class Scheduler:
         usage = seq.usage if is_first or finish is not None else None
         chunks.add(request.request_id, token_ids, usage, result.logprobs.get(i), finish, ticket)
 
-    # ---- admission
+    # ---- prompts
 
-    def _admit_waiting(self, builder: PlanBuilder) -> None:
-        """Admit waiting sequences in order, until the budget is used up or one does not fit."""
-        for seq in list(self._waiting):
-            if not builder.budget:
+    def _compute_prompts(self, running: list[Sequence], builder: PlanBuilder) -> None:
+        """Fill the rest of the step with prompts of running and waiting sequences, until one does not fit.
+
+        `running` are the running sequences with prompt tokens to compute.
+        """
+        for _ in range(min(_MEASURED_PER_STEP, len(self._waiting))):
+            seq = next(iter(self._waiting))
+            self._waiting.move_to_end(seq)
+            self._order.measure(seq)
+        for seq in self._order.walk():
+            if not builder.budget or not self._take_turn(seq, builder):
                 break
-            if seq.num_pending:
-                continue  # preempted while a step samples its next token, which is not known here yet
-            if self._prefixes.is_next_block_in_progress(seq):
-                continue
-            if not self._admit(seq, builder):
-                break
+        # A waiting sequence that does not fit does not stop those that have their blocks. It may wait for these.
+        for seq in sorted(running, key=lambda s: s.num_to_compute):
+            if builder.budget and seq.state is SequenceState.RUNNING:
+                self._take_turn(seq, builder)
+
+    def _take_turn(self, turn: Sequence, builder: PlanBuilder) -> bool:
+        """Compute prompt tokens of a sequence, or of the running one whose blocks it waits for.
+
+        Return False if it does not fit.
+        """
+        seq = turn
+        if turn.state is SequenceState.WAITING:
+            if turn.num_pending:
+                return True  # preempted while a step samples its next token, which is not known here yet
+            seq = self._prefixes.sequence_ahead(turn) or turn
+        if seq in builder.counts or seq.state is SequenceState.LOADING:
+            return True
+        if seq.state is SequenceState.RUNNING:
+            if seq.num_to_compute <= 1:
+                return True  # launched steps compute the rest of its prompt
+            builder.schedule(seq, min(seq.num_to_compute, builder.budget))
+        elif not self._admit(seq, builder):
+            return False
+        if count := builder.counts.get(seq, 0):
+            self._order.charge(turn, seq, count, seq.num_to_compute - count)
+        else:
+            self._order.discard(seq)  # until its blocks are loaded
+        return True
+
+    def _tokens_left(self, seq: Sequence) -> int:
+        """Return how many known tokens are to be computed. For a waiting sequence it is an estimate."""
+        if seq.state is not SequenceState.WAITING:
+            return seq.num_to_compute
+        cached = max(self._prefixes.num_matched(seq) * seq.block_tokens, loadable_tokens(seq))
+        return len(seq.token_ids) - cached
+
+    def _enqueue(self, seq: Sequence) -> None:
+        self._waiting[seq] = None
+        self._order.add(seq)
+
+    # ---- admission
 
     def _admit(self, seq: Sequence, builder: PlanBuilder) -> bool:
         """Start a waiting sequence, if there are a row and blocks for all of its known tokens and one more.
@@ -312,7 +360,7 @@ class Scheduler:
             builder.copies.append(BlockCopy(src, seq.blocks[len(matched)]))
             seq.num_computed += count
             self.counters.partial_tokens += count
-        self._waiting.remove(seq)
+        del self._waiting[seq]
         insort(self._running, seq, key=lambda s: s.precedence)
         seq.row_epoch += 1
         seq.row = self._free_rows.pop()
@@ -381,7 +429,8 @@ class Scheduler:
         self._release_row(seq)
         seq.state = SequenceState.WAITING
         seq.num_computed = 0
-        insort(self._waiting, seq, key=lambda s: s.precedence)
+        self._order.discard(seq)
+        self._enqueue(seq)
         self.counters.preemptions += 1
 
     def _end(self, seq: Sequence, finish: Finish, chunks: TokenChunks) -> None:
@@ -390,8 +439,9 @@ class Scheduler:
         chunks.add(seq.request.request_id, [], seq.usage, None, finish)
 
     def _remove(self, seq: Sequence) -> None:
+        self._order.discard(seq)
         if seq.state is SequenceState.WAITING:
-            self._waiting.remove(seq)
+            del self._waiting[seq]
         else:
             self._release_row(seq)
         seq.state = SequenceState.DONE

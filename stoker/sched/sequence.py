@@ -23,7 +23,7 @@ class Sequence:
     """A sequence has known tokens and computed tokens. Each step computes tokens until the two counts are equal."""
 
     request: GenerateRequest
-    arrival: int  # order of arrival; breaks ties between equal priorities
+    arrival: int  # order of arrival; unique
     root: BlockKey
     block_tokens: int
     max_tokens: int  # limit of prompt and output together
@@ -33,6 +33,7 @@ class Sequence:
     state: SequenceState = SequenceState.WAITING
     row: Row | None = None
     blocks: list[BlockId] = field(default_factory=list)
+    num_matched: int = 0  # leading blocks that the pool held when it was last asked; an estimate while waiting
     num_named: int = 0  # leading blocks that the pool has registered under their keys
     num_computed: int = 0  # tokens that are computed, or that a launched step computes
     num_pending: int = 0  # tokens that launched steps sample; not yet in token_ids
@@ -52,8 +53,16 @@ class Sequence:
         return num_known - self.num_computed
 
     @property
+    def has_output(self) -> bool:
+        """True if tokens after the prompt are known: sampled here, or by the worker that had the sequence before."""
+        return len(self.token_ids) > self.request.num_prompt
+
+    @property
     def precedence(self) -> tuple[int, int]:
-        """The sort key of the queues: a smaller one runs first."""
+        """The sort key of running sequences: one with a smaller key is preempted later.
+
+        It never changes. So two sequences cannot preempt each other in turns. `PrefillOrder` orders prompts.
+        """
         return (self.request.priority, self.arrival)
 
     @property

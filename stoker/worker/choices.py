@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from stoker.base.errors import InvalidRequest
 from stoker.base.ids import RequestId
 from stoker.proto.openai.answers import CompletionTokensDetails, PromptTokensDetails, UsageReport
-from stoker.proto.openai.fields import GenerationFields, choice_seed
+from stoker.proto.openai.fields import GenerationFields, TenantShare, choice_seed
 from stoker.sched.request import GenerateRequest
 from stoker.text.detokenizer import Detokenizer
 from stoker.text.stops import StopStrings
@@ -23,6 +23,8 @@ from stoker.worker.output import OutputParser
 from stoker.worker.prompts import TokenizedPrompt
 from stoker.worker.resume import Resumed, resumed_choices
 from stoker.worker.sampling import resolve_max_tokens, resolve_sampling, resolve_stops
+
+_NO_TENANT = TenantShare("")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,7 @@ def make_choices(
     skip_special = fields.skip_special_tokens is not False and not options.keep_special_tokens
     tokenizer = context.text.tokenizer
     continues_text = options.continues_text and not tokenizer.special_ids.issuperset(prompt.token_ids)
+    share = fields.tenant_share or _NO_TENANT
     deadline_s = None if fields.timeout_s is None else time.monotonic() + fields.timeout_s
     unique = uuid.uuid4().hex  # clients may reuse an X-Request-Id; the engine needs unique ids
 
@@ -92,6 +95,8 @@ def make_choices(
                 max_new_tokens=max_tokens,
                 cache_salt=fields.cache_salt or "",
                 priority=fields.priority or 0,
+                tenant=share.tenant,
+                tenant_weight=share.weight,
                 deadline_s=deadline_s,
                 lease_id=lease_id(i),
                 ticket=handoff.ticket(first_index + i),

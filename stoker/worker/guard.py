@@ -26,7 +26,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 OPEN_PATHS = frozenset({"/health", READY_PATH})
 _KEY_PATHS = frozenset({CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, "/v1/models", "/v1/models/{model}"})
 # Only a gateway may set these: they choose a tenant's cache, another worker's KV, the tokens so far, and the queue's order.
-_FLEET_FIELDS = ("cache_salt", "kv_transfer_params", "resume", "priority")
+_FLEET_FIELDS = ("cache_salt", "kv_transfer_params", "resume", "priority", "tenant_share")
 _BEARER = "Bearer "
 _INLINE_BYTES = 1 << 20  # longer bodies are hashed in a thread
 

@@ -102,4 +102,6 @@ def random_request(rng: random.Random, number: int, kv_tokens: int, shared: list
         cache_salt=rng.choice(["", "", "tenant"]),
         priority=rng.choice([0, 0, 0, 1, -1]),
         deadline_s=None if rng.random() < 0.9 else rng.uniform(0, 200),
+        tenant=rng.choice(["", "", "a", "b"]),
+        tenant_weight=rng.choice([0.5, 1.0, 1.0, 4.0]),
     )

@@ -115,6 +115,7 @@ def test_the_bearer_key_opens_generation_only(worker: Server, path: str) -> None
         ("cache_salt", "another tenant"),
         ("cache_salt", ""),
         ("priority", -5),
+        ("tenant_share", {"tenant": "another"}),
         ("kv_transfer_params", {"do_remote_decode": True}),
         ("resume", {"created": 1, "choices": [{}]}),
     ],

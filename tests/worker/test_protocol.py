@@ -94,6 +94,7 @@ def test_the_sampling_fields_reach_the_engine(server: Server) -> None:
         max_completion_tokens=9,
         priority=-2,
         cache_salt="tenant",
+        tenant_share={"tenant": "t", "weight": 2.5},
         timeout_s=30,
     )
     request = server.service.requests[0]
@@ -106,6 +107,7 @@ def test_the_sampling_fields_reach_the_engine(server: Server) -> None:
     assert sampling.seed == choice_seed(-3, 0) >= 0
     assert (sampling.stop_token_ids, sampling.min_tokens, request.max_new_tokens) == ((5, eos), 2, 9)
     assert (request.priority, request.cache_salt, sampling.num_logprobs) == (-2, "tenant", None)
+    assert (request.tenant, request.tenant_weight) == ("t", 2.5)
     assert request.deadline_s is not None
     assert before_s <= request.deadline_s - 30 <= time.monotonic()
 

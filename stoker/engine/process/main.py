@@ -17,7 +17,7 @@ from stoker.base.timeline import Timeline
 from stoker.checkpoint.weight_files import WeightReadAhead
 from stoker.engine.build import BuiltEngine, build_engine, read_hf_config
 from stoker.engine.process.block_log import BlockLog
-from stoker.engine.process.grammars.compile_queue import CompileJob, tenant_of
+from stoker.engine.process.grammars.compile_queue import CompileJob
 from stoker.engine.process.grammars.lazy_grammars import LazyGrammars
 from stoker.engine.process.heartbeat import Heartbeat, LoopProgress
 from stoker.engine.process.idle_tasks import IdleTask, IdleTasks
@@ -133,7 +133,7 @@ class EngineLoop:
             self._look_up(request)
             return
         self._preparing[request.request_id] = request
-        pending, tenant = self._pending_grammars.get(spec), tenant_of(request.cache_salt)
+        pending, tenant = self._pending_grammars.get(spec), request.tenant
         if pending is None:
             pending = self._pending_grammars[spec] = _PendingGrammar(self._mailbox.compile(spec, tenant))
         elif tenant not in pending.tenants:

@@ -4,7 +4,11 @@ Capacity is counted in requests and in uncached prompt tokens in flight. When it
 
 - a better (lower) priority first;
 - within a priority, tenants share by uncached tokens and weight (start-time fair queueing);
-- within a tenant, by arrival.
+- within a tenant, the request with the fewest uncached tokens first, with ageing (base/shortest_first.py). Its step is
+  `prefill_tokens`.
+
+The engine's scheduler orders prompts by the same rule. Here, the uncached tokens are those at the worker with the longest
+cached prefix when the request arrived.
 
 A priority class counts as one step better for each `priority_age_s` that its oldest request has waited. This prevents
 starvation.
@@ -18,20 +22,21 @@ others are refused at once.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 import msgspec
 
 from stoker.base.errors import Overloaded
+from stoker.base.shortest_first import OVERTAKING_RATIO, ShortestFirst
 from stoker.gateway.config import AdmissionSettings
 
 MIN_COST_TOKENS = 32  # charged even for a fully cached request
 _CAPACITY_AGE_S = 0.05  # the capacity is read again after this time
 _CALM_S = 5.0  # a queue that was empty for less than this time continues the same backlog
 _SMOOTHING = 0.05
+_MAX_BITS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,7 @@ class Ticket(msgspec.Struct, eq=False):
     tokens: int
     cost: int
     priority: int
+    number: int  # order of arrival
     arrived_s: float
     expires_s: float
     state: TicketState = WAITING
@@ -83,13 +89,36 @@ class _Mean:
             self.value += weight * (value - self.value)
 
 
-@dataclass(slots=True)
 class _Line:
-    """The tickets of one tenant at one priority."""
+    """The waiting tickets of one tenant at one priority."""
 
-    weight: float
-    tickets: deque[Ticket] = field(default_factory=deque)
-    tokens: int = 0
+    __slots__ = ("_tokens_by_bits", "tickets", "tokens", "weight")
+
+    def __init__(self, weight: float, step_tokens: int) -> None:
+        self.weight = weight
+        self.tickets: ShortestFirst[Ticket] = ShortestFirst(step_tokens)
+        self.tokens = 0
+        self._tokens_by_bits = [0] * _MAX_BITS  # by the number of bits of a ticket's cost
+
+    def add(self, ticket: Ticket) -> None:
+        self.tickets.add(ticket, ticket.cost, ticket.number)
+        self.tokens += ticket.cost
+        self._tokens_by_bits[_bits(ticket.cost)] += ticket.cost
+
+    def remove(self, ticket: Ticket) -> None:
+        self.tickets.remove(ticket)
+        self.tokens -= ticket.cost
+        self._tokens_by_bits[_bits(ticket.cost)] -= ticket.cost
+
+    def ahead_of(self, cost: int) -> tuple[float, float]:
+        """Estimate how many requests and tokens go before a new ticket: the smaller ones, and what ageing adds to them."""
+        ageing = 1 + 1 / OVERTAKING_RATIO
+        tokens = ageing * sum(self._tokens_by_bits[: _bits(cost) + 1])
+        return min(len(self.tickets), ageing * self.tickets.num_before(cost)), min(self.tokens, tokens)
+
+
+def _bits(cost: int) -> int:
+    return min(cost.bit_length(), _MAX_BITS - 1)
 
 
 class FairQueue:
@@ -107,6 +136,7 @@ class FairQueue:
         self._prefill_s = _Mean()
         self._backlog_since_s = 0.0
         self._emptied_s = -math.inf
+        self._num_offered = 0
         self.num_waiting = 0
         self.num_in_flight = 0
         self.tokens_in_flight = 0
@@ -116,7 +146,8 @@ class FairQueue:
     ) -> Ticket:
         """Return a ticket that is admitted or waits. Raises Overloaded if the request must not wait."""
         cost = tokens if tokens > MIN_COST_TOKENS else MIN_COST_TOKENS
-        ticket = Ticket(tenant, weight, tokens, cost, priority, now, now + wait_s)
+        self._num_offered += 1
+        ticket = Ticket(tenant, weight, tokens, cost, priority, self._num_offered, now, now + wait_s)
         if self.num_waiting:
             self.pump(now)  # capacity may have become free since the last event
         if self.num_waiting == 0 and self._has_room(now):
@@ -170,6 +201,7 @@ class FairQueue:
         """Admit waiting tickets while there is capacity, and wake their tasks."""
         while self.num_waiting and self._has_room(now):
             ticket = self._next(now)
+            self._classes[ticket.priority][ticket.tenant].tickets.charge(ticket, ticket.cost)
             self._remove(ticket, now)
             self._admit(ticket, now)
             if ticket.wake is not None:
@@ -195,13 +227,18 @@ class FairQueue:
             if priority > ticket.priority:
                 continue
             for tenant, line in lines.items():
-                ahead_requests += len(line.tickets)
-                ahead_tokens += line.tokens
-                if tenant == ticket.tenant:
-                    own_requests += len(line.tickets)
-                    own_tokens += line.tokens
-                else:
+                if tenant != ticket.tenant:
+                    ahead_requests += len(line.tickets)
+                    ahead_tokens += line.tokens
                     weights += line.weight
+                    continue
+                # Of a better priority, all go first.
+                is_same = priority == ticket.priority
+                requests, line_tokens = line.ahead_of(ticket.cost) if is_same else (len(line.tickets), line.tokens)
+                ahead_requests += requests
+                ahead_tokens += line_tokens
+                own_requests += requests
+                own_tokens += line_tokens
         share = weights / ticket.weight
         by_requests = min(ahead_requests, own_requests * share) * (self._service_s.value or 0.0)
         by_tokens = min(ahead_tokens, own_tokens * share) * (self._prefill_s.value or 0.0)
@@ -242,19 +279,17 @@ class FairQueue:
     def _push(self, ticket: Ticket, now: float) -> None:
         if self.num_waiting == 0 and now - self._emptied_s > _CALM_S:
             self._backlog_since_s = now
-        line = self._classes.setdefault(ticket.priority, {}).setdefault(ticket.tenant, _Line(ticket.weight))
-        line.tickets.append(ticket)
-        line.tokens += ticket.cost
+        lines = self._classes.setdefault(ticket.priority, {})
+        line = lines.get(ticket.tenant)
+        if line is None:
+            line = lines[ticket.tenant] = _Line(ticket.weight, self._settings.prefill_tokens)
+        line.add(ticket)
         self.num_waiting += 1
 
     def _remove(self, ticket: Ticket, now: float) -> None:
         lines = self._classes[ticket.priority]
         line = lines[ticket.tenant]
-        if line.tickets[0] is ticket:
-            line.tickets.popleft()
-        else:
-            line.tickets.remove(ticket)
-        line.tokens -= ticket.cost
+        line.remove(ticket)
         self.num_waiting -= 1
         if not line.tickets:
             del lines[ticket.tenant]
@@ -267,18 +302,18 @@ class FairQueue:
         age_s = self._settings.priority_age_s
 
         def rank(priority: int) -> tuple[int, int]:
-            oldest_s = min(line.tickets[0].arrived_s for line in self._classes[priority].values())
+            oldest_s = min(line.tickets.oldest.arrived_s for line in self._classes[priority].values())
             return priority - int((now - oldest_s) / age_s), priority
 
         lines = self._classes[min(self._classes, key=rank)]
 
         def turn(tenant: str) -> tuple[float, float]:
-            return max(self._virtual, self._finish.get(tenant, 0.0)), lines[tenant].tickets[0].arrived_s
+            return max(self._virtual, self._finish.get(tenant, 0.0)), lines[tenant].tickets.oldest.arrived_s
 
-        return lines[min(lines, key=turn)].tickets[0]
+        return lines[min(lines, key=turn)].tickets.next
 
     def _make_room(self, ticket: Ticket, now: float) -> bool:
-        """Make room in a full queue: drop the last ticket of the tenant with the most queued work at the worst priority.
+        """Make room in a full queue: drop the newest ticket of the tenant with the most queued work at the worst priority.
 
         Return False if that would be the new ticket itself.
         """
@@ -294,16 +329,16 @@ class FairQueue:
             own_cost = (ticket.cost + (own.tokens if own else 0)) / ticket.weight
             if largest == ticket.tenant or lines[largest].tokens / lines[largest].weight <= own_cost:
                 return False
-        last = lines[largest].tickets[-1]
-        self._remove(last, now)
+        newest = lines[largest].tickets.newest
+        self._remove(newest, now)
         message = "The queue is full, and this tenant has the most work queued; retry later."
-        self._refuse(last, message, "queue_full")
+        self._refuse(newest, message, "queue_full")
         return True
 
     def _tickets(self) -> Iterator[Ticket]:
         for lines in self._classes.values():
             for line in lines.values():
-                yield from line.tickets
+                yield from line.tickets.items()
 
     def waiting_by_tenant(self) -> dict[str, int]:
         counts: dict[str, int] = {}

@@ -26,6 +26,7 @@ from stoker.proto.openai.fields import StreamOptions
 INTERNAL_FIELDS = (
     "resume",
     "kv_transfer_params",
+    "tenant_share",
     "bootstrap_host",
     "bootstrap_port",
     "bootstrap_room",
@@ -91,6 +92,7 @@ class RequestEnvelope(msgspec.Struct, kw_only=True):
 
     resume: Raw | UnsetType = UNSET
     kv_transfer_params: Raw | UnsetType = UNSET
+    tenant_share: Raw | UnsetType = UNSET
     bootstrap_host: Raw | UnsetType = UNSET
     bootstrap_port: Raw | UnsetType = UNSET
     bootstrap_room: Raw | UnsetType = UNSET

@@ -23,6 +23,7 @@ from stoker.gateway.path.resume import TokenMemory
 from stoker.gateway.path.rewrite import UsageCounts
 from stoker.gateway.records.running_usage import NOT_ADMITTED, RunningUsage
 from stoker.gateway.records.tracing import RequestTrace, TraceSpan
+from stoker.proto.openai.fields import TenantShare
 from stoker.routing.query import RouteQuery
 
 _NOTHING: Mapping[str, bytes] = {}
@@ -125,7 +126,7 @@ def requested_model(name: str | None, fleet: Fleet) -> str:
 
 
 def body_changes(envelope: RequestEnvelope, caller: Caller) -> tuple[dict[str, bytes], tuple[str, ...]]:
-    """Return the body fields that the gateway sets (cache salt, priority) and those it removes (its own options)."""
+    """Return the body fields that the gateway sets (cache salt, priority, tenant) and those it removes (its own options)."""
     put: dict[str, bytes] = {}
     salt = caller.cache_salt(envelope.salt)
     if salt != envelope.salt:
@@ -135,4 +136,6 @@ def body_changes(envelope: RequestEnvelope, caller: Caller) -> tuple[dict[str, b
     priority = caller.best_priority(requested_priority)
     if priority != (requested_priority or 0):
         put["priority"] = b"%d" % priority
+    if caller.known:
+        put["tenant_share"] = msgspec.json.encode(TenantShare(caller.tenant, caller.weight))
     return put, () if envelope.reject_if_busy is UNSET else ("rejectIfBusy",)

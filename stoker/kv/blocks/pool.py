@@ -69,6 +69,10 @@ class BlockPool:
         """How many blocks can be found by key."""
         return len(self._by_key)
 
+    def holds(self, key: BlockKey) -> bool:
+        """Return True if a block can be found by this key."""
+        return key in self._by_key
+
     def match(self, keys: Iterable[BlockKey]) -> list[BlockId]:
         """Return the blocks of the leading keys that are in the pool."""
         found: list[BlockId] = []

@@ -15,6 +15,7 @@ from stoker.proto.openai.field_types import INT32_MAX, INT64_MAX, CountOrZero, I
 from stoker.proto.resume_notes import Resume
 
 MAX_CHOICES = 128
+MIN_TENANT_WEIGHT, MAX_TENANT_WEIGHT = 1e-6, 1e6
 SEED_MASK = (1 << 63) - 1
 
 
@@ -70,6 +71,13 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     json_object: bool | None = None
 
 
+class TenantShare(msgspec.Struct, frozen=True):
+    """Whose request it is. Tenants share a worker's prefill by weight."""
+
+    tenant: str
+    weight: Annotated[float, Meta(ge=MIN_TENANT_WEIGHT, le=MAX_TENANT_WEIGHT)] = 1.0
+
+
 class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The fields that all generating endpoints accept."""
 
@@ -115,6 +123,7 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     cache_salt: str | None = None
     session_id: Ignored = None  # read by the gateway
     priority: Annotated[int, Meta(ge=-INT32_MAX, le=INT32_MAX)] | None = None
+    tenant_share: TenantShare | None = None
     timeout_s: Annotated[float, Meta(gt=0, le=1e9)] | None = None
     kv_transfer_params: dict[str, Any] | None = None  # of any engine; decoded in worker/handoff.py
 

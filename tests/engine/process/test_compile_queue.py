@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from stoker.engine.process.grammars.compile_queue import CompileJob, FairCompilers, FairSlots, tenant_of
+from stoker.engine.process.grammars.compile_queue import CompileJob, FairCompilers, FairSlots
 from stoker.engine.process.grammars.lazy_grammars import LazyGrammars
 from stoker.engine.process.mailbox import GrammarCompiled, Mailbox
-from stoker.gateway.admission.api_keys import Caller
 from stoker.sched.request import GrammarSpec
 
 LONG_S = 60.0
@@ -74,16 +73,6 @@ def test_a_new_tenant_waits_for_at_most_one_job_of_the_others() -> None:
                 assert taken[0] not in running or not idle
                 running.append(taken[0])
                 waited[taken[0]] += 1
-
-
-def test_the_tenant_is_the_one_that_the_gateway_wrote() -> None:
-    callers = [Caller("k", name, salt=f"tenant:{name}") for name in ("a", "b")]
-    own, chosen, other = callers[0].cache_salt(None), callers[0].cache_salt("x:y"), callers[1].cache_salt("a")
-    assert tenant_of(own or "") == tenant_of(chosen or "") == "tenant:a"
-    assert tenant_of(other or "") == "tenant:b"
-    # Clients choose these salts: a client must not get a bucket for each of them.
-    shared = Caller("k", "c", salt=None).cache_salt("tenant:a")
-    assert tenant_of(shared or "") == tenant_of("") == tenant_of("anything") == ""
 
 
 def test_a_job_that_two_tenants_wait_for_runs_once_and_at_the_earlier_turn() -> None:

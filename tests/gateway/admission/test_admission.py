@@ -138,6 +138,54 @@ def test_backlogged_tenants_share_uncached_tokens_by_weight(seed: int, weights: 
     assert (world.queue.num_in_flight, world.queue.tokens_in_flight) == (0, 0)
 
 
+def test_within_a_tenant_the_fewest_uncached_tokens_go_first() -> None:
+    world = World(BIG, Capacity(requests=1))
+    world.ask("a", 10)
+    for tokens in (9000, 300, 4000, 300):
+        world.ask("a", tokens)
+    world.drain()
+    assert [ticket.tokens for ticket in world.admitted] == [10, 300, 300, 4000, 9000]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_request_is_overtaken_by_more_than_the_bound(seed: int) -> None:
+    """Short requests arrive faster than they are served. Later requests of the tenant get less than
+    3 (W + prefill_tokens) + C tokens before a request is admitted; W are the tokens of the request and of those that waited
+    before it, C is the largest request."""
+    print("seed", seed)
+    rng = random.Random(seed)
+    world = World(BIG, Capacity(requests=rng.choice([1, 3])), service_s=lambda ticket: ticket.cost / 1000)
+    work: dict[int, int] = {}
+    asked: list[Ticket] = []
+    for _ in range(600):
+        ticket = world.ask("a", rng.choice([*[rng.randint(1, 300)] * 9, rng.randint(300, 20_000)]))
+        assert ticket is not None
+        work[ticket.number] = sum(t.cost for t in [*asked, ticket] if t.state is TicketState.WAITING)
+        asked.append(ticket)
+        world.run_until(world.now + rng.expovariate(2.0))
+    world.drain()
+    places = {ticket.number: place for place, ticket in enumerate(world.admitted)}
+    largest = max(ticket.cost for ticket in asked)
+    for ticket in asked:
+        earlier = world.admitted[: places[ticket.number]]
+        overtaken = sum(t.cost for t in earlier if t.number > ticket.number)
+        assert overtaken < 3 * (work[ticket.number] + BIG.prefill_tokens) + largest
+
+
+def test_a_short_request_is_not_refused_for_the_long_ones_that_it_overtakes() -> None:
+    rules = AdmissionSettings(queue_s=10, standing_s=10)
+    world = World(rules, Capacity(prefill_tokens=10_000), service_s=lambda ticket: 1.0)
+    for _ in range(30):
+        world.ask("a", 10_000)
+        world.run_until(world.now + 0.3)
+    while world.ask("a", 10_000) is not None:
+        pass
+    short = world.ask("a", 100)
+    assert short is not None
+    world.run_until(world.now + 2)
+    assert short.state in (TicketState.ADMITTED, TicketState.DONE)
+
+
 def test_what_a_request_really_cost_settles_the_share() -> None:
     """Both estimate 1,000 tokens; tenant a's are all cached, so a is due nearly all of the slots."""
     world = World(BIG, Capacity(requests=1))

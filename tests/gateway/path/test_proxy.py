@@ -280,6 +280,21 @@ def test_the_tenants_salt_is_prepended_for_dialects_that_support_salts() -> None
     asyncio.run(main())
 
 
+def test_a_stoker_worker_is_told_the_tenant_and_its_weight() -> None:
+    async def main() -> None:
+        key = KeySettings("k", hashlib.sha256(b"secret-key").hexdigest(), tenant="t")
+        async with World(keys=[key]) as world:
+            worker = await world.add("a", answers(ANSWER), dialect="stoker")
+            await world.ask({"model": "m"}, headers=[(b"authorization", b"Bearer secret-key")])
+            assert worker.jsons[0]["tenant_share"] == {"tenant": "t", "weight": 1.0}
+        async with World() as world:
+            worker = await world.add("a", answers(ANSWER), dialect="stoker")
+            await world.ask({"model": "m"})
+            assert "tenant_share" not in worker.jsons[0]
+
+    asyncio.run(main())
+
+
 def test_an_option_for_the_gateway_is_not_passed_on() -> None:
     async def main() -> None:
         async with World() as world:

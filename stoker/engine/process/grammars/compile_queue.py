@@ -15,15 +15,6 @@ from typing import Generic, TypeVar
 J = TypeVar("J")
 
 
-def tenant_of(cache_salt: str) -> str:
-    """Return the tenant of a request from its salt, as the gateway writes it: tenant:NAME or tenant:NAME:CLIENT_SALT.
-
-    All other salts are chosen by clients, and requests without keys have no tenant: they share one bucket.
-    """
-    kind, _, rest = cache_salt.partition(":")
-    return f"tenant:{rest.partition(':')[0]}" if kind == "tenant" else ""
-
-
 class FairSlots(Generic[J]):
     """Decides which waiting job gets a slot next. Pure, not thread-safe."""
 

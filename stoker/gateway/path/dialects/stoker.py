@@ -29,7 +29,7 @@ from stoker.proto.sse import DONE
 from stoker.routing.query import Leg
 
 _REPORT_TOKENS = header_block([(NOTES_HEADER.encode(), NOTES_WANTED.encode())])
-_OUR_FIELDS = frozenset({"cache_salt", "priority"})
+_OUR_FIELDS = frozenset({"cache_salt", "priority", "tenant_share"})
 
 
 @DIALECTS.register("stoker")
