@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model", metavar="MODEL", help="A model folder or .gguf file on the worker's machine, or a Hugging Face id."
     )
     parser.add_argument(
-        "--secret-file", type=expand_home, required=True, metavar="FILE", help="File with the fleet's secret."
+        "--secret-file", type=expand_home, metavar="FILE", help="File with the fleet's secret. It is required."
     )
     parser.add_argument(
         "--served-name",
@@ -43,7 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     host_of_url("WORKER", args.url)
     secret = read_fleet_secret(args.secret_file, "--secret-file")
-    assert secret is not None, "--secret-file is required"
+    if secret is None:
+        raise ConfigError("--secret-file is missing: only the fleet's secret may change a worker's model")
     body = encode_model_request(args.model, args.served_name)
     switched = decode_switched(_post(args.url.rstrip("/"), MODEL_PATH, body, RequestSigner(FleetKey(secret))))
     print_result(f"{args.url} serves {', '.join(switched.models)} after {switched.seconds:.1f} s.")
