@@ -22,12 +22,14 @@ from stoker.base.timeline import Timeline
 from stoker.checkpoint.weight_files import WeightReadAhead
 from stoker.engine.gpu_memory import MemoryLine, MemoryTable, WorkingMemory
 from stoker.engine.grammar import Grammars, NoGrammars
+from stoker.engine.kernel_plan import build_model, prepare_kernels
 from stoker.engine.loop import Engine
 from stoker.engine.memory import ResolvedSettings, num_blocks, resolve
 from stoker.engine.rates import StepRates
 from stoker.engine.rows import RowTable
 from stoker.engine.runner import Runner
 from stoker.engine.store import build_store
+from stoker.kernels.compiled.kernel_cache import CacheCounts
 from stoker.kv.blocks.layout import KvLayout
 from stoker.kv.blocks.pool import BlockPool, PoolObserver
 from stoker.kv.blocks.transfer import KvIdentity
@@ -65,6 +67,7 @@ class BuiltEngine:
     server: PeerServer | None
     load_s: float
     memory: list[MemoryLine]  # the GPU memory plan; empty on a CPU
+    kernels: CacheCounts  # where the GPU's kernels came from
 
     def close(self) -> None:
         if self.server is not None:
@@ -96,6 +99,7 @@ def build_engine(
     with timeline.stage("context"):
         resolved = resolve(settings, family.shape)
         memory = MemoryTable(resolved.device)
+    kernels = prepare_kernels(settings, family, resolved, _kv_layout(family, resolved))
     # cuDNN's attention plans every new shape, which takes longer than the attention itself.
     torch.backends.cuda.enable_cudnn_sdp(False)
     with timeline.stage("weights"):
@@ -131,7 +135,9 @@ def build_engine(
     engine = Engine(scheduler, runner, RealClock(), resolved.steps_ahead, store, leases, rates)
     if resolved.device.type == "cuda":
         progress("compiling and capturing", 0, 1)
-        with timeline.stage("kernels and graphs"):
+        with timeline.stage("wait for kernels"):
+            kernels.wait(timeline)
+        with timeline.stage("graphs"):
             runner.warm_up()
     memory.add_line("graphs and libraries", working.graph_bytes)
     memory.take_arena(working.arena_bytes)
@@ -155,6 +161,7 @@ def build_engine(
         server=server,
         load_s=time.monotonic() - started_s,
         memory=memory.lines,
+        kernels=kernels.counts,
     )
 
 
@@ -167,7 +174,7 @@ def _load_model(
     ahead: WeightReadAhead | None,
 ) -> tuple[Model, int]:
     """Return the model, with its weights in the layout of the kernels, and the size of the weights in bytes."""
-    model = _build_model(family, resolved)
+    model = build_model(family, resolved, resolved.device)
     if random_weights_seed is None:
         load(model, family.rules, family.ignored, folder, partial(progress, "loading weights"), ahead)
     else:
@@ -246,16 +253,6 @@ def read_hf_config(folder: Path) -> Mapping[str, Any]:
     if not isinstance(hf, dict):
         raise ModelFilesError(f"{path} does not contain a JSON object; download it again")
     return hf
-
-
-def _build_model(family: ModelFamily, resolved: ResolvedSettings) -> Model:
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(resolved.dtype)
-    try:
-        with resolved.device:
-            return family.build(resolved.max_model_tokens)
-    finally:
-        torch.set_default_dtype(default)
 
 
 def _randomise(model: Model, family: ModelFamily, seed: int) -> None:

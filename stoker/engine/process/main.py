@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -236,6 +236,7 @@ def serve(pipe: EngineEnd, arguments: EngineArguments, ahead: WeightReadAhead, t
         garbage.tune_for_serving()
         pipe.send(engine_info(engine))
         log_memory(engine.memory)
+        log.event("kernels", **asdict(engine.kernels))
         if arguments.timeline_origin_s is not None:
             timeline.log_to(log)
         engine.store.announce_held_blocks()
