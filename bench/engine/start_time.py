@@ -75,6 +75,7 @@ def start(folder: Path, context: int, arguments: list[str]) -> dict[str, Any]:
         "first_token_s": seconds,
         "timeline": sorted(stages, key=lambda stage: stage[1]),
         "memory": memory,
+        "kernels": [line for line in lines if line["event"] == "kernels"],
         "warnings": [line for line in lines if line["level"] != "info"],
     }
 
@@ -108,6 +109,10 @@ def _show(kind: str, found: dict[str, Any]) -> None:
     print(f"{kind}: first token after {found['first_token_s']:.2f} s", flush=True)
     for name, start_s, seconds in found["timeline"]:
         print(f"  {start_s:7.2f} + {seconds:6.2f} s  {name}", flush=True)
+    for line in found["kernels"]:
+        print(
+            f"  kernels: {line['from_folder']} from the folder, {line['from_archive']} from an archive, {line['compiled']} compiled"
+        )
     for name, planned, used in found["memory"]:
         print(f"  {name:24} {planned:8} MiB planned {used:8} used", flush=True)
     for line in found["warnings"]:

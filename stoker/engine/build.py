@@ -99,7 +99,7 @@ def build_engine(
     with timeline.stage("context"):
         resolved = resolve(settings, family.shape)
         memory = MemoryTable(resolved.device)
-    kernels = prepare_kernels(settings, family, resolved, _kv_layout(family, resolved))
+    kernels = prepare_kernels(settings, family, resolved, kv_layout(family, resolved))
     # cuDNN's attention plans every new shape, which takes longer than the attention itself.
     torch.backends.cuda.enable_cudnn_sdp(False)
     with timeline.stage("weights"):
@@ -190,7 +190,7 @@ def _make_kv(
     settings: EngineSettings, family: ModelFamily, resolved: ResolvedSettings, model: Model
 ) -> tuple[DeviceKv, WorkingMemory]:
     """Allocate the KV cache: as many blocks as fit besides the working memory of a step."""
-    layout = _kv_layout(family, resolved)
+    layout = kv_layout(family, resolved)
     working = WorkingMemory.plan(
         resolved.step_tokens,
         resolved.captured_tokens,
@@ -273,7 +273,8 @@ def _randomise(model: Model, family: ModelFamily, seed: int) -> None:
                 values.normal_(0.0, 0.02, generator=generator)
 
 
-def _kv_layout(family: ModelFamily, resolved: ResolvedSettings) -> KvLayout:
+def kv_layout(family: ModelFamily, resolved: ResolvedSettings) -> KvLayout:
+    """Return the layout of the model's KV blocks."""
     shape = family.shape
     return KvLayout(
         num_layers=shape.num_layers,

@@ -114,10 +114,11 @@ def open_cache(archive: str | None, device: torch.device) -> KernelCache:
     major, minor = torch.cuda.get_device_capability(device)
     shipped = shipped_archive(__version__, 10 * major + minor)
     paths = [*([Path(archive)] if archive is not None else []), *([shipped] if shipped.is_file() else [])]
-    return KernelCache(Path(knobs.cache.dir), [KernelArchive(path) for path in paths], _warn)
+    return KernelCache(Path(knobs.cache.dir), [KernelArchive(path) for path in paths], warn_of_cache)
 
 
-def _warn(what: str, where: Path, why: str) -> None:
+def warn_of_cache(what: str, where: Path, why: str) -> None:
+    """Log a fault of the kernel cache."""
     log.warning(what, path=str(where), reason=why, hint="kernels are compiled again; the start takes longer")
 
 

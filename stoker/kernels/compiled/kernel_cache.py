@@ -119,6 +119,12 @@ class KernelCache:
             self._warn(what, where, why)
 
 
+def name_in_archive(path: Path) -> str | None:
+    """Return the name under which an archive keeps this file of a cache's folder, or None if it needs no keeping."""
+    name = path.name[_DIGEST_CHARS + 1 :]
+    return f"{path.parent.name}/{name}" if name.endswith((*_NEEDED, ".so")) else None
+
+
 def _stored_name(name: str, data: bytes) -> str:
     """Return the name of a stored file. It begins with the checksum of the contents."""
     return f"{hashlib.sha256(data).hexdigest()[:_DIGEST_CHARS]}-{name}"
@@ -173,6 +179,7 @@ def install(cache: KernelCache) -> None:
 
     knobs.cache.manager_class = Manager
     knobs.compilation.store_binary_only = True
+    knobs.compilation.disable_line_info = True  # it would name the source files' places on the machine that compiles
     # Triton hashes its own library of 400 MB at every start, and the hash differs between Python versions. The version
     # tells as much about the compiled kernels.
     triton_cache.triton_key = lambda: __version__
