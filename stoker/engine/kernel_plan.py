@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from stoker.base import log as logs
 from stoker.base.allowance import usable_cores
@@ -25,6 +24,7 @@ from stoker.engine.rows import RowTable
 from stoker.kernels.compiled.compile_ahead import KernelLaunch, compile_all, recorded_launches
 from stoker.kernels.compiled.kernel_archive import KernelArchive, shipped_archive
 from stoker.kernels.compiled.kernel_cache import CacheCounts, KernelCache, install
+from stoker.kernels.compiled.shapes_only import ShapesOnly
 from stoker.kernels.paged import fits
 from stoker.kv.blocks.layout import KvLayout
 from stoker.kv.device.device_kv import DeviceKv
@@ -63,20 +63,10 @@ def make_stand_in(family: ModelFamily, resolved: ResolvedSettings, layout: KvLay
     return GpuSteps(model, kv, rows, family.shape.num_heads, resolved.mixed_tokens)
 
 
-class _NoSums(TorchFunctionMode):
-    """Skips additions to a matmul. On meta tensors, torch imports its compiler for them, which takes a second."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.addmm:
-            return kwargs["out"]
-        return func(*(args[:2] if func is torch.nn.functional.linear else args), **kwargs)
-
-
 @torch.inference_mode()
 def find_launches(stand_in: GpuSteps, *, with_rest: bool) -> list[KernelLaunch]:
     """Return the launches of the steps that are captured at the start, or `with_rest` of all steps."""
-    with recorded_launches() as launches, _NoSums():
+    with recorded_launches() as launches, ShapesOnly():
         stand_in.dry_run(with_rest=with_rest)
     return list(launches.values())
 

@@ -55,11 +55,13 @@ def recorded_launches() -> Iterator[Mapping[object, KernelLaunch]]:
 
 def _kind(argument: Any, param: Any) -> object:
     """Return what Triton distinguishes when it compiles: of a tensor its dtype and alignment, of a whole number its
-    size, and whether it is 1 or a multiple of 16."""
+    size, and whether it is 1 or a multiple of 16; of other numbers nothing."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16
-    if type(argument) is not int or param.is_constexpr:
-        return type(argument), argument if isinstance(argument, str | bool | int) else repr(argument)
+    if param.is_constexpr or type(argument) not in (int, float):
+        return repr(argument)
+    if type(argument) is float:
+        return float
     is_long = not -(1 << 31) <= argument < 1 << 31
     return is_long if param.do_not_specialize else (is_long, argument == 1, argument % 16 == 0)
 
