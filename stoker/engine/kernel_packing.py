@@ -14,7 +14,7 @@ from stoker.base.allowance import usable_cores
 from stoker.base.config import EngineSettings
 from stoker.base.errors import ConfigError
 from stoker.engine.build import kv_layout
-from stoker.engine.kernel_plan import find_launches, make_stand_in, warn_of_cache
+from stoker.engine.kernel_plan import find_launches, load_kernel, make_stand_in, warn_of_cache
 from stoker.engine.memory import resolve_on
 from stoker.kernels.compiled.compile_ahead import KernelLaunch, compile_all
 from stoker.kernels.compiled.cross_compile import compile_for
@@ -59,7 +59,7 @@ def pack_kernels(
         install(cache)
         for name, config in configs.items():
             launches = _launches(name, config)
-            errors = compile_all(launches, usable_cores(), _load if for_this_gpu else _keep)
+            errors = compile_all(launches, usable_cores(), load_kernel if for_this_gpu else _keep)
             if errors:
                 raise ConfigError(f"{name}: {len(errors)} of {len(launches)} kernels cannot be compiled: {errors[0]!r}")
             report(f"{name}: {len(launches)} kernels")
@@ -67,11 +67,6 @@ def pack_kernels(
         write_archive(path, manifest, _members(Path(folder)))
         counts = cache.counts
     return PackedKernels(counts.compiled + counts.from_archive, counts.compiled, path.stat().st_size)
-
-
-def _load(kernel: Any) -> None:
-    """Load the kernel, which also compiles its launcher."""
-    kernel._init_handles()
 
 
 def _keep(kernel: Any) -> None:

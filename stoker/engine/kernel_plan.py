@@ -120,12 +120,17 @@ class _NoKernels:
         return
 
 
+def load_kernel(kernel: Any) -> None:
+    """Load a compiled kernel onto the current GPU, and compile its launcher."""
+    kernel._init_handles()
+
+
 class _CompilingAhead:
     """Compiles a model's kernels on threads of its own. Nothing that fails here stops a start: the launch compiles."""
 
     def __init__(self, counts: CacheCounts, stand_in: GpuSteps | None, device: torch.device, begun_s: float) -> None:
         self.counts = counts
-        self._device = device
+        self._device = device.index if device.index is not None else torch.cuda.current_device()
         self._begun_s = begun_s
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="kernel-plan")
         self._stages: Future[list[tuple[str, float, float]]] = self._threads.submit(self._compile, stand_in)
@@ -137,17 +142,15 @@ class _CompilingAhead:
 
     def _compile(self, stand_in: GpuSteps | None) -> list[tuple[str, float, float]]:
         """Return the stages for the timeline: name, begin and end."""
-        torch.cuda.set_device(self._device)
         launches: list[KernelLaunch] = []
         try:
+            torch.cuda.set_device(self._device)
             launches = find_launches(stand_in, with_rest=False) if stand_in is not None else []
         except Exception as error:
             log.warning("kernels_not_planned", reason=repr(error))
         planned_s = time.time()
-        for error in compile_all(launches, min(_MAX_THREADS, usable_cores()), self._load):
+        num_threads = min(_MAX_THREADS, usable_cores())
+        # Triton compiles for the thread's current GPU.
+        for error in compile_all(launches, num_threads, load_kernel, lambda: torch.cuda.set_device(self._device)):
             log.warning("kernel_not_compiled", reason=repr(error))
         return [("kernels: plan", self._begun_s, planned_s), ("kernels: compile and load", planned_s, time.time())]
-
-    def _load(self, kernel: Any) -> None:
-        torch.cuda.set_device(self._device)
-        kernel._init_handles()

@@ -66,8 +66,13 @@ def _kind(argument: Any, param: Any) -> object:
     return is_long if param.do_not_specialize else (is_long, argument == 1, argument % 16 == 0)
 
 
-def compile_all(launches: Sequence[KernelLaunch], num_threads: int, prepare: Callable[[Any], None]) -> list[Exception]:
-    """Compile the kernels, and call `prepare` with each one. Return the errors."""
+def compile_all(
+    launches: Sequence[KernelLaunch],
+    num_threads: int,
+    prepare: Callable[[Any], None],
+    begin: Callable[[], None] = lambda: None,
+) -> list[Exception]:
+    """Compile the kernels, and call `prepare` with each one. Return the errors. Each thread calls `begin` first."""
 
     def compile_one(launch: KernelLaunch) -> Exception | None:
         try:
@@ -76,5 +81,5 @@ def compile_all(launches: Sequence[KernelLaunch], num_threads: int, prepare: Cal
             return error
         return None
 
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as threads:
+    with ThreadPoolExecutor(num_threads, "compile", initializer=begin) as threads:
         return [error for error in threads.map(compile_one, launches) if error is not None]

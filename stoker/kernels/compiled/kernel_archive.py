@@ -49,8 +49,8 @@ class KernelArchive:
             raise ValueError(f"its {MANIFEST} has other fields ({error})") from error
 
     @property
-    def names(self) -> list[str]:
-        return self._zip.namelist()
+    def num_kernels(self) -> int:
+        return sum(name.endswith(".cubin") for name in self._zip.namelist())
 
     def read(self, name: str) -> bytes | None:
         """Return a member, or None if there is none. Raises ValueError or OSError if the file cannot be read."""

@@ -10,8 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +47,7 @@ class KernelCache:
         self._warn = warn
         self._warned: set[str] = set()
         self._lock = threading.Lock()
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._is_temporary = False
 
     def find(self, key: str, name: str) -> Path | None:
         """Return the path of a file with a correct checksum, or None."""
@@ -58,9 +60,10 @@ class KernelCache:
         except OSError as error:
             self._warn_once("kernel_cache_unwritable", self.folder, error.strerror or str(error))
         with self._lock:
-            if self._temporary is None:
-                self._temporary = tempfile.TemporaryDirectory(prefix="stoker-kernels-")
-                self.folder = Path(self._temporary.name)
+            if not self._is_temporary:
+                self.folder = Path(tempfile.mkdtemp(prefix="stoker-kernels-"))
+                self._is_temporary = True
+                weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         return _write(self.folder / key, name, data)
 
     def find_group(self, key: str, name: str) -> dict[str, str] | None:
@@ -90,7 +93,7 @@ class KernelCache:
             for path in paths:
                 if path.name == _stored_name(name, path.read_bytes()):
                     return path
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             self._warn_once("kernel_cache_unreadable", self.folder, error.strerror or str(error))
