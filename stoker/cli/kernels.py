@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.base.errors import ConfigError
+from stoker.base.extras import install_command
 from stoker.base.output import print_result
 
 NAME = "kernels"
@@ -46,7 +47,7 @@ def _build(models: list[Path], out: Path, arch: int | None) -> int:
     try:
         import triton  # noqa: F401  (before the kernels, which are not defined without it)
     except ImportError as error:
-        raise ConfigError("compiling kernels needs Triton; install it with: pip install 'stoker[gpu]'") from error
+        raise ConfigError(f"compiling kernels needs Triton; install it with: {install_command('gpu')}") from error
     from stoker.engine.kernel_packing import pack_kernels
 
     packed = pack_kernels(dict(map(_read_config, models)), out, arch, print_result)

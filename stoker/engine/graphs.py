@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,7 +72,7 @@ class StepGraphs:
         return torch.cuda.Stream(self._device)
 
     @cached_property
-    def _pool(self) -> tuple[int, int]:
+    def _pool(self) -> Any:
         """The memory pool of all graphs. They share it, because only one of them runs at a time."""
         return torch.cuda.graph_pool_handle()
 

@@ -60,7 +60,7 @@ def make_stand_in(family: ModelFamily, resolved: ResolvedSettings, layout: KvLay
         model.pack()
     max_blocks = -(-resolved.max_model_tokens // layout.block_tokens) + 1
     rows = RowTable(resolved.max_rows, max_blocks, family.shape.vocab_size, _META, NoGrammars())
-    return GpuSteps(model, kv, rows, family.shape.num_heads, resolved.mixed_tokens)
+    return GpuSteps(model, kv, rows, family.shape.num_heads, resolved.captured_tokens)
 
 
 @torch.inference_mode()
@@ -151,6 +151,6 @@ class _CompilingAhead:
         planned_s = time.time()
         num_threads = min(_MAX_THREADS, usable_cores())
         # Triton compiles for the thread's current GPU.
-        for error in compile_all(launches, num_threads, load_kernel, lambda: torch.cuda.set_device(self._device)):
-            log.warning("kernel_not_compiled", reason=repr(error))
+        for failure in compile_all(launches, num_threads, load_kernel, lambda: torch.cuda.set_device(self._device)):
+            log.warning("kernel_not_compiled", reason=repr(failure))
         return [("kernels: plan", self._begun_s, planned_s), ("kernels: compile and load", planned_s, time.time())]

@@ -3,7 +3,6 @@ elsewhere."""
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
 import pytest
@@ -149,5 +148,5 @@ def test_the_archives_that_come_with_stoker_are_readable() -> None:
         manifest = archive.manifest
         assert path.name == f"triton-{manifest.triton}-sm{manifest.arch}.zip"
         assert archive.num_kernels > 0
-        if manifest.sources != hash_of_sources():  # workers compile again, so that a change of a kernel may wait for it
-            warnings.warn(f"{path.name} is stale: run scripts/ship-kernels", stacklevel=1)
+        if manifest.sources != hash_of_sources():  # workers compile again, so that a change of a kernel need not wait
+            print(f"{path.name} is stale: run scripts/ship-kernels")
