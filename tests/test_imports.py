@@ -85,7 +85,8 @@ TABLE = {
     ),
     "up": Allowed("proto", "aiohttp msgspec", light=True),
     "cli": Allowed(
-        "worker gateway up engine proto text checkpoint loadgen kv.mooncake kv.store", "aiohttp rich uvloop"
+        "worker gateway up engine proto text checkpoint loadgen kv.mooncake kv.store kernels",
+        "aiohttp rich triton uvloop",
     ),
 }
 

@@ -73,10 +73,22 @@ def start(folder: Path, context: int, arguments: list[str]) -> dict[str, Any]:
     memory = [(line["line"], line["planned_mib"], line["used_mib"]) for line in lines if line["event"] == "memory"]
     return {
         "first_token_s": seconds,
+        "untimed_s": seconds - covered_s([stage for stage in stages if stage[0] != "server: engine"], seconds),
         "timeline": sorted(stages, key=lambda stage: stage[1]),
         "memory": memory,
+        "kernels": [line for line in lines if line["event"] == "kernels"],
         "warnings": [line for line in lines if line["level"] != "info"],
     }
+
+
+def covered_s(stages: list[tuple[str, float, float]], end_s: float) -> float:
+    """How much of the time until `end_s` some stage covers. Stages overlap."""
+    covered = reached = 0.0
+    for _name, start_s, seconds in sorted(stages, key=lambda stage: stage[1]):
+        stop_s = min(start_s + seconds, end_s)
+        covered += max(0.0, stop_s - max(reached, start_s))
+        reached = max(reached, stop_s)
+    return covered
 
 
 def drop_from_page_cache(files: list[Path]) -> None:
@@ -108,6 +120,11 @@ def _show(kind: str, found: dict[str, Any]) -> None:
     print(f"{kind}: first token after {found['first_token_s']:.2f} s", flush=True)
     for name, start_s, seconds in found["timeline"]:
         print(f"  {start_s:7.2f} + {seconds:6.2f} s  {name}", flush=True)
+    print(f"  {found['untimed_s']:16.2f} s  in no stage", flush=True)
+    for line in found["kernels"]:
+        print(
+            f"  kernels: {line['from_folder']} from the folder, {line['from_archive']} from an archive, {line['compiled']} compiled"
+        )
     for name, planned, used in found["memory"]:
         print(f"  {name:24} {planned:8} MiB planned {used:8} used", flush=True)
     for line in found["warnings"]:

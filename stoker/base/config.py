@@ -228,6 +228,14 @@ class EngineSettings:
         choices=("on", "off"),
         default_text="on with a GPU, off on a CPU",
     )
+    kernel_archive: str | None = setting(
+        None,
+        "File of compiled kernels, from `stoker kernels build`. It is read before the one that comes with Stoker.",
+        flag="--kernel-archive",
+        metavar="FILE",
+        is_path=True,
+        default_text="none",
+    )
     kv: KvSettings = field(default_factory=KvSettings)
     sched: SchedSettings = field(default_factory=SchedSettings)
     store: StoreSettings = field(default_factory=StoreSettings)

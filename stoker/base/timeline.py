@@ -40,7 +40,15 @@ class Timeline:
     def log_to(self, log: EventLog) -> None:
         """Log one event for each stage."""
         for stage in self.stages:
-            log.event("timeline", stage=stage.name, start_s=round(stage.start_s, 3), seconds=round(stage.seconds, 3))
+            _log_stage(log, stage)
+
+    def log_last_to(self, log: EventLog) -> None:
+        """Log the stage that was added last."""
+        _log_stage(log, self.stages[-1])
+
+
+def _log_stage(log: EventLog, stage: Stage) -> None:
+    log.event("timeline", stage=stage.name, start_s=round(stage.start_s, 3), seconds=round(stage.seconds, 3))
 
 
 def process_start_s() -> float:

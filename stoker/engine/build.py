@@ -23,6 +23,7 @@ from stoker.checkpoint.weight_files import WeightReadAhead
 from stoker.engine.gpu_memory import MemoryLine, MemoryTable, WorkingMemory
 from stoker.engine.grammar import Grammars, NoGrammars
 from stoker.engine.kernel_limits import check_limits, explain_kernel_error
+from stoker.engine.kernel_plan import build_model, prepare_kernels
 from stoker.engine.loop import Engine
 from stoker.engine.memory import ResolvedSettings, num_blocks, resolve
 from stoker.engine.rates import StepRates
@@ -30,6 +31,7 @@ from stoker.engine.rows import RowTable
 from stoker.engine.runner import Runner
 from stoker.engine.store import build_store
 from stoker.engine.tuning_file import load_tuning
+from stoker.kernels.compiled.kernel_cache import CacheCounts
 from stoker.kv.blocks.layout import KvLayout
 from stoker.kv.blocks.pool import BlockPool, PoolObserver
 from stoker.kv.blocks.transfer import KvIdentity
@@ -67,6 +69,7 @@ class BuiltEngine:
     server: PeerServer | None
     load_s: float
     memory: list[MemoryLine]  # the GPU memory plan; empty on a CPU
+    kernels: CacheCounts  # where the GPU's kernels came from
 
     def close(self) -> None:
         if self.server is not None:
@@ -102,6 +105,7 @@ def build_engine(
         memory = MemoryTable(resolved.device)
     if tuning_dir is not None and resolved.device.type == "cuda":
         load_tuning(tuning_dir, resolved.device)
+    kernels = prepare_kernels(settings, family, resolved, kv_layout(family, resolved))
     # cuDNN's attention plans every new shape, which takes longer than the attention itself.
     torch.backends.cuda.enable_cudnn_sdp(False)
     with timeline.stage("weights"):
@@ -137,7 +141,9 @@ def build_engine(
     engine = Engine(scheduler, runner, RealClock(), resolved.steps_ahead, store, leases, rates)
     if resolved.device.type == "cuda":
         progress("compiling and capturing", 0, 1)
-        with timeline.stage("kernels and graphs"):
+        with timeline.stage("wait for kernels"):
+            kernels.wait(timeline)
+        with timeline.stage("graphs"):
             _warm_up(runner, model, resolved.device)
     memory.add_line("graphs and libraries", working.graph_bytes)
     memory.take_arena(working.arena_bytes)
@@ -161,6 +167,7 @@ def build_engine(
         server=server,
         load_s=time.monotonic() - started_s,
         memory=memory.lines,
+        kernels=kernels.counts,
     )
 
 
@@ -173,7 +180,7 @@ def _load_model(
     ahead: WeightReadAhead | None,
 ) -> tuple[Model, int]:
     """Return the model, with its weights in the layout of the kernels, and the size of the weights in bytes."""
-    model = _build_model(family, resolved)
+    model = build_model(family, resolved, resolved.device)
     if resolved.device.type == "cuda":
         check_limits(model, family.shape)
     if random_weights_seed is None:
@@ -191,7 +198,7 @@ def _make_kv(
     settings: EngineSettings, family: ModelFamily, resolved: ResolvedSettings, model: Model
 ) -> tuple[DeviceKv, WorkingMemory]:
     """Allocate the KV cache: as many blocks as fit besides the working memory of a step."""
-    layout = _kv_layout(family, resolved)
+    layout = kv_layout(family, resolved)
     working = WorkingMemory.plan(
         resolved.step_tokens,
         resolved.captured_tokens,
@@ -266,16 +273,6 @@ def read_hf_config(folder: Path) -> Mapping[str, Any]:
     return hf
 
 
-def _build_model(family: ModelFamily, resolved: ResolvedSettings) -> Model:
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(resolved.dtype)
-    try:
-        with resolved.device:
-            return family.build(resolved.max_model_tokens)
-    finally:
-        torch.set_default_dtype(default)
-
-
 def _randomise(model: Model, family: ModelFamily, seed: int) -> None:
     """Set norms to one and other weights to small random values. Outputs are finite, and the same for the same seed."""
     slices = list(parameter_slices(model, family.rules))
@@ -294,7 +291,8 @@ def _randomise(model: Model, family: ModelFamily, seed: int) -> None:
                 values.normal_(0.0, 0.02, generator=generator)
 
 
-def _kv_layout(family: ModelFamily, resolved: ResolvedSettings) -> KvLayout:
+def kv_layout(family: ModelFamily, resolved: ResolvedSettings) -> KvLayout:
+    """Return the layout of the model's KV blocks."""
     shape = family.shape
     return KvLayout(
         num_layers=shape.num_layers,

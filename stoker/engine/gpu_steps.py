@@ -49,6 +49,10 @@ class GpuSteps:
         """Compile the kernels, and capture the shapes that most steps use."""
         self._graphs.capture_first()
 
+    def dry_run(self, *, with_rest: bool) -> None:
+        """Run a step of each shape that is captured at the start, or of each shape at all, without capturing it."""
+        self._graphs.dry_run(with_rest=with_rest)
+
     def capture_next(self) -> bool:
         """Capture one shape, or let cuDNN plan one prompt length (kernels/dense.py). Return False if none was left."""
         return self._graphs.capture_next() or self._dense.plan_next()

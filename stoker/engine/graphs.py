@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,8 +66,20 @@ class StepGraphs:
         self._by_cost = sorted(self._uncaptured, key=_cost)
         self._captured: dict[StepShape, CapturedStep] = {}
         self._missed: Counter[StepShape] = Counter()
-        self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()  # shared by all graphs, because only one of them runs at a time
+
+    @cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self._device)
+
+    @cached_property
+    def _pool(self) -> Any:
+        """The memory pool of all graphs. They share it, because only one of them runs at a time."""
+        return torch.cuda.graph_pool_handle()
+
+    def dry_run(self, *, with_rest: bool) -> None:
+        """Run a step of each first shape, or of each shape, without capturing it."""
+        for shape in self._uncaptured[: None if with_rest else self._num_first]:
+            self._forward(StepInputs.empty(shape, self._device))
 
     def capture_first(self) -> None:
         for _ in range(self._num_first):

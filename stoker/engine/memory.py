@@ -43,7 +43,11 @@ class ResolvedSettings:
 
 def resolve(settings: EngineSettings, shape: ModelShape) -> ResolvedSettings:
     """Return the settings with a value for every "auto", for this machine and model."""
-    device = _device(settings.device)
+    return resolve_on(_device(settings.device), settings, shape)
+
+
+def resolve_on(device: torch.device, settings: EngineSettings, shape: ModelShape) -> ResolvedSettings:
+    """Return the same for a given device, which this machine may lack."""
     on_cpu = device.type == "cpu"
     # float32 is the fastest dtype on CPUs without bfloat16 instructions.
     dtype = getattr(torch, settings.dtype or ("float32" if on_cpu else "bfloat16"))

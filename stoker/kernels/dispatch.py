@@ -32,10 +32,16 @@ if torch.cuda.is_available() or "triton" in sys.modules:
     triton, tl = import_module("triton"), import_module("triton.language")
 
 
+def on_gpu(x: Tensor) -> bool:
+    """Return True for a tensor on a GPU, and for a meta tensor: kernels are compiled ahead with meta tensors in place of
+    those on the GPU (compiled/compile_ahead.py)."""
+    return x.is_cuda or x.is_meta
+
+
 def use_triton(x: Tensor) -> bool:
     """Return True if the Triton kernel should run. float64 always takes the reference, since it is used to compare
     results."""
-    return x.is_cuda and x.dtype in _DTYPES
+    return on_gpu(x) and x.dtype in _DTYPES
 
 
 # Triton's own versions take microseconds per launch to find out whether a kernel calls them.
@@ -54,11 +60,13 @@ def is_power_of_2(number: int) -> bool:
 def overlaps(x: Tensor) -> bool:
     """Return True if a kernel may be launched while the one before it still runs (Hopper and later). The kernel itself
     waits for its inputs."""
-    return x.is_cuda and _is_hopper(x.device)
+    return on_gpu(x) and _is_hopper(x.device)
 
 
 @cache
 def _is_hopper(device: torch.device) -> bool:
+    if device.type == "meta":
+        return bool(triton.runtime.driver.active.get_current_target().arch >= 90)
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stoker.kernels.dispatch import cdiv, overlaps, tl, triton, wait_for_inputs
+from stoker.kernels.dispatch import cdiv, on_gpu, overlaps, tl, triton, wait_for_inputs
 from stoker.kernels.tile_choice import max_rows
 
 WORD_CODES = 8  # 4-bit codes in a word
@@ -85,6 +85,8 @@ def interleave(words: Tensor) -> Tensor:
     """[out, in / 8] -> [out, words], padded to a multiple of 256 inputs; in place if no padding is needed."""
     if missing := -words.shape[1] % GROUP:
         words = torch.nn.functional.pad(words, (0, missing))
+    if words.is_meta:
+        return words
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
     # By slices of the outputs: unpacked codes take eight times the memory.
     rows = max(1, (1 << 24) // max(1, words.shape[1] * WORD_CODES))
@@ -161,5 +163,5 @@ def dequantise_triton(weight: QuantWeight, dtype: torch.dtype, first: int = 0, c
 
 
 def dequantise(weight: QuantWeight, dtype: torch.dtype) -> Tensor:
-    on_gpu = weight.codes.is_cuda and dtype != torch.float64
-    return (dequantise_triton if on_gpu else dequantise_ref)(weight, dtype)
+    has_kernel = on_gpu(weight.codes) and dtype != torch.float64
+    return (dequantise_triton if has_kernel else dequantise_ref)(weight, dtype)

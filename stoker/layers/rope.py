@@ -41,7 +41,10 @@ class Rope(nn.Module):
     def __init__(self, config: RopeConfig, head_dim: int, num_positions: int, device: torch.device) -> None:
         super().__init__()
         dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
-        cos, sin = rope_tables(inverse_frequencies(config, head_dim).to(device), num_positions, 1.0, dtype)
+        if device.type == "meta":  # torch imports its compiler for arithmetic on meta tensors, which takes a second
+            cos = sin = torch.empty(num_positions, head_dim, dtype=dtype)
+        else:
+            cos, sin = rope_tables(inverse_frequencies(config, head_dim).to(device), num_positions, 1.0, dtype)
         self.cos: Tensor
         self.sin: Tensor
         self.register_buffer("cos", cos, persistent=False)

@@ -18,7 +18,7 @@ def numbered(kind: type[msgspec.Struct]) -> dict[str, int]:
 def test_every_value_that_a_worker_writes_is_read() -> None:
     tier = msgspec.convert(numbered(TierReport) | {"name": "disk", "medium": "DISK"}, TierReport)
     stats = msgspec.convert(numbered(EngineStats) | {"tiers": [tier]}, EngineStats)
-    metrics = WorkerMetrics("m", lambda: stats, lambda: True, lambda: 0, lambda: 0)
+    metrics = WorkerMetrics(lambda: "m", lambda: stats, lambda: True, lambda: 0, lambda: 0)
     read = read_tier_metrics(metrics.render().decode())
     assert read == {"disk": {metric.name: getattr(tier, metric.field) for metric in TIER_METRICS}}
 
@@ -26,5 +26,5 @@ def test_every_value_that_a_worker_writes_is_read() -> None:
 def test_a_value_that_is_not_known_is_left_out() -> None:
     tier = msgspec.convert(numbered(TierReport) | {"name": "disk", "medium": "DISK", "bytes_per_s": None}, TierReport)
     stats = msgspec.convert(numbered(EngineStats) | {"tiers": [tier]}, EngineStats)
-    metrics = WorkerMetrics("m", lambda: stats, lambda: True, lambda: 0, lambda: 0)
+    metrics = WorkerMetrics(lambda: "m", lambda: stats, lambda: True, lambda: 0, lambda: 0)
     assert "read_bytes_per_second" not in read_tier_metrics(metrics.render().decode())["disk"]

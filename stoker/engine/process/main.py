@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -57,12 +57,36 @@ class _PendingGrammar:
     waiting: list[RequestId] = field(default_factory=list)
 
 
+class _FirstToken:
+    """Adds the first request to the timeline of the start, and logs it."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._added_s: float | None = None
+
+    def added(self) -> None:
+        if self._added_s is None:
+            self._added_s = time.time()
+
+    def sent(self) -> None:
+        now_s = time.time()
+        self._timeline.add("engine: first request", self._added_s or now_s, now_s)
+        self._timeline.log_last_to(log)
+
+
 class EngineLoop:
     """Passes messages to the engine, steps it, and sends back what it produced."""
 
     def __init__(
-        self, built: BuiltEngine, blocks: BlockLog, mailbox: Mailbox, pipe: EngineEnd, progress: LoopProgress
+        self,
+        built: BuiltEngine,
+        blocks: BlockLog,
+        mailbox: Mailbox,
+        pipe: EngineEnd,
+        progress: LoopProgress,
+        timeline: Timeline | None = None,
     ) -> None:
+        """With a `timeline`, the first request is added to it."""
         self._built = built
         self._engine = built.engine
         self._mailbox = mailbox
@@ -75,6 +99,7 @@ class EngineLoop:
         self._open_grammars: dict[RequestId, object] = {}
         self._media = {tier.name: tier.backend.medium for tier in built.store.tiers}
         self._stats_sent_s = 0.0
+        self._first_token = None if timeline is None else _FirstToken(timeline)
         self._idle_tasks = IdleTasks(
             [
                 IdleTask(_CAPTURE_AFTER_S, self._engine.capture_next_graph),
@@ -107,6 +132,9 @@ class EngineLoop:
             self._send_due_stats(messages, chunks)
             if chunks:
                 self._pipe.send(Chunks(chunks=chunks))
+                if self._first_token is not None:
+                    self._first_token.sent()
+                    self._first_token = None
             self._send_kv_events()
 
     # ---- messages
@@ -128,6 +156,8 @@ class EngineLoop:
                 self._engine.release_lease(lease_id)
 
     def _add(self, request: GenerateRequest) -> None:
+        if self._first_token is not None:
+            self._first_token.added()
         spec = request.sampling.grammar
         if spec is None:
             self._look_up(request)
@@ -236,11 +266,13 @@ def serve(pipe: EngineEnd, arguments: EngineArguments, ahead: WeightReadAhead, t
         garbage.tune_for_serving()
         pipe.send(engine_info(engine))
         log_memory(engine.memory)
-        if arguments.timeline_origin_s is not None:
-            timeline.log_to(log)
+        log.event("kernels", **asdict(engine.kernels))
+        shown = timeline if arguments.timeline_origin_s is not None else None
+        if shown is not None:
+            shown.log_to(log)
         engine.store.announce_held_blocks()
         try:
-            EngineLoop(engine, blocks, mailbox, pipe, progress).run()
+            EngineLoop(engine, blocks, mailbox, pipe, progress, shown).run()
         finally:
             engine.close()
 

@@ -16,6 +16,7 @@ from stoker.base import log as logs
 from stoker.base.allowance import available_ram
 from stoker.base.timeline import Timeline, process_start_s
 from stoker.checkpoint.weight_files import WeightReadAhead, weight_files
+from stoker.engine.process.lazy_modules import lazily_imported
 from stoker.proto.messages import EngineArguments, Prepared
 from stoker.proto.pipe import EngineEnd, FrameEnd
 
@@ -23,6 +24,8 @@ from stoker.proto.pipe import EngineEnd, FrameEnd
 # GPU, waits this long to get it back. With Python's default of 5 ms, the import of torch would halve the speed of reading
 # ahead, and a step would take 65 ms instead of 10 ms while a grammar is being compiled.
 _SWITCH_INTERVAL_S = 0.0005
+# They are for tracing and exporting models, and take a quarter of torch's import.
+_UNUSED_MODULES = ("torch._meta_registrations", "torch.export", "torch.distributions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,8 @@ def main() -> None:
     with ThreadPoolExecutor(1) as threads:
         receiving = threads.submit(_receive_arguments, pipe, ahead)
         importing_s = time.time()
-        from stoker.engine.process.main import prepare_device, serve
+        with lazily_imported(*_UNUSED_MODULES):
+            from stoker.engine.process.main import prepare_device, serve
 
         imported_s = time.time()
         if options.prepare is not None:
