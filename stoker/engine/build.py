@@ -118,7 +118,7 @@ def build_engine(
     max_model_tokens = min(resolved.max_model_tokens, blocks * layout.block_tokens)
     max_blocks = -(-max_model_tokens // layout.block_tokens) + 1
     rows = RowTable(resolved.max_rows, max_blocks, family.shape.vocab_size, resolved.device, grammars or NoGrammars())
-    identity = _identity(folder, hf, layout, random_weights_seed)
+    identity = _identity(folder, hf, kv, random_weights_seed)
     fingerprint = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
     rates = StepRates()
     store = build_store(settings, kv, identity, fingerprint, lambda: rates.prefill_tokens_per_s, wake)
@@ -208,7 +208,8 @@ def _make_kv(
         model.bytes_per_token,
         resolved.keeps_spare,
     )
-    return DeviceKv(layout, num_blocks(settings, resolved, layout, working), resolved.device), working
+    blocks = num_blocks(settings, resolved, layout, working)
+    return DeviceKv(layout, blocks, resolved.device, resolved.dtype), working
 
 
 def _warm_up(runner: Runner, model: Model, device: torch.device) -> None:
@@ -299,13 +300,20 @@ def kv_layout(family: ModelFamily, resolved: ResolvedSettings) -> KvLayout:
         num_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         block_tokens=resolved.block_tokens,
-        dtype=str(resolved.dtype).removeprefix("torch."),
-        dtype_bytes=resolved.dtype.itemsize,
+        dtype=_name(resolved.kv_dtype),
+        dtype_bytes=resolved.kv_dtype.itemsize,
     )
 
 
-def _identity(folder: Path, hf: Mapping[str, Any], layout: KvLayout, seed: int | None) -> KvIdentity:
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _identity(folder: Path, hf: Mapping[str, Any], kv: DeviceKv, seed: int | None) -> KvIdentity:
     """Return the identity of the model's KV. Two engines share KV only if theirs are equal.
+
+    The layout names the dtype of the KV. The model's own dtype is a part too: KV of the same layout has other values
+    where the model computes in another dtype.
 
     Only parts of the weight files are hashed. Hashing hundreds of GB would delay every start, and two models of the
     same shape differ nearly everywhere.
@@ -322,5 +330,8 @@ def _identity(folder: Path, hf: Mapping[str, Any], layout: KvLayout, seed: int |
     tokenizer = folder / "tokenizer.json"
     vocabulary = hashlib.sha256(tokenizer.read_bytes() if tokenizer.exists() else b"")
     return KvIdentity(
-        model=model.hexdigest()[:16], tokenizer=vocabulary.hexdigest()[:16], layout=layout.identity, dtype=layout.dtype
+        model=model.hexdigest()[:16],
+        tokenizer=vocabulary.hexdigest()[:16],
+        layout=kv.layout.identity,
+        dtype=_name(kv.like.dtype),
     )

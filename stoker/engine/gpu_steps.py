@@ -40,8 +40,8 @@ class GpuSteps:
         self._kv = kv
         self._rows = rows
         layout = kv.layout
-        self._dense = DensePlans(kv.blocks, num_heads, layout.num_heads, layout.head_dim)
-        self._cutter = Cutter.of(num_heads, layout.num_heads, layout.block_tokens, kv.blocks.dtype)
+        self._dense = DensePlans(kv.like, num_heads, layout.num_heads, layout.head_dim)
+        self._cutter = Cutter.of(num_heads, layout.num_heads, layout.block_tokens, kv.like.dtype)
         first, rest = _shapes(rows.max_rows, captured_tokens, self._cutter)
         self._graphs = StepGraphs(self._forward, first, rest, kv.blocks.device)
 

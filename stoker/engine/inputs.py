@@ -28,11 +28,13 @@ def build_batch(plan: StepPlan, rows: RowTable, kv: DeviceKv) -> ForwardBatch:
     pages = rows.blocks[token_rows, positions // layout.block_tokens] * kv.pages_per_block
     heads = np.arange(layout.num_heads)
     slots = (pages[:, None] + heads) * layout.block_tokens + (positions % layout.block_tokens)[:, None]
+    sizes = (layout.num_heads, layout.block_tokens)
+    in_place = kv.like.dtype == kv.blocks.dtype
     return ForwardBatch(
         token_ids=_token_ids(plan, rows.last_token, token_rows),
         positions=_to_device(positions, device),
         slots=_to_device(slots.ravel(), device),
-        spans=group_spans(_shapes(plan, rows, kv), layout.num_heads, layout.block_tokens, device, kv.blocks.dtype),
+        spans=group_spans(_shapes(plan, rows, kv), *sizes, device, kv.like.dtype, in_place),
         kv=kv,
     )
 

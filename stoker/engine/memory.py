@@ -22,6 +22,7 @@ _CPU_MAX_BYTES = 4 * _GIB
 # The arithmetic of the largest captured step. It takes an H200 about 50 ms, longer than the host needs to launch it.
 _CAPTURED_FLOP = 30e12
 _MIN_CAPTURED_TOKENS = 512
+_FP8 = (8, 9)  # the first compute capability that converts float8
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class ResolvedSettings:
 
     device: torch.device
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     block_tokens: int
     step_tokens: int
     captured_tokens: int  # the largest step with prefill that is captured as a CUDA graph
@@ -59,6 +61,7 @@ def resolve_on(device: torch.device, settings: EngineSettings, shape: ModelShape
     return ResolvedSettings(
         device=device,
         dtype=dtype,
+        kv_dtype=_kv_dtype(settings.kv.dtype, dtype, device),
         block_tokens=settings.kv.block_tokens or (16 if on_cpu else 64),
         step_tokens=step_tokens,
         captured_tokens=min(step_tokens, _captured_tokens(shape)),
@@ -69,6 +72,25 @@ def resolve_on(device: torch.device, settings: EngineSettings, shape: ModelShape
         max_model_tokens=settings.max_model_tokens or shape.max_positions,
         keeps_spare=settings.spare_engine == "on" or (settings.spare_engine is None and not on_cpu),
     )
+
+
+def _kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype of the KV cache, for a model that computes in `dtype`."""
+    kv_dtype: torch.dtype = {"auto": dtype, "fp8_e4m3": torch.float8_e4m3fn}.get(name) or getattr(torch, name)
+    if kv_dtype != dtype and kv_dtype.itemsize >= dtype.itemsize:
+        model = str(dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"kv.dtype={name} takes {kv_dtype.itemsize} bytes per value and the model's {model} takes {dtype.itemsize}, so "
+            f"it would save nothing; leave out --kv-dtype, or use --kv-dtype int8 or --dtype {name}"
+        )
+    if kv_dtype == torch.float8_e4m3fn and device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < _FP8:
+            raise ConfigError(
+                f"kv.dtype={name} needs a GPU of compute capability 8.9 or later, and {device} has "
+                f"{'.'.join(map(str, capability))}; use --kv-dtype int8"
+            )
+    return kv_dtype
 
 
 def _captured_tokens(shape: ModelShape) -> int:

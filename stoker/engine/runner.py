@@ -99,7 +99,7 @@ class Runner:
         self._kv = kv
         self._rows = rows
         self._threads = threads
-        has_kernels = fits(kv.blocks, kv.layout.block_tokens, kv.layout.head_dim)
+        has_kernels = fits(kv.like, kv.layout.block_tokens, kv.layout.head_dim)
         self._gpu_steps = GpuSteps(model, kv, rows, num_heads, captured_tokens) if has_kernels else None
         self._last: PendingStep | None = None
 

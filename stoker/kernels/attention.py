@@ -1,6 +1,6 @@
 """Attention over the paged KV cache.
 
-q [tokens, heads, head_dim]   pages [pages, block_tokens * head_dim]   -> like q
+q [tokens, heads, head_dim]   pages: see kv_pages.py   -> like q
 
 A page is one head's K or V of one block of one layer. The reference gathers each span's pages into a contiguous run and
 calls torch; spans of one token with a similar number of blocks are batched. On a CPU with many keys, the keys are read
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from stoker.kernels.attention_rows import RowGroup, is_faster_in_place, row_attention, row_group
+from stoker.kernels.kv_pages import kv_read
 from stoker.kernels.paged import PagedSpans, paged_attention_triton
 from stoker.kernels.transfer import to_device
 
@@ -48,9 +49,15 @@ class SpanGroup:
 
 
 def group_spans(
-    spans: Sequence[SpanShape], num_kv_heads: int, block_tokens: int, device: torch.device, dtype: torch.dtype
+    spans: Sequence[SpanShape],
+    num_kv_heads: int,
+    block_tokens: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    in_place: bool = True,
 ) -> list[SpanGroup | RowGroup]:
-    """Group the spans of a step, once for all layers."""
+    """Group the spans of a step, once for all layers. `in_place`: the pages have the query's dtype, so that keys can be
+    read where they are."""
     heads = torch.arange(num_kv_heads)
 
     def page_index(pages: list[list[int]]) -> Tensor:
@@ -73,7 +80,7 @@ def group_spans(
             mask = mask.to(device, non_blocking=True)
         # Pad with the span's own pages: masked values must be finite, and another sequence's memory may not be.
         padded = [span.pages + span.pages[:1] * (longest - len(span.pages)) for span in taken]
-        if is_faster_in_place(len(taken) * num_keys, device, dtype):
+        if in_place and is_faster_in_place(len(taken) * num_keys, device, dtype):
             groups.append(row_group([span.first for span in taken], padded, mask, num_kv_heads, block_tokens))
             continue
         firsts = to_device([span.first for span in taken], device)
@@ -120,7 +127,8 @@ def paged_attention_ref(
             keys, values = pages.view(-1, head_dim), pages[num_kv_heads:].view(-1, head_dim)
             out[group.tokens] = row_attention(q[group.tokens], keys, values, group, scale)
             continue
-        gathered = pages.index_select(0, group.pages).view(2, group.num_spans, num_kv_heads, -1, head_dim)
+        gathered = kv_read(pages, group.pages, head_dim, q.dtype)
+        gathered = gathered.view(2, group.num_spans, num_kv_heads, -1, head_dim)
         key, value = gathered[:, :, :, : group.num_keys]
         own_q = q[group.tokens]
         if isinstance(group.tokens, slice):

@@ -1,12 +1,13 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """Attention over the paged KV cache, in Triton.
 
-q [tokens, heads, head_dim]   pages [pages, block_tokens * head_dim]   -> like q
+q [tokens, heads, head_dim]   pages: see kv_pages.py   -> like q
 
 The query heads of one KV head are the rows of a tile, so that K and V are read once for all of them. The work comes as
 pieces (pieces.py): spans of one token, and tiles of longer spans, each with some of their key blocks. The pieces of one
 group leave partial results. For single tokens, the last piece to finish merges them; for tiles, a kernel that follows
-does. The result overwrites the query; padding stays unchanged. attention.py is the reference.
+does. The result overwrites the query; padding stays unchanged. attention.py is the reference. Pages of 8-bit values have
+kernels of their own (paged_codes.py), which take the same pieces.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from torch import Tensor
 
 from stoker.kernels.dense import dense_attention
 from stoker.kernels.dispatch import is_power_of_2, overlaps, tl, triton, use_triton, wait_for_inputs
+from stoker.kernels.kv_pages import kernel_pages, page_options, page_tokens
+from stoker.kernels.paged_codes import attend_single_codes, attend_tile_codes
+from stoker.kernels.paged_parts import join_tiles, merge
 from stoker.kernels.pieces import FIELDS, Ints, cut_keys, cut_tokens
 
 _LOG2_E = log2(e)
@@ -107,25 +111,6 @@ def new_counters(device: torch.device) -> Tensor:
 
 
 @triton.jit
-def _merge(parts, part_sums, group, num_parts, head, row, column, is_mine, KV_HEADS: tl.constexpr, ROWS: tl.constexpr,
-           DIM: tl.constexpr):  # fmt: skip
-    """Merge all parts of a group. Every row sees some of the keys of the first part."""
-    largest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    found = tl.zeros([ROWS, DIM], tl.float32)
-    for number in range(group, group + num_parts):
-        theirs = (number * KV_HEADS + head) * ROWS + row
-        part = tl.load(parts + theirs[:, None] * DIM + column[None, :], mask=is_mine, other=0.0, cache_modifier=".cg")
-        part_sum = tl.load(part_sums + theirs, cache_modifier=".cg")
-        new_largest = tl.maximum(largest, part_sum)
-        fade, weight = tl.exp2(largest - new_largest), tl.exp2(part_sum - new_largest)
-        total = total * fade + weight
-        found = found * fade[:, None] + part * weight[:, None]
-        largest = new_largest
-    return found / total[:, None]
-
-
-@triton.jit
 def _attend_single(
     q, pages, table, token_rows, positions, pieces, parts, part_sums, finished, scale, table_width, pages_per_block,
     KV_HEADS: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
@@ -158,8 +143,8 @@ def _attend_single(
         block = tl.load(blocks + number_of_block).to(tl.int64)
         page = pages + (block * pages_per_block + head) * (BLOCK * DIM)
         is_seen = number_of_block * BLOCK + key <= position
-        keys = tl.load(page + inside_page, mask=is_seen[:, None], other=0.0)
-        values = tl.load(page + KV_HEADS * BLOCK * DIM + inside_page, mask=is_seen[:, None], other=0.0)
+        keys = tl.load(page + inside_page, mask=is_seen[:, None], other=0.0).to(query.dtype)
+        values = tl.load(page + KV_HEADS * BLOCK * DIM + inside_page, mask=is_seen[:, None], other=0.0).to(query.dtype)
         score = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
         score = tl.where(is_seen[None, :], score, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(score, 1))
@@ -179,7 +164,7 @@ def _attend_single(
         counter = finished + group * KV_HEADS + head
         if tl.atomic_add(counter, 1, sem="acq_rel") == num_parts - 1:
             tl.store(counter, 0)
-            found = _merge(parts, part_sums, group, num_parts, head, row, column, is_head, KV_HEADS, ROWS, DIM)
+            found = merge(parts, part_sums, group, num_parts, head, row, column, is_head, KV_HEADS, ROWS, DIM)
             tl.store(q + place, found.to(q.dtype.element_ty), mask=is_head)
 
 
@@ -216,8 +201,8 @@ def _attend_tile(
     for number_of_block in range(begin, seen_by_all):
         block = tl.load(blocks + number_of_block).to(tl.int64)
         page = pages + (block * pages_per_block + head) * (BLOCK * DIM) + inside_page
-        keys = tl.load(page)
-        values = tl.load(page + KV_HEADS * BLOCK * DIM)
+        keys = tl.load(page).to(query.dtype)
+        values = tl.load(page + KV_HEADS * BLOCK * DIM).to(query.dtype)
         score = tl.dot(query, tl.trans(keys), input_precision="ieee")
         new_largest = tl.maximum(largest, tl.max(score, 1) * scale)
         weight = tl.exp2(score * scale - new_largest[:, None])
@@ -231,8 +216,8 @@ def _attend_tile(
         is_there = at < start + count
         block = tl.load(blocks + number_of_block).to(tl.int64)
         page = pages + (block * pages_per_block + head) * (BLOCK * DIM) + inside_page
-        keys = tl.load(page, mask=is_there[:, None], other=0.0)
-        values = tl.load(page + KV_HEADS * BLOCK * DIM, mask=is_there[:, None], other=0.0)
+        keys = tl.load(page, mask=is_there[:, None], other=0.0).to(query.dtype)
+        values = tl.load(page + KV_HEADS * BLOCK * DIM, mask=is_there[:, None], other=0.0).to(query.dtype)
         score = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
         score = tl.where(at[None, :] <= position[:, None], score, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(score, 1))
@@ -253,73 +238,41 @@ def _attend_tile(
         tl.store(part_sums + mine, largest + tl.log2(total))
 
 
-@triton.jit
-def _join_tiles(
-    q, pieces, parts, part_sums,
-    KV_HEADS: tl.constexpr, SHARED: tl.constexpr, SHARED_PADDED: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr,
-    ROWS: tl.constexpr, FIELDS: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """Merge some rows of a tile whose keys were split. A single program would take longer to read all parts than it
-    took to compute them."""
-    number, head = tl.program_id(0), tl.program_id(1)
-    piece = pieces + number * FIELDS
-    first, count = tl.load(piece).to(tl.int64), tl.load(piece + 1).to(tl.int32)
-    group, num_parts = tl.load(piece + 4).to(tl.int32), tl.load(piece + 5).to(tl.int32)
-    wait_for_inputs(OVERLAP)
-    if (count == 0) | (number != group) | (num_parts == 1):
-        return
-    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, DIM)
-    token, shared = row // SHARED_PADDED, row % SHARED_PADDED
-    is_mine = (token < count) & (shared < SHARED)
-    largest = tl.full([ROWS], float("-inf"), tl.float32)
-    for other in range(group, group + num_parts):
-        theirs = (other * KV_HEADS + head) * (TOKENS * SHARED_PADDED) + row
-        largest = tl.maximum(largest, tl.load(part_sums + theirs, mask=is_mine, other=0.0))
-    total = tl.zeros([ROWS], tl.float32)
-    found = tl.zeros([ROWS, DIM], tl.float32)
-    for other in range(group, group + num_parts):
-        theirs = (other * KV_HEADS + head) * (TOKENS * SHARED_PADDED) + row
-        weight = tl.exp2(tl.load(part_sums + theirs, mask=is_mine, other=0.0) - largest)
-        part = tl.load(parts + theirs[:, None] * DIM + column[None, :], mask=is_mine[:, None], other=0.0)
-        total += weight
-        found += part * weight[:, None]
-    place = (((first + token) * KV_HEADS + head) * SHARED + shared)[:, None] * DIM + column[None, :]
-    tl.store(q + place, (found / total[:, None]).to(q.dtype.element_ty), mask=is_mine[:, None])
-
-
 def paged_attention_triton(
     q: Tensor, key: Tensor, value: Tensor, pages: Tensor, spans: PagedSpans, scale: float
 ) -> Tensor:
     """Compute attention; the result overwrites q."""
     assert q.is_contiguous()
     num_heads, head_dim = q.shape[1:]
-    kv_heads, block_tokens = spans.num_kv_heads, pages.shape[1] // head_dim
+    kv_heads, block_tokens = spans.num_kv_heads, page_tokens(pages, head_dim)
+    options = page_options(pages)
+    single, tile = (attend_single_codes, attend_tile_codes) if options else (_attend_single, _attend_tile)
     shared = num_heads // kv_heads
     common = (scale * _LOG2_E, spans.table.stride(0), spans.pages_per_block)
-    where = (q, pages, spans.table, spans.token_rows, spans.positions)
+    where = (q, kernel_pages(pages), spans.table, spans.token_rows, spans.positions)
     overlap = overlaps(q)
     if len(spans.singles):
         rows = max(_MIN_DOT, _padded(shared))
         parts, part_sums = _new_parts(q, len(spans.singles), _SINGLE_PROGRAMS, kv_heads, rows)
-        _attend_single[(kv_heads, len(spans.singles))](
+        single[(kv_heads, len(spans.singles))](
             *where, spans.singles, parts, part_sums, spans.finished, *common,
             KV_HEADS=kv_heads, SHARED=shared, ROWS=rows, DIM=head_dim, BLOCK=block_tokens, FIELDS=FIELDS,
-            OVERLAP=overlap, num_warps=_SINGLE_WARPS, num_stages=_SINGLE_STAGES, launch_pdl=overlap,
+            OVERLAP=overlap, num_warps=_SINGLE_WARPS, num_stages=_SINGLE_STAGES, launch_pdl=overlap, **options,
         )  # fmt: skip
     if len(spans.tiles):
         tokens, padded = _tile_tokens(shared, q.dtype), _padded(shared)
         parts, part_sums = _new_parts(q, len(spans.tiles), _TILE_PROGRAMS, kv_heads, tokens * padded)
         is_wide = q.dtype == torch.float32
-        _attend_tile[(kv_heads, len(spans.tiles))](
+        tile[(kv_heads, len(spans.tiles))](
             *where, spans.tiles, parts, part_sums, *common,
             KV_HEADS=kv_heads, SHARED=shared, SHARED_PADDED=padded, TOKENS=tokens, DIM=head_dim,
             BLOCK=block_tokens, FIELDS=FIELDS, OVERLAP=overlap,
             num_warps=4 if is_wide else _TILE_WARPS, num_stages=1 if is_wide else _TILE_STAGES if overlap else 2,
             maxnreg=_TILE_REGISTERS if overlap and not is_wide and head_dim <= 128 else None, launch_pdl=overlap,
+            **options,
         )  # fmt: skip
         joined = min(tokens * padded, _JOINED_ROWS)
-        _join_tiles[(_max_parts(len(spans.tiles), _TILE_PROGRAMS, kv_heads), kv_heads, tokens * padded // joined)](
+        join_tiles[(_max_parts(len(spans.tiles), _TILE_PROGRAMS, kv_heads), kv_heads, tokens * padded // joined)](
             q, spans.tiles, parts, part_sums,
             KV_HEADS=kv_heads, SHARED=shared, SHARED_PADDED=padded, TOKENS=tokens, DIM=head_dim, ROWS=joined,
             FIELDS=FIELDS, OVERLAP=overlap, num_warps=4, launch_pdl=overlap,

@@ -4,8 +4,11 @@
 heads [tokens, heads + 2 * kv_heads, head_dim], q then k then v
     ->  q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim]
 cos, sin [tokens, head_dim]: the tables' rows of the tokens' positions; positions [tokens], -1 is padding: a query of zeros, no KV
-pages: the layer's; slots [tokens * kv_heads]: where K goes, a row of head_dim each, counted from the layer's first page
+pages: the layer's (kv_pages.py); slots [tokens * kv_heads]: where K goes, counted from the first token of the layer's first page
 norms: the weights of q's and k's norm [head_dim], and its epsilon; None where the model has none
+
+The returned k and v are rounded to what the cache holds, so that attention sees the same values whether it reads them
+from the cache or not.
 """
 
 from __future__ import annotations
@@ -16,7 +19,15 @@ import torch
 from torch import Tensor
 
 from stoker.kernels.dispatch import cdiv, is_power_of_2, overlaps, tl, triton, use_triton, wait_for_inputs
-from stoker.kernels.kv_write import kv_write
+from stoker.kernels.kv_pages import (
+    LARGEST_CODE,
+    from_codes,
+    kernel_pages,
+    kv_write,
+    page_tokens,
+    to_codes,
+    upper_half,
+)
 from stoker.kernels.norm import rms_norm
 from stoker.kernels.rope import rope
 
@@ -40,22 +51,21 @@ def rope_write_ref(
     num_kv_heads: int,
     norms: HeadNorms | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    num_heads, head_dim = heads.shape[1] - 2 * num_kv_heads, heads.shape[2]
+    num_heads = heads.shape[1] - 2 * num_kv_heads
     turned, value = heads.split([num_heads + num_kv_heads, num_kv_heads], 1)
     if norms is not None:
         query, key = turned.split([num_heads, num_kv_heads], 1)
         turned = torch.cat([rms_norm(query, norms.query, norms.eps), rms_norm(key, norms.key, norms.eps)], 1)
     query, key = rope(turned, cos, sin).split([num_heads, num_kv_heads], 1)
-    kv_write(key, pages.view(-1, head_dim), slots)
-    kv_write(value, pages[num_kv_heads:].view(-1, head_dim), slots)
-    return query, key, value
+    return query, kv_write(key, pages, slots), kv_write(value, pages[num_kv_heads:], slots)
 
 
 @triton.jit
 def _rope_write(
     heads, cos, sin, positions, pages, slots, query, query_norm, key_norm, eps,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-    NORM: tl.constexpr, AT_ONCE: tl.constexpr, OVERLAP: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PAGE: tl.constexpr,
+    LARGEST: tl.constexpr, INT8: tl.constexpr, ROUNDS: tl.constexpr, NORM: tl.constexpr, AT_ONCE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
@@ -92,13 +102,31 @@ def _rope_write(
     kv_head = tl.where(is_value, head - HEADS - KV_HEADS, head - HEADS)
     is_kv = (head >= HEADS) & (head < HEADS + 2 * KV_HEADS)
     slot = tl.load(slots + token * KV_HEADS + kv_head, mask=is_kv, other=0)
-    slot += tl.where(is_value, KV_HEADS * BLOCK_TOKENS, 0)  # a layer's V follows its K
-    cached = pages + slot[:, None] * DIM + column[None, :]
-    tl.store(cached, left, mask=is_kv[:, None])
-    tl.store(cached + DIM // 2, right, mask=is_kv[:, None])
-    is_key = (is_kv & ~is_value)[:, None]
-    tl.store(src, left, mask=is_key)
-    tl.store(src + DIM // 2, right, mask=is_key)
+    page = slot // BLOCK_TOKENS + tl.where(is_value, KV_HEADS, 0)  # a layer's V follows its K
+    place = slot % BLOCK_TOKENS
+    cached = pages + (page * PAGE + place * DIM)[:, None] + column[None, :]
+    is_changed = is_kv[:, None]
+    if LARGEST > 0:  # pages with scales
+        left, right = left.to(tl.float32), right.to(tl.float32)
+        largest = tl.maximum(tl.max(tl.abs(left), 1), tl.max(tl.abs(right), 1))
+        upper = upper_half(tl.maximum(largest * (1 / LARGEST), 1e-30))
+        scales = (pages + page * PAGE + BLOCK_TOKENS * DIM).to(tl.pointer_type(tl.uint16))
+        tl.store(scales + place, upper, mask=is_kv)
+        scale = (upper.to(tl.uint32) << 16).to(tl.float32, bitcast=True)[:, None]
+        left, right = to_codes(left * tl.div_rn(1.0, scale), INT8), to_codes(right * tl.div_rn(1.0, scale), INT8)
+        tl.store(cached, left, mask=is_kv[:, None])
+        tl.store(cached + DIM // 2, right, mask=is_kv[:, None])
+        left, right = from_codes(left, INT8) * scale, from_codes(right, INT8) * scale
+    else:
+        if ROUNDS and pages.dtype.element_ty == tl.float16:
+            left, right = tl.clamp(left, -65504.0, 65504.0), tl.clamp(right, -65504.0, 65504.0)
+        left, right = left.to(pages.dtype.element_ty), right.to(pages.dtype.element_ty)
+        tl.store(cached, left, mask=is_kv[:, None])
+        tl.store(cached + DIM // 2, right, mask=is_kv[:, None])
+        if not ROUNDS:
+            is_changed = (is_kv & ~is_value)[:, None]
+    tl.store(src, left.to(heads.dtype.element_ty), mask=is_changed)
+    tl.store(src + DIM // 2, right.to(heads.dtype.element_ty), mask=is_changed)
 
 
 def rope_write_triton(
@@ -111,16 +139,18 @@ def rope_write_triton(
     num_kv_heads: int,
     norms: HeadNorms | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the kernel. `heads` is reused: k and v stay there, k rotated."""
+    """Run the kernel. `heads` is reused: k and v stay there, k rotated, both rounded."""
     assert heads.is_contiguous()
     num_tokens, all_heads, head_dim = heads.shape
     overlap = overlaps(heads)
     query = heads.new_empty(num_tokens, all_heads - 2 * num_kv_heads, head_dim)
     _rope_write[(num_tokens, cdiv(all_heads, _HEADS_AT_ONCE))](
-        heads, cos, sin, positions, pages, slots, query,
+        heads, cos, sin, positions, kernel_pages(pages), slots, query,
         norms.query if norms else heads, norms.key if norms else heads, norms.eps if norms else 0.0,
         HEADS=all_heads - 2 * num_kv_heads, KV_HEADS=num_kv_heads, DIM=head_dim,
-        BLOCK_TOKENS=pages.shape[1] // head_dim, NORM=norms is not None, AT_ONCE=_HEADS_AT_ONCE, OVERLAP=overlap,
+        BLOCK_TOKENS=page_tokens(pages, head_dim), PAGE=pages.shape[1],
+        LARGEST=LARGEST_CODE.get(pages.dtype, 0.0), INT8=pages.dtype == torch.int8, ROUNDS=pages.dtype != heads.dtype,
+        NORM=norms is not None, AT_ONCE=_HEADS_AT_ONCE, OVERLAP=overlap,
         num_warps=4, launch_pdl=overlap,
     )  # fmt: skip
     return query, heads[:, -2 * num_kv_heads : -num_kv_heads], heads[:, -num_kv_heads:]

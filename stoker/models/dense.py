@@ -162,12 +162,12 @@ def decoder_rules(config: DecoderConfig) -> list[Rule]:
 
 def decoder_ignored(config: DecoderConfig) -> frozenset[str]:
     """Return the checkpoint tensors that are known and not loaded: rotary tables of old checkpoints, a head that
-    repeats the embedding, and scales for inputs and KV, which are not quantised here."""
+    repeats the embedding, scales for inputs, and scales for KV. Those are one per tensor; 8-bit KV has finer ones, which
+    are computed while it is written."""
     names = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(config.num_layers)}
     if config.tie_embeddings:
         names.add("lm_head.weight")
     for matmul in _matmuls(config):
         names |= {f"{source}.{name}" for source in matmul.parts for name in config.stored_as(matmul.target).unused}
-    if config.stored:
-        names |= {f"model.layers.{i}.self_attn.{x}_scale" for i in range(config.num_layers) for x in "qkv"}
+    names |= {f"model.layers.{i}.self_attn.{x}_scale" for i in range(config.num_layers) for x in "qkv"}
     return frozenset(names)

@@ -107,37 +107,44 @@ def requests(rng: random.Random, samplings: list[SamplingParams]) -> list[Genera
     return made
 
 
-def answers(folder: Path, samplings: list[SamplingParams], num_blocks: int) -> list[tuple[list[int], list[float]]]:
-    sched = SchedSettings(step_tokens=24, max_rows=3)
-    llm = LLM(folder, EngineSettings(device="cpu", num_threads=1, kv=KvSettings(16, num_blocks), sched=sched))
+def answers(
+    folder: Path, samplings: list[SamplingParams], num_blocks: int, kv_dtype: str
+) -> list[tuple[list[int], list[float]]]:
+    sched, kv = SchedSettings(step_tokens=24, max_rows=3), KvSettings(16, num_blocks, dtype=kv_dtype)
+    llm = LLM(folder, EngineSettings(device="cpu", num_threads=1, kv=kv, sched=sched))
     done = llm.run(requests(random.Random(3), samplings))
     llm.close()
     return [(one.token_ids, [token.logprob for token in one.logprobs]) for one in done]
 
 
-@pytest.mark.parametrize("graphs", [NothingCaptured, AllCaptured])
 @pytest.mark.parametrize(
-    ("samplings", "num_blocks"),
-    [(PLAIN, 64), (WITH_EXTRAS, 4)],
-    ids=["sampled by the step", "sampled by the reference, with preemption"],
+    ("graphs", "samplings", "num_blocks", "kv_dtype"),
+    [
+        (NothingCaptured, PLAIN, 64, "auto"),
+        (AllCaptured, PLAIN, 64, "auto"),
+        (NothingCaptured, WITH_EXTRAS, 4, "auto"),  # sampled by the reference, with preemption
+        (AllCaptured, WITH_EXTRAS, 4, "auto"),
+        (NothingCaptured, PLAIN[:3], 64, "int8"),
+    ],
 )
 def test_gpu_steps_give_the_tokens_of_the_references(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    graphs: type[NothingCaptured],
     samplings: list[SamplingParams],
     num_blocks: int,
-    graphs: type[NothingCaptured],
+    kv_dtype: str,
 ) -> None:
     # With one layer, only the attention of the last token would matter.
     make_tiny(tmp_path, "qwen3", torch.float32, num_hidden_layers=2)
-    expected = answers(tmp_path, samplings, num_blocks)
+    expected = answers(tmp_path, samplings, num_blocks, kv_dtype)
     for name in ("paged", "rope_write"):
         monkeypatch.setattr(import_module(f"stoker.kernels.{name}"), "use_triton", lambda x: True)
     monkeypatch.setattr(gpu_steps, "StepGraphs", graphs)
     monkeypatch.setattr(gpu_steps, "DensePlans", DenseLengths)
     monkeypatch.setattr(import_module("stoker.kernels.paged"), "dense_attention", dense_attention)
     monkeypatch.setattr(RowTable, "apply", apply_and_upload)
-    found = answers(tmp_path, samplings, num_blocks)
+    found = answers(tmp_path, samplings, num_blocks, kv_dtype)
     assert [token_ids for token_ids, _ in found] == [token_ids for token_ids, _ in expected]
     for (_, ours), (_, theirs) in zip(found, expected, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-4)

@@ -55,20 +55,46 @@ def test_rope_write() -> None:
                     cases.rope(num_tokens, num_heads, kv_heads, dim, has_norm, CUDA, dtype)
 
 
+def test_rope_write_rounds_to_the_dtype_of_the_cache() -> None:
+    for dtype, kv_dtype in [
+        (torch.bfloat16, torch.float8_e4m3fn),
+        (torch.float16, torch.float8_e4m3fn),
+        (torch.bfloat16, torch.int8),
+        (torch.float32, torch.int8),
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float16),
+    ]:
+        for num_heads, kv_heads, dim in [(9, 3, 64), (32, 8, 128), (4, 4, 256)]:
+            cases.rope(300, num_heads, kv_heads, dim, True, CUDA, dtype, kv_dtype)
+
+
+MIXED = [
+    [(0, 1)],
+    [(36, 1), (0, 0), (15, 1), (63, 1), (64, 1), (300, 1)],
+    [(5000, 1)],
+    [(0, 2), (0, 133), (40, 3), (31, 64), (700, 200)],
+    [(5, 1), (0, 1400), (77, 1), (0, 0), (130, 9)],
+    [(200 + 7 * i, 1) for i in range(256)],
+]
+
+
 def test_attention() -> None:
-    mixed = [
-        [(0, 1)],
-        [(36, 1), (0, 0), (15, 1), (63, 1), (64, 1), (300, 1)],
-        [(5000, 1)],
-        [(0, 2), (0, 133), (40, 3), (31, 64), (700, 200)],
-        [(5, 1), (0, 1400), (77, 1), (0, 0), (130, 9)],
-        [(200 + 7 * i, 1) for i in range(256)],
-    ]
     for num_heads, kv_heads, dim, block_tokens in [(32, 8, 128, 64), (9, 3, 64, 64)]:
-        for lengths in mixed:
+        for lengths in MIXED:
             cases.attention(lengths, num_heads, kv_heads, dim, block_tokens, CUDA, torch.bfloat16)
-    for lengths in mixed[-2:]:
+    for lengths in MIXED[-2:]:
         cases.attention(lengths, 6, 2, 32, 16, CUDA, torch.float32)
+
+
+def test_attention_over_8_bit_pages() -> None:
+    for num_heads, kv_heads, dim, block_tokens in [(32, 8, 128, 64), (9, 3, 64, 64), (16, 1, 256, 64)]:
+        for lengths in MIXED:
+            cases.attention(lengths, num_heads, kv_heads, dim, block_tokens, CUDA, torch.bfloat16, torch.int8)
+    for lengths in MIXED[-2:]:
+        cases.attention(lengths, 32, 8, 128, 64, CUDA, torch.bfloat16, torch.float8_e4m3fn)
+        cases.attention(lengths, 32, 8, 128, 64, CUDA, torch.float16, torch.float8_e4m3fn)
+        cases.attention(lengths, 6, 2, 32, 16, CUDA, torch.float32, torch.int8)
+        cases.attention(lengths, 6, 2, 32, 16, CUDA, torch.float32, torch.bfloat16)
 
 
 def test_dense_attention() -> None:

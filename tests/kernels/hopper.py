@@ -14,7 +14,10 @@ SHARED_BYTES = 227 << 10  # shared memory that a program may use
 _POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.uint8: "*u8",
     torch.int32: "*i32",
+    torch.int64: "*i64",
     torch.float8_e4m3fn: "*fp8e4nv",
 }
 

@@ -40,6 +40,12 @@ def test_rope_write(num_tokens, num_heads, kv_heads, dim, has_norm):
     cases.rope(num_tokens, num_heads, kv_heads, dim, has_norm, CPU, torch.float32)
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.int8, torch.float16])
+@pytest.mark.parametrize(("num_tokens", "num_heads", "kv_heads", "dim"), [(5, 6, 2, 32), (3, 9, 3, 64)])
+def test_rope_write_rounds_to_the_dtype_of_the_cache(num_tokens, num_heads, kv_heads, dim, kv_dtype):
+    cases.rope(num_tokens, num_heads, kv_heads, dim, True, CPU, torch.float32, kv_dtype)
+
+
 @pytest.mark.parametrize(
     "lengths",
     [
@@ -52,6 +58,19 @@ def test_rope_write(num_tokens, num_heads, kv_heads, dim, has_norm):
 @pytest.mark.parametrize(("num_heads", "kv_heads", "dim"), [(6, 2, 16), (3, 1, 32)])
 def test_attention(lengths, num_heads, kv_heads, dim):
     cases.attention(lengths, num_heads, kv_heads, dim, 16, CPU, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [(torch.float32, torch.float8_e4m3fn), (torch.float32, torch.int8), (torch.float16, torch.float8_e4m3fn)],
+)
+@pytest.mark.parametrize("lengths", [[(36, 1), (0, 0), (200, 1)], [(5, 1), (0, 60), (130, 9)]])
+def test_attention_over_8_bit_pages(lengths, dtype, kv_dtype):
+    cases.attention(lengths, 6, 2, 16, 16, CPU, dtype, kv_dtype)
+
+
+def test_attention_over_16_bit_pages():
+    cases.attention([(36, 1), (0, 40), (130, 9)], 3, 1, 32, 16, CPU, torch.float32, torch.bfloat16)
 
 
 @pytest.mark.parametrize(("count", "kv_heads"), [(1, 1), (5, 3)])

@@ -19,7 +19,7 @@ def engine_info(built: BuiltEngine) -> EngineInfo:
         model_fingerprint=built.fingerprint,
         device=str(built.settings.device),
         keeps_spare=built.settings.keeps_spare,
-        dtype=built.layout.dtype,
+        dtype=str(built.settings.dtype).removeprefix("torch."),
         vocab_size=built.vocab_size,
         max_model_tokens=built.max_model_tokens,
         block_tokens=built.layout.block_tokens,

@@ -8,10 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+# Bytes of the scale that each token and head has, by dtype. Other dtypes have no scales.
+_SCALE_BYTES = {"float8_e4m3fn": 2, "int8": 2}
+
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """The layout of a block, `[layers][K, V][heads][block_tokens][head_dim]`.
+    """The layout of a block, `[layers][K, V][heads][block_tokens][head_dim]`. With a dtype that has scales, those of a
+    head's tokens follow its values: `[layers][K, V][heads]([block_tokens][head_dim], [block_tokens])`.
 
     A block is contiguous, so that it can be offloaded in one copy. Heads come before tokens, so that ranks of another
     tensor-parallel size can take their heads. A rank holds `num_heads` of the model's `all_heads`, starting at
@@ -33,12 +37,17 @@ class KvLayout:
 
     @property
     def block_bytes(self) -> int:
-        return prod(self.block_shape) * self.dtype_bytes
+        return prod(self.block_shape[:3]) * self.head_bytes
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of the scale of one token and head, K or V. 0: values have no scales."""
+        return _SCALE_BYTES.get(self.dtype, 0)
 
     @property
     def head_bytes(self) -> int:
         """Bytes of one head in one layer, K or V. They are contiguous whatever heads a rank holds."""
-        return self.block_tokens * self.head_dim * self.dtype_bytes
+        return self.block_tokens * (self.head_dim * self.dtype_bytes + self.scale_bytes)
 
     @property
     def end_head(self) -> int:

@@ -18,22 +18,29 @@ from stoker.kv.blocks.layout import KvLayout
 
 
 class DeviceKv:
-    """The memory of all KV blocks of one device."""
+    """The memory of all KV blocks of one device. `dtype` is the model's, by default that of the blocks."""
 
-    def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self, layout: KvLayout, num_blocks: int, device: torch.device, dtype: torch.dtype | None = None
+    ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         self.memory_fd: int | None = None
         """The file behind blocks in RAM, which other processes of this machine can map. None on a GPU."""
-        dtype = getattr(torch, layout.dtype)
+        kv_dtype = getattr(torch, layout.dtype)
+        stored = torch.uint8 if layout.scale_bytes else kv_dtype  # torch cannot index every 8-bit dtype
+        self.like = torch.empty(0, dtype=dtype or kv_dtype, device=device)
+        """An empty tensor with the dtype and the device of the model's activations."""
         shape = (num_blocks, *layout.block_shape)
+        if layout.scale_bytes:
+            shape = (num_blocks, *layout.block_shape[:3], layout.head_bytes)
         if device.type == "cpu":
-            self.memory_fd, raw = _shareable(prod(shape) * dtype.itemsize)
+            self.memory_fd, raw = _shareable(prod(shape) * stored.itemsize)
             weakref.finalize(self, os.close, self.memory_fd)  # the memory is freed only after the file is closed
-            self.blocks = torch.from_numpy(raw).view(dtype).view(shape)
+            self.blocks = torch.from_numpy(raw).view(stored).view(shape)
         else:
-            self.blocks = torch.zeros(shape, dtype=dtype, device=device)
-        self._pages = self.blocks.view(-1, layout.block_tokens * layout.head_dim)
+            self.blocks = torch.zeros(shape, dtype=stored, device=device)
+        self._pages = self.blocks.view(kv_dtype).view(-1, layout.head_bytes // stored.itemsize)
 
     @property
     def pages_per_block(self) -> int:

@@ -55,3 +55,14 @@ def test_identity_is_of_the_model_and_fingerprint_of_the_rank() -> None:
     assert len({one.fingerprint for one in ranks}) == 3
     assert LAYOUT.identity != MLA.identity
     assert torch.Size(MLA.block_shape).numel() * 4 == MLA.block_bytes
+
+
+def test_scales_follow_the_values_of_their_head() -> None:
+    """So that ranks of another tensor-parallel size take both in one run."""
+    layout = KvLayout(num_layers=2, num_heads=4, head_dim=8, block_tokens=16, dtype="int8", dtype_bytes=1)
+    assert layout.head_bytes == 16 * (8 + 2)
+    assert layout.block_bytes == 2 * 2 * 4 * layout.head_bytes
+    block = np.random.default_rng(0).integers(0, 256, layout.block_bytes, np.uint8)
+    expected = block.reshape(2, 2, 4, layout.head_bytes)[:, :, 1:3]
+    assert runs_of(block, head_slice(layout, 1, 3)).tobytes() == expected.tobytes()
+    assert head_slice(rank(layout, 1, 2), 2, 4).total_bytes == layout.block_bytes // 2
