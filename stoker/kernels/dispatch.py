@@ -33,9 +33,9 @@ if torch.cuda.is_available() or "triton" in sys.modules:
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Return True for a tensor on a GPU, and for a meta tensor: kernels are compiled ahead with meta tensors in place of
-    those on the GPU (compiled/compile_ahead.py)."""
-    return x.is_cuda or x.is_meta
+    """Return True for a tensor on a GPU, and for a meta tensor where Triton is imported: kernels are compiled ahead with
+    meta tensors in place of those on the GPU (compiled/compile_ahead.py)."""
+    return x.is_cuda or (x.is_meta and triton is not _NoTriton)
 
 
 def use_triton(x: Tensor) -> bool:
