@@ -72,7 +72,11 @@ def compile_all(
     prepare: Callable[[Any], None],
     begin: Callable[[], None] = lambda: None,
 ) -> list[Exception]:
-    """Compile the kernels, and call `prepare` with each one. Return the errors. Each thread calls `begin` first."""
+    """Compile the kernels, and call `prepare` with each one. Return the errors. Each thread calls `begin` first.
+
+    A kernel that fails is compiled a second time without threads: Python 3.11 raises SystemError at times when several
+    threads parse source code.
+    """
 
     def compile_one(launch: KernelLaunch) -> Exception | None:
         try:
@@ -82,4 +86,5 @@ def compile_all(
         return None
 
     with ThreadPoolExecutor(num_threads, "compile", initializer=begin) as threads:
-        return [error for error in threads.map(compile_one, launches) if error is not None]
+        failed = [one for one, error in zip(launches, threads.map(compile_one, launches), strict=True) if error]
+    return [error for one in failed if (error := compile_one(one)) is not None]
