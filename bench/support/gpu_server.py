@@ -104,6 +104,11 @@ class GpuServer:
                 left += [child for child, (parent, _, _) in stats.items() if parent == pid]
         return found
 
+    def children(self) -> list[int]:
+        """The processes that the server itself started."""
+        tasks = Path(f"/proc/{self.process.pid}/task").iterdir()
+        return [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+
     def stop(self) -> None:
         self.process.send_signal(signal.SIGTERM)
         try:
