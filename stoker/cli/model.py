@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import http.client
 import urllib.error
 import urllib.request
 
@@ -12,14 +13,16 @@ from stoker.base.fleet_key import FleetKey, read_fleet_secret
 from stoker.base.output import print_result
 from stoker.base.paths import expand_home
 from stoker.proto.internal_http import MODEL_PATH
-from stoker.proto.model_switch import decode_switched, encode_model_request, refusal_message
+from stoker.proto.model_switch import MAX_DRAIN_S, decode_switched, encode_model_request, refusal_message
 from stoker.proto.signed_http import AUTH_HEADER, CHALLENGE_HEADER, PROOF_HEADER, RequestSigner
 
 NAME = "model"
 HELP = "give a running worker another model"
 DESCRIPTION = """Give a running worker another model. The worker finishes its running requests, then its spare engine process loads
 the new model. Meanwhile it answers 503, and gateways use other workers. If the new model cannot be loaded, the worker says why
-and serves the old one again. The worker resolves MODEL on its own machine."""
+and serves the old one again. The worker resolves MODEL on its own machine. Ctrl-C cancels the switch until the old engine ends."""
+
+_FIRST_ANSWER_S = 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +41,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="Name of the model in the API; repeat it for more names. Default: the name of the model folder.",
     )
+    parser.add_argument(
+        "--drain-s",
+        type=_drain_seconds,
+        metavar="SECONDS",
+        help="Longest wait for running requests, which then end with an error; gateways continue them on other workers. "
+        "Default: --drain-s of the worker, which is 3600 if it was not set.",
+    )
+
+
+def _drain_seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= MAX_DRAIN_S:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 to {MAX_DRAIN_S:g}")
+    return seconds
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     secret = read_fleet_secret(args.secret_file, "--secret-file")
     if secret is None:
         raise ConfigError("--secret-file is missing: only the fleet's secret may change a worker's model")
-    body = encode_model_request(args.model, args.served_name)
+    body = encode_model_request(args.model, args.served_name, args.drain_s)
     switched = decode_switched(_post(args.url.rstrip("/"), MODEL_PATH, body, RequestSigner(FleetKey(secret))))
     print_result(f"{args.url} serves {', '.join(switched.models)} after {switched.seconds:.1f} s.")
     return 0
@@ -53,13 +73,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _post(url: str, path: str, body: bytes, signer: RequestSigner) -> bytes:
     """Send a signed request and return its answer. The first one is refused, and its answer has the worker's challenge."""
-    for is_last in (False, True):
+    # The first answer comes at once. The second one comes after the drain and the load, which may take an hour.
+    for is_last, timeout_s in ((False, _FIRST_ANSWER_S), (True, None)):
         headers = {
             "Content-Type": "application/json",
             AUTH_HEADER: signer.sign(b"POST", path.encode(), body).decode(),
         }
         try:
-            with urllib.request.urlopen(urllib.request.Request(url + path, body, headers)) as answer:
+            with urllib.request.urlopen(urllib.request.Request(url + path, body, headers), timeout=timeout_s) as answer:
                 if not signer.is_proven(answer.headers.get(PROOF_HEADER, "").encode()):
                     raise ConfigError(
                         f"{url} does not prove that it has the secret of --secret-file; is it the right worker?"
@@ -74,6 +95,6 @@ def _post(url: str, path: str, body: bytes, signer: RequestSigner) -> bytes:
                 ):
                     continue
                 raise ConfigError(f"{url} answered {refused.code}: {refusal_message(refused.read())}") from refused
-        except OSError as error:
-            raise ConfigError(f"{url} cannot be reached: {error}; give the URL of a running worker") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise ConfigError(f"{url} does not answer: {error}; give the URL of a running worker") from error
     raise AssertionError("the second answer is returned or raised")

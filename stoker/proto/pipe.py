@@ -9,6 +9,7 @@ import asyncio
 import socket
 import struct
 import threading
+from contextlib import suppress
 from typing import TypeVar
 
 import msgspec
@@ -64,6 +65,11 @@ class EngineEnd:
                 self._socket.sendall(_frame(self._encoder, message))
         except OSError as error:
             raise FrameEnd from error
+
+    def close(self) -> None:
+        """Close the pipe. A thread that waits in `receive` gets FrameEnd."""
+        with suppress(OSError):  # the server has closed it
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def _read(self, count: int) -> bytes:
         """Read in parts, so that memory is taken for bytes that arrive and not for a length that a frame announces."""

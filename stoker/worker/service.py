@@ -33,7 +33,7 @@ from stoker.proto.messages import (
 )
 from stoker.proto.pipe import FrameEnd, ServerEnd
 from stoker.sched.request import GenerateRequest, TokenChunk
-from stoker.worker.spare import EngineProcess, SpareEngine
+from stoker.worker.spare import PREPARE_AFTER_S, EngineProcess, SpareEngine
 from stoker.worker.spawn import SpawnedEngine, spawn_engine
 from stoker.worker.watchdog import CHECK_EVERY_S, EngineWatchdog, WatchdogLimits
 
@@ -139,6 +139,7 @@ class EngineService:
         silent_s: float = 4.5,
         step_s: float | None = None,
         start_silent_s: float = _START_SILENT_S,
+        prepare_after_s: float = PREPARE_AFTER_S,
         progress: Progress = lambda stage, done, total: None,
         listener: EngineListener | None = None,
         spawned: SpawnedEngine | None = None,
@@ -146,10 +147,11 @@ class EngineService:
         """`spawned` is an engine process that has been started already. Later ones are started when needed.
 
         The engine is killed and restarted if it sends no heartbeat for `silent_s`, or if one step takes longer than `step_s`
-        (None: by its device). While it starts, it may be silent for `start_silent_s`.
+        (None: by its device). While it starts, it may be silent for `start_silent_s`, or for `silent_s` if it was the spare,
+        which is started `prepare_after_s` after an engine is ready.
         """
         self._spawned = spawned
-        self._spare = SpareEngine(environment, start_silent_s)
+        self._spare = SpareEngine(environment, start_silent_s, prepare_after_s)
         self._listener = listener or NoListener()
         self._arguments = arguments
         self._environment = environment
@@ -174,7 +176,7 @@ class EngineService:
     async def start(self) -> None:
         """Start the engine and wait until it is ready. Raises the reason if it cannot start."""
         await self._launch()
-        self._keeper = asyncio.create_task(self._keep(), name="engine-keeper")
+        self._start_keeping()
 
     async def stop(self) -> None:
         """Stop the engine. Running requests end with EngineDied, so drain first."""
@@ -195,19 +197,21 @@ class EngineService:
         self._restart_timeline()
         try:
             await self._launch()
-        except (StokerError, OSError, msgspec.DecodeError):
+        except Exception:  # not for a cancellation: then the worker stops, and no engine may start
             self._arguments = old
             await self._end_process()
+            self._start_keeping()
             raise
-        finally:
-            self._keeper = asyncio.create_task(self._keep(), name="engine-keeper")
+        self._start_keeping()
+
+    def _start_keeping(self) -> None:
+        self._keeper = asyncio.create_task(self._keep(), name="engine-keeper")
 
     async def _stop_keeping(self) -> None:
         self.ready = False
         if self._keeper is not None:
             self._keeper.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._keeper
+            await asyncio.wait({self._keeper})
 
     @asynccontextmanager
     async def open(self, request: GenerateRequest) -> AsyncIterator[ChunkStream]:
@@ -280,34 +284,41 @@ class EngineService:
             self._arguments = msgspec.structs.replace(self._arguments, timeline_origin_s=time.time())
 
     async def _launch(self) -> None:
-        try:
-            await self._start_process()
-        except asyncio.CancelledError:
-            if self._process is not None:
-                self._process.kill()  # an engine that still loads does not read the pipe
-            raise
+        """Start the engine: in the process that was spawned first, then in the spare, then in a new process."""
+        spare = await self._spare.take() if self._spawned is None else None
+        if spare is not None:
+            try:
+                await self._start_in(spare)
+                return
+            except EngineDied as error:
+                log.warning("spare_engine_failed", reason=error.message)
+                await self._end_process()
+        await self._start_in(await self._new_process())
 
-    async def _take_process(self) -> EngineProcess:
-        """Return an engine process: the first one, then the spare, then a new one."""
+    async def _new_process(self) -> EngineProcess:
         spawned, self._spawned = self._spawned, None
         if spawned is None:
-            if (spare := await self._spare.take()) is not None:
-                return spare
             spawned = await asyncio.to_thread(spawn_engine, self._environment)
         return EngineProcess(spawned.process, await ServerEnd.connect(spawned.pipe))
 
-    async def _start_process(self) -> None:
-        taken = await self._take_process()
+    async def _start_in(self, taken: EngineProcess) -> None:
         self._process, self._pipe = taken.process, taken.pipe
+        try:
+            await self._wait_until_ready(taken)
+        except asyncio.CancelledError:
+            taken.process.kill()  # an engine that still loads does not read the pipe
+            raise
+
+    async def _wait_until_ready(self, taken: EngineProcess) -> None:
         silent_s = self._silent_s if taken.is_prepared else self._start_silent_s
         # Not on the command line, which every user of the machine can read: the settings contain a secret.
-        self._pipe.send(self._arguments)
+        taken.pipe.send(self._arguments)
         while True:
             try:
                 async with asyncio.timeout(silent_s):
-                    message = await self._pipe.receive()
+                    message = await taken.pipe.receive()
             except TimeoutError as error:
-                self._process.kill()
+                taken.process.kill()
                 await self._end_process()
                 raise EngineDied(
                     f"The engine process was silent for {silent_s:g} s while it started: it is stopped or hangs."
@@ -393,3 +404,6 @@ class EngineService:
         except subprocess.TimeoutExpired:
             process.kill()
             return await asyncio.to_thread(process.wait)
+        except asyncio.CancelledError:
+            process.kill()  # it may be stopped or hang, and no other code knows it any more
+            raise

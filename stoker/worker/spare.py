@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import subprocess
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 
 from stoker.base import log as logs
@@ -18,7 +17,7 @@ from stoker.proto.pipe import FrameEnd, ServerEnd
 from stoker.worker.spawn import spawn_engine
 
 # The spare's imports take seconds of CPU time, which the first requests after a start would miss.
-_PREPARE_AFTER_S = 3.0
+PREPARE_AFTER_S = 3.0
 
 log = logs.EventLog("spare")
 
@@ -40,9 +39,10 @@ class EngineProcess:
 class SpareEngine:
     """Keeps one engine process prepared. It does not replace a spare that fails before the next `prepare`."""
 
-    def __init__(self, environment: Mapping[str, str], start_silent_s: float) -> None:
-        """A spare that is not prepared `start_silent_s` after its start is killed."""
+    def __init__(self, environment: Mapping[str, str], start_silent_s: float, prepare_after_s: float) -> None:
+        """A spare is started `prepare_after_s` after `prepare`, and killed if it is not ready after `start_silent_s`."""
         self._environment = environment
+        self._prepare_after_s = prepare_after_s
         self._start_silent_s = start_silent_s
         self._preparing: asyncio.Task[None] | None = None
         self._spare: EngineProcess | None = None
@@ -71,11 +71,10 @@ class SpareEngine:
         task, self._preparing = self._preparing, None
         if task is not None:
             task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+            await asyncio.wait({task})
 
     async def _prepare(self, device: str) -> None:
-        await asyncio.sleep(_PREPARE_AFTER_S)
+        await asyncio.sleep(self._prepare_after_s)
         try:
             spawned = await asyncio.to_thread(spawn_engine, self._environment, prepare=device)
         except OSError as error:  # no memory, or no process left: the engine that runs is not affected
@@ -98,7 +97,7 @@ class SpareEngine:
         except TimeoutError:
             raise EngineDied(f"It was not prepared within {self._start_silent_s:g} s.") from None
         except FrameEnd:
-            raise EngineDied("It ended while it was being prepared.") from None
+            raise EngineDied("It ended while it was being prepared; its error is on stderr.") from None
         if not isinstance(message, Prepared):
             raise EngineDied(f"It sent {type(message).__name__} before Prepared.")
         log.event("spare_engine_ready", pid=spare.process.pid)

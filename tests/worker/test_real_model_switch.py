@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from real import COMPLETIONS, STOKER, RealServer, serving, wait_for
+from real import COMPLETIONS, STOKER, RealServer, is_alive, serving, wait_for
 from safetensors.torch import load_file, save_file
 
 SECRET = "a secret of the fleet that is long enough"
 MODEL_PATH = "/stoker/model"
 LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True, "seed": 1}
+ENDLESS = LONG | {"max_tokens": 6000}  # runs until its client leaves
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +85,10 @@ def test_a_worker_serves_another_model_after_its_requests_have_finished(
     assert server.send(COMPLETIONS, {"model": before["models"][0], "prompt": "x"}).status == 404
     assert 'stoker_model_info{model="new"} 1.0' in server.send("/metrics").body.decode()
 
-    assert server.send(MODEL_PATH, {"model": str(tiny_folder)}).status == 200
+    running = server.stream(COMPLETIONS, {"model": server.model} | ENDLESS)
+    assert server.send(MODEL_PATH, {"model": str(tiny_folder), "drain_s": 0}).status == 200
+    running.wait_end()
+    assert running.last_error["code"] == "engine_died", "this switch waits for no request"
     server.model = tiny_folder.name
     assert answer(server) == first
 
@@ -94,6 +101,7 @@ def test_a_worker_serves_another_model_after_its_requests_have_finished(
         ({"model": 7}, "model"),
         ({}, "model"),
         ({"model": "x", "names": ["y"]}, "names"),
+        ({"model": "x", "drain_s": -1}, "drain_s"),
     ],
 )
 def test_a_bad_request_names_the_field_and_changes_nothing(server: RealServer, body: Any, param: str) -> None:
@@ -125,3 +133,67 @@ def test_only_the_fleet_may_switch_the_model(server: RealServer, tiny_folder: Pa
     finally:
         server.secret = SECRET
     assert json.loads(server.send("/v1/models").body)["data"][0]["id"] == tiny_folder.name
+
+
+def switch_command(server: RealServer, folder: Path, secret_file: Path) -> subprocess.Popen[str]:
+    command = [STOKER, "model", server.url, str(folder), "--secret-file", str(secret_file)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_reader(pipe: Path) -> int:
+    """Wait until a process reads the named pipe, and return a file descriptor that keeps it waiting."""
+    found: list[int] = []
+
+    def is_read() -> bool:
+        with suppress(OSError):
+            found.append(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+        return bool(found)
+
+    wait_for(is_read)
+    return found[0]
+
+
+def test_ctrl_c_during_the_drain_cancels_the_switch(server: RealServer, other_folder: Path, secret_file: Path) -> None:
+    running = server.stream(COMPLETIONS, {"model": server.model} | ENDLESS)
+    command = switch_command(server, other_folder, secret_file)
+    wait_for(lambda: not server.is_ready)
+    refused = server.send(MODEL_PATH, {"model": str(other_folder)})
+    assert (refused.status, refused.error["code"]) == (503, "model_switching"), "one switch at a time"
+    command.send_signal(signal.SIGINT)
+    _, said = command.communicate(timeout=60)
+    assert "Traceback" not in said
+    wait_for(lambda: server.is_ready)
+    assert '"model_switch_cancelled"' in server.log
+    assert not running.is_done
+    running.leave()
+    assert worker(server)["models"] == [server.model]
+    answer(server)
+
+
+def test_sigterm_ends_a_worker_that_drains_for_a_switch(
+    server: RealServer, tiny_folder: Path, other_folder: Path, secret_file: Path, tmp_path: Path
+) -> None:
+    hanging = tmp_path / "hanging"
+    shutil.copytree(tiny_folder, hanging)
+    (hanging / "tokenizer_config.json").unlink(missing_ok=True)
+    os.mkfifo(hanging / "tokenizer_config.json")  # reading it never ends, like a download that hangs
+    hangs = switch_command(server, hanging, secret_file)
+    writer = wait_for_reader(hanging / "tokenizer_config.json")
+    hangs.send_signal(signal.SIGINT)
+    hangs.communicate(timeout=60)
+
+    engine = server.engine_pid
+    running = server.stream(COMPLETIONS, {"model": server.model} | LONG)
+    command = switch_command(server, other_folder, secret_file)
+    wait_for(lambda: not server.is_ready)
+    server.process.send_signal(signal.SIGTERM)
+    _, said = command.communicate(timeout=60)
+    assert command.returncode == 2
+    assert "is stopping and keeps its model" in said
+    running.wait_end()
+    assert running.is_done, "the request that ran has its whole answer"
+    assert server.process.wait(60) == 0, "it waits for no thread of the switch that was cancelled"
+    os.close(writer)
+    assert not is_alive(engine)
+    assert '"model_switched"' not in server.log.rpartition('"model_switching"')[2]
+    assert "Traceback" not in server.log

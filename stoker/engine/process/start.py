@@ -45,27 +45,36 @@ def main() -> None:
     options = _parse_options()
     pipe = EngineEnd(socket.socket(fileno=options.pipe))
     ahead = _read_ahead(options.folder) if options.folder is not None else None
+    try:
+        received = _prepare_and_receive(pipe, ahead, options.prepare)
+        from stoker.engine.process.main import serve  # imported above, with torch
+
+        serve(pipe, received.arguments, received.ahead, received.timeline)
+    except FrameEnd:  # the server has ended, or does not need this process
+        return
+
+
+def _prepare_and_receive(pipe: EngineEnd, ahead: WeightReadAhead | None, device: str | None) -> StartArguments:
+    """Import torch and, for a spare, make a context on `device`, while a thread receives the arguments."""
     with ThreadPoolExecutor(1) as threads:
         receiving = threads.submit(_receive_arguments, pipe, ahead)
-        importing_s = time.time()
-        with lazily_imported(*_UNUSED_MODULES):
-            from stoker.engine.process.main import prepare_device, serve
-
-        imported_s = time.time()
-        if options.prepare is not None:
-            prepare_device(options.prepare)
-            pipe.send(Prepared())
         try:
-            received = receiving.result()
-        except FrameEnd:
-            return
-    if options.prepare is None:  # a spare has done this long before its start
+            importing_s = time.time()
+            with lazily_imported(*_UNUSED_MODULES):
+                from stoker.engine.process.main import prepare_device
+
+            imported_s = time.time()
+            if device is not None:
+                prepare_device(device)
+                pipe.send(Prepared())
+        except BaseException:
+            pipe.close()  # ends the thread, for which the executor waits
+            raise
+        received = receiving.result()
+    if device is None:  # a spare has done this long before its start
         received.timeline.add("engine: process", process_start_s(), importing_s)
         received.timeline.add("engine: import", importing_s, imported_s)
-    try:
-        serve(pipe, received.arguments, received.ahead, received.timeline)
-    except FrameEnd:
-        return
+    return received
 
 
 def _parse_options() -> argparse.Namespace:
