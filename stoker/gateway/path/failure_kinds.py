@@ -19,6 +19,7 @@ CRASHES = frozenset({"lost"})
 NEEDS_SECOND_OPINION = frozenset({"status5xx", "too_large"})
 
 _NOT_IMPLEMENTED = 501
+_MODEL_NOT_FOUND = "model_not_found"
 # The worker does not accept the gateway's own key or signature. No client sends these to a worker.
 OWN_ACCESS = frozenset({401, 407})
 _STATUSES = frozenset(HTTPStatus)
@@ -35,10 +36,10 @@ class _CodedError(msgspec.Struct):
 def kind_of(call: Call, status: int, body: bytes, now: float) -> str | None:
     """Return the failure kind of an error response, or None if the client must get it and the worker is not to blame.
 
-    Only overload (429, 503), other 5xx and a worker that refuses the gateway itself are a worker's failures. The exception is
-    a deadline that the client has set.
+    Only overload (429, 503), other 5xx, a worker that refuses the gateway itself, and one that has been given another model
+    are a worker's failures. The exception is a deadline that the client has set.
     """
-    if status == 429:
+    if status == 429 or (status == 404 and _error_code(body) == _MODEL_NOT_FOUND):
         return "busy"
     if status in OWN_ACCESS:
         return "status5xx"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
@@ -79,6 +79,7 @@ class WatchContext:
     zmq_context: zmq.Context[zmq.Socket[bytes]]
     # The shared KV stores by name, each kept while a watcher follows a worker that uses it.
     stores: WeakValueDictionary[str, StoreBlocks] = field(default_factory=WeakValueDictionary)
+    tokenizers: dict[WorkerId, str] = field(default_factory=dict)  # the digest of each worker's tokenizer
 
 
 class Watcher:
@@ -103,6 +104,7 @@ class Watcher:
         self._models: tuple[str, ...] = spec.models
         self._learned_s = float("-inf")
         self._info: WorkerInfo | None = None
+        self._process_id: WorkerId | None = None  # the worker's own id, from the last description
         self._follower: KvFollower | LoadListener | None = None
         self._following: tuple[object, ...] = ()
         self._warned: set[str] = set()
@@ -122,6 +124,7 @@ class Watcher:
 
     def end(self) -> None:
         self._task.cancel()
+        self._context.tokenizers.pop(self.spec.worker_id, None)
         self._unfollow()
         self._pool.close()
 
@@ -153,6 +156,8 @@ class Watcher:
         if self._state is None or not self._state[0]:
             self._learn_soon()
             self._warned.clear()
+        elif ready and not self._state[1]:
+            self._learn_soon()  # the engine has restarted, perhaps with another model
         try:
             if self._context.clock() - self._learned_s >= self._settings.learn_s:
                 await self._learn()
@@ -245,10 +250,10 @@ class Watcher:
         except msgspec.DecodeError as wrong:
             self._warn_once("worker_info_unreadable", reason=str(wrong))
             return False
-        self._info = info
+        self._info, self._process_id = info, info.worker_id
         if info.role != self.spec.role.value:
             self._warn_once("role_differs", configured=self.spec.role.value, own=info.role)
-        self._models = self.spec.models or tuple(info.models)
+        self._set_models(info.models)
         # The tokenizer first: the worker gets requests as soon as its models are known, and their keys must be exact.
         await self._learn_tokenizer(info)
         self._saw_models(info.models)
@@ -257,20 +262,27 @@ class Watcher:
 
     def _saw_models(self, names: list[str]) -> None:
         self._context.fleet.saw_models(self.spec.worker_id, names)
-        self._models = self.spec.models or tuple(names)
+        self._set_models(names)
         if self._info is not None and self._models:
             first = self._context.indexes[self._models[0]]
             for alias in self._models[1:]:  # the names are aliases of one model, so they share one index
                 self._context.indexes.setdefault(alias, first)
 
+    def _set_models(self, names: Sequence[str]) -> None:
+        before, self._models = self._models, self.spec.models or tuple(names)
+        for model in set(before) - set(self._models):  # the worker was given another model
+            self._context.indexes[model].cleared(self.spec.worker_id)
+
     async def _learn_tokenizer(self, info: WorkerInfo) -> None:
-        makers = self._context.key_makers
+        makers, tokenizers = self._context.key_makers, self._context.tokenizers
         if not self._settings.tokenize:
             return
         known = next(
             (maker for model in self._models if isinstance(maker := makers.exact(model), TokenPrefixKeys)), None
         )
-        if known is None:
+        tokenizers[self.spec.worker_id] = info.tokenizer
+        is_outdated = known is not None and known.digest not in tokenizers.values()
+        if known is None or is_outdated:
             status, answer = await self._get(TOKENIZER_PATH.encode(), self._settings.tokenizer_s, _TOKENIZER_BYTES)
             if status != 200:
                 self._warn_once("no_tokenizer", status=status)
@@ -283,7 +295,7 @@ class Watcher:
         elif known.digest != info.tokenizer:
             self._warn_once("tokenizer_differs", models=self._models, own=info.tokenizer, known=known.digest)
         for model in self._models:
-            if makers.exact(model) is None:
+            if makers.exact(model) is None or is_outdated:
                 makers.set_exact(model, known)
 
     def _set_capacity(self, num_blocks: int | None, block_tokens: int | None) -> None:
@@ -323,8 +335,10 @@ class Watcher:
             step_s=report.step_s,
         )
         self._context.fleet.saw_report(self.spec.worker_id, load, self._context.clock())
-        self._report_state(True, report.ready and not report.draining and self._is_proven)
-        if self._info is not None and report.worker_id != self._info.worker_id:
+        # A new process gets no requests before its models are known: the worker may have been given another one.
+        is_known = self._process_id in (None, report.worker_id)
+        self._report_state(True, is_known and report.ready and not report.draining and self._is_proven)
+        if not is_known:
             self._info = None
             self._learn_soon()
 

@@ -132,6 +132,19 @@ def test_client_errors_are_not_retried(status: int) -> None:
     asyncio.run(main())
 
 
+def test_a_worker_that_was_given_another_model_does_not_answer_for_the_others() -> None:
+    async def main() -> None:
+        async with World() as world:
+            said = {"error": {"message": "no", "type": "x", "param": "model", "code": "model_not_found"}}
+            await world.add("a", answers(said, 404))
+            await world.add("b", answers(ANSWER))
+            for _ in range(4):
+                assert (await world.ask(CHAT)).body == ANSWER
+            assert len(world.workers["a"].bodies) > 0
+
+    asyncio.run(main())
+
+
 def test_when_all_workers_are_busy_the_client_gets_the_last_answer() -> None:
     async def main() -> None:
         async with World() as world:

@@ -44,7 +44,7 @@ from stoker.worker.app import make_app, make_runner
 from stoker.worker.config import HttpConfig
 from stoker.worker.context import CONTEXT, ModelText
 from stoker.worker.fleet_side import worker_report
-from stoker.worker.identity import Identity
+from stoker.worker.identity import Identity, new_worker_id
 from stoker.worker.report import Reporter
 from stoker.worker.state import ServerState
 
@@ -134,6 +134,7 @@ class Ours:
     async def start(self) -> Ours:
         config = HttpConfig(served_names=("m", "m-alias"))
         app = make_app(self.service, self.text, config, identity=self.identity, state=self.state)
+        self.context = app[CONTEXT]
         self._runner = make_runner(app, shutdown_timeout_s=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self.port)
@@ -141,6 +142,14 @@ class Ours:
         self.port = self._runner.addresses[0][1]
         self.reporter.start(lambda number: worker_report(app[CONTEXT], number))
         return self
+
+    def switch(self, names: tuple[str, ...], folder: Path) -> None:
+        """Change the model like `ModelSwitch`: to gateways the worker is then a new process."""
+        context = self.context
+        self.reporter.all_blocks_lost()
+        context.text, context.config = ModelText.from_folder(folder), replace(context.config, served_names=names)
+        context.identity = replace(context.identity, worker_id=new_worker_id())
+        self.reporter.load_changed()
 
     def compute(self, token_ids: list[int]) -> None:
         """Publish these blocks as if the engine had filled them."""
@@ -222,6 +231,40 @@ def test_a_draining_worker_gets_no_requests_and_a_restarted_one_is_read_again(fo
         await until(lambda: list(world.indexes["m"].match(keys)) == [W])
         await world.close()
         await again.stop()
+
+    run(main())
+
+
+@pytest.mark.parametrize("names", [("n",), ("m", "m-alias")])
+def test_a_worker_with_another_model_gets_no_request_before_it_is_known(
+    folder: Path, tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    other = make_folder(tmp_path)
+    (other / "chat_template.jinja").write_text("{{ messages }}")
+
+    async def main() -> None:
+        worker = await Ours(folder).start()
+        world = World(replace(QUICK, probe_s=0.5, learn_s=1000.0))
+        member = world.watch(worker.url)
+        tokens = list(range(64))
+        keys = token_keys(array("I", tokens), root_key(None), BLOCK)
+        await until(lambda: world.is_usable and member.models == {"m", "m-alias"})
+        before = world.makers.exact("m")
+        assert isinstance(before, TokenPrefixKeys)
+        worker.compute(tokens)
+        await until(lambda: bool(world.indexes["m"].match(keys)))
+
+        worker.switch(names, other)
+        await until(lambda: not world.is_usable)
+        await until(lambda: world.is_usable)
+        assert member.models == set(names)
+        assert not world.indexes["m"].match(keys)
+        for name in names:
+            after = world.makers.exact(name)
+            assert isinstance(after, TokenPrefixKeys)
+            assert after.digest == worker.context.text.digest != before.digest
+        await world.close()
+        await worker.stop()
 
     run(main())
 
