@@ -231,7 +231,8 @@ class EngineSettings:
     )
     spare_engine: str | None = setting(
         None,
-        "Keep a second engine process ready, without a model, that replaces one that dies. It takes 640 MiB of GPU memory.",
+        "Keep a second engine process ready, without a model, for an engine that dies and for another model (stoker model). "
+        "It takes 640 MiB of GPU memory.",
         flag="--spare-engine",
         choices=("on", "off"),
         default_text="on with a GPU, off on a CPU",

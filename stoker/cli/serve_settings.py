@@ -95,7 +95,11 @@ class ServerSettings:
         default_text="120 s on a GPU, 900 s on a CPU",
     )
     drain_s: float = setting(
-        3600.0, "Maximum time that running requests get to finish after SIGTERM.", flag="--drain-s", unit="s", ge=0
+        3600.0,
+        "Maximum time that running requests get to finish after SIGTERM, and before the worker is given another model.",
+        flag="--drain-s",
+        unit="s",
+        ge=0,
     )
     cache_dir: Path | None = setting(
         None,
