@@ -97,7 +97,8 @@ class ModelText:
 class WorkerContext:
     """Everything that a request handler needs besides the request.
 
-    `text`, `config` and `identity` change when the worker is given another model, while no request runs.
+    `text`, `config` and `identity` change when the worker is given another model. A request that still runs after the drain
+    may see that.
     """
 
     service: Service

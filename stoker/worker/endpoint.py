@@ -14,6 +14,7 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
+from stoker.base.errors import Overloaded
 from stoker.proto.handoff import KvTransferParams
 from stoker.proto.openai.decode import decode
 from stoker.proto.openai.errors import HttpError
@@ -81,8 +82,12 @@ class GeneratingEndpoint(Generic[Fields]):
         context = request.app[CONTEXT]
         body = decode(self.request_type, await read_body(request, context.config))
         check_fields(request, body)
-        has_notes = wants_notes(request, body)
+        has_notes, text = wants_notes(request, body), context.text
         answer = await self._answer(context, body, request[RECORD].request_id, has_notes)
+        if context.text is not text:  # its tokens are those of the old model
+            raise Overloaded(
+                "This worker was given another model while it prepared this request; retry it.", code="model_switching"
+            )
         if body.stream:
             return await _stream(request, answer, has_notes)
         collector = answer.collector()

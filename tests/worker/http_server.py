@@ -20,7 +20,7 @@ from sse_reader import SseEvent, SseReader
 
 from stoker.worker.app import make_app, make_runner
 from stoker.worker.config import HttpConfig
-from stoker.worker.context import ModelText
+from stoker.worker.context import CONTEXT, ModelText, WorkerContext
 from stoker.worker.identity import Identity
 from stoker.worker.state import ServerState
 
@@ -62,6 +62,7 @@ class Server:
     clients: list[openai.OpenAI] = field(default_factory=list)
     state: ServerState = field(init=False)
     loop: asyncio.AbstractEventLoop = field(init=False)
+    context: WorkerContext = field(init=False)
 
     @property
     def url(self) -> str:
@@ -110,6 +111,7 @@ def run_server(server: Server) -> Callable[[], None]:
         server.loop = asyncio.get_running_loop()
         server.state = ServerState(server.config.drain_retry_after_s)
         app = make_app(server.service, server.text, server.config, identity=server.identity, state=server.state)
+        server.context = app[CONTEXT]
         runner = make_runner(app, shutdown_timeout_s=0.5)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)

@@ -9,6 +9,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -302,3 +304,19 @@ def test_prompts_that_never_ran_do_not_count_as_cache_misses(server: Server) -> 
     metrics = server.send("/metrics").body.decode()
     assert "stoker_prompt_tokens_total 0.0" in metrics
     assert "stoker_e2e_seconds_count{" not in metrics
+
+
+def test_a_prompt_of_the_old_tokenizer_does_not_reach_the_engine_of_another_model(
+    start_server: Callable[..., Server],
+) -> None:
+    server = start_server(inline_chars=0, text_threads=1)
+    go_on = threading.Event()
+    server.context.text_threads.submit(go_on.wait, 60)
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(server.chat)
+        wait_for(lambda: server.state.num_running == 1)
+        server.context.text = replace(server.context.text)  # the drain has ended without this request
+        go_on.set()
+        refused = asked.result(60)
+    assert (refused.status, refused.error["code"]) == (503, "model_switching")
+    assert server.service.sent_chunks == 0
