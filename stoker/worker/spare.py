@@ -1,6 +1,6 @@
 """The spare engine process: it has imported torch and made its GPU context, and waits for a model.
 
-An engine that dies is replaced by it, so a restart takes the time of loading the weights alone.
+It replaces an engine that dies, or that ends because the worker is given another model. Then only the weights must be loaded.
 """
 
 from __future__ import annotations
