@@ -58,7 +58,8 @@ def run(args: argparse.Namespace) -> Report:
         arguments = ["--cache-dir", str(args.cache), *shlex.split(args.serve)]
         found = report.details[kind] = start(args.folder, args.context, arguments, kills_engine=kind == "restart")
         _show(kind, found)
-        case = f"{args.folder.name}, {kind} start"
+        what = "restart by the spare engine" if kind == "restart" else f"{kind} start"
+        case = f"{args.folder.name}, {what}"
         report.results.append(Result(case, "start to first token", "s", found["first_token_s"], notes=notes))
     return report
 

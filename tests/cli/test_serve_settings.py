@@ -41,7 +41,7 @@ def test_every_flag_becomes_its_setting() -> None:
     settings = parse(
         *("--host", "::", "--port", "9", "--role", "decode", "--served-name", "a", "--served-name", "b"),
         *("--device", "cpu", "--dtype", "float64", "--max-model-tokens", "1", "--threads", "2", "--steps-ahead", "0"),
-        *("--spare-engine", "off"),
+        *("--spare-engine", "off", "--kernel-archive", "/z.zip", "--kv-dtype", "bfloat16"),
         *("--block-tokens", "3", "--kv-blocks", "4", "--kv-memory-gib", "5", "--gpu-memory-gib", "6"),
         *("--step-tokens", "7", "--max-rows", "8", "--target-itl-ms", "9"),
         *("--kv-host-gib", "2", "--kv-store", "s", "--kv-disk", "/d", "--kv-disk-gib", "3", "--kv-disk-key-file", "/k"),
@@ -69,7 +69,17 @@ def test_every_flag_becomes_its_setting() -> None:
     store = StoreSettings("s", 2, "/d", 3, "/k", "m:50051", "127.0.0.1", 4, "rdma", "/ssd", ("x,gib=2", "y"))
     handoff = HandoffSettings("127.0.0.1", 7, ("tcp", "local"), None, 1.5, True)
     engine = EngineSettings(
-        "cpu", "float64", 1, 2, 0, "off", KvSettings(3, 4, 5, 6), SchedSettings(7, 8, 9), store, handoff
+        "cpu",
+        "float64",
+        1,
+        2,
+        0,
+        "off",
+        "/z.zip",
+        KvSettings(3, 4, 5, 6, "bfloat16"),
+        SchedSettings(7, 8, 9),
+        store,
+        handoff,
     )
     gateways = ("http://a", "http://b", "http://c")
     assert settings == ServeSettings(
