@@ -11,7 +11,7 @@ import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,10 @@ QUANT_TYPES = (
     GGMLQuantizationType.Q4_1,
     GGMLQuantizationType.Q8_0,
 )
+
+# Types whose weights are integers with a scale, and perhaps a minimum, per group of 32.
+GROUPED_TYPES = (GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0)
+GROUP = 32
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -46,6 +50,14 @@ class GgufTensor:
     shape: tuple[int, ...]  # rows first, as in numpy and safetensors; GGUF stores the reverse
     offset: int
     num_bytes: int
+
+
+class GroupedRows(NamedTuple):
+    """Rows of a quantised tensor: the values are codes * scale + minimum. Each group of inputs has a scale and a minimum."""
+
+    codes: npt.NDArray[np.int8]  # [rows, ins]
+    scale: npt.NDArray[np.float16]  # [rows, groups]
+    minimum: npt.NDArray[np.float16]  # [rows, groups]
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +98,26 @@ class GgufFile:
         with np.errstate(invalid="ignore", over="ignore"):  # scales in a damaged file; the caller checks the values
             values = dequantize(_as_stored(raw[order], tensor.type), tensor.type)
         return np.ascontiguousarray(values, np.float32).reshape(len(order), *tensor.shape[1:])
+
+    def groups(self, tensor: GgufTensor, order: npt.NDArray[np.intp]) -> GroupedRows:
+        """Return the rows `order` of a `tensor` of one of GROUPED_TYPES, as they are stored."""
+        num_rows, num_ins = tensor.shape
+        raw = np.frombuffer(self.data, np.uint8, tensor.num_bytes, tensor.offset).reshape(
+            num_rows, num_ins // GROUP, -1
+        )
+        blocks = raw[order]
+        scale = blocks[..., :2].copy().view(np.float16)[..., 0]
+        minimum = np.zeros_like(scale)
+        if tensor.type is GGMLQuantizationType.Q8_0:
+            return GroupedRows(blocks[..., 2:].reshape(len(order), num_ins).view(np.int8), scale, minimum)
+        codes = np.concatenate([blocks[..., -GROUP // 2 :] & 15, blocks[..., -GROUP // 2 :] >> 4], axis=-1).view(
+            np.int8
+        )
+        if tensor.type is GGMLQuantizationType.Q4_0:
+            codes -= 8
+        else:
+            minimum = blocks[..., 2:4].copy().view(np.float16)[..., 0]
+        return GroupedRows(codes.reshape(len(order), num_ins), scale, minimum)
 
 
 def _as_stored(raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> npt.NDArray[Any]:

@@ -1,4 +1,5 @@
-"""Convert a GGUF file to a folder in Hugging Face format: configs, tokenizer files and model.safetensors in float32.
+"""Convert a GGUF file to a folder in Hugging Face format: configs, tokenizer files and model.safetensors. Quantised
+weights stay quantised.
 
 Everything is checked before the first byte is written. The caller publishes the folder when it is complete.
 """
@@ -13,11 +14,11 @@ from stoker.checkpoint.cache import disk_errors, require_space
 from stoker.checkpoint.gguf_config import generation_config, model_config, read_shape
 from stoker.checkpoint.gguf_file import damaged, open_gguf
 from stoker.checkpoint.gguf_tokenizer import build_tokenizer, tokenizer_config
-from stoker.checkpoint.gguf_weights import head_bytes, weights_of, write_weights
+from stoker.checkpoint.gguf_weights import head_bytes, quantisation_config, weights_of, write_weights
 from stoker.checkpoint.progress import Progress
 
 # Increase it when the output of a conversion changes: then folders of other versions are converted again.
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 
 def convert_gguf(source: Path, folder: Path, progress: Progress) -> None:
@@ -31,7 +32,7 @@ def convert_gguf(source: Path, folder: Path, progress: Progress) -> None:
             source, f"its tokenizer has {tokenizer.get_vocab_size()} tokens, but its embedding {shape.vocab} rows"
         )
     texts = {
-        "config.json": _json(model_config(file, shape)),
+        "config.json": _json(model_config(file, shape) | {"quantization_config": quantisation_config(weights)}),
         "generation_config.json": _json(generation_config(file)),
         "tokenizer_config.json": _json(tokenizer_config(file)),
         "tokenizer.json": tokenizer.to_str().encode(),

@@ -1,4 +1,7 @@
-"""Convert GGUF tensors to model.safetensors in float32, with the names and the row order of Hugging Face models.
+"""Convert GGUF tensors to model.safetensors, with the names and the row order of Hugging Face models.
+
+Quantised tensors stay quantised: 8-bit codes, and a scale and a minimum in float16 per group of inputs. All others are written in
+float32, also a quantised tensor that the engine fuses with one that is not.
 
 The output is streamed, a bounded number of rows at a time, so that the model need not fit into memory. Every tensor of the model
 must be in the file, and every tensor of the file must be used.
@@ -9,8 +12,8 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
 
@@ -19,10 +22,11 @@ import numpy.typing as npt
 
 from stoker.base.errors import ModelFilesError
 from stoker.checkpoint.gguf_config import ROPE_FREQS, GgufShape
-from stoker.checkpoint.gguf_file import GgufFile, damaged
+from stoker.checkpoint.gguf_file import GROUP, GROUPED_TYPES, GgufFile, damaged
 from stoker.checkpoint.progress import Progress
 
 CHUNK_BYTES = 64 << 20
+_ITEM_BYTES = {"F32": 4, "F16": 2, "I8": 1}
 _ALIGNMENT = 8  # of the tensor data in a safetensors file
 
 
@@ -34,10 +38,24 @@ class ConvertedWeight:
     source: str  # in the GGUF file
     shape: tuple[int, ...]
     rope_heads: int = 0  # the number of heads whose rows are stored in interleaved rope order; 0: none
+    fused: str = ""  # weights of the same name here are one matmul in the engine; "": this one alone
+    is_grouped: bool = False  # written as codes, scales and minimums
+
+    @property
+    def module(self) -> str:
+        return self.name.removesuffix(".weight")
+
+    @property
+    def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """The dtype and shape of each tensor of the output, by name."""
+        if not self.is_grouped:
+            return {self.name: ("F32", self.shape)}
+        groups = ("F16", (self.shape[0], self.shape[1] // GROUP))
+        return {self.name: ("I8", self.shape), f"{self.name}_scale": groups, f"{self.name}_min": groups}
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * 4
+        return sum(math.prod(shape) * _ITEM_BYTES[dtype] for dtype, shape in self.tensors.values())
 
     def row_order(self) -> npt.NDArray[np.intp]:
         """Return, for each row of the output, its row number in the GGUF tensor."""
@@ -65,7 +83,15 @@ def weights_of(file: GgufFile, shape: GgufShape) -> list[ConvertedWeight]:
             raise damaged(
                 file.path, f"tensor {weight.source} has the shape {tensor.shape}, but the metadata says {weight.shape}"
             )
-    return weights
+    quantised = {weight.source for weight in weights if file.tensors[weight.source].type in GROUPED_TYPES}
+    plain = {weight.fused for weight in weights if weight.source not in quantised} - {""}
+    return [replace(weight, is_grouped=weight.source in quantised and weight.fused not in plain) for weight in weights]
+
+
+def quantisation_config(weights: list[ConvertedWeight]) -> dict[str, object] | None:
+    """Return the part of config.json that says which weights are quantised."""
+    modules = [weight.module for weight in weights if weight.is_grouped]
+    return {"quant_method": "gguf", "group_size": GROUP, "modules": modules} if modules else None
 
 
 def _expected(shape: GgufShape) -> Iterator[ConvertedWeight]:
@@ -76,20 +102,18 @@ def _expected(shape: GgufShape) -> Iterator[ConvertedWeight]:
     for layer in range(shape.num_layers):
         to, of = f"model.layers.{layer}", f"blk.{layer}"
         yield ConvertedWeight(f"{to}.input_layernorm.weight", f"{of}.attn_norm.weight", (hidden,))
-        yield ConvertedWeight(
-            f"{to}.self_attn.q_proj.weight", f"{of}.attn_q.weight", (q_rows, hidden), shape.num_heads if rope else 0
-        )
-        yield ConvertedWeight(
-            f"{to}.self_attn.k_proj.weight", f"{of}.attn_k.weight", (kv_rows, hidden), shape.num_kv_heads if rope else 0
-        )
-        yield ConvertedWeight(f"{to}.self_attn.v_proj.weight", f"{of}.attn_v.weight", (kv_rows, hidden))
+        rope_heads = {"q": shape.num_heads, "k": shape.num_kv_heads} if rope else {}
+        for part, num_rows in (("q", q_rows), ("k", kv_rows), ("v", kv_rows)):
+            names = (f"{to}.self_attn.{part}_proj.weight", f"{of}.attn_{part}.weight")
+            yield ConvertedWeight(*names, (num_rows, hidden), rope_heads.get(part, 0), fused=f"{of}.qkv")
         yield ConvertedWeight(f"{to}.self_attn.o_proj.weight", f"{of}.attn_output.weight", (hidden, q_rows))
         if shape.architecture.head_norms:
             yield ConvertedWeight(f"{to}.self_attn.q_norm.weight", f"{of}.attn_q_norm.weight", (shape.head_size,))
             yield ConvertedWeight(f"{to}.self_attn.k_norm.weight", f"{of}.attn_k_norm.weight", (shape.head_size,))
         yield ConvertedWeight(f"{to}.post_attention_layernorm.weight", f"{of}.ffn_norm.weight", (hidden,))
-        yield ConvertedWeight(f"{to}.mlp.gate_proj.weight", f"{of}.ffn_gate.weight", (inner, hidden))
-        yield ConvertedWeight(f"{to}.mlp.up_proj.weight", f"{of}.ffn_up.weight", (inner, hidden))
+        for part in ("gate", "up"):
+            names = (f"{to}.mlp.{part}_proj.weight", f"{of}.ffn_{part}.weight")
+            yield ConvertedWeight(*names, (inner, hidden), fused=f"{of}.gate_up")
         yield ConvertedWeight(f"{to}.mlp.down_proj.weight", f"{of}.ffn_down.weight", (hidden, inner))
     yield ConvertedWeight("model.norm.weight", "output_norm.weight", (hidden,))
     if not shape.tied:
@@ -101,9 +125,10 @@ def head_bytes(weights: list[ConvertedWeight]) -> bytes:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for weight in weights:
-        span = [at, at + weight.num_bytes]
-        entries[weight.name] = {"dtype": "F32", "shape": list(weight.shape), "data_offsets": span}
-        at = span[1]
+        for name, (dtype, shape) in weight.tensors.items():
+            span = [at, at + math.prod(shape) * _ITEM_BYTES[dtype]]
+            entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": span}
+            at = span[1]
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return struct.pack("<Q", len(text)) + text
@@ -116,12 +141,21 @@ def write_weights(file: GgufFile, weights: list[ConvertedWeight], path: Path, pr
         write(out, head_bytes(weights))
         for done, weight in enumerate(weights):
             progress(stage, done, len(weights))
-            for rows in _chunks(weight):
-                values = file.rows(file.tensors[weight.source], rows)
-                if not np.isfinite(values).all():
-                    raise damaged(file.path, f"tensor {weight.source} holds values that are not finite")
-                write(out, values.data.cast("B"))
+            for part in range(len(weight.tensors)):
+                for rows in _chunks(weight):
+                    values = _values(file, weight, rows)[part]
+                    if not np.isfinite(values).all():
+                        raise damaged(file.path, f"tensor {weight.source} holds values that are not finite")
+                    write(out, np.ascontiguousarray(values).data.cast("B"))
     progress(stage, len(weights), len(weights))
+
+
+def _values(
+    file: GgufFile, weight: ConvertedWeight, rows: npt.NDArray[np.intp]
+) -> Sequence[npt.NDArray[np.int8] | npt.NDArray[np.float16] | npt.NDArray[np.float32]]:
+    """Return some rows of each tensor of the output."""
+    tensor = file.tensors[weight.source]
+    return file.groups(tensor, rows) if weight.is_grouped else [file.rows(tensor, rows)]
 
 
 def _chunks(weight: ConvertedWeight) -> Iterator[npt.NDArray[np.intp]]:

@@ -2,6 +2,7 @@
 
 On a CPU, the weight is packed once at load time into the layout of the matrix library. With few rows of x,
 packing it in every call costs more than the matmul (140 ms instead of 70 ms for all matmuls of a 135M model at 8 rows).
+Weights of GGUF files stay in 8 bits there (cpu_int8.py).
 On a GPU, few rows go through skinny.py, which fuses the norm or the addition; many rows go through cuBLAS. 8-bit and
 4-bit weights (quant.py) have their own two paths, quant_skinny.py and quant_many.py.
 """
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from stoker.kernels.activation import silu_mul
+from stoker.kernels.cpu_int8 import Int8Weight, int8_linear
 from stoker.kernels.dispatch import overlaps, use_triton
 from stoker.kernels.norm import rms_norm
 from stoker.kernels.quant import QuantWeight
@@ -56,12 +58,15 @@ def pack_weight(weight: Tensor) -> Tensor | PackedWeight:
     return weight
 
 
-Weight = Tensor | PackedWeight | QuantWeight
+Weight = Tensor | PackedWeight | Int8Weight | QuantWeight
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     if isinstance(weight, PackedWeight):
         return torch.ops.mkl._mkl_linear(x, weight.packed, weight.shape, bias, len(x))
+    if isinstance(weight, Int8Weight):
+        out = int8_linear(x, weight)
+        return out if bias is None else out.add_(bias)
     if isinstance(weight, QuantWeight):
         out = (quant_rows_linear if weight.is_few(len(x)) else many_rows_linear)(x, weight)
         return out if bias is None else out.add_(bias)

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from stoker.kernels.cpu_int8 import Int8Kernel
 from stoker.kernels.moe_tile_model import check_experts
 from stoker.layers.attention import Attention
 from stoker.layers.batch import ForwardBatch
+from stoker.layers.embedding import Embedding
 from stoker.layers.linear import Linear, TiedLinear
 from stoker.layers.mlp import GatedMlp
 from stoker.layers.moe import MoeConfig, MoeMlp
@@ -88,7 +90,7 @@ class Decoder(nn.Module):
 
     def __init__(self, config: DecoderConfig, num_positions: int) -> None:
         super().__init__()
-        self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size), requires_grad=False)
+        self.embedding = Embedding(config.vocab_size, config.hidden_size, config.stored_as("embedding"))
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.head = (
@@ -96,11 +98,11 @@ class Decoder(nn.Module):
             if config.tie_embeddings
             else Linear(config.hidden_size, config.vocab_size, stored=config.stored_as("head"))
         )
-        self.rope = Rope(config.rope, config.head_dim, num_positions, self.embedding.device)
+        self.rope = Rope(config.rope, config.head_dim, num_positions, self.norm.weight.device)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Return the hidden states [tokens, hidden], the input of the head and of a drafter."""
-        x = torch.nn.functional.embedding(batch.token_ids, self.embedding)
+        x = self.embedding(batch.token_ids)
         cos, sin = self.rope(batch.positions)
         for number, layer in enumerate(self.layers):
             x = layer(x, batch, number, cos, sin)
@@ -114,13 +116,17 @@ class Decoder(nn.Module):
     def bytes_per_token(self) -> int:
         """Upper bound of a forward pass's memory per token, beside weights and KV: the residual stream and a copy of
         it, the rotary angles, and the widest part of a layer."""
-        hidden_size = self.embedding.shape[1]
+        hidden_size = self.embedding.in_features
         layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
         widest = max(max(layer.attention.width, layer.mlp.width) for layer in layers)
         angles = 2 * self.rope.cos.shape[1] * self.rope.cos.itemsize
-        return (2 * hidden_size + widest) * self.embedding.itemsize + angles
+        return (2 * hidden_size + widest) * self.norm.weight.itemsize + angles
 
-    def pack(self) -> None:
-        for module in self.modules():
-            if isinstance(module, Linear | TiedLinear | MoeMlp):
+    def pack(self, int8: Int8Kernel | None = None) -> None:
+        """Convert the weights to the layout of the kernels. `int8` is the kernel for weights that may be requantised to
+        8 bits; None: they are dequantised."""
+        for module in self.modules():  # in the order of the attributes: the embedding before a head that shares it
+            if isinstance(module, Embedding | Linear | TiedLinear):
+                module.pack(int8)
+            elif isinstance(module, MoeMlp):
                 module.pack()

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from stoker.kernels.cpu_int8 import Int8Kernel
 from stoker.kernels.linear import PackedWeight, Weight, add_gated_linear, add_linear, norm_linear, pack_weight
-from stoker.kernels.quant import QuantWeight
+from stoker.layers.embedding import Embedding
 from stoker.layers.norm import RMSNorm
 from stoker.layers.quant import PLAIN, Stored, StoredWeight
 
@@ -30,9 +31,9 @@ class Linear(StoredWeight):
         """Outputs and inputs."""
         return self.out_features, self.in_features
 
-    def pack(self) -> None:
-        ready = self.ready()
-        self._packed = ready if isinstance(ready, QuantWeight) else pack_weight(ready)
+    def pack(self, int8: Int8Kernel | None = None) -> None:
+        ready = self.ready(int8)
+        self._packed = pack_weight(ready) if isinstance(ready, Tensor) else ready
         if isinstance(self._packed, PackedWeight):
             self.drop()
 
@@ -56,19 +57,21 @@ class Linear(StoredWeight):
 class TiedLinear(nn.Module):
     """A head that shares the embedding's weight. The embedding needs the weight unpacked for look-ups."""
 
-    def __init__(self, tied: nn.Parameter) -> None:
+    def __init__(self, tied: Embedding) -> None:
         super().__init__()
-        self._tied = [tied]  # in a list, so that the module does not register the embedding's parameter as its own
+        self._tied = [tied]  # in a list, so that the module does not register the embedding's parameters as its own
         self._packed: Weight | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
         """Outputs and inputs."""
-        num_outs, num_ins = self._tied[0].shape
-        return num_outs, num_ins
+        return self._tied[0].out_features, self._tied[0].in_features
 
-    def pack(self) -> None:
-        self._packed = pack_weight(self._tied[0].data)
+    def pack(self, int8: Int8Kernel | None = None) -> None:
+        """Pack the weight. The embedding is packed first."""
+        ready = self._tied[0].as_matmul(int8)
+        self._packed = pack_weight(ready) if isinstance(ready, Tensor) else ready
 
     def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        return norm_linear(x, norm.norm, self._tied[0] if self._packed is None else self._packed)
+        assert self._packed is not None, "pack() comes first"
+        return norm_linear(x, norm.norm, self._packed)

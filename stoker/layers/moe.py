@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from stoker.kernels.cpu_int8 import Int8Weight
 from stoker.kernels.moe import Experts, add_experts, to_kernel_layout
 from stoker.kernels.quant import QuantWeight
 from stoker.layers.norm import RMSNorm
@@ -37,8 +38,10 @@ class MoeMlp(nn.Module):
 
     def pack(self) -> None:
         config = self._config
-        weights = (self.router.data, self.gate_up.ready(), self.down.ready())
-        self._experts = to_kernel_layout(*weights, config.top_k, config.renormalises)
+        gate_up, down = self.gate_up.ready(), self.down.ready()
+        assert not isinstance(gate_up, Int8Weight)
+        assert not isinstance(down, Int8Weight), "experts have no 8-bit kernels on a CPU"
+        self._experts = to_kernel_layout(self.router.data, gate_up, down, config.top_k, config.renormalises)
 
     @property
     def width(self) -> int:

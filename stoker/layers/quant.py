@@ -1,13 +1,14 @@
 """How the weight of a matmul is stored: which tensors a checkpoint has for it, and what the kernels get after loading.
 A matmul may be made of several parts (q, k and v), whose tensors are stacked.
 
-The kernels for quantised weights need Hopper and bfloat16. Elsewhere such a weight is dequantised once, after loading:
-the results are the same, and it takes the memory of a plain model.
+The kernels for quantised weights of checkpoints in safetensors need Hopper and bfloat16. Elsewhere such a weight is
+dequantised once, after loading: the results are the same, and it takes the memory of a plain model. The weights of GGUF
+files are requantised for the 8-bit kernels of a CPU (cpu_int8.py), or dequantised.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Protocol
@@ -15,10 +16,14 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from stoker.kernels.cpu_int8 import Int8Kernel as Int8Kernel
+from stoker.kernels.cpu_int8 import Int8Weight
 from stoker.kernels.dispatch import overlaps
 from stoker.kernels.quant import WORD_CODES, QuantWeight, dequantise, fp8_weight, int4_weight, unpack_int4
 
-Ready = Tensor | QuantWeight
+Ready = Tensor | QuantWeight | Int8Weight
+
+_SLICE_BYTES = 16 << 20  # dequantised values that are held at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +47,16 @@ class Stored(Protocol):
     def tensors(self, num_outs: int, num_ins: int) -> dict[str, StoredTensor]:
         """Return the tensors of one part, by the checkpoint's names."""
 
-    def ready(self, tensors: Mapping[str, Tensor], parts: Sequence[int], num_ins: int, dtype: torch.dtype) -> Ready:
+    def ready(
+        self,
+        tensors: Mapping[str, Tensor],
+        parts: Sequence[int],
+        num_ins: int,
+        dtype: torch.dtype,
+        int8: Int8Kernel | None,
+    ) -> Ready:
         """Return the weight for the kernels. `tensors` are those of all parts, stacked; `parts` has the outputs of
-        each. The tensors are consumed."""
+        each. The tensors are consumed. `int8` is the kernel for weights that may be requantised to 8 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +71,14 @@ class Plain:
     def tensors(self, num_outs: int, num_ins: int) -> dict[str, StoredTensor]:
         return {"weight": StoredTensor((num_outs, num_ins))}
 
-    def ready(self, tensors: Mapping[str, Tensor], parts: Sequence[int], num_ins: int, dtype: torch.dtype) -> Ready:
+    def ready(
+        self,
+        tensors: Mapping[str, Tensor],
+        parts: Sequence[int],
+        num_ins: int,
+        dtype: torch.dtype,
+        int8: Int8Kernel | None,
+    ) -> Ready:
         return tensors["weight"]
 
 
@@ -87,7 +106,14 @@ class Fp8:
             self.scale: StoredTensor(shape, torch.float32),
         }
 
-    def ready(self, tensors: Mapping[str, Tensor], parts: Sequence[int], num_ins: int, dtype: torch.dtype) -> Ready:
+    def ready(
+        self,
+        tensors: Mapping[str, Tensor],
+        parts: Sequence[int],
+        num_ins: int,
+        dtype: torch.dtype,
+        int8: Int8Kernel | None,
+    ) -> Ready:
         codes, scale = tensors["weight"], tensors[self.scale]
         scale = scale.view(len(scale), -1)
         row_block = self.row_block
@@ -122,11 +148,69 @@ class Int4:
             "weight_scale": StoredTensor((num_outs, num_ins // self.group)),
         }
 
-    def ready(self, tensors: Mapping[str, Tensor], parts: Sequence[int], num_ins: int, dtype: torch.dtype) -> Ready:
+    def ready(
+        self,
+        tensors: Mapping[str, Tensor],
+        parts: Sequence[int],
+        num_ins: int,
+        dtype: torch.dtype,
+        int8: Int8Kernel | None,
+    ) -> Ready:
         words, scale = tensors["weight_packed"], tensors["weight_scale"]
         if _has_kernels(words, dtype):
             return int4_weight(words, scale)
         return unpack_int4(words, scale, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Grouped:
+    """8-bit codes, as converted GGUF files have them. `group` inputs share a scale and a minimum: the weight is code *
+    scale + minimum."""
+
+    group: int
+    unused: tuple[str, ...] = ()
+
+    def kind(self, num_ins: int) -> str:
+        return "bf16"  # on a GPU it is dequantised
+
+    def tensors(self, num_outs: int, num_ins: int) -> dict[str, StoredTensor]:
+        groups = StoredTensor((num_outs, num_ins // self.group), torch.float16)
+        return {
+            "weight": StoredTensor((num_outs, num_ins), torch.int8),
+            "weight_scale": groups,
+            "weight_min": groups,
+        }
+
+    def ready(
+        self,
+        tensors: Mapping[str, Tensor],
+        parts: Sequence[int],
+        num_ins: int,
+        dtype: torch.dtype,
+        int8: Int8Kernel | None,
+    ) -> Ready:
+        columns = [tensors[name] for name in self.tensors(1, num_ins)]
+        if int8 is not None:
+            return Int8Weight.of_rows(_slices(columns, num_ins), int8)
+        weight = columns[0].new_empty(columns[0].shape, dtype=dtype)
+        first = 0
+        for rows in _slices(columns, num_ins):
+            weight[first : first + len(rows)] = rows
+            first += len(rows)
+        return weight
+
+
+def dequantise_grouped(codes: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
+    """[rows, in] int8, [rows, groups], [rows, groups] -> [rows, in] float32"""
+    groups = codes.float().view(*scale.shape, -1)
+    return groups.mul_(scale.float()[..., None]).add_(minimum.float()[..., None]).view(codes.shape)
+
+
+def _slices(columns: Sequence[Tensor], num_ins: int) -> Iterator[Tensor]:
+    """Dequantise some rows at a time: float32 takes four times the memory of the codes."""
+    num_rows = max(1, _SLICE_BYTES // (4 * num_ins))
+    for parts in zip(*(column.split(num_rows) for column in columns), strict=True):
+        yield dequantise_grouped(*parts)
 
 
 def stacked(stored: Stored, parts: Sequence[int], num_ins: int) -> dict[str, StoredTensor]:
@@ -157,13 +241,13 @@ class StoredWeight(nn.Module):
         """How the kernels' weight is stored, on a GPU that has kernels for it."""
         return self._stored.kind(self.in_features)
 
-    def ready(self) -> Ready:
+    def ready(self, int8: Int8Kernel | None = None) -> Ready:
         """Convert the parameters to what the kernels need, once after loading. The result replaces the parameters, so
         that the weight is in memory once and is still counted as a parameter."""
         parameters = [self.get_parameter(name) for name in self._names]
         tensors = {name: parameter.data for name, parameter in zip(self._names, parameters, strict=True)}
-        weight = self._stored.ready(tensors, self._parts, self.in_features, self._dtype)
-        kept = [weight.codes, weight.scale] if isinstance(weight, QuantWeight) else [weight]
+        weight = self._stored.ready(tensors, self._parts, self.in_features, self._dtype, int8)
+        kept = _kept(weight)
         for parameter, tensor in zip(parameters, chain(kept, repeat(torch.empty(0))), strict=False):
             parameter.data = tensor
         return weight
@@ -172,6 +256,13 @@ class StoredWeight(nn.Module):
         """Drop the parameters; the kernels have their own copy."""
         for name in self._names:
             self.get_parameter(name).data = torch.empty(0)
+
+
+def _kept(weight: Ready) -> list[Tensor]:
+    """Return the tensors of a weight that stay parameters. Int8Weight is opaque."""
+    if isinstance(weight, QuantWeight):
+        return [weight.codes, weight.scale]
+    return [weight] if isinstance(weight, Tensor) else []
 
 
 def _blocks(size: int, block: int | None) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 from stoker.base.errors import ModelFilesError
 from stoker.layers.decoder import DecoderConfig
 from stoker.layers.moe import MoeConfig
-from stoker.layers.quant import PLAIN, Int4, Stored
+from stoker.layers.quant import PLAIN, Grouped, Int4, Stored
 from stoker.layers.rope import RopeConfig
 from stoker.models.family import Rule, field
 from stoker.models.quantisation import matmul_rules, read_quantisation
@@ -128,9 +128,11 @@ def read_stored(hf: Mapping[str, Any], config: DecoderConfig) -> dict[str, Store
     """Return how weights are stored, for each matmul whose weights are not plain."""
     quantisation = read_quantisation(hf)
     found = {}
+    if (embedding := quantisation.stored_by_name("model.embed_tokens")) != PLAIN:
+        found["embedding"] = embedding
     for matmul in _matmuls(config):
         stored = quantisation.of_parts(list(matmul.parts))
-        if isinstance(stored, Int4) and matmul.num_ins % stored.group:
+        if isinstance(stored, Int4 | Grouped) and matmul.num_ins % stored.group:
             raise ModelFilesError(
                 f"config.json: quantization_config has groups of {stored.group} inputs, {next(iter(matmul.parts))} has "
                 f"{matmul.num_ins}"
@@ -142,7 +144,11 @@ def read_stored(hf: Mapping[str, Any], config: DecoderConfig) -> dict[str, Store
 
 def decoder_rules(config: DecoderConfig) -> list[Rule]:
     """Return which parameter each checkpoint tensor fills."""
-    rules = [Rule("model.embed_tokens.weight", "embedding"), Rule("model.norm.weight", "norm.weight")]
+    rules = [Rule("model.norm.weight", "norm.weight")]
+    embedding = config.stored_as("embedding")
+    rules += matmul_rules(
+        embedding, ["model.embed_tokens"], "embedding", [config.vocab_size], config.hidden_size, bias=False
+    )
     for matmul in _matmuls(config):
         sources, parts = list(matmul.parts), list(matmul.parts.values())
         stored = config.stored_as(matmul.target)

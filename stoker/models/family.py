@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from stoker.base.errors import ModelFilesError
 from stoker.base.registry import Registry
 from stoker.layers.batch import ForwardBatch
+from stoker.layers.quant import Int8Kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,9 @@ class Model(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab]"""
 
-    def pack(self) -> None:
-        """Convert the weights to the layout of the kernels, once after loading."""
+    def pack(self, int8: Int8Kernel | None = None) -> None:
+        """Convert the weights to the layout of the kernels, once after loading. `int8` is the kernel for weights that
+        may be requantised to 8 bits; None: they are dequantised."""
 
     @property
     def bytes_per_token(self) -> int:

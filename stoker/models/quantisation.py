@@ -1,8 +1,8 @@
 """Reads config.json's quantization_config: how the weight of each matmul is stored. Unsupported schemes are refused by
 name.
 
-Two formats are supported: `fp8` (DeepSeek's and Qwen's, one scheme for all) and `compressed-tensors` (schemes for
-groups of modules).
+Three formats are supported: `fp8` (DeepSeek's and Qwen's, one scheme for all), `compressed-tensors` (schemes for groups
+of modules) and `gguf` (folders that Stoker converts from GGUF files).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import chain
 from typing import Any
 
 from stoker.base.errors import ModelFilesError
-from stoker.layers.quant import PLAIN, Fp8, Int4, Stored
+from stoker.layers.quant import PLAIN, Fp8, Grouped, Int4, Stored
 from stoker.models.family import Rule, field
 
 _SUPPORTED = (
@@ -86,6 +86,10 @@ class Quantisation:
         others = (group.stored for group in self.groups if "Linear" in group.targets.exact)
         return next(chain(named, matched, others), PLAIN)
 
+    def stored_by_name(self, module: str) -> Stored:
+        """Return how a module that is not linear is stored: it must be listed by its name."""
+        return next((group.stored for group in self.groups if module in group.targets.exact), PLAIN)
+
     def of_parts(self, modules: Sequence[str]) -> Stored:
         """Return how modules are stored that are fused into one matmul here. They must be stored alike."""
         first = self.stored_as(modules[0])
@@ -110,7 +114,14 @@ def read_quantisation(hf: Mapping[str, Any]) -> Quantisation:
         return _read_fp8(config)
     if method == "compressed-tensors":
         return _read_compressed(config)
+    if method == "gguf":
+        return _read_gguf(config)
     raise _refusal(f"quant_method {method!r}")
+
+
+def has_grouped_weights(hf: Mapping[str, Any]) -> bool:
+    """Return True if the model has quantised weights of a GGUF file."""
+    return any(isinstance(group.stored, Grouped) for group in read_quantisation(hf).groups)
 
 
 def matmul_rules(
@@ -142,6 +153,17 @@ def _read_fp8(config: Mapping[str, Any]) -> Quantisation:
     # Checkpoints in this format never quantise the head.
     kept = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
     return Quantisation((Group(Names.read(["Linear"]), stored),), Names.read_parts(["lm_head", *kept]))
+
+
+def _read_gguf(config: Mapping[str, Any]) -> Quantisation:
+    modules = config.get("modules")
+    if not isinstance(modules, list) or not all(isinstance(module, str) for module in modules):
+        raise ModelFilesError(
+            f"config.json: quantization_config's 'modules' must be a list of names, found {modules!r}"
+        )
+    if (size := field(config, "group_size", int)) % _GROUP:
+        raise _refusal(f"gguf with groups of {size}")
+    return Quantisation((Group(Names(frozenset(modules)), Grouped(size)),))
 
 
 def _read_compressed(config: Mapping[str, Any]) -> Quantisation:

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from stoker.base.errors import ModelFilesError
 from stoker.checkpoint import gguf_weights
 from stoker.checkpoint.gguf_config import llama3_divisors
+from stoker.checkpoint.gguf_file import GROUPED_TYPES
 from stoker.checkpoint.progress import silent
 from stoker.checkpoint.source import resolve_model
 
@@ -24,6 +25,14 @@ from stoker.checkpoint.source import resolve_model
 def convert(tiny: TinyGguf, path: Path, cache_dir: Path) -> tuple[Path, dict[str, Array]]:
     expected = tiny.write(path)
     return resolve_model(str(path), cache_dir, silent).path, expected
+
+
+def dequantised(found: dict[str, Array], name: str) -> Array:
+    if f"{name}_scale" not in found:
+        return found[name]
+    scale, minimum = (found[f"{name}_{part}"].astype(np.float32)[..., None] for part in ("scale", "min"))
+    groups = found[name].astype(np.float32).reshape(*scale.shape[:2], -1)
+    return (groups * scale + minimum).reshape(found[name].shape)
 
 
 def tokenizer_of(folder: Path) -> Tokenizer:
@@ -39,10 +48,28 @@ def words(folder: Path, text: str) -> list[str]:
 def test_every_type_comes_out_as_it_dequantizes(arch: str, kind: Kind, gguf_path: Path, cache_dir: Path) -> None:
     folder, expected = convert(TinyGguf(arch=arch, kind=kind), gguf_path, cache_dir)
     found = load_file(folder / "model.safetensors")
-    assert found.keys() == expected.keys()
+    quantised = {name for name, values in expected.items() if kind in GROUPED_TYPES and values.ndim == 2}
+    assert found.keys() == expected.keys() | {f"{name}_{part}" for name in quantised for part in ("scale", "min")}
+    assert {name for name, values in found.items() if values.dtype == np.int8} == quantised
     for name, values in expected.items():
-        assert found[name].dtype == np.float32
-        np.testing.assert_array_equal(found[name], values, err_msg=name)
+        np.testing.assert_array_equal(dequantised(found, name), values, err_msg=name)
+    config = json.loads((folder / "config.json").read_text())
+    named = config.get("quantization_config", {"modules": []})["modules"]
+    assert {f"{module}.weight" for module in named} == quantised
+
+
+@pytest.mark.parametrize("odd", ["attn_v", "ffn_up"])
+def test_a_weight_is_not_quantised_if_one_that_is_fused_with_it_is_not(
+    odd: str, gguf_path: Path, cache_dir: Path
+) -> None:
+    tiny = TinyGguf(kind=Kind.Q4_0, kinds={f"blk.1.{odd}.weight": Kind.F16, "blk.0.attn_q.weight": Kind.Q8_0})
+    folder, expected = convert(tiny, gguf_path, cache_dir)
+    found = load_file(folder / "model.safetensors")
+    for name, values in expected.items():
+        np.testing.assert_array_equal(dequantised(found, name), values, err_msg=name)
+    plain = {name for name, values in found.items() if values.ndim == 2 and values.dtype == np.float32}
+    fused = {"attn_v": ("self_attn", "qkv"), "ffn_up": ("mlp", ("gate", "up"))}[odd]
+    assert plain == {f"model.layers.1.{fused[0]}.{part}_proj.weight" for part in fused[1]}
 
 
 def test_small_chunks_give_the_same_file(gguf_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +77,7 @@ def test_small_chunks_give_the_same_file(gguf_path: Path, cache_dir: Path, monke
     folder, expected = convert(TinyGguf(kind=Kind.Q8_0), gguf_path, cache_dir)
     found = load_file(folder / "model.safetensors")
     for name, values in expected.items():
-        np.testing.assert_array_equal(found[name], values, err_msg=name)
+        np.testing.assert_array_equal(dequantised(found, name), values, err_msg=name)
 
 
 @pytest.mark.parametrize(("arch", "tied"), [("llama", True), ("llama", False), ("qwen3", True), ("qwen3", False)])

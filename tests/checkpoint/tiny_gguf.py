@@ -29,6 +29,7 @@ class TinyGguf:
 
     arch: str = "llama"
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32
+    kinds: dict[str, gguf.GGMLQuantizationType] = field(default_factory=dict)  # other types, by the tensor's name
     tied: bool = True
     pre: str = "smollm"
     head: int = HEAD
@@ -82,7 +83,7 @@ class TinyGguf:
         expected = {}
         for hf_name, name, shape, heads in self._names():
             values = random.standard_normal(shape).astype(np.float32)
-            kind = gguf.GGMLQuantizationType.F32 if len(shape) == 1 else self.kind
+            kind = gguf.GGMLQuantizationType.F32 if len(shape) == 1 else self.kinds.get(name, self.kind)
             stored = gguf.quantize(values, kind)
             expected[hf_name] = gguf.dequantize(stored, kind).reshape(shape)
             if heads and self.arch == "llama":  # as llama.cpp's converter permutes

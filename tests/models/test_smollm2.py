@@ -5,26 +5,44 @@ from __future__ import annotations
 import gzip
 import json
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from stoker.base.config import EngineSettings, KvSettings
 from stoker.engine.llm import LLM
+from stoker.layers.quant import dequantise_grouped
 from stoker.sched.request import SamplingParams
 from stoker.text.template import ChatTemplate
 from stoker.text.tokenizer import Tokenizer
 
 NUM_PROMPTS = 100
 NEW_TOKENS = 12
+SETTINGS = EngineSettings(device="cpu", dtype="float32", cpu_weights="float32", kv=KvSettings(num_blocks=64))
+MAX_PERPLEXITY_RATIO = 1.01
 
 
 @pytest.fixture(scope="module")
 def reference(smollm2: Path) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
+    config = transformers.AutoConfig.from_pretrained(smollm2)
+    del config.quantization_config
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    stored = load_file(smollm2 / "model.safetensors")
+    weights = {
+        name: dequantise_grouped(values, stored[f"{name}_scale"], stored[f"{name}_min"])
+        if values.dtype == torch.int8
+        else values
+        for name, values in stored.items()
+        if not name.endswith(("_scale", "_min"))
+    }
+    assert model.load_state_dict(weights, strict=False).missing_keys in ([], ["lm_head.weight"])
+    model.tie_weights()
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +65,7 @@ def test_greedy_text_is_that_of_transformers(
 ) -> None:
     """Token by token: after the prompt and our tokens so far, transformers' most likely token is our next one."""
     prompts = prompts[::every]
-    llm = LLM(smollm2, EngineSettings(device="cpu", dtype="float32", kv=KvSettings(num_blocks=2000)))
+    llm = LLM(smollm2, replace(SETTINGS, kv=KvSettings(num_blocks=2000)))
     completions = llm.generate(
         prompts, SamplingParams(temperature=0.0, num_logprobs=0, stop_token_ids=(2,)), NEW_TOKENS
     )
@@ -70,10 +88,26 @@ def test_logits_are_as_close_to_float64_as_those_of_transformers(
 
     from stoker.engine.build import build_engine
 
-    built = build_engine(smollm2, EngineSettings(device="cpu", dtype="float32", kv=KvSettings(num_blocks=64)))
+    built = build_engine(smollm2, SETTINGS)
     exact_model = deepcopy(reference).double()
     for token_ids in prompts[::25]:
         with torch.inference_mode():
             exact = exact_model(torch.tensor([token_ids])).logits[0]
             theirs = (reference(torch.tensor([token_ids])).logits[0] - exact).abs().max()
         assert (prompt_logits(built, token_ids, 50) - exact).abs().max() <= 1.5 * theirs <= 3e-4
+
+
+def test_perplexity_with_8_bit_weights_is_that_of_float32(smollm2: Path, data_dir: Path) -> None:
+    from test_transformers import prompt_logits
+
+    from stoker.engine.build import build_engine
+
+    with gzip.open(data_dir / "train" / "tinyshakespeare.txt.gz", "rt") as text:
+        token_ids = Tokenizer.from_folder(smollm2).encode(text.read(4000))[:512]
+    targets = torch.tensor(token_ids[1:])
+    losses = {}
+    for weights in ("float32", "int8"):
+        built = build_engine(smollm2, replace(SETTINGS, cpu_weights=weights))
+        logits = prompt_logits(built, token_ids, 256)
+        losses[weights] = torch.nn.functional.cross_entropy(logits[:-1], targets)
+    assert float((losses["int8"] - losses["float32"]).exp()) <= MAX_PERPLEXITY_RATIO

@@ -1,0 +1,33 @@
+"""The embedding of tokens. With 8-bit matmuls, a quantised table stays as it is, and only the rows of a step are
+dequantised: to the same values as the whole table would be."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stoker.kernels.cpu_int8 import Int8Kernel
+from stoker.layers.quant import PLAIN, Grouped, Ready, Stored, StoredWeight, dequantise_grouped
+
+
+class Embedding(StoredWeight):
+    def __init__(self, vocab_size: int, width: int, stored: Stored = PLAIN) -> None:
+        super().__init__(width, (vocab_size,), stored)
+        self._is_grouped = False
+
+    def pack(self, int8: Int8Kernel | None = None) -> None:
+        self._is_grouped = int8 is not None and isinstance(self._stored, Grouped)
+        if not self._is_grouped:
+            self.ready()
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        if not self._is_grouped:
+            return torch.nn.functional.embedding(token_ids, self.get_parameter(self._names[0]))
+        return dequantise_grouped(*(self.get_parameter(name)[token_ids] for name in self._names))
+
+    def as_matmul(self, int8: Int8Kernel | None) -> Ready:
+        """Return the table as the weight of a matmul, after `pack`. The table is kept."""
+        tensors = {name: self.get_parameter(name).data for name in self._names}
+        if not self._is_grouped:
+            return tensors[self._names[0]]
+        return self._stored.ready(tensors, self._parts, self.in_features, self._dtype, int8)
