@@ -211,6 +211,14 @@ class EngineSettings:
         choices=("float32", "bfloat16", "float16", "float64"),
         default_text="bfloat16 on a GPU, float32 on a CPU",
     )
+    cpu_weights: str = setting(
+        "auto",
+        "How the quantised weights of a GGUF file are served on a CPU. int8 keeps them in 8 bits and rounds the inputs of "
+        "each matmul to 8 bits. float32 dequantises them, for results that are exact up to rounding. auto measures both "
+        "on the first start and takes the faster one. Workers that share KV must use the same.",
+        flag="--cpu-weights",
+        choices=("auto", "int8", "float32"),
+    )
     max_model_tokens: int | None = setting(
         None,
         "Maximum length of a sequence: prompt and answer together.",

@@ -20,6 +20,7 @@ from stoker.base.errors import ModelFilesError
 from stoker.base.ids import RequestId
 from stoker.base.timeline import Timeline
 from stoker.checkpoint.weight_files import WeightReadAhead
+from stoker.engine.cpu_weights import CpuWeights, choose_cpu_weights
 from stoker.engine.gpu_memory import MemoryLine, MemoryTable, WorkingMemory
 from stoker.engine.grammar import Grammars, NoGrammars
 from stoker.engine.kernel_limits import check_limits, explain_kernel_error
@@ -89,12 +90,13 @@ def build_engine(
     ahead: WeightReadAhead | None = None,
     tuning_dir: Path | None = None,
     wake: Callable[[], None] = lambda: None,
+    kernel_cache_dir: Path | None = None,
 ) -> BuiltEngine:
     """Load the model, allocate the KV cache and return a ready engine.
 
     `wake` is called from any thread when an idle engine should take a step. With `random_weights_seed`, no weight files
     are read: the model of config.json gets random weights, for benchmarks. `tuning_dir` has the tuned tiles of this
-    machine's GPUs.
+    machine's GPUs. The choice of CPU kernels is stored in `kernel_cache_dir`.
     """
     started_s = time.monotonic()
     timeline = timeline or Timeline()
@@ -109,7 +111,8 @@ def build_engine(
     # cuDNN's attention plans every new shape, which takes longer than the attention itself.
     torch.backends.cuda.enable_cudnn_sdp(False)
     with timeline.stage("weights"):
-        model, weight_bytes = _load_model(family, resolved, folder, random_weights_seed, progress, ahead)
+        cpu_weights = choose_cpu_weights(settings.cpu_weights, resolved.device, resolved.dtype, hf, kernel_cache_dir)
+        model, weight_bytes = _load_model(family, resolved, folder, random_weights_seed, progress, ahead, cpu_weights)
     memory.add_line("weights", weight_bytes)
     with timeline.stage("KV"):
         kv, working = _make_kv(settings, family, resolved, model)
@@ -118,7 +121,7 @@ def build_engine(
     max_model_tokens = min(resolved.max_model_tokens, blocks * layout.block_tokens)
     max_blocks = -(-max_model_tokens // layout.block_tokens) + 1
     rows = RowTable(resolved.max_rows, max_blocks, family.shape.vocab_size, resolved.device, grammars or NoGrammars())
-    identity = _identity(folder, hf, kv, random_weights_seed)
+    identity = _identity(folder, hf, kv, random_weights_seed, cpu_weights.format)
     fingerprint = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
     rates = StepRates()
     store = build_store(settings, kv, identity, fingerprint, lambda: rates.prefill_tokens_per_s, wake)
@@ -178,6 +181,7 @@ def _load_model(
     random_weights_seed: int | None,
     progress: Progress,
     ahead: WeightReadAhead | None,
+    cpu_weights: CpuWeights,
 ) -> tuple[Model, int]:
     """Return the model, with its weights in the layout of the kernels, and the size of the weights in bytes."""
     model = build_model(family, resolved, resolved.device)
@@ -189,7 +193,7 @@ def _load_model(
         _randomise(model, family, random_weights_seed)
     progress("preparing weights", 0, 1)
     with torch.no_grad():
-        model.pack()
+        model.pack(cpu_weights.kernel)
     tensors = [*model.buffers(), *(parameter for _name, parameter in model.named_parameters())]
     return model, sum(tensor.nbytes for tensor in tensors)
 
@@ -282,7 +286,7 @@ def _randomise(model: Model, family: ModelFamily, seed: int) -> None:
         for name, values in slices:
             if name.endswith(("_scale", "_scale_inv")):  # scales of quantised weights; their codes are set below
                 values.fill_(0.0004)
-            elif values.dtype == torch.int32:
+            elif not values.dtype.is_floating_point:
                 values.random_(generator=generator)
             elif values.dtype == torch.float8_e4m3fn:
                 values.copy_(torch.randn(values.shape, generator=generator, device=values.device).mul_(50))
@@ -309,8 +313,11 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _identity(folder: Path, hf: Mapping[str, Any], kv: DeviceKv, seed: int | None) -> KvIdentity:
-    """Return the identity of the model's KV. Two engines share KV only if theirs are equal.
+def _identity(
+    folder: Path, hf: Mapping[str, Any], kv: DeviceKv, seed: int | None, weight_format: str | None
+) -> KvIdentity:
+    """Return the identity of the model's KV. Two engines share KV only if theirs are equal. `weight_format` is the
+    number format of requantised weights.
 
     The layout names the dtype of the KV. The model's own dtype is a part too: KV of the same layout has other values
     where the model computes in another dtype.
@@ -333,5 +340,5 @@ def _identity(folder: Path, hf: Mapping[str, Any], kv: DeviceKv, seed: int | Non
         model=model.hexdigest()[:16],
         tokenizer=vocabulary.hexdigest()[:16],
         layout=kv.layout.identity,
-        dtype=_name(kv.like.dtype),
+        dtype=_name(kv.like.dtype) if weight_format is None else f"{_name(kv.like.dtype)}, weights {weight_format}",
     )

@@ -22,7 +22,7 @@ class EngineArguments(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     settings: EngineSettings
     log_level: str = "info"
     kv_events: bool = False  # send a `KvEvents` message whenever blocks change
-    kernel_cache_dir: str | None = None  # compiled kernels are stored here for the next start
+    kernel_cache_dir: str | None = None  # compiled kernels and measured choices are stored here for the next start
     tuning_dir: str | None = None  # has the tiles that `stoker tune` found on this GPU
     timeline_origin_s: float | None = None  # time.time() at the start of the worker; None: log no timeline
 

@@ -297,6 +297,7 @@ def _build(
             ahead=ahead,
             tuning_dir=None if arguments.tuning_dir is None else Path(arguments.tuning_dir),
             wake=mailbox.wake,
+            kernel_cache_dir=Path(arguments.kernel_cache_dir) if arguments.kernel_cache_dir is not None else None,
         )
     except StokerError as error:
         pipe.send(StartFailed(code=error.code, message=error.message))
