@@ -37,7 +37,7 @@ is restarted. Ctrl-C stops everything in order, a second Ctrl-C at once. docs/op
 docs/settings.md lists all settings."""
 
 _LISTEN = ("listen.host", "listen.port")  # the gateway's settings that are flags of `stoker up` too
-_DEFAULT_MODEL_BYTES = 170 << 20  # the default model's weights in 8 bits, and its embedding besides the head
+_DEFAULT_MODEL_BYTES = 515 << 20  # the default model's weights in float32
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -323,14 +323,16 @@ def _resolve(config: FleetConfig, cache_dir: Path, terminal: Terminal) -> dict[s
 
 
 def _cpu_bytes(folder: Path) -> int:
-    """Return the RAM for a model's weights on a CPU: in float32, or in 8 bits for a converted GGUF file. 0 if the folder has
-    no weights yet."""
+    """Return the RAM for a model's weights in float32, which the engine uses on a CPU. 0 if the folder has no weights yet."""
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         dtype = config.get("dtype") or config.get("torch_dtype")
+        is_gguf = (config.get("quantization_config") or {}).get("quant_method") == "gguf"
     except (OSError, ValueError, AttributeError):
-        dtype = None
+        dtype, is_gguf = None, False
+    if is_gguf:
+        return 4 * size  # its weights are stored in 8 bits
     return 2 * size if dtype in ("bfloat16", "float16") else size
 
 
