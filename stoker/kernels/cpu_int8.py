@@ -2,7 +2,7 @@
 
 The weight has one scale per output, and each row of x is quantised to 8 bits with a scale of its own. Both are first
 rotated in blocks of inputs by a Hadamard matrix, which leaves the matmul unchanged and spreads outliers. Without the
-rotation, the perplexity of SmolLM2 rises by 3.5%; with it, it stays within 0.3%.
+rotation, the perplexity of SmolLM2 rises by 3.5%; with it, by 0.4% (at most 0.7% on one of three texts).
 
 A row's result never depends on the other rows or on the kernel. The products are summed as integers. The rotation sums
 integers that float32 represents exactly, so the order of the additions does not matter. All other operations are
