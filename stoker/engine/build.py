@@ -140,7 +140,15 @@ def build_engine(
     max_offers = min(store.max_offers, blocks // 4)
     config = _scheduler_config(resolved, family.shape.vocab_size, fingerprint, lease, max_offers)
     scheduler = Scheduler(config, pool)
-    runner = Runner(model, family.shape.num_heads, kv, rows, resolved.threads, resolved.captured_tokens)
+    runner = Runner(
+        model,
+        family.shape.num_heads,
+        kv,
+        rows,
+        resolved.threads,
+        resolved.captured_tokens,
+        cpu_weights.attention_dtype,
+    )
     engine = Engine(scheduler, runner, RealClock(), resolved.steps_ahead, store, leases, rates)
     if resolved.device.type == "cuda":
         progress("compiling and capturing", 0, 1)

@@ -49,6 +49,12 @@ class CpuWeights:
         """The number format for the fingerprint; None: the results are those of the dequantised weights."""
         return None if self.kernel is None else FORMAT
 
+    @property
+    def attention_dtype(self) -> torch.dtype | None:
+        """The dtype of attention, None for the model's. Rounding the inputs of matmuls to 8 bits would amplify the noise
+        in the last bits of float32, which depends on how a prompt is cut into chunks."""
+        return None if self.kernel is None else torch.float64
+
 
 DEQUANTISED = CpuWeights(None)
 Measure = Callable[[int, int], Mapping[str, float]]

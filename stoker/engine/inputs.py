@@ -17,8 +17,12 @@ from stoker.sched.plan import ON_DEVICE, StepPlan
 Ints = NDArray[np.int64]
 
 
-def build_batch(plan: StepPlan, rows: RowTable, kv: DeviceKv) -> ForwardBatch:
-    """Return the device tensors of the plan's forward pass."""
+def build_batch(
+    plan: StepPlan, rows: RowTable, kv: DeviceKv, attention_dtype: torch.dtype | None = None
+) -> ForwardBatch:
+    """Return the device tensors of the plan's forward pass. Attention is computed in `attention_dtype`, by default in
+    the dtype of the activations."""
+    attention_dtype = attention_dtype or kv.like.dtype
     layout, device = kv.layout, kv.blocks.device
     counts = np.array([span.count for span in plan.spans])
     firsts = counts.cumsum() - counts
@@ -29,12 +33,12 @@ def build_batch(plan: StepPlan, rows: RowTable, kv: DeviceKv) -> ForwardBatch:
     heads = np.arange(layout.num_heads)
     slots = (pages[:, None] + heads) * layout.block_tokens + (positions % layout.block_tokens)[:, None]
     sizes = (layout.num_heads, layout.block_tokens)
-    in_place = kv.like.dtype == kv.blocks.dtype
+    in_place = kv.like.dtype == kv.blocks.dtype == attention_dtype
     return ForwardBatch(
         token_ids=_token_ids(plan, rows.last_token, token_rows),
         positions=_to_device(positions, device),
         slots=_to_device(slots.ravel(), device),
-        spans=group_spans(_shapes(plan, rows, kv), *sizes, device, kv.like.dtype, in_place),
+        spans=group_spans(_shapes(plan, rows, kv), *sizes, device, attention_dtype, in_place),
         kv=kv,
     )
 

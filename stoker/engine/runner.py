@@ -93,9 +93,18 @@ class Runner:
     """Executes plans on one device, with CUDA graphs where the kernels support the model's shape."""
 
     def __init__(
-        self, model: Model, num_heads: int, kv: DeviceKv, rows: RowTable, threads: Threads, captured_tokens: int
+        self,
+        model: Model,
+        num_heads: int,
+        kv: DeviceKv,
+        rows: RowTable,
+        threads: Threads,
+        captured_tokens: int,
+        attention_dtype: torch.dtype | None = None,
     ) -> None:
+        """`attention_dtype` is that of attention with the reference kernels, by default the model's."""
         self._model = model
+        self._attention_dtype = attention_dtype
         self._kv = kv
         self._rows = rows
         self._threads = threads
@@ -174,7 +183,7 @@ class Runner:
 
     def _step(self, plan: StepPlan, states: list[RowState]) -> SampledTokens | None:
         """Run the step with the reference kernels."""
-        hidden = self._model(build_batch(plan, self._rows, self._kv))
+        hidden = self._model(build_batch(plan, self._rows, self._kv, self._attention_dtype))
         if not states:
             return None
         ends, end = [], 0

@@ -46,6 +46,7 @@ class SpanGroup:
     num_keys: int  # keys of the longest span
     mask: Tensor | None  # added to the scores; None: every key is visible, or is_causal decides
     is_causal: bool
+    dtype: torch.dtype  # in which attention is computed
 
 
 def group_spans(
@@ -56,8 +57,8 @@ def group_spans(
     dtype: torch.dtype,
     in_place: bool = True,
 ) -> list[SpanGroup | RowGroup]:
-    """Group the spans of a step, once for all layers. `in_place`: the pages have the query's dtype, so that keys can be
-    read where they are."""
+    """Group the spans of a step, once for all layers. Attention is computed in `dtype`. `in_place`: the pages have this
+    dtype, so that keys can be read where they are."""
     heads = torch.arange(num_kv_heads)
 
     def page_index(pages: list[list[int]]) -> Tensor:
@@ -85,7 +86,7 @@ def group_spans(
             continue
         firsts = to_device([span.first for span in taken], device)
         mask = None if mask is None else mask[:, None]
-        groups.append(SpanGroup(firsts, page_index(padded), len(taken), num_keys, mask, False))
+        groups.append(SpanGroup(firsts, page_index(padded), len(taken), num_keys, mask, False, dtype))
     for span in spans:
         if span.count == 1:
             continue
@@ -97,7 +98,7 @@ def group_spans(
                 torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf")).to(device, non_blocking=True)
             )
         tokens = slice(span.first, span.first + span.count)
-        groups.append(SpanGroup(tokens, page_index([span.pages]), 1, num_keys, mask, not span.start))
+        groups.append(SpanGroup(tokens, page_index([span.pages]), 1, num_keys, mask, not span.start, dtype))
     return groups
 
 
@@ -127,10 +128,10 @@ def paged_attention_ref(
             keys, values = pages.view(-1, head_dim), pages[num_kv_heads:].view(-1, head_dim)
             out[group.tokens] = row_attention(q[group.tokens], keys, values, group, scale)
             continue
-        gathered = kv_read(pages, group.pages, head_dim, q.dtype)
+        gathered = kv_read(pages, group.pages, head_dim, group.dtype)
         gathered = gathered.view(2, group.num_spans, num_kv_heads, -1, head_dim)
         key, value = gathered[:, :, :, : group.num_keys]
-        own_q = q[group.tokens]
+        own_q = q[group.tokens].to(group.dtype)
         if isinstance(group.tokens, slice):
             # The query heads of one KV head are a batch over the same keys: expanded, not copied.
             query = own_q.view(-1, num_kv_heads, shared, head_dim).permute(1, 2, 0, 3)
@@ -143,5 +144,5 @@ def paged_attention_ref(
             # One token per span: the query heads of one KV head take the place of a longer span's tokens.
             query = own_q.view(group.num_spans, num_kv_heads, shared, head_dim)
             attended = scaled_dot_product_attention(query, key, value, group.mask, scale=scale)
-            out[group.tokens] = attended.reshape(-1, num_heads, head_dim)
+            out[group.tokens] = attended.reshape(-1, num_heads, head_dim).to(q.dtype)
     return out

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 # The name of this number format in a model's fingerprint. Change it when the same weights give other results.
-FORMAT = "int8-rotated-1"
+FORMAT = "int8-rotated-2"
 _BLOCKS = (64, 32)  # inputs that are rotated together: the first that divides the number of inputs
 _MAX_CODE = 127
 _GRID = float(1 << 17)  # the rotation adds 64 integers up to this; float32 is exact up to 1 << 24

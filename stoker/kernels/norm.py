@@ -12,9 +12,11 @@ MAX_WIDTH = 1 << 16  # one program has a whole row in its registers
 
 
 def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute in float32 at least: squares of bfloat16 values lose too much precision."""
+    """Sum the squares in float64 and round the result to float32. The order of the additions may depend on the number
+    of rows, and it changes the last bits of float64 only."""
     wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
+    length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True, dtype=torch.float64)
+    scale = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_().to(wide.dtype)
     return (wide * scale).to(x.dtype) * weight
 
 
