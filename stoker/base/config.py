@@ -212,11 +212,11 @@ class EngineSettings:
         default_text="bfloat16 on a GPU, float32 on a CPU",
     )
     cpu_weights: str = setting(
-        "float32",
-        "How the quantised weights of a GGUF file are served on a CPU. float32 dequantises them. int8 keeps them in 8 bits "
-        "and rounds the inputs of each matmul to 8 bits, which is about twice as fast. Rounding makes small differences "
-        "larger: the same request may get another answer when its prompt is computed in other chunks. auto measures both "
-        "on the first start and takes the faster one. Workers that share KV must use the same.",
+        "auto",
+        "How the quantised weights of a GGUF file are served on a CPU. int8 keeps them in 8 bits and rounds the inputs of "
+        "each matmul to 8 bits. float32 dequantises them, which is closer to the file's values and faster for prompts of "
+        "several thousand tokens. auto measures the matmuls of both on the first start and takes the faster one. Workers "
+        "that share KV must use the same.",
         flag="--cpu-weights",
         choices=("auto", "int8", "float32"),
     )

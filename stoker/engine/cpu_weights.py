@@ -20,6 +20,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,8 +64,8 @@ Measure = Callable[[int, int], Mapping[str, float]]
 def measure(num_outs: int, num_ins: int) -> dict[str, float]:
     """Return the time of a matmul in float32 and with each 8-bit kernel that is exact on this machine: the geometric
     mean over batch sizes, in seconds. One thread is used: on a busy machine, several would measure the other processes."""
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(min(num_outs, _MAX_OUTS), num_ins, generator=generator)
+    generator = np.random.default_rng(0)
+    weight = torch.from_numpy(generator.standard_normal((min(num_outs, _MAX_OUTS), num_ins), np.float32))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -75,7 +76,7 @@ def measure(num_outs: int, num_ins: int) -> dict[str, float]:
                     packed[name] = Int8Weight.of_rows([weight], kernel)
             runs: dict[str, list[float]] = {name: [] for name in packed}
             for num_rows in _ROWS:
-                x = torch.randn(num_rows, num_ins, generator=generator)
+                x = torch.from_numpy(generator.standard_normal((num_rows, num_ins), np.float32))
                 for name, ready in packed.items():
                     linear(x, ready)
                     runs[name].append(min(_seconds(x, ready) for _ in range(_RUNS)))
@@ -96,7 +97,7 @@ def choose_cpu_weights(
     is_possible = device.type == "cpu" and dtype == torch.float32 and has_grouped_weights(hf)
     if wanted == "int8" and not is_possible:
         raise ConfigError(
-            "cpu_weights=int8 needs a model with the quantised weights of a GGUF file, device cpu and dtype float32, found "
+            "cpu_weights=int8 needs a GGUF model whose layers are all Q4_0, Q4_1 or Q8_0, device cpu and dtype float32, found "
             f"device {device} and dtype {dtype}; remove --cpu-weights"
         )
     if wanted == _FLOAT32 or not is_possible:

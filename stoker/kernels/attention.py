@@ -23,6 +23,8 @@ from stoker.kernels.transfer import to_device
 
 # Spans of one token are batched while the shortest has at least this share of the longest one's blocks.
 _MIN_FILL = 0.6
+# On a CPU, keys that are converted to another dtype are gathered in groups of this size, which stay in its caches.
+_CONVERTED_KEYS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +67,16 @@ def group_spans(
         keys = torch.tensor(pages)[:, None, :] + heads[None, :, None]  # [spans, heads, blocks]
         return torch.stack([keys, keys + num_kv_heads]).flatten().to(device, non_blocking=True)
 
+    def max_spans(num_blocks: int) -> int:
+        if in_place or device.type != "cpu":
+            return len(spans)
+        return max(1, _CONVERTED_KEYS // (num_blocks * block_tokens))
+
     groups: list[SpanGroup | RowGroup] = []
     single = sorted((span for span in spans if span.count == 1), key=lambda span: len(span.pages))
     while single:
         longest = len(single[-1].pages)
-        taken = [span for span in single if len(span.pages) >= _MIN_FILL * longest]
+        taken = [span for span in single[-max_spans(longest) :] if len(span.pages) >= _MIN_FILL * longest]
         single = single[: len(single) - len(taken)]
         lengths = torch.tensor([span.start + 1 for span in taken])
         # Whole blocks, so that the shapes change once per block and not with every token.

@@ -24,6 +24,10 @@ _SUPPORTED = (
 )
 _BLOCK = [128, 128]
 _GROUP = 32
+_LAYER_MODULES = (
+    *(f"self_attn.{part}_proj" for part in "qkvo"),
+    *(f"mlp.{part}_proj" for part in ("gate", "up", "down")),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +124,11 @@ def read_quantisation(hf: Mapping[str, Any]) -> Quantisation:
 
 
 def has_grouped_weights(hf: Mapping[str, Any]) -> bool:
-    """Return True if the model has quantised weights of a GGUF file."""
-    return any(isinstance(group.stored, Grouped) for group in read_quantisation(hf).groups)
+    """Return True if all matmuls of the layers have quantised weights of a GGUF file. A float32 matmul between 8-bit ones
+    would make answers depend on the batch: its last bits do, and rounding to 8 bits amplifies them."""
+    quantisation, num_layers = read_quantisation(hf), hf.get("num_hidden_layers", 0)
+    modules = [f"model.layers.{number}.{module}" for number in range(num_layers) for module in _LAYER_MODULES]
+    return bool(modules) and all(isinstance(quantisation.stored_as(module), Grouped) for module in modules)
 
 
 def matmul_rules(

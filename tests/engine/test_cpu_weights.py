@@ -24,11 +24,16 @@ from stoker.kernels.cpu_int8 import FORMAT
 from stoker.sched.request import SamplingParams
 
 CPU = torch.device("cpu")
-HF: Mapping[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "quantization_config": {"quant_method": "gguf", "group_size": 32, "modules": ["model.embed_tokens"]},
-}
+MODULES = [f"self_attn.{part}_proj" for part in "qkvo"] + [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
+
+
+def gguf_config(modules: list[str]) -> Mapping[str, Any]:
+    """Return the config.json of a model with one layer, in which these modules are quantised."""
+    stored = {"quant_method": "gguf", "group_size": 32, "modules": [f"model.layers.0.{module}" for module in modules]}
+    return {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "quantization_config": stored}
+
+
+HF = gguf_config(MODULES)
 
 
 class FakeTimes:
@@ -126,6 +131,9 @@ def test_it_applies_only_to_quantised_weights_on_a_cpu_in_float32() -> None:
     assert choose_cpu_weights("auto", CPU, torch.float64, HF, None, times) is DEQUANTISED
     assert choose_cpu_weights("auto", torch.device("cuda"), torch.float32, HF, None, times) is DEQUANTISED
     assert choose_cpu_weights("auto", CPU, torch.float32, plain, None, times) is DEQUANTISED
+    for module in MODULES:  # a float32 matmul between 8-bit ones would make answers depend on the batch
+        mixed = gguf_config([other for other in MODULES if other != module])
+        assert choose_cpu_weights("auto", CPU, torch.float32, mixed, None, times) is DEQUANTISED
     assert times.calls == 0
     with pytest.raises(ConfigError, match="cpu_weights=int8 needs"):
         choose_cpu_weights("int8", CPU, torch.float64, HF, None, times)
