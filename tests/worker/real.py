@@ -40,6 +40,7 @@ _HIDDEN, _MIDDLE, _LAYERS, _HEADS, _KV_HEADS, _HEAD_DIM = 32, 64, 2, 4, 2, 8
 def make_tiny_folder(folder: Path, tokenizer: Path, max_positions: int = 8192) -> Path:
     """A model of random weights with a real tokenizer: its text is noise, but the same noise for the same tokens."""
     config = json.loads((tokenizer / "config.json").read_text())
+    config.pop("quantization_config", None)
     vocab_size = config["vocab_size"]
     config |= {
         "hidden_size": _HIDDEN,
