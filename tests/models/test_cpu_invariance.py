@@ -17,6 +17,7 @@ from stoker.engine.build import BuiltEngine, build_engine
 from stoker.engine.cpu_weights import measure
 from stoker.engine.grammar import NoGrammars
 from stoker.engine.inputs import build_batch
+from stoker.engine.llm import LLM
 from stoker.engine.rows import RowTable
 from stoker.kv.device.device_kv import DeviceKv
 from stoker.sched.plan import BlockTableChange, NewRow, Span, StepPlan
@@ -24,7 +25,7 @@ from stoker.sched.request import SamplingParams
 
 SEED = 18
 CPU = torch.device("cpu")
-LENGTHS = (331, 150, 77)
+LENGTHS = (203, 90, 47)
 Schedule = list[list[tuple[int, int]]]  # for each step, the prompts in it and how many of their tokens
 
 
@@ -104,3 +105,20 @@ def test_chunks_batches_and_threads_do_not_change_a_bit(built: BuiltEngine) -> N
                 assert torch.equal(found_logits[prompt], logits[prompt]), f"logits of prompt {prompt}, {name}"
     finally:
         torch.set_num_threads(threads)
+
+
+def test_cached_prefixes_batches_and_resumed_answers_do_not_change_a_token(smollm2: Path, built: BuiltEngine) -> None:
+    print(f"seed {SEED}")
+    generator = random.Random(SEED)
+    prompts = [[generator.randrange(built.vocab_size) for _ in range(length)] for length in LENGTHS]
+    settings = EngineSettings(device="cpu", cpu_weights="int8", kv=KvSettings(num_blocks=200))
+    first, second = LLM(smollm2, settings), LLM(smollm2, settings)
+
+    def answers(llm: LLM, prompts: Sequence[list[int]], num_tokens: int) -> list[list[int]]:
+        return [list(output.token_ids) for output in llm.generate(prompts, SamplingParams(temperature=0.0), num_tokens)]
+
+    alone = [answers(first, [prompt], 24)[0] for prompt in prompts]
+    assert answers(first, prompts, 24) == alone, "in a batch, from the prefix cache"
+    for cut in (21, 9):  # another engine computes the beginning of the answer as a prompt
+        resumed = [prompt + answer[:cut] for prompt, answer in zip(prompts, alone, strict=True)]
+        assert answers(second, resumed, 24 - cut) == [answer[cut:] for answer in alone], f"resumed after {cut} tokens"
