@@ -41,6 +41,7 @@ def test_every_flag_becomes_its_setting() -> None:
     settings = parse(
         *("--host", "::", "--port", "9", "--role", "decode", "--served-name", "a", "--served-name", "b"),
         *("--device", "cpu", "--dtype", "float64", "--max-model-tokens", "1", "--threads", "2", "--steps-ahead", "0"),
+        *("--cpu-weights", "float32"),
         *("--spare-engine", "off", "--kernel-archive", "/z.zip", "--kv-dtype", "bfloat16"),
         *("--block-tokens", "3", "--kv-blocks", "4", "--kv-memory-gib", "5", "--gpu-memory-gib", "6"),
         *("--step-tokens", "7", "--max-rows", "8", "--target-itl-ms", "9"),
@@ -71,6 +72,7 @@ def test_every_flag_becomes_its_setting() -> None:
     engine = EngineSettings(
         "cpu",
         "float64",
+        "float32",
         1,
         2,
         0,
