@@ -25,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True, dest="action")
     build = actions.add_parser("build", help=BUILD_HELP, description=BUILD_HELP)
     build.add_argument("models", nargs="+", type=Path, metavar="MODEL", help="A model folder, or its config.json.")
-    build.add_argument("--out", type=Path, required=True, metavar="FILE", help="The archive, such as kernels.zip.")
+    build.add_argument(
+        "--out", type=Path, default=Path("kernels.zip"), metavar="FILE", help="The archive. Default: kernels.zip."
+    )
     build.add_argument(
         "--arch",
         type=int,
