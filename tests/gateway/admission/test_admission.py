@@ -581,3 +581,19 @@ def test_a_request_refused_for_its_tokens_still_counts_as_a_request() -> None:
             admission.claim(caller)
 
     asyncio.run(main())
+
+
+def test_a_long_prompt_is_not_refused_for_its_own_tokens() -> None:
+    """The fleet computes 26,000 tokens per second. The long prompt alone takes 38 s, but it waits for 1.5 s at most."""
+    world = World(AdmissionSettings(), Capacity(requests=100, prefill_tokens=40_000), service_s=lambda ticket: 1e9)
+    for _ in range(3):
+        world.now += 1.5
+        for ticket in world.admitted:
+            world.queue.first_token(ticket, world.now)
+        for _ in range(2):
+            assert world.ask("a", 20_000) is not None
+    long = world.ask("b", 1_000_000)
+    assert long is not None
+    assert long.state is TicketState.WAITING
+    world.queue.first_token(world.admitted[-1], world.now + 1.5)
+    assert long.state is TicketState.ADMITTED
