@@ -145,14 +145,6 @@ def test_a_failed_write_leaves_the_old_file(path, monkeypatch):
     assert os.listdir(path.parent) == [path.name]
 
 
-def test_the_hash_follows_the_source_of_the_kernels(tmp_path, monkeypatch):
-    (tmp_path / "one.py").write_text("a = 1")
-    monkeypatch.setattr(tuning_file.kernels, "__path__", [str(tmp_path)])
-    before = tuning_file._kernels_hash()
-    (tmp_path / "one.py").write_text("a = 2")
-    assert tuning_file._kernels_hash() != before
-
-
 def test_an_unusable_file_says_which_version_it_has(path):
     with pytest.raises(UnusableTuning, match=r"made with torch_version '2\.11\.0', and this is '2\.12\.0'"):
         read_tuning(path, replace(SYSTEM, torch_version="2.12.0"))
