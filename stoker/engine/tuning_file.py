@@ -56,11 +56,11 @@ def tuning_path(folder: Path, system: TuningSystem) -> Path:
 
 def read_tuning(path: Path, system: TuningSystem) -> dict[TileKey, Numbers]:
     """Return the tuned tiles; none if there is no file. Raises UnusableTuning."""
-    if not path.exists():
-        return {}
-    if not path.is_file():
-        raise UnusableTuning("it is not a file")
     try:
+        if not path.exists():
+            return {}
+        if not path.is_file():
+            raise UnusableTuning("it is not a file")
         with path.open("rb") as file:
             found = json.loads(file.read(_MAX_BYTES))
     except OSError as error:

@@ -128,6 +128,11 @@ def test_something_else_in_place_of_the_file_is_ignored(path, monkeypatch, caplo
     assert load(path, monkeypatch, caplog) == ["it is not a file"]
 
 
+def test_a_path_that_the_system_refuses_is_unusable(tmp_path):
+    with pytest.raises(UnusableTuning, match="it cannot be read: File name too long"):
+        read_tuning(tmp_path / ("a" * 300) / "x.json", SYSTEM)
+
+
 def test_an_unwritable_folder_is_an_error_that_names_the_file(tmp_path):
     (tmp_path / "tuning").write_text("a file, not a folder")
     with pytest.raises(ConfigError, match=r"tuning/NVIDIA-H200\.json cannot be written: .*--cache-dir"):
