@@ -73,6 +73,7 @@ class Ticket(msgspec.Struct, eq=False):
     state: TicketState = WAITING
     admitted_s: float = 0.0
     held_tokens: int = 0
+    fullness: float = 1.0  # prompt tokens in flight at its admission relative to the capacity, at least 1
     refusal: Overloaded | None = None
     wake: Callable[[], None] | None = None
 
@@ -174,8 +175,10 @@ class FairQueue:
         """Note that the ticket's prompt is computed, which frees its prompt tokens for other requests."""
         if ticket.state is ADMITTED and ticket.held_tokens:
             self.tokens_in_flight -= ticket.held_tokens
-            # The average is over tokens, so a long prompt counts more than a short one.
-            self._prefill_s.add(now - ticket.admitted_s, min(0.5, _SMOOTHING * (1 + ticket.held_tokens / 1024)))
+            # The average is over tokens, so a long prompt counts more than a short one. It is for a capacity that is just
+            # used up: a prompt that alone exceeds the capacity stays longer, but its tokens are not slower.
+            prefill_s = (now - ticket.admitted_s) / ticket.fullness
+            self._prefill_s.add(prefill_s, min(0.5, _SMOOTHING * (1 + ticket.held_tokens / 1024)))
             ticket.held_tokens = 0
             if self.num_waiting:
                 self.pump(now)
@@ -265,6 +268,8 @@ class FairQueue:
         self.num_in_flight += 1
         self.tokens_in_flight += ticket.tokens
         ticket.held_tokens = ticket.tokens
+        if self.tokens_in_flight > self._capacity.prefill_tokens:
+            ticket.fullness = self.tokens_in_flight / self._capacity.prefill_tokens
         ticket.admitted_s = now
         ticket.state = ADMITTED
 
