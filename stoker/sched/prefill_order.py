@@ -3,7 +3,7 @@
 1. A better (lower) priority first.
 2. Within a priority, tenants share the computed prompt tokens by weight (base/fair_shares.py).
 3. Within a tenant, the sequence with the fewest tokens left to compute, with ageing (base/shortest_first.py). Sequences that
-   have output, because they were preempted or come from another worker, go before those: their client's stream stands still.
+   have output were preempted or come from another worker. They go before those, because their clients' streams are stalled.
 
 A running sequence whose prompt is partly computed stays in the order. So a short prompt overtakes a long one between two
 steps.

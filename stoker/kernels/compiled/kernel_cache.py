@@ -147,7 +147,7 @@ class KernelCache:
 
 
 def name_in_archive(path: Path) -> str | None:
-    """Return the name under which an archive keeps this file of a cache's folder, or None if it needs no keeping."""
+    """Return the name under which an archive keeps this file of a cache's folder, or None if an archive does not need it."""
     name = path.name[_DIGEST_CHARS + 1 :]
     return f"{path.parent.name}/{name}" if name.endswith((*_NEEDED, ".so")) else None
 
@@ -220,7 +220,7 @@ def install(cache: KernelCache) -> None:
 
     knobs.cache.manager_class = Manager
     knobs.compilation.store_binary_only = True
-    knobs.compilation.disable_line_info = True  # it would name the source files' places on the machine that compiles
+    knobs.compilation.disable_line_info = True  # it would hold the paths of the source files
     # Triton hashes its own library of 400 MB at every start, and the hash differs between Python versions. The version
-    # tells as much about the compiled kernels.
+    # identifies the compiled kernels just as well.
     triton_cache.triton_key = lambda: __version__
