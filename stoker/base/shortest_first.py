@@ -73,7 +73,7 @@ class ShortestFirst(Generic[T]):
         return self._by_rank[:count]
 
     def num_before(self, size: int) -> int:
-        """Return how many items would go before an item of this size that arrives now, ageing of the oldest left aside."""
+        """Return how many items would go before an item of this size that arrives now, if the oldest is not favoured."""
         return bisect_left(self._by_rank, (size + self._computed // SHRINKING_TOKENS + 1,))  # type: ignore[type-var]
 
     def add(self, item: T, size: int, arrival: int) -> None:

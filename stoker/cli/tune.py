@@ -21,7 +21,7 @@ HELP = "measure the fastest kernels for a model on this GPU, once"
 DESCRIPTION = """Measure the fastest tiles of the matmul kernels for a model on this GPU, and store them in the cache folder.
 Every later `stoker serve` and `stoker up` on this machine uses them. Without this command, tiles are predicted from the
 shapes of the weights, with measurements of an H200: there, tuning gains a few percent at most; on another GPU it can gain
-more. Only the model's config.json is used. It takes one to five minutes, and the GPU should have nothing else to do. A run
+more. Only the model's config.json is used. It takes one to five minutes, and the GPU should be idle otherwise. A run
 that was interrupted continues where it stopped. Experts of MoE models are not tuned."""
 
 _MAX_PROCESSES = 8
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 def _warn_if_busy(used_bytes: int) -> None:
     if used_bytes > _BUSY_BYTES:
         used = f"other processes use {used_bytes / (1 << 30):.0f} GiB of this GPU"
-        print_message(f"stoker: {used}; if they compute meanwhile, the result is unreliable", sys.stderr)
+        print_message(f"stoker: {used}; if they use it during the measurement, the result is unreliable", sys.stderr)
 
 
 def _tune(folder: Path, tuning_dir: Path, again: bool) -> int:

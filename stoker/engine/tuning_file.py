@@ -6,10 +6,10 @@ warning, and so is a damaged one. It never stops a start.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
+import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from stoker import kernels
 from stoker.base import log as logs
 from stoker.base.errors import ConfigError
+from stoker.kernels.compiled.kernel_archive import hash_of_sources
 from stoker.kernels.tuned_tiles import CHECKS, Numbers, TileKey, use_tuned_tiles
 
 FORMAT = 1
@@ -43,7 +43,7 @@ class TuningSystem:
     @classmethod
     def of(cls, device: torch.device) -> TuningSystem:
         """Describe this machine."""
-        return cls(torch.cuda.get_device_name(device), _kernels_hash(), torch.__version__, _triton_version())
+        return cls(torch.cuda.get_device_name(device), hash_of_sources(), torch.__version__, _triton_version())
 
 
 class UnusableTuning(Exception):
@@ -56,11 +56,11 @@ def tuning_path(folder: Path, system: TuningSystem) -> Path:
 
 def read_tuning(path: Path, system: TuningSystem) -> dict[TileKey, Numbers]:
     """Return the tuned tiles; none if there is no file. Raises UnusableTuning."""
-    if not path.exists():
-        return {}
-    if not path.is_file():
-        raise UnusableTuning("it is not a file")
     try:
+        if not path.exists():
+            return {}
+        if not path.is_file():
+            raise UnusableTuning("it is not a file")
         with path.open("rb") as file:
             found = json.loads(file.read(_MAX_BYTES))
     except OSError as error:
@@ -94,10 +94,10 @@ def write_tuning(path: Path, system: TuningSystem, tiles: Mapping[TileKey, Numbe
     entries = [asdict(key) | {"tile": list(tiles[key])} for key in sorted(tiles)]
     lines = ",\n".join(json.dumps(entry) for entry in entries)
     text = json.dumps(asdict(system))[:-1] + f', "tiles": [\n{lines}\n]}}\n'
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8") as file:
+        with temporary.open("x", encoding="utf-8") as file:  # follows no symbolic link that another user has put there
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -124,14 +124,6 @@ def load_tuning(folder: Path, device: torch.device) -> None:
     if tiles:
         log.event("tuning_used", file=str(path), tiles=len(tiles))
     use_tuned_tiles(tiles)
-
-
-def _kernels_hash() -> str:
-    found = hashlib.sha256()
-    for folder in kernels.__path__:
-        for path in sorted(Path(folder).glob("*.py")):
-            found.update(path.name.encode() + path.read_bytes())
-    return found.hexdigest()[:16]
 
 
 def _triton_version() -> str:

@@ -1,9 +1,9 @@
 """PrefillOrder: in which order the prompts of waiting and running sequences are computed. Pure.
 
 1. A better (lower) priority first.
-2. Within a priority, tenants share the computed prompt tokens by weight (start-time fair queueing).
+2. Within a priority, tenants share the computed prompt tokens by weight (base/fair_shares.py).
 3. Within a tenant, the sequence with the fewest tokens left to compute, with ageing (base/shortest_first.py). Sequences that
-   have output, because they were preempted or come from another worker, go before those: their client's stream stands still.
+   have output were preempted or come from another worker. They go before those, because their clients' streams are stalled.
 
 A running sequence whose prompt is partly computed stays in the order. So a short prompt overtakes a long one between two
 steps.
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 
+from stoker.base.fair_shares import FairShares
 from stoker.base.shortest_first import ShortestFirst
 from stoker.sched.sequence import Sequence
 
@@ -32,8 +33,12 @@ class PrefillOrder:
         self._step_tokens = step_tokens
         self._measure = measure
         self._classes: dict[int, dict[str, ShortestFirst[Sequence]]] = {}  # by priority and tenant
-        self._finish: dict[str, float] = {}  # virtual time up to which each tenant has used its share
-        self._virtual = 0.0
+        self._shares = FairShares()
+        self._passed_over: set[str] = set()  # tenants that get no more turns in this walk
+
+    @property
+    def best_priority(self) -> int | None:
+        return min(self._classes, default=None)
 
     def add(self, seq: Sequence) -> None:
         tenants = self._classes.setdefault(seq.request.priority, {})
@@ -54,8 +59,7 @@ class PrefillOrder:
             if not tenants:
                 del self._classes[seq.request.priority]
         if not self._classes:
-            self._finish.clear()
-            self._virtual = 0.0
+            self._shares.clear()
 
     def measure(self, seq: Sequence) -> None:
         """Measure a sequence of the order again."""
@@ -68,9 +72,7 @@ class PrefillOrder:
         """
         self._queue_of(turn).charge(turn, count)
         request = turn.request
-        start = self._start(request.tenant)
-        self._finish[request.tenant] = start + count / request.tenant_weight
-        self._virtual = start
+        self._shares.charge(request.tenant, count, request.tenant_weight)
         if left > 1:
             self._queue_of(seq).resize(seq, self._size(seq, left))
         else:
@@ -81,17 +83,28 @@ class PrefillOrder:
 
         A sequence may be yielded twice.
         """
+        self._shares.trim()
+        start_of = self._shares.start
         for priority in sorted(self._classes):
             tenants = self._classes.get(priority, {})
-            turns = [(self._start(tenant), queue.oldest.arrival, tenant) for tenant, queue in tenants.items()]
+            turns = [(start_of(tenant), queue.oldest.arrival, tenant) for tenant, queue in tenants.items()]
             heapify(turns)
-            candidates = {tenant: self._candidates(queue) for tenant, queue in tenants.items()}
+            candidates: dict[str, Iterator[Sequence]] = {}  # only of tenants that get a turn, because there may be many
+            self._passed_over.clear()
             while turns:
                 _, arrival, tenant = heappop(turns)
+                if tenant not in candidates:
+                    queue = tenants.get(tenant)
+                    candidates[tenant] = iter(()) if queue is None else self._candidates(queue)
                 seq = next(candidates[tenant], None)
                 if seq is not None:
                     yield seq
-                    heappush(turns, (self._start(tenant), arrival, tenant))
+                    if tenant not in self._passed_over:
+                        heappush(turns, (start_of(tenant), arrival, tenant))
+
+    def pass_over(self, seq: Sequence) -> None:
+        """Give the tenant of this sequence no more turns at its priority in this walk."""
+        self._passed_over.add(seq.request.tenant)
 
     def _candidates(self, queue: ShortestFirst[Sequence]) -> Iterator[Sequence]:
         """Yield a tenant's sequences in order."""
@@ -119,9 +132,6 @@ class PrefillOrder:
 
     def _size(self, seq: Sequence, tokens_left: int) -> int:
         return _FIRST if seq.has_output else tokens_left
-
-    def _start(self, tenant: str) -> float:
-        return max(self._virtual, self._finish.get(tenant, 0.0))
 
     def _queue_of(self, seq: Sequence) -> ShortestFirst[Sequence]:
         return self._classes[seq.request.priority][seq.request.tenant]

@@ -294,13 +294,33 @@ class Scheduler:
             seq = next(iter(self._waiting))
             self._waiting.move_to_end(seq)
             self._order.measure(seq)
-        for seq in self._order.walk():
-            if not builder.budget or not self._take_turn(seq, builder):
-                break
+        if running or self._free_rows or self._could_preempt():
+            self._take_turns(builder)
         # A waiting sequence that does not fit does not stop those that have their blocks. It may wait for these.
         for seq in sorted(running, key=lambda s: s.num_to_compute):
             if builder.budget and seq.state is SequenceState.RUNNING:
                 self._take_turn(seq, builder)
+
+    def _could_preempt(self) -> bool:
+        """Return True if a running sequence has a worse priority than a waiting one."""
+        best = self._order.best_priority
+        return best is not None and bool(self._running) and best < self._running[-1].request.priority
+
+    def _take_turns(self, builder: PlanBuilder) -> None:
+        """Compute prompts in order. At most one sequence that does not fit is passed, by other tenants of its priority."""
+        blocked: Sequence | None = None
+        num_free = 0
+        for seq in self._order.walk():
+            if not builder.budget or (blocked is not None and seq.request.priority != blocked.request.priority):
+                break
+            if self._take_turn(seq, builder):
+                continue
+            if blocked is not None or not self._may_be_passed(seq):
+                break
+            blocked, num_free = seq, self._pool.num_free
+            self._order.pass_over(seq)
+        if blocked is not None:
+            blocked.blocks_passed += max(0, num_free - self._pool.num_free)
 
     def _take_turn(self, turn: Sequence, builder: PlanBuilder) -> bool:
         """Compute prompt tokens of a sequence, or of the running one whose blocks it waits for.
@@ -325,6 +345,14 @@ class Scheduler:
         else:
             self._order.discard(seq)  # until its blocks are loaded
         return True
+
+    def _may_be_passed(self, seq: Sequence) -> bool:
+        """Return True if other tenants' sequences may start before this one, which does not fit.
+
+        Otherwise one tenant's prompt that needs most of the KV cache would stop all others until the running sequences end.
+        After the others have taken as many blocks as it needs itself, they wait for it. So it does not starve.
+        """
+        return bool(self._free_rows) and seq.blocks_passed < seq.num_blocks_for(len(seq.token_ids) + 1)
 
     def _tokens_left(self, seq: Sequence) -> int:
         """Return how many known tokens are to be computed. For a waiting sequence it is an estimate."""

@@ -40,6 +40,7 @@ class Sequence:
     row_epoch: int = 0  # changes with each row that the sequence gets or loses; detects a preemption since a launch
     cached_tokens: int | None = None  # set when the sequence first runs
     pulled_tokens: int = 0
+    blocks_passed: int = 0  # blocks that other tenants' sequences took while this one did not fit
 
     @property
     def num_to_compute(self) -> int:

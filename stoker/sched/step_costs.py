@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 _SAMPLES = 7  # measured steps that a size class keeps; their median ignores up to three stalls
+_MIN_S, _MAX_S = 1e-9, 1e6  # a step outside these is not a measurement; the squares of its time could overflow
 _MAX_CLASSES = 32  # the classes that were not measured for longest are dropped
 _HALF_AGE = 256  # a class counts half after this many steps without a new measurement in it
 # Strength of the pull towards zero, per coefficient: fixed, token, row. It decides only what the measurements leave open:
@@ -63,7 +64,7 @@ class StepTimes:
 
     def record(self, num_tokens: int, num_rows: int, step_s: float) -> None:
         """Add a measured step of `num_tokens` tokens, one or more for each of its rows."""
-        if not 0.0 < step_s < float("inf"):
+        if not _MIN_S <= step_s <= _MAX_S:
             return
         key = (num_rows.bit_length(), (num_tokens - num_rows).bit_length())
         cls = self._classes.pop(key, None) or _SimilarSteps()

@@ -128,6 +128,11 @@ def test_something_else_in_place_of_the_file_is_ignored(path, monkeypatch, caplo
     assert load(path, monkeypatch, caplog) == ["it is not a file"]
 
 
+def test_a_path_that_the_system_refuses_is_unusable(tmp_path):
+    with pytest.raises(UnusableTuning, match="it cannot be read: File name too long"):
+        read_tuning(tmp_path / ("a" * 300) / "x.json", SYSTEM)
+
+
 def test_an_unwritable_folder_is_an_error_that_names_the_file(tmp_path):
     (tmp_path / "tuning").write_text("a file, not a folder")
     with pytest.raises(ConfigError, match=r"tuning/NVIDIA-H200\.json cannot be written: .*--cache-dir"):
@@ -143,14 +148,6 @@ def test_a_failed_write_leaves_the_old_file(path, monkeypatch):
         write_tuning(path, SYSTEM, {})
     assert read_tuning(path, SYSTEM) == {KEY: TILE, LIBRARY: ()}
     assert os.listdir(path.parent) == [path.name]
-
-
-def test_the_hash_follows_the_source_of_the_kernels(tmp_path, monkeypatch):
-    (tmp_path / "one.py").write_text("a = 1")
-    monkeypatch.setattr(tuning_file.kernels, "__path__", [str(tmp_path)])
-    before = tuning_file._kernels_hash()
-    (tmp_path / "one.py").write_text("a = 2")
-    assert tuning_file._kernels_hash() != before
 
 
 def test_an_unusable_file_says_which_version_it_has(path):

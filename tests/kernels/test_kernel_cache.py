@@ -3,10 +3,13 @@ elsewhere."""
 
 from __future__ import annotations
 
+import os
+import zipfile
 from pathlib import Path
 
 import pytest
 
+from stoker.kernels.compiled import kernel_archive
 from stoker.kernels.compiled.kernel_archive import (
     SHIPPED_FOLDER,
     KernelArchive,
@@ -150,3 +153,102 @@ def test_the_archives_that_come_with_stoker_are_readable() -> None:
         assert archive.num_kernels > 0
         if manifest.sources != hash_of_sources():  # workers compile again, so that a change of a kernel need not wait
             print(f"{path.name} is stale: run scripts/ship-kernels")
+
+
+def test_the_hash_follows_the_source_of_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_archive, "_KERNELS_FOLDER", tmp_path)
+    (tmp_path / "one.py").write_text("a = 1")
+    before = hash_of_sources()
+    (tmp_path / "one.py").write_text("a = 2")
+    assert hash_of_sources() != before
+
+
+# ---- hostile files and folders
+
+LISTS = [
+    b"{",
+    b"7",
+    b"\xff",
+    b'{"a": 1}',
+    b"[1]",
+    b'["../../x"]',
+    b'["a\\u0000"]',
+    b'["' + b"a" * 300 + b'"]',
+    b"[" * 100_000,
+]
+
+
+@pytest.mark.parametrize("data", LISTS, ids=range(len(LISTS)))
+def test_a_hostile_list_of_files_is_missing(tmp_path: Path, faults: Faults, data: bytes) -> None:
+    path = tmp_path / "hostile.zip"
+    names = [f"__group__{KERNEL}", "../../x", "a\0", "a" * 300]
+    write_archive(path, Manifest(90, "3.6.0", "0", []), [(f"{KEY}/{name}", data) for name in names])
+    cache = KernelCache(tmp_path / "cache", [KernelArchive(path)], faults)
+    assert found(cache) is None
+    assert faults == ["kernel_cache_corrupt"]
+    assert len(list((tmp_path / "cache").glob("**/*.*"))) == 1  # the list itself
+
+
+def test_a_folder_that_all_users_can_write_to_is_not_used(tmp_path: Path, faults: Faults) -> None:
+    fill(KernelCache(tmp_path / "cache", [], faults))
+    (tmp_path / "cache").chmod(0o777)
+    cache = KernelCache(tmp_path / "cache", [], faults)
+    assert found(cache) is None
+    assert cache.folder.stat().st_mode & 0o777 == 0o700
+    assert faults == ["kernel_cache_not_trusted"]
+    fill(cache)
+    assert found(cache) == FILES
+
+
+def test_a_folder_of_another_user_is_not_used(tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(KernelCache(tmp_path, [], faults))
+    os.chown(tmp_path, 12345, -1) if os.geteuid() == 0 else monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert found(KernelCache(tmp_path, [], faults)) is None
+    assert faults == ["kernel_cache_not_trusted"]
+
+
+def test_new_folders_are_not_writable_by_others(tmp_path: Path, faults: Faults) -> None:
+    before = os.umask(0)
+    try:
+        fill(KernelCache(tmp_path / "cache", [], faults))
+    finally:
+        os.umask(before)
+    assert found(KernelCache(tmp_path / "cache", [], faults)) == FILES
+    assert faults == []
+
+
+def test_a_member_that_expands_beyond_the_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "bomb.zip"
+    write_archive(path, Manifest(90, "3.6.0", "0", []), [("KEY/bomb", bytes(100_001))])
+    assert path.stat().st_size < 2000
+    monkeypatch.setattr(kernel_archive, "_MAX_MEMBER_BYTES", 100_000)
+    with pytest.raises(ValueError, match="the limit is 100000"):
+        KernelArchive(path).read("KEY/bomb")
+
+
+MANIFESTS = [b"7", b"[" * 100_000, b'{"arch": 90, "triton": "3", "sources": "0", "models": null}']
+MANIFESTS += [b'{"arch": "90", "triton": "3", "sources": "0", "models": []}']
+MANIFESTS += [b'{"arch": 90, "triton": "3", "sources": "0", "models": ["\\u001b[2J"]}']
+
+
+@pytest.mark.parametrize("data", MANIFESTS, ids=range(len(MANIFESTS)))
+def test_a_hostile_manifest_is_an_error_that_the_command_reports(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "hostile.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("manifest.json", data)
+    with pytest.raises(ValueError, match="manifest"):
+        _ = KernelArchive(path).manifest
+
+
+def test_writing_follows_no_link_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    victim, path = tmp_path / "victim", tmp_path / "kernels.zip"
+    victim.write_text("kept")
+    for name in ("kernels.zip", "kernels.zip.new"):
+        (tmp_path / name).symlink_to(victim)
+    manifest = Manifest(90, "3.6.0", "0", [])
+    write_archive(path, manifest, [])
+    assert victim.read_text() == "kept"
+    assert KernelArchive(path).manifest == manifest
+    with pytest.raises(TypeError):
+        write_archive(path, manifest, [("a", None)])  # type: ignore[list-item]
+    assert sorted(os.listdir(tmp_path)) == ["kernels.zip", "kernels.zip.new", "victim"]

@@ -232,3 +232,49 @@ def test_a_step_looks_at_a_bounded_number_of_waiting_sequences() -> None:
     for _ in range(20):
         world.step()
     assert asked["holds"] < 20 * 40
+
+
+def test_a_tenants_large_prompt_that_does_not_fit_does_not_stop_other_tenants() -> None:
+    """The large one needs 90 of 100 blocks. A sequence that runs for long holds more than 10."""
+    world = World(num_blocks=100, step_tokens=16)
+    world.add(1000, 16, max_new=150, tenant="b")
+    for _ in range(30):
+        world.step()
+    world.add(5000, 355, tenant="a")
+    for number in range(2000, 2010):
+        world.add(number, 8, tenant="b")
+        world.step()
+        world.step()
+    assert 1000 in world.left
+    assert world.left.isdisjoint(range(2000, 2010))
+    world.run()
+
+
+def test_a_large_prompt_that_does_not_fit_is_not_starved_by_other_tenants() -> None:
+    """As above, and small ones of the other tenant always hold more than 10 blocks."""
+    world = World(num_blocks=100, step_tokens=16)
+    for number in range(1000, 1008):
+        world.add(number, 8, max_new=20, tenant="b")
+    world.step()
+    world.add(5000, 350, tenant="a")
+    for number in range(1008, 1400):
+        world.add(number, 8, max_new=20, tenant="b")
+        world.step()
+        if 5000 not in world.left:
+            break
+    assert 5000 not in world.left
+    world.run()
+
+
+def test_a_worse_priority_takes_no_blocks_from_a_sequence_that_does_not_fit() -> None:
+    world = World(num_blocks=100, step_tokens=16)
+    world.add(1000, 16, max_new=150, tenant="b")
+    for _ in range(30):
+        world.step()
+    world.add(5000, 355, tenant="a")
+    world.add(2000, 8, tenant="b", priority=1)
+    for _ in range(20):
+        world.step()
+    assert 1000 in world.left
+    assert 2000 in world.left
+    world.run()

@@ -3,7 +3,7 @@
 Capacity is counted in requests and in uncached prompt tokens in flight. When it is used up, requests wait:
 
 - a better (lower) priority first;
-- within a priority, tenants share by uncached tokens and weight (start-time fair queueing);
+- within a priority, tenants share by uncached tokens and weight (base/fair_shares.py);
 - within a tenant, the request with the fewest uncached tokens first, with ageing (base/shortest_first.py). Its step is
   `prefill_tokens`.
 
@@ -29,6 +29,7 @@ from enum import Enum
 import msgspec
 
 from stoker.base.errors import Overloaded
+from stoker.base.fair_shares import FairShares
 from stoker.base.shortest_first import OVERTAKING_RATIO, ShortestFirst
 from stoker.gateway.config import AdmissionSettings
 
@@ -72,6 +73,7 @@ class Ticket(msgspec.Struct, eq=False):
     state: TicketState = WAITING
     admitted_s: float = 0.0
     held_tokens: int = 0
+    fullness: float = 1.0  # prompt tokens in flight at its admission relative to the capacity, at least 1
     refusal: Overloaded | None = None
     wake: Callable[[], None] | None = None
 
@@ -130,8 +132,7 @@ class FairQueue:
         self._capacity = Capacity()
         self._capacity_s = -math.inf
         self._classes: dict[int, dict[str, _Line]] = {}
-        self._finish: dict[str, float] = {}  # tenant -> virtual finish time of its last admitted request
-        self._virtual = 0.0
+        self._shares = FairShares()
         self._service_s = _Mean()
         self._prefill_s = _Mean()
         self._backlog_since_s = 0.0
@@ -174,8 +175,10 @@ class FairQueue:
         """Note that the ticket's prompt is computed, which frees its prompt tokens for other requests."""
         if ticket.state is ADMITTED and ticket.held_tokens:
             self.tokens_in_flight -= ticket.held_tokens
-            # The average is over tokens, so a long prompt counts more than a short one.
-            self._prefill_s.add(now - ticket.admitted_s, min(0.5, _SMOOTHING * (1 + ticket.held_tokens / 1024)))
+            # The average is over tokens, so a long prompt counts more than a short one. It is for a capacity that is just
+            # used up: a prompt that alone exceeds the capacity stays longer, but its tokens are not slower.
+            prefill_s = (now - ticket.admitted_s) / ticket.fullness
+            self._prefill_s.add(prefill_s, min(0.5, _SMOOTHING * (1 + ticket.held_tokens / 1024)))
             ticket.held_tokens = 0
             if self.num_waiting:
                 self.pump(now)
@@ -191,7 +194,7 @@ class FairQueue:
             if uncached_tokens is not None:
                 actual = uncached_tokens if uncached_tokens > MIN_COST_TOKENS else MIN_COST_TOKENS
                 if actual != ticket.cost:
-                    self._finish[ticket.tenant] += (actual - ticket.cost) / ticket.weight
+                    self._shares.correct(ticket.tenant, actual - ticket.cost, ticket.weight)
         ticket.held_tokens = 0
         ticket.state = DONE
         if self.num_waiting:
@@ -219,10 +222,11 @@ class FairQueue:
         """Predict a ticket's wait from the measured turnover (Little's law).
 
         A tenant's queue advances at the tenant's share of the capacity, so other tenants' queued work counts only up to
-        their shares.
+        their shares. The ticket needs a slot, so it counts as a request. Its own tokens do not count: it is admitted as soon
+        as any token of the capacity is free.
         """
-        ahead_requests, ahead_tokens, weights = 1.0, float(ticket.tokens), ticket.weight
-        own_requests, own_tokens = 1.0, float(ticket.tokens)
+        ahead_requests, ahead_tokens, weights = 1.0, 0.0, ticket.weight
+        own_requests, own_tokens = 1.0, 0.0
         for priority, lines in self._classes.items():
             if priority > ticket.priority:
                 continue
@@ -259,14 +263,13 @@ class FairQueue:
         return self.num_in_flight < self._capacity.requests and self.tokens_in_flight < self._capacity.prefill_tokens
 
     def _admit(self, ticket: Ticket, now: float) -> None:
-        start = self._finish.get(ticket.tenant, 0.0)
-        if start < self._virtual:
-            start = self._virtual
-        self._finish[ticket.tenant] = start + ticket.cost / ticket.weight
-        self._virtual = start
+        self._shares.trim()
+        self._shares.charge(ticket.tenant, ticket.cost, ticket.weight)
         self.num_in_flight += 1
         self.tokens_in_flight += ticket.tokens
         ticket.held_tokens = ticket.tokens
+        if self.tokens_in_flight > self._capacity.prefill_tokens:
+            ticket.fullness = self.tokens_in_flight / self._capacity.prefill_tokens
         ticket.admitted_s = now
         ticket.state = ADMITTED
 
@@ -308,7 +311,7 @@ class FairQueue:
         lines = self._classes[min(self._classes, key=rank)]
 
         def turn(tenant: str) -> tuple[float, float]:
-            return max(self._virtual, self._finish.get(tenant, 0.0)), lines[tenant].tickets.oldest.arrived_s
+            return self._shares.start(tenant), lines[tenant].tickets.oldest.arrived_s
 
         return lines[min(lines, key=turn)].tickets.next
 

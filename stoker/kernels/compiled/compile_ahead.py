@@ -54,8 +54,11 @@ def recorded_launches() -> Iterator[Mapping[object, KernelLaunch]]:
 
 
 def _kind(argument: Any, param: Any) -> object:
-    """Return what Triton distinguishes when it compiles: of a tensor its dtype and alignment, of a whole number its
-    size, and whether it is 1 or a multiple of 16; of other numbers nothing."""
+    """Return what Triton distinguishes when it compiles.
+
+    For a tensor, this is its dtype and its alignment. For an integer, it is whether it needs 64 bits, is 1, or is a multiple
+    of 16. The value of a float does not matter.
+    """
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16
     if param.is_constexpr or type(argument) not in (int, float):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import threading
 import zipfile
 import zlib
@@ -17,6 +18,8 @@ from pathlib import Path
 MANIFEST = "manifest.json"
 SHIPPED_FOLDER = Path(__file__).parent / "shipped"
 _KERNELS_FOLDER = Path(__file__).parent.parent
+_MAX_MEMBER_BYTES = 64 << 20
+_PIECE_BYTES = 4096  # compressed bytes that are unpacked at once: a hostile file expands to some ten megabytes at most
 _DATE = (1980, 1, 1, 0, 0, 0)  # the same kernels give the same file
 
 
@@ -29,9 +32,19 @@ class Manifest:
     sources: str  # hash of the kernels' source files
     models: list[str]
 
+    @property
+    def is_valid(self) -> bool:
+        """False if a field read from a file has another type, or text that a terminal could take for commands."""
+        if type(self.arch) is not int or not isinstance(self.models, list):
+            return False
+        return all(isinstance(text, str) and text.isprintable() for text in (self.triton, self.sources, *self.models))
+
 
 class KernelArchive:
-    """A zip file of compiled kernels. Members are named by Triton's key and the file name: KEY/NAME."""
+    """A zip file of compiled kernels. Members are named by Triton's key and the file name: KEY/NAME.
+
+    They are only read by name. Nothing is extracted to a path that the file chooses.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -44,9 +57,12 @@ class KernelArchive:
         if data is None:
             raise ValueError(f"it has no {MANIFEST}")
         try:
-            return Manifest(**json.loads(data))
-        except TypeError as error:
+            manifest = Manifest(**json.loads(data))
+        except (TypeError, RecursionError) as error:
             raise ValueError(f"its {MANIFEST} has other fields ({error})") from error
+        if not manifest.is_valid:
+            raise ValueError(f"its {MANIFEST} has a field of another type")
+        return manifest
 
     @property
     def num_kernels(self) -> int:
@@ -55,8 +71,11 @@ class KernelArchive:
     def read(self, name: str) -> bytes | None:
         """Return a member, or None if there is none. Raises ValueError or OSError if the file cannot be read."""
         try:
-            with self._lock:
-                return self._zip.read(name)
+            with self._lock, self._zip.open(name) as member:
+                size = self._zip.getinfo(name).file_size
+                if size > _MAX_MEMBER_BYTES:
+                    raise ValueError(f"{name[:200]!r} has {size} bytes; the limit is {_MAX_MEMBER_BYTES}")
+                return b"".join(iter(lambda: member.read(_PIECE_BYTES), b""))
         except KeyError:
             return None
         except (zipfile.BadZipFile, zlib.error, LZMAError, EOFError, NotImplementedError, RuntimeError) as error:
@@ -69,11 +88,15 @@ class KernelArchive:
 
 def write_archive(path: Path, manifest: Manifest, members: Iterable[tuple[str, bytes]]) -> None:
     """Write an archive. The file at `path` is replaced once the new one is complete."""
-    temporary = path.with_name(path.name + ".new")
-    with zipfile.ZipFile(temporary, "w") as archive:
-        for name, data in [(MANIFEST, json.dumps(asdict(manifest), indent=1).encode()), *sorted(members)]:
-            archive.writestr(zipfile.ZipInfo(name, _DATE), data, zipfile.ZIP_LZMA)
-    os.replace(temporary, path)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.new")
+    try:
+        with zipfile.ZipFile(temporary, "x") as archive:  # "x" follows no symbolic link that another user has put there
+            for name, data in [(MANIFEST, json.dumps(asdict(manifest), indent=1).encode()), *sorted(members)]:
+                archive.writestr(zipfile.ZipInfo(name, _DATE), data, zipfile.ZIP_LZMA)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def shipped_archive(triton_version: str, arch: int) -> Path:

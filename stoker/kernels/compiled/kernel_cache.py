@@ -3,6 +3,9 @@
 It takes the place of Triton's own cache, which stops the start at a corrupt file or an unwritable folder. Here, a file
 whose checksum is wrong counts as missing, and a folder that cannot be written is replaced by a temporary one. Both cost
 time, never the start. What an archive has is copied into the folder, because Triton wants paths.
+
+Compiled kernels are code: launchers run in the engine process. A checksum finds damage, not forgery. So a folder that
+other users can write to is not used.
 """
 
 from __future__ import annotations
@@ -10,7 +13,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
+import stat
 import tempfile
 import threading
 import weakref
@@ -25,6 +30,8 @@ Warn = Callable[[str, Path, str], None]  # what happened, to which file or folde
 
 _GROUP = "__group__"
 _DIGEST_CHARS = 16
+_FILE_NAME = re.compile(r"[\w.-]{1,200}")
+_FOLDER_MODE = 0o755
 _NEEDED = (".json", ".cubin")  # what a compiled kernel consists of; the other files are intermediate results
 
 
@@ -48,6 +55,9 @@ class KernelCache:
         self._warned: set[str] = set()
         self._lock = threading.Lock()
         self._is_temporary = False
+        if (reason := _distrusted(folder)) is not None:
+            self._warn_once("kernel_cache_not_trusted", folder, reason)
+            self._use_temporary_folder()
 
     def find(self, key: str, name: str) -> Path | None:
         """Return the path of a file with a correct checksum, or None."""
@@ -59,11 +69,7 @@ class KernelCache:
             return _write(self.folder / key, name, data)
         except OSError as error:
             self._warn_once("kernel_cache_unwritable", self.folder, error.strerror or str(error))
-        with self._lock:
-            if not self._is_temporary:
-                self.folder = Path(tempfile.mkdtemp(prefix="stoker-kernels-"))
-                self._is_temporary = True
-                weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        self._use_temporary_folder()
         return _write(self.folder / key, name, data)
 
     def find_group(self, key: str, name: str) -> dict[str, str] | None:
@@ -72,7 +78,7 @@ class KernelCache:
         listed = self.find(key, _GROUP + name)
         if listed is None:
             return None
-        found = {child: self.find(key, child) for child in json.loads(listed.read_bytes())}
+        found = {child: self.find(key, child) for child in self._read_list(listed)}
         if not found or None in found.values():
             return None
         with self._lock:
@@ -86,6 +92,24 @@ class KernelCache:
             self.counts.compiled += 1
         kept = sorted(child for child in children if child.endswith(_NEEDED))
         return self.put(key, _GROUP + name, json.dumps(kept).encode())
+
+    def _read_list(self, path: Path) -> list[str]:
+        """Return the names in a list of files. It may come from an archive, so it may hold anything."""
+        try:
+            names = json.loads(path.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            names = None
+        if isinstance(names, list) and all(isinstance(name, str) and _FILE_NAME.fullmatch(name) for name in names):
+            return names
+        self._warn_once("kernel_cache_corrupt", path, "it is not a list of file names")
+        return []
+
+    def _use_temporary_folder(self) -> None:
+        with self._lock:
+            if not self._is_temporary:
+                self.folder = Path(tempfile.mkdtemp(prefix="stoker-kernels-"))
+                self._is_temporary = True
+                weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
 
     def _in_folder(self, key: str, name: str) -> Path | None:
         try:
@@ -123,7 +147,7 @@ class KernelCache:
 
 
 def name_in_archive(path: Path) -> str | None:
-    """Return the name under which an archive keeps this file of a cache's folder, or None if it needs no keeping."""
+    """Return the name under which an archive keeps this file of a cache's folder, or None if an archive does not need it."""
     name = path.name[_DIGEST_CHARS + 1 :]
     return f"{path.parent.name}/{name}" if name.endswith((*_NEEDED, ".so")) else None
 
@@ -133,9 +157,23 @@ def _stored_name(name: str, data: bytes) -> str:
     return f"{hashlib.sha256(data).hexdigest()[:_DIGEST_CHARS]}-{name}"
 
 
+def _distrusted(folder: Path) -> str | None:
+    """Return why other users could put their own code into this folder, or None if they cannot."""
+    try:
+        found = folder.stat()
+    except OSError:
+        return None  # it is created, or reported when it is used
+    if found.st_uid not in (0, os.geteuid()):
+        return f"it belongs to user {found.st_uid}, who could put other code there; use a folder of your own"
+    if found.st_mode & stat.S_IWOTH:
+        return "all users can write to it, and could put other code there; run chmod o-w on it, after emptying it"
+    return None
+
+
 def _write(folder: Path, name: str, data: bytes) -> Path:
     """Write a file so that other processes see all of it or nothing."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.parent.mkdir(_FOLDER_MODE, parents=True, exist_ok=True)
+    folder.mkdir(_FOLDER_MODE, exist_ok=True)
     path = folder / _stored_name(name, data)
     number, temporary = tempfile.mkstemp(dir=folder)
     try:
@@ -182,7 +220,7 @@ def install(cache: KernelCache) -> None:
 
     knobs.cache.manager_class = Manager
     knobs.compilation.store_binary_only = True
-    knobs.compilation.disable_line_info = True  # it would name the source files' places on the machine that compiles
+    knobs.compilation.disable_line_info = True  # it would hold the paths of the source files
     # Triton hashes its own library of 400 MB at every start, and the hash differs between Python versions. The version
-    # tells as much about the compiled kernels.
+    # identifies the compiled kernels just as well.
     triton_cache.triton_key = lambda: __version__

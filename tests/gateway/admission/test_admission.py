@@ -581,3 +581,32 @@ def test_a_request_refused_for_its_tokens_still_counts_as_a_request() -> None:
             admission.claim(caller)
 
     asyncio.run(main())
+
+
+def test_a_long_prompt_is_not_refused_for_its_own_tokens() -> None:
+    """The fleet computes 26,000 tokens per second. The long prompt alone takes 38 s, but it waits for 1.5 s at most."""
+    world = World(AdmissionSettings(), Capacity(requests=100, prefill_tokens=40_000), service_s=lambda ticket: 1e9)
+    for _ in range(3):
+        world.now += 1.5
+        for ticket in world.admitted:
+            world.queue.first_token(ticket, world.now)
+        for _ in range(2):
+            assert world.ask("a", 20_000) is not None
+    long = world.ask("b", 1_000_000)
+    assert long is not None
+    assert long.state is TicketState.WAITING
+    world.queue.first_token(world.admitted[-1], world.now + 1.5)
+    assert long.state is TicketState.ADMITTED
+
+
+def test_a_prompt_beyond_the_capacity_does_not_make_later_predictions_too_long() -> None:
+    """The fleet computes 1,000 tokens per second. One prompt of 100,000 tokens stays ten times as long as the capacity."""
+    world = World(AdmissionSettings(), Capacity(requests=100, prefill_tokens=10_000), service_s=lambda ticket: 1e9)
+    long = world.ask("a", 100_000)
+    assert long is not None
+    world.now = 100.0
+    world.queue.first_token(long, world.now)
+    tickets = [world.ask("b", 1000) for _ in range(16)]
+    assert [ticket is not None and ticket.state for ticket in tickets[10:]] == [TicketState.WAITING] * 6
+    assert tickets[-1] is not None
+    assert world.queue.predicted_wait_s(tickets[-1]) == pytest.approx(6.0)
