@@ -6,6 +6,7 @@ some executions are traced.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import random
 import re
@@ -22,9 +23,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import stoker
 from tests.fuzz.mutator import ByteMutator
 from tests.fuzz.target import FuzzTarget
 
+_PACKAGE = str(Path(stoker.__file__).parent) + "/"
 CORPUS = Path(__file__).parent / "corpus"
 _TRACED_SHARE, _MEASURED_SHARE = 0.1, 0.02  # of the executions: with line coverage, with tracemalloc
 _MAX_POOL = 2000
@@ -55,7 +58,7 @@ class Failure:
         trace = self.error.__traceback__
         while trace is not None:
             name = trace.tb_frame.f_code.co_filename
-            if "/stoker/" in name or "/fuzz/targets/" in name:
+            if name.startswith(_PACKAGE) or "/fuzz/targets/" in name:
                 places.append(f"{Path(name).name}:{trace.tb_lineno}")
             trace = trace.tb_next
         return f"{type(self.error).__name__} at {places[-1] if places else '?'}"
@@ -204,7 +207,10 @@ def _rss_kib() -> int:
 
 @contextmanager
 def _traced(lines: set[object] | None) -> Iterator[None]:
-    """Collect the executed lines of Stoker's code in this thread."""
+    """Collect the executed lines of Stoker's code in this thread.
+
+    Garbage is not collected meanwhile: finalizers of unrelated objects would add lines that depend on when it happens.
+    """
     if lines is None:
         yield
         return
@@ -215,11 +221,14 @@ def _traced(lines: set[object] | None) -> Iterator[None]:
         return local
 
     def trace(frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
-        return local if "/stoker/" in frame.f_code.co_filename else None
+        return local if frame.f_code.co_filename.startswith(_PACKAGE) else None
 
-    before = sys.gettrace()
+    before, collects = sys.gettrace(), gc.isenabled()
+    gc.disable()
     sys.settrace(trace)
     try:
         yield
     finally:
         sys.settrace(before)
+        if collects:
+            gc.enable()
