@@ -15,12 +15,21 @@ ON_DEVICE = -1
 # Not frozen, for speed: one is created per row and step, and creating a frozen one takes three times as long.
 @dataclass(slots=True)
 class Span:
-    """`count` tokens of one row, starting at position `start`. If `samples`, the token after them is sampled."""
+    """`count` tokens of one row, starting at position `start`. If `samples`, the token after them is sampled.
+
+    The last `num_drafts` of the tokens are drafts. Then the token after the last known one and after each draft is
+    sampled, up to the first draft that differs from the token sampled in its place.
+
+    While earlier steps with drafts are in flight, the host does not know how many tokens they add. Then the real start,
+    which the device knows, is up to `slack` smaller than `start`.
+    """
 
     row: Row
     start: int
     count: int
     samples: bool
+    num_drafts: int = 0
+    slack: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from enum import Enum
 from stoker.base.ids import BlockId, BlockKey, Row
 from stoker.kv.blocks.keys import next_key, salt_hash
 from stoker.kv.blocks.transfer import BlockName
+from stoker.sched.draft_tape import DraftTape
 from stoker.sched.request import GenerateRequest, TokenUsage
 
 
@@ -37,6 +38,8 @@ class Sequence:
     num_named: int = 0  # leading blocks that the pool has registered under their keys
     num_computed: int = 0  # tokens that are computed, or that a launched step computes
     num_pending: int = 0  # tokens that launched steps sample; not yet in token_ids
+    num_drafting: int = 0  # drafts in launched steps: at most this many more tokens than `num_pending` will come
+    tape: DraftTape | None = None  # guesses for the tokens that follow
     row_epoch: int = 0  # changes with each row that the sequence gets or loses; detects a preemption since a launch
     cached_tokens: int | None = None  # set when the sequence first runs
     pulled_tokens: int = 0
