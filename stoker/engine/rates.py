@@ -26,11 +26,11 @@ class StepRates:
         return self._decode_s / self._decode_steps if self._decode_steps else None
 
     def record(self, plan: StepPlan, step_s: float) -> None:
-        if plan.num_tokens == len(plan.spans):
+        if plan.num_tokens - plan.num_drafts == len(plan.spans):
             self._decode_steps = _DECAY * self._decode_steps + 1
             self._decode_s = _DECAY * self._decode_s + step_s
             return
-        prompt_tokens = sum(span.count for span in plan.spans if span.count > 1)
+        prompt_tokens = sum(span.count for span in plan.spans if span.count - span.num_drafts > 1)
         if 2 * prompt_tokens >= plan.num_tokens and prompt_tokens >= _MIN_PROMPT_TOKENS:
             # The step's decoding rows took a share of its time, so their tokens count too.
             self._prompt_tokens = _DECAY * self._prompt_tokens + plan.num_tokens

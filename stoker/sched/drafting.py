@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 from stoker.sched.sequence import Sequence
@@ -31,11 +31,17 @@ class Drafting(Protocol):
         Sequences without drafts may be missing. Sets `seq.tape` where a sequence gets a new tape.
         """
 
-    def committed(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
-        """Take in the outcome of a step in which the sequence had `num_drafts` drafts. Its new tokens are known."""
+    def committed(self, seq: Sequence, num_drafts: int, token_ids: list[int]) -> None:
+        """Take in the tokens that a span with `num_drafts` drafts sampled. All but the last are accepted drafts.
 
-    def ended(self, seqs: Iterable[Sequence]) -> None:
-        """Take in that sequences have ended."""
+        The tokens are not yet among the sequence's.
+        """
+
+    def suggested(self, seq: Sequence, token_ids: list[int]) -> None:
+        """Take in what the runner expects to follow the sequence's tokens, such as text that its grammar forces."""
+
+    def ended(self, seq: Sequence) -> None:
+        """Take in that a sequence has ended."""
 
 
 class NoDrafting:
@@ -44,8 +50,11 @@ class NoDrafting:
     def plan(self, seqs: list[Sequence], budget: int, costs: StepCosts) -> Mapping[Sequence, int]:
         return {}
 
-    def committed(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
+    def committed(self, seq: Sequence, num_drafts: int, token_ids: list[int]) -> None:
         pass
 
-    def ended(self, seqs: Iterable[Sequence]) -> None:
+    def suggested(self, seq: Sequence, token_ids: list[int]) -> None:
+        pass
+
+    def ended(self, seq: Sequence) -> None:
         pass

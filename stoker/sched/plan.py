@@ -8,7 +8,8 @@ from stoker.base.ids import BlockId, Row
 from stoker.kv.blocks.transfer import KvLoad
 from stoker.sched.request import SamplingParams, TokenLogprobs
 
-# Marker in StepPlan.token_ids: an earlier step samples this token. The device has it; the host may not know it yet.
+# Marker in StepPlan.token_ids: an earlier step samples this token. The device has it; the host may not know it yet. The
+# drafts that follow are ON_DEVICE - 1, ON_DEVICE - 2 and so on: the device takes them from the row's tape.
 ON_DEVICE = -1
 
 
@@ -46,6 +47,11 @@ class NewRow:
     num_prompt: int
     max_new_tokens: int  # after the prompt; a grammar completes its output within this limit
 
+    @property
+    def max_tokens(self) -> int:
+        """The limit of prompt and output together."""
+        return self.num_prompt + self.max_new_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class BlockTableChange:
@@ -54,6 +60,15 @@ class BlockTableChange:
     row: Row
     first: int
     blocks: list[BlockId]
+
+
+@dataclass(frozen=True, slots=True)
+class TapeUpload:
+    """Replace the row's tape. `token_ids[i]` is a guess for position `start + i`; see DraftTape."""
+
+    row: Row
+    start: int
+    token_ids: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +83,9 @@ class BlockCopy:
 class StepPlan:
     """One step of the engine.
 
-    The runner executes it in this order: freed rows, new rows, block table changes, copies, clearing of fresh blocks,
-    one forward pass over all spans. Loads start after that. They finish in their own time, independently of the step.
+    The runner executes it in this order: freed rows, new rows, block table changes, tapes, copies, clearing of fresh
+    blocks, one forward pass over all spans. Loads start after that. They finish in their own time, independently of the
+    step.
     """
 
     spans: list[Span]
@@ -80,6 +96,8 @@ class StepPlan:
     copies: list[BlockCopy] = field(default_factory=list)
     fresh_blocks: list[BlockId] = field(default_factory=list)  # to clear, so that no earlier owner's KV can be read
     loads: list[KvLoad] = field(default_factory=list)
+    tapes: list[TapeUpload] = field(default_factory=list)
+    num_drafts: int = 0  # of all spans
 
     @property
     def num_tokens(self) -> int:
@@ -90,8 +108,9 @@ class StepPlan:
 class StepResult:
     """The tokens that a plan's spans sampled. Rare extras are in dicts and sets, keyed by the span's index in the plan."""
 
-    token_ids: list[list[int]]  # per span; empty where the span did not sample
+    token_ids: list[list[int]]  # per span: one and the accepted drafts; empty where the span did not sample
     step_s: float
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     grammar_done: set[int] = field(default_factory=set)  # spans whose output is complete
     errors: dict[int, str] = field(default_factory=dict)  # spans whose grammar cannot continue, with the reason
+    drafts: dict[int, list[int]] = field(default_factory=dict)  # tokens that the grammar forces after the span's tokens

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from stoker.base.ids import BlockId, Row
 from stoker.kv.blocks.transfer import KvLoad
-from stoker.sched.plan import ON_DEVICE, BlockCopy, BlockTableChange, NewRow, Span, StepPlan
+from stoker.sched.plan import ON_DEVICE, BlockCopy, BlockTableChange, NewRow, Span, StepPlan, TapeUpload
 from stoker.sched.sequence import Sequence
 
 
@@ -18,7 +18,8 @@ class PlanBuilder:
     """Collects the contents of one step."""
 
     budget: int  # tokens that this step can still compute
-    counts: dict[Sequence, int] = field(default_factory=dict)  # tokens that this step computes, by sequence
+    counts: dict[Sequence, int] = field(default_factory=dict)  # known tokens that this step computes, by sequence
+    drafts: dict[Sequence, int] = field(default_factory=dict)  # drafts that follow them; missing: none
     changes: dict[Sequence, BlockTableChange] = field(default_factory=dict)
     new_rows: list[NewRow] = field(default_factory=list)
     fresh_blocks: list[BlockId] = field(default_factory=list)
@@ -30,9 +31,14 @@ class PlanBuilder:
         self.counts[seq] = count
         self.budget -= count
 
+    def add_drafts(self, seq: Sequence, count: int) -> None:
+        """Verify `count` drafts of a scheduled sequence in this step."""
+        self.drafts[seq] = count
+        self.budget -= count
+
     def unschedule(self, seq: Sequence) -> None:
         """Take the sequence out of this step."""
-        self.budget += self.counts.pop(seq, 0)
+        self.budget += self.counts.pop(seq, 0) + self.drafts.pop(seq, 0)
         self.changes.pop(seq, None)
 
     def add_row(self, seq: Sequence) -> None:
@@ -54,20 +60,23 @@ class PlanBuilder:
         """
         spans: list[Span] = []
         token_ids: list[int] = []
+        tapes: list[TapeUpload] = []
         filled = {copy.dst for copy in self.copies} | {block for load in self.loads for block in load.blocks}
         for seq, count in self.counts.items():
-            start, num_known = seq.num_computed, len(seq.token_ids)
+            start, num_known, slack = seq.num_computed, len(seq.token_ids), seq.num_drafting
             end = seq.num_computed = start + count
             if end <= num_known:
                 token_ids += seq.token_ids[start:end]
             else:  # the token is still being sampled, so it is the only one left to compute
                 token_ids.append(ON_DEVICE)
-            samples = end == num_known + seq.num_pending
+            samples = end == num_known + seq.num_pending + slack
             if samples:
                 seq.num_pending += 1
             assert seq.row is not None
-            spans.append(Span(seq.row, start, count, samples))
-            if count >= seq.block_tokens:
+            spans.append(span := Span(seq.row, start, count, samples, 0, slack))
+            if seq in self.drafts:
+                token_ids += self._put_drafts(seq, span, tapes)
+            if count >= seq.block_tokens and not slack:
                 filled.update(seq.blocks[-(-start // seq.block_tokens) : end // seq.block_tokens])
         return StepPlan(
             spans,
@@ -78,4 +87,18 @@ class PlanBuilder:
             self.copies,
             [block for block in self.fresh_blocks + unfilled if block not in filled],
             self.loads,
+            tapes,
+            sum(self.drafts.values()),
         )
+
+    def _put_drafts(self, seq: Sequence, span: Span, tapes: list[TapeUpload]) -> range:
+        """Add the sequence's drafts to its span, and its tape if the device does not have it. Return the drafts' markers."""
+        span.num_drafts = num_drafts = self.drafts[seq]
+        span.count += num_drafts
+        seq.num_drafting += num_drafts
+        seq.num_computed += num_drafts
+        tape = seq.tape
+        if tape is not None and tape is not seq.uploaded_tape:
+            seq.uploaded_tape = tape
+            tapes.append(TapeUpload(span.row, tape.start, tape.token_ids))
+        return range(ON_DEVICE - 1, ON_DEVICE - 1 - num_drafts, -1)

@@ -83,13 +83,16 @@ class TokenUsage:
     """The token counts of one sequence.
 
     `cached_tokens` are prompt tokens in full blocks that were in the GPU pool or in a tier when the sequence first ran.
-    `pulled_tokens` came from the worker that the ticket names, which already counted them.
+    `pulled_tokens` came from the worker that the ticket names, which already counted them. `draft_tokens` were verified;
+    the accepted ones are among the completion tokens.
     """
 
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
     pulled_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
 
 # Not frozen, for speed: one is created per token, and creating a frozen one takes three times as long.

@@ -1,8 +1,10 @@
 """Scheduler: decides which tokens the next step computes, and takes in what the step sampled.
 
 Pure: it uses no device and does no I/O, and the time is an argument. Plans can be made before the results of earlier
-steps are known: tokens that launched steps will sample are counted (`num_pending`), never guessed. The device executes
-plans in order. So a block that is released and taken again is overwritten only after the last step that reads it.
+steps are known: what launched steps will sample is counted (`num_pending`, and `num_drafting` as an upper bound of what
+drafts add), never guessed. Blocks are taken for the upper bound, and named after the tokens that were really sampled.
+The device executes plans in order. So a block that is released and taken again is overwritten only after the last step
+that reads it.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from stoker.base.ids import BlockId, RequestId, Row
 from stoker.kv.blocks.keys import block_keys, root_key
 from stoker.kv.blocks.pool import BlockPool
 from stoker.kv.blocks.transfer import LoadResult, OfferedBlock
+from stoker.sched.drafting import Drafting, NoDrafting
 from stoker.sched.leases import LeasedKv, Leases, LeaseTerms
 from stoker.sched.loads import PendingLoads, loadable_tokens
 from stoker.sched.offers import Offers
@@ -33,6 +36,8 @@ from stoker.sched.sequence import Sequence, SequenceState
 from stoker.sched.step_size import StepSize
 
 _MAX_COUNTED = 256  # waiting sequences whose tokens are counted in each mixed step; more is a long queue in any case
+
+_MIXED_DRAFT_PART = 4  # drafts take at most one in this many of the tokens that a mixed step has left for prompts
 
 _MEASURED_PER_STEP = 8  # waiting sequences whose uncached tokens are counted again in each step, in rotation
 
@@ -61,6 +66,8 @@ class Counters:
     partial_tokens: int = 0  # reused from a block that differs towards its end; not reported as cached
     computed_tokens: int = 0
     generated_tokens: int = 0
+    draft_tokens: int = 0  # verified drafts; not among the computed tokens
+    accepted_draft_tokens: int = 0
     preemptions: int = 0
     loaded_tokens: int = 0  # tokens whose KV came from a tier
     pulled_tokens: int = 0  # tokens whose KV came from another worker
@@ -79,8 +86,10 @@ class _LaunchedPlan(NamedTuple):
 class Scheduler:
     """Queues requests, plans steps, and turns their results into chunks of tokens."""
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
+    def __init__(self, config: SchedulerConfig, pool: BlockPool, drafting: Drafting | None = None) -> None:
+        """`drafting` decides which drafts are verified; None: none ever."""
         self._config = config
+        self._drafting = drafting or NoDrafting()
         self._pool = pool
         self._by_id: dict[RequestId, Sequence] = {}
         self._waiting: OrderedDict[Sequence, None] = OrderedDict()  # the one that was measured last is last
@@ -223,9 +232,11 @@ class Scheduler:
             count = num_to_compute if num_to_compute <= builder.budget else builder.budget
             if not count or seq.state is not SequenceState.RUNNING:
                 continue
-            has_room = seq.num_computed + count <= len(seq.blocks) * seq.block_tokens
-            if has_room or self._extend_blocks(seq, count, builder):
+            # The device computes nothing beyond `max_tokens`, even if `num_computed` is an upper bound beyond it.
+            end = min(seq.num_computed + count, seq.max_tokens)
+            if end <= len(seq.blocks) * seq.block_tokens or self._extend_blocks(seq, end, builder):
                 builder.schedule(seq, count)
+        self._add_drafts(builder, mixed=bool(prefills or self._waiting))
         self._compute_prompts([seq for seq, _ in prefills], builder)
         if builder.is_empty:
             return None
@@ -233,8 +244,37 @@ class Scheduler:
         self._freed_rows, self._unfilled = [], []
         row_epochs = [seq.row_epoch for seq in builder.counts]
         self._launched.append(_LaunchedPlan(plan.spans, list(builder.counts), row_epochs, plan.num_tokens))
-        self.counters.computed_tokens += plan.num_tokens
+        self.counters.computed_tokens += plan.num_tokens - plan.num_drafts
+        self.counters.draft_tokens += plan.num_drafts
         return plan
+
+    def _add_drafts(self, builder: PlanBuilder, mixed: bool) -> None:
+        """Add drafts to the scheduled sequences, all of which decode.
+
+        `mixed`: prompts compete for this step's tokens. Drafts then take at most a part of what is left.
+        """
+        budget = builder.budget // _MIXED_DRAFT_PART if mixed else builder.budget
+        wanted = self._drafting.plan(list(builder.counts), budget, self.step_size.costs)
+        for seq, num_drafts in wanted.items():
+            # Drafts after the sequence's last token would be useless.
+            num_drafts = min(num_drafts, builder.budget, seq.max_tokens - len(seq.token_ids) - seq.num_pending - 1)
+            room = self._make_draft_room(seq, num_drafts, builder)
+            if min(num_drafts, room) > 0:
+                builder.add_drafts(seq, min(num_drafts, room))
+
+    def _make_draft_room(self, seq: Sequence, num_drafts: int, builder: PlanBuilder) -> int:
+        """Take free blocks for a scheduled sequence's drafts. No sequence is preempted for them.
+
+        Return for how many drafts there is room.
+        """
+        first = seq.num_computed + 1
+        # The device computes nothing beyond the sequence's limit, even if `first` is an upper bound beyond it.
+        missing = seq.num_blocks_for(min(first + num_drafts, seq.max_tokens)) - len(seq.blocks)
+        if 0 < missing <= self._pool.num_free:
+            self._append_blocks(seq, missing, builder)
+        elif missing > 0:
+            return len(seq.blocks) * seq.block_tokens - first
+        return num_drafts
 
     def _budget(self, num_decodes: int, prefills: list[tuple[Sequence, int]]) -> int:
         """Return the step's token limit. A step with decoding sequences is limited, because all of them wait for it."""
@@ -255,33 +295,58 @@ class Scheduler:
         for i, (span, seq, row_epoch, token_ids) in enumerate(
             zip(spans, seqs, row_epochs, result.token_ids, strict=True)
         ):
-            if seq.row_epoch == row_epoch:
-                if span.start + span.count >= (seq.num_named + 1) * seq.block_tokens:
-                    self._prefixes.name_blocks(seq, span.start + span.count)
-            elif seq.state is SequenceState.DONE:
+            if seq.state is SequenceState.DONE:
                 continue
-            if i in result.errors:
-                self._end(seq, Finish("error", error_code="invalid_grammar", error_message=result.errors[i]), chunks)
-            elif span.samples:
-                self._append_tokens(seq, token_ids, i, result, chunks)
+            has_row = seq.row_epoch == row_epoch  # it was not preempted since
+            if not span.samples:
+                if has_row and span.start + span.count >= (seq.num_named + 1) * seq.block_tokens:
+                    self._prefixes.name_blocks(seq, span.start + span.count)
+            elif i in result.errors:
+                error = Finish("error", error_code="invalid_grammar", error_message=result.errors[i])
+                self._end(seq, error, chunks, token_ids[:-1])
+            else:
+                seq.num_pending -= 1
+                if span.num_drafts:
+                    token_ids = self._take_drafts(seq, span, token_ids, has_row)
+                self._append_tokens(seq, token_ids, has_row, i, result, chunks)
         self.counters.generated_tokens += sum(map(len, chunks.token_ids))
         return chunks
 
+    def _take_drafts(self, seq: Sequence, span: Span, token_ids: list[int], has_row: bool) -> list[int]:
+        """Take in the outcome of a span with drafts. Return its tokens up to the sequence's last."""
+        num_accepted = len(token_ids) - 1
+        self._drafting.committed(seq, span.num_drafts, token_ids)
+        seq.num_drafting -= span.num_drafts
+        if has_row:
+            seq.num_computed -= span.num_drafts - num_accepted
+        seq.draft_tokens += span.num_drafts
+        token_ids = _up_to_last(seq, token_ids)
+        num_used = min(num_accepted, len(token_ids))  # a draft after the last token was no help
+        seq.accepted_draft_tokens += num_used
+        self.counters.accepted_draft_tokens += num_used
+        return token_ids
+
     def _append_tokens(
-        self, seq: Sequence, token_ids: list[int], i: int, result: StepResult, chunks: TokenChunks
+        self, seq: Sequence, token_ids: list[int], has_row: bool, i: int, result: StepResult, chunks: TokenChunks
     ) -> None:
         """Append the tokens that span `i` sampled, and end the sequence if they are its last."""
-        seq.num_pending -= 1
         request = seq.request
         is_first = len(seq.token_ids) == len(request.token_ids)
         seq.token_ids += token_ids
+        if has_row and len(seq.token_ids) > (seq.num_named + 1) * seq.block_tokens:
+            self._prefixes.name_blocks(seq, len(seq.token_ids) - 1)
         finish, ticket = _finish_of(seq, i in result.grammar_done), None
         if finish is not None:
             if request.lease_id is not None and (finish.reason == "handoff" or request.max_new_tokens == 1):
                 ticket = self._leases.hold(request.lease_id, seq)
             self._remove(seq)
+        elif i in result.drafts:
+            self._drafting.suggested(seq, result.drafts[i])
         usage = seq.usage if is_first or finish is not None else None
-        chunks.add(request.request_id, token_ids, usage, result.logprobs.get(i), finish, ticket)
+        logprobs = result.logprobs.get(i)
+        if logprobs is not None and len(logprobs) > len(token_ids):
+            logprobs = logprobs[: len(token_ids)]
+        chunks.add(request.request_id, token_ids, usage, logprobs, finish, ticket)
 
     # ---- prompts
 
@@ -430,21 +495,27 @@ class Scheduler:
 
     # ---- rows and blocks
 
-    def _extend_blocks(self, seq: Sequence, count: int, builder: PlanBuilder) -> bool:
-        """Take blocks for `count` more tokens of a running sequence.
+    def _extend_blocks(self, seq: Sequence, num_tokens: int, builder: PlanBuilder) -> bool:
+        """Take blocks until a running sequence has room for `num_tokens` tokens.
 
         If the pool has too few, the sequences of lowest precedence are preempted. Return False if `seq` itself was.
         """
-        missing = seq.num_blocks_for(seq.num_computed + count) - len(seq.blocks)
+        missing = seq.num_blocks_for(num_tokens) - len(seq.blocks)
         while self._pool.num_free < missing:
             victim = next(other for other in reversed(self._running) if other.state is SequenceState.RUNNING)
             self._preempt(victim, builder)
             if victim is seq:
                 return False
-        blocks = self._take_blocks(missing, builder)
-        builder.changes[seq] = BlockTableChange(seq.running_row, len(seq.blocks), blocks)
-        seq.blocks += blocks
+        self._append_blocks(seq, missing, builder)
         return True
+
+    def _append_blocks(self, seq: Sequence, count: int, builder: PlanBuilder) -> None:
+        blocks = self._take_blocks(count, builder)
+        if (change := builder.changes.get(seq)) is not None:
+            change.blocks.extend(blocks)
+        else:
+            builder.changes[seq] = BlockTableChange(seq.running_row, len(seq.blocks), blocks)
+        seq.blocks += blocks
 
     def _take_blocks(self, count: int, builder: PlanBuilder) -> list[BlockId]:
         blocks = self._pool.take(count)
@@ -461,13 +532,15 @@ class Scheduler:
         self._enqueue(seq)
         self.counters.preemptions += 1
 
-    def _end(self, seq: Sequence, finish: Finish, chunks: TokenChunks) -> None:
-        """End a sequence without new tokens."""
+    def _end(self, seq: Sequence, finish: Finish, chunks: TokenChunks, token_ids: Iterable[int] = ()) -> None:
+        """End a sequence, after its last tokens `token_ids`."""
+        seq.token_ids += token_ids
         self._remove(seq)
-        chunks.add(seq.request.request_id, [], seq.usage, None, finish)
+        chunks.add(seq.request.request_id, list(token_ids), seq.usage, None, finish)
 
     def _remove(self, seq: Sequence) -> None:
         self._order.discard(seq)
+        self._drafting.ended(seq)
         if seq.state is SequenceState.WAITING:
             del self._waiting[seq]
         else:
@@ -489,7 +562,18 @@ class Scheduler:
         self._free_rows.append(seq.running_row)
         self._freed_rows.append(seq.running_row)
         seq.row = None
+        seq.uploaded_tape = None
         seq.row_epoch += 1
+
+
+def _up_to_last(seq: Sequence, token_ids: list[int]) -> list[int]:
+    """Return new tokens of a sequence up to its last: a stop token, or the one that reaches its limit."""
+    token_ids = token_ids[: seq.max_tokens - len(seq.token_ids)]
+    stops = seq.request.sampling.stop_token_ids
+    for i, token_id in enumerate(token_ids):
+        if token_id in stops:
+            return token_ids[: i + 1]
+    return token_ids
 
 
 def _finish_of(seq: Sequence, grammar_done: bool) -> Finish | None:

@@ -36,25 +36,29 @@ class Sequence:
     blocks: list[BlockId] = field(default_factory=list)
     num_matched: int = 0  # leading blocks that the pool held when it was last asked; an estimate while waiting
     num_named: int = 0  # leading blocks that the pool has registered under their keys
-    num_computed: int = 0  # tokens that are computed, or that a launched step computes
-    num_pending: int = 0  # tokens that launched steps sample; not yet in token_ids
-    num_drafting: int = 0  # drafts in launched steps: at most this many more tokens than `num_pending` will come
+    num_computed: int = 0  # tokens that are computed, or that a launched step computes, if all its drafts are accepted
+    num_pending: int = 0  # launched spans that sample. Each adds one token, and one more per accepted draft
+    num_drafting: int = 0  # drafts in launched steps
     tape: DraftTape | None = None  # guesses for the tokens that follow
+    uploaded_tape: DraftTape | None = None  # the tape that the row has on the device
     row_epoch: int = 0  # changes with each row that the sequence gets or loses; detects a preemption since a launch
     cached_tokens: int | None = None  # set when the sequence first runs
     pulled_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
     blocks_passed: int = 0  # blocks that other tenants' sequences took while this one did not fit
 
     @property
     def num_to_compute(self) -> int:
         """How many known tokens are not computed yet. Zero if the pending tokens are the last ones.
 
-        A sequence with a lease ends after one token.
+        It does not depend on how many of the launched drafts are accepted: each adds a token and computes one. A
+        sequence with a lease ends after one token.
         """
         num_known = len(self.token_ids) + self.num_pending
         if num_known >= self.max_tokens or (self.num_pending and self.request.lease_id is not None):
             return 0
-        return num_known - self.num_computed
+        return num_known + self.num_drafting - self.num_computed
 
     @property
     def has_output(self) -> bool:
@@ -82,6 +86,8 @@ class Sequence:
             cached_tokens=self.cached_tokens or 0,
             completion_tokens=len(self.token_ids) - self.request.num_prompt,
             pulled_tokens=self.pulled_tokens,
+            draft_tokens=self.draft_tokens,
+            accepted_draft_tokens=self.accepted_draft_tokens,
         )
 
     # ---- tokens as a chain of blocks
