@@ -59,10 +59,9 @@ def _sampling() -> list[Result]:
     for num_rows in BATCHES:
         logits = torch.randn(num_rows, 128256, device=device, dtype=torch.bfloat16) * 3
         rows, lengths = torch.arange(num_rows, device=device), torch.full((num_rows,), 300, device=device)
-        last_token = torch.zeros(num_rows, dtype=torch.int64, device=device)
         for name, (top_k, temperature, top_p) in _SAMPLING.items():
             settings = torch.tensor([pack_settings(5, top_k, temperature, top_p, 0.0)] * num_rows, device=device)
-            call = partial(sample_rows_triton, logits, rows, lengths, settings, last_token)
+            call = partial(sample_rows_triton, logits, rows, lengths, settings)
             case = f"128,256 tokens of vocabulary, {num_rows} rows"
             results.append(Result(case, f"sampling, {name}", "us", graph_s([call] * 3) * 1e6))
     return results

@@ -18,6 +18,7 @@ from stoker.kernels.dense import DensePlans
 from stoker.kernels.paged import Cutter, PagedSpans
 from stoker.kernels.sample_rows import sample_rows_triton
 from stoker.kernels.step_inputs import step_inputs_triton
+from stoker.kernels.verify import head_lengths_triton, verify_triton
 from stoker.kv.device.device_kv import DeviceKv
 from stoker.layers.batch import ForwardBatch
 from stoker.models.family import Model
@@ -63,9 +64,9 @@ class GpuSteps:
         self._dense.plan_all()
 
     def run(self, plan: StepPlan, samples: bool) -> StepOutputs:
-        """Return the logits of the sampling spans. If `samples`, also sample a token for each, by its row's settings.
+        """Return the logits of the heads. If `samples`, also sample by the rows' settings, and verify the drafts.
 
-        The outputs are valid until the next run. They may have more rows than there are sampling spans.
+        The outputs are valid until the next run. They may have more rows than there are heads.
         """
         data = StepData(plan, self._cutter)
         captured = self._graphs.find(data.needed)
@@ -84,20 +85,18 @@ class GpuSteps:
 
     def _forward(self, inputs: StepInputs, dense: tuple[tuple[int, int], ...] = ()) -> StepOutputs:
         kv, rows, layout = self._kv, self._rows, self._kv.layout
-        token_rows, _, positions = inputs.tokens
         sizes = (layout.num_heads, layout.block_tokens, kv.pages_per_block)
-        token_ids, slots = step_inputs_triton(inputs.tokens, rows.last_token, rows.table, *sizes)
-        where = (rows.table, token_rows, positions, inputs.singles, inputs.tiles, dense, rows.finished)
+        token_ids, positions, slots = step_inputs_triton(inputs.tokens, rows.tokens, rows.table, *sizes)
+        where = (rows.table, inputs.tokens[0], positions, inputs.singles, inputs.tiles, dense, rows.finished)
         spans = PagedSpans(*where, kv.pages_per_block, layout.num_heads)
         hidden = self._model(ForwardBatch(token_ids, positions, slots, spans, kv))
-        heads, head_rows, lengths = inputs.heads
-        if not len(heads):
-            return StepOutputs(None, heads)
-        logits = self._model.logits(hidden[heads])
-        return StepOutputs(logits, self._sample(logits, head_rows, lengths))
-
-    def _sample(self, logits: Tensor, head_rows: Tensor, lengths: Tensor) -> Tensor:
-        return sample_rows_triton(logits, head_rows, lengths, self._rows.settings, self._rows.last_token)
+        heads = inputs.heads
+        if not heads.shape[1]:
+            return StepOutputs(None, heads[0], heads[0], token_ids, positions)
+        logits = self._model.logits(hidden[heads[0]])
+        sampled = sample_rows_triton(logits, heads[1], head_lengths_triton(heads, positions), rows.settings)
+        counts = verify_triton(heads, token_ids, positions, sampled, rows.tokens)
+        return StepOutputs(logits, sampled, counts, token_ids, positions)
 
 
 def max_captured_tokens(needed: int) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -28,7 +28,10 @@ class StepOutputs:
     """What a step returns. A head is a token whose logits are computed."""
 
     logits: Tensor | None  # [heads, vocab]; None without heads
-    token_ids: Tensor  # [heads]: the sampled tokens; undefined for heads that do not sample
+    sampled: Tensor  # [heads]: the sampled tokens; undefined for heads that do not sample
+    counts: Tensor  # [heads]: see kernels/verify.py
+    token_ids: Tensor  # [tokens]: the step's tokens, with the drafts that were taken from tapes
+    positions: Tensor  # [tokens]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +126,7 @@ class StepGraphs:
             finally:
                 graph.capture_end()
         logits = None if outputs.logits is None else _borrowed(outputs.logits)
-        return CapturedStep(shape, inputs, StepOutputs(logits, outputs.token_ids), graph)
+        return CapturedStep(shape, inputs, replace(outputs, logits=logits), graph)
 
 
 class _BorrowedMemory:

@@ -1,64 +1,121 @@
-"""Builds the ForwardBatch of a plan for the reference kernels. On a GPU, packed.py prepares the inputs instead."""
+"""Builds the inputs of a step for the reference kernels. On a GPU, packed.py prepares them instead."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stoker.engine.heads import HEAD_FIELDS, SamplingSpan, put_heads
 from stoker.engine.rows import RowTable
 from stoker.kernels.attention import SpanShape, group_spans
+from stoker.kernels.step_inputs import step_tokens_ref
 from stoker.kernels.transfer import to_device
 from stoker.kv.device.device_kv import DeviceKv
 from stoker.layers.batch import ForwardBatch
-from stoker.sched.plan import ON_DEVICE, StepPlan
+from stoker.sched.plan import Span, StepPlan
 
 Ints = NDArray[np.int64]
 
 
-def build_batch(
+@dataclass(frozen=True, slots=True)
+class ReferenceInputs:
+    """The device tensors of a plan's forward pass, and what is sampled after it.
+
+    Unlike a GPU step, it has no padding: drafts that do not exist are left out.
+    """
+
+    batch: ForwardBatch
+    heads: Tensor  # [4, heads]: see kernels/verify.py
+    spans: list[SamplingSpan]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """The tokens of a step, with the positions that the device knows."""
+
+    counts: Ints  # tokens of each span
+    starts: Ints  # position of the first token of each span
+    rows: Ints  # row of each token
+    token_ids: Tensor
+
+
+def build_inputs(
     plan: StepPlan, rows: RowTable, kv: DeviceKv, attention_dtype: torch.dtype | None = None
-) -> ForwardBatch:
-    """Return the device tensors of the plan's forward pass. Attention is computed in `attention_dtype`, by default in
-    the dtype of the activations."""
+) -> ReferenceInputs:
+    """Return the inputs of the plan's forward pass. Attention is computed in `attention_dtype`, by default in the dtype of
+    the activations."""
     attention_dtype = attention_dtype or kv.like.dtype
     layout, device = kv.layout, kv.blocks.device
-    counts = np.array([span.count for span in plan.spans])
-    firsts = counts.cumsum() - counts
-    starts = np.array([span.start for span in plan.spans])
-    token_rows = np.array([span.row for span in plan.spans]).repeat(counts)
-    positions = np.arange(len(token_rows)) - (firsts - starts).repeat(counts)
-    pages = rows.blocks[token_rows, positions // layout.block_tokens] * kv.pages_per_block
-    heads = np.arange(layout.num_heads)
-    slots = (pages[:, None] + heads) * layout.block_tokens + (positions % layout.block_tokens)[:, None]
+    tokens = _tokens(plan, rows)
+    firsts = tokens.counts.cumsum() - tokens.counts
+    positions = np.arange(len(tokens.rows)) - (firsts - tokens.starts).repeat(tokens.counts)
+    pages = rows.blocks[tokens.rows, positions // layout.block_tokens] * kv.pages_per_block
+    slots = (pages[:, None] + np.arange(layout.num_heads)) * layout.block_tokens
+    slots += (positions % layout.block_tokens)[:, None]
     sizes = (layout.num_heads, layout.block_tokens)
     in_place = kv.like.dtype == kv.blocks.dtype == attention_dtype
-    return ForwardBatch(
-        token_ids=_token_ids(plan, rows.last_token, token_rows),
+    batch = ForwardBatch(
+        token_ids=tokens.token_ids,
         positions=_to_device(positions, device),
         slots=_to_device(slots.ravel(), device),
-        spans=group_spans(_shapes(plan, rows, kv), *sizes, device, attention_dtype, in_place),
+        spans=group_spans(_shapes(plan, tokens, rows, kv), *sizes, device, attention_dtype, in_place),
         kv=kv,
     )
+    heads, spans = _heads(plan, tokens, firsts)
+    return ReferenceInputs(batch, _to_device(heads, device), spans)
 
 
-def _shapes(plan: StepPlan, rows: RowTable, kv: DeviceKv) -> list[SpanShape]:
+def _tokens(plan: StepPlan, rows: RowTable) -> _Tokens:
+    spans, device = plan.spans, rows.tokens.device
+    counts = np.array([span.count for span in spans])
+    starts = np.array([span.start for span in spans])
+    token_rows = np.array([span.row for span in spans]).repeat(counts)
+    if min(plan.token_ids) >= 0:
+        return _Tokens(counts, starts, token_rows, to_device(plan.token_ids, device))
+    step = np.stack([token_rows, plan.token_ids, np.zeros_like(token_rows)])
+    firsts = counts.cumsum() - counts
+    step[2] = np.arange(len(token_rows)) - (firsts - starts).repeat(counts)
+    token_ids, found = step_tokens_ref(_to_device(step, device), rows.tokens)
+    positions = found.cpu().numpy()
+    is_there = positions >= 0
+    if not is_there.all():
+        token_ids, token_rows = token_ids[torch.from_numpy(is_there).to(device)], token_rows[is_there]
+    return _Tokens(np.add.reduceat(is_there, firsts, dtype=np.int64), positions[firsts], token_rows, token_ids)
+
+
+def _shapes(plan: StepPlan, tokens: _Tokens, rows: RowTable, kv: DeviceKv) -> list[SpanShape]:
     shapes, first = [], 0
-    for span in plan.spans:
-        num_blocks = -(-(span.start + span.count) // kv.layout.block_tokens)
-        pages = (rows.blocks[span.row, :num_blocks] * kv.pages_per_block).tolist()
-        shapes.append(SpanShape(first, span.start, span.count, pages))
-        first += span.count
+    for span, start, count in zip(plan.spans, tokens.starts.tolist(), tokens.counts.tolist(), strict=True):
+        if count:
+            num_blocks = -(-(start + count) // kv.layout.block_tokens)
+            pages = (rows.blocks[span.row, :num_blocks] * kv.pages_per_block).tolist()
+            shapes.append(SpanShape(first, start, count, pages))
+        first += count
     return shapes
 
 
-def _token_ids(plan: StepPlan, last_token: Tensor, token_rows: Ints) -> Tensor:
-    token_ids = to_device(plan.token_ids, last_token.device)
-    if ON_DEVICE in plan.token_ids:
-        sampled = last_token[_to_device(token_rows, last_token.device)]
-        token_ids = torch.where(token_ids == ON_DEVICE, sampled, token_ids)
-    return token_ids
+def _heads(plan: StepPlan, tokens: _Tokens, firsts: Ints) -> tuple[Ints, list[SamplingSpan]]:
+    """Return the heads of the sampling spans, and the spans themselves. A span that is beyond its limit has no heads."""
+    drafts = np.array([span.num_drafts for span in plan.spans])
+    drafts = tokens.counts - (np.array([span.count for span in plan.spans]) - drafts)
+    samples = np.array([span.samples for span in plan.spans])
+    is_head = samples & (tokens.counts > 0)
+    per_span = np.where(is_head, drafts + 1, 0)
+    heads = np.zeros((HEAD_FIELDS, int(per_span.sum())), np.int64)
+    put_heads(heads, firsts, tokens.counts, np.array([span.row for span in plan.spans]), is_head, drafts)
+    first_heads = np.where(is_head, per_span.cumsum() - per_span, -1).tolist()
+    lengths = (tokens.starts + tokens.counts - drafts).tolist()
+    draft_ids = tokens.token_ids.tolist() if plan.num_drafts else []
+
+    def sampling_span(i: int, span: Span) -> SamplingSpan:
+        first = int(firsts[i] + tokens.counts[i] - drafts[i])
+        return SamplingSpan(span.row, first_heads[i], lengths[i], draft_ids[first : first + int(drafts[i])])
+
+    return heads, [sampling_span(i, span) for i, span in enumerate(plan.spans) if span.samples]
 
 
 def _to_device(values: Ints, device: torch.device) -> Tensor:

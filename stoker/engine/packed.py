@@ -1,7 +1,7 @@
 """A step's inputs for a GPU, packed into one array of integers.
 
 They reach the GPU in one copy, and a captured step finds them at a fixed address. Everything else that a step reads
-(block table, last tokens, sampling settings) is on the GPU already (rows.py).
+(block table, last tokens, tapes, sampling settings) is on the GPU already (rows.py).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stoker.engine.heads import HEAD_FIELDS, put_heads
 from stoker.kernels.paged import Cutter
 from stoker.kernels.pieces import FIELDS
 from stoker.sched.plan import StepPlan
@@ -30,7 +31,7 @@ class StepShape:
     tokens: int
     singles: int  # attention work items ("pieces", kernels/pieces.py) of spans of one token
     tiles: int  # attention work items of longer spans
-    heads: int  # rows whose logits are computed
+    heads: int  # tokens whose logits are computed
 
     def holds(self, other: StepShape) -> bool:
         """Return True if a step of the shape `other` fits into this one."""
@@ -44,7 +45,7 @@ class StepShape:
     @property
     def sizes(self) -> tuple[int, int, int, int]:
         """The sizes of the parts of the packed array, in their order."""
-        return 3 * self.tokens, FIELDS * self.singles, FIELDS * self.tiles, 3 * self.heads
+        return 3 * self.tokens, FIELDS * self.singles, FIELDS * self.tiles, HEAD_FIELDS * self.heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +53,10 @@ class StepInputs:
     """The packed array and views into it."""
 
     packed: Tensor
-    tokens: Tensor  # [3, tokens]: each token's row, id (-1: the row's last sampled token) and position (-1: padding)
+    tokens: Tensor  # [3, tokens]: each token's row, id and position (-1: padding); see kernels/step_inputs.py
     singles: Tensor  # [pieces, FIELDS]
     tiles: Tensor  # [pieces, FIELDS]
-    heads: Tensor  # [3, heads]: token index, row, and the number of tokens before the sampled one (0: do not sample)
+    heads: Tensor  # [4, heads]: see kernels/verify.py
 
     @classmethod
     def of(cls, packed: Tensor, shape: StepShape) -> StepInputs:
@@ -65,7 +66,7 @@ class StepInputs:
             tokens.view(3, shape.tokens),
             singles.view(shape.singles, FIELDS),
             tiles.view(shape.tiles, FIELDS),
-            heads.view(3, shape.heads),
+            heads.view(HEAD_FIELDS, shape.heads),
         )
 
     @classmethod
@@ -88,6 +89,8 @@ class StepData:
         self._counts = np.fromiter((span.count for span in spans), np.int64, number)
         self._firsts = self._counts.cumsum() - self._counts
         self._samples = np.fromiter((span.samples for span in spans), np.bool_, number)
+        self._drafts = np.fromiter((span.num_drafts for span in spans), np.int64, number) if plan.num_drafts else None
+        self._num_heads = int(np.count_nonzero(self._samples)) + plan.num_drafts
         self._cut(self._firsts, self._counts, self._starts)
 
     def take_dense_prefixes(self, lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -119,7 +122,7 @@ class StepData:
             len(self._token_ids),
             singles + 1 if singles else 0,
             tiles + 1 if tiles else 0,
-            int(np.count_nonzero(self._samples)),
+            self._num_heads,
         )
 
     @property
@@ -151,7 +154,10 @@ class StepData:
             pieces = self._cutter.tiles(*self._longer, shape.tiles)
             tiles[: pieces.size] = pieces.ravel()
         if self.needed.heads:
-            self._put_heads(heads.reshape(3, -1), samples)
+            put_heads(
+                heads.reshape(HEAD_FIELDS, -1), self._firsts, self._counts, self._rows, self._samples, self._drafts
+            )
+            heads.reshape(HEAD_FIELDS, -1)[2, : self._num_heads] = samples
 
     def _put_tokens(self, tokens: Ints) -> None:
         count = self.needed.tokens
@@ -163,10 +169,3 @@ class StepData:
         else:
             tokens[0, :count] = self._rows.repeat(self._counts)
             tokens[2, :count] = np.arange(count) - (self._firsts - self._starts).repeat(self._counts)
-
-    def _put_heads(self, heads: Ints, samples: bool) -> None:
-        count, sampling = self.needed.heads, self._samples
-        heads[0, :count] = (self._firsts + self._counts - 1)[sampling]
-        heads[1, :count] = self._rows[sampling]
-        if samples:
-            heads[2, :count] = (self._starts + self._counts)[sampling]

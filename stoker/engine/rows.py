@@ -11,9 +11,10 @@ from torch import Tensor
 from stoker.base.ids import Row
 from stoker.engine.grammar import Grammars, Matcher
 from stoker.kernels.paged import new_counters
+from stoker.kernels.row_tokens import TAPE, TAPE_START, new_row_tokens, pack_guesses, pack_row
 from stoker.kernels.sample_rows import new_settings, pack_settings
 from stoker.kernels.transfer import to_device
-from stoker.sched.plan import BlockTableChange, NewRow, StepPlan
+from stoker.sched.plan import BlockTableChange, NewRow, StepPlan, TapeUpload
 from stoker.sched.request import SamplingParams
 
 
@@ -31,13 +32,18 @@ class RowState:
     is_plain: bool = field(init=False)
     """True if the row needs only temperature, top_k, top_p and min_p. A GPU step can then sample by itself."""
 
+    @property
+    def depends_on_output(self) -> bool:
+        """True if sampling depends on the tokens before, other than through the logits."""
+        return self.matcher is not None or self.output_counts is not None
+
     def __post_init__(self) -> None:
         extras = (self.matcher, self.output_counts, self.bias, self.stop_ids, self.sampling.num_logprobs)
         self.is_plain = all(part is None for part in extras)
 
 
 class RowTable:
-    """The rows' block tables, sampling settings and last tokens."""
+    """The rows' block tables, sampling settings, last tokens and tapes."""
 
     def __init__(
         self, max_rows: int, max_blocks: int, vocab_size: int, device: torch.device, grammars: Grammars
@@ -48,22 +54,35 @@ class RowTable:
         self.table = torch.zeros(max_rows, max_blocks, dtype=torch.int64, device=device)
         self.settings = new_settings(max_rows, device)
         self.finished = new_counters(device)
-        self.last_token = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.tokens = new_row_tokens(max_rows, device)
         self.states: dict[Row, RowState] = {}
         self._vocab_size = vocab_size
         self._device = device
         self._grammars = grammars
 
     def apply(self, plan: StepPlan) -> None:
-        """Free and create rows, and update their block tables."""
+        """Free and create rows, and update their block tables and tapes."""
         for row in plan.freed_rows:
             del self.states[row]
         for new in plan.new_rows:
             self.states[new.row] = self._new_state(new)
         for change in plan.block_table_changes:
             self.blocks[change.row, change.first : change.first + len(change.blocks)] = change.blocks
+        self._upload_tokens(plan.new_rows, plan.tapes)
         if self._device.type != "cpu":
             self._upload(plan.new_rows, plan.block_table_changes)
+
+    def _upload_tokens(self, new_rows: list[NewRow], tapes: list[TapeUpload]) -> None:
+        if new_rows:
+            packed = [number for new in new_rows for number in pack_row(new.token_ids, new.max_tokens)]
+            where = self._tensor([new.row for new in new_rows])
+            self.tokens.index_copy_(0, where, self._tensor(packed).view(len(new_rows), -1))
+        if tapes:
+            packed = [number for tape in tapes for number in (tape.start, *pack_guesses(tape.token_ids))]
+            values = self._tensor(packed).view(len(tapes), -1)
+            where = self._tensor([tape.row for tape in tapes])
+            self.tokens[where, TAPE_START] = values[:, 0]
+            self.tokens[where, TAPE:] = values[:, 1:]
 
     def _upload(self, new_rows: list[NewRow], changes: list[BlockTableChange]) -> None:
         if new_rows:

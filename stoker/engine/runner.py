@@ -16,12 +16,14 @@ from torch import Tensor
 
 from stoker.base import garbage
 from stoker.engine.gpu_steps import GpuSteps
-from stoker.engine.inputs import build_batch
+from stoker.engine.heads import SamplingSpan, first_heads, heads_of, sampling_spans
+from stoker.engine.inputs import build_inputs
 from stoker.engine.rows import RowState, RowTable
 from stoker.engine.sampler import SampledTokens, sample
 from stoker.engine.threads import Threads
 from stoker.kernels.paged import fits
-from stoker.kernels.transfer import to_device
+from stoker.kernels.transfer import to_host
+from stoker.kernels.verify import verify
 from stoker.kv.device.device_kv import DeviceKv
 from stoker.models.family import Model
 from stoker.sched.plan import BlockCopy, StepPlan, StepResult
@@ -30,12 +32,27 @@ from stoker.sched.plan import BlockCopy, StepPlan, StepResult
 _COPY_BYTES = 128 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class VerifiedTokens:
+    """What a step sampled, on the host or on its way there."""
+
+    sampled: SampledTokens
+    counts: Tensor | None  # [heads]: tokens to keep from each span's first head on; None: one each
+    heads: Sequence[int]  # the first head of each sampling span; -1: it sampled nothing
+
+    def tokens_of(self, i: int) -> range:
+        """Return the heads whose tokens the i-th sampling span keeps."""
+        head = self.heads[i]
+        count = 0 if head < 0 else 1 if self.counts is None else int(self.counts[head])
+        return range(head, head + count)
+
+
 @dataclass(slots=True, eq=False)
 class PendingStep:
     """A launched step. It keeps its rows' states, because a row may get another owner before the step is read."""
 
     plan: StepPlan
-    sampled: SampledTokens | None
+    verified: VerifiedTokens | None
     states: list[RowState]  # of the sampling spans, in their order; empty if all of them are plain
     started_s: float
     done: torch.cuda.Event | None  # recorded after the sampled tokens have been copied to the host
@@ -61,24 +78,38 @@ class PendingStep:
         return self._result
 
     def _read(self) -> StepResult:
-        sampled = iter(self.sampled.token_ids.tolist() if self.sampled is not None else [])
-        token_ids = [[next(sampled)] if span.samples else [] for span in self.plan.spans]
-        result = StepResult(token_ids, self._ended_s - self.started_s)
+        result = StepResult([[] for _ in self.plan.spans], self._ended_s - self.started_s)
+        if self.verified is None:
+            return result
+        sampled = self.verified.sampled.token_ids.tolist()
+        sampling = [index for index, span in enumerate(self.plan.spans) if span.samples]
+        if self.verified.counts is None:
+            for span_index, head in zip(sampling, self.verified.heads, strict=True):
+                result.token_ids[span_index] = sampled[head : head + 1] if head >= 0 else []
+        else:
+            for i, span_index in enumerate(sampling):
+                kept = self.verified.tokens_of(i)
+                # A grammar that was complete after an accepted draft left the next token unsampled.
+                result.token_ids[span_index] = [token for token in sampled[kept.start : kept.stop] if token >= 0]
         if self.states:
-            sampling = [index for index, span in enumerate(self.plan.spans) if span.samples]
             for i, (span_index, state) in enumerate(zip(sampling, self.states, strict=True)):
-                self._add_details(i, state, span_index, result)
+                if result.token_ids[span_index]:
+                    self._add_details(i, state, span_index, result)
         return result
 
     def _add_details(self, i: int, state: RowState, span_index: int, result: StepResult) -> None:
         """Add logprobs and grammar state of the i-th sampling span, which is the plan's span `span_index`."""
-        assert self.sampled is not None
-        logprobs = self.sampled.token_logprobs(i, state.sampling.num_logprobs)
-        if logprobs is not None:
-            result.logprobs[span_index] = logprobs
+        assert self.verified is not None
+        token_ids, head = result.token_ids[span_index], self.verified.heads[i]
+        if state.sampling.num_logprobs is not None:
+            found = (
+                self.verified.sampled.token_logprobs(head + j, state.sampling.num_logprobs)
+                for j in range(len(token_ids))
+            )
+            result.logprobs[span_index] = [logprobs for logprobs in found if logprobs is not None]
         if state.matcher is None:
             return
-        token_id = result.token_ids[span_index][0]
+        token_id = token_ids[-1]  # the grammar has accepted those before it while they were sampled
         if not state.matcher.done and not state.matcher.accept(token_id):
             result.errors[span_index] = f"the grammar does not allow the sampled token {token_id}"
         elif state.matcher.done:
@@ -157,14 +188,16 @@ class Runner:
         states = [self._rows.states[span.row] for span in plan.spans if span.samples]
         plain = all(state.is_plain for state in states)
         gpu_steps = self._gpu_steps
-        sampled = self._step(plan, states) if gpu_steps is None else self._gpu_step(gpu_steps, plan, states, plain)
-        sampled = None if sampled is None else sampled.to_host()
+        if gpu_steps is None:
+            verified = self._step(plan, states)
+        else:
+            verified = self._gpu_step(gpu_steps, plan, states, plain)
         done = None
         if self._kv.blocks.is_cuda:
             # Also if nothing is sampled: otherwise all steps of a long prefill would be launched at once.
             done = torch.cuda.Event(blocking=True)
             done.record()
-        return PendingStep(plan, sampled, [] if plain else states, started_s, done)
+        return PendingStep(plan, verified, [] if plain else states, started_s, done)
 
     def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy in order, a few blocks at a time. The source of one copy may be the destination of a later one."""
@@ -175,27 +208,44 @@ class Runner:
 
     def _gpu_step(
         self, gpu_steps: GpuSteps, plan: StepPlan, states: list[RowState], plain: bool
-    ) -> SampledTokens | None:
+    ) -> VerifiedTokens | None:
         outputs = gpu_steps.run(plan, samples=plain)
-        if plain or outputs.logits is None:
-            return SampledTokens(outputs.token_ids[: len(states)], None, None, None) if states else None
-        return self._sample(outputs.logits[: len(states)], plan, states)
-
-    def _step(self, plan: StepPlan, states: list[RowState]) -> SampledTokens | None:
-        """Run the step with the reference kernels."""
-        hidden = self._model(build_batch(plan, self._rows, self._kv, self._attention_dtype))
         if not states:
             return None
-        ends, end = [], 0
-        for span in plan.spans:
-            end += span.count
-            if span.samples:
-                ends.append(end - 1)
-        return self._sample(self._model.logits(hidden[to_device(ends, hidden.device)]), plan, states)
+        firsts = first_heads(plan) if plan.num_drafts else range(len(states))
+        num_heads = len(states) + plan.num_drafts
+        if plain or outputs.logits is None:
+            sampled = SampledTokens(outputs.sampled[:num_heads], None, None, None).to_host()
+            return VerifiedTokens(sampled, to_host(outputs.counts) if plan.num_drafts else None, firsts)
+        where = (outputs.token_ids, outputs.positions)
+        spans = sampling_spans(plan, firsts, *where)
+        heads = torch.from_numpy(heads_of(plan)).to(outputs.positions.device, non_blocking=True)
+        return self._sample(outputs.logits[:num_heads], spans, heads, *where, states)
 
-    def _sample(self, logits: Tensor, plan: StepPlan, states: list[RowState]) -> SampledTokens:
+    def _step(self, plan: StepPlan, states: list[RowState]) -> VerifiedTokens | None:
+        """Run the step with the reference kernels."""
+        inputs = build_inputs(plan, self._rows, self._kv, self._attention_dtype)
+        batch = inputs.batch
+        if not len(batch.token_ids):  # all rows are at their limits
+            return VerifiedTokens(SampledTokens(batch.token_ids, None, None, None), None, [-1] * len(states))
+        hidden = self._model(batch)
+        if not inputs.heads.shape[1]:
+            return None
+        logits = self._model.logits(hidden[inputs.heads[0]])
+        return self._sample(logits, inputs.spans, inputs.heads, batch.token_ids, batch.positions, states)
+
+    def _sample(
+        self,
+        logits: Tensor,
+        spans: list[SamplingSpan],
+        heads: Tensor,
+        token_ids: Tensor,
+        positions: Tensor,
+        states: list[RowState],
+    ) -> VerifiedTokens:
         if self._last is not None and any(state.matcher is not None for state in states):
             self._last.wait()
-        sampling = [span for span in plan.spans if span.samples]
-        lengths = [span.start + span.count for span in sampling]
-        return sample(logits, [span.row for span in sampling], lengths, self._rows)
+        sampled = sample(logits, spans, self._rows)
+        counts = verify(heads, token_ids, positions, sampled.token_ids, self._rows.tokens)
+        has_drafts = any(span.drafts or span.head < 0 for span in spans)
+        return VerifiedTokens(sampled.to_host(), to_host(counts) if has_drafts else None, [span.head for span in spans])

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stoker.base.ids import Row
+from stoker.engine.heads import SamplingSpan
 from stoker.engine.rows import RowState, RowTable
-from stoker.kernels.sample import mask_tokens, penalise, sample_tokens, uniform
+from stoker.kernels.sample import mask_tokens, noise_keys, penalise, sample_tokens
 from stoker.kernels.transfer import to_device, to_host
 from stoker.sched.request import TokenLogprobs
 
@@ -25,37 +25,77 @@ SAMPLE_BATCH_ROWS = 64
 class SampledTokens:
     """Sampled tokens, on the device. If any row needs logprobs, all rows have them. They come from the raw logits."""
 
-    token_ids: Tensor  # [rows]
-    logprobs: Tensor | None  # [rows]
-    top_ids: Tensor | None  # [rows, k]
-    top_logprobs: Tensor | None  # [rows, k]
+    token_ids: Tensor  # [heads]; -1 where nothing was sampled, because an earlier draft of the span was wrong
+    logprobs: Tensor | None  # [heads]
+    top_ids: Tensor | None  # [heads, k]
+    top_logprobs: Tensor | None  # [heads, k]
 
-    def token_logprobs(self, i: int, num: int | None) -> list[TokenLogprobs] | None:
+    def token_logprobs(self, head: int, num: int | None) -> TokenLogprobs | None:
         if num is None or self.logprobs is None or self.top_ids is None or self.top_logprobs is None:
             return None
-        top_ids, top_logprobs = self.top_ids[i, :num].tolist(), self.top_logprobs[i, :num].tolist()
-        return [TokenLogprobs(int(self.token_ids[i]), float(self.logprobs[i]), top_ids, top_logprobs)]
+        top_ids, top_logprobs = self.top_ids[head, :num].tolist(), self.top_logprobs[head, :num].tolist()
+        return TokenLogprobs(int(self.token_ids[head]), float(self.logprobs[head]), top_ids, top_logprobs)
 
     def to_host(self) -> SampledTokens:
         rest = (self.logprobs, self.top_ids, self.top_logprobs)
         return SampledTokens(to_host(self.token_ids), *(None if part is None else to_host(part) for part in rest))
 
 
-def sample(logits: Tensor, rows: Sequence[Row], lengths: Sequence[int], table: RowTable) -> SampledTokens:
-    """Sample one token per row, and write them to the table's last tokens.
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """The `number`-th head of a span: it samples the token after the span's `number`-th draft."""
 
-    `lengths[i]` is the number of tokens before row i's new token. It and the seed determine the random number for that
-    token.
+    span: SamplingSpan
+    number: int
+    state: RowState
+
+    @property
+    def next_draft(self) -> int | None:
+        return self.span.drafts[self.number] if self.number < len(self.span.drafts) else None
+
+
+def sample(logits: Tensor, spans: Sequence[SamplingSpan], table: RowTable) -> SampledTokens:
+    """Sample a token for each head of the spans. logits [heads, vocab].
+
+    Position and seed determine the random numbers for a token. Where sampling also depends on the tokens before, by
+    penalties or a grammar, the heads of a span are sampled one after the other, up to the first wrong draft.
     """
-    states = [table.states[row] for row in rows]
+    states = [table.states[span.row] for span in spans if span.head >= 0]
     num_logprobs = max((-1 if s.sampling.num_logprobs is None else s.sampling.num_logprobs for s in states), default=-1)
+    heads = []
+    for span, state in zip((span for span in spans if span.head >= 0), states, strict=True):
+        num_heads = 1 if state.depends_on_output else 1 + len(span.drafts)
+        heads += [_Head(span, number, state) for number in range(num_heads)]
+    if len(heads) == len(logits):
+        return _sample_heads(logits, heads, num_logprobs)
+    parts, places = [], []
+    while heads:
+        where = [head.span.head + head.number for head in heads]
+        part = _sample_heads(logits[to_device(where, logits.device)], heads, num_logprobs)
+        parts.append(part)
+        places += where
+        pairs = zip(heads, part.token_ids.tolist(), strict=True)
+        heads = [_Head(one.span, one.number + 1, one.state) for one, token_id in pairs if _accepts(one, token_id)]
+    return _scattered(_concatenated(parts), to_device(places, logits.device), len(logits))
+
+
+def _accepts(head: _Head, token_id: int) -> bool:
+    """Advance the row's grammar if the sampled token is the next draft. Return True if the next head is to be sampled."""
+    if not head.state.depends_on_output or head.next_draft != token_id:
+        return False
+    matcher = head.state.matcher
+    return matcher is None or (not matcher.done and matcher.accept(token_id) and not matcher.done)
+
+
+def _sample_heads(logits: Tensor, heads: Sequence[_Head], num_logprobs: int) -> SampledTokens:
+    """Sample one token per row of logits."""
     parts = []
-    for i in range(0, len(states), SAMPLE_BATCH_ROWS):
-        batch = slice(i, i + SAMPLE_BATCH_ROWS)
-        parts.append(_sample(logits[batch], states[batch], lengths[batch], num_logprobs))
-    sampled = parts[0] if len(parts) == 1 else _concatenated(parts)
-    table.last_token[to_device(rows, logits.device)] = sampled.token_ids
-    return sampled
+    for i in range(0, len(heads), SAMPLE_BATCH_ROWS):
+        batch = heads[i : i + SAMPLE_BATCH_ROWS]
+        lengths = [head.span.length + head.number for head in batch]
+        states = [head.state for head in batch]
+        parts.append(_sample(logits[i : i + SAMPLE_BATCH_ROWS], states, lengths, num_logprobs))
+    return parts[0] if len(parts) == 1 else _concatenated(parts)
 
 
 def _sample(logits: Tensor, states: Sequence[RowState], lengths: Sequence[int], num_logprobs: int) -> SampledTokens:
@@ -88,6 +128,19 @@ def _concatenated(parts: Sequence[SampledTokens]) -> SampledTokens:
     )
 
 
+def _scattered(sampled: SampledTokens, places: Tensor, num_heads: int) -> SampledTokens:
+    """Move each row to its place among all heads."""
+
+    def column(values: Tensor | None) -> Tensor | None:
+        if values is None:
+            return None
+        return values.new_full((num_heads, *values.shape[1:]), -1).index_copy_(0, places, values)
+
+    rest = (sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
+    token_ids = sampled.token_ids.new_full((num_heads,), -1).index_copy_(0, places, sampled.token_ids)
+    return SampledTokens(token_ids, *(column(part) for part in rest))
+
+
 def _sample_with_temperature(logits: Tensor, states: Sequence[RowState], lengths: Sequence[int]) -> Tensor:
     def column(name: str, dtype: torch.dtype) -> Tensor:
         return to_device([getattr(s.sampling, name) for s in states], logits.device, dtype)
@@ -99,7 +152,7 @@ def _sample_with_temperature(logits: Tensor, states: Sequence[RowState], lengths
         column("top_k", torch.int64),
         column("top_p", torch.float64),
         column("min_p", logits.dtype),
-        uniform(column("seed", torch.int64), positions),
+        noise_keys(column("seed", torch.int64), positions),
     )
 
 

@@ -1,7 +1,10 @@
 """Samples tokens from logits.  logits [rows, vocab], float32 -> token ids [rows]
 
-Randomness is a function: `uniform(seed, position)` alone decides the sampled token, whatever the batch, the schedule or
-the worker. Filters are thresholds on probability, so that the order of equal values does not matter.
+Randomness is a function: `noise(seed, position, token id)` decides the sampled token, whatever the batch, the schedule or
+the worker. Each token id has an exponentially distributed random number, and the token with the largest quotient of weight
+and number is sampled (the Gumbel-max trick without logarithms of weights). So two models that share the noise often sample
+the same token, which a draft model needs, and the maximum can be taken over parts of the vocabulary. Filters are thresholds
+on probability, so that the order of equal values does not matter.
 """
 
 from __future__ import annotations
@@ -9,16 +12,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_LOW_32 = 0xFFFFFFFF
+_LEAST_NOISE = 1e-300  # instead of zero, by which no weight can be divided
 # This many of the most likely tokens are sorted first; the whole vocabulary only if these do not reach top_p.
 _FIRST_SORTED = 512
 
 
-def uniform(seed: Tensor, position: Tensor) -> Tensor:
-    """Return a random number in [0, 1) per row, as float64. seed and position are [rows] int64. Two rounds of a 64-bit
-    mixer; torch's integers wrap around."""
-    mixed = _mix(_mix(seed) + position * -7046029254386353131)
-    return ((mixed >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
+def noise_keys(seed: Tensor, position: Tensor) -> Tensor:
+    """Return a random integer per row. seed and position are [rows] int64. Two rounds of a 64-bit mixer; torch's integers
+    wrap around."""
+    return _mix(_mix(seed) + position * -7046029254386353131)
+
+
+def noise(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """Return an exponentially distributed random number in float64 for each pair of a row's key and a token id. The shapes
+    are broadcast."""
+    mixed = _mix(keys + token_ids * -7046029254386353131)
+    uniforms = (((mixed >> 11) & ((1 << 53) - 1)).double() + 0.5) * 2.0**-53
+    return (1.0 - uniforms).log_().neg_().clamp_(min=_LEAST_NOISE)
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -31,18 +41,21 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def sample_tokens(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniforms: Tensor
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, keys: Tensor
 ) -> Tensor:
-    """Sample one token per row. temperature [rows] > 0; top_k 0, top_p 1 and min_p 0 keep all tokens."""
+    """Sample one token per row. temperature [rows] > 0; top_k 0, top_p 1 and min_p 0 keep all tokens. keys [rows] are from
+    `noise_keys`."""
     scaled = logits / temperature[:, None]
     weights = (scaled - scaled.amax(-1, keepdim=True)).exp_()  # the largest weight is 1
     if bool((top_k > 0).any() | (top_p < 1).any() | (min_p > 0).any()):
         weights = torch.where(weights < _threshold(weights, top_k, top_p, min_p)[:, None], 0.0, weights)
-    # Accumulated in float64: the tail of a large vocabulary must not vanish in the rounding of its head.
-    mass = weights.cumsum(-1, dtype=torch.float64)
-    target = uniforms.to(mass.device)[:, None] * mass[:, -1:]
-    # right=True: a token without mass is never sampled, not even for a uniform value of zero.
-    return torch.searchsorted(mass, target, right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
+        # Most tokens are cut. Noise for the others alone is faster.
+        rows, token_ids = weights.nonzero(as_tuple=True)
+        scores = torch.zeros_like(weights, dtype=torch.float64)
+        scores[rows, token_ids] = weights[rows, token_ids].double() / noise(keys[rows], token_ids)
+        return scores.argmax(-1)
+    token_ids = torch.arange(logits.shape[1], device=logits.device)
+    return (weights.double() / noise(keys[:, None], token_ids)).argmax(-1)
 
 
 def _threshold(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:

@@ -3,14 +3,14 @@
 [rows]
 
 The function is that of sample.py. If the temperature is 0, it returns the most likely token, the first of equals.
-Otherwise it returns the token at which the accumulated weight passes uniform(seed, position) of the total.
+Otherwise it returns the token with the largest quotient of weight and noise(seed, position, token id).
 
 Nothing is sorted. The logit at which top_k or top_p cuts is found in the order of its bits, a few bits per pass over
 the logits. A row is cut into chunks, one program each. A pass is one launch, and leaves each chunk's result for the
 next pass. Programs with nothing to do, as for greedy rows, exit at once.
 
-Sums are in float64, as in the reference. A weight is exp of the same argument, whose last bit may differ from torch's.
-So a result can differ only where the uniform value, or a cut, lies within that bit.
+Sums and noise are in float64, as in the reference. A weight is exp of the same argument, whose last bit may differ from
+torch's. So a result can differ only where two quotients, or a cut, lie within that bit.
 """
 
 from __future__ import annotations
@@ -252,15 +252,17 @@ def _kept(logits, at, vocab, temperature, top, least):
 
 
 @triton.jit
-def _weigh(
-    logits, rows, lengths, settings, tops, bounds, sums, masses, vocab,
+def _score(
+    logits, rows, lengths, settings, tops, bounds, sums, scores, places, vocab,
     PASSES: tl.constexpr, SHIFT: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr, REPEAT: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Sum the weights that are kept, per block."""
+    """Find each chunk's largest quotient of weight and noise, and the first place where it occurs. Greedy rows have
+    `places` already."""
     wait_for_inputs(OVERLAP)
     number, chunk, count = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
-    if tl.load(lengths + number) <= 0:
+    length = tl.load(lengths + number)
+    if length <= 0:
         return
     row = tl.load(rows + number)
     temperature = _temperature(settings, row)
@@ -268,75 +270,48 @@ def _weigh(
         return
     top = _top(tops, number, CHUNKS, CHUNKS_PADDED)
     least = _least(
-        settings,
-        row,
-        bounds,
-        sums,
-        number,
-        count,
-        vocab,
-        temperature,
-        top,
-        PASSES,
-        SHIFT,
-        CHUNKS,
-        CHUNKS_PADDED,
-        COLUMNS,
-    )
+        settings, row, bounds, sums, number, count, vocab, temperature, top,
+        PASSES, SHIFT, CHUNKS, CHUNKS_PADDED, COLUMNS,
+    )  # fmt: skip
+    key = _mix(_mix(tl.load(settings + row * 5)) + length * -7046029254386353131)
     logits += number.to(tl.int64) * vocab
+    best = tl.full([BLOCK], -1.0, tl.float64)
+    best_at = chunk * (REPEAT * BLOCK) + tl.arange(0, BLOCK)
     for repeat in range(REPEAT):
-        block = chunk * REPEAT + repeat
-        mass = tl.sum(_kept(logits, block * BLOCK + tl.arange(0, BLOCK), vocab, temperature, top, least))
-        tl.store(masses + number * (CHUNKS * REPEAT) + block, mass)
+        at = (chunk * REPEAT + repeat) * BLOCK + tl.arange(0, BLOCK)
+        mixed = _mix(key + at.to(tl.int64) * -7046029254386353131)
+        uniform = (((mixed >> 11) & 0x1FFFFFFFFFFFFF).to(tl.float64) + 0.5) * 1.1102230246251565e-16
+        noise = tl.maximum(-tl.log(1.0 - uniform), 1e-300)
+        score = _kept(logits, at, vocab, temperature, top, least) / noise
+        best_at = tl.where(score > best, at, best_at)
+        best = tl.maximum(score, best)
+    largest = tl.max(best)
+    tl.store(scores + number * CHUNKS + chunk, largest)
+    tl.store(places + number * CHUNKS + chunk, tl.min(tl.where(best == largest, best_at, vocab)))
 
 
 @triton.jit
 def _pick_tokens(
-    logits, rows, lengths, settings, tops, places, bounds, sums, masses, last_token, out, vocab,
-    PASSES: tl.constexpr, SHIFT: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr, REPEAT: tl.constexpr,
-    BLOCKS_PADDED: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    rows, lengths, settings, tops, scores, places, out, vocab,
+    CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    """Take the place of the best chunk: by logit for greedy rows, by score for others."""
     wait_for_inputs(OVERLAP)
-    number, count = tl.program_id(0), tl.num_programs(0)
-    length = tl.load(lengths + number)
-    if length <= 0:
+    number = tl.program_id(0)
+    if tl.load(lengths + number) <= 0:
         return
-    row = tl.load(rows + number)
-    temperature = _temperature(settings, row)
     chunk = tl.arange(0, CHUNKS_PADDED)
-    chunk_tops = tl.load(tops + number * CHUNKS + chunk, mask=chunk < CHUNKS, other=float("-inf"))
-    top = tl.max(chunk_tops)
-    at = tl.load(places + number * CHUNKS + chunk, mask=chunk < CHUNKS, other=vocab)
-    token = tl.min(tl.where(chunk_tops == top, at, vocab)).to(tl.int64)
-    if temperature > 0:
-        least = _least(
-            settings, row, bounds, sums, number, count, vocab, temperature, top,
-            PASSES, SHIFT, CHUNKS, CHUNKS_PADDED, COLUMNS,
-        )  # fmt: skip
-        block = tl.arange(0, BLOCKS_PADDED)
-        mass = tl.load(masses + number * (CHUNKS * REPEAT) + block, mask=block < CHUNKS * REPEAT, other=0.0)
-        mixed = _mix(_mix(tl.load(settings + row * 5)) + length * -7046029254386353131)
-        uniform = ((mixed >> 11) & 0x1FFFFFFFFFFFFF).to(tl.float64) * 1.1102230246251565e-16
-        # Never the whole mass: then no token would pass it.
-        target = tl.minimum(uniform, 1.0 - 4.440892098500626e-16) * tl.sum(mass)
-        ends = tl.cumsum(mass)
-        chosen = tl.min(tl.where((ends > target) & (mass > 0), block, BLOCKS_PADDED))
-        chosen = tl.where(chosen < BLOCKS_PADDED, chosen, tl.max(tl.where(mass > 0, block, 0)))
-        before = tl.sum(tl.where(block < chosen, mass, 0.0))
-        column = tl.arange(0, BLOCK)
-        logits += number.to(tl.int64) * vocab
-        weight = _kept(logits, chosen * BLOCK + column, vocab, temperature, top, least)
-        passed = before + tl.cumsum(weight) > target
-        first = tl.min(tl.where(passed & (weight > 0), column, BLOCK))
-        last = tl.max(tl.where(weight > 0, column, 0))
-        token = (chosen * BLOCK + tl.where(first < BLOCK, first, last)).to(tl.int64)
-    tl.store(out + number, token)
-    tl.store(last_token + row, token)
+    here, is_chunk = number * CHUNKS + chunk, chunk < CHUNKS
+    best = tl.load(tops + here, mask=is_chunk, other=float("-inf")).to(tl.float64)
+    if _temperature(settings, tl.load(rows + number)) > 0:
+        best = tl.load(scores + here, mask=is_chunk, other=-1.0)
+    at = tl.load(places + here, mask=is_chunk, other=vocab)
+    tl.store(out + number, tl.min(tl.where(best == tl.max(best), at, vocab)).to(tl.int64))
 
 
-def sample_rows_triton(logits: Tensor, rows: Tensor, lengths: Tensor, settings: Tensor, last_token: Tensor) -> Tensor:
-    """Sample one token per row. `lengths` are the tokens before the sampled one, 0 for padding. The sampled token also
-    becomes the row's last token."""
+def sample_rows_triton(logits: Tensor, rows: Tensor, lengths: Tensor, settings: Tensor) -> Tensor:
+    """Sample one token per row of logits. `rows` are their rows in `settings`, `lengths` the tokens before the sampled one,
+    0 for padding."""
     assert logits.is_contiguous()
     num_rows, vocab = logits.shape
     block = min(_BLOCK, next_power_of_2(vocab))
@@ -348,7 +323,7 @@ def sample_rows_triton(logits: Tensor, rows: Tensor, lengths: Tensor, settings: 
     found = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     bounds = found.new_empty(2 * passes, num_rows, 2)
     sums = logits.new_empty(2 * passes, num_rows, chunks, _COLUMNS, dtype=torch.float64)
-    masses = sums.new_empty(num_rows, chunks * repeat)
+    scores = sums.new_empty(num_rows, chunks)
     tops, places = logits.new_empty(num_rows, chunks, dtype=torch.float32), found.new_empty(num_rows, chunks)
     overlap = overlaps(logits)
     cut = {"CHUNKS": chunks, "REPEAT": repeat, "BLOCK": block}
@@ -362,9 +337,9 @@ def sample_rows_triton(logits: Tensor, rows: Tensor, lengths: Tensor, settings: 
     for is_mass in (False, True):
         for number in range(passes):
             _search[grid](*where, bounds, sums, vocab, float(number), MASS=is_mass, **common, **launch)
-    _weigh[grid](*where, bounds, sums, masses, vocab, **common, **launch)
+    _score[grid](*where, bounds, sums, scores, places, vocab, **common, **launch)
     _pick_tokens[(num_rows,)](
-        *where, places, bounds, sums, masses, last_token, found, vocab,
-        BLOCKS_PADDED=next_power_of_2(chunks * repeat), **common, **launch,
+        rows, lengths, settings, tops, scores, places, found, vocab,
+        CHUNKS=chunks, CHUNKS_PADDED=next_power_of_2(chunks), **launch,
     )  # fmt: skip
     return found

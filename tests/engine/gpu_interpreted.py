@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+from known_answers import KnownAnswers
 from tiny import make_tiny
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -103,28 +104,37 @@ def requests(rng: random.Random, samplings: list[SamplingParams]) -> list[Genera
     made = []
     for number, sampling in enumerate(samplings):
         prompt = shared[: rng.choice([0, 17, 20])] + [rng.randrange(199) for _ in range(rng.choice([1, 5, 19]))]
-        made.append(GenerateRequest(RequestId(str(number)), prompt, len(prompt), sampling, rng.randrange(2, 5)))
+        made.append(GenerateRequest(RequestId(str(number)), prompt, len(prompt), sampling, rng.randrange(3, 7)))
     return made
 
 
 def answers(
-    folder: Path, samplings: list[SamplingParams], num_blocks: int, kv_dtype: str
+    folder: Path,
+    samplings: list[SamplingParams],
+    num_blocks: int,
+    kv_dtype: str,
+    known: dict[str, list[int]] | None = None,
 ) -> list[tuple[list[int], list[float]]]:
+    """With `known` answers, drafts are made from them."""
     sched, kv = SchedSettings(step_tokens=24, max_rows=3), KvSettings(16, num_blocks, dtype=kv_dtype)
-    llm = LLM(folder, EngineSettings(device="cpu", num_threads=1, kv=kv, sched=sched))
+    llm = LLM(folder, EngineSettings(device="cpu", num_threads=1, steps_ahead=1 if known else 0, kv=kv, sched=sched))
+    if known is not None:
+        llm.built.scheduler._drafting = KnownAnswers(known, 199, random.Random(4))
     done = llm.run(requests(random.Random(3), samplings))
     llm.close()
+    assert known is None or llm.built.scheduler.counters.accepted_draft_tokens
     return [(one.token_ids, [token.logprob for token in one.logprobs]) for one in done]
 
 
 @pytest.mark.parametrize(
-    ("graphs", "samplings", "num_blocks", "kv_dtype"),
+    ("graphs", "samplings", "num_blocks", "kv_dtype", "drafts"),
     [
-        (NothingCaptured, PLAIN, 64, "auto"),
-        (AllCaptured, PLAIN, 64, "auto"),
-        (NothingCaptured, WITH_EXTRAS, 4, "auto"),  # sampled by the reference, with preemption
-        (AllCaptured, WITH_EXTRAS, 4, "auto"),
-        (NothingCaptured, PLAIN[:3], 64, "int8"),
+        (NothingCaptured, PLAIN, 64, "auto", True),
+        (AllCaptured, PLAIN, 64, "auto", False),
+        (AllCaptured, PLAIN, 64, "auto", True),
+        (NothingCaptured, WITH_EXTRAS, 4, "auto", False),  # sampled by the reference, with preemption
+        (AllCaptured, WITH_EXTRAS, 4, "auto", True),
+        (NothingCaptured, PLAIN[:3], 64, "int8", False),
     ],
 )
 def test_gpu_steps_give_the_tokens_of_the_references(
@@ -134,6 +144,7 @@ def test_gpu_steps_give_the_tokens_of_the_references(
     samplings: list[SamplingParams],
     num_blocks: int,
     kv_dtype: str,
+    drafts: bool,
 ) -> None:
     # With one layer, only the attention of the last token would matter.
     make_tiny(tmp_path, "qwen3", torch.float32, num_hidden_layers=2)
@@ -144,7 +155,8 @@ def test_gpu_steps_give_the_tokens_of_the_references(
     monkeypatch.setattr(gpu_steps, "DensePlans", DenseLengths)
     monkeypatch.setattr(import_module("stoker.kernels.paged"), "dense_attention", dense_attention)
     monkeypatch.setattr(RowTable, "apply", apply_and_upload)
-    found = answers(tmp_path, samplings, num_blocks, kv_dtype)
+    known = {str(number): token_ids for number, (token_ids, _) in enumerate(expected)}
+    found = answers(tmp_path, samplings, num_blocks, kv_dtype, known if drafts else None)
     assert [token_ids for token_ids, _ in found] == [token_ids for token_ids, _ in expected]
     for (_, ours), (_, theirs) in zip(found, expected, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-4)

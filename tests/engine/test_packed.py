@@ -12,6 +12,7 @@ from stoker.base.ids import Row
 from stoker.engine.gpu_steps import _shapes
 from stoker.engine.packed import StepData, StepInputs, StepShape
 from stoker.kernels.paged import Cutter
+from stoker.sched.draft_tape import MAX_DRAFTS
 from stoker.sched.plan import ON_DEVICE, Span, StepPlan
 
 CUTTER = Cutter(num_kv_heads=8, tile_tokens=32, block_tokens=64)
@@ -24,7 +25,11 @@ def random_plan(rng: random.Random) -> StepPlan:
         count = rng.choice([1, 1, 1, rng.randrange(2, 60)])
         spans.append(Span(Row(row), rng.choice([0, rng.randrange(20_000)]), count, rng.random() < 0.8))
         token_ids += [ON_DEVICE if count == 1 else rng.randrange(1000) for _ in range(count)]
-    return StepPlan(spans, token_ids)
+        if count == 1 and spans[-1].samples and rng.random() < 0.5:
+            spans[-1].num_drafts = rng.randrange(1, MAX_DRAFTS + 1)
+            spans[-1].count += spans[-1].num_drafts
+            token_ids += [ON_DEVICE - 1 - j for j in range(spans[-1].num_drafts)]
+    return StepPlan(spans, token_ids, num_drafts=sum(span.num_drafts for span in spans))
 
 
 def inputs_of(plan: StepPlan, shape: StepShape, data: StepData, samples: bool = True) -> StepInputs:
@@ -64,11 +69,14 @@ def test_packed_inputs_contain_the_plan_and_padding(seed: int) -> None:
         assert inputs.tokens[1, :token].tolist() == plan.token_ids
         assert (inputs.tokens[2, token:] == -1).all()
         assert len(seen) == token
-        heads = inputs.heads[:, : len(sampling)]
-        assert heads[1].tolist() == [span.row for span in sampling]
-        assert heads[2].tolist() == [span.start + span.count for span in sampling]
-        assert inputs.tokens[2][heads[0]].tolist() == [span.start + span.count - 1 for span in sampling]
-        assert not inputs.heads[2, len(sampling) :].any()
+        num_heads = len(sampling) + plan.num_drafts
+        heads = inputs.heads[:, :num_heads]
+        assert heads[1].tolist() == [span.row for span in sampling for _ in range(span.num_drafts + 1)]
+        assert heads[2].tolist() == [1] * num_heads
+        ends = [(span.start + span.count, span.num_drafts) for span in sampling]
+        assert inputs.tokens[2][heads[0]].tolist() == [at for end, n in ends for at in range(end - 1 - n, end)]
+        assert heads[3].tolist() == [n for span in sampling for n in (span.num_drafts, *[-1] * span.num_drafts)]
+        assert not inputs.heads[2, num_heads:].any()
         assert not inputs_of(plan, shape, data, samples=False).heads[2].any()
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from known_answers import KnownAnswers
 from tiny import SHAPE, make_tiny
 
 from stoker.base.config import EngineSettings, KvSettings, SchedSettings
@@ -113,6 +114,7 @@ def assert_same(request: GenerateRequest, got: LLMOutput, lone: LLMOutput, cance
 
 @pytest.mark.parametrize("seed", range(4))
 def test_any_schedule_gives_the_tokens_of_running_alone(folder: Path, seed: int) -> None:
+    """With drafts in two of three schedules."""
     print("seed", seed)
     rng = random.Random(seed)
     shared = [rng.randrange(VOCAB) for _ in range(40)]
@@ -126,7 +128,8 @@ def test_any_schedule_gives_the_tokens_of_running_alone(folder: Path, seed: int)
         with closing(LLM(folder, settings(100, 512, 1, 0))) as alone:
             lone[request.request_id] = run(alone, [(0, request)], {})[request.request_id]
     assert {len(answer.token_ids) > 0 for answer in lone.values()} == {True}
-    preemptions = cached = 0
+    known = {request_id: answer.token_ids for request_id, answer in lone.items()}
+    preemptions = cached = accepted = 0
     for steps_ahead in (0, 1, 2):
         # One schedule that certainly preempts, and two random ones.
         schedules = [(MAX_TOKENS // BLOCK_TOKENS, 64, 16)]
@@ -143,13 +146,17 @@ def test_any_schedule_gives_the_tokens_of_running_alone(folder: Path, seed: int)
             cancels = {request.request_id: rng.randint(0, 80) for request in requests if rng.random() < 0.15}
             print(f"{num_blocks=} {step_tokens=} {max_rows=} {steps_ahead=}")
             with closing(LLM(folder, settings(num_blocks, step_tokens, max_rows, steps_ahead))) as llm:
+                if rng.random() < 0.67:
+                    llm.built.scheduler._drafting = KnownAnswers(known, VOCAB, rng)
                 answers = run(llm, arrivals, cancels)
             for request in requests:
                 is_cancelled = request.request_id in cancels
                 assert_same(request, answers[request.request_id], lone[request.request_id], is_cancelled)
             preemptions += llm.built.scheduler.counters.preemptions
             cached += llm.built.scheduler.counters.cached_tokens
-    print(f"{preemptions=} {cached=}")
+            accepted += llm.built.scheduler.counters.accepted_draft_tokens
+    print(f"{preemptions=} {cached=} {accepted=}")
+    assert accepted
     assert preemptions
     assert cached
 

@@ -109,6 +109,10 @@ def test_step_inputs() -> None:
         cases.inputs(count, kv_heads, 64, CUDA)
 
 
+def test_verification_of_drafts() -> None:
+    assert cases.drafts(256, CUDA)
+
+
 def test_sampling() -> None:
     for seed, (vocab, dtype) in enumerate([(2, torch.float32), (997, torch.float32), (128256, torch.bfloat16)]):
         cases.sampling(40, vocab, seed, CUDA, dtype)

@@ -17,11 +17,13 @@ from stoker.kernels.norm import rms_norm_ref, rms_norm_triton
 from stoker.kernels.paged import Cutter, PagedSpans, new_counters, paged_attention_triton
 from stoker.kernels.pieces import FIELDS, Ints
 from stoker.kernels.rope_write import HeadNorms, rope_write_ref, rope_write_triton
-from stoker.kernels.sample import sample_tokens, uniform
+from stoker.kernels.row_tokens import TAPE, TAPE_START, WINDOW, pack_guesses, pack_row
+from stoker.kernels.sample import noise_keys, sample_tokens
 from stoker.kernels.sample_rows import new_settings, pack_settings, sample_rows_triton
 from stoker.kernels.skinny import few_rows_linear, one_row_linear
 from stoker.kernels.step_inputs import step_inputs_ref, step_inputs_triton
 from stoker.kernels.tile_model import SkinnyTile
+from stoker.kernels.verify import head_lengths_ref, head_lengths_triton, verify_ref, verify_triton
 from stoker.kernels.xxh3 import xxh3_ref, xxh3_triton
 
 CPU = torch.device("cpu")
@@ -222,20 +224,65 @@ def _no_pieces() -> Ints:
     return np.zeros((1, FIELDS), dtype=np.int64)
 
 
+def random_row_tokens(num_rows: int, max_tokens: int, device: torch.device) -> Tensor:
+    """Return rows with random known tokens, and tapes that agree with them, disagree, are too old, or end early."""
+    rng, rows = random.Random(num_rows), []
+    for _ in range(num_rows):
+        token_ids = [rng.randrange(50) for _ in range(rng.randint(1, max_tokens))]
+        row = pack_row(token_ids, len(token_ids) + rng.choice([0, 1, 3, 100]))
+        row[TAPE_START] = start = max(0, len(token_ids) - rng.choice([0, 0, 5, WINDOW + 2]))
+        guesses = token_ids[start:] + [rng.randrange(50) for _ in range(rng.randint(0, WINDOW))]
+        for i in rng.sample(range(len(guesses)), rng.choice([0, 0, 1]) if guesses else 0):
+            guesses[i] = rng.choice([rng.randrange(50), ~rng.randrange(50)])
+        row[TAPE:] = pack_guesses(guesses[:WINDOW])
+        rows.append(row)
+    return torch.tensor(rows, device=device)
+
+
 def inputs(count: int, kv_heads: int, block_tokens: int, device: torch.device) -> None:
     num_rows, width = 2 * count, 9
     step = torch.stack(
         [
             torch.randperm(num_rows)[:count],
-            torch.randint(-1, 50, (count,)),
+            torch.randint(-9, 50, (count,)),
             torch.randint(-1, width * block_tokens, (count,)),
         ]
     ).to(device)
-    last_token = torch.randint(0, 1000, (num_rows,), device=device)
+    row_tokens = random_row_tokens(num_rows, width * block_tokens - 20, device)
     table = torch.randint(0, 5000, (num_rows, width), device=device)
-    arguments = (step, last_token, table, kv_heads, block_tokens, 3 * kv_heads)
+    arguments = (step, row_tokens, table, kv_heads, block_tokens, 3 * kv_heads)
     for found, expected in zip(step_inputs_triton(*arguments), step_inputs_ref(*arguments), strict=True):
         assert torch.equal(found, expected)
+
+
+def drafts(num_spans: int, device: torch.device) -> int:
+    """Compare the verification of spans with 0 to 15 drafts with its reference. Returns how many drafts were accepted."""
+    rng = random.Random(num_spans)
+    heads: list[list[int]] = []
+    token_ids: list[int] = []
+    positions: list[int] = []
+    sampled: list[int] = []
+    for row in rng.sample(range(2 * num_spans), num_spans):
+        num_drafts, start = rng.choice([0, 0, 1, 3, 15]), rng.choice([-1, 0, 62, 500])
+        prefill = rng.choice([0, 0, 7]) if start >= 0 else 0
+        num_there, samples = rng.choice([num_drafts, rng.randint(0, num_drafts)]), int(rng.random() < 0.9)
+        for j in range(1 + num_drafts):
+            heads.append([len(token_ids) + prefill + j, row, samples, -1 if j else num_drafts])
+        token_ids += [rng.randrange(3) for _ in range(prefill + 1 + num_drafts)]
+        there = range(start, start + prefill + 1 + num_there)
+        positions += [*(at if start >= 0 else -1 for at in there), *[-1] * (num_drafts - num_there)]
+        first = len(token_ids) - num_drafts
+        sampled += [token if rng.random() < 0.7 else rng.randrange(3) for token in [*token_ids[first:], 0]]
+    heads += [[0, 0, 0, 0]] * 5  # padding
+    sampled += [0] * 5
+    arguments = tuple(torch.tensor(part, device=device) for part in (token_ids, positions, sampled))
+    packed = torch.tensor(heads, device=device).T.contiguous()
+    rows = [random_row_tokens(2 * num_spans, 99, device) for _ in range(2)]
+    assert torch.equal(head_lengths_triton(packed, arguments[1]), head_lengths_ref(packed, arguments[1]))
+    counts = verify_triton(packed, *arguments, rows[0])
+    assert torch.equal(counts, verify_ref(packed, *arguments, rows[1]))
+    assert torch.equal(rows[0], rows[1])
+    return int(counts.sum() - (counts > 0).sum())
 
 
 def sampling(num_rows: int, vocab: int, seed: int, device: torch.device, dtype: torch.dtype = torch.float32) -> int:
@@ -245,7 +292,7 @@ def sampling(num_rows: int, vocab: int, seed: int, device: torch.device, dtype: 
     logits = (torch.randn(num_rows, vocab) * 3).to(dtype)
     logits[0, vocab // 3 :: 7] = logits[0].amax()  # equal logits: the first of them is the most likely
     logits[-1, : vocab // 2] = float("-inf")
-    settings, last_token = new_settings(num_rows + 3, device), torch.full((num_rows + 3,), -5, device=device)
+    settings = new_settings(num_rows + 3, device)
     rows = rng.sample(range(num_rows + 3), num_rows)
     columns = []
     for row in rows:
@@ -261,16 +308,14 @@ def sampling(num_rows: int, vocab: int, seed: int, device: torch.device, dtype: 
     seeds, top_k, temperature, top_p, min_p, lengths = map(torch.tensor, zip(*columns, strict=True))
     where = (torch.tensor(rows, device=device), lengths.to(device))
     on_device = logits.to(device)
-    found = sample_rows_triton(on_device, *where, settings, last_token)
-    assert torch.equal(last_token[where[0]], found)
-    assert int((last_token == -5).sum()) == 3
+    found = sample_rows_triton(on_device, *where, settings)
     wide = logits.double()
     warm = temperature > 0
     safe = temperature.where(warm, 1.0).double()
-    sampled = sample_tokens(wide, safe, top_k, top_p.double(), min_p.double(), uniform(seeds, lengths))
+    sampled = sample_tokens(wide, safe, top_k, top_p.double(), min_p.double(), noise_keys(seeds, lengths))
     expected = torch.where(warm, sampled, wide.argmax(-1))
     assert found.tolist() == expected.tolist()
-    plain = sample_rows_triton(on_device, *where, new_settings(num_rows + 3, device), last_token)
+    plain = sample_rows_triton(on_device, *where, new_settings(num_rows + 3, device))
     assert plain.tolist() == wide.argmax(-1).tolist()
     return int(warm.sum())
 

@@ -73,9 +73,14 @@ def test_attention_over_16_bit_pages():
     cases.attention([(36, 1), (0, 40), (130, 9)], 3, 1, 32, 16, CPU, torch.float32, torch.bfloat16)
 
 
-@pytest.mark.parametrize(("count", "kv_heads"), [(1, 1), (5, 3)])
+@pytest.mark.parametrize(("count", "kv_heads"), [(1, 1), (5, 3), (60, 2)])
 def test_step_inputs(count, kv_heads):
     cases.inputs(count, kv_heads, 16, CPU)
+
+
+@pytest.mark.parametrize("num_spans", [1, 30])
+def test_verification_of_drafts(num_spans):
+    assert cases.drafts(num_spans, CPU) > 0 or num_spans == 1
 
 
 @pytest.mark.parametrize(("vocab", "block", "many_rows"), [(2, 8192, 64), (50, 32, 64), (700, 128, 3)])

@@ -5,11 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stoker.kernels.sample import mask_tokens, penalise, sample_tokens, uniform
+from stoker.kernels.sample import mask_tokens, noise, noise_keys, penalise, sample_tokens
 
 
-def uniforms(count: int, seed: int = 3) -> torch.Tensor:
-    return uniform(torch.full((count,), seed), torch.arange(count))
+def some_keys(count: int, seed: int = 3) -> torch.Tensor:
+    return noise_keys(torch.full((count,), seed), torch.arange(count))
+
+
+def uniforms(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Map exponentially distributed noise to the interval from 0 to 1."""
+    return 1 - torch.exp(-noise(keys, token_ids))
 
 
 def sample_many(
@@ -18,7 +23,7 @@ def sample_many(
     rows = logits.expand(count, -1)
     full = torch.full((count,), 1.0)
     return sample_tokens(
-        rows, full * temperature, torch.full((count,), top_k), full * top_p, full * min_p, uniforms(count)
+        rows, full * temperature, torch.full((count,), top_k), full * top_p, full * min_p, some_keys(count)
     )
 
 
@@ -73,9 +78,13 @@ def test_a_top_p_that_needs_more_than_the_first_sorted_tokens_takes_them() -> No
     assert len(found.unique()) > 2690
 
 
-def test_uniform_is_a_function_of_seed_and_position_and_fills_the_interval() -> None:
-    values = uniforms(100_000)
-    assert torch.equal(values, uniforms(100_000))
+@pytest.mark.parametrize("over", ["positions", "token ids"])
+def test_noise_is_a_function_and_exponentially_distributed(over: str) -> None:
+    if over == "positions":
+        values, other = (uniforms(some_keys(100_000, seed), torch.tensor(7)) for seed in (3, 4))
+    else:
+        values, other = (uniforms(key, torch.arange(100_000)) for key in some_keys(2))
+    assert torch.equal(noise(some_keys(50), torch.arange(50)), noise(some_keys(50), torch.arange(50)))
     assert 0 <= values.min() < 1e-4
     assert 1 - 1e-4 < values.max() < 1
     assert abs(float(values.mean()) - 0.5) < 0.005
@@ -83,25 +92,34 @@ def test_uniform_is_a_function_of_seed_and_position_and_fills_the_interval() -> 
     assert float(((counts - 1000) ** 2 / 1000).sum()) < 170  # chi square, 99 degrees of freedom
     neighbours = torch.stack([values[:-1], values[1:]])
     assert abs(float(torch.corrcoef(neighbours)[0, 1])) < 0.01
-    other = uniforms(100_000, seed=4)
     assert abs(float(torch.corrcoef(torch.stack([values, other]))[0, 1])) < 0.01
 
 
 def test_a_row_samples_the_same_token_in_any_batch() -> None:
     logits = torch.randn(64, 300)
     full = torch.ones(64)
-    arguments = (full * 0.9, torch.arange(64) % 5 * 10, full - 0.1 * (torch.arange(64) % 3), full * 0.01, uniforms(64))
+    arguments = (full * 0.9, torch.arange(64) % 5 * 10, full - 0.1 * (torch.arange(64) % 3), full * 0.01, some_keys(64))
     whole = sample_tokens(logits, *arguments)
     for i in range(64):
         assert sample_tokens(logits[i : i + 1], *(argument[i : i + 1] for argument in arguments)) == whole[i]
 
 
-def test_extreme_uniforms_never_sample_a_token_without_mass() -> None:
-    logits = torch.tensor([[float("-inf"), 0.0, float("-inf"), 1.0, float("-inf")]])
-    ones, zeros = torch.ones(1), torch.zeros(1, dtype=torch.int64)
-    for value in (0.0, 1 - 2**-53):
-        sampled = sample_tokens(logits, ones, zeros, ones, torch.zeros(1), torch.tensor([value], dtype=torch.float64))
-        assert sampled.item() in (1, 3)
+def test_a_token_without_mass_is_never_sampled() -> None:
+    logits = torch.tensor([float("-inf"), 0.0, float("-inf"), 1.0, float("-inf")])
+    assert set(sample_many(logits, 10_000, 1.0, 0, 1.0, 0.0).tolist()) == {1, 3}
+
+
+def test_two_models_that_share_the_noise_agree_more_often_than_chance() -> None:
+    """A draft model samples with the noise of the model, so that it is right where their probabilities are similar."""
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(200, generator=generator)
+    similar = logits + 0.3 * torch.randn(200, generator=generator)
+    ours, theirs = (sample_many(one, 5000, 1.0, 0, 1.0, 0.0) for one in (logits, similar))
+    overlap = torch.minimum(torch.softmax(logits, 0), torch.softmax(similar, 0)).sum()
+    by_chance = (torch.softmax(logits, 0) * torch.softmax(similar, 0)).sum()
+    agreed = float((ours == theirs).double().mean())
+    assert by_chance < 0.05
+    assert agreed > 0.8 * overlap
 
 
 def test_penalties_are_openais_and_repetition_counts_the_prompt() -> None:
