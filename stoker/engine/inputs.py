@@ -18,10 +18,10 @@ Ints = NDArray[np.int64]
 
 
 def build_batch(
-    plan: StepPlan, rows: RowTable, kv: DeviceKv, attention_dtype: torch.dtype | None = None
+    plan: StepPlan, rows: RowTable, kv: DeviceKv, attention_dtype: torch.dtype | None = None, exact: bool = False
 ) -> ForwardBatch:
     """Return the device tensors of the plan's forward pass. Attention is computed in `attention_dtype`, by default in
-    the dtype of the activations."""
+    the dtype of the activations. `exact`: see `group_spans`."""
     attention_dtype = attention_dtype or kv.like.dtype
     layout, device = kv.layout, kv.blocks.device
     counts = np.array([span.count for span in plan.spans])
@@ -38,7 +38,7 @@ def build_batch(
         token_ids=_token_ids(plan, rows.last_token, token_rows),
         positions=_to_device(positions, device),
         slots=_to_device(slots.ravel(), device),
-        spans=group_spans(_shapes(plan, rows, kv), *sizes, device, attention_dtype, in_place),
+        spans=group_spans(_shapes(plan, rows, kv), *sizes, device, attention_dtype, in_place, exact),
         kv=kv,
     )
 
@@ -48,7 +48,7 @@ def _shapes(plan: StepPlan, rows: RowTable, kv: DeviceKv) -> list[SpanShape]:
     for span in plan.spans:
         num_blocks = -(-(span.start + span.count) // kv.layout.block_tokens)
         pages = (rows.blocks[span.row, :num_blocks] * kv.pages_per_block).tolist()
-        shapes.append(SpanShape(first, span.start, span.count, pages))
+        shapes.append(SpanShape(first, span.start, span.count, pages, span.num_drafts))
         first += span.count
     return shapes
 

@@ -101,8 +101,11 @@ class Runner:
         threads: Threads,
         captured_tokens: int,
         attention_dtype: torch.dtype | None = None,
+        exact: bool = False,
     ) -> None:
-        """`attention_dtype` is that of attention with the reference kernels, by default the model's."""
+        """`attention_dtype` is that of attention with the reference kernels, by default the model's. `exact`: a token's
+        logits depend only on the tokens before it."""
+        self._exact = exact
         self._model = model
         self._attention_dtype = attention_dtype
         self._kv = kv
@@ -183,7 +186,7 @@ class Runner:
 
     def _step(self, plan: StepPlan, states: list[RowState]) -> SampledTokens | None:
         """Run the step with the reference kernels."""
-        hidden = self._model(build_batch(plan, self._rows, self._kv, self._attention_dtype))
+        hidden = self._model(build_batch(plan, self._rows, self._kv, self._attention_dtype, self._exact))
         if not states:
             return None
         ends, end = [], 0

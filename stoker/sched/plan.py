@@ -15,12 +15,14 @@ ON_DEVICE = -1
 # Not frozen, for speed: one is created per row and step, and creating a frozen one takes three times as long.
 @dataclass(slots=True)
 class Span:
-    """`count` tokens of one row, starting at position `start`. If `samples`, the token after them is sampled."""
+    """`count` tokens of one row, starting at position `start`. If `samples`, the token after them is sampled. The last
+    `num_drafts` of the tokens are drafts, which the step verifies."""
 
     row: Row
     start: int
     count: int
     samples: bool
+    num_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
