@@ -220,6 +220,14 @@ class EngineSettings:
         flag="--cpu-weights",
         choices=("auto", "int8", "float32"),
     )
+    numerics: str = setting(
+        "auto",
+        "exact: the bits of a token's logits depend only on the tokens before it, not on the batch or on drafts. fast: "
+        "each step uses the fastest kernels for its size, and logits may differ in their last bits between batch sizes. "
+        "auto is exact if a drafter is loaded, else fast.",
+        flag="--numerics",
+        choices=("auto", "exact", "fast"),
+    )
     max_model_tokens: int | None = setting(
         None,
         "Maximum length of a sequence: prompt and answer together.",

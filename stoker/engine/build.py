@@ -148,7 +148,8 @@ def build_engine(
         rows,
         resolved.threads,
         resolved.captured_tokens,
-        cpu_weights.attention_dtype,
+        _attention_dtype(cpu_weights, resolved),
+        resolved.exact,
     )
     engine = Engine(scheduler, runner, RealClock(), resolved.steps_ahead, store, leases, rates)
     if resolved.device.type == "cuda":
@@ -183,6 +184,13 @@ def build_engine(
     )
 
 
+def _attention_dtype(cpu_weights: CpuWeights, resolved: ResolvedSettings) -> torch.dtype | None:
+    """Return the dtype of attention with the reference kernels, None for the model's. In float64, chunks of a prompt and
+    single tokens give the same values after rounding to the model's dtype."""
+    on_cpu = resolved.device.type == "cpu"
+    return torch.float64 if on_cpu and resolved.exact else cpu_weights.attention_dtype
+
+
 def _load_model(
     family: ModelFamily,
     resolved: ResolvedSettings,
@@ -202,7 +210,7 @@ def _load_model(
         _randomise(model, family, random_weights_seed)
     progress("preparing weights", 0, 1)
     with torch.no_grad():
-        model.pack(cpu_weights.kernel)
+        model.pack(cpu_weights.kernel, resolved.exact)
     _release_free_memory()
     tensors = [*model.buffers(), *(parameter for _name, parameter in model.named_parameters())]
     return model, sum(tensor.nbytes for tensor in tensors)

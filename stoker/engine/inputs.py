@@ -44,10 +44,10 @@ class _Tokens:
 
 
 def build_inputs(
-    plan: StepPlan, rows: RowTable, kv: DeviceKv, attention_dtype: torch.dtype | None = None
+    plan: StepPlan, rows: RowTable, kv: DeviceKv, attention_dtype: torch.dtype | None = None, exact: bool = False
 ) -> ReferenceInputs:
     """Return the inputs of the plan's forward pass. Attention is computed in `attention_dtype`, by default in the dtype of
-    the activations."""
+    the activations. `exact`: see `group_spans`."""
     attention_dtype = attention_dtype or kv.like.dtype
     layout, device = kv.layout, kv.blocks.device
     tokens = _tokens(plan, rows)
@@ -62,7 +62,7 @@ def build_inputs(
         token_ids=tokens.token_ids,
         positions=_to_device(positions, device),
         slots=_to_device(slots.ravel(), device),
-        spans=group_spans(_shapes(plan, tokens, rows, kv), *sizes, device, attention_dtype, in_place),
+        spans=group_spans(_shapes(plan, tokens, rows, kv), *sizes, device, attention_dtype, in_place, exact),
         kv=kv,
     )
     heads, spans = _heads(plan, tokens, firsts)
@@ -90,10 +90,11 @@ def _tokens(plan: StepPlan, rows: RowTable) -> _Tokens:
 def _shapes(plan: StepPlan, tokens: _Tokens, rows: RowTable, kv: DeviceKv) -> list[SpanShape]:
     shapes, first = [], 0
     for span, start, count in zip(plan.spans, tokens.starts.tolist(), tokens.counts.tolist(), strict=True):
+        num_drafts = max(0, count - (span.count - span.num_drafts))
         if count:
             num_blocks = -(-(start + count) // kv.layout.block_tokens)
             pages = (rows.blocks[span.row, :num_blocks] * kv.pages_per_block).tolist()
-            shapes.append(SpanShape(first, start, count, pages))
+            shapes.append(SpanShape(first, start, count, pages, num_drafts))
         first += count
     return shapes
 

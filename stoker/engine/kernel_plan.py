@@ -57,7 +57,7 @@ def make_stand_in(family: ModelFamily, resolved: ResolvedSettings, layout: KvLay
         return None
     model = build_model(family, resolved, _META)
     with torch.no_grad():
-        model.pack()
+        model.pack(exact=resolved.exact)
     max_blocks = -(-resolved.max_model_tokens // layout.block_tokens) + 1
     rows = RowTable(resolved.max_rows, max_blocks, family.shape.vocab_size, _META, NoGrammars())
     return GpuSteps(model, kv, rows, family.shape.num_heads, resolved.captured_tokens)

@@ -40,6 +40,7 @@ class ResolvedSettings:
     threads: Threads
     steps_ahead: int
     max_model_tokens: int
+    exact: bool  # numerics=exact
     keeps_spare: bool  # the worker keeps a second engine process, which has a context on the same device
 
 
@@ -70,8 +71,14 @@ def resolve_on(device: torch.device, settings: EngineSettings, shape: ModelShape
         threads=_threads(settings, on_cpu),
         steps_ahead=(0 if on_cpu else 1) if settings.steps_ahead is None else settings.steps_ahead,
         max_model_tokens=settings.max_model_tokens or shape.max_positions,
+        exact=is_exact(settings.numerics, has_drafter=False),
         keeps_spare=settings.spare_engine == "on" or (settings.spare_engine is None and not on_cpu),
     )
+
+
+def is_exact(numerics: str, *, has_drafter: bool) -> bool:
+    """Return True if logits must not depend on the batch. `numerics` is the setting."""
+    return has_drafter if numerics == "auto" else numerics == "exact"
 
 
 def _kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -132,8 +132,11 @@ class Runner:
         threads: Threads,
         captured_tokens: int,
         attention_dtype: torch.dtype | None = None,
+        exact: bool = False,
     ) -> None:
-        """`attention_dtype` is that of attention with the reference kernels, by default the model's."""
+        """`attention_dtype` is that of attention with the reference kernels, by default the model's. `exact`: a token's
+        logits depend only on the tokens before it."""
+        self._exact = exact
         self._model = model
         self._attention_dtype = attention_dtype
         self._kv = kv
@@ -224,7 +227,7 @@ class Runner:
 
     def _step(self, plan: StepPlan, states: list[RowState]) -> VerifiedTokens | None:
         """Run the step with the reference kernels."""
-        inputs = build_inputs(plan, self._rows, self._kv, self._attention_dtype)
+        inputs = build_inputs(plan, self._rows, self._kv, self._attention_dtype, self._exact)
         batch = inputs.batch
         if not len(batch.token_ids):  # all rows are at their limits
             return VerifiedTokens(SampledTokens(batch.token_ids, None, None, None), None, [-1] * len(states))

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from stoker.kernels.attention_rows import RowGroup, is_faster_in_place, row_attention, row_group
+from stoker.kernels.attention_rows import RowGroup, gathered_row_group, is_faster_in_place, row_attention, row_group
 from stoker.kernels.kv_pages import kv_read
 from stoker.kernels.paged import PagedSpans, paged_attention_triton
 from stoker.kernels.transfer import to_device
@@ -25,17 +26,29 @@ from stoker.kernels.transfer import to_device
 _MIN_FILL = 0.6
 # On a CPU, keys that are converted to another dtype are gathered in groups of this size, which stay in its caches.
 _CONVERTED_KEYS = 1024
+# A softmax adds up keys in groups of the CPU's vector size, and the rest one by one. With a multiple of this number,
+# masked keys change nothing.
+_KEY_STEP = 16
 
 
 @dataclass(frozen=True, slots=True)
 class SpanShape:
     """`count` tokens from position `start` on, at `first` in the batch. `pages` has the page number of each block's
-    first head."""
+    first head. The last `num_drafts` tokens are drafts: then the span is computed as `count` spans of one token, so
+    that a verified token gets the bits of a decoded one."""
 
     first: int
     start: int
     count: int
     pages: list[int]
+    num_drafts: int = 0
+
+    def split(self, block_tokens: int) -> list[SpanShape]:
+        """Return the spans that are computed separately."""
+        if not self.num_drafts:
+            return [self]
+        ends = (position // block_tokens + 1 for position in range(self.start, self.start + self.count))
+        return [SpanShape(self.first + i, self.start + i, 1, self.pages[:end]) for i, end in enumerate(ends)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +71,12 @@ def group_spans(
     device: torch.device,
     dtype: torch.dtype,
     in_place: bool = True,
+    exact: bool = False,
 ) -> list[SpanGroup | RowGroup]:
     """Group the spans of a step, once for all layers. Attention is computed in `dtype`. `in_place`: the pages have this
-    dtype, so that keys can be read where they are."""
+    dtype, so that keys can be read where they are. `exact`, on a CPU: the bits of a span of one token do not depend on
+    the other spans."""
+    spans = [part for span in spans for part in span.split(block_tokens)]
     heads = torch.arange(num_kv_heads)
 
     def page_index(pages: list[list[int]]) -> Tensor:
@@ -78,22 +94,30 @@ def group_spans(
         longest = len(single[-1].pages)
         taken = [span for span in single[-max_spans(longest) :] if len(span.pages) >= _MIN_FILL * longest]
         single = single[: len(single) - len(taken)]
+        if exact:
+            longest += -longest % (_KEY_STEP // gcd(_KEY_STEP, block_tokens))
         lengths = torch.tensor([span.start + 1 for span in taken])
         # Whole blocks, so that the shapes change once per block and not with every token.
         num_keys = longest * block_tokens
         mask = None
-        if int(lengths.min()) < num_keys:
+        if exact or int(lengths.min()) < num_keys:
             hidden = torch.arange(num_keys)[None, :] >= lengths[:, None]
             mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))[:, None, :]
             mask = mask.to(device, non_blocking=True)
         # Pad with the span's own pages: masked values must be finite, and another sequence's memory may not be.
         padded = [span.pages + span.pages[:1] * (longest - len(span.pages)) for span in taken]
-        if in_place and is_faster_in_place(len(taken) * num_keys, device, dtype):
-            groups.append(row_group([span.first for span in taken], padded, mask, num_kv_heads, block_tokens))
+        firsts = [span.first for span in taken]
+        if in_place and (exact or is_faster_in_place(len(taken) * num_keys, device, dtype)):
+            groups.append(row_group(firsts, padded, mask, num_kv_heads, block_tokens))
             continue
-        firsts = to_device([span.first for span in taken], device)
+        if exact:
+            assert mask is not None
+            groups.append(gathered_row_group(firsts, page_index(padded), mask, num_kv_heads, dtype))
+            continue
         mask = None if mask is None else mask[:, None]
-        groups.append(SpanGroup(firsts, page_index(padded), len(taken), num_keys, mask, False, dtype))
+        groups.append(
+            SpanGroup(to_device(firsts, device), page_index(padded), len(taken), num_keys, mask, False, dtype)
+        )
     for span in spans:
         if span.count == 1:
             continue
@@ -124,6 +148,16 @@ def paged_attention(
     return paged_attention_ref(q, pages, spans, key.shape[1], scale)
 
 
+def _row_attention(q: Tensor, pages: Tensor, group: RowGroup, num_kv_heads: int, scale: float) -> Tensor:
+    head_dim = q.shape[-1]
+    if group.gathered is None:
+        keys, values = pages.view(-1, head_dim), pages[num_kv_heads:].view(-1, head_dim)
+        return row_attention(q, keys, values, group, scale)
+    assert group.dtype is not None
+    keys, values = kv_read(pages, group.gathered, head_dim, group.dtype).view(2, -1, head_dim)
+    return row_attention(q.to(group.dtype), keys, values, group, scale).to(q.dtype)
+
+
 def paged_attention_ref(
     q: Tensor, pages: Tensor, groups: Sequence[SpanGroup | RowGroup], num_kv_heads: int, scale: float
 ) -> Tensor:
@@ -132,8 +166,7 @@ def paged_attention_ref(
     shared = num_heads // num_kv_heads  # query heads per KV head
     for group in groups:
         if isinstance(group, RowGroup):
-            keys, values = pages.view(-1, head_dim), pages[num_kv_heads:].view(-1, head_dim)
-            out[group.tokens] = row_attention(q[group.tokens], keys, values, group, scale)
+            out[group.tokens] = _row_attention(q[group.tokens], pages, group, num_kv_heads, scale)
             continue
         gathered = kv_read(pages, group.pages, head_dim, group.dtype)
         gathered = gathered.view(2, group.num_spans, num_kv_heads, -1, head_dim)

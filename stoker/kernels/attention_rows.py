@@ -32,8 +32,11 @@ class RowGroup:
     """Spans of one token."""
 
     tokens: Tensor  # which tokens of the batch
-    slots: Tensor  # [spans * kv_heads, keys]: the slot of each key, counted from the layer's first K
+    slots: Tensor  # [spans * kv_heads, keys]: the slot of each key, counted from the first K of `gathered` or the layer
     mask: Tensor | None  # [spans, 1, keys], added to the scores
+    # [2 * spans * kv_heads * blocks]: the pages of K, then those of V, that are converted first; None: read in place
+    gathered: Tensor | None = None
+    dtype: torch.dtype | None = None  # to which they are converted
 
 
 def is_faster_in_place(num_keys: int, device: torch.device, dtype: torch.dtype) -> bool:
@@ -48,6 +51,15 @@ def row_group(
     keys = torch.tensor(pages)[:, None, :, None] + torch.arange(num_kv_heads)[None, :, None, None]
     slots = keys * block_tokens + torch.arange(block_tokens)
     return RowGroup(to_device(firsts, torch.device("cpu")), slots.view(len(pages) * num_kv_heads, -1), mask)
+
+
+def gathered_row_group(
+    firsts: Sequence[int], pages: Tensor, mask: Tensor, num_kv_heads: int, dtype: torch.dtype
+) -> RowGroup:
+    """Build a group whose pages are converted to `dtype` first. `mask` [spans, 1, keys] covers all of them."""
+    num_lists = len(firsts) * num_kv_heads
+    slots = torch.arange(num_lists * mask.shape[-1]).view(num_lists, -1)
+    return RowGroup(to_device(firsts, torch.device("cpu")), slots, mask, pages, dtype)
 
 
 def row_attention(q: Tensor, keys: Tensor, values: Tensor, group: RowGroup, scale: float) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from stoker.kernels.activation import silu_mul
 from stoker.kernels.cpu_int8 import Int8Weight, int8_linear
+from stoker.kernels.cpu_rows import Matmul, matmul_by_rows, plain_matmul, row_step
 from stoker.kernels.dispatch import overlaps, use_triton
 from stoker.kernels.norm import rms_norm
 from stoker.kernels.quant import QuantWeight
@@ -51,19 +52,46 @@ class PackedWeight:
         return cls(packed, weight.new_empty(1, 1).expand(weight.shape))
 
 
-def pack_weight(weight: Tensor) -> Tensor | PackedWeight:
-    """Return what `linear` takes: the weight itself, or a packed copy that replaces it."""
-    if weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkl.is_available():
-        return PackedWeight.of(weight)
-    return weight
+@dataclass(frozen=True, slots=True)
+class CpuRowsWeight:
+    """A weight on a CPU whose matmul gives a row the same bits with any number of rows (cpu_rows.py)."""
+
+    weight: Tensor | PackedWeight
+    step: int
+
+    @classmethod
+    def of(cls, weight: Tensor) -> CpuRowsWeight:
+        if _has_mkl(weight):
+            return cls(PackedWeight.of(weight), row_step(*weight.shape, weight.dtype, _packed_matmul))
+        return cls(weight, row_step(*weight.shape, weight.dtype, plain_matmul))
 
 
-Weight = Tensor | PackedWeight | Int8Weight | QuantWeight
+def pack_weight(weight: Tensor, exact: bool = False) -> Tensor | PackedWeight | CpuRowsWeight:
+    """Return what `linear` takes: the weight itself, or a packed copy that replaces it. `exact`: a row's result must not
+    depend on the number of rows."""
+    if exact and weight.device.type == "cpu":
+        return CpuRowsWeight.of(weight)
+    return PackedWeight.of(weight) if _has_mkl(weight) else weight
+
+
+def _has_mkl(weight: Tensor) -> bool:
+    return weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkl.is_available()
+
+
+def _packed_matmul(weight: Tensor) -> Matmul:
+    packed = PackedWeight.of(weight)
+    return lambda x: linear(x, packed)
+
+
+Weight = Tensor | PackedWeight | CpuRowsWeight | Int8Weight | QuantWeight
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     if isinstance(weight, PackedWeight):
         return torch.ops.mkl._mkl_linear(x, weight.packed, weight.shape, bias, len(x))
+    if isinstance(weight, CpuRowsWeight):
+        out = matmul_by_rows(x, lambda rows: linear(rows, weight.weight), weight.step)
+        return out if bias is None else out.add_(bias)
     if isinstance(weight, Int8Weight):
         out = int8_linear(x, weight)
         return out if bias is None else out.add_(bias)

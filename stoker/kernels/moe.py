@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from stoker.kernels.activation import silu_mul_ref
+from stoker.kernels.cpu_rows import exact_matmul
 from stoker.kernels.dispatch import use_triton
 from stoker.kernels.linear import Norm
 from stoker.kernels.moe_few import MAX_TOKENS, Chosen, down_few, gate_up_few
@@ -37,7 +38,7 @@ from stoker.kernels.quant import QuantWeight, dequantise_ref
 @dataclass(frozen=True, slots=True)
 class Experts:
     """The experts of a layer. Where the model `renormalises`, the weights of a token's experts are scaled to add up to
-    one."""
+    one. With `exact`, a token's result does not depend on the other tokens of a step."""
 
     router: Tensor
     gate_up: Tensor | QuantWeight
@@ -45,11 +46,13 @@ class Experts:
     granule: int
     top_k: int
     renormalises: bool
+    exact: bool = False
 
 
 def to_kernel_layout(
-    router: Tensor, gate_up: Tensor | QuantWeight, down: Tensor | QuantWeight, top_k: int, renormalises: bool
-) -> Experts:
+    router: Tensor, gate_up: Tensor | QuantWeight, down: Tensor | QuantWeight, top_k: int, renormalises: bool,
+    exact: bool = False,
+) -> Experts:  # fmt: skip
     """Return the experts in the kernels' layout. The loaded weights have the rows of all experts stacked, for each
     expert all of gate, then all of up. They are consumed."""
     num_experts = len(router)
@@ -61,7 +64,7 @@ def to_kernel_layout(
             interleave_gate_up(gate_up, granule)
     if isinstance(down, Tensor):
         down = down.view(num_experts, -1, down.shape[1])
-    return Experts(router, gate_up, down, granule, top_k, renormalises)
+    return Experts(router, gate_up, down, granule, top_k, renormalises, exact)
 
 
 def interleave_gate_up(gate_up: Tensor, granule: int) -> None:
@@ -87,8 +90,9 @@ def plain_ref(weight: Tensor | QuantWeight, num_experts: int, dtype: torch.dtype
 def add_experts_ref(x: Tensor, norm: Norm, experts: Experts) -> Tensor:
     """Run expert after expert over the tokens that chose it."""
     gate_up, down = (plain_ref(weight, len(experts.router), x.dtype) for weight in (experts.gate_up, experts.down))
+    matmul = exact_matmul if experts.exact and x.device.type == "cpu" else torch.nn.functional.linear
     normed = rms_norm_ref(x, norm.weight, norm.eps)
-    weights, chosen = choose_ref(normed @ experts.router.t(), experts.top_k, experts.renormalises)
+    weights, chosen = choose_ref(matmul(normed, experts.router), experts.top_k, experts.renormalises)
     order = chosen.flatten().argsort(stable=True)
     counts = chosen.flatten().bincount(minlength=len(experts.router)).tolist()
     outputs = x.new_empty(len(order), x.shape[1])
@@ -96,9 +100,9 @@ def add_experts_ref(x: Tensor, norm: Norm, experts: Experts) -> Tensor:
     for expert, count in enumerate(counts):
         if count:
             pairs = order[first : first + count]
-            both = normed[pairs // experts.top_k] @ gate_up[expert].t()
+            both = matmul(normed[pairs // experts.top_k], gate_up[expert])
             both = both.view(count, -1, 2, experts.granule).transpose(1, 2).reshape(count, -1)
-            outputs[pairs] = silu_mul_ref(both) @ down[expert].t()
+            outputs[pairs] = matmul(silu_mul_ref(both), down[expert])
             first += count
     total = (outputs.view(len(x), experts.top_k, -1) * weights[:, :, None].to(x.dtype)).sum(1)
     return x.add_(total)

@@ -122,11 +122,13 @@ class Decoder(nn.Module):
         angles = 2 * self.rope.cos.shape[1] * self.rope.cos.itemsize
         return (2 * hidden_size + widest) * self.norm.weight.itemsize + angles
 
-    def pack(self, int8: Int8Kernel | None = None) -> None:
+    def pack(self, int8: Int8Kernel | None = None, exact: bool = False) -> None:
         """Convert the weights to the layout of the kernels. `int8` is the kernel for weights that may be requantised to
-        8 bits; None: they are dequantised."""
+        8 bits; None: they are dequantised. `exact`: a token's result must not depend on the other tokens of a step."""
         for module in self.modules():  # in the order of the attributes: the embedding before a head that shares it
-            if isinstance(module, Embedding | Linear | TiedLinear):
+            if isinstance(module, Embedding):
                 module.pack(int8)
+            elif isinstance(module, Linear | TiedLinear):
+                module.pack(int8, exact)
             elif isinstance(module, MoeMlp):
-                module.pack()
+                module.pack(exact)

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from stoker.kernels.cpu_int8 import Int8Kernel
-from stoker.kernels.linear import PackedWeight, Weight, add_gated_linear, add_linear, norm_linear, pack_weight
+from stoker.kernels.linear import (
+    CpuRowsWeight,
+    PackedWeight,
+    Weight,
+    add_gated_linear,
+    add_linear,
+    norm_linear,
+    pack_weight,
+)
 from stoker.layers.embedding import Embedding
 from stoker.layers.norm import RMSNorm
 from stoker.layers.quant import PLAIN, Stored, StoredWeight
@@ -31,10 +39,10 @@ class Linear(StoredWeight):
         """Outputs and inputs."""
         return self.out_features, self.in_features
 
-    def pack(self, int8: Int8Kernel | None = None) -> None:
+    def pack(self, int8: Int8Kernel | None = None, exact: bool = False) -> None:
         ready = self.ready(int8)
-        self._packed = pack_weight(ready) if isinstance(ready, Tensor) else ready
-        if isinstance(self._packed, PackedWeight):
+        self._packed = packed = pack_weight(ready, exact) if isinstance(ready, Tensor) else ready
+        if isinstance(packed.weight if isinstance(packed, CpuRowsWeight) else packed, PackedWeight):
             self.drop()
 
     def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
@@ -67,10 +75,10 @@ class TiedLinear(nn.Module):
         """Outputs and inputs."""
         return self._tied[0].out_features, self._tied[0].in_features
 
-    def pack(self, int8: Int8Kernel | None = None) -> None:
+    def pack(self, int8: Int8Kernel | None = None, exact: bool = False) -> None:
         """Pack the weight. The embedding is packed first."""
         ready = self._tied[0].as_matmul(int8)
-        self._packed = pack_weight(ready) if isinstance(ready, Tensor) else ready
+        self._packed = pack_weight(ready, exact) if isinstance(ready, Tensor) else ready
 
     def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
         assert self._packed is not None, "pack() comes first"

@@ -36,12 +36,12 @@ class MoeMlp(nn.Module):
         self.down = StoredWeight(width, (hidden_size,) * num_experts, down)
         self._experts: Experts | None = None
 
-    def pack(self) -> None:
+    def pack(self, exact: bool = False) -> None:
         config = self._config
         gate_up, down = self.gate_up.ready(), self.down.ready()
         assert not isinstance(gate_up, Int8Weight)
         assert not isinstance(down, Int8Weight), "experts have no 8-bit kernels on a CPU"
-        self._experts = to_kernel_layout(self.router.data, gate_up, down, config.top_k, config.renormalises)
+        self._experts = to_kernel_layout(self.router.data, gate_up, down, config.top_k, config.renormalises, exact)
 
     @property
     def width(self) -> int:

@@ -48,9 +48,10 @@ class Model(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab]"""
 
-    def pack(self, int8: Int8Kernel | None = None) -> None:
+    def pack(self, int8: Int8Kernel | None = None, exact: bool = False) -> None:
         """Convert the weights to the layout of the kernels, once after loading. `int8` is the kernel for weights that
-        may be requantised to 8 bits; None: they are dequantised."""
+        may be requantised to 8 bits; None: they are dequantised. `exact`: a token's result must not depend on the other
+        tokens of a step."""
 
     @property
     def bytes_per_token(self) -> int:
