@@ -49,6 +49,7 @@ TABLE = {
     "kv.peer": Allowed("kv.blocks kv.device kernels", ENGINE_SIDE),
     "kv.peer.transports": Allowed("kv.blocks kv.device kv.peer kv.mooncake kernels", f"{ENGINE_SIDE} mooncake"),
     "sched": Allowed("kv.blocks", light=True),
+    "spec": Allowed("sched kv.blocks", "numpy", light=True),
     "kernels": Allowed("", ENGINE_SIDE),
     "layers": Allowed("kernels kv.blocks kv.device", ENGINE_SIDE),
     "models": Allowed("layers checkpoint.weight_files kv.blocks", ENGINE_SIDE),
