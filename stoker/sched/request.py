@@ -56,6 +56,7 @@ class GenerateRequest:
     deadline_s: float | None = None  # on the machine's monotonic clock
     lease_id: str | None = None  # if set: end after one token, and hold the KV under this id for another worker
     ticket: KvTicket | None = None  # the worker from which the KV of the leading tokens can be pulled
+    prediction: tuple[int, ...] = ()  # the output that the client expects; a guess, which never changes an answer
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,20 @@ VOCAB_SIZE = 1000
 
 
 def new_sequence(
-    prompt: Tokens[int], output: Tokens[int] = (), salt: str = "", block_tokens: int = BLOCK_TOKENS
+    prompt: Tokens[int],
+    output: Tokens[int] = (),
+    salt: str = "",
+    block_tokens: int = BLOCK_TOKENS,
+    prediction: Tokens[int] = (),
 ) -> Sequence:
     request = GenerateRequest(
-        RequestId("r"), list(prompt), len(prompt), SamplingParams(), max_new_tokens=1 << 20, cache_salt=salt
+        RequestId("r"),
+        list(prompt),
+        len(prompt),
+        SamplingParams(),
+        max_new_tokens=1 << 20,
+        cache_salt=salt,
+        prediction=tuple(prediction),
     )
     token_ids = [*prompt, *output]
     return Sequence(
