@@ -24,6 +24,7 @@ from stoker.kernels.paged import fits
 from stoker.kernels.transfer import to_device
 from stoker.kv.device.device_kv import DeviceKv
 from stoker.models.family import Model
+from stoker.sched.draft_tape import TAPE_TOKENS
 from stoker.sched.plan import BlockCopy, StepPlan, StepResult
 
 # Bytes of blocks that are copied at a time. A copy needs a temporary buffer, and one step may copy hundreds of blocks.
@@ -40,6 +41,7 @@ class PendingStep:
     started_s: float
     done: torch.cuda.Event | None  # recorded after the sampled tokens have been copied to the host
     before: PendingStep | None = None  # the step launched before; it may have sampled for rows missing here
+    drafts_grammar: bool = False  # return what the grammars force as drafts
     _ended_s: float = 0.0
     _result: StepResult | None = None
 
@@ -87,6 +89,8 @@ class PendingStep:
             result.errors[span_index] = (
                 "the grammar is too ambiguous: matching one token takes too long; simplify its repetitions"
             )
+        elif self.drafts_grammar and (forced := state.matcher.forced(TAPE_TOKENS)):
+            result.drafts[span_index] = forced
 
 
 class Runner:
@@ -101,8 +105,13 @@ class Runner:
         threads: Threads,
         captured_tokens: int,
         attention_dtype: torch.dtype | None = None,
+        drafts_grammar: bool = False,
     ) -> None:
-        """`attention_dtype` is that of attention with the reference kernels, by default the model's."""
+        """`attention_dtype` is that of attention with the reference kernels, by default the model's.
+
+        If `drafts_grammar`, results contain what the grammars force next.
+        """
+        self._drafts_grammar = drafts_grammar
         self._model = model
         self._attention_dtype = attention_dtype
         self._kv = kv
@@ -164,7 +173,7 @@ class Runner:
             # Also if nothing is sampled: otherwise all steps of a long prefill would be launched at once.
             done = torch.cuda.Event(blocking=True)
             done.record()
-        return PendingStep(plan, sampled, [] if plain else states, started_s, done)
+        return PendingStep(plan, sampled, [] if plain else states, started_s, done, drafts_grammar=self._drafts_grammar)
 
     def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy in order, a few blocks at a time. The source of one copy may be the destination of a later one."""
