@@ -8,7 +8,7 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ from stoker.models.weights import load, parameter_slices
 from stoker.sched.leases import LeaseTerms
 from stoker.sched.request import GenerateRequest, SamplingParams
 from stoker.sched.scheduler import Scheduler, SchedulerConfig
+from stoker.spec.draft_counts import DraftCounts
 
 Progress = Callable[[str, int, int], None]
 
@@ -72,6 +73,7 @@ class BuiltEngine:
     load_s: float
     memory: list[MemoryLine]  # the GPU memory plan; empty on a CPU
     kernels: CacheCounts  # where the GPU's kernels came from
+    draft_counts: DraftCounts = field(default_factory=DraftCounts)
 
     def close(self) -> None:
         if self.server is not None:
