@@ -47,6 +47,7 @@ from stoker.sched.leases import LeaseTerms
 from stoker.sched.request import GenerateRequest, SamplingParams
 from stoker.sched.scheduler import Scheduler, SchedulerConfig
 from stoker.spec.draft_counts import DraftCounts
+from stoker.spec.stored_blocks import StoredBlocks
 
 Progress = Callable[[str, int, int], None]
 
@@ -74,6 +75,7 @@ class BuiltEngine:
     memory: list[MemoryLine]  # the GPU memory plan; empty on a CPU
     kernels: CacheCounts  # where the GPU's kernels came from
     draft_counts: DraftCounts = field(default_factory=DraftCounts)
+    stored_blocks: StoredBlocks = field(default_factory=lambda: StoredBlocks(0))  # for the cache drafter
 
     def close(self) -> None:
         if self.server is not None:

@@ -7,7 +7,7 @@ so a drafter may guess anything. What is not a token of the vocabulary is remove
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from stoker.base.errors import ConfigError
@@ -15,6 +15,7 @@ from stoker.base.registry import Registry
 from stoker.kv.blocks.pool import BlockPool
 from stoker.sched.drafting import TapeDrafter
 from stoker.sched.sequence import Sequence
+from stoker.spec.stored_blocks import StoredBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class DrafterParts:
     pool: BlockPool
     vocab_size: int
     argument: str = ""
+    stored: StoredBlocks = field(default_factory=lambda: StoredBlocks(0))  # what the tiers hold; empty without tiers
 
     def refuse_argument(self, drafter: str) -> None:
         """Raise ConfigError if there is an argument. For drafters without settings."""

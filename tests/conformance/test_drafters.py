@@ -48,6 +48,7 @@ class DrafterWorld:
     def end(self, seq: Sequence) -> None:
         self.drafter.ended(seq)
         fill_pool(self.parts.pool, seq)
+        self.parts.stored.update([seq.block_name(i) for i in range(len(seq.keys))], ())
 
 
 def tenant_text(salt: str, seed: int, count: int = 60) -> list[int]:

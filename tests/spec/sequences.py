@@ -10,6 +10,7 @@ from stoker.kv.blocks.pool import BlockPool
 from stoker.sched.request import GenerateRequest, SamplingParams
 from stoker.sched.sequence import Sequence
 from stoker.spec.drafter import DrafterParts
+from stoker.spec.stored_blocks import StoredBlocks
 
 BLOCK_TOKENS = 4
 VOCAB_SIZE = 1000
@@ -38,7 +39,7 @@ def new_sequence(
 
 
 def new_parts(num_blocks: int = 64, argument: str = "") -> DrafterParts:
-    return DrafterParts(BlockPool(num_blocks), VOCAB_SIZE, argument)
+    return DrafterParts(BlockPool(num_blocks), VOCAB_SIZE, argument, StoredBlocks(2 * num_blocks))
 
 
 def fill_pool(pool: BlockPool, seq: Sequence) -> None:

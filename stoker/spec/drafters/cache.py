@@ -1,8 +1,8 @@
 """The prefix cache as drafter: what followed the same tokens before.
 
-The block pool knows the tokens of its blocks. A block that follows the sequence's last full block, and that begins with
-the tokens after it, holds what an earlier sequence continued with. The keys of the blocks are a chain that starts with
-the tenant's salt, so a sequence never reaches another tenant's blocks.
+The block pool knows the tokens of its blocks, and the tiers report those of theirs. A block that follows the sequence's
+last full block, and that begins with the tokens after it, holds what an earlier sequence continued with. The keys of
+the blocks are a chain that starts with the tenant's salt, so a sequence never reaches another tenant's blocks.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from stoker.base.ids import BlockKey
 from stoker.kv.blocks.pool import BlockPool
 from stoker.sched.sequence import Sequence
 from stoker.spec.drafter import DRAFTERS, DrafterParts
+from stoker.spec.stored_blocks import StoredBlocks
 
 # At most this many blocks that follow the same block are compared. A system prompt that precedes every chat has
 # thousands of them.
@@ -25,7 +26,7 @@ class CacheDrafter:
 
     def __init__(self, parts: DrafterParts) -> None:
         parts.refuse_argument("cache")
-        self._pool: BlockPool = parts.pool
+        self._sources: tuple[BlockPool | StoredBlocks, ...] = (parts.pool, parts.stored)  # in this order
 
     def propose(self, seq: Sequence, max_tokens: int) -> list[int]:
         seq.extend_keys()
@@ -44,7 +45,8 @@ class CacheDrafter:
 
     def _child(self, parent: BlockKey, tail: tuple[int, ...]) -> tuple[BlockKey, tuple[int, ...]] | None:
         """Return the key and the tokens of the newest block after `parent` that begins with `tail`."""
-        for key, token_ids in islice(self._pool.children(parent), _MAX_CHILDREN):
-            if token_ids[: len(tail)] == tail:
-                return key, token_ids
+        for source in self._sources:
+            for key, token_ids in islice(source.children(parent), _MAX_CHILDREN):
+                if token_ids[: len(tail)] == tail:
+                    return key, token_ids
         return None
