@@ -49,13 +49,14 @@ TABLE = {
     "kv.peer": Allowed("kv.blocks kv.device kernels", ENGINE_SIDE),
     "kv.peer.transports": Allowed("kv.blocks kv.device kv.peer kv.mooncake kernels", f"{ENGINE_SIDE} mooncake"),
     "sched": Allowed("kv.blocks", light=True),
+    "spec": Allowed("sched kv.blocks", "numpy", light=True),
     "kernels": Allowed("", ENGINE_SIDE),
     "layers": Allowed("kernels kv.blocks kv.device", ENGINE_SIDE),
     "models": Allowed("layers checkpoint.weight_files kv.blocks", ENGINE_SIDE),
-    "engine": Allowed("sched kv models checkpoint.weight_files layers kernels", ENGINE_SIDE),
+    "engine": Allowed("sched spec kv models checkpoint.weight_files layers kernels", ENGINE_SIDE),
     # Only the engine process joins the engine with proto, msgspec and xgrammar; the engine itself runs without them.
     "engine.process": Allowed(
-        "engine kv models checkpoint.weight_files sched text proto", f"{ENGINE_SIDE} msgspec xgrammar"
+        "engine kv models checkpoint.weight_files sched spec text proto", f"{ENGINE_SIDE} msgspec xgrammar"
     ),
     "proto": Allowed("sched kv.blocks", "msgspec zmq", light=True),
     "text": Allowed("sched.request proto.openai", "tokenizers jinja2 msgspec", light=True),

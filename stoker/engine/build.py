@@ -8,7 +8,7 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,8 @@ from stoker.models.weights import load, parameter_slices
 from stoker.sched.leases import LeaseTerms
 from stoker.sched.request import GenerateRequest, SamplingParams
 from stoker.sched.scheduler import Scheduler, SchedulerConfig
+from stoker.spec.draft_counts import DraftCounts
+from stoker.spec.stored_blocks import StoredBlocks
 
 Progress = Callable[[str, int, int], None]
 
@@ -72,6 +74,8 @@ class BuiltEngine:
     load_s: float
     memory: list[MemoryLine]  # the GPU memory plan; empty on a CPU
     kernels: CacheCounts  # where the GPU's kernels came from
+    draft_counts: DraftCounts = field(default_factory=DraftCounts)
+    stored_blocks: StoredBlocks = field(default_factory=lambda: StoredBlocks(0))  # for the cache drafter
 
     def close(self) -> None:
         if self.server is not None:

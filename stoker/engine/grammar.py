@@ -28,6 +28,12 @@ class Matcher(Protocol):
     def fill(self, allowed: Tensor) -> None:
         """Write which tokens may come next into [ceil(vocab / 32)] int32, one bit per token, lowest bit first."""
 
+    def forced(self, max_tokens: int) -> list[int]:
+        """Return the tokens that the grammar most likely forces next, at most `max_tokens`. Often there is none.
+
+        They are drafts, so they need not be right. The state does not change.
+        """
+
 
 class Grammars(Protocol):
     """Compiles grammars and creates matchers."""

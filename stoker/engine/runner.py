@@ -26,6 +26,7 @@ from stoker.kernels.transfer import to_host
 from stoker.kernels.verify import verify
 from stoker.kv.device.device_kv import DeviceKv
 from stoker.models.family import Model
+from stoker.sched.draft_tape import TAPE_TOKENS
 from stoker.sched.plan import BlockCopy, StepPlan, StepResult
 
 # Bytes of blocks that are copied at a time. A copy needs a temporary buffer, and one step may copy hundreds of blocks.
@@ -57,6 +58,7 @@ class PendingStep:
     started_s: float
     done: torch.cuda.Event | None  # recorded after the sampled tokens have been copied to the host
     before: PendingStep | None = None  # the step launched before; it may have sampled for rows missing here
+    drafts_grammar: bool = False  # return what the grammars force as drafts
     _ended_s: float = 0.0
     _result: StepResult | None = None
 
@@ -118,6 +120,8 @@ class PendingStep:
             result.errors[span_index] = (
                 "the grammar is too ambiguous: matching one token takes too long; simplify its repetitions"
             )
+        elif self.drafts_grammar and (forced := state.matcher.forced(TAPE_TOKENS)):
+            result.drafts[span_index] = forced
 
 
 class Runner:
@@ -133,10 +137,15 @@ class Runner:
         captured_tokens: int,
         attention_dtype: torch.dtype | None = None,
         exact: bool = False,
+        drafts_grammar: bool = False,
     ) -> None:
-        """`attention_dtype` is that of attention with the reference kernels, by default the model's. `exact`: a token's
-        logits depend only on the tokens before it."""
+        """`attention_dtype` is that of attention with the reference kernels, by default the model's.
+
+        `exact`: a token's logits depend only on the tokens before it. `drafts_grammar`: results contain what the grammars
+        force next.
+        """
         self._exact = exact
+        self._drafts_grammar = drafts_grammar
         self._model = model
         self._attention_dtype = attention_dtype
         self._kv = kv
@@ -200,7 +209,8 @@ class Runner:
             # Also if nothing is sampled: otherwise all steps of a long prefill would be launched at once.
             done = torch.cuda.Event(blocking=True)
             done.record()
-        return PendingStep(plan, verified, [] if plain else states, started_s, done)
+        states = [] if plain else states
+        return PendingStep(plan, verified, states, started_s, done, drafts_grammar=self._drafts_grammar)
 
     def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy in order, a few blocks at a time. The source of one copy may be the destination of a later one."""

@@ -71,6 +71,15 @@ class TierReport(msgspec.Struct, frozen=True, kw_only=True):
     crossover_tokens: int | None  # number of tokens from which loading is faster than computing; None: never
 
 
+class DraftReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The drafts of one source. Counters start with the engine."""
+
+    source: str  # the name of a drafter
+    spans: int  # rows of steps that verified its drafts
+    drafted_at: list[int]  # verified drafts at positions 1, 2, ...
+    accepted_at: list[int]
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Sent a few times per second while the engine works. Counters start with the engine."""
 
@@ -100,6 +109,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     pulled_tokens: int = 0  # from other workers
     failed_loads: int = 0  # loads that returned fewer tokens than requested
     tiers: list[TierReport] = []
+    drafts: list[DraftReport] = []
 
 
 class BlocksNamed(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -56,6 +56,7 @@ class GenerateRequest:
     deadline_s: float | None = None  # on the machine's monotonic clock
     lease_id: str | None = None  # if set: end after one token, and hold the KV under this id for another worker
     ticket: KvTicket | None = None  # the worker from which the KV of the leading tokens can be pulled
+    prediction: tuple[int, ...] = ()  # the output that the client expects; a guess, which never changes an answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,9 @@ class TokenChunk:
 
     request_id: RequestId
     token_ids: list[int]
-    usage: TokenUsage | None = None  # on the first and the last chunk; in between only completion_tokens changes
+    # On the first and the last chunk; in between only completion_tokens and the counts of drafts change. With a
+    # prediction, on every chunk, because a stop string may end the answer after any of them.
+    usage: TokenUsage | None = None
     logprobs: list[TokenLogprobs] | None = None
     finish: Finish | None = None
     ticket: KvTicket | None = None  # on the last chunk, if a lease holds the KV

@@ -342,7 +342,7 @@ class Scheduler:
             self._remove(seq)
         elif i in result.drafts:
             self._drafting.suggested(seq, result.drafts[i])
-        usage = seq.usage if is_first or finish is not None else None
+        usage = seq.usage if is_first or finish is not None or request.prediction else None
         logprobs = result.logprobs.get(i)
         if logprobs is not None and len(logprobs) > len(token_ids):
             logprobs = logprobs[: len(token_ids)]

@@ -38,6 +38,7 @@ from stoker.worker.endpoint import AnswerSetup, GeneratingEndpoint
 from stoker.worker.generate import AnswerPiece, Choice
 from stoker.worker.handoff import transfer_params
 from stoker.worker.logprobs import chat_logprobs
+from stoker.worker.prediction import predicted_tokens
 from stoker.worker.stream import SseStream
 
 
@@ -108,6 +109,9 @@ async def prepare_chat(setup: AnswerSetup, body: ChatRequest) -> ChatAnswer:
         num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         constraint=resolve_constraint(body, body.response_format),
         continues_text=bool(body.continue_final_message),
+        prediction=await predicted_tokens(
+            setup.context, body.prediction, body.max_completion_tokens or body.max_tokens
+        ),
     )
     prepared = await prepare_conversation(
         setup,

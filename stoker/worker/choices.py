@@ -40,6 +40,7 @@ class GenerationOptions:
     num_prompts: int = 1  # prompts of the request, each with `n` choices
     continues_text: bool = False  # the answer continues the text of the prompt, so its first space is kept
     keep_special_tokens: bool = False  # a parser needs them in the text
+    prediction: tuple[int, ...] = ()  # the tokens that the client expects
 
 
 def make_choices(
@@ -100,6 +101,7 @@ def make_choices(
                 deadline_s=deadline_s,
                 lease_id=lease_id(i),
                 ticket=handoff.ticket(first_index + i),
+                prediction=options.prediction,
             ),
             detokenizer=Detokenizer(tokenizer, skip_special, continues_text),
             stops=StopStrings(stops, include_stop),
@@ -145,5 +147,15 @@ def usage_report(choices: Sequence[Choice]) -> UsageReport:
         completion_tokens=completion,
         total_tokens=prompt + completion,
         prompt_tokens_details=PromptTokensDetails(sum(min(u.cached_tokens, u.prompt_tokens) for u in firsts)),
-        completion_tokens_details=CompletionTokensDetails(sum(choice.reasoning_tokens for choice in choices)),
+        completion_tokens_details=_completion_details(choices),
     )
+
+
+def _completion_details(choices: Sequence[Choice]) -> CompletionTokensDetails:
+    """Return the details of the usage. Drafts are reported to clients that sent a prediction, whatever their source."""
+    details = CompletionTokensDetails(sum(choice.reasoning_tokens for choice in choices))
+    if any(choice.request.prediction for choice in choices):
+        accepted = sum(choice.usage.accepted_draft_tokens for choice in choices)
+        details.accepted_prediction_tokens = accepted
+        details.rejected_prediction_tokens = sum(choice.usage.draft_tokens for choice in choices) - accepted
+    return details

@@ -28,6 +28,7 @@ from stoker.worker.handoff import transfer_params
 from stoker.worker.ids import AnswerIds
 from stoker.worker.logprobs import TextOffsets, completion_logprobs
 from stoker.worker.output import NoTools
+from stoker.worker.prediction import predicted_tokens
 from stoker.worker.prompts import TokenizedPrompt, encode, given_prompt
 from stoker.worker.stream import SseStream
 
@@ -117,6 +118,7 @@ async def prepare_completion(setup: AnswerSetup, body: CompletionRequest) -> Com
         constraint=resolve_constraint(body, body.response_format),
         num_prompts=len(prompts),
         continues_text=True,
+        prediction=await predicted_tokens(setup.context, body.prediction, body.max_tokens),
     )
     choices: list[Choice] = []
     for prompt in prompts:

@@ -19,6 +19,7 @@ from stoker.sched.request import Finish, GenerateRequest, TokenChunk, TokenLogpr
 from stoker.text.detokenizer import Detokenizer
 from stoker.text.parsers.contract import ReasoningDelta, TextDelta, ToolCallStart
 from stoker.text.stops import StopStrings
+from stoker.worker.draft_metrics import output_kind
 from stoker.worker.errors import error_of
 from stoker.worker.output import AnswerDelta, OutputParser
 from stoker.worker.record import RequestRecord
@@ -143,6 +144,8 @@ class Choice:
         if chunk.usage is not None:
             self.ran = True
             self.usage.cached_tokens, self.usage.pulled_tokens = chunk.usage.cached_tokens, chunk.usage.pulled_tokens
+            self.usage.draft_tokens = chunk.usage.draft_tokens
+            self.usage.accepted_draft_tokens = chunk.usage.accepted_draft_tokens
         num_text = len(token_ids) if chunk.finish is None else len(token_ids) - self._stop_tokens(chunk.finish)
         for i, token_id in enumerate(token_ids):
             if i < num_text:
@@ -237,7 +240,8 @@ async def generate(source: ChunkSource, choices: Sequence[Choice], record: Reque
             await _together([_run(source, choice, record, sink) for choice in running])
     finally:
         for choice in choices:
-            record.count_tokens(choice.usage, choice.num_resumed, with_prompt=choice.counts_prompt and choice.ran)
+            kind = output_kind(choice.has_called, choice.request.sampling.grammar)
+            record.count_tokens(choice.usage, choice.num_resumed, choice.counts_prompt and choice.ran, kind)
 
 
 async def _run(source: ChunkSource, choice: Choice, record: RequestRecord, sink: PieceSink) -> None:

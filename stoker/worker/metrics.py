@@ -12,6 +12,7 @@ from prometheus_client.utils import floatToGoString
 from stoker.base.histogram import Histogram
 from stoker.proto.messages import EngineStats, TierReport
 from stoker.proto.tier_metrics import TIER_LABEL, TIER_METRICS, TierMetric
+from stoker.worker.draft_metrics import OutputDrafts, engine_draft_metrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -70,6 +71,7 @@ class _EngineCollector(Collector):
             yield CounterMetricFamily(name, text, value=getattr(stats, field))
         for metric in TIER_METRICS:
             yield _by_tier(metric, stats.tiers)
+        yield from engine_draft_metrics(stats.drafts)
 
 
 def _by_tier(metric: TierMetric, tiers: list[TierReport]) -> Metric:
@@ -114,6 +116,7 @@ class WorkerMetrics:
         self.prompt_tokens = Counter("stoker_prompt_tokens", "Prompt tokens of answered requests", registry=registry)
         self.cached_tokens = Counter("stoker_cached_tokens", "Prompt tokens found in the cache", registry=registry)
         self.generated_tokens = Counter("stoker_generated_tokens", "Tokens generated", registry=registry)
+        self.output_drafts = OutputDrafts(registry)
         self.ttft_s, self.itl_s = Histogram(_TTFT_S), Histogram(_ITL_S)
         self._e2e_s: dict[str, Histogram] = {}  # by endpoint
         for collector in (

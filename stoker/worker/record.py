@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from stoker.sched.request import TokenUsage
+from stoker.worker.draft_metrics import OutputKind
 from stoker.worker.metrics import WorkerMetrics
 
 
@@ -34,9 +35,11 @@ class RequestRecord:
             self.first_token_s = now_s
             self.metrics.ttft_s.observe(now_s - self.started_s)
 
-    def count_tokens(self, usage: TokenUsage, num_resumed: int, with_prompt: bool) -> None:
+    def count_tokens(self, usage: TokenUsage, num_resumed: int, with_prompt: bool, kind: OutputKind) -> None:
         """Add the tokens of a choice, without those that another worker generated and has counted."""
-        self.generated_tokens += usage.completion_tokens - num_resumed
+        num_generated = usage.completion_tokens - num_resumed
+        self.generated_tokens += num_generated
+        self.metrics.output_drafts.count(kind, num_generated, usage)
         if with_prompt:
             self.prompt_tokens += usage.prompt_tokens
             self.cached_tokens += usage.cached_tokens

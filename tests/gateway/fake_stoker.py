@@ -29,6 +29,7 @@ class FakeStoker:
     fails: list[int | None] = field(default_factory=list)  # the same, but with an error event: the engine died
     tears: int = 0  # bytes of the next event that are still sent when it dies
     pace_s: float = 0.0
+    completion_details: dict[str, int] | None = None  # in the usage
     splits: int = 0  # write in pieces of this many bytes; 0: whole
 
     async def __call__(self, worker: MockWorker, request: HttpRequest) -> None:
@@ -76,6 +77,7 @@ class _Run:
             "completion_tokens": self.max_tokens * self.num_choices,
             "total_tokens": 10 + self.max_tokens * self.num_choices,
             "prompt_tokens_details": {"cached_tokens": self.fake.cached_tokens},
+            **({"completion_tokens_details": details} if (details := self.fake.completion_details) else {}),
         }
 
     def text(self, choice: int, position: int) -> str:

@@ -53,6 +53,8 @@ class Script:
     endless: bool = False
     cached_tokens: int = 0
     pulled_tokens: int = 0
+    draft_tokens: int = 0  # per chunk
+    accepted_draft_tokens: int = 0
     overloaded: bool = False
     let_go: threading.Event | None = None  # chunks after the first one wait for it
 
@@ -161,7 +163,8 @@ class FakeService:
                     raise EngineDied("The engine process ended (exit code -9).")
                 number += 1
                 done += len(cut)
-                usage = TokenUsage(request.num_prompt, script.cached_tokens, done, script.pulled_tokens)
+                drafts = (number * script.draft_tokens, number * script.accepted_draft_tokens)
+                usage = TokenUsage(request.num_prompt, script.cached_tokens, done, script.pulled_tokens, *drafts)
                 last = cut is cuts[-1] and not script.endless
                 if last:
                     ended.append(True)
@@ -169,7 +172,7 @@ class FakeService:
                 yield TokenChunk(
                     request_id=request.request_id,
                     token_ids=cut,
-                    usage=usage if number == 1 or last else None,
+                    usage=usage if number == 1 or last or request.prediction else None,
                     logprobs=[_logprobs(id_, request.sampling.num_logprobs) for id_ in cut]
                     if request.sampling.num_logprobs is not None
                     else None,

@@ -228,6 +228,7 @@ class EngineLoop:
     def _send_kv_events(self) -> None:
         for event in self._built.store.take_events():
             self._blocks.tier_changed(self._media[event.tier], event.stored, event.removed)
+            self._built.stored_blocks.update(event.stored, event.removed)
         if changes := self._blocks.take():
             self._pipe.send(KvEvents(events=changes))
 

@@ -8,7 +8,8 @@ from stoker.base import log as logs
 from stoker.engine.build import BuiltEngine
 from stoker.engine.gpu_memory import TOLERANCE_BYTES, MemoryLine
 from stoker.kv.store.measured_tier import MeasuredTier
-from stoker.proto.messages import EngineInfo, EngineStats, TierReport
+from stoker.proto.messages import DraftReport, EngineInfo, EngineStats, TierReport
+from stoker.spec.draft_counts import DraftCounts
 
 log = logs.EventLog("engine")
 
@@ -63,7 +64,16 @@ def engine_stats(built: BuiltEngine, num_preparing: int) -> EngineStats:
         pulled_tokens=counters.pulled_tokens,
         failed_loads=counters.failed_loads,
         tiers=[_tier_report(built, tier) for tier in built.store.tiers],
+        drafts=draft_reports(built.draft_counts),
     )
+
+
+def draft_reports(counts: DraftCounts) -> list[DraftReport]:
+    """Return the counts of drafts, one report per source."""
+    return [
+        DraftReport(source=source, spans=one.num_spans, drafted_at=one.drafted_at, accepted_at=one.accepted_at)
+        for source, one in sorted(counts.by_source.items())
+    ]
 
 
 def _tier_report(built: BuiltEngine, tier: MeasuredTier) -> TierReport:

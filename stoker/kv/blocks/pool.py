@@ -6,7 +6,7 @@ Blocks are taken and freed only here. The pool knows nothing of bytes or sequenc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -99,6 +99,13 @@ class BlockPool:
             if count > (best[1] if best else 0):
                 best = (block, count)
         return best
+
+    def children(self, parent: BlockKey) -> Iterator[tuple[BlockKey, tuple[int, ...]]]:
+        """Yield the keys and the tokens of the blocks that follow `parent`, newest first."""
+        for block in reversed(self._children.get(parent, {})):
+            name = self._names[block]
+            assert name is not None
+            yield name.key, name.token_ids
 
     def num_free_after(self, hold: Iterable[BlockId]) -> int:
         """Return how many blocks could still be taken if `hold` were held."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 _LOWEST_LOGPROB = -9999.0  # stands for -inf, which JSON does not have
 
@@ -18,7 +19,11 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class CompletionTokensDetails(msgspec.Struct):
+    """The two counts of predictions are present if the request has a `prediction`."""
+
     reasoning_tokens: int
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    rejected_prediction_tokens: int | UnsetType = UNSET
 
 
 class UsageReport(msgspec.Struct, kw_only=True):

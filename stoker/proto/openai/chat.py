@@ -11,6 +11,7 @@ from stoker.proto.handoff import KvTransferParams
 from stoker.proto.openai.answers import TokenLogprob, UsageReport
 from stoker.proto.openai.field_types import Count, Ignored, Refused, TopLogprobs
 from stoker.proto.openai.fields import MAX_CHOICES, ContentPart, GenerationFields, ResponseFormat
+from stoker.proto.openai.prediction import PredictedOutput
 from stoker.proto.openai.tools import Tool, ToolCall, ToolChoice, ToolMode
 
 ChatFinish = Literal["stop", "length", "tool_calls"]
@@ -40,7 +41,7 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     modalities: list[str] | None = None
-    prediction: Ignored = None
+    prediction: PredictedOutput | None = None
     verbosity: Ignored = None
     audio: Refused = None
     web_search_options: Refused = None

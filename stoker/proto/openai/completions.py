@@ -11,6 +11,7 @@ from stoker.proto.handoff import KvTransferParams
 from stoker.proto.openai.answers import UsageReport
 from stoker.proto.openai.field_types import Count, TokenId, TopLogprobs
 from stoker.proto.openai.fields import MAX_CHOICES, GenerationFields, ResponseFormat
+from stoker.proto.openai.prediction import PredictedOutput
 
 
 class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
@@ -22,6 +23,7 @@ class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=Tr
     echo: bool | None = None
     suffix: str | None = None
     response_format: ResponseFormat | None = None
+    prediction: PredictedOutput | None = None  # as in chat; OpenAI has it only there
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):

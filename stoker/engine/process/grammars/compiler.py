@@ -16,6 +16,7 @@ from typing import Any
 from stoker.base.errors import InvalidRequest
 from stoker.engine.process.grammars.compile_cost import is_cheap_to_compile
 from stoker.engine.process.grammars.endings import EndingSearch, EndingTooSlow
+from stoker.engine.process.grammars.forced_text import ForcedText
 from stoker.engine.process.grammars.grammar_cache import GrammarCache
 from stoker.engine.process.grammars.matcher import PreparedGrammar, XGrammarMatcher
 from stoker.engine.process.grammars.rejections import Rejections
@@ -42,6 +43,7 @@ class _VocabularyTools:
     info: xgrammar.TokenizerInfo
     compiler: xgrammar.GrammarCompiler
     endings: EndingSearch
+    forced_text: ForcedText
 
 
 class XGrammars:
@@ -101,7 +103,9 @@ class XGrammars:
         """Return a grammar that was compiled in its trial."""
         tools = self._tools(self._textless_ids(spec))
         grammar = xgrammar.CompiledGrammar.deserialize_json(sent.serialized.decode(), tools.info)
-        return PreparedGrammar(grammar, tools.endings, sent.first_ending, sent.reserve, grammar.memory_size_bytes)
+        return PreparedGrammar(
+            grammar, tools.endings, tools.forced_text, sent.first_ending, sent.reserve, grammar.memory_size_bytes
+        )
 
     def _compile(self, spec: GrammarSpec) -> PreparedGrammar:
         try:
@@ -117,6 +121,7 @@ class XGrammars:
         return PreparedGrammar(
             grammar=grammar,
             endings=tools.endings,
+            forced_text=tools.forced_text,
             first_ending=None if first is None else len(first),
             reserve=min(64, num_literal_tokens),
             num_bytes=grammar.memory_size_bytes,
@@ -154,7 +159,8 @@ class XGrammars:
         stop_ids = [i for i in self._tokenizer.eos_token_ids if i < self._vocab_size]
         info = xgrammar.TokenizerInfo(vocabulary, vocab_size=self._vocab_size, stop_token_ids=stop_ids)
         compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=_COMPILER_CACHE_BYTES)
-        return _VocabularyTools(info, compiler, EndingSearch(vocabulary, self._vocab_size, stop_ids[0]))
+        endings = EndingSearch(vocabulary, self._vocab_size, stop_ids[0])
+        return _VocabularyTools(info, compiler, endings, ForcedText(endings, self._tokenizer.encode))
 
 
 def _compile(compiler: xgrammar.GrammarCompiler, spec: GrammarSpec) -> xgrammar.CompiledGrammar:

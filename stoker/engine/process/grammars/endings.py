@@ -61,6 +61,10 @@ class EndingSearch:
     def _known(self, texts: Iterable[bytes]) -> list[int]:
         return [self._ids[text] for text in texts if text in self._ids]
 
+    def text_of(self, token_id: int) -> bytes:
+        """Return the text of a token. It is empty for tokens that the grammar must not match as text."""
+        return self._vocabulary[token_id] if token_id < len(self._vocabulary) else b""
+
     def find(self, matcher: xgrammar.GrammarMatcher) -> list[int] | None:
         """Return tokens that complete the output, ending with a stop token. None if there is no ending.
 
@@ -78,7 +82,7 @@ class EndingSearch:
             if ahead.is_completed():
                 return [*ending, self._stop_id]
             ahead.fill_next_token_bitmask(mask[None])
-            token_id = self._forced(mask)
+            token_id = self.forced(mask)
             if token_id is None:
                 token_id = self._chosen(mask, used, tried)
             if token_id is None or not ahead.accept_token(token_id):
@@ -86,7 +90,7 @@ class EndingSearch:
             ending.append(token_id)
         return None
 
-    def _forced(self, mask: Mask) -> int | None:
+    def forced(self, mask: Mask) -> int | None:
         """Return the longest token of the text that must come next, or None if the next byte is a choice.
 
         xgrammar can return that text, but only all of it: a grammar of a few rules may force more text than fits in memory.

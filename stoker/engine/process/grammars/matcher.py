@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from stoker.engine.process.grammars.endings import EndingSearch, EndingTooSlow
+from stoker.engine.process.grammars.forced_text import ForcedText
 from stoker.engine.process.grammars.xgrammar_import import xgrammar
 
 _MAX_TOKEN_S = 0.5  # CPU seconds to match one token; a slower grammar would stall all rows, and ends with an error
@@ -26,6 +27,7 @@ class PreparedGrammar:
 
     grammar: xgrammar.CompiledGrammar
     endings: EndingSearch
+    forced_text: ForcedText
     first_ending: int | None  # tokens of the shortest whole output that was found
     reserve: int  # from this many tokens before the last possible moment on, no new element is started
     num_bytes: int
@@ -37,6 +39,8 @@ class XGrammarMatcher:
     def __init__(self, prepared: PreparedGrammar, max_tokens: int | None = None) -> None:
         self._matcher = xgrammar.GrammarMatcher(prepared.grammar)
         self._endings = prepared.endings
+        self._forced_text = prepared.forced_text
+        self._forced: list[int] = []  # what is left of the forced tokens that were found last
         self._tokens_left = sys.maxsize if max_tokens is None else max_tokens
         self._ending: list[int] | None = None  # from the current token on; None: not searched at this token
         # An ending is searched when this many tokens are left. The closer the limit, the more often.
@@ -61,6 +65,7 @@ class XGrammarMatcher:
         self.too_slow |= self._matching_s + time.thread_time() - started_s > _MAX_TOKEN_S
         self._matching_s = 0.0
         self._tokens_left -= 1
+        self._forced = self._forced[1:] if self._forced and self._forced[0] == token_id else []
         if self._ending is not None and self._ending[0] == token_id:
             self._ending = self._ending[1:] or None
         else:
@@ -82,6 +87,13 @@ class XGrammarMatcher:
             mask[:] = 0
         token_id = self._ending[0]
         mask.view(np.uint32)[token_id >> 5] |= np.uint32(1 << (token_id & 31))
+
+    def forced(self, max_tokens: int) -> list[int]:
+        if self._ending is not None and self._tokens_left - len(self._ending) <= _MARGIN:
+            return self._ending[:max_tokens]  # `fill` allows nothing else
+        if not self._forced and not self.done:
+            self._forced = self._forced_text.find(self._matcher, max_tokens)
+        return self._forced[:max_tokens]
 
     def _search(self) -> None:
         try:
