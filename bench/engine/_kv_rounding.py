@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from stoker.base.config import EngineSettings, KvSettings, SchedSettings
 from stoker.base.ids import BlockId, Row
-from stoker.engine.inputs import build_batch
+from stoker.engine.inputs import build_inputs
 from stoker.engine.llm import LLM
 from stoker.kernels import rope_write
 from stoker.kernels.attention import paged_attention
@@ -136,7 +136,7 @@ class Reader:
             plan = StepPlan([Span(Row(0), 0, len(ids), False)], list(ids), new_rows=[new], block_table_changes=[change])
             with torch.inference_mode(), _rounded(rounding), _errors(found):
                 runner._rows.apply(plan)
-                hidden = runner._model(build_batch(plan, runner._rows, runner._kv))[:-1]
+                hidden = runner._model(build_inputs(plan, runner._rows, runner._kv).batch)[:-1]
                 logprobs = runner._model.logits(hidden).float().log_softmax(-1)
             targets = torch.tensor(ids[1:])
             found.losses.append(-logprobs.gather(1, targets[:, None])[:, 0])

@@ -220,6 +220,14 @@ class EngineSettings:
         flag="--cpu-weights",
         choices=("auto", "int8", "float32"),
     )
+    drafter: str | None = setting(
+        None,
+        "Speculative decoding: where drafts come from. off, auto (all of: prediction, cache, suffix, ngram, grammar), or "
+        "names separated by commas. Answers are the same with and without drafts; see docs/speculation.md.",
+        flag="--drafter",
+        metavar="off|auto|NAME[:ARG]",
+        default_text="auto on a CPU, off on a GPU",
+    )
     numerics: str = setting(
         "auto",
         "exact: the bits of a token's logits depend only on the tokens before it, not on the batch or on drafts. fast: "

@@ -8,7 +8,7 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ from stoker.sched.leases import LeaseTerms
 from stoker.sched.request import GenerateRequest, SamplingParams
 from stoker.sched.scheduler import Scheduler, SchedulerConfig
 from stoker.spec.draft_counts import DraftCounts
+from stoker.spec.drafter import DrafterParts
 from stoker.spec.stored_blocks import StoredBlocks
 
 Progress = Callable[[str, int, int], None]
@@ -74,8 +75,8 @@ class BuiltEngine:
     load_s: float
     memory: list[MemoryLine]  # the GPU memory plan; empty on a CPU
     kernels: CacheCounts  # where the GPU's kernels came from
-    draft_counts: DraftCounts = field(default_factory=DraftCounts)
-    stored_blocks: StoredBlocks = field(default_factory=lambda: StoredBlocks(0))  # for the cache drafter
+    draft_counts: DraftCounts
+    stored_blocks: StoredBlocks  # for the cache drafter
 
     def close(self) -> None:
         if self.server is not None:
@@ -126,7 +127,7 @@ def build_engine(
     max_model_tokens = min(resolved.max_model_tokens, blocks * layout.block_tokens)
     max_blocks = -(-max_model_tokens // layout.block_tokens) + 1
     rows = RowTable(resolved.max_rows, max_blocks, family.shape.vocab_size, resolved.device, grammars or NoGrammars())
-    identity = _identity(folder, hf, kv, random_weights_seed, cpu_weights.format)
+    identity = _identity(folder, hf, kv, random_weights_seed, _number_format(kv, resolved, cpu_weights))
     fingerprint = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
     rates = StepRates()
     store = build_store(settings, kv, identity, fingerprint, lambda: rates.prefill_tokens_per_s, wake)
@@ -144,7 +145,10 @@ def build_engine(
     # An offered block cannot be reused until the store has copied it, so only a part of the pool is offered at a time.
     max_offers = min(store.max_offers, blocks // 4)
     config = _scheduler_config(resolved, family.shape.vocab_size, fingerprint, lease, max_offers)
-    scheduler = Scheduler(config, pool)
+    draft_counts = DraftCounts()
+    stored_blocks = StoredBlocks() if resolved.drafters.is_on and store.tiers else StoredBlocks(0)
+    parts = DrafterParts(pool, family.shape.vocab_size, stored=stored_blocks)
+    scheduler = Scheduler(config, pool, resolved.drafters.build(parts, draft_counts))
     runner = Runner(
         model,
         family.shape.num_heads,
@@ -154,6 +158,7 @@ def build_engine(
         resolved.captured_tokens,
         _attention_dtype(cpu_weights, resolved),
         resolved.exact,
+        resolved.drafters.drafts_grammar,
     )
     engine = Engine(scheduler, runner, RealClock(), resolved.steps_ahead, store, leases, rates)
     if resolved.device.type == "cuda":
@@ -185,7 +190,19 @@ def build_engine(
         load_s=time.monotonic() - started_s,
         memory=memory.lines,
         kernels=kernels.counts,
+        draft_counts=draft_counts,
+        stored_blocks=stored_blocks,
     )
+
+
+def _number_format(kv: DeviceKv, resolved: ResolvedSettings, cpu_weights: CpuWeights) -> str:
+    """Describe how the model computes. Engines that differ in it compute KV that differs in its last bits at least."""
+    parts = [_name(kv.like.dtype)]
+    if cpu_weights.format is not None:
+        parts.append(f"weights {cpu_weights.format}")
+    if resolved.exact:
+        parts.append("exact")
+    return ", ".join(parts)
 
 
 def _attention_dtype(cpu_weights: CpuWeights, resolved: ResolvedSettings) -> torch.dtype | None:
@@ -341,11 +358,8 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _identity(
-    folder: Path, hf: Mapping[str, Any], kv: DeviceKv, seed: int | None, weight_format: str | None
-) -> KvIdentity:
-    """Return the identity of the model's KV. Two engines share KV only if theirs are equal. `weight_format` is the
-    number format of requantised weights.
+def _identity(folder: Path, hf: Mapping[str, Any], kv: DeviceKv, seed: int | None, number_format: str) -> KvIdentity:
+    """Return the identity of the model's KV. Two engines share KV only if theirs are equal.
 
     The layout names the dtype of the KV. The model's own dtype is a part too: KV of the same layout has other values
     where the model computes in another dtype.
@@ -368,5 +382,5 @@ def _identity(
         model=model.hexdigest()[:16],
         tokenizer=vocabulary.hexdigest()[:16],
         layout=kv.layout.identity,
-        dtype=_name(kv.like.dtype) if weight_format is None else f"{_name(kv.like.dtype)}, weights {weight_format}",
+        dtype=number_format,
     )

@@ -11,6 +11,7 @@ import torch
 
 from stoker.engine.gpu_steps import max_captured_tokens
 from stoker.engine.sampler import SAMPLE_BATCH_ROWS
+from stoker.sched.draft_tape import max_heads
 
 _MIB = 1 << 20
 CONTEXT_BYTES = 640 * _MIB  # what the driver takes for a process before it allocates anything
@@ -48,8 +49,8 @@ class WorkingMemory:
         keeps_spare: bool = False,
     ) -> WorkingMemory:
         """Compute the plan. `bytes_per_token` is the memory of a forward pass per token (Model.bytes_per_token)."""
-        logits_bytes = max_rows * vocab_size * dtype_bytes
-        sampling_bytes = min(max_rows, SAMPLE_BATCH_ROWS) * vocab_size * _SAMPLING_BYTES
+        logits_bytes = max_heads(max_rows) * vocab_size * dtype_bytes
+        sampling_bytes = min(max_heads(max_rows), SAMPLE_BATCH_ROWS) * vocab_size * _SAMPLING_BYTES
         penalty_bytes = max(0, max_rows * vocab_size * _PENALTY_BYTES - _RESERVE_BYTES // 2)
         graph_tokens = max(max_rows, max_captured_tokens(captured_tokens))
         return cls(

@@ -13,6 +13,7 @@ from stoker.engine.gpu_memory import CONTEXT_BYTES, WorkingMemory
 from stoker.engine.threads import FixedThreads, Threads, ThreadTuner
 from stoker.kv.blocks.layout import KvLayout
 from stoker.models.family import ModelShape
+from stoker.spec.choose_drafters import AUTO, OFF, DrafterChoice
 
 _GIB = 1 << 30
 # On a CPU, a worker shares the machine. By default the KV cache takes this share of the available RAM, up to the
@@ -40,6 +41,7 @@ class ResolvedSettings:
     threads: Threads
     steps_ahead: int
     max_model_tokens: int
+    drafters: DrafterChoice
     exact: bool  # numerics=exact
     keeps_spare: bool  # the worker keeps a second engine process, which has a context on the same device
 
@@ -59,6 +61,8 @@ def resolve_on(device: torch.device, settings: EngineSettings, shape: ModelShape
             f"max_model_tokens={settings.max_model_tokens}, but the model supports at most {shape.max_positions} tokens"
         )
     step_tokens = settings.sched.step_tokens or (512 if on_cpu else 8192)
+    # On a GPU, drafts are not yet benchmarked.
+    drafters = DrafterChoice.parse(settings.drafter or (AUTO if on_cpu else OFF))
     return ResolvedSettings(
         device=device,
         dtype=dtype,
@@ -71,7 +75,8 @@ def resolve_on(device: torch.device, settings: EngineSettings, shape: ModelShape
         threads=_threads(settings, on_cpu),
         steps_ahead=(0 if on_cpu else 1) if settings.steps_ahead is None else settings.steps_ahead,
         max_model_tokens=settings.max_model_tokens or shape.max_positions,
-        exact=is_exact(settings.numerics, has_drafter=False),
+        drafters=drafters,
+        exact=is_exact(settings.numerics, has_drafter=drafters.is_on),
         keeps_spare=settings.spare_engine == "on" or (settings.spare_engine is None and not on_cpu),
     )
 

@@ -42,7 +42,7 @@ class SampledTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class _Head:
+class _SampledHead:
     """The `number`-th head of a span: it samples the token after the span's `number`-th draft."""
 
     span: SamplingSpan
@@ -65,7 +65,7 @@ def sample(logits: Tensor, spans: Sequence[SamplingSpan], table: RowTable) -> Sa
     heads = []
     for span, state in zip((span for span in spans if span.head >= 0), states, strict=True):
         num_heads = 1 if state.depends_on_output else 1 + len(span.drafts)
-        heads += [_Head(span, number, state) for number in range(num_heads)]
+        heads += [_SampledHead(span, number, state) for number in range(num_heads)]
     if len(heads) == len(logits):
         return _sample_heads(logits, heads, num_logprobs)
     parts, places = [], []
@@ -75,11 +75,13 @@ def sample(logits: Tensor, spans: Sequence[SamplingSpan], table: RowTable) -> Sa
         parts.append(part)
         places += where
         pairs = zip(heads, part.token_ids.tolist(), strict=True)
-        heads = [_Head(one.span, one.number + 1, one.state) for one, token_id in pairs if _accepts(one, token_id)]
+        heads = [
+            _SampledHead(one.span, one.number + 1, one.state) for one, token_id in pairs if _accepts(one, token_id)
+        ]
     return _scattered(_concatenated(parts), to_device(places, logits.device), len(logits))
 
 
-def _accepts(head: _Head, token_id: int) -> bool:
+def _accepts(head: _SampledHead, token_id: int) -> bool:
     """Advance the row's grammar if the sampled token is the next draft. Return True if the next head is to be sampled."""
     if not head.state.depends_on_output or head.next_draft != token_id:
         return False
@@ -87,7 +89,7 @@ def _accepts(head: _Head, token_id: int) -> bool:
     return matcher is None or (not matcher.done and matcher.accept(token_id) and not matcher.done)
 
 
-def _sample_heads(logits: Tensor, heads: Sequence[_Head], num_logprobs: int) -> SampledTokens:
+def _sample_heads(logits: Tensor, heads: Sequence[_SampledHead], num_logprobs: int) -> SampledTokens:
     """Sample one token per row of logits."""
     parts = []
     for i in range(0, len(heads), SAMPLE_BATCH_ROWS):

@@ -10,6 +10,12 @@ from dataclasses import dataclass
 
 TAPE_TOKENS = 64  # the most tokens of one tape
 MAX_DRAFTS = 15  # the most drafts of one span
+_MIN_HEADS = 64
+
+
+def max_heads(max_rows: int) -> int:
+    """Return the most tokens of a step whose logits are computed: one per row, and the drafts."""
+    return max(max_rows, _MIN_HEADS)
 
 
 @dataclass(frozen=True, slots=True)

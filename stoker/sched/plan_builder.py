@@ -36,6 +36,17 @@ class PlanBuilder:
         self.drafts[seq] = count
         self.budget -= count
 
+    def limit_drafts(self, max_drafts: int) -> None:
+        """Drop drafts until at most `max_drafts` are left. The runner has memory for a limited number of logits."""
+        num_drafts = sum(self.drafts.values()) if self.drafts else 0
+        while num_drafts > max_drafts:
+            seq = max(self.drafts, key=self.drafts.__getitem__)
+            dropped = min(self.drafts[seq], num_drafts - max_drafts)
+            num_drafts -= dropped
+            self.drafts[seq] -= dropped
+            if not self.drafts[seq]:
+                del self.drafts[seq]
+
     def unschedule(self, seq: Sequence) -> None:
         """Take the sequence out of this step."""
         self.budget += self.counts.pop(seq, 0) + self.drafts.pop(seq, 0)

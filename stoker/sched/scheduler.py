@@ -22,6 +22,7 @@ from stoker.base.ids import BlockId, RequestId, Row
 from stoker.kv.blocks.keys import block_keys, root_key
 from stoker.kv.blocks.pool import BlockPool
 from stoker.kv.blocks.transfer import LoadResult, OfferedBlock
+from stoker.sched.draft_tape import max_heads
 from stoker.sched.drafting import Drafting, NoDrafting
 from stoker.sched.leases import LeasedKv, Leases, LeaseTerms
 from stoker.sched.loads import PendingLoads, loadable_tokens
@@ -240,6 +241,7 @@ class Scheduler:
         self._compute_prompts([seq for seq, _ in prefills], builder)
         if builder.is_empty:
             return None
+        builder.limit_drafts(max_heads(self._config.max_rows) - len(builder.counts))
         plan = builder.build(self._freed_rows, self._unfilled)
         self._freed_rows, self._unfilled = [], []
         row_epochs = [seq.row_epoch for seq in builder.counts]

@@ -16,7 +16,7 @@ from stoker.base.ids import BlockId, Row
 from stoker.engine.build import BuiltEngine, build_engine
 from stoker.engine.cpu_weights import measure
 from stoker.engine.grammar import NoGrammars
-from stoker.engine.inputs import build_batch
+from stoker.engine.inputs import build_inputs
 from stoker.engine.llm import LLM
 from stoker.engine.rows import RowTable
 from stoker.kv.device.device_kv import DeviceKv
@@ -59,7 +59,7 @@ class Prompts:
         for step in schedule:
             spans = [Span(Row(number), done[number], count, False) for number, count in step]
             tokens = [self._prompts[span.row][span.start + i] for span in spans for i in range(span.count)]
-            batch = build_batch(StepPlan(spans, tokens), self._rows, self._kv, torch.float64)
+            batch = build_inputs(StepPlan(spans, tokens), self._rows, self._kv, torch.float64).batch
             found = self._model.logits(self._model(batch)).split([count for _, count in step])
             for (number, count), rows in zip(step, found, strict=True):
                 logits[number].append(rows)

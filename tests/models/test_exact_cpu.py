@@ -15,7 +15,7 @@ from stoker.base.config import EngineSettings, KvSettings
 from stoker.base.ids import BlockId, Row
 from stoker.engine.build import BuiltEngine, build_engine
 from stoker.engine.grammar import NoGrammars
-from stoker.engine.inputs import build_batch
+from stoker.engine.inputs import build_inputs
 from stoker.engine.rows import RowTable
 from stoker.kv.device.device_kv import DeviceKv
 from stoker.sched.plan import BlockTableChange, NewRow, Span, StepPlan
@@ -52,7 +52,7 @@ class Sequences:
         for step in steps:
             spans = [Span(Row(number), done[number], count, False, drafts) for number, count, drafts in step]
             tokens = [self._tokens[span.row][span.start + i] for span in spans for i in range(span.count)]
-            batch = build_batch(StepPlan(spans, tokens), self._rows, self._kv, self._dtype, exact=True)
+            batch = build_inputs(StepPlan(spans, tokens), self._rows, self._kv, self._dtype, exact=True).batch
             found = self._model.logits(self._model(batch)).split([count for _, count, _ in step])
             for (number, count, _), rows in zip(step, found, strict=True):
                 logits[number].append(rows)
@@ -131,7 +131,9 @@ def test_chunks_of_a_prompt_do_not_change_the_bits_after_rounding(built: BuiltEn
 def test_fast_numerics_do_depend_on_the_batch(tmp_path: Path) -> None:
     """Otherwise the tests above could not fail."""
     make_tiny(tmp_path, "llama")
-    built = build_engine(tmp_path, EngineSettings(device="cpu", kv=KvSettings(num_blocks=64, block_tokens=8)))
+    built = build_engine(
+        tmp_path, EngineSettings(device="cpu", drafter="off", kv=KvSettings(num_blocks=64, block_tokens=8))
+    )
     assert not built.settings.exact
     alone, _ = Sequences(built).run(one_by_one())
     together, _ = Sequences(built).run(next(schedules(random.Random(SEED)))[1])

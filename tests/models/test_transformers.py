@@ -12,7 +12,7 @@ from stoker.base.config import EngineSettings, KvSettings
 from stoker.base.ids import BlockId, Row
 from stoker.engine.build import BuiltEngine, build_engine
 from stoker.engine.grammar import NoGrammars
-from stoker.engine.inputs import build_batch
+from stoker.engine.inputs import build_inputs
 from stoker.engine.rows import RowTable
 from stoker.kv.device.device_kv import DeviceKv
 from stoker.sched.plan import BlockTableChange, NewRow, Span, StepPlan
@@ -41,7 +41,7 @@ def prompt_logits(built: BuiltEngine, token_ids: list[int], chunk: int) -> torch
             block_table_changes=[] if start else [BlockTableChange(row, 0, blocks)],
         )
         rows.apply(plan)
-        logits.append(built.model.logits(built.model(build_batch(plan, rows, kv))))
+        logits.append(built.model.logits(built.model(build_inputs(plan, rows, kv).batch)))
     return torch.cat(logits)
 
 

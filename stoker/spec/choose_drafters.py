@@ -1,0 +1,58 @@
+"""Builds the drafting that the setting `--drafter` names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from stoker.base.errors import ConfigError
+from stoker.sched.drafting import Drafting, NoDrafting
+from stoker.spec.draft_counts import DraftCounts
+from stoker.spec.drafter import DRAFTERS, DrafterParts, build_drafter
+from stoker.spec.tape_drafting import GRAMMAR, TapeDrafting
+
+OFF, AUTO = "off", "auto"
+# In the order in which they are asked while none was right more often than another.
+_AUTO_DRAFTERS = ("prediction", "cache", "suffix", "ngram", GRAMMAR)
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterChoice:
+    """The drafters of one engine, each with its argument."""
+
+    arguments: dict[str, str]
+
+    @classmethod
+    def parse(cls, setting: str) -> DrafterChoice:
+        """Read `off`, `auto`, or names with optional arguments: `NAME[:ARGUMENT][,NAME...]`. Raises ConfigError."""
+        if setting == OFF:
+            return cls({})
+        if setting == AUTO:
+            return cls(dict.fromkeys(_AUTO_DRAFTERS, ""))
+        arguments = {}
+        for part in setting.split(","):
+            name, _, argument = part.strip().partition(":")
+            if name != GRAMMAR and name not in DRAFTERS:
+                known = ", ".join([OFF, AUTO, GRAMMAR, *DRAFTERS])
+                raise ConfigError(f"--drafter {setting}: there is no drafter {name!r}; available: {known}")
+            arguments[name] = argument
+        return cls(arguments)
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.arguments)
+
+    @property
+    def drafts_grammar(self) -> bool:
+        """True if the runner returns what grammars force."""
+        return GRAMMAR in self.arguments
+
+    def build(self, parts: DrafterParts, counts: DraftCounts) -> Drafting:
+        """Return the drafting. What it verifies is counted in `counts`. Raises ConfigError for a wrong argument."""
+        if not self.is_on:
+            return NoDrafting()
+        drafters = {
+            name: build_drafter(name, replace(parts, argument=argument))
+            for name, argument in self.arguments.items()
+            if name != GRAMMAR
+        }
+        return TapeDrafting(drafters, counts)

@@ -1,0 +1,149 @@
+"""TapeDrafting: gives each decoding sequence a tape, and decides how much of it a step verifies. Pure.
+
+A sequence follows its tape until a sampled token differs from the guess. Then the drafters are asked again, the one that
+was right most often first. A sequence for which no drafter finds anything is asked about less often in a large batch,
+where the host's time for all sequences would delay the steps.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+from stoker.sched.draft_tape import TAPE_TOKENS, DraftTape
+from stoker.sched.drafting import TapeDrafter
+from stoker.sched.sequence import Sequence
+from stoker.sched.step_costs import StepCosts
+from stoker.spec.acceptance import Acceptance, SequenceRates
+from stoker.spec.draft_counts import DraftCounts
+from stoker.spec.draft_length import DraftChance, draft_lengths, least_chance
+
+GRAMMAR = "grammar"  # the source of what the runner suggests
+_FEW_GUESSES = 4  # with fewer guesses left on the tape, the drafters are asked for more
+_MAX_PAUSE_TOKENS = 32  # the longest pause of a sequence for which no drafter finds anything
+
+
+class _Follower:
+    """How far one sequence has followed its tape."""
+
+    __slots__ = ("launched", "num_checked", "num_failures", "rates", "resume_at", "suggestion")
+
+    def __init__(self, rates: SequenceRates) -> None:
+        self.rates = rates
+        self.num_checked = 0  # tokens of the sequence that were compared with the tape
+        self.num_failures = 0  # tapes in a row whose first guess was wrong, or that did not exist
+        self.resume_at = 0  # length of the sequence at which drafters are asked again
+        self.suggestion: DraftTape | None = None
+        self.launched: deque[str] = deque()  # sources of the drafts in flight
+
+    def check(self, seq: Sequence) -> None:
+        """Compare the new tokens with the tape, and drop the tape at the first wrong guess."""
+        tape = seq.tape
+        if tape is None:
+            return
+        for position in range(max(self.num_checked, tape.start), len(seq.token_ids)):
+            if position - tape.start >= len(tape.token_ids):
+                seq.tape = None
+                break
+            guess = tape.token_ids[position - tape.start]
+            is_right = guess == seq.token_ids[position]
+            self.rates.record(tape.source, is_right)
+            if is_right:
+                self.num_failures = 0
+            elif guess >= 0:
+                seq.tape = None
+                self.num_failures += position == tape.start
+                break
+        self.num_checked = len(seq.token_ids)
+
+
+class TapeDrafting:
+    """Drafts from tapes. The sources are `drafters`, by name, and what the runner suggests."""
+
+    def __init__(self, drafters: Mapping[str, TapeDrafter], counts: DraftCounts) -> None:
+        self._drafters = drafters
+        self._counts = counts
+        self._acceptance = Acceptance()
+        self._followers: dict[Sequence, _Follower] = {}
+
+    def plan(self, seqs: list[Sequence], budget: int, costs: StepCosts) -> Mapping[Sequence, int]:
+        if budget <= 0:
+            return {}
+        least = least_chance(costs, len(seqs))
+        max_pause = min(_MAX_PAUSE_TOKENS, len(seqs) // 4)
+        candidates: list[Sequence] = []
+        chances: list[DraftChance] = []
+        for seq in seqs:
+            follower = self._followers.get(seq)
+            if follower is None:
+                follower = self._followers[seq] = _Follower(SequenceRates(self._acceptance))
+            follower.check(seq)
+            tape = self._tape(seq, follower, max_pause)
+            if tape is None:
+                continue
+            rate = follower.rates.value(tape.source)
+            available = tape.start + len(tape.token_ids) - len(seq.token_ids) - seq.num_pending
+            if available > 0 and rate >= least:
+                candidates.append(seq)
+                chances.append(DraftChance(rate, available))
+        if not candidates:
+            return {}
+        lengths = draft_lengths(chances, len(seqs), budget, costs)
+        planned = {seq: length for seq, length in zip(candidates, lengths, strict=True) if length}
+        for seq in planned:
+            assert seq.tape is not None
+            self._followers[seq].launched.append(seq.tape.source)
+        return planned
+
+    def committed(self, seq: Sequence, num_drafts: int, token_ids: list[int]) -> None:
+        follower = self._followers.get(seq)
+        if follower is not None and follower.launched:
+            self._counts.record(follower.launched.popleft(), num_drafts, len(token_ids) - 1)
+
+    def suggested(self, seq: Sequence, token_ids: list[int]) -> None:
+        follower = self._followers.get(seq)
+        if follower is not None and token_ids:
+            follower.suggestion = DraftTape(len(seq.token_ids), token_ids[:TAPE_TOKENS], GRAMMAR)
+
+    def ended(self, seq: Sequence) -> None:
+        self._followers.pop(seq, None)
+        for drafter in self._drafters.values():
+            drafter.ended(seq)
+
+    def _tape(self, seq: Sequence, follower: _Follower, max_pause: int) -> DraftTape | None:
+        """Return the sequence's tape, a new one if the last one is wrong or nearly used up."""
+        length = len(seq.token_ids)
+        suggestion, follower.suggestion = follower.suggestion, None
+        if suggestion is not None and suggestion.start == length and not _agree(seq.tape, suggestion):
+            seq.tape = suggestion
+        tape = seq.tape
+        if tape is not None and tape.start + len(tape.token_ids) - length - seq.num_pending >= _FEW_GUESSES:
+            return tape
+        if length < follower.resume_at:
+            return tape
+        guesses, source = self._propose(seq, follower)
+        if guesses and (tape is None or tape.start + len(tape.token_ids) < length + len(guesses)):
+            seq.tape = DraftTape(length, guesses, source)
+        elif not guesses and tape is None:
+            follower.num_failures += 1
+        if follower.num_failures and max_pause:
+            follower.resume_at = length + min(1 << min(follower.num_failures, 5), max_pause)
+        return seq.tape
+
+    def _propose(self, seq: Sequence, follower: _Follower) -> tuple[list[int], str]:
+        """Return the guesses of the first drafter that has any, the one that was right most often first."""
+        names = list(self._drafters)
+        if len(names) > 1:
+            names.sort(key=lambda name: -follower.rates.value(name))  # stable: equal ones stay in their order
+        for name in names:
+            if guesses := self._drafters[name].propose(seq, TAPE_TOKENS):
+                return guesses, name
+        return [], ""
+
+
+def _agree(tape: DraftTape | None, other: DraftTape) -> bool:
+    """Return True if a tape has the same guesses as `other` wherever that has any."""
+    if tape is None or tape.start > other.start:
+        return False
+    first = other.start - tape.start
+    return tape.token_ids[first : first + len(other.token_ids)] == other.token_ids
