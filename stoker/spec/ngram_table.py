@@ -63,7 +63,8 @@ class NgramTable:
             if count > 0:
                 hashed = np.full(count, size, dtype=np.uint64)
                 for i in range(size):
-                    hashed = hashed * np.uint64(_FACTOR) + text[i : i + count]
+                    hashed *= np.uint64(_FACTOR)
+                    hashed += text[i : i + count]
                 slots = (hashed * np.uint64(_SPREAD)) >> np.uint64(64 - self._bits)
                 # Where a slot occurs several times, the last assignment counts.
                 self._last[slots] = np.arange(first + size, first + size + count, dtype=np.int32)

@@ -75,7 +75,8 @@ class SuffixDrafter:
 
 def _longest_matches(histories: list[TokenHistory], context: list[int], max_tokens: int) -> list[list[int]]:
     """Return what followed the occurrences with the longest match, newest first, at most _MAX_OCCURRENCES."""
-    best, longest = CONTEXT, []
+    best = CONTEXT
+    longest: list[tuple[TokenHistory, int]] = []
     for history in histories:
         for position in history.occurrences(context):
             length = history.match_length(position, context, _MATCH_TOKENS)

@@ -25,6 +25,8 @@ def execute(data: bytes, rng: random.Random) -> None:
         try:
             request = decode(struct, data)
             resolve_constraint(request, getattr(request, "response_format", None))
+            if prediction := getattr(request, "prediction", None):
+                _ = prediction.text
         except InvalidRequest:
             continue
     for kind in EndpointKind:
@@ -46,6 +48,7 @@ def seeds() -> list[bytes]:
         "stream_options": {"include_usage": True}, "max_tokens": 5, "prompt_cache_key": "k",
         "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}},
         "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
+        "prediction": {"type": "content", "content": [{"type": "text", "text": "x"}]},
     }  # fmt: skip
     completion = {"model": "m", "prompt": ["a", "b"], "cache_salt": "mine", "seed": 3, "guided_choice": ["a"]}
     responses = {"model": "m", "input": [{"role": "user", "content": "hi"}], "instructions": "be", "session_id": 5}

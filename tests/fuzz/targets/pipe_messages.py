@@ -50,7 +50,7 @@ async def _read_as_server(data: bytes) -> None:
 def seeds() -> list[bytes]:
     ticket = KvTicket("e", "h:1", "l", 5, 1.0)
     sampling = SamplingParams(grammar=GrammarSpec("regex", "a+"))
-    request = GenerateRequest(RequestId("r"), [1, 2, 3], 3, sampling, 8, ticket=ticket)
+    request = GenerateRequest(RequestId("r"), [1, 2, 3], 3, sampling, 8, ticket=ticket, prediction=(4, 5))
     messages: list[object] = [
         Add(request=request),
         Cancel(request_id=RequestId("r")),
