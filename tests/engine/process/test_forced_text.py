@@ -12,6 +12,7 @@ import xgrammar
 from stoker.engine.process.grammars import forced_text
 from stoker.engine.process.grammars.compiler import XGrammars
 from stoker.sched.request import GrammarSpec
+from stoker.text.parsers.tools.hermes import HermesParser
 from stoker.text.tokenizer import Tokenizer
 
 VOCAB_SIZE = 49152
@@ -67,6 +68,43 @@ def test_a_forced_call_needs_few_steps(grammars: XGrammars, tokenizer: Tokenizer
         num_steps += 1
     assert matcher.done
     assert num_steps <= 5 < len(ids) / 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "num_steps"),
+    [
+        ('{"city": "Paris", "unit": "celsius"}', 5),
+        ('{"city": "Paris", "unit": "celsius", "days": [1, 2]}', 11),
+    ],
+)
+def test_a_forced_call_with_free_white_space_needs_few_steps(
+    grammars: XGrammars, tokenizer: Tokenizer, arguments: str, num_steps: int
+) -> None:
+    """Tool formats allow any white space in the arguments. Drafts have it where models write it."""
+    parameters = {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "unit": {"enum": ["celsius", "fahrenheit"]},
+            "days": {"type": "array", "items": {"type": "integer"}},
+        },
+        "required": ["city", "unit"],
+    }
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": parameters}}
+    matcher = grammars.matcher(HermesParser.grammar([tool], parallel=False), [])
+    text = HermesParser.render([("get_weather", arguments)])
+    ids = [*tokenizer.encode(text), tokenizer.eos_token_ids[0]]
+    position = found = 0
+    while position < len(ids):
+        drafts = matcher.forced(64)
+        assert all(0 <= draft < VOCAB_SIZE for draft in drafts)
+        pairs = zip(drafts, ids[position:], strict=False)
+        num_accepted = next((i for i, (draft, token_id) in enumerate(pairs) if draft != token_id), len(drafts))
+        for token_id in ids[position : position + num_accepted + 1]:
+            assert matcher.accept(token_id)
+        position += num_accepted + 1
+        found += 1
+    assert found <= num_steps < len(ids) / 2
 
 
 def test_asking_changes_nothing(grammars: XGrammars, tokenizer: Tokenizer) -> None:

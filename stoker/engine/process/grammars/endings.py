@@ -65,6 +65,10 @@ class EndingSearch:
         """Return the text of a token. It is empty for tokens that the grammar must not match as text."""
         return self._vocabulary[token_id] if token_id < len(self._vocabulary) else b""
 
+    def id_of(self, text: bytes) -> int | None:
+        """Return the first token with this text."""
+        return self._ids.get(text)
+
     def find(self, matcher: xgrammar.GrammarMatcher) -> list[int] | None:
         """Return tokens that complete the output, ending with a stop token. None if there is no ending.
 

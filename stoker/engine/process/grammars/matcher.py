@@ -41,6 +41,7 @@ class XGrammarMatcher:
         self._endings = prepared.endings
         self._forced_text = prepared.forced_text
         self._forced: list[int] = []  # what is left of the forced tokens that were found last
+        self._last_token_id: int | None = None
         self._tokens_left = sys.maxsize if max_tokens is None else max_tokens
         self._ending: list[int] | None = None  # from the current token on; None: not searched at this token
         # An ending is searched when this many tokens are left. The closer the limit, the more often.
@@ -65,6 +66,7 @@ class XGrammarMatcher:
         self.too_slow |= self._matching_s + time.thread_time() - started_s > _MAX_TOKEN_S
         self._matching_s = 0.0
         self._tokens_left -= 1
+        self._last_token_id = token_id
         self._forced = self._forced[1:] if self._forced and self._forced[0] == token_id else []
         if self._ending is not None and self._ending[0] == token_id:
             self._ending = self._ending[1:] or None
@@ -92,7 +94,7 @@ class XGrammarMatcher:
         if self._ending is not None and self._tokens_left - len(self._ending) <= _MARGIN:
             return self._ending[:max_tokens]  # `fill` allows nothing else
         if not self._forced and not self.done:
-            self._forced = self._forced_text.find(self._matcher, max_tokens)
+            self._forced = self._forced_text.find(self._matcher, self._last_token_id, max_tokens)
         return self._forced[:max_tokens]
 
     def _search(self) -> None:
