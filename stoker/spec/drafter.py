@@ -41,15 +41,12 @@ class DrafterMaker(Protocol):
     def __call__(self, parts: DrafterParts) -> TapeDrafter: ...
 
 
-_UNCHECKED = ("oracle",)  # its wrong guesses are complements of tokens, which only it may use (see DraftTape)
-
 DRAFTERS: Registry[DrafterMaker] = Registry("drafter", "stoker.spec.drafters")
 
 
 def build_drafter(name: str, parts: DrafterParts) -> TapeDrafter:
     """Return the drafter of this name, with its guesses checked. Raises ConfigError."""
-    drafter = DRAFTERS.get(name)(parts)
-    return drafter if name in _UNCHECKED else CheckedDrafter(drafter, parts.vocab_size)
+    return CheckedDrafter(DRAFTERS.get(name)(parts), parts.vocab_size)
 
 
 class CheckedDrafter:
@@ -69,13 +66,13 @@ class CheckedDrafter:
 
 
 def checked_guesses(guesses: Iterable[object], max_tokens: int, vocab_size: int) -> list[int]:
-    """Return the leading guesses that are token ids, at most `max_tokens`.
+    """Return the leading guesses that are token ids or complements of token ids (see DraftTape), at most `max_tokens`.
 
     What follows an impossible token would be a guess for another text, so it is dropped too.
     """
     checked: list[int] = []
     for guess in guesses:
-        if len(checked) >= max_tokens or type(guess) is not int or not 0 <= guess < vocab_size:
+        if len(checked) >= max_tokens or type(guess) is not int or not -vocab_size <= guess < vocab_size:
             break
         checked.append(guess)
     return checked

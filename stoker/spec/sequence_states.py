@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from stoker.sched.sequence import Sequence
 
-_MAX_SEQUENCES = 1024
+_MAX_SEQUENCES = 2048  # more than the sequences that run at a time
 
 S = TypeVar("S")
 

@@ -61,7 +61,7 @@ def test_the_beginning_of_the_prompt_is_not_compared() -> None:
 
 
 def test_ids_outside_the_vocabulary_end_a_guess() -> None:
-    for bad in (-1, VOCAB_SIZE, 1 << 40):
+    for bad in (-VOCAB_SIZE - 1, VOCAB_SIZE, 1 << 40):
         seq = new_sequence([1], prediction=[3, bad, 4, 5, 6])
         drafter = build_drafter("prediction", new_parts())
         assert drafter.propose(seq, 5) == [3]

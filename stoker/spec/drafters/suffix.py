@@ -16,7 +16,7 @@ from stoker.spec.token_history import BORDER, CONTEXT, TokenHistory
 _MAX_SALTS = 64  # the salt that was not used for the longest time is dropped first
 _SALT_TOKENS = 1 << 15  # per salt; 20 bytes each
 _OUTPUT_TOKENS = 1 << 12  # of one output; an engine step waits while they are added
-_OWN_TOKENS = 1 << 11  # of the running sequence's own output
+_OWN_TOKENS = 1 << 10  # of the running sequence's own output
 _PROMPT_TOKENS = 8  # of the prompt, before each output: they tell how an output begins
 _MATCH_TOKENS = 8  # longer matches count no more than matches of this length
 _MAX_OCCURRENCES = 16
