@@ -120,6 +120,9 @@ class AllowAll:
     def fill(self, allowed: torch.Tensor) -> None:
         allowed.fill_(-1)
 
+    def forced(self, max_tokens: int) -> list[int]:
+        return []
+
 
 ALONE = GenerateRequest(RequestId("a"), [1, 2, 3], 3, SamplingParams(temperature=0.0, grammar=GRAMMAR), 2)
 
