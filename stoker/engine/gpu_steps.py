@@ -15,7 +15,8 @@ from stoker.engine.graphs import StepGraphs, StepOutputs
 from stoker.engine.packed import StepData, StepInputs, StepShape
 from stoker.engine.rows import RowTable
 from stoker.kernels.dense import DensePlans
-from stoker.kernels.paged import Cutter, PagedSpans
+from stoker.kernels.exact_pieces import ExactCutter
+from stoker.kernels.paged import Cutter, PagedSpans, new_counters
 from stoker.kernels.sample_rows import sample_rows_triton
 from stoker.kernels.step_inputs import step_inputs_triton
 from stoker.kernels.verify import head_lengths_triton, verify_triton
@@ -36,13 +37,30 @@ _EXTRA_SPANS = 32  # room for this many prefill spans that do not fill their las
 class GpuSteps:
     """The forward pass of one model on one GPU, with its captured graphs."""
 
-    def __init__(self, model: Model, kv: DeviceKv, rows: RowTable, num_heads: int, captured_tokens: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        kv: DeviceKv,
+        rows: RowTable,
+        num_heads: int,
+        captured_tokens: int,
+        exact: bool = False,
+        verifies: bool = False,
+    ) -> None:
+        """`exact`: a token's logits depend only on the tokens before it (docs/engine.md, "Numerics"). `verifies`: plans
+        may have drafts."""
         self._model = model
         self._kv = kv
         self._rows = rows
         layout = kv.layout
         self._dense = DensePlans(kv.like, num_heads, layout.num_heads, layout.head_dim)
-        self._cutter = Cutter.of(num_heads, layout.num_heads, layout.block_tokens, kv.like.dtype)
+        sizes = (num_heads, layout.num_heads, layout.block_tokens, kv.like.dtype)
+        self._cutter, self._finished = Cutter.of(*sizes, verifies), rows.finished
+        if exact:
+            self._cutter = cutter = ExactCutter.for_model(*sizes, rows.table.shape[1], kv.num_blocks)
+            self._finished = new_counters(kv.blocks.device, cutter.max_groups(rows.max_rows) * layout.num_heads)
+        # cuDNN's attention rounds differently from the kernel that computes the other tokens of a prompt.
+        self._uses_dense = not exact
         first, rest = _shapes(rows.max_rows, captured_tokens, self._cutter)
         self._graphs = StepGraphs(self._forward, first, rest, kv.blocks.device)
 
@@ -56,12 +74,13 @@ class GpuSteps:
 
     def capture_next(self) -> bool:
         """Capture one shape, or let cuDNN plan one prompt length (kernels/dense.py). Return False if none was left."""
-        return self._graphs.capture_next() or self._dense.plan_next()
+        return self._graphs.capture_next() or (self._uses_dense and self._dense.plan_next())
 
     def capture_all(self) -> None:
         while self._graphs.capture_next():
             pass
-        self._dense.plan_all()
+        if self._uses_dense:
+            self._dense.plan_all()
 
     def run(self, plan: StepPlan, samples: bool) -> StepOutputs:
         """Return the logits of the heads. If `samples`, also sample by the rows' settings, and verify the drafts.
@@ -72,7 +91,7 @@ class GpuSteps:
         captured = self._graphs.find(data.needed)
         if captured is not None:
             return captured.run(self._pack(data, captured.shape, samples))
-        dense = data.take_dense_prefixes(self._dense.lengths)
+        dense = data.take_dense_prefixes(self._dense.lengths) if self._uses_dense else ()
         shape = data.exact
         packed = self._pack(data, shape, samples).to(self._kv.blocks.device, non_blocking=True)
         return self._forward(StepInputs.of(packed, shape), dense)
@@ -87,8 +106,8 @@ class GpuSteps:
         kv, rows, layout = self._kv, self._rows, self._kv.layout
         sizes = (layout.num_heads, layout.block_tokens, kv.pages_per_block)
         token_ids, positions, slots = step_inputs_triton(inputs.tokens, rows.tokens, rows.table, *sizes)
-        where = (rows.table, inputs.tokens[0], positions, inputs.singles, inputs.tiles, dense, rows.finished)
-        spans = PagedSpans(*where, kv.pages_per_block, layout.num_heads)
+        where = (rows.table, inputs.tokens[0], positions, inputs.singles, inputs.tiles, dense, self._finished)
+        spans = PagedSpans(*where, kv.pages_per_block, layout.num_heads, self._cutter.form)
         hidden = self._model(ForwardBatch(token_ids, positions, slots, spans, kv))
         heads = inputs.heads
         if not heads.shape[1]:

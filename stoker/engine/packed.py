@@ -29,8 +29,8 @@ class StepShape:
     """The size of a step, or the room in a captured step."""
 
     tokens: int
-    singles: int  # attention work items ("pieces", kernels/pieces.py) of spans of one token
-    tiles: int  # attention work items of longer spans
+    singles: int  # attention work items ("pieces", kernels/pieces.py) of spans that decode one token or verify drafts
+    tiles: int  # attention work items of prefill
     heads: int  # tokens whose logits are computed
 
     def holds(self, other: StepShape) -> bool:
@@ -91,7 +91,7 @@ class StepData:
         self._samples = np.fromiter((span.samples for span in spans), np.bool_, number)
         self._drafts = np.fromiter((span.num_drafts for span in spans), np.int64, number) if plan.num_drafts else None
         self._num_heads = int(np.count_nonzero(self._samples)) + plan.num_drafts
-        self._cut(self._firsts, self._counts, self._starts)
+        self._cut(self._firsts, self._counts, self._starts, self._drafts)
 
     def take_dense_prefixes(self, lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:
         """Take the leading tokens of new prompts out of the work items, for the lengths that kernels/dense.py supports.
@@ -104,23 +104,22 @@ class StepData:
             return ()
         taken = np.array([0, *lengths])[np.searchsorted(lengths, count, side="right")] * (start == 0)
         is_left = count > taken
-        self._cut((first + taken)[is_left], (count - taken)[is_left], (start + taken)[is_left])
+        drafts = None if self._drafts is None else self._drafts[is_left]
+        self._cut((first + taken)[is_left], (count - taken)[is_left], (start + taken)[is_left], drafts)
         return tuple((a, b) for a, b in zip(first.tolist(), taken.tolist(), strict=True) if b)
 
-    def _cut(self, first: Ints, count: Ints, start: Ints) -> None:
-        """Split the spans into single tokens and longer ones, and count their work items."""
-        is_single = count == 1
-        self._singles, self._longer = (first, start), (first, count, start)
+    def _cut(self, first: Ints, count: Ints, start: Ints, drafts: Ints | None) -> None:
+        """Split the spans into those that decode, with or without drafts, and prefill, and count their work items."""
+        is_single = count == 1 if drafts is None else (count == 1) | (drafts > 0)
+        self._singles = self._longer = first, count, start
         if not is_single.all():
-            self._singles = first[is_single], start[is_single]
+            self._singles = first[is_single], count[is_single], start[is_single]
             self._longer = first[~is_single], count[~is_single], start[~is_single]
-        singles = len(self._singles[0])
-        tiles = self._cutter.num_tiles(self._longer[1]) if singles < len(first) else 0
-        # The smallest shape that has room for this step. Cutting needs room for one work item more than there are
-        # spans.
+        tiles = self._cutter.num_tiles(self._longer[1]) if len(self._singles[0]) < len(first) else 0
+        # The smallest shape that has room for this step. Cutting tiles needs room for one more than there are.
         self.needed = StepShape(
             len(self._token_ids),
-            singles + 1 if singles else 0,
+            self._cutter.needed_singles(*self._singles[1:]),
             tiles + 1 if tiles else 0,
             self._num_heads,
         )
@@ -135,7 +134,7 @@ class StepData:
         cutter, needed = self._cutter, self.needed
         return StepShape(
             -(-needed.tokens // _MULTIPLE) * _MULTIPLE,
-            cutter.max_singles(needed.singles - 1) if needed.singles else 0,
+            cutter.room(needed.singles),
             cutter.max_tiles(needed.tiles - 1) if needed.tiles else 0,
             -(-needed.heads // _MULTIPLE) * _MULTIPLE,
         )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from stoker.base import garbage
+from stoker.base.errors import ConfigError
 from stoker.engine.gpu_steps import GpuSteps
 from stoker.engine.heads import SamplingSpan, first_heads, heads_of, sampling_spans
 from stoker.engine.inputs import build_inputs
@@ -138,11 +139,12 @@ class Runner:
         attention_dtype: torch.dtype | None = None,
         exact: bool = False,
         drafts_grammar: bool = False,
+        verifies: bool = False,
     ) -> None:
         """`attention_dtype` is that of attention with the reference kernels, by default the model's.
 
         `exact`: a token's logits depend only on the tokens before it. `drafts_grammar`: results contain what the grammars
-        force next.
+        force next. `verifies`: plans may have drafts.
         """
         self._exact = exact
         self._drafts_grammar = drafts_grammar
@@ -152,7 +154,13 @@ class Runner:
         self._rows = rows
         self._threads = threads
         has_kernels = fits(kv.like, kv.layout.block_tokens, kv.layout.head_dim)
-        self._gpu_steps = GpuSteps(model, kv, rows, num_heads, captured_tokens) if has_kernels else None
+        if exact and kv.blocks.is_cuda and not has_kernels:
+            raise ConfigError(
+                f"numerics=exact has no kernels for a head size of {kv.layout.head_dim}, blocks of {kv.layout.block_tokens} "
+                f"tokens and {kv.like.dtype} on this GPU; use --numerics fast"
+            )
+        options = (num_heads, captured_tokens, exact, verifies)
+        self._gpu_steps = GpuSteps(model, kv, rows, *options) if has_kernels else None
         self._last: PendingStep | None = None
 
     def warm_up(self) -> None:

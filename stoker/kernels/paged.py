@@ -4,10 +4,10 @@
 q [tokens, heads, head_dim]   pages: see kv_pages.py   -> like q
 
 The query heads of one KV head are the rows of a tile, so that K and V are read once for all of them. The work comes as
-pieces (pieces.py): spans of one token, and tiles of longer spans, each with some of their key blocks. The pieces of one
-group leave partial results. For single tokens, the last piece to finish merges them; for tiles, a kernel that follows
-does. The result overwrites the query; padding stays unchanged. attention.py is the reference. Pages of 8-bit values have
-kernels of their own (paged_codes.py), which take the same pieces.
+pieces (pieces.py, exact_pieces.py): spans that decode one token or verify a few, and tiles of longer spans, each with
+some of their key blocks. The pieces of one group leave partial results. For the former, the last piece to finish merges
+them; for tiles, a kernel that follows does. The result overwrites the query; padding stays unchanged. attention.py is
+the reference. Pages of 8-bit values have kernels of their own (paged_codes.py), which take the same pieces.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from stoker.kernels.dense import dense_attention
 from stoker.kernels.dispatch import is_power_of_2, overlaps, tl, triton, use_triton, wait_for_inputs
 from stoker.kernels.kv_pages import kernel_pages, page_options, page_tokens
 from stoker.kernels.paged_codes import attend_single_codes, attend_tile_codes
-from stoker.kernels.paged_parts import join_tiles, merge
+from stoker.kernels.paged_parts import join_tiles, merge, span_rows
 from stoker.kernels.pieces import FIELDS, Ints, cut_keys, cut_tokens
 
 _LOG2_E = log2(e)
@@ -42,35 +42,67 @@ _TILE_REGISTERS = 128  # a few registers are spilled, but two programs fit inste
 
 
 @dataclass(frozen=True, slots=True)
+class SpanForm:
+    """How the kernels compute spans; compiled into them."""
+
+    span_tokens: int = 1  # the tokens of a piece in `PagedSpans.singles`; each has its query heads in the tile
+    # Pieces may have no key that a token sees: the host may know only an upper bound of a row's position.
+    guarded: bool = False
+    exact: bool = False  # a token's result depends only on its own keys
+
+
+@dataclass(frozen=True, slots=True)
 class PagedSpans:
     """Which tokens attend to which, on the device."""
 
     table: Tensor  # [rows, blocks]: the blocks of each row
     token_rows: Tensor  # [tokens]: the table row of each token
     positions: Tensor  # [tokens], -1 is padding
-    singles: Tensor  # [pieces, FIELDS] of the one-token spans
+    singles: Tensor  # [pieces, FIELDS] of the spans that decode a token, or verify a few
     tiles: Tensor  # [pieces, FIELDS] of the longer spans
     whole: tuple[tuple[int, int], ...]  # first token and count of the spans that dense.py computes
     finished: Tensor  # from `new_counters`: zeros before and after a call; calls that share it run one after the other
     pages_per_block: int
     num_kv_heads: int
+    form: SpanForm = SpanForm()
 
 
 @dataclass(frozen=True, slots=True)
 class Cutter:
-    """Cuts the attention of a step's spans into pieces that suit the kernels on this GPU."""
+    """Cuts the attention of a step's spans into pieces that suit the kernels on this GPU. exact_pieces.py has the one for
+    numerics=exact."""
 
     num_kv_heads: int
     tile_tokens: int
     block_tokens: int
+    form: SpanForm = SpanForm()
 
     @classmethod
-    def of(cls, num_heads: int, num_kv_heads: int, block_tokens: int, dtype: torch.dtype) -> Cutter:
-        return cls(num_kv_heads, _tile_tokens(num_heads // num_kv_heads, dtype), block_tokens)
+    def of(
+        cls, num_heads: int, num_kv_heads: int, block_tokens: int, dtype: torch.dtype, verifies: bool = False
+    ) -> Cutter:
+        """`verifies`: steps may verify drafts."""
+        shared = num_heads // num_kv_heads
+        form = SpanForm(free_tokens(shared), guarded=True) if verifies else SpanForm()
+        return cls(num_kv_heads, tile_tokens(shared, dtype), block_tokens, form)
 
-    def max_singles(self, count: int) -> int:
-        """Upper bound of the number of pieces for this many one-token spans."""
+    def num_singles(self, count: Ints) -> int:
+        """Return the number of pieces of decoding spans with these token counts, before their keys are split."""
+        return int((-(-count // self.form.span_tokens)).sum())
+
+    def needed_singles(self, count: Ints, start: Ints) -> int:
+        """Return the fewest pieces that decoding spans can be cut into. Splitting keys needs room for one piece more
+        than there are spans."""
+        return self.num_singles(count) + 1 if len(count) else 0
+
+    def max_singles(self, count: int, tokens: int = 1) -> int:
+        """Upper bound of the number of pieces for this many spans that decode or verify `tokens` tokens each."""
+        count *= -(-tokens // self.form.span_tokens)
         return count + min(self._wanted(_SINGLE_PROGRAMS), (_MAX_SPLITS - 1) * count)
+
+    def room(self, needed: int) -> int:
+        """Return the room for a step that is not captured and needs this many pieces of decoding spans."""
+        return self.max_singles(needed - 1) if needed else 0
 
     def max_tiles(self, count: int) -> int:
         """Upper bound of the number of pieces for this many tiles."""
@@ -80,14 +112,16 @@ class Cutter:
         """Return the number of tiles of spans with these token counts."""
         return int((-(-count // self.tile_tokens)).sum())
 
-    def singles(self, first: Ints, start: Ints, room: int) -> Ints:
-        """Cut one-token spans into at most `room` pieces. `room` is larger than the number of spans.
+    def singles(self, first: Ints, count: Ints, start: Ints, room: int) -> Ints:
+        """Cut decoding spans into at most `room` pieces. `room` is at least `needed_singles`.
 
         Partial results are merged one after the other. So a span is not cut into more parts than each part has blocks.
         """
+        if len(count) and int(count.max()) > self.form.span_tokens:
+            first, count, start = cut_tokens(first, count, start, self.form.span_tokens)
         wanted = min(self._wanted(_SINGLE_PROGRAMS), room - len(first))
         min_blocks = isqrt(int(start.max()) // self.block_tokens + 1)
-        return cut_keys(first, first * 0 + 1, start, self.block_tokens, wanted, max(_SINGLE_BLOCKS, min_blocks))
+        return cut_keys(first, count, start, self.block_tokens, wanted, max(_SINGLE_BLOCKS, min_blocks))
 
     def tiles(self, first: Ints, count: Ints, start: Ints, room: int) -> Ints:
         """Cut longer spans into tiles, and these into at most `room` pieces."""
@@ -105,16 +139,16 @@ def fits(x: Tensor, block_tokens: int, head_dim: int) -> bool:
     return use_triton(x) and is_tile and _MIN_DOT <= block_tokens <= 128 and _MIN_DOT <= head_dim <= 256
 
 
-def new_counters(device: torch.device) -> Tensor:
+def new_counters(device: torch.device, count: int = 2 * _SINGLE_PROGRAMS) -> Tensor:
     """Return one counter per group of pieces and KV head; see `cut_keys` for the number of parts."""
-    return torch.zeros(2 * _SINGLE_PROGRAMS, dtype=torch.int32, device=device)
+    return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 @triton.jit
 def _attend_single(
     q, pages, table, token_rows, positions, pieces, parts, part_sums, finished, scale, table_width, pages_per_block,
-    KV_HEADS: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
-    FIELDS: tl.constexpr, OVERLAP: tl.constexpr,
+    KV_HEADS: tl.constexpr, SHARED: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
+    BLOCK: tl.constexpr, FIELDS: tl.constexpr, GUARDED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     head, number = tl.program_id(0), tl.program_id(1)  # padding comes last
     # The tables are inputs of the step. They were written before its first kernel.
@@ -126,13 +160,16 @@ def _attend_single(
         if number == 0:  # one program must do this, because the next kernel waits only for this one
             wait_for_inputs(OVERLAP)
         return
-    position = tl.load(positions + token).to(tl.int32)
-    row = tl.arange(0, ROWS)
+    row, position, last, is_row, first_value = span_rows(
+        positions, token, count, head, KV_HEADS, SHARED, TOKENS, ROWS, DIM, GUARDED
+    )
     column = tl.arange(0, DIM)
     key = tl.arange(0, BLOCK)
-    is_head = (row < SHARED)[:, None]
-    place = (token * KV_HEADS + head) * SHARED * DIM + row[:, None] * DIM + column[None, :]
+    is_head = is_row[:, None]
+    place = first_value[:, None] + column[None, :]
     blocks = table + tl.load(token_rows + token).to(tl.int64) * table_width
+    if GUARDED:
+        end = tl.minimum(end, (last + BLOCK) // BLOCK)
     wait_for_inputs(OVERLAP)
     query = tl.load(q + place, mask=is_head, other=0.0)
     inside_page = key[:, None] * DIM + column[None, :]
@@ -142,17 +179,24 @@ def _attend_single(
     for number_of_block in range(begin, end):
         block = tl.load(blocks + number_of_block).to(tl.int64)
         page = pages + (block * pages_per_block + head) * (BLOCK * DIM)
-        is_seen = number_of_block * BLOCK + key <= position
-        keys = tl.load(page + inside_page, mask=is_seen[:, None], other=0.0).to(query.dtype)
-        values = tl.load(page + KV_HEADS * BLOCK * DIM + inside_page, mask=is_seen[:, None], other=0.0).to(query.dtype)
+        at = number_of_block * BLOCK + key
+        is_there = at <= last
+        keys = tl.load(page + inside_page, mask=is_there[:, None], other=0.0).to(query.dtype)
+        values = tl.load(page + KV_HEADS * BLOCK * DIM + inside_page, mask=is_there[:, None], other=0.0).to(query.dtype)
         score = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
-        score = tl.where(is_seen[None, :], score, float("-inf"))
+        score = tl.where(at[None, :] <= position[:, None], score, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(score, 1))
-        weight = tl.exp2(score - new_largest[:, None])
-        fade = tl.exp2(largest - new_largest)
+        shift = new_largest
+        if GUARDED:
+            shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        weight = tl.exp2(score - shift[:, None])
+        fade = tl.exp2(largest - shift)
         total = total * fade + tl.sum(weight, 1)
         found = found * fade[:, None] + tl.dot(weight.to(values.dtype), values, input_precision="ieee")
         largest = new_largest
+    if GUARDED:
+        total = tl.where(total == 0.0, 1.0, total)
+        largest = tl.where(is_row, largest, 0.0)
     found = found / total[:, None]
     if num_parts == 1:
         tl.store(q + place, found.to(q.dtype.element_ty), mask=is_head)
@@ -172,7 +216,7 @@ def _attend_single(
 def _attend_tile(
     q, pages, table, token_rows, positions, pieces, parts, part_sums, scale, table_width, pages_per_block,
     KV_HEADS: tl.constexpr, SHARED: tl.constexpr, SHARED_PADDED: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr,
-    BLOCK: tl.constexpr, FIELDS: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK: tl.constexpr, FIELDS: tl.constexpr, EXACT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     head, number = tl.program_id(0), tl.program_id(1)
     piece = pieces + number * FIELDS
@@ -198,19 +242,22 @@ def _attend_tile(
     total = tl.zeros([TOKENS * SHARED_PADDED], tl.float32)
     found = tl.zeros([TOKENS * SHARED_PADDED, DIM], tl.float32)
     seen_by_all = tl.minimum(tl.maximum((start + 1) // BLOCK, begin), end)
-    for number_of_block in range(begin, seen_by_all):
-        block = tl.load(blocks + number_of_block).to(tl.int64)
-        page = pages + (block * pages_per_block + head) * (BLOCK * DIM) + inside_page
-        keys = tl.load(page).to(query.dtype)
-        values = tl.load(page + KV_HEADS * BLOCK * DIM).to(query.dtype)
-        score = tl.dot(query, tl.trans(keys), input_precision="ieee")
-        new_largest = tl.maximum(largest, tl.max(score, 1) * scale)
-        weight = tl.exp2(score * scale - new_largest[:, None])
-        fade = tl.exp2(largest - new_largest)
-        total = total * fade + tl.sum(weight, 1)
-        found = found * fade[:, None]
-        found = tl.dot(weight.to(values.dtype), values, found, input_precision="ieee")
-        largest = new_largest
+    if EXACT:  # the two loops round differently, and which keys all tokens of a tile see depends on the tile
+        seen_by_all = begin
+    else:
+        for number_of_block in range(begin, seen_by_all):
+            block = tl.load(blocks + number_of_block).to(tl.int64)
+            page = pages + (block * pages_per_block + head) * (BLOCK * DIM) + inside_page
+            keys = tl.load(page).to(query.dtype)
+            values = tl.load(page + KV_HEADS * BLOCK * DIM).to(query.dtype)
+            score = tl.dot(query, tl.trans(keys), input_precision="ieee")
+            new_largest = tl.maximum(largest, tl.max(score, 1) * scale)
+            weight = tl.exp2(score * scale - new_largest[:, None])
+            fade = tl.exp2(largest - new_largest)
+            total = total * fade + tl.sum(weight, 1)
+            found = found * fade[:, None]
+            found = tl.dot(weight.to(values.dtype), values, found, input_precision="ieee")
+            largest = new_largest
     for number_of_block in range(seen_by_all, end):
         at = number_of_block * BLOCK + tl.arange(0, BLOCK)
         is_there = at < start + count
@@ -250,33 +297,36 @@ def paged_attention_triton(
     shared = num_heads // kv_heads
     common = (scale * _LOG2_E, spans.table.stride(0), spans.pages_per_block)
     where = (q, kernel_pages(pages), spans.table, spans.token_rows, spans.positions)
-    overlap = overlaps(q)
+    overlap, form = overlaps(q), spans.form
     if len(spans.singles):
-        rows = max(_MIN_DOT, _padded(shared))
-        parts, part_sums = _new_parts(q, len(spans.singles), _SINGLE_PROGRAMS, kv_heads, rows)
+        rows = max(_MIN_DOT, form.span_tokens * _padded(shared))
+        programs = len(spans.singles) * kv_heads if form.exact else _SINGLE_PROGRAMS
+        parts, part_sums = _new_parts(q, len(spans.singles), programs, kv_heads, rows)
         single[(kv_heads, len(spans.singles))](
             *where, spans.singles, parts, part_sums, spans.finished, *common,
-            KV_HEADS=kv_heads, SHARED=shared, ROWS=rows, DIM=head_dim, BLOCK=block_tokens, FIELDS=FIELDS,
-            OVERLAP=overlap, num_warps=_SINGLE_WARPS, num_stages=_SINGLE_STAGES, launch_pdl=overlap, **options,
+            KV_HEADS=kv_heads, SHARED=shared, TOKENS=form.span_tokens, ROWS=rows, DIM=head_dim, BLOCK=block_tokens,
+            FIELDS=FIELDS, GUARDED=form.guarded, OVERLAP=overlap,
+            num_warps=_SINGLE_WARPS, num_stages=_SINGLE_STAGES, launch_pdl=overlap, **options,
         )  # fmt: skip
     if len(spans.tiles):
-        tokens, padded = _tile_tokens(shared, q.dtype), _padded(shared)
+        tokens, padded = tile_tokens(shared, q.dtype), _padded(shared)
         parts, part_sums = _new_parts(q, len(spans.tiles), _TILE_PROGRAMS, kv_heads, tokens * padded)
         is_wide = q.dtype == torch.float32
         tile[(kv_heads, len(spans.tiles))](
             *where, spans.tiles, parts, part_sums, *common,
             KV_HEADS=kv_heads, SHARED=shared, SHARED_PADDED=padded, TOKENS=tokens, DIM=head_dim,
-            BLOCK=block_tokens, FIELDS=FIELDS, OVERLAP=overlap,
+            BLOCK=block_tokens, FIELDS=FIELDS, EXACT=form.exact, OVERLAP=overlap,
             num_warps=4 if is_wide else _TILE_WARPS, num_stages=1 if is_wide else _TILE_STAGES if overlap else 2,
             maxnreg=_TILE_REGISTERS if overlap and not is_wide and head_dim <= 128 else None, launch_pdl=overlap,
             **options,
         )  # fmt: skip
-        joined = min(tokens * padded, _JOINED_ROWS)
-        join_tiles[(_max_parts(len(spans.tiles), _TILE_PROGRAMS, kv_heads), kv_heads, tokens * padded // joined)](
-            q, spans.tiles, parts, part_sums,
-            KV_HEADS=kv_heads, SHARED=shared, SHARED_PADDED=padded, TOKENS=tokens, DIM=head_dim, ROWS=joined,
-            FIELDS=FIELDS, OVERLAP=overlap, num_warps=4, launch_pdl=overlap,
-        )  # fmt: skip
+        if not form.exact:  # then keys of tiles are not split
+            joined = min(tokens * padded, _JOINED_ROWS)
+            join_tiles[(_max_parts(len(spans.tiles), _TILE_PROGRAMS, kv_heads), kv_heads, tokens * padded // joined)](
+                q, spans.tiles, parts, part_sums,
+                KV_HEADS=kv_heads, SHARED=shared, SHARED_PADDED=padded, TOKENS=tokens, DIM=head_dim, ROWS=joined,
+                FIELDS=FIELDS, OVERLAP=overlap, num_warps=4, launch_pdl=overlap,
+            )  # fmt: skip
     for first, count in spans.whole:
         mine = slice(first, first + count)
         found = dense_attention(q[mine], key[mine], value[mine], scale)
@@ -296,8 +346,14 @@ def _max_parts(num_pieces: int, programs: int, kv_heads: int) -> int:
     return min(num_pieces, 2 * max(1, programs // kv_heads))
 
 
-def _tile_tokens(shared: int, dtype: torch.dtype) -> int:
+def tile_tokens(shared: int, dtype: torch.dtype) -> int:
+    """Return the tokens of a tile, if `shared` query heads share a KV head."""
     return max(1, (_WIDE_TILE_ROWS if dtype == torch.float32 else _TILE_ROWS) // _padded(shared))
+
+
+def free_tokens(shared: int) -> int:
+    """Return how many tokens of a span have their query heads in the smallest tile of the tensor cores."""
+    return max(1, _MIN_DOT // _padded(shared))
 
 
 def _padded(count: int) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from stoker.kernels.dispatch import tl, triton, wait_for_inputs
 from stoker.kernels.kv_pages import load_scales
-from stoker.kernels.paged_parts import merge
+from stoker.kernels.paged_parts import merge, span_rows
 
 
 @triton.jit
@@ -51,10 +51,11 @@ def _load_query(place, is_mine, scale, INT8: tl.constexpr):
 def _attend_block(
     page, is_there, is_seen, even, odd, factor, largest, total, unit, found_even, found_odd,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, INT8: tl.constexpr,
-    MASKED: tl.constexpr,
+    MASKED: tl.constexpr, ROW_UNITS: tl.constexpr,
 ):  # fmt: skip
     """Add one block. `is_there` [BLOCK]: the keys that exist; `is_seen` [rows or 1, BLOCK]: those that each row sees.
-    Neither is used unless MASKED."""
+    Neither is used unless MASKED. With ROW_UNITS, which needs MASKED, each row has a unit of its own, so that it does
+    not depend on keys that only other rows see."""
     inside = tl.arange(0, BLOCK)[:, None] * (DIM // 2) + tl.arange(0, DIM // 2)[None, :]
     key_words = page.to(tl.pointer_type(tl.uint16)) + inside
     value_words = (page + KV_HEADS * PAGE).to(tl.pointer_type(tl.uint16)) + inside
@@ -80,9 +81,14 @@ def _attend_block(
     weight = tl.exp2(score - shift[:, None])
     fade = tl.exp2(largest - shift)
     total = total * fade + tl.sum(weight, 1)
-    new_unit = tl.maximum(unit, tl.max(value_scale, 0))
+    if ROW_UNITS:
+        seen_scale = tl.where(is_seen, value_scale[None, :], 0.0)
+        new_unit = tl.maximum(unit, tl.max(seen_scale, 1))
+        weight = (weight * (seen_scale / new_unit[:, None])).to(even.dtype)
+    else:
+        new_unit = tl.maximum(unit, tl.max(value_scale, 0))
+        weight = (weight * (value_scale / new_unit)[None, :]).to(even.dtype)
     fade = (fade * (unit / new_unit))[:, None]
-    weight = (weight * (value_scale / new_unit)[None, :]).to(even.dtype)
     value_even, value_odd = _halves(values, even.dtype, INT8)
     found_even = tl.dot(weight, value_even, found_even * fade, input_precision="ieee")
     found_odd = tl.dot(weight, value_odd, found_odd * fade, input_precision="ieee")
@@ -92,8 +98,9 @@ def _attend_block(
 @triton.jit
 def attend_single_codes(
     q, pages, table, token_rows, positions, pieces, parts, part_sums, finished, scale, table_width, pages_per_block,
-    KV_HEADS: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
-    FIELDS: tl.constexpr, OVERLAP: tl.constexpr, PAGE: tl.constexpr, INT8: tl.constexpr,
+    KV_HEADS: tl.constexpr, SHARED: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
+    BLOCK: tl.constexpr, FIELDS: tl.constexpr, GUARDED: tl.constexpr, OVERLAP: tl.constexpr, PAGE: tl.constexpr,
+    INT8: tl.constexpr,
 ):  # fmt: skip
     """Like `_attend_single` in paged.py."""
     head, number = tl.program_id(0), tl.program_id(1)
@@ -105,26 +112,35 @@ def attend_single_codes(
         if number == 0:
             wait_for_inputs(OVERLAP)
         return
-    position = tl.load(positions + token).to(tl.int32)
-    row = tl.arange(0, ROWS)
-    is_head = (row < SHARED)[:, None]
+    row, position, last, is_row, first_value = span_rows(
+        positions, token, count, head, KV_HEADS, SHARED, TOKENS, ROWS, DIM, GUARDED
+    )
     even_column = 2 * tl.arange(0, DIM // 2)[None, :]
-    place = (token * KV_HEADS + head) * SHARED * DIM + row[:, None] * DIM
+    is_head = is_row[:, None]
+    place = first_value[:, None]
     blocks = table + tl.load(token_rows + token).to(tl.int64) * table_width
+    if GUARDED:
+        end = tl.minimum(end, (last + BLOCK) // BLOCK)
     wait_for_inputs(OVERLAP)
     even, odd, factor = _load_query(q + place + even_column, is_head, scale, INT8)
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    unit = 1e-30
+    if TOKENS > 1:
+        unit = tl.full([ROWS], 1e-30, tl.float32)
+    else:
+        unit = 1e-30
     found_even, found_odd = tl.zeros([ROWS, DIM // 2], tl.float32), tl.zeros([ROWS, DIM // 2], tl.float32)
     for number_of_block in range(begin, end):
         block = tl.load(blocks + number_of_block).to(tl.int64)
         page = pages + (block * pages_per_block + head) * PAGE
-        is_seen = number_of_block * BLOCK + tl.arange(0, BLOCK) <= position
+        at = number_of_block * BLOCK + tl.arange(0, BLOCK)
         largest, total, unit, found_even, found_odd = _attend_block(
-            page, is_seen, is_seen[None, :], even, odd, factor, largest, total, unit, found_even, found_odd,
-            KV_HEADS, DIM, BLOCK, PAGE, INT8, True,
+            page, at <= last, at[None, :] <= position[:, None], even, odd, factor, largest, total, unit, found_even,
+            found_odd, KV_HEADS, DIM, BLOCK, PAGE, INT8, True, TOKENS > 1,
         )  # fmt: skip
+    if GUARDED:
+        total = tl.where(total == 0.0, 1.0, total)
+        largest = tl.where(is_row, largest, 0.0)
     rest = (unit * (1.0 if INT8 else 256.0) / total)[:, None]
     found_even, found_odd = found_even * rest, found_odd * rest
     if num_parts == 1:
@@ -149,7 +165,8 @@ def attend_single_codes(
 def attend_tile_codes(
     q, pages, table, token_rows, positions, pieces, parts, part_sums, scale, table_width, pages_per_block,
     KV_HEADS: tl.constexpr, SHARED: tl.constexpr, SHARED_PADDED: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr,
-    BLOCK: tl.constexpr, FIELDS: tl.constexpr, OVERLAP: tl.constexpr, PAGE: tl.constexpr, INT8: tl.constexpr,
+    BLOCK: tl.constexpr, FIELDS: tl.constexpr, EXACT: tl.constexpr, OVERLAP: tl.constexpr, PAGE: tl.constexpr,
+    INT8: tl.constexpr,
 ):  # fmt: skip
     """Like `_attend_tile` in paged.py."""
     head, number = tl.program_id(0), tl.program_id(1)
@@ -173,18 +190,24 @@ def attend_tile_codes(
     even, odd, factor = _load_query(place, is_mine, scale, INT8)
     largest = tl.full([TOKENS * SHARED_PADDED], float("-inf"), tl.float32)
     total = tl.zeros([TOKENS * SHARED_PADDED], tl.float32)
-    unit = 1e-30
+    if EXACT:
+        unit = tl.full([TOKENS * SHARED_PADDED], 1e-30, tl.float32)
+    else:
+        unit = 1e-30
     found_even = tl.zeros([TOKENS * SHARED_PADDED, DIM // 2], tl.float32)
     found_odd = tl.zeros([TOKENS * SHARED_PADDED, DIM // 2], tl.float32)
     seen_by_all = tl.minimum(tl.maximum((start + 1) // BLOCK, begin), end)
     everything = tl.full([BLOCK], 1, tl.int1)
-    for number_of_block in range(begin, seen_by_all):
-        block = tl.load(blocks + number_of_block).to(tl.int64)
-        page = pages + (block * pages_per_block + head) * PAGE
-        largest, total, unit, found_even, found_odd = _attend_block(
-            page, everything, everything, even, odd, factor, largest, total, unit, found_even, found_odd,
-            KV_HEADS, DIM, BLOCK, PAGE, INT8, False,
-        )  # fmt: skip
+    if EXACT:
+        seen_by_all = begin
+    else:
+        for number_of_block in range(begin, seen_by_all):
+            block = tl.load(blocks + number_of_block).to(tl.int64)
+            page = pages + (block * pages_per_block + head) * PAGE
+            largest, total, unit, found_even, found_odd = _attend_block(
+                page, everything, everything, even, odd, factor, largest, total, unit, found_even, found_odd,
+                KV_HEADS, DIM, BLOCK, PAGE, INT8, False, False,
+            )  # fmt: skip
     for number_of_block in range(seen_by_all, end):
         at = number_of_block * BLOCK + key
         block = tl.load(blocks + number_of_block).to(tl.int64)
@@ -192,7 +215,7 @@ def attend_tile_codes(
         is_seen = at[None, :] <= (start + token)[:, None]
         largest, total, unit, found_even, found_odd = _attend_block(
             page, at < start + count, is_seen, even, odd, factor, largest, total, unit, found_even, found_odd,
-            KV_HEADS, DIM, BLOCK, PAGE, INT8, True,
+            KV_HEADS, DIM, BLOCK, PAGE, INT8, True, EXACT,
         )  # fmt: skip
     rest = (unit * (1.0 if INT8 else 256.0) / tl.where(total == 0.0, 1.0, total))[:, None]
     found_even, found_odd = found_even * rest, found_odd * rest

@@ -7,6 +7,30 @@ from stoker.kernels.dispatch import tl, triton, wait_for_inputs
 
 
 @triton.jit
+def span_rows(
+    positions, first, count, head,
+    KV_HEADS: tl.constexpr, SHARED: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
+    GUARDED: tl.constexpr,
+):  # fmt: skip
+    """Return what the rows of a tile are in which each of up to TOKENS tokens of a span has its query heads: their
+    numbers, positions, the last position, which rows exist, and the place of their first value in the query.
+
+    With GUARDED, and with several tokens, those whose position is -1 are padding."""
+    row = tl.arange(0, ROWS)
+    if TOKENS == 1:
+        last = tl.load(positions + first).to(tl.int32)
+        position, is_row = row * 0 + last, row < SHARED
+        if GUARDED:
+            is_row = is_row & (position >= 0)
+        return row, position, last, is_row, ((first * KV_HEADS + head) * SHARED + row) * DIM
+    else:
+        token, shared = row // (ROWS // TOKENS), row % (ROWS // TOKENS)
+        position = tl.load(positions + first + token, mask=token < count, other=-1).to(tl.int32)
+        place = (((first + token) * KV_HEADS + head) * SHARED + shared) * DIM
+        return row, position, tl.max(position), (shared < SHARED) & (position >= 0), place
+
+
+@triton.jit
 def merge(parts, part_sums, group, num_parts, head, row, column, is_mine, KV_HEADS: tl.constexpr, ROWS: tl.constexpr,
           DIM: tl.constexpr):  # fmt: skip
     """Merge all parts of a group. Every row sees some of the keys of the first part."""

@@ -11,11 +11,14 @@ import torch
 from stoker.base.ids import Row
 from stoker.engine.gpu_steps import _shapes
 from stoker.engine.packed import StepData, StepInputs, StepShape
-from stoker.kernels.paged import Cutter
+from stoker.kernels.exact_pieces import ExactCutter
+from stoker.kernels.paged import Cutter, SpanForm
 from stoker.sched.draft_tape import MAX_DRAFTS
 from stoker.sched.plan import ON_DEVICE, Span, StepPlan
 
 CUTTER = Cutter(num_kv_heads=8, tile_tokens=32, block_tokens=64)
+VERIFYING = Cutter(8, 32, 64, SpanForm(4, guarded=True))
+EXACT = ExactCutter(8, 32, 64, SpanForm(4, guarded=True, exact=True), max_blocks=400, total_blocks=13_000)
 
 
 def random_plan(rng: random.Random) -> StepPlan:
@@ -47,12 +50,13 @@ def seen_blocks(pieces: torch.Tensor) -> dict[int, int]:
     return seen
 
 
+@pytest.mark.parametrize("cutter", [CUTTER, VERIFYING, EXACT], ids=["fast", "verifying", "exact"])
 @pytest.mark.parametrize("seed", range(20))
-def test_packed_inputs_contain_the_plan_and_padding(seed: int) -> None:
+def test_packed_inputs_contain_the_plan_and_padding(seed: int, cutter: Cutter) -> None:
     plan = random_plan(random.Random(seed))
     sampling = [span for span in plan.spans if span.samples]
-    data = StepData(plan, CUTTER)
-    first, rest = _shapes(512, 2048, CUTTER)
+    data = StepData(plan, cutter)
+    first, rest = _shapes(512, 2048, cutter)
     holding = [shape for shape in (*first, *rest) if shape.holds(data.needed)]
     for shape in (data.exact, *holding[:3]):
         inputs = inputs_of(plan, shape, data)
@@ -62,9 +66,10 @@ def test_packed_inputs_contain_the_plan_and_padding(seed: int) -> None:
             mine = slice(token, token + span.count)
             assert inputs.tokens[0, mine].tolist() == [span.row] * span.count
             assert inputs.tokens[2, mine].tolist() == list(range(span.start, span.start + span.count))
+            most = cutter.form.span_tokens if span.num_drafts else cutter.tile_tokens
             for i in range(span.count):
-                tile_end = min(span.count, i // CUTTER.tile_tokens * CUTTER.tile_tokens + CUTTER.tile_tokens)
-                assert seen[token + i] == -(-(span.start + tile_end) // CUTTER.block_tokens)
+                piece_end = min(span.count, i // most * most + most)
+                assert seen[token + i] == -(-(span.start + piece_end) // cutter.block_tokens)
             token += span.count
         assert inputs.tokens[1, :token].tolist() == plan.token_ids
         assert (inputs.tokens[2, token:] == -1).all()

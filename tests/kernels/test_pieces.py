@@ -6,7 +6,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from stoker.kernels.paged import Cutter
+from stoker.kernels.exact_pieces import ExactCutter, part_ends
+from stoker.kernels.paged import Cutter, SpanForm
 from stoker.kernels.pieces import Ints
 
 BLOCK = 16
@@ -46,9 +47,9 @@ def test_pieces_are_the_whole_work(seed: int) -> None:
     singles = [span for span in spans if span[1] == 1]
     longer = [span for span in spans if span[1] > 1]
     if singles:
-        first, _count, start = np.array(singles).T
+        first, count, start = np.array(singles).T
         for room in (cutter.max_singles(len(singles)), len(singles) + 1):
-            pieces = cutter.singles(first, start, room)
+            pieces = cutter.singles(first, count, start, room)
             assert len(pieces) <= room
             assert (pieces[:, 5] > 1).sum() <= 2 * 512 // cutter.num_kv_heads
             check(pieces, singles, 1)
@@ -65,7 +66,42 @@ def test_pieces_are_the_whole_work(seed: int) -> None:
 def test_a_long_context_among_short_ones_is_split() -> None:
     cutter = Cutter(8, 32, 64)
     starts = np.array([1000] * 63 + [100_000])
-    pieces = cutter.singles(np.arange(64), starts, cutter.max_singles(64))
+    pieces = cutter.singles(np.arange(64), np.ones(64, int), starts, cutter.max_singles(64))
     blocks = pieces[:, 3] - pieces[:, 2]
     assert pieces[0, 5] > 30
     assert blocks.max() <= 2 * (starts // 64 + 1).sum() // 64
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_exact_pieces_end_at_the_same_keys_in_every_batch(seed: int) -> None:
+    rng = random.Random(seed)
+    max_tokens = 40_000
+    cutter = ExactCutter(
+        rng.choice([1, 8]), 32, BLOCK, SpanForm(rng.choice([1, 4]), True, True), max_tokens // BLOCK + 1, 4096
+    )
+    spans, tokens = [], 0
+    for _ in range(rng.randrange(1, 40)):
+        count = rng.choice([1, 1, rng.randrange(2, 17)])
+        spans.append((tokens, count, rng.choice([0, rng.randrange(600), rng.randrange(max_tokens - 16)])))
+        tokens += count
+    first, count, start = np.array(spans).T
+    pieces = cutter.singles(first, count, start, 0)
+    assert len(pieces) == cutter.needed_singles(count, start) <= cutter.max_groups(len(spans))
+    check(pieces, spans, cutter.form.span_tokens)
+    ends = set(part_ends(BLOCK, cutter.max_blocks).tolist())
+    for piece in pieces:
+        assert piece[3] in ends or piece[4] + piece[5] - 1 == np.flatnonzero((pieces == piece).all(1))[0]
+    assert len(part_ends(BLOCK, cutter.max_blocks)) < 2 * cutter.max_blocks**0.5
+    tiles = cutter.tiles(first, count, start, 0)
+    assert (tiles[:, 5] == 1).all()
+    check(tiles, spans, cutter.tile_tokens)
+
+
+def test_a_captured_decode_step_has_room_for_sequences_that_fill_the_cache() -> None:
+    cutter = ExactCutter(8, 32, 64, SpanForm(4, True, True), 2049, 13_000)
+    for rows in (1, 2, 8, 64, 256, 512):
+        tokens = min(131_072, 13_000 * 64 // rows)
+        needed = cutter.needed_singles(np.ones(rows, int), np.full(rows, tokens - 1))
+        assert needed <= cutter.max_singles(rows)
+        verified = cutter.needed_singles(np.full(rows, 8), np.full(rows, tokens - 8))
+        assert verified <= cutter.max_singles(rows, tokens=8)

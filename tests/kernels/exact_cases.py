@@ -1,0 +1,190 @@
+"""What the kernels must do with numerics=exact, in the interpreter (exact_interpreted.py) and on a GPU (tests/gpu): the
+result of a row has the same bits, whatever else is computed with it. Errors are relative, against float64."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from kernels.cases import MOST_ERROR, new_pages, read
+from torch import Tensor
+
+from stoker.kernels.attention import SpanShape, group_spans, paged_attention_ref
+from stoker.kernels.exact_pieces import ExactCutter
+from stoker.kernels.paged import Cutter, PagedSpans, new_counters, paged_attention_triton
+from stoker.kernels.pieces import FIELDS
+
+SCALE = 0.2
+BLOCK = 16
+
+
+@dataclass(frozen=True)
+class KernelSpan:
+    """`count` tokens of a row from `start` on. The host believes that they start up to `slack` tokens later. Some of the
+    tokens may be padding."""
+
+    row: int
+    start: int
+    count: int
+    slack: int = 0
+    num_padding: int = 0
+
+
+@dataclass
+class AttentionWorld:
+    """Rows of KV of some lengths, at random places. Unused blocks and slots are NaN."""
+
+    lengths: list[int]
+    num_heads: int
+    kv_heads: int
+    dim: int
+    device: torch.device
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    max_slack: int = 40
+    pages: Tensor = field(init=False)
+    table: Tensor = field(init=False)
+    blocks: list[list[int]] = field(init=False)
+    q: list[Tensor] = field(init=False)  # of each position of each row
+
+    def __post_init__(self) -> None:
+        rng = random.Random(1)
+        counts = [-(-(length + self.max_slack) // BLOCK) for length in self.lengths]
+        places = iter(rng.sample(range(sum(counts) + 2), sum(counts)))
+        self.blocks = [[next(places) for _ in range(count)] for count in counts]
+        per_block = 2 * self.kv_heads
+        pages = torch.full(((sum(counts) + 2) * per_block, BLOCK * self.dim), float("nan"), device=self.device)
+        self.table = torch.zeros(len(counts), max(counts), dtype=torch.int64)
+        for row, (length, mine) in enumerate(zip(self.lengths, self.blocks, strict=True)):
+            self.table[row, : len(mine)] = torch.tensor(mine)
+            for number, block in enumerate(mine):
+                filled = max(0, min(BLOCK, length - number * BLOCK)) * self.dim
+                values = torch.randn(per_block, filled, device=self.device)
+                # Sizes differ from token to token, so that scales of 8-bit values do.
+                sizes = torch.exp(torch.randn(filled // self.dim, device=self.device)).repeat_interleave(self.dim)
+                pages[block * per_block : (block + 1) * per_block, :filled] = values * sizes
+        self.pages = new_pages(pages.to(self.dtype), self.dim, self.kv_dtype)
+        self.table = self.table.to(self.device)
+        shape = (self.num_heads, self.dim)
+        self.q = [torch.randn(length, *shape, device=self.device).to(self.dtype) for length in self.lengths]
+
+    @property
+    def cutter(self) -> ExactCutter:
+        sizes = (self.num_heads, self.kv_heads, BLOCK, self.dtype)
+        return ExactCutter.for_model(*sizes, self.table.shape[1], 4 * self.table.numel())
+
+    def attend(self, spans: list[KernelSpan], as_tiles: bool = False, cutter: Cutter | None = None) -> list[Tensor]:
+        """Return the result of each span's tokens that are not padding."""
+        cutter = cutter or self.cutter
+        counts = np.array([span.count for span in spans])
+        firsts = counts.cumsum() - counts
+        starts = np.array([span.start + span.slack for span in spans])
+        queries, positions, rows = [], [], []
+        for span in spans:
+            real = span.count - span.num_padding
+            queries += [self.q[span.row][span.start : span.start + real]]
+            queries += [torch.zeros(span.num_padding, self.num_heads, self.dim, device=self.device).to(self.dtype)]
+            positions += [*range(span.start, span.start + real), *[-1] * span.num_padding]
+            rows += [span.row] * span.count
+        if as_tiles:
+            pieces = (_no_pieces(), cutter.tiles(firsts, counts, starts, 1000))
+        else:
+            pieces = (cutter.singles(firsts, counts, starts, 1000), _no_pieces())
+        padded = (torch.from_numpy(np.concatenate([some, _no_pieces(2)])).to(self.device) for some in pieces)
+        where = (torch.tensor(rows, device=self.device), torch.tensor(positions, device=self.device))
+        finished = new_counters(self.device, 1000 * self.kv_heads)
+        on_device = PagedSpans(self.table, *where, *padded, (), finished, 2 * self.kv_heads, self.kv_heads, cutter.form)
+        q = torch.cat(queries)
+        unused = q[:, : self.kv_heads]
+        found = paged_attention_triton(q.clone(), unused, unused, self.pages, on_device, SCALE)
+        assert not finished.any()
+        is_padding = where[1] < 0
+        assert torch.equal(found[is_padding], q[is_padding]), "padding was changed"
+        return [
+            part[: span.count - span.num_padding]
+            for part, span in zip(found.split(counts.tolist()), spans, strict=True)
+        ]
+
+    def expected(self, span: KernelSpan) -> Tensor:
+        """Return the reference in float64."""
+        pages = [block * 2 * self.kv_heads for block in self.blocks[span.row]]
+        shape = SpanShape(0, span.start, span.count, pages[: -(-(span.start + span.count) // BLOCK)])
+        groups = group_spans([shape], self.kv_heads, BLOCK, self.device, torch.float64)
+        wide = read(self.pages, self.dim, torch.float64).nan_to_num()
+        q = self.q[span.row][span.start : span.start + span.count].double()
+        return paged_attention_ref(q, wide, groups, self.kv_heads, SCALE)
+
+    def check_error(self, span: KernelSpan, found: Tensor) -> None:
+        expected = self.expected(span)
+        assert found.isfinite().all()
+        error = float((found.double() - expected).norm() / expected.norm())
+        most = MOST_ERROR[self.dtype] if self.kv_dtype == self.dtype else max(2e-3, MOST_ERROR[self.dtype])
+        assert error < most, f"{span}: relative error {error:.2e}"
+
+
+def _no_pieces(count: int = 0) -> np.ndarray:
+    return np.zeros((count, FIELDS), dtype=np.int64)
+
+
+def verified_attention(
+    num_heads: int, kv_heads: int, dim: int, device: torch.device, dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None, lengths: tuple[int, ...] = (150, 45, 97, 17), deep: bool = False,
+) -> None:  # fmt: skip
+    """A token has the same bits alone, with other rows, as one of several tokens of a span, and if the host knows only an
+    upper bound of its position."""
+    world = AttentionWorld(list(lengths), num_heads, kv_heads, dim, device, dtype, kv_dtype or dtype)
+    alone = {}
+
+    def one(row: int, position: int) -> Tensor:
+        if (row, position) not in alone:
+            span = KernelSpan(row, position, 1)
+            [alone[row, position]] = world.attend([span])
+            world.check_error(span, alone[row, position])
+        return alone[row, position]
+
+    rng = random.Random(0)
+    for trial in range(12 if deep else 3):
+        spans = []
+        for row, length in enumerate(lengths):
+            count = min(length, [1, 2, 4, 5, 16, 3, 9][(trial + row) % 7])
+            at_edge = rng.choice([length - count, max(0, (length - count) // 32 * 32 - count // 2)])
+            padding = rng.choice([0, 0, count // 2])
+            spans.append(KernelSpan(row, at_edge, count, rng.choice([0, 0, 1, 15, 40]), padding))
+        rng.shuffle(spans)
+        for span, found in zip(spans, world.attend(spans), strict=True):
+            for i in range(span.count - span.num_padding):
+                expected = one(span.row, span.start + i)[0]
+                assert torch.equal(found[i], expected), f"trial {trial}, {span}, token {i}"
+
+
+def chunked_attention(
+    num_heads: int, kv_heads: int, dim: int, device: torch.device, dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
+) -> None:  # fmt: skip
+    """A prompt's token has the same bits however the prompt is cut into chunks of more than one token."""
+    length = 70
+    world = AttentionWorld([length, 60], num_heads, kv_heads, dim, device, dtype, kv_dtype or dtype)
+    whole = KernelSpan(0, 0, length)
+    [expected] = world.attend([whole], as_tiles=True)
+    world.check_error(whole, expected)
+    for chunk in (7, 33):
+        for start in range(0, length, chunk):
+            count = min(chunk, length - start)
+            found = world.attend([KernelSpan(1, 3, 20), KernelSpan(0, start, count)], as_tiles=True)[1]
+            assert torch.equal(found, expected[start : start + count]), f"{count} tokens from {start}"
+
+
+def fast_verified_attention(num_heads: int, kv_heads: int, dim: int, device: torch.device, dtype: torch.dtype) -> None:
+    """Without numerics=exact, spans with drafts are computed by the same kernel, up to rounding."""
+    world = AttentionWorld([200, 45], num_heads, kv_heads, dim, device, dtype, dtype)
+    cutter = Cutter.of(num_heads, kv_heads, BLOCK, dtype, verifies=True)
+    spans = [
+        KernelSpan(0, 150, 5, slack=40),
+        KernelSpan(1, 40, 1),
+        KernelSpan(0, 183, 16, slack=7),
+        KernelSpan(1, 0, 3),
+    ]
+    for span, found in zip(spans, world.attend(spans, cutter=cutter), strict=True):
+        world.check_error(span, found)

@@ -1,0 +1,44 @@
+"""Runs the kernels of numerics=exact on a CPU. test_exact_kernels.py starts this in a process of its own, like
+interpreted.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton  # before any kernel, otherwise they are not defined
+from kernels import exact_cases
+
+from stoker.kernels import exact_pieces
+
+assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is to be set"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def seed(monkeypatch):
+    torch.manual_seed(0)
+    # Small parts of the keys, so that short contexts have several.
+    monkeypatch.setattr(exact_pieces, "_FIRST_KEYS", 32)
+    exact_pieces.part_ends.cache_clear()
+
+
+@pytest.mark.parametrize(("num_heads", "kv_heads", "dim"), [(8, 2, 16), (3, 1, 16), (1, 1, 32), (16, 1, 16)])
+def test_verified_attention(num_heads, kv_heads, dim):
+    exact_cases.verified_attention(num_heads, kv_heads, dim, CPU, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [(torch.float32, torch.float8_e4m3fn), (torch.float16, torch.int8), (torch.float16, torch.float16)],
+)
+def test_verified_attention_of_other_types(dtype, kv_dtype):
+    exact_cases.verified_attention(6, 2, 16, CPU, dtype, kv_dtype, (75, 45))
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
+def test_chunks_of_prompts(kv_dtype):
+    exact_cases.chunked_attention(3, 1, 16, CPU, torch.float32, kv_dtype)
+
+
+def test_drafts_without_exact():
+    exact_cases.fast_verified_attention(6, 2, 16, CPU, torch.float32)

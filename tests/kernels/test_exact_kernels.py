@@ -1,0 +1,19 @@
+"""The kernels of numerics=exact in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_rows_do_not_depend_on_each_other() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-x", str(Path(__file__).with_name("exact_interpreted.py"))]
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
