@@ -23,6 +23,7 @@ from stoker.kernels.verify import head_lengths_triton, verify_triton
 from stoker.kv.device.device_kv import DeviceKv
 from stoker.layers.batch import ForwardBatch
 from stoker.models.family import Model
+from stoker.sched.draft_tape import max_heads
 from stoker.sched.plan import StepPlan
 
 # Captured sizes: rows of decode-only steps, and tokens of steps with prefill. The most useful ones are captured first.
@@ -61,7 +62,7 @@ class GpuSteps:
             self._finished = new_counters(kv.blocks.device, cutter.max_groups(rows.max_rows) * layout.num_heads)
         # cuDNN's attention rounds differently from the kernel that computes the other tokens of a prompt.
         self._uses_dense = not exact
-        first, rest = _shapes(rows.max_rows, captured_tokens, self._cutter)
+        first, rest = _shapes(max_heads(rows.max_rows), captured_tokens, self._cutter)
         self._graphs = StepGraphs(self._forward, first, rest, kv.blocks.device)
 
     def warm_up(self) -> None:
@@ -132,7 +133,10 @@ def _smallest_fitting(sizes: Sequence[int], needed: int) -> int:
 
 
 def _shapes(max_rows: int, captured_tokens: int, cutter: Cutter) -> tuple[list[StepShape], list[StepShape]]:
-    """Return the shapes to capture before serving, and those to capture later."""
+    """Return the shapes to capture before serving, and those to capture later.
+
+    A shape for decoding also holds steps that verify drafts, with fewer rows than tokens.
+    """
 
     def decode(rows: int) -> StepShape:
         return StepShape(rows, cutter.max_singles(rows), 0, rows)

@@ -68,6 +68,8 @@ def sample(logits: Tensor, spans: Sequence[SamplingSpan], table: RowTable) -> Sa
         heads += [_SampledHead(span, number, state) for number in range(num_heads)]
     if len(heads) == len(logits):
         return _sample_heads(logits, heads, num_logprobs)
+    if not heads:  # all rows are at their limits
+        return SampledTokens(torch.full((len(logits),), -1, device=logits.device), None, None, None)
     parts, places = [], []
     while heads:
         where = [head.span.head + head.number for head in heads]
