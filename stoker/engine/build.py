@@ -159,6 +159,7 @@ def build_engine(
         _attention_dtype(cpu_weights, resolved),
         resolved.exact,
         resolved.drafters.drafts_grammar,
+        resolved.drafters.is_on,
     )
     engine = Engine(scheduler, runner, RealClock(), resolved.steps_ahead, store, leases, rates)
     if resolved.device.type == "cuda":

@@ -60,7 +60,8 @@ def make_stand_in(family: ModelFamily, resolved: ResolvedSettings, layout: KvLay
         model.pack(exact=resolved.exact)
     max_blocks = -(-resolved.max_model_tokens // layout.block_tokens) + 1
     rows = RowTable(resolved.max_rows, max_blocks, family.shape.vocab_size, _META, NoGrammars())
-    return GpuSteps(model, kv, rows, family.shape.num_heads, resolved.captured_tokens, resolved.exact)
+    options = (family.shape.num_heads, resolved.captured_tokens, resolved.exact, resolved.drafters.is_on)
+    return GpuSteps(model, kv, rows, *options)
 
 
 @torch.inference_mode()
