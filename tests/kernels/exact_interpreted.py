@@ -7,6 +7,7 @@ import pytest
 import torch
 import triton  # before any kernel, otherwise they are not defined
 from kernels import exact_cases
+from kernels.moe_cases import Shape
 
 from stoker.kernels import exact_pieces
 from stoker.kernels.exact_tiles import ExactTiles
@@ -75,3 +76,15 @@ def test_matmul(tiles, dtype, add):
 @pytest.mark.parametrize("tiles", [None, QUANT_SPLIT], ids=["chosen", "split"])
 def test_quantised_matmul(tiles):
     exact_cases.exact_quant_matmul(70, 512, CPU, torch.float32, [1, 5, 17, 140], tiles)
+
+
+@pytest.mark.parametrize("shape", [Shape(72, 40, 5, 3, renormalises=False), Shape(32, 16, 3, 3, granule=16)], ids=str)
+def test_experts(shape):
+    exact_cases.exact_experts(shape, CPU, torch.float32, [1, 2, 3, 17, 70])
+
+
+@pytest.mark.parametrize(
+    ("form", "in_codes"), [("fp8 channels", True), ("fp8 blocks", True), ("int4 groups of 32", False)]
+)
+def test_quantised_experts(form, in_codes):
+    exact_cases.exact_experts(Shape(256, 128, 3, 2, granule=128), CPU, torch.float32, [1, 2, 20], form, in_codes)
