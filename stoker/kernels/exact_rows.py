@@ -27,6 +27,8 @@ from stoker.kernels.quant_skinny import (
 )
 from stoker.kernels.skinny import KIND, few_rows_linear, part_sums
 
+# A product and a sum would round once instead of twice, but only in those kernels where they follow each other.
+_OPTIONS = {"enable_fp_fusion": False}
 _GROUP = 8  # blocks of rows that use the same part of the weight one after the other, so that it stays in the L2 cache
 
 
@@ -145,7 +147,7 @@ def exact_linear(x: Tensor, weight: ExactWeight, *, add_to: Tensor | None = None
     if tile is None:
         return _many_rows_linear(x, weight, add_to)
     if isinstance(ready, QuantWeight):
-        return quant_rows_linear(x, ready, add_to=add_to, tile=tile)
+        return quant_rows_linear(x, ready, add_to=add_to, tile=tile, options=_OPTIONS)
     return few_rows_linear(x, ready, add_to=add_to, tile=tile)
 
 
@@ -159,7 +161,7 @@ def _many_rows_linear(x: Tensor, weight: ExactWeight, add_to: Tensor | None) -> 
     common = {
         "INS": num_ins, "ROWS": rows, "BLOCK_OUT": tile.outs, "SPLITS": tile.splits, "GROUP": _GROUP,
         "ADD": add_to is not None, "OVERLAP": overlap,
-        "num_warps": tile.num_warps, "num_stages": tile.num_stages, "launch_pdl": overlap,
+        "num_warps": tile.num_warps, "num_stages": tile.num_stages, "launch_pdl": overlap, **_OPTIONS,
     }  # fmt: skip
     if not isinstance(ready, QuantWeight):
         assert ready.is_contiguous()

@@ -4,6 +4,10 @@ the dtype of x on the way into the tensor cores. linear.py has the reference and
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -176,9 +180,15 @@ def _int4_rows(
 
 
 def quant_rows_linear(
-    x: Tensor, weight: QuantWeight, *, add_to: Tensor | None = None, tile: SkinnyTile | None = None
+    x: Tensor,
+    weight: QuantWeight,
+    *,
+    add_to: Tensor | None = None,
+    tile: SkinnyTile | None = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Tensor:
-    """Return x W^T for few rows, by default those of `weight.is_few`; with `add_to`, the sum, in place."""
+    """Return x W^T for few rows, by default those of `weight.is_few`; with `add_to`, the sum, in place. `options` are
+    further ones of the compiler."""
     assert x.is_contiguous()
     assert add_to is None or add_to.is_contiguous()
     num_outs, num_ins = weight.shape
@@ -192,12 +202,12 @@ def quant_rows_linear(
         _int4_rows[grid](
             *given, INS=num_ins, ROWS=rows, BLOCK_OUT=tile.outs, SPLITS=tile.splits, ADD=add_to is not None,
             PAIRS=overlap and x.dtype == torch.bfloat16, EXPAND=EXPAND, EXPAND_REGISTERS=EXPAND_REGISTERS,
-            OVERLAP=overlap, num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=overlap,
+            OVERLAP=overlap, num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=overlap, **options,
         )  # fmt: skip
     else:
         _fp8_rows[grid](
             *given, INS=num_ins, ROWS=rows, ROW_BLOCK=weight.row_block, COL_BLOCK=weight.col_block,
             BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins, SPLITS=tile.splits, ADD=add_to is not None, OVERLAP=overlap,
-            num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=overlap,
+            num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=overlap, **options,
         )  # fmt: skip
     return out
