@@ -45,7 +45,7 @@ def exact_launches(name: str, kv_dtype: str = "auto") -> list[KernelLaunch]:
     return find_launches(steps, with_rest=True)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", ["llama8b", "qwen30a3b", "qwen235b-blocks", "llama70b-fp8", "qwen480b-int4"])
 def test_no_kernel_depends_on_the_number_of_rows(name: str) -> None:
     splits: dict[tuple[str, int, int], set[int]] = {}
     for launch in exact_launches(name):
@@ -74,7 +74,7 @@ def test_a_weight_has_one_instruction_for_all_numbers_of_rows(
     for kernel in kernels:
         mine = [launch for launch in launches if launch.kernel.__name__ == kernel]
         mine.sort(key=lambda launch: (launch.options.get("ROWS", 0), launch.options.get("SPLITS", 1)))
-        for launch in {id(one): one for one in (mine[0], mine[-1])}.values():
+        for launch in (mine[0], mine[-1]) if kernel == "_few_rows" else mine[-1:]:
             compiled = launch.compile()
             ptx, is_large = compiled.asm["ptx"], kernel in (*MATMULS, "_attend_tile", "attend_tile_codes")
             assert compiled.metadata.shared <= SHARED_BYTES, launch.options
