@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from stoker.kernels import paged
+from stoker.kernels.exact_pieces import ExactCutter
 from stoker.kernels.gpu_timing import graph_s
 from stoker.kernels.kv_pages import LARGEST_CODE, quantise
 from stoker.kernels.pieces import FIELDS
@@ -23,9 +24,11 @@ def attention_s(
     spans: list[tuple[int, int]],
     kernels: Any = paged,
     dtype: torch.dtype = torch.bfloat16,
+    exact: bool = False,
+    verifies: bool = False,
 ) -> float:
     """Return the time of one layer's attention. `heads`: query heads, KV heads and head size. `spans`: tokens before and
-    tokens of each row."""
+    tokens of each row. `exact`: with numerics=exact. `verifies`: all tokens of a span but the first are drafts."""
     device = torch.device("cuda")
     num_heads, kv_heads, dim = heads
     counts = [-(-(before + count) // BLOCK_TOKENS) for before, count in spans]
@@ -40,18 +43,23 @@ def attention_s(
         first += count
     token_rows = torch.tensor([row for row, (_, count) in enumerate(spans) for _ in range(count)], device=device)
     positions = torch.cat([torch.arange(before, before + count) for before, count in spans]).to(device)
-    cutter = paged.Cutter.of(num_heads, kv_heads, BLOCK_TOKENS, dtype)
+    sizes = (num_heads, kv_heads, BLOCK_TOKENS, dtype)
+    cutter, finished = paged.Cutter.of(*sizes, verifies), paged.new_counters(device)
+    if exact:
+        cutter = made = ExactCutter.for_model(*sizes, max(counts), sum(counts))
+        finished = paged.new_counters(device, made.max_groups(len(spans)) * kv_heads)
     starts, numbers = (np.array(column) for column in zip(*spans, strict=True))
     firsts = numbers.cumsum() - numbers
     none = torch.zeros(0, FIELDS, dtype=torch.int64, device=device)
     singles = tiles = none
-    if (numbers == 1).all():
-        singles = torch.from_numpy(cutter.singles(firsts, starts, cutter.max_singles(len(spans)))).to(device)
+    if verifies or (numbers == 1).all():
+        room = cutter.max_singles(len(spans), int(numbers.max()))
+        singles = torch.from_numpy(cutter.singles(firsts, numbers, starts, room)).to(device)
     else:
         room = cutter.max_tiles(cutter.num_tiles(numbers))
         tiles = torch.from_numpy(cutter.tiles(firsts, numbers, starts, room)).to(device)
-    where = (table.to(device), token_rows, positions, singles, tiles, (), paged.new_counters(device))
-    on_device = kernels.PagedSpans(*where, layers * 2 * kv_heads, kv_heads)
+    where = (table.to(device), token_rows, positions, singles, tiles, (), finished)
+    on_device = kernels.PagedSpans(*where, layers * 2 * kv_heads, kv_heads, cutter.form)
     q = torch.randn(len(positions), num_heads, dim, device=device).to(dtype)
 
     def call(layer: int) -> Any:

@@ -28,9 +28,9 @@ Spans = list[tuple[int, int]]
 T = TypeVar("T")
 
 
-def build_llm(model: Path | None, shape: str, max_model_tokens: int) -> LLM:
+def build_llm(model: Path | None, shape: str, max_model_tokens: int, numerics: str = "auto") -> LLM:
     """A model folder, or a published shape with random weights."""
-    settings = EngineSettings(max_model_tokens=max_model_tokens, sched=SchedSettings(max_rows=512))
+    settings = EngineSettings(max_model_tokens=max_model_tokens, numerics=numerics, sched=SchedSettings(max_rows=512))
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]))
         return LLM(model or folder, settings, random_weights_seed=None if model else 0)

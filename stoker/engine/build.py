@@ -34,6 +34,7 @@ from stoker.engine.runner import Runner
 from stoker.engine.store import build_store
 from stoker.engine.tuning_file import load_tuning
 from stoker.kernels.compiled.kernel_cache import CacheCounts
+from stoker.kernels.exact_pieces import ExactCutter
 from stoker.kv.blocks.layout import KvLayout
 from stoker.kv.blocks.pool import BlockPool, PoolObserver
 from stoker.kv.blocks.transfer import KvIdentity
@@ -159,6 +160,7 @@ def build_engine(
         _attention_dtype(cpu_weights, resolved),
         resolved.exact,
         resolved.drafters.drafts_grammar,
+        resolved.drafters.is_on,
     )
     engine = Engine(scheduler, runner, RealClock(), resolved.steps_ahead, store, leases, rates)
     if resolved.device.type == "cuda":
@@ -256,9 +258,19 @@ def _make_kv(
         resolved.dtype.itemsize,
         model.bytes_per_token,
         resolved.keeps_spare,
+        _partial_bytes(family, resolved, layout) if resolved.exact and resolved.device.type == "cuda" else 0,
     )
     blocks = num_blocks(settings, resolved, layout, working)
     return DeviceKv(layout, blocks, resolved.device, resolved.dtype), working
+
+
+def _partial_bytes(family: ModelFamily, resolved: ResolvedSettings, layout: KvLayout) -> int:
+    """Return the memory for attention's partial results with numerics=exact, if the KV cache took all free memory."""
+    shape, max_blocks = family.shape, -(-resolved.max_model_tokens // layout.block_tokens) + 1
+    most_blocks = torch.cuda.mem_get_info(resolved.device)[0] // layout.block_bytes
+    sizes = (shape.num_heads, layout.num_heads, layout.block_tokens, resolved.dtype)
+    cutter = ExactCutter.for_model(*sizes, max_blocks, most_blocks)
+    return cutter.partial_bytes(resolved.max_rows, shape.num_heads // layout.num_heads, layout.head_dim)
 
 
 def _warm_up(runner: Runner, model: Model, device: torch.device) -> None:

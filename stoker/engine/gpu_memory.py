@@ -47,15 +47,20 @@ class WorkingMemory:
         dtype_bytes: int,
         bytes_per_token: int,
         keeps_spare: bool = False,
+        partial_bytes: int = 0,
     ) -> WorkingMemory:
-        """Compute the plan. `bytes_per_token` is the memory of a forward pass per token (Model.bytes_per_token)."""
+        """Compute the plan. `bytes_per_token` is the memory of a forward pass per token (Model.bytes_per_token).
+        `partial_bytes` is what numerics=exact adds to a step: attention's partial results."""
         logits_bytes = max_heads(max_rows) * vocab_size * dtype_bytes
         sampling_bytes = min(max_heads(max_rows), SAMPLE_BATCH_ROWS) * vocab_size * _SAMPLING_BYTES
         penalty_bytes = max(0, max_rows * vocab_size * _PENALTY_BYTES - _RESERVE_BYTES // 2)
         graph_tokens = max(max_rows, max_captured_tokens(captured_tokens))
         return cls(
-            arena_bytes=max(step_tokens * bytes_per_token, sampling_bytes) + logits_bytes + penalty_bytes,
-            graph_bytes=_LIBRARY_BYTES + graph_tokens * bytes_per_token + logits_bytes,
+            arena_bytes=max(step_tokens * bytes_per_token, sampling_bytes)
+            + logits_bytes
+            + penalty_bytes
+            + partial_bytes,
+            graph_bytes=_LIBRARY_BYTES + graph_tokens * bytes_per_token + logits_bytes + partial_bytes,
             spare_bytes=CONTEXT_BYTES if keeps_spare else 0,
         )
 

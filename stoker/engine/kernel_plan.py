@@ -52,15 +52,16 @@ def make_stand_in(family: ModelFamily, resolved: ResolvedSettings, layout: KvLay
 
     Call it on the main thread: building a model changes torch's default dtype, which all threads share.
     """
-    kv = DeviceKv(layout, 1, _META)
-    if not fits(kv.blocks, layout.block_tokens, layout.head_dim):
+    kv = DeviceKv(layout, 1, _META, resolved.dtype)
+    if not fits(kv.like, layout.block_tokens, layout.head_dim):
         return None
     model = build_model(family, resolved, _META)
     with torch.no_grad():
         model.pack(exact=resolved.exact)
     max_blocks = -(-resolved.max_model_tokens // layout.block_tokens) + 1
     rows = RowTable(resolved.max_rows, max_blocks, family.shape.vocab_size, _META, NoGrammars())
-    return GpuSteps(model, kv, rows, family.shape.num_heads, resolved.captured_tokens, resolved.exact)
+    options = (family.shape.num_heads, resolved.captured_tokens, resolved.exact, resolved.drafters.is_on)
+    return GpuSteps(model, kv, rows, *options)
 
 
 @torch.inference_mode()

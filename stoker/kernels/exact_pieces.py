@@ -14,7 +14,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from stoker.kernels.paged import Cutter, SpanForm, free_tokens, tile_tokens
+from stoker.kernels.paged import Cutter, SpanForm, free_tokens, span_tile_rows, tile_tokens
 from stoker.kernels.pieces import FIELDS, Ints, cut_tokens
 
 _FIRST_KEYS = 256
@@ -59,6 +59,12 @@ class ExactCutter(Cutter):
     def max_groups(self, max_rows: int) -> int:
         """Upper bound of the number of pieces of a step of `max_rows` sequences, whatever they share."""
         return max_rows * -(-_MAX_TOKENS // self.form.span_tokens) * len(part_ends(self.block_tokens, self.max_blocks))
+
+    def partial_bytes(self, max_rows: int, shared: int, head_dim: int) -> int:
+        """Return the memory for partial results of a captured step of `max_rows` sequences, if `shared` query heads
+        share a KV head."""
+        rows = self.max_singles(max_rows) * self.num_kv_heads * span_tile_rows(self.form, shared)
+        return rows * (head_dim + 1) * torch.float32.itemsize
 
     def room(self, needed: int) -> int:
         return needed

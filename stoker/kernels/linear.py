@@ -4,7 +4,8 @@ On a CPU, the weight is packed once at load time into the layout of the matrix l
 packing it in every call costs more than the matmul (140 ms instead of 70 ms for all matmuls of a 135M model at 8 rows).
 Weights of GGUF files stay in 8 bits there (cpu_int8.py).
 On a GPU, few rows go through skinny.py, which fuses the norm or the addition; many rows go through cuBLAS. 8-bit and
-4-bit weights (quant.py) have their own two paths, quant_skinny.py and quant_many.py.
+4-bit weights (quant.py) have their own two paths, quant_skinny.py and quant_many.py. With numerics=exact, all numbers of
+rows go through exact_rows.py.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from stoker.kernels.activation import silu_mul
 from stoker.kernels.cpu_int8 import Int8Weight, int8_linear
 from stoker.kernels.cpu_rows import Matmul, matmul_by_rows, plain_matmul, row_step
 from stoker.kernels.dispatch import overlaps, use_triton
+from stoker.kernels.exact_rows import ExactWeight, exact_linear
 from stoker.kernels.norm import rms_norm
 from stoker.kernels.quant import QuantWeight
 from stoker.kernels.quant_many import many_rows_linear
@@ -66,11 +68,20 @@ class CpuRowsWeight:
         return cls(weight, row_step(*weight.shape, weight.dtype, plain_matmul))
 
 
-def pack_weight(weight: Tensor, exact: bool = False) -> Tensor | PackedWeight | CpuRowsWeight:
+Weight = Tensor | PackedWeight | CpuRowsWeight | Int8Weight | QuantWeight | ExactWeight
+
+
+def pack_weight(weight: Tensor | QuantWeight | Int8Weight, exact: bool = False) -> Weight:
     """Return what `linear` takes: the weight itself, or a packed copy that replaces it. `exact`: a row's result must not
-    depend on the number of rows."""
+    depend on the number of rows. That of 8-bit weights on a CPU never does."""
+    if isinstance(weight, Int8Weight):
+        return weight
+    if isinstance(weight, QuantWeight):
+        return ExactWeight.of(weight) if exact else weight
     if exact and weight.device.type == "cpu":
         return CpuRowsWeight.of(weight)
+    if exact and use_triton(weight):
+        return ExactWeight.of(weight)
     return PackedWeight.of(weight) if _has_mkl(weight) else weight
 
 
@@ -83,14 +94,14 @@ def _packed_matmul(weight: Tensor) -> Matmul:
     return lambda x: linear(x, packed)
 
 
-Weight = Tensor | PackedWeight | CpuRowsWeight | Int8Weight | QuantWeight
-
-
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     if isinstance(weight, PackedWeight):
         return torch.ops.mkl._mkl_linear(x, weight.packed, weight.shape, bias, len(x))
     if isinstance(weight, CpuRowsWeight):
         out = matmul_by_rows(x, lambda rows: linear(rows, weight.weight), weight.step)
+        return out if bias is None else out.add_(bias)
+    if isinstance(weight, ExactWeight):
+        out = exact_linear(x, weight)
         return out if bias is None else out.add_(bias)
     if isinstance(weight, Int8Weight):
         out = int8_linear(x, weight)
@@ -114,6 +125,8 @@ def add_linear(total: Tensor, x: Tensor, weight: Weight, bias: Tensor | None = N
     """Return total + x W^T. The memory of `total` is reused."""
     if _is_skinny(weight, x, bias):
         return (one_row_linear if len(x) == 1 else few_rows_linear)(x, weight, add_to=total)
+    if isinstance(weight, ExactWeight) and bias is None:
+        return exact_linear(x, weight, add_to=total)
     if isinstance(weight, QuantWeight) and bias is None:
         return (quant_rows_linear if weight.is_few(len(x)) else many_rows_linear)(x, weight, add_to=total)
     if isinstance(weight, Tensor) and weight.is_cuda and bias is None:

@@ -10,7 +10,8 @@ On a GPU, nothing here waits for the host, and every shape follows from the numb
 weights of their experts directly (moe_few.py). More tokens are first listed by expert (moe_route.py); then the kernel
 depends on the number of pairs of token and expert per expert (moe_many.py, moe_prompt.py). Either weight may be in 8 or
 4 bits instead (moe_quant_few.py, moe_quant.py): then it has the rows of all experts stacked, and each expert's gate
-before its up.
+before its up. With numerics=exact, all numbers of tokens are listed, and go through the kernels of moe_many.py or
+moe_quant.py: all their tiles use the same instruction of the tensor cores and do not split the inputs.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from stoker.kernels.moe_prompt import GRANULE, down_prompt, fits, gate_up_prompt
 from stoker.kernels.moe_quant import quant_down, quant_gate_up
 from stoker.kernels.moe_quant_few import quant_down_few, quant_gate_up_few
 from stoker.kernels.moe_route import Lists, list_by_expert, router_logits
-from stoker.kernels.moe_tile_model import PROMPT_LOAD
+from stoker.kernels.moe_tile_model import PROMPT_LOAD, exact_router_tile
 from stoker.kernels.norm import rms_norm_ref
 from stoker.kernels.quant import QuantWeight, dequantise_ref
 
@@ -109,8 +110,9 @@ def add_experts_ref(x: Tensor, norm: Norm, experts: Experts) -> Tensor:
 
 
 def add_experts_triton(x: Tensor, norm: Norm, experts: Experts) -> Tensor:
-    logits, counts = router_logits(x, norm.weight, experts.router)
-    if len(x) <= MAX_TOKENS:
+    tile = exact_router_tile(len(x), x.element_size()) if experts.exact else None
+    logits, counts = router_logits(x, norm.weight, experts.router, tile)
+    if len(x) <= MAX_TOKENS and not experts.exact:
         return _down_few(x, _gate_up_few(x, norm, logits, experts), experts)
     options = (experts.top_k, experts.renormalises)
     lists = list_by_expert(x, norm.weight, norm.eps, logits, counts, *options)
@@ -151,7 +153,7 @@ def _down(lists: Lists, inner: Tensor, experts: Experts) -> Tensor:
 
 def _has_large_tiles(lists: Lists, experts: Experts) -> bool:
     gate_up, down = experts.gate_up, experts.down
-    if lists.load < PROMPT_LOAD or not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
+    if experts.exact or lists.load < PROMPT_LOAD or not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
         return False
     return fits(gate_up) and experts.granule == GRANULE
 

@@ -214,6 +214,14 @@ def router_tile(num_tokens: int, num_experts: int, value_bytes: int) -> RouterTi
     return replace(tile, splits=min(8, 1 << max(0, splits.bit_length() - 1)))
 
 
+def exact_router_tile(num_tokens: int, value_bytes: int) -> RouterTile:
+    """Return the tile of the router if its logits must not depend on the number of tokens: the inputs are always split
+    alike, and fewer than 64 experts at a time go through the same instruction of the tensor cores."""
+    if value_bytes == 4:
+        return RouterTile(16, 16, 32, 2, splits=2)
+    return RouterTile(16, 16, 256, 2, splits=8) if num_tokens <= 64 else RouterTile(64, 32, 256, 2, splits=8)
+
+
 def list_warps(hidden: int) -> int:
     """Return the warps of a program that holds a token of `hidden` values in registers."""
     return min(8, max(1, next_power_of_2(hidden) // 4096))

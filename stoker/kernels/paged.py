@@ -299,7 +299,7 @@ def paged_attention_triton(
     where = (q, kernel_pages(pages), spans.table, spans.token_rows, spans.positions)
     overlap, form = overlaps(q), spans.form
     if len(spans.singles):
-        rows = max(_MIN_DOT, form.span_tokens * _padded(shared))
+        rows = span_tile_rows(form, shared)
         programs = len(spans.singles) * kv_heads if form.exact else _SINGLE_PROGRAMS
         parts, part_sums = _new_parts(q, len(spans.singles), programs, kv_heads, rows)
         single[(kv_heads, len(spans.singles))](
@@ -349,6 +349,11 @@ def _max_parts(num_pieces: int, programs: int, kv_heads: int) -> int:
 def tile_tokens(shared: int, dtype: torch.dtype) -> int:
     """Return the tokens of a tile, if `shared` query heads share a KV head."""
     return max(1, (_WIDE_TILE_ROWS if dtype == torch.float32 else _TILE_ROWS) // _padded(shared))
+
+
+def span_tile_rows(form: SpanForm, shared: int) -> int:
+    """Return the rows of the tile that computes a piece of `PagedSpans.singles`."""
+    return max(_MIN_DOT, form.span_tokens * _padded(shared))
 
 
 def free_tokens(shared: int) -> int:

@@ -4,6 +4,10 @@ the dtype of x on the way into the tensor cores. linear.py has the reference and
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -35,25 +39,19 @@ EXPAND = "\n".join(
 EXPAND_REGISTERS = ",".join(["=&r"] * 8 + ["r"] * 18)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _fp8_rows(
-    x, codes, scale, out, parts, finished, num_rows, num_outs,
-    INS: tl.constexpr, ROWS: tl.constexpr, ROW_BLOCK: tl.constexpr, COL_BLOCK: tl.constexpr,
-    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, SPLITS: tl.constexpr, ADD: tl.constexpr, OVERLAP: tl.constexpr,
+@triton.jit
+def fp8_part_sums(
+    x, codes, scale, made, row, is_made, is_row, split,
+    INS: tl.constexpr, PART: tl.constexpr, BLOCK_IN: tl.constexpr, SPLITS: tl.constexpr, ROW_BLOCK: tl.constexpr,
+    COL_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    tile, split = tl.program_id(0), tl.program_id(1)
-    row = tl.arange(0, ROWS)[None, :]
-    made = tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)[:, None]
-    is_made, is_row = made < num_outs, row < num_rows
-    PART: tl.constexpr = ((INS + BLOCK_IN - 1) // BLOCK_IN + SPLITS - 1) // SPLITS * BLOCK_IN
+    """Return [outs, rows]: the matmul over one part of the inputs, before `fp8_scaled`."""
     column = split * PART + tl.arange(0, BLOCK_IN)
     taken_from = codes + made.to(tl.int64) * INS + column[None, :]
     given_from = x + row * INS + column[:, None]
     COLS: tl.constexpr = (INS + COL_BLOCK - 1) // COL_BLOCK
     scale_from = scale + (made // ROW_BLOCK) * COLS
-    sums = tl.zeros([BLOCK_OUT, ROWS], tl.float32)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
+    sums = tl.zeros([made.shape[0], row.shape[1]], tl.float32)
     for start in range(0, PART, BLOCK_IN):
         is_in = start + column < INS
         if INS % (SPLITS * BLOCK_IN) == 0:
@@ -68,10 +66,39 @@ def _fp8_rows(
             block = tl.minimum((split * PART + start) // COL_BLOCK, COLS - 1)  # beyond it, x is zero
             factor = tl.load(scale_from + block, mask=is_made, other=0.0)
             sums += tl.dot(taken, given, input_precision="ieee") * factor
+    return sums
+
+
+@triton.jit
+def fp8_scaled(
+    sums, scale, made, is_made, INS: tl.constexpr, ROW_BLOCK: tl.constexpr, COL_BLOCK: tl.constexpr
+):  # fmt: skip
+    """Multiply by the scale of each output, where all its inputs share one."""
+    if (INS + COL_BLOCK - 1) // COL_BLOCK == 1:
+        return sums * tl.load(scale + made // ROW_BLOCK, mask=is_made, other=0.0)
+    else:
+        return sums
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _fp8_rows(
+    x, codes, scale, out, parts, finished, num_rows, num_outs,
+    INS: tl.constexpr, ROWS: tl.constexpr, ROW_BLOCK: tl.constexpr, COL_BLOCK: tl.constexpr,
+    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, SPLITS: tl.constexpr, ADD: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    tile, split = tl.program_id(0), tl.program_id(1)
+    row = tl.arange(0, ROWS)[None, :]
+    made = tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)[:, None]
+    is_made, is_row = made < num_outs, row < num_rows
+    PART: tl.constexpr = ((INS + BLOCK_IN - 1) // BLOCK_IN + SPLITS - 1) // SPLITS * BLOCK_IN
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    sums = fp8_part_sums(
+        x, codes, scale, made, row, is_made, is_row, split, INS, PART, BLOCK_IN, SPLITS, ROW_BLOCK, COL_BLOCK
+    )
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    if COLS == 1:
-        sums = sums * tl.load(scale_from, mask=is_made, other=0.0)
+    sums = fp8_scaled(sums, scale, made, is_made, INS, ROW_BLOCK, COL_BLOCK)
     put_sums(sums, out, parts, finished, tile, split, num_rows, num_outs, SPLITS, ADD)
 
 
@@ -92,24 +119,18 @@ def expand(taken, pair0, pair1, pair2, pair3, EXPAND: tl.constexpr, EXPAND_REGIS
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _int4_rows(
-    x, codes, scale, out, parts, finished, num_rows, num_outs,
-    INS: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, SPLITS: tl.constexpr, ADD: tl.constexpr,
-    PAIRS: tl.constexpr, EXPAND: tl.constexpr, EXPAND_REGISTERS: tl.constexpr, OVERLAP: tl.constexpr,
+@triton.jit
+def int4_part_sums(
+    x, codes, scale, made, row, is_made, is_row, split, num_outs,
+    INS: tl.constexpr, PART: tl.constexpr, SPLITS: tl.constexpr, PAIRS: tl.constexpr, EXPAND: tl.constexpr,
+    EXPAND_REGISTERS: tl.constexpr,
 ):  # fmt: skip
-    tile, split = tl.program_id(0), tl.program_id(1)
-    row = tl.arange(0, ROWS)[None, :]
-    made = tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)[:, None]
-    is_made, is_row = made < num_outs, row < num_rows
+    """Return [outs, rows]: the matmul over one part of the inputs. PART is in spans of 256 inputs."""
     word = tl.arange(0, 32)
     SPANS: tl.constexpr = (INS + 255) // 256
     taken_from = codes + made.to(tl.int64) * (SPANS * 32) + word[None, :]
     given_from = x + row * INS + word[:, None]
-    sums = tl.zeros([BLOCK_OUT, ROWS], tl.float32)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-    PART: tl.constexpr = (SPANS + SPLITS - 1) // SPLITS
+    sums = tl.zeros([made.shape[0], row.shape[1]], tl.float32)
     for number in range(PART):
         span = split * PART + number
         known = tl.minimum(span, SPANS - 1)  # beyond it, x is zero
@@ -134,15 +155,40 @@ def _int4_rows(
                 value = (((taken >> (4 * j)) & 15) - 8).to(tl.float32) * half_of_pair(pairs[j // 2], j % 2)
                 value = value.to(x.dtype.element_ty)
             sums = tl.dot(value, given, sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _int4_rows(
+    x, codes, scale, out, parts, finished, num_rows, num_outs,
+    INS: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, SPLITS: tl.constexpr, ADD: tl.constexpr,
+    PAIRS: tl.constexpr, EXPAND: tl.constexpr, EXPAND_REGISTERS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    tile, split = tl.program_id(0), tl.program_id(1)
+    row = tl.arange(0, ROWS)[None, :]
+    made = tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)[:, None]
+    is_made, is_row = made < num_outs, row < num_rows
+    PART: tl.constexpr = ((INS + 255) // 256 + SPLITS - 1) // SPLITS
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    sums = int4_part_sums(
+        x, codes, scale, made, row, is_made, is_row, split, num_outs, INS, PART, SPLITS, PAIRS, EXPAND, EXPAND_REGISTERS
+    )
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     put_sums(sums, out, parts, finished, tile, split, num_rows, num_outs, SPLITS, ADD)
 
 
 def quant_rows_linear(
-    x: Tensor, weight: QuantWeight, *, add_to: Tensor | None = None, tile: SkinnyTile | None = None
+    x: Tensor,
+    weight: QuantWeight,
+    *,
+    add_to: Tensor | None = None,
+    tile: SkinnyTile | None = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Tensor:
-    """Return x W^T for `weight.is_few` rows; with `add_to`, the sum, in place."""
+    """Return x W^T for few rows, by default those of `weight.is_few`; with `add_to`, the sum, in place. `options` are
+    further ones of the compiler."""
     assert x.is_contiguous()
     assert add_to is None or add_to.is_contiguous()
     num_outs, num_ins = weight.shape
@@ -156,12 +202,12 @@ def quant_rows_linear(
         _int4_rows[grid](
             *given, INS=num_ins, ROWS=rows, BLOCK_OUT=tile.outs, SPLITS=tile.splits, ADD=add_to is not None,
             PAIRS=overlap and x.dtype == torch.bfloat16, EXPAND=EXPAND, EXPAND_REGISTERS=EXPAND_REGISTERS,
-            OVERLAP=overlap, num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=overlap,
+            OVERLAP=overlap, num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=overlap, **options,
         )  # fmt: skip
     else:
         _fp8_rows[grid](
             *given, INS=num_ins, ROWS=rows, ROW_BLOCK=weight.row_block, COL_BLOCK=weight.col_block,
             BLOCK_OUT=tile.outs, BLOCK_IN=tile.ins, SPLITS=tile.splits, ADD=add_to is not None, OVERLAP=overlap,
-            num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=overlap,
+            num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=overlap, **options,
         )  # fmt: skip
     return out

@@ -119,6 +119,26 @@ def put_sums(sums, out, parts, finished, tile, split, num_rows, num_outs, SPLITS
         tl.store(place, sums.to(out.dtype.element_ty), mask=is_mine)
 
 
+@triton.jit
+def part_sums(
+    x, weight, made, row, is_made, is_row, split,
+    INS: tl.constexpr, PART: tl.constexpr, BLOCK_IN: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Return [outs, rows]: the matmul over one part of the inputs."""
+    column = split * PART + tl.arange(0, BLOCK_IN)
+    taken_from = weight + made.to(tl.int64) * INS + column[None, :]
+    given_from = x + row * INS + column[:, None]
+    sums = tl.zeros([made.shape[0], row.shape[1]], tl.float32)
+    for start in range(0, PART, BLOCK_IN):
+        is_in = start + column < INS
+        if INS % (SPLITS * BLOCK_IN) == 0:
+            is_in = column >= 0
+        taken = tl.load(taken_from + start, mask=is_made & is_in[None, :], other=0.0)
+        given = tl.load(given_from + start, mask=is_row & is_in[:, None], other=0.0)
+        sums = tl.dot(taken, given, sums, input_precision="ieee")
+    return sums
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _few_rows(
     x, weight, out, parts, finished, num_rows, num_outs,
@@ -130,22 +150,12 @@ def _few_rows(
     made = tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)[:, None]
     is_made, is_row = made < num_outs, row < num_rows
     PART: tl.constexpr = ((INS + BLOCK_IN - 1) // BLOCK_IN + SPLITS - 1) // SPLITS * BLOCK_IN
-    column = split * PART + tl.arange(0, BLOCK_IN)
-    taken_from = weight + made.to(tl.int64) * INS + column[None, :]
-    given_from = x + row * INS + column[:, None]
-    sums = tl.zeros([BLOCK_OUT, ROWS], tl.float32)
     if OVERLAP:
         if FETCHED:
             line = split * PART + tl.arange(0, FETCHED * BLOCK_IN // 64) * 64
             _fetch(weight + tl.minimum(made, num_outs - 1).to(tl.int64) * INS + tl.minimum(line, INS - 1)[None, :])
         tl.extra.cuda.gdc_wait()
-    for start in range(0, PART, BLOCK_IN):
-        is_in = start + column < INS
-        if INS % (SPLITS * BLOCK_IN) == 0:
-            is_in = column >= 0
-        taken = tl.load(taken_from + start, mask=is_made & is_in[None, :], other=0.0)
-        given = tl.load(given_from + start, mask=is_row & is_in[:, None], other=0.0)
-        sums = tl.dot(taken, given, sums, input_precision="ieee")
+    sums = part_sums(x, weight, made, row, is_made, is_row, split, INS, PART, BLOCK_IN, SPLITS)
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     put_sums(sums, out, parts, finished, tile, split, num_rows, num_outs, SPLITS, ADD)
@@ -175,7 +185,7 @@ def one_row_linear(
 def few_rows_linear(
     x: Tensor, weight: Tensor, *, add_to: Tensor | None = None, tile: SkinnyTile | None = None
 ) -> Tensor:
-    """Return x W^T for at most MAX_ROWS rows; with `add_to`, the sum, in place."""
+    """Return x W^T for few rows, by default at most MAX_ROWS; with `add_to`, the sum, in place."""
     assert x.is_contiguous()
     assert weight.is_contiguous()
     assert add_to is None or add_to.is_contiguous()

@@ -85,7 +85,7 @@ class RowClass:
             (profile.predicted_us(num_outs, num_ins, splits, weight_bytes), number, splits)
             for number, profile in enumerate(self.profiles)
             for splits in self.splits
-            if _can_split(profile.tile, num_outs, num_ins, splits)
+            if can_split(profile.tile, num_outs, num_ins, splits)
         ]
         return [(us, replace(self.profiles[number].tile, splits=splits)) for us, number, splits in sorted(found)]
 
@@ -96,7 +96,7 @@ class RowClass:
         return self.library.predicted_us(num_outs, num_ins, 1, weight_bytes)
 
 
-def _can_split(tile: SkinnyTile, num_outs: int, num_ins: int, splits: int) -> bool:
+def can_split(tile: SkinnyTile, num_outs: int, num_ins: int, splits: int) -> bool:
     """Return True if this many programs can share the inputs of a tile, and it can be useful."""
     num_tiles = cdiv(num_outs, tile.outs)
     is_useful = num_tiles * splits <= _MAX_PROGRAMS and num_ins // tile.ins // splits >= _MIN_STEPS

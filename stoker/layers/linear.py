@@ -41,7 +41,7 @@ class Linear(StoredWeight):
 
     def pack(self, int8: Int8Kernel | None = None, exact: bool = False) -> None:
         ready = self.ready(int8)
-        self._packed = packed = pack_weight(ready, exact) if isinstance(ready, Tensor) else ready
+        self._packed = packed = pack_weight(ready, exact)
         if isinstance(packed.weight if isinstance(packed, CpuRowsWeight) else packed, PackedWeight):
             self.drop()
 
@@ -78,7 +78,7 @@ class TiedLinear(nn.Module):
     def pack(self, int8: Int8Kernel | None = None, exact: bool = False) -> None:
         """Pack the weight. The embedding is packed first."""
         ready = self._tied[0].as_matmul(int8)
-        self._packed = pack_weight(ready, exact) if isinstance(ready, Tensor) else ready
+        self._packed = pack_weight(ready, exact)
 
     def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
         assert self._packed is not None, "pack() comes first"

@@ -49,6 +49,8 @@ class MoeMlp(nn.Module):
         its experts the input of the down projection (perhaps also in 8 bits, with scales) and its output."""
         config, (num_experts, hidden_size) = self._config, self.router.shape
         lists, inner = 4 * num_experts, config.intermediate_size
+        if self._ready.exact:
+            lists *= 5  # the router's logits are split for any number of tokens
         down = self._ready.down
         if isinstance(down, QuantWeight) and down.quantises_inputs:
             inner += -(-inner * 33 // 64)

@@ -4,15 +4,22 @@ result of a row has the same bits, whatever else is computed with it. Errors are
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from kernels.cases import MOST_ERROR, new_pages, read
+from kernels.cases import MOST_ERROR, close, new_pages, read
+from kernels.moe_cases import Shape, make, make_quantised
+from kernels.moe_cases import close as moe_close
+from kernels.quant_cases import weights
 from torch import Tensor
 
 from stoker.kernels.attention import SpanShape, group_spans, paged_attention_ref
 from stoker.kernels.exact_pieces import ExactCutter
+from stoker.kernels.exact_rows import ExactWeight, exact_linear
+from stoker.kernels.exact_tiles import ExactTiles
+from stoker.kernels.moe import add_experts_triton
 from stoker.kernels.paged import Cutter, PagedSpans, new_counters, paged_attention_triton
 from stoker.kernels.pieces import FIELDS
 
@@ -188,3 +195,62 @@ def fast_verified_attention(num_heads: int, kv_heads: int, dim: int, device: tor
     ]
     for span, found in zip(spans, world.attend(spans, cutter=cutter), strict=True):
         world.check_error(span, found)
+
+
+def _rows_agree(matmul: Callable[[Tensor, Tensor], Tensor], x: Tensor, total: Tensor, counts: Sequence[int]) -> Tensor:
+    """Check that parts of x give the bits of all of x, which are returned."""
+    whole = matmul(x, total.clone())
+    for count in counts:
+        for first in {0, (len(x) - count) // 2, len(x) - count}:
+            mine = slice(first, first + count)
+            found = matmul(x[mine].clone(), total[mine].clone())
+            assert torch.equal(found, whole[mine]), f"{count} rows from {first}"
+    return whole
+
+
+def exact_matmul(
+    num_outs: int, num_ins: int, device: torch.device, dtype: torch.dtype, counts: Sequence[int],
+    tiles: ExactTiles | None = None, add: bool = False,
+) -> None:  # fmt: skip
+    """`tiles` in place of those that are chosen for the shape."""
+    weight = (torch.randn(num_outs, num_ins, device=device) * num_ins**-0.5).to(dtype)
+    x = torch.randn(max(counts), num_ins, device=device).to(dtype)
+    ready = ExactWeight.of(weight) if tiles is None else ExactWeight(weight, tiles)
+    total = torch.randn(len(x), num_outs, device=device).to(dtype)
+    found = _rows_agree(lambda x, total: exact_linear(x, ready, add_to=total if add else None), x, total, counts)
+    expected = x.double() @ weight.double().t()
+    close(found, expected + total.double() if add else expected)
+
+
+def exact_quant_matmul(
+    num_outs: int, num_ins: int, device: torch.device, dtype: torch.dtype, counts: Sequence[int],
+    tiles: ExactTiles | None = None,
+) -> None:  # fmt: skip
+    for weight, meant in weights(num_outs, num_ins, device):
+        x = torch.randn(max(counts), num_ins, device=device).to(dtype)
+        ready = ExactWeight.of(replace(weight, quantises_inputs=not weight.is_int4))
+        ready = ready if tiles is None else ExactWeight(ready.weight, tiles)
+        total = torch.randn(len(x), num_outs, device=device).to(dtype)
+        found = _rows_agree(lambda x, total, ready=ready: exact_linear(x, ready, add_to=total), x, total, counts)
+        close(found, x.double() @ meant.t() + total.double())
+
+
+def exact_experts(
+    shape: Shape, device: torch.device, dtype: torch.dtype, counts: Sequence[int], form: str | None = None,
+    in_codes: bool = False,
+) -> None:  # fmt: skip
+    """A token's experts and their sum do not depend on the other tokens. `in_codes`: both sides in 8 bits."""
+    most = max(counts)
+    case = make(most, shape, device, dtype) if form is None else make_quantised(most, shape, form, device, dtype)
+    experts = replace(case.experts, exact=True)
+    if in_codes:
+        gate_up, down = (replace(weight, quantises_inputs=True) for weight in (experts.gate_up, experts.down))
+        experts = replace(experts, gate_up=gate_up, down=down)
+    whole = add_experts_triton(case.x.clone(), case.norm, experts)
+    if not in_codes:
+        moe_close(whole, case.expected())
+    for count in counts:
+        for first in {0, most - count}:
+            mine = slice(first, first + count)
+            found = add_experts_triton(case.x[mine].clone(), case.norm, experts)
+            assert torch.equal(found, whole[mine]), f"{count} tokens from {first}"

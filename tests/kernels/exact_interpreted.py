@@ -7,8 +7,11 @@ import pytest
 import torch
 import triton  # before any kernel, otherwise they are not defined
 from kernels import exact_cases
+from kernels.moe_cases import Shape
 
 from stoker.kernels import exact_pieces
+from stoker.kernels.exact_tiles import ExactTiles
+from stoker.kernels.tile_model import SkinnyTile
 
 assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is to be set"
 CPU = torch.device("cpu")
@@ -42,3 +45,46 @@ def test_chunks_of_prompts(kv_dtype):
 
 def test_drafts_without_exact():
     exact_cases.fast_verified_attention(6, 2, 16, CPU, torch.float32)
+
+
+COUNTS = [1, 2, 3, 5, 16, 17, 64, 70, 140]
+# Like those of a weight on Hopper: the split is the same, the numbers of outputs are not. The inputs of a step are, because
+# the interpreter adds them up in an order of its own.
+SPLIT = ExactTiles(
+    (
+        (16, SkinnyTile(32, 64, 4, 2, splits=3)),
+        (64, SkinnyTile(64, 64, 4, 2, splits=3)),
+        (128, SkinnyTile(32, 64, 4, 2, splits=3)),
+    ),
+    SkinnyTile(64, 64, 4, 2, splits=3),
+    many_rows=32,
+)
+QUANT_SPLIT = ExactTiles(
+    ((16, SkinnyTile(64, 128, 4, 2, splits=2)), (64, SkinnyTile(32, 128, 4, 2, splits=2))),
+    SkinnyTile(32, 128, 4, 2, splits=2),
+    many_rows=32,
+)
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("tiles", [None, SPLIT], ids=["chosen", "split"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_matmul(tiles, dtype, add):
+    exact_cases.exact_matmul(70, 384, CPU, dtype, COUNTS, tiles, add)
+
+
+@pytest.mark.parametrize("tiles", [None, QUANT_SPLIT], ids=["chosen", "split"])
+def test_quantised_matmul(tiles):
+    exact_cases.exact_quant_matmul(70, 512, CPU, torch.float32, [1, 5, 17, 140], tiles)
+
+
+@pytest.mark.parametrize("shape", [Shape(72, 40, 5, 3, renormalises=False), Shape(32, 16, 3, 3, granule=16)], ids=str)
+def test_experts(shape):
+    exact_cases.exact_experts(shape, CPU, torch.float32, [1, 2, 3, 17, 70])
+
+
+@pytest.mark.parametrize(
+    ("form", "in_codes"), [("fp8 channels", True), ("fp8 blocks", True), ("int4 groups of 32", False)]
+)
+def test_quantised_experts(form, in_codes):
+    exact_cases.exact_experts(Shape(256, 128, 3, 2, granule=128), CPU, torch.float32, [1, 2, 20], form, in_codes)

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 
 from stoker.kernels.exact_pieces import ExactCutter, part_ends
 from stoker.kernels.paged import Cutter, SpanForm
@@ -105,3 +106,10 @@ def test_a_captured_decode_step_has_room_for_sequences_that_fill_the_cache() -> 
         assert needed <= cutter.max_singles(rows)
         verified = cutter.needed_singles(np.full(rows, 8), np.full(rows, tokens - 8))
         assert verified <= cutter.max_singles(rows, tokens=8)
+
+
+def test_partial_results_of_a_large_cache_take_little_memory() -> None:
+    """The shape of Llama-3.1-8B on a GPU with 110 GB of KV."""
+    cutter = ExactCutter.for_model(32, 8, 64, torch.bfloat16, max_blocks=2049, total_blocks=13_000)
+    assert cutter.form == SpanForm(4, guarded=True, exact=True)
+    assert cutter.partial_bytes(512, 4, 128) < 400 << 20
