@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from real import COMPLETIONS, RealServer, serving_together
+from real import CHAT, COMPLETIONS, RESPONSES, RealServer, serving_together
+from resume_notes import Block, Seen, blocks_of, cuts, shown
 
 TOOL = {
     "type": "function",
@@ -27,8 +30,9 @@ TOOL = {
 def servers(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RealServer]]:
     """Two workers with the same model: one drafts, the other does not."""
     logs = tmp_path_factory.mktemp("logs")
-    # Exact numerics on both sides: a token then does not depend on the number of drafts.
-    starts = [(logs / name, ("--drafter", name, "--numerics", "exact")) for name in ("auto", "off")]
+    # In float64 the batch and the number of drafts do not change a sampled token.
+    options = ("--threads", "1", "--dtype", "float64", "--served-name", "tiny")
+    starts = [(logs / name, (*options, "--drafter", name)) for name in ("auto", "off")]
     with serving_together(tiny_folder, *starts) as begun:
         yield begun
 
@@ -75,7 +79,7 @@ def test_a_forced_call_is_drafted_by_its_grammar(servers: list[RealServer]) -> N
         "max_tokens": 200,
         "temperature": 0,
     }
-    drafted, plain = (server.send("/v1/chat/completions", body | {"model": server.model}).json for server in servers)
+    drafted, plain = (server.send(CHAT, body | {"model": server.model}).json for server in servers)
     calls = [answer["choices"][0]["message"]["tool_calls"][0]["function"] for answer in (drafted, plain)]
     assert calls[0] == calls[1]
     assert usage_without_drafts(drafted["usage"]) == plain["usage"]
@@ -89,3 +93,61 @@ def test_a_worker_without_drafter_has_no_counts(servers: list[RealServer]) -> No
     answer = servers[1].send(COMPLETIONS, {"model": servers[1].model, "prompt": "Hello", "max_tokens": 8})
     assert answer.json["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
     assert not any("draft" in name and value for name, value in servers[1].metrics().items())
+
+
+# ---- resumed streams
+
+
+STREAMED: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": (CHAT, {"messages": [{"role": "user", "content": "Tell me"}], "logprobs": True, "top_logprobs": 2}),
+    "forced": (
+        CHAT,
+        {"messages": [{"role": "user", "content": "Tell me"}], "tools": [TOOL], "tool_choice": "required"},
+    ),
+    "completions": (COMPLETIONS, {"prompt": "Once upon a time", "echo": True}),
+    "responses": (RESPONSES, {"input": "Tell me"}),
+}
+
+
+def stream(worker: RealServer, path: str, body: dict[str, Any]) -> list[Block]:
+    limit = {"max_output_tokens" if path == RESPONSES else "max_tokens": 40}
+    data = json.dumps({"model": "tiny", "stream": True, "seed": 11, "temperature": 0.5} | limit | body).encode()
+    headers = {"Content-Type": "application/json", "X-Request-Id": "r-1", "x-stoker-stream": "1"}
+    with urllib.request.urlopen(urllib.request.Request(worker.url + path, data, headers), timeout=120) as answer:
+        return blocks_of(answer.read())
+
+
+def joined(blocks: list[Block], path: str) -> tuple[str, list[str]]:
+    """What a client collects: all text and arguments in order, and the tokens of the logprobs."""
+    text, tokens = "", []
+    for block in blocks:
+        if not block.event or block.data is None:
+            continue
+        if path == RESPONSES:
+            text += block.data.get("delta", "")
+        for choice in block.data.get("choices", ()):
+            delta = choice.get("delta", {})
+            text += (delta.get("content") or "") + (choice.get("text") or "")
+            text += "".join(call["function"].get("arguments", "") for call in delta.get("tool_calls", ()))
+            tokens += [entry["token"] for entry in (choice.get("logprobs") or {}).get("content", ())]
+    return text, tokens
+
+
+@pytest.mark.parametrize("name", STREAMED)
+@pytest.mark.parametrize("drafts_first", [True, False])
+def test_a_stream_with_drafts_continues_on_a_worker_without_and_the_reverse(
+    servers: list[RealServer], name: str, drafts_first: bool
+) -> None:
+    path, body = STREAMED[name]
+    first, second = servers if drafts_first else reversed(servers)
+    stream(first, path, body)
+    blocks = stream(first, path, body)  # what it wrote before is drafted now
+    if drafts_first:
+        assert any(len(line.split()) > 3 for block in blocks for line in block.lines if line.startswith(b":t"))
+    whole = joined(blocks, path)
+    places = cuts(blocks)
+    for count in sorted({places[0], places[len(places) // 2], places[-1]}):
+        num_events = {"events": len(shown(blocks[:count]))} if path == RESPONSES else {}
+        resume = Seen().read(blocks[:count]).resume(1, **num_events)
+        rest = stream(second, path, body | {"resume": resume})
+        assert joined(blocks[:count] + rest, path) == whole
