@@ -62,7 +62,7 @@ def resolve_on(device: torch.device, settings: EngineSettings, shape: ModelShape
         )
     step_tokens = settings.sched.step_tokens or (512 if on_cpu else 8192)
     # On a GPU, drafts are not yet benchmarked.
-    drafters = DrafterChoice.parse(settings.drafter or (AUTO if on_cpu else OFF))
+    drafters = DrafterChoice.parse((AUTO if on_cpu else OFF) if settings.drafter is None else settings.drafter)
     return ResolvedSettings(
         device=device,
         dtype=dtype,
