@@ -90,8 +90,11 @@ class StepData:
         self._firsts = self._counts.cumsum() - self._counts
         self._samples = np.fromiter((span.samples for span in spans), np.bool_, number)
         self._drafts = np.fromiter((span.num_drafts for span in spans), np.int64, number) if plan.num_drafts else None
+        self._in_prompt = None
+        if cutter.form.exact:  # a prompt's last token is prefill, even if it is a chunk of its own
+            self._in_prompt = np.fromiter((span.in_prompt for span in spans), np.bool_, number)
         self._num_heads = int(np.count_nonzero(self._samples)) + plan.num_drafts
-        self._cut(self._firsts, self._counts, self._starts, self._drafts)
+        self._cut(self._firsts, self._counts, self._starts, self._drafts, self._in_prompt)
 
     def take_dense_prefixes(self, lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:
         """Take the leading tokens of new prompts out of the work items, for the lengths that kernels/dense.py supports.
@@ -105,12 +108,16 @@ class StepData:
         taken = np.array([0, *lengths])[np.searchsorted(lengths, count, side="right")] * (start == 0)
         is_left = count > taken
         drafts = None if self._drafts is None else self._drafts[is_left]
-        self._cut((first + taken)[is_left], (count - taken)[is_left], (start + taken)[is_left], drafts)
+        self._cut((first + taken)[is_left], (count - taken)[is_left], (start + taken)[is_left], drafts, None)
         return tuple((a, b) for a, b in zip(first.tolist(), taken.tolist(), strict=True) if b)
 
-    def _cut(self, first: Ints, count: Ints, start: Ints, drafts: Ints | None) -> None:
+    def _cut(
+        self, first: Ints, count: Ints, start: Ints, drafts: Ints | None, in_prompt: NDArray[np.bool_] | None
+    ) -> None:
         """Split the spans into those that decode, with or without drafts, and prefill, and count their work items."""
         is_single = count == 1 if drafts is None else (count == 1) | (drafts > 0)
+        if in_prompt is not None:
+            is_single &= ~in_prompt
         self._singles = self._longer = first, count, start
         if not is_single.all():
             self._singles = first[is_single], count[is_single], start[is_single]

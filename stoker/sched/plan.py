@@ -31,6 +31,7 @@ class Span:
     samples: bool
     num_drafts: int = 0
     slack: int = 0
+    in_prompt: bool = field(default=False, compare=False)  # the first of the tokens belongs to the prompt
 
 
 @dataclass(frozen=True, slots=True)

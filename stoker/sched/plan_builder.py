@@ -84,7 +84,7 @@ class PlanBuilder:
             if samples:
                 seq.num_pending += 1
             assert seq.row is not None
-            spans.append(span := Span(seq.row, start, count, samples, 0, slack))
+            spans.append(span := Span(seq.row, start, count, samples, 0, slack, start < seq.request.num_prompt))
             if seq in self.drafts:
                 token_ids += self._put_drafts(seq, span, tapes)
             if count >= seq.block_tokens and not slack:

@@ -138,3 +138,17 @@ def test_sizes_and_addresses_are_multiples_of_16(seed: int) -> None:
         assert data.exact.tokens % 16 == data.exact.heads % 16 == 0
         views = (inputs.tokens, *inputs.tokens, inputs.singles, inputs.tiles, *inputs.heads)
         assert all((view.data_ptr() - inputs.packed.data_ptr()) % 16 == 0 for view in views)
+
+
+def test_a_chunk_of_one_prompt_token_is_prefill_with_exact_numerics() -> None:
+    spans = [
+        Span(Row(0), 99, 1, True, in_prompt=True),
+        Span(Row(1), 50, 1, True),
+        Span(Row(2), 0, 5, True, in_prompt=True),
+    ]
+    plan = StepPlan(spans, [1] * 7)
+    for cutter, singles in ((CUTTER, {0, 1}), (EXACT, {1})):
+        data = StepData(plan, cutter)
+        inputs = inputs_of(plan, data.exact, data)
+        assert set(seen_blocks(inputs.singles)) == singles
+        assert set(seen_blocks(inputs.tiles)) == set(range(7)) - singles

@@ -25,7 +25,7 @@ def seed(monkeypatch):
     exact_pieces.part_ends.cache_clear()
 
 
-@pytest.mark.parametrize(("num_heads", "kv_heads", "dim"), [(8, 2, 16), (3, 1, 16), (1, 1, 32), (16, 1, 16)])
+@pytest.mark.parametrize(("num_heads", "kv_heads", "dim"), [(4, 1, 16), (6, 2, 16), (16, 1, 16)])
 def test_verified_attention(num_heads, kv_heads, dim):
     exact_cases.verified_attention(num_heads, kv_heads, dim, CPU, torch.float32)
 
@@ -35,7 +35,7 @@ def test_verified_attention(num_heads, kv_heads, dim):
     [(torch.float32, torch.float8_e4m3fn), (torch.float16, torch.int8), (torch.float16, torch.float16)],
 )
 def test_verified_attention_of_other_types(dtype, kv_dtype):
-    exact_cases.verified_attention(6, 2, 16, CPU, dtype, kv_dtype, (75, 45))
+    exact_cases.verified_attention(3, 1, 16, CPU, dtype, kv_dtype, (75, 45))
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
@@ -47,7 +47,7 @@ def test_drafts_without_exact():
     exact_cases.fast_verified_attention(6, 2, 16, CPU, torch.float32)
 
 
-COUNTS = [1, 2, 3, 5, 16, 17, 64, 70, 140]
+COUNTS = [1, 2, 3, 5, 17, 64, 70, 140]
 # Like those of a weight on Hopper: the split is the same, the numbers of outputs are not. The inputs of a step are, because
 # the interpreter adds them up in an order of its own.
 SPLIT = ExactTiles(
@@ -66,25 +66,19 @@ QUANT_SPLIT = ExactTiles(
 )
 
 
-@pytest.mark.parametrize("add", [False, True])
-@pytest.mark.parametrize("tiles", [None, SPLIT], ids=["chosen", "split"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_matmul(tiles, dtype, add):
+@pytest.mark.parametrize(("dtype", "add", "tiles"), [(torch.float32, True, SPLIT), (torch.float16, False, None)])
+def test_matmul(dtype, add, tiles):
     exact_cases.exact_matmul(70, 384, CPU, dtype, COUNTS, tiles, add)
 
 
-@pytest.mark.parametrize("tiles", [None, QUANT_SPLIT], ids=["chosen", "split"])
-def test_quantised_matmul(tiles):
-    exact_cases.exact_quant_matmul(70, 512, CPU, torch.float32, [1, 5, 17, 140], tiles)
+def test_quantised_matmul():
+    exact_cases.exact_quant_matmul(40, 512, CPU, torch.float32, [1, 17, 70], QUANT_SPLIT)
 
 
-@pytest.mark.parametrize("shape", [Shape(72, 40, 5, 3, renormalises=False), Shape(32, 16, 3, 3, granule=16)], ids=str)
-def test_experts(shape):
-    exact_cases.exact_experts(shape, CPU, torch.float32, [1, 2, 3, 17, 70])
+def test_experts():
+    exact_cases.exact_experts(Shape(72, 40, 3, 2, renormalises=False), CPU, torch.float32, [1, 2, 17, 30])
 
 
-@pytest.mark.parametrize(
-    ("form", "in_codes"), [("fp8 channels", True), ("fp8 blocks", True), ("int4 groups of 32", False)]
-)
+@pytest.mark.parametrize(("form", "in_codes"), [("fp8 blocks", True), ("int4 groups of 32", False)])
 def test_quantised_experts(form, in_codes):
     exact_cases.exact_experts(Shape(256, 128, 3, 2, granule=128), CPU, torch.float32, [1, 2, 20], form, in_codes)
