@@ -1,6 +1,6 @@
 """Attention on a CPU in float32, whose bits do not depend on the batch, on chunks of a prompt or on the number of threads.
 
-q [tokens, heads, head_dim]   pages: see kv_pages.py   -> like q
+q [tokens, heads, head_dim]   cos, sin [tokens, 1, head_dim]   pages: see kv_pages.py   -> like q
 
 - Scores. Queries and keys are rounded to a grid: multiples of a power of two, chosen by the length of the vector. Float32
   represents all sums of their products, so every matmul gives the same scores, whatever its order of additions is.
@@ -32,10 +32,13 @@ _KEY_STEP = 16  # the largest number of float32 values in a vector register
 # rounding, and a sum of products below 2^24 units (Cauchy and Schwarz): 12 bits of the key and 11 of the query.
 _QUERY_BITS, _KEY_BITS = 10, 11
 _ROUNDING = 1.5 * 2**23  # adding and subtracting this many units rounds to a multiple of the unit
-_EXPONENT = 0x7F800000  # the bits of a float32's exponent
+_EXPONENT = torch.tensor(
+    0x7F800000, dtype=torch.int32
+)  # the bits of a float32's exponent; cpu_int8.py says why a tensor
 # Spans of one token are batched while the shortest has at least this share of the longest one's keys.
 _MIN_FILL = 0.6
-_MAX_ROW_KEYS = 1 << 18  # scores of a longer span that are computed at a time
+_MAX_ROW_KEYS = 1 << 18  # scores of a KV head that are computed at a time
+_FEW_ROW_KEYS = 1 << 14  # up to this many, all KV heads are computed at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +59,14 @@ class SingleTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenChunk:
+class SpanChunk:
     """Some consecutive tokens of a span."""
 
     first: int  # in the batch
     count: int
-    slots: Tensor  # [rows of a KV head * keys]: the gathered keys of each row
-    starts: Tensor  # [rows of a KV head + 1]
+    kv_heads: int  # how many KV heads are computed at a time
+    slots: Tensor  # [rows of these heads * keys]: the gathered keys of each row
+    starts: Tensor  # [rows of these heads + 1]
     mask: Tensor  # [tokens, keys], added to the scores
 
 
@@ -71,7 +75,7 @@ class LongerSpan:
     """A span of several tokens. Its pages are gathered."""
 
     pages: Tensor  # [2 * kv_heads * blocks]: the pages of K, then those of V
-    chunks: list[TokenChunk]
+    chunks: list[SpanChunk]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +86,25 @@ class GridSpans:
     longer: list[LongerSpan]
     kv_slots: Tensor  # [tokens * 2 * kv_heads]: where each token's K and V go in float32 pages
     shifts: Tensor  # [heads + kv_heads, 1]: see `round_to_grid`
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSlots:
+    """The pages of a layer, and views of them that are the same in every step."""
+
+    pages: Tensor
+    slots: Tensor | None  # [slots, head_dim], counted from the first K; None: the pages are not in float32
+    keys: Tensor | None  # [head_dim, slots]: as many as the last layer has
+    values: Tensor | None  # [slots, head_dim], counted from the first V
+
+    @classmethod
+    def of(cls, pages: Tensor, num_kv_heads: int, head_dim: int, num_pages: int) -> LayerSlots:
+        """`num_pages` is the number of pages after the first one of the last layer."""
+        if pages.dtype != torch.float32:
+            return cls(pages, None, None, None)
+        slots = pages.view(-1, head_dim)
+        keys = pages[:num_pages].view(-1, head_dim).t()
+        return cls(pages, slots, keys, pages[num_kv_heads:].view(-1, head_dim))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +185,13 @@ def _longer_span(span: SpanShape, sizes: _Sizes) -> LongerSpan:
     for first in range(0, span.count, count):
         start, size = span.start + first, min(count, span.count - first)
         visible = _padded(start + size)
-        slots = torch.arange(visible, dtype=torch.int32).repeat(sizes.shared * size)
+        rows = sizes.shared * size
+        kv_heads = sizes.num_kv_heads if rows * visible <= _FEW_ROW_KEYS else 1
+        head = torch.arange(kv_heads, dtype=torch.int32)[:, None, None] * (len(table) * sizes.block_tokens)
+        slots = (head + torch.arange(visible, dtype=torch.int32)).expand(-1, rows, -1).flatten()
         starts = torch.arange(0, len(slots) + 1, visible, dtype=torch.int32)
         mask = torch.full((size, visible), float("-inf")).triu_(start + 1)
-        chunks.append(TokenChunk(span.first + first, size, slots, starts, mask))
+        chunks.append(SpanChunk(span.first + first, size, kv_heads, slots, starts, mask))
     return LongerSpan(torch.from_numpy(np.concatenate([keys, keys + sizes.num_kv_heads])), chunks)
 
 
@@ -180,7 +206,7 @@ def _padded(num_keys: int) -> int:
 
 def round_to_grid(x: Tensor, shift: Tensor | float) -> Tensor:
     """Round vectors [..., head_dim] in place, to a unit that depends on their length. `shift` comes from `_shift`."""
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    length = torch.linalg.vector_norm(x, 2.0, -1, True)
     power = length.view(torch.int32).bitwise_and_(_EXPONENT).view(torch.float32)
     added = power.mul_(shift)
     return x.add_(added).sub_(added)
@@ -195,7 +221,7 @@ def grid_rope_write(
     heads: Tensor,
     cos: Tensor,
     sin: Tensor,
-    pages: Tensor,
+    layer: LayerSlots,
     slots: Tensor,
     spans: GridSpans,
     num_kv_heads: int,
@@ -210,37 +236,38 @@ def grid_rope_write(
         query.copy_(rms_norm(query, norms.query, norms.eps))
         key.copy_(rms_norm(key, norms.key, norms.eps))
     rotated = turned.roll(head_dim // 2, -1)
-    round_to_grid(turned.mul_(cos[:, None]).addcmul_(rotated, sin[:, None]), spans.shifts)
-    if pages.dtype == torch.float32:
-        pages.view(-1, head_dim).index_copy_(0, spans.kv_slots, heads[:, num_heads:].reshape(-1, head_dim))
+    round_to_grid(turned.mul_(cos).addcmul_(rotated, sin), spans.shifts)
+    if layer.slots is not None:
+        layer.slots.index_copy_(0, spans.kv_slots, heads[:, num_heads:].reshape(-1, head_dim))
     else:
         key, value = heads[:, num_heads:].split([num_kv_heads, num_kv_heads], 1)
-        kv_write(key, pages, slots)
-        kv_write(value, pages[num_kv_heads:], slots)
+        kv_write(key, layer.pages, slots)
+        kv_write(value, layer.pages[num_kv_heads:], slots)
     return heads[:, :num_heads]
 
 
-def grid_attention(q: Tensor, pages: Tensor, spans: GridSpans, num_kv_heads: int, scale: float) -> Tensor:
+def grid_attention(q: Tensor, layer: LayerSlots, spans: GridSpans, num_kv_heads: int, scale: float) -> Tensor:
     """Compute attention for queries on the grid. Keys in float32 pages are on the grid too."""
     singles = spans.singles
     if len(singles) == 1 and singles[0].tokens is None:
-        return _attend_single(q, pages, singles[0], num_kv_heads, scale)
+        return _attend_single(q, layer, singles[0], scale)
     out = torch.empty(q.shape)
     for group in singles:
-        out[group.tokens] = _attend_single(q[group.tokens], pages, group, num_kv_heads, scale)
+        out[group.tokens] = _attend_single(q[group.tokens], layer, group, scale)
     for span in spans.longer:
-        _attend_longer(q, out, pages, span, num_kv_heads, scale)
+        _attend_longer(q, out, layer.pages, span, num_kv_heads, scale)
     return out
 
 
-def _attend_single(q: Tensor, pages: Tensor, group: SingleTokens, num_kv_heads: int, scale: float) -> Tensor:
+def _attend_single(q: Tensor, layer: LayerSlots, group: SingleTokens, scale: float) -> Tensor:
     head_dim, pattern = q.shape[2], group.pattern
-    if group.gathered is None:
-        keys, values = pages.view(-1, head_dim)[: pattern.shape[1]], pages[num_kv_heads:].view(-1, head_dim)
+    if layer.keys is not None and layer.values is not None:
+        keys, values = layer.keys, layer.values
     else:
-        keys, values = kv_read(pages, group.gathered, head_dim, torch.float32).view(2, -1, head_dim)
-        round_to_grid(keys, _shift(_KEY_BITS))
-    torch.sparse.sampled_addmm(pattern, q.reshape(-1, head_dim), keys.t(), beta=0.0, out=pattern)
+        assert group.gathered is not None
+        gathered = kv_read(layer.pages, group.gathered, head_dim, torch.float32).view(2, -1, head_dim)
+        keys, values = round_to_grid(gathered[0], _shift(_KEY_BITS)).t(), gathered[1]
+    torch.sparse.sampled_addmm(pattern, q.reshape(-1, head_dim), keys, beta=0.0, out=pattern)
     scores = torch.add(group.mask, group.scores, alpha=scale)
     return _weighted(scores, values, group.slots, group.starts).view(q.shape)
 
@@ -255,8 +282,12 @@ def _attend_longer(q: Tensor, out: Tensor, pages: Tensor, span: LongerSpan, num_
         rows = q[tokens].transpose(0, 1).reshape(num_kv_heads, -1, head_dim)
         raw = torch.bmm(rows, keys[:, :num_keys].transpose(1, 2)).view(num_heads, chunk.count, num_keys)
         scores = torch.add(chunk.mask, raw, alpha=scale).view(num_kv_heads, -1, num_keys)
-        parts = [_weighted(scores[i], values[i], chunk.slots, chunk.starts) for i in range(num_kv_heads)]
-        out[tokens] = torch.stack(parts).view(num_heads, chunk.count, head_dim).transpose(0, 1)
+        parts = [
+            _weighted(scores[i : i + chunk.kv_heads], values[i:].flatten(0, 1), chunk.slots, chunk.starts)
+            for i in range(0, num_kv_heads, chunk.kv_heads)
+        ]
+        attended = parts[0] if len(parts) == 1 else torch.cat(parts)
+        out[tokens] = attended.view(num_heads, chunk.count, head_dim).transpose(0, 1)
 
 
 def _weighted(scores: Tensor, values: Tensor, slots: Tensor, starts: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import math
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,9 +26,10 @@ from torch import Tensor
 FORMAT = "int8-rotated-3"
 _BLOCKS = (64, 32)  # inputs that are rotated together: the first that divides the number of inputs
 _MAX_CODE = 127
-_GRID = float(1 << 17)  # the rotation adds 64 integers up to this; float32 is exact up to 1 << 24
-_SUM_BITS = 23  # of the largest sum of normed values, before they are rounded
-_TINY = 1e-30
+_SUM_BITS = 23  # of the largest sum in a rotation, before its terms are rounded; float32 is exact up to 1 << 24
+# Constants are tensors: an operator takes 1.6 us longer with a number, which is most of its time for one row.
+_TINY = torch.tensor(1e-30)
+_PER_CODE = torch.tensor(1.0 / _MAX_CODE)
 _ZERO_POINT = 128  # the kernels take unsigned codes of x
 
 
@@ -69,9 +70,12 @@ class FbgemmKernel:
             weight = torch._make_per_channel_quantized_tensor(codes, scale.double(), zeros, 0)
         return torch.ops.quantized.linear_prepack(weight, None)
 
+    @cached_property
+    def _linear(self) -> Any:
+        return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
+
     def matmul(self, x: Tensor, packed: Any) -> Tensor:
-        linear = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
-        return linear(x, 1.0, _ZERO_POINT, packed)  # type: ignore[no-any-return]
+        return self._linear(x, 1.0, _ZERO_POINT, packed)  # type: ignore[no-any-return]
 
 
 class OneDnnKernel:
@@ -141,29 +145,36 @@ def quantise_weight(weight: Tensor, rotated_block: int | None = None) -> tuple[T
     it was done before (`rotated_block`)."""
     block = rotated_block or input_block(weight.shape[1])
     rotated, unit = _rotate(weight, block)
-    codes, scale = to_grid(rotated, _MAX_CODE)
+    codes, scale = to_grid(rotated, _PER_CODE)
     factor = block**-0.5 if rotated_block else 1.0 / block
     return codes.to(torch.int8), scale.mul_(unit).squeeze(1) * factor, block
 
 
-def to_grid(x: Tensor, levels: float) -> tuple[Tensor, Tensor]:
-    """Round each row of x to integers of at most `levels`, in float32. Return them, and the value of one for each row."""
-    unit = x.abs().amax(1, True).mul_(1.0 / levels).clamp_min_(_TINY)
+def to_grid(x: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+    """Round each row of x to integers, in float32, in units that are this share of the row's largest value. Return them,
+    and the units [rows, 1]."""
+    unit = x.abs().amax(1, True).mul_(share).clamp_min_(_TINY)
     return x.div(unit).round_(), unit
 
 
+@cache
+def rotation_share(block: int) -> Tensor:
+    """Return the share for `to_grid` that keeps the sums of a rotation exact: it adds `block` integers."""
+    return torch.tensor(block / 2.0**_SUM_BITS)
+
+
 def _rotate(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    grid, unit = to_grid(x, _GRID * _BLOCKS[0] / max(block, _BLOCKS[0]))
+    grid, unit = to_grid(x, rotation_share(block))
     return torch.mm(grid.view(-1, block), hadamard(block)).view(x.shape), unit
 
 
 def int8_linear(x: Tensor, weight: Int8Weight) -> tuple[Tensor, Tensor]:
     """Return the matmul without the scales of the rows, and these [tokens, 1]. The caller multiplies."""
     if weight.is_input_rotated:
-        codes, factor = to_grid(x, _MAX_CODE)
+        codes, factor = to_grid(x, _PER_CODE)
     else:
         rotated, unit = _rotate(x, weight.block)
-        codes, factor = to_grid(rotated, _MAX_CODE)
+        codes, factor = to_grid(rotated, _PER_CODE)
         factor.mul_(unit)
     return weight.kernel.matmul(codes, weight.packed), factor
 
@@ -173,8 +184,8 @@ class NormGrid:
     """A grid for the rotation of normed rows. The norm bounds their values, so one grid serves all rows."""
 
     weight: Tensor  # of the norm, in units of the grid
-    unit: float  # a power of two
-    eps: float  # that of the norm, times the width
+    unit: Tensor  # a power of two
+    eps: Tensor  # that of the norm, times the width
 
     @classmethod
     def of(cls, weight: Tensor, eps: float) -> NormGrid:
@@ -182,16 +193,17 @@ class NormGrid:
         block of weights (Cauchy and Schwarz). The root of the width is a part of the weight."""
         width, block = len(weight), input_block(len(weight))
         largest = float(torch.linalg.vector_norm(weight.double().view(-1, block), dim=1).max()) * width**0.5
-        unit = 2.0 ** (math.ceil(math.log2(max(largest, _TINY))) - _SUM_BITS)
-        return cls((weight.double() * width**0.5).float() / unit, unit, eps * width)
+        unit = 2.0 ** (math.ceil(math.log2(max(largest, float(_TINY)))) - _SUM_BITS)
+        return cls((weight.double() * width**0.5).float() / unit, torch.tensor(unit), torch.tensor(eps * width))
 
 
 def int8_norm_linear(x: Tensor, grid: NormGrid, weight: Int8Weight) -> Tensor:
     """Return the matmul of norm(x)."""
-    length = torch.linalg.vector_norm(x, dim=1, keepdim=True).square_().add_(grid.eps).sqrt_()
+    length = torch.linalg.vector_norm(x, 2.0, 1, True)
+    length.mul_(length).add_(grid.eps).sqrt_()
     normed = x.div(length).mul_(grid.weight).round_()
     rotated = torch.mm(normed.view(-1, weight.block), hadamard(weight.block)).view(x.shape)
-    codes, factor = to_grid(rotated, _MAX_CODE)
+    codes, factor = to_grid(rotated, _PER_CODE)
     return weight.kernel.matmul(codes, weight.packed).mul_(factor.mul_(grid.unit))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from stoker.kernels.attention import paged_attention
-from stoker.kernels.attention_grid import GridSpans, grid_attention, grid_rope_write
+from stoker.kernels.attention_grid import GridSpans
 from stoker.kernels.dispatch import is_power_of_2
 from stoker.kernels.rope_write import HeadNorms, rope_write
 from stoker.layers.batch import ForwardBatch
@@ -27,7 +27,7 @@ class Attention(nn.Module):
         out: Stored = PLAIN,
     ) -> None:
         super().__init__()
-        self.num_heads, self._num_kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         kv_size = num_kv_heads * head_dim
         # With 8-bit weights, the values are rotated, and so is the output of attention, which is linear in them.
         block = head_dim if is_power_of_2(head_dim) else None
@@ -44,17 +44,17 @@ class Attention(nn.Module):
         """Values held per token at the same time: q, k and v, the rotated query, and the attention output."""
         return self.qkv.out_features + 2 * self.out.in_features
 
+    @property
+    def head_norms(self) -> HeadNorms | None:
+        if self._qk_norm_eps is None:
+            return None
+        return HeadNorms(self.q_norm.weight, self.k_norm.weight, self._qk_norm_eps)
+
     def forward(self, x: Tensor, norm: RMSNorm, batch: ForwardBatch, layer: int, cos: Tensor, sin: Tensor) -> Tensor:
         """Return x + attention(norm(x)). The memory of x is reused."""
-        heads = self.qkv(x, norm).view(len(x), -1, self._head_dim)
-        norms = None
-        if self._qk_norm_eps is not None:
-            norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self._qk_norm_eps)
-        pages, spans, scale = batch.kv.pages(layer), batch.spans, self._head_dim**-0.5
-        if isinstance(spans, GridSpans):
-            q = grid_rope_write(heads, cos, sin, pages, batch.slots, spans, self._num_kv_heads, norms)
-            attended = grid_attention(q, pages, spans, self._num_kv_heads, scale)
-            return self.out.add_to(x, attended.view(len(x), -1))
-        parts = rope_write(heads, cos, sin, batch.positions, pages, batch.slots, self._num_kv_heads, norms)
-        attended = paged_attention(*parts, pages, spans, scale)
+        assert not isinstance(batch.spans, GridSpans), "Int8Layer computes these"
+        heads = self.qkv(x, norm).view(len(x), -1, self.head_dim)
+        pages, norms = batch.kv.pages(layer), self.head_norms
+        parts = rope_write(heads, cos, sin, batch.positions, pages, batch.slots, self.num_kv_heads, norms)
+        attended = paged_attention(*parts, pages, batch.spans, self.head_dim**-0.5)
         return self.out.add_to(x, attended.view(len(x), -1))

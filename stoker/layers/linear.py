@@ -68,6 +68,11 @@ class Linear(StoredWeight):
         return add_gated_linear(total, gate_up, self._ready, self.bias)
 
     @property
+    def int8_weight(self) -> Int8Weight | None:
+        """The weight, if it is in 8 bits."""
+        return self._packed if isinstance(self._packed, Int8Weight) else None
+
+    @property
     def _ready(self) -> Weight:
         assert self._packed is not None, "pack() comes first"
         return self._packed

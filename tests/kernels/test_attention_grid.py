@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from stoker.kernels.attention import SpanShape
-from stoker.kernels.attention_grid import grid_attention, grid_rope_write, grid_spans, round_to_grid
+from stoker.kernels.attention_grid import LayerSlots, grid_attention, grid_rope_write, grid_spans, round_to_grid
 from stoker.kernels.kv_pages import has_scales
 from stoker.kernels.rope_write import HeadNorms
 
@@ -64,9 +64,10 @@ class Cache:
                 tokens.append(position)
         grid = grid_spans(shapes, np.stack(slots), HEADS, KV_HEADS, self.pages, HEAD_DIM)
         index = torch.from_numpy(np.stack(slots).ravel())
-        sides = self.cos[tokens], self.sin[tokens]
-        q = grid_rope_write(self.heads[tokens], *sides, self.pages, index, grid, KV_HEADS, self.norms)
-        found = grid_attention(q, self.pages, grid, KV_HEADS, HEAD_DIM**-0.5)
+        sides = self.cos[tokens, None], self.sin[tokens, None]
+        layer = LayerSlots.of(self.pages, KV_HEADS, HEAD_DIM, len(self.pages))
+        q = grid_rope_write(self.heads[tokens], *sides, layer, index, grid, KV_HEADS, self.norms)
+        found = grid_attention(q, layer, grid, KV_HEADS, HEAD_DIM**-0.5)
         return found[at : at + count]
 
 
@@ -131,9 +132,10 @@ def test_products_on_the_grid_are_exact_in_float32() -> None:
         [SpanShape(0, 0, LENGTH, [0] * 10)], np.zeros((LENGTH, KV_HEADS), int), HEADS, KV_HEADS, cache.pages, 64
     )
     index = torch.zeros(LENGTH * KV_HEADS, dtype=torch.int64)
-    sides = cache.cos, cache.sin
+    sides = cache.cos[:, None], cache.sin[:, None]
     heads = cache.heads.clone()
-    q = grid_rope_write(heads, *sides, cache.pages, index, grid, KV_HEADS, None)
+    layer = LayerSlots.of(cache.pages, KV_HEADS, HEAD_DIM, len(cache.pages))
+    q = grid_rope_write(heads, *sides, layer, index, grid, KV_HEADS, None)
     key = heads[:, HEADS]
     exact = q[:, 0].double() @ key.double().t()
     assert torch.equal(exact.float().double(), exact)

@@ -17,6 +17,7 @@ from stoker.kernels.cpu_int8 import (
     int8_norm_linear,
     is_exact,
     rotate_outputs,
+    rotation_share,
     to_grid,
 )
 
@@ -108,16 +109,16 @@ def test_the_result_is_close_to_float64_also_with_outliers() -> None:
 def test_the_rotation_is_exact(block: int) -> None:
     """The grid's sums stay below 2^24, so that every order of additions gives the same float32."""
     x = torch.ones(3, 2 * block) * hadamard(block)[5].repeat(2)
-    grid, unit = to_grid(x, 131072.0)
+    grid, unit = to_grid(x, rotation_share(block))
     rotated = grid.view(-1, block) @ hadamard(block)
-    assert rotated.abs().max() == block * 131072.0  # all energy is in one rotated input
+    assert rotated.abs().max() == 2.0**23  # all energy is in one rotated input
     assert torch.equal(rotated, (grid.double().view(-1, block) @ hadamard(block).double()).float())
     assert torch.allclose(grid * unit, x)
 
 
 def test_rows_on_a_grid_are_integers_of_the_wanted_size() -> None:
     x = inputs(MAX_ROWS, 96, torch.Generator().manual_seed(SEED))
-    codes, unit = to_grid(x, 127.0)
+    codes, unit = to_grid(x, torch.tensor(1 / 127))
     assert torch.equal(codes, codes.round())
     assert codes.abs().max() == 127
     assert ((codes * unit - x).abs() <= 0.5001 * unit).all()
