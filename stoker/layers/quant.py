@@ -16,7 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from stoker.kernels.cpu_int8 import Int8Kernel, Int8Weight, rotate_outputs
+from stoker.kernels.cpu_int8 import Int8Kernel as Int8Kernel
+from stoker.kernels.cpu_int8 import Int8Weight, rotate_outputs
 from stoker.kernels.dispatch import overlaps
 from stoker.kernels.quant import WORD_CODES, QuantWeight, dequantise, fp8_weight, int4_weight, unpack_int4
 
@@ -202,8 +203,8 @@ class Grouped:
     ) -> Ready:
         columns = [tensors[name] for name in self.tensors(1, num_ins)]
         if int8 is not None:
-            rows = _rotated_slices(columns, num_ins, parts, int8.out_blocks)
-            return Int8Weight.of_rows(rows, int8.kernel, int8.rotated_block)
+            slices = _rotated_slices(columns, num_ins, parts, int8.out_blocks)
+            return Int8Weight.of_rows(slices, int8.kernel, int8.rotated_block)
         weight = columns[0].new_empty(columns[0].shape, dtype=dtype)
         first = 0
         for rows in _slices(columns, num_ins):
