@@ -214,9 +214,8 @@ class EngineSettings:
     cpu_weights: str = setting(
         "auto",
         "How the quantised weights of a GGUF file are served on a CPU. int8 keeps them in 8 bits and rounds the inputs of "
-        "each matmul to 8 bits. float32 dequantises them, which is closer to the file's values and faster for long "
-        "prompts (SmolLM2: above about 1,400 tokens). auto measures the matmuls of both on the first start and takes the "
-        "faster one. Workers that share KV must use the same.",
+        "each matmul to 8 bits. float32 dequantises them, which is closer to the file's values. auto measures the matmuls "
+        "of both on the first start and takes the faster one. Workers that share KV must use the same.",
         flag="--cpu-weights",
         choices=("auto", "int8", "float32"),
     )

@@ -157,10 +157,11 @@ def build_engine(
         rows,
         resolved.threads,
         resolved.captured_tokens,
-        _attention_dtype(cpu_weights, resolved),
+        _attention_dtype(resolved),
         resolved.exact,
         resolved.drafters.drafts_grammar,
         resolved.drafters.is_on,
+        uses_grid=cpu_weights.uses_grid,
     )
     engine = Engine(scheduler, runner, RealClock(), resolved.steps_ahead, store, leases, rates)
     if resolved.device.type == "cuda":
@@ -207,11 +208,10 @@ def _number_format(kv: DeviceKv, resolved: ResolvedSettings, cpu_weights: CpuWei
     return ", ".join(parts)
 
 
-def _attention_dtype(cpu_weights: CpuWeights, resolved: ResolvedSettings) -> torch.dtype | None:
+def _attention_dtype(resolved: ResolvedSettings) -> torch.dtype | None:
     """Return the dtype of attention with the reference kernels, None for the model's. In float64, chunks of a prompt and
     single tokens give the same values after rounding to the model's dtype."""
-    on_cpu = resolved.device.type == "cpu"
-    return torch.float64 if on_cpu and resolved.exact else cpu_weights.attention_dtype
+    return torch.float64 if resolved.device.type == "cpu" and resolved.exact else None
 
 
 def _load_model(

@@ -51,10 +51,10 @@ class CpuWeights:
         return None if self.kernel is None else FORMAT
 
     @property
-    def attention_dtype(self) -> torch.dtype | None:
-        """The dtype of attention, None for the model's. Rounding the inputs of matmuls to 8 bits would amplify the noise
-        in the last bits of float32, which depends on how a prompt is cut into chunks."""
-        return None if self.kernel is None else torch.float64
+    def uses_grid(self) -> bool:
+        """True if attention rounds queries and keys to a grid (kernels/attention_grid.py). Rounding the inputs of matmuls
+        to 8 bits would amplify the noise in the last bits of float32, which depends on how a prompt is cut into chunks."""
+        return self.kernel is not None
 
 
 DEQUANTISED = CpuWeights(None)

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from stoker.engine.heads import HEAD_FIELDS, SamplingSpan, put_heads
 from stoker.engine.rows import RowTable
-from stoker.kernels.attention import SpanShape, group_spans
+from stoker.kernels.attention import SpanGroup, SpanShape, group_spans
+from stoker.kernels.attention_grid import GridSpans, grid_spans
+from stoker.kernels.attention_rows import RowGroup
 from stoker.kernels.step_inputs import step_tokens_ref
 from stoker.kernels.transfer import to_device
 from stoker.kv.device.device_kv import DeviceKv
@@ -44,10 +46,15 @@ class _Tokens:
 
 
 def build_inputs(
-    plan: StepPlan, rows: RowTable, kv: DeviceKv, attention_dtype: torch.dtype | None = None, exact: bool = False
+    plan: StepPlan,
+    rows: RowTable,
+    kv: DeviceKv,
+    attention_dtype: torch.dtype | None = None,
+    exact: bool = False,
+    grid_heads: int | None = None,
 ) -> ReferenceInputs:
     """Return the inputs of the plan's forward pass. Attention is computed in `attention_dtype`, by default in the dtype of
-    the activations. `exact`: see `group_spans`."""
+    the activations. `exact`: see `group_spans`. `grid_heads`: the number of query heads, for attention_grid.py."""
     attention_dtype = attention_dtype or kv.like.dtype
     layout, device = kv.layout, kv.blocks.device
     tokens = _tokens(plan, rows)
@@ -56,17 +63,24 @@ def build_inputs(
     pages = rows.blocks[tokens.rows, positions // layout.block_tokens] * kv.pages_per_block
     slots = (pages[:, None] + np.arange(layout.num_heads)) * layout.block_tokens
     slots += (positions % layout.block_tokens)[:, None]
-    sizes = (layout.num_heads, layout.block_tokens)
-    in_place = kv.like.dtype == kv.blocks.dtype == attention_dtype
+    shapes = _shapes(plan, tokens, rows, kv)
+    spans: list[SpanGroup | RowGroup] | GridSpans
+    if grid_heads is not None:
+        pages = kv.pages(layout.num_layers - 1)
+        spans = grid_spans(shapes, slots, grid_heads, layout.num_heads, pages, layout.head_dim)
+    else:
+        in_place = kv.like.dtype == kv.blocks.dtype == attention_dtype
+        sizes = (layout.num_heads, layout.block_tokens)
+        spans = group_spans(shapes, *sizes, device, attention_dtype, in_place, exact)
     batch = ForwardBatch(
         token_ids=tokens.token_ids,
         positions=_to_device(positions, device),
         slots=_to_device(slots.ravel(), device),
-        spans=group_spans(_shapes(plan, tokens, rows, kv), *sizes, device, attention_dtype, in_place, exact),
+        spans=spans,
         kv=kv,
     )
-    heads, spans = _heads(plan, tokens, firsts)
-    return ReferenceInputs(batch, _to_device(heads, device), spans)
+    heads, sampling = _heads(plan, tokens, firsts)
+    return ReferenceInputs(batch, _to_device(heads, device), sampling)
 
 
 def _tokens(plan: StepPlan, rows: RowTable) -> _Tokens:

@@ -140,12 +140,14 @@ class Runner:
         exact: bool = False,
         drafts_grammar: bool = False,
         verifies: bool = False,
+        uses_grid: bool = False,
     ) -> None:
         """`attention_dtype` is that of attention with the reference kernels, by default the model's.
 
         `exact`: a token's logits depend only on the tokens before it. `drafts_grammar`: results contain what the grammars
-        force next. `verifies`: plans may have drafts.
+        force next. `verifies`: plans may have drafts. `uses_grid`: attention is that of attention_grid.py.
         """
+        self._grid_heads = num_heads if uses_grid else None
         self._exact = exact
         self._drafts_grammar = drafts_grammar
         self._model = model
@@ -245,7 +247,7 @@ class Runner:
 
     def _step(self, plan: StepPlan, states: list[RowState]) -> VerifiedTokens | None:
         """Run the step with the reference kernels."""
-        inputs = build_inputs(plan, self._rows, self._kv, self._attention_dtype, self._exact)
+        inputs = build_inputs(plan, self._rows, self._kv, self._attention_dtype, self._exact, self._grid_heads)
         batch = inputs.batch
         if not len(batch.token_ids):  # all rows are at their limits
             return VerifiedTokens(SampledTokens(batch.token_ids, None, None, None), None, [-1] * len(states))

@@ -9,6 +9,7 @@ from torch import Tensor
 from stoker.kernels.dispatch import cdiv, overlaps, tl, triton, use_triton, wait_for_inputs
 
 _BLOCK = 1024
+_ONE = torch.tensor(1)  # of any dtype, as a tensor: for one row, adding a number takes twice as long
 
 
 def silu_mul_ref(gate_up: Tensor) -> Tensor:
@@ -16,7 +17,7 @@ def silu_mul_ref(gate_up: Tensor) -> Tensor:
     so that a value would depend on its place. These operators give the same bits everywhere."""
     gate, up = gate_up.chunk(2, -1)
     wide = gate if gate.dtype in (torch.float32, torch.float64) else gate.float()
-    divisor = wide.neg().exp_().add_(1)
+    divisor = wide.neg().exp_().add_(_ONE)
     return torch.div(wide, divisor, out=divisor).to(gate.dtype).mul_(up)
 
 

@@ -11,13 +11,14 @@ rows go through exact_rows.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
 from stoker.kernels.activation import silu_mul
-from stoker.kernels.cpu_int8 import Int8Weight, int8_linear
+from stoker.kernels.cpu_int8 import Int8Weight, NormGrid, int8_linear, int8_norm_linear
 from stoker.kernels.cpu_rows import Matmul, matmul_by_rows, plain_matmul, row_step
 from stoker.kernels.dispatch import overlaps, use_triton
 from stoker.kernels.exact_rows import ExactWeight, exact_linear
@@ -33,12 +34,17 @@ from stoker.kernels.tile_choice import is_library_faster
 _PACK_ROWS = 128
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Norm:
     """The norm that is applied to the input of a matmul."""
 
     weight: Tensor
     eps: float
+
+    @cached_property
+    def grid(self) -> NormGrid:
+        """The grid of the 8-bit matmuls on a CPU."""
+        return NormGrid.of(self.weight, self.eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +110,8 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         out = exact_linear(x, weight)
         return out if bias is None else out.add_(bias)
     if isinstance(weight, Int8Weight):
-        out = int8_linear(x, weight)
+        out, factor = int8_linear(x, weight)
+        out.mul_(factor)
         return out if bias is None else out.add_(bias)
     if isinstance(weight, QuantWeight):
         out = (quant_rows_linear if weight.is_few(len(x)) else many_rows_linear)(x, weight)
@@ -118,6 +125,9 @@ def norm_linear(x: Tensor, norm: Norm, weight: Weight, bias: Tensor | None = Non
         if len(x) == 1:
             return one_row_linear(x, weight, norm=norm.weight, eps=norm.eps)
         return few_rows_linear(rms_norm(x, norm.weight, norm.eps), weight)
+    if isinstance(weight, Int8Weight):
+        out = int8_norm_linear(x, norm.grid, weight)
+        return out if bias is None else out.add_(bias)
     return linear(rms_norm(x, norm.weight, norm.eps), weight, bias)
 
 
@@ -127,6 +137,8 @@ def add_linear(total: Tensor, x: Tensor, weight: Weight, bias: Tensor | None = N
         return (one_row_linear if len(x) == 1 else few_rows_linear)(x, weight, add_to=total)
     if isinstance(weight, ExactWeight) and bias is None:
         return exact_linear(x, weight, add_to=total)
+    if isinstance(weight, Int8Weight) and bias is None:
+        return total.addcmul_(*int8_linear(x, weight))
     if isinstance(weight, QuantWeight) and bias is None:
         return (quant_rows_linear if weight.is_few(len(x)) else many_rows_linear)(x, weight, add_to=total)
     if isinstance(weight, Tensor) and weight.is_cuda and bias is None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from stoker.kernels.attention import paged_attention
+from stoker.kernels.attention_grid import GridSpans
+from stoker.kernels.dispatch import is_power_of_2
 from stoker.kernels.rope_write import HeadNorms, rope_write
 from stoker.layers.batch import ForwardBatch
 from stoker.layers.linear import Linear
@@ -25,10 +27,13 @@ class Attention(nn.Module):
         out: Stored = PLAIN,
     ) -> None:
         super().__init__()
-        self._num_kv_heads, self._head_dim = num_kv_heads, head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         kv_size = num_kv_heads * head_dim
-        self.qkv = Linear(hidden_size, (num_heads * head_dim, kv_size, kv_size), bias, qkv)
-        self.out = Linear(num_heads * head_dim, hidden_size, bias, out)
+        # With 8-bit weights, the values are rotated, and so is the output of attention, which is linear in them.
+        block = head_dim if is_power_of_2(head_dim) else None
+        parts = (num_heads * head_dim, kv_size, kv_size)
+        self.qkv = Linear(hidden_size, parts, bias, qkv, out_blocks=(1, 1, block or 1))
+        self.out = Linear(num_heads * head_dim, hidden_size, bias, out, rotated_block=block)
         self._qk_norm_eps = qk_norm_eps
         if qk_norm_eps is not None:
             self.q_norm = RMSNorm(head_dim, qk_norm_eps)
@@ -39,13 +44,17 @@ class Attention(nn.Module):
         """Values held per token at the same time: q, k and v, the rotated query, and the attention output."""
         return self.qkv.out_features + 2 * self.out.in_features
 
+    @property
+    def head_norms(self) -> HeadNorms | None:
+        if self._qk_norm_eps is None:
+            return None
+        return HeadNorms(self.q_norm.weight, self.k_norm.weight, self._qk_norm_eps)
+
     def forward(self, x: Tensor, norm: RMSNorm, batch: ForwardBatch, layer: int, cos: Tensor, sin: Tensor) -> Tensor:
         """Return x + attention(norm(x)). The memory of x is reused."""
-        heads = self.qkv(x, norm).view(len(x), -1, self._head_dim)
-        norms = None
-        if self._qk_norm_eps is not None:
-            norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self._qk_norm_eps)
-        pages = batch.kv.pages(layer)
-        parts = rope_write(heads, cos, sin, batch.positions, pages, batch.slots, self._num_kv_heads, norms)
-        attended = paged_attention(*parts, pages, batch.spans, self._head_dim**-0.5)
+        assert not isinstance(batch.spans, GridSpans), "Int8Layer computes these"
+        heads = self.qkv(x, norm).view(len(x), -1, self.head_dim)
+        pages, norms = batch.kv.pages(layer), self.head_norms
+        parts = rope_write(heads, cos, sin, batch.positions, pages, batch.slots, self.num_kv_heads, norms)
+        attended = paged_attention(*parts, pages, batch.spans, self.head_dim**-0.5)
         return self.out.add_to(x, attended.view(len(x), -1))

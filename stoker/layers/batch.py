@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from stoker.kernels.attention import SpanGroup
+from stoker.kernels.attention_grid import GridSpans
 from stoker.kernels.attention_rows import RowGroup
 from stoker.kernels.paged import PagedSpans
 from stoker.kv.device.device_kv import DeviceKv
@@ -20,6 +21,6 @@ class ForwardBatch:
     positions: Tensor  # [tokens], -1 is padding
     # [tokens * kv_heads], where each token's K is in layer 0; V and the other layers are at fixed offsets
     slots: Tensor
-    # which tokens attend to which: for the reference, or for the GPU kernels
-    spans: list[SpanGroup | RowGroup] | PagedSpans
+    # which tokens attend to which: for the reference, for 8-bit weights on a CPU, or for the GPU kernels
+    spans: list[SpanGroup | RowGroup] | GridSpans | PagedSpans
     kv: DeviceKv

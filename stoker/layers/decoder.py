@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
+from stoker.kernels.attention_grid import GridSpans
 from stoker.kernels.cpu_int8 import Int8Kernel
 from stoker.kernels.moe_tile_model import check_experts
 from stoker.layers.attention import Attention
 from stoker.layers.batch import ForwardBatch
 from stoker.layers.embedding import Embedding
+from stoker.layers.int8_layer import Int8Layer, Int8Matmul
 from stoker.layers.linear import Linear, TiedLinear
 from stoker.layers.mlp import GatedMlp
 from stoker.layers.moe import MoeConfig, MoeMlp
@@ -81,8 +84,32 @@ class DecoderLayer(nn.Module):
             self.mlp = GatedMlp(config.hidden_size, config.intermediate_size, config.mlp_bias, *stored)
 
     def forward(self, x: Tensor, batch: ForwardBatch, layer: int, cos: Tensor, sin: Tensor) -> Tensor:
+        if isinstance(batch.spans, GridSpans):
+            return self.int8.run(x, batch, batch.spans, layer, cos, sin)
         x = self.attention(x, self.attention_norm, batch, layer, cos, sin)
         return self.mlp(x, self.mlp_norm)
+
+    @cached_property
+    def int8(self) -> Int8Layer:
+        """The layer for 8-bit weights on a CPU. First used after `pack`."""
+        attention, mlp = self.attention, self.mlp
+        assert isinstance(mlp, GatedMlp), "experts have no 8-bit kernels on a CPU"
+
+        def matmul(linear: Linear) -> Int8Matmul:
+            assert linear.int8_weight is not None
+            return Int8Matmul(linear.int8_weight, linear.bias)
+
+        return Int8Layer(
+            self.attention_norm.norm.grid,
+            matmul(attention.qkv),
+            attention.head_norms,
+            matmul(attention.out),
+            self.mlp_norm.norm.grid,
+            matmul(mlp.gate_up),
+            matmul(mlp.down),
+            attention.num_kv_heads,
+            attention.head_dim,
+        )
 
 
 class Decoder(nn.Module):
@@ -104,6 +131,8 @@ class Decoder(nn.Module):
         """Return the hidden states [tokens, hidden], the input of the head and of a drafter."""
         x = self.embedding(batch.token_ids)
         cos, sin = self.rope(batch.positions)
+        if isinstance(batch.spans, GridSpans):
+            cos, sin = cos[:, None], sin[:, None]
         for number, layer in enumerate(self.layers):
             x = layer(x, batch, number, cos, sin)
         return x

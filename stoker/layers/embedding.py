@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from stoker.kernels.cpu_int8 import Int8Kernel
-from stoker.layers.quant import PLAIN, Grouped, Ready, Stored, StoredWeight, dequantise_grouped
+from stoker.layers.quant import PLAIN, Grouped, Int8Packing, Ready, Stored, StoredWeight, dequantise_grouped
 
 
 class Embedding(StoredWeight):
@@ -30,4 +30,5 @@ class Embedding(StoredWeight):
         tensors = {name: self.get_parameter(name).data for name in self._names}
         if not self._is_grouped:
             return tensors[self._names[0]]
-        return self._stored.ready(tensors, self._parts, self.in_features, self._dtype, int8)
+        packing = None if int8 is None else Int8Packing(int8, (1,))
+        return self._stored.ready(tensors, self._parts, self.in_features, self._dtype, packing)

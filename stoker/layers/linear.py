@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from stoker.kernels.cpu_int8 import Int8Kernel
+from stoker.kernels.cpu_int8 import Int8Kernel, Int8Weight, rotate_outputs
 from stoker.kernels.linear import (
     CpuRowsWeight,
     PackedWeight,
@@ -20,18 +20,25 @@ from stoker.kernels.linear import (
 )
 from stoker.layers.embedding import Embedding
 from stoker.layers.norm import RMSNorm
-from stoker.layers.quant import PLAIN, Stored, StoredWeight
+from stoker.layers.quant import PLAIN, Int8Packing, Stored, StoredWeight
 
 
 class Linear(StoredWeight):
     """A linear layer. `parts` is the number of outputs, or the outputs of each projection that is fused into this
-    matmul."""
+    matmul. `out_blocks` and `rotated_block` are for 8-bit weights: see Int8Packing."""
 
     def __init__(
-        self, in_features: int, parts: int | Sequence[int], bias: bool = False, stored: Stored = PLAIN
+        self,
+        in_features: int,
+        parts: int | Sequence[int],
+        bias: bool = False,
+        stored: Stored = PLAIN,
+        out_blocks: Sequence[int] | None = None,
+        rotated_block: int | None = None,
     ) -> None:
         super().__init__(in_features, (parts,) if isinstance(parts, int) else parts, stored)
         self.bias = nn.Parameter(torch.empty(self.out_features), requires_grad=False) if bias else None
+        self._out_blocks, self._rotated_block = tuple(out_blocks or (1,) * len(self._parts)), rotated_block
         self._packed: Weight | None = None
 
     @property
@@ -40,7 +47,11 @@ class Linear(StoredWeight):
         return self.out_features, self.in_features
 
     def pack(self, int8: Int8Kernel | None = None, exact: bool = False) -> None:
-        ready = self.ready(int8)
+        packing = None if int8 is None else Int8Packing(int8, self._out_blocks, self._rotated_block)
+        ready = self.ready(packing)
+        if isinstance(ready, Int8Weight) and self.bias is not None:
+            biases = zip(self.bias.split(self._parts), self._out_blocks, strict=True)
+            self.bias.data = torch.cat([rotate_outputs(part[:, None], block)[:, 0] for part, block in biases])
         self._packed = packed = pack_weight(ready, exact)
         if isinstance(packed.weight if isinstance(packed, CpuRowsWeight) else packed, PackedWeight):
             self.drop()
@@ -55,6 +66,11 @@ class Linear(StoredWeight):
     def add_gated_to(self, total: Tensor, gate_up: Tensor) -> Tensor:
         """Like `add_to`, for x = the second half of gate_up, gated by its first half."""
         return add_gated_linear(total, gate_up, self._ready, self.bias)
+
+    @property
+    def int8_weight(self) -> Int8Weight | None:
+        """The weight, if it is in 8 bits."""
+        return self._packed if isinstance(self._packed, Int8Weight) else None
 
     @property
     def _ready(self) -> Weight:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import nn
 
@@ -14,6 +16,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width), requires_grad=False)
         self._eps = eps
 
-    @property
+    @cached_property
     def norm(self) -> Norm:
+        """The kernels' view of this norm. First used after the weights are loaded."""
         return Norm(self.weight, self._eps)

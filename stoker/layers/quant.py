@@ -17,11 +17,23 @@ import torch
 from torch import Tensor, nn
 
 from stoker.kernels.cpu_int8 import Int8Kernel as Int8Kernel
-from stoker.kernels.cpu_int8 import Int8Weight
+from stoker.kernels.cpu_int8 import Int8Weight, rotate_outputs
 from stoker.kernels.dispatch import overlaps
 from stoker.kernels.quant import WORD_CODES, QuantWeight, dequantise, fp8_weight, int4_weight, unpack_int4
 
 Ready = Tensor | QuantWeight | Int8Weight
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Packing:
+    """How a weight is requantised for the 8-bit kernels of a CPU."""
+
+    kernel: Int8Kernel
+    # Outputs that are rotated together, for each part of the matmul, 1: not rotated. The matmul that takes them as its
+    # inputs need not rotate them then.
+    out_blocks: tuple[int, ...]
+    rotated_block: int | None = None  # inputs that were rotated together; None: this matmul rotates its inputs
+
 
 _SLICE_BYTES = 16 << 20  # dequantised values that are held at a time
 
@@ -53,10 +65,10 @@ class Stored(Protocol):
         parts: Sequence[int],
         num_ins: int,
         dtype: torch.dtype,
-        int8: Int8Kernel | None,
+        int8: Int8Packing | None,
     ) -> Ready:
         """Return the weight for the kernels. `tensors` are those of all parts, stacked; `parts` has the outputs of
-        each. The tensors are consumed. `int8` is the kernel for weights that may be requantised to 8 bits."""
+        each. The tensors are consumed. `int8` is for weights that may be requantised to 8 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +89,7 @@ class Plain:
         parts: Sequence[int],
         num_ins: int,
         dtype: torch.dtype,
-        int8: Int8Kernel | None,
+        int8: Int8Packing | None,
     ) -> Ready:
         return tensors["weight"]
 
@@ -112,7 +124,7 @@ class Fp8:
         parts: Sequence[int],
         num_ins: int,
         dtype: torch.dtype,
-        int8: Int8Kernel | None,
+        int8: Int8Packing | None,
     ) -> Ready:
         codes, scale = tensors["weight"], tensors[self.scale]
         scale = scale.view(len(scale), -1)
@@ -154,7 +166,7 @@ class Int4:
         parts: Sequence[int],
         num_ins: int,
         dtype: torch.dtype,
-        int8: Int8Kernel | None,
+        int8: Int8Packing | None,
     ) -> Ready:
         words, scale = tensors["weight_packed"], tensors["weight_scale"]
         if _has_kernels(words, dtype):
@@ -187,11 +199,12 @@ class Grouped:
         parts: Sequence[int],
         num_ins: int,
         dtype: torch.dtype,
-        int8: Int8Kernel | None,
+        int8: Int8Packing | None,
     ) -> Ready:
         columns = [tensors[name] for name in self.tensors(1, num_ins)]
         if int8 is not None:
-            return Int8Weight.of_rows(_slices(columns, num_ins), int8)
+            slices = _rotated_slices(columns, num_ins, parts, int8.out_blocks)
+            return Int8Weight.of_rows(slices, int8.kernel, int8.rotated_block)
         weight = columns[0].new_empty(columns[0].shape, dtype=dtype)
         first = 0
         for rows in _slices(columns, num_ins):
@@ -206,11 +219,23 @@ def dequantise_grouped(codes: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
     return groups.mul_(scale.float()[..., None]).add_(minimum.float()[..., None]).view(codes.shape)
 
 
-def _slices(columns: Sequence[Tensor], num_ins: int) -> Iterator[Tensor]:
-    """Dequantise some rows at a time: float32 takes four times the memory of the codes."""
-    num_rows = max(1, _SLICE_BYTES // (4 * num_ins))
+def _slices(columns: Sequence[Tensor], num_ins: int, block: int = 1) -> Iterator[Tensor]:
+    """Dequantise some rows at a time, in multiples of `block`: float32 takes four times the memory of the codes."""
+    num_rows = max(1, _SLICE_BYTES // (4 * num_ins * block)) * block
     for parts in zip(*(column.split(num_rows) for column in columns), strict=True):
         yield dequantise_grouped(*parts)
+
+
+def _rotated_slices(
+    columns: Sequence[Tensor], num_ins: int, parts: Sequence[int], blocks: Sequence[int]
+) -> Iterator[Tensor]:
+    """Like `_slices`, with the outputs of each part rotated in blocks."""
+    first = 0
+    for part, block in zip(parts, blocks, strict=True):
+        rows = [column[first : first + part] for column in columns]
+        first += part
+        for weight in _slices(rows, num_ins, block):
+            yield weight if block == 1 else rotate_outputs(weight, block)
 
 
 def stacked(stored: Stored, parts: Sequence[int], num_ins: int) -> dict[str, StoredTensor]:
@@ -241,7 +266,7 @@ class StoredWeight(nn.Module):
         """How the kernels' weight is stored, on a GPU that has kernels for it."""
         return self._stored.kind(self.in_features)
 
-    def ready(self, int8: Int8Kernel | None = None) -> Ready:
+    def ready(self, int8: Int8Packing | None = None) -> Ready:
         """Convert the parameters to what the kernels need, once after loading. The result replaces the parameters, so
         that the weight is in memory once and is still counted as a parameter."""
         parameters = [self.get_parameter(name) for name in self._names]

@@ -35,6 +35,7 @@ class Prompts:
     def __init__(self, built: BuiltEngine, prompts: Sequence[Sequence[int]]) -> None:
         block_tokens = built.layout.block_tokens
         self._model, self._prompts = built.model, prompts
+        self._heads = built.model.layers[0].attention.num_heads
         counts = [-(-len(prompt) // block_tokens) for prompt in prompts]
         places = [BlockId(i) for i in range(sum(counts))]
         random.Random(len(prompts)).shuffle(places)
@@ -59,7 +60,7 @@ class Prompts:
         for step in schedule:
             spans = [Span(Row(number), done[number], count, False) for number, count in step]
             tokens = [self._prompts[span.row][span.start + i] for span in spans for i in range(span.count)]
-            batch = build_inputs(StepPlan(spans, tokens), self._rows, self._kv, torch.float64).batch
+            batch = build_inputs(StepPlan(spans, tokens), self._rows, self._kv, grid_heads=self._heads).batch
             found = self._model.logits(self._model(batch)).split([count for _, count in step])
             for (number, count), rows in zip(step, found, strict=True):
                 logits[number].append(rows)

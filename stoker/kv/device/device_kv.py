@@ -6,6 +6,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Sequence
+from functools import cached_property
 from math import prod
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stoker.kernels.attention_grid import LayerSlots
 from stoker.kernels.transfer import to_device
 from stoker.kv.blocks.layout import KvLayout
 
@@ -50,6 +52,17 @@ class DeviceKv:
         """Return a view that starts at the layer's first page. Page `block * pages_per_block + head` holds K, and page
         `+ num_heads` holds V."""
         return self._pages[layer * 2 * self.layout.num_heads :]
+
+    def slots(self, layer: int) -> LayerSlots:
+        """Return what attention on a CPU needs of a layer's pages."""
+        return self._layer_slots[layer]
+
+    @cached_property
+    def _layer_slots(self) -> list[LayerSlots]:
+        layout = self.layout
+        num_pages = len(self.pages(layout.num_layers - 1))
+        sizes = (layout.num_heads, layout.head_dim, num_pages)
+        return [LayerSlots.of(self.pages(layer), *sizes) for layer in range(layout.num_layers)]
 
     def host_blocks(self) -> NDArray[np.uint8] | None:
         """Return blocks in RAM as [num_blocks, block_bytes] without a copy, or None on a GPU."""
