@@ -49,6 +49,7 @@ from stoker.gateway.watch.registration import RegistrationEndpoint
 from stoker.gateway.watch.watchers import Watchers, WatchSettings
 from stoker.gateway.watch.worker_signers import WorkerSigners
 from stoker.proto.admin_api import GatewayStatus
+from stoker.proto.cors import CorsRules
 from stoker.routing.router import PrefixIndexes, Router
 
 _CLOSE_GRACE_S = 0.5  # grace period for client connections when the gateway stops
@@ -153,6 +154,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     admission = _admission(config, fleet, state, meter, clock)
     status = partial(_status, config, state, admission, meter, clock, clock())
     view = AdminView(fleet, load_book, router, admission, membership, clock, status)
+    cors = CorsRules(config.listen.cors_origin)
     gateway = Gateway(
         GatewayParts(
             fleet=fleet,
@@ -173,6 +175,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
             tokenize=TokenizeEndpoint(fleet, upstreams, keys, admission, config.proxy, clock),
             hidden_tokens=config.meter.hidden_tokens,
             max_model_tokens=partial(_max_model_tokens, fleet, watchers),
+            cors=cors,
             clock=clock,
         )
     )
@@ -184,6 +187,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         max_public_body_bytes=int(config.listen.max_public_body_kib * (1 << 10)),
         max_public_per_s=config.listen.max_public_requests_per_s,
         clock=clock,
+        cors=cors,
     )
     server = Server(gateway.handle, limits, on_bad=gateway.count_bad_request, gate=gate)
     add_gauges(metrics, fleet, load_book, indexes, admission, meter, server, state)

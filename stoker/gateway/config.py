@@ -18,6 +18,7 @@ from stoker.fleet.health import HealthSettings
 from stoker.fleet.spec import WorkerSpec
 from stoker.gateway.http import network_of
 from stoker.gateway.worker_option import WorkerSettings, worker_spec
+from stoker.proto.cors import CorsRules
 from stoker.proto.openai.fields import MAX_TENANT_WEIGHT, MIN_TENANT_WEIGHT
 from stoker.routing.settings import RouterSettings
 
@@ -84,6 +85,14 @@ class ListenSettings:
         "Addresses and networks, such as 10.0.0.0/8, that may open any number of connections. List the load balancers in"
         " front of the gateway here.",
     )
+    cors_origin: tuple[str, ...] = setting(
+        (),
+        "Origin of web pages that may call this gateway from a browser, such as https://chat.example.com, or * for all. "
+        "Repeatable.",
+        flag="--cors-origin",
+        metavar="ORIGIN",
+        default_text="none",
+    )
     drain_s: float = setting(
         3600.0, "Maximum time that running requests get to finish after SIGTERM.", flag="--drain-s", unit="s", gt=0
     )
@@ -99,6 +108,7 @@ class ListenSettings:
                 f"listen.max_bodies_mib={self.max_bodies_mib:g} is smaller than twice listen.max_body_mib"
                 f" ({self.max_body_mib:g}); one tenant may use half of it, so a body of that size would never fit"
             )
+        CorsRules(self.cors_origin)
         for text in self.trusted_addresses:
             try:
                 network_of(text)

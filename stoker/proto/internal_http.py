@@ -28,3 +28,4 @@ MODEL_PATH = "/stoker/model"  # POST: `ModelRequest`, answered with `ModelSwitch
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
 RESPONSES_PATH = "/v1/responses"
+INPUT_TOKENS_PATH = "/v1/responses/input_tokens"  # counts the tokens of a prompt, and generates nothing

@@ -12,7 +12,9 @@ from contextlib import nullcontext
 from aiohttp import web
 
 from stoker.base.log import EventLog
+from stoker.proto.cors import CorsRules
 from stoker.proto.internal_http import (
+    INPUT_TOKENS_PATH,
     MODEL_PATH,
     PREFETCH_PATH,
     READY_PATH,
@@ -21,15 +23,19 @@ from stoker.proto.internal_http import (
     WORKER_INFO_PATH,
 )
 from stoker.proto.openai.errors import CLIENT_GONE_STATUS, HttpError
+from stoker.proto.openai.not_honoured import IGNORED_HEADER
+from stoker.proto.openai.unknown_fields import UnknownFields
 from stoker.worker.chat import CHAT
 from stoker.worker.completions import COMPLETIONS
 from stoker.worker.config import HttpConfig
 from stoker.worker.context import CONTEXT, ModelText, Service, WorkerContext
+from stoker.worker.cors import CORS, allow_origin, answer_preflight
 from stoker.worker.errors import ClientStalled, worker_http_error
 from stoker.worker.fleet_side import show_load, show_tokenizer, show_worker
 from stoker.worker.guard import GUARD, Guard, guarded, show_proof
 from stoker.worker.identity import Identity
 from stoker.worker.info import detokenize, health, list_models, metrics, ready, show_model, tokenize
+from stoker.worker.input_tokens import count_response_input
 from stoker.worker.metrics import WorkerMetrics
 from stoker.worker.model_switch import switch_model
 from stoker.worker.prefetch import prefetch
@@ -62,6 +68,8 @@ def make_app(
     `begin_drain()`, then await `wait_idle()`.
     """
     state = state or ServerState(config.drain_retry_after_s)
+    log = log or EventLog("worker")
+    unknown_fields = UnknownFields(log, config.strict)
     context = WorkerContext(
         service=service,
         text=text,
@@ -74,20 +82,27 @@ def make_app(
             ready=lambda: service.ready,
             num_restarts=lambda: service.num_restarts,
             num_running=lambda: state.num_running,
+            unknown_fields=lambda: unknown_fields.counts,
         ),
-        log=log or EventLog("worker"),
+        log=log,
+        unknown_fields=unknown_fields,
         text_threads=ThreadPoolExecutor(config.text_threads, thread_name_prefix="text"),
     )
     app = web.Application(middlewares=[_answer, guarded], client_max_size=config.max_body_bytes)
     app[CONTEXT] = context
+    app[CORS] = CorsRules(config.cors_origins)
     app[GUARD] = Guard(context.identity)
     app.on_response_prepare.append(_name_request)
     app.on_response_prepare.append(show_proof)
+    if config.cors_origins:
+        app.middlewares.insert(0, answer_preflight)
+        app.on_response_prepare.append(allow_origin)
     app.on_shutdown.append(_end_streams)
     app.cleanup_ctx.append(_lifespan)
     app.router.add_post(CHAT.path, CHAT.handle)
     app.router.add_post(COMPLETIONS.path, COMPLETIONS.handle)
     app.router.add_post(RESPONSES.path, RESPONSES.handle)
+    app.router.add_post(INPUT_TOKENS_PATH, count_response_input)
     app.router.add_get("/v1/models", list_models)
     app.router.add_get("/v1/models/{model:.+}", show_model)
     app.router.add_post("/tokenize", tokenize)
@@ -133,7 +148,10 @@ async def _lifespan(app: web.Application) -> AsyncIterator[None]:
 
 async def _name_request(request: web.Request, response: web.StreamResponse) -> None:
     if RECORD in request:
-        response.headers["X-Request-Id"] = request[RECORD].request_id
+        record = request[RECORD]
+        response.headers["X-Request-Id"] = record.request_id
+        if record.ignored_fields:
+            response.headers[IGNORED_HEADER] = ", ".join(record.ignored_fields)
 
 
 @web.middleware

@@ -15,7 +15,14 @@ from aiohttp import web
 
 from stoker.base.errors import InvalidRequest
 from stoker.base.fleet_key import FleetKey
-from stoker.proto.internal_http import CHAT_PATH, COMPLETIONS_PATH, INTERNAL_HEADER_PREFIX, READY_PATH, RESPONSES_PATH
+from stoker.proto.internal_http import (
+    CHAT_PATH,
+    COMPLETIONS_PATH,
+    INPUT_TOKENS_PATH,
+    INTERNAL_HEADER_PREFIX,
+    READY_PATH,
+    RESPONSES_PATH,
+)
 from stoker.proto.openai.fields import GenerationFields
 from stoker.proto.signed_http import AUTH_HEADER, CHALLENGE_HEADER, PROOF_HEADER, RequestVerifier
 from stoker.worker.context import CONTEXT, read_body
@@ -24,7 +31,9 @@ from stoker.worker.identity import Identity
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 OPEN_PATHS = frozenset({"/health", READY_PATH})
-_KEY_PATHS = frozenset({CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, "/v1/models", "/v1/models/{model}"})
+_KEY_PATHS = frozenset(
+    {CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, INPUT_TOKENS_PATH, "/v1/models", "/v1/models/{model}"}
+)
 # Only a gateway may set these: they choose a tenant's cache, another worker's KV, the tokens so far, and the queue's order.
 _FLEET_FIELDS = ("cache_salt", "kv_transfer_params", "resume", "priority", "tenant_share")
 _BEARER = "Bearer "

@@ -42,7 +42,7 @@ def resolve_sampling(
         min_p=_default(request.min_p, 0.0),
         frequency_penalty=_default(request.frequency_penalty, 0.0),
         presence_penalty=_default(request.presence_penalty, 0.0),
-        repetition_penalty=_default(request.repetition_penalty, 1.0),
+        repetition_penalty=_default(request.repetition_penalty, _default(request.repeat_penalty, 1.0)),
         logit_bias=_logit_bias(request.logit_bias or {}, limits.vocab_size, config.max_logit_biases),
         seed=seed,
         num_logprobs=num_logprobs,
@@ -63,6 +63,13 @@ def resolve_stops(stop: str | list[str] | None, config: HttpConfig) -> tuple[str
             param = "stop" if isinstance(stop, str) else f"stop[{i}]"
             raise InvalidRequest("Invalid 'stop': a stop string must not be empty.", param=param)
     return stops
+
+
+def token_limit(requested: int | None, param: str) -> int | None:
+    """Return the client's limit on output tokens. None and -1 mean no limit."""
+    if requested == 0:
+        raise InvalidRequest(f"Invalid value for '{param}': 0. Expected at least 1.", param=param, code="invalid_value")
+    return None if requested == -1 else requested
 
 
 def resolve_max_tokens(

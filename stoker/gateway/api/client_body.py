@@ -20,7 +20,7 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 
 from stoker.base.errors import InvalidRequest
 from stoker.proto.openai.decode import decode
-from stoker.proto.openai.fields import StreamOptions
+from stoker.proto.openai.fields import StreamOptions, UsageOption
 
 # Fields that only the gateway may send to workers. A client that sends one is refused.
 INTERNAL_FIELDS = (
@@ -78,6 +78,7 @@ class RequestEnvelope(msgspec.Struct, kw_only=True):
     priority: int | UnsetType | None = UNSET
     reject_if_busy: bool | UnsetType | None = msgspec.field(default=UNSET, name="rejectIfBusy")
     return_token_ids: bool | None = None
+    usage: UsageOption | None = None
     timeout_s: Raw | UnsetType = UNSET
     user: _NameText | int | None = None
     prompt_cache_key: _NameText | int | None = None
@@ -133,7 +134,9 @@ class RequestEnvelope(msgspec.Struct, kw_only=True):
     def wants_usage(self) -> bool:
         """Return True if the client requested a usage chunk. (The Responses API always reports usage.)"""
         options = self.stream_options
-        return isinstance(options, StreamOptions) and bool(options.include_usage)
+        if isinstance(options, StreamOptions) and options.include_usage:
+            return True
+        return self.usage is not None and bool(self.usage.include)
 
 
 class _RawNames(msgspec.Struct):

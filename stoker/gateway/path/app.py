@@ -32,6 +32,7 @@ from stoker.gateway.api.reply import Reply, error_reply, json_reply, method_not_
 from stoker.gateway.http import HttpRequest
 from stoker.gateway.path.billing import billed_usage
 from stoker.gateway.path.call import Call, RequestIds, body_changes, given_request_id, requested_model
+from stoker.gateway.path.cors import cors_headers, preflight_reply
 from stoker.gateway.path.drain_state import GatewayState
 from stoker.gateway.path.errors import WorkerFailure, error_event, has_used_worker, is_unexpected, reply_of
 from stoker.gateway.path.exchange import Exchange
@@ -45,6 +46,7 @@ from stoker.gateway.records.metrics import GatewayMetrics
 from stoker.gateway.records.running_usage import RunningUsage
 from stoker.gateway.records.tracing import Tracing
 from stoker.gateway.records.usage_row import UsageHead, UsageRow
+from stoker.proto.cors import NO_CORS, CorsRules
 from stoker.proto.internal_http import REGISTER_PATH
 from stoker.routing.query import RouteQuery
 
@@ -109,6 +111,7 @@ class GatewayParts:
     tokenize: Endpoint
     hidden_tokens: int  # `meter.hidden_tokens`
     max_model_tokens: Callable[[str], int | None]  # a model's context length, if known
+    cors: CorsRules = NO_CORS
     clock: Callable[[], float]
 
 
@@ -122,6 +125,8 @@ class Gateway:
 
     def handle(self, request: HttpRequest) -> Awaitable[None]:
         """Answer one request. The HTTP server awaits the result in the request's task."""
+        if self._parts.cors:
+            request.more_headers = cors_headers(self._parts.cors, request.head)
         kind = _GENERATING.get(request.path)
         if kind is not None and request.method == b"POST":
             return self._generate(request, kind)
@@ -273,6 +278,8 @@ class Gateway:
 
     async def _other(self, request: HttpRequest) -> Reply:
         path, parts = request.path, self._parts
+        if parts.cors and (preflight := preflight_reply(parts.cors, request.head)) is not None:
+            return preflight
         if path == b"/health":
             return json_reply({"status": "ok"})
         if path == b"/ready":

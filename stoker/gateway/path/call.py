@@ -60,6 +60,7 @@ class Call(msgspec.Struct, eq=False):
     worker_id: WorkerId | None = None  # the decode worker of the latest attempt
     policy: str = ""
     ended: bool = False  # the client had received the complete stream when the attempt was cancelled
+    ignored_fields: Sequence[str] = ()  # of OpenAI's API, that the worker did not get
     explained: bytes | None = None  # value of the `x-stoker-route` header
 
     @property

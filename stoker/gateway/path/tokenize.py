@@ -1,4 +1,4 @@
-"""`POST /tokenize` and `/detokenize`: forwarded to a worker of the model.
+"""`POST /tokenize`, `/detokenize` and the endpoints that count a prompt's tokens: forwarded to a worker of the model.
 
 They count in their key's limits of requests and of concurrency, but use no tokens, do not wait in the queue and have no usage
 row. The body and the number of such requests at a time are bounded, because a worker tokenizes on the threads that also serve
@@ -13,7 +13,7 @@ from typing import Annotated
 
 import msgspec
 
-from stoker.base.errors import InvalidRequest, Overloaded, StokerError
+from stoker.base.errors import InvalidRequest, NotFound, Overloaded, StokerError
 from stoker.fleet.fleet import Fleet
 from stoker.fleet.spec import Role
 from stoker.gateway.admission.admission import Admission
@@ -27,10 +27,13 @@ from stoker.gateway.path.call import requested_model
 from stoker.gateway.path.errors import LegFailed
 from stoker.gateway.path.failure_kinds import MAX_STRIKES, known_status
 from stoker.gateway.path.upstream import Upstream, Upstreams
+from stoker.proto.internal_http import INPUT_TOKENS_PATH
 from stoker.proto.openai.decode import decode
 from stoker.routing.query import ModelNotFound, NoWorker
 
-PATHS = frozenset({b"/tokenize", b"/detokenize"})
+# Only Stoker workers serve these.
+_COUNTING = frozenset({INPUT_TOKENS_PATH.encode()})
+PATHS = frozenset({b"/tokenize", b"/detokenize"}) | _COUNTING
 
 _ROLES = frozenset(Role)
 _HEADERS = header_block([(b"content-type", b"application/json")])
@@ -98,7 +101,13 @@ class TokenizeEndpoint:
             raise ModelNotFound(f"The model {model!r} is not served here.", param="model")
         failed: StokerError = NoWorker(f"No worker of model {model!r} is usable now; retry later.")
         num_lost = 0
-        for member in self._fleet.candidates(model, _ROLES, self._clock())[: 1 + self._settings.retries]:
+        members = self._fleet.candidates(model, _ROLES, self._clock())
+        if request.path in _COUNTING:
+            stoker = [member for member in members if member.spec.dialect == "stoker"]
+            if members and not stoker:
+                raise NotFound(f"The workers of model {model!r} do not count tokens.", code="unknown_url")
+            members = stoker
+        for member in members[: 1 + self._settings.retries]:
             try:
                 return await self._forward(self._upstreams.of(member), request)
             except Unreachable as error:

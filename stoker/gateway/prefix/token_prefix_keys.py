@@ -43,19 +43,6 @@ _MAX_TOKEN_CHARS = 64  # a prompt with more characters per context token than th
 _MAX_TOKEN_ID = (1 << 32) - 1
 
 
-# Unknown fields are allowed: a body may contain the gateway's own fields and those of other engines.
-class _ChatBody(ChatRequest, kw_only=True, forbid_unknown_fields=False):
-    pass
-
-
-class _CompletionBody(CompletionRequest, kw_only=True, forbid_unknown_fields=False):
-    pass
-
-
-class _ResponsesBody(ResponsesRequest, kw_only=True, forbid_unknown_fields=False):
-    pass
-
-
 _CHAT_LISTS: dict[str, type[msgspec.Struct]] = {"messages": Message, "tools": Tool}
 _RESPONSES_LISTS: dict[str, type[msgspec.Struct]] = {"input": InputItem, "tools": FlatTool}
 
@@ -103,12 +90,12 @@ class TokenPrefixKeys:
         root = root_key(salt_hash(salt) if salt else None)
         match envelope.kind:
             case EndpointKind.COMPLETIONS:
-                return self._of_completion(decode_body(_CompletionBody, envelope.raw, {}), root)
+                return self._of_completion(decode_body(CompletionRequest, envelope.raw, {}), root)
             case EndpointKind.CHAT:
-                chat = decode_body(_ChatBody, envelope.raw, _CHAT_LISTS)
+                chat = decode_body(ChatRequest, envelope.raw, _CHAT_LISTS)
                 given, conversation = chat.prompt_token_ids, _of_chat(chat)
             case EndpointKind.RESPONSES:
-                response = decode_body(_ResponsesBody, envelope.raw, _RESPONSES_LISTS)
+                response = decode_body(ResponsesRequest, envelope.raw, _RESPONSES_LISTS)
                 given, conversation = response.prompt_token_ids, _of_response(response)
         if given is not None:
             return self._of_ids(given, root)
@@ -125,7 +112,8 @@ class TokenPrefixKeys:
         for _, prompt in completion_prompts(body):
             if isinstance(prompt, str):
                 self._bound(len(prompt))
-                found = self._of_ids(self._text.tokenizer.encode(prompt, add_special_tokens=True), root)
+                specials = body.add_special_tokens is not False
+                found = self._of_ids(self._text.tokenizer.encode(prompt, add_special_tokens=specials), root)
             else:
                 found = self._of_ids(prompt, root)
             first = first or found
