@@ -129,7 +129,11 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     fleet = Fleet(FleetSettings(health=config.health))
     load_book, indexes = LoadBook(), PrefixIndexes(config.routing.index_blocks)
     router = Router(fleet, load_book, indexes, settings=config.routing)
-    metrics, state, key_makers = GatewayMetrics(), GatewayState(), PrefixKeyMakers()
+    metrics, state, key_makers = (
+        GatewayMetrics(),
+        GatewayState(),
+        PrefixKeyMakers(volatile_lines=config.proxy.volatile_line),
+    )
     worker_keys = _worker_api_keys(config)
     upstreams = Upstreams(api_keys=worker_keys, signers=signers)
     watchers = Watchers(

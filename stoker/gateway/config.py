@@ -14,6 +14,7 @@ from typing import Any
 from stoker.base import log
 from stoker.base.errors import ConfigError
 from stoker.base.settings import check_settings, from_table, merged, put, read_toml, required, setting
+from stoker.base.volatile_lines import VOLATILE_LINES
 from stoker.fleet.health import HealthSettings
 from stoker.fleet.spec import WorkerSpec
 from stoker.gateway.http import network_of
@@ -197,6 +198,12 @@ class ProxySettings:
         ge=0,
     )
 
+    volatile_line: tuple[str, ...] = setting(
+        VOLATILE_LINES,
+        "How lines at the start of a system prompt begin that change with every request. They are ignored when prompts for "
+        "foreign engines are compared, and left out of Messages requests that are translated to chat. An empty text keeps "
+        "all lines. Stoker workers have a setting of their own.",
+    )
     media_hosts: tuple[str, ...] = setting(
         (),
         "Hosts, such as images.example.com or images.example.com:8443, from which foreign engines may fetch the images, "

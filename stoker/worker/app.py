@@ -12,9 +12,12 @@ from contextlib import nullcontext
 from aiohttp import web
 
 from stoker.base.log import EventLog
+from stoker.proto.anthropic.errors import message_error_body
 from stoker.proto.cors import CorsRules
 from stoker.proto.internal_http import (
+    COUNT_TOKENS_PATH,
     INPUT_TOKENS_PATH,
+    MESSAGES_PATH,
     MODEL_PATH,
     PREFETCH_PATH,
     READY_PATH,
@@ -36,6 +39,7 @@ from stoker.worker.guard import GUARD, Guard, guarded, show_proof
 from stoker.worker.identity import Identity
 from stoker.worker.info import detokenize, health, list_models, metrics, ready, show_model, tokenize
 from stoker.worker.input_tokens import count_response_input
+from stoker.worker.messages import MESSAGES, count_message_tokens
 from stoker.worker.metrics import WorkerMetrics
 from stoker.worker.model_switch import switch_model
 from stoker.worker.prefetch import prefetch
@@ -50,7 +54,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 # These are polled every few seconds, so they are logged only when they fail.
 _QUIET = frozenset({"/health", READY_PATH, "/metrics", "/load", WORKER_INFO_PATH})
-_GENERATING = frozenset({CHAT.path, COMPLETIONS.path, RESPONSES.path})
+_GENERATING = frozenset({CHAT.path, COMPLETIONS.path, RESPONSES.path, MESSAGES.path})
 
 
 def make_app(
@@ -102,7 +106,9 @@ def make_app(
     app.router.add_post(CHAT.path, CHAT.handle)
     app.router.add_post(COMPLETIONS.path, COMPLETIONS.handle)
     app.router.add_post(RESPONSES.path, RESPONSES.handle)
+    app.router.add_post(MESSAGES.path, MESSAGES.handle)
     app.router.add_post(INPUT_TOKENS_PATH, count_response_input)
+    app.router.add_post(COUNT_TOKENS_PATH, count_message_tokens)
     app.router.add_get("/v1/models", list_models)
     app.router.add_get("/v1/models/{model:.+}", show_model)
     app.router.add_post("/tokenize", tokenize)
@@ -199,9 +205,10 @@ async def _respond(request: web.Request, failure: HttpError) -> web.StreamRespon
             return await request[STREAM].fail(failure)
         except (ConnectionError, ClientStalled):
             return _cut(request)
-    response = web.Response(
-        status=failure.status, body=failure.json(), content_type="application/json", headers=failure.headers
-    )
+    body = failure.json()
+    if request.path.startswith(MESSAGES_PATH):
+        body = message_error_body(failure.status, body, request[RECORD].request_id)
+    response = web.Response(status=failure.status, body=body, content_type="application/json", headers=failure.headers)
     if failure.headers.get("Connection") == "close":
         response.force_close()
     return response

@@ -41,6 +41,7 @@ class GenerationOptions:
     continues_text: bool = False  # the answer continues the text of the prompt, so its first space is kept
     keep_special_tokens: bool = False  # a parser needs them in the text
     hides_reasoning: bool = False
+    fits_context: bool = False  # a larger `max_tokens` means the rest of the context, and is no error
 
 
 def make_choices(
@@ -66,6 +67,7 @@ def make_choices(
         options.prompt_param,
         limits,
         sampling.min_tokens,
+        fits_context=options.fits_context,
     )
     num_choices = options.num_prompts * options.n
     handoff = resolve_handoff(fields.kv_transfer_params, num_choices, context.service.info, context.log)

@@ -73,10 +73,22 @@ def token_limit(requested: int | None, param: str) -> int | None:
 
 
 def resolve_max_tokens(
-    requested: int | None, param: str, num_prompt: int, prompt_param: str, limits: ModelLimits, min_tokens: int
+    requested: int | None,
+    param: str,
+    num_prompt: int,
+    prompt_param: str,
+    limits: ModelLimits,
+    min_tokens: int,
+    *,
+    fits_context: bool = False,
 ) -> int:
-    """Return how many tokens may be generated. The default is what is left of the context."""
+    """Return how many tokens may be generated. The default is what is left of the context.
+
+    With `fits_context`, a larger request is reduced to that.
+    """
     context = limits.max_model_tokens
+    if fits_context and requested is not None and num_prompt < context < num_prompt + requested:
+        requested = context - num_prompt
     if num_prompt == 0:
         raise InvalidRequest("The prompt is empty. It must have at least one token.", param=prompt_param)
     if num_prompt + (requested or 1) > context:

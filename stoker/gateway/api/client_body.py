@@ -60,6 +60,7 @@ class EndpointKind(StrEnum):
     CHAT = "chat"
     COMPLETIONS = "completions"
     RESPONSES = "responses"
+    MESSAGES = "messages"
 
 
 class RequestEnvelope(msgspec.Struct, kw_only=True):
@@ -88,6 +89,8 @@ class RequestEnvelope(msgspec.Struct, kw_only=True):
     prompt: Raw | UnsetType = UNSET
     input: Raw | UnsetType = UNSET
     instructions: Raw | UnsetType = UNSET
+    system: Raw | UnsetType = UNSET
+    metadata: Raw | UnsetType = UNSET
     tools: Raw | UnsetType = UNSET
     prompt_token_ids: Raw | UnsetType = UNSET
 
@@ -149,7 +152,7 @@ class _RawNames(msgspec.Struct):
     cache_salt: Raw | UnsetType = UNSET
 
 
-_large_values = attrgetter("messages", "prompt", "input", "instructions", "tools", "prompt_token_ids")
+_large_values = attrgetter("messages", "prompt", "input", "instructions", "system", "tools", "prompt_token_ids")
 _internal_values = attrgetter(*INTERNAL_FIELDS)
 _NO_INTERNALS = (UNSET,) * len(INTERNAL_FIELDS)
 

@@ -34,7 +34,7 @@ from stoker.gateway.path.billing import billed_usage
 from stoker.gateway.path.call import Call, RequestIds, body_changes, given_request_id, requested_model
 from stoker.gateway.path.cors import cors_headers, preflight_reply
 from stoker.gateway.path.drain_state import GatewayState
-from stoker.gateway.path.errors import WorkerFailure, error_event, has_used_worker, is_unexpected, reply_of
+from stoker.gateway.path.errors import WorkerFailure, error_event, has_used_worker, is_unexpected, reply_of, shaped_for
 from stoker.gateway.path.exchange import Exchange
 from stoker.gateway.path.legs import PATHS
 from stoker.gateway.path.proxy import Proxy
@@ -273,7 +273,7 @@ class Gateway:
         try:
             reply = await self._other(request)
         except Exception as error:
-            reply = self._reply_to(error, request)
+            reply = shaped_for(request.path, self._reply_to(error, request))
         request.respond(reply.status, reply.headers, reply.body)
 
     async def _other(self, request: HttpRequest) -> Reply:
@@ -329,7 +329,7 @@ class Gateway:
 
     def _fail(self, exchange: Exchange, error: Exception) -> None:
         request = exchange.request
-        reply = self._reply_to(error, request, exchange.request_id)
+        reply = shaped_for(request.path, self._reply_to(error, request, exchange.request_id), exchange.request_id)
         if request.finished or request.gone:
             return
         if not request.started:

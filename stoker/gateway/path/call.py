@@ -59,6 +59,7 @@ class Call(msgspec.Struct, eq=False):
     num_resumes: int = 0
     worker_id: WorkerId | None = None  # the decode worker of the latest attempt
     policy: str = ""
+    shows_thinking: bool | None = None  # set while a Messages request runs as chat: whether its client wants to see it
     ended: bool = False  # the client had received the complete stream when the attempt was cancelled
     ignored_fields: Sequence[str] = ()  # of OpenAI's API, that the worker did not get
     explained: bytes | None = None  # value of the `x-stoker-route` header

@@ -33,7 +33,7 @@ from stoker.gateway.path.services import ProxyServices
 from stoker.gateway.path.upstream import CancelOnLoss, Upstream
 from stoker.gateway.records.running_usage import STATUS
 from stoker.gateway.records.tracing import TraceSpan
-from stoker.proto.internal_http import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, ROUTE_HEADER
+from stoker.proto.internal_http import CHAT_PATH, COMPLETIONS_PATH, MESSAGES_PATH, RESPONSES_PATH, ROUTE_HEADER
 from stoker.proto.openai.not_honoured import IGNORED_HEADER
 from stoker.proto.resume_notes import BadNotes, NotesTooLarge
 from stoker.routing.query import Leg, Route
@@ -42,6 +42,7 @@ PATHS = {
     EndpointKind.CHAT: CHAT_PATH.encode(),
     EndpointKind.COMPLETIONS: COMPLETIONS_PATH.encode(),
     EndpointKind.RESPONSES: RESPONSES_PATH.encode(),
+    EndpointKind.MESSAGES: MESSAGES_PATH.encode(),
 }
 _ROUTE = ROUTE_HEADER.encode()
 _IGNORED = IGNORED_HEADER.lower().encode()

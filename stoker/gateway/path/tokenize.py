@@ -27,12 +27,12 @@ from stoker.gateway.path.call import requested_model
 from stoker.gateway.path.errors import LegFailed
 from stoker.gateway.path.failure_kinds import MAX_STRIKES, known_status
 from stoker.gateway.path.upstream import Upstream, Upstreams
-from stoker.proto.internal_http import INPUT_TOKENS_PATH
+from stoker.proto.internal_http import COUNT_TOKENS_PATH, INPUT_TOKENS_PATH
 from stoker.proto.openai.decode import decode
 from stoker.routing.query import ModelNotFound, NoWorker
 
 # Only Stoker workers serve these.
-_COUNTING = frozenset({INPUT_TOKENS_PATH.encode()})
+_COUNTING = frozenset({INPUT_TOKENS_PATH.encode(), COUNT_TOKENS_PATH.encode()})
 PATHS = frozenset({b"/tokenize", b"/detokenize"}) | _COUNTING
 
 _ROLES = frozenset(Role)

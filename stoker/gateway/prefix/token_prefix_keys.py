@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import tempfile
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import msgspec
 
 from stoker.base.errors import InvalidRequest, ModelFilesError
+from stoker.base.volatile_lines import VOLATILE_LINES
 from stoker.gateway.api.client_body import EndpointKind, RequestEnvelope
 from stoker.gateway.prefix.conversation_keys import ConversationKeys
 from stoker.gateway.prefix.long_body import decode_body
 from stoker.gateway.prefix.prefix_keys import root_key, token_keys
 from stoker.gateway.prefix.prefix_memo import PrefixMemo
 from stoker.kv.blocks.keys import salt_hash
+from stoker.proto.anthropic.messages import InputMessage, MessagesRequest, MessageTool
+from stoker.proto.anthropic.to_chat import to_chat
 from stoker.proto.openai.chat import ChatRequest, Message
 from stoker.proto.openai.completions import CompletionRequest
 from stoker.proto.openai.responses import InputItem, ResponsesRequest
@@ -32,6 +35,7 @@ from stoker.text.conversation import (
     is_constrained,
     render_text,
     responses_conversation,
+    stable_conversation,
 )
 from stoker.text.folder import text_digest
 from stoker.text.template import ChatTemplate
@@ -44,6 +48,7 @@ _MAX_TOKEN_ID = (1 << 32) - 1
 
 
 _CHAT_LISTS: dict[str, type[msgspec.Struct]] = {"messages": Message, "tools": Tool}
+_MESSAGES_LISTS: dict[str, type[msgspec.Struct]] = {"messages": InputMessage, "tools": MessageTool}
 _RESPONSES_LISTS: dict[str, type[msgspec.Struct]] = {"input": InputItem, "tools": FlatTool}
 
 
@@ -79,10 +84,17 @@ class TokenText:
 class TokenPrefixKeys:
     """Computes exact prefix keys with a model's tokenizer."""
 
-    def __init__(self, text: TokenText, block_tokens: int, max_model_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        text: TokenText,
+        block_tokens: int,
+        max_model_tokens: int | None = None,
+        volatile_lines: Sequence[str] = VOLATILE_LINES,
+    ) -> None:
         self.block_tokens = block_tokens
         self.digest = text.digest
         self._text = text
+        self._volatile_lines = volatile_lines
         self._memo = PrefixMemo(text.tokenizer, block_tokens)
         self._max_chars = None if max_model_tokens is None else _MAX_TOKEN_CHARS * max_model_tokens
 
@@ -97,9 +109,13 @@ class TokenPrefixKeys:
             case EndpointKind.RESPONSES:
                 response = decode_body(ResponsesRequest, envelope.raw, _RESPONSES_LISTS)
                 given, conversation = response.prompt_token_ids, _of_response(response)
+            case EndpointKind.MESSAGES:
+                chat = to_chat(decode_body(MessagesRequest, envelope.raw, _MESSAGES_LISTS))
+                given, conversation = chat.prompt_token_ids, _of_chat(chat)
         if given is not None:
             return self._of_ids(given, root)
         assert conversation is not None
+        conversation = stable_conversation(conversation, self._volatile_lines)
         rendered = render_text(self._text.template, conversation)
         self._bound(len(rendered))
         keys, num_tokens = self._memo.blocks(rendered, root)

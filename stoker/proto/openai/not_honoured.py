@@ -50,4 +50,6 @@ def _nested(body: GenerationFields) -> list[str]:
         names.append("reasoning.summary")
     if getattr(getattr(body, "thinking", None), "budget_tokens", None) is not None:
         names.append("thinking.budget_tokens")
+    if getattr(body, "hosted_tools", None):
+        names.append("tools")
     return names
