@@ -54,6 +54,7 @@ class _ChatPart(msgspec.Struct):
     error: ErrorObject | None = None
 
 
+_NOT_CHAT = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _DECODER = msgspec.json.Decoder(_ChatPart)
 
 
@@ -71,7 +72,12 @@ class TranslatedAnswer(ForeignAnswer):
         self._num_calls = 0
 
     def push(self, data: bytes) -> bytes:
-        return self._translated(super().push(data))
+        events = super().push(data)
+        try:
+            return self._translated(events)
+        except _NOT_CHAT:
+            self.ended = False  # the client does not have what came before the end
+            raise
 
     def finish(self) -> bytes:
         return self._translated(super().finish())
