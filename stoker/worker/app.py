@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from aiohttp import web
 
 from stoker.base.log import EventLog
-from stoker.proto.anthropic.errors import message_error_body
+from stoker.proto.anthropic.errors import REQUEST_ID_HEADER, message_error_body
 from stoker.proto.cors import CorsRules
 from stoker.proto.internal_http import (
     COUNT_TOKENS_PATH,
@@ -156,6 +156,8 @@ async def _name_request(request: web.Request, response: web.StreamResponse) -> N
     if RECORD in request:
         record = request[RECORD]
         response.headers["X-Request-Id"] = record.request_id
+        if request.path.startswith(MESSAGES_PATH):
+            response.headers[REQUEST_ID_HEADER] = record.request_id
         if record.ignored_fields:
             response.headers[IGNORED_HEADER] = ", ".join(record.ignored_fields)
 

@@ -353,7 +353,7 @@ def test_a_wrong_field_is_named_in_anthropics_shape(
     answer = ask(shared, path=path, **fields)
     assert answer.status == 400, answer.body
     assert answer.json["type"] == "error"
-    assert answer.json["request_id"] == answer.headers["X-Request-Id"]
+    assert answer.json["request_id"] == answer.headers["X-Request-Id"] == answer.headers["request-id"]
     error = answer.json["error"]
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert error["message"]

@@ -8,13 +8,14 @@ from stoker.base.errors import DeadlineExceeded, StokerError
 from stoker.base.ids import WorkerId
 from stoker.gateway.api.client_body import EndpointKind
 from stoker.gateway.api.reply import JSON, Headers, Reply
-from stoker.proto.anthropic.errors import message_error, message_error_body, message_error_event
+from stoker.proto.anthropic.errors import REQUEST_ID_HEADER, message_error, message_error_body, message_error_event
 from stoker.proto.internal_http import MESSAGES_PATH
 from stoker.proto.openai.errors import UNEXPECTED_CODE, ErrorAnswer, ErrorObject, http_error
 from stoker.proto.sse import encode_event
 
 _TIMED_OUT = 504
 _MESSAGES = MESSAGES_PATH.encode()
+_REQUEST_ID = REQUEST_ID_HEADER.encode()
 
 
 class Refused(StokerError):
@@ -114,7 +115,8 @@ def shaped_for(path: bytes, reply: Reply, request_id: bytes = b"") -> Reply:
     if not path.startswith(_MESSAGES):
         return reply
     body = message_error_body(reply.status, reply.body, request_id.decode() or None)
-    return Reply(reply.status, reply.headers, body)
+    headers = [(name, value) for name, value in reply.headers if name != _REQUEST_ID]
+    return Reply(reply.status, [*headers, (_REQUEST_ID, request_id)] if request_id else headers, body)
 
 
 def is_unexpected(error: BaseException) -> bool:

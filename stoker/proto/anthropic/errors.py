@@ -10,6 +10,8 @@ from msgspec import UNSET, UnsetType
 from stoker.proto.openai.errors import ErrorAnswer, ErrorObject
 from stoker.proto.sse import encode_event
 
+REQUEST_ID_HEADER = "request-id"  # where Anthropic's clients look for it
+
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",

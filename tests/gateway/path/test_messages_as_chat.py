@@ -185,7 +185,7 @@ def test_errors_have_anthropics_shape() -> None:
             ):
                 got = await world.ask(body, PATH, headers)
                 assert (got.status, got.json["type"], got.json["error"]["type"]) == (status, "error", kind), got.body
-                assert got.json["request_id"] == got.headers["x-request-id"]
+                assert got.json["request_id"] == got.headers["x-request-id"] == got.headers["request-id"]
             assert got.json["error"]["message"] == "too hot"
             counted = await world.ask(ASK, f"{PATH}/count_tokens", accepted)
             assert (counted.status, counted.json["error"]["type"]) == (404, "not_found_error")
