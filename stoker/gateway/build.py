@@ -33,6 +33,7 @@ from stoker.gateway.path.app import Gateway, GatewayParts
 from stoker.gateway.path.drain_state import GatewayState
 from stoker.gateway.path.front_gate import FrontGate
 from stoker.gateway.path.handoff_hints import HandoffHints
+from stoker.gateway.path.model_aliases import ModelAliases
 from stoker.gateway.path.proxy import Proxy
 from stoker.gateway.path.services import CleanupTasks, ProxyServices
 from stoker.gateway.path.tokenize import TokenizeEndpoint
@@ -158,6 +159,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     admission = _admission(config, fleet, state, meter, clock)
     status = partial(_status, config, state, admission, meter, clock, clock())
     view = AdminView(fleet, load_book, router, admission, membership, clock, status)
+    aliases = ModelAliases({one.name: one.model for one in config.alias})
     cors = CorsRules(config.listen.cors_origin)
     gateway = Gateway(
         GatewayParts(
@@ -176,10 +178,11 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
             metrics_page=MetricsEndpoint(metrics, (admin_token, metrics_token), is_open=not config.key),
             usage=UsageEndpoint(config.meter.ledger, keys, admin_token, currency=config.meter.currency),
             registration=RegistrationEndpoint(fleet_key, fleet, membership),
-            tokenize=TokenizeEndpoint(fleet, upstreams, keys, admission, config.proxy, clock),
+            tokenize=TokenizeEndpoint(fleet, upstreams, keys, admission, config.proxy, clock, aliases),
             hidden_tokens=config.meter.hidden_tokens,
             max_model_tokens=partial(_max_model_tokens, fleet, watchers),
             cors=cors,
+            aliases=aliases,
             clock=clock,
         )
     )

@@ -386,6 +386,21 @@ class KeySettings:
 
 
 @dataclass(frozen=True, slots=True)
+class AliasSettings:
+    """Another name of a served model."""
+
+    name: str = required(
+        "The other name. One that ends in * stands for all names that begin so.",
+        pattern=".{1,512}",
+        expected="a model name",
+    )
+    model: str = required("The served model.", pattern=".{1,512}", expected="a model name")
+
+    def __post_init__(self) -> None:
+        check_settings(self, "alias")
+
+
+@dataclass(frozen=True, slots=True)
 class GatewayConfig:
     """Everything that the gateway is configured with."""
 
@@ -398,6 +413,7 @@ class GatewayConfig:
     tracing: TracingSettings = field(default_factory=TracingSettings)
     worker: tuple[WorkerSettings, ...] = ()
     price: tuple[PriceSettings, ...] = ()
+    alias: tuple[AliasSettings, ...] = ()
     tenant: tuple[TenantSettings, ...] = ()
     key: tuple[KeySettings, ...] = ()
     admin_token_file: Path | None = setting(
@@ -438,6 +454,7 @@ class GatewayConfig:
         _unique("key.name", [one.name for one in self.key])
         _unique("tenant.name", [one.name for one in self.tenant])
         _unique("price.model", [one.model for one in self.price])
+        _unique("alias.name", [one.name for one in self.alias])
 
     def worker_specs(self) -> tuple[WorkerSpec, ...]:
         specs = tuple(worker_spec(one) for one in self.worker)

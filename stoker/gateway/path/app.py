@@ -37,6 +37,7 @@ from stoker.gateway.path.drain_state import GatewayState
 from stoker.gateway.path.errors import WorkerFailure, error_event, has_used_worker, is_unexpected, reply_of, shaped_for
 from stoker.gateway.path.exchange import Exchange
 from stoker.gateway.path.legs import PATHS
+from stoker.gateway.path.model_aliases import NO_ALIASES, ModelAliases, rename
 from stoker.gateway.path.proxy import Proxy
 from stoker.gateway.path.rewrite import UsageCounts
 from stoker.gateway.path.tokenize import PATHS as TOKENIZE_PATHS
@@ -112,6 +113,7 @@ class GatewayParts:
     hidden_tokens: int  # `meter.hidden_tokens`
     max_model_tokens: Callable[[str], int | None]  # a model's context length, if known
     cors: CorsRules = NO_CORS
+    aliases: ModelAliases = NO_ALIASES
     clock: Callable[[], float]
 
 
@@ -173,9 +175,10 @@ class Gateway:
         keeps_charge = False
         try:
             envelope = parse(exchange.kind, request.body)
-            model = exchange.model = requested_model(envelope.model, parts.fleet)
+            model = exchange.model = requested_model(envelope.model, parts.fleet, parts.aliases)
             began_s = parts.clock()
             put, drop = body_changes(envelope, caller)
+            rename(envelope, model, put)
             conversation = parts.key_makers.keys_now(model, envelope, envelope.salt)
             if conversation is None:
                 conversation = await parts.key_makers.keys(model, envelope, envelope.salt, caller.tenant)
@@ -312,17 +315,24 @@ class Gateway:
         return json_reply({"status": "ready"})
 
     def _models(self, name: str) -> Reply:
-        models = sorted(self._parts.fleet.models())
+        served, aliases = self._parts.fleet.models(), self._parts.aliases
+        models = sorted(served)
         if not name:
+            models += [
+                alias for alias in aliases.names if alias not in served and aliases.resolve(alias, served) in served
+            ]
             return json_reply({"object": "list", "data": [self._card(model) for model in models]})
-        if name in models:
+        if aliases.resolve(name, served) in served:
             return json_reply(self._card(name))
         message = f"The model {name!r} is not served here. Served models: {', '.join(models) or 'none'}."
         raise NotFound(message, param="model", code="model_not_found")
 
     def _card(self, model: str) -> dict[str, Any]:
         card = {"id": model, "object": "model", "created": self._started_s, "owned_by": "stoker"}
-        max_model_tokens = self._parts.max_model_tokens(model)
+        served = self._parts.aliases.resolve(model, self._parts.fleet.models())
+        if served != model:
+            card["root"] = served
+        max_model_tokens = self._parts.max_model_tokens(served)
         return card if max_model_tokens is None else card | {"max_model_len": max_model_tokens}
 
     # ---- errors

@@ -19,6 +19,7 @@ from stoker.fleet.fleet import Fleet
 from stoker.gateway.admission.api_keys import Caller
 from stoker.gateway.api.client_body import RequestEnvelope, edit
 from stoker.gateway.http import HeaderFilter, HttpRequest, header_block
+from stoker.gateway.path.model_aliases import NO_ALIASES, ModelAliases
 from stoker.gateway.path.resume import TokenMemory
 from stoker.gateway.path.rewrite import UsageCounts
 from stoker.gateway.records.running_usage import NOT_ADMITTED, RunningUsage
@@ -115,10 +116,10 @@ def given_request_id(given: bytes | None) -> bytes | None:
     return given if given is not None and _REQUEST_ID.fullmatch(given) else None
 
 
-def requested_model(name: str | None, fleet: Fleet) -> str:
+def requested_model(name: str | None, fleet: Fleet, aliases: ModelAliases = NO_ALIASES) -> str:
     """Return the model that a request names. It may be omitted if the fleet serves only one."""
     if name:
-        return name
+        return aliases.resolve(name, fleet.models()) if aliases else name
     models = fleet.models()
     if len(models) == 1:
         return next(iter(models))

@@ -26,6 +26,7 @@ from stoker.gateway.http import ResponseAborted, ResponseLost, Unreachable, head
 from stoker.gateway.path.call import requested_model
 from stoker.gateway.path.errors import LegFailed
 from stoker.gateway.path.failure_kinds import MAX_STRIKES, known_status
+from stoker.gateway.path.model_aliases import NO_ALIASES, ModelAliases, renamed_body
 from stoker.gateway.path.upstream import Upstream, Upstreams
 from stoker.proto.internal_http import COUNT_TOKENS_PATH, INPUT_TOKENS_PATH
 from stoker.proto.openai.decode import decode
@@ -62,6 +63,7 @@ class TokenizeEndpoint:
         admission: Admission,
         settings: ProxySettings,
         clock: Callable[[], float],
+        aliases: ModelAliases = NO_ALIASES,
     ) -> None:
         self._fleet = fleet
         self._upstreams = upstreams
@@ -70,6 +72,7 @@ class TokenizeEndpoint:
         self._num_open: Counter[str] = Counter()  # by tenant
         self._settings = settings
         self._clock = clock
+        self._aliases = aliases
 
     async def answer(self, request: EndpointRequest) -> Reply:
         caller = self._keys.authenticate(request)
@@ -96,7 +99,9 @@ class TokenizeEndpoint:
             path, size = request.path.decode(), len(request.body)
             raise InvalidRequest(f"{path} accepts bodies of up to {_MAX_BODY_BYTES} bytes, and this one has {size}.")
         check_utf8(request.body)
-        model = requested_model(decode(_NamedModel, request.body).model, self._fleet)
+        name = decode(_NamedModel, request.body).model
+        model = requested_model(name, self._fleet, self._aliases)
+        body = renamed_body(request.body, name, model)
         if model not in self._fleet.models():
             raise ModelNotFound(f"The model {model!r} is not served here.", param="model")
         failed: StokerError = NoWorker(f"No worker of model {model!r} is usable now; retry later.")
@@ -109,7 +114,7 @@ class TokenizeEndpoint:
             members = stoker
         for member in members[: 1 + self._settings.retries]:
             try:
-                return await self._forward(self._upstreams.of(member), request)
+                return await self._forward(self._upstreams.of(member), request.path, body)
             except Unreachable as error:
                 failed = LegFailed(member.worker_id, "connect", error.message)
             except (ResponseLost, ResponseAborted) as error:
@@ -119,22 +124,22 @@ class TokenizeEndpoint:
                     break
         raise failed
 
-    async def _forward(self, upstream: Upstream, request: EndpointRequest) -> Reply:
+    async def _forward(self, upstream: Upstream, path: bytes, body: bytes) -> Reply:
         settings = self._settings
         response = await upstream.pool.send(
             b"POST",
-            request.path,
+            path,
             _HEADERS + upstream.headers,
-            request.body,
+            body,
             connect_s=settings.connect_s,
             head_s=settings.first_byte_s,
             idle_s=settings.idle_s,
         )
-        body = await response.read(_MAX_ANSWER_BYTES)
+        answer = await response.read(_MAX_ANSWER_BYTES)
         if response.status < 400 and response.status != 200:
-            raise ResponseLost(f"status {response.status} for {request.path.decode()}")
+            raise ResponseLost(f"status {response.status} for {path.decode()}")
         return Reply(
             known_status(response.status) if response.status >= 400 else 200,
             upstream.to_client.pairs(response.headers),
-            body,
+            answer,
         )
