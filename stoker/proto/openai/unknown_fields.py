@@ -15,7 +15,7 @@ import msgspec
 
 from stoker.base.errors import InvalidRequest
 from stoker.base.log import EventLog
-from stoker.proto.openai.decode import decode
+from stoker.proto.openai.decode import decode, field_names
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -35,13 +35,14 @@ class UnknownFields:
     def decode(self, kind: type[T], body: bytes) -> T:
         """Decode a body. Raises InvalidRequest for a wrong field, and with `strict` for an unknown one."""
         try:
-            return decode(_strict(kind), body)
+            known: T = decode(_strict(kind), body)
+            return known
         except InvalidRequest as refused:
             if self._strict or refused.code != "unknown_parameter":
                 raise
         request = decode(kind, body)
         # Only a body with an unknown field is decoded again to find the names of all of them.
-        for name in msgspec.json.decode(body, type=dict[str, msgspec.Raw]).keys() - _names(kind):
+        for name in field_names(body) - _names(kind):
             self._count(name)
         return request
 
