@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from stoker.base import garbage
 from stoker.base import log as logs
 from stoker.base.address import join_address, local_host
+from stoker.base.errors import ConfigError
 from stoker.base.flags import add_flags, as_table, given_flags
 from stoker.base.fleet_key import is_loopback
 from stoker.base.output import print_message, print_result
@@ -73,6 +74,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="URL[,role=…][,dialect=…]…",
         help="Send requests to this worker. Repeatable; added to the workers in the file.",
     )
+    parser.add_argument(
+        "--alias",
+        action="append",
+        default=[],
+        metavar="NAME=MODEL",
+        help="Serve a model under another name too, such as gpt-4o=my-model or 'claude-*=my-model'. Repeatable.",
+    )
     for title, keys in _GROUPS.items():
         settings = [one for one in declared(GatewayConfig) if one.key.startswith(keys)]
         add_flags(parser.add_argument_group(title), settings)
@@ -104,9 +112,17 @@ def gateway_config(args: argparse.Namespace, environment: Mapping[str, str]) -> 
 
     overrides = as_table(given_flags(args, declared(GatewayConfig)))
     overrides["worker"] = [parse_worker(text) for text in args.worker]
+    overrides["alias"] = [_alias(text) for text in args.alias]
     config = load(args.config, overrides)
     ledger = default_state_dir(environment) / _DEFAULT_LEDGER
     return replace(config, meter=replace(config.meter, default_path=ledger))
+
+
+def _alias(text: str) -> dict[str, str]:
+    name, equals, model = text.partition("=")
+    if not (name and equals and model):
+        raise ConfigError(f"--alias {text!r}: write it as NAME=MODEL")
+    return {"name": name, "model": model}
 
 
 async def _serve(config: GatewayConfig) -> int:

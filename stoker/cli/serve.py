@@ -199,7 +199,13 @@ async def _make_worker(
     url = membership.advertise or f"http://{join_address(network.host, listener.getsockname()[1])}"
     loader = _ModelLoader(settings, network, timeline)
     loaded = await loader.load(model, settings.endpoint.served_name)
-    config = HttpConfig(loaded.names, max_body_bytes=int(server.max_body_mib * (1 << 20)))
+    config = HttpConfig(
+        loaded.names,
+        max_body_bytes=int(server.max_body_mib * (1 << 20)),
+        strict=server.strict,
+        volatile_lines=server.volatile_line,
+        cors_origins=server.cors_origin,
+    )
     key = None if network.secret is None else FleetKey(network.secret)
     host = listener.getsockname()[0]
     reporter = NoReporter() if membership.no_events else Reporter(host, membership.events_port, key=key)

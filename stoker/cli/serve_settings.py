@@ -13,6 +13,7 @@ from stoker.base.errors import ConfigError
 from stoker.base.flags import as_table, given_flags
 from stoker.base.fleet_key import KV_PEERS, FleetKey
 from stoker.base.settings import Declared, check_settings, declared, from_table, setting
+from stoker.base.volatile_lines import VOLATILE_LINES
 
 WorkerRole = Literal["unified", "prefill", "decode"]
 ROLES: tuple[WorkerRole, ...] = get_args(WorkerRole)
@@ -100,6 +101,27 @@ class ServerSettings:
         flag="--drain-s",
         unit="s",
         ge=0,
+    )
+    strict: bool = setting(
+        False,
+        "Refuse request fields that are not known with a 400. Without it they are ignored, counted and logged once each.",
+        flag="--strict",
+    )
+    volatile_line: tuple[str, ...] = setting(
+        VOLATILE_LINES,
+        "A line at the start of a system prompt that begins with this text is left out of the prompt. Agents write lines "
+        "there that change with every request, so that no prefix of the prompt would be found in the cache. Repeatable; "
+        "replaces the default. An empty text keeps all lines.",
+        flag="--volatile-line",
+        metavar="TEXT",
+    )
+    cors_origin: tuple[str, ...] = setting(
+        (),
+        "Origin of web pages that may call this server from a browser, such as https://chat.example.com, or * for all. "
+        "Repeatable.",
+        flag="--cors-origin",
+        metavar="ORIGIN",
+        default_text="none",
     )
     cache_dir: Path | None = setting(
         None,

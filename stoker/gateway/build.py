@@ -33,6 +33,7 @@ from stoker.gateway.path.app import Gateway, GatewayParts
 from stoker.gateway.path.drain_state import GatewayState
 from stoker.gateway.path.front_gate import FrontGate
 from stoker.gateway.path.handoff_hints import HandoffHints
+from stoker.gateway.path.model_aliases import ModelAliases
 from stoker.gateway.path.proxy import Proxy
 from stoker.gateway.path.services import CleanupTasks, ProxyServices
 from stoker.gateway.path.tokenize import TokenizeEndpoint
@@ -49,6 +50,7 @@ from stoker.gateway.watch.registration import RegistrationEndpoint
 from stoker.gateway.watch.watchers import Watchers, WatchSettings
 from stoker.gateway.watch.worker_signers import WorkerSigners
 from stoker.proto.admin_api import GatewayStatus
+from stoker.proto.cors import CorsRules
 from stoker.routing.router import PrefixIndexes, Router
 
 _CLOSE_GRACE_S = 0.5  # grace period for client connections when the gateway stops
@@ -128,7 +130,11 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     fleet = Fleet(FleetSettings(health=config.health))
     load_book, indexes = LoadBook(), PrefixIndexes(config.routing.index_blocks)
     router = Router(fleet, load_book, indexes, settings=config.routing)
-    metrics, state, key_makers = GatewayMetrics(), GatewayState(), PrefixKeyMakers()
+    metrics, state, key_makers = (
+        GatewayMetrics(),
+        GatewayState(),
+        PrefixKeyMakers(volatile_lines=config.proxy.volatile_line),
+    )
     worker_keys = _worker_api_keys(config)
     upstreams = Upstreams(api_keys=worker_keys, signers=signers)
     watchers = Watchers(
@@ -153,6 +159,8 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
     admission = _admission(config, fleet, state, meter, clock)
     status = partial(_status, config, state, admission, meter, clock, clock())
     view = AdminView(fleet, load_book, router, admission, membership, clock, status)
+    aliases = ModelAliases({one.name: one.model for one in config.alias})
+    cors = CorsRules(config.listen.cors_origin)
     gateway = Gateway(
         GatewayParts(
             fleet=fleet,
@@ -170,9 +178,11 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
             metrics_page=MetricsEndpoint(metrics, (admin_token, metrics_token), is_open=not config.key),
             usage=UsageEndpoint(config.meter.ledger, keys, admin_token, currency=config.meter.currency),
             registration=RegistrationEndpoint(fleet_key, fleet, membership),
-            tokenize=TokenizeEndpoint(fleet, upstreams, keys, admission, config.proxy, clock),
+            tokenize=TokenizeEndpoint(fleet, upstreams, keys, admission, config.proxy, clock, aliases),
             hidden_tokens=config.meter.hidden_tokens,
             max_model_tokens=partial(_max_model_tokens, fleet, watchers),
+            cors=cors,
+            aliases=aliases,
             clock=clock,
         )
     )
@@ -184,6 +194,7 @@ def build_gateway(config: GatewayConfig) -> GatewayServer:
         max_public_body_bytes=int(config.listen.max_public_body_kib * (1 << 10)),
         max_public_per_s=config.listen.max_public_requests_per_s,
         clock=clock,
+        cors=cors,
     )
     server = Server(gateway.handle, limits, on_bad=gateway.count_bad_request, gate=gate)
     add_gauges(metrics, fleet, load_book, indexes, admission, meter, server, state)

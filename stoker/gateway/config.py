@@ -14,10 +14,12 @@ from typing import Any
 from stoker.base import log
 from stoker.base.errors import ConfigError
 from stoker.base.settings import check_settings, from_table, merged, put, read_toml, required, setting
+from stoker.base.volatile_lines import VOLATILE_LINES
 from stoker.fleet.health import HealthSettings
 from stoker.fleet.spec import WorkerSpec
 from stoker.gateway.http import network_of
 from stoker.gateway.worker_option import WorkerSettings, worker_spec
+from stoker.proto.cors import CorsRules
 from stoker.proto.openai.fields import MAX_TENANT_WEIGHT, MIN_TENANT_WEIGHT
 from stoker.routing.settings import RouterSettings
 
@@ -84,6 +86,14 @@ class ListenSettings:
         "Addresses and networks, such as 10.0.0.0/8, that may open any number of connections. List the load balancers in"
         " front of the gateway here.",
     )
+    cors_origin: tuple[str, ...] = setting(
+        (),
+        "Origin of web pages that may call this gateway from a browser, such as https://chat.example.com, or * for all. "
+        "Repeatable.",
+        flag="--cors-origin",
+        metavar="ORIGIN",
+        default_text="none",
+    )
     drain_s: float = setting(
         3600.0, "Maximum time that running requests get to finish after SIGTERM.", flag="--drain-s", unit="s", gt=0
     )
@@ -99,6 +109,7 @@ class ListenSettings:
                 f"listen.max_bodies_mib={self.max_bodies_mib:g} is smaller than twice listen.max_body_mib"
                 f" ({self.max_body_mib:g}); one tenant may use half of it, so a body of that size would never fit"
             )
+        CorsRules(self.cors_origin)
         for text in self.trusted_addresses:
             try:
                 network_of(text)
@@ -187,6 +198,12 @@ class ProxySettings:
         ge=0,
     )
 
+    volatile_line: tuple[str, ...] = setting(
+        VOLATILE_LINES,
+        "How lines at the start of a system prompt begin that change with every request. They are ignored when prompts for "
+        "foreign engines are compared, and left out of Messages requests that are translated to chat. An empty text keeps "
+        "all lines. Stoker workers have a setting of their own.",
+    )
     media_hosts: tuple[str, ...] = setting(
         (),
         "Hosts, such as images.example.com or images.example.com:8443, from which foreign engines may fetch the images, "
@@ -369,6 +386,21 @@ class KeySettings:
 
 
 @dataclass(frozen=True, slots=True)
+class AliasSettings:
+    """Another name of a served model."""
+
+    name: str = required(
+        "The other name. One that ends in * stands for all names that begin so.",
+        pattern=".{1,512}",
+        expected="a model name",
+    )
+    model: str = required("The served model.", pattern=".{1,512}", expected="a model name")
+
+    def __post_init__(self) -> None:
+        check_settings(self, "alias")
+
+
+@dataclass(frozen=True, slots=True)
 class GatewayConfig:
     """Everything that the gateway is configured with."""
 
@@ -381,6 +413,7 @@ class GatewayConfig:
     tracing: TracingSettings = field(default_factory=TracingSettings)
     worker: tuple[WorkerSettings, ...] = ()
     price: tuple[PriceSettings, ...] = ()
+    alias: tuple[AliasSettings, ...] = ()
     tenant: tuple[TenantSettings, ...] = ()
     key: tuple[KeySettings, ...] = ()
     admin_token_file: Path | None = setting(
@@ -421,6 +454,7 @@ class GatewayConfig:
         _unique("key.name", [one.name for one in self.key])
         _unique("tenant.name", [one.name for one in self.tenant])
         _unique("price.model", [one.model for one in self.price])
+        _unique("alias.name", [one.name for one in self.alias])
 
     def worker_specs(self) -> tuple[WorkerSpec, ...]:
         specs = tuple(worker_spec(one) for one in self.worker)

@@ -114,7 +114,7 @@ class PrefetchRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     `kv_transfer_params` covers.
     """
 
-    path: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"] = "/v1/chat/completions"
+    path: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"] = "/v1/chat/completions"
     request: msgspec.Raw = msgspec.Raw()
     kv_transfer_params: dict[str, Any] | None = None
 

@@ -27,4 +27,7 @@ MODEL_PATH = "/stoker/model"  # POST: `ModelRequest`, answered with `ModelSwitch
 # The endpoints that generate, served by both.
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
+MESSAGES_PATH = "/v1/messages"
 RESPONSES_PATH = "/v1/responses"
+INPUT_TOKENS_PATH = "/v1/responses/input_tokens"  # this and the next: count the tokens of a prompt
+COUNT_TOKENS_PATH = "/v1/messages/count_tokens"

@@ -240,6 +240,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     engine_id: str | None = None  # unique per engine process; tickets contain it
     kv_address: str | None = None  # where other workers pull the KV that it keeps for them
     stores: dict[str, str] = {}  # store name by medium of KV events; workers with the same name share its blocks
+    volatile_lines: list[str] = []  # how lines begin that it leaves out of system prompts
 
 
 class WorkerRegistration(WorkerInfo, frozen=True, kw_only=True):

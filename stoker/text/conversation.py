@@ -6,12 +6,14 @@ request bodies and which of their fields reach the prompt. It does not know samp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
 from stoker.base.errors import InvalidRequest
+from stoker.base.volatile_lines import without_volatile
 from stoker.proto.openai.chat import ChatRequest
 from stoker.proto.openai.completions import CompletionRequest
 from stoker.proto.openai.fields import GenerationFields, ResponseFormat
@@ -22,6 +24,8 @@ from stoker.text.tools import ToolPlan
 
 # Set by the renderer, so that a client may not set them: `self` is Jinja's own.
 _RENDERED = ("messages", "tools", "add_generation_prompt", "self")
+_SYSTEM = ("system", "developer")
+_THINKING = ("enable_thinking", "thinking")
 _CUT = "\U0010fffd"  # a private-use character that marks the end of the message to continue
 
 
@@ -42,7 +46,7 @@ def chat_conversation(body: ChatRequest, tools: ToolPlan, constrained: bool) -> 
     return Conversation(
         messages=template_messages(body.messages),
         tools=tools,
-        template_kwargs=template_kwargs(body.chat_template_kwargs, body.reasoning_effort, constrained),
+        template_kwargs=template_kwargs(body.chat_template_kwargs, body.effort, constrained, body.thinks),
         add_generation_prompt=not continued if body.add_generation_prompt is None else body.add_generation_prompt,
         continue_final_message=continued,
     )
@@ -56,6 +60,20 @@ def responses_conversation(body: ResponsesRequest, tools: ToolPlan, constrained:
         template_kwargs=template_kwargs(body.chat_template_kwargs, effort, constrained),
         param="input",
     )
+
+
+def stable_conversation(conversation: Conversation, volatile_lines: Sequence[str]) -> Conversation:
+    """Return the conversation without the volatile lines at the start of its system prompt."""
+    messages = conversation.messages
+    if not messages or messages[0]["role"] not in _SYSTEM:
+        return conversation
+    content = messages[0]["content"]
+    kept = without_volatile(content, volatile_lines)
+    if kept == content:
+        return conversation
+    # A system message of nothing but such lines is left out: the template may write its default.
+    first = [messages[0] | {"content": kept}] if kept else []
+    return replace(conversation, messages=[*first, *messages[1:]])
 
 
 def completion_prompts(body: CompletionRequest) -> list[tuple[str, str | list[int]]]:
@@ -83,7 +101,7 @@ def is_constrained(fields: GenerationFields, form: ResponseFormat | None, tools:
         return True
     if fields.guided_json is not None or fields.guided_choice is not None:
         return True
-    if fields.guided_regex or fields.guided_grammar:
+    if fields.guided_regex or fields.guided_grammar or fields.regex or fields.ebnf or fields.json_schema is not None:
         return True
     structured = fields.structured_outputs
     if structured is None:
@@ -94,9 +112,12 @@ def is_constrained(fields: GenerationFields, form: ResponseFormat | None, tools:
 
 
 def template_kwargs(
-    given: dict[str, Any] | None, effort: str | None = None, constrained: bool = False
+    given: dict[str, Any] | None, effort: str | None = None, constrained: bool = False, thinks: bool | None = None
 ) -> dict[str, Any]:
-    """Return the template's settings: the client's, its reasoning effort, and no thinking if a grammar constrains the answer."""
+    """Return the template's settings: the client's, its reasoning effort, and no thinking if a grammar constrains the answer.
+
+    Templates call the switch for thinking `enable_thinking` (Qwen, GLM) or `thinking` (DeepSeek, Kimi).
+    """
     kwargs = dict(given or {})
     for name in _RENDERED:
         if name in kwargs:
@@ -107,7 +128,11 @@ def template_kwargs(
     if effort is not None:
         kwargs.setdefault("reasoning_effort", effort)
     if constrained or effort == "none":
-        kwargs.setdefault("enable_thinking", False)
+        thinks = False
+    if thinks is not None:
+        given_switch = next((kwargs[name] for name in _THINKING if name in kwargs), thinks)
+        for name in _THINKING:
+            kwargs.setdefault(name, given_switch)
     return kwargs
 
 
@@ -147,5 +172,9 @@ def num_chars(conversation: Conversation) -> int:
     total = 64 * len(conversation.messages)
     for message in conversation.messages:
         total += len(message.get("content") or "") + len(message.get("reasoning_content") or "")
-        total += sum(len(call["function"]["arguments"]) for call in message.get("tool_calls") or ())
+        total += sum(_num_chars(call["function"]["arguments"]) for call in message.get("tool_calls") or ())
     return total + len(msgspec.json.encode((conversation.tools.shown, conversation.template_kwargs)))
+
+
+def _num_chars(arguments: str | dict[str, Any]) -> int:
+    return len(arguments) if isinstance(arguments, str) else len(msgspec.json.encode(arguments))

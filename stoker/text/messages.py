@@ -43,6 +43,23 @@ def uses_tools(messages: Sequence[dict[str, Any]]) -> bool:
     )
 
 
+def with_early_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with one system message at most, at the start. Later ones become messages of the user.
+
+    They keep their place, so that the tokens before them stay the same.
+    """
+    leading, rest = [], list(messages)
+    while rest and _is_system(rest[0]):
+        leading.append(rest.pop(0))
+    if len(leading) > 1 and all(isinstance(message.get("content"), str) for message in leading):
+        leading = [leading[0] | {"content": "\n".join(message["content"] for message in leading)}]
+    return [*leading, *(message | {"role": "user"} if _is_system(message) else message for message in rest)]
+
+
+def _is_system(message: Any) -> bool:
+    return isinstance(message, dict) and message.get("role") in ("system", "developer")
+
+
 def prepare(messages: Sequence[dict[str, Any]], traits: TemplateTraits) -> list[dict[str, Any]]:
     """Return copies of the messages, with their content as text and their calls in the form that the template expects."""
     return [_prepare(message, f"messages[{place}]", traits) for place, message in enumerate(messages)]

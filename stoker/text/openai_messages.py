@@ -8,7 +8,7 @@ from stoker.base.errors import InvalidRequest
 from stoker.proto.openai.chat import Message
 from stoker.proto.openai.fields import ContentPart
 from stoker.proto.openai.responses import InputItem, ResponsesRequest
-from stoker.proto.openai.tools import ToolCall
+from stoker.proto.openai.tools import CalledFunction, PastToolCall
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _ITEM_ROLES = ("user", "assistant", "system", "developer")
@@ -101,7 +101,7 @@ def _add_assistant(message: Message, place: str, call_ids: set[str], result: dic
     reasoning = message.reasoning_content
     if reasoning is None and isinstance(message.reasoning, str):
         reasoning = message.reasoning
-    if content is None and not message.tool_calls and reasoning is None:
+    if content is None and not message.tool_calls and message.function_call is None and reasoning is None:
         raise InvalidRequest(
             f"Invalid value for '{place}.content': expected a string, got null, in a message without tool calls.",
             param=f"{place}.content",
@@ -112,11 +112,17 @@ def _add_assistant(message: Message, place: str, call_ids: set[str], result: dic
     if message.tool_calls:
         call_ids.update(call.id for call in message.tool_calls)
         result["tool_calls"] = [_template_call(call) for call in message.tool_calls]
+    elif message.function_call is not None:
+        function = _template_function(message.function_call)
+        result["tool_calls"] = [{"id": f"call_{place}", "type": "function", "function": function}]
 
 
-def _template_call(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.function.name, "arguments": call.function.arguments}
-    return {"id": call.id, "type": "function", "function": function}
+def _template_call(call: PastToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": _template_function(call.function)}
+
+
+def _template_function(function: CalledFunction) -> dict[str, Any]:
+    return {"name": function.name, "arguments": "" if function.arguments is None else function.arguments}
 
 
 def _answered_call(call_id: str | None, place: str, call_ids: set[str]) -> str:

@@ -24,12 +24,13 @@ import jinja2.sandbox
 
 from stoker.base.errors import InvalidRequest, ModelFilesError
 from stoker.text.folder import read_object, read_text
-from stoker.text.messages import TemplateTraits, prepare, uses_tools
+from stoker.text.messages import TemplateTraits, prepare, uses_tools, with_early_system
 from stoker.text.parsers.contract import REASONING_PARSERS, TOOL_PARSERS, find_format
 from stoker.text.tokenizer import Tokenizer
 
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "default_system"})
 _CHATML_SYSTEM = re.compile(r"<\|im_start\|>system\n(.*?)<\|im_end\|>", re.DOTALL)
+_LATE = "late-system-message"
 _DEFAULT_TOOL_FORMAT = "hermes"  # the format of our own template
 # Errors of a template that gets an unexpected conversation. All of them are reported as an invalid request.
 _RENDER_ERRORS = (
@@ -74,7 +75,9 @@ class ChatTemplate:
         detected = None if self._with_tools is ours else find_format(TOOL_PARSERS, texts, tokenizer.added_tokens)
         self.tool_format = detected or _DEFAULT_TOOL_FORMAT
         self.reasoning_format = find_format(REASONING_PARSERS, texts, tokenizer.added_tokens)
+        self._takes_late_system = True
         self._default_system = self._find_default_system()
+        self._takes_late_system = self._shows_late_system()
 
     @classmethod
     def from_folder(cls, path: Path, tokenizer: Tokenizer) -> ChatTemplate:
@@ -94,6 +97,8 @@ class ChatTemplate:
                 f"Invalid 'chat_template_kwargs': the server sets '{sorted(taken)[0]}' itself; remove it.",
                 param="chat_template_kwargs",
             )
+        if not self._takes_late_system:
+            messages = with_early_system(messages)
         chosen = self._default
         if tools or uses_tools(messages):
             if self._with_tools is None:
@@ -114,6 +119,15 @@ class ChatTemplate:
         except _RENDER_ERRORS as refused:
             message = f"the model's chat template cannot render these messages: {type(refused).__name__}: {refused}"
             raise InvalidRequest(message, param="messages") from refused
+
+    def _shows_late_system(self) -> bool:
+        """Return True if a system message in mid-conversation becomes part of the prompt. Many templates refuse it."""
+        late = {"role": "system", "content": _LATE}
+        question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+        try:
+            return _LATE in self.render([question, answer, late, question])
+        except InvalidRequest:
+            return False
 
     def _find_default_system(self) -> str | None:
         # With tools, our template may replace the model's. The default system message of the model's template must be kept.

@@ -9,9 +9,9 @@ from typing import Any, Literal
 from stoker.base.errors import InvalidRequest
 from stoker.proto.openai.chat import ChatRequest
 from stoker.proto.openai.responses import ResponsesRequest
-from stoker.proto.openai.tools import Function, Tool, ToolChoice, ToolReference
+from stoker.proto.openai.tools import Function, FunctionName, Tool, ToolChoice, ToolReference
 
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 
 ToolMode = Literal["none", "auto", "required", "named"]
 
@@ -37,8 +37,17 @@ class ToolPlan:
 
 
 def chat_tools(request: ChatRequest, max_tools: int) -> ToolPlan:
-    """Return the tools of a chat request."""
-    return _plan(_chat_functions(request.tools), request.tool_choice, request.parallel_tool_calls, max_tools)
+    """Return the tools of a chat request, or its `functions`, the older form of the same."""
+    if request.functions is None and request.function_call is None:
+        return _plan(_chat_functions(request.tools), request.tool_choice, request.parallel_tool_calls, max_tools)
+    if request.tools:
+        raise InvalidRequest("Give either 'tools' or 'functions', which is their older form.", param="functions")
+    functions = [_checked(one, f"functions[{i}]") for i, one in enumerate(request.functions or ())]
+    return _plan(functions, _older_choice(request.function_call), False, max_tools, "function_call")
+
+
+def _older_choice(choice: str | FunctionName | None) -> str | ToolChoice | None:
+    return ToolChoice(type="function", function=choice) if isinstance(choice, FunctionName) else choice
 
 
 def offered_tools(tools: list[Tool] | None, max_tools: int) -> ToolPlan:
@@ -75,7 +84,7 @@ def responses_tools(request: ResponsesRequest, max_tools: int) -> ToolPlan:
 def _checked(function: Function, place: str) -> dict[str, Any]:
     if not _NAME.fullmatch(function.name):
         raise InvalidRequest(
-            f"Invalid '{place}.name': {function.name[:80]!r}. Expected 1 to 64 letters, digits, '_', '-' or '.'.",
+            f"Invalid '{place}.name': {function.name[:80]!r}. Expected 1 to 128 letters, digits, '_', '-' or '.'.",
             param=f"{place}.name",
             code="invalid_value",
         )
@@ -95,7 +104,11 @@ def _checked(function: Function, place: str) -> dict[str, Any]:
 
 
 def _plan(
-    offered: list[dict[str, Any]], choice: str | ToolChoice | None, parallel: bool | None, max_tools: int
+    offered: list[dict[str, Any]],
+    choice: str | ToolChoice | None,
+    parallel: bool | None,
+    max_tools: int,
+    param: str = "tool_choice",
 ) -> ToolPlan:
     if len(offered) > max_tools:
         raise InvalidRequest(
@@ -112,8 +125,8 @@ def _plan(
             mode, allowed = "required", offered
         case ToolChoice(type="function"):
             name = choice.function.name if choice.function is not None else choice.name
-            place = "tool_choice.function.name" if choice.function is not None else "tool_choice.name"
-            mode, allowed, parallel = "named", [_named(offered, name, place)], False
+            place = f"{param}.function.name" if choice.function is not None else f"{param}.name"
+            mode, allowed, parallel = "named", [_named(offered, name, place, param)], False
         case ToolChoice(type="allowed_tools"):
             nested = choice.allowed_tools
             references = nested.tools if nested is not None else choice.tools or []
@@ -124,17 +137,17 @@ def _plan(
         case _:
             raise InvalidRequest(f"Invalid value for 'tool_choice': '{choice}'.", param="tool_choice")
     if mode in ("required", "named") and not allowed:
-        raise InvalidRequest("'tool_choice' is only allowed when 'tools' are specified.", param="tool_choice")
+        raise InvalidRequest(f"'{param}' is only allowed when 'tools' are specified.", param=param)
     return ToolPlan(mode=mode, offered=offered, allowed=allowed, parallel=parallel)
 
 
-def _named(offered: list[dict[str, Any]], name: str | None, place: str) -> dict[str, Any]:
+def _named(offered: list[dict[str, Any]], name: str | None, place: str, param: str = "tool_choice") -> dict[str, Any]:
     if name is None:
         raise InvalidRequest(f"Missing required parameter: '{place}'.", param=place)
     for tool in offered:
         if tool["function"]["name"] == name:
             return tool
-    raise InvalidRequest(f"Tool choice '{name}' not found in 'tools' parameter.", param="tool_choice")
+    raise InvalidRequest(f"Tool choice '{name}' not found in 'tools' parameter.", param=param)
 
 
 def _name_of(reference: ToolReference) -> str | None:

@@ -12,7 +12,12 @@ from contextlib import nullcontext
 from aiohttp import web
 
 from stoker.base.log import EventLog
+from stoker.proto.anthropic.errors import REQUEST_ID_HEADER, message_error_body
+from stoker.proto.cors import CorsRules
 from stoker.proto.internal_http import (
+    COUNT_TOKENS_PATH,
+    INPUT_TOKENS_PATH,
+    MESSAGES_PATH,
     MODEL_PATH,
     PREFETCH_PATH,
     READY_PATH,
@@ -21,15 +26,20 @@ from stoker.proto.internal_http import (
     WORKER_INFO_PATH,
 )
 from stoker.proto.openai.errors import CLIENT_GONE_STATUS, HttpError
+from stoker.proto.openai.not_honoured import IGNORED_HEADER
+from stoker.proto.openai.unknown_fields import UnknownFields
 from stoker.worker.chat import CHAT
 from stoker.worker.completions import COMPLETIONS
 from stoker.worker.config import HttpConfig
 from stoker.worker.context import CONTEXT, ModelText, Service, WorkerContext
+from stoker.worker.cors import CORS, allow_origin, answer_preflight
 from stoker.worker.errors import ClientStalled, worker_http_error
 from stoker.worker.fleet_side import show_load, show_tokenizer, show_worker
 from stoker.worker.guard import GUARD, Guard, guarded, show_proof
 from stoker.worker.identity import Identity
 from stoker.worker.info import detokenize, health, list_models, metrics, ready, show_model, tokenize
+from stoker.worker.input_tokens import count_response_input
+from stoker.worker.messages import MESSAGES, count_message_tokens
 from stoker.worker.metrics import WorkerMetrics
 from stoker.worker.model_switch import switch_model
 from stoker.worker.prefetch import prefetch
@@ -44,7 +54,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 # These are polled every few seconds, so they are logged only when they fail.
 _QUIET = frozenset({"/health", READY_PATH, "/metrics", "/load", WORKER_INFO_PATH})
-_GENERATING = frozenset({CHAT.path, COMPLETIONS.path, RESPONSES.path})
+_GENERATING = frozenset({CHAT.path, COMPLETIONS.path, RESPONSES.path, MESSAGES.path})
 
 
 def make_app(
@@ -62,6 +72,8 @@ def make_app(
     `begin_drain()`, then await `wait_idle()`.
     """
     state = state or ServerState(config.drain_retry_after_s)
+    log = log or EventLog("worker")
+    unknown_fields = UnknownFields(log, config.strict)
     context = WorkerContext(
         service=service,
         text=text,
@@ -74,20 +86,29 @@ def make_app(
             ready=lambda: service.ready,
             num_restarts=lambda: service.num_restarts,
             num_running=lambda: state.num_running,
+            unknown_fields=lambda: unknown_fields.counts,
         ),
-        log=log or EventLog("worker"),
+        log=log,
+        unknown_fields=unknown_fields,
         text_threads=ThreadPoolExecutor(config.text_threads, thread_name_prefix="text"),
     )
     app = web.Application(middlewares=[_answer, guarded], client_max_size=config.max_body_bytes)
     app[CONTEXT] = context
+    app[CORS] = CorsRules(config.cors_origins)
     app[GUARD] = Guard(context.identity)
     app.on_response_prepare.append(_name_request)
     app.on_response_prepare.append(show_proof)
+    if config.cors_origins:
+        app.middlewares.insert(0, answer_preflight)
+        app.on_response_prepare.append(allow_origin)
     app.on_shutdown.append(_end_streams)
     app.cleanup_ctx.append(_lifespan)
     app.router.add_post(CHAT.path, CHAT.handle)
     app.router.add_post(COMPLETIONS.path, COMPLETIONS.handle)
     app.router.add_post(RESPONSES.path, RESPONSES.handle)
+    app.router.add_post(MESSAGES.path, MESSAGES.handle)
+    app.router.add_post(INPUT_TOKENS_PATH, count_response_input)
+    app.router.add_post(COUNT_TOKENS_PATH, count_message_tokens)
     app.router.add_get("/v1/models", list_models)
     app.router.add_get("/v1/models/{model:.+}", show_model)
     app.router.add_post("/tokenize", tokenize)
@@ -133,7 +154,12 @@ async def _lifespan(app: web.Application) -> AsyncIterator[None]:
 
 async def _name_request(request: web.Request, response: web.StreamResponse) -> None:
     if RECORD in request:
-        response.headers["X-Request-Id"] = request[RECORD].request_id
+        record = request[RECORD]
+        response.headers["X-Request-Id"] = record.request_id
+        if request.path.startswith(MESSAGES_PATH):
+            response.headers[REQUEST_ID_HEADER] = record.request_id
+        if record.ignored_fields:
+            response.headers[IGNORED_HEADER] = ", ".join(record.ignored_fields)
 
 
 @web.middleware
@@ -181,9 +207,10 @@ async def _respond(request: web.Request, failure: HttpError) -> web.StreamRespon
             return await request[STREAM].fail(failure)
         except (ConnectionError, ClientStalled):
             return _cut(request)
-    response = web.Response(
-        status=failure.status, body=failure.json(), content_type="application/json", headers=failure.headers
-    )
+    body = failure.json()
+    if request.path.startswith(MESSAGES_PATH):
+        body = message_error_body(failure.status, body, request[RECORD].request_id)
+    response = web.Response(status=failure.status, body=body, content_type="application/json", headers=failure.headers)
     if failure.headers.get("Connection") == "close":
         response.force_close()
     return response

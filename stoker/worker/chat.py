@@ -55,6 +55,11 @@ class ChatAnswer:
         return self.prepared.choices
 
     @property
+    def has_functions(self) -> bool:
+        """Return True if the request has `functions`, the older form of `tools`. Then the answer has the older form too."""
+        return self.body.functions is not None
+
+    @property
     def prompt_token_ids(self) -> list[int] | UnsetType:
         return self.prepared.prompt.token_ids if self.body.return_token_ids else UNSET
 
@@ -76,7 +81,9 @@ class ChatAnswer:
     def finish_reason(self, index: int, reason: ChatFinish) -> ChatFinish:
         """Follow OpenAI: a call to a function that the client named ends with "stop", any other with "tool_calls"."""
         called = self.choices[index].has_called and self.tools.mode != "named"
-        return "tool_calls" if reason == "stop" and called else reason
+        if reason != "stop" or not called:
+            return reason
+        return "function_call" if self.has_functions else "tool_calls"
 
     def chunk(
         self,
@@ -112,6 +119,7 @@ async def prepare_chat(setup: AnswerSetup, body: ChatRequest) -> ChatAnswer:
         prediction=await predicted_tokens(
             setup.context, body.prediction, body.max_completion_tokens or body.max_tokens
         ),
+        hides_reasoning=body.hides_reasoning,
     )
     prepared = await prepare_conversation(
         setup,
@@ -128,21 +136,6 @@ CHAT = GeneratingEndpoint(CHAT_PATH, ChatRequest, prepare_chat)
 
 
 def _refuse_unsupported(body: ChatRequest) -> None:
-    for name, reason in (
-        ("audio", "this model generates only text"),
-        ("web_search_options", "this server has no web search"),
-        ("functions", "use 'tools' instead"),
-        ("function_call", "use 'tool_choice' instead"),
-    ):
-        if getattr(body, name) is not None:
-            raise InvalidRequest(
-                f"Unsupported parameter: '{name}': {reason}.", param=name, code="unsupported_parameter"
-            )
-    if body.include_reasoning is False:
-        raise InvalidRequest(
-            "Unsupported value: 'include_reasoning': false is not supported, the reasoning is always returned.",
-            param="include_reasoning",
-        )
     if body.modalities is not None and body.modalities != ["text"]:
         raise InvalidRequest(
             "Invalid value for 'modalities': only ['text'] is supported, this model generates only text.",
@@ -211,7 +204,7 @@ class ChatCollector:
         )
 
     def _choice(self, index: int, collected: _CollectedChoice) -> ChatChoice:
-        body = self._answer.body
+        body, has_functions = self._answer.body, self._answer.has_functions
         content, reasoning = "".join(collected.content), "".join(collected.reasoning) or UNSET
         token_bytes = self._answer.setup.context.text.tokenizer.token_bytes
         return ChatChoice(
@@ -220,7 +213,8 @@ class ChatCollector:
                 content=content if content or not collected.calls else None,
                 reasoning_content=reasoning,
                 reasoning=reasoning,
-                tool_calls=collected.calls or UNSET,
+                tool_calls=UNSET if has_functions else collected.calls or UNSET,
+                function_call=collected.calls[0].function if has_functions and collected.calls else UNSET,
             ),
             logprobs=chat_logprobs(collected.logprobs, token_bytes) if body.logprobs else None,
             finish_reason=collected.finish,
@@ -259,6 +253,8 @@ class ChatEvents:
 
     def _choice(self, piece: AnswerPiece, opens: bool) -> ChatChunkChoice:
         delta = _delta(piece)
+        if self._answer.has_functions and not isinstance(delta.tool_calls, UnsetType):
+            delta.function_call, delta.tool_calls = delta.tool_calls[0].function, UNSET
         if opens:
             delta.role, delta.content = "assistant", delta.content or ""
         return ChatChunkChoice(

@@ -22,7 +22,7 @@ from stoker.worker.handoff import resolve_handoff
 from stoker.worker.output import OutputParser
 from stoker.worker.prompts import TokenizedPrompt
 from stoker.worker.resume import Resumed, resumed_choices
-from stoker.worker.sampling import resolve_max_tokens, resolve_sampling, resolve_stops
+from stoker.worker.sampling import resolve_max_tokens, resolve_sampling, resolve_stops, token_limit
 
 _NO_TENANT = TenantShare("")
 
@@ -41,6 +41,8 @@ class GenerationOptions:
     continues_text: bool = False  # the answer continues the text of the prompt, so its first space is kept
     keep_special_tokens: bool = False  # a parser needs them in the text
     prediction: tuple[int, ...] = ()  # the tokens that the client expects
+    hides_reasoning: bool = False
+    fits_context: bool = False  # a larger `max_tokens` means the rest of the context, and is no error
 
 
 def make_choices(
@@ -60,12 +62,13 @@ def make_choices(
     sampling = resolve_sampling(fields, limits, config, options.num_logprobs, grammar)
     stops = resolve_stops(fields.stop, config)
     max_tokens = resolve_max_tokens(
-        options.max_tokens,
+        token_limit(options.max_tokens, options.max_tokens_param),
         options.max_tokens_param,
         len(prompt.token_ids),
         options.prompt_param,
         limits,
         sampling.min_tokens,
+        fits_context=options.fits_context,
     )
     num_choices = options.num_prompts * options.n
     handoff = resolve_handoff(fields.kv_transfer_params, num_choices, context.service.info, context.log)
@@ -112,6 +115,7 @@ def make_choices(
             resumed_logprobs=resumed[i].logprobs,
             ended=resumed[i].finished,
             continues_elsewhere=setup.continues_elsewhere,
+            hides_reasoning=options.hides_reasoning,
         )
         for i in range(options.n)
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -18,6 +18,7 @@ from stoker.proto.openai.errors import HttpError
 from stoker.proto.sse import encode_event
 from stoker.sched.request import TokenLogprobs
 from stoker.text.conversation import completion_prompts
+from stoker.text.detokenizer import Detokenizer
 from stoker.text.parsers.contract import TextDelta
 from stoker.worker.choices import GenerationOptions, make_choices, usage_report
 from stoker.worker.constraint import resolve_constraint
@@ -26,10 +27,11 @@ from stoker.worker.endpoint import AnswerSetup, GeneratingEndpoint
 from stoker.worker.generate import AnswerPiece, Choice
 from stoker.worker.handoff import transfer_params
 from stoker.worker.ids import AnswerIds
-from stoker.worker.logprobs import TextOffsets, completion_logprobs
+from stoker.worker.logprobs import TextOffsets, completion_logprobs, with_prompt
 from stoker.worker.output import NoTools
 from stoker.worker.prediction import predicted_tokens
-from stoker.worker.prompts import TokenizedPrompt, encode, given_prompt
+from stoker.worker.prompt_logprobs import prompt_logprobs
+from stoker.worker.prompts import TokenizedPrompt, encode, given_prompt, truncated
 from stoker.worker.stream import SseStream
 
 
@@ -40,6 +42,8 @@ class CompletionAnswer:
     prompts: list[TokenizedPrompt]
     choices: list[Choice]
     id: str
+    # Of each prompt, if the client asked for `echo` with `logprobs`.
+    prompt_logprobs: list[list[TokenLogprobs | None]] = field(default_factory=list)
 
     def collector(self) -> CompletionCollector:
         return CompletionCollector(self)
@@ -57,7 +61,7 @@ class CompletionAnswer:
         return error.event()
 
     def prompt_of(self, index: int) -> TokenizedPrompt:
-        return self.prompts[index // (len(self.choices) // len(self.prompts))]
+        return self.prompts[self._prompt_index(index)]
 
     def echoed(self, index: int) -> str:
         """Return the text that the choice starts with if the client asked for `echo`."""
@@ -67,6 +71,27 @@ class CompletionAnswer:
         if self.body.logprobs is None:
             return None
         return completion_logprobs(entries, self.body.logprobs, offsets, self.setup.context.text.tokenizer.token_bytes)
+
+    @property
+    def only_echoes(self) -> bool:
+        """Return True if nothing is generated: `max_tokens` is 0."""
+        return self.body.max_tokens == 0
+
+    def offsets(self) -> list[TextOffsets]:
+        """Return one per choice. The text of a choice begins with the prompt, if that is echoed."""
+        return [TextOffsets(choice.detokenizer, len(self.echoed(choice.index))) for choice in self.choices]
+
+    def with_prompt(self, index: int, answer: CompletionLogprobs | None) -> CompletionLogprobs | None:
+        """Return the logprobs of a choice with those of its prompt in front, if the client asked for them."""
+        if not self.prompt_logprobs:
+            return answer
+        text = self.setup.context.text.tokenizer
+        prompt, logprobs = self.prompt_of(index), self.prompt_logprobs[self._prompt_index(index)]
+        offsets = TextOffsets(Detokenizer(text))
+        return with_prompt(logprobs, prompt.token_ids, answer, self.body.logprobs or 0, offsets, text.token_bytes)
+
+    def _prompt_index(self, index: int) -> int:
+        return index // (len(self.choices) // len(self.prompts))
 
     def completion(
         self,
@@ -87,6 +112,7 @@ class CompletionAnswer:
 
 async def prepare_completion(setup: AnswerSetup, body: CompletionRequest) -> CompletionAnswer:
     n = body.n or 1
+    echoes_only = bool(body.echo) and body.max_tokens == 0
     if body.suffix:
         raise InvalidRequest(
             "Unsupported parameter: 'suffix': this server does not insert text before a suffix.",
@@ -98,11 +124,6 @@ async def prepare_completion(setup: AnswerSetup, body: CompletionRequest) -> Com
             f"Invalid 'best_of': {body.best_of}. It must equal 'n' ({n}), because all choices are returned.",
             param="best_of",
         )
-    if body.echo and body.logprobs is not None:
-        raise InvalidRequest(
-            "'echo' and 'logprobs' together are not supported, because a prompt has no logprobs: send only one of them.",
-            param="echo",
-        )
     prompts = await _prompts(setup.context, body)
     max_choices = setup.context.config.max_choices
     if len(prompts) * n > max_choices:
@@ -113,7 +134,7 @@ async def prepare_completion(setup: AnswerSetup, body: CompletionRequest) -> Com
     options = GenerationOptions(
         prompt_param="prompt" if body.prompt_token_ids is None else "prompt_token_ids",
         n=n,
-        max_tokens=body.max_tokens,
+        max_tokens=1 if echoes_only else body.max_tokens,
         num_logprobs=body.logprobs,
         constraint=resolve_constraint(body, body.response_format),
         num_prompts=len(prompts),
@@ -123,8 +144,16 @@ async def prepare_completion(setup: AnswerSetup, body: CompletionRequest) -> Com
     choices: list[Choice] = []
     for prompt in prompts:
         choices += make_choices(setup, body, options, prompt, lambda _: NoTools(), first_index=len(choices))
+    if echoes_only:
+        for choice in choices:
+            choice.request = replace(choice.request, max_new_tokens=0)
+            choice.ended = True
     answer_id = AnswerIds.of(setup.request_id, setup.created, prompts[0].token_ids).make("cmpl-")
-    return CompletionAnswer(setup, body, prompts, choices, answer_id)
+    scores = []
+    if body.echo and body.logprobs is not None:
+        firsts = [choice.request for choice in choices if choice.counts_prompt]
+        scores = [await prompt_logprobs(setup.context.service, first, body.logprobs) for first in firsts]
+    return CompletionAnswer(setup, body, prompts, choices, answer_id, scores)
 
 
 COMPLETIONS = GeneratingEndpoint(COMPLETIONS_PATH, CompletionRequest, prepare_completion)
@@ -136,9 +165,11 @@ async def _prompts(context: WorkerContext, body: CompletionRequest) -> list[Toke
 
     def prompt_of(param: str, prompt: str | list[int]) -> TokenizedPrompt:
         if isinstance(prompt, str):
-            return TokenizedPrompt(encode(text, prompt, limits, param, add_special_tokens=True), prompt)
-        tokenized = given_prompt(context, prompt, param)
-        if not body.echo:
+            ids = encode(text, prompt, limits, param, body.add_special_tokens is not False)
+            tokenized = truncated(TokenizedPrompt(ids, prompt), body, body.max_tokens, limits)
+        else:
+            tokenized = truncated(given_prompt(context, prompt, param), body, body.max_tokens, limits)
+        if not body.echo or tokenized.text is not None:
             return tokenized
         return TokenizedPrompt(tokenized.token_ids, text.tokenizer.decode(tokenized.token_ids))
 
@@ -165,7 +196,7 @@ class CompletionCollector:
             CompletionChoice(index=choice.index, text="", finish_reason="stop") for choice in answer.choices
         ]
         self._logprobs: list[list[TokenLogprobs]] = [[] for _ in answer.choices]
-        self._offsets = [TextOffsets(choice.detokenizer) for choice in answer.choices]
+        self._offsets = answer.offsets()
         self._token_ids: list[list[int]] = [[] for _ in answer.choices]
 
     def take(self, piece: AnswerPiece) -> bool:
@@ -181,7 +212,7 @@ class CompletionCollector:
         answer = self._answer
         for i, result in enumerate(self._results):
             result.text = self._texts[i]
-            result.logprobs = answer.logprobs(self._logprobs[i], self._offsets[i])
+            result.logprobs = answer.with_prompt(i, answer.logprobs(self._logprobs[i], self._offsets[i]))
             if answer.body.return_token_ids:
                 result.token_ids = self._token_ids[i]
                 result.prompt_token_ids = answer.prompt_of(i).token_ids
@@ -195,8 +226,10 @@ class CompletionEvents:
         self._answer = answer
         self._stream = stream
         self._template = ChunkTemplate(answer.completion([], None if answer.body.wants_usage else UNSET))
-        self._offsets = [TextOffsets(choice.detokenizer) for choice in answer.choices]
-        self._started = {choice.index for choice in answer.choices if choice.is_resumed}
+        self._offsets = answer.offsets()
+        self._started = set()
+        if not answer.only_echoes:
+            self._started = {choice.index for choice in answer.choices if choice.is_resumed}
         self._with_ids = bool(answer.body.return_token_ids)
         self.wait_for_room = stream.wait_for_room
 
@@ -205,13 +238,14 @@ class CompletionEvents:
         result = CompletionChoice(index=i, text=_text(piece), finish_reason=piece.finish)
         if piece.logprobs:  # also of a replayed piece: the offsets of later tokens depend on it
             result.logprobs = self._answer.logprobs(piece.logprobs, self._offsets[i])
-        if piece.replayed:
+        if piece.replayed and not self._answer.only_echoes:
             return True
         if self._with_ids:
             result.token_ids = piece.token_ids
         if i not in self._started:
             self._started.add(i)
             result.text = self._answer.echoed(i) + result.text
+            result.logprobs = self._answer.with_prompt(i, result.logprobs)
             if self._with_ids:
                 result.prompt_token_ids = self._answer.prompt_of(i).token_ids
         is_event = result.text or piece.finish or self._with_ids or result.logprobs

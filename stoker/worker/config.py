@@ -1,4 +1,4 @@
-"""Limits of a worker's HTTP server. `stoker serve` sets the first two; the others are constants that tests change."""
+"""Limits of a worker's HTTP server. `stoker serve` sets some; the others are constants that tests change."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from stoker.base.errors import ConfigError
 from stoker.base.settings import check_settings, setting
+from stoker.base.volatile_lines import VOLATILE_LINES
 from stoker.proto.openai.fields import MAX_CHOICES
 
 
@@ -20,6 +21,9 @@ class HttpConfig:
     max_choices: int = setting(
         MAX_CHOICES, "Maximum sequences of one request: n, or prompts times n.", ge=1, le=MAX_CHOICES
     )
+    volatile_lines: tuple[str, ...] = VOLATILE_LINES
+    cors_origins: tuple[str, ...] = ()
+    strict: bool = False  # refuse request fields that are not known, instead of ignoring them
     max_stops: int = 16  # stop strings
     max_stop_token_ids: int = 1024  # the engine compares all of them at every token
     max_logit_biases: int = 1024

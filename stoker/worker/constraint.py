@@ -1,4 +1,4 @@
-"""The grammar that an answer must match. Several fields can set it: OpenAI's, and two generations of vLLM's."""
+"""The grammar that an answer must match. Several fields can set it: OpenAI's, two generations of vLLM's, and SGLang's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def resolve_constraint(
     request: GenerationFields, response_format: ResponseFormat | None, param: str = "response_format"
 ) -> Constraint | None:
     """Return the constraint of a request. More than one is an error."""
-    found = [*_of_format(response_format, param), *_of_guided(request), *_of_structured(request)]
+    found = [*_of_format(response_format, param), *_of_guided(request), *_of_structured(request), *_of_sglang(request)]
     if len(found) > 1:
         names = ", ".join(constraint.param for constraint in found)
         raise InvalidRequest(
@@ -41,10 +41,10 @@ def resolve_constraint(
 def _of_format(form: ResponseFormat | None, param: str) -> list[Constraint]:
     if form is None or form.type == "text":
         return []
-    if form.type == "json_object":
+    nested = form.json_schema
+    if form.type == "json_object" and form.schema is None and (nested is None or nested.schema is None):
         return [Constraint(GrammarSpec("json_object"), param)]
-    if form.type == "json_schema":
-        nested = form.json_schema
+    if form.type in ("json_schema", "json_object"):
         schema = nested.schema if nested is not None else form.schema
         place = f"{param}.json_schema" if nested is not None or param == "response_format" else param
         if schema is None:
@@ -73,6 +73,17 @@ def _of_structured(request: GenerationFields) -> list[Constraint]:
         return []
     found = _of_vllm(at, given.json, given.regex, given.grammar, given.choice)
     return [*found, Constraint(GrammarSpec("json_object"), f"{at}json_object")] if given.json_object else found
+
+
+def _of_sglang(request: GenerationFields) -> list[Constraint]:
+    found = []
+    if request.json_schema is not None:
+        found.append(Constraint(_schema_grammar(request.json_schema, "json_schema"), "json_schema"))
+    if request.regex:
+        found.append(_text_constraint("regex", request.regex, "regex"))
+    if request.ebnf:
+        found.append(_text_constraint("ebnf", request.ebnf, "ebnf"))
+    return found
 
 
 def _of_vllm(

@@ -16,6 +16,7 @@ import stoker
 from stoker.base.errors import InvalidRequest, NotFound
 from stoker.base.log import EventLog
 from stoker.proto.messages import EngineInfo, EngineStats, Prefetch
+from stoker.proto.openai.unknown_fields import UnknownFields
 from stoker.text.folder import text_digest, text_files
 from stoker.text.parsers.contract import REASONING_PARSERS, TOOL_PARSERS, ReasoningParser, ToolParser
 from stoker.text.template import ChatTemplate
@@ -108,6 +109,7 @@ class WorkerContext:
     state: ServerState
     metrics: WorkerMetrics
     log: EventLog
+    unknown_fields: UnknownFields
     text_threads: ThreadPoolExecutor
     created: int = field(default_factory=lambda: int(time.time()))
 

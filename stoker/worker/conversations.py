@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from stoker.base.errors import InvalidRequest
 from stoker.proto.openai.fields import GenerationFields
-from stoker.text.conversation import Conversation
+from stoker.text.conversation import Conversation, stable_conversation
 from stoker.text.tools import ToolPlan
 from stoker.worker.choices import GenerationOptions, make_choices
 from stoker.worker.constraint import Constraint
@@ -16,7 +16,7 @@ from stoker.worker.endpoint import AnswerSetup
 from stoker.worker.generate import Choice
 from stoker.worker.ids import AnswerIds
 from stoker.worker.output import AllowedCalls, NoTools, OutputParser, ReasonedOutput
-from stoker.worker.prompts import TokenizedPrompt, given_prompt, render_off_loop
+from stoker.worker.prompts import TokenizedPrompt, given_prompt, render_off_loop, truncated
 
 _CALL_ID_CHARS = 29  # the length of OpenAI's ids of tool calls
 _END_TOKENS = 64  # at the end of a prompt: longer than any tag that opens the reasoning
@@ -50,7 +50,9 @@ async def prepare_conversation(
         prompt = given_prompt(context, body.prompt_token_ids)
         options = replace(options, prompt_param="prompt_token_ids")
     else:
-        prompt = await render_off_loop(context, conversation(constrained))
+        stable = stable_conversation(conversation(constrained), context.config.volatile_lines)
+        prompt = await render_off_loop(context, stable, bool(body.add_special_tokens))
+    prompt = truncated(prompt, body, options.max_tokens, context.limits)
     ids = AnswerIds.of(setup.request_id, setup.created, prompt.token_ids)
     # The grammar of a constrained answer holds from its first token on, so there is no reasoning.
     has_reasoning = split_reasoning and not constrained

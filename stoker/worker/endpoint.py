@@ -19,6 +19,7 @@ from stoker.proto.handoff import KvTransferParams
 from stoker.proto.openai.decode import decode
 from stoker.proto.openai.errors import HttpError
 from stoker.proto.openai.fields import GenerationFields
+from stoker.proto.openai.not_honoured import not_honoured
 from stoker.worker.context import CONTEXT, WorkerContext, read_body
 from stoker.worker.generate import Choice, PieceSink, generate
 from stoker.worker.guard import check_fields
@@ -80,8 +81,9 @@ class GeneratingEndpoint(Generic[Fields]):
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         context = request.app[CONTEXT]
-        body = decode(self.request_type, await read_body(request, context.config))
+        body = context.unknown_fields.decode(self.request_type, await read_body(request, context.config))
         check_fields(request, body)
+        request[RECORD].ignored_fields = not_honoured(body)
         has_notes, text = wants_notes(request, body), context.text
         answer = await self._answer(context, body, request[RECORD].request_id, has_notes)
         if context.text is not text:  # its tokens are those of the old model

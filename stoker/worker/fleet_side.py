@@ -35,6 +35,7 @@ def worker_info(context: WorkerContext, host: str) -> WorkerInfo:
         engine_id=info.engine_id or None,
         kv_address=info.kv_address,
         stores=info.stores,
+        volatile_lines=list(context.config.volatile_lines),
     )
 
 

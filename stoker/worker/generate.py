@@ -90,6 +90,7 @@ class Choice:
     usage: TokenUsage = field(init=False)
     reasoning_tokens: int = 0
     has_called: bool = False  # has called a tool, in the replay or since
+    hides_reasoning: bool = False  # the client does not want to see it
     _held_tokens: int = 0  # tokens that are not part of a delta yet
     _held_logprobs: list[tuple[str, TokenLogprobs]] = field(default_factory=list)  # with the text of each token
 
@@ -182,7 +183,6 @@ class Choice:
         """Add deltas to the piece. Tokens that were held back count with the deltas that they became part of."""
         if not deltas:
             return
-        piece.deltas = [*piece.deltas, *deltas] if piece.deltas else deltas
         is_reasoning = True
         for delta in deltas:
             if not isinstance(delta, ReasoningDelta):
@@ -190,6 +190,9 @@ class Choice:
                 self.has_called = self.has_called or isinstance(delta, ToolCallStart)
         if is_reasoning:
             self.reasoning_tokens += self._held_tokens
+        if self.hides_reasoning:
+            deltas = [delta for delta in deltas if not isinstance(delta, ReasoningDelta)]
+        piece.deltas = [*piece.deltas, *deltas] if piece.deltas else deltas
         self._held_tokens = 0
         if self._held_logprobs:
             content = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))
@@ -237,7 +240,7 @@ async def generate(source: ChunkSource, choices: Sequence[Choice], record: Reque
         if len(running) == 1:
             await _run(source, running[0], record, sink)
         else:
-            await _together([_run(source, choice, record, sink) for choice in running])
+            await run_together([_run(source, choice, record, sink) for choice in running])
     finally:
         for choice in choices:
             kind = output_kind(choice.has_called, choice.request.sampling.grammar)
@@ -280,7 +283,7 @@ async def _in_time(relay: Awaitable[None], deadline_s: float | None) -> None:
         raise DeadlineExceeded("The deadline of the request passed before its answer was complete.") from None
 
 
-async def _together(runs: Sequence[Coroutine[None, None, None]]) -> None:
+async def run_together(runs: Sequence[Coroutine[None, None, None]]) -> None:
     """Run all until they are done. An error in one of them cancels the others."""
     tasks = [asyncio.create_task(run) for run in runs]
     try:

@@ -15,7 +15,16 @@ from aiohttp import web
 
 from stoker.base.errors import InvalidRequest
 from stoker.base.fleet_key import FleetKey
-from stoker.proto.internal_http import CHAT_PATH, COMPLETIONS_PATH, INTERNAL_HEADER_PREFIX, READY_PATH, RESPONSES_PATH
+from stoker.proto.internal_http import (
+    CHAT_PATH,
+    COMPLETIONS_PATH,
+    COUNT_TOKENS_PATH,
+    INPUT_TOKENS_PATH,
+    INTERNAL_HEADER_PREFIX,
+    MESSAGES_PATH,
+    READY_PATH,
+    RESPONSES_PATH,
+)
 from stoker.proto.openai.fields import GenerationFields
 from stoker.proto.signed_http import AUTH_HEADER, CHALLENGE_HEADER, PROOF_HEADER, RequestVerifier
 from stoker.worker.context import CONTEXT, read_body
@@ -24,10 +33,22 @@ from stoker.worker.identity import Identity
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 OPEN_PATHS = frozenset({"/health", READY_PATH})
-_KEY_PATHS = frozenset({CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, "/v1/models", "/v1/models/{model}"})
+_KEY_PATHS = frozenset(
+    {
+        CHAT_PATH,
+        COMPLETIONS_PATH,
+        RESPONSES_PATH,
+        MESSAGES_PATH,
+        INPUT_TOKENS_PATH,
+        COUNT_TOKENS_PATH,
+        "/v1/models",
+        "/v1/models/{model}",
+    }
+)
 # Only a gateway may set these: they choose a tenant's cache, another worker's KV, the tokens so far, and the queue's order.
 _FLEET_FIELDS = ("cache_salt", "kv_transfer_params", "resume", "priority", "tenant_share")
 _BEARER = "Bearer "
+_KEY_HEADER = "x-api-key"  # where Anthropic's clients put the key
 _INLINE_BYTES = 1 << 20  # longer bodies are hashed in a thread
 
 
@@ -80,9 +101,10 @@ class Guard:
 
     def _has_key(self, request: web.Request) -> bool:
         given = request.headers.get("Authorization", "")
-        if self._api_key is None or not given.startswith(_BEARER):
+        key = given[len(_BEARER) :] if given.startswith(_BEARER) else request.headers.get(_KEY_HEADER)
+        if self._api_key is None or key is None:
             return False
-        return hmac.compare_digest(given[len(_BEARER) :].encode("utf-8", "surrogateescape"), self._api_key)
+        return hmac.compare_digest(key.encode("utf-8", "surrogateescape"), self._api_key)
 
     def _unauthorized(self) -> web.HTTPUnauthorized:
         assert self._verifier is not None

@@ -6,7 +6,6 @@ import msgspec
 from aiohttp import web
 
 from stoker.base.errors import InvalidRequest, Overloaded
-from stoker.proto.openai.decode import decode
 from stoker.proto.openai.info import (
     DetokenizeAnswer,
     DetokenizeRequest,
@@ -15,7 +14,7 @@ from stoker.proto.openai.info import (
     TokenizeAnswer,
     TokenizeRequest,
 )
-from stoker.text.conversation import Conversation, template_kwargs
+from stoker.text.conversation import Conversation, stable_conversation, template_kwargs
 from stoker.text.openai_messages import template_messages
 from stoker.text.tools import offered_tools
 from stoker.worker.context import CONTEXT, WorkerContext, read_body
@@ -76,7 +75,7 @@ async def show_model(request: web.Request) -> web.Response:
 
 async def tokenize(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
-    body = decode(TokenizeRequest, await read_body(request, context.config))
+    body = context.unknown_fields.decode(TokenizeRequest, await read_body(request, context.config))
     context.served_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Give either 'prompt' or 'messages'.", param="prompt")
@@ -84,17 +83,19 @@ async def tokenize(request: web.Request) -> web.Response:
     if body.prompt is not None:
         text = body.prompt
         ids = await context.off_loop(
-            len(text), lambda: encode(context.text, text, context.limits, "prompt", body.add_special_tokens)
+            len(text),
+            lambda: encode(context.text, text, context.limits, "prompt", body.add_special_tokens is not False),
         )
     else:
         conversation = Conversation(
             messages=template_messages(body.messages),
             tools=offered_tools(body.tools, context.config.max_tools),
             template_kwargs=template_kwargs(body.chat_template_kwargs),
-            add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
-            continue_final_message=body.continue_final_message,
+            add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
+            continue_final_message=bool(body.continue_final_message),
         )
-        ids = (await render_off_loop(context, conversation)).token_ids
+        stable = stable_conversation(conversation, context.config.volatile_lines)
+        ids = (await render_off_loop(context, stable)).token_ids
     spelled = [tokenizer.token_bytes(id_).decode("utf-8", "replace") for id_ in ids] if body.return_token_strs else None
     limit = context.limits.max_model_tokens
     return _json(TokenizeAnswer(count=len(ids), max_model_len=limit, tokens=ids, token_strs=spelled))
@@ -102,7 +103,7 @@ async def tokenize(request: web.Request) -> web.Response:
 
 async def detokenize(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
-    body = decode(DetokenizeRequest, await read_body(request, context.config))
+    body = context.unknown_fields.decode(DetokenizeRequest, await read_body(request, context.config))
     context.served_model(body.model)
     ids = check_token_ids(body.tokens, "tokens", context.limits)
     text = await context.off_loop(len(ids), lambda: context.text.tokenizer.decode(ids, skip_special_tokens=False))

@@ -37,10 +37,10 @@ def content_logprobs(entries: Sequence[TokenLogprobs], token_bytes: TokenBytes) 
 class TextOffsets:
     """Finds where each token of a choice starts in its text. Tokens that are parts of one character start where it does."""
 
-    def __init__(self, detokenizer: Detokenizer) -> None:
-        """`detokenizer` is the one of the choice, before its first token."""
+    def __init__(self, detokenizer: Detokenizer, num_chars: int = 0) -> None:
+        """`detokenizer` is the one of the choice, before its first token. `num_chars` of text stand before that token."""
         self._detokenizer = copy.copy(detokenizer)
-        self._num_chars = 0
+        self._num_chars = num_chars
 
     def take(self, token_id: int) -> int:
         begins = self._num_chars
@@ -66,6 +66,33 @@ def completion_logprobs(
         top_logprobs=tops if num_logprobs else None,
         text_offset=[offsets.take(entry.token_id) for entry in entries],
     )
+
+
+def with_prompt(
+    prompt: Sequence[TokenLogprobs | None],
+    token_ids: Sequence[int],
+    answer: CompletionLogprobs | None,
+    num_logprobs: int,
+    offsets: TextOffsets,
+    token_bytes: TokenBytes,
+) -> CompletionLogprobs:
+    """Return the logprobs of an echoed prompt and of the answer after it. The first token of a prompt has none."""
+    first = _text(token_bytes(token_ids[0]))
+    found = CompletionLogprobs(
+        tokens=[first],
+        token_logprobs=[None],
+        top_logprobs=[None] if num_logprobs else None,
+        text_offset=[offsets.take(token_ids[0])],
+    )
+    entries = [entry for entry in prompt if entry is not None]
+    for part in (completion_logprobs(entries, num_logprobs, offsets, token_bytes), answer):
+        if part is not None:
+            found.tokens += part.tokens
+            found.token_logprobs += part.token_logprobs
+            found.text_offset += part.text_offset
+            if found.top_logprobs is not None:
+                found.top_logprobs += part.top_logprobs or []
+    return found
 
 
 def _text(spelled: bytes) -> str:

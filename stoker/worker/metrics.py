@@ -102,6 +102,19 @@ class _HistogramCollector(Collector):
         yield family
 
 
+class _UnknownFieldCollector(Collector):
+    """Exports the counts of request fields that are not known. Their number is bounded (`UnknownFields`)."""
+
+    def __init__(self, counts: Callable[[], Mapping[str, int]]) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily("stoker_unknown_fields", "Request fields that are not known", labels=["field"])
+        for name, count in self._counts().items():
+            family.add_metric([name], count)
+        yield family
+
+
 class WorkerMetrics:
     def __init__(
         self,
@@ -110,6 +123,7 @@ class WorkerMetrics:
         ready: Callable[[], bool],
         num_restarts: Callable[[], int],
         num_running: Callable[[], int],
+        unknown_fields: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         self._registry = registry = CollectorRegistry()
         self.requests = Counter("stoker_requests", "Finished requests", ["endpoint", "status"], registry=registry)
@@ -132,6 +146,7 @@ class WorkerMetrics:
         self._call("stoker_engine_ready", "1 while the engine accepts requests", lambda: float(ready()))
         self._call("stoker_running_requests", "Running HTTP requests", lambda: float(num_running()))
         registry.register(_EngineCollector(model, stats, num_restarts))
+        registry.register(_UnknownFieldCollector(unknown_fields))
 
     def e2e_s(self, endpoint: str) -> Histogram:
         """Return the histogram of the time from the arrival of a request to its end."""

@@ -18,7 +18,8 @@ async def predicted_tokens(
     """Return the tokens of the prediction, as many as an answer of `max_tokens` tokens may need. None: of any length."""
     if prediction is None:
         return ()
-    limit = min(max_tokens or context.limits.max_model_tokens, context.limits.max_model_tokens) + _SKIPPED_TOKENS
+    longest = context.limits.max_model_tokens
+    limit = (min(max_tokens, longest) if max_tokens is not None and max_tokens > 0 else longest) + _SKIPPED_TOKENS
     text = prediction.text[: _CHARS_PER_TOKEN * limit]
     token_ids = await context.off_loop(len(text), lambda: context.text.tokenizer.encode(text))
     return tuple(token_ids[:limit])

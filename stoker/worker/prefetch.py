@@ -15,10 +15,11 @@ from stoker.worker.chat import CHAT
 from stoker.worker.completions import COMPLETIONS
 from stoker.worker.context import CONTEXT, WorkerContext, read_body
 from stoker.worker.handoff import resolve_handoff
+from stoker.worker.messages import MESSAGES
 from stoker.worker.record import RECORD
 from stoker.worker.responses import RESPONSES
 
-_ENDPOINTS = {endpoint.path: endpoint for endpoint in (CHAT, COMPLETIONS, RESPONSES)}
+_ENDPOINTS = {endpoint.path: endpoint for endpoint in (CHAT, COMPLETIONS, RESPONSES, MESSAGES)}
 
 
 async def prefetch(request: web.Request) -> web.Response:

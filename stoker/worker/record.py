@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from aiohttp import web
@@ -23,6 +24,7 @@ class RequestRecord:
     cached_tokens: int = 0
     pulled_tokens: int = 0
     generated_tokens: int = 0
+    ignored_fields: Sequence[str] = ()  # of the request; named in a header of the answer
     _last_chunk_s: dict[int, float] = field(default_factory=dict)
 
     def saw_chunk(self, choice: int) -> None:

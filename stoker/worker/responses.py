@@ -60,7 +60,7 @@ class ResponseAnswer:
 
 async def prepare_response(setup: AnswerSetup, body: ResponsesRequest) -> ResponseAnswer:
     context = setup.context
-    _refuse_unsupported(body)
+    refuse_unsupported(body)
     tools = responses_tools(body, context.config.max_tools)
     with_logprobs = body.top_logprobs is not None or "message.output_text.logprobs" in (body.include or ())
     options = GenerationOptions(
@@ -82,7 +82,7 @@ async def prepare_response(setup: AnswerSetup, body: ResponsesRequest) -> Respon
 RESPONSES = GeneratingEndpoint(RESPONSES_PATH, ResponsesRequest, prepare_response)
 
 
-def _refuse_unsupported(body: ResponsesRequest) -> None:
+def refuse_unsupported(body: ResponsesRequest) -> None:
     stateless = "this server is stateless: send the whole conversation in 'input'"
     for name, reason in (
         ("previous_response_id", stateless),

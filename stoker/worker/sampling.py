@@ -42,7 +42,7 @@ def resolve_sampling(
         min_p=_default(request.min_p, 0.0),
         frequency_penalty=_default(request.frequency_penalty, 0.0),
         presence_penalty=_default(request.presence_penalty, 0.0),
-        repetition_penalty=_default(request.repetition_penalty, 1.0),
+        repetition_penalty=_default(request.repetition_penalty, _default(request.repeat_penalty, 1.0)),
         logit_bias=_logit_bias(request.logit_bias or {}, limits.vocab_size, config.max_logit_biases),
         seed=seed,
         num_logprobs=num_logprobs,
@@ -65,11 +65,30 @@ def resolve_stops(stop: str | list[str] | None, config: HttpConfig) -> tuple[str
     return stops
 
 
+def token_limit(requested: int | None, param: str) -> int | None:
+    """Return the client's limit on output tokens. None and -1 mean no limit."""
+    if requested == 0:
+        raise InvalidRequest(f"Invalid value for '{param}': 0. Expected at least 1.", param=param, code="invalid_value")
+    return None if requested == -1 else requested
+
+
 def resolve_max_tokens(
-    requested: int | None, param: str, num_prompt: int, prompt_param: str, limits: ModelLimits, min_tokens: int
+    requested: int | None,
+    param: str,
+    num_prompt: int,
+    prompt_param: str,
+    limits: ModelLimits,
+    min_tokens: int,
+    *,
+    fits_context: bool = False,
 ) -> int:
-    """Return how many tokens may be generated. The default is what is left of the context."""
+    """Return how many tokens may be generated. The default is what is left of the context.
+
+    With `fits_context`, a larger request is reduced to that.
+    """
     context = limits.max_model_tokens
+    if fits_context and requested is not None and num_prompt < context < num_prompt + requested:
+        requested = context - num_prompt
     if num_prompt == 0:
         raise InvalidRequest("The prompt is empty. It must have at least one token.", param=prompt_param)
     if num_prompt + (requested or 1) > context:

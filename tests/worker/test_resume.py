@@ -240,7 +240,6 @@ def test_a_resumed_request_goes_to_the_engine_with_its_tokens(server: Server) ->
         ({"resume": {"created": -1, "choices": [{}]}}, "resume.created"),
         ({"resume": {"choices": [{}]}}, "resume.created"),
         ({"resume": {"created": 5, "choices": [{"what": 1}]}}, "resume.choices[0].what"),
-        ({"resume_token_ids": [1]}, "resume_token_ids"),
     ],
     ids=str,
 )

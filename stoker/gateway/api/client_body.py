@@ -20,7 +20,7 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 
 from stoker.base.errors import InvalidRequest
 from stoker.proto.openai.decode import decode
-from stoker.proto.openai.fields import StreamOptions
+from stoker.proto.openai.fields import StreamOptions, UsageOption
 
 # Fields that only the gateway may send to workers. A client that sends one is refused.
 INTERNAL_FIELDS = (
@@ -60,6 +60,7 @@ class EndpointKind(StrEnum):
     CHAT = "chat"
     COMPLETIONS = "completions"
     RESPONSES = "responses"
+    MESSAGES = "messages"
 
 
 class RequestEnvelope(msgspec.Struct, kw_only=True):
@@ -78,6 +79,7 @@ class RequestEnvelope(msgspec.Struct, kw_only=True):
     priority: int | UnsetType | None = UNSET
     reject_if_busy: bool | UnsetType | None = msgspec.field(default=UNSET, name="rejectIfBusy")
     return_token_ids: bool | None = None
+    usage: UsageOption | None = None
     timeout_s: Raw | UnsetType = UNSET
     user: _NameText | int | None = None
     prompt_cache_key: _NameText | int | None = None
@@ -87,6 +89,8 @@ class RequestEnvelope(msgspec.Struct, kw_only=True):
     prompt: Raw | UnsetType = UNSET
     input: Raw | UnsetType = UNSET
     instructions: Raw | UnsetType = UNSET
+    system: Raw | UnsetType = UNSET
+    metadata: Raw | UnsetType = UNSET
     tools: Raw | UnsetType = UNSET
     prompt_token_ids: Raw | UnsetType = UNSET
 
@@ -133,7 +137,9 @@ class RequestEnvelope(msgspec.Struct, kw_only=True):
     def wants_usage(self) -> bool:
         """Return True if the client requested a usage chunk. (The Responses API always reports usage.)"""
         options = self.stream_options
-        return isinstance(options, StreamOptions) and bool(options.include_usage)
+        if isinstance(options, StreamOptions) and options.include_usage:
+            return True
+        return self.usage is not None and bool(self.usage.include)
 
 
 class _RawNames(msgspec.Struct):
@@ -146,7 +152,7 @@ class _RawNames(msgspec.Struct):
     cache_salt: Raw | UnsetType = UNSET
 
 
-_large_values = attrgetter("messages", "prompt", "input", "instructions", "tools", "prompt_token_ids")
+_large_values = attrgetter("messages", "prompt", "input", "instructions", "system", "tools", "prompt_token_ids")
 _internal_values = attrgetter(*INTERNAL_FIELDS)
 _NO_INTERNALS = (UNSET,) * len(INTERNAL_FIELDS)
 

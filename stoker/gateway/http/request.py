@@ -66,6 +66,7 @@ class HttpRequest:
         "head",
         "keep_alive",
         "method",
+        "more_headers",
         "num_held",
         "on_gone",
         "on_pause",
@@ -90,6 +91,7 @@ class HttpRequest:
         self.body = body
         self.peer = peer
         self.caller = caller  # what the gate found out about the sender
+        self.more_headers = _NO_HEADERS  # sent with the response, whoever makes it
         self.started = False
         self.gone = False
         self.on_gone: Callable[[], object] | None = None
@@ -216,15 +218,15 @@ class HttpRequest:
             self._transport.write(self._head_waiting)
 
     def _begin(self) -> bytes:
-        """Return the `connection` header line of the response, or nothing where none is needed."""
+        """Return `more_headers` and the `connection` header line of the response, where one is needed."""
         if self._framing != _NOT_STARTED:
             raise RuntimeError("the response was already started")
         self.started = True
         if self._carrier.draining:
             self.keep_alive = False
         if not self.keep_alive:
-            return b"connection: close\r\n"
-        return _NO_HEADERS if self._minor == 1 else b"connection: keep-alive\r\n"
+            return b"connection: close\r\n" + self.more_headers
+        return self.more_headers if self._minor == 1 else b"connection: keep-alive\r\n" + self.more_headers
 
     def _end(self) -> None:
         self._framing = _ENDED

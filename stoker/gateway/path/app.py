@@ -32,10 +32,12 @@ from stoker.gateway.api.reply import Reply, error_reply, json_reply, method_not_
 from stoker.gateway.http import HttpRequest
 from stoker.gateway.path.billing import billed_usage
 from stoker.gateway.path.call import Call, RequestIds, body_changes, given_request_id, requested_model
+from stoker.gateway.path.cors import cors_headers, preflight_reply
 from stoker.gateway.path.drain_state import GatewayState
-from stoker.gateway.path.errors import WorkerFailure, error_event, has_used_worker, is_unexpected, reply_of
+from stoker.gateway.path.errors import WorkerFailure, error_event, has_used_worker, is_unexpected, reply_of, shaped_for
 from stoker.gateway.path.exchange import Exchange
 from stoker.gateway.path.legs import PATHS
+from stoker.gateway.path.model_aliases import NO_ALIASES, ModelAliases, rename
 from stoker.gateway.path.proxy import Proxy
 from stoker.gateway.path.rewrite import UsageCounts
 from stoker.gateway.path.tokenize import PATHS as TOKENIZE_PATHS
@@ -45,6 +47,7 @@ from stoker.gateway.records.metrics import GatewayMetrics
 from stoker.gateway.records.running_usage import RunningUsage
 from stoker.gateway.records.tracing import Tracing
 from stoker.gateway.records.usage_row import UsageHead, UsageRow
+from stoker.proto.cors import NO_CORS, CorsRules
 from stoker.proto.internal_http import REGISTER_PATH
 from stoker.routing.query import RouteQuery
 
@@ -109,6 +112,8 @@ class GatewayParts:
     tokenize: Endpoint
     hidden_tokens: int  # `meter.hidden_tokens`
     max_model_tokens: Callable[[str], int | None]  # a model's context length, if known
+    cors: CorsRules = NO_CORS
+    aliases: ModelAliases = NO_ALIASES
     clock: Callable[[], float]
 
 
@@ -122,6 +127,8 @@ class Gateway:
 
     def handle(self, request: HttpRequest) -> Awaitable[None]:
         """Answer one request. The HTTP server awaits the result in the request's task."""
+        if self._parts.cors:
+            request.more_headers = cors_headers(self._parts.cors, request.head)
         kind = _GENERATING.get(request.path)
         if kind is not None and request.method == b"POST":
             return self._generate(request, kind)
@@ -168,9 +175,10 @@ class Gateway:
         keeps_charge = False
         try:
             envelope = parse(exchange.kind, request.body)
-            model = exchange.model = requested_model(envelope.model, parts.fleet)
+            model = exchange.model = requested_model(envelope.model, parts.fleet, parts.aliases)
             began_s = parts.clock()
             put, drop = body_changes(envelope, caller)
+            rename(envelope, model, put)
             conversation = parts.key_makers.keys_now(model, envelope, envelope.salt)
             if conversation is None:
                 conversation = await parts.key_makers.keys(model, envelope, envelope.salt, caller.tenant)
@@ -268,11 +276,13 @@ class Gateway:
         try:
             reply = await self._other(request)
         except Exception as error:
-            reply = self._reply_to(error, request)
+            reply = shaped_for(request.path, self._reply_to(error, request))
         request.respond(reply.status, reply.headers, reply.body)
 
     async def _other(self, request: HttpRequest) -> Reply:
         path, parts = request.path, self._parts
+        if parts.cors and (preflight := preflight_reply(parts.cors, request.head)) is not None:
+            return preflight
         if path == b"/health":
             return json_reply({"status": "ok"})
         if path == b"/ready":
@@ -305,24 +315,31 @@ class Gateway:
         return json_reply({"status": "ready"})
 
     def _models(self, name: str) -> Reply:
-        models = sorted(self._parts.fleet.models())
+        served, aliases = self._parts.fleet.models(), self._parts.aliases
+        models = sorted(served)
         if not name:
+            models += [
+                alias for alias in aliases.names if alias not in served and aliases.resolve(alias, served) in served
+            ]
             return json_reply({"object": "list", "data": [self._card(model) for model in models]})
-        if name in models:
+        if aliases.resolve(name, served) in served:
             return json_reply(self._card(name))
         message = f"The model {name!r} is not served here. Served models: {', '.join(models) or 'none'}."
         raise NotFound(message, param="model", code="model_not_found")
 
     def _card(self, model: str) -> dict[str, Any]:
         card = {"id": model, "object": "model", "created": self._started_s, "owned_by": "stoker"}
-        max_model_tokens = self._parts.max_model_tokens(model)
+        served = self._parts.aliases.resolve(model, self._parts.fleet.models())
+        if served != model:
+            card["root"] = served
+        max_model_tokens = self._parts.max_model_tokens(served)
         return card if max_model_tokens is None else card | {"max_model_len": max_model_tokens}
 
     # ---- errors
 
     def _fail(self, exchange: Exchange, error: Exception) -> None:
         request = exchange.request
-        reply = self._reply_to(error, request, exchange.request_id)
+        reply = shaped_for(request.path, self._reply_to(error, request, exchange.request_id), exchange.request_id)
         if request.finished or request.gone:
             return
         if not request.started:

@@ -19,6 +19,7 @@ from stoker.fleet.fleet import Fleet
 from stoker.gateway.admission.api_keys import Caller
 from stoker.gateway.api.client_body import RequestEnvelope, edit
 from stoker.gateway.http import HeaderFilter, HttpRequest, header_block
+from stoker.gateway.path.model_aliases import NO_ALIASES, ModelAliases
 from stoker.gateway.path.resume import TokenMemory
 from stoker.gateway.path.rewrite import UsageCounts
 from stoker.gateway.records.running_usage import NOT_ADMITTED, RunningUsage
@@ -59,7 +60,9 @@ class Call(msgspec.Struct, eq=False):
     num_resumes: int = 0
     worker_id: WorkerId | None = None  # the decode worker of the latest attempt
     policy: str = ""
+    shows_thinking: bool | None = None  # set while a Messages request runs as chat: whether its client wants to see it
     ended: bool = False  # the client had received the complete stream when the attempt was cancelled
+    ignored_fields: Sequence[str] = ()  # of OpenAI's API, that the worker did not get
     explained: bytes | None = None  # value of the `x-stoker-route` header
 
     @property
@@ -113,10 +116,10 @@ def given_request_id(given: bytes | None) -> bytes | None:
     return given if given is not None and _REQUEST_ID.fullmatch(given) else None
 
 
-def requested_model(name: str | None, fleet: Fleet) -> str:
+def requested_model(name: str | None, fleet: Fleet, aliases: ModelAliases = NO_ALIASES) -> str:
     """Return the model that a request names. It may be omitted if the fleet serves only one."""
     if name:
-        return name
+        return aliases.resolve(name, fleet.models()) if aliases else name
     models = fleet.models()
     if len(models) == 1:
         return next(iter(models))

@@ -8,10 +8,14 @@ from stoker.base.errors import DeadlineExceeded, StokerError
 from stoker.base.ids import WorkerId
 from stoker.gateway.api.client_body import EndpointKind
 from stoker.gateway.api.reply import JSON, Headers, Reply
+from stoker.proto.anthropic.errors import REQUEST_ID_HEADER, message_error, message_error_body, message_error_event
+from stoker.proto.internal_http import MESSAGES_PATH
 from stoker.proto.openai.errors import UNEXPECTED_CODE, ErrorAnswer, ErrorObject, http_error
 from stoker.proto.sse import encode_event
 
 _TIMED_OUT = 504
+_MESSAGES = MESSAGES_PATH.encode()
+_REQUEST_ID = REQUEST_ID_HEADER.encode()
 
 
 class Refused(StokerError):
@@ -106,6 +110,15 @@ def reply_of(error: BaseException) -> Reply:
     return Reply(answer.status, [JSON, *headers], answer.json())
 
 
+def shaped_for(path: bytes, reply: Reply, request_id: bytes = b"") -> Reply:
+    """Return an error reply in the shape of the API that `path` belongs to."""
+    if not path.startswith(_MESSAGES):
+        return reply
+    body = message_error_body(reply.status, reply.body, request_id.decode() or None)
+    headers = [(name, value) for name, value in reply.headers if name != _REQUEST_ID]
+    return Reply(reply.status, [*headers, (_REQUEST_ID, request_id)] if request_id else headers, body)
+
+
 def is_unexpected(error: BaseException) -> bool:
     """Return True for an error outside Stoker's error classes: a bug, whose traceback belongs in the log."""
     return not isinstance(error, StokerError)
@@ -125,6 +138,8 @@ def code_of(error: BaseException) -> str:
 def error_event(error: BaseException, kind: EndpointKind) -> bytes:
     """Return the error as the last event of a stream; no [DONE] follows it."""
     answer = _error_answer(error)
+    if kind is EndpointKind.MESSAGES:
+        return message_error_event(message_error(reply_of(error).status, answer.error))
     if kind is not EndpointKind.RESPONSES:
         return encode_event(msgspec.json.encode(answer))
     body = answer.error

@@ -18,10 +18,12 @@ from stoker.gateway.admission.api_keys import ApiKeys, Caller, Unauthorized
 from stoker.gateway.admission.rate_limits import Refusal
 from stoker.gateway.http import PUBLIC, BodyGrant, HeadRefusal, RequestHead
 from stoker.gateway.path.call import RequestIds, given_request_id
-from stoker.gateway.path.errors import reply_of
+from stoker.gateway.path.cors import cors_pairs
+from stoker.gateway.path.errors import reply_of, shaped_for
 from stoker.gateway.path.legs import PATHS
 from stoker.gateway.path.tokenize import PATHS as TOKENIZE_PATHS
 from stoker.gateway.records.metrics import GatewayMetrics
+from stoker.proto.cors import NO_CORS, CorsRules
 
 _ENDPOINTS = {path: kind.value for kind, path in PATHS.items()}
 _KEYED = frozenset({*_ENDPOINTS, *TOKENIZE_PATHS})  # the paths that take large bodies
@@ -41,6 +43,7 @@ class FrontGate:
         max_public_body_bytes: int,
         max_public_per_s: int,
         clock: Callable[[], float],
+        cors: CorsRules = NO_CORS,
     ) -> None:
         self._keys = keys
         self._metrics = metrics
@@ -53,6 +56,7 @@ class FrontGate:
         self._num_public: dict[str, int] = {}  # requests in the current second, by address
         self._clock = clock
         self._ids = RequestIds()
+        self._cors = cors
 
     def __call__(self, head: RequestHead, peer: str) -> BodyGrant | HeadRefusal:
         if head.path not in _KEYED or head.method != b"POST":
@@ -93,13 +97,12 @@ class FrontGate:
         )
 
     def _refusal(self, head: RequestHead, peer: str, error: StokerError) -> HeadRefusal:
-        reply = reply_of(error)
+        name = given_request_id(head.header(b"x-request-id")) or self._ids.new().encode()
+        reply = shaped_for(head.path, reply_of(error), name)
         self._metrics.refusals[error.code] += 1
         endpoint = _ENDPOINTS.get(head.path)
         if endpoint is not None:
             self._metrics.requests[endpoint, reply.status] += 1
-        request_id = given_request_id(head.header(b"x-request-id")) or self._ids.new().encode()
-        log.warning(
-            "request_refused", peer=peer, path=head.path.decode(), code=error.code, request_id=request_id.decode()
-        )
-        return HeadRefusal(reply.status, [*reply.headers, (b"x-request-id", request_id)], reply.body)
+        log.warning("request_refused", peer=peer, path=head.path.decode(), code=error.code, request_id=name.decode())
+        headers = [*reply.headers, (b"x-request-id", name), *cors_pairs(self._cors, head)]
+        return HeadRefusal(reply.status, headers, reply.body)

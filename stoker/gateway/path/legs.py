@@ -33,7 +33,8 @@ from stoker.gateway.path.services import ProxyServices
 from stoker.gateway.path.upstream import CancelOnLoss, Upstream
 from stoker.gateway.records.running_usage import STATUS
 from stoker.gateway.records.tracing import TraceSpan
-from stoker.proto.internal_http import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, ROUTE_HEADER
+from stoker.proto.internal_http import CHAT_PATH, COMPLETIONS_PATH, MESSAGES_PATH, RESPONSES_PATH, ROUTE_HEADER
+from stoker.proto.openai.not_honoured import IGNORED_HEADER
 from stoker.proto.resume_notes import BadNotes, NotesTooLarge
 from stoker.routing.query import Leg, Route
 
@@ -41,8 +42,10 @@ PATHS = {
     EndpointKind.CHAT: CHAT_PATH.encode(),
     EndpointKind.COMPLETIONS: COMPLETIONS_PATH.encode(),
     EndpointKind.RESPONSES: RESPONSES_PATH.encode(),
+    EndpointKind.MESSAGES: MESSAGES_PATH.encode(),
 }
 _ROUTE = ROUTE_HEADER.encode()
+_IGNORED = IGNORED_HEADER.lower().encode()
 _MAX_ERROR_BYTES = 1 << 20
 # A request that is sent only to release a prefill worker's blocks is aborted on the decode worker after this time.
 _RELEASE_S = 1.0
@@ -318,6 +321,8 @@ class Legs:
         call = self.call
         passed = self._upstreams[0].to_client.block_of(answer.head)
         headers = b"x-request-id: %b\r\n%b" % (call.request_id, passed)
+        if call.ignored_fields:
+            headers += header_block([(_IGNORED, ", ".join(call.ignored_fields).encode())])
         if call.explained is not None:
             headers += header_block([(_ROUTE, call.explained)])
         return headers

@@ -21,16 +21,20 @@ from collections.abc import Awaitable
 from stoker.base.errors import StokerError
 from stoker.base.log import EventLog
 from stoker.fleet.spec import Role
+from stoker.gateway.api.client_body import EndpointKind
 from stoker.gateway.path.call import Call
 from stoker.gateway.path.dialects.dialect import DIALECTS, Dialect
 from stoker.gateway.path.errors import LegFailed
 from stoker.gateway.path.legs import Legs
+from stoker.gateway.path.messages_as_chat import run_as_chat
 from stoker.gateway.path.retries import RetryBudget, RetryState
 from stoker.gateway.path.services import ProxyServices
 from stoker.gateway.path.suspects import SuspectRequests, SuspectTrial
 from stoker.gateway.path.upstream import CancelOnLoss
 from stoker.routing.query import NoWorker, Route, RouteQuery
 from stoker.routing.router import Router
+
+_MESSAGES = EndpointKind.MESSAGES  # faster than enum attribute access
 
 log = EventLog("proxy")
 
@@ -148,7 +152,10 @@ class Proxy:
         loss_guard = CancelOnLoss(call.request.task)
         try:
             with Legs(call, route, self._services, loss_guard) as legs:
-                await dialect.run(call, legs)
+                if call.envelope.kind is _MESSAGES and not dialect.speaks_messages:
+                    await run_as_chat(dialect, call, legs, self._services.settings.volatile_line)
+                else:
+                    await dialect.run(call, legs)
                 if route.prefill is not None:
                     self._services.metrics.handoffs["done" if legs.has_handed_off else "not_needed"] += 1
         except LegFailed:

@@ -14,7 +14,7 @@ from stoker.gateway.records.running_usage import CACHED, COMPLETION, PROMPT, STA
 from stoker.proto.resume_notes import DEFAULT_MAX_NOTES_BYTES, ResumeNotes, find_error
 from stoker.proto.sse import DONE
 
-_LAST_RESPONSE_EVENT = re.compile(rb"^event: response\.(?:completed|incomplete|failed)\n", re.MULTILINE)
+_LAST_EVENT = re.compile(rb"^event: (?:response\.(?:completed|incomplete|failed)|message_stop)\n", re.MULTILINE)
 
 # The engine died or the worker stops, so another worker can continue. Errors with another status would recur there.
 _GONE_STATUS = 503
@@ -106,7 +106,9 @@ class StokerStream(EventCutter):
         self._take_notes = memory.notes.take
         self._others = -1  # `notes.num_others` when the cells were last written in full
         self._cells = (running or RunningUsage()).cells
-        self._counts_events = counts_events  # for the Responses API, where one token makes several events
+        self._counts_events = (
+            counts_events  # where one token makes several events: in the Responses and the Messages API
+        )
         self._last = b""
         # The usage of the first worker is not rewritten.
         self._cached_tokens = memory.cached_tokens if memory.notes else None
@@ -151,7 +153,7 @@ class StokerStream(EventCutter):
     @property
     def is_complete(self) -> bool:
         """Return True if the end of the stream, or its final error, was sent. A later connection error does not matter."""
-        return self._failed or self._last.endswith(DONE) or _LAST_RESPONSE_EVENT.search(self._last) is not None
+        return self._failed or self._last.endswith(DONE) or _LAST_EVENT.search(self._last) is not None
 
     @property
     def lacks_only_done(self) -> bool:

@@ -18,6 +18,7 @@ from msgspec import Raw
 from stoker.gateway.api.client_body import EndpointKind, fields
 from stoker.gateway.path.errors import AnswerTooLarge, BadAnswer
 from stoker.gateway.records.running_usage import COMPLETION, PROMPT, STATUS, RunningUsage
+from stoker.proto.anthropic.answers import MessageUsage
 
 _TOKEN_IDS = re.compile(rb'"(?:prompt_)?token_ids"\s*:\s*\[')
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
@@ -314,7 +315,7 @@ class _Details(msgspec.Struct):
 
 
 class _UsageFields(msgspec.Struct):
-    """The token counts under the field names of both APIs."""
+    """The token counts under the field names of all APIs."""
 
     prompt_tokens: int | None = None
     input_tokens: int | None = None
@@ -322,6 +323,8 @@ class _UsageFields(msgspec.Struct):
     output_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
     input_tokens_details: _Details | None = None
+    cache_read_input_tokens: int | None = None  # this and the next: Anthropic counts them beside input_tokens
+    cache_creation_input_tokens: int | None = None
 
 
 class _HasUsage(msgspec.Struct):
@@ -348,6 +351,10 @@ def read_usage(data: bytes) -> UsageCounts | None:
     completion_tokens = counts.output_tokens if counts.completion_tokens is None else counts.completion_tokens
     if prompt_tokens is None and completion_tokens is None:
         return None
+    if counts.cache_read_input_tokens is not None:
+        cached_tokens = counts.cache_read_input_tokens
+        beside = cached_tokens + (counts.cache_creation_input_tokens or 0)
+        return UsageCounts((prompt_tokens or 0) + beside, cached_tokens, completion_tokens or 0)
     details = counts.prompt_tokens_details or counts.input_tokens_details
     return UsageCounts(
         prompt_tokens or 0,
@@ -381,6 +388,10 @@ def read_last_usage(data: bytes) -> UsageCounts | None:
 def with_cached_tokens(usage: Raw | bytes, cached_tokens: int) -> Raw:
     """Return the usage object with this count of cached tokens, otherwise unchanged."""
     table = fields(usage)
+    if "cache_read_input_tokens" in table:
+        known = read_usage(b'{"usage":%b}' % bytes(usage)) or UsageCounts()
+        corrected = MessageUsage.of(known.prompt_tokens, cached_tokens, known.completion_tokens)
+        return Raw(msgspec.json.encode({**table, **msgspec.structs.asdict(corrected)}))
     name = "input_tokens_details" if "input_tokens" in table else "prompt_tokens_details"
     details = fields(table[name]) if _is_object(table.get(name)) else {}
     details["cached_tokens"] = Raw(b"%d" % cached_tokens)

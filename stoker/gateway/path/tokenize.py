@@ -1,4 +1,4 @@
-"""`POST /tokenize` and `/detokenize`: forwarded to a worker of the model.
+"""`POST /tokenize`, `/detokenize` and the endpoints that count a prompt's tokens: forwarded to a worker of the model.
 
 They count in their key's limits of requests and of concurrency, but use no tokens, do not wait in the queue and have no usage
 row. The body and the number of such requests at a time are bounded, because a worker tokenizes on the threads that also serve
@@ -13,7 +13,7 @@ from typing import Annotated
 
 import msgspec
 
-from stoker.base.errors import InvalidRequest, Overloaded, StokerError
+from stoker.base.errors import InvalidRequest, NotFound, Overloaded, StokerError
 from stoker.fleet.fleet import Fleet
 from stoker.fleet.spec import Role
 from stoker.gateway.admission.admission import Admission
@@ -26,11 +26,15 @@ from stoker.gateway.http import ResponseAborted, ResponseLost, Unreachable, head
 from stoker.gateway.path.call import requested_model
 from stoker.gateway.path.errors import LegFailed
 from stoker.gateway.path.failure_kinds import MAX_STRIKES, known_status
+from stoker.gateway.path.model_aliases import NO_ALIASES, ModelAliases, renamed_body
 from stoker.gateway.path.upstream import Upstream, Upstreams
+from stoker.proto.internal_http import COUNT_TOKENS_PATH, INPUT_TOKENS_PATH
 from stoker.proto.openai.decode import decode
 from stoker.routing.query import ModelNotFound, NoWorker
 
-PATHS = frozenset({b"/tokenize", b"/detokenize"})
+# Only Stoker workers serve these.
+_COUNTING = frozenset({INPUT_TOKENS_PATH.encode(), COUNT_TOKENS_PATH.encode()})
+PATHS = frozenset({b"/tokenize", b"/detokenize"}) | _COUNTING
 
 _ROLES = frozenset(Role)
 _HEADERS = header_block([(b"content-type", b"application/json")])
@@ -59,6 +63,7 @@ class TokenizeEndpoint:
         admission: Admission,
         settings: ProxySettings,
         clock: Callable[[], float],
+        aliases: ModelAliases = NO_ALIASES,
     ) -> None:
         self._fleet = fleet
         self._upstreams = upstreams
@@ -67,6 +72,7 @@ class TokenizeEndpoint:
         self._num_open: Counter[str] = Counter()  # by tenant
         self._settings = settings
         self._clock = clock
+        self._aliases = aliases
 
     async def answer(self, request: EndpointRequest) -> Reply:
         caller = self._keys.authenticate(request)
@@ -93,14 +99,22 @@ class TokenizeEndpoint:
             path, size = request.path.decode(), len(request.body)
             raise InvalidRequest(f"{path} accepts bodies of up to {_MAX_BODY_BYTES} bytes, and this one has {size}.")
         check_utf8(request.body)
-        model = requested_model(decode(_NamedModel, request.body).model, self._fleet)
+        name = decode(_NamedModel, request.body).model
+        model = requested_model(name, self._fleet, self._aliases)
+        body = renamed_body(request.body, name, model)
         if model not in self._fleet.models():
             raise ModelNotFound(f"The model {model!r} is not served here.", param="model")
         failed: StokerError = NoWorker(f"No worker of model {model!r} is usable now; retry later.")
         num_lost = 0
-        for member in self._fleet.candidates(model, _ROLES, self._clock())[: 1 + self._settings.retries]:
+        members = self._fleet.candidates(model, _ROLES, self._clock())
+        if request.path in _COUNTING:
+            stoker = [member for member in members if member.spec.dialect == "stoker"]
+            if members and not stoker:
+                raise NotFound(f"The workers of model {model!r} do not count tokens.", code="unknown_url")
+            members = stoker
+        for member in members[: 1 + self._settings.retries]:
             try:
-                return await self._forward(self._upstreams.of(member), request)
+                return await self._forward(self._upstreams.of(member), request.path, body)
             except Unreachable as error:
                 failed = LegFailed(member.worker_id, "connect", error.message)
             except (ResponseLost, ResponseAborted) as error:
@@ -110,22 +124,22 @@ class TokenizeEndpoint:
                     break
         raise failed
 
-    async def _forward(self, upstream: Upstream, request: EndpointRequest) -> Reply:
+    async def _forward(self, upstream: Upstream, path: bytes, body: bytes) -> Reply:
         settings = self._settings
         response = await upstream.pool.send(
             b"POST",
-            request.path,
+            path,
             _HEADERS + upstream.headers,
-            request.body,
+            body,
             connect_s=settings.connect_s,
             head_s=settings.first_byte_s,
             idle_s=settings.idle_s,
         )
-        body = await response.read(_MAX_ANSWER_BYTES)
+        answer = await response.read(_MAX_ANSWER_BYTES)
         if response.status < 400 and response.status != 200:
-            raise ResponseLost(f"status {response.status} for {request.path.decode()}")
+            raise ResponseLost(f"status {response.status} for {path.decode()}")
         return Reply(
             known_status(response.status) if response.status >= 400 else 200,
             upstream.to_client.pairs(response.headers),
-            body,
+            answer,
         )

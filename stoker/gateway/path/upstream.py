@@ -36,6 +36,7 @@ _NOT_FOR_WORKERS = frozenset(
     }
 )
 _INTERNAL_PREFIXES = (INTERNAL_HEADER_PREFIX.encode(), b"x-override-", b"x-smg-", b"x-llm-d-")
+_CROSS_ORIGIN = b"access-control-"  # the gateway decides itself which pages may call it
 _NOT_FOR_CLIENTS = frozenset({b"x-request-id", b"server", b"date", b"set-cookie"})
 
 
@@ -92,7 +93,7 @@ class Upstreams:
         self._api_keys = api_keys or {}  # by worker URL
         self._known: dict[WorkerId, Upstream] = {}
         self._to_worker = HeaderFilter(_NOT_FOR_WORKERS, _INTERNAL_PREFIXES)
-        self._to_client = HeaderFilter(_NOT_FOR_CLIENTS, (INTERNAL_HEADER_PREFIX.encode(),))
+        self._to_client = HeaderFilter(_NOT_FOR_CLIENTS, (INTERNAL_HEADER_PREFIX.encode(), _CROSS_ORIGIN))
 
     def of(self, member: Member) -> Upstream:
         """Return the state for a worker."""

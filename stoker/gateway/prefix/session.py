@@ -11,10 +11,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
+from msgspec import UNSET, Raw
 from xxhash import xxh3_128_hexdigest
 
 from stoker.base.errors import InvalidRequest
-from stoker.gateway.api.client_body import RequestEnvelope
+from stoker.gateway.api.client_body import MAX_NAME_CHARS, EndpointKind, RequestEnvelope
+from stoker.proto.anthropic.messages import MessageMetadata
 
 # The first header that is present wins.
 _SESSION_HEADERS = (
@@ -64,6 +67,9 @@ def session_of(headers: Mapping[bytes, bytes], envelope: RequestEnvelope, tenant
         for given in (envelope.prompt_cache_key, envelope.session_id, envelope.user):
             if given is not None and (key := _text(given)) is not None:
                 break
+        else:
+            if envelope.kind is EndpointKind.MESSAGES and envelope.metadata is not UNSET:
+                key = _user_id(envelope.metadata)
     if key is None and parent is None:
         return _NONE
     return SessionKeys(_scoped(tenant, key), _scoped(tenant, parent))
@@ -100,6 +106,16 @@ def _checked(name: bytes, value: bytes) -> bytes:
 
 def _decoded(value: bytes) -> str:
     return value.decode("latin-1")
+
+
+def _user_id(metadata: Raw) -> str | None:
+    """Return the `user_id` in the `metadata` of a Messages request. Claude Code puts its session there."""
+    try:
+        found = msgspec.json.decode(metadata, type=MessageMetadata | None)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None  # the worker will report the error
+    given = None if found is None else found.user_id
+    return None if given is None or len(given) > MAX_NAME_CHARS else _text(given)
 
 
 def _text(value: str | int) -> str | None:

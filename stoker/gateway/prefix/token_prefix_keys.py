@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import tempfile
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import msgspec
 
 from stoker.base.errors import InvalidRequest, ModelFilesError
+from stoker.base.volatile_lines import VOLATILE_LINES
 from stoker.gateway.api.client_body import EndpointKind, RequestEnvelope
 from stoker.gateway.prefix.conversation_keys import ConversationKeys
 from stoker.gateway.prefix.long_body import decode_body
 from stoker.gateway.prefix.prefix_keys import root_key, token_keys
 from stoker.gateway.prefix.prefix_memo import PrefixMemo
 from stoker.kv.blocks.keys import salt_hash
+from stoker.proto.anthropic.messages import InputMessage, MessagesRequest, MessageTool
+from stoker.proto.anthropic.to_chat import to_chat
 from stoker.proto.openai.chat import ChatRequest, Message
 from stoker.proto.openai.completions import CompletionRequest
 from stoker.proto.openai.responses import InputItem, ResponsesRequest
@@ -32,6 +35,7 @@ from stoker.text.conversation import (
     is_constrained,
     render_text,
     responses_conversation,
+    stable_conversation,
 )
 from stoker.text.folder import text_digest
 from stoker.text.template import ChatTemplate
@@ -43,20 +47,8 @@ _MAX_TOKEN_CHARS = 64  # a prompt with more characters per context token than th
 _MAX_TOKEN_ID = (1 << 32) - 1
 
 
-# Unknown fields are allowed: a body may contain the gateway's own fields and those of other engines.
-class _ChatBody(ChatRequest, kw_only=True, forbid_unknown_fields=False):
-    pass
-
-
-class _CompletionBody(CompletionRequest, kw_only=True, forbid_unknown_fields=False):
-    pass
-
-
-class _ResponsesBody(ResponsesRequest, kw_only=True, forbid_unknown_fields=False):
-    pass
-
-
 _CHAT_LISTS: dict[str, type[msgspec.Struct]] = {"messages": Message, "tools": Tool}
+_MESSAGES_LISTS: dict[str, type[msgspec.Struct]] = {"messages": InputMessage, "tools": MessageTool}
 _RESPONSES_LISTS: dict[str, type[msgspec.Struct]] = {"input": InputItem, "tools": FlatTool}
 
 
@@ -92,10 +84,17 @@ class TokenText:
 class TokenPrefixKeys:
     """Computes exact prefix keys with a model's tokenizer."""
 
-    def __init__(self, text: TokenText, block_tokens: int, max_model_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        text: TokenText,
+        block_tokens: int,
+        max_model_tokens: int | None = None,
+        volatile_lines: Sequence[str] = VOLATILE_LINES,
+    ) -> None:
         self.block_tokens = block_tokens
         self.digest = text.digest
         self._text = text
+        self._volatile_lines = volatile_lines
         self._memo = PrefixMemo(text.tokenizer, block_tokens)
         self._max_chars = None if max_model_tokens is None else _MAX_TOKEN_CHARS * max_model_tokens
 
@@ -103,16 +102,20 @@ class TokenPrefixKeys:
         root = root_key(salt_hash(salt) if salt else None)
         match envelope.kind:
             case EndpointKind.COMPLETIONS:
-                return self._of_completion(decode_body(_CompletionBody, envelope.raw, {}), root)
+                return self._of_completion(decode_body(CompletionRequest, envelope.raw, {}), root)
             case EndpointKind.CHAT:
-                chat = decode_body(_ChatBody, envelope.raw, _CHAT_LISTS)
+                chat = decode_body(ChatRequest, envelope.raw, _CHAT_LISTS)
                 given, conversation = chat.prompt_token_ids, _of_chat(chat)
             case EndpointKind.RESPONSES:
-                response = decode_body(_ResponsesBody, envelope.raw, _RESPONSES_LISTS)
+                response = decode_body(ResponsesRequest, envelope.raw, _RESPONSES_LISTS)
                 given, conversation = response.prompt_token_ids, _of_response(response)
+            case EndpointKind.MESSAGES:
+                chat = to_chat(decode_body(MessagesRequest, envelope.raw, _MESSAGES_LISTS))
+                given, conversation = chat.prompt_token_ids, _of_chat(chat)
         if given is not None:
             return self._of_ids(given, root)
         assert conversation is not None
+        conversation = stable_conversation(conversation, self._volatile_lines)
         rendered = render_text(self._text.template, conversation)
         self._bound(len(rendered))
         keys, num_tokens = self._memo.blocks(rendered, root)
@@ -125,7 +128,8 @@ class TokenPrefixKeys:
         for _, prompt in completion_prompts(body):
             if isinstance(prompt, str):
                 self._bound(len(prompt))
-                found = self._of_ids(self._text.tokenizer.encode(prompt, add_special_tokens=True), root)
+                specials = body.add_special_tokens is not False
+                found = self._of_ids(self._text.tokenizer.encode(prompt, add_special_tokens=specials), root)
             else:
                 found = self._of_ids(prompt, root)
             first = first or found

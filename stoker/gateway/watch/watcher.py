@@ -414,7 +414,8 @@ class Watcher:
 
 def _token_keys(answer: bytes, info: WorkerInfo) -> TokenPrefixKeys:
     files = msgspec.json.decode(answer, type=TokenizerFiles).files
-    return TokenPrefixKeys(TokenText.from_files(files), info.block_tokens, info.max_model_tokens)
+    text = TokenText.from_files(files)
+    return TokenPrefixKeys(text, info.block_tokens, info.max_model_tokens, info.volatile_lines)
 
 
 def _ignore(payload: bytes) -> None: ...

@@ -9,16 +9,16 @@ from msgspec import UNSET, Meta, UnsetType
 
 from stoker.proto.handoff import KvTransferParams
 from stoker.proto.openai.answers import UsageReport
-from stoker.proto.openai.field_types import Count, TokenId, TopLogprobs
+from stoker.proto.openai.field_types import TokenId, TokenLimit, TopLogprobs
 from stoker.proto.openai.fields import MAX_CHOICES, GenerationFields, ResponseFormat
 from stoker.proto.openai.prediction import PredictedOutput
 
 
-class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
+class CompletionRequest(GenerationFields, kw_only=True):
     prompt: str | list[str | TokenId | list[TokenId]] | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
-    max_tokens: Count | None = None
+    max_tokens: TokenLimit | None = None
     logprobs: TopLogprobs | None = None
     echo: bool | None = None
     suffix: str | None = None

@@ -17,6 +17,9 @@ _UNKNOWN = re.compile(r"Object contains unknown field `([^`]+)`")
 _PLACE = re.compile(r" - at `(?:key in )?\$([^`]*)`$")
 
 
+_FIELDS: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
 @functools.cache
 def _decoder(kind: type[msgspec.Struct]) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind)
@@ -24,9 +27,18 @@ def _decoder(kind: type[msgspec.Struct]) -> msgspec.json.Decoder[Any]:
 
 def decode(kind: type[T], body: bytes) -> T:
     """Decode a request body. Raises InvalidRequest, with the field in `param`."""
+    request: T = _decoded(_decoder(kind), body)
+    return request
+
+
+def field_names(body: bytes) -> set[str]:
+    """Return the names of the top-level fields of a request body."""
+    return set(_decoded(_FIELDS, body))
+
+
+def _decoded(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
     try:
-        request: T = _decoder(kind).decode(body)
-        return request
+        return decoder.decode(body)
     except msgspec.ValidationError as wrong:
         raise _named(str(wrong)) from None
     except msgspec.DecodeError as wrong:

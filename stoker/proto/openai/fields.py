@@ -1,7 +1,8 @@
 """Request fields that the generating endpoints share.
 
 The type of a field holds every check that needs only the field. Checks that need the model (context length, vocabulary,
-tools) are in `worker/`. A field of type `Ignored` belongs to OpenAI's API and has no meaning on a server without state.
+tools) are in `worker/`. A field of type `Ignored` belongs to an API that clients speak and has no meaning here. Fields that are
+not declared are accepted too (`unknown_fields.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,16 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from stoker.proto.openai.field_types import INT32_MAX, INT64_MAX, CountOrZero, Ignored, Penalty, TokenId
+from stoker.proto.openai.field_types import (
+    INT32_MAX,
+    INT64_MAX,
+    CountOrZero,
+    Ignored,
+    NotHonoured,
+    Penalty,
+    TokenId,
+    TokenLimit,
+)
 from stoker.proto.resume_notes import Resume
 
 MAX_CHOICES = 128
@@ -62,13 +72,23 @@ class ResponseFormat(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's field `structured_outputs`."""
+    """vLLM's field `structured_outputs`. A constraint that is not known is refused: the answer would not fit it."""
 
     json: dict[str, Any] | str | None = None
     regex: str | None = None
     grammar: str | None = None
     choice: list[str] | None = None
     json_object: bool | None = None
+    whitespace_pattern: Ignored = None
+    disable_fallback: Ignored = None
+    disable_any_whitespace: Ignored = None
+    disable_additional_properties: Ignored = None
+
+
+class UsageOption(msgspec.Struct, kw_only=True):
+    """OpenRouter's field `usage`."""
+
+    include: bool | None = None
 
 
 class TenantShare(msgspec.Struct, frozen=True):
@@ -78,8 +98,8 @@ class TenantShare(msgspec.Struct, frozen=True):
     weight: Annotated[float, Meta(ge=MIN_TENANT_WEIGHT, le=MAX_TENANT_WEIGHT)] = 1.0
 
 
-class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The fields that all generating endpoints accept."""
+class GenerationFields(msgspec.Struct, kw_only=True):
+    """The fields that all generating endpoints know."""
 
     model: str | None = None
     stream: bool | None = None
@@ -93,9 +113,9 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     seed: Annotated[int, Meta(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
     user: Ignored = None
     metadata: Ignored = None
-    store: Ignored = None
-    service_tier: Ignored = None
-    moderation: Ignored = None
+    store: NotHonoured = None
+    service_tier: NotHonoured = None
+    moderation: NotHonoured = None
     safety_identifier: Ignored = None
     prompt_cache_key: Ignored = None
     prompt_cache_options: Ignored = None
@@ -105,6 +125,7 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     top_k: Annotated[int, Meta(ge=-1, le=INT32_MAX)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    repeat_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None  # the name in llama.cpp and Ollama
     stop_token_ids: list[TokenId] | None = None
     min_tokens: CountOrZero | None = None
     ignore_eos: bool | None = None
@@ -117,6 +138,13 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     guided_regex: str | None = None
     guided_grammar: str | None = None
     guided_choice: list[str] | None = None
+    json_schema: dict[str, Any] | str | None = None  # this and the next two: SGLang's names for the same
+    regex: str | None = None
+    ebnf: str | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: TokenLimit | None = None  # keep only the last tokens of the prompt; -1: as many as fit
+    usage: UsageOption | None = None
+    cache_prompt: Ignored = None  # of llama.cpp; prompts are always cached
     prompt_token_ids: list[TokenId] | None = None
     resume: Resume | None = None
     return_token_ids: bool | None = None
@@ -130,4 +158,6 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     @property
     def wants_usage(self) -> bool:
         """True if a stream must end with a usage chunk."""
-        return bool(self.stream_options and self.stream_options.include_usage)
+        if self.stream_options and self.stream_options.include_usage:
+            return True
+        return bool(self.usage and self.usage.include)

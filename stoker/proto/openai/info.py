@@ -25,16 +25,16 @@ class ModelList(msgspec.Struct, kw_only=True):
     data: list[ModelCard]
 
 
-class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class TokenizeRequest(msgspec.Struct, kw_only=True):
     """Has either a prompt or a conversation."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
     tools: list[Tool] | None = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
@@ -46,7 +46,7 @@ class TokenizeAnswer(msgspec.Struct, kw_only=True):
     token_strs: list[str] | None = None
 
 
-class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     tokens: list[TokenId]
 

@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 
 from stoker.proto.handoff import KvTransferParams
 from stoker.proto.openai.answers import TokenLogprob, UsageReport
-from stoker.proto.openai.field_types import Count, Ignored, Refused, TopLogprobs
+from stoker.proto.openai.field_types import Ignored, NotHonoured, Refused, TokenLimit, TopLogprobs
 from stoker.proto.openai.fields import ContentPart, GenerationFields, ResponseFormat
 from stoker.proto.openai.tools import FlatTool, ToolChoice, ToolMode
 
@@ -29,7 +29,7 @@ class InputItem(msgspec.Struct, kw_only=True):
 
 class TextConfig(msgspec.Struct, kw_only=True):
     format: ResponseFormat | None = None
-    verbosity: Ignored = None
+    verbosity: Ignored = None  # named in a response header
 
 
 class ReasoningConfig(msgspec.Struct, kw_only=True):
@@ -37,25 +37,25 @@ class ReasoningConfig(msgspec.Struct, kw_only=True):
     summary: str | None = None
 
 
-class ResponsesRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
+class ResponsesRequest(GenerationFields, kw_only=True):
     input: str | list[InputItem] | None = None
     instructions: str | None = None
     tools: list[FlatTool] | None = None
     tool_choice: ToolMode | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
-    max_output_tokens: Count | None = None
+    max_output_tokens: TokenLimit | None = None
     top_logprobs: TopLogprobs | None = None
     reasoning: ReasoningConfig | None = None
     include: list[str] | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    max_tool_calls: Ignored = None
-    context_management: Ignored = None
+    max_tool_calls: NotHonoured = None
+    context_management: NotHonoured = None
     previous_response_id: Refused = None
     conversation: Refused = None
     prompt: Refused = None
     image: Refused = None
-    access_programs: Ignored = None
+    access_programs: NotHonoured = None
     background: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -147,6 +147,13 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     user: Any = None
     metadata: Any = None
     kv_transfer_params: KvTransferParams | UnsetType = UNSET
+
+
+class InputTokenCount(msgspec.Struct, kw_only=True):
+    """The answer of `/v1/responses/input_tokens`."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
 
 
 class ResponseEvent(msgspec.Struct, kw_only=True):

@@ -20,6 +20,21 @@ class ToolCall(msgspec.Struct, kw_only=True):
     type: Literal["function"] = "function"
 
 
+class CalledFunction(msgspec.Struct, kw_only=True):
+    """A call in a message of a request. Clients of Ollama send its arguments as an object."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class PastToolCall(msgspec.Struct, kw_only=True):
+    """A tool call in an assistant message of a request."""
+
+    id: str
+    function: CalledFunction
+    type: str | None = None
+
+
 class Function(msgspec.Struct, kw_only=True):
     name: str
     description: str | None = None

@@ -1,19 +1,26 @@
-"""Client bodies: the gateway's envelope, session keys and edits, and the worker's decoding, for the three endpoints."""
+"""Client bodies: the gateway's envelope, session keys and edits, and the worker's decoding, for the generating endpoints."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 
 import msgspec
 
 from stoker.base.errors import InvalidRequest
+from stoker.base.log import EventLog
 from stoker.gateway.api.client_body import EndpointKind, edit, parse
 from stoker.gateway.prefix.session import session_of
+from stoker.proto.anthropic.messages import MessagesRequest
+from stoker.proto.anthropic.to_chat import to_chat
 from stoker.proto.openai.chat import ChatRequest
 from stoker.proto.openai.completions import CompletionRequest
-from stoker.proto.openai.decode import decode
+from stoker.proto.openai.not_honoured import not_honoured
 from stoker.proto.openai.responses import ResponsesRequest
+from stoker.proto.openai.unknown_fields import UnknownFields
+from stoker.text.openai_messages import template_messages
+from stoker.text.tools import chat_tools
 from stoker.worker.constraint import resolve_constraint
 from tests.fuzz.target import FuzzTarget
 
@@ -21,14 +28,21 @@ _PUT = {"cache_salt": b'"tenant:t"', "seed": b"7", "priority": b"0"}
 
 
 def execute(data: bytes, rng: random.Random) -> None:
+    unknown = UnknownFields(EventLog("fuzz"))
     for struct in (ChatRequest, CompletionRequest, ResponsesRequest):
         try:
-            request = decode(struct, data)
+            request = unknown.decode(struct, data)
             resolve_constraint(request, getattr(request, "response_format", None))
             if prediction := getattr(request, "prediction", None):
                 _ = prediction.text
+            not_honoured(request)
         except InvalidRequest:
             continue
+    with contextlib.suppress(InvalidRequest):
+        chat = to_chat(unknown.decode(MessagesRequest, data))
+        chat_tools(chat, 1024)
+        template_messages(chat.messages)
+    assert len(unknown.counts) <= 65
     for kind in EndpointKind:
         envelope = parse(kind, data)
         session_of({b"x-session-id": data[:64]} if rng.random() < 0.2 else {}, envelope, "tenant")
@@ -52,7 +66,18 @@ def seeds() -> list[bytes]:
     }  # fmt: skip
     completion = {"model": "m", "prompt": ["a", "b"], "cache_salt": "mine", "seed": 3, "guided_choice": ["a"]}
     responses = {"model": "m", "input": [{"role": "user", "content": "hi"}], "instructions": "be", "session_id": 5}
-    return [json.dumps(body).encode() for body in (chat, completion, responses, {})]
+    call = {"type": "tool_use", "id": "t", "name": "f", "input": {"a": 1}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "r"}], "is_error": False}
+    message = {
+        "model": "m", "max_tokens": 5, "system": [{"type": "text", "text": "s"}], "thinking": {"type": "enabled"},
+        "messages": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": [call]},
+            {"role": "user", "content": [result]},
+        ],
+        "tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "tool", "name": "f"}, "metadata": {"user_id": "u"},
+    }  # fmt: skip
+    return [json.dumps(body).encode() for body in (chat, completion, responses, message, {})]
 
 
 TARGET = FuzzTarget(

@@ -76,6 +76,17 @@ def test_only_accepted_fields_reach_a_foreign_engine(dialect: str) -> None:
     assert counted["other"] == 2  # a client's inventions share a label
 
 
+def test_fields_of_openai_that_were_dropped_are_named_in_a_header() -> None:
+    async def main() -> None:
+        async with World() as world:
+            await world.add("w", answers(ANSWER), dialect="vllm")
+            got = await world.ask(KEPT | {"store": True, "background": False, "conversation": "c", "rid": "x"})
+            assert got.headers["x-ignored-fields"] == "store, conversation"
+            assert "x-ignored-fields" not in (await world.ask(KEPT | {"store": False, "rid": "x"})).headers
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 @pytest.mark.parametrize(
     "salt", ['"cache_salt":"theirs"', '"cache\\u005fsalt":"theirs"', '"cache_salt":null,"cache_salt":"theirs"'], ids=str

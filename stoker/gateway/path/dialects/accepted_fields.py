@@ -71,6 +71,9 @@ _NAMED = _names(
     """
 )
 _OTHER = "other"
+# Of these, OpenAI's own. A client that sends one is told in a response header that it has no effect.
+_OPENAI_DROPPED = _names("store previous_response_id conversation background moderation audio context_management")
+_ASKS_NOTHING = (b"null", b"false", b"[]", b"{}")
 # Arguments of the templates' renderer itself. In `chat_template_kwargs` they would replace the template or its input.
 _RENDERER = _names(
     """
@@ -114,6 +117,9 @@ def accepted_body(
     refused = [name for name in given if name not in accepted]
     for name in refused:
         _count(rules.dropped_fields, name)
+    call.ignored_fields = [
+        name for name in refused if name in _OPENAI_DROPPED and bytes(given[name]) not in _ASKS_NOTHING
+    ]
     if "chat_template_kwargs" in given and (kept := _template_kwargs(given["chat_template_kwargs"])) is not None:
         put = {"chat_template_kwargs": kept, **put}
         refused.append("chat_template_kwargs")

@@ -19,6 +19,9 @@ class Dialect(Protocol):
     decodes_alone: ClassVar[bool]
     """True if a decode worker can compute a prompt itself. If not, it only gets requests together with a prefill worker."""
 
+    speaks_messages: ClassVar[bool]
+    """True if the worker has /v1/messages. If not, such a request is sent as a chat request, and its answer translated."""
+
     load_probe: ClassVar[type[LoadProbe]]
     """Reads the load of such a worker, once per health check. `NoLoadProbe` if there is nothing to read."""
 

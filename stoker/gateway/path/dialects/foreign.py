@@ -14,6 +14,7 @@ from stoker.gateway.api.client_body import EndpointKind, fields
 from stoker.gateway.http import WorkerResponse
 from stoker.gateway.path.call import Call
 from stoker.gateway.path.dialects.accepted_fields import accepted_body
+from stoker.gateway.path.dialects.translated_answer import TranslatedAnswer
 from stoker.gateway.path.errors import LegFailed, Refused
 from stoker.gateway.path.legs import Legs, is_event_stream
 from stoker.gateway.path.rewrite import ForeignAnswer
@@ -61,7 +62,8 @@ NO_USAGE_WANTED = UsageWanted()
 
 
 def reply_for(call: Call, legs: Legs, wanted: UsageWanted, *, is_pair: bool = False) -> ForeignAnswer:
-    return ForeignAnswer(
+    kind = ForeignAnswer if call.shows_thinking is None else TranslatedAnswer
+    answer = kind(
         call.running,
         kind=call.envelope.kind,
         prompt_tokens=call.query.num_tokens,
@@ -71,6 +73,9 @@ def reply_for(call: Call, legs: Legs, wanted: UsageWanted, *, is_pair: bool = Fa
         is_pair=is_pair,
         max_event_bytes=legs.max_event_bytes,
     )
+    if isinstance(answer, TranslatedAnswer):
+        answer.translate_for(call)
+    return answer
 
 
 async def send_decode(

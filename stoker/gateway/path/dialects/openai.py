@@ -19,6 +19,7 @@ class OpenAi:
 
     resumes: ClassVar[bool] = False
     decodes_alone: ClassVar[bool] = True
+    speaks_messages: ClassVar[bool] = False
     load_probe: ClassVar[type[LoadProbe]] = NoLoadProbe
 
     def run(self, call: Call, legs: Legs) -> Coroutine[Any, Any, None]:

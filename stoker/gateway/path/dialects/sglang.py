@@ -34,6 +34,7 @@ class SgLang:
 
     resumes: ClassVar[bool] = False
     decodes_alone: ClassVar[bool] = False
+    speaks_messages: ClassVar[bool] = False
     load_probe: ClassVar[type[LoadProbe]] = SglangLoadProbe
 
     async def run(self, call: Call, legs: Legs) -> None:

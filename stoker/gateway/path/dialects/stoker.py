@@ -29,6 +29,7 @@ from stoker.proto.sse import DONE
 from stoker.routing.query import Leg
 
 _REPORT_TOKENS = header_block([(NOTES_HEADER.encode(), NOTES_WANTED.encode())])
+_SEVERAL_EVENTS = frozenset({EndpointKind.RESPONSES, EndpointKind.MESSAGES})  # for one token
 _OUR_FIELDS = frozenset({"cache_salt", "priority", "tenant_share"})
 
 
@@ -38,6 +39,7 @@ class Stoker:
 
     resumes: ClassVar[bool] = True
     decodes_alone: ClassVar[bool] = True
+    speaks_messages: ClassVar[bool] = True
     load_probe: ClassVar[type[LoadProbe]] = NoLoadProbe
 
     async def run(self, call: Call, legs: Legs) -> None:
@@ -121,7 +123,7 @@ class Stoker:
         stream = StokerStream(
             call.memory,
             call.running if shown else None,
-            counts_events=call.envelope.kind is EndpointKind.RESPONSES,
+            counts_events=call.envelope.kind in _SEVERAL_EVENTS,
             max_event_bytes=legs.max_event_bytes,
             max_notes_bytes=legs.max_notes_bytes,
         )

@@ -47,6 +47,7 @@ class Vllm:
 
     resumes: ClassVar[bool] = False
     decodes_alone: ClassVar[bool] = True
+    speaks_messages: ClassVar[bool] = False
     load_probe: ClassVar[type[LoadProbe]] = VllmLoadProbe
 
     async def run(self, call: Call, legs: Legs) -> None:

@@ -48,6 +48,7 @@ class VllmMooncake:
 
     resumes: ClassVar[bool] = False
     decodes_alone: ClassVar[bool] = True
+    speaks_messages: ClassVar[bool] = False
     load_probe: ClassVar[type[LoadProbe]] = NoLoadProbe
 
     async def run(self, call: Call, legs: Legs) -> None:
