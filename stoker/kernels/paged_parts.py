@@ -22,7 +22,7 @@ def span_rows(
         position, is_row = row * 0 + last, row < SHARED
         if GUARDED:
             is_row = is_row & (position >= 0)
-        return row, position, last, is_row, ((first * KV_HEADS + head) * SHARED + row) * DIM
+        return row, position, last, is_row, (first * KV_HEADS + head) * SHARED * DIM + row * DIM
     else:
         token, shared = row // (ROWS // TOKENS), row % (ROWS // TOKENS)
         position = tl.load(positions + first + token, mask=token < count, other=-1).to(tl.int32)
