@@ -225,7 +225,7 @@ class EngineSettings:
         "names separated by commas. Answers are the same with and without drafts; see docs/speculation.md.",
         flag="--drafter",
         metavar="off|auto|NAME[:ARG]",
-        default_text="auto on a CPU, off on a GPU",
+        default_text="auto for 8-bit weights on a CPU (--cpu-weights), else off",
     )
     numerics: str = setting(
         "auto",

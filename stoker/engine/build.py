@@ -27,7 +27,7 @@ from stoker.engine.grammar import Grammars, NoGrammars
 from stoker.engine.kernel_limits import check_limits, explain_kernel_error
 from stoker.engine.kernel_plan import build_model, prepare_kernels
 from stoker.engine.loop import Engine
-from stoker.engine.memory import ResolvedSettings, num_blocks, resolve
+from stoker.engine.memory import ResolvedSettings, num_blocks, resolve, with_default_drafters
 from stoker.engine.rates import StepRates
 from stoker.engine.rows import RowTable
 from stoker.engine.runner import Runner
@@ -119,6 +119,8 @@ def build_engine(
     torch.backends.cuda.enable_cudnn_sdp(False)
     with timeline.stage("weights"):
         cpu_weights = choose_cpu_weights(settings.cpu_weights, resolved.device, resolved.dtype, hf, kernel_cache_dir)
+        if cpu_weights.kernel is not None:
+            resolved = with_default_drafters(resolved, settings)
         model, weight_bytes = _load_model(family, resolved, folder, random_weights_seed, progress, ahead, cpu_weights)
     memory.add_line("weights", weight_bytes)
     with timeline.stage("KV"):

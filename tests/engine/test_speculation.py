@@ -15,6 +15,8 @@ from stoker.base.config import EngineSettings, KvSettings, SchedSettings
 from stoker.base.errors import ConfigError
 from stoker.engine.llm import LLM, LLMOutput
 from stoker.sched.request import GenerateRequest, SamplingParams
+from stoker.sched.step_costs import StepCosts
+from stoker.sched.step_size import StepSize
 from stoker.spec.choose_drafters import DrafterChoice
 from stoker.spec.drafter import DRAFTERS
 
@@ -24,6 +26,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     make_tiny(folder, "llama")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def drafts_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the number of drafts depends on how fast this machine is."""
+    monkeypatch.setattr(StepSize, "costs", StepCosts())
 
 
 def settings(drafter: str, num_blocks: int = 400, max_rows: int = 16, steps_ahead: int = 0) -> EngineSettings:
