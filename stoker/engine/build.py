@@ -35,6 +35,7 @@ from stoker.engine.store import build_store
 from stoker.engine.tuning_file import load_tuning
 from stoker.kernels.compiled.kernel_cache import CacheCounts
 from stoker.kernels.exact_pieces import ExactCutter
+from stoker.kernels.paged import most_shared
 from stoker.kv.blocks.layout import KvLayout
 from stoker.kv.blocks.pool import BlockPool, PoolObserver
 from stoker.kv.blocks.transfer import KvIdentity
@@ -268,9 +269,9 @@ def _partial_bytes(family: ModelFamily, resolved: ResolvedSettings, layout: KvLa
     """Return the memory for attention's partial results with numerics=exact, if the KV cache took all free memory."""
     shape, max_blocks = family.shape, -(-resolved.max_model_tokens // layout.block_tokens) + 1
     most_blocks = torch.cuda.mem_get_info(resolved.device)[0] // layout.block_bytes
-    sizes = (shape.num_heads, layout.num_heads, layout.block_tokens, resolved.dtype)
-    cutter = ExactCutter.for_model(*sizes, max_blocks, most_blocks)
-    return cutter.partial_bytes(resolved.max_rows, shape.num_heads // layout.num_heads, layout.head_dim)
+    heads = [(shape.num_heads, group.num_heads) for group in layout.groups]
+    cutter = ExactCutter.for_model(heads, layout.block_tokens, resolved.dtype, max_blocks, most_blocks)
+    return cutter.partial_bytes(resolved.max_rows, most_shared(heads), max(group.width for group in layout.groups))
 
 
 def _warm_up(runner: Runner, model: Model, device: torch.device) -> None:
@@ -355,11 +356,8 @@ def _randomise(model: Model, family: ModelFamily, seed: int) -> None:
 
 def kv_layout(family: ModelFamily, resolved: ResolvedSettings) -> KvLayout:
     """Return the layout of the model's KV blocks."""
-    shape = family.shape
     return KvLayout(
-        num_layers=shape.num_layers,
-        num_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
+        groups=family.kv_groups,
         block_tokens=resolved.block_tokens,
         dtype=_name(resolved.kv_dtype),
         dtype_bytes=resolved.kv_dtype.itemsize,

@@ -21,7 +21,7 @@ from stoker.kernels.sample_rows import sample_rows_triton
 from stoker.kernels.step_inputs import step_inputs_triton
 from stoker.kernels.verify import head_lengths_triton, verify_triton
 from stoker.kv.device.device_kv import DeviceKv
-from stoker.layers.batch import ForwardBatch
+from stoker.layers.batch import ForwardBatch, GroupInputs
 from stoker.models.family import Model
 from stoker.sched.draft_tape import max_heads
 from stoker.sched.plan import StepPlan
@@ -53,13 +53,13 @@ class GpuSteps:
         self._model = model
         self._kv = kv
         self._rows = rows
-        layout = kv.layout
-        self._dense = DensePlans(kv.like, num_heads, layout.num_heads, layout.head_dim)
-        sizes = (num_heads, layout.num_heads, layout.block_tokens, kv.like.dtype)
+        # Only the first group's shape is planned ahead; cuDNN plans another one when it first meets it.
+        self._dense = DensePlans(kv.like, num_heads, kv.groups[0].num_heads, kv.groups[0].width)
+        sizes = ([(num_heads, group.num_heads) for group in kv.groups], kv.layout.block_tokens, kv.like.dtype)
         self._cutter, self._finished = Cutter.of(*sizes, verifies), rows.finished
         if exact:
             self._cutter = cutter = ExactCutter.for_model(*sizes, rows.table.shape[1], kv.num_blocks)
-            self._finished = new_counters(kv.blocks.device, cutter.max_groups(rows.max_rows) * layout.num_heads)
+            self._finished = new_counters(kv.blocks.device, cutter.max_groups(rows.max_rows) * cutter.num_kv_heads)
         # cuDNN's attention rounds differently from the kernel that computes the other tokens of a prompt.
         self._uses_dense = not exact
         first, rest = _shapes(max_heads(rows.max_rows), captured_tokens, self._cutter)
@@ -104,12 +104,14 @@ class GpuSteps:
         return packed
 
     def _forward(self, inputs: StepInputs, dense: tuple[tuple[int, int], ...] = ()) -> StepOutputs:
-        kv, rows, layout = self._kv, self._rows, self._kv.layout
-        sizes = (layout.num_heads, layout.block_tokens, kv.pages_per_block)
-        token_ids, positions, slots = step_inputs_triton(inputs.tokens, rows.tokens, rows.table, *sizes)
-        where = (rows.table, inputs.tokens[0], positions, inputs.singles, inputs.tiles, dense, self._finished)
-        spans = PagedSpans(*where, kv.pages_per_block, layout.num_heads, self._cutter.form)
-        hidden = self._model(ForwardBatch(token_ids, positions, slots, spans, kv))
+        rows, groups = self._rows, []
+        for group in self._kv.groups:
+            sizes = (group.num_heads, group.block_tokens, group.pages_per_block)
+            token_ids, positions, slots = step_inputs_triton(inputs.tokens, rows.tokens, rows.table, *sizes)
+            where = (rows.table, inputs.tokens[0], positions, inputs.singles, inputs.tiles, dense, self._finished)
+            spans = PagedSpans(*where, group.pages_per_block, group.num_heads, self._cutter.form)
+            groups.append(GroupInputs(slots, spans, group))
+        hidden = self._model(ForwardBatch(token_ids, positions, tuple(groups)))
         heads = inputs.heads
         if not heads.shape[1]:
             return StepOutputs(None, heads[0], heads[0], token_ids, positions)

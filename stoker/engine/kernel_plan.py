@@ -53,7 +53,7 @@ def make_stand_in(family: ModelFamily, resolved: ResolvedSettings, layout: KvLay
     Call it on the main thread: building a model changes torch's default dtype, which all threads share.
     """
     kv = DeviceKv(layout, 1, _META, resolved.dtype)
-    if not fits(kv.like, layout.block_tokens, layout.head_dim):
+    if not all(fits(kv.like, group.block_tokens, group.width) for group in kv.groups):
         return None
     model = build_model(family, resolved, _META)
     with torch.no_grad():

@@ -155,10 +155,10 @@ class Runner:
         self._kv = kv
         self._rows = rows
         self._threads = threads
-        has_kernels = fits(kv.like, kv.layout.block_tokens, kv.layout.head_dim)
+        has_kernels = all(fits(kv.like, group.block_tokens, group.width) for group in kv.groups)
         if exact and kv.blocks.is_cuda and not has_kernels:
             raise ConfigError(
-                f"numerics=exact has no kernels for a head size of {kv.layout.head_dim}, blocks of {kv.layout.block_tokens} "
+                f"numerics=exact has no kernels for a head size of {kv.groups[0].width}, blocks of {kv.layout.block_tokens} "
                 f"tokens and {kv.like.dtype} on this GPU; use --numerics fast"
             )
         options = (num_heads, captured_tokens, exact, verifies)
@@ -205,6 +205,8 @@ class Runner:
         self._copy_blocks(plan.copies)
         if plan.fresh_blocks:
             self._kv.clear(plan.fresh_blocks)
+        for load in plan.loads:
+            self._kv.clear_draft(load.blocks)
         if not plan.spans:
             return PendingStep(plan, None, [], started_s, None)
         states = [self._rows.states[span.row] for span in plan.spans if span.samples]

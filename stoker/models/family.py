@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from stoker.base.errors import ModelFilesError
 from stoker.base.registry import Registry
+from stoker.kv.blocks.layout import KvGroup
 from stoker.layers.batch import ForwardBatch
 from stoker.layers.quant import Int8Kernel
 
@@ -68,6 +69,7 @@ class ModelFamily(Protocol):
     examples: ClassVar[Mapping[str, Mapping[str, Any]]]
     """Tiny configurations by name, as changes to a small base config. The conformance tests build and run each of them."""
     shape: ModelShape
+    kv_groups: tuple[KvGroup, ...]
     rules: list[Rule]
     ignored: frozenset[str]  # checkpoint tensors that are known and not loaded
 

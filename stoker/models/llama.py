@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from stoker.kv.blocks.layout import KvGroup
 from stoker.layers.decoder import Decoder
 from stoker.layers.moe import MoeConfig
 from stoker.models.dense import decoder_ignored, decoder_rules, read_config
@@ -42,6 +43,7 @@ class Llama:
             config.num_heads,
             config.active_weights,
         )
+        self.kv_groups: tuple[KvGroup, ...] = (KvGroup(config.num_layers, config.num_kv_heads, config.head_dim),)
         self.rules = decoder_rules(config)
         self.ignored = decoder_ignored(config)
 

@@ -187,7 +187,7 @@ def attention(
     q = torch.randn(len(positions), num_heads, dim, device=device).to(dtype)
     where = (torch.tensor(token_rows, device=device), torch.tensor(positions, device=device))
     finished = new_counters(device)
-    cutter = Cutter.of(num_heads, kv_heads, block_tokens, dtype)
+    cutter = Cutter.of([(num_heads, kv_heads)], block_tokens, dtype)
     singles = np.array([span for span in spans if span[1] == 1]).reshape(-1, 3).T
     longer = np.array([span for span in spans if span[1] > 1]).reshape(-1, 3).T
     num_tiles = cutter.num_tiles(longer[1])
