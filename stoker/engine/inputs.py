@@ -80,6 +80,7 @@ def build_inputs(
         token_ids=tokens.token_ids,
         positions=_to_device(positions, device),
         groups=tuple(map(group_inputs, kv.groups)),
+        draft=None if kv.draft is None else group_inputs(kv.draft),
     )
     heads, sampling = _heads(plan, tokens, firsts)
     return ReferenceInputs(batch, _to_device(heads, device), sampling)

@@ -25,14 +25,16 @@ class Attention(nn.Module):
         qk_norm_eps: float | None,
         qkv: Stored = PLAIN,
         out: Stored = PLAIN,
+        in_features: int | None = None,
     ) -> None:
+        """`in_features` is the width of the input, by default `hidden_size`, which is that of the output."""
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         kv_size = num_kv_heads * head_dim
         # With 8-bit weights, the values are rotated, and so is the output of attention, which is linear in them.
         block = head_dim if is_power_of_2(head_dim) else None
         parts = (num_heads * head_dim, kv_size, kv_size)
-        self.qkv = Linear(hidden_size, parts, bias, qkv, out_blocks=(1, 1, block or 1))
+        self.qkv = Linear(in_features or hidden_size, parts, bias, qkv, out_blocks=(1, 1, block or 1))
         self.out = Linear(num_heads * head_dim, hidden_size, bias, out, rotated_block=block)
         self._qk_norm_eps = qk_norm_eps
         if qk_norm_eps is not None:

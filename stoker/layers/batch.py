@@ -31,3 +31,4 @@ class ForwardBatch:
     token_ids: Tensor  # [tokens]
     positions: Tensor  # [tokens], -1 is padding
     groups: tuple[GroupInputs, ...]  # one for each KV group of the model, in the order of ModelFamily.kv_groups
+    draft: GroupInputs | None = None  # of the draft model's KV group

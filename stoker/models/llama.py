@@ -36,6 +36,7 @@ class Llama:
         self._config = config
         self.shape = ModelShape(
             config.vocab_size,
+            config.hidden_size,
             config.max_positions,
             config.num_layers,
             config.num_kv_heads,
