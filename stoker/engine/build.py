@@ -22,6 +22,7 @@ from stoker.base.ids import RequestId
 from stoker.base.timeline import Timeline
 from stoker.checkpoint.weight_files import WeightReadAhead
 from stoker.engine.cpu_weights import CpuWeights, choose_cpu_weights
+from stoker.engine.draft_model import LoadedDraft, open_draft
 from stoker.engine.gpu_memory import MemoryLine, MemoryTable, WorkingMemory
 from stoker.engine.grammar import Grammars, NoGrammars
 from stoker.engine.kernel_limits import check_limits, explain_kernel_error
@@ -115,20 +116,31 @@ def build_engine(
         memory = MemoryTable(resolved.device)
     if tuning_dir is not None and resolved.device.type == "cuda":
         load_tuning(tuning_dir, resolved.device)
-    kernels = prepare_kernels(settings, family, resolved, kv_layout(family, resolved))
+    draft_folder = None if resolved.drafters.draft_model is None else Path(resolved.drafters.draft_model)
+    checkpoint = None if draft_folder is None else open_draft(draft_folder, read_hf_config(draft_folder), family)
+    kernels = prepare_kernels(settings, family, resolved, kv_layout(family, resolved), checkpoint)
     # cuDNN's attention plans every new shape, which takes longer than the attention itself.
     torch.backends.cuda.enable_cudnn_sdp(False)
     with timeline.stage("weights"):
         cpu_weights = choose_cpu_weights(settings.cpu_weights, resolved.device, resolved.dtype, hf, kernel_cache_dir)
         model, weight_bytes = _load_model(family, resolved, folder, random_weights_seed, progress, ahead, cpu_weights)
+        draft = None if checkpoint is None else LoadedDraft.load(checkpoint, model, resolved)
+        weight_bytes += 0 if draft is None else draft.num_bytes
     memory.add_line("weights", weight_bytes)
     with timeline.stage("KV"):
-        kv, working = _make_kv(settings, family, resolved, model)
+        kv, working = _make_kv(settings, family, resolved, model, draft)
     layout, blocks = kv.layout, kv.num_blocks
-    memory.add_line("KV", blocks * layout.block_bytes)
+    memory.add_line("KV", blocks * (layout.block_bytes + kv.draft_block_bytes))
     max_model_tokens = min(resolved.max_model_tokens, blocks * layout.block_tokens)
     max_blocks = -(-max_model_tokens // layout.block_tokens) + 1
-    rows = RowTable(resolved.max_rows, max_blocks, family.shape.vocab_size, resolved.device, grammars or NoGrammars())
+    rows = RowTable(
+        resolved.max_rows,
+        max_blocks,
+        family.shape.vocab_size,
+        resolved.device,
+        grammars or NoGrammars(),
+        has_draft_model=draft is not None,
+    )
     identity = _identity(folder, hf, kv, random_weights_seed, _number_format(kv, resolved, cpu_weights))
     fingerprint = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
     rates = StepRates()
@@ -162,7 +174,8 @@ def build_engine(
         resolved.exact,
         resolved.drafters.drafts_grammar,
         resolved.drafters.is_on,
-        uses_grid=cpu_weights.uses_grid,
+        cpu_weights.uses_grid,
+        draft,
     )
     engine = Engine(scheduler, runner, RealClock(), resolved.steps_ahead, store, leases, rates)
     if resolved.device.type == "cuda":
@@ -247,7 +260,11 @@ def _release_free_memory() -> None:
 
 
 def _make_kv(
-    settings: EngineSettings, family: ModelFamily, resolved: ResolvedSettings, model: Model
+    settings: EngineSettings,
+    family: ModelFamily,
+    resolved: ResolvedSettings,
+    model: Model,
+    draft: LoadedDraft | None,
 ) -> tuple[DeviceKv, WorkingMemory]:
     """Allocate the KV cache: as many blocks as fit besides the working memory of a step."""
     layout = kv_layout(family, resolved)
@@ -257,21 +274,26 @@ def _make_kv(
         resolved.max_rows,
         family.shape.vocab_size,
         resolved.dtype.itemsize,
-        model.bytes_per_token,
+        model.bytes_per_token + (0 if draft is None else draft.model.bytes_per_token),
         resolved.keeps_spare,
-        _partial_bytes(family, resolved, layout) if resolved.exact and resolved.device.type == "cuda" else 0,
+        _partial_bytes(family, resolved, layout, draft) if resolved.exact and resolved.device.type == "cuda" else 0,
+        0 if draft is None else draft.logits_bytes(resolved.max_rows),
     )
-    blocks = num_blocks(settings, resolved, layout, working)
-    return DeviceKv(layout, blocks, resolved.device, resolved.dtype), working
+    group = None if draft is None else draft.kv_group
+    blocks = num_blocks(settings, resolved, layout, working, group)
+    return DeviceKv(layout, blocks, resolved.device, resolved.dtype, group), working
 
 
-def _partial_bytes(family: ModelFamily, resolved: ResolvedSettings, layout: KvLayout) -> int:
+def _partial_bytes(family: ModelFamily, resolved: ResolvedSettings, layout: KvLayout, draft: LoadedDraft | None) -> int:
     """Return the memory for attention's partial results with numerics=exact, if the KV cache took all free memory."""
     shape, max_blocks = family.shape, -(-resolved.max_model_tokens // layout.block_tokens) + 1
     most_blocks = torch.cuda.mem_get_info(resolved.device)[0] // layout.block_bytes
-    heads = [(shape.num_heads, group.num_heads) for group in layout.groups]
+    groups = [(shape.num_heads, group) for group in layout.groups]
+    if draft is not None:
+        groups.append((draft.num_heads, draft.kv_group))
+    heads = [(num_heads, group.num_heads) for num_heads, group in groups]
     cutter = ExactCutter.for_model(heads, layout.block_tokens, resolved.dtype, max_blocks, most_blocks)
-    return cutter.partial_bytes(resolved.max_rows, most_shared(heads), max(group.width for group in layout.groups))
+    return cutter.partial_bytes(resolved.max_rows, most_shared(heads), max(group.width for _, group in groups))
 
 
 def _warm_up(runner: Runner, model: Model, device: torch.device) -> None:

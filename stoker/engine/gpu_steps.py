@@ -11,12 +11,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from stoker.engine.device_drafter import Drafter, DraftStep, NoDrafter
 from stoker.engine.graphs import StepGraphs, StepOutputs
 from stoker.engine.packed import StepData, StepInputs, StepShape
 from stoker.engine.rows import RowTable
 from stoker.kernels.dense import DensePlans
 from stoker.kernels.exact_pieces import ExactCutter
-from stoker.kernels.paged import Cutter, PagedSpans, new_counters
+from stoker.kernels.paged import Cutter, PagedSpans, fits, new_counters
 from stoker.kernels.sample_rows import sample_rows_triton
 from stoker.kernels.step_inputs import step_inputs_triton
 from stoker.kernels.verify import head_lengths_triton, verify_triton
@@ -35,6 +36,11 @@ _HEADS = (64, 256, 512)  # sampling rows of a step with prefill; each costs its 
 _EXTRA_SPANS = 32  # room for this many prefill spans that do not fill their last tile
 
 
+def can_page(kv: DeviceKv) -> bool:
+    """Return True if the GPU's kernels support this device and the shapes of all KV groups."""
+    return all(fits(kv.like, group.block_tokens, group.width) for group in kv.all_groups)
+
+
 class GpuSteps:
     """The forward pass of one model on one GPU, with its captured graphs."""
 
@@ -47,15 +53,19 @@ class GpuSteps:
         captured_tokens: int,
         exact: bool = False,
         verifies: bool = False,
+        drafter: Drafter | None = None,
+        draft_heads: int = 0,
     ) -> None:
-        """`exact`: a token's logits depend only on the tokens before it (docs/engine.md, "Numerics"). `verifies`: plans
-        may have drafts."""
+        """`num_heads` and `draft_heads` are the query heads of the model and of the draft model. `exact`: a token's logits
+        depend only on the tokens before it (docs/engine.md, "Numerics"). `verifies`: plans may have drafts."""
         self._model = model
         self._kv = kv
         self._rows = rows
-        # Only the first group's shape is planned ahead; cuDNN plans another one when it first meets it.
-        self._dense = DensePlans(kv.like, num_heads, kv.groups[0].num_heads, kv.groups[0].width)
-        sizes = ([(num_heads, group.num_heads) for group in kv.groups], kv.layout.block_tokens, kv.like.dtype)
+        self._drafter = drafter or NoDrafter()
+        queries = [*[num_heads] * len(kv.groups), draft_heads]
+        shapes = [(heads, group.num_heads, group.width) for heads, group in zip(queries, kv.all_groups, strict=False)]
+        self._dense = DensePlans(kv.like, shapes)
+        sizes = ([shape[:2] for shape in shapes], kv.layout.block_tokens, kv.like.dtype)
         self._cutter, self._finished = Cutter.of(*sizes, verifies), rows.finished
         if exact:
             self._cutter = cutter = ExactCutter.for_model(*sizes, rows.table.shape[1], kv.num_blocks)
@@ -105,20 +115,25 @@ class GpuSteps:
 
     def _forward(self, inputs: StepInputs, dense: tuple[tuple[int, int], ...] = ()) -> StepOutputs:
         rows, groups = self._rows, []
-        for group in self._kv.groups:
+        for group in self._kv.all_groups:
             sizes = (group.num_heads, group.block_tokens, group.pages_per_block)
             token_ids, positions, slots = step_inputs_triton(inputs.tokens, rows.tokens, rows.table, *sizes)
             where = (rows.table, inputs.tokens[0], positions, inputs.singles, inputs.tiles, dense, self._finished)
             spans = PagedSpans(*where, group.pages_per_block, group.num_heads, self._cutter.form)
             groups.append(GroupInputs(slots, spans, group))
-        hidden = self._model(ForwardBatch(token_ids, positions, tuple(groups)))
+        num_groups, features = len(self._kv.groups), self._drafter.start()
+        batch = ForwardBatch(token_ids, positions, tuple(groups[:num_groups]), *groups[num_groups:])
+        hidden = self._model(batch, features.taps)
         heads = inputs.heads
+        step = DraftStep(batch, inputs.tokens[0], heads, features.value())
         if not heads.shape[1]:
-            return StepOutputs(None, heads[0], heads[0], token_ids, positions)
+            self._drafter.draft(step, heads[0], heads[0])
+            return StepOutputs(None, heads[0], heads[0], token_ids, positions, step)
         logits = self._model.logits(hidden[heads[0]])
         sampled = sample_rows_triton(logits, heads[1], head_lengths_triton(heads, positions), rows.settings)
         counts = verify_triton(heads, token_ids, positions, sampled, rows.tokens)
-        return StepOutputs(logits, sampled, counts, token_ids, positions)
+        self._drafter.draft(step, sampled, counts)
+        return StepOutputs(logits, sampled, counts, token_ids, positions, step)
 
 
 def max_captured_tokens(needed: int) -> int:

@@ -31,6 +31,7 @@ class ReferenceInputs:
     """
 
     batch: ForwardBatch
+    token_rows: Tensor  # [tokens]
     heads: Tensor  # [4, heads]: see kernels/verify.py
     spans: list[SamplingSpan]
 
@@ -63,7 +64,7 @@ def build_inputs(
     blocks, offsets = rows.blocks[tokens.rows, positions // layout.block_tokens], positions % layout.block_tokens
     in_place = kv.like.dtype == kv.blocks.dtype == attention_dtype
 
-    def group_inputs(group: GroupKv) -> GroupInputs:
+    def group_inputs(group: GroupKv, grid_heads: int | None = None) -> GroupInputs:
         slots = blocks[:, None] * group.pages_per_block + np.arange(group.num_heads)
         slots = slots * layout.block_tokens + offsets[:, None]
         shapes = _shapes(plan, tokens, rows, group)
@@ -79,11 +80,11 @@ def build_inputs(
     batch = ForwardBatch(
         token_ids=tokens.token_ids,
         positions=_to_device(positions, device),
-        groups=tuple(map(group_inputs, kv.groups)),
+        groups=tuple(group_inputs(group, grid_heads) for group in kv.groups),
         draft=None if kv.draft is None else group_inputs(kv.draft),
     )
     heads, sampling = _heads(plan, tokens, firsts)
-    return ReferenceInputs(batch, _to_device(heads, device), sampling)
+    return ReferenceInputs(batch, _to_device(tokens.rows, device), _to_device(heads, device), sampling)
 
 
 def _tokens(plan: StepPlan, rows: RowTable) -> _Tokens:

@@ -43,7 +43,8 @@ class FeatureProjection(nn.Module):
 
     def pack(self) -> None:
         """Split the weight into one for each hidden state, once after loading."""
-        self.weight.data = torch.stack(self.weight.data.split(self.in_features, 1))  # type: ignore[no-untyped-call]
+        parts = self.weight.data.view(len(self.weight), self.count, self.in_features).transpose(0, 1)
+        self.weight.data = parts.contiguous()
         self._parts = [pack_weight(part) for part in self.weight.data]
         if any(isinstance(part, PackedWeight) for part in self._parts):
             self.weight.data = torch.empty(0)

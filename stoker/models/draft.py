@@ -16,12 +16,15 @@ from torch import Tensor, nn
 from stoker.kv.blocks.layout import KvGroup
 from stoker.layers.batch import GroupInputs
 from stoker.layers.features import Tap
+from stoker.models.fill import Progress
 
 
 class StepFeatures(Protocol):
     """The features of one forward pass of the target model."""
 
-    taps: Sequence[Tap]  # by ascending layer; the target model calls each once
+    @property
+    def taps(self) -> Sequence[Tap]:
+        """The taps, by ascending layer. The target model calls each once."""
 
     def value(self) -> Tensor:
         """Return the features [tokens, hidden], after all taps were called."""
@@ -37,9 +40,6 @@ class DraftTarget(Protocol):
 class DraftModel(Protocol):
     """An nn.Module that drafts for one target model. Its parameters are empty until its weights are loaded."""
 
-    kv_group: KvGroup
-    num_heads: int  # query heads
-
     def features(self) -> StepFeatures:
         """Return empty features, for one forward pass of the target model."""
 
@@ -53,10 +53,30 @@ class DraftModel(Protocol):
     def feedback(self, hidden: Tensor) -> Tensor:
         """Return the features of the next position while the draft model continues alone. [rows, hidden], both"""
 
+    def pack(self) -> None:
+        """Convert the weights to the layout of the kernels, once after loading."""
+
     @property
     def bytes_per_token(self) -> int:
         """Upper bound of the memory per token that drafting adds to a forward pass."""
 
+    @property
+    def logits_bytes_per_row(self) -> int:
+        """Memory of `logits` per row, what it needs on the way included."""
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
     def buffers(self) -> Iterator[Tensor]: ...
+
+
+class DraftCheckpoint(Protocol):
+    """The files of a draft model, checked against the target model."""
+
+    kv_group: KvGroup
+    num_heads: int  # query heads of the draft model
+
+    def build(self, target: DraftTarget, num_positions: int) -> DraftModel:
+        """Build the draft model with empty parameters. `num_positions` is the longest context that will be served."""
+
+    def load(self, model: Any, progress: Progress) -> None:
+        """Load the weights into a model that `build` returned. Call its `pack` afterwards."""

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from stoker.base.errors import ModelFilesError
-from stoker.kv.blocks.layout import KvGroup
 from stoker.layers.attention import Attention
 from stoker.layers.batch import GroupInputs
 from stoker.layers.embedding import Embedding
@@ -51,8 +50,6 @@ class Eagle3Head(nn.Module):
         hidden_size, eps = layer.hidden_size, layer.norm_eps
         self.config = config
         self._target = [target]  # in a list, so that the module does not register the target model's parameters
-        self.kv_group = KvGroup(1, layer.num_kv_heads, layer.head_dim)
-        self.num_heads = layer.num_heads
         norms = {"norm_each": config.fc_norm, "norm_all": config.norm_before_fc}
         self.fc = FeatureProjection(config.target_hidden_size, len(config.taps), hidden_size, eps, **norms)
         self.embedding = Embedding(layer.vocab_size, hidden_size) if has_embedding else None
@@ -84,11 +81,11 @@ class Eagle3Head(nn.Module):
         return Eagle3Features(self.fc.start(), self.config.taps)
 
     def forward(self, token_ids: Tensor, features: Tensor, positions: Tensor, where: GroupInputs) -> Tensor:
-        """See DraftModel. The memory of `features` may be reused."""
+        """See DraftModel."""
         embedded = (self.embedding or self._target[0].embedding)(token_ids)
         normed = self.feature_norm(features)
         both = torch.cat([self.embedding_norm(embedded), normed], 1)
-        x = normed if self.config.norm_before_residual else features
+        x = normed if self.config.norm_before_residual else features.clone()  # the layer reuses the memory of x
         cos, sin = self.rope(positions)
         x = self.attention.add_attended(x, self.attention.qkv.plain(both), where, 0, positions, cos, sin)
         hidden: Tensor = self.mlp(x, self.mlp_norm)
@@ -111,6 +108,10 @@ class Eagle3Head(nn.Module):
         angles = 2 * self.rope.cos.shape[1] * self.rope.cos.itemsize
         return (6 * self.config.layer.hidden_size + widest) * self.norm.weight.itemsize + angles
 
+    @property
+    def logits_bytes_per_row(self) -> int:
+        return (self.config.draft_vocab_size + self.config.layer.vocab_size) * self.norm.weight.itemsize
+
     def pack(self) -> None:
         """Convert the weights to the layout of the kernels, and d2t to the target model's token ids. Raises
         ModelFilesError for tokens that the target model does not have."""
@@ -124,9 +125,9 @@ class Eagle3Head(nn.Module):
 
 def _target_ids(d2t: Tensor, vocab_size: int) -> Tensor:
     """Return the target model's token of each draft token."""
-    ids = d2t + torch.arange(len(d2t), device=d2t.device)
     if d2t.is_meta:
-        return ids
+        return d2t
+    ids = d2t + torch.arange(len(d2t), device=d2t.device)
     outside = ((ids < 0) | (ids >= vocab_size)).nonzero().flatten().tolist()
     if outside:
         raise ModelFilesError(

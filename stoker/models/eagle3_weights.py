@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from stoker.base.errors import ModelFilesError
 from stoker.checkpoint.weight_files import TensorLocation, stored_tensors
+from stoker.kv.blocks.layout import KvGroup
 from stoker.layers.linear import Linear
 from stoker.models.draft import DraftTarget
 from stoker.models.eagle3 import Eagle3Head
-from stoker.models.eagle3_config import Eagle3Config
-from stoker.models.family import Rule
+from stoker.models.eagle3_config import Eagle3Config, read_eagle3_config
+from stoker.models.family import ModelShape, Rule
 from stoker.models.fill import Progress
 from stoker.models.weights import load
 
@@ -26,29 +26,45 @@ _RENAMED = (
 _IGNORED = ("t2d", "layers.0.self_attn.rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")
 
 
-def load_eagle3(
-    config: Eagle3Config, target: DraftTarget, folder: Path, num_positions: int, progress: Progress
-) -> Eagle3Head:
-    """Return the head with its weights, ready to run. Raises ModelFilesError, with the name of the tensor or field, for
-    files that do not fit to the config or to the target model."""
-    stored = stored_tensors(folder)
-    names = _canonical_names(stored, folder)
-    has_embedding, has_head = "embed_tokens.weight" in names, "lm_head.weight" in names
-    _check_shared(config, folder, has_embedding=has_embedding, has_head=has_head)
-    if "t2d" in names and stored[names["t2d"]].shape != (config.layer.vocab_size,):
-        raise ModelFilesError(
-            f"{folder}: tensor 't2d' is {stored[names['t2d']].shape}, config.json requires ({config.layer.vocab_size},)"
-        )
-    head = Eagle3Head(config, target, num_positions, has_embedding=has_embedding, has_head=has_head)
-    rules = [Rule(names.get(rule.source, rule.source), rule.target, rule.first, rule.count) for rule in _rules(head)]
-    ignored = frozenset(names[name] for name in _IGNORED if name in names)
-    if head.d2t is None and "d2t" in names:
-        _check_no_shift(stored[names["d2t"]])
-        ignored |= {names["d2t"]}
-    load(head, rules, ignored, folder, progress)
-    with torch.no_grad():
-        head.pack()
-    return head
+class Eagle3Checkpoint:
+    """The files of a head, checked against the target model. Raises ModelFilesError, with the name of the tensor or
+    field, for files that do not fit to each other or to the target model."""
+
+    def __init__(self, hf: Mapping[str, Any], folder: Path, target: ModelShape) -> None:
+        """`hf` is the content of the folder's config.json."""
+        self._folder = folder
+        try:
+            self._config = config = read_eagle3_config(hf, target)
+        except ModelFilesError as error:
+            raise ModelFilesError(f"draft head {folder}: {error.message}", code=error.code) from error
+        self._stored = stored_tensors(folder)
+        self._names = names = _canonical_names(self._stored, folder)
+        self._has_embedding, self._has_head = "embed_tokens.weight" in names, "lm_head.weight" in names
+        _check_shared(config, folder, has_embedding=self._has_embedding, has_head=self._has_head)
+        if "t2d" in names and self._stored[names["t2d"]].shape != (config.layer.vocab_size,):
+            raise ModelFilesError(
+                f"{folder}: tensor 't2d' is {self._stored[names['t2d']].shape}, config.json requires "
+                f"({config.layer.vocab_size},)"
+            )
+        self.kv_group = KvGroup(1, config.layer.num_kv_heads, config.layer.head_dim)
+        self.num_heads = config.layer.num_heads
+
+    def build(self, target: DraftTarget, num_positions: int) -> Eagle3Head:
+        """Build the head on torch's default device and in its default dtype, with empty parameters."""
+        parts = {"has_embedding": self._has_embedding, "has_head": self._has_head}
+        return Eagle3Head(self._config, target, num_positions, **parts)
+
+    def load(self, head: Eagle3Head, progress: Progress) -> None:
+        """Load the weights into a head that `build` returned. Call its `pack` afterwards."""
+        names = self._names
+        rules = [
+            Rule(names.get(rule.source, rule.source), rule.target, rule.first, rule.count) for rule in _rules(head)
+        ]
+        ignored = frozenset(names[name] for name in _IGNORED if name in names)
+        if head.d2t is None and "d2t" in names:
+            _check_no_shift(self._stored[names["d2t"]])
+            ignored |= {names["d2t"]}
+        load(head, rules, ignored, self._folder, progress)
 
 
 def _canonical_names(stored: dict[str, TensorLocation], folder: Path) -> dict[str, str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
-from stoker.sched.draft_tape import TAPE_TOKENS, DraftTape
+from stoker.sched.draft_tape import MODEL_GUESSES, TAPE_TOKENS, DraftTape
 from stoker.sched.drafting import TapeDrafter
 from stoker.sched.sequence import Sequence
 from stoker.sched.step_costs import StepCosts
@@ -58,10 +58,14 @@ class _Follower:
 
 
 class TapeDrafting:
-    """Drafts from tapes. The sources are `drafters`, by name, and what the runner suggests."""
+    """Drafts from tapes. The sources are `drafters`, by name, and what the runner suggests.
 
-    def __init__(self, drafters: Mapping[str, TapeDrafter], counts: DraftCounts) -> None:
+    `model` is the name of a draft model that guesses on the device, for sequences without a tape.
+    """
+
+    def __init__(self, drafters: Mapping[str, TapeDrafter], counts: DraftCounts, model: str | None = None) -> None:
         self._drafters = drafters
+        self._model = model
         self._counts = counts
         self._acceptance = Acceptance()
         self._followers: dict[Sequence, _Follower] = {}
@@ -79,10 +83,8 @@ class TapeDrafting:
                 follower = self._followers[seq] = _Follower(SequenceRates(self._acceptance))
             follower.check(seq)
             tape = self._tape(seq, follower, max_pause)
-            if tape is None:
-                continue
-            rate = follower.rates.value(tape.source)
-            available = tape.start + len(tape.token_ids) - len(seq.token_ids) - seq.num_pending
+            source, available = self._source(seq, tape)
+            rate = follower.rates.value(source) if available > 0 else 0.0
             if available > 0 and rate >= least:
                 candidates.append(seq)
                 chances.append(DraftChance(rate, available))
@@ -91,14 +93,25 @@ class TapeDrafting:
         lengths = draft_lengths(chances, len(seqs), budget, costs)
         planned = {seq: length for seq, length in zip(candidates, lengths, strict=True) if length}
         for seq in planned:
-            assert seq.tape is not None
-            self._followers[seq].launched.append(seq.tape.source)
+            self._followers[seq].launched.append(self._source(seq, seq.tape)[0])
         return planned
+
+    def _source(self, seq: Sequence, tape: DraftTape | None) -> tuple[str, int]:
+        """Return where the sequence's next drafts come from, and how many there are."""
+        if tape is not None:
+            available = tape.start + len(tape.token_ids) - len(seq.token_ids) - seq.num_pending
+            if available > 0 or self._model is None:
+                return tape.source, available
+        return ("", 0) if self._model is None else (self._model, MODEL_GUESSES)
 
     def committed(self, seq: Sequence, num_drafts: int, token_ids: list[int]) -> None:
         follower = self._followers.get(seq)
         if follower is not None and follower.launched:
-            self._counts.record(follower.launched.popleft(), num_drafts, len(token_ids) - 1)
+            source, num_right = follower.launched.popleft(), len(token_ids) - 1
+            self._counts.record(source, num_drafts, num_right)
+            if source == self._model:  # the host never sees its guesses, so that `check` cannot compare them
+                for number in range(min(num_right + 1, num_drafts)):
+                    follower.rates.record(source, number < num_right)
 
     def suggested(self, seq: Sequence, token_ids: list[int]) -> None:
         follower = self._followers.get(seq)

@@ -11,6 +11,8 @@ import torch
 from models.eagle3_files import (
     DRAFT_VOCAB,
     FORMATS,
+    HEAD_DIM,
+    KV_HEADS,
     LAYERS,
     VOCAB,
     PlainHead,
@@ -28,10 +30,10 @@ from stoker.engine.build import BuiltEngine, build_engine, read_hf_config
 from stoker.engine.grammar import NoGrammars
 from stoker.engine.inputs import build_inputs
 from stoker.engine.rows import RowTable
+from stoker.kv.blocks.layout import KvGroup
 from stoker.kv.device.device_kv import DeviceKv
 from stoker.models.eagle3 import Eagle3Head
-from stoker.models.eagle3_config import read_eagle3_config
-from stoker.models.eagle3_weights import load_eagle3
+from stoker.models.eagle3_weights import Eagle3Checkpoint
 from stoker.models.family import family_of
 from stoker.sched.plan import BlockTableChange, NewRow, Span, StepPlan
 from stoker.sched.request import SamplingParams
@@ -52,13 +54,18 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, BuiltEngine,
 
 def load_head(target: tuple[Path, BuiltEngine, Any], folder: Path) -> Eagle3Head:
     shape = family_of(read_hf_config(target[0]), "target").shape
-    config = read_eagle3_config(read_hf_config(folder), shape)
+    checkpoint = Eagle3Checkpoint(read_hf_config(folder), folder, shape)
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        return load_eagle3(config, target[1].model, folder, 128, lambda done, total: None)  # type: ignore[arg-type]
+        head = checkpoint.build(target[1].model, 128)  # type: ignore[arg-type]
     finally:
         torch.set_default_dtype(default)
+    checkpoint.load(head, lambda done, total: None)
+    with torch.no_grad():
+        head.pack()
+    assert checkpoint.kv_group == KvGroup(1, KV_HEADS, HEAD_DIM)
+    return head
 
 
 class Paged:
@@ -66,7 +73,7 @@ class Paged:
 
     def __init__(self, built: BuiltEngine, head: Eagle3Head) -> None:
         self._model, self._head = built.model, head
-        self._kv = DeviceKv(built.layout, 16, CPU, draft=head.kv_group)
+        self._kv = DeviceKv(built.layout, 16, CPU, draft=KvGroup(1, KV_HEADS, HEAD_DIM))
         self._kv.blocks.fill_(float("nan"))
         assert self._kv.draft is not None
         self._kv.draft.all_pages.fill_(float("nan"))
@@ -79,7 +86,9 @@ class Paged:
     @torch.inference_mode()
     def step(self, token_ids: list[int], start: int, next_id: int) -> Tensor:
         """Compute tokens with both models. Returns the head's hidden states."""
-        batch = build_inputs(StepPlan([Span(Row(1), start, len(token_ids), False)], token_ids), self._rows, self._kv).batch
+        batch = build_inputs(
+            StepPlan([Span(Row(1), start, len(token_ids), False)], token_ids), self._rows, self._kv
+        ).batch
         features = self._head.features()
         self._model(batch, features.taps)
         assert batch.draft is not None

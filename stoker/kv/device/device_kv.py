@@ -86,6 +86,16 @@ class DeviceKv:
             self._draft_blocks = [torch.zeros(shape, dtype=stored, device=device)]
             self.draft = _group_kv(self._draft_blocks[0], alone.places[0], alone, kv_dtype)
 
+    @property
+    def all_groups(self) -> tuple[GroupKv, ...]:
+        """The model's groups, then that of the draft model."""
+        return self.groups if self.draft is None else (*self.groups, self.draft)
+
+    @property
+    def draft_block_bytes(self) -> int:
+        """Bytes of the draft model's group per block."""
+        return sum(blocks[0].nbytes for blocks in self._draft_blocks)
+
     def host_blocks(self) -> NDArray[np.uint8] | None:
         """Return blocks in RAM as [num_blocks, block_bytes] without a copy, or None on a GPU."""
         if self.blocks.device.type != "cpu":
