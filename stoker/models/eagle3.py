@@ -101,6 +101,15 @@ class Eagle3Head(nn.Module):
     def feedback(self, hidden: Tensor) -> Tensor:
         return self.norm(hidden) if self.config.norm_output else hidden
 
+    def share_embedding(self) -> None:
+        """Drop the embedding if it is a copy of the target model's, as in many checkpoints. Call it after loading."""
+        own, shared = self.embedding, dict(self._target[0].embedding.named_parameters()).get("weight")
+        if own is None or isinstance(self.head, TiedLinear) or shared is None:
+            return
+        values = own.get_parameter("weight")
+        if values.shape == shared.shape and values.dtype == shared.dtype and torch.equal(values, shared):
+            self.embedding = None
+
     @property
     def bytes_per_token(self) -> int:
         """The features and a copy of them, the two inputs of the layer, its widest part, and the rotary angles."""

@@ -65,6 +65,7 @@ class Eagle3Checkpoint:
             _check_no_shift(self._stored[names["d2t"]])
             ignored |= {names["d2t"]}
         load(head, rules, ignored, self._folder, progress)
+        head.share_embedding()
 
 
 def _canonical_names(stored: dict[str, TensorLocation], folder: Path) -> dict[str, str]:

@@ -20,19 +20,21 @@ from stoker.spec.draft_length import DraftChance, draft_lengths, least_chance
 
 GRAMMAR = "grammar"  # the source of what the runner suggests
 _FEW_GUESSES = 4  # with fewer guesses left on the tape, the drafters are asked for more
+_PROBE_TOKENS = 64  # a draft model that does not pay is tried again after this many tokens of a sequence
 _MAX_PAUSE_TOKENS = 32  # the longest pause of a sequence for which no drafter finds anything
 
 
 class _Follower:
     """How far one sequence has followed its tape."""
 
-    __slots__ = ("launched", "num_checked", "num_failures", "rates", "resume_at", "suggestion")
+    __slots__ = ("launched", "num_checked", "num_failures", "probe_at", "rates", "resume_at", "suggestion")
 
     def __init__(self, rates: SequenceRates) -> None:
         self.rates = rates
         self.num_checked = 0  # tokens of the sequence that were compared with the tape
         self.num_failures = 0  # tapes in a row whose first guess was wrong, or that did not exist
         self.resume_at = 0  # length of the sequence at which drafters are asked again
+        self.probe_at = _PROBE_TOKENS  # length of the sequence at which a draft model that does not pay is tried again
         self.suggestion: DraftTape | None = None
         self.launched: deque[str] = deque()  # sources of the drafts in flight
 
@@ -75,6 +77,7 @@ class TapeDrafting:
             return {}
         least = least_chance(costs, len(seqs))
         max_pause = min(_MAX_PAUSE_TOKENS, len(seqs) // 4)
+        probes: list[Sequence] = []
         candidates: list[Sequence] = []
         chances: list[DraftChance] = []
         for seq in seqs:
@@ -88,10 +91,15 @@ class TapeDrafting:
             if available > 0 and rate >= least:
                 candidates.append(seq)
                 chances.append(DraftChance(rate, available))
-        if not candidates:
+            elif available > 0 and source == self._model and len(seq.token_ids) >= follower.probe_at:
+                # The host never sees guesses that are not verified, so that their rate would never change.
+                follower.probe_at = len(seq.token_ids) + _PROBE_TOKENS
+                probes.append(seq)
+        if not candidates and not probes:
             return {}
         lengths = draft_lengths(chances, len(seqs), budget, costs)
         planned = {seq: length for seq, length in zip(candidates, lengths, strict=True) if length}
+        planned |= dict.fromkeys(probes[: max(0, budget - sum(planned.values()))], 1)
         for seq in planned:
             self._followers[seq].launched.append(self._source(seq, seq.tape)[0])
         return planned

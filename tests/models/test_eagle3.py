@@ -134,6 +134,17 @@ def test_drafts_of_each_format_are_those_of_the_plain_reference(
     assert finite[0].sum() == (form.draft_vocab or VOCAB)
 
 
+def test_a_copy_of_the_target_models_embedding_is_not_kept(
+    target: tuple[Path, BuiltEngine, Any], tmp_path: Path
+) -> None:
+    form = FORMATS["specforge"]
+    tensors = make_tensors(form)
+    for name, embedding in (("own", tensors["embed_tokens.weight"]), ("copy", target[2].model.embed_tokens.weight)):
+        write_head(tmp_path / name, form, {**tensors, "embed_tokens.weight": embedding.detach()})
+    assert load_head(target, tmp_path / "own").embedding is not None
+    assert load_head(target, tmp_path / "copy").embedding is None
+
+
 def test_taps_leave_the_target_model_as_it_is(target: tuple[Path, BuiltEngine, Any], tmp_path: Path) -> None:
     form = FORMATS["specforge"]
     write_head(tmp_path, form, make_tensors(form))
