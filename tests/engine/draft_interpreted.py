@@ -22,14 +22,14 @@ from stoker.kernels.row_tokens import LENGTH, MODEL, MODEL_START, NEXT
 from stoker.sched.plan import StepPlan
 from stoker.sched.request import SamplingParams
 
-FORM = replace(FORMATS["vllm, norm before fc"], taps=(1, 3))
-CHANGES = {"eagle_aux_hidden_state_layer_ids": [1, 3]}
+FORM = replace(FORMATS["vllm, norm before fc"], taps=(0, 1))
+CHANGES = {"eagle_aux_hidden_state_layer_ids": [0, 1]}
 SAMPLINGS = [
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.9, seed=3),
     SamplingParams(temperature=0.7, top_k=20, seed=4, repetition_penalty=1.2),  # sampled by the reference
 ]
-PROMPTS = [list(range(40, 70)), [5, 6, 7]]
+PROMPTS = [list(range(40, 60)), [5, 6, 7]]
 
 
 class SomeCaptured(AllCaptured):
@@ -39,9 +39,12 @@ class SomeCaptured(AllCaptured):
         return next((step for step in self._steps if step.shape.holds(least)), None)
 
 
-def run(folder: Path, drafter: str, samplings: list[SamplingParams]) -> tuple[list[list[int]], list[list[list[int]]]]:
-    """Return the answers, and each row's length and drafts after every step."""
-    kv, sched = KvSettings(16, 64), SchedSettings(step_tokens=24, max_rows=2)
+Guesses = dict[tuple[int, int], list[int]]
+
+
+def run(folder: Path, drafter: str, samplings: list[SamplingParams]) -> tuple[list[list[int]], Guesses]:
+    """Return the answers, and the guesses after every step, by the lengths of the prompt and of the sequence."""
+    kv, sched = KvSettings(16, 64), SchedSettings(step_tokens=16, max_rows=2)
     settings = EngineSettings(
         device="cpu",
         dtype="float32",
@@ -53,19 +56,21 @@ def run(folder: Path, drafter: str, samplings: list[SamplingParams]) -> tuple[li
         drafter=drafter,
     )
     with closing(LLM(folder, settings)) as llm:
-        runner, drafts = llm.built.engine._runner, []
+        runner = llm.built.engine._runner
+        guesses: Guesses = {}
         launch = runner.launch
 
         def launch_and_look(plan: StepPlan):  # type: ignore[no-untyped-def]
             launched = launch(plan)
-            rows = sorted({span.row for span in plan.spans if span.samples})
-            table = runner._rows.tokens[rows]
-            drafts.append(table[:, [LENGTH, MODEL_START, *range(MODEL, NEXT)]].tolist())
+            for row in {span.row for span in plan.spans if span.samples}:
+                table = runner._rows.tokens[row].tolist()
+                assert table[MODEL_START] == table[LENGTH] or drafter == "off"
+                guesses[runner._rows.states[row].num_prompt, table[LENGTH]] = table[MODEL:NEXT]
             return launched
 
         runner.launch = launch_and_look  # type: ignore[method-assign]
         done = llm.generate(PROMPTS, samplings, 4)
-        return [output.token_ids for output in done], drafts
+        return [output.token_ids for output in done], guesses
 
 
 @pytest.mark.parametrize(
@@ -77,7 +82,7 @@ def test_drafts_are_those_of_the_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graphs: type[NothingCaptured], samplings: list[SamplingParams]
 ) -> None:
     folder, head = tmp_path / "target", tmp_path / "head"
-    make_tiny(folder, "qwen3", torch.float32, num_hidden_layers=4)
+    make_tiny(folder, "qwen3", torch.float32, num_hidden_layers=2)
     write_head(head, FORM, make_tensors(FORM), CHANGES)
     expected, _ = run(folder, "off", samplings)
     answers, drafts = run(folder, f"eagle3:{head}", samplings)
@@ -92,5 +97,9 @@ def test_drafts_are_those_of_the_reference(
     monkeypatch.setattr(RowTable, "apply", apply_and_upload)
     found, found_drafts = run(folder, f"eagle3:{head}", samplings)
     assert found == expected
-    assert found_drafts == drafts
-    assert sum(guess >= 0 for step in drafts for row in step for guess in row[2:]) > 10
+    # How many drafts are verified depends on time. So steps end at different lengths, and a row may not have a block for
+    # the last guesses.
+    both = drafts.keys() & found_drafts.keys()
+    pairs = [pair for key in both for pair in zip(drafts[key], found_drafts[key], strict=True) if min(pair) >= 0]
+    assert all(ours == theirs for ours, theirs in pairs)
+    assert len(pairs) > 8

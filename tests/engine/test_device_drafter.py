@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from models.eagle3_files import FORMATS, LAYERS, VOCAB, Format, PlainHead, make_tensors, write_head
+from test_handoff_engine import NEW_TOKENS, hand_over
 from test_schedules import random_request
 from tiny import make_tiny
 from torch import Tensor
 
-from stoker.base.config import EngineSettings, KvSettings, SchedSettings, StoreSettings
+from stoker.base.config import EngineSettings, HandoffSettings, KvSettings, SchedSettings, StoreSettings
 from stoker.base.errors import ModelFilesError
 from stoker.base.ids import RequestId, Row
 from stoker.engine.llm import LLM, LLMOutput
@@ -180,6 +181,23 @@ def test_loaded_blocks_start_without_draft_kv(target: tuple[Path, Any], trained:
         again = llm.generate([PROMPTS[2]], GREEDY, 20)
         assert tokens(first) == tokens(again) == expected
         assert llm.built.scheduler.counters.loaded_tokens
+
+
+def test_a_sequence_that_is_handed_over_has_the_same_answer(target: tuple[Path, Any], trained: Path) -> None:
+    """The worker that decodes gets no draft KV of the prompt. It drafts worse, and answers the same."""
+    folder, _ = target
+    prompts = [PROMPTS[2], [*PROMPTS[1], *PROMPTS[0]]]
+    with closing(LLM(folder, settings("off"))) as llm:
+        expected = tokens(llm.generate(prompts, GREEDY, NEW_TOKENS))
+    handoff = HandoffSettings(serves=True, transports=("local", "tcp"))
+    drafter = f"eagle3:{trained}"
+    with (
+        closing(LLM(folder, settings(drafter, handoff=handoff))) as prefill,
+        closing(LLM(folder, settings(drafter))) as decode,
+    ):
+        assert tokens(hand_over(prefill, decode, prompts)) == expected
+        assert decode.built.scheduler.counters.pulled_tokens
+        assert decode.built.scheduler.counters.draft_tokens
 
 
 def test_a_head_for_another_model_is_refused_at_the_start(target: tuple[Path, Any], tmp_path: Path) -> None:
