@@ -43,7 +43,7 @@ def attention_s(
         first += count
     token_rows = torch.tensor([row for row, (_, count) in enumerate(spans) for _ in range(count)], device=device)
     positions = torch.cat([torch.arange(before, before + count) for before, count in spans]).to(device)
-    sizes = (num_heads, kv_heads, BLOCK_TOKENS, dtype)
+    sizes = ([(num_heads, kv_heads)], BLOCK_TOKENS, dtype)
     cutter, finished = paged.Cutter.of(*sizes, verifies), paged.new_counters(device)
     if exact:
         cutter = made = ExactCutter.for_model(*sizes, max(counts), sum(counts))

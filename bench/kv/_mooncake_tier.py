@@ -53,7 +53,7 @@ def own_a_segment(master: str) -> None:
 
 
 def make_tier(master: str, segment_gib: float, block_bytes: int) -> MooncakeTier:
-    layout = KvLayout(1, 1, block_bytes // 2 // 16 // 4, 16, "float32", 4)
+    layout = KvLayout.of(1, 1, block_bytes // 2 // 16 // 4, 16, "float32", 4)
     assert layout.block_bytes == block_bytes
     settings = StoreSettings(mooncake_master=master, mooncake_segment_gib=segment_gib)
     return MooncakeTier(

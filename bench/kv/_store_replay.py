@@ -36,7 +36,7 @@ from stoker.sched.request import GenerateRequest, SamplingParams
 from stoker.sched.scheduler import Scheduler, SchedulerConfig
 
 BLOCK_TOKENS = 4
-LAYOUT = KvLayout(num_layers=1, num_heads=1, head_dim=128, block_tokens=BLOCK_TOKENS, dtype="float32", dtype_bytes=4)
+LAYOUT = KvLayout.of(num_layers=1, num_heads=1, width=128, block_tokens=BLOCK_TOKENS, dtype="float32", dtype_bytes=4)
 BLOCK_BYTES = LAYOUT.block_bytes
 PREFILL_TOKENS_PER_S = 10.0  # slow enough that every stored block is worth loading
 FINGERPRINT = "replay"

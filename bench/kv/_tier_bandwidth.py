@@ -60,8 +60,8 @@ class BlockSet:
 
 
 def make_blocks(block_mib: float, total_mib: int) -> BlockSet:
-    layout = KvLayout(
-        num_layers=int(block_mib * 4), num_heads=8, head_dim=128, block_tokens=64, dtype="bfloat16", dtype_bytes=2
+    layout = KvLayout.of(
+        num_layers=int(block_mib * 4), num_heads=8, width=128, block_tokens=64, dtype="bfloat16", dtype_bytes=2
     )
     assert layout.block_bytes == block_mib * 2**20
     count = int(total_mib / block_mib)

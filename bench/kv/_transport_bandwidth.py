@@ -61,7 +61,7 @@ class BandwidthPool:
 
     def __init__(self, size_mib: float) -> None:
         # 8 layers of one head and 64 tokens, float32; the head's width gives the block size.
-        self.layout = KvLayout(8, 1, int(size_mib * (1 << 20)) // (8 * 2 * 64 * 4), 64, "float32", 4)
+        self.layout = KvLayout.of(8, 1, int(size_mib * (1 << 20)) // (8 * 2 * 64 * 4), 64, "float32", 4)
         self.count = POOL_BYTES // self.layout.block_bytes
         self.kv = DeviceKv(self.layout, self.count, CPU)
         self.kv.blocks.normal_()  # touches every page

@@ -221,8 +221,9 @@ class EngineSettings:
     )
     drafter: str | None = setting(
         None,
-        "Speculative decoding: where drafts come from. off, auto (all of: prediction, cache, suffix, ngram, grammar), or "
-        "names separated by commas. Answers are the same with and without drafts; see docs/speculation.md.",
+        "Speculative decoding: where drafts come from. off, or names separated by commas: auto (all of: prediction, "
+        "cache, suffix, ngram, grammar), and eagle3:FOLDER for a draft model. Answers are the same with and without "
+        "drafts; see docs/speculation.md.",
         flag="--drafter",
         metavar="off|auto|NAME[:ARG]",
         default_text="auto for 8-bit weights on a CPU (--cpu-weights), else off",

@@ -22,6 +22,7 @@ from stoker.base.ids import RequestId
 from stoker.base.timeline import Timeline
 from stoker.checkpoint.weight_files import WeightReadAhead
 from stoker.engine.cpu_weights import CpuWeights, choose_cpu_weights
+from stoker.engine.draft_model import LoadedDraft, open_draft
 from stoker.engine.gpu_memory import MemoryLine, MemoryTable, WorkingMemory
 from stoker.engine.grammar import Grammars, NoGrammars
 from stoker.engine.kernel_limits import check_limits, explain_kernel_error
@@ -35,6 +36,7 @@ from stoker.engine.store import build_store
 from stoker.engine.tuning_file import load_tuning
 from stoker.kernels.compiled.kernel_cache import CacheCounts
 from stoker.kernels.exact_pieces import ExactCutter
+from stoker.kernels.paged import most_shared
 from stoker.kv.blocks.layout import KvLayout
 from stoker.kv.blocks.pool import BlockPool, PoolObserver
 from stoker.kv.blocks.transfer import KvIdentity
@@ -114,7 +116,9 @@ def build_engine(
         memory = MemoryTable(resolved.device)
     if tuning_dir is not None and resolved.device.type == "cuda":
         load_tuning(tuning_dir, resolved.device)
-    kernels = prepare_kernels(settings, family, resolved, kv_layout(family, resolved))
+    draft_folder = None if resolved.drafters.draft_model is None else Path(resolved.drafters.draft_model)
+    checkpoint = None if draft_folder is None else open_draft(draft_folder, read_hf_config(draft_folder), family)
+    kernels = prepare_kernels(settings, family, resolved, kv_layout(family, resolved), checkpoint)
     # cuDNN's attention plans every new shape, which takes longer than the attention itself.
     torch.backends.cuda.enable_cudnn_sdp(False)
     with timeline.stage("weights"):
@@ -122,14 +126,23 @@ def build_engine(
         if cpu_weights.kernel is not None:
             resolved = with_default_drafters(resolved, settings)
         model, weight_bytes = _load_model(family, resolved, folder, random_weights_seed, progress, ahead, cpu_weights)
+        draft = None if checkpoint is None else LoadedDraft.load(checkpoint, model, resolved)
+        weight_bytes += 0 if draft is None else draft.num_bytes
     memory.add_line("weights", weight_bytes)
     with timeline.stage("KV"):
-        kv, working = _make_kv(settings, family, resolved, model)
+        kv, working = _make_kv(settings, family, resolved, model, draft)
     layout, blocks = kv.layout, kv.num_blocks
-    memory.add_line("KV", blocks * layout.block_bytes)
+    memory.add_line("KV", blocks * (layout.block_bytes + kv.draft_block_bytes))
     max_model_tokens = min(resolved.max_model_tokens, blocks * layout.block_tokens)
     max_blocks = -(-max_model_tokens // layout.block_tokens) + 1
-    rows = RowTable(resolved.max_rows, max_blocks, family.shape.vocab_size, resolved.device, grammars or NoGrammars())
+    rows = RowTable(
+        resolved.max_rows,
+        max_blocks,
+        family.shape.vocab_size,
+        resolved.device,
+        grammars or NoGrammars(),
+        has_draft_model=draft is not None,
+    )
     identity = _identity(folder, hf, kv, random_weights_seed, _number_format(kv, resolved, cpu_weights))
     fingerprint = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
     rates = StepRates()
@@ -163,7 +176,8 @@ def build_engine(
         resolved.exact,
         resolved.drafters.drafts_grammar,
         resolved.drafters.is_on,
-        uses_grid=cpu_weights.uses_grid,
+        cpu_weights.uses_grid,
+        draft,
     )
     engine = Engine(scheduler, runner, RealClock(), resolved.steps_ahead, store, leases, rates)
     if resolved.device.type == "cuda":
@@ -248,7 +262,11 @@ def _release_free_memory() -> None:
 
 
 def _make_kv(
-    settings: EngineSettings, family: ModelFamily, resolved: ResolvedSettings, model: Model
+    settings: EngineSettings,
+    family: ModelFamily,
+    resolved: ResolvedSettings,
+    model: Model,
+    draft: LoadedDraft | None,
 ) -> tuple[DeviceKv, WorkingMemory]:
     """Allocate the KV cache: as many blocks as fit besides the working memory of a step."""
     layout = kv_layout(family, resolved)
@@ -258,21 +276,26 @@ def _make_kv(
         resolved.max_rows,
         family.shape.vocab_size,
         resolved.dtype.itemsize,
-        model.bytes_per_token,
+        model.bytes_per_token + (0 if draft is None else draft.model.bytes_per_token),
         resolved.keeps_spare,
-        _partial_bytes(family, resolved, layout) if resolved.exact and resolved.device.type == "cuda" else 0,
+        _partial_bytes(family, resolved, layout, draft) if resolved.exact and resolved.device.type == "cuda" else 0,
+        0 if draft is None else draft.logits_bytes(resolved.max_rows),
     )
-    blocks = num_blocks(settings, resolved, layout, working)
-    return DeviceKv(layout, blocks, resolved.device, resolved.dtype), working
+    group = None if draft is None else draft.kv_group
+    blocks = num_blocks(settings, resolved, layout, working, group)
+    return DeviceKv(layout, blocks, resolved.device, resolved.dtype, group), working
 
 
-def _partial_bytes(family: ModelFamily, resolved: ResolvedSettings, layout: KvLayout) -> int:
+def _partial_bytes(family: ModelFamily, resolved: ResolvedSettings, layout: KvLayout, draft: LoadedDraft | None) -> int:
     """Return the memory for attention's partial results with numerics=exact, if the KV cache took all free memory."""
     shape, max_blocks = family.shape, -(-resolved.max_model_tokens // layout.block_tokens) + 1
     most_blocks = torch.cuda.mem_get_info(resolved.device)[0] // layout.block_bytes
-    sizes = (shape.num_heads, layout.num_heads, layout.block_tokens, resolved.dtype)
-    cutter = ExactCutter.for_model(*sizes, max_blocks, most_blocks)
-    return cutter.partial_bytes(resolved.max_rows, shape.num_heads // layout.num_heads, layout.head_dim)
+    groups = [(shape.num_heads, group) for group in layout.groups]
+    if draft is not None:
+        groups.append((draft.num_heads, draft.kv_group))
+    heads = [(num_heads, group.num_heads) for num_heads, group in groups]
+    cutter = ExactCutter.for_model(heads, layout.block_tokens, resolved.dtype, max_blocks, most_blocks)
+    return cutter.partial_bytes(resolved.max_rows, most_shared(heads), max(group.width for _, group in groups))
 
 
 def _warm_up(runner: Runner, model: Model, device: torch.device) -> None:
@@ -357,11 +380,8 @@ def _randomise(model: Model, family: ModelFamily, seed: int) -> None:
 
 def kv_layout(family: ModelFamily, resolved: ResolvedSettings) -> KvLayout:
     """Return the layout of the model's KV blocks."""
-    shape = family.shape
     return KvLayout(
-        num_layers=shape.num_layers,
-        num_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
+        groups=family.kv_groups,
         block_tokens=resolved.block_tokens,
         dtype=_name(resolved.kv_dtype),
         dtype_bytes=resolved.kv_dtype.itemsize,

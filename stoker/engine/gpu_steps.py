@@ -11,17 +11,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from stoker.engine.device_drafter import Drafter, DraftStep, NoDrafter
 from stoker.engine.graphs import StepGraphs, StepOutputs
 from stoker.engine.packed import StepData, StepInputs, StepShape
 from stoker.engine.rows import RowTable
 from stoker.kernels.dense import DensePlans
 from stoker.kernels.exact_pieces import ExactCutter
-from stoker.kernels.paged import Cutter, PagedSpans, new_counters
+from stoker.kernels.paged import Cutter, PagedSpans, fits, new_counters
 from stoker.kernels.sample_rows import sample_rows_triton
 from stoker.kernels.step_inputs import step_inputs_triton
 from stoker.kernels.verify import head_lengths_triton, verify_triton
 from stoker.kv.device.device_kv import DeviceKv
-from stoker.layers.batch import ForwardBatch
+from stoker.layers.batch import ForwardBatch, GroupInputs
 from stoker.models.family import Model
 from stoker.sched.draft_tape import max_heads
 from stoker.sched.plan import StepPlan
@@ -33,6 +34,11 @@ _TOKENS = (8192, 7168, 6144, 5120, 4096, 3584, 3072, 2560, 1792, 1536, 1280, 896
            32, 16)  # fmt: skip
 _HEADS = (64, 256, 512)  # sampling rows of a step with prefill; each costs its share of the logits
 _EXTRA_SPANS = 32  # room for this many prefill spans that do not fill their last tile
+
+
+def can_page(kv: DeviceKv) -> bool:
+    """Return True if the GPU's kernels support this device and the shapes of all KV groups."""
+    return all(fits(kv.like, group.block_tokens, group.width) for group in kv.all_groups)
 
 
 class GpuSteps:
@@ -47,19 +53,23 @@ class GpuSteps:
         captured_tokens: int,
         exact: bool = False,
         verifies: bool = False,
+        drafter: Drafter | None = None,
+        draft_heads: int = 0,
     ) -> None:
-        """`exact`: a token's logits depend only on the tokens before it (docs/engine.md, "Numerics"). `verifies`: plans
-        may have drafts."""
+        """`num_heads` and `draft_heads` are the query heads of the model and of the draft model. `exact`: a token's logits
+        depend only on the tokens before it (docs/engine.md, "Numerics"). `verifies`: plans may have drafts."""
         self._model = model
         self._kv = kv
         self._rows = rows
-        layout = kv.layout
-        self._dense = DensePlans(kv.like, num_heads, layout.num_heads, layout.head_dim)
-        sizes = (num_heads, layout.num_heads, layout.block_tokens, kv.like.dtype)
+        self._drafter = drafter or NoDrafter()
+        queries = [*[num_heads] * len(kv.groups), draft_heads]
+        shapes = [(heads, group.num_heads, group.width) for heads, group in zip(queries, kv.all_groups, strict=False)]
+        self._dense = DensePlans(kv.like, shapes)
+        sizes = ([shape[:2] for shape in shapes], kv.layout.block_tokens, kv.like.dtype)
         self._cutter, self._finished = Cutter.of(*sizes, verifies), rows.finished
         if exact:
             self._cutter = cutter = ExactCutter.for_model(*sizes, rows.table.shape[1], kv.num_blocks)
-            self._finished = new_counters(kv.blocks.device, cutter.max_groups(rows.max_rows) * layout.num_heads)
+            self._finished = new_counters(kv.blocks.device, cutter.max_groups(rows.max_rows) * cutter.num_kv_heads)
         # cuDNN's attention rounds differently from the kernel that computes the other tokens of a prompt.
         self._uses_dense = not exact
         first, rest = _shapes(max_heads(rows.max_rows), captured_tokens, self._cutter)
@@ -104,19 +114,26 @@ class GpuSteps:
         return packed
 
     def _forward(self, inputs: StepInputs, dense: tuple[tuple[int, int], ...] = ()) -> StepOutputs:
-        kv, rows, layout = self._kv, self._rows, self._kv.layout
-        sizes = (layout.num_heads, layout.block_tokens, kv.pages_per_block)
-        token_ids, positions, slots = step_inputs_triton(inputs.tokens, rows.tokens, rows.table, *sizes)
-        where = (rows.table, inputs.tokens[0], positions, inputs.singles, inputs.tiles, dense, self._finished)
-        spans = PagedSpans(*where, kv.pages_per_block, layout.num_heads, self._cutter.form)
-        hidden = self._model(ForwardBatch(token_ids, positions, slots, spans, kv))
+        rows, groups = self._rows, []
+        for group in self._kv.all_groups:
+            sizes = (group.num_heads, group.block_tokens, group.pages_per_block)
+            token_ids, positions, slots = step_inputs_triton(inputs.tokens, rows.tokens, rows.table, *sizes)
+            where = (rows.table, inputs.tokens[0], positions, inputs.singles, inputs.tiles, dense, self._finished)
+            spans = PagedSpans(*where, group.pages_per_block, group.num_heads, self._cutter.form)
+            groups.append(GroupInputs(slots, spans, group))
+        num_groups, features = len(self._kv.groups), self._drafter.start()
+        batch = ForwardBatch(token_ids, positions, tuple(groups[:num_groups]), *groups[num_groups:])
+        hidden = self._model(batch, features.taps)
         heads = inputs.heads
+        step = DraftStep(batch, inputs.tokens[0], heads, features.value())
         if not heads.shape[1]:
-            return StepOutputs(None, heads[0], heads[0], token_ids, positions)
+            self._drafter.draft(step, heads[0], heads[0])
+            return StepOutputs(None, heads[0], heads[0], token_ids, positions, step)
         logits = self._model.logits(hidden[heads[0]])
         sampled = sample_rows_triton(logits, heads[1], head_lengths_triton(heads, positions), rows.settings)
         counts = verify_triton(heads, token_ids, positions, sampled, rows.tokens)
-        return StepOutputs(logits, sampled, counts, token_ids, positions)
+        self._drafter.draft(step, sampled, counts)
+        return StepOutputs(logits, sampled, counts, token_ids, positions, step)
 
 
 def max_captured_tokens(needed: int) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stoker.engine.device_drafter import DraftStep
 from stoker.engine.packed import StepInputs, StepShape
 
 # After this many steps that had to run in a larger shape, the missing shape is captured at once, even under load.
@@ -32,6 +33,7 @@ class StepOutputs:
     counts: Tensor  # [heads]: see kernels/verify.py
     token_ids: Tensor  # [tokens]: the step's tokens, with the drafts that were taken from tapes
     positions: Tensor  # [tokens]
+    draft: DraftStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,9 @@ class StepGraphs:
             finally:
                 graph.capture_end()
         logits = None if outputs.logits is None else _borrowed(outputs.logits)
-        return CapturedStep(shape, inputs, replace(outputs, logits=logits), graph)
+        features = outputs.draft.features
+        draft = replace(outputs.draft, features=_borrowed(features) if features.is_cuda else features)
+        return CapturedStep(shape, inputs, replace(outputs, logits=logits, draft=draft), graph)
 
 
 class _BorrowedMemory:

@@ -16,8 +16,8 @@ from stoker.kernels.attention_grid import GridSpans, grid_spans
 from stoker.kernels.attention_rows import RowGroup
 from stoker.kernels.step_inputs import step_tokens_ref
 from stoker.kernels.transfer import to_device
-from stoker.kv.device.device_kv import DeviceKv
-from stoker.layers.batch import ForwardBatch
+from stoker.kv.device.device_kv import DeviceKv, GroupKv
+from stoker.layers.batch import ForwardBatch, GroupInputs
 from stoker.sched.plan import Span, StepPlan
 
 Ints = NDArray[np.int64]
@@ -31,6 +31,7 @@ class ReferenceInputs:
     """
 
     batch: ForwardBatch
+    token_rows: Tensor  # [tokens]
     heads: Tensor  # [4, heads]: see kernels/verify.py
     spans: list[SamplingSpan]
 
@@ -60,27 +61,30 @@ def build_inputs(
     tokens = _tokens(plan, rows)
     firsts = tokens.counts.cumsum() - tokens.counts
     positions = np.arange(len(tokens.rows)) - (firsts - tokens.starts).repeat(tokens.counts)
-    pages = rows.blocks[tokens.rows, positions // layout.block_tokens] * kv.pages_per_block
-    slots = (pages[:, None] + np.arange(layout.num_heads)) * layout.block_tokens
-    slots += (positions % layout.block_tokens)[:, None]
-    shapes = _shapes(plan, tokens, rows, kv)
-    spans: list[SpanGroup | RowGroup] | GridSpans
-    if grid_heads is not None:
-        pages = kv.pages(layout.num_layers - 1)
-        spans = grid_spans(shapes, slots, grid_heads, layout.num_heads, pages, layout.head_dim)
-    else:
-        in_place = kv.like.dtype == kv.blocks.dtype == attention_dtype
-        sizes = (layout.num_heads, layout.block_tokens)
-        spans = group_spans(shapes, *sizes, device, attention_dtype, in_place, exact)
+    blocks, offsets = rows.blocks[tokens.rows, positions // layout.block_tokens], positions % layout.block_tokens
+    in_place = kv.like.dtype == kv.blocks.dtype == attention_dtype
+
+    def group_inputs(group: GroupKv, grid_heads: int | None = None) -> GroupInputs:
+        slots = blocks[:, None] * group.pages_per_block + np.arange(group.num_heads)
+        slots = slots * layout.block_tokens + offsets[:, None]
+        shapes = _shapes(plan, tokens, rows, group)
+        found: list[SpanGroup | RowGroup] | GridSpans
+        if grid_heads is not None:
+            pages = group.pages(group.num_layers - 1)
+            found = grid_spans(shapes, slots, grid_heads, group.num_heads, pages, group.width)
+        else:
+            sizes = (group.num_heads, layout.block_tokens)
+            found = group_spans(shapes, *sizes, device, attention_dtype, in_place, exact)
+        return GroupInputs(_to_device(slots.ravel(), device), found, group)
+
     batch = ForwardBatch(
         token_ids=tokens.token_ids,
         positions=_to_device(positions, device),
-        slots=_to_device(slots.ravel(), device),
-        spans=spans,
-        kv=kv,
+        groups=tuple(group_inputs(group, grid_heads) for group in kv.groups),
+        draft=None if kv.draft is None else group_inputs(kv.draft),
     )
     heads, sampling = _heads(plan, tokens, firsts)
-    return ReferenceInputs(batch, _to_device(heads, device), sampling)
+    return ReferenceInputs(batch, _to_device(tokens.rows, device), _to_device(heads, device), sampling)
 
 
 def _tokens(plan: StepPlan, rows: RowTable) -> _Tokens:
@@ -101,13 +105,13 @@ def _tokens(plan: StepPlan, rows: RowTable) -> _Tokens:
     return _Tokens(np.add.reduceat(is_there, firsts, dtype=np.int64), positions[firsts], token_rows, token_ids)
 
 
-def _shapes(plan: StepPlan, tokens: _Tokens, rows: RowTable, kv: DeviceKv) -> list[SpanShape]:
+def _shapes(plan: StepPlan, tokens: _Tokens, rows: RowTable, group: GroupKv) -> list[SpanShape]:
     shapes, first = [], 0
     for span, start, count in zip(plan.spans, tokens.starts.tolist(), tokens.counts.tolist(), strict=True):
         num_drafts = max(0, count - (span.count - span.num_drafts))
         if count:
-            num_blocks = -(-(start + count) // kv.layout.block_tokens)
-            pages = (rows.blocks[span.row, :num_blocks] * kv.pages_per_block).tolist()
+            num_blocks = -(-(start + count) // group.block_tokens)
+            pages = (rows.blocks[span.row, :num_blocks] * group.pages_per_block).tolist()
             shapes.append(SpanShape(first, start, count, pages, num_drafts))
         first += count
     return shapes

@@ -17,7 +17,8 @@ from stoker.base import log as logs
 from stoker.base.allowance import usable_cores
 from stoker.base.config import EngineSettings
 from stoker.base.timeline import Timeline
-from stoker.engine.gpu_steps import GpuSteps
+from stoker.engine.draft_model import LoadedDraft
+from stoker.engine.gpu_steps import GpuSteps, can_page
 from stoker.engine.grammar import NoGrammars
 from stoker.engine.memory import ResolvedSettings
 from stoker.engine.rows import RowTable
@@ -25,9 +26,9 @@ from stoker.kernels.compiled.compile_ahead import KernelLaunch, compile_all, rec
 from stoker.kernels.compiled.kernel_archive import KernelArchive, shipped_archive
 from stoker.kernels.compiled.kernel_cache import CacheCounts, KernelCache, install
 from stoker.kernels.compiled.shapes_only import ShapesOnly
-from stoker.kernels.paged import fits
 from stoker.kv.blocks.layout import KvLayout
 from stoker.kv.device.device_kv import DeviceKv
+from stoker.models.draft import DraftCheckpoint
 from stoker.models.family import Model, ModelFamily
 
 _META = torch.device("meta")
@@ -47,13 +48,16 @@ def build_model(family: ModelFamily, resolved: ResolvedSettings, device: torch.d
         torch.set_default_dtype(default)
 
 
-def make_stand_in(family: ModelFamily, resolved: ResolvedSettings, layout: KvLayout) -> GpuSteps | None:
-    """Return the steps of this model on meta tensors, or None if no kernel supports its shape.
+def make_stand_in(
+    family: ModelFamily, resolved: ResolvedSettings, layout: KvLayout, checkpoint: DraftCheckpoint | None = None
+) -> GpuSteps | None:
+    """Return the steps of this model on meta tensors, or None if no kernel supports its shape. `checkpoint` is that of its
+    draft model.
 
     Call it on the main thread: building a model changes torch's default dtype, which all threads share.
     """
-    kv = DeviceKv(layout, 1, _META, resolved.dtype)
-    if not fits(kv.like, layout.block_tokens, layout.head_dim):
+    kv = DeviceKv(layout, 1, _META, resolved.dtype, None if checkpoint is None else checkpoint.kv_group)
+    if not can_page(kv):
         return None
     model = build_model(family, resolved, _META)
     with torch.no_grad():
@@ -61,7 +65,10 @@ def make_stand_in(family: ModelFamily, resolved: ResolvedSettings, layout: KvLay
     max_blocks = -(-resolved.max_model_tokens // layout.block_tokens) + 1
     rows = RowTable(resolved.max_rows, max_blocks, family.shape.vocab_size, _META, NoGrammars())
     options = (family.shape.num_heads, resolved.captured_tokens, resolved.exact, resolved.drafters.is_on)
-    return GpuSteps(model, kv, rows, *options)
+    if checkpoint is None:
+        return GpuSteps(model, kv, rows, *options)
+    draft = LoadedDraft.stand_in(checkpoint, model, resolved, _META)
+    return GpuSteps(model, kv, rows, *options, draft.drafter(kv, rows, paged=True), draft.num_heads)
 
 
 @torch.inference_mode()
@@ -82,7 +89,11 @@ class PreparedKernels(Protocol):
 
 
 def prepare_kernels(
-    settings: EngineSettings, family: ModelFamily, resolved: ResolvedSettings, layout: KvLayout
+    settings: EngineSettings,
+    family: ModelFamily,
+    resolved: ResolvedSettings,
+    layout: KvLayout,
+    checkpoint: DraftCheckpoint | None = None,
 ) -> PreparedKernels:
     """Begin to compile and load the kernels for the first steps. A CPU needs none."""
     if resolved.device.type != "cuda":
@@ -91,7 +102,7 @@ def prepare_kernels(
     install(cache)
     begun_s = time.time()
     try:
-        stand_in = make_stand_in(family, resolved, layout)
+        stand_in = make_stand_in(family, resolved, layout, checkpoint)
     except Exception as error:  # kernels are then compiled one by one, when they are launched
         log.warning("kernels_not_planned", reason=repr(error))
         stand_in = None

@@ -11,7 +11,8 @@ from stoker.base.config import EngineSettings
 from stoker.base.errors import ConfigError
 from stoker.engine.gpu_memory import CONTEXT_BYTES, WorkingMemory
 from stoker.engine.threads import FixedThreads, Threads, ThreadTuner
-from stoker.kv.blocks.layout import KvLayout
+from stoker.kv.blocks.layout import KvGroup, KvLayout
+from stoker.kv.device.device_kv import draft_block_bytes
 from stoker.models.family import ModelShape
 from stoker.spec.choose_drafters import AUTO, OFF, DrafterChoice
 
@@ -140,15 +141,23 @@ def _threads(settings: EngineSettings, on_cpu: bool) -> Threads:
     return ThreadTuner(cores) if on_cpu else FixedThreads(min(4, cores))
 
 
-def num_blocks(settings: EngineSettings, resolved: ResolvedSettings, layout: KvLayout, working: WorkingMemory) -> int:
-    """Return the number of KV blocks that fit. Call it after the weights are loaded, when free memory is known."""
+def num_blocks(
+    settings: EngineSettings,
+    resolved: ResolvedSettings,
+    layout: KvLayout,
+    working: WorkingMemory,
+    draft: KvGroup | None = None,
+) -> int:
+    """Return the number of KV blocks that fit. Call it after the weights are loaded, when free memory is known. `draft`
+    is the group of a draft model."""
+    block_bytes = layout.block_bytes + draft_block_bytes(draft, layout)
     on_gpu = resolved.device.type == "cuda"
     free = torch.cuda.mem_get_info(resolved.device)[0] if on_gpu else 0
     if on_gpu and settings.kv.gpu_memory_gib is not None:
         taken = CONTEXT_BYTES + torch.cuda.memory_reserved(resolved.device)
         free = min(free, int(settings.kv.gpu_memory_gib * _GIB) - taken)
     if settings.kv.num_blocks is not None:
-        budget = settings.kv.num_blocks * layout.block_bytes
+        budget = settings.kv.num_blocks * block_bytes
     elif settings.kv.memory_gib is not None:
         budget = int(settings.kv.memory_gib * _GIB)
     elif on_gpu:
@@ -156,7 +165,7 @@ def num_blocks(settings: EngineSettings, resolved: ResolvedSettings, layout: KvL
     else:
         share = min(_CPU_MAX_BYTES, int(available_ram() * _CPU_SHARE))
         # All rows together cannot fill more than this. The remaining RAM is more useful as file cache.
-        usable = resolved.max_rows * -(-resolved.max_model_tokens // layout.block_tokens) * layout.block_bytes
+        usable = resolved.max_rows * -(-resolved.max_model_tokens // layout.block_tokens) * block_bytes
         budget = min(usable, share)
     if on_gpu and budget > (room := free - working.total_bytes + working.reserve_bytes):
         raise ConfigError(
@@ -170,10 +179,10 @@ def num_blocks(settings: EngineSettings, resolved: ResolvedSettings, layout: KvL
             f"the settings ask for {budget / _GIB:.2f} GiB of KV, but this process may use {room / _GIB:.2f} GiB of RAM; "
             "lower kv.memory_gib or kv.num_blocks"
         )
-    blocks = budget // layout.block_bytes
+    blocks = budget // block_bytes
     if blocks < 2 and settings.kv.num_blocks is None:
         raise ConfigError(
             f"{max(0, budget) / _GIB:.2f} GiB are left for KV, but one block of {layout.block_tokens} tokens needs "
-            f"{layout.block_bytes / _GIB:.4f} GiB; free some memory, or set kv.memory_gib"
+            f"{block_bytes / _GIB:.4f} GiB; free some memory, or set kv.memory_gib"
         )
     return blocks

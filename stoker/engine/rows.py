@@ -11,7 +11,7 @@ from torch import Tensor
 from stoker.base.ids import Row
 from stoker.engine.grammar import Grammars, Matcher
 from stoker.kernels.paged import new_counters
-from stoker.kernels.row_tokens import TAPE, TAPE_START, new_row_tokens, pack_guesses, pack_row
+from stoker.kernels.row_tokens import MODEL, NEXT, TAPE, TAPE_START, new_row_tokens, pack_guesses, pack_row
 from stoker.kernels.sample_rows import new_settings, pack_settings
 from stoker.kernels.transfer import to_device
 from stoker.sched.plan import BlockTableChange, NewRow, StepPlan, TapeUpload
@@ -46,19 +46,28 @@ class RowTable:
     """The rows' block tables, sampling settings, last tokens and tapes."""
 
     def __init__(
-        self, max_rows: int, max_blocks: int, vocab_size: int, device: torch.device, grammars: Grammars
+        self,
+        max_rows: int,
+        max_blocks: int,
+        vocab_size: int,
+        device: torch.device,
+        grammars: Grammars,
+        has_draft_model: bool = False,
     ) -> None:
         self.max_rows = max_rows
-        self.blocks = np.zeros((max_rows, max_blocks), dtype=np.int64)
+        # Each row's blocks, and in the last column how many of them there are. Entries beyond are an earlier owner's. One
+        # more row is padding, for drafting.
+        self.blocks = np.zeros((max_rows + 1, max_blocks + 1), dtype=np.int64)
         # The GPU's copies, which its kernels read.
-        self.table = torch.zeros(max_rows, max_blocks, dtype=torch.int64, device=device)
-        self.settings = new_settings(max_rows, device)
+        self.table = torch.zeros(max_rows + 1, max_blocks + 1, dtype=torch.int64, device=device)
+        self.settings = new_settings(max_rows + 1, device)
         self.finished = new_counters(device)
-        self.tokens = new_row_tokens(max_rows, device)
+        self.tokens = new_row_tokens(max_rows + 1, device)
         self.states: dict[Row, RowState] = {}
         self._vocab_size = vocab_size
         self._device = device
         self._grammars = grammars
+        self._has_draft_model = has_draft_model
 
     def apply(self, plan: StepPlan) -> None:
         """Free and create rows, and update their block tables and tapes."""
@@ -67,8 +76,13 @@ class RowTable:
         for new in plan.new_rows:
             self.states[new.row] = self._new_state(new)
         for change in plan.block_table_changes:
-            self.blocks[change.row, change.first : change.first + len(change.blocks)] = change.blocks
+            end = change.first + len(change.blocks)
+            self.blocks[change.row, change.first : end] = change.blocks
+            self.blocks[change.row, -1] = end
         self._upload_tokens(plan.new_rows, plan.tapes)
+        if self._has_draft_model and (parts := [span for span in plan.spans if not span.samples]):
+            where = self._tensor([span.row for span in parts])
+            self.tokens[where, NEXT] = self._tensor([span.next_id for span in parts])
         if self._device.type != "cpu":
             self._upload(plan.new_rows, plan.block_table_changes)
 
@@ -82,7 +96,7 @@ class RowTable:
             values = self._tensor(packed).view(len(tapes), -1)
             where = self._tensor([tape.row for tape in tapes])
             self.tokens[where, TAPE_START] = values[:, 0]
-            self.tokens[where, TAPE:] = values[:, 1:]
+            self.tokens[where, TAPE:MODEL] = values[:, 1:]
 
     def _upload(self, new_rows: list[NewRow], changes: list[BlockTableChange]) -> None:
         if new_rows:
@@ -97,6 +111,7 @@ class RowTable:
             for change in changes:
                 for column, block in enumerate(change.blocks, change.first):
                     entries += (change.row, column, block)
+                entries += (change.row, self.blocks.shape[1] - 1, change.first + len(change.blocks))
             where = self._tensor(entries).view(-1, 3)
             self.table[where[:, 0], where[:, 1]] = where[:, 2]
 

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from stoker.base import garbage
 from stoker.base.errors import ConfigError
-from stoker.engine.gpu_steps import GpuSteps
+from stoker.engine.device_drafter import Drafter, DraftStep, NoDrafter
+from stoker.engine.draft_model import LoadedDraft
+from stoker.engine.gpu_steps import GpuSteps, can_page
 from stoker.engine.heads import SamplingSpan, first_heads, heads_of, sampling_spans
 from stoker.engine.inputs import build_inputs
 from stoker.engine.rows import RowState, RowTable
 from stoker.engine.sampler import SampledTokens, sample
 from stoker.engine.threads import Threads
-from stoker.kernels.paged import fits
 from stoker.kernels.transfer import to_host
 from stoker.kernels.verify import verify
 from stoker.kv.device.device_kv import DeviceKv
@@ -141,11 +142,13 @@ class Runner:
         drafts_grammar: bool = False,
         verifies: bool = False,
         uses_grid: bool = False,
+        draft: LoadedDraft | None = None,
     ) -> None:
         """`attention_dtype` is that of attention with the reference kernels, by default the model's.
 
         `exact`: a token's logits depend only on the tokens before it. `drafts_grammar`: results contain what the grammars
-        force next. `verifies`: plans may have drafts. `uses_grid`: attention is that of attention_grid.py.
+        force next. `verifies`: plans may have drafts. `uses_grid`: attention is that of attention_grid.py. `draft` is the
+        draft model.
         """
         self._grid_heads = num_heads if uses_grid else None
         self._exact = exact
@@ -155,14 +158,21 @@ class Runner:
         self._kv = kv
         self._rows = rows
         self._threads = threads
-        has_kernels = fits(kv.like, kv.layout.block_tokens, kv.layout.head_dim)
+        has_kernels = can_page(kv)
         if exact and kv.blocks.is_cuda and not has_kernels:
+            widths = sorted({group.width for group in kv.all_groups})
             raise ConfigError(
-                f"numerics=exact has no kernels for a head size of {kv.layout.head_dim}, blocks of {kv.layout.block_tokens} "
-                f"tokens and {kv.like.dtype} on this GPU; use --numerics fast"
+                f"numerics=exact has no kernels for head sizes of {widths}, blocks of {kv.layout.block_tokens} tokens and "
+                f"{kv.like.dtype} on this GPU; use --numerics fast"
             )
-        options = (num_heads, captured_tokens, exact, verifies)
-        self._gpu_steps = GpuSteps(model, kv, rows, *options) if has_kernels else None
+        self._drafter: Drafter = NoDrafter()
+        if draft is not None:
+            self._drafter = draft.drafter(kv, rows, paged=has_kernels, attention_dtype=attention_dtype)
+        self._gpu_steps: GpuSteps | None = None
+        if has_kernels:
+            drafter = (self._drafter, 0 if draft is None else draft.num_heads)
+            options = (num_heads, captured_tokens, exact, verifies, *drafter)
+            self._gpu_steps = GpuSteps(model, kv, rows, *options)
         self._last: PendingStep | None = None
 
     def warm_up(self) -> None:
@@ -205,6 +215,8 @@ class Runner:
         self._copy_blocks(plan.copies)
         if plan.fresh_blocks:
             self._kv.clear(plan.fresh_blocks)
+        for load in plan.loads:
+            self._kv.clear_draft(load.blocks)
         if not plan.spans:
             return PendingStep(plan, None, [], started_s, None)
         states = [self._rows.states[span.row] for span in plan.spans if span.samples]
@@ -240,10 +252,9 @@ class Runner:
         if plain or outputs.logits is None:
             sampled = SampledTokens(outputs.sampled[:num_heads], None, None, None).to_host()
             return VerifiedTokens(sampled, to_host(outputs.counts) if plan.num_drafts else None, firsts)
-        where = (outputs.token_ids, outputs.positions)
-        spans = sampling_spans(plan, firsts, *where)
+        spans = sampling_spans(plan, firsts, outputs.token_ids, outputs.positions)
         heads = torch.from_numpy(heads_of(plan)).to(outputs.positions.device, non_blocking=True)
-        return self._sample(outputs.logits[:num_heads], spans, heads, *where, states)
+        return self._sample(outputs.logits[:num_heads], spans, replace(outputs.draft, heads=heads), states)
 
     def _step(self, plan: StepPlan, states: list[RowState]) -> VerifiedTokens | None:
         """Run the step with the reference kernels."""
@@ -251,24 +262,27 @@ class Runner:
         batch = inputs.batch
         if not len(batch.token_ids):  # all rows are at their limits
             return VerifiedTokens(SampledTokens(batch.token_ids, None, None, None), None, [-1] * len(states))
-        hidden = self._model(batch)
+        features = self._drafter.start()
+        hidden = self._model(batch, features.taps)
+        step = DraftStep(batch, inputs.token_rows, inputs.heads, features.value())
         if not inputs.heads.shape[1]:
+            self._drafter.draft(step, inputs.heads[0], inputs.heads[0])
             return None
         logits = self._model.logits(hidden[inputs.heads[0]])
-        return self._sample(logits, inputs.spans, inputs.heads, batch.token_ids, batch.positions, states)
+        return self._sample(logits, inputs.spans, step, states)
 
     def _sample(
         self,
         logits: Tensor,
         spans: list[SamplingSpan],
-        heads: Tensor,
-        token_ids: Tensor,
-        positions: Tensor,
+        step: DraftStep,
         states: list[RowState],
     ) -> VerifiedTokens:
         if self._last is not None and any(state.matcher is not None for state in states):
             self._last.wait()
         sampled = sample(logits, spans, self._rows)
-        counts = verify(heads, token_ids, positions, sampled.token_ids, self._rows.tokens)
+        batch, token_ids = step.batch, sampled.token_ids
+        counts = verify(step.heads, batch.token_ids, batch.positions, token_ids, self._rows.tokens)
+        self._drafter.draft(step, token_ids, counts)
         has_drafts = any(span.drafts or span.head < 0 for span in spans)
         return VerifiedTokens(sampled.to_host(), to_host(counts) if has_drafts else None, [span.head for span in spans])

@@ -106,12 +106,7 @@ def _sample(logits: Tensor, states: Sequence[RowState], lengths: Sequence[int], 
     logits = logits.float() if logits.dtype != torch.float64 else logits
     logprobs = torch.log_softmax(logits, -1) if num_logprobs >= 0 else None
     logits = _process_logits(logits, states, lengths)
-    random = [i for i, s in enumerate(states) if s.sampling.temperature > 0]
-    token_ids = logits.argmax(-1)
-    if random:
-        chosen = [states[i] for i in random]
-        where = to_device(random, logits.device)
-        token_ids[where] = _sample_with_temperature(logits[where], chosen, [lengths[i] for i in random])
+    token_ids = choose_tokens(logits, states, lengths)
     for i, state in enumerate(states):
         if state.output_counts is not None:
             token_id = token_ids[i : i + 1]
@@ -120,6 +115,17 @@ def _sample(logits: Tensor, states: Sequence[RowState], lengths: Sequence[int], 
         return SampledTokens(token_ids, None, None, None)
     top = logprobs.topk(max(1, num_logprobs), -1)
     return SampledTokens(token_ids, logprobs.gather(1, token_ids[:, None]).squeeze(1), top.indices, top.values)
+
+
+def choose_tokens(logits: Tensor, states: Sequence[RowState], lengths: Sequence[int]) -> Tensor:
+    """Sample one token per row by temperature, top_k, top_p and min_p alone. Drafts are sampled like this."""
+    random = [i for i, s in enumerate(states) if s.sampling.temperature > 0]
+    token_ids = logits.argmax(-1)
+    if random:
+        chosen = [states[i] for i in random]
+        where = to_device(random, logits.device)
+        token_ids[where] = _sample_with_temperature(logits[where], chosen, [lengths[i] for i in random])
+    return token_ids
 
 
 def _concatenated(parts: Sequence[SampledTokens]) -> SampledTokens:

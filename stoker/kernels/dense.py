@@ -8,6 +8,7 @@ new length. So only a few lengths are supported, and they are planned while the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from threading import Thread
 
 import torch
@@ -35,9 +36,10 @@ def has_dense(x: Tensor) -> bool:
 class DensePlans:
     """The planned lengths. Plans belong to the thread that made them: only the engine's thread uses this class."""
 
-    def __init__(self, like: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    def __init__(self, like: Tensor, shapes: Sequence[tuple[int, int, int]]) -> None:
+        """`shapes` has the query heads, KV heads and head size of each KV group."""
         self._like = like
-        self._heads = num_heads, num_kv_heads, head_dim
+        self._shapes = list(dict.fromkeys(shapes))
         self._unplanned = list(_LENGTHS) if has_dense(like) else []
         self._initialising: Thread | None = None
         self.lengths: list[int] = []
@@ -64,7 +66,7 @@ class DensePlans:
     @torch.inference_mode()
     def _plan(self, num_tokens: int) -> None:
         """Plan with k and v in the layout that a fused qkv matmul produces."""
-        num_heads, num_kv_heads, head_dim = self._heads
-        heads = self._like.new_zeros(num_tokens, num_heads + 2 * num_kv_heads, head_dim)
-        query = heads[:, :num_heads].contiguous()
-        dense_attention(query, heads[:, -2 * num_kv_heads : -num_kv_heads], heads[:, -num_kv_heads:], 1.0)
+        for num_heads, num_kv_heads, head_dim in self._shapes:
+            heads = self._like.new_zeros(num_tokens, num_heads + 2 * num_kv_heads, head_dim)
+            query = heads[:, :num_heads].contiguous()
+            dense_attention(query, heads[:, -2 * num_kv_heads : -num_kv_heads], heads[:, -num_kv_heads:], 1.0)

@@ -8,13 +8,14 @@ other. The keys of tiles (prefill) are not split.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 import torch
 
-from stoker.kernels.paged import Cutter, SpanForm, free_tokens, span_tile_rows, tile_tokens
+from stoker.kernels.paged import Cutter, SpanForm, free_tokens, most_shared, span_tile_rows, tile_tokens
 from stoker.kernels.pieces import FIELDS, Ints, cut_tokens
 
 _FIRST_KEYS = 256
@@ -30,14 +31,14 @@ class ExactCutter(Cutter):
     @classmethod
     def for_model(
         cls,
-        num_heads: int,
-        num_kv_heads: int,
+        heads: Sequence[tuple[int, int]],
         block_tokens: int,
         dtype: torch.dtype,
         max_blocks: int,
         total_blocks: int,
     ) -> ExactCutter:
-        shared = num_heads // num_kv_heads
+        """`heads` has the query heads and the KV heads of each group."""
+        shared, num_kv_heads = most_shared(heads), max(kv_heads for _, kv_heads in heads)
         form = SpanForm(free_tokens(shared), guarded=True, exact=True)
         return cls(num_kv_heads, tile_tokens(shared, dtype), block_tokens, form, max_blocks, max(1, total_blocks))
 

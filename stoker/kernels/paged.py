@@ -12,6 +12,7 @@ the reference. Pages of 8-bit values have kernels of their own (paged_codes.py),
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import e, isqrt, log2
 
@@ -70,7 +71,10 @@ class PagedSpans:
 @dataclass(frozen=True, slots=True)
 class Cutter:
     """Cuts the attention of a step's spans into pieces that suit the kernels on this GPU. exact_pieces.py has the one for
-    numerics=exact."""
+    numerics=exact.
+
+    The layers of all KV groups use the same pieces: those for the smallest tiles and the fewest splits.
+    """
 
     num_kv_heads: int
     tile_tokens: int
@@ -79,12 +83,12 @@ class Cutter:
 
     @classmethod
     def of(
-        cls, num_heads: int, num_kv_heads: int, block_tokens: int, dtype: torch.dtype, verifies: bool = False
+        cls, heads: Sequence[tuple[int, int]], block_tokens: int, dtype: torch.dtype, verifies: bool = False
     ) -> Cutter:
-        """`verifies`: steps may verify drafts."""
-        shared = num_heads // num_kv_heads
+        """`heads` has the query heads and the KV heads of each group. `verifies`: steps may verify drafts."""
+        shared = most_shared(heads)
         form = SpanForm(free_tokens(shared), guarded=True) if verifies else SpanForm()
-        return cls(num_kv_heads, tile_tokens(shared, dtype), block_tokens, form)
+        return cls(max(kv_heads for _, kv_heads in heads), tile_tokens(shared, dtype), block_tokens, form)
 
     def num_singles(self, count: Ints) -> int:
         """Return the number of pieces of decoding spans with these token counts, before their keys are split."""
@@ -131,6 +135,11 @@ class Cutter:
 
     def _wanted(self, programs: int) -> int:
         return max(1, programs // self.num_kv_heads)
+
+
+def most_shared(heads: Sequence[tuple[int, int]]) -> int:
+    """Return the most query heads that share a KV head. `heads` has the query heads and the KV heads of each group."""
+    return max(num_heads // num_kv_heads for num_heads, num_kv_heads in heads)
 
 
 def fits(x: Tensor, block_tokens: int, head_dim: int) -> bool:

@@ -1,11 +1,12 @@
 """What the device knows about the tokens of each row, as one table of integers.
 
 With drafts, the number of tokens that a step adds is known on the device first. So the device keeps each row's length and
-its last tokens, and takes drafts from the row's tape by itself.
+its last tokens, and takes drafts from the row's tape by itself, or else those that a draft model left there.
 
 row_tokens [rows, COLUMNS]: the number of known tokens, the limit of that number, the position of the tape's first guess,
-then the last WINDOW known tokens (the one at position p is in column RECENT + p % WINDOW), then the tape's guesses (see
-sched/draft_tape.py).
+the position of the draft model's first guess, then the last WINDOW known tokens (the one at position p is in column
+RECENT + p % WINDOW), then the tape's guesses (see sched/draft_tape.py), then the draft model's, which are valid as long as
+their first position is the number of known tokens, then the prompt's token after the part that a step computes.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ import torch
 from torch import Tensor
 
 WINDOW = 64  # known tokens that a tape can be compared with, and guesses of a tape
-LENGTH, LIMIT, TAPE_START, RECENT, TAPE = 0, 1, 2, 4, 4 + WINDOW
-COLUMNS = TAPE + WINDOW
+MODEL_DRAFTS = 16  # guesses of a draft model
+LENGTH, LIMIT, TAPE_START, MODEL_START, RECENT, TAPE = 0, 1, 2, 3, 4, 4 + WINDOW
+MODEL = TAPE + WINDOW
+NEXT = MODEL + MODEL_DRAFTS
+COLUMNS = NEXT + 1
 NO_GUESS = -(1 << 62)
 
 
@@ -26,12 +30,12 @@ def new_row_tokens(num_rows: int, device: torch.device) -> Tensor:
 
 
 def pack_row(token_ids: Sequence[int], limit: int) -> list[int]:
-    """Return the table's row for a sequence with these known tokens and no tape."""
+    """Return the table's row for a sequence with these known tokens and no guesses."""
     length = len(token_ids)
     recent = [0] * WINDOW
     for position in range(max(0, length - WINDOW), length):
         recent[position % WINDOW] = token_ids[position]
-    return [length, limit, 0, 0, *recent, *pack_guesses([])]
+    return [length, limit, 0, 0, *recent, *pack_guesses([]), *[NO_GUESS] * MODEL_DRAFTS, 0]
 
 
 def pack_guesses(token_ids: Sequence[int]) -> list[int]:

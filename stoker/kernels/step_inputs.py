@@ -6,8 +6,8 @@ step [3, tokens]: each token's row, id and position (-1: padding). An id of -1 i
 row_tokens [all rows, COLUMNS]: see row_tokens.py   table [all rows, blocks]
 -> token_ids [tokens], positions [tokens], slots [tokens * kv_heads]: see ForwardBatch
 
-A draft is taken from the row's tape, if the tape agrees with all tokens that are known by now. Without a guess, and beyond
-the row's limit, a token becomes padding.
+Drafts are taken from the row's tape, if the tape agrees with all tokens that are known by now and goes on after them. If not,
+they are taken from the draft model's guesses. Without a guess, and beyond the row's limit, a token becomes padding.
 """
 
 from __future__ import annotations
@@ -16,7 +16,19 @@ import torch
 from torch import Tensor
 
 from stoker.kernels.dispatch import next_power_of_2, tl, triton
-from stoker.kernels.row_tokens import COLUMNS, LENGTH, LIMIT, NO_GUESS, RECENT, TAPE, TAPE_START, WINDOW
+from stoker.kernels.row_tokens import (
+    COLUMNS,
+    LENGTH,
+    LIMIT,
+    MODEL,
+    MODEL_DRAFTS,
+    MODEL_START,
+    NO_GUESS,
+    RECENT,
+    TAPE,
+    TAPE_START,
+    WINDOW,
+)
 
 
 def step_tokens_ref(step: Tensor, row_tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -28,14 +40,21 @@ def step_tokens_ref(step: Tensor, row_tokens: Tensor) -> tuple[Tensor, Tensor]:
     at = length - 2 - token_ids  # for ids below zero
     guessed = start[:, None] + torch.arange(WINDOW, device=step.device)
     agrees = (tape < 0) | (guessed >= length[:, None]) | (tape == recent.gather(1, guessed % WINDOW))
-    index = at - start
-    guess = tape.gather(1, index.clamp(0, WINDOW - 1)[:, None])[:, 0]
-    has_guess = agrees.all(1) & (index >= 0) & (index < WINDOW) & (guess != NO_GUESS)
+    is_tape = agrees.all(1) & (_guess(tape, length - start) != NO_GUESS)
+    from_model = _guess(mine[:, MODEL : MODEL + MODEL_DRAFTS], at - length)
+    guess = _guess(tape, at - start).where(is_tape, from_model.where(mine[:, MODEL_START] == length, NO_GUESS))
+    has_guess = guess != NO_GUESS
     last = recent.gather(1, ((length - 1) % WINDOW)[:, None])[:, 0]
     is_last, is_draft = token_ids == -1, token_ids < -1
     is_there = (positions >= 0) & ((at <= limit - 2) & (is_last | has_guess) | (token_ids >= 0))
     found = torch.where(is_last, last, torch.where(guess < 0, ~guess, guess).where(is_draft & has_guess, token_ids))
     return found.where(is_there, 0), torch.where(token_ids < 0, at, positions).where(is_there, -1)
+
+
+def _guess(guesses: Tensor, index: Tensor) -> Tensor:
+    """Return one guess of each row."""
+    found = guesses.gather(1, index.clamp(0, guesses.shape[1] - 1)[:, None])[:, 0]
+    return found.where((index >= 0) & (index < guesses.shape[1]), NO_GUESS)
 
 
 def step_inputs_ref(
@@ -53,7 +72,8 @@ def _step_inputs(
     step, row_tokens, table, token_ids, positions, slots, table_width, pages_per_block,
     KV_HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     LENGTH: tl.constexpr, LIMIT: tl.constexpr, TAPE_START: tl.constexpr, RECENT: tl.constexpr, TAPE: tl.constexpr,
-    WINDOW: tl.constexpr, COLUMNS: tl.constexpr, NO_GUESS: tl.constexpr,
+    WINDOW: tl.constexpr, MODEL_START: tl.constexpr, MODEL: tl.constexpr, MODEL_DRAFTS: tl.constexpr,
+    COLUMNS: tl.constexpr, NO_GUESS: tl.constexpr,
 ):  # fmt: skip
     number, count = tl.program_id(0), tl.num_programs(0)
     row = tl.load(step + number)
@@ -72,11 +92,16 @@ def _step_inputs(
             tape = tl.load(mine + TAPE + column)
             known = tl.load(mine + RECENT + (start + column) % WINDOW)
             differs = (tape >= 0) & (start + column < length) & (tape != known)
-            index = position - start
-            # The sum has one term. Without one, there is no guess.
-            is_mine = (column == index) & (tape != NO_GUESS)
-            guess = tl.sum(tl.where(is_mine, tape, 0))
-            is_there &= (tl.sum(differs.to(tl.int32)) == 0) & (tl.sum(is_mine.to(tl.int32)) == 1)
+            is_next = (column == length - start) & (tape != NO_GUESS)
+            is_tape = (tl.sum(differs.to(tl.int32)) == 0) & (tl.sum(is_next.to(tl.int32)) == 1)
+            drafted = tl.arange(0, MODEL_DRAFTS)
+            drafts = tl.load(mine + MODEL + drafted)
+            is_valid = (tl.load(mine + MODEL_START) == length) & (drafts != NO_GUESS) & (is_tape == 0)
+            # One of the sums has one term. Without one, there is no guess.
+            from_tape = (column == position - start) & (tape != NO_GUESS) & is_tape
+            from_model = (drafted == position - length) & is_valid
+            guess = tl.sum(tl.where(from_tape, tape, 0)) + tl.sum(tl.where(from_model, drafts, 0))
+            is_there &= tl.sum(from_tape.to(tl.int32)) + tl.sum(from_model.to(tl.int32)) == 1
             token_id = tl.where(guess < 0, ~guess, guess)
         token_id = tl.where(is_there, token_id, 0)
         position = tl.where(is_there, position, -1)
@@ -97,7 +122,8 @@ def step_inputs_triton(
     _step_inputs[(count,)](
         step, row_tokens, table, token_ids, positions, slots, table.stride(0), pages_per_block,
         KV_HEADS=num_kv_heads, HEADS_PADDED=next_power_of_2(num_kv_heads), BLOCK_TOKENS=block_tokens, LENGTH=LENGTH,
-        LIMIT=LIMIT, TAPE_START=TAPE_START, RECENT=RECENT, TAPE=TAPE, WINDOW=WINDOW, COLUMNS=COLUMNS, NO_GUESS=NO_GUESS,
+        LIMIT=LIMIT, TAPE_START=TAPE_START, RECENT=RECENT, TAPE=TAPE, WINDOW=WINDOW, MODEL_START=MODEL_START,
+        MODEL=MODEL, MODEL_DRAFTS=MODEL_DRAFTS, COLUMNS=COLUMNS, NO_GUESS=NO_GUESS,
         num_warps=1,
     )  # fmt: skip
     return token_ids, positions, slots

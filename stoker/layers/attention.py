@@ -8,7 +8,7 @@ from stoker.kernels.attention import paged_attention
 from stoker.kernels.attention_grid import GridSpans
 from stoker.kernels.dispatch import is_power_of_2
 from stoker.kernels.rope_write import HeadNorms, rope_write
-from stoker.layers.batch import ForwardBatch
+from stoker.layers.batch import GroupInputs
 from stoker.layers.linear import Linear
 from stoker.layers.norm import RMSNorm
 from stoker.layers.quant import PLAIN, Stored
@@ -25,14 +25,16 @@ class Attention(nn.Module):
         qk_norm_eps: float | None,
         qkv: Stored = PLAIN,
         out: Stored = PLAIN,
+        in_features: int | None = None,
     ) -> None:
+        """`in_features` is the width of the input, by default `hidden_size`, which is that of the output."""
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         kv_size = num_kv_heads * head_dim
         # With 8-bit weights, the values are rotated, and so is the output of attention, which is linear in them.
         block = head_dim if is_power_of_2(head_dim) else None
         parts = (num_heads * head_dim, kv_size, kv_size)
-        self.qkv = Linear(hidden_size, parts, bias, qkv, out_blocks=(1, 1, block or 1))
+        self.qkv = Linear(in_features or hidden_size, parts, bias, qkv, out_blocks=(1, 1, block or 1))
         self.out = Linear(num_heads * head_dim, hidden_size, bias, out, rotated_block=block)
         self._qk_norm_eps = qk_norm_eps
         if qk_norm_eps is not None:
@@ -50,11 +52,19 @@ class Attention(nn.Module):
             return None
         return HeadNorms(self.q_norm.weight, self.k_norm.weight, self._qk_norm_eps)
 
-    def forward(self, x: Tensor, norm: RMSNorm, batch: ForwardBatch, layer: int, cos: Tensor, sin: Tensor) -> Tensor:
-        """Return x + attention(norm(x)). The memory of x is reused."""
-        assert not isinstance(batch.spans, GridSpans), "Int8Layer computes these"
-        heads = self.qkv(x, norm).view(len(x), -1, self.head_dim)
-        pages, norms = batch.kv.pages(layer), self.head_norms
-        parts = rope_write(heads, cos, sin, batch.positions, pages, batch.slots, self.num_kv_heads, norms)
-        attended = paged_attention(*parts, pages, batch.spans, self.head_dim**-0.5)
-        return self.out.add_to(x, attended.view(len(x), -1))
+    def forward(
+        self, x: Tensor, norm: RMSNorm, where: GroupInputs, layer: int, positions: Tensor, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        """Return x + attention(norm(x)). `layer` counts within the KV group. The memory of x is reused."""
+        return self.add_attended(x, self.qkv(x, norm), where, layer, positions, cos, sin)
+
+    def add_attended(
+        self, total: Tensor, qkv: Tensor, where: GroupInputs, layer: int, positions: Tensor, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        """Return total + attention, from the projected q, k and v. The memory of both is reused."""
+        assert not isinstance(where.spans, GridSpans), "Int8Layer computes these"
+        heads = qkv.view(len(qkv), -1, self.head_dim)
+        pages, norms = where.kv.pages(layer), self.head_norms
+        parts = rope_write(heads, cos, sin, positions, pages, where.slots, self.num_kv_heads, norms)
+        attended = paged_attention(*parts, pages, where.spans, self.head_dim**-0.5)
+        return self.out.add_to(total, attended.view(len(total), -1))

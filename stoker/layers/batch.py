@@ -10,7 +10,18 @@ from stoker.kernels.attention import SpanGroup
 from stoker.kernels.attention_grid import GridSpans
 from stoker.kernels.attention_rows import RowGroup
 from stoker.kernels.paged import PagedSpans
-from stoker.kv.device.device_kv import DeviceKv
+from stoker.kv.device.device_kv import GroupKv
+
+
+@dataclass(frozen=True, slots=True)
+class GroupInputs:
+    """Where the layers of one KV group read and write their KV."""
+
+    # [tokens * kv_heads], where each token's K is in the group's layer 0; V and the other layers are at fixed offsets
+    slots: Tensor
+    # which tokens attend to which: for the reference, for 8-bit weights on a CPU, or for the GPU kernels
+    spans: list[SpanGroup | RowGroup] | GridSpans | PagedSpans
+    kv: GroupKv
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +30,5 @@ class ForwardBatch:
 
     token_ids: Tensor  # [tokens]
     positions: Tensor  # [tokens], -1 is padding
-    # [tokens * kv_heads], where each token's K is in layer 0; V and the other layers are at fixed offsets
-    slots: Tensor
-    # which tokens attend to which: for the reference, for 8-bit weights on a CPU, or for the GPU kernels
-    spans: list[SpanGroup | RowGroup] | GridSpans | PagedSpans
-    kv: DeviceKv
+    groups: tuple[GroupInputs, ...]  # one for each KV group of the model, in the order of ModelFamily.kv_groups
+    draft: GroupInputs | None = None  # of the draft model's KV group

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +14,9 @@ from stoker.kernels.attention_grid import GridSpans
 from stoker.kernels.cpu_int8 import Int8Kernel
 from stoker.kernels.moe_tile_model import check_experts
 from stoker.layers.attention import Attention
-from stoker.layers.batch import ForwardBatch
+from stoker.layers.batch import ForwardBatch, GroupInputs
 from stoker.layers.embedding import Embedding
+from stoker.layers.features import Tap
 from stoker.layers.int8_layer import Int8Layer, Int8Matmul
 from stoker.layers.linear import Linear, TiedLinear
 from stoker.layers.mlp import GatedMlp
@@ -83,10 +85,10 @@ class DecoderLayer(nn.Module):
         else:
             self.mlp = GatedMlp(config.hidden_size, config.intermediate_size, config.mlp_bias, *stored)
 
-    def forward(self, x: Tensor, batch: ForwardBatch, layer: int, cos: Tensor, sin: Tensor) -> Tensor:
-        if isinstance(batch.spans, GridSpans):
-            return self.int8.run(x, batch, batch.spans, layer, cos, sin)
-        x = self.attention(x, self.attention_norm, batch, layer, cos, sin)
+    def forward(self, x: Tensor, where: GroupInputs, layer: int, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if isinstance(where.spans, GridSpans):
+            return self.int8.run(x, where, where.spans, layer, cos, sin)
+        x = self.attention(x, self.attention_norm, where, layer, positions, cos, sin)
         return self.mlp(x, self.mlp_norm)
 
     @cached_property
@@ -113,7 +115,8 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder built on torch's default device and in its default dtype. It is empty until weights are loaded."""
+    """A decoder built on torch's default device and in its default dtype. It is empty until weights are loaded. All its
+    layers are one KV group."""
 
     def __init__(self, config: DecoderConfig, num_positions: int) -> None:
         super().__init__()
@@ -127,15 +130,26 @@ class Decoder(nn.Module):
         )
         self.rope = Rope(config.rope, config.head_dim, num_positions, self.norm.weight.device)
 
-    def forward(self, batch: ForwardBatch) -> Tensor:
-        """Return the hidden states [tokens, hidden], the input of the head and of a drafter."""
+    def forward(self, batch: ForwardBatch, taps: Sequence[Tap] = ()) -> Tensor:
+        """Return the hidden states [tokens, hidden], the input of the head. Each tap gets those of its layer; taps are
+        ordered by their layers."""
         x = self.embedding(batch.token_ids)
+        (where,) = batch.groups
         cos, sin = self.rope(batch.positions)
-        if isinstance(batch.spans, GridSpans):
+        if isinstance(where.spans, GridSpans):
             cos, sin = cos[:, None], sin[:, None]
-        for number, layer in enumerate(self.layers):
-            x = layer(x, batch, number, cos, sin)
-        return x
+        layers, first = enumerate(self.layers), 0
+
+        def run(x: Tensor, count: int) -> Tensor:
+            for number, layer in islice(layers, count):
+                x = layer(x, where, number, batch.positions, cos, sin)
+            return x
+
+        for tap in taps:
+            x = run(x, tap.layer - first)
+            tap.take(x)
+            first = tap.layer
+        return run(x, len(self.layers) - first)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab]"""

@@ -14,7 +14,7 @@ from stoker.kernels.activation import silu_mul
 from stoker.kernels.attention_grid import GridSpans, grid_attention, grid_rope_write
 from stoker.kernels.cpu_int8 import Int8Weight, NormGrid, int8_linear, int8_norm_linear
 from stoker.kernels.rope_write import HeadNorms
-from stoker.layers.batch import ForwardBatch
+from stoker.layers.batch import GroupInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +45,12 @@ class Int8Layer:
     num_kv_heads: int
     head_dim: int
 
-    def run(self, x: Tensor, batch: ForwardBatch, spans: GridSpans, layer: int, cos: Tensor, sin: Tensor) -> Tensor:
+    def run(self, x: Tensor, where: GroupInputs, spans: GridSpans, layer: int, cos: Tensor, sin: Tensor) -> Tensor:
         """Return the residual stream after the layer. The memory of x is reused."""
         num_tokens, num_kv_heads = len(x), self.num_kv_heads
         heads = self.qkv.of_normed(x, self.attention_norm).view(num_tokens, -1, self.head_dim)
-        slots = batch.kv.slots(layer)
-        q = grid_rope_write(heads, cos, sin, slots, batch.slots, spans, num_kv_heads, self.head_norms)
+        slots = where.kv.slots(layer)
+        q = grid_rope_write(heads, cos, sin, slots, where.slots, spans, num_kv_heads, self.head_norms)
         attended = grid_attention(q, slots, spans, num_kv_heads, self.head_dim**-0.5)
         self.out.add_to(x, attended.view(num_tokens, -1))
         return self.down.add_to(x, silu_mul(self.gate_up.of_normed(x, self.mlp_norm)))

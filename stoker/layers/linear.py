@@ -15,6 +15,7 @@ from stoker.kernels.linear import (
     Weight,
     add_gated_linear,
     add_linear,
+    linear,
     norm_linear,
     pack_weight,
 )
@@ -58,6 +59,10 @@ class Linear(StoredWeight):
 
     def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
         return norm_linear(x, norm.norm, self._ready, self.bias)
+
+    def plain(self, x: Tensor) -> Tensor:
+        """Return linear(x), without a norm."""
+        return linear(x, self._ready, self.bias)
 
     def add_to(self, total: Tensor, x: Tensor) -> Tensor:
         """Return total + linear(x). The memory of `total` is reused."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from functools import cached_property
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stoker.kernels.linear import Norm
+from stoker.kernels.norm import rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -15,6 +16,9 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width), requires_grad=False)
         self._eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self._eps)
 
     @cached_property
     def norm(self) -> Norm:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any, ClassVar, Protocol
@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from stoker.base.errors import ModelFilesError
 from stoker.base.registry import Registry
+from stoker.kv.blocks.layout import KvGroup
 from stoker.layers.batch import ForwardBatch
+from stoker.layers.features import Tap
 from stoker.layers.quant import Int8Kernel
 
 
@@ -31,6 +33,7 @@ class ModelShape:
     """What the engine needs to know about any model."""
 
     vocab_size: int
+    hidden_size: int
     max_positions: int
     num_layers: int
     num_kv_heads: int
@@ -42,8 +45,9 @@ class ModelShape:
 class Model(Protocol):
     """An nn.Module of one family. Its parameters are empty until `weights.load` has applied the family's rules."""
 
-    def __call__(self, batch: ForwardBatch) -> Tensor:
-        """Return the hidden states [tokens, hidden], the input of the head and of a drafter."""
+    def __call__(self, batch: ForwardBatch, taps: Sequence[Tap] = ()) -> Tensor:
+        """Return the hidden states [tokens, hidden], the input of the head. Each tap gets those of its layer; taps are
+        ordered by their layers."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab]"""
@@ -68,6 +72,7 @@ class ModelFamily(Protocol):
     examples: ClassVar[Mapping[str, Mapping[str, Any]]]
     """Tiny configurations by name, as changes to a small base config. The conformance tests build and run each of them."""
     shape: ModelShape
+    kv_groups: tuple[KvGroup, ...]
     rules: list[Rule]
     ignored: frozenset[str]  # checkpoint tensors that are known and not loaded
 

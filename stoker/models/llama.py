@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from stoker.kv.blocks.layout import KvGroup
 from stoker.layers.decoder import Decoder
 from stoker.layers.moe import MoeConfig
 from stoker.models.dense import decoder_ignored, decoder_rules, read_config
@@ -35,6 +36,7 @@ class Llama:
         self._config = config
         self.shape = ModelShape(
             config.vocab_size,
+            config.hidden_size,
             config.max_positions,
             config.num_layers,
             config.num_kv_heads,
@@ -42,6 +44,7 @@ class Llama:
             config.num_heads,
             config.active_weights,
         )
+        self.kv_groups: tuple[KvGroup, ...] = (KvGroup(config.num_layers, config.num_kv_heads, config.head_dim),)
         self.rules = decoder_rules(config)
         self.ignored = decoder_ignored(config)
 

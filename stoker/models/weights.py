@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stoker.base.errors import ModelFilesError
 from stoker.checkpoint.weight_files import WeightReadAhead, stored_tensors
@@ -19,8 +20,14 @@ from stoker.models.fill import Copy, Progress, fill
 _WIDE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
+class Loadable(Protocol):
+    """A module whose parameters can be filled."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+
 def load(
-    model: Model,
+    model: Loadable,
     rules: list[Rule],
     ignored: frozenset[str],
     folder: Path,

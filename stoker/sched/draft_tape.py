@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 TAPE_TOKENS = 64  # the most tokens of one tape
 MAX_DRAFTS = 15  # the most drafts of one span
+MODEL_GUESSES = 3  # tokens that a draft model guesses after each step; more are accepted too rarely
 _MIN_HEADS = 64
 
 

@@ -32,6 +32,7 @@ class Span:
     num_drafts: int = 0
     slack: int = 0
     in_prompt: bool = field(default=False, compare=False)  # the first of the tokens belongs to the prompt
+    next_id: int = field(default=0, compare=False)  # the token after those of a span that does not sample
 
 
 @dataclass(frozen=True, slots=True)

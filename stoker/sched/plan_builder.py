@@ -85,6 +85,8 @@ class PlanBuilder:
                 seq.num_pending += 1
             assert seq.row is not None
             spans.append(span := Span(seq.row, start, count, samples, 0, slack, start < seq.request.num_prompt))
+            if end < num_known:
+                span.next_id = seq.token_ids[end]
             if seq in self.drafts:
                 token_ids += self._put_drafts(seq, span, tapes)
             if count >= seq.block_tokens and not slack:

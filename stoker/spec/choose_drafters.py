@@ -11,6 +11,7 @@ from stoker.spec.drafter import DRAFTERS, DrafterParts, build_drafter
 from stoker.spec.tape_drafting import GRAMMAR, TapeDrafting
 
 OFF, AUTO = "off", "auto"
+EAGLE3 = "eagle3"  # a draft model, which guesses on the device (engine/device_drafter.py)
 # In the order in which they are asked while none was right more often than another.
 _AUTO_DRAFTERS = ("prediction", "cache", "suffix", "ngram", GRAMMAR)
 
@@ -23,17 +24,21 @@ class DrafterChoice:
 
     @classmethod
     def parse(cls, setting: str) -> DrafterChoice:
-        """Read `off`, `auto`, or names with optional arguments: `NAME[:ARGUMENT][,NAME...]`. Raises ConfigError."""
+        """Read `off`, or names with optional arguments: `NAME[:ARGUMENT][,NAME...]`. `auto` stands for several names.
+        Raises ConfigError."""
         if setting == OFF:
             return cls({})
-        if setting == AUTO:
-            return cls(dict.fromkeys(_AUTO_DRAFTERS, ""))
-        arguments = {}
+        arguments: dict[str, str] = {}
         for part in setting.split(","):
             name, _, argument = part.strip().partition(":")
-            if name != GRAMMAR and name not in DRAFTERS:
-                known = ", ".join([OFF, AUTO, GRAMMAR, *DRAFTERS])
+            if name == AUTO and not argument:
+                arguments |= dict.fromkeys(_AUTO_DRAFTERS, "")
+                continue
+            if name not in (GRAMMAR, EAGLE3) and name not in DRAFTERS:
+                known = ", ".join([OFF, AUTO, EAGLE3, GRAMMAR, *DRAFTERS])
                 raise ConfigError(f"--drafter {setting}: there is no drafter {name!r}; available: {known}")
+            if name == EAGLE3 and not argument:
+                raise ConfigError(f"--drafter {setting}: {EAGLE3!r} needs its folder; write --drafter {EAGLE3}:FOLDER")
             arguments[name] = argument
         return cls(arguments)
 
@@ -46,6 +51,11 @@ class DrafterChoice:
         """True if the runner returns what grammars force."""
         return GRAMMAR in self.arguments
 
+    @property
+    def draft_model(self) -> str | None:
+        """The folder of the draft model, if there is one."""
+        return self.arguments.get(EAGLE3)
+
     def build(self, parts: DrafterParts, counts: DraftCounts) -> Drafting:
         """Return the drafting. What it verifies is counted in `counts`. Raises ConfigError for a wrong argument."""
         if not self.is_on:
@@ -53,6 +63,6 @@ class DrafterChoice:
         drafters = {
             name: build_drafter(name, replace(parts, argument=argument))
             for name, argument in self.arguments.items()
-            if name != GRAMMAR
+            if name not in (GRAMMAR, EAGLE3)
         }
-        return TapeDrafting(drafters, counts)
+        return TapeDrafting(drafters, counts, EAGLE3 if self.draft_model is not None else None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
-from stoker.sched.draft_tape import TAPE_TOKENS, DraftTape
+from stoker.sched.draft_tape import MODEL_GUESSES, TAPE_TOKENS, DraftTape
 from stoker.sched.drafting import TapeDrafter
 from stoker.sched.sequence import Sequence
 from stoker.sched.step_costs import StepCosts
@@ -20,19 +20,21 @@ from stoker.spec.draft_length import DraftChance, draft_lengths, least_chance
 
 GRAMMAR = "grammar"  # the source of what the runner suggests
 _FEW_GUESSES = 4  # with fewer guesses left on the tape, the drafters are asked for more
+_PROBE_TOKENS = 64  # a draft model that does not pay is tried again after this many tokens of a sequence
 _MAX_PAUSE_TOKENS = 32  # the longest pause of a sequence for which no drafter finds anything
 
 
 class _Follower:
     """How far one sequence has followed its tape."""
 
-    __slots__ = ("launched", "num_checked", "num_failures", "rates", "resume_at", "suggestion")
+    __slots__ = ("launched", "num_checked", "num_failures", "probe_at", "rates", "resume_at", "suggestion")
 
     def __init__(self, rates: SequenceRates) -> None:
         self.rates = rates
         self.num_checked = 0  # tokens of the sequence that were compared with the tape
         self.num_failures = 0  # tapes in a row whose first guess was wrong, or that did not exist
         self.resume_at = 0  # length of the sequence at which drafters are asked again
+        self.probe_at = _PROBE_TOKENS  # length of the sequence at which a draft model that does not pay is tried again
         self.suggestion: DraftTape | None = None
         self.launched: deque[str] = deque()  # sources of the drafts in flight
 
@@ -58,10 +60,14 @@ class _Follower:
 
 
 class TapeDrafting:
-    """Drafts from tapes. The sources are `drafters`, by name, and what the runner suggests."""
+    """Drafts from tapes. The sources are `drafters`, by name, and what the runner suggests.
 
-    def __init__(self, drafters: Mapping[str, TapeDrafter], counts: DraftCounts) -> None:
+    `model` is the name of a draft model that guesses on the device, for sequences without a tape.
+    """
+
+    def __init__(self, drafters: Mapping[str, TapeDrafter], counts: DraftCounts, model: str | None = None) -> None:
         self._drafters = drafters
+        self._model = model
         self._counts = counts
         self._acceptance = Acceptance()
         self._followers: dict[Sequence, _Follower] = {}
@@ -71,6 +77,7 @@ class TapeDrafting:
             return {}
         least = least_chance(costs, len(seqs))
         max_pause = min(_MAX_PAUSE_TOKENS, len(seqs) // 4)
+        probes: list[Sequence] = []
         candidates: list[Sequence] = []
         chances: list[DraftChance] = []
         for seq in seqs:
@@ -79,26 +86,40 @@ class TapeDrafting:
                 follower = self._followers[seq] = _Follower(SequenceRates(self._acceptance))
             follower.check(seq)
             tape = self._tape(seq, follower, max_pause)
-            if tape is None:
-                continue
-            rate = follower.rates.value(tape.source)
-            available = tape.start + len(tape.token_ids) - len(seq.token_ids) - seq.num_pending
+            source, available = self._source(seq, tape)
+            rate = follower.rates.value(source) if available > 0 else 0.0
             if available > 0 and rate >= least:
                 candidates.append(seq)
                 chances.append(DraftChance(rate, available))
-        if not candidates:
+            elif available > 0 and source == self._model and len(seq.token_ids) >= follower.probe_at:
+                # The host never sees guesses that are not verified, so that their rate would never change.
+                follower.probe_at = len(seq.token_ids) + _PROBE_TOKENS
+                probes.append(seq)
+        if not candidates and not probes:
             return {}
         lengths = draft_lengths(chances, len(seqs), budget, costs)
         planned = {seq: length for seq, length in zip(candidates, lengths, strict=True) if length}
+        planned |= dict.fromkeys(probes[: max(0, budget - sum(planned.values()))], 1)
         for seq in planned:
-            assert seq.tape is not None
-            self._followers[seq].launched.append(seq.tape.source)
+            self._followers[seq].launched.append(self._source(seq, seq.tape)[0])
         return planned
+
+    def _source(self, seq: Sequence, tape: DraftTape | None) -> tuple[str, int]:
+        """Return where the sequence's next drafts come from, and how many there are."""
+        if tape is not None:
+            available = tape.start + len(tape.token_ids) - len(seq.token_ids) - seq.num_pending
+            if available > 0 or self._model is None:
+                return tape.source, available
+        return ("", 0) if self._model is None else (self._model, MODEL_GUESSES)
 
     def committed(self, seq: Sequence, num_drafts: int, token_ids: list[int]) -> None:
         follower = self._followers.get(seq)
         if follower is not None and follower.launched:
-            self._counts.record(follower.launched.popleft(), num_drafts, len(token_ids) - 1)
+            source, num_right = follower.launched.popleft(), len(token_ids) - 1
+            self._counts.record(source, num_drafts, num_right)
+            if source == self._model:  # the host never sees its guesses, so that `check` cannot compare them
+                for number in range(min(num_right + 1, num_drafts)):
+                    follower.rates.record(source, number < num_right)
 
     def suggested(self, seq: Sequence, token_ids: list[int]) -> None:
         follower = self._followers.get(seq)

@@ -16,7 +16,7 @@ from stoker.kv.store.tiers.host.host_memory import host_stores, remove_host_stor
 from stoker.kv.store.tiers.host.host_tier import HostTier
 from stoker.kv.store.tiers.tier import TierContext
 
-LAYOUT = KvLayout(num_layers=1, num_heads=1, head_dim=32, block_tokens=16, dtype="float32", dtype_bytes=4)
+LAYOUT = KvLayout.of(num_layers=1, num_heads=1, width=32, block_tokens=16, dtype="float32", dtype_bytes=4)
 
 # A process that opens the store named by its argument, and is killed while it uses it.
 KILLED = """

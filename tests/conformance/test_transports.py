@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from kv.blocks.test_layout import TWO_GROUPS
 from kv.peer_world import (
     LAYOUT,
     PATIENCE_S,
@@ -40,8 +41,8 @@ from stoker.kv.device.device_kv import DeviceKv
 from stoker.kv.peer.transports.transport import TRANSPORTS
 
 NUM_BLOCKS = 32
-MLA = KvLayout(num_layers=3, num_heads=1, head_dim=72, block_tokens=16, dtype="bfloat16", dtype_bytes=2)
-LARGE = KvLayout(num_layers=8, num_heads=4, head_dim=64, block_tokens=64, dtype="float32", dtype_bytes=4)  # 1 MiB
+MLA = KvLayout.of(num_layers=3, num_heads=1, width=72, block_tokens=16, dtype="bfloat16", dtype_bytes=2)
+LARGE = KvLayout.of(num_layers=8, num_heads=4, width=64, block_tokens=64, dtype="float32", dtype_bytes=4)  # 1 MiB
 
 
 @pytest.fixture(params=list(TRANSPORTS))
@@ -195,10 +196,15 @@ def test_threads_may_pull_at_the_same_time(remote: RemoteServer, puller: Puller)
     assert raw(puller.kv.blocks) == raw(expected.flip(0))
 
 
-@pytest.mark.parametrize(("src_tp", "dst_tp"), [(1, 2), (2, 1), (2, 4), (4, 2)])
-def test_ranks_of_another_size_take_their_heads(settings: HandoffSettings, src_tp: int, dst_tp: int) -> None:
+@pytest.mark.parametrize(
+    ("layout", "src_tp", "dst_tp"),
+    [(LAYOUT, 1, 2), (LAYOUT, 2, 1), (LAYOUT, 2, 4), (LAYOUT, 4, 2), (TWO_GROUPS, 2, 2), (TWO_GROUPS, 2, 4)],
+)
+def test_ranks_of_another_size_take_their_heads(
+    settings: HandoffSettings, layout: KvLayout, src_tp: int, dst_tp: int
+) -> None:
     setups = [
-        ServerSetup(rank(LAYOUT, number, src_tp), NUM_BLOCKS, settings, engine_id="one") for number in range(src_tp)
+        ServerSetup(rank(layout, number, src_tp), NUM_BLOCKS, settings, engine_id="one") for number in range(src_tp)
     ]
     servers = [RemoteServer(setup) for setup in setups]
     with closing(*servers):
@@ -206,12 +212,12 @@ def test_ranks_of_another_size_take_their_heads(settings: HandoffSettings, src_t
             server.lease("L", keys(5), block_ids(3, 1, 4, 15, 9), 5, True)
         addresses = ",".join(server.ticket.address for server in reversed(servers))
         for number in range(dst_tp):
-            ours = rank(LAYOUT, number, dst_tp)
+            ours = rank(layout, number, dst_tp)
             with closing(puller := Puller(ours, NUM_BLOCKS, settings)):
                 ticket = replace(servers[0].ticket, address=addresses)
                 assert puller.pull(ticket, keys(5), block_ids(*range(5))) == [True] * 5
                 assert raw(puller.kv.blocks[:5]) == raw(contents(ours, NUM_BLOCKS)[[3, 1, 4, 15, 9]])
-                assert puller.client.stats().num_bytes == 5 * ours.block_bytes
+                assert puller.client.stats().num_bytes == 5 * ours.used_bytes
 
 
 def test_the_latent_of_mla_is_pulled_whole_from_any_rank(settings: HandoffSettings) -> None:

@@ -21,7 +21,7 @@ from stoker.base.ids import BlockKey
 from stoker.kv.blocks.layout import KvLayout
 from stoker.kv.store.tiers.tier import TIERS, Tier, TierContext, build_tier
 
-LAYOUT = KvLayout(num_layers=2, num_heads=2, head_dim=64, block_tokens=64, dtype="float32", dtype_bytes=4)
+LAYOUT = KvLayout.of(num_layers=2, num_heads=2, width=64, block_tokens=64, dtype="float32", dtype_bytes=4)
 BLOCK = LAYOUT.block_bytes
 CAPACITY = 16  # blocks
 FINGERPRINT = "conformance"

@@ -81,8 +81,8 @@ class AllCaptured(NothingCaptured):
 class DenseLengths(DensePlans):
     """Takes prompts of 8 or 16 tokens out of the paged attention."""
 
-    def __init__(self, like: Tensor, *heads: int) -> None:
-        super().__init__(like, *heads)
+    def __init__(self, like: Tensor, shapes: list[tuple[int, int, int]]) -> None:
+        super().__init__(like, shapes)
         self.lengths = [8, 16]
 
 

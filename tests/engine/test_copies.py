@@ -26,7 +26,7 @@ from stoker.sched.request import SamplingParams
 
 @pytest.mark.parametrize("at_a_time", [1, 2, 3, 100])
 def test_copies_are_correct_however_many_are_made_at_a_time(monkeypatch: pytest.MonkeyPatch, at_a_time: int) -> None:
-    cpu, layout = torch.device("cpu"), KvLayout(1, 1, 2, 4, "float32", 4)
+    cpu, layout = torch.device("cpu"), KvLayout.of(1, 1, 2, 4, "float32", 4)
     monkeypatch.setattr(runners, "_COPY_BYTES", at_a_time * layout.block_bytes)
     kv = DeviceKv(layout, 8, cpu)
     kv.blocks.view(8, -1).copy_(torch.arange(8.0)[:, None].expand(8, kv.blocks[0].numel()))

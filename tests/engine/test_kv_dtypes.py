@@ -168,11 +168,11 @@ def test_the_same_memory_holds_more_tokens(folder: Path) -> None:
     for kv_dtype in ("float32", "bfloat16", "int8"):
         settings = EngineSettings(device="cpu", dtype="float32", kv=KvSettings(BLOCK, memory_gib=0.01, dtype=kv_dtype))
         llm = LLM(folder, settings)
-        layout = llm.built.layout
+        width = llm.built.layout.groups[0].width
         blocks[kv_dtype] = llm.built.pool.num_blocks
         llm.close()
     assert blocks["bfloat16"] // 2 == blocks["float32"]
-    assert blocks["int8"] == pytest.approx(blocks["float32"] * 4 * layout.head_dim / (layout.head_dim + 2), abs=4)
+    assert blocks["int8"] == pytest.approx(blocks["float32"] * 4 * width / (width + 2), abs=4)
 
 
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [("bfloat16", "float32"), ("bfloat16", "float16")])

@@ -27,7 +27,7 @@ from stoker.kv.blocks.transfer import PeerUnavailable
 from stoker.kv.device.checksum import checksum, tensor_checksums
 
 NUM_BLOCKS = 32
-LARGE = KvLayout(num_layers=16, num_heads=8, head_dim=64, block_tokens=64, dtype="bfloat16", dtype_bytes=2)  # 2 MiB
+LARGE = KvLayout.of(num_layers=16, num_heads=8, width=64, block_tokens=64, dtype="bfloat16", dtype_bytes=2)  # 2 MiB
 # Transport, location of the peer's pool, location of ours.
 WAYS = [
     ("cuda_ipc", "cuda", "cuda"),

@@ -12,12 +12,25 @@ from torch import Tensor
 from stoker.kernels.activation import silu_mul_ref, silu_mul_triton
 from stoker.kernels.attention import SpanShape, group_spans, paged_attention_ref
 from stoker.kernels.dense import dense_attention
+from stoker.kernels.draft_inputs import draft_rows_ref, draft_rows_triton, next_tokens_ref, next_tokens_triton
+from stoker.kernels.draft_steps import PageSizes, draft_step_ref, draft_step_triton, put_draft_ref, put_draft_triton
 from stoker.kernels.kv_pages import LARGEST_CODE, kv_read, kv_write
 from stoker.kernels.norm import rms_norm_ref, rms_norm_triton
 from stoker.kernels.paged import Cutter, PagedSpans, new_counters, paged_attention_triton
 from stoker.kernels.pieces import FIELDS, Ints
 from stoker.kernels.rope_write import HeadNorms, rope_write_ref, rope_write_triton
-from stoker.kernels.row_tokens import TAPE, TAPE_START, WINDOW, pack_guesses, pack_row
+from stoker.kernels.row_tokens import (
+    MODEL,
+    MODEL_DRAFTS,
+    MODEL_START,
+    NEXT,
+    NO_GUESS,
+    TAPE,
+    TAPE_START,
+    WINDOW,
+    pack_guesses,
+    pack_row,
+)
 from stoker.kernels.sample import noise_keys, sample_tokens
 from stoker.kernels.sample_rows import new_settings, pack_settings, sample_rows_triton
 from stoker.kernels.skinny import few_rows_linear, one_row_linear
@@ -187,7 +200,7 @@ def attention(
     q = torch.randn(len(positions), num_heads, dim, device=device).to(dtype)
     where = (torch.tensor(token_rows, device=device), torch.tensor(positions, device=device))
     finished = new_counters(device)
-    cutter = Cutter.of(num_heads, kv_heads, block_tokens, dtype)
+    cutter = Cutter.of([(num_heads, kv_heads)], block_tokens, dtype)
     singles = np.array([span for span in spans if span[1] == 1]).reshape(-1, 3).T
     longer = np.array([span for span in spans if span[1] > 1]).reshape(-1, 3).T
     num_tiles = cutter.num_tiles(longer[1])
@@ -225,7 +238,8 @@ def _no_pieces() -> Ints:
 
 
 def random_row_tokens(num_rows: int, max_tokens: int, device: torch.device) -> Tensor:
-    """Return rows with random known tokens, and tapes that agree with them, disagree, are too old, or end early."""
+    """Return rows with random known tokens, and tapes that agree with them, disagree, are too old, or end early. A draft
+    model's guesses are new or old."""
     rng, rows = random.Random(num_rows), []
     for _ in range(num_rows):
         token_ids = [rng.randrange(50) for _ in range(rng.randint(1, max_tokens))]
@@ -234,7 +248,9 @@ def random_row_tokens(num_rows: int, max_tokens: int, device: torch.device) -> T
         guesses = token_ids[start:] + [rng.randrange(50) for _ in range(rng.randint(0, WINDOW))]
         for i in rng.sample(range(len(guesses)), rng.choice([0, 0, 1]) if guesses else 0):
             guesses[i] = rng.choice([rng.randrange(50), ~rng.randrange(50)])
-        row[TAPE:] = pack_guesses(guesses[:WINDOW])
+        row[TAPE:MODEL] = pack_guesses(guesses[:WINDOW])
+        row[MODEL_START] = len(token_ids) - rng.choice([0, 0, 1])
+        row[MODEL:NEXT] = [rng.choice([rng.randrange(50), NO_GUESS]) for _ in range(MODEL_DRAFTS)]
         rows.append(row)
     return torch.tensor(rows, device=device)
 
@@ -256,7 +272,8 @@ def inputs(count: int, kv_heads: int, block_tokens: int, device: torch.device) -
 
 
 def drafts(num_spans: int, device: torch.device) -> int:
-    """Compare the verification of spans with 0 to 15 drafts with its reference. Returns how many drafts were accepted."""
+    """Compare the verification of spans with 0 to 15 drafts with its reference, and then the inputs of a draft model.
+    Returns how many drafts were accepted."""
     rng = random.Random(num_spans)
     heads: list[list[int]] = []
     token_ids: list[int] = []
@@ -282,7 +299,38 @@ def drafts(num_spans: int, device: torch.device) -> int:
     counts = verify_triton(packed, *arguments, rows[0])
     assert torch.equal(counts, verify_ref(packed, *arguments, rows[1]))
     assert torch.equal(rows[0], rows[1])
+    draft_inputs(packed, *arguments, counts, rows)
     return int(counts.sum() - (counts > 0).sum())
+
+
+def draft_inputs(
+    heads: Tensor, token_ids: Tensor, positions: Tensor, sampled: Tensor, counts: Tensor, row_tokens: list[Tensor]
+) -> None:
+    """Compare the inputs and the outputs of a draft model with their references."""
+    device, all_rows = heads.device, len(row_tokens[0])
+    token_rows = torch.zeros_like(token_ids)
+    token_rows[heads[0].where(heads[3] >= 0, 0)] = heads[1]
+    following = (token_rows, token_ids, positions, heads, sampled, row_tokens[0])
+    assert torch.equal(next_tokens_triton(*following), next_tokens_ref(*following))
+    table = torch.randint(0, 900, (all_rows + 1, 8), device=device)
+    table[:, -1] = torch.randint(0, 8, (all_rows + 1,), device=device)
+    padded = [torch.cat([rows, rows[:1]]) for rows in row_tokens]
+    for num_rows in {1, int((counts > 0).sum()) or 1, heads.shape[1]}:
+        rows = draft_rows_triton(heads, counts, positions, num_rows, all_rows)
+        assert torch.equal(rows, draft_rows_ref(heads, counts, positions, num_rows, all_rows))
+        for number in (1, 2):
+            step = (rows, table, number, PageSizes(3, 16, 50), 70)
+            made = draft_step_triton(*step)
+            for found, expected in zip(made, draft_step_ref(*step), strict=True):
+                assert torch.equal(found, expected)
+            guesses = torch.randint(-5, 60, (num_rows,), device=device)
+            for at, lengths in ((0, rows[2]), (number, made.lengths)):
+                put = [
+                    function(rows, lengths, guesses, own, at, 50)
+                    for function, own in zip((put_draft_triton, put_draft_ref), padded, strict=True)
+                ]
+                assert torch.equal(*put)
+                assert torch.equal(padded[0][:-1], padded[1][:-1]), "the last row is padding"
 
 
 def sampling(num_rows: int, vocab: int, seed: int, device: torch.device, dtype: torch.dtype = torch.float32) -> int:

@@ -14,10 +14,12 @@ import triton  # before any kernel, otherwise they are not defined
 
 # isort: split
 import tiny
+from models.eagle3_files import FORMATS, make_tensors, write_head
 
 from bench.support.model_shapes import SHAPES
 from stoker.base.config import EngineSettings
-from stoker.engine.build import kv_layout
+from stoker.engine.build import kv_layout, read_hf_config
+from stoker.engine.draft_model import open_draft
 from stoker.engine.gpu_steps import GpuSteps
 from stoker.engine.kernel_plan import find_launches, make_stand_in
 from stoker.engine.memory import resolve_on
@@ -54,6 +56,24 @@ def test_every_model_is_planned_without_torchs_compiler(name: str, monkeypatch: 
     names = {launch.kernel.__name__ for launch in launches}
     assert {"_step_inputs", "_rope_write", "_attend_single", "_attend_tile", "_pick_tokens"} <= names
     assert "torch._dynamo" not in sys.modules
+
+
+def test_a_draft_model_is_planned_and_its_kernels_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    form = FORMATS["specforge 3.1"]
+    write_head(tmp_path, form, make_tensors(form))
+    family = family_of({**tiny.SHAPE, "num_hidden_layers": 8, "architectures": ["LlamaForCausalLM"]}, "config.json")
+    resolved = resolve_on(torch.device("cuda"), EngineSettings(drafter=f"eagle3:{tmp_path}"), family.shape)
+    checkpoint = open_draft(tmp_path, read_hf_config(tmp_path), family)
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    steps = make_stand_in(family, resolved, kv_layout(family, resolved), checkpoint)
+    assert steps is not None
+    launches = find_launches(steps, with_rest=False)
+    assert "torch._dynamo" not in sys.modules
+    small = ("_step_inputs", "_next_tokens", "_put_sampled", "_draft_rows", "_draft_step", "_put_draft")
+    quick = {launch.kernel.__name__: launch for launch in launches if launch.kernel.__name__ in small}
+    assert set(quick) == set(small)
+    install(KernelCache(tmp_path / "cache", [], lambda what, where, why: None))
+    assert compile_all(list(quick.values()), 2, lambda kernel: None) == []
 
 
 def quick_launches() -> list[KernelLaunch]:

@@ -79,7 +79,7 @@ class AttentionWorld:
 
     @property
     def cutter(self) -> ExactCutter:
-        sizes = (self.num_heads, self.kv_heads, BLOCK, self.dtype)
+        sizes = ([(self.num_heads, self.kv_heads)], BLOCK, self.dtype)
         return ExactCutter.for_model(*sizes, self.table.shape[1], 4 * self.table.numel())
 
     def attend(self, spans: list[KernelSpan], as_tiles: bool = False, cutter: Cutter | None = None) -> list[Tensor]:
@@ -184,7 +184,7 @@ def chunked_attention(
 def fast_verified_attention(num_heads: int, kv_heads: int, dim: int, device: torch.device, dtype: torch.dtype) -> None:
     """Without numerics=exact, spans with drafts are computed by the same kernel, up to rounding."""
     world = AttentionWorld([200, 45], num_heads, kv_heads, dim, device, dtype, dtype)
-    cutter = Cutter.of(num_heads, kv_heads, BLOCK, dtype, verifies=True)
+    cutter = Cutter.of([(num_heads, kv_heads)], BLOCK, dtype, verifies=True)
     spans = [
         KernelSpan(0, 150, 5, slack=40),
         KernelSpan(1, 40, 1),

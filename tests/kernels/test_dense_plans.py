@@ -23,7 +23,7 @@ def test_while_cudnn_initialises_more_plans_are_reported(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(dense, "has_dense", lambda x: True)
     monkeypatch.setattr(DensePlans, "_plan", plan)
-    plans = DensePlans(torch.empty(0), 4, 2, 16)
+    plans = DensePlans(torch.empty(0), [(4, 2, 16)])
     assert plans.plan_next()
     assert plans.plan_next()
     assert plans.lengths == []
@@ -35,7 +35,7 @@ def test_while_cudnn_initialises_more_plans_are_reported(monkeypatch: pytest.Mon
 
 
 def test_without_cudnn_no_plans_are_left() -> None:
-    plans = DensePlans(torch.empty(0), 4, 2, 16)
+    plans = DensePlans(torch.empty(0), [(4, 2, 16)])
     assert not plans.plan_next()
     plans.plan_all()
     assert plans.lengths == []

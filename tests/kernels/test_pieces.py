@@ -110,6 +110,6 @@ def test_a_captured_decode_step_has_room_for_sequences_that_fill_the_cache() -> 
 
 def test_partial_results_of_a_large_cache_take_little_memory() -> None:
     """The shape of Llama-3.1-8B on a GPU with 110 GB of KV."""
-    cutter = ExactCutter.for_model(32, 8, 64, torch.bfloat16, max_blocks=2049, total_blocks=13_000)
+    cutter = ExactCutter.for_model([(32, 8)], 64, torch.bfloat16, max_blocks=2049, total_blocks=13_000)
     assert cutter.form == SpanForm(4, guarded=True, exact=True)
     assert cutter.partial_bytes(512, 4, 128) < 400 << 20

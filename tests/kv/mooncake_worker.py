@@ -26,7 +26,7 @@ from stoker.kv.store.tiers.tier import HostBytes, TierContext
 
 FINGERPRINT = "tiny"
 PATIENCE_S = 60.0  # for events that happen soon, however busy the machine is
-LAYOUT = KvLayout(num_layers=2, num_heads=4, head_dim=32, block_tokens=16, dtype="float32", dtype_bytes=4)
+LAYOUT = KvLayout.of(num_layers=2, num_heads=4, width=32, block_tokens=16, dtype="float32", dtype_bytes=4)
 ROOT = root_key(FINGERPRINT)
 
 

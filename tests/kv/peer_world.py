@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -24,7 +24,7 @@ from stoker.kv.peer.peer_client import PeerClient
 from stoker.kv.peer.peer_server import PeerServer
 
 PATIENCE_S = 60.0  # for events that happen at once, however busy the machine is
-LAYOUT = KvLayout(num_layers=3, num_heads=4, head_dim=8, block_tokens=16, dtype="float32", dtype_bytes=4)
+LAYOUT = KvLayout.of(num_layers=3, num_heads=4, width=8, block_tokens=16, dtype="float32", dtype_bytes=4)
 SEED = 5
 
 
@@ -35,18 +35,22 @@ def identity_of(layout: KvLayout) -> KvIdentity:
 def rank(layout: KvLayout, number: int, tp: int) -> KvLayout:
     """The layout of one of `tp` ranks."""
     heads = layout.num_heads // tp
-    return KvLayout(
-        layout.num_layers, heads, layout.head_dim, layout.block_tokens, layout.dtype, layout.dtype_bytes,
-        first_head=number * heads, all_heads=layout.num_heads,
-    )  # fmt: skip
+    return replace(layout, first_head=number * heads, held_heads=heads)
 
 
 def contents(layout: KvLayout, num_blocks: int, seed: int = SEED) -> torch.Tensor:
-    """The blocks of a rank. Ranks of one model hold slices of the same blocks."""
+    """The blocks of a rank, [blocks, values]. Ranks of one model hold slices of the same blocks."""
     generator = torch.Generator().manual_seed(seed)
-    shape = (num_blocks, layout.num_layers, 2, layout.model_heads, layout.block_tokens, layout.head_dim)
-    everything = torch.randn(shape, generator=generator).to(getattr(torch, layout.dtype))
-    return everything[:, :, :, layout.first_head : layout.end_head].contiguous()
+    blocks = torch.zeros(num_blocks, layout.block_bytes // layout.dtype_bytes, dtype=getattr(torch, layout.dtype))
+    first = 0
+    for group in layout.groups:
+        shape = (num_blocks, group.num_layers, 2, group.num_heads, layout.block_tokens, group.width)
+        each = group.num_heads // layout.model_heads
+        own = torch.randn(shape, generator=generator)[:, :, :, each * layout.first_head : each * layout.end_head]
+        own = own.flatten(1)
+        blocks[:, first : first + own.shape[1]] = own
+        first += own.shape[1]
+    return blocks
 
 
 def key(number: int) -> BlockKey:

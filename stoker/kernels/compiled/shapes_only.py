@@ -5,7 +5,7 @@ torch has them too. But it imports its compiler for some of them, which takes a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,12 @@ def _embedding(ids: Tensor, weight: Tensor, **options: Any) -> Tensor:
     return weight.new_empty(*ids.shape, weight.shape[1])
 
 
+def _cat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    shape = list(parts[0].shape)
+    shape[dim] = sum(part.shape[dim] for part in parts)
+    return parts[0].new_empty(shape)
+
+
 def _getitem(x: Tensor, index: Any) -> Tensor:
     if isinstance(index, Tensor):
         return x.new_empty(*index.shape, *x.shape[1:])
@@ -53,6 +59,8 @@ _RESULTS: dict[Any, Callable[..., Tensor]] = {
     Tensor.__getitem__: _getitem,
     Tensor.add_: _first,
     Tensor.addmm_: _first,
+    Tensor.index_copy_: _first,
+    torch.cat: _cat,
 }
 
 

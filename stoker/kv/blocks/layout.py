@@ -1,79 +1,161 @@
 """KvLayout: what the bytes of a block mean, and which bytes of a block two ranks share.
 
-This module counts bytes and computes shapes, without torch. kv/device/device_kv.py makes the tensors.
+A model family declares groups of layers whose KV has one shape. A block has one contiguous run of bytes per group, in
+their order. This module counts bytes and computes shapes, without torch. kv/device/device_kv.py makes the tensors.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
+from functools import cached_property
+from math import gcd, lcm
 
 # Bytes of the scale that each token and head has, by dtype. Other dtypes have no scales.
 _SCALE_BYTES = {"float8_e4m3fn": 2, "int8": 2}
+# Segments that each layer has, by the kind of its group. "full": K and V of every token.
+_SEGMENTS = {"full": 2}
+KINDS = tuple(_SEGMENTS)
 
 
 @dataclass(frozen=True, slots=True)
-class KvLayout:
-    """The layout of a block, `[layers][K, V][heads][block_tokens][head_dim]`. With a dtype that has scales, those of a
-    head's tokens follow its values: `[layers][K, V][heads]([block_tokens][head_dim], [block_tokens])`.
+class KvGroup:
+    """Layers whose KV has one shape: `num_heads` heads of `width` values per token, on all ranks together.
 
-    A block is contiguous, so that it can be offloaded in one copy. Heads come before tokens, so that ranks of another
-    tensor-parallel size can take their heads. A rank holds `num_heads` of the model's `all_heads`, starting at
-    `first_head`. The latent vector of MLA counts as one head that every rank holds.
+    `kind` says which tokens of a sequence the layers need, and what they hold of each. With "full", it is K and V of
+    all tokens.
     """
 
     num_layers: int
     num_heads: int
-    head_dim: int
+    width: int
+    kind: str = "full"
+
+    @property
+    def num_segments(self) -> int:
+        """Segments of one layer. Each is `[heads][block_tokens][width]`."""
+        return _SEGMENTS[self.kind]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLayout:
+    """Where a rank's part of a group is in a block: `[layers][segments][heads]` pages from byte `offset` on.
+
+    A page holds one head of one segment: `[block_tokens][width]`, and with a dtype that has scales, those of its tokens
+    after them.
+    """
+
+    group: KvGroup
+    num_heads: int  # of the rank
+    offset: int
+    page_bytes: int
+
+    @property
+    def num_pages(self) -> int:
+        return self.group.num_layers * self.group.num_segments * self.num_heads
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_pages * self.page_bytes
+
+
+@dataclass(frozen=True)  # no slots: they would exclude cached properties
+class KvLayout:
+    """The layout of a block.
+
+    A block is contiguous, so that it can be offloaded in one copy. Heads come before tokens, so that ranks of another
+    tensor-parallel size can take their heads. A rank holds `held_heads` of the layout's `model_heads`, starting at
+    `first_head`. The heads of a layout are those of the group that has the fewest. A group with n times as many has n
+    of its own for each of them.
+    """
+
+    groups: tuple[KvGroup, ...]
     block_tokens: int
     dtype: str
     dtype_bytes: int
     first_head: int = 0
-    all_heads: int | None = None  # None: num_heads
+    held_heads: int | None = None  # None: all
+
+    def __post_init__(self) -> None:
+        counts = [group.num_heads for group in self.groups]
+        if gcd(*counts) != min(counts):
+            raise ValueError(f"groups with {counts} heads: each number must be a multiple of the smallest")
+
+    @classmethod
+    def of(
+        cls, num_layers: int, num_heads: int, width: int, block_tokens: int, dtype: str, dtype_bytes: int
+    ) -> KvLayout:
+        """Return the layout of a model whose layers are all alike."""
+        return cls((KvGroup(num_layers, num_heads, width),), block_tokens, dtype, dtype_bytes)
 
     @property
-    def block_shape(self) -> tuple[int, ...]:
-        return (self.num_layers, 2, self.num_heads, self.block_tokens, self.head_dim)
+    def model_heads(self) -> int:
+        """Heads of all ranks together."""
+        return min(group.num_heads for group in self.groups)
 
     @property
-    def block_bytes(self) -> int:
-        return prod(self.block_shape[:3]) * self.head_bytes
-
-    @property
-    def scale_bytes(self) -> int:
-        """Bytes of the scale of one token and head, K or V. 0: values have no scales."""
-        return _SCALE_BYTES.get(self.dtype, 0)
-
-    @property
-    def head_bytes(self) -> int:
-        """Bytes of one head in one layer, K or V. They are contiguous whatever heads a rank holds."""
-        return self.block_tokens * (self.head_dim * self.dtype_bytes + self.scale_bytes)
+    def num_heads(self) -> int:
+        """Heads of this rank."""
+        return self.model_heads if self.held_heads is None else self.held_heads
 
     @property
     def end_head(self) -> int:
         return self.first_head + self.num_heads
 
     @property
-    def model_heads(self) -> int:
-        return self.num_heads if self.all_heads is None else self.all_heads
+    def scale_bytes(self) -> int:
+        """Bytes of the scale of one token and head in one segment. 0: values have no scales."""
+        return _SCALE_BYTES.get(self.dtype, 0)
+
+    def page_bytes(self, group: KvGroup) -> int:
+        """Return the bytes of one head in one segment. They are contiguous whatever heads a rank holds."""
+        return self.block_tokens * (group.width * self.dtype_bytes + self.scale_bytes)
+
+    @cached_property
+    def places(self) -> tuple[GroupLayout, ...]:
+        """Where each group of this rank is in a block."""
+        places: list[GroupLayout] = []
+        for group in self.groups:
+            offset = places[-1].offset + places[-1].num_bytes if places else 0
+            heads = self.num_heads * (group.num_heads // self.model_heads)
+            places.append(GroupLayout(group, heads, offset, self.page_bytes(group)))
+        return tuple(places)
+
+    @cached_property
+    def used_bytes(self) -> int:
+        """Bytes of a block that hold KV."""
+        return self.places[-1].offset + self.places[-1].num_bytes
+
+    @cached_property
+    def block_bytes(self) -> int:
+        """Bytes of a block: a multiple of each group's page, so that the pages of all blocks can be numbered. With one
+        group, all of them hold KV."""
+        unit = lcm(*(place.page_bytes for place in self.places))
+        return -(-self.used_bytes // unit) * unit
 
     @property
     def fingerprint(self) -> str:
         """Identifies the bytes of this rank, so that blocks of ranks with different heads are never mixed up."""
-        shape = f"kv1:{self.dtype}:{'x'.join(map(str, self.block_shape))}"
+        shape = self._shape(self.num_heads)
         return shape if self.num_heads == self.model_heads else f"{shape}@{self.first_head}/{self.model_heads}"
 
     @property
     def identity(self) -> str:
         """The same for all ranks of one model, whatever the tensor-parallel size."""
-        shape = (self.num_layers, 2, self.model_heads, self.block_tokens, self.head_dim)
-        return f"kv1:{self.dtype}:{'x'.join(map(str, shape))}"
+        return self._shape(self.model_heads)
+
+    def _shape(self, num_heads: int) -> str:
+        """Describe the groups. The form for one full group is part of files and of peers' handshakes."""
+        shapes = []
+        for group in self.groups:
+            heads = num_heads * (group.num_heads // self.model_heads)
+            sizes = (group.num_layers, group.num_segments, heads, self.block_tokens, group.width)
+            shapes.append(("" if group.kind == "full" else f"{group.kind}-") + "x".join(map(str, sizes)))
+        return f"kv1:{self.dtype}:{'+'.join(shapes)}"
 
 
 @dataclass(frozen=True, slots=True)
-class HeadSlice:
-    """The bytes of some heads of a block: `count` runs of `num_bytes`, `stride` apart. The concatenated runs are the
-    same bytes whatever other heads the block has."""
+class ByteRuns:
+    """`count` runs of `num_bytes` bytes in a block, `stride` apart."""
 
     offset: int
     stride: int
@@ -85,11 +167,32 @@ class HeadSlice:
         return self.num_bytes * self.count
 
 
+@dataclass(frozen=True, slots=True)
+class HeadSlice:
+    """The bytes of some heads of a block. The concatenated runs are the same bytes whatever other heads the block
+    has."""
+
+    runs: tuple[ByteRuns, ...]  # one entry per group, or a single run for all heads of a rank
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(runs.total_bytes for runs in self.runs)
+
+    @property
+    def is_one_run(self) -> bool:
+        return len(self.runs) == 1 and self.runs[0].count == 1
+
+
 def head_slice(layout: KvLayout, first_head: int, end_head: int) -> HeadSlice:
-    """Return the slice of a block that holds these heads of the model. It is one run if it is the whole block."""
+    """Return the slice of a block that holds these heads of the model. It is one run if it is all heads of the
+    rank."""
     assert layout.first_head <= first_head < end_head <= layout.end_head, f"{first_head}..{end_head} of {layout}"
     if end_head - first_head == layout.num_heads:
-        return HeadSlice(0, layout.block_bytes, layout.block_bytes, 1)
-    head = layout.head_bytes
-    offset = (first_head - layout.first_head) * head
-    return HeadSlice(offset, layout.num_heads * head, (end_head - first_head) * head, layout.num_layers * 2)
+        return HeadSlice((ByteRuns(0, layout.used_bytes, layout.used_bytes, 1),))
+    runs = []
+    for place in layout.places:
+        head = place.page_bytes * (place.num_heads // layout.num_heads)
+        count = place.group.num_layers * place.group.num_segments
+        first = place.offset + (first_head - layout.first_head) * head
+        runs.append(ByteRuns(first, place.num_heads * place.page_bytes, (end_head - first_head) * head, count))
+    return HeadSlice(tuple(runs))

@@ -6,8 +6,8 @@ import mmap
 import os
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 
 import numpy as np
 import torch
@@ -16,14 +16,50 @@ from torch import Tensor
 
 from stoker.kernels.attention_grid import LayerSlots
 from stoker.kernels.transfer import to_device
-from stoker.kv.blocks.layout import KvLayout
+from stoker.kv.blocks.layout import GroupLayout, KvGroup, KvLayout
+
+
+@dataclass(frozen=True, eq=False)  # no slots: they would exclude cached properties
+class GroupKv:
+    """The pages of one group of layers, in all blocks of a device."""
+
+    num_layers: int
+    num_segments: int
+    num_heads: int
+    width: int
+    block_tokens: int
+    pages_per_block: int  # the distance between the same page of two neighbouring blocks
+    all_pages: Tensor  # [pages, values of a page], from the group's first page on
+
+    def pages(self, layer: int) -> Tensor:
+        """Return a view that starts at the first page of a layer, counted within the group. With the kind "full", page
+        `block * pages_per_block + head` holds K, and page `+ num_heads` holds V."""
+        return self.all_pages[layer * self.num_segments * self.num_heads :]
+
+    def slots(self, layer: int) -> LayerSlots:
+        """Return what attention on a CPU needs of a layer's pages."""
+        return self._layer_slots[layer]
+
+    @cached_property
+    def _layer_slots(self) -> list[LayerSlots]:
+        sizes = (self.num_heads, self.width, len(self.pages(self.num_layers - 1)))
+        return [LayerSlots.of(self.pages(layer), *sizes) for layer in range(self.num_layers)]
 
 
 class DeviceKv:
-    """The memory of all KV blocks of one device. `dtype` is the model's, by default that of the blocks."""
+    """The memory of all KV blocks of one device. `dtype` is the model's, by default that of the blocks.
+
+    `draft` is the group of a draft model. It has the same block numbers and memory of its own: it is not a part of the
+    blocks that tiers and other workers know.
+    """
 
     def __init__(
-        self, layout: KvLayout, num_blocks: int, device: torch.device, dtype: torch.dtype | None = None
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        draft: KvGroup | None = None,
     ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
@@ -33,49 +69,78 @@ class DeviceKv:
         stored = torch.uint8 if layout.scale_bytes else kv_dtype  # torch cannot index every 8-bit dtype
         self.like = torch.empty(0, dtype=dtype or kv_dtype, device=device)
         """An empty tensor with the dtype and the device of the model's activations."""
-        shape = (num_blocks, *layout.block_shape)
-        if layout.scale_bytes:
-            shape = (num_blocks, *layout.block_shape[:3], layout.head_bytes)
+        shape = (num_blocks, layout.block_bytes // stored.itemsize)
         if device.type == "cpu":
-            self.memory_fd, raw = _shareable(prod(shape) * stored.itemsize)
+            self.memory_fd, raw = _shareable(num_blocks * layout.block_bytes)
             weakref.finalize(self, os.close, self.memory_fd)  # the memory is freed only after the file is closed
             self.blocks = torch.from_numpy(raw).view(stored).view(shape)
         else:
             self.blocks = torch.zeros(shape, dtype=stored, device=device)
-        self._pages = self.blocks.view(kv_dtype).view(-1, layout.head_bytes // stored.itemsize)
+        """[blocks, values of a block]"""
+        self.groups = tuple(_group_kv(self.blocks, place, layout, kv_dtype) for place in layout.places)
+        self.draft: GroupKv | None = None
+        self._draft_blocks: list[Tensor] = []  # the memory of the draft model's group, if there is one
+        if draft is not None:
+            alone = _alone(draft, layout)
+            shape = (num_blocks, alone.block_bytes // stored.itemsize)
+            self._draft_blocks = [torch.zeros(shape, dtype=stored, device=device)]
+            self.draft = _group_kv(self._draft_blocks[0], alone.places[0], alone, kv_dtype)
 
     @property
-    def pages_per_block(self) -> int:
-        return self.layout.num_layers * 2 * self.layout.num_heads
+    def all_groups(self) -> tuple[GroupKv, ...]:
+        """The model's groups, then that of the draft model."""
+        return self.groups if self.draft is None else (*self.groups, self.draft)
 
-    def pages(self, layer: int) -> Tensor:
-        """Return a view that starts at the layer's first page. Page `block * pages_per_block + head` holds K, and page
-        `+ num_heads` holds V."""
-        return self._pages[layer * 2 * self.layout.num_heads :]
-
-    def slots(self, layer: int) -> LayerSlots:
-        """Return what attention on a CPU needs of a layer's pages."""
-        return self._layer_slots[layer]
-
-    @cached_property
-    def _layer_slots(self) -> list[LayerSlots]:
-        layout = self.layout
-        num_pages = len(self.pages(layout.num_layers - 1))
-        sizes = (layout.num_heads, layout.head_dim, num_pages)
-        return [LayerSlots.of(self.pages(layer), *sizes) for layer in range(layout.num_layers)]
+    @property
+    def draft_block_bytes(self) -> int:
+        """Bytes of the draft model's group per block."""
+        return sum(blocks[0].nbytes for blocks in self._draft_blocks)
 
     def host_blocks(self) -> NDArray[np.uint8] | None:
         """Return blocks in RAM as [num_blocks, block_bytes] without a copy, or None on a GPU."""
         if self.blocks.device.type != "cpu":
             return None
-        return self.blocks.view(self.num_blocks, -1).view(torch.uint8).numpy()
+        return self.blocks.view(torch.uint8).numpy()
 
     def copy(self, src: Sequence[int], dst: Sequence[int]) -> None:
         device = self.blocks.device
-        self.blocks.index_copy_(0, to_device(dst, device), self.blocks[to_device(src, device)])
+        source, target = to_device(src, device), to_device(dst, device)
+        for blocks in (self.blocks, *self._draft_blocks):
+            blocks.index_copy_(0, target, blocks[source])
 
     def clear(self, blocks: Sequence[int]) -> None:
         torch._foreach_zero_([self.blocks[block] for block in blocks])
+        self.clear_draft(blocks)
+
+    def clear_draft(self, blocks: Sequence[int]) -> None:
+        """Clear the draft model's part of blocks that are loaded: a load brings the other groups only, and an earlier
+        owner's KV must not be read. Drafts then come from zeros, which costs speed and no answer."""
+        for own in self._draft_blocks:
+            torch._foreach_zero_([own[block] for block in blocks])
+
+
+def draft_block_bytes(draft: KvGroup | None, layout: KvLayout) -> int:
+    """Return the bytes that a draft model's group takes per block."""
+    return 0 if draft is None else _alone(draft, layout).block_bytes
+
+
+def _alone(draft: KvGroup, layout: KvLayout) -> KvLayout:
+    """Return the layout of the memory that has only the draft model's group."""
+    return KvLayout((draft,), layout.block_tokens, layout.dtype, layout.dtype_bytes)
+
+
+def _group_kv(blocks: Tensor, place: GroupLayout, layout: KvLayout, dtype: torch.dtype) -> GroupKv:
+    pages = blocks.view(-1)[place.offset // blocks.itemsize :].view(dtype)
+    values = place.page_bytes // pages.itemsize
+    return GroupKv(
+        num_layers=place.group.num_layers,
+        num_segments=place.group.num_segments,
+        num_heads=place.num_heads,
+        width=place.group.width,
+        block_tokens=layout.block_tokens,
+        pages_per_block=layout.block_bytes // place.page_bytes,
+        all_pages=pages[: len(pages) // values * values].view(-1, values),
+    )
 
 
 def _shareable(num_bytes: int) -> tuple[int, NDArray[np.uint8]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from stoker.base.ids import BlockId
 from stoker.kernels.transfer import to_device
-from stoker.kv.blocks.layout import HeadSlice
+from stoker.kv.blocks.layout import ByteRuns, HeadSlice
 from stoker.kv.device.checksum import HostBytes, checksum, tensor_checksums
 from stoker.kv.device.device_kv import DeviceKv
 
@@ -79,19 +79,66 @@ def sink_of(kv: DeviceKv, blocks: Sequence[BlockId], part: HeadSlice, before_wri
     )
 
 
-def runs_of(block: HostBytes, part: HeadSlice) -> NDArray[np.uint8]:
-    """Return a view [count, num_bytes] of a slice of a block."""
-    return np.ndarray((part.count, part.num_bytes), np.uint8, block, part.offset, (part.stride, 1))
+def runs_of(block: HostBytes, runs: ByteRuns) -> NDArray[np.uint8]:
+    """Return a view [count, num_bytes] of runs of a block."""
+    return np.ndarray((runs.count, runs.num_bytes), np.uint8, block, runs.offset, (runs.stride, 1))
 
 
-def device_runs(pool: Tensor, block_bytes: int, part: HeadSlice) -> Tensor:
-    """Return a view [num_blocks, count, num_bytes] of a slice of all blocks of a pool of bytes, on its device."""
-    size = (len(pool) // block_bytes, part.count, part.num_bytes)
-    return pool.as_strided(size, (block_bytes, part.stride, 1), pool.storage_offset() + part.offset)
+def gather(block: HostBytes, part: HeadSlice, into: HostBytes) -> None:
+    """Copy a slice of a block into a contiguous buffer."""
+    first = 0
+    for runs in part.runs:
+        np.copyto(into[first : first + runs.total_bytes].reshape(runs.count, runs.num_bytes), runs_of(block, runs))
+        first += runs.total_bytes
 
 
-def _runs(kv: DeviceKv, part: HeadSlice) -> Tensor:
-    return device_runs(kv.blocks.view(-1).view(torch.uint8), kv.layout.block_bytes, part)
+def scatter(data: HostBytes, part: HeadSlice, block: HostBytes) -> None:
+    """Copy a contiguous buffer into a slice of a block."""
+    first = 0
+    for runs in part.runs:
+        np.copyto(runs_of(block, runs), data[first : first + runs.total_bytes].reshape(runs.count, runs.num_bytes))
+        first += runs.total_bytes
+
+
+def device_runs(pool: Tensor, block_bytes: int, runs: ByteRuns) -> Tensor:
+    """Return a view [num_blocks, count, num_bytes] of runs of all blocks of a pool of bytes, on its device."""
+    size = (len(pool) // block_bytes, runs.count, runs.num_bytes)
+    return pool.as_strided(size, (block_bytes, runs.stride, 1), pool.storage_offset() + runs.offset)
+
+
+class DevicePool:
+    """The bytes of all blocks on one device. Slices of them are copied on the current stream."""
+
+    def __init__(self, pool: Tensor, block_bytes: int, part: HeadSlice) -> None:
+        """`pool` is a flat tensor of bytes."""
+        self._runs = [device_runs(pool, block_bytes, runs) for runs in part.runs]
+        self._sizes = [runs.total_bytes for runs in part.runs]
+
+    @classmethod
+    def of(cls, kv: DeviceKv, part: HeadSlice) -> DevicePool:
+        return cls(kv.blocks.view(-1).view(torch.uint8), kv.layout.block_bytes, part)
+
+    def read(self, block: BlockId, into: Tensor) -> None:
+        """Copy the slice of one block into a flat buffer, without waiting."""
+        for runs, data in zip(self._runs, torch.split(into, self._sizes), strict=True):
+            data.view(runs.shape[1:]).copy_(runs[block], non_blocking=True)
+
+    def write(self, block: BlockId, data: Tensor) -> None:
+        """Copy a flat buffer into the slice of one block, without waiting."""
+        for runs, own in zip(self._runs, torch.split(data, self._sizes), strict=True):
+            runs[block].copy_(own.view(runs.shape[1:]), non_blocking=True)
+
+    def select(self, blocks: Sequence[BlockId]) -> Tensor:
+        """Return the slices of blocks, [blocks, num_bytes]."""
+        index = to_device(blocks, self._runs[0].device)
+        found = [runs.index_select(0, index).flatten(1) for runs in self._runs]
+        return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+    def put(self, blocks: Sequence[BlockId], data: Tensor) -> None:
+        """Copy [blocks, num_bytes] into the slices of blocks."""
+        index = to_device(blocks, data.device)
+        for runs, own in zip(self._runs, torch.split(data, self._sizes, 1), strict=True):
+            runs.index_copy_(0, index, own.reshape(len(data), *runs.shape[1:]))
 
 
 class HostSource:
@@ -99,13 +146,14 @@ class HostSource:
         self._pool = pool
 
     def host(self, blocks: Sequence[BlockId], part: HeadSlice) -> Iterator[HostBytes]:
-        if part.count == 1:
+        if part.is_one_run:
+            (run,) = part.runs
             for block in blocks:
-                yield self._pool[block, part.offset : part.offset + part.num_bytes]
+                yield self._pool[block, run.offset : run.offset + run.num_bytes]
             return
         scratch = np.empty(part.total_bytes, np.uint8)
         for block in blocks:
-            np.copyto(scratch.reshape(part.count, part.num_bytes), runs_of(self._pool[block], part))
+            gather(self._pool[block], part, scratch)
             yield scratch
 
     def checksums(self, blocks: Sequence[BlockId], part: HeadSlice) -> list[int]:
@@ -116,19 +164,19 @@ class HostSink:
     def __init__(self, blocks: Sequence[HostBytes], part: HeadSlice, into: Sequence[BlockId] | None) -> None:
         self.part = part
         self.into = into
-        self.is_direct = part.count == 1
+        self.is_direct = part.is_one_run
         self._blocks = blocks
         self._scratch = np.empty(0 if self.is_direct else part.total_bytes, np.uint8)
 
     def buffer(self, index: int) -> HostBytes:
         if self.is_direct:
-            return self._blocks[index][self.part.offset : self.part.offset + self.part.num_bytes]
+            (run,) = self.part.runs
+            return self._blocks[index][run.offset : run.offset + run.num_bytes]
         return self._scratch
 
     def place(self, index: int) -> None:
         if not self.is_direct:
-            runs = self._scratch.reshape(self.part.count, self.part.num_bytes)
-            np.copyto(runs_of(self._blocks[index], self.part), runs)
+            scatter(self._scratch, self.part, self._blocks[index])
 
     def finish(self) -> None:
         pass
@@ -139,12 +187,12 @@ class CudaSource:
         self._kv = kv
 
     def host(self, blocks: Sequence[BlockId], part: HeadSlice) -> Iterator[HostBytes]:
-        runs, stream = _runs(self._kv, part), _stream(self._kv)
+        pool, stream = DevicePool.of(self._kv, part), _stream(self._kv)
         slots, done = _pinned(part), _events()
 
         def start(i: int) -> None:
             with torch.cuda.stream(stream):
-                slots[i % _NUM_STAGED].view(part.count, part.num_bytes).copy_(runs[blocks[i]], non_blocking=True)
+                pool.read(blocks[i], slots[i % _NUM_STAGED])
                 done[i % _NUM_STAGED].record(stream)
 
         for i in range(min(_NUM_STAGED - 1, len(blocks))):
@@ -157,13 +205,12 @@ class CudaSource:
             yield slots[i % _NUM_STAGED].numpy()
 
     def checksums(self, blocks: Sequence[BlockId], part: HeadSlice) -> list[int]:
-        runs, device = _runs(self._kv, part), self._kv.blocks.device
+        pool = DevicePool.of(self._kv, part)
         step = max(1, _GATHER_BYTES // part.total_bytes)
         values: list[int] = []
         with torch.cuda.stream(_stream(self._kv)):
             for start in range(0, len(blocks), step):
-                batch = runs.index_select(0, to_device(blocks[start : start + step], device))
-                values += tensor_checksums(batch.view(len(batch), -1))
+                values += tensor_checksums(pool.select(blocks[start : start + step]))
         return values
 
 
@@ -174,7 +221,7 @@ class CudaSink:
         self.part = part
         self.into: Sequence[BlockId] = blocks
         self.stream = _stream(kv)
-        self._runs = _runs(kv, part)
+        self._pool = DevicePool.of(kv, part)
         self._slots: list[Tensor] = []  # allocated when first needed: bytes may also come from another GPU
         self._done = _events()
         before_write(self.stream)
@@ -185,16 +232,14 @@ class CudaSink:
         return self._slots[index % _NUM_STAGED].numpy()
 
     def place(self, index: int) -> None:
-        slot = self._slots[index % _NUM_STAGED].view(self.part.count, self.part.num_bytes)
         with torch.cuda.stream(self.stream):
-            self._runs[self.into[index]].copy_(slot, non_blocking=True)
+            self._pool.write(self.into[index], self._slots[index % _NUM_STAGED])
             self._done[index % _NUM_STAGED].record(self.stream)
 
     def place_device(self, first: int, data: Tensor) -> None:
         """Put slices that are already on the pool's GPU into block `first` and the following ones, on the current
         stream."""
-        blocks = to_device(self.into[first : first + len(data)], data.device)
-        self._runs.index_copy_(0, blocks, data.view(len(data), self.part.count, self.part.num_bytes))
+        self._pool.put(self.into[first : first + len(data)], data)
 
     def finish(self) -> None:
         self.stream.synchronize()

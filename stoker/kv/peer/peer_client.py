@@ -150,6 +150,8 @@ class PeerClient:
         num_blocks = min(MAX_BLOCKS, max(1, _AHEAD_BYTES // layout.block_bytes))
         while True:
             data: list[HostBytes] = [np.empty(layout.block_bytes, np.uint8) for _ in range(num_blocks)]
+            for buffer in data:
+                buffer[layout.used_bytes :] = 0  # no peer sends these bytes
             pull = PullProgress(HostSink(data, part, None), [False] * num_blocks, deadline_s)
             failure, is_end = None, False
             try:

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from stoker.base.address import join_address
 from stoker.base.config import HandoffSettings
@@ -24,6 +24,7 @@ from stoker.kv.blocks.layout import head_slice
 from stoker.kv.blocks.transfer import KvIdentity, PeerUnavailable
 from stoker.kv.device.device_kv import DeviceKv
 from stoker.kv.peer.block_bytes import source_of
+from stoker.kv.peer.layout_wire import describe_layout
 from stoker.kv.peer.lease_book import LeaseBook
 from stoker.kv.peer.peer_wire import (
     VERSION,
@@ -207,7 +208,7 @@ class PeerServer:
             FrameKind.WELCOME,
             {
                 "engine_id": self.engine_id,
-                "layout": asdict(self._kv.layout),
+                "layout": describe_layout(self._kv.layout),
                 "transports": list(self._transports),
             },
         )
@@ -261,7 +262,7 @@ class PeerServer:
                 if not may_read:
                     raise PeerUnavailable(f"lease {request.lease_id!r} has moved or ended", code="kv_lease_closed")
                 part = head_slice(self._kv.layout, request.first_head, request.end_head)
-                checksums = view.checksums if part.total_bytes == self._kv.layout.block_bytes else []
+                checksums = view.checksums if part.total_bytes == self._kv.layout.used_bytes else []
                 checksums = checksums + self._source.checksums(view.blocks[len(checksums) :], part)
         self._count(located_blocks=len(view.blocks))
         connection.send(FrameKind.LOCATED, BlockReply(view, checksums).pack())

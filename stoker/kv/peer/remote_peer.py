@@ -20,6 +20,7 @@ from stoker.kv.blocks.layout import KvLayout
 from stoker.kv.blocks.transfer import KvIdentity, PeerUnavailable
 from stoker.kv.device.device_kv import DeviceKv
 from stoker.kv.peer.block_bytes import BeforeWrite, BlockSink
+from stoker.kv.peer.layout_wire import read_layout
 from stoker.kv.peer.peer_wire import VERSION, BadFrame, FrameKind, PeerConnection, PeerLost, load_json, proof
 from stoker.kv.peer.transports.tcp import TcpLink
 from stoker.kv.peer.transports.transport import IO_TIMEOUT_S, Link, Transport
@@ -54,10 +55,7 @@ class RemotePeer:
     @property
     def layout(self) -> KvLayout:
         """The peer's layout, known after the first connection."""
-        try:
-            return KvLayout(**self._welcome["layout"])
-        except (KeyError, TypeError) as error:
-            raise BadFrame(f"WELCOME without a layout: {error!r}") from error
+        return read_layout(self._welcome.get("layout"))
 
     @contextmanager
     def connection(self, timeout_s: float) -> Iterator[PeerConnection]:

@@ -30,7 +30,7 @@ from stoker.kv.peer.remote_peer import RemotePeer
 from stoker.kv.peer.transports.transport import make_transports
 from tests.fuzz.target import FuzzTarget
 
-_LAYOUT = KvLayout(num_layers=2, num_heads=2, head_dim=4, block_tokens=4, dtype="float32", dtype_bytes=4)
+_LAYOUT = KvLayout.of(num_layers=2, num_heads=2, width=4, block_tokens=4, dtype="float32", dtype_bytes=4)
 _IDENTITY = KvIdentity(model="m", tokenizer="t", layout=_LAYOUT.identity, dtype="float32")
 _SETTINGS = HandoffSettings(secret="s" * 16)
 _KEYS = [BlockKey(bytes([number]) * 16) for number in range(4)]

@@ -9,60 +9,118 @@ import pytest
 import torch
 from kv.peer_world import LAYOUT, contents, rank, raw
 
-from stoker.kv.blocks.layout import KvLayout, head_slice
-from stoker.kv.peer.block_bytes import runs_of
+from stoker.kv.blocks.layout import KvGroup, KvLayout, head_slice
+from stoker.kv.device.device_kv import DeviceKv, draft_block_bytes
+from stoker.kv.peer.block_bytes import gather, scatter
 
-MLA = KvLayout(num_layers=3, num_heads=1, head_dim=72, block_tokens=16, dtype="float32", dtype_bytes=4)
+MLA = KvLayout.of(num_layers=3, num_heads=1, width=72, block_tokens=16, dtype="float32", dtype_bytes=4)
+# Pages of 160 and 96 values, so that neither size divides the other's block.
+TWO_GROUPS = KvLayout((KvGroup(2, 4, 10), KvGroup(1, 8, 6)), block_tokens=16, dtype="float32", dtype_bytes=4)
 
 
+def bytes_of(block: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    return np.frombuffer(raw(block), np.uint8)
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, TWO_GROUPS], ids=["one group", "two groups"])
 @pytest.mark.parametrize(("src_tp", "dst_tp"), list(product((1, 2, 4), repeat=2)))
-def test_head_slices_of_all_ranks_make_up_a_block(src_tp: int, dst_tp: int) -> None:
+def test_head_slices_of_all_ranks_make_up_a_block(src_tp: int, dst_tp: int, layout: KvLayout) -> None:
     for number in range(dst_tp):
-        dst = rank(LAYOUT, number, dst_tp)
+        dst = rank(layout, number, dst_tp)
         block = np.zeros(dst.block_bytes, np.uint8)
         for other in range(src_tp):
-            src = rank(LAYOUT, other, src_tp)
+            src = rank(layout, other, src_tp)
             first, end = max(src.first_head, dst.first_head), min(src.end_head, dst.end_head)
             if first < end:
-                data = np.frombuffer(raw(contents(src, 1)), np.uint8)
-                runs = runs_of(data, head_slice(src, first, end))
-                part = head_slice(dst, first, end)
-                runs_of(block, part)[:] = runs.reshape(part.count, part.num_bytes)
+                part = head_slice(src, first, end)
+                data = np.zeros(part.total_bytes, np.uint8)
+                gather(bytes_of(contents(src, 1)), part, data)
+                scatter(data, head_slice(dst, first, end), block)
         assert block.tobytes() == raw(contents(dst, 1))
 
 
 def test_all_heads_of_a_rank_are_one_run() -> None:
-    for layout in (LAYOUT, rank(LAYOUT, 1, 2), MLA):
+    for layout in (LAYOUT, rank(LAYOUT, 1, 2), MLA, TWO_GROUPS):
         part = head_slice(layout, layout.first_head, layout.end_head)
-        assert (part.offset, part.num_bytes, part.count) == (0, layout.block_bytes, 1)
+        assert part.is_one_run
+        assert (part.runs[0].offset, part.total_bytes) == (0, layout.used_bytes)
+        assert layout is TWO_GROUPS or layout.used_bytes == layout.block_bytes
 
 
 @pytest.mark.parametrize(("first", "end"), [(0, 4), (0, 1), (1, 3), (3, 4)])
 def test_a_head_slice_has_the_heads_in_order(first: int, end: int) -> None:
     block = contents(LAYOUT, 1)[0]
-    host = np.frombuffer(raw(block), np.uint8)
-    expected = raw(block[:, :, first:end])
+    expected = raw(block.view(3, 2, 4, 16, 8)[:, :, first:end])
     part = head_slice(LAYOUT, first, end)
-    assert runs_of(host, part).tobytes() == expected
-    assert part.total_bytes == len(expected)
-    assert (part.count == 1) == (end - first == LAYOUT.num_heads)
+    found = np.zeros(part.total_bytes, np.uint8)
+    gather(bytes_of(block), part, found)
+    assert found.tobytes() == expected
+    assert part.is_one_run == (end - first == 4)
 
 
 def test_identity_is_of_the_model_and_fingerprint_of_the_rank() -> None:
-    assert LAYOUT.fingerprint == "kv1:float32:3x2x4x16x8"
+    """The strings are parts of file names and handshakes: they stay the same in every release."""
+    assert LAYOUT.identity == LAYOUT.fingerprint == "kv1:float32:3x2x4x16x8"
+    assert rank(LAYOUT, 1, 2).fingerprint == "kv1:float32:3x2x2x16x8@2/4"
     ranks = [LAYOUT, rank(LAYOUT, 0, 2), rank(LAYOUT, 1, 2)]
     assert len({one.identity for one in ranks}) == 1
     assert len({one.fingerprint for one in ranks}) == 3
     assert LAYOUT.identity != MLA.identity
-    assert torch.Size(MLA.block_shape).numel() * 4 == MLA.block_bytes
+    assert MLA.block_bytes == 3 * 2 * 16 * 72 * 4
+    assert TWO_GROUPS.identity == "kv1:float32:2x2x4x16x10+1x2x8x16x6"
+    assert rank(TWO_GROUPS, 3, 4).fingerprint == "kv1:float32:2x2x1x16x10+1x2x2x16x6@3/4"
+
+
+def test_groups_that_no_rank_could_share_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"\[4, 6\] heads"):
+        KvLayout((KvGroup(2, 4, 8), KvGroup(2, 6, 8)), 16, "float32", 4)
 
 
 def test_scales_follow_the_values_of_their_head() -> None:
     """So that ranks of another tensor-parallel size take both in one run."""
-    layout = KvLayout(num_layers=2, num_heads=4, head_dim=8, block_tokens=16, dtype="int8", dtype_bytes=1)
-    assert layout.head_bytes == 16 * (8 + 2)
-    assert layout.block_bytes == 2 * 2 * 4 * layout.head_bytes
+    layout = KvLayout.of(num_layers=2, num_heads=4, width=8, block_tokens=16, dtype="int8", dtype_bytes=1)
+    page_bytes = layout.places[0].page_bytes
+    assert page_bytes == 16 * (8 + 2)
+    assert layout.block_bytes == 2 * 2 * 4 * page_bytes
     block = np.random.default_rng(0).integers(0, 256, layout.block_bytes, np.uint8)
-    expected = block.reshape(2, 2, 4, layout.head_bytes)[:, :, 1:3]
-    assert runs_of(block, head_slice(layout, 1, 3)).tobytes() == expected.tobytes()
+    expected = block.reshape(2, 2, 4, page_bytes)[:, :, 1:3]
+    part = head_slice(layout, 1, 3)
+    found = np.zeros(part.total_bytes, np.uint8)
+    gather(block, part, found)
+    assert found.tobytes() == expected.tobytes()
     assert head_slice(rank(layout, 1, 2), 2, 4).total_bytes == layout.block_bytes // 2
+
+
+@pytest.mark.parametrize("layout", [TWO_GROUPS, rank(TWO_GROUPS, 1, 2)], ids=["all heads", "half of the heads"])
+def test_the_pages_of_each_group_are_its_part_of_every_block(layout: KvLayout) -> None:
+    kv = DeviceKv(layout, 3, torch.device("cpu"))
+    kv.blocks.copy_(contents(layout, 3))
+    first = 0
+    for place, group in zip(layout.places, kv.groups, strict=True):
+        shape = (place.group.num_layers, 2, place.num_heads, 16, place.group.width)
+        size = place.num_bytes // 4
+        expected = kv.blocks[:, first : first + size].reshape(3, *shape)
+        first += size
+        for block, layer, head in product(range(3), range(shape[0]), range(place.num_heads)):
+            page = block * group.pages_per_block + head
+            pages = group.pages(layer)
+            assert torch.equal(pages[page], expected[block, layer, 0, head].flatten())
+            assert torch.equal(pages[page + group.num_heads], expected[block, layer, 1, head].flatten())
+
+
+def test_a_draft_group_follows_its_block_and_is_no_part_of_it() -> None:
+    draft = KvGroup(1, 2, 4)
+    kv = DeviceKv(LAYOUT, 4, torch.device("cpu"), draft=draft)
+    assert kv.layout.fingerprint == LAYOUT.fingerprint
+    assert kv.draft is not None
+    assert draft_block_bytes(draft, LAYOUT) == 4 * kv.draft.pages(0)[: kv.draft.pages_per_block].numel()
+    kv.blocks.fill_(1.0)
+    kv.draft.all_pages.copy_(torch.arange(16.0)[:, None].expand(16, 64))  # 4 pages per block: K and V of 2 heads
+    kv.copy([1], [3])
+    assert kv.draft.all_pages[12:, 0].tolist() == [4.0, 5.0, 6.0, 7.0]
+    kv.clear([0])
+    assert not kv.draft.all_pages[:4].any()
+    assert not kv.blocks[0].any()
+    kv.clear_draft([1])
+    assert not kv.draft.all_pages[4:8].any()
+    assert kv.blocks[1].all(), "a load fills the other groups"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ctypes import memmove
+from dataclasses import replace
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ class Engine:
 
 def a_layout(mib: float, num_heads: int = 2, first_head: int = 0) -> KvLayout:
     head_dim = int(mib * MIB) // (2 * 2 * 2 * 4 * 4)  # 2 layers of 2 heads, K and V, 4 tokens, float32
-    return KvLayout(2, num_heads, head_dim, 4, "float32", 4, first_head, 2)
+    return replace(KvLayout.of(2, 2, head_dim, 4, "float32", 4), first_head=first_head, held_heads=num_heads)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,11 @@ def test_blocks_are_read_completely_in_requests_of_one_size(there: KvLayout, her
     first, end = max(there.first_head, here.first_head), min(there.end_head, here.end_head)
     theirs, ours = head_slice(there, first, end), head_slice(here, first, end)
     wanted, into = [BlockId(2), BlockId(0)], [BlockId(1), BlockId(3)]
-    expected = [src.blocks[one][:, :, first - there.first_head : end - there.first_head].contiguous() for one in wanted]
+    shape = (2, 2, -1, 4, there.groups[0].width)
+    expected = [
+        src.blocks[one].view(shape)[:, :, first - there.first_head : end - there.first_head].contiguous()
+        for one in wanted
+    ]
     checksums = [checksum(block.view(-1).view(torch.uint8).numpy()) for block in expected]
     engine = Engine()
     link = MooncakeLink(engine, "there", src.blocks.data_ptr(), src.num_blocks, there, dst)
@@ -70,5 +75,5 @@ def test_blocks_are_read_completely_in_requests_of_one_size(there: KvLayout, her
     assert right == [True, True]
     assert set(engine.sizes) == sizes
     for block, one in zip(expected, into, strict=True):
-        assert torch.equal(dst.blocks[one][:, :, first - here.first_head : end - here.first_head], block)
+        assert torch.equal(dst.blocks[one].view(shape)[:, :, first - here.first_head : end - here.first_head], block)
     assert not dst.blocks[[0, 2]].any(), "blocks that were not requested"

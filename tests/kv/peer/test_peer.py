@@ -47,8 +47,8 @@ from stoker.kv.peer.transports.local import LocalLink
 
 TCP = HandoffSettings(transports=("tcp",))
 LOCAL = HandoffSettings(transports=("local",))
-LARGE = KvLayout(num_layers=8, num_heads=4, head_dim=64, block_tokens=64, dtype="float32", dtype_bytes=4)  # 1 MiB
-HUGE = replace(LARGE, num_layers=128)  # 16 MiB
+LARGE = KvLayout.of(num_layers=8, num_heads=4, width=64, block_tokens=64, dtype="float32", dtype_bytes=4)  # 1 MiB
+HUGE = replace(LARGE, groups=(replace(LARGE.groups[0], num_layers=128),))  # 16 MiB
 
 
 @pytest.fixture

@@ -32,8 +32,8 @@ from stoker.kv.store.tiers.disk.disk_tier import DiskTier, disk_tier
 from stoker.kv.store.tiers.process_liveness import started_at
 from stoker.kv.store.tiers.tier import HostBytes, TierContext
 
-LAYOUT = KvLayout(num_layers=2, num_heads=2, head_dim=64, block_tokens=64, dtype="float32", dtype_bytes=4)
-ODD = KvLayout(num_layers=1, num_heads=3, head_dim=40, block_tokens=10, dtype="float32", dtype_bytes=4)
+LAYOUT = KvLayout.of(num_layers=2, num_heads=2, width=64, block_tokens=64, dtype="float32", dtype_bytes=4)
+ODD = KvLayout.of(num_layers=1, num_heads=3, width=40, block_tokens=10, dtype="float32", dtype_bytes=4)
 BLOCK = LAYOUT.block_bytes
 FILE = BLOCK + 4096
 KEY = bytes(range(32))

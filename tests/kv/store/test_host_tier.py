@@ -27,7 +27,7 @@ from stoker.kv.store.tiers.host.host_tier import HostTier
 from stoker.kv.store.tiers.process_liveness import is_alive, started_at
 from stoker.kv.store.tiers.tier import HostBytes, TierContext
 
-LAYOUT = KvLayout(num_layers=1, num_heads=1, head_dim=32, block_tokens=16, dtype="float32", dtype_bytes=4)
+LAYOUT = KvLayout.of(num_layers=1, num_heads=1, width=32, block_tokens=16, dtype="float32", dtype_bytes=4)
 BLOCK = LAYOUT.block_bytes
 SLOTS = 8
 DEAD = (2**22 + 1, 1)  # no process has such a large pid

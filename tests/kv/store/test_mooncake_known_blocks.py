@@ -11,7 +11,7 @@ from stoker.kv.store.tiers.mooncake import mooncake_known_blocks as mooncake_kno
 from stoker.kv.store.tiers.mooncake.mooncake_known_blocks import KnownBlocks
 from stoker.kv.store.tiers.mooncake.mooncake_object import ObjectFormat
 
-LAYOUT = KvLayout(num_layers=1, num_heads=1, head_dim=32, block_tokens=16, dtype="float32", dtype_bytes=4)
+LAYOUT = KvLayout.of(num_layers=1, num_heads=1, width=32, block_tokens=16, dtype="float32", dtype_bytes=4)
 
 
 def name_of(number: int) -> BlockName:

@@ -171,7 +171,7 @@ def _replica(endpoint: str, data: HostBytes) -> Any:
 @pytest.mark.parametrize("mib", [0.5, 2, 8])
 @pytest.mark.parametrize("headroom_bytes", [0, HEADROOM_BYTES])
 def test_remote_objects_are_read_by_the_engine_and_others_by_the_client(mib: float, headroom_bytes: int) -> None:
-    layout = KvLayout(1, 1, int(mib * 2**20) // 2 // 16 // 4, 16, "float32", 4)
+    layout = KvLayout.of(1, 1, int(mib * 2**20) // 2 // 16 // 4, 16, "float32", 4)
     format = ObjectFormat("test", layout)
     whole = dict(zip("abcdef", blocks(6, format.object_bytes), strict=True))
     short = whole["e"][:-512]
@@ -205,7 +205,7 @@ def test_remote_objects_are_read_by_the_engine_and_others_by_the_client(mib: flo
 
 
 def test_a_copy_in_our_own_segment_is_read_by_the_client() -> None:
-    layout = KvLayout(1, 1, 64, 16, "float32", 4)
+    layout = KvLayout.of(1, 1, 64, 16, "float32", 4)
     format = ObjectFormat("test", layout)
     [data] = blocks(1, format.object_bytes)
     client, engine = RawClient({"a": ("10.0.0.1:1", data)}, copies={"a": HERE}), Engine()

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from stoker.base.ids import BlockId
-from stoker.kernels.transfer import to_device
 from stoker.kv.blocks.layout import HeadSlice, KvLayout
 from stoker.kv.blocks.transfer import PeerUnavailable
 from stoker.kv.device.checksum import tensor_checksums
 from stoker.kv.device.device_kv import DeviceKv
-from stoker.kv.peer.block_bytes import BeforeWrite, BlockSink, CudaSink, device_runs
+from stoker.kv.peer.block_bytes import BeforeWrite, BlockSink, CudaSink, DevicePool
 from stoker.kv.peer.transports.transport import TRANSPORTS, OneSidedLink
 
 # The fields of torch's description of shared memory, in its order. The device number is not among them, because each
@@ -85,9 +84,8 @@ class CudaIpcLink(OneSidedLink):
         if max(blocks) >= self._num_blocks:
             raise PeerUnavailable(f"block {max(blocks)} of a peer that has {self._num_blocks}")
         with torch.cuda.stream(sink.stream):
-            runs = device_runs(self._pool, self._peer.block_bytes, part)
-            data = runs.index_select(0, to_device(blocks, self._pool.device)).to(self._device, non_blocking=True)
-            data = data.view(len(blocks), -1)
+            data = DevicePool(self._pool, self._peer.block_bytes, part).select(blocks)
+            data = data.to(self._device, non_blocking=True)
             checksums = tensor_checksums(data)
             sink.place_device(first, data)
         # CONFIRM follows. It must be sent after all bytes were read.

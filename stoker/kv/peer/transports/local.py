@@ -21,7 +21,7 @@ from stoker.kv.blocks.transfer import PeerUnavailable
 from stoker.kv.device.checksum import HostBytes, checksums, copy_with_checksums
 from stoker.kv.device.device_kv import DeviceKv
 from stoker.kv.device.helper_threads import HelperThreads, num_copy_threads
-from stoker.kv.peer.block_bytes import BeforeWrite, BlockSink, runs_of
+from stoker.kv.peer.block_bytes import BeforeWrite, BlockSink, gather
 from stoker.kv.peer.transports.transport import TRANSPORTS, OneSidedLink
 
 
@@ -91,9 +91,10 @@ class LocalLink(OneSidedLink):
         return right
 
     def _copy(self, buffers: list[HostBytes], blocks: list[BlockId], part: HeadSlice) -> list[int]:
-        if part.count == 1:
-            runs = [self._pool[block, part.offset : part.offset + part.num_bytes] for block in blocks]
+        if part.is_one_run:
+            (run,) = part.runs
+            runs = [self._pool[block, run.offset : run.offset + run.num_bytes] for block in blocks]
             return copy_with_checksums(self._threads, buffers, runs)
         for buffer, block in zip(buffers, blocks, strict=True):
-            np.copyto(buffer.reshape(part.count, part.num_bytes), runs_of(self._pool[block], part))
+            gather(self._pool[block], part, buffer)
         return checksums(self._threads, buffers)

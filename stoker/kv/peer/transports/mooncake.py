@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import closing
-from itertools import chain, islice
+from itertools import accumulate, chain, islice, pairwise
 from typing import Any
 
 from stoker.base.ids import BlockId
@@ -127,14 +127,13 @@ class MooncakeLink(OneSidedLink):
 
     def _runs(self, block: BlockId, part: HeadSlice, into: BlockId, our_part: HeadSlice) -> list[RemoteRanges]:
         """Return the reads for one block: one run in several reads, or many runs in one read. The same bytes may be one
-        run on one side and many on the other; both are cut like the finer one."""
-        count = max(part.count, our_part.count)
-        is_one = count == 1
+        run on one side and many on the other; both are cut where either of them is."""
+        lengths = _common_lengths(part, our_part)
+        is_one = len(lengths) == 1
         if is_one and part.total_bytes % REQUEST_BYTES == 0:
-            count = part.total_bytes // REQUEST_BYTES
-        theirs = _addresses(self._base + block * self._peer.block_bytes, part, count)
-        ours = _addresses(self._kv.blocks.data_ptr() + into * self._kv.layout.block_bytes, our_part, count)
-        lengths = [part.total_bytes // count] * count
+            lengths = [REQUEST_BYTES] * (part.total_bytes // REQUEST_BYTES)
+        theirs = _addresses(self._base + block * self._peer.block_bytes, part, lengths)
+        ours = _addresses(self._kv.blocks.data_ptr() + into * self._kv.layout.block_bytes, our_part, lengths)
         if not is_one:
             return [RemoteRanges(self._segment, ours, theirs, lengths)]
         return [
@@ -143,7 +142,24 @@ class MooncakeLink(OneSidedLink):
         ]
 
 
-def _addresses(block: int, part: HeadSlice, count: int) -> list[int]:
-    step = part.stride if part.count == count else part.total_bytes // count
-    start = block + part.offset
-    return list(range(start, start + count * step, step))
+def _lengths(part: HeadSlice) -> list[int]:
+    return [runs.num_bytes for runs in part.runs for _ in range(runs.count)]
+
+
+def _common_lengths(part: HeadSlice, other: HeadSlice) -> list[int]:
+    """Return the lengths of the pieces if the bytes are cut at the borders of both slices' runs."""
+    ends = sorted({*accumulate(_lengths(part)), *accumulate(_lengths(other))})
+    return [end - begin for begin, end in pairwise([0, *ends])]
+
+
+def _addresses(block: int, part: HeadSlice, lengths: Sequence[int]) -> list[int]:
+    """Return the address of each piece. No piece crosses the end of a run."""
+    addresses: list[int] = []
+    pieces = iter(lengths)
+    for runs in part.runs:
+        for number in range(runs.count):
+            at, end = 0, runs.num_bytes
+            while at < end:
+                addresses.append(block + runs.offset + number * runs.stride + at)
+                at += next(pieces)
+    return addresses

@@ -84,7 +84,7 @@ def send_blocks(
     parts = source.host(view.blocks, part)
     connection.limit(IO_TIMEOUT_S, IO_TIMEOUT_S)
     num_blocks = len(view.blocks)
-    checksums = view.checksums if part.total_bytes == layout.block_bytes else []
+    checksums = view.checksums if part.total_bytes == layout.used_bytes else []
     for count in range(num_blocks):
         with leases.reading(request.lease_id, view.generation) as may_read:
             if not may_read:

@@ -1,0 +1,155 @@
+"""Loads the weights of an EAGLE-3 head. The public formats have the same tensors under different names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stoker.base.errors import ModelFilesError
+from stoker.checkpoint.weight_files import TensorLocation, stored_tensors
+from stoker.kv.blocks.layout import KvGroup
+from stoker.layers.linear import Linear
+from stoker.models.draft import DraftTarget
+from stoker.models.eagle3 import Eagle3Head
+from stoker.models.eagle3_config import Eagle3Config, read_eagle3_config
+from stoker.models.family import ModelShape, Rule
+from stoker.models.fill import Progress
+from stoker.models.weights import load
+
+# Other names of tensors, in the order in which they are replaced.
+_RENAMED = (
+    ("model.", ""), ("midlayer.", "layers.0."), ("aux_norm_low.", "fc_norm.0."), ("aux_norm_mid.", "fc_norm.1."),
+    ("aux_norm_high.", "fc_norm.2."),
+)  # fmt: skip
+# Known and not needed here: the inverse of d2t, rotary tables, and what speculators keeps for training.
+_IGNORED = ("t2d", "layers.0.self_attn.rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")
+
+
+class Eagle3Checkpoint:
+    """The files of a head, checked against the target model. Raises ModelFilesError, with the name of the tensor or
+    field, for files that do not fit to each other or to the target model."""
+
+    def __init__(self, hf: Mapping[str, Any], folder: Path, target: ModelShape) -> None:
+        """`hf` is the content of the folder's config.json."""
+        self._folder = folder
+        try:
+            self._config = config = read_eagle3_config(hf, target)
+        except ModelFilesError as error:
+            raise ModelFilesError(f"draft head {folder}: {error.message}", code=error.code) from error
+        self._stored = stored_tensors(folder)
+        self._names = names = _canonical_names(self._stored, folder)
+        self._has_embedding, self._has_head = "embed_tokens.weight" in names, "lm_head.weight" in names
+        _check_shared(config, folder, has_embedding=self._has_embedding, has_head=self._has_head)
+        if "t2d" in names and self._stored[names["t2d"]].shape != (config.layer.vocab_size,):
+            raise ModelFilesError(
+                f"{folder}: tensor 't2d' is {self._stored[names['t2d']].shape}, config.json requires "
+                f"({config.layer.vocab_size},)"
+            )
+        self.kv_group = KvGroup(1, config.layer.num_kv_heads, config.layer.head_dim)
+        self.num_heads = config.layer.num_heads
+
+    def build(self, target: DraftTarget, num_positions: int) -> Eagle3Head:
+        """Build the head on torch's default device and in its default dtype, with empty parameters."""
+        parts = {"has_embedding": self._has_embedding, "has_head": self._has_head}
+        return Eagle3Head(self._config, target, num_positions, **parts)
+
+    def load(self, head: Eagle3Head, progress: Progress) -> None:
+        """Load the weights into a head that `build` returned. Call its `pack` afterwards."""
+        names = self._names
+        rules = [
+            Rule(names.get(rule.source, rule.source), rule.target, rule.first, rule.count) for rule in _rules(head)
+        ]
+        ignored = frozenset(names[name] for name in _IGNORED if name in names)
+        if head.d2t is None and "d2t" in names:
+            _check_no_shift(self._stored[names["d2t"]])
+            ignored |= {names["d2t"]}
+        load(head, rules, ignored, self._folder, progress)
+        head.share_embedding()
+
+
+def _canonical_names(stored: dict[str, TensorLocation], folder: Path) -> dict[str, str]:
+    """Return the name in the file of each tensor, by the name that it has here."""
+    names: dict[str, str] = {}
+    for name in stored:
+        own = name
+        for prefix, replacement in _RENAMED:
+            if own.startswith(prefix):
+                own = replacement + own.removeprefix(prefix)
+        if own in names:
+            raise ModelFilesError(f"{folder}: tensors {names[own]!r} and {name!r} are the same part of a draft head")
+        names[own] = name
+    return names
+
+
+def _check_shared(config: Eagle3Config, folder: Path, *, has_embedding: bool, has_head: bool) -> None:
+    """Check that what the checkpoint lacks can be taken from the target model."""
+    layer = config.layer
+    if not has_embedding and layer.hidden_size != config.target_hidden_size:
+        raise ModelFilesError(
+            f"{folder}: tensor 'embed_tokens.weight' is missing. The target model's cannot be used: its hidden size is "
+            f"{config.target_hidden_size}, and the head's is {layer.hidden_size}"
+        )
+    is_shared = not has_head and (not layer.tie_embeddings or not has_embedding)
+    if not has_head and config.draft_vocab_size != layer.vocab_size:
+        raise ModelFilesError(
+            f"{folder}: tensor 'lm_head.weight' is missing. The target model's cannot be used: it has "
+            f"{layer.vocab_size} tokens, and draft_vocab_size is {config.draft_vocab_size}"
+        )
+    if is_shared and layer.hidden_size != config.target_hidden_size:
+        raise ModelFilesError(
+            f"{folder}: tensor 'lm_head.weight' is missing. The target model's cannot be used: its hidden size is "
+            f"{config.target_hidden_size}, and the head's is {layer.hidden_size}"
+        )
+
+
+def _check_no_shift(stored: TensorLocation) -> None:
+    """Check a d2t that covers the whole vocabulary: it must leave every token as it is."""
+    with stored.file.open("rb") as file:
+        file.seek(stored.offset)
+        if any(file.read(stored.num_bytes)):
+            raise ModelFilesError(
+                f"{stored.file}: tensor 'd2t' moves tokens, but config.json's draft_vocab_size is the whole vocabulary"
+            )
+
+
+def _rules(head: Eagle3Head) -> list[Rule]:
+    """Return which parameter each checkpoint tensor fills."""
+    layer = head.config.layer
+    q_size, kv_size, mlp_size = (
+        layer.num_heads * layer.head_dim,
+        layer.num_kv_heads * layer.head_dim,
+        layer.intermediate_size,
+    )
+    rules = [
+        Rule("fc.weight", "fc.weight"),
+        Rule("norm.weight", "norm.weight"),
+        Rule("layers.0.input_layernorm.weight", "embedding_norm.weight"),
+        Rule("layers.0.hidden_norm.weight", "feature_norm.weight"),
+        Rule("layers.0.post_attention_layernorm.weight", "mlp_norm.weight"),
+    ]
+    own: list[tuple[Any, Rule]] = [
+        (head.embedding, Rule("embed_tokens.weight", "embedding.weight")),
+        (isinstance(head.head, Linear), Rule("lm_head.weight", "head.weight")),
+        (head.d2t is not None, Rule("d2t", "d2t")),
+        (head.fc.joint_norm, Rule("input_norm.weight", "fc.joint_norm.weight")),
+    ]
+    rules += [rule for is_there, rule in own if is_there]
+    rules += [Rule(f"fc_norm.{i}.weight", f"fc.norms.{i}.weight") for i in range(len(head.fc.norms))]
+    for bias, kind in ((True, "weight"), (layer.attention_bias, "bias")):
+        if bias:
+            first = 0
+            for part, size in (("q", q_size), ("k", kv_size), ("v", kv_size)):
+                rules.append(Rule(f"layers.0.self_attn.{part}_proj.{kind}", f"attention.qkv.{kind}", first, size))
+                first += size
+            rules.append(Rule(f"layers.0.self_attn.o_proj.{kind}", f"attention.out.{kind}"))
+    for bias, kind in ((True, "weight"), (layer.mlp_bias, "bias")):
+        if bias:
+            rules += [
+                Rule(f"layers.0.mlp.gate_proj.{kind}", f"mlp.gate_up.{kind}", 0, mlp_size),
+                Rule(f"layers.0.mlp.up_proj.{kind}", f"mlp.gate_up.{kind}", mlp_size, mlp_size),
+                Rule(f"layers.0.mlp.down_proj.{kind}", f"mlp.down.{kind}"),
+            ]
+    if layer.qk_norm:
+        rules += [Rule(f"layers.0.self_attn.{x}_norm.weight", f"attention.{x}_norm.weight") for x in "qk"]
+    return rules
