@@ -88,7 +88,7 @@ class TextPrefixKeys:
         """Return the JSON without a volatile line near its start."""
         if self._volatile is None or (found := self._volatile.search(text, 0, _VOLATILE_BYTES)) is None:
             return text
-        return memoryview(b"%b%b" % (text[: found.start()], text[found.end() :]))
+        return memoryview(b"".join((text[: found.start()], text[found.end() :])))
 
 
 class PrefixKeyMakers:
