@@ -88,7 +88,7 @@ class TextPrefixKeys:
     def _stable(self, text: memoryview) -> memoryview:
         """Return the JSON without a volatile line near its start."""
         head = bytes(text[:_VOLATILE_BYTES])
-        if not any([start in head for start in self._volatile_starts]):  # much faster than the pattern
+        if not any(start in head for start in self._volatile_starts):  # much faster than the pattern
             return text
         if self._volatile is None or (found := self._volatile.search(text, 0, _VOLATILE_BYTES)) is None:
             return text
