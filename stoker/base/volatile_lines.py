@@ -15,9 +15,15 @@ VOLATILE_LINES = ("x-anthropic-billing-header:",)  # how such lines begin
 def without_volatile(text: str, prefixes: Sequence[str]) -> str:
     """Return the text without its leading lines that begin with one of `prefixes`. An empty prefix matches nothing."""
     starts = tuple(prefix for prefix in prefixes if prefix)
-    while text.startswith(starts):
-        text = text.partition("\n")[2].lstrip("\n")
-    return text
+    begin = 0
+    while text.startswith(starts, begin):  # without a copy for each line: there may be a million of them
+        end = text.find("\n", begin)
+        if end < 0:
+            return ""
+        begin = end + 1
+        while text.startswith("\n", begin):
+            begin += 1
+    return text[begin:]
 
 
 def volatile_pattern(prefixes: Sequence[str]) -> re.Pattern[bytes] | None:

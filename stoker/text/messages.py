@@ -48,9 +48,8 @@ def with_early_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]
 
     They keep their place, so that the tokens before them stay the same.
     """
-    leading, rest = [], list(messages)
-    while rest and _is_system(rest[0]):
-        leading.append(rest.pop(0))
+    start = next((i for i, message in enumerate(messages) if not _is_system(message)), len(messages))
+    leading, rest = list(messages[:start]), messages[start:]
     if len(leading) > 1 and all(isinstance(message.get("content"), str) for message in leading):
         leading = [leading[0] | {"content": "\n".join(message["content"] for message in leading)}]
     return [*leading, *(message | {"role": "user"} if _is_system(message) else message for message in rest)]

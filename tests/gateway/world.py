@@ -164,6 +164,11 @@ class World:
         )
         self.server = Server(self.gateway.handle, ServerLimits(), on_bad=self.gateway.count_bad_request, gate=self.gate)
 
+    def change(self, **parts: Any) -> None:
+        """Give the gateway other parts."""
+        old = self.gateway._parts
+        Gateway.__init__(self.gateway, GatewayParts(**{name: getattr(old, name) for name in old.__slots__} | parts))
+
     async def __aenter__(self) -> World:
         await self.server.listen("127.0.0.1", 0)
         self.client = ConnectionPool(Origin("http", "127.0.0.1", self.server.port), ClientLimits())

@@ -383,6 +383,13 @@ def test_hostile_bodies_are_refused_in_anthropics_shape(shared: Server, body: by
         assert (answer.status, answer.json["error"]["type"]) == (400, "invalid_request_error")
 
 
+@pytest.mark.parametrize("role", ["user", "assistant", "system"])
+def test_very_many_messages_of_one_role_take_linear_time(server: Server, role: str) -> None:
+    messages = [{"role": role, "content": "x" * 40}] * 200_000 + [{"role": "user", "content": "a"}]
+    answer = ask(server, messages=messages)
+    assert (answer.status, answer.json["error"]["code"]) == (400, "context_length_exceeded")
+
+
 def test_other_errors_have_anthropics_types(server: Server) -> None:
     assert ask(server, model="claude-x").json["error"]["type"] == "not_found_error"
     assert server.send(PATH).json["error"]["type"] == "invalid_request_error"

@@ -286,6 +286,13 @@ def test_a_billing_line_does_not_reach_the_prompt(server: Server, start_server: 
     assert "billing" in prompt_of(keeping)
 
 
+def test_very_many_volatile_lines_take_linear_time(server: Server) -> None:
+    lines = "x-anthropic-billing-header: a\n" * 300_000  # hours, if each line copied the rest
+    assert server.chat(messages=[{"role": "system", "content": f"{lines}Hi"}, USER]).status == 200
+    assert "system\nHi" in prompt_of(server)
+    assert server.chat(messages=[{"role": "system", "content": lines}, USER]).status == 200
+
+
 # ---- CORS
 
 

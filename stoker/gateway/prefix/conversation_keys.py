@@ -62,6 +62,7 @@ class TextPrefixKeys:
 
     def __init__(self, volatile_lines: Sequence[str] = VOLATILE_LINES) -> None:
         self._volatile = volatile_pattern(volatile_lines)
+        self._volatile_starts = [line.encode() for line in volatile_lines if line]
 
     def keys(self, envelope: RequestEnvelope, salt: str | None = None) -> ConversationKeys:
         root, num_bytes = _ROOTS[envelope.kind], 0
@@ -86,6 +87,9 @@ class TextPrefixKeys:
 
     def _stable(self, text: memoryview) -> memoryview:
         """Return the JSON without a volatile line near its start."""
+        head = bytes(text[:_VOLATILE_BYTES])
+        if not any(start in head for start in self._volatile_starts):  # much faster than the pattern
+            return text
         if self._volatile is None or (found := self._volatile.search(text, 0, _VOLATILE_BYTES)) is None:
             return text
         return memoryview(b"".join((text[: found.start()], text[found.end() :])))

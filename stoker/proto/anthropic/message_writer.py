@@ -67,7 +67,7 @@ class MessageWriter:
     def _begin(self, block: AnswerBlock, delta_type: str, field: str) -> list[bytes]:
         events = self._close()
         self._open = block
-        self.message.content = [*self.message.content, block]  # a new list: the start event may still hold the old one
+        self.message.content.append(block)
         index = len(self.message.content) - 1
         head = b'{"type":"content_block_delta","index":%d,"delta":{"type":"%b","%b":'
         around = encode_event(head % (index, delta_type.encode(), field.encode()) + b"\0}}", "content_block_delta")

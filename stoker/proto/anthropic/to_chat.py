@@ -5,6 +5,7 @@ Errors name the fields of the Messages request.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from stoker.base.errors import InvalidRequest
@@ -18,6 +19,26 @@ _EFFORTS = {"xhigh": "high", "max": "high"}  # templates know low, medium and hi
 _THINKING = ("enable_thinking", "thinking")
 # What Anthropic's servers did for an earlier answer. A model here cannot see it.
 _HOSTED_BLOCKS = ("server_tool_use", "redacted_thinking", "mcp_tool_use", "mcp_tool_result", "container_upload")
+
+
+@dataclass(slots=True)
+class _ChatTurn:
+    """A chat message in the making. Its texts are joined once, at the end."""
+
+    role: str
+    texts: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[PastToolCall] = field(default_factory=list)
+    tool_call_id: str | None = None
+
+    def message(self) -> Message:
+        return Message(
+            role=self.role,
+            content="\n".join(self.texts),
+            reasoning_content="\n".join(self.reasoning) or None,
+            tool_calls=self.calls or None,
+            tool_call_id=self.tool_call_id,
+        )
 
 
 def to_chat(body: MessagesRequest) -> ChatRequest:
@@ -68,11 +89,11 @@ def _messages(body: MessagesRequest) -> list[Message] | None:
         raise InvalidRequest("messages: Field required", param="messages", code="missing_required_parameter")
     if not body.messages:
         raise InvalidRequest("messages: at least one message is required", param="messages")
-    chat: list[Message] = []
+    chat: list[_ChatTurn] = []
     if body.system:
         text = body.system if isinstance(body.system, str) else _text(body.system, "system")
         if text:
-            chat.append(Message(role="system", content=text))
+            chat.append(_ChatTurn("system", [text]))
     call_ids: set[str] = set()
     for i, message in enumerate(body.messages):
         place = f"messages[{i}].content"
@@ -80,37 +101,35 @@ def _messages(body: MessagesRequest) -> list[Message] | None:
             _add_answer(message, place, chat, call_ids)
         else:
             _add_question(message, place, chat, call_ids)
-    return chat
+    return [turn.message() for turn in chat]
 
 
-def _add_question(message: InputMessage, place: str, chat: list[Message], call_ids: set[str]) -> None:
+def _add_question(message: InputMessage, place: str, chat: list[_ChatTurn], call_ids: set[str]) -> None:
     """Add a user or system message: each tool result is a message of its own, in order."""
     if isinstance(message.content, str):
-        _add_text(message.role, message.content, chat)
+        _add_texts(message.role, [message.content], chat)
         return
     texts: list[str] = []
     for j, block in enumerate(message.content):
         if block.type == "tool_result":
             if texts:
-                _add_text(message.role, "\n".join(texts), chat)
+                _add_texts(message.role, texts, chat)
                 texts = []
             chat.append(_tool_result(block, f"{place}[{j}]", call_ids))
         else:
             texts += _texts(block, f"{place}[{j}]")
     if texts or not message.content:
-        _add_text(message.role, "\n".join(texts), chat)
+        _add_texts(message.role, texts, chat)
 
 
-def _add_text(role: str, text: str, chat: list[Message]) -> None:
-    """Consecutive messages of one role are one turn, and some templates refuse two."""
-    last = chat[-1] if chat else None
-    if role == "user" and last is not None and last.role == "user":
-        last.content = f"{last.content}\n{text}"
-    else:
-        chat.append(Message(role=role, content=text))
+def _add_texts(role: str, texts: list[str], chat: list[_ChatTurn]) -> None:
+    """Add texts to the last turn if it has the same role, which is not the system's: some templates refuse two such turns."""
+    if role == "system" or not chat or chat[-1].role != role:
+        chat.append(_ChatTurn(role))
+    chat[-1].texts += texts
 
 
-def _tool_result(block: MessageBlock, place: str, call_ids: set[str]) -> Message:
+def _tool_result(block: MessageBlock, place: str, call_ids: set[str]) -> _ChatTurn:
     if block.tool_use_id is None:
         raise _missing(f"{place}.tool_use_id")
     if block.tool_use_id not in call_ids:
@@ -130,36 +149,22 @@ def _tool_result(block: MessageBlock, place: str, call_ids: set[str]) -> Message
         )
     if not content and block.is_error:
         content = "Error"
-    return Message(role="tool", tool_call_id=block.tool_use_id, content=content or "")
+    return _ChatTurn("tool", [content or ""], tool_call_id=block.tool_use_id)
 
 
-def _add_answer(message: InputMessage, place: str, chat: list[Message], call_ids: set[str]) -> None:
-    texts: list[str] = []
-    reasoning: list[str] = []
-    calls: list[PastToolCall] = []
+def _add_answer(message: InputMessage, place: str, chat: list[_ChatTurn], call_ids: set[str]) -> None:
+    if not chat or chat[-1].role != "assistant":
+        chat.append(_ChatTurn("assistant"))
+    turn = chat[-1]
     blocks = [MessageBlock(type="text", text=message.content)] if isinstance(message.content, str) else message.content
     for j, block in enumerate(blocks):
         if block.type == "tool_use":
-            calls.append(_past_call(block, f"{place}[{j}]"))
+            turn.calls.append(_past_call(block, f"{place}[{j}]"))
+            call_ids.add(turn.calls[-1].id)
         elif block.type == "thinking":
-            reasoning.append(block.thinking or "")
+            turn.reasoning.append(block.thinking or "")
         elif block.type not in _HOSTED_BLOCKS and not block.type.endswith("_tool_result"):
-            texts += _texts(block, f"{place}[{j}]")
-    call_ids.update(call.id for call in calls)
-    last = chat[-1] if chat else None
-    if last is not None and last.role == "assistant":  # consecutive messages of one role are one turn
-        joined = [last.content, *texts] if isinstance(last.content, str) and last.content else texts
-        last.content = "\n".join(part for part in joined if isinstance(part, str))
-        last.tool_calls = [*(last.tool_calls or ()), *calls] or None
-        return
-    chat.append(
-        Message(
-            role="assistant",
-            content="\n".join(texts),
-            reasoning_content="\n".join(reasoning) or None,
-            tool_calls=calls or None,
-        )
-    )
+            turn.texts += _texts(block, f"{place}[{j}]")
 
 
 def _past_call(block: MessageBlock, place: str) -> PastToolCall:

@@ -9,7 +9,6 @@ import pytest
 from mocks import answers
 from world import World
 
-from stoker.gateway.path.app import Gateway
 from stoker.gateway.path.model_aliases import ModelAliases
 from stoker.gateway.path.tokenize import TokenizeEndpoint
 
@@ -30,8 +29,7 @@ def with_aliases(world: World) -> None:
     tokenize = TokenizeEndpoint(
         world.fleet, world.upstreams, parts.keys, world.admission, world.proxy._services.settings, parts.clock, ALIASES
     )
-    changed = {name: getattr(parts, name) for name in parts.__slots__} | {"aliases": ALIASES, "tokenize": tokenize}
-    Gateway.__init__(world.gateway, type(parts)(**changed))
+    world.change(aliases=ALIASES, tokenize=tokenize)
 
 
 def test_the_worker_gets_the_models_own_name() -> None:
