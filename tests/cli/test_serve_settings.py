@@ -90,7 +90,7 @@ def test_every_flag_becomes_its_setting() -> None:
         engine,
         TextSettings("t", "none"),
         ServerSettings(
-            1.5, 3, 2.5, 60.0, 0, Path("/c", True, ("x:", "y:"), ("https://a.example",)), True, "debug", True
+            1.5, 3, 2.5, 60.0, 0, Path("/c"), True, "debug", True, True, ("x:", "y:"), ("https://a.example",)
         ),
         MembershipSettings(gateways, "http://d", Path("/s"), Path("/a"), True, 65534, True),
     )
