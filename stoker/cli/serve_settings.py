@@ -102,6 +102,18 @@ class ServerSettings:
         unit="s",
         ge=0,
     )
+    cache_dir: Path | None = setting(
+        None,
+        "Folder for downloaded and converted models, compiled kernels and tuned tiles.",
+        flag="--cache-dir",
+        metavar="DIR",
+        default_text="~/.cache/stoker",
+    )
+    offline: bool = setting(False, "Download nothing.", flag="--offline")
+    log_level: str = setting(
+        "info", "Lowest level of log events that are written.", flag="--log-level", choices=log.LEVELS
+    )
+    timeline: bool = setting(False, "Log how long each stage of the start took.", flag="--timeline")
     strict: bool = setting(
         False,
         "Refuse request fields that are not known with a 400. Without it they are ignored, counted and logged once each.",
@@ -123,18 +135,6 @@ class ServerSettings:
         metavar="ORIGIN",
         default_text="none",
     )
-    cache_dir: Path | None = setting(
-        None,
-        "Folder for downloaded and converted models, compiled kernels and tuned tiles.",
-        flag="--cache-dir",
-        metavar="DIR",
-        default_text="~/.cache/stoker",
-    )
-    offline: bool = setting(False, "Download nothing.", flag="--offline")
-    log_level: str = setting(
-        "info", "Lowest level of log events that are written.", flag="--log-level", choices=log.LEVELS
-    )
-    timeline: bool = setting(False, "Log how long each stage of the start took.", flag="--timeline")
 
     def __post_init__(self) -> None:
         check_settings(self, "serve")

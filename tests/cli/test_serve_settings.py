@@ -64,6 +64,7 @@ def test_every_flag_becomes_its_setting() -> None:
         *("--tool-format", "t", "--reasoning-format", "none", "--max-body-mib", "1.5", "--max-open", "3"),
         *("--engine-silent-s", "2.5", "--step-timeout-s", "60"),
         *("--drain-s", "0", "--cache-dir", "/c", "--offline", "--log-level", "debug", "--timeline"),
+        *("--strict", "--volatile-line", "x:", "--volatile-line", "y:", "--cors-origin", "https://a.example"),
         *("--gateway", "http://a,http://b", "--gateway", "http://c", "--advertise", "http://d"),
         *("--secret-file", "/s", "--api-key-file", "/a", "--insecure", "--events-port", "65534", "--no-events"),
     )
@@ -88,7 +89,9 @@ def test_every_flag_becomes_its_setting() -> None:
         EndpointSettings("::", 9, "decode", ("a", "b")),
         engine,
         TextSettings("t", "none"),
-        ServerSettings(1.5, 3, 2.5, 60.0, 0, Path("/c"), True, "debug", True),
+        ServerSettings(
+            1.5, 3, 2.5, 60.0, 0, Path("/c"), True, "debug", True, True, ("x:", "y:"), ("https://a.example",)
+        ),
         MembershipSettings(gateways, "http://d", Path("/s"), Path("/a"), True, 65534, True),
     )
     network = for_network(engine, "h", "sesame")

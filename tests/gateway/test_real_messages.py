@@ -62,11 +62,16 @@ def has_events(exchange: Exchange, num: int) -> bool:
     return len(exchange.events) >= num or exchange.is_over
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("victim", ["worker", "engine"])
+@pytest.mark.parametrize(
+    ("victim", "kind"),
+    [
+        ("worker", "text"),
+        ("worker", "tool"),
+        pytest.param("worker", "whole", marks=pytest.mark.slow),
+        pytest.param("engine", "tool", marks=pytest.mark.slow),
+    ],
+)
 def test_a_dead_worker_changes_no_event(fleet: RealFleet, kind: str, victim: str) -> None:
-    if victim == "engine" and kind != "tool":
-        pytest.skip("one kind is enough for this victim")
     fleet.heal()
     body = KINDS[kind]
     undisturbed = ask(fleet.workers[0], body)
@@ -160,6 +165,7 @@ def pair(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     assert "Traceback" not in pair.gateway.log_path.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_hand_off_changes_no_event(pair: RealFleet, kind: str) -> None:
     body = KINDS[kind] | {"max_tokens": 40 if kind != "tool" else 300}

@@ -47,6 +47,7 @@ def test_the_worker_describes_itself(worker: Server) -> None:
         events="tcp://127.0.0.1:5557",
         replay="tcp://127.0.0.1:5558",
         tokenizer="",
+        volatile_lines=["x-anthropic-billing-header:"],
     )
 
 

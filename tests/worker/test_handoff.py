@@ -400,7 +400,7 @@ def test_a_prefetch_is_passed_to_the_engine(worker: Server) -> None:
         ({"requests": {}}, "requests"),
         ({"path": "/v1/embeddings", "request": {}}, "path"),
         ({"request": {"messages": 3}}, "messages"),
-        ({"request": {"prompt": "x"}}, "prompt"),
+        ({"request": {"prompt": "x"}}, "messages"),
         ({"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params.do_remote_decode"),
         ({"kv_transfer_params": TRANSFER | {"remote_port": 0}}, "kv_transfer_params.remote_port"),
     ],
