@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from stoker.engine.runner import Runner, VerifiedTokens
 from stoker.engine.sampler import SampledTokens
 from stoker.engine.threads import FixedThreads
 from stoker.kv.blocks.layout import KvLayout
+from stoker.kv.device.device_kv import DeviceKv
 from stoker.sched.plan import NewRow, Span, StepPlan, StepResult
 from stoker.sched.request import GrammarSpec, SamplingParams
 from stoker.text.tokenizer import Tokenizer
@@ -36,8 +36,7 @@ def results(
     """The results of the steps that sample `text` in row 0. Row 1 has no grammar."""
     monkeypatch.setattr(forced_text, "_MAX_SEARCH_S", 60.0)
     rows = RowTable(2, 1, VOCAB_SIZE, torch.device("cpu"), XGrammars(tokenizer, VOCAB_SIZE))
-    blocks = torch.zeros(1, dtype=torch.float64)
-    kv: Any = SimpleNamespace(blocks=blocks, like=blocks, layout=KvLayout(1, 1, 2, 4, "float64", 8))
+    kv = DeviceKv(KvLayout.of(1, 1, 2, 4, "float64", 8), 1, torch.device("cpu"))
     model: Any = None
     threads = FixedThreads(torch.get_num_threads())
     runner = Runner(model, 1, kv, rows, threads, 16, drafts_grammar=drafts_grammar)

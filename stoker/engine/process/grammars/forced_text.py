@@ -1,9 +1,9 @@
 """ForcedText: the tokens that a grammar forces next, as the model would most likely write them.
 
 A grammar forces text, and most texts can be written in several tokens or in others. The tokenizer's own way is the one
-that the model was trained on. Grammars of tool calls also allow any white space between the parts of a JSON value; most
-models write one space after a colon or a comma, and none elsewhere. The result is a guess: it is verified like every
-other draft.
+that the model was trained on. Grammars of tool calls also allow any white space between the parts of a JSON value; the
+style of the output so far is continued (white_space_style.py). The result is a guess: it is verified like every other
+draft.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable
 import numpy as np
 
 from stoker.engine.process.grammars.endings import EndingSearch, Mask
+from stoker.engine.process.grammars.white_space_style import WhiteSpaceStyle
 from stoker.engine.process.grammars.xgrammar_import import xgrammar
 
 _WHITE_SPACE = b" \t\n\r"
@@ -27,14 +28,15 @@ class ForcedText:
     def __init__(self, endings: EndingSearch, encode: Callable[[str], list[int]]) -> None:
         self._endings = endings
         self._encode = encode
-        self._space_id = endings.id_of(b" ")
         is_text = [endings.text_of(i)[:1] not in _WHITE_SPACE for i in range(32 * len(endings.non_openers))]
         self._no_space: Mask = np.packbits(is_text, bitorder="little").view(np.int32)  # bit masks of all other tokens
 
-    def find(self, matcher: xgrammar.GrammarMatcher, last_token_id: int | None, max_tokens: int) -> list[int]:
+    def find(
+        self, matcher: xgrammar.GrammarMatcher, last_token_id: int | None, style: WhiteSpaceStyle, max_tokens: int
+    ) -> list[int]:
         """Return tokens that must come next, at most `max_tokens`. The matcher's state does not change.
 
-        `last_token_id` is the last token of the output.
+        `last_token_id` is the last token of the output, `style` its white space.
         """
         until_s = time.thread_time() + _MAX_SEARCH_S
         mask = np.zeros(len(self._endings.non_openers), dtype=np.int32)
@@ -43,7 +45,7 @@ class ForcedText:
         ahead = matcher
         while len(forced) < max_tokens and not ahead.is_terminated():
             ahead.fill_next_token_bitmask(mask[None])
-            token_id = self._next(mask, last)
+            token_id = self._next(mask, last, style)
             if token_id is None:
                 break
             if ahead is matcher:
@@ -56,7 +58,10 @@ class ForcedText:
                 break
         return self._as_the_tokenizer_writes(forced)[:max_tokens]
 
-    def _next(self, mask: Mask, last: bytes) -> int | None:
+    def text_of(self, token_id: int) -> bytes:
+        return self._endings.text_of(token_id)
+
+    def _next(self, mask: Mask, last: bytes, style: WhiteSpaceStyle) -> int | None:
         """Return the next token of the forced text, or None at a choice. `last` is the text of the token before it."""
         token_id = self._endings.forced(mask)
         if token_id is not None:
@@ -66,11 +71,13 @@ class ForcedText:
             return token_id
         # Is white space the only choice?
         token_id = self._endings.forced(mask & self._no_space)
-        space_id = self._space_id
-        if token_id is None or space_id is None:
-            return token_id
-        has_space = last.endswith((b":", b",")) and mask[space_id >> 5] >> (space_id & 31) & 1
-        return space_id if has_space else self._up_to_separator(token_id)
+        if token_id is None:
+            return None
+        space = b"" if last[-1:] in _WHITE_SPACE and last else style.before(last, self._endings.text_of(token_id))
+        space_id = self._endings.id_of(space) if space else None
+        if space_id is not None and mask[space_id >> 5] >> (space_id & 31) & 1:
+            return space_id
+        return self._up_to_separator(token_id)
 
     def _up_to_separator(self, token_id: int) -> int:
         """Return a token that ends at the first separator of this one.

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from stoker.engine.process.grammars.endings import EndingSearch, EndingTooSlow
 from stoker.engine.process.grammars.forced_text import ForcedText
+from stoker.engine.process.grammars.white_space_style import WhiteSpaceStyle
 from stoker.engine.process.grammars.xgrammar_import import xgrammar
 
 _MAX_TOKEN_S = 0.5  # CPU seconds to match one token; a slower grammar would stall all rows, and ends with an error
@@ -42,6 +43,7 @@ class XGrammarMatcher:
         self._forced_text = prepared.forced_text
         self._forced: list[int] = []  # what is left of the forced tokens that were found last
         self._last_token_id: int | None = None
+        self._style = WhiteSpaceStyle()
         self._tokens_left = sys.maxsize if max_tokens is None else max_tokens
         self._ending: list[int] | None = None  # from the current token on; None: not searched at this token
         # An ending is searched when this many tokens are left. The closer the limit, the more often.
@@ -67,6 +69,7 @@ class XGrammarMatcher:
         self._matching_s = 0.0
         self._tokens_left -= 1
         self._last_token_id = token_id
+        self._style.read(self._forced_text.text_of(token_id))
         self._forced = self._forced[1:] if self._forced and self._forced[0] == token_id else []
         if self._ending is not None and self._ending[0] == token_id:
             self._ending = self._ending[1:] or None
@@ -94,7 +97,7 @@ class XGrammarMatcher:
         if self._ending is not None and self._tokens_left - len(self._ending) <= _MARGIN:
             return self._ending[:max_tokens]  # `fill` allows nothing else
         if not self._forced and not self.done:
-            self._forced = self._forced_text.find(self._matcher, self._last_token_id, max_tokens)
+            self._forced = self._forced_text.find(self._matcher, self._last_token_id, self._style, max_tokens)
         return self._forced[:max_tokens]
 
     def _search(self) -> None:
