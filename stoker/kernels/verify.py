@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stoker.kernels.dispatch import next_power_of_2, overlaps, tl, triton, use_triton, wait_for_inputs
+from stoker.kernels.dispatch import next_power_of_2, on_gpu, overlaps, tl, triton, wait_for_inputs
 from stoker.kernels.row_tokens import COLUMNS, LENGTH, RECENT, WINDOW
 
 MAX_SPAN = 16  # the most heads of a span
@@ -78,7 +78,7 @@ def verify_triton(heads: Tensor, token_ids: Tensor, positions: Tensor, sampled: 
 
 def verify(heads: Tensor, token_ids: Tensor, positions: Tensor, sampled: Tensor, row_tokens: Tensor) -> Tensor:
     """Verify the drafts of a step whose tokens were sampled outside of it."""
-    function = verify_triton if use_triton(row_tokens) else verify_ref
+    function = verify_triton if on_gpu(row_tokens) else verify_ref
     return function(heads, token_ids, positions, sampled, row_tokens)
 
 
