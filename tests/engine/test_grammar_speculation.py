@@ -67,7 +67,7 @@ def with_grammar(request: GenerateRequest, text: str) -> GenerateRequest:
     return replace(request, sampling=replace(request.sampling, grammar=GrammarSpec("regex", text)))
 
 
-@pytest.mark.parametrize("text", ["ending"])
+@pytest.mark.parametrize("text", ["ending", "failing"])
 @pytest.mark.parametrize("seed", [7, 10, 18])
 def test_a_grammar_ends_the_answer_at_the_same_token(folder: Path, text: str, seed: int) -> None:
     """With steps in flight too: the step after the end must not compute a token that was never sampled."""
