@@ -241,7 +241,9 @@ class Scheduler:
         self._compute_prompts([seq for seq, _ in prefills], builder)
         if builder.is_empty:
             return None
-        builder.limit_drafts(max_heads(self._config.max_rows) - len(builder.counts))
+        if builder.drafts:
+            builder.limit_drafts(max_heads(self._config.max_rows) - len(builder.counts))
+            self._drafting.launched(builder.drafts)
         plan = builder.build(self._freed_rows, self._unfilled)
         self._freed_rows, self._unfilled = [], []
         row_epochs = [seq.row_epoch for seq in builder.counts]
