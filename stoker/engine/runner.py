@@ -93,8 +93,7 @@ class PendingStep:
         else:
             for i, span_index in enumerate(sampling):
                 kept = self.verified.tokens_of(i)
-                # A grammar that was complete after an accepted draft left the next token unsampled.
-                result.token_ids[span_index] = [token for token in sampled[kept.start : kept.stop] if token >= 0]
+                result.token_ids[span_index] = sampled[kept.start : kept.stop]
         if self.states:
             for i, (span_index, state) in enumerate(zip(sampling, self.states, strict=True)):
                 if result.token_ids[span_index]:

@@ -4,7 +4,8 @@
 heads [4, heads]: each head's token, its row, whether it samples (0 or 1), and on the first head of a span the number of drafts
     that follow, -1 on the others. The heads of a span are consecutive, and so are their tokens.
 token_ids, positions [tokens]: from step_inputs.py; a draft that does not exist is padding
-sampled [heads]: the token sampled after each head's token   row_tokens: see row_tokens.py
+sampled [heads]: the token sampled after each head's token, or -1 where a grammar ended before   row_tokens: see
+    row_tokens.py
 -> counts [heads]: how many of the tokens sampled at this head and those after it are kept; 0 on all but first heads
 """
 
@@ -30,6 +31,7 @@ def verify_ref(heads: Tensor, token_ids: Tensor, positions: Tensor, sampled: Ten
     found = sampled[mine]
     drafts = (tokens[first][:, None] + 1 + number).clamp(max=len(token_ids) - 1)
     is_right = (number < num_drafts[first][:, None]) & (positions[drafts] >= 0) & (token_ids[drafts] == found)
+    is_right &= sampled[(mine + 1).clamp(max=len(sampled) - 1)] >= 0
     count = 1 + is_right.long().cumprod(1).sum(1)
     counts[first] = count
     length = positions[tokens[first]] + 1
@@ -58,6 +60,7 @@ def _verify(
     found = tl.load(sampled + head + number, mask=number <= num_drafts, other=0)
     draft = tl.load(token_ids + token + 1 + number, mask=is_draft, other=0)
     is_right = is_draft & (draft == found) & (tl.load(positions + token + 1 + number, mask=is_draft, other=-1) >= 0)
+    is_right &= tl.load(sampled + head + 1 + number, mask=is_draft, other=-1) >= 0
     count = 1 + tl.min(tl.where(is_right, MAX_SPAN, number))
     tl.store(counts + head, count.to(tl.int64))
     mine = row_tokens + tl.load(heads + num_heads + head) * COLUMNS

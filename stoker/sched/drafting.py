@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from stoker.sched.sequence import Sequence
@@ -31,6 +31,9 @@ class Drafting(Protocol):
         Sequences without drafts may be missing. Sets `seq.tape` where a sequence gets a new tape.
         """
 
+    def launched(self, seqs: Iterable[Sequence]) -> None:
+        """Take in which sequences have drafts in the step that was planned last. Others had no room for theirs."""
+
     def committed(self, seq: Sequence, num_drafts: int, token_ids: list[int]) -> None:
         """Take in the tokens that a span with `num_drafts` drafts sampled. All but the last are accepted drafts.
 
@@ -49,6 +52,9 @@ class NoDrafting:
 
     def plan(self, seqs: list[Sequence], budget: int, costs: StepCosts) -> Mapping[Sequence, int]:
         return {}
+
+    def launched(self, seqs: Iterable[Sequence]) -> None:
+        pass
 
     def committed(self, seq: Sequence, num_drafts: int, token_ids: list[int]) -> None:
         pass

@@ -38,7 +38,7 @@ class PlanBuilder:
 
     def limit_drafts(self, max_drafts: int) -> None:
         """Drop drafts until at most `max_drafts` are left. The runner has memory for a limited number of logits."""
-        num_drafts = sum(self.drafts.values()) if self.drafts else 0
+        num_drafts = sum(self.drafts.values())
         while num_drafts > max_drafts:
             seq = max(self.drafts, key=self.drafts.__getitem__)
             dropped = min(self.drafts[seq], num_drafts - max_drafts)

@@ -31,7 +31,7 @@ from stoker.sched.plan import BlockCopy, BlockTableChange, Span, StepPlan, StepR
 from stoker.sched.plan_builder import PlanBuilder
 from stoker.sched.prefill_order import PrefillOrder
 from stoker.sched.prefix_cache import PrefixCache
-from stoker.sched.request import Finish, GenerateRequest, TokenChunks
+from stoker.sched.request import Finish, GenerateRequest, TokenChunks, TokenLogprobs
 from stoker.sched.request_checks import check_request
 from stoker.sched.sequence import Sequence, SequenceState
 from stoker.sched.step_size import StepSize
@@ -241,7 +241,9 @@ class Scheduler:
         self._compute_prompts([seq for seq, _ in prefills], builder)
         if builder.is_empty:
             return None
-        builder.limit_drafts(max_heads(self._config.max_rows) - len(builder.counts))
+        if builder.drafts:
+            builder.limit_drafts(max_heads(self._config.max_rows) - len(builder.counts))
+            self._drafting.launched(builder.drafts)
         plan = builder.build(self._freed_rows, self._unfilled)
         self._freed_rows, self._unfilled = [], []
         row_epochs = [seq.row_epoch for seq in builder.counts]
@@ -303,9 +305,9 @@ class Scheduler:
             if not span.samples:
                 if has_row and span.start + span.count >= (seq.num_named + 1) * seq.block_tokens:
                     self._prefixes.name_blocks(seq, span.start + span.count)
-            elif i in result.errors:
+            elif i in result.errors and len(_up_to_last(seq, token_ids)) == len(token_ids):  # no stop token before it
                 error = Finish("error", error_code="invalid_grammar", error_message=result.errors[i])
-                self._end(seq, error, chunks, token_ids[:-1])
+                self._end(seq, error, chunks, token_ids[:-1], result.logprobs.get(i, [])[:-1])
             else:
                 seq.num_pending -= 1
                 if span.num_drafts:
@@ -534,11 +536,18 @@ class Scheduler:
         self._enqueue(seq)
         self.counters.preemptions += 1
 
-    def _end(self, seq: Sequence, finish: Finish, chunks: TokenChunks, token_ids: Iterable[int] = ()) -> None:
+    def _end(
+        self,
+        seq: Sequence,
+        finish: Finish,
+        chunks: TokenChunks,
+        token_ids: Iterable[int] = (),
+        logprobs: list[TokenLogprobs] | None = None,
+    ) -> None:
         """End a sequence, after its last tokens `token_ids`."""
         seq.token_ids += token_ids
         self._remove(seq)
-        chunks.add(seq.request.request_id, list(token_ids), seq.usage, None, finish)
+        chunks.add(seq.request.request_id, list(token_ids), seq.usage, logprobs or None, finish)
 
     def _remove(self, seq: Sequence) -> None:
         self._order.discard(seq)

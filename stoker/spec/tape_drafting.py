@@ -8,7 +8,7 @@ where the host's time for all sequences would delay the steps.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from stoker.sched.draft_tape import MODEL_GUESSES, TAPE_TOKENS, DraftTape
 from stoker.sched.drafting import TapeDrafter
@@ -100,9 +100,11 @@ class TapeDrafting:
         lengths = draft_lengths(chances, len(seqs), budget, costs)
         planned = {seq: length for seq, length in zip(candidates, lengths, strict=True) if length}
         planned |= dict.fromkeys(probes[: max(0, budget - sum(planned.values()))], 1)
-        for seq in planned:
-            self._followers[seq].launched.append(self._source(seq, seq.tape)[0])
         return planned
+
+    def launched(self, seqs: Iterable[Sequence]) -> None:
+        for seq in seqs:
+            self._followers[seq].launched.append(self._source(seq, seq.tape)[0])
 
     def _source(self, seq: Sequence, tape: DraftTape | None) -> tuple[str, int]:
         """Return where the sequence's next drafts come from, and how many there are."""

@@ -290,6 +290,8 @@ def drafts(num_spans: int, device: torch.device) -> int:
         positions += [*(at if start >= 0 else -1 for at in there), *[-1] * (num_drafts - num_there)]
         first = len(token_ids) - num_drafts
         sampled += [token if rng.random() < 0.7 else rng.randrange(3) for token in [*token_ids[first:], 0]]
+        if num_drafts and rng.random() < 0.3:  # a grammar ended before
+            sampled[-rng.randint(1, num_drafts)] = -1
     heads += [[0, 0, 0, 0]] * 5  # padding
     sampled += [0] * 5
     arguments = tuple(torch.tensor(part, device=device) for part in (token_ids, positions, sampled))

@@ -34,6 +34,7 @@ def step(drafting: TapeDrafting, seq: Sequence, num_right: int, costs: StepCosts
     num_drafts = drafting.plan([seq], 100, costs).get(seq, 0)
     sampled = [9] * (1 + min(num_right, num_drafts))
     if num_drafts:
+        drafting.launched([seq])
         drafting.committed(seq, num_drafts, sampled)
     seq.token_ids += sampled
     return num_drafts

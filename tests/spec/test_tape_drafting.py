@@ -38,6 +38,7 @@ def step(drafting: TapeDrafting, seq: Sequence, answer: list[int], costs: StepCo
     sampled = answer[output : output + 1]
     if num_drafts:
         assert seq.tape is not None
+        drafting.launched([seq])
         guesses = seq.tape.token_ids[len(seq.token_ids) - seq.tape.start :][:num_drafts]
         while len(sampled) <= len(guesses) and guesses[len(sampled) - 1] == sampled[-1]:
             sampled.append(answer[output + len(sampled)])
@@ -130,3 +131,14 @@ def test_an_ended_sequence_is_forgotten() -> None:
     drafting.ended(seq)
     assert drafter.ended_seqs == [seq]
     assert not drafting._followers
+
+
+def test_drafts_without_room_in_a_step_are_not_counted() -> None:
+    """The scheduler plans a step with drafts of `first` and drops them. What it verifies later is from `second`."""
+    first, second, counts = ListDrafter([1] * 50), ListDrafter([]), DraftCounts()
+    drafting, seq = TapeDrafting({"first": first, "second": second}, counts), new_sequence([1, 2, 3])
+    assert drafting.plan([seq], 10_000, UNKNOWN)[seq] > 0
+    seq.token_ids.append(9)
+    first.text, second.text = [], [8] * 50
+    assert step(drafting, seq, [9, *[8] * 50]) > 0
+    assert list(counts.by_source) == ["second"]
