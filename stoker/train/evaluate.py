@@ -1,0 +1,50 @@
+"""Evaluation by real acceptance: held-out prompts through the engine, with the head as its drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from stoker.base.config import EngineSettings
+from stoker.engine.llm import LLM
+from stoker.sched.draft_tape import MODEL_GUESSES
+from stoker.sched.request import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class HeadAcceptance:
+    """How many drafts of a head the model accepted."""
+
+    num_prompts: int
+    generated_tokens: int
+    drafted_at: list[int]  # verified drafts at positions 1, 2, ...
+    accepted_at: list[int]
+    acceptance_at: list[float]  # share of the drafts at each position that were accepted, with all before them
+    tokens_per_step: float
+    """Tokens of a decode step that verifies a draft at every position. The engine verifies fewer where that is faster."""
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def measure_acceptance(
+    folder: Path,
+    settings: EngineSettings,
+    head: Path,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    answer_tokens: int,
+) -> HeadAcceptance:
+    """Answer the prompts with this head as the only drafter."""
+    with closing(LLM(folder, replace(settings, drafter=f"eagle3:{head}"))) as llm:
+        outputs = llm.generate(prompts, sampling, answer_tokens)
+        counts = llm.built.draft_counts.by_source.get("eagle3")
+    drafted = [0] * MODEL_GUESSES if counts is None else counts.drafted_at[:MODEL_GUESSES]
+    accepted = [0] * MODEL_GUESSES if counts is None else counts.accepted_at[:MODEL_GUESSES]
+    rates = [number / count if count else 0.0 for number, count in zip(accepted, drafted, strict=True)]
+    generated = sum(len(output.token_ids) for output in outputs)
+    return HeadAcceptance(len(prompts), generated, drafted, accepted, [round(rate, 4) for rate in rates],
+                          round(1 + sum(rates), 3))  # fmt: skip
