@@ -23,7 +23,7 @@ from stoker.train.train_settings import TrainSettings
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-    from stoker.train.data_files import PromptSource
+    from stoker.train.data_files import TrainingPrompt
     from stoker.train.train_loop import TrainState
 
 NAME = "train-draft"
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def tokenize(
-    sources: list[PromptSource], folder: Path, settings: TrainSettings
+    sources: list[TrainingPrompt], folder: Path, settings: TrainSettings
 ) -> tuple[list[list[int]], tuple[int, ...]]:
     """Return the prompts' tokens, and the tokens that end an answer. Raises ConfigError, with file and line, for a prompt
     that the model's chat template refuses or that is empty."""

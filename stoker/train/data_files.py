@@ -25,7 +25,7 @@ _MAX_LINE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class PromptSource:
+class TrainingPrompt:
     """One line of a data file. It has messages that end before an answer, or text."""
 
     where: str  # FILE:LINE, for errors
@@ -34,7 +34,7 @@ class PromptSource:
     text: str = ""
 
 
-def read_data_files(paths: Sequence[Path], seed: int) -> list[PromptSource]:
+def read_data_files(paths: Sequence[Path], seed: int) -> list[TrainingPrompt]:
     """Return the prompts of all files, one for each line. Raises ConfigError for the first line that has none."""
     found = [source for path in paths for source in _read_file(path, seed)]
     if not found:
@@ -42,7 +42,7 @@ def read_data_files(paths: Sequence[Path], seed: int) -> list[PromptSource]:
     return found
 
 
-def _read_file(path: Path, seed: int) -> Iterator[PromptSource]:
+def _read_file(path: Path, seed: int) -> Iterator[TrainingPrompt]:
     opener: Any = gzip.open if path.suffix == ".gz" else open
     number = 0
     try:
@@ -58,7 +58,7 @@ def _read_file(path: Path, seed: int) -> Iterator[PromptSource]:
         raise ConfigError(f"--data: {path} cannot be read after line {number}: {reason}") from error
 
 
-def _parse_line(line: bytes, where: str, seed: int) -> PromptSource:
+def _parse_line(line: bytes, where: str, seed: int) -> TrainingPrompt:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -67,16 +67,16 @@ def _parse_line(line: bytes, where: str, seed: int) -> PromptSource:
         raise ConfigError(f"{where}: a JSON object is expected, found {type(row).__name__}")
     given = next((name for name in _FIELDS if row.get(name) is not None), None)
     if given == "messages":
-        return PromptSource(where, _before_an_answer(row["messages"], where, seed), _tools(row, where))
+        return TrainingPrompt(where, _before_an_answer(row["messages"], where, seed), _tools(row, where))
     if given == "turns":
         turns = row["turns"]
         if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0].strip():
             raise ConfigError(f"{where}: 'turns' must be a list whose first item is a text that is not empty")
-        return PromptSource(where, [{"role": "user", "content": turns[0]}])
+        return TrainingPrompt(where, [{"role": "user", "content": turns[0]}])
     if given == "text":
         if not isinstance(row["text"], str) or not row["text"].strip():
             raise ConfigError(f"{where}: 'text' is empty or not a string")
-        return PromptSource(where, text=row["text"])
+        return TrainingPrompt(where, text=row["text"])
     raise ConfigError(f"{where}: no prompt; one of the fields {', '.join(map(repr, _FIELDS))} is needed")
 
 

@@ -163,11 +163,11 @@ def _answers_identity(
         digest.update(array("i", [len(prompt), *prompt]).tobytes())
     return {
         "model": model_identity(target.folder),
-        "data": digest.hexdigest()[:16],
         "device": target.kind,
         "dtype": str(target.resolved.dtype).removeprefix("torch."),
         **{name: getattr(plan, name) for name in _OF_ANSWERS},
         "stop_token_ids": list(plan.stop_token_ids),
+        "data": digest.hexdigest()[:16],  # last: other settings change the order of the prompts too
     }
 
 

@@ -130,9 +130,8 @@ class TrainableHead(nn.Module):
     def __init__(self, config: Eagle3Config, num_positions: int, generator: torch.Generator) -> None:
         super().__init__()
         layer = config.layer
-        plain = not (config.norm_before_residual or config.norm_before_fc or config.fc_norm or config.norm_output)
-        assert plain, config
-        assert not (layer.qk_norm or layer.attention_bias or layer.mlp_bias), layer
+        variants = (config.norm_before_residual, config.norm_before_fc, config.fc_norm, config.norm_output)
+        assert not any((*variants, layer.qk_norm, layer.attention_bias, layer.mlp_bias)), config
         self.config = config
         self.fc = _Projection(len(config.taps) * config.target_hidden_size, layer.hidden_size, generator)
         self.midlayer = _Midlayer(config, generator)

@@ -79,7 +79,7 @@ def model_identity(folder: Path) -> str:
 
 def check_same(kind: str, stored: Mapping[str, Any], wanted: Mapping[str, Any], what_to_do: str) -> None:
     """Raise ConfigError, with the name of the field, if a value differs from the stored one."""
-    for name in sorted({*stored, *wanted}):
+    for name in {**wanted, **stored}:  # in the order of `wanted`
         if stored.get(name) != wanted.get(name):
             raise ConfigError(
                 f"{kind} was made with {name}={stored.get(name)!r}, and now it is {wanted.get(name)!r}; {what_to_do}"
