@@ -39,7 +39,12 @@ _TRAINING = "training"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
-    parser.add_argument("model", metavar="MODEL", help="A model folder, a GGUF file or a name on the Hugging Face hub.")
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="A model folder, a GGUF file or a name on the Hugging Face hub. Default: SmolLM2-135M-Instruct.",
+    )
     parser.add_argument(
         "--data",
         type=expand_home,
@@ -75,13 +80,13 @@ def run(args: argparse.Namespace) -> int:
     settings = from_table(TrainSettings, as_table(given_flags(args, declared(TrainSettings))))
     sources = read_data_files(args.data, settings.seed)
     cache_dir: Path = args.cache_dir or default_cache_dir(os.environ)
-    folder = resolve_model(args.model, cache_dir, progress_line(), args.offline).path
-    prompts, stop_token_ids = tokenize(sources, folder, settings)
+    model = resolve_model(args.model, cache_dir, progress_line(), args.offline)
+    prompts, stop_token_ids = tokenize(sources, model.path, settings)
     work: Path = args.work or args.out.with_name(f"{args.out.name}.work")
 
     from stoker.train.train_draft import TrainInterrupted, TrainJob, train_draft
 
-    job = TrainJob(folder, prompts, stop_token_ids, work, args.out, str(args.model))
+    job = TrainJob(model.path, prompts, stop_token_ids, work, args.out, model.name)
     try:
         with stop_signals() as stop, progress_display() as show:
 

@@ -72,22 +72,8 @@ class TargetForward:
         """Return the logits of the tokens `ids`, [rows, ids], and the most likely token of all, [rows]."""
         part = max(1, _LOGITS_BYTES // (self.vocab_size * hidden.dtype.itemsize))
         found, best = [], []
-        for rows in hidden.split(part):
-            logits = self._model.logits(rows)
+        for first in range(0, len(hidden), part):
+            logits = self._model.logits(hidden[first : first + part])
             found.append(logits[:, ids])
             best.append(logits.argmax(-1))
         return torch.cat(found), torch.cat(best)
-
-    @torch.no_grad()
-    def head_rows(self, ids: Tensor, width: int, like: Tensor) -> Tensor:
-        """Return the model's head for the tokens `ids`, [ids, width], with its norm's weights as factors.
-
-        The head may be stored in any layout, so it is read through its outputs for unit vectors. Their scale makes the
-        norm's epsilon negligible.
-        """
-        scale = 1024.0
-        columns = [
-            self.logits((torch.eye(width)[rows] * scale).to(like), ids)[0] * width**-0.5
-            for rows in torch.arange(width).split(512)
-        ]
-        return torch.cat(columns).T

@@ -107,7 +107,7 @@ def train_draft(
     head_shape = read_eagle3_config(config, target.shape)
     work = WorkFolder(job.work)
     with work.locked():
-        plan = AnswerPlan(*(getattr(settings, name) for name in _OF_ANSWERS), job.stop_token_ids)
+        plan = AnswerPlan(**{name: getattr(settings, name) for name in _OF_ANSWERS}, stop_token_ids=job.stop_token_ids)
         work.claim(_answers_identity(target, plan, training, held_out))
         require_space(job.work, _needed_bytes(head_shape, training, settings))
         per_file = PER_FILE[target.kind]
@@ -212,7 +212,7 @@ def _train(
         most_rows = max(len(batch) for batch in plan_batches(lengths, batch_tokens, 0, 0))
         most_tokens = max(batch_tokens, *lengths, 1)
         forward = TargetForward(built, config.taps, most_rows, most_tokens, max(lengths))
-        head = _new_head(config, forward, vocab, max(lengths) + settings.unroll, target.resolved, settings.seed)
+        head = _new_head(config, max(lengths) + settings.unroll, target.resolved, settings.seed)
         identity = _training_identity(settings, vocab, batch_tokens)
         trainer = Trainer(head, forward, answers, vocab, settings, batch_tokens, identity)
         if work.checkpoint.exists():
@@ -226,25 +226,13 @@ def _train(
     return head.cpu(), trainer.state
 
 
-def _new_head(
-    config: Eagle3Config,
-    forward: TargetForward,
-    vocab: DraftVocab,
-    num_positions: int,
-    resolved: ResolvedSettings,
-    seed: int,
-) -> TrainableHead:
+def _new_head(config: Eagle3Config, num_positions: int, resolved: ResolvedSettings, seed: int) -> TrainableHead:
     default = torch.get_default_dtype()
-    dtype = torch.float64 if resolved.dtype == torch.float64 else torch.float32
-    torch.set_default_dtype(dtype)
+    torch.set_default_dtype(torch.float64 if resolved.dtype == torch.float64 else torch.float32)
     try:
-        head = TrainableHead(config, num_positions, torch.Generator().manual_seed(seed))
+        return TrainableHead(config, num_positions, torch.Generator().manual_seed(seed)).to(resolved.device)
     finally:
         torch.set_default_dtype(default)
-    like = torch.empty(0, dtype=resolved.dtype, device=resolved.device)
-    head.to(resolved.device)
-    head.start_from(forward.head_rows(vocab.ids.to(resolved.device), config.layer.hidden_size, like))
-    return head
 
 
 def _run(

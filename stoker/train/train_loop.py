@@ -115,7 +115,7 @@ class Trainer:
         self._optimizer.zero_grad()
         with self._precision():
             result = unrolled_loss(self.head, batch, settings.unroll, settings.step_weight)
-        result.loss.backward()
+        torch.autograd.backward(result.loss)
         norm = torch.nn.utils.clip_grad_norm_(self.head.parameters(), settings.clip_norm)
         loss = float(result.loss.detach())
         if not math.isfinite(loss) or not math.isfinite(float(norm)):

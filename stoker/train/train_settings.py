@@ -85,7 +85,11 @@ class TrainSettings:
     # ---- machine
     seed: int = setting(0, "Seed of everything random.", flag="--seed", ge=0)
     device: str | None = setting(
-        None, "cpu, cuda or cuda:N.", flag="--device", metavar="DEVICE", default_text="a GPU if there is one"
+        None,
+        "Where to train: cpu, cuda or cuda:N.",
+        flag="--device",
+        metavar="DEVICE",
+        default_text="a GPU if there is one",
     )
     dtype: str | None = setting(
         None,

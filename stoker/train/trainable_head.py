@@ -122,10 +122,7 @@ class _Midlayer(nn.Module):
 
 
 class TrainableHead(nn.Module):
-    """The head on torch's default device and in its default dtype, with random weights that the generator gives.
-
-    The features start as the hidden states of the last tapped layer, whose directions the model's own head can read.
-    """
+    """The head on torch's default device and in its default dtype, with random weights that the generator gives."""
 
     def __init__(self, config: Eagle3Config, num_positions: int, generator: torch.Generator) -> None:
         super().__init__()
@@ -137,8 +134,6 @@ class TrainableHead(nn.Module):
         self.midlayer = _Midlayer(config, generator)
         self.norm = TrainableNorm(layer.hidden_size, layer.norm_eps)
         self.lm_head = _Projection(layer.hidden_size, config.draft_vocab_size, generator)
-        with torch.no_grad():
-            self.fc.weight[:, -config.target_hidden_size :] += torch.eye(layer.hidden_size)
         cos, sin = rope_tables(inverse_frequencies(layer.rope, layer.head_dim), num_positions, 1.0, torch.float32)
         dtype = torch.get_default_dtype()
         self.cos: Tensor
@@ -161,11 +156,6 @@ class TrainableHead(nn.Module):
         """[rows, hidden] -> [rows, draft vocab]"""
         found: Tensor = self.lm_head(self.norm(hidden))
         return found
-
-    def start_from(self, head_weight: Tensor) -> None:
-        """Start with the rows of the model's own head, [draft vocab, hidden]."""
-        with torch.no_grad():
-            self.lm_head.weight.copy_(head_weight)
 
 
 def default_taps(num_layers: int) -> Sequence[int]:

@@ -140,15 +140,6 @@ def test_the_loss_is_a_soft_cross_entropy_over_the_answer(target: tuple[Path, Bu
     assert (result.loss - total / 1.5).detach().abs() < 1e-5
 
 
-def test_the_head_starts_with_the_models_own_head(target: tuple[Path, BuiltEngine, Any]) -> None:
-    _, built, reference = target
-    forward = TargetForward(built, (1,), 1, 16, 16)
-    ids = torch.tensor([0, 7, 198])
-    found = forward.head_rows(ids, 72, torch.empty(0, dtype=torch.float64))
-    expected = reference.lm_head.weight[ids] * reference.model.norm.weight
-    assert (found - expected).abs().max() < 1e-6
-
-
 def test_a_written_head_is_loaded_by_the_engines_loader(target: tuple[Path, BuiltEngine, Any], tmp_path: Path) -> None:
     folder, built, _ = target
     for name, ids in (("part", torch.arange(5, 5 + DRAFT_VOCAB)), ("whole", torch.arange(VOCAB))):
