@@ -58,7 +58,7 @@ TABLE = {
     "engine.process": Allowed(
         "engine kv models checkpoint.weight_files sched spec text proto", f"{ENGINE_SIDE} msgspec xgrammar"
     ),
-    "train": Allowed("engine sched kv models layers kernels", ENGINE_SIDE),
+    "train": Allowed("engine sched spec kv models layers kernels", ENGINE_SIDE),
     "proto": Allowed("sched kv.blocks", "msgspec zmq", light=True),
     "text": Allowed("sched.request proto.openai", "tokenizers jinja2 msgspec", light=True),
     "checkpoint": Allowed("", "numpy gguf tokenizers huggingface_hub safetensors", light=True),

@@ -50,13 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=expand_home,
         nargs="+",
         action="extend",
-        required=True,
+        default=[],
         metavar="FILE",
         help="Prompts: files of JSON lines, also compressed (.gz), each line with `messages`, `turns` or `text`. Of "
-        "a conversation, the messages before one of its answers are the prompt.",
+        "a conversation, the messages before one of its answers are the prompt. At least one file is required.",
     )
     parser.add_argument(
-        "--out", type=expand_home, required=True, metavar="DIR", help="Folder for the trained head and its report."
+        "--out", type=expand_home, metavar="DIR", help="Folder for the trained head and its report. It is required."
     )
     parser.add_argument(
         "--work",
@@ -77,6 +77,9 @@ def run(args: argparse.Namespace) -> int:
     from stoker.cli.serving import progress_line
     from stoker.train.data_files import read_data_files
 
+    for flag, given in (("--data", args.data), ("--out", args.out)):
+        if not given:
+            raise ConfigError(f"{flag} is missing; `stoker {NAME} --help` explains it")
     settings = from_table(TrainSettings, as_table(given_flags(args, declared(TrainSettings))))
     sources = read_data_files(args.data, settings.seed)
     cache_dir: Path = args.cache_dir or default_cache_dir(os.environ)

@@ -12,6 +12,7 @@ from stoker.base.config import EngineSettings
 from stoker.engine.llm import LLM
 from stoker.sched.draft_tape import MODEL_GUESSES
 from stoker.sched.request import SamplingParams
+from stoker.spec.draft_counts import SourceCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +36,23 @@ def measure_acceptance(
     settings: EngineSettings,
     head: Path,
     prompts: Sequence[Sequence[int]],
-    sampling: SamplingParams,
+    samplings: Sequence[SamplingParams],
     answer_tokens: int,
-) -> HeadAcceptance:
-    """Answer the prompts with this head as the only drafter."""
+) -> list[HeadAcceptance]:
+    """Answer the prompts with this head as the only drafter, once with each sampling."""
+    found = []
     with closing(LLM(folder, replace(settings, drafter=f"eagle3:{head}"))) as llm:
-        outputs = llm.generate(prompts, sampling, answer_tokens)
-        counts = llm.built.draft_counts.by_source.get("eagle3")
-    drafted = [0] * MODEL_GUESSES if counts is None else counts.drafted_at[:MODEL_GUESSES]
-    accepted = [0] * MODEL_GUESSES if counts is None else counts.accepted_at[:MODEL_GUESSES]
+        for sampling in samplings:
+            llm.built.draft_counts.by_source.clear()
+            outputs = llm.generate(prompts, sampling, answer_tokens)
+            generated = sum(len(output.token_ids) for output in outputs)
+            counts = llm.built.draft_counts.by_source.get("eagle3", SourceCounts())
+            found.append(_acceptance(counts, len(prompts), generated))
+    return found
+
+
+def _acceptance(counts: SourceCounts, num_prompts: int, generated_tokens: int) -> HeadAcceptance:
+    drafted, accepted = counts.drafted_at[:MODEL_GUESSES], counts.accepted_at[:MODEL_GUESSES]
     rates = [number / count if count else 0.0 for number, count in zip(accepted, drafted, strict=True)]
-    generated = sum(len(output.token_ids) for output in outputs)
-    return HeadAcceptance(len(prompts), generated, drafted, accepted, [round(rate, 4) for rate in rates],
-                          round(1 + sum(rates), 3))  # fmt: skip
+    shown = [round(rate, 4) for rate in rates]
+    return HeadAcceptance(num_prompts, generated_tokens, drafted, accepted, shown, round(1 + sum(rates), 3))

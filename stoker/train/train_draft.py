@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from stoker.base.allowance import usable_cores
 from stoker.base.config import EngineSettings, KvSettings, SchedSettings
 from stoker.base.errors import ConfigError
 from stoker.engine.build import build_engine, read_hf_config
@@ -25,6 +26,7 @@ from stoker.train.answers import PER_FILE, AnswerPlan, answer_arrays, generate_a
 from stoker.train.draft_vocab import DraftVocab, check_draft_vocab
 from stoker.train.evaluate import measure_acceptance
 from stoker.train.head_files import REPORT, check_out, head_config, replaced_folder, write_head
+from stoker.train.release import release_engines
 from stoker.train.target_forward import TargetForward
 from stoker.train.train_loop import Trainer, TrainState, plan_batches
 from stoker.train.train_settings import TrainSettings
@@ -113,6 +115,7 @@ def train_draft(
         per_file = PER_FILE[target.kind]
         shown = lambda done, total: progress("generating answers", done, total)  # noqa: E731
         generate_answers(job.model, target.engine, training, plan, work.answers, per_file, shown)
+        release_engines()
         answers = read_answers(work.answers, len(training), per_file, target.shape.vocab_size)
         answers = [one for one in answers if len(one.token_ids) - one.num_prompt >= _MIN_ANSWER]
         if not answers:
@@ -120,6 +123,7 @@ def train_draft(
         vocab = DraftVocab.from_tokens(answer_arrays(answers), draft_vocab, target.shape.vocab_size)
         started_s = time.monotonic()
         head, trained = _train(target, head_shape, answers, vocab, settings, work, progress, should_stop)
+        release_engines()
         report = _report(job, settings, answers, vocab, trained, time.monotonic() - started_s)
         with replaced_folder(job.out) as made:
             write_head(made, head, vocab, config)
@@ -198,16 +202,14 @@ def _train(
     progress: TrainProgress,
     should_stop: Callable[[], bool],
 ) -> tuple[TrainableHead, TrainState]:
-    """Return the trained head on the CPU. The target model is freed."""
-    device = target.resolved.device
+    """Return the trained head on the CPU."""
     batch_tokens = settings.batch_tokens or _BATCH_TOKENS[target.kind]
     lengths = [len(answer.token_ids) for answer in answers]
     progress("loading the model", 0, 1)
     # The engine's own KV cache is not used.
     small = replace(target.engine, kv=KvSettings(num_blocks=4), sched=SchedSettings(max_rows=1), drafter="off")
     built = build_engine(target.folder, small)
-    if settings.num_threads is not None:
-        torch.set_num_threads(settings.num_threads)
+    torch.set_num_threads(settings.num_threads or usable_cores())  # the engine may have chosen another number
     try:
         most_rows = max(len(batch) for batch in plan_batches(lengths, batch_tokens, 0, 0))
         most_tokens = max(batch_tokens, *lengths, 1)
@@ -220,9 +222,6 @@ def _train(
         _run(trainer, settings, work, progress, should_stop)
     finally:
         built.close()
-    del built, forward
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
     return head.cpu(), trainer.state
 
 
@@ -281,12 +280,12 @@ def _evaluate(
     target: _TrainedModel, head: Path, prompts: list[list[int]], plan: AnswerPlan, progress: TrainProgress
 ) -> dict[str, Any]:
     """Return the real acceptance, greedy and at the temperature of the answers."""
-    found = {}
+    progress("evaluating", 0, 1)
     temperatures = {"greedy": 0.0} | ({"sampled": plan.temperature} if plan.temperature > 0 else {})
-    for number, (name, temperature) in enumerate(temperatures.items()):
-        progress("evaluating", number, len(temperatures))
-        sampling = SamplingParams(temperature=temperature, seed=plan.seed, stop_token_ids=plan.stop_token_ids)
-        measured = measure_acceptance(target.folder, target.engine, head, prompts, sampling, plan.answer_tokens)
-        found[name] = measured.as_json()
-    progress("evaluating", len(temperatures), len(temperatures))
-    return found
+    samplings = [
+        SamplingParams(temperature=temperature, seed=plan.seed, stop_token_ids=plan.stop_token_ids)
+        for temperature in temperatures.values()
+    ]
+    found = measure_acceptance(target.folder, target.engine, head, prompts, samplings, plan.answer_tokens)
+    progress("evaluating", 1, 1)
+    return {name: measured.as_json() for name, measured in zip(temperatures, found, strict=True)}

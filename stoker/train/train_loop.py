@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as save_tensors
 
 from stoker.base.errors import StokerError
+from stoker.sched.draft_tape import MODEL_GUESSES
 from stoker.train.draft_vocab import DraftVocab
 from stoker.train.target_forward import TargetForward
 from stoker.train.train_settings import TrainSettings
@@ -50,9 +51,9 @@ class TrainState:
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens that a decode step would give with all unrolled steps as drafts, as far as training can tell."""
+        """Tokens of a decode step with as many drafts as the engine verifies, as far as training can tell."""
         chances, chance = 1.0, 1.0
-        for rate in self.acceptance or ():
+        for rate in (self.acceptance or ())[:MODEL_GUESSES]:
             chance *= rate
             chances += chance
         return chances

@@ -82,4 +82,7 @@ def test_bad_data_is_one_line_on_stderr(tiny_folder: Path, tmp_path: Path, capsy
         assert error.count("\n") == 1
     assert main([*arguments(tiny_folder, file, tmp_path / "out"), "--draft-vocab", "0"]) == 2
     assert "--draft-vocab" in capsys.readouterr().err
+    for flags in (["--out", "x"], ["--data", str(file)]):
+        assert main(["train-draft", str(tiny_folder), *flags]) == 2
+        assert "is missing" in capsys.readouterr().err
     assert [one.name for one in tmp_path.iterdir()] == ["data.jsonl"]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny import make_tiny
 
+from stoker.base import garbage
 from stoker.base.errors import ConfigError
+from stoker.engine import llm
+from stoker.engine.build import build_engine
+from stoker.train import train_draft as train_module
 from stoker.train import work_folder
 from stoker.train.answers import read_answers
 from stoker.train.train_draft import TrainInterrupted, TrainJob, train_draft
@@ -74,15 +79,15 @@ def run(model: Path, tmp_path: Path) -> Run:
 
 
 def test_a_trained_head_is_accepted_much_more_often_than_an_untrained_one(run: Run, tmp_path: Path) -> None:
-    settings = replace(QUICK, answer_tokens=24, unroll=3, epochs=24, learning_rate=3e-3, sampled_share=0.0,
-                       temperature=0.0, checkpoint_s=60.0)  # fmt: skip
-    trained = run.train(settings)
+    settings = replace(QUICK, answer_tokens=24, unroll=3, epochs=24, learning_rate=4e-3, sampled_share=0.0,
+                       temperature=0.0, checkpoint_s=60.0, batch_tokens=256)  # fmt: skip
+    trained = run.train(settings, prompts=DISTINCT * 14)
     (tmp_path / "work" / "checkpoint.safetensors").unlink()
-    untrained = run.train(replace(settings, learning_rate=1e-12, epochs=1))
+    untrained = run.train(replace(settings, learning_rate=1e-12, epochs=1), prompts=DISTINCT * 14)
     before, after = (report["evaluation"]["greedy"] for report in (untrained, trained))
     print(before, after)
-    assert after["acceptance_at"][0] > 0.6
-    assert after["tokens_per_step"] > before["tokens_per_step"] + 0.8
+    assert after["acceptance_at"][0] > 0.5
+    assert after["tokens_per_step"] > before["tokens_per_step"] + 0.6
     assert trained["history"][-1][1] < trained["history"][0][1], "the loss falls"
     report = json.loads((tmp_path / "out" / "train_report.json").read_text())
     assert report["settings"]["learning_rate"] == 1e-12, "the second head replaced the first one"
@@ -246,6 +251,24 @@ def test_a_loss_that_is_not_finite_ends_the_training(run: Run) -> None:
     save_file(tensors, checkpoint, metadata)
     with pytest.raises(TrainingDiverged, match=r"step 1: the loss is nan .* lower --learning-rate"):
         run.train()
+
+
+def test_the_engines_of_a_training_are_freed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, the next engine needs the memory of the last one. Engines exempt themselves from garbage collection."""
+    built: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+
+    def watched(*args: Any, **options: Any) -> Any:
+        alive.append(sum(one() is not None for one in built))
+        made = build_engine(*args, **options)
+        garbage.freeze()  # as an engine on a GPU does it
+        built.append(weakref.ref(made.model))
+        return made
+
+    monkeypatch.setattr(llm, "build_engine", watched)
+    monkeypatch.setattr(train_module, "build_engine", watched)
+    run.train(replace(QUICK, epochs=1))
+    assert alive == [0, 0, 0], "answers, training, evaluation"
 
 
 def test_an_epoch_has_each_answer_once_in_batches_of_bounded_size() -> None:
