@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -11,7 +12,10 @@ from typing import Any
 from stoker.base.config import EngineSettings
 from stoker.engine.llm import LLM
 from stoker.sched.draft_tape import MODEL_GUESSES
+from stoker.sched.drafting import Drafting
 from stoker.sched.request import SamplingParams
+from stoker.sched.sequence import Sequence
+from stoker.sched.step_costs import StepCosts
 from stoker.spec.draft_counts import SourceCounts
 
 
@@ -24,24 +28,42 @@ class HeadAcceptance:
     drafted_at: list[int]  # verified drafts at positions 1, 2, ...
     accepted_at: list[int]
     acceptance_at: list[float]  # share of the drafts at each position that were accepted, with all before them
-    tokens_per_step: float
-    """Tokens of a decode step that verifies a draft at every position. The engine verifies fewer where that is faster."""
+    tokens_per_step: float  # of steps that verify a draft at every position
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+class EveryDraft:
+    """Verifies every draft. In a server, the engine verifies fewer where that is faster, which depends on the machine."""
+
+    def __init__(self, drafting: Drafting) -> None:
+        self._drafting = drafting
+
+    def plan(self, seqs: list[Sequence], budget: int, costs: StepCosts) -> Mapping[Sequence, int]:
+        return self._drafting.plan(seqs, budget, StepCosts())  # without costs, every draft pays
+
+    def committed(self, seq: Sequence, num_drafts: int, token_ids: list[int]) -> None:
+        self._drafting.committed(seq, num_drafts, token_ids)
+
+    def suggested(self, seq: Sequence, token_ids: list[int]) -> None:
+        self._drafting.suggested(seq, token_ids)
+
+    def ended(self, seq: Sequence) -> None:
+        self._drafting.ended(seq)
 
 
 def measure_acceptance(
     folder: Path,
     settings: EngineSettings,
     head: Path,
-    prompts: Sequence[Sequence[int]],
-    samplings: Sequence[SamplingParams],
+    prompts: Items[Items[int]],
+    samplings: Items[SamplingParams],
     answer_tokens: int,
 ) -> list[HeadAcceptance]:
     """Answer the prompts with this head as the only drafter, once with each sampling."""
     found = []
-    with closing(LLM(folder, replace(settings, drafter=f"eagle3:{head}"))) as llm:
+    with closing(LLM(folder, replace(settings, drafter=f"eagle3:{head}"), wrap_drafting=EveryDraft)) as llm:
         for sampling in samplings:
             llm.built.draft_counts.by_source.clear()
             outputs = llm.generate(prompts, sampling, answer_tokens)

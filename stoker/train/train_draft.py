@@ -128,6 +128,7 @@ def train_draft(
         with replaced_folder(job.out) as made:
             write_head(made, head, vocab, config)
             report["evaluation"] = _evaluate(target, made, held_out, plan, progress)
+            release_engines()
             write_file(made / REPORT, json.dumps(report, indent=2).encode())
     return report
 

@@ -86,6 +86,7 @@ def test_a_trained_head_is_accepted_much_more_often_than_an_untrained_one(run: R
     untrained = run.train(replace(settings, learning_rate=1e-12, epochs=1), prompts=DISTINCT * 14)
     before, after = (report["evaluation"]["greedy"] for report in (untrained, trained))
     print(before, after)
+    assert before["drafted_at"][0] > 70, "drafts that are wrong are verified too"
     assert after["acceptance_at"][0] > 0.5
     assert after["tokens_per_step"] > before["tokens_per_step"] + 0.6
     assert trained["history"][-1][1] < trained["history"][0][1], "the loss falls"
