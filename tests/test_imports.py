@@ -58,6 +58,7 @@ TABLE = {
     "engine.process": Allowed(
         "engine kv models checkpoint.weight_files sched spec text proto", f"{ENGINE_SIDE} msgspec xgrammar"
     ),
+    "train": Allowed("engine sched spec kv models layers kernels", ENGINE_SIDE),
     "proto": Allowed("sched kv.blocks", "msgspec zmq", light=True),
     "text": Allowed("sched.request proto.openai", "tokenizers jinja2 msgspec", light=True),
     "checkpoint": Allowed("", "numpy gguf tokenizers huggingface_hub safetensors", light=True),
@@ -86,7 +87,7 @@ TABLE = {
     ),
     "up": Allowed("proto", "aiohttp msgspec", light=True),
     "cli": Allowed(
-        "worker gateway up engine proto text checkpoint loadgen kv.mooncake kv.store kernels",
+        "worker gateway up engine train proto text checkpoint loadgen kv.mooncake kv.store kernels",
         "aiohttp rich triton uvloop",
     ),
 }

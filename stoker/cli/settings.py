@@ -24,6 +24,7 @@ A misspelled name is an error that names the nearest right one. So is a value ou
 - [stoker serve](#stoker-serve)
 - [stoker gateway](#stoker-gateway)
 - [stoker up](#stoker-up)
+- [stoker train-draft](#stoker-train-draft)
 - [Renamed settings](#renamed-settings)
 """
 _SERVE = """## stoker serve
@@ -46,6 +47,12 @@ _UP = """
 
 `stoker up [FLEET.TOML|MODEL]` also takes the gateway's `--host` and `--port`. `--check` prints what would start, and exits.
 A fleet file has the tables `[gateway]` (see above), `[[workers]]`, `[store]` and `[up]`."""
+_TRAIN = """
+## stoker train-draft
+
+`stoker train-draft MODEL --data FILE... --out DIR` takes these flags, and `--work`, `--cache-dir` and `--offline`. See
+[training a head](speculation.md#training-a-head).
+"""
 _RENAMED = """
 ## Renamed settings
 
@@ -72,6 +79,7 @@ def reference() -> str:
 def _page() -> Iterator[str]:
     from stoker.cli.serve_settings import SECTIONS, ServeSettings
     from stoker.gateway.config import GatewayConfig
+    from stoker.train.train_settings import TrainSettings
     from stoker.up.config import FleetStore, UpConfig, WorkersConfig
     from stoker.up.default import DefaultFleetSettings
 
@@ -106,6 +114,8 @@ def _page() -> Iterator[str]:
     yield from _rows(declared(FleetStore), ("Key",), lambda one: (f"`{one.key}`",))
     yield from _heading("[up]", _doc(UpConfig).partition(": ")[2])
     yield from _rows(declared(UpConfig), ("Key", "Flag"), lambda one: (f"`{one.key}`", _flag(one)))
+    yield _TRAIN
+    yield from _rows(declared(TrainSettings), ("Flag",), lambda one: (f"`{one.flag}`",))
     yield _RENAMED
     for one in declared(ServeSettings):
         for old, old_key in zip(one.setting.renamed_from, one.old_keys, strict=True):

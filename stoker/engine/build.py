@@ -46,6 +46,7 @@ from stoker.kv.peer.peer_server import PeerServer
 from stoker.kv.store.kv_store import KvStore
 from stoker.models.family import Model, ModelFamily, family_of
 from stoker.models.weights import load, parameter_slices
+from stoker.sched.drafting import Drafting
 from stoker.sched.leases import LeaseTerms
 from stoker.sched.request import GenerateRequest, SamplingParams
 from stoker.sched.scheduler import Scheduler, SchedulerConfig
@@ -99,13 +100,15 @@ def build_engine(
     ahead: WeightReadAhead | None = None,
     tuning_dir: Path | None = None,
     wake: Callable[[], None] = lambda: None,
+    wrap_drafting: Callable[[Drafting], Drafting] = lambda drafting: drafting,
     kernel_cache_dir: Path | None = None,
 ) -> BuiltEngine:
     """Load the model, allocate the KV cache and return a ready engine.
 
     `wake` is called from any thread when an idle engine should take a step. With `random_weights_seed`, no weight files
     are read: the model of config.json gets random weights, for benchmarks. `tuning_dir` has the tuned tiles of this
-    machine's GPUs. The choice of CPU kernels is stored in `kernel_cache_dir`.
+    machine's GPUs. The choice of CPU kernels is stored in `kernel_cache_dir`. `wrap_drafting` may replace what decides how
+    many drafts a step verifies, for measurements.
     """
     started_s = time.monotonic()
     timeline = timeline or Timeline()
@@ -164,7 +167,7 @@ def build_engine(
     draft_counts = DraftCounts()
     stored_blocks = StoredBlocks() if resolved.drafters.is_on and store.tiers else StoredBlocks(0)
     parts = DrafterParts(pool, family.shape.vocab_size, stored=stored_blocks)
-    scheduler = Scheduler(config, pool, resolved.drafters.build(parts, draft_counts))
+    scheduler = Scheduler(config, pool, wrap_drafting(resolved.drafters.build(parts, draft_counts)))
     runner = Runner(
         model,
         family.shape.num_heads,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from stoker.base.ids import RequestId
 from stoker.engine.build import build_engine
 from stoker.engine.grammar import Grammars
 from stoker.kv.blocks.transfer import KvTicket
+from stoker.sched.drafting import Drafting
 from stoker.sched.request import Finish, GenerateRequest, SamplingParams, TokenLogprobs, TokenUsage
 
 _POLL_EVERY_S = 0.01
@@ -39,6 +40,7 @@ class LLM:
         *,
         grammars: Grammars | None = None,
         random_weights_seed: int | None = None,
+        wrap_drafting: Callable[[Drafting], Drafting] = lambda drafting: drafting,
     ) -> None:
         self._wake = threading.Event()
         self.built = build_engine(
@@ -47,6 +49,7 @@ class LLM:
             grammars=grammars,
             random_weights_seed=random_weights_seed,
             wake=self._wake.set,
+            wrap_drafting=wrap_drafting,
         )
         self.built.engine.capture_all_graphs()
         self._num_requests = 0

@@ -1,0 +1,1 @@
+"""Training of EAGLE-3 draft heads."""
