@@ -72,6 +72,7 @@ class PlanBuilder:
         spans: list[Span] = []
         token_ids: list[int] = []
         tapes: list[TapeUpload] = []
+        drafts = self.drafts
         filled = {copy.dst for copy in self.copies} | {block for load in self.loads for block in load.blocks}
         for seq, count in self.counts.items():
             start, num_known, slack = seq.num_computed, len(seq.token_ids), seq.num_drafting
@@ -87,7 +88,7 @@ class PlanBuilder:
             spans.append(span := Span(seq.row, start, count, samples, 0, slack, start < seq.request.num_prompt))
             if end < num_known:
                 span.next_id = seq.token_ids[end]
-            if seq in self.drafts:
+            if drafts and seq in drafts:
                 token_ids += self._put_drafts(seq, span, tapes)
             if count >= seq.block_tokens and not slack:
                 filled.update(seq.blocks[-(-start // seq.block_tokens) : end // seq.block_tokens])
@@ -101,7 +102,7 @@ class PlanBuilder:
             [block for block in self.fresh_blocks + unfilled if block not in filled],
             self.loads,
             tapes,
-            sum(self.drafts.values()),
+            sum(drafts.values()),
         )
 
     def _put_drafts(self, seq: Sequence, span: Span, tapes: list[TapeUpload]) -> range:

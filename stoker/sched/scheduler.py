@@ -233,8 +233,9 @@ class Scheduler:
             count = num_to_compute if num_to_compute <= builder.budget else builder.budget
             if not count or seq.state is not SequenceState.RUNNING:
                 continue
-            # The device computes nothing beyond `max_tokens`, even if `num_computed` is an upper bound beyond it.
-            end = min(seq.num_computed + count, seq.max_tokens)
+            end = seq.num_computed + count
+            if end > seq.max_tokens:  # the device computes nothing beyond it; `num_computed` is an upper bound
+                end = seq.max_tokens
             if end <= len(seq.blocks) * seq.block_tokens or self._extend_blocks(seq, end, builder):
                 builder.schedule(seq, count)
         self._add_drafts(builder, mixed=bool(prefills or self._waiting))
@@ -294,12 +295,13 @@ class Scheduler:
         """Apply the result of the oldest launched plan. Return the new tokens of each sequence."""
         chunks = TokenChunks()
         spans, seqs, row_epochs, num_tokens = self._launched.popleft()
+        done = SequenceState.DONE  # looking it up takes long for one row of hundreds
         if spans:
             self.step_size.record(num_tokens, len(spans), result.step_s)
         for i, (span, seq, row_epoch, token_ids) in enumerate(
             zip(spans, seqs, row_epochs, result.token_ids, strict=True)
         ):
-            if seq.state is SequenceState.DONE:
+            if seq.state is done:
                 continue
             has_row = seq.row_epoch == row_epoch  # it was not preempted since
             if not span.samples:

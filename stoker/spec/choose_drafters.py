@@ -31,15 +31,17 @@ class DrafterChoice:
         arguments: dict[str, str] = {}
         for part in setting.split(","):
             name, _, argument = part.strip().partition(":")
-            if name == AUTO and not argument:
-                arguments |= dict.fromkeys(_AUTO_DRAFTERS, "")
-                continue
-            if name not in (GRAMMAR, EAGLE3) and name not in DRAFTERS:
+            names = _AUTO_DRAFTERS if name == AUTO else (name,)
+            if name != AUTO and name not in (GRAMMAR, EAGLE3) and name not in DRAFTERS:
                 known = ", ".join([OFF, AUTO, EAGLE3, GRAMMAR, *DRAFTERS])
                 raise ConfigError(f"--drafter {setting}: there is no drafter {name!r}; available: {known}")
             if name == EAGLE3 and not argument:
                 raise ConfigError(f"--drafter {setting}: {EAGLE3!r} needs its folder; write --drafter {EAGLE3}:FOLDER")
-            arguments[name] = argument
+            if name in (AUTO, GRAMMAR) and argument:
+                raise ConfigError(f"--drafter {setting}: {name!r} takes no argument; write --drafter {name}")
+            if twice := [one for one in names if one in arguments]:
+                raise ConfigError(f"--drafter {setting}: the drafter {twice[0]!r} is named twice; name it once")
+            arguments |= dict.fromkeys(names, argument)
         return cls(arguments)
 
     @property

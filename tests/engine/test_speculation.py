@@ -133,7 +133,11 @@ def test_two_tenants_never_share_drafts(folder: Path) -> None:
         assert llm.built.scheduler.counters.draft_tokens - after_own < (after_own - before) / 2
 
 
-@pytest.mark.parametrize("setting", ["no such drafter", "ngram:5", "oracle:2", "oracle:x", "auto,ngram", ""])
+@pytest.mark.parametrize(
+    "setting",
+    ["no such drafter", "ngram:5", "oracle:2", "oracle:x", "auto,ngram", "", "grammar:x", "auto:x", "off,ngram",
+     "eagle3", "eagle3:a,eagle3:b"],
+)  # fmt: skip
 def test_a_wrong_setting_is_refused_by_name(folder: Path, setting: str) -> None:
     with pytest.raises(ConfigError, match="drafter"):
         LLM(folder, settings(setting))

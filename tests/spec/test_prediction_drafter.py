@@ -7,6 +7,7 @@ import random
 import pytest
 
 from stoker.spec.drafter import build_drafter
+from stoker.spec.drafters import prediction
 from tests.spec.sequences import VOCAB_SIZE, new_parts, new_sequence
 
 TEXT = list(range(100, 160))
@@ -83,3 +84,22 @@ def test_an_edited_text_is_mostly_predicted() -> None:
         num_right += drafter.propose(seq, 1) == [token_id]
         seq.token_ids.append(token_id)
     assert num_right > 0.85 * len(output)
+
+
+def test_a_place_far_ahead_is_not_searched() -> None:
+    """A search delays all rows, and the client chooses the length of the prediction."""
+    drafter = build_drafter("prediction", new_parts())
+    near, far = [*[1] * 8000, 5, 6, 7], [*[1] * 9000, 5, 6, 7]
+    assert drafter.propose(new_sequence([1], [5, 6], prediction=near), 3) == [7]
+    assert drafter.propose(new_sequence([1], [5, 6], prediction=far), 3) == []
+
+
+def test_an_output_that_is_read_late_is_searched_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While another drafter is right, this one is not asked for thousands of tokens."""
+    searches: list[list[int]] = []
+    search = prediction._find
+    monkeypatch.setattr(prediction, "_find", lambda window, tokens: searches.append(tokens) or search(window, tokens))
+    drafter = build_drafter("prediction", new_parts())
+    output = [*[7] * 5000, *TEXT[:6]]
+    assert drafter.propose(new_sequence([1], output, prediction=TEXT), 3) == TEXT[6:9]
+    assert 0 < len(searches) <= 12
