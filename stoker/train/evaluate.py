@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
@@ -42,6 +42,9 @@ class EveryDraft:
 
     def plan(self, seqs: list[Sequence], budget: int, costs: StepCosts) -> Mapping[Sequence, int]:
         return self._drafting.plan(seqs, budget, StepCosts())  # without costs, every draft pays
+
+    def launched(self, seqs: Iterable[Sequence]) -> None:
+        self._drafting.launched(seqs)
 
     def committed(self, seq: Sequence, num_drafts: int, token_ids: list[int]) -> None:
         self._drafting.committed(seq, num_drafts, token_ids)

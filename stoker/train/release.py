@@ -12,5 +12,5 @@ def release_engines() -> None:
     live as long as the process."""
     gc.unfreeze()
     gc.collect()
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_available():
         torch.cuda.empty_cache()

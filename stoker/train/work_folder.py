@@ -108,9 +108,16 @@ class WorkFolder:
             os.close(descriptor)
             raise ConfigError(f"--work {self.path} is used by another process; wait for it to end") from error
         try:
+            self._remove_leftovers()
             yield
         finally:
             os.close(descriptor)
+
+    def _remove_leftovers(self) -> None:
+        """Remove the files that a killed process was writing."""
+        for name in (f".{_IDENTITY}.*", f".{self.checkpoint.name}.*", f"{self.answers.name}/.*.safetensors.*"):
+            for file in self.path.glob(name):
+                file.unlink(missing_ok=True)
 
     def claim(self, identity: Mapping[str, Any]) -> None:
         """Record what the answers are made of, or check that it is the same as before."""
