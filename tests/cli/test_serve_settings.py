@@ -41,7 +41,7 @@ def test_every_flag_becomes_its_setting() -> None:
     settings = parse(
         *("--host", "::", "--port", "9", "--role", "decode", "--served-name", "a", "--served-name", "b"),
         *("--device", "cpu", "--dtype", "float64", "--max-model-tokens", "1", "--threads", "2", "--steps-ahead", "0"),
-        *("--cpu-weights", "float32"),
+        *("--cpu-weights", "float32", "--drafter", "ngram", "--numerics", "fast"),
         *("--spare-engine", "off", "--kernel-archive", "/z.zip", "--kv-dtype", "bfloat16"),
         *("--block-tokens", "3", "--kv-blocks", "4", "--kv-memory-gib", "5", "--gpu-memory-gib", "6"),
         *("--step-tokens", "7", "--max-rows", "8", "--target-itl-ms", "9"),
@@ -74,6 +74,8 @@ def test_every_flag_becomes_its_setting() -> None:
         "cpu",
         "float64",
         "float32",
+        "ngram",
+        "fast",
         1,
         2,
         0,

@@ -63,7 +63,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "called": (CHAT, {"messages": CALLED, "tools": TOOLS, "max_tokens": 20} | GREEDY),
     "two": (CHAT, USER | {"n": 2, "max_tokens": 16, "temperature": 1.2, "ignore_eos": True}),
     "two-schema": (CHAT, USER | {"n": 2, "max_tokens": 40, "response_format": SCHEMA, "temperature": 1.5}),
-    "stop": (COMPLETIONS, {"prompt": WORDS * 3, "max_tokens": 60, "stop": ["st", "ar", "in"], "temperature": 1.5}),
+    "stop": (
+        COMPLETIONS,
+        {"prompt": WORDS * 3, "max_tokens": 60, "stop": ["st", "ar", "in"], "temperature": 1.5, "seed": 2},
+    ),
     "stop-at-once": (CHAT, USER | {"max_tokens": 60, "stop": [*"aeiou", " "], "n": 2}),
     "one-token": (CHAT, USER | {"max_tokens": 1}),
     "two-tokens": (CHAT, USER | {"max_tokens": 2, "ignore_eos": True}),
@@ -229,8 +232,8 @@ def test_an_error_has_the_shape_of_the_clients_api(fleet: RealFleet) -> None:
     assert fleet.reference is not None
     bad: list[dict[str, Any]] = [
         {"messages": []},
-        {"messages": TURNS, "max_tokens": -1},
-        {"messages": TURNS, "nonsense": 1},
+        {"messages": TURNS, "max_tokens": -2},
+        {"messages": TURNS, "n": "many"},
     ]
     for body in bad:
         asked = {"model": "tiny"} | body

@@ -419,7 +419,7 @@ BAD: list[tuple[str, Any]] = [
     (CHAT, {"messages": USER, "model": "gpt-9"}),
     (CHAT, {"messages": USER, "max_tokens": 10**30}),
     (CHAT, {"messages": USER, "max_tokens": 9000}),
-    (CHAT, {"messages": USER, "max_tokens": -1}),
+    (CHAT, {"messages": USER, "max_tokens": -2}),
     (CHAT, {"messages": USER, "temperature": -1e308}),
     (CHAT, {"messages": USER, "n": 10**9}),
     (CHAT, {"messages": USER, "logit_bias": {"999999": 1}}),
