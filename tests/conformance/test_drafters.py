@@ -115,6 +115,7 @@ def test_an_ended_sequence_is_let_go(name: str) -> None:
     world.drafter.ended(new_sequence([1, 2, 3]))  # it was never asked for a guess
 
 
+@pytest.mark.slow
 def test_memory_is_bounded(name: str) -> None:
     """Ten thousand sequences of hundreds of tenants. A third of them are never reported as ended."""
     world = DrafterWorld(name)

@@ -104,7 +104,7 @@ def requests(rng: random.Random, samplings: list[SamplingParams]) -> list[Genera
     made = []
     for number, sampling in enumerate(samplings):
         prompt = shared[: rng.choice([0, 17, 20])] + [rng.randrange(199) for _ in range(rng.choice([1, 5, 19]))]
-        made.append(GenerateRequest(RequestId(str(number)), prompt, len(prompt), sampling, rng.randrange(3, 7)))
+        made.append(GenerateRequest(RequestId(str(number)), prompt, len(prompt), sampling, rng.randrange(3, 5)))
     return made
 
 
@@ -135,10 +135,7 @@ def answers(
     ("graphs", "samplings", "num_blocks", "kv_dtype", "drafts"),
     [
         (NothingCaptured, PLAIN, 64, "auto", True),
-        (AllCaptured, PLAIN, 64, "auto", False),
-        (AllCaptured, PLAIN, 64, "auto", True),
-        (NothingCaptured, WITH_EXTRAS, 4, "auto", False),  # sampled by the reference, with preemption
-        (AllCaptured, WITH_EXTRAS, 4, "auto", True),
+        (AllCaptured, WITH_EXTRAS, 4, "auto", True),  # sampled by the reference, with preemption
         (NothingCaptured, PLAIN[:3], 64, "int8", False),
     ],
 )

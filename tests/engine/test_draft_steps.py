@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_a_draft_model_in_gpu_steps_drafts_like_the_references() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-n0", "-x", str(Path(__file__).with_name("draft_interpreted.py"))]

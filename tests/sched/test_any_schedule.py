@@ -17,7 +17,7 @@ from stoker.sched.scheduler import Scheduler, SchedulerConfig
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize("seed", range(200))
 def test_any_schedule_gives_each_sequence_the_tokens_of_running_alone(seed: int, drafts: bool) -> None:
     print("seed", seed)
     rng = random.Random(seed)

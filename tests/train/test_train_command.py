@@ -45,6 +45,7 @@ def start(words: list[str], checkpoint: Path) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.slow
 def test_a_stopped_and_a_killed_training_end_like_one_that_ran_through(
     tiny_folder: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
