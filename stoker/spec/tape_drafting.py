@@ -1,7 +1,7 @@
 """TapeDrafting: gives each decoding sequence a tape, and decides how much of it a step verifies. Pure.
 
 A sequence follows its tape until a sampled token differs from the guess. Then the drafters are asked again, the one that
-was right most often first. A sequence for which no drafter finds anything is asked about less often in a large batch,
+was right most often first. In a large batch, the drafters are called less often for a sequence for which none finds anything,
 where the host's time for all sequences would delay the steps.
 """
 

@@ -91,7 +91,7 @@ class HttpRequest:
         self.body = body
         self.peer = peer
         self.caller = caller  # what the gate found out about the sender
-        self.more_headers = _NO_HEADERS  # sent with the response, whoever makes it
+        self.more_headers = _NO_HEADERS  # sent with every response, also one that this server makes itself
         self.started = False
         self.gone = False
         self.on_gone: Callable[[], object] | None = None
