@@ -64,7 +64,7 @@ def test_samples_follow_the_filtered_distribution(
 ) -> None:
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(vocab)) * 2
     expected = naive_probs(logits, temperature, top_k, top_p, min_p)
-    count = 20_000
+    count = 10_000
     found = sample_many(logits, count, temperature, top_k, top_p, min_p).bincount(minlength=vocab) / count
     assert set(found.nonzero().flatten().tolist()) <= set(expected.nonzero().flatten().tolist())
     # Five standard deviations of a count, plus some slack, since 1,500 counts are checked.
@@ -73,9 +73,9 @@ def test_samples_follow_the_filtered_distribution(
 
 
 def test_a_top_p_that_needs_more_than_the_first_sorted_tokens_takes_them() -> None:
-    logits = torch.zeros(3000)  # flat: 0.9 of the mass is 2,700 tokens, or all of them where equal tokens stay together
-    found = sample_many(logits, 20_000, 1.0, 0, 0.9, 0.0)
-    assert len(found.unique()) > 2690
+    logits = torch.zeros(1000)  # flat: 0.9 of the mass is 900 tokens, or all of them where equal tokens stay together
+    found = sample_many(logits, 6_000, 1.0, 0, 0.9, 0.0)
+    assert len(found.unique()) > 880
 
 
 @pytest.mark.parametrize("over", ["positions", "token ids"])
