@@ -162,7 +162,7 @@ def test_overwritten_blocks_are_never_taken_for_the_kv_of_a_lease(
     book = LeaseBook()
     monkeypatch.setattr("stoker.engine.build.LeaseBook", lambda: book)
     first, second = prompts(4, [72, 60])
-    with engine(folder, settings(serves=True, num_blocks=11)) as llm:
+    with engine(folder, settings(serves=True, num_blocks=11, lease_s=1.0)) as llm:
         running = llm.built.engine
         running.add(request(0, first, lease_id="l", priority=1))
         running.step()
